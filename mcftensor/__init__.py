@@ -1,0 +1,20 @@
+"""Multi-component floats as a PyTorch dtype."""
+
+import mcftensor.dispatch
+from mcftensor import eft as eft
+from mcftensor import expansion as expansion
+from mcftensor import networks as networks
+from mcftensor.convert import as_expansion as as_expansion
+from mcftensor.convert import as_plain as as_plain
+from mcftensor.formats import FORMATS as FORMATS
+from mcftensor.formats import Format as Format
+from mcftensor.formats import bf16x2 as bf16x2
+from mcftensor.formats import bf16x3 as bf16x3
+from mcftensor.formats import fp16x2 as fp16x2
+from mcftensor.formats import fp32x2 as fp32x2
+from mcftensor.formats import fp32x3 as fp32x3
+from mcftensor.formats import fp64x2 as fp64x2
+from mcftensor.optim import collage as collage
+from mcftensor.tensor import MCFTensor as MCFTensor
+
+__version__ = "0.1.0"

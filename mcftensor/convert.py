@@ -1,0 +1,225 @@
+"""Into expansions and out of them: tensors and whole modules."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+
+from mcftensor import expansion
+from mcftensor.formats import Format, bf16x2, default_format, require_format
+from mcftensor.tensor import MCFTensor
+
+M = TypeVar("M", bound=nn.Module)
+Overrides = Mapping[str, Format | None]
+
+
+@overload
+def as_expansion(obj: M, format: Format | None = ..., *, overrides: Overrides = ...) -> M: ...
+@overload
+def as_expansion(obj: Tensor, format: Format | None = ...) -> MCFTensor: ...
+def as_expansion(
+    obj: M | Tensor, format: Format | None = None, *, overrides: Overrides | None = None
+) -> M | MCFTensor:
+    """A tensor as an expansion, or a module whose parameters become expansions, in place.
+
+    A tensor of any shape gives a *value* of the same shape: an expansion for arithmetic.
+
+    A module keeps its parameter objects, so that an optimizer built before still works, and
+    weights that are tied stay tied. Parameters that require gradients become expansions in the
+    *parameter* role. As after `module.to(dtype)`, all else follows: frozen parameters, floating
+    buffers and gradients become plain tensors of the base dtype. Cast the inputs, or use autocast.
+
+    Args:
+        obj: a real floating tensor, or a module.
+        format: the format of all. By default it goes by shape: `bf16x3` for at most one dimension
+            longer than 1 (norms, biases), `bf16x2` for the rest. Weights near 1 move by steps far
+            below the resolution of two bf16 terms, and such tensors cost little memory.
+        overrides: for modules: patterns (fnmatch) of qualified names of parameters and buffers, and
+            what they get instead: a format makes it an expansion, None leaves it as it is. The
+            first pattern that matches decides.
+
+    Returns:
+        A new MCFTensor that does not require grad, or the module itself.
+
+    Raises:
+        TypeError: a tensor that is integer, complex, sparse, quantized or nested; an expansion in
+            another format; something that is no format.
+        ValueError: an override that matches nothing; a tensor that is part of an autograd graph.
+        RuntimeError: a parameter that cannot be exchanged, because weak references to it exist.
+
+    A call that raises leaves the module as it was.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> mcf.as_expansion(torch.tensor([1.0, 0.001]), mcf.bf16x2)
+        MCFTensor([1.0000, 0.0010], format=bf16x2)
+        >>> model = mcf.as_expansion(torch.nn.Linear(3, 2))
+        >>> model.weight.format, model.bias.format
+        (mcf.bf16x2, mcf.bf16x3)
+        >>> model = mcf.as_expansion(torch.nn.Linear(3, 2), overrides={"bias": None})
+        >>> model.bias.dtype
+        torch.float32
+    """
+    if format is not None:
+        require_format(format, "as_expansion")
+    if isinstance(obj, nn.Module):
+        return _module_as_expansion(obj, format, overrides or {})
+    if overrides is not None:
+        raise TypeError("as_expansion: overrides name the parameters of a module; a tensor has none")
+    _require_convertible("as_expansion", "the tensor", obj, format)
+    if obj.grad_fn is not None:
+        raise ValueError(
+            f"as_expansion: the tensor of shape {tuple(obj.shape)} is part of an autograd graph, "
+            "which ends here; call .detach() on it first"
+        )
+    if isinstance(obj, MCFTensor):
+        return MCFTensor([t.clone() for t in obj.detach().components], obj.format)
+    return _value(obj, format or default_format(obj.shape))
+
+
+@overload
+def as_plain(obj: M, dtype: torch.dtype | None = ...) -> M: ...
+@overload
+def as_plain(obj: Tensor, dtype: torch.dtype | None = ...) -> Tensor: ...
+def as_plain(obj: M | Tensor, dtype: torch.dtype | None = None) -> M | Tensor:
+    """An expansion as a plain tensor, rounded once; or a module without expansions, in place.
+
+    A module keeps its parameter objects. Parameters, buffers and their gradients that were
+    expansions become plain tensors of `dtype`; the others stay as they are.
+
+    Args:
+        obj: an expansion, a plain tensor (converted as by `.to(dtype)`), or a module.
+        dtype: a floating dtype; by default the base of each expansion.
+
+    Returns:
+        A plain tensor of the same shape that does not require grad, or the module itself.
+
+    Raises:
+        TypeError: `dtype` is not a real floating dtype, or `obj` neither tensor nor module.
+        RuntimeError: a parameter that cannot be exchanged, because weak references to it exist.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> x = mcf.as_expansion(torch.tensor(0.999, dtype=torch.float64), mcf.bf16x2)
+        >>> mcf.as_plain(x), mcf.as_plain(x, torch.float32)
+        (tensor(1., dtype=torch.bfloat16), tensor(0.9990))
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"as_plain: {dtype!r} is no floating dtype; give torch.float32, say")
+    if isinstance(obj, nn.Module):
+        return _module_as_plain(obj, dtype)
+    if isinstance(obj, MCFTensor):
+        return expansion.collapse(obj.detach().components, dtype or obj.dtype)
+    if isinstance(obj, Tensor):
+        return obj.detach().to(dtype or obj.dtype)
+    raise TypeError(f"as_plain: got {type(obj).__name__}; give a tensor or a module")
+
+
+def _value(x: Tensor, format: Format) -> MCFTensor:
+    return MCFTensor(expansion.expand(x.detach(), format), format)
+
+
+def _require_convertible(where: str, name: str, x: object, format: Format | None) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"{where}: got {type(x).__name__}; give a floating tensor, such as "
+            "torch.tensor(x, dtype=torch.float64), or a module"
+        )
+    if isinstance(x, MCFTensor):
+        if format not in (None, x.format):
+            assert format is not None
+            raise TypeError(
+                f"{where}: {name} of shape {tuple(x.shape)} is an expansion in {x.format.name} "
+                f"already, not {format.name}; convert it by way of a plain tensor: "
+                f"mcf.as_expansion(mcf.as_plain(x, torch.float64), mcf.{format.name})"
+            )
+        return
+    if x.is_nested:
+        raise TypeError(f"{where}: {name} is a nested tensor; convert its parts one by one")
+    if not x.is_floating_point() or x.layout != torch.strided or x.dtype.itemsize < 2:
+        raise TypeError(
+            f"{where}: {name} of shape {tuple(x.shape)} is of {x.dtype}, {x.layout}; expansions "
+            "are made from dense tensors of bfloat16, float16, float32 or float64: convert it "
+            "with .to(torch.float64) or .to_dense(), or leave it out with overrides={name: None}"
+        )
+
+
+# ------------------------------------------------------------------------------------- modules
+
+
+def _module_as_expansion(module: M, format: Format | None, overrides: Overrides) -> M:
+    names = [name for name, _ in _tensors(module)]
+    for pattern, wanted in overrides.items():
+        if wanted is not None:
+            require_format(wanted, f"as_expansion: overrides[{pattern!r}]")
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"as_expansion: the pattern {pattern!r} in overrides matches none of the "
+                f"parameters and buffers: {', '.join(names) or 'the module has none'}"
+            )
+    base = (format or bf16x2).base
+    plans: list[tuple[Tensor, Format | None]] = []
+    seen: set[int] = set()
+    for name, x in _tensors(module):
+        matched = [wanted for pattern, wanted in overrides.items() if fnmatchcase(name, pattern)]
+        if id(x) in seen or (matched and matched[0] is None):
+            seen.add(id(x))
+            continue
+        seen.add(id(x))
+        wanted = matched[0] if matched else None
+        if wanted is None and isinstance(x, nn.Parameter) and x.requires_grad:
+            _require_convertible("as_expansion", f"parameter {name}", x, format)
+            wanted = x.format if isinstance(x, MCFTensor) else format or default_format(x.shape)
+        elif wanted is not None:
+            _require_convertible("as_expansion", name, x, wanted)
+        elif isinstance(x, MCFTensor) or not x.is_floating_point():
+            continue
+        _require_exchangeable("as_expansion", name, x)
+        plans.append((x, wanted))
+    for x, wanted in plans:
+        if wanted is None:
+            _exchange(x, x.detach().to(base))
+        elif not isinstance(x, MCFTensor):
+            _exchange(x, _value(x, wanted))
+    return module
+
+
+def _module_as_plain(module: M, dtype: torch.dtype | None) -> M:
+    found = {id(x): (name, x) for name, x in _tensors(module) if isinstance(x, MCFTensor)}
+    for name, x in found.values():
+        _require_exchangeable("as_plain", name, x)
+    for _, x in found.values():
+        _exchange(x, as_plain(x, dtype))
+    return module
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer by each of its names, tied ones several times."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _require_exchangeable(where: str, name: str, x: Tensor) -> None:
+    if weakref.getweakrefs(x):
+        raise RuntimeError(
+            f"{where}: {name} of shape {tuple(x.shape)} has weak references to it, which an "
+            "exchange of its contents would mislead (averaged copies of a model keep such). "
+            "Convert before they are made, or delete them"
+        )
+
+
+def _exchange(x: Tensor, new: Tensor) -> None:
+    """Give the tensor object x the contents of new, and its gradient the dtype."""
+    grad = x.grad
+    if isinstance(x, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=x.requires_grad)
+    else:
+        new.requires_grad_(x.requires_grad)
+    torch.utils.swap_tensors(x, new)
+    if grad is not None:
+        x.grad = grad.to(x.dtype)

@@ -1,0 +1,32 @@
+"""Where a tensor operation goes, by the kind it is of.
+
+1. `structure`: views, copies, factories; the same operation on each term.
+2. `arithmetic`, `select`, and their `foreach` and `fused` forms: kernels of their own.
+3. `compute`: whatever else a parameter meets uses its leading term; on a value it raises.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcftensor.dispatch import arithmetic as arithmetic
+from mcftensor.dispatch import fused as fused
+from mcftensor.dispatch import select as select
+from mcftensor.dispatch import structure as structure
+from mcftensor.dispatch.compute import compute
+from mcftensor.dispatch.foreach import foreach
+from mcftensor.dispatch.table import TABLE
+from mcftensor.tensor import set_dispatch
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Carry out one of PyTorch's operators on arguments that hold an expansion."""
+    handler = TABLE.get(func)
+    if handler is not None:
+        return handler(func, *args, **kwargs)
+    if func.overloadpacket.__name__.startswith("_foreach_"):
+        return foreach(func, *args, **kwargs)
+    return compute(func, *args, **kwargs)
+
+
+set_dispatch(dispatch)

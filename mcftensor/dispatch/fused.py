@@ -1,0 +1,371 @@
+"""The fused steps of SGD, Adam and AdamW: one rounding a step for each parameter and state.
+
+A step reads terms, computes on numbers and writes terms. What a number is depends on the format:
+a plain tensor of the wide type for bases of 16 bits, an expansion for the others. The update
+rules below are written once, for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor import wide
+from mcftensor.dispatch.compute import has_expansion
+from mcftensor.dispatch.operands import store, terms
+from mcftensor.dispatch.table import implements
+from mcftensor.formats import Format
+from mcftensor.operators import opaque
+from mcftensor.rounding import round_to, split_terms
+from mcftensor.tensor import MCFTensor
+
+aten = torch.ops.aten
+
+
+# ------------------------------------------------------------------------------- update rules
+
+
+def integer_power(base: float, exponent: Tensor) -> Tensor:
+    """base ** exponent in float64 for a whole number in a tensor, by repeated squaring.
+
+    The same bits on every device, which the power functions of mathematics libraries do not give.
+    """
+    squares = [base]
+    for _ in range(31):
+        squares.append(squares[-1] * squares[-1])
+    places = torch.arange(32, device=exponent.device)
+    bits = (exponent.to(torch.int64) >> places) & 1
+    table = torch.tensor(squares, dtype=torch.float64, device=exponent.device)
+    factors = torch.where(bits == 1, table, 1.0)
+    while len(factors) > 1:
+        factors = factors[0::2] * factors[1::2]
+    return factors[0]
+
+
+def adam_update(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    v_max: Tensor | None,
+    step: Tensor,
+    lr: Tensor,
+    *,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    decoupled: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Adam's and AdamW's change of p, and the new moments."""
+    if weight_decay != 0 and not decoupled:
+        g = g + p * weight_decay
+    m = m + (g - m) * (1 - beta1)
+    v = v * beta2 + g * g * (1 - beta2)
+    if v_max is not None:
+        v_max = torch.maximum(v_max, v)
+    correction1 = 1 - integer_power(beta1, step)
+    correction2 = torch.sqrt(1 - integer_power(beta2, step))
+    denominator = torch.sqrt(v if v_max is None else v_max) / correction2 + eps
+    change = m / denominator * -(lr / correction1)
+    if weight_decay != 0 and decoupled:
+        change = change - p * (lr * weight_decay)
+    return change, m, v, v_max
+
+
+def sgd_update(
+    p: Tensor,
+    g: Tensor,
+    buffer: Tensor | None,
+    lr: Tensor,
+    *,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    first: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """SGD's change of p, and the new momentum buffer."""
+    if weight_decay != 0:
+        g = g + p * weight_decay
+    if buffer is not None:
+        buffer = g if first else buffer * momentum + g * (1 - dampening)
+        g = g + buffer * momentum if nesterov else buffer
+    return g * -lr, buffer
+
+
+# ------------------------------------------------------------------------- terms and numbers
+
+
+def _wide_type(*quantities: Sequence[Tensor]) -> torch.dtype | None:
+    """The type to evaluate in; None where a base has 32 bits or more."""
+    kinds = [(q[0].dtype.itemsize, len(q)) for q in quantities if q]
+    if any(size > 2 for size, _ in kinds):
+        return None
+    return torch.float64 if any(count > 2 for _, count in kinds) else torch.float32
+
+
+def _number(quantity: Sequence[Tensor], wide_type: torch.dtype | None, format: Format) -> Tensor:
+    if wide_type is not None:
+        return wide.enter(quantity, wide_type)
+    if len(quantity) == 1:
+        return MCFTensor(split_terms(quantity[0], format.base, format.terms), format)
+    return MCFTensor(list(quantity))
+
+
+def _terms_of(number: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """A number in the format of a quantity, which is an expansion or one plain tensor."""
+    if isinstance(number, MCFTensor):
+        if len(like) == 1:
+            return [number.to(like[0].dtype) if number.dtype != like[0].dtype else number.components[0]]
+        return list(number.components)
+    if len(like) == 1:
+        return [round_to(number, like[0].dtype)]
+    return split_terms(number, like[0].dtype, len(like))
+
+
+def _added(
+    p: Sequence[Tensor], p_number: Tensor, change: Tensor, wide_type: torch.dtype | None
+) -> Tensor:
+    if wide_type is None:
+        return p_number + change
+    return wide.sum_levels(wide.levels(p, wide_type), [change])
+
+
+def _unless(found_inf: Tensor | None, new: list[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
+    if found_inf is None:
+        return new
+    return [torch.where(found_inf == 1, o, n) for n, o in zip(new, old, strict=True)]
+
+
+def _gradient(grad: Tensor, grad_scale: Tensor | None, wide_type: torch.dtype | None) -> Tensor:
+    g = grad.to(wide_type or torch.float64)
+    return g if grad_scale is None else g / grad_scale
+
+
+@opaque
+def adam_step(
+    p: Sequence[Tensor],
+    grad: Tensor,
+    m: Sequence[Tensor],
+    v: Sequence[Tensor],
+    v_max: Sequence[Tensor],
+    step: Tensor,
+    lr: Tensor,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    maximize: bool,
+    decoupled: bool,
+) -> list[Tensor]:
+    """The new terms of p, m, v and v_max, one after the other, then the unscaled gradient."""
+    wide_type = _wide_type(p, m, v, v_max)
+    format = Format(p[0].dtype, max(len(p), 2))
+    g = _gradient(grad, grad_scale, wide_type)
+    unscaled = g
+    if maximize:
+        g = -g
+    p_number, m_number, v_number = (_number(q, wide_type, format) for q in (p, m, v))
+    change, m_new, v_new, max_new = adam_update(
+        p_number,
+        g,
+        m_number,
+        v_number,
+        _number(v_max, wide_type, format) if v_max else None,
+        step,
+        lr.to(torch.float64),
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        decoupled=decoupled,
+    )
+    results = _unless(found_inf, _terms_of(_added(p, p_number, change, wide_type), p), p)
+    results += _unless(found_inf, _terms_of(m_new, m), m)
+    results += _unless(found_inf, _terms_of(v_new, v), v)
+    if max_new is not None:
+        results += _unless(found_inf, _terms_of(max_new, v_max), v_max)
+    if grad_scale is not None:
+        results += [round_to(unscaled, grad.dtype)]
+    return results
+
+
+@opaque
+def sgd_step(
+    p: Sequence[Tensor],
+    grad: Tensor,
+    buffer: Sequence[Tensor],
+    lr: Tensor,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool,
+    first: bool,
+) -> list[Tensor]:
+    """The new terms of p and of the momentum buffer, then the unscaled gradient."""
+    wide_type = _wide_type(p, buffer)
+    format = Format(p[0].dtype, max(len(p), 2))
+    g = _gradient(grad, grad_scale, wide_type)
+    unscaled = g
+    if maximize:
+        g = -g
+    p_number = _number(p, wide_type, format)
+    change, buffer_new = sgd_update(
+        p_number,
+        g,
+        _number(buffer, wide_type, format) if buffer else None,
+        lr.to(torch.float64),
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        first=first,
+    )
+    results = _unless(found_inf, _terms_of(_added(p, p_number, change, wide_type), p), p)
+    if buffer_new is not None:
+        results += _unless(found_inf, _terms_of(buffer_new, buffer), buffer)
+    if grad_scale is not None:
+        results += [round_to(unscaled, grad.dtype)]
+    return results
+
+
+# ------------------------------------------------------------------------------ torch's operators
+
+
+def _write_back(results: list[Tensor], targets: Sequence[Tensor]) -> None:
+    start = 0
+    for target in targets:
+        count = len(terms(target))
+        pieces = results[start : start + count]
+        store(target, pieces) if isinstance(target, MCFTensor) else target.copy_(pieces[0])
+        start += count
+
+
+def _number_tensor(lr: float | Tensor) -> Tensor:
+    return lr if isinstance(lr, Tensor) else torch.scalar_tensor(lr, dtype=torch.float64)
+
+
+def _plain_ones(lists: Sequence[Sequence[Tensor]]) -> tuple[list[int], list[list[Tensor]]]:
+    """Which indices hold an expansion, and the lists without those."""
+    ours = [i for i in range(len(lists[0])) if has_expansion([x[i] for x in lists if x])]
+    rest = [[t for i, t in enumerate(x) if i not in ours] for x in lists]
+    return ours, rest
+
+
+@implements(aten._fused_adam_, aten._fused_adamw_)
+def fused_adam(
+    func: Any,
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    max_exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    *,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    amsgrad: bool,
+    maximize: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """torch.optim.Adam and AdamW with fused=True."""
+    maxima = max_exp_avg_sqs if amsgrad else []
+    lists = [params, grads, exp_avgs, exp_avg_sqs, maxima, steps]
+    ours, rest = _plain_ones(lists)
+    if rest[0]:
+        func(
+            *rest,
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=weight_decay,
+            eps=eps,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+        )
+    for i in ours:
+        states = [params[i], exp_avgs[i], exp_avg_sqs[i], *maxima[i : i + 1]]
+        results = adam_step(
+            terms(params[i]),
+            grads[i],
+            terms(exp_avgs[i]),
+            terms(exp_avg_sqs[i]),
+            terms(maxima[i]) if amsgrad else [],
+            steps[i],
+            _number_tensor(lr),
+            grad_scale,
+            found_inf,
+            beta1,
+            beta2,
+            weight_decay,
+            eps,
+            maximize,
+            func.overloadpacket is aten._fused_adamw_,
+        )
+        _write_back(results, states if grad_scale is None else [*states, grads[i]])
+
+
+@implements(aten._fused_sgd_)
+def fused_sgd(
+    func: Any,
+    params: list[Tensor],
+    grads: list[Tensor],
+    buffers: list[Tensor],
+    *,
+    weight_decay: float,
+    momentum: float,
+    lr: float | Tensor,
+    dampening: float,
+    nesterov: bool,
+    maximize: bool,
+    is_first_step: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """torch.optim.SGD with fused=True."""
+    ours, rest = _plain_ones([params, grads, buffers])
+    if rest[0]:
+        func(
+            *rest,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            lr=lr,
+            dampening=dampening,
+            nesterov=nesterov,
+            maximize=maximize,
+            is_first_step=is_first_step,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+        )
+    for i in ours:
+        states = [params[i], *buffers[i : i + 1]]
+        results = sgd_step(
+            terms(params[i]),
+            grads[i],
+            terms(buffers[i]) if buffers else [],
+            _number_tensor(lr),
+            grad_scale,
+            found_inf,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            maximize,
+            is_first_step,
+        )
+        _write_back(results, states if grad_scale is None else [*states, grads[i]])

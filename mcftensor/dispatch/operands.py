@@ -1,0 +1,105 @@
+"""What the operands of an operation mean: numbers, plain tensors, values, parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from mcftensor import expansion
+from mcftensor.formats import Format
+from mcftensor.tensor import MCFTensor, Role
+
+Number = (int, float, torch.SymInt, torch.SymFloat)
+
+
+def expansions(tree: Any) -> list[MCFTensor]:
+    """Every expansion in a tree of arguments."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, MCFTensor)]
+
+
+def leading(tree: Any) -> Any:
+    """The arguments with every expansion replaced by its leading term."""
+    return tree_map(lambda x: x.components[0] if isinstance(x, MCFTensor) else x, tree)
+
+
+def computes_plainly(operands: Iterable[Any]) -> bool:
+    """Whether an operation uses leading terms: parameters only, and some plain tensor among them.
+
+    A plain tensor without dimensions counts as a number beside an expansion that has some.
+    """
+    operands = list(operands)
+    found = expansions(operands)
+    if any(x.role == "value" for x in found):
+        return False
+    dimensions = max((x.dim() for x in found), default=0)
+    return any(
+        isinstance(x, Tensor) and not isinstance(x, MCFTensor) and (x.dim() > 0 or dimensions == 0)
+        for x in operands
+    )
+
+
+def common_role(operands: Iterable[Any]) -> Role:
+    """The role of a result: parameter where every expansion is one."""
+    parameters = all(x.role == "parameter" for x in expansions(list(operands)))
+    return "parameter" if parameters else "value"
+
+
+def common_format(name: str, operands: Iterable[Any]) -> Format:
+    """The format of a result: of one base, the one with most terms.
+
+    Raises:
+        TypeError: expansions of unlike bases.
+    """
+    formats = [x.format for x in expansions(list(operands))]
+    if len({f.base for f in formats}) > 1:
+        raise TypeError(
+            f"{name}: expansions in {' and '.join(sorted({f.name for f in formats}))}, whose terms "
+            "are of unlike types. Convert one: mcf.as_expansion(mcf.as_plain(x, torch.float64), "
+            "format)"
+        )
+    return max(formats, key=lambda f: f.terms)
+
+
+def terms(operand: Any) -> list[Tensor]:
+    """An operand as a list of plain tensors; a number enters as float64, with all its bits."""
+    if isinstance(operand, MCFTensor):
+        return list(operand.components)
+    if isinstance(operand, Tensor):
+        if operand.is_complex() or operand.layout != torch.strided or operand.is_quantized:
+            raise TypeError(
+                f"an expansion meets a tensor of {operand.dtype}, {operand.layout}; expansions "
+                "compute with dense real tensors: convert it first"
+            )
+        return [operand]
+    if isinstance(operand, Number):
+        return [torch.scalar_tensor(operand, dtype=torch.float64)]
+    raise TypeError(f"an expansion meets {operand!r}, which is neither a tensor nor a real number")
+
+
+def terms_in(operand: Any, format: Format, device: torch.device) -> list[Tensor]:
+    """An operand as the terms of a format: padded, rounded or split as need be."""
+    if isinstance(operand, MCFTensor) and operand.format.base == format.base:
+        found = list(operand.components)
+        if len(found) > format.terms:
+            return list(expansion.renormalize(found, format.terms))
+        return found + [torch.zeros_like(found[0])] * (format.terms - len(found))
+    if isinstance(operand, MCFTensor):
+        operand = expansion.collapse(operand.components, torch.float64)
+    (plain,) = terms(operand)
+    if plain.dim() == 0:
+        plain = plain.to(device)
+    return list(expansion.expand(plain, format))
+
+
+def store(target: Tensor, result: Sequence[Tensor]) -> None:
+    """Write the terms of a result into an expansion of the same format, or collapse into a plain
+    tensor."""
+    if isinstance(target, MCFTensor):
+        for term, new in zip(target.components, result, strict=True):
+            term.copy_(new)
+    else:
+        target.copy_(expansion.collapse(result, target.dtype))

@@ -1,0 +1,170 @@
+"""Comparisons, and the operations that choose between operands by them: exact on all terms.
+
+Normalized expansions compare as their terms do, leading terms first. A number or plain tensor
+enters rounded to the format, as it does beside a tensor of any other dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor.dispatch.compute import compute
+from mcftensor.dispatch.operands import (
+    common_format,
+    common_role,
+    computes_plainly,
+    leading,
+    store,
+    terms_in,
+)
+from mcftensor.dispatch.table import TABLE, implements
+from mcftensor.tensor import MCFTensor
+
+aten = torch.ops.aten
+Terms = Sequence[Tensor]
+
+
+def _enter(name: str, operands: Sequence[Any]) -> list[list[Tensor]]:
+    format = common_format(name, operands)
+    device = next(x.device for x in operands if isinstance(x, MCFTensor))
+    return [terms_in(x, format, device) for x in operands]
+
+
+def equal(x: Terms, y: Terms) -> Tensor:
+    """x == y, elementwise."""
+    result = x[0] == y[0]
+    for a, b in zip(x[1:], y[1:], strict=True):
+        result = result & (a == b)
+    return result
+
+
+def less(x: Terms, y: Terms) -> Tensor:
+    """x < y, elementwise."""
+    result = x[-1] < y[-1]
+    for a, b in zip(reversed(x[:-1]), reversed(y[:-1]), strict=True):
+        result = (a < b) | ((a == b) & result)
+    return result
+
+
+_COMPARISONS: dict[str, Callable[[Terms, Terms], Tensor]] = {
+    "eq": equal,
+    "ne": lambda x, y: ~equal(x, y),
+    "lt": less,
+    "gt": lambda x, y: less(y, x),
+    "le": lambda x, y: less(x, y) | equal(x, y),
+    "ge": lambda x, y: less(y, x) | equal(x, y),
+}
+
+
+def _register_comparison(name: str) -> None:
+    @implements(getattr(aten, name).Tensor, getattr(aten, name).Scalar)
+    def compare(func: Any, x: Any, y: Any) -> Tensor:
+        if computes_plainly((x, y)):
+            return func(*leading((x, y)))
+        return _COMPARISONS[name](*_enter(name, (x, y)))
+
+
+for _name in _COMPARISONS:
+    _register_comparison(_name)
+
+
+@implements(aten.equal.default)
+def all_equal(func: Any, x: Any, y: Any) -> bool:
+    """torch.equal."""
+    if x.shape != y.shape:
+        return False
+    return bool(equal(*_enter("equal", (x, y))).all())
+
+
+def _choose(condition: Tensor, x: Terms, y: Terms) -> list[Tensor]:
+    return [torch.where(condition, a, b) for a, b in zip(x, y, strict=True)]
+
+
+def _maximum(x: Terms, y: Terms) -> list[Tensor]:
+    return _choose(torch.isnan(x[0]) | less(y, x), x, y)
+
+
+def _minimum(x: Terms, y: Terms) -> list[Tensor]:
+    return _choose(torch.isnan(x[0]) | less(x, y), x, y)
+
+
+def _clamp(x: Terms, low: Terms | None, high: Terms | None) -> list[Tensor]:
+    if low is not None:
+        x = _maximum(x, low)
+    return list(x if high is None else _minimum(x, high))
+
+
+def _abs(x: Terms) -> list[Tensor]:
+    return _choose(torch.signbit(x[0]), [-t for t in x], x)
+
+
+def _neg(x: Terms) -> list[Tensor]:
+    return [-t for t in x]
+
+
+# aten's name: the choice between operands, each a list of terms of one format.
+_CHOICES: dict[str, Callable[..., list[Tensor]]] = {
+    "maximum": _maximum,  # amsgrad
+    "minimum": _minimum,
+    "clamp": _clamp,
+    "clamp_min": lambda x, low: _clamp(x, low, None),
+    "clamp_max": lambda x, high: _clamp(x, None, high),
+    "abs": _abs,  # Adamax
+    "neg": _neg,  # maximize
+}
+
+
+def _chosen(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> MCFTensor:
+    if kwargs:
+        args = [args[0], kwargs.get("min", None if len(args) < 2 else args[1]), kwargs.get("max")]
+    operands = [x for x in args if x is not None]
+    format = common_format(name, operands)
+    device = next(x.device for x in operands if isinstance(x, MCFTensor))
+    entered = [None if x is None else terms_in(x, format, device) for x in args]
+    if name == "clamp":
+        entered += [None] * (3 - len(entered))
+    return MCFTensor(_CHOICES[name](*entered), format, common_role(operands))
+
+
+def _register_choice(name: str) -> None:
+    def choice(func: Any, *args: Any, **kwargs: Any) -> Any:
+        if computes_plainly((*args, *kwargs.values())):
+            return func(*leading(args), **leading(kwargs))
+        return _chosen(name, args, kwargs)
+
+    def choice_into(func: Any, *args: Any, **kwargs: Any) -> Any:
+        target = kwargs.pop("out", args[0])
+        chosen = _chosen(name, args, kwargs)
+        if isinstance(target, MCFTensor):
+            store(target, terms_in(chosen, target.format, target.device))
+        else:
+            store(target, chosen.components)
+        return target
+
+    for packet in (getattr(aten, name), getattr(aten, name + "_", None)):
+        for overload in packet.overloads() if packet is not None else ():
+            func = getattr(packet, overload)
+            mutates = packet.__name__.endswith("_") or overload.endswith("out")
+            TABLE[func] = choice_into if mutates else choice
+
+
+for _name in _CHOICES:
+    _register_choice(_name)
+
+
+@implements(aten.where.self)
+def where(func: Any, condition: Tensor, x: Any, y: Any) -> Any:
+    """torch.where between expansions, and between an expansion and a plain tensor."""
+    if isinstance(condition, MCFTensor):
+        return compute(func, condition, x, y)
+    if computes_plainly((x, y)):
+        return func(condition, *leading((x, y)))
+    return MCFTensor(
+        _choose(condition, *_enter("where", (x, y))),
+        common_format("where", (x, y)),
+        common_role((x, y)),
+    )

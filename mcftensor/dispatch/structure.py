@@ -1,0 +1,247 @@
+"""Operations that move, copy or make elements: the same operation on each term, nothing rounded.
+
+The comment beside an operator says who calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from mcftensor import expansion
+from mcftensor.dispatch.compute import compute
+from mcftensor.dispatch.operands import (
+    common_format,
+    common_role,
+    computes_plainly,
+    leading,
+    store,
+    terms_in,
+)
+from mcftensor.dispatch.table import implements
+from mcftensor.formats import Format
+from mcftensor.tensor import MCFTensor, Role
+
+aten = torch.ops.aten
+
+
+def _wrap(results: Sequence[Any], format: Format, role: Role) -> Any:
+    """The results of one operation on each term, which are tensors or lists of tensors."""
+    if isinstance(results[0], Tensor):
+        return MCFTensor(results, format, role)
+    lists = [MCFTensor(pieces, format, role) for pieces in zip(*results, strict=True)]
+    return type(results[0])(lists)
+
+
+@implements(
+    aten.alias,  # autograd, AOTAutograd
+    aten.detach,  # nn.Parameter, .data, optimizers
+    aten.view.default,  # reshape, FSDP
+    aten._unsafe_view,
+    aten._reshape_alias,
+    aten.as_strided.default,  # AOTAutograd, FSDP
+    aten.t.default,  # F.linear
+    aten.transpose.int,
+    aten.permute,
+    aten.select.int,  # x[0]
+    aten.slice.Tensor,  # x[1:3]
+    aten.split.Tensor,  # chunk, FSDP
+    aten.split_with_sizes.default,
+    aten.unbind.int,  # iteration
+    aten.expand.default,
+    aten.squeeze,
+    aten.unsqueeze,
+    aten.unfold,
+    aten.diagonal.default,
+    aten.lift_fresh.default,
+)
+def view(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
+    """Views: the terms of the result share memory with those of x."""
+    out = _wrap([func(t, *args, **kwargs) for t in x.components], x.format, x.role)
+    return return_and_correct_aliasing(func, (x, *args), kwargs, out)
+
+
+@implements(
+    aten.clone,  # deepcopy, LBFGS, contiguous
+    aten.flip,
+    aten.roll,
+    aten.repeat,
+    aten.tril.default,
+    aten.triu.default,
+    aten.index.Tensor,  # x[indices], x[mask]
+    aten.index_select.default,
+    aten.gather.default,
+    aten.take.default,
+    aten.masked_select.default,
+    aten.slice_backward.default,  # gradients of values
+    aten.select_backward.default,
+    aten._pin_memory.default,  # data loaders, offloading
+)
+def move(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Copies and selections of elements."""
+    if not isinstance(x, MCFTensor) or computes_plainly_elsewhere(args):
+        return compute(func, x, *args, **kwargs)
+    return _wrap([func(t, *args, **kwargs) for t in x.components], x.format, x.role)
+
+
+def computes_plainly_elsewhere(args: Sequence[Any]) -> bool:
+    """Whether an expansion stands where only indices belong."""
+    return any(isinstance(a, MCFTensor) for a in args)
+
+
+@implements(aten.cat.default, aten.stack.default)  # parameters_to_vector, DDP, class tokens
+def join(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
+    """cat and stack, of expansions of one base; a plain tensor enters as a value."""
+    if computes_plainly(tensors):
+        return func(leading(tensors), *args)
+    format = common_format(func.overloadpacket.__name__, tensors)
+    columns = zip(*(terms_in(x, format, x.device) for x in tensors), strict=True)
+    return MCFTensor([func(list(c), *args) for c in columns], format, common_role(tensors))
+
+
+# ---------------------------------------------------------------------------------- factories
+
+
+@implements(aten.zeros_like, aten.empty_like)  # states of optimizers
+def like(func: Any, x: MCFTensor, **kwargs: Any) -> Any:
+    """A value of the same format; a plain tensor where another dtype is asked for."""
+    if kwargs.get("dtype") not in (None, x.dtype):
+        return func(x.components[0], **kwargs)
+    return MCFTensor([func(t, **kwargs) for t in x.components], x.format)
+
+
+@implements(aten.new_zeros, aten.new_empty, aten.new_empty_strided)  # spectral norm, FSDP
+def new(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
+    """As `like`, of another shape; the role stays."""
+    if kwargs.get("dtype") not in (None, x.dtype):
+        return func(x.components[0], *args, **kwargs)
+    return MCFTensor([func(t, *args, **kwargs) for t in x.components], x.format, x.role)
+
+
+def _filled(make: Callable[..., Tensor], x: MCFTensor, value: Any, role: Role) -> MCFTensor:
+    numbers = terms_in(value, x.format, x.device)
+    made = [make(t).copy_(n) for t, n in zip(x.components, numbers, strict=True)]
+    return MCFTensor(made, x.format, role)
+
+
+@implements(aten.ones_like, aten.full_like)  # states of optimizers
+def filled_like(func: Any, x: MCFTensor, value: Any = 1.0, **kwargs: Any) -> Any:
+    """A value filled with a number at full precision.
+
+    The ones that start a backward pass from a parameter are plain, since gradients of parameters
+    are.
+    """
+    seeds_backward = x.role == "parameter" and x.grad_fn is not None
+    if kwargs.get("dtype") not in (None, x.dtype) or seeds_backward:
+        numbers = (value,) if func.overloadpacket is aten.full_like else ()
+        return func(x.components[0], *numbers, **kwargs)
+    return _filled(lambda t: torch.empty_like(t, **kwargs), x, value, "value")
+
+
+@implements(aten.new_ones, aten.new_full)
+def new_filled(func: Any, x: MCFTensor, size: Any, value: Any = 1.0, **kwargs: Any) -> Any:
+    """As `filled_like`, of another shape; the role stays."""
+    if kwargs.get("dtype") not in (None, x.dtype):
+        numbers = (value,) if func.overloadpacket is aten.new_full else ()
+        return func(x.components[0], size, *numbers, **kwargs)
+    return _filled(lambda t: t.new_empty(size, **kwargs), x, value, x.role)
+
+
+# ------------------------------------------------------------------------------- copies, writes
+
+
+@implements(aten._to_copy.default)  # .to, .float(), autocast, load_state_dict of optimizers
+def to_copy(func: Any, x: MCFTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+    """Another device keeps the expansion; another dtype collapses it with one rounding."""
+    if dtype not in (None, x.dtype):
+        assert dtype is not None
+        if dtype.is_complex:
+            raise TypeError(
+                f"to: an expansion in {x.format.name} cannot become {dtype}; convert it to a real "
+                "dtype first, .to(torch.float64)"
+            )
+        wide = dtype if dtype.is_floating_point else torch.float64
+        plain = expansion.collapse(x.components, wide)
+        return func(plain, dtype=dtype, **kwargs) if kwargs or wide != dtype else plain
+    return MCFTensor([func(t, **kwargs) for t in x.components], x.format, x.role)
+
+
+@implements(aten.copy_.default)  # load_state_dict, EMA, AOTAutograd's write-back
+def copy_(func: Any, target: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
+    """Between equal formats a bare copy of terms; otherwise one rounding."""
+    if not isinstance(target, MCFTensor):
+        plain = expansion.collapse(source.components, target.dtype)
+        func(target, plain.to(target.dtype), non_blocking)
+        return target
+    if not (isinstance(source, MCFTensor) and source.format == target.format):
+        if source.is_complex():
+            raise TypeError(f"copy_: {source.dtype} into an expansion in {target.format.name}")
+        source_terms = terms_in(source, target.format, target.device)
+    else:
+        source_terms = list(source.components)
+    for term, new_term in zip(target.components, source_terms, strict=True):
+        func(term, new_term, non_blocking)
+    return target
+
+
+@implements(aten.zero_.default, aten.fill_)  # zero_grad, states
+def fill_(func: Any, target: Tensor, value: Any = 0.0) -> Tensor:
+    """Every element set to one number, at full precision."""
+    if not isinstance(target, MCFTensor):
+        return target.copy_(value.expand(target.shape))
+    for term, number in zip(
+        target.components, terms_in(value, target.format, target.device), strict=True
+    ):
+        term.copy_(number.expand(term.shape))
+    return target
+
+
+@implements(aten.masked_fill, aten.masked_fill_)
+def masked_fill(func: Any, x: Any, mask: Tensor, value: Any) -> Any:
+    """Elements under a mask set to one number, at full precision."""
+    if not isinstance(x, MCFTensor) or isinstance(mask, MCFTensor):
+        return compute(func, x, mask, value)
+    filled = [
+        torch.where(mask, number, term)
+        for term, number in zip(x.components, terms_in(value, x.format, x.device), strict=True)
+    ]
+    if func.overloadpacket is aten.masked_fill:
+        return MCFTensor(filled, x.format, x.role)
+    store(x, filled)
+    return x
+
+
+@implements(aten.index_put.default, aten.index_put_.default)  # x[i] = value
+def index_put(func: Any, x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
+    """Elements at indices replaced by those of values."""
+    in_place = func.overloadpacket is aten.index_put_
+    if not in_place and computes_plainly((x, values)):
+        return func(leading(x), indices, leading(values), accumulate)
+    if not isinstance(x, MCFTensor) or accumulate:
+        return compute(func, x, indices, values, accumulate)
+    written = [
+        func(term, indices, value, False)
+        for term, value in zip(
+            x.components, terms_in(values, x.format, x.device), strict=True
+        )
+    ]
+    return x if in_place else MCFTensor(written, x.format, common_role((x, values)))
+
+
+@implements(aten._local_scalar_dense.default)  # .item(), float(x)
+def item(func: Any, x: MCFTensor) -> Any:
+    """The collapsed value as a Python float."""
+    return func(expansion.collapse(x.components, torch.float64))
+
+
+@implements(aten.set_)
+def set_(func: Any, *args: Any) -> Any:
+    """Refused: it would exchange the storage behind the terms."""
+    raise TypeError(
+        "set_: an expansion has no storage of its own. Assign values with copy_(), or take plain "
+        "tensors out with mcf.as_plain(x, dtype)"
+    )

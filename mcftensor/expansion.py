@@ -1,0 +1,383 @@
+"""Arithmetic on expansions, as functions on plain tensors.
+
+An expansion is a sequence of tensors of one dtype and shape, leading term first, normalized: each
+term is the nearest float to itself plus all that follow. Operands may also be plain tensors of
+any floating dtype, given as sequences of one, and all broadcast. Results are tuples of terms,
+normalized, in the format asked for, or else in that of the first operand.
+
+Bounds are relative to the exact result unless said otherwise, in u, the unit roundoff of the base
+(2^-8 for bfloat16), and hold while no term falls among the subnormals (see
+`Format.full_precision_min`) and nothing overflows. A result that is not finite is what the base
+alone gives, with zero tails; x + (-x) is +0; the leading term carries the sign of a zero.
+
+How each format computes is in `wide.py` (bases of 16 bits) and `networks.py` (32 and 64 bits).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from mcftensor import networks, wide
+from mcftensor.formats import Format, require_format
+from mcftensor.operators import opaque
+from mcftensor.rounding import collapse_terms, split_terms
+
+Terms = tuple[Tensor, ...]
+
+
+# ------------------------------------------------------------------- between tensors and terms
+
+
+@opaque
+def _expand(x: Tensor, format: str) -> list[Tensor]:
+    f = Format.from_name(format)
+    return split_terms(x, f.base, f.terms)
+
+
+def expand(x: Tensor, format: Format) -> Terms:
+    """A plain tensor as the terms of an expansion.
+
+    *Requires*: a real tensor of any shape.
+
+    *Returns*: `format.terms` tensors of the shape of x, normalized.
+
+    *Error*: none where x has no more bits than the format; else half an ulp of the last term, at
+    most u^n / 2 for n terms.
+
+    *Cost*: one rounding and one subtraction a term, twice over.
+
+    *Source*: repeated rounding, with a second pass that resolves ties.
+
+    *Special values*: what overflows the base becomes infinite, with zero tails.
+
+    Raises:
+        TypeError: `format` is not a Format.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> mcf.expansion.expand(torch.tensor(0.999), mcf.bf16x2)
+        (tensor(1., dtype=torch.bfloat16), tensor(-0.0010, dtype=torch.bfloat16))
+    """
+    return tuple(_expand(x, require_format(format, "expand").name))
+
+
+@opaque
+def _collapse(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return collapse_terms(terms, dtype)
+
+
+def collapse(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The sum of the terms of an expansion, rounded once.
+
+    *Requires*: normalized terms; a floating dtype.
+
+    *Returns*: one tensor of the shape of the terms.
+
+    *Error*: half an ulp of `dtype`: the correctly rounded sum.
+
+    *Cost*: one sum a term in float64, rounded to odd, and one conversion.
+
+    *Source*: S. Boldo and G. Melquiond, IEEE Transactions on Computers 57(4), 2008.
+
+    *Special values*: as the leading term.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> terms = mcf.expansion.expand(torch.tensor(0.999), mcf.bf16x2)
+        >>> mcf.expansion.collapse(terms, torch.float32)
+        tensor(0.9990)
+    """
+    return _collapse(list(terms), dtype)
+
+
+@opaque
+def _renormalize(values: Sequence[Tensor], terms: int) -> list[Tensor]:
+    result = networks.distill(values, terms)
+    plain = values[0].clone()
+    for value in values[1:]:
+        plain = plain + value
+    return list(networks.settle(result, plain))
+
+
+def renormalize(values: Sequence[Tensor], terms: int | None = None) -> Terms:
+    """Any tensors of one dtype as the normalized terms of their sum.
+
+    *Requires*: two tensors or more, in any order of magnitude, overlapping or not, zeros
+    anywhere; no overflow of partial sums.
+
+    *Returns*: `terms` tensors (by default as many as were given, 3 at most), shapes broadcast.
+
+    *Error*: none where the sum fits into that many terms; else u^n for n terms.
+
+    *Cost*: 6 k (k - 1) flops for k values.
+
+    *Source*: VecSum of T. Ogita, S. Rump, S. Oishi, SIAM J. Sci. Comput. 26(6), 2005, repeated;
+    ties are resolved from the later terms.
+
+    *Special values*: where the sum is not finite, the plain sum with zero tails.
+
+    Raises:
+        ValueError: fewer than two values, or a number of terms other than 2 and 3.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> tiny, big = torch.tensor([1.0, 4096.0], dtype=torch.bfloat16)
+        >>> mcf.expansion.renormalize((tiny, big))
+        (tensor(4096., dtype=torch.bfloat16), tensor(1., dtype=torch.bfloat16))
+    """
+    count = min(len(values), 3) if terms is None else terms
+    if len(values) < 2 or count not in (2, 3):
+        raise ValueError(
+            f"renormalize: {len(values)} values into {count} terms; give two values or more, and "
+            "ask for 2 or 3 terms"
+        )
+    return tuple(_renormalize(list(values), count))
+
+
+# ------------------------------------------------------------------------------------ arithmetic
+
+
+def _network(two: Callable[..., Terms], three: Callable[..., Terms]) -> Callable[..., Terms]:
+    return lambda *operands: (two if len(operands[0]) == 2 else three)(*operands)
+
+
+_add = _network(networks.add2, networks.add3)
+_mul = _network(networks.mul2, networks.mul3)
+_fma = _network(networks.fma2, networks.fma3)
+
+
+def _addcmul(x: Terms, a: Terms, b: Terms, value: Terms) -> Terms:
+    return _fma(_mul(value, a), b, x)
+
+
+def _addcdiv(x: Terms, a: Terms, b: Terms, value: Terms) -> Terms:
+    return _add(x, networks.div(_mul(value, a), b))
+
+
+def _lerp(x: Terms, end: Terms, weight: Terms) -> Terms:
+    difference = _add(end, networks.neg(x))
+    one = tuple(torch.ones_like(w) if i == 0 else torch.zeros_like(w) for i, w in enumerate(weight))
+    near = _fma(weight, difference, x)
+    far = _fma(_add(weight, networks.neg(one)), difference, end)
+    return tuple(torch.where(weight[0].abs() < 0.5, n, f) for n, f in zip(near, far, strict=True))
+
+
+# name: (evaluated wide, evaluated by networks)
+_OPERATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Terms]]] = {
+    "add": (wide.add, _add),
+    "mul": (wide.mul, _mul),
+    "div": (wide.div, networks.div),
+    "sqrt": (wide.sqrt, _network(networks.sqrt2, networks.sqrt3)),
+    "fma": (wide.fma, _fma),
+    "addcmul": (wide.addcmul, _addcmul),
+    "addcdiv": (wide.addcdiv, _addcdiv),
+    "lerp": (wide.lerp, _lerp),
+}
+
+
+def _enter(operand: list[Tensor], f: Format) -> Terms:
+    """An operand of a network: the format's number of terms of its base."""
+    if operand[0].dtype == f.base and len(operand) > f.terms:
+        return networks.distill(operand, f.terms)
+    if operand[0].dtype == f.base:
+        return *operand, *[torch.zeros_like(operand[0])] * (f.terms - len(operand))
+    return tuple(split_terms(operand[0], f.base, f.terms))
+
+
+@opaque
+def evaluate(
+    operation: str, terms: Sequence[Tensor], lengths: Sequence[int], format: str
+) -> list[Tensor]:
+    """One elementwise operation on expansions; `terms` holds its operands one after the other."""
+    f = Format.from_name(format)
+    by_wide, by_network = _OPERATIONS[operation]
+    operands, start = [], 0
+    for length in lengths:
+        operands.append(list(terms[start : start + length]))
+        start += length
+    if f.wide is not None:
+        return split_terms(by_wide(*operands, wide=f.wide), f.base, f.terms)
+    return list(by_network(*(_enter(operand, f) for operand in operands)))
+
+
+def _format_of(name: str, x: Sequence[Tensor]) -> Format:
+    if not isinstance(x, Sequence) or not all(isinstance(t, Tensor) for t in x):
+        raise TypeError(
+            f"{name}: operands are sequences of tensors, leading term first; got "
+            f"{type(x).__name__}. Wrap a plain tensor in a tuple: (x,)"
+        )
+    if len(x) < 2 or len({t.dtype for t in x}) != 1:
+        given = ", ".join(str(t.dtype) for t in x)
+        raise ValueError(
+            f"{name}: the first operand has terms ({given}), which are no expansion of one dtype; "
+            "say the format of the result with format="
+        )
+    return Format(x[0].dtype, len(x))
+
+
+def apply(operation: str, *operands: Sequence[Tensor], format: Format | None = None) -> Terms:
+    """The elementwise operation of this name; the functions below call it, and so does dispatch."""
+    if format is None:
+        format = _format_of(operation, operands[0])
+    terms = [term for operand in operands for term in operand]
+    return tuple(evaluate(operation, terms, [len(o) for o in operands], format.name))
+
+
+def add(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | None = None) -> Terms:
+    """x + y.
+
+    *Requires*: normalized expansions; a plain tensor is a sequence of one.
+
+    *Returns*: the normalized terms of the result, shapes broadcast.
+
+    *Error*: 0.51u² for bf16x2, 0.76u² for fp16x2, 3u² for fp32x2 and fp64x2 (proved, p >= 3);
+    0.51u³ for bf16x3, u³ for fp32x3. Cancellation does not matter.
+
+    *Cost*: two terms: 3 flops and a split, or a network of 20; three terms: 5 and a split, or 200.
+
+    *Source*: `wide.py`; M. Joldes, J.-M. Muller, V. Popescu, ACM TOMS 44(2), 2017, algorithm 6.
+
+    *Special values*: inf + (-inf) is NaN; x + (-x) is +0; (-0) + (-0) is -0.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> x = mcf.expansion.expand(torch.tensor(1.0), mcf.bf16x2)
+        >>> small = torch.tensor(0.001, dtype=torch.bfloat16)
+        >>> mcf.expansion.add(x, (small,))
+        (tensor(1., dtype=torch.bfloat16), tensor(0.0010, dtype=torch.bfloat16))
+    """
+    return apply("add", x, y, format=format)
+
+
+def grow(x: Sequence[Tensor], a: Tensor, format: Format | None = None) -> Terms:
+    """x + a for a plain tensor a: the update of Collage.
+
+    Unlike the paper's Grow, which begins with fast_two_sum, a may be larger than x.
+
+    *Requires*: a normalized expansion, and a tensor of any floating dtype.
+
+    *Returns*: the normalized terms of the result, shapes broadcast.
+
+    *Error*: as `add`.
+
+    *Cost*: as `add`.
+
+    *Source*: T. Yu et al., "Collage: Light-Weight Low-Precision Strategy for LLM Training",
+    ICML 2024, algorithm 1.
+
+    *Special values*: as `add`.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> weight = mcf.expansion.expand(torch.tensor(1.0), mcf.bf16x2)
+        >>> for _ in range(100):
+        ...     weight = mcf.expansion.grow(weight, torch.tensor(-1e-4))
+        >>> mcf.expansion.collapse(weight, torch.float32)
+        tensor(0.9899)
+    """
+    return apply("add", x, (a,), format=format)
+
+
+def mul(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | None = None) -> Terms:
+    """x * y.
+
+    *Requires*: normalized expansions; a plain tensor is a sequence of one.
+
+    *Returns*: the normalized terms of the result, shapes broadcast.
+
+    *Error*: 0.51u² for bf16x2, u² for fp16x2, 4u² for fp32x2 and fp64x2 (proved, p >= 5);
+    0.51u³ for bf16x3, 2u³ for fp32x3.
+
+    *Cost*: two terms: 3 flops and a split, or a network of 9 with fma; three: 5, or 600.
+
+    *Source*: `wide.py`; Joldes, Muller, Popescu 2017, algorithm 12; J.-M. Muller, L. Rideau,
+    ACM TOMS 48(1), 2022.
+
+    *Special values*: 0 * inf is NaN; the sign of a zero is that of the leading terms' product.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> x = mcf.expansion.expand(torch.tensor(0.1, dtype=torch.float64), mcf.fp32x2)
+        >>> mcf.expansion.collapse(mcf.expansion.mul(x, x), torch.float64)
+        tensor(0.0100, dtype=torch.float64)
+    """
+    return apply("mul", x, y, format=format)
+
+
+def fma(
+    x: Sequence[Tensor], y: Sequence[Tensor], z: Sequence[Tensor], format: Format | None = None
+) -> Terms:
+    """x * y + z, split once.
+
+    *Requires*: normalized expansions; a plain tensor is a sequence of one.
+
+    *Returns*: the normalized terms of the result, shapes broadcast.
+
+    *Error*: absolute: u² (|result| + |x y| + |z|) for two terms, u³ (|result| + |x y| + |z|) for
+    three. Where nothing cancels that is 3u² and 3u³ relative.
+
+    *Cost*: two terms: 6 flops and a split, or a network of 130; three: 8, or 900.
+
+    *Source*: `wide.py`; exact products and ORO's VecSum.
+
+    *Special values*: as x * y + z of the leading terms.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> x = mcf.expansion.expand(torch.tensor(0.1, dtype=torch.float64), mcf.fp32x2)
+        >>> mcf.expansion.collapse(mcf.expansion.fma(x, x, x), torch.float64)
+        tensor(0.1100, dtype=torch.float64)
+    """
+    return apply("fma", x, y, z, format=format)
+
+
+def div(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | None = None) -> Terms:
+    """x / y.
+
+    *Requires*: normalized expansions; a plain tensor is a sequence of one.
+
+    *Returns*: the normalized terms of the result, shapes broadcast.
+
+    *Error*: 0.51u² for bf16x2, 1.5u² for fp16x2, 4u² for fp32x2 and fp64x2; 0.51u³ for bf16x3,
+    4u³ for fp32x3.
+
+    *Cost*: two terms: 3 flops and a split, or a network of 250; three: 5, or 1200.
+
+    *Source*: `wide.py`; long division with exact remainders.
+
+    *Special values*: x / 0 is infinite, 0 / 0 is NaN, x / inf is a zero.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> one, three = (mcf.expansion.expand(torch.tensor(v), mcf.fp32x2) for v in (1.0, 3.0))
+        >>> mcf.expansion.div(one, three)
+        (tensor(0.3333), tensor(-9.9341e-09))
+    """
+    return apply("div", x, y, format=format)
+
+
+def sqrt(x: Sequence[Tensor], format: Format | None = None) -> Terms:
+    """The square root of x.
+
+    *Requires*: a normalized expansion; a correctly rounded square root of the machine.
+
+    *Returns*: the normalized terms of the result, shape of x.
+
+    *Error*: 0.51u² for bf16x2, u² for fp16x2, 3.125u² for fp32x2 and fp64x2 (proved); 0.51u³ for
+    bf16x3, 4u³ for fp32x3.
+
+    *Cost*: two terms: 2 flops and a split, or a network of 8 with fma; three: 3, or 1000.
+
+    *Source*: `wide.py`; V. Lefèvre et al., ACM TOMS 49(1), 2023, algorithm 8.
+
+    *Special values*: NaN below 0; the sign of a zero stays.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> mcf.expansion.sqrt(mcf.expansion.expand(torch.tensor(2.0), mcf.fp32x2))
+        (tensor(1.4142), tensor(2.4203e-08))
+    """
+    return apply("sqrt", x, format=format)

@@ -1,0 +1,230 @@
+"""Collage modes: which states of a stock optimizer are expansions."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mcftensor.convert import as_expansion, as_plain
+from mcftensor.formats import Format, require_format
+from mcftensor.tensor import MCFTensor
+
+O = TypeVar("O", bound=Optimizer)
+
+FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer", "grad_avg", "exp_avg_diff", "mu", "m"})
+"""Names of states that follow the gradient."""
+
+SECOND_MOMENTS = frozenset(
+    {"exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg", "acc_delta", "exp_inf", "nu", "v"}
+)
+"""Names of states that follow the square or magnitude of the gradient or of updates."""
+
+# What a state becomes: an expansion in its parameter's format, plain, or in a given format.
+_OWN = "expansion in the format of the parameter"
+_MODES: dict[str, dict[str, Any]] = {
+    "light": dict.fromkeys(FIRST_MOMENTS | SECOND_MOMENTS),
+    "plus": dict.fromkeys(FIRST_MOMENTS) | dict.fromkeys(SECOND_MOMENTS, _OWN),
+}
+
+
+def collage(optimizer: O, mode: str | Mapping[str, Format | None]) -> O:
+    r"""Say which states of an optimizer are expansions, and return the optimizer.
+
+    The parameters are expansions already (`as_expansion`), and by `torch.zeros_like` so are the
+    states that a stock optimizer makes. A mode changes that, for parameters that are expansions:
+
+    - `"light"`: first and second moments are plain tensors of the base dtype;
+    - `"plus"`: second moments are expansions, first moments plain. A plain bf16 second moment
+      cannot decay at :math:`\beta_2 = 0.999`, which rounds to 1;
+    - `"full"`: every state of the parameter's shape is an expansion, also where the optimizer
+      makes it from the gradient, as SGD does with its momentum buffer;
+    - a dict from names of states to formats; None makes a state plain, and a state that is not
+      named stays as the optimizer makes it.
+
+    The mode takes effect at once for states that exist, and for others at the end of the step that
+    creates them. It holds through `load_state_dict` and `add_param_group`. Another call replaces
+    it.
+
+    Args:
+        optimizer: any `torch.optim.Optimizer` over expansion parameters.
+        mode: one of the names above, or a dict.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        TypeError: `optimizer` is no Optimizer, or a value of the dict no format.
+        ValueError: an unknown mode; no parameter is an expansion; a name that is no state of this
+            optimizer (found by a trial step on a dummy parameter, or, where that fails, at the end
+            of the first step); a format whose terms are not of the parameters' dtype.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> model = mcf.as_expansion(torch.nn.Linear(3, 2))
+        >>> opt = mcf.collage(torch.optim.AdamW(model.parameters()), "plus")
+        >>> model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+        >>> opt.step()
+        >>> state = opt.state[model.weight]
+        >>> state["exp_avg"].dtype, state["exp_avg_sq"].format
+        (torch.bfloat16, mcf.bf16x2)
+
+    References:
+        T. Yu et al., "Collage: Light-Weight Low-Precision Strategy for LLM Training", ICML 2024,
+        arXiv:2405.03637.
+
+    !!! warning
+        Two things differ from the paper. Weight decay is compensated in every mode. And the
+        multiplication of the second moment is a correct one: in the code released with the paper
+        it works in place on its own operand, and the moment settles at a third to a half of its
+        value.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"collage: got {type(optimizer).__name__}; give a torch.optim.Optimizer over "
+            "parameters that mcf.as_expansion has converted"
+        )
+    plan = _Plan(optimizer, mode)
+    previous = optimizer.__dict__.get("_collage")
+    if previous is not None:
+        previous.remove()
+    optimizer.__dict__["_collage"] = plan
+    plan.attach(optimizer)
+    plan.apply(optimizer)
+    return optimizer
+
+
+class _Plan:
+    """One mode, and the hooks by which it reaches states that come later."""
+
+    def __init__(self, optimizer: Optimizer, mode: str | Mapping[str, Format | None]) -> None:
+        parameters = [p for p in _parameters(optimizer) if isinstance(p, MCFTensor)]
+        if not parameters:
+            raise ValueError(
+                "collage: no parameter of this optimizer is an expansion; call "
+                "mcf.as_expansion(model) first"
+            )
+        self.full = mode == "full"
+        self.named: Mapping[str, Any] = {}
+        self.unchecked: set[str] = set()
+        if isinstance(mode, str):
+            if not self.full and mode not in _MODES:
+                raise ValueError(
+                    f"collage: unknown mode {mode!r}; use 'light', 'plus', 'full', or a dict from "
+                    "names of states to formats"
+                )
+            self.named = _MODES.get(mode, {})
+        elif isinstance(mode, Mapping):
+            for name, format in mode.items():
+                if format is not None:
+                    require_format(format, f"collage: mode[{name!r}]")
+                    _require_base(name, format, parameters)
+            self.named = dict(mode)
+            self._check_names(optimizer)
+        else:
+            raise TypeError(
+                f"collage: mode {mode!r}; use 'light', 'plus', 'full', or a dict from names of "
+                "states to formats"
+            )
+
+    def _check_names(self, optimizer: Optimizer) -> None:
+        known = {name for state in optimizer.state.values() for name in state}
+        known |= _trial_names(optimizer)
+        if known:
+            _require_known(set(self.named), known)
+        else:
+            self.unchecked = set(self.named)
+
+    def attach(self, optimizer: Optimizer) -> None:
+        self.handles = (
+            optimizer.register_step_post_hook(lambda opt, args, kwargs: self.apply(opt)),
+            optimizer.register_load_state_dict_post_hook(self.apply),
+        )
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def apply(self, optimizer: Optimizer) -> None:
+        """Bring every state to what the mode says."""
+        for p in _parameters(optimizer):
+            if isinstance(p, MCFTensor) and p in optimizer.state:
+                state = optimizer.state[p]
+                if self.unchecked:
+                    _require_known(self.unchecked, set(state))
+                    self.unchecked = set()
+                for name, x in state.items():
+                    converted = self._converted(p, name, x)
+                    if converted is not x:
+                        state[name] = converted
+
+    def _converted(self, p: MCFTensor, name: str, x: Any) -> Any:
+        if not (isinstance(x, Tensor) and x.shape == p.shape and x.is_floating_point()):
+            return x
+        if name == "step" or not (self.full or name in self.named):
+            return x
+        wanted = p.format if self.full or self.named[name] is _OWN else self.named[name]
+        if wanted is None:
+            return as_plain(x, p.dtype) if isinstance(x, MCFTensor) or x.dtype != p.dtype else x
+        if isinstance(x, MCFTensor):
+            return x if x.format == wanted else as_expansion(as_plain(x, torch.float64), wanted)
+        return as_expansion(x, wanted)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _require_base(name: str, format: Format, parameters: list[MCFTensor]) -> None:
+    for p in parameters:
+        if p.dtype != format.base:
+            raise ValueError(
+                f"collage: mode[{name!r}] is {format.name}, beside parameters in {p.format.name}; "
+                f"a state has terms of the parameter's dtype, {p.dtype}"
+            )
+
+
+def _require_known(names: set[str], known: set[str]) -> None:
+    missing = sorted(names - known)
+    if missing:
+        raise ValueError(
+            f"collage: this optimizer has no state {', '.join(map(repr, missing))}; its states are "
+            f"{', '.join(sorted(map(repr, known)))}"
+        )
+
+
+def _trial_names(optimizer: Optimizer) -> set[str]:
+    """The names of the states that a step makes, from one on a copy with a dummy parameter.
+
+    Empty where the optimizer does not lend itself to that.
+    """
+    trial = copy.copy(optimizer)
+    trial.__dict__ = {
+        name: value
+        for name, value in optimizer.__dict__.items()
+        if name != "step" and "hook" not in name
+    }
+    for name in optimizer.__dict__:
+        if "hook" in name:
+            trial.__dict__[name] = type(optimizer.__dict__[name])()
+    dummy = torch.nn.Parameter(torch.ones(2, 2))
+    dummy.grad = torch.ones(2, 2)
+    trial.state = type(optimizer.state)(dict)  # type: ignore[call-arg]
+    trial.param_groups = [
+        {**{k: copy.deepcopy(v) for k, v in group.items() if k != "params"}, "params": [dummy]}
+        for group in optimizer.param_groups[:1]
+    ]
+    for group in trial.param_groups:
+        group["capturable"] = False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            type(optimizer).step(trial)
+    except Exception:
+        return set()
+    return set(trial.state[dummy])

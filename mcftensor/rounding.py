@@ -1,0 +1,91 @@
+"""Rounding between machine floats, exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+def add_signed(a: Tensor, b: Tensor) -> Tensor:
+    """a + b, where b = 0 leaves the sign of a zero a alone."""
+    return torch.where(b == 0, a, a + b)
+
+
+def _make_odd(rounded: Tensor, error: Tensor) -> Tensor:
+    """Turn a nearest rounding into round-to-odd, given the sign of (exact - rounded)."""
+    even = (rounded.view(_INTEGER[rounded.dtype]) & 1) == 0
+    up = torch.where(error > 0, torch.inf, -torch.inf).to(rounded.dtype)
+    return torch.where(even & (error != 0), torch.nextafter(rounded, up), rounded)
+
+
+def add_odd(a: Tensor, b: Tensor) -> Tensor:
+    """a + b rounded to odd: inexact sums keep an odd last bit, and so can be rounded once more.
+
+    Source: S. Boldo and G. Melquiond, "Emulation of FMA and correctly rounded sums: proved
+    algorithms using rounding to odd", IEEE Transactions on Computers 57(4), 2008.
+    """
+    s = a + b
+    bb = s - a
+    error = (a - (s - bb)) + (b - bb)
+    return _make_odd(s, torch.where(torch.isfinite(s), error, 0))
+
+
+def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x rounded to nearest even in `dtype`, once.
+
+    torch's own conversion from float64 to bfloat16 and float16 goes through float32 and rounds
+    twice; here the first step rounds to odd, which makes the second one correct.
+    """
+    if x.dtype == torch.float64 and dtype in _NARROW:
+        nearest = x.to(torch.float32)
+        x = _make_odd(nearest, x - nearest.to(torch.float64))
+    return x.to(dtype)
+
+
+def collapse_terms(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The sum of normalized terms, rounded once to `dtype`."""
+    leading, *tails = terms
+    if not tails or dtype == leading.dtype:
+        return round_to(leading, dtype)
+    total = tails[-1].to(torch.float64)
+    for term in reversed(tails[:-1]):
+        total = add_odd(term.to(torch.float64), total)
+    leading = leading.to(torch.float64)
+    if dtype == torch.float64:
+        return add_signed(leading, total)
+    return round_to(torch.where(total == 0, leading, add_odd(leading, total)), dtype)
+
+
+def _peel(x: Tensor, base: torch.dtype, terms: int) -> list[Tensor]:
+    """Leading terms of x one after the other; each subtraction is exact."""
+    peeled = []
+    for _ in range(terms):
+        term = round_to(x, base)
+        peeled.append(term)
+        x = x - term.to(x.dtype)
+    finite = torch.isfinite(peeled[0])
+    return [peeled[0], *(torch.where(finite, tail, 0) for tail in peeled[1:])]
+
+
+def split_terms(x: Tensor, base: torch.dtype, terms: int) -> list[Tensor]:
+    """x as `terms` normalized terms of dtype `base`; the last one is rounded to nearest.
+
+    A tail that rounds onto a tie beside an odd leading term would leave the pair unnormalized
+    (one split in a thousand), so the terms are summed, exactly, and peeled again.
+    """
+    if not x.is_floating_point():
+        x = x.to(torch.float64)
+    if x.dtype == base or x.dtype.itemsize < base.itemsize:
+        return [x.to(base, copy=True), *(torch.zeros_like(x, dtype=base) for _ in range(terms - 1))]
+    if x.dtype in _NARROW:
+        x = x.to(torch.float32)
+    peeled = _peel(x, base, terms)
+    tail = peeled[-1].to(x.dtype)
+    for term in reversed(peeled[1:-1]):
+        tail = term.to(x.dtype) + tail
+    return _peel(add_signed(peeled[0].to(x.dtype), tail), base, terms)

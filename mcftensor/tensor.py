@@ -1,0 +1,248 @@
+"""`MCFTensor`: expansions as a torch.Tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from mcftensor import expansion
+from mcftensor.formats import Format, require_format
+
+Role = Literal["value", "parameter"]
+
+_TERM_NAMES = ("_term0", "_term1", "_term2")
+
+
+class MCFTensor(torch.Tensor):
+    """A tensor whose elements are expansions: unevaluated sums of floats of one small type.
+
+    `shape`, `stride` and `device` are those of each term, and `dtype` is the type of a term.
+    `as_expansion` makes these tensors; call the class itself only with normalized terms.
+
+    A tensor has one of two roles. A *value* is a number type like any other: arithmetic with
+    numbers, plain tensors and expansions gives expansions. A *parameter* is a weight: it computes
+    as its leading term and gives plain results wherever it meets a plain tensor, while every
+    update in place reaches all its terms. `nn.Parameter(expansion)` makes a parameter.
+
+    Args:
+        components: the terms, leading term first, normalized; plain tensors alike in shape,
+            strides, device and dtype.
+        format: their format; by default the one that their dtype and number say.
+        role: `"value"` or `"parameter"`.
+
+    Raises:
+        TypeError: components that are not plain tensors, or not of the format's base.
+        ValueError: a wrong number of components, or components of unlike shapes.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> x = mcf.as_expansion(torch.tensor([1.0, 0.1], dtype=torch.float64), mcf.fp32x2)
+        >>> x * x + 1
+        MCFTensor([2.0000, 1.0100], format=fp32x2)
+        >>> (x * 0.999).components[0]
+        tensor([0.9990, 0.0999])
+    """
+
+    _format: Format
+    _role: Role
+
+    @staticmethod
+    def __new__(
+        cls,
+        components: Sequence[Tensor],
+        format: Format | None = None,
+        role: Role = "value",
+    ) -> MCFTensor:
+        leading = components[0]
+        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            leading.size(),
+            strides=leading.stride(),
+            storage_offset=leading.storage_offset(),
+            dtype=leading.dtype,
+            device=leading.device,
+            layout=leading.layout,
+        )
+        return self
+
+    @torch._disable_dynamo
+    def __init__(
+        self,
+        components: Sequence[Tensor],
+        format: Format | None = None,
+        role: Role = "value",
+    ) -> None:
+        _check_components(components, format)
+        for name, term in zip(_TERM_NAMES, components, strict=False):
+            setattr(self, name, term)
+        self._format = format or Format(components[0].dtype, len(components))
+        self._role = role
+
+    # ------------------------------------------------------------------------------- what it is
+
+    @property
+    def components(self) -> tuple[Tensor, ...]:
+        """The terms, leading term first, as plain tensors that share memory with this one."""
+        return tuple(getattr(self, name) for name in _TERM_NAMES[: self._format.terms])
+
+    @property
+    def format(self) -> Format:
+        """The format of the elements."""
+        return self._format
+
+    @property
+    def role(self) -> Role:
+        """`"value"` or `"parameter"`."""
+        return self._role
+
+    @property
+    def _is_param(self) -> bool:
+        # nn.Parameter(expansion) sets this flag, and does nothing else that a class could see.
+        return bool(self.__dict__.get("_parameter", False))
+
+    @_is_param.setter
+    def _is_param(self, flag: bool) -> None:
+        self.__dict__["_parameter"] = flag
+        if flag:
+            self._role = "parameter"
+
+    # ------------------------------------------------------- traceable wrapper subclass protocol
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role]]:
+        return list(_TERM_NAMES[: self._format.terms]), (self._format.name, self._role)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: tuple[str, Role], outer_size: Any, outer_stride: Any
+    ) -> MCFTensor:
+        name, role = context
+        format = Format.from_name(name)
+        return MCFTensor([inner[n] for n in _TERM_NAMES[: format.terms]], format, role)
+
+    def _stable_hash_for_caching(self) -> str:
+        terms = [(t.dtype, tuple(t.shape), t.stride(), str(t.device)) for t in self.components]
+        return f"{self._format.name} {self._role} {self.requires_grad} {terms}"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+    # ----------------------------------------------------------------------- leaving the format
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        kind = "Parameter containing:\n" if self._is_param else ""
+        if is_traceable_wrapper_subclass(self._term0) or type(self._term0) is not torch.Tensor:
+            return f"{kind}MCFTensor(shape={tuple(self.shape)}, format={self._format.name})"
+        plain = expansion.collapse([t.detach() for t in self.components], torch.float64)
+        text = repr(plain).removeprefix("tensor(").removesuffix(")")
+        text = text.replace(", dtype=torch.float64", "").replace("\n" + " " * 7, "\n" + " " * 10)
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return f"{kind}MCFTensor({text}, format={self._format.name}{grad})"
+
+    def numpy(self, *, force: bool = False) -> np.ndarray:
+        """The collapsed values in float64, a copy on the CPU."""
+        source = self.detach() if force or not self.requires_grad else self
+        if source.requires_grad:
+            raise RuntimeError(
+                "numpy: this expansion requires grad; call .detach().numpy(), or numpy(force=True)"
+            )
+        plain = expansion.collapse(source.components, torch.float64)
+        return plain.cpu().numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    def tolist(self) -> Any:
+        """The collapsed values as nested lists of Python floats."""
+        return expansion.collapse(self.detach().components, torch.float64).tolist()
+
+    # ------------------------------------------------------------- what dispatch does not see
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        # torch rounds a number to the base dtype before dispatch.
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            terms = expansion.expand(
+                torch.tensor(value, dtype=torch.float64, device=self.device), self._format
+            )
+            value = MCFTensor(terms, self._format)
+        super().__setitem__(index, value)
+
+    @property
+    def data(self) -> MCFTensor:  # type: ignore[override]
+        """The same terms, outside of autograd."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # torch's own setter would change shape and dtype, and leave the terms as they are.
+        if not isinstance(value, MCFTensor) or value.format != self._format:
+            given = value.format.name if isinstance(value, MCFTensor) else f"plain {value.dtype}"
+            raise TypeError(
+                f"data: an expansion in {self._format.name} of shape {tuple(self.shape)} cannot "
+                f"take the data of a {given} tensor of shape {tuple(value.shape)}. To leave the "
+                "format, use mcf.as_plain(module) or mcf.as_plain(tensor, dtype); to assign "
+                "values, copy_()"
+            )
+        if value.shape != self.shape or value.device != self.device:
+            raise ValueError(
+                f"data: shape {tuple(self.shape)} on {self.device} given data of shape "
+                f"{tuple(value.shape)} on {value.device}; make a new expansion instead"
+            )
+        for name, term in zip(_TERM_NAMES, value.components, strict=False):
+            setattr(self, name, term.detach())
+
+    def share_memory_(self) -> MCFTensor:
+        """Move every term to shared memory."""
+        for term in self.components:
+            term.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether every term is in shared memory."""
+        return all(term.is_shared() for term in self.components)
+
+
+def _check_components(components: Sequence[Tensor], format: Format | None) -> None:
+    if format is not None:
+        require_format(format, "MCFTensor")
+    leading = components[0]
+    base, terms = (format.base, format.terms) if format else (leading.dtype, len(components))
+    if len(components) != terms or any(isinstance(t, MCFTensor) for t in components):
+        raise ValueError(
+            f"MCFTensor: {len(components)} components given where {terms} plain tensors make the "
+            "format; see mcf.as_expansion, which makes the components from a tensor"
+        )
+    for term in components:
+        if term.dtype != base:
+            raise TypeError(f"MCFTensor: a component of {term.dtype} in a format of {base}")
+        if term.shape != leading.shape or term.stride() != leading.stride():
+            raise ValueError(
+                f"MCFTensor: components of shapes {[tuple(t.shape) for t in components]} and "
+                f"strides {[t.stride() for t in components]}; all must be alike"
+            )
+
+
+_dispatch: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def set_dispatch(function: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """Let `dispatch/` hand its entry point to the class that it is written for."""
+    global _dispatch
+    _dispatch = function
+
+
+torch.serialization.add_safe_globals([MCFTensor, Format])

@@ -1,0 +1,107 @@
+"""Arithmetic on expansions by evaluation in a wider machine type.
+
+For bases of 16 bits a float32 (two terms) or float64 (three terms) register holds more bits than
+the format promises. Evaluating there and splitting once is cheaper than a network in the base,
+and sharper: half a unit of u² and little more. What matters is the order of sums: leading terms
+first, `(xh + yh) + (xl + yl)`, so that a cancellation of leading terms is exact. Never
+`(xh + xl) + (yh + yl)`, whose relative error has no bound.
+
+Operands are lists of tensors, leading term first, of any floating dtype. Each function returns
+one wide tensor, not yet split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from mcftensor.rounding import add_signed
+
+
+def levels(operand: Sequence[Tensor], wide: torch.dtype) -> list[Tensor]:
+    """The terms of an operand in the wide type; a float64 in a float32 register takes two."""
+    entered = []
+    for term in operand:
+        leading = term.to(wide)
+        entered.append(leading)
+        if term.dtype == torch.float64 != wide:
+            rest = (term - leading.to(torch.float64)).to(wide)
+            entered.append(torch.where(torch.isfinite(leading), rest, 0))
+    return entered
+
+
+def total(x: Sequence[Tensor]) -> Tensor:
+    """The sum of levels, last ones first."""
+    tail = None
+    for level in reversed(x[1:]):
+        tail = level if tail is None else level + tail
+    return x[0] if tail is None else add_signed(x[0], tail)
+
+
+def enter(operand: Sequence[Tensor], wide: torch.dtype) -> Tensor:
+    """An operand as one wide tensor."""
+    return total(levels(operand, wide))
+
+
+def sum_levels(x: Sequence[Tensor], y: Sequence[Tensor]) -> Tensor:
+    """x + y, level by level."""
+    return total(
+        [a if b is None else b if a is None else a + b for a, b in zip_longest(x, y)]
+    )
+
+
+def add(x: Sequence[Tensor], y: Sequence[Tensor], wide: torch.dtype) -> Tensor:
+    return sum_levels(levels(x, wide), levels(y, wide))
+
+
+def mul(x: Sequence[Tensor], y: Sequence[Tensor], wide: torch.dtype) -> Tensor:
+    return enter(x, wide) * enter(y, wide)
+
+
+def div(x: Sequence[Tensor], y: Sequence[Tensor], wide: torch.dtype) -> Tensor:
+    return enter(x, wide) / enter(y, wide)
+
+
+def sqrt(x: Sequence[Tensor], wide: torch.dtype) -> Tensor:
+    return torch.sqrt(enter(x, wide))
+
+
+def fma(
+    x: Sequence[Tensor], y: Sequence[Tensor], z: Sequence[Tensor], wide: torch.dtype
+) -> Tensor:
+    return sum_levels(levels(z, wide), [mul(x, y, wide)])
+
+
+def addcmul(
+    x: Sequence[Tensor],
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    value: Sequence[Tensor],
+    wide: torch.dtype,
+) -> Tensor:
+    return sum_levels(levels(x, wide), [enter(value, wide) * enter(a, wide) * enter(b, wide)])
+
+
+def addcdiv(
+    x: Sequence[Tensor],
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    value: Sequence[Tensor],
+    wide: torch.dtype,
+) -> Tensor:
+    return sum_levels(levels(x, wide), [enter(value, wide) * enter(a, wide) / enter(b, wide)])
+
+
+def lerp(
+    x: Sequence[Tensor], end: Sequence[Tensor], weight: Sequence[Tensor], wide: torch.dtype
+) -> Tensor:
+    start, stop, w = levels(x, wide), levels(end, wide), enter(weight, wide)
+    difference = sum_levels(stop, [-level for level in start])
+    return torch.where(
+        w.abs() < 0.5,
+        sum_levels(start, [w * difference]),
+        sum_levels(stop, [(w - 1) * difference]),
+    )
