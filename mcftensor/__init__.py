@@ -1,6 +1,7 @@
 """Multi-component floats as a PyTorch dtype."""
 
 import mcftensor.dispatch
+import mcftensor.tracing
 from mcftensor import eft as eft
 from mcftensor import expansion as expansion
 from mcftensor import networks as networks

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mcftensor.operators import inline, opaque
+from mcftensor.operators import empty_terms, inline, opaque
 from mcftensor.rounding import add_odd
 
 # Bits that Veltkamp's splitting moves to the low half: half of the significand, rounded up.
@@ -33,7 +33,12 @@ def _same_float_dtype(name: str, *tensors: Tensor) -> torch.dtype:
     )
 
 
-@opaque
+def _pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    hi, lo = empty_terms((a, b), a.dtype, 2)
+    return hi, lo
+
+
+@opaque(_pair)
 def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The rounded sum of two tensors and its exact error.
 
@@ -62,7 +67,7 @@ def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return s, (a - aa) + (b - bb)
 
 
-@opaque
+@opaque(_pair)
 def fast_two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The rounded sum and its exact error, for operands in order of magnitude.
 
@@ -90,7 +95,7 @@ def fast_two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return s, b - (s - a)
 
 
-@opaque
+@opaque(lambda a: _pair(a, a))
 def split(a: Tensor) -> tuple[Tensor, Tensor]:
     """Two halves of a significand: products of such halves are exact.
 
@@ -123,7 +128,7 @@ def split(a: Tensor) -> tuple[Tensor, Tensor]:
     return hi, torch.where(torch.isfinite(a), a - hi, 0)
 
 
-@opaque
+@opaque(_pair)
 def two_prod(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The rounded product of two tensors and its exact error.
 
@@ -165,7 +170,7 @@ def two_prod(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return product, torch.where(large, error * 2.0**64, error)
 
 
-@opaque
+@opaque(lambda a, b, c: empty_terms((a, b, c), a.dtype, 1)[0])
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """a * b + c, rounded once.
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mcftensor import networks, wide
 from mcftensor.formats import Format, require_format
-from mcftensor.operators import opaque
+from mcftensor.operators import empty_terms, opaque
 from mcftensor.rounding import collapse_terms, split_terms
 
 Terms = tuple[Tensor, ...]
@@ -31,7 +31,12 @@ Terms = tuple[Tensor, ...]
 # ------------------------------------------------------------------- between tensors and terms
 
 
-@opaque
+def _empty(operands: Sequence[Tensor], format: str) -> list[Tensor]:
+    f = Format.from_name(format)
+    return empty_terms(operands, f.base, f.terms)
+
+
+@opaque(lambda x, format: _empty([x], format))
 def _expand(x: Tensor, format: str) -> list[Tensor]:
     f = Format.from_name(format)
     return split_terms(x, f.base, f.terms)
@@ -64,7 +69,7 @@ def expand(x: Tensor, format: Format) -> Terms:
     return tuple(_expand(x, require_format(format, "expand").name))
 
 
-@opaque
+@opaque(lambda terms, dtype: empty_terms(terms, dtype, 1)[0])
 def _collapse(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return collapse_terms(terms, dtype)
 
@@ -93,7 +98,7 @@ def collapse(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return _collapse(list(terms), dtype)
 
 
-@opaque
+@opaque(lambda values, terms: empty_terms(values, values[0].dtype, terms))
 def _renormalize(values: Sequence[Tensor], terms: int) -> list[Tensor]:
     result = networks.distill(values, terms)
     plain = values[0].clone()
@@ -187,7 +192,7 @@ def _enter(operand: list[Tensor], f: Format) -> Terms:
     return tuple(split_terms(operand[0], f.base, f.terms))
 
 
-@opaque
+@opaque(lambda operation, terms, lengths, format: _empty(terms, format))
 def evaluate(
     operation: str, terms: Sequence[Tensor], lengths: Sequence[int], format: str
 ) -> list[Tensor]:

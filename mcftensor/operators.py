@@ -10,10 +10,11 @@ user's compiled function give the same bits.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -21,23 +22,35 @@ R = TypeVar("R")
 _LIBRARY = torch.library.Library("mcftensor", "DEF")
 
 
-def opaque(function: Callable[P, R]) -> Callable[P, R]:
-    """Register `function` as the operator `mcftensor::<name>` and return a caller of it.
+def opaque(fake: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Register a function as the operator `mcftensor::<name>`, and return a caller of it.
 
-    The arguments and results are tensors, lists of tensors, numbers and strings. The function
-    must not mutate or return its inputs, nor read values of tensors on the host: run on tensors
-    without data it serves as its own shape rule.
+    The arguments and results are tensors, lists of tensors, numbers and strings. The function must
+    not mutate or return its inputs. `fake` has the same arguments and says shape and dtype of the
+    results, by tensors without data.
     """
-    name = getattr(function, "_operator_name", function.__name__)
-    _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    operator = getattr(torch.ops.mcftensor, name).default
 
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return cast(R, operator(*args, **kwargs))
+    def register(function: Callable[P, R]) -> Callable[P, R]:
+        name = function.__name__
+        _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
+        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"mcftensor::{name}", fake, lib=_LIBRARY)
+        operator = getattr(torch.ops.mcftensor, name).default
 
-    return call
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            return cast(R, operator(*args, **kwargs))
+
+        return call
+
+    return register
+
+
+def empty_terms(operands: Sequence[Tensor], dtype: torch.dtype, terms: int) -> list[Tensor]:
+    """Tensors without data, of the shape to which the operands broadcast."""
+    shape = torch.broadcast_shapes(*(x.shape for x in operands))
+    device = next((x.device for x in operands if x.dim() > 0), operands[0].device)
+    return [torch.empty(shape, dtype=dtype, device=device) for _ in range(terms)]
 
 
 def inline(function: Callable[P, R]) -> Callable[P, R]:

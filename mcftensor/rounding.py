@@ -17,10 +17,16 @@ def add_signed(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _make_odd(rounded: Tensor, error: Tensor) -> Tensor:
-    """Turn a nearest rounding into round-to-odd, given the sign of (exact - rounded)."""
-    even = (rounded.view(_INTEGER[rounded.dtype]) & 1) == 0
-    up = torch.where(error > 0, torch.inf, -torch.inf).to(rounded.dtype)
-    return torch.where(even & (error != 0), torch.nextafter(rounded, up), rounded)
+    """Turn a nearest rounding into round-to-odd, given (exact - rounded) or anything of its sign.
+
+    An inexact result with an even last bit steps to its odd neighbour on the exact side, which is
+    one up or down in the bit pattern.
+    """
+    bits = rounded.view(_INTEGER[rounded.dtype])
+    away = torch.signbit(error) == torch.signbit(rounded)
+    move = (error != 0) & ((bits & 1) == 0)
+    step = torch.where(move, torch.where(away, 1, -1), 0).to(bits.dtype)
+    return (bits + step).view(rounded.dtype)
 
 
 def add_odd(a: Tensor, b: Tensor) -> Tensor:
@@ -63,13 +69,11 @@ def collapse_terms(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 def _peel(x: Tensor, base: torch.dtype, terms: int) -> list[Tensor]:
     """Leading terms of x one after the other; each subtraction is exact."""
-    peeled = []
-    for _ in range(terms):
-        term = round_to(x, base)
-        peeled.append(term)
-        x = x - term.to(x.dtype)
-    finite = torch.isfinite(peeled[0])
-    return [peeled[0], *(torch.where(finite, tail, 0) for tail in peeled[1:])]
+    peeled = [round_to(x, base)]
+    for _ in range(terms - 1):
+        x = x - peeled[-1]
+        peeled.append(round_to(x, base))
+    return peeled
 
 
 def split_terms(x: Tensor, base: torch.dtype, terms: int) -> list[Tensor]:
@@ -84,8 +88,14 @@ def split_terms(x: Tensor, base: torch.dtype, terms: int) -> list[Tensor]:
         return [x.to(base, copy=True), *(torch.zeros_like(x, dtype=base) for _ in range(terms - 1))]
     if x.dtype in _NARROW:
         x = x.to(torch.float32)
-    peeled = _peel(x, base, terms)
-    tail = peeled[-1].to(x.dtype)
-    for term in reversed(peeled[1:-1]):
-        tail = term.to(x.dtype) + tail
-    return _peel(add_signed(peeled[0].to(x.dtype), tail), base, terms)
+    leading, *tails = _peel(x, base, terms)
+    tail = tails[-1].to(x.dtype)
+    for term in reversed(tails[:-1]):
+        tail = term + tail
+    total = leading + tail
+    again, *tails = _peel(total, base, terms)
+    finite = (tails[-1] - tails[-1]) == 0
+    return [
+        torch.where(finite & (total != 0), again, leading),
+        *(torch.where(finite, tail, 0) for tail in tails),
+    ]

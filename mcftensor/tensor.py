@@ -70,7 +70,6 @@ class MCFTensor(torch.Tensor):
         )
         return self
 
-    @torch._disable_dynamo
     def __init__(
         self,
         components: Sequence[Tensor],
@@ -114,6 +113,8 @@ class MCFTensor(torch.Tensor):
     # ------------------------------------------------------- traceable wrapper subclass protocol
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role]]:
+        while _at_first_flatten:
+            _at_first_flatten.pop()()
         return list(_TERM_NAMES[: self._format.terms]), (self._format.name, self._role)
 
     @staticmethod
@@ -128,7 +129,21 @@ class MCFTensor(torch.Tensor):
         terms = [(t.dtype, tuple(t.shape), t.stride(), str(t.device)) for t in self.components]
         return f"{self._format.name} {self._role} {self.requires_grad} {terms}"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.where and len(args) == 3:
+                return _where(*args, **kwargs)
+            if func is torch.Tensor.where:
+                return _where(args[1], args[0], *args[2:], **kwargs)
+            return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(
@@ -234,6 +249,27 @@ def _check_components(components: Sequence[Tensor], format: Format | None) -> No
                 f"MCFTensor: components of shapes {[tuple(t.shape) for t in components]} and "
                 f"strides {[t.stride() for t in components]}; all must be alike"
             )
+
+
+def _where(condition: Tensor, x: Any, y: Any, **kwargs: Any) -> Tensor:
+    """torch.where with numbers, which torch rounds to the base dtype before dispatch."""
+    format = next(t.format for t in (x, y) if isinstance(t, MCFTensor))
+    numbers = (int, float)
+    x, y = (
+        MCFTensor(expansion.expand(torch.tensor(t, dtype=torch.float64), format), format)
+        if isinstance(t, numbers)
+        else t
+        for t in (x, y)
+    )
+    return torch.where(condition, x, y, **kwargs)
+
+
+_at_first_flatten: list[Callable[[], None]] = []
+
+
+def on_first_flatten(function: Callable[[], None]) -> None:
+    """Have a function run when a compiler takes the first expansion apart."""
+    _at_first_flatten.append(function)
 
 
 _dispatch: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]

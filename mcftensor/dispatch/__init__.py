@@ -21,7 +21,7 @@ from mcftensor.tensor import set_dispatch
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Carry out one of PyTorch's operators on arguments that hold an expansion."""
-    handler = TABLE.get(func)
+    handler = TABLE.get(func) or TABLE.get(func.name())
     if handler is not None:
         return handler(func, *args, **kwargs)
     if func.overloadpacket.__name__.startswith("_foreach_"):

@@ -146,7 +146,23 @@ def _gradient(grad: Tensor, grad_scale: Tensor | None, wide_type: torch.dtype | 
     return g if grad_scale is None else g / grad_scale
 
 
-@opaque
+def _like_all(*quantities: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(term) for quantity in quantities for term in quantity]
+
+
+def _empty_adam(
+    p: Any, grad: Any, m: Any, v: Any, v_max: Any, step: Any, lr: Any, grad_scale: Any, *rest: Any
+) -> list[Tensor]:
+    return _like_all(p, m, v, v_max, [] if grad_scale is None else [grad])
+
+
+def _empty_sgd(
+    p: Any, grad: Any, buffer: Any, lr: Any, grad_scale: Any, *rest: Any
+) -> list[Tensor]:
+    return _like_all(p, buffer, [] if grad_scale is None else [grad])
+
+
+@opaque(_empty_adam)
 def adam_step(
     p: Sequence[Tensor],
     grad: Tensor,
@@ -196,7 +212,7 @@ def adam_step(
     return results
 
 
-@opaque
+@opaque(_empty_sgd)
 def sgd_step(
     p: Sequence[Tensor],
     grad: Tensor,

@@ -1,0 +1,61 @@
+"""What torch.compile would take apart before an expansion sees it.
+
+The front end of the compiler writes `addcmul_` and `addcdiv_` with a number as `value`, and
+`_foreach_lerp_`, as sequences of operations, to match CUDA bit by bit. On plain gradients the first
+of these rounds to bf16, and the result differs from the eager one. Here these calls are kept whole
+for expansions, and left to the compiler for all else.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor.tensor import MCFTensor, on_first_flatten
+
+
+def keep_calls_whole() -> None:
+    """Teach the compiler's front end, which is in use by now; releases without it need nothing."""
+    if "torch._dynamo" not in sys.modules:
+        return
+    from torch._dynamo import polyfills
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    for name in ("method_addcmul_", "method_addcdiv_"):
+        decompose = getattr(TensorVariable, name, None)
+        if decompose is not None:
+            setattr(TensorVariable, name, _unless_expansion(decompose))
+    if hasattr(polyfills, "foreach_lerp_inplace"):
+        polyfills.foreach_lerp_inplace = _lerp_one_by_one(polyfills.foreach_lerp_inplace)
+
+
+def _unless_expansion(decompose: Any) -> Any:
+    @functools.wraps(decompose)
+    def method(self: Any, tx: Any, *args: Any, value: Any = None, **kwargs: Any) -> Any:
+        is_expansion = issubclass(self.class_type, MCFTensor)
+        if is_expansion and not (value is not None and value.is_tensor()):
+            return None
+        return decompose(self, tx, *args, value=value, **kwargs)
+
+    return method
+
+
+def _lerp_one_by_one(decompose: Any) -> Any:
+    def foreach_lerp_inplace(self: list[Tensor], end: list[Tensor], weight: Any) -> None:
+        if any(isinstance(x, MCFTensor) for x in self):
+            for x, y in zip(self, end):
+                if isinstance(weight, Tensor):
+                    torch.ops.aten.lerp_.Tensor(x, y, weight)
+                else:
+                    torch.ops.aten.lerp_.Scalar(x, y, weight)
+        else:
+            decompose(self, end, weight)
+
+    return foreach_lerp_inplace
+
+
+on_first_flatten(keep_calls_whole)
