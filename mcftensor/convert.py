@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from mcftensor import expansion
+from mcftensor.dispatch.table import implements
 from mcftensor.formats import Format, bf16x2, default_format, require_format
+from mcftensor.operators import opaque
 from mcftensor.tensor import MCFTensor
 
 M = TypeVar("M", bound=nn.Module)
@@ -114,10 +116,20 @@ def as_plain(obj: M | Tensor, dtype: torch.dtype | None = None) -> M | Tensor:
     if isinstance(obj, nn.Module):
         return _module_as_plain(obj, dtype)
     if isinstance(obj, MCFTensor):
-        return expansion.collapse(obj.detach().components, dtype or obj.dtype)
+        return _as_plain(obj.detach(), dtype or obj.dtype)
     if isinstance(obj, Tensor):
         return obj.detach().to(dtype or obj.dtype)
     raise TypeError(f"as_plain: got {type(obj).__name__}; give a tensor or a module")
+
+
+@opaque(lambda x, dtype: torch.empty_like(x, dtype=dtype))
+def _as_plain(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype, copy=True)
+
+
+@implements(torch.ops.mcftensor._as_plain.default)
+def _collapse(func: object, x: MCFTensor, dtype: torch.dtype) -> Tensor:
+    return expansion.collapse(x.components, dtype)
 
 
 def _value(x: Tensor, format: Format) -> MCFTensor:

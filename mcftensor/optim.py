@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -92,7 +92,7 @@ def collage(optimizer: O, mode: str | Mapping[str, Format | None]) -> O:
     plan = _Plan(optimizer, mode)
     previous = optimizer.__dict__.get("_collage")
     if previous is not None:
-        previous.remove()
+        previous.remove(optimizer)
     optimizer.__dict__["_collage"] = plan
     plan.attach(optimizer)
     plan.apply(optimizer)
@@ -145,23 +145,44 @@ class _Plan:
             optimizer.register_step_post_hook(lambda opt, args, kwargs: self.apply(opt)),
             optimizer.register_load_state_dict_post_hook(self.apply),
         )
+        if hasattr(optimizer, "_init_group"):
+            optimizer.__dict__["_init_group"] = self._initializer(optimizer)
 
-    def remove(self) -> None:
+    def remove(self, optimizer: Optimizer) -> None:
         for handle in self.handles:
             handle.remove()
+        optimizer.__dict__.pop("_init_group", None)
+
+    def _initializer(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """Stock optimizers make states here: convert those of one parameter before the next ones
+        are made, so that the first step needs no more memory than the others."""
+        initialize = type(optimizer)._init_group  # type: ignore[attr-defined]
+
+        def init_group(group: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            for p in group["params"]:
+                if isinstance(p, MCFTensor) and p.grad is not None and not optimizer.state[p]:
+                    unused = [[] if isinstance(a, list) else a for a in args]
+                    initialize(optimizer, {**group, "params": [p]}, *unused, **kwargs)
+                    self._convert(optimizer, p)
+            return initialize(optimizer, group, *args, **kwargs)
+
+        return init_group
 
     def apply(self, optimizer: Optimizer) -> None:
         """Bring every state to what the mode says."""
         for p in _parameters(optimizer):
             if isinstance(p, MCFTensor) and p in optimizer.state:
-                state = optimizer.state[p]
-                if self.unchecked:
-                    _require_known(self.unchecked, set(state))
-                    self.unchecked = set()
-                for name, x in state.items():
-                    converted = self._converted(p, name, x)
-                    if converted is not x:
-                        state[name] = converted
+                self._convert(optimizer, p)
+
+    def _convert(self, optimizer: Optimizer, p: MCFTensor) -> None:
+        state = optimizer.state[p]
+        if self.unchecked and state:
+            _require_known(self.unchecked, set(state))
+            self.unchecked = set()
+        for name, x in state.items():
+            converted = self._converted(p, name, x)
+            if converted is not x:
+                state[name] = converted
 
     def _converted(self, p: MCFTensor, name: str, x: Any) -> Any:
         if not (isinstance(x, Tensor) and x.shape == p.shape and x.is_floating_point()):
@@ -207,7 +228,7 @@ def _trial_names(optimizer: Optimizer) -> set[str]:
     trial.__dict__ = {
         name: value
         for name, value in optimizer.__dict__.items()
-        if name != "step" and "hook" not in name
+        if name not in ("step", "_init_group") and "hook" not in name
     }
     for name in optimizer.__dict__:
         if "hook" in name:

@@ -57,7 +57,7 @@ def collapse_terms(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """The sum of normalized terms, rounded once to `dtype`."""
     leading, *tails = terms
     if not tails or dtype == leading.dtype:
-        return round_to(leading, dtype)
+        return round_to(leading, dtype) if dtype != leading.dtype else leading.clone()
     total = tails[-1].to(torch.float64)
     for term in reversed(tails[:-1]):
         total = add_odd(term.to(torch.float64), total)

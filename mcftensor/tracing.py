@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcftensor.dispatch.arithmetic import register_in_place
 from mcftensor.tensor import MCFTensor, on_first_flatten
 
 
@@ -25,21 +26,27 @@ def keep_calls_whole() -> None:
     from torch._dynamo import polyfills
     from torch._dynamo.variables.tensor import TensorVariable
 
-    for name in ("method_addcmul_", "method_addcdiv_"):
-        decompose = getattr(TensorVariable, name, None)
+    for name in ("addcmul_", "addcdiv_"):
+        decompose = getattr(TensorVariable, "method_" + name, None)
         if decompose is not None:
-            setattr(TensorVariable, name, _unless_expansion(decompose))
+            setattr(TensorVariable, "method_" + name, _unless_expansion(name, decompose))
     if hasattr(polyfills, "foreach_lerp_inplace"):
         polyfills.foreach_lerp_inplace = _lerp_one_by_one(polyfills.foreach_lerp_inplace)
 
 
-def _unless_expansion(decompose: Any) -> Any:
+def _unless_expansion(name: str, decompose: Any) -> Any:
+    from torch._dynamo.variables import TorchInGraphFunctionVariable
+
     @functools.wraps(decompose)
     def method(self: Any, tx: Any, *args: Any, value: Any = None, **kwargs: Any) -> Any:
-        is_expansion = issubclass(self.class_type, MCFTensor)
-        if is_expansion and not (value is not None and value.is_tensor()):
-            return None
-        return decompose(self, tx, *args, value=value, **kwargs)
+        if not issubclass(self.class_type, MCFTensor):
+            return decompose(self, tx, *args, value=value, **kwargs)
+        if value is not None and value.is_tensor():
+            operator = getattr(torch.ops.mcftensor, name).default
+            call = TorchInGraphFunctionVariable(operator)
+            call.call_function(tx, [self, *args, value], {})
+            return self
+        return None
 
     return method
 
@@ -57,5 +64,12 @@ def _lerp_one_by_one(decompose: Any) -> Any:
 
     return foreach_lerp_inplace
 
+
+# addcmul_ and addcdiv_ whose value is a tensor, which aten has not: compiled optimizers have their
+# step size in one.
+_LIBRARY = torch.library.Library("mcftensor", "FRAGMENT")
+for _name in ("addcmul_", "addcdiv_"):
+    _LIBRARY.define(f"{_name}(Tensor(a!) x, Tensor a, Tensor b, Tensor value) -> ()")
+    register_in_place(f"mcftensor::{_name}", _name.rstrip("_"))
 
 on_first_flatten(keep_calls_whole)

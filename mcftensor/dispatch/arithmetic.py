@@ -162,8 +162,17 @@ for _name in PLANS:
     _register(_name)
 
 
+def register_in_place(operator: str, name: str) -> None:
+    """Let an operator that returns nothing carry out the operation `name` on its first argument."""
+
+    def in_place(func: Any, *args: Any) -> None:
+        arithmetic_into(name, args[0], func, args, {})
+
+    TABLE[operator] = in_place
+
+
 def _compiled_fma(func: Any, x: Any, y: Any, z: Any) -> MCFTensor:
-    """Compilers write `z.addcdiv_(a, b, value=tensor)` so, and then copy the result into z.
+    """Compilers write `z.add_(y, alpha=tensor)` so, and then copy the result into z.
 
     It is an update in place: all terms of z are kept, whatever it meets.
     """
