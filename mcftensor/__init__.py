@@ -15,6 +15,7 @@ from mcftensor.formats import fp16x2 as fp16x2
 from mcftensor.formats import fp32x2 as fp32x2
 from mcftensor.formats import fp32x3 as fp32x3
 from mcftensor.formats import fp64x2 as fp64x2
+from mcftensor.functional import fma as fma
 from mcftensor.optim import collage as collage
 from mcftensor.tensor import MCFTensor as MCFTensor
 

@@ -59,7 +59,7 @@ def as_expansion(
     Examples:
         >>> import torch, mcftensor as mcf
         >>> mcf.as_expansion(torch.tensor([1.0, 0.001]), mcf.bf16x2)
-        MCFTensor([1.0000, 0.0010], format=bf16x2)
+        MCFTensor([1.0000e+00, 1.0000e-03], format=bf16x2)
         >>> model = mcf.as_expansion(torch.nn.Linear(3, 2))
         >>> model.weight.format, model.bias.format
         (mcf.bf16x2, mcf.bf16x3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -16,6 +17,11 @@ from mcftensor.formats import Format, require_format
 from mcftensor.tensor import MCFTensor
 
 O = TypeVar("O", bound=Optimizer)
+
+# Where PyTorch looks up whether a type of parameter has foreach kernels, and so may choose them by
+# default, as it does on CUDA.
+for _module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+    importlib.import_module(_module)._foreach_supported_types.append(MCFTensor)
 
 FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer", "grad_avg", "exp_avg_diff", "mu", "m"})
 """Names of states that follow the gradient."""

@@ -24,7 +24,7 @@ def _make_odd(rounded: Tensor, error: Tensor) -> Tensor:
     """
     bits = rounded.view(_INTEGER[rounded.dtype])
     away = torch.signbit(error) == torch.signbit(rounded)
-    move = (error != 0) & ((bits & 1) == 0)
+    move = (error != 0) & torch.isfinite(error) & ((bits & 1) == 0)
     step = torch.where(move, torch.where(away, 1, -1), 0).to(bits.dtype)
     return (bits + step).view(rounded.dtype)
 
@@ -38,7 +38,7 @@ def add_odd(a: Tensor, b: Tensor) -> Tensor:
     s = a + b
     bb = s - a
     error = (a - (s - bb)) + (b - bb)
-    return _make_odd(s, torch.where(torch.isfinite(s), error, 0))
+    return _make_odd(s, error)
 
 
 def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:

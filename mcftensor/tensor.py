@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -163,7 +164,7 @@ class MCFTensor(torch.Tensor):
             return f"{kind}MCFTensor(shape={tuple(self.shape)}, format={self._format.name})"
         plain = expansion.collapse([t.detach() for t in self.components], torch.float64)
         text = repr(plain).removeprefix("tensor(").removesuffix(")")
-        text = text.replace(", dtype=torch.float64", "").replace("\n" + " " * 7, "\n" + " " * 10)
+        text = re.sub(r",\s*dtype=torch\.float64", "", text).replace("\n" + " " * 7, "\n" + " " * 10)
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"{kind}MCFTensor({text}, format={self._format.name}{grad})"
 
@@ -219,6 +220,13 @@ class MCFTensor(torch.Tensor):
             )
         for name, term in zip(_TERM_NAMES, value.components, strict=False):
             setattr(self, name, term.detach())
+
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: an expansion has no storage of its own to exchange."""
+        raise TypeError(
+            f"set_: an expansion in {self._format.name} has no storage of its own; assign values "
+            "with copy_(), or take plain tensors out with mcf.as_plain(x, dtype)"
+        )
 
     def share_memory_(self) -> MCFTensor:
         """Move every term to shared memory."""

@@ -52,11 +52,12 @@ def common_format(name: str, operands: Iterable[Any]) -> Format:
     """The format of a result: of one base, the one with most terms.
 
     Raises:
-        TypeError: expansions of unlike bases.
+        ValueError: expansions of unlike bases.
     """
     formats = [x.format for x in expansions(list(operands))]
     if len({f.base for f in formats}) > 1:
-        raise TypeError(
+        # Not a TypeError: Python's operators would hide its message.
+        raise ValueError(
             f"{name}: expansions in {' and '.join(sorted({f.name for f in formats}))}, whose terms "
             "are of unlike types. Convert one: mcf.as_expansion(mcf.as_plain(x, torch.float64), "
             "format)"
@@ -70,14 +71,14 @@ def terms(operand: Any) -> list[Tensor]:
         return list(operand.components)
     if isinstance(operand, Tensor):
         if operand.is_complex() or operand.layout != torch.strided or operand.is_quantized:
-            raise TypeError(
+            raise ValueError(
                 f"an expansion meets a tensor of {operand.dtype}, {operand.layout}; expansions "
                 "compute with dense real tensors: convert it first"
             )
         return [operand]
     if isinstance(operand, Number):
         return [torch.scalar_tensor(operand, dtype=torch.float64)]
-    raise TypeError(f"an expansion meets {operand!r}, which is neither a tensor nor a real number")
+    raise ValueError(f"an expansion meets {operand!r}, which is neither a tensor nor a real number")
 
 
 def terms_in(operand: Any, format: Format, device: torch.device) -> list[Tensor]:

@@ -238,10 +238,10 @@ def item(func: Any, x: MCFTensor) -> Any:
     return func(expansion.collapse(x.components, torch.float64))
 
 
-@implements(aten.set_)
-def set_(func: Any, *args: Any) -> Any:
-    """Refused: it would exchange the storage behind the terms."""
+@implements(aten.set_.source_Tensor)
+def set_(func: Any, target: Tensor, source: Any) -> Any:
+    """Refused: there is no storage that a plain tensor could share."""
     raise TypeError(
-        "set_: an expansion has no storage of its own. Assign values with copy_(), or take plain "
-        "tensors out with mcf.as_plain(x, dtype)"
+        f"set_: a plain tensor cannot take the storage of an expansion in {source.format.name}, "
+        "which has none; assign values with copy_(), or use mcf.as_plain(x, dtype)"
     )

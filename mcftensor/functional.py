@@ -1,0 +1,50 @@
+"""Functions on expansion tensors that torch has no name for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mcftensor import expansion
+from mcftensor.dispatch.operands import common_format, common_role, expansions
+from mcftensor.tensor import MCFTensor
+
+
+def fma(x: Tensor | float, y: Tensor | float, z: Tensor | float) -> Tensor:
+    """x * y + z, rounded once at the end.
+
+    Args:
+        x, y, z: expansions, plain tensors and numbers that broadcast; one at least is an expansion.
+
+    Returns:
+        An expansion, or a plain tensor where parameters meet plain tensors. The error is that of
+        `expansion.fma`.
+
+    Raises:
+        TypeError: no operand is an expansion.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> x = mcf.as_expansion(torch.tensor([1.0, 2.0]), mcf.fp32x2)
+        >>> mcf.fma(x, 0.1, 3)
+        MCFTensor([3.1000, 3.2000], format=fp32x2)
+    """
+    operands = (x, y, z)
+    found = expansions(operands)
+    if not found:
+        raise TypeError(
+            "fma: no operand is an expansion; make one with mcf.as_expansion, or use mcf.eft.fma "
+            "on plain tensors"
+        )
+    format, role = common_format("fma", operands), common_role(operands)
+    dimensions = max(e.dim() for e in found)
+
+    def entered(operand: Tensor | float) -> Tensor:
+        if isinstance(operand, Tensor):
+            return operand
+        number = torch.scalar_tensor(operand, dtype=torch.float64, device=found[0].device)
+        if dimensions > 0:
+            return number
+        return MCFTensor(expansion.expand(number, format), format, role)
+
+    return torch.addcmul(entered(z), entered(x), entered(y))

@@ -1,0 +1,42 @@
+"""Shared by all tests: devices, one thread, and a compiler cache of this run's own."""
+
+import os
+import tempfile
+
+# Before torch reads it: results of compilation by an earlier state of the code must not be used.
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(
+    tempfile.gettempdir(), f"mcftensor-tests-{os.getppid()}"
+)
+
+import pytest
+import torch
+from hypothesis import settings
+
+import mcftensor as mcf
+
+settings.register_profile("mcftensor", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("mcftensor")
+torch.set_num_threads(1)
+
+requires_cuda = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.cuda,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ],
+)
+
+
+@pytest.fixture(params=["cpu", requires_cuda])
+def device(request) -> str:
+    return request.param
+
+
+@pytest.fixture(params=mcf.FORMATS, ids=lambda f: f.name)
+def format(request) -> mcf.Format:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,42 @@
+"""What several tests need: expansions with full tails, comparisons of all terms, small models."""
+
+import torch
+from torch import Tensor, nn
+
+import mcftensor as mcf
+
+
+def sample(format: mcf.Format, *shape: int, device: str = "cpu", seed: int = 0) -> mcf.MCFTensor:
+    """Random values whose every term is busy."""
+    generator = torch.Generator().manual_seed(seed)
+    terms = []
+    for i in range(format.terms):
+        x = torch.randn(shape, generator=generator, dtype=torch.float64) * format.u**i
+        terms.append(x.to(format.base))
+    return mcf.MCFTensor(mcf.expansion.renormalize(terms), format).to(device)
+
+
+def parameter(format: mcf.Format, *shape: int, device: str = "cpu", seed: int = 0) -> nn.Parameter:
+    return nn.Parameter(sample(format, *shape, device=device, seed=seed))
+
+
+def exact(x: Tensor) -> Tensor:
+    """The value in float64, for formats that it holds."""
+    return mcf.as_plain(x, torch.float64).cpu()
+
+
+def same_terms(x: mcf.MCFTensor, y: mcf.MCFTensor) -> bool:
+    return x.format == y.format and all(
+        torch.equal(a, b) for a, b in zip(x.components, y.components, strict=True)
+    )
+
+
+def assert_same_terms(x: mcf.MCFTensor, y: mcf.MCFTensor) -> None:
+    assert x.format == y.format
+    for a, b in zip(x.components, y.components, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def small_model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2))
