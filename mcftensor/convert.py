@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -175,38 +176,42 @@ def _module_as_expansion(module: M, format: Format | None, overrides: Overrides)
                 f"parameters and buffers: {', '.join(names) or 'the module has none'}"
             )
     base = (format or bf16x2).base
-    plans: list[tuple[Tensor, Format | None]] = []
+    plans: dict[str, tuple[Tensor, Format | None]] = {}
     seen: set[int] = set()
     for name, x in _tensors(module):
-        matched = [wanted for pattern, wanted in overrides.items() if fnmatchcase(name, pattern)]
-        if id(x) in seen or (matched and matched[0] is None):
-            seen.add(id(x))
-            continue
+        matching = [pattern for pattern in overrides if fnmatchcase(name, pattern)]
+        integer = not (x.is_floating_point() or x.is_complex())
+        left_alone = (
+            id(x) in seen
+            or (matching and overrides[matching[0]] is None)
+            or (integer and name not in matching)
+        )
         seen.add(id(x))
-        wanted = matched[0] if matched else None
+        if left_alone:
+            continue
+        wanted = overrides[matching[0]] if matching else None
         if wanted is None and isinstance(x, nn.Parameter) and x.requires_grad:
             _require_convertible("as_expansion", f"parameter {name}", x, format)
             wanted = x.format if isinstance(x, MCFTensor) else format or default_format(x.shape)
         elif wanted is not None:
             _require_convertible("as_expansion", name, x, wanted)
-        elif isinstance(x, MCFTensor) or not x.is_floating_point():
+        elif isinstance(x, MCFTensor) or x.is_complex():
             continue
-        _require_exchangeable("as_expansion", name, x)
-        plans.append((x, wanted))
-    for x, wanted in plans:
-        if wanted is None:
-            _exchange(x, x.detach().to(base))
-        elif not isinstance(x, MCFTensor):
-            _exchange(x, _value(x, wanted))
+        plans[name] = x, wanted
+    with _exchangeable("as_expansion", module, {name: x for name, (x, _) in plans.items()}):
+        for x, wanted in plans.values():
+            if wanted is None:
+                _exchange(x, x.detach().to(base))
+            elif not isinstance(x, MCFTensor):
+                _exchange(x, _value(x, wanted))
     return module
 
 
 def _module_as_plain(module: M, dtype: torch.dtype | None) -> M:
-    found = {id(x): (name, x) for name, x in _tensors(module) if isinstance(x, MCFTensor)}
-    for name, x in found.values():
-        _require_exchangeable("as_plain", name, x)
-    for _, x in found.values():
-        _exchange(x, as_plain(x, dtype))
+    found = {name: x for name, x in _tensors(module) if isinstance(x, MCFTensor)}
+    with _exchangeable("as_plain", module, found):
+        for x in {id(x): x for x in found.values()}.values():
+            _exchange(x, as_plain(x, dtype))
     return module
 
 
@@ -216,13 +221,27 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _require_exchangeable(where: str, name: str, x: Tensor) -> None:
-    if weakref.getweakrefs(x):
-        raise RuntimeError(
-            f"{where}: {name} of shape {tuple(x.shape)} has weak references to it, which an "
-            "exchange of its contents would mislead (averaged copies of a model keep such). "
-            "Convert before they are made, or delete them"
-        )
+@contextlib.contextmanager
+def _exchangeable(where: str, module: nn.Module, found: dict[str, Tensor]) -> Iterator[None]:
+    """Check that the contents of tensors can be exchanged.
+
+    Recurrent layers hold weak references to their weights, and take them anew afterwards.
+    """
+    recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
+    for layer in recurrent:
+        layer._flat_weight_refs = []
+    try:
+        for name, x in found.items():
+            if weakref.getweakrefs(x):
+                raise RuntimeError(
+                    f"{where}: {name} of shape {tuple(x.shape)} has weak references to it, which "
+                    "an exchange of its contents would mislead (averaged copies of a model keep "
+                    "such). Convert before they are made, or delete them"
+                )
+        yield
+    finally:
+        for layer in recurrent:
+            layer._init_flat_weights()
 
 
 def _exchange(x: Tensor, new: Tensor) -> None:

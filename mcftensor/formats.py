@@ -91,10 +91,10 @@ class Format:
 
     @property
     def full_precision_min(self) -> float:
-        """Smallest magnitude from which on every term has all its bits.
+        """Smallest magnitude at which a number is held to u^n for n terms.
 
-        Below it the last terms fall among the subnormals of the base, lose bits,
-        and at last vanish.
+        Below it the last term falls among the subnormals of the base, loses bits, and at last
+        vanishes.
         """
         return 2.0 ** (self.min_exponent + (self.terms - 1) * self.base_precision)
 
