@@ -31,6 +31,7 @@ two_sum = inline(eft.two_sum)
 fast_two_sum = inline(eft.fast_two_sum)
 two_prod = inline(eft.two_prod)
 fma = inline(eft.fma)
+correct_sqrt = inline(eft.sqrt)
 
 Terms = tuple[Tensor, ...]
 
@@ -40,19 +41,21 @@ def distill(values: Sequence[Tensor], terms: int) -> Terms:
 
     Each pass is ORO's VecSum: a chain of two_sums from the last value to the first, without any
     error. As many passes as there are values leave no two neighbours that overlap, whatever
-    cancelled; then what stands behind the wanted terms is dropped.
+    cancelled. Then ties are resolved, and what stands behind the wanted terms is dropped: at most
+    half an ulp of the last term, or u^n / 2^(n - 1) for n terms. The last fast_two_sum restores a
+    tie that had been resolved by no more than what was dropped.
     """
     x = list(values)
-    for _ in range(max(len(x), terms)):
+    for _ in range(len(x)):
         for i in range(len(x) - 1, 0, -1):
             x[i - 1], x[i] = two_sum(x[i - 1], x[i])
-    x += [torch.zeros_like(x[0])] * (terms - len(x))
-    if terms == 2:
-        return x[0], x[1]
-    return resolve_tie(x[0], x[1], x[2])
+    x += [torch.zeros_like(x[0])] * (terms + 1 - len(x))
+    for i in range(terms - 1):
+        x[i : i + 3] = resolve_tie(*x[i : i + 3])
+    return *x[: terms - 2], *fast_two_sum(x[terms - 2], x[terms - 1])
 
 
-def resolve_tie(a: Tensor, b: Tensor, c: Tensor) -> Terms:
+def resolve_tie(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Make a the rounding of a + b + c, where it is that of a + b, by what c says on ties.
 
     a + b lies halfway between two floats exactly where a + 2b is a float too.
@@ -98,7 +101,7 @@ def mul2(x: Terms, y: Terms) -> Terms:
 
 
 def fma2(x: Terms, y: Terms, z: Terms) -> Terms:
-    """x * y + z with an error of u² |result| + 32 u³ (|x * y| + |z|).
+    """x * y + z with an error of u²/2 |result| + 40u³ (|x * y| + |z|).
 
     All products of order u are kept exactly; the sums of order u² are rounded.
     """
@@ -118,7 +121,7 @@ def fma2(x: Terms, y: Terms, z: Terms) -> Terms:
 def sqrt2(x: Terms) -> Terms:
     """25/8 u²: LLMPR algorithm 8 (SQRTDWtoDW), one Newton step from a correct square root."""
     xh, xl = x
-    sh = torch.sqrt(xh)
+    sh = correct_sqrt(xh)
     low = xl + fma(-sh, sh, xh)
     return settle(fast_two_sum(sh, low / (sh + sh)), sh)
 
@@ -127,7 +130,7 @@ def sqrt2(x: Terms) -> Terms:
 
 
 def add3(x: Terms, y: Terms) -> Terms:
-    """u³: exact sums, then only what stands behind the third term is dropped."""
+    """u³/4: exact sums, then only what stands behind the third term is dropped."""
     (x0, x1, x2), (y0, y1, y2) = x, y
     s0, e0 = two_sum(x0, y0)
     s1, e1 = two_sum(x1, y1)
@@ -136,7 +139,7 @@ def add3(x: Terms, y: Terms) -> Terms:
 
 
 def products3(x: Terms, y: Terms) -> list[Tensor]:
-    """x * y as eleven values, with an error below 16u⁴ |x * y|."""
+    """x * y as ten values, with an error below 16u⁴ |x * y|."""
     (x0, x1, x2), (y0, y1, y2) = x, y
     p00, e00 = two_prod(x0, y0)
     p01, e01 = two_prod(x0, y1)
@@ -149,54 +152,58 @@ def products3(x: Terms, y: Terms) -> list[Tensor]:
 
 
 def mul3(x: Terms, y: Terms) -> Terms:
-    """u³ + 16u⁴: the products of orders 1, u and u² exactly, that of order u³ rounded."""
+    """u³/4 + 16u⁴: the products of orders 1, u and u² exactly, those of order u³ rounded."""
     return settle(distill(products3(x, y), 3), x[0] * y[0])
 
 
 def fma3(x: Terms, y: Terms, z: Terms) -> Terms:
-    """x * y + z with an error of u³ |result| + 16u⁴ |x * y|."""
+    """x * y + z with an error of u³/4 |result| + 16u⁴ |x * y|."""
     return settle(distill([*products3(x, y), *z], 3), x[0] * y[0] + z[0])
-
-
-def sqrt3(x: Terms) -> Terms:
-    """4u³: three digits, each a Newton correction by the exact remainder."""
-    x0, x1, x2 = x
-    s0 = torch.sqrt(x0)
-    twice = s0 + s0
-    r = distill((fma(-s0, s0, x0), x1, x2), 3)
-    s1 = r[0] / twice
-    # x - (s0 + s1)^2 = r - 2 s0 s1 - s1^2
-    ph, pl = two_prod(-twice, s1)
-    qh, ql = two_prod(-s1, s1)
-    r = distill((*r, ph, pl, qh, ql), 3)
-    s2 = r[0] / twice
-    ph, pl = two_prod(-(s0 + s1) * 2, s2)
-    r = distill((*r, ph, pl), 3)
-    return settle(distill((s0, s1, s2, r[0] / twice), 3), s0)
 
 
 # ------------------------------------------------------------------------------- any number
 
 
-def scale(x: Terms, a: Tensor) -> list[Tensor]:
+def scale(x: Sequence[Tensor], a: Tensor) -> list[Tensor]:
     """x * a exactly, as twice as many values as x has terms."""
     return [value for term in x for value in two_prod(term, a)]
 
 
 def div(x: Terms, y: Terms) -> Terms:
-    """4u² for two terms, 4u³ for three: long division, one digit more than there are terms.
+    """u²/2 + 30u³ for two terms, u³/4 + 90u⁴ for three: long division, with one digit to spare.
 
-    A digit is the quotient of leading terms; the remainder x - digit * y is formed from exact
-    products. No reciprocal is taken, so that nothing overflows or underflows on the way.
+    A digit is the quotient of leading terms, right to 3u; the remainder x - digit * y is formed
+    from exact products. No reciprocal is taken, so that nothing overflows or underflows on the way.
     """
     terms = len(x)
     digits = []
     remainder = x
     for _ in range(terms):
-        digits.append(remainder[0] / y[0])
-        remainder = distill([*remainder, *scale(y, -digits[-1])], terms)
+        digit = remainder[0] / y[0]
+        remainder = distill([*remainder, *scale(y, -digit)], terms)
+        digits.append(digit)
     digits.append(remainder[0] / y[0])
     return settle(distill(digits, terms), x[0] / y[0])
+
+
+def sqrt(x: Terms) -> Terms:
+    """u³/4 + 60u⁴ for three terms: extraction by digits, with one digit to spare.
+
+    The remainder x - (root + digit)^2 = (x - root^2) - digit * (2 root + digit) is formed from
+    exact products, and gives the next digit by Newton's correction, right to 4u.
+    """
+    terms = len(x)
+    leading = correct_sqrt(x[0])
+    twice = leading + leading
+    root = [leading]
+    remainder = distill([*x, *scale(root, -leading)], terms)
+    for _ in range(terms - 1):
+        digit = remainder[0] / twice
+        doubled = [term + term for term in root]
+        remainder = distill([*remainder, *scale([*doubled, digit], -digit)], terms)
+        root.append(digit)
+    root.append(remainder[0] / twice)
+    return settle(distill(root, terms), leading)
 
 
 def neg(x: Terms) -> Terms:

@@ -166,13 +166,25 @@ class _Plan:
 
         def init_group(group: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
             for p in group["params"]:
-                if isinstance(p, MCFTensor) and p.grad is not None and not optimizer.state[p]:
+                if isinstance(p, MCFTensor) and p.grad is not None and not optimizer.state.get(p):
                     unused = [[] if isinstance(a, list) else a for a in args]
                     initialize(optimizer, {**group, "params": [p]}, *unused, **kwargs)
                     self._convert(optimizer, p)
+                    self._prepare_momentum(optimizer, p, group)
             return initialize(optimizer, group, *args, **kwargs)
 
         return init_group
+
+    def _prepare_momentum(self, optimizer: Optimizer, p: MCFTensor, group: dict[str, Any]) -> None:
+        """SGD makes its buffer from the first gradient, plain: give it a zero to add that to.
+
+        With dampening the two are not the same.
+        """
+        if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
+            wanted = p.format if self.full else self.named.get("momentum_buffer")
+            if isinstance(wanted, Format):
+                zeros = as_expansion(torch.zeros_like(p.components[0]), wanted)
+                optimizer.state[p]["momentum_buffer"] = zeros
 
     def apply(self, optimizer: Optimizer) -> None:
         """Bring every state to what the mode says."""

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 _INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
-_NARROW = (torch.bfloat16, torch.float16)
+_PRECISION = {torch.bfloat16: 8, torch.float16: 11}
+_NARROW = tuple(_PRECISION)
 
 
 def add_signed(a: Tensor, b: Tensor) -> Tensor:
@@ -49,7 +50,7 @@ def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if x.dtype == torch.float64 and dtype in _NARROW:
         nearest = x.to(torch.float32)
-        x = _make_odd(nearest, x - nearest.to(torch.float64))
+        x = _make_odd(nearest, torch.where(torch.isfinite(x), x - nearest.to(torch.float64), 0))
     return x.to(dtype)
 
 
@@ -67,20 +68,22 @@ def collapse_terms(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return round_to(torch.where(total == 0, leading, add_odd(leading, total)), dtype)
 
 
-def _peel(x: Tensor, base: torch.dtype, terms: int) -> list[Tensor]:
-    """Leading terms of x one after the other; each subtraction is exact."""
-    peeled = [round_to(x, base)]
-    for _ in range(terms - 1):
-        x = x - peeled[-1]
-        peeled.append(round_to(x, base))
-    return peeled
+def _to_precision(x: Tensor, base: torch.dtype) -> Tensor:
+    """x rounded to nearest even at the precision of a base, once, wherever that is normal there."""
+    if x.dtype == torch.float64 and base in _NARROW:
+        dropped = 53 - _PRECISION[base]
+        bits = x.view(torch.int64)
+        half = (1 << (dropped - 1)) - 1 + ((bits >> dropped) & 1)
+        x = (((bits + half) >> dropped) << dropped).view(torch.float64)
+    return x.to(base)
 
 
 def split_terms(x: Tensor, base: torch.dtype, terms: int) -> list[Tensor]:
     """x as `terms` normalized terms of dtype `base`; the last one is rounded to nearest.
 
-    A tail that rounds onto a tie beside an odd leading term would leave the pair unnormalized
-    (one split in a thousand), so the terms are summed, exactly, and peeled again.
+    Terms are peeled off, each subtraction exact, and then once more from their exact sum: a tail
+    that rounds onto a tie beside an odd leading term would leave the pair unnormalized (one split
+    in a thousand). So the first time all terms but the last may be off by an ulp.
     """
     if not x.is_floating_point():
         x = x.to(torch.float64)
@@ -88,14 +91,19 @@ def split_terms(x: Tensor, base: torch.dtype, terms: int) -> list[Tensor]:
         return [x.to(base, copy=True), *(torch.zeros_like(x, dtype=base) for _ in range(terms - 1))]
     if x.dtype in _NARROW:
         x = x.to(torch.float32)
-    leading, *tails = _peel(x, base, terms)
-    tail = tails[-1].to(x.dtype)
-    for term in reversed(tails[:-1]):
-        tail = term + tail
-    total = leading + tail
-    again, *tails = _peel(total, base, terms)
-    finite = (tails[-1] - tails[-1]) == 0
-    return [
-        torch.where(finite & (total != 0), again, leading),
-        *(torch.where(finite, tail, 0) for tail in tails),
-    ]
+    peeled = []
+    for _ in range(terms - 1):
+        peeled.append(x.to(base))
+        x = x - peeled[-1]
+    x = round_to(x, base).to(x.dtype)
+    for term in reversed(peeled):
+        x = term + x
+    again = []
+    for _ in range(terms - 1):
+        again.append(_to_precision(x, base))
+        x = x - again[-1]
+    again.append(x.to(base))
+    # Infinities have left NaN in all but the first leading term, which also has the sign of a zero.
+    leading, *tails = again
+    leading = torch.where(torch.isnan(leading), peeled[0], torch.copysign(leading, peeled[0]))
+    return [leading, *(torch.nan_to_num(tail, 0.0, 0.0, 0.0) for tail in tails)]

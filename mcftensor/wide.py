@@ -18,39 +18,46 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
+from mcftensor import eft
+from mcftensor.operators import inline
 from mcftensor.rounding import add_signed
+
+correct_sqrt = inline(eft.sqrt)
+
+# What a float32 register holds without loss.
+_HELD = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def levels(operand: Sequence[Tensor], wide: torch.dtype) -> list[Tensor]:
-    """The terms of an operand in the wide type; a float64 in a float32 register takes two."""
+    """The terms of an operand in the wide type; a float64 or an integer takes two of float32."""
     entered = []
     for term in operand:
         leading = term.to(wide)
         entered.append(leading)
-        if term.dtype == torch.float64 != wide:
-            rest = (term - leading.to(torch.float64)).to(wide)
-            entered.append(torch.where(torch.isfinite(leading), rest, 0))
+        if wide == torch.float32 and term.dtype not in _HELD:
+            rest = (term.to(torch.float64) - leading).to(wide)
+            entered.append(torch.nan_to_num(rest, 0.0, 0.0, 0.0))
     return entered
 
 
 def total(x: Sequence[Tensor]) -> Tensor:
     """The sum of levels, last ones first."""
-    tail = None
-    for level in reversed(x[1:]):
-        tail = level if tail is None else level + tail
-    return x[0] if tail is None else add_signed(x[0], tail)
+    result = x[-1]
+    for level in reversed(x[:-1]):
+        result = level + result
+    return result
 
 
 def enter(operand: Sequence[Tensor], wide: torch.dtype) -> Tensor:
-    """An operand as one wide tensor."""
-    return total(levels(operand, wide))
+    """An operand as one wide tensor, whose sign is that of the leading term, zeros included."""
+    leading, *tails = levels(operand, wide)
+    return torch.copysign(total([leading, *tails]), leading) if tails else leading
 
 
 def sum_levels(x: Sequence[Tensor], y: Sequence[Tensor]) -> Tensor:
     """x + y, level by level."""
-    return total(
-        [a if b is None else b if a is None else a + b for a, b in zip_longest(x, y)]
-    )
+    leading, *tails = [a if b is None else b if a is None else a + b for a, b in zip_longest(x, y)]
+    return add_signed(leading, total(tails)) if tails else leading
 
 
 def add(x: Sequence[Tensor], y: Sequence[Tensor], wide: torch.dtype) -> Tensor:
@@ -66,7 +73,7 @@ def div(x: Sequence[Tensor], y: Sequence[Tensor], wide: torch.dtype) -> Tensor:
 
 
 def sqrt(x: Sequence[Tensor], wide: torch.dtype) -> Tensor:
-    return torch.sqrt(enter(x, wide))
+    return correct_sqrt(enter(x, wide))
 
 
 def fma(

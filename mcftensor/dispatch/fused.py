@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor import wide
+from mcftensor import eft, wide
 from mcftensor.dispatch.compute import has_expansion
 from mcftensor.dispatch.operands import store, terms
 from mcftensor.dispatch.table import implements
 from mcftensor.formats import Format
-from mcftensor.operators import opaque
+from mcftensor.operators import inline, opaque
 from mcftensor.rounding import round_to, split_terms
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten
+correct_sqrt = inline(eft.sqrt)
 
 
 # ------------------------------------------------------------------------------- update rules
@@ -68,12 +69,16 @@ def adam_update(
     if v_max is not None:
         v_max = torch.maximum(v_max, v)
     correction1 = 1 - integer_power(beta1, step)
-    correction2 = torch.sqrt(1 - integer_power(beta2, step))
-    denominator = torch.sqrt(v if v_max is None else v_max) / correction2 + eps
+    correction2 = _sqrt(1 - integer_power(beta2, step))
+    denominator = _sqrt(v if v_max is None else v_max) / correction2 + eps
     change = m / denominator * -(lr / correction1)
     if weight_decay != 0 and decoupled:
         change = change - p * (lr * weight_decay)
     return change, m, v, v_max
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    return torch.sqrt(x) if isinstance(x, MCFTensor) else correct_sqrt(x)
 
 
 def sgd_update(

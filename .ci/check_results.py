@@ -1,0 +1,27 @@
+"""Check what `examples/pretrain.py --steps 20 --out DIR` wrote to DIR."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+from matplotlib.image import imread
+
+BYTES_PER_PARAMETER = {"master": 16, "bf16": 8, "light": 10, "plus": 12, "full": 14}
+
+folder = Path(sys.argv[1])
+strategies = json.loads((folder / "results.json").read_text())["strategies"]
+assert list(strategies) == list(BYTES_PER_PARAMETER), list(strategies)
+for name, result in strategies.items():
+    nats = result["final"]["nats"]
+    memory = result["bytes_per_parameter"]
+    print(f"{name:7} {nats:.4f} nats, {memory:.2f} bytes per parameter")
+    assert len(result["training"]) == 20, "one training loss a step"
+    assert nats < math.log(256), "training must beat a uniform guess"
+    # Norms, which are three-term expansions, add less than 0.1.
+    assert 0 <= memory - BYTES_PER_PARAMETER[name] < 0.1, "memory is not what the mode promises"
+
+picture = imread(folder / "loss.png")
+assert min(picture.shape[:2]) > 400, picture.shape
+assert picture[..., :3].std() > 0.01, "the picture is blank"
+print("results.json and loss.png are sane")

@@ -1,0 +1,39 @@
+# Every target sets up .venv by itself; a fresh machine needs Python and make, nothing else.
+
+PYTHON ?= python3
+ARGS ?=
+WORKERS ?= 2
+
+BIN := .venv/bin
+# Workers share the cores, so each computes in one thread.
+PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal \
+	--doctest-modules mcftensor tests
+
+.PHONY: help train test test-all lint clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
+		| awk -F '|' '{printf "make %-9s %s\n", $$1, $$2}'
+
+train: .venv/installed ## pretrain a small GPT in five precision strategies and compare (ARGS="--help")
+	$(BIN)/python examples/pretrain.py $(ARGS)
+
+test: .venv/installed ## run the tests and the examples in docstrings, those marked slow aside (ARGS="-k name")
+	$(PYTEST) $(ARGS)
+
+test-all: .venv/installed ## run all tests
+	$(PYTEST) -m "" $(ARGS)
+
+lint: .venv/installed ## check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean: ## remove .venv, caches and outputs
+	rm -rf .venv out dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find mcftensor tests examples -name __pycache__ -type d -exec rm -rf {} +
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e ".[dev,examples]"
+	touch $@

@@ -1,0 +1,1 @@
+"""The parts of `pretrain.py`: the text, the model and the report."""

@@ -1,0 +1,102 @@
+"""What is compared: ways to keep parameters and optimizer states around one stock optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+import mcftensor as mcf
+
+STRATEGIES = ("master", "bf16", "light", "plus", "full")
+OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
+LEARNING_RATES = {"adamw": 3e-4, "sgd": 0.05}
+WEIGHT_DECAYS = {"adamw": 0.1, "sgd": 1e-4}
+PATHS = {
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+    "forloop": {"foreach": False, "fused": False},
+}
+
+OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer]
+
+
+def prepare(strategy: str, model: nn.Module, stock: OptimizerFactory) -> Optimizer:
+    """Keep the bf16 parameters of `model` and their optimizer's states as `strategy` says."""
+    if strategy == "master":
+        return master_weights(model, stock)
+    if strategy == "bf16":
+        return stock(model.parameters())
+    mcf.as_expansion(model)
+    return mcf.collage(stock(model.parameters()), strategy)
+
+
+def stock_optimizer(name: str, path: str, lr: float, beta2: float) -> OptimizerFactory:
+    """torch's own optimizer, with weight decay on matrices only."""
+
+    def build(parameters: Iterable[Tensor]) -> Optimizer:
+        parameters = list(parameters)
+        groups: list[dict[str, Any]] = [
+            {
+                "params": [p for p in parameters if p.dim() > 1],
+                "weight_decay": WEIGHT_DECAYS[name],
+            },
+            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        if name == "sgd":
+            return SGD(groups, lr, momentum=0.9, **PATHS[path])
+        return AdamW(groups, lr, betas=(0.9, beta2), **PATHS[path])
+
+    return build
+
+
+def master_weights(model: nn.Module, stock: OptimizerFactory) -> Optimizer:
+    """An optimizer over fp32 copies of the parameters, rounded back to bf16 after each step.
+
+    Its fp32 gradients live only while it steps.
+    """
+    masters = {p: p.detach().float() for p in model.parameters()}
+    optimizer = stock(masters.values())
+
+    def take_gradients(*_: Any) -> None:
+        for parameter, master in masters.items():
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+
+    @torch.no_grad()
+    def give_back(*_: Any) -> None:
+        for parameter, master in masters.items():
+            parameter.copy_(master)
+            master.grad = None
+
+    optimizer.register_step_pre_hook(take_gradients)
+    optimizer.register_step_post_hook(give_back)
+    return optimizer
+
+
+def bytes_per_parameter(model: nn.Module, optimizer: Optimizer) -> float:
+    """Memory of parameters, gradients, states and master weights, for each parameter.
+
+    It is measured from the tensors themselves: each distinct one counts once, an expansion by
+    its terms, and the 0-d step counters not at all.
+    """
+
+    def tensors() -> Iterator[Tensor]:
+        for parameter in model.parameters():
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+        for group in optimizer.param_groups:
+            yield from group["params"]
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    sizes = {
+        term.data_ptr(): term.nbytes
+        for tensor in tensors()
+        if tensor.dim() > 0
+        for term in (tensor.components if isinstance(tensor, mcf.MCFTensor) else (tensor,))
+    }
+    return sum(sizes.values()) / sum(p.numel() for p in model.parameters())
