@@ -1,10 +1,10 @@
 """Multi-component floats as a PyTorch dtype."""
 
-import mcftensor.dispatch
-import mcftensor.tracing
+from mcftensor import dispatch as dispatch
 from mcftensor import eft as eft
 from mcftensor import expansion as expansion
 from mcftensor import networks as networks
+from mcftensor import tracing as tracing
 from mcftensor.convert import as_expansion as as_expansion
 from mcftensor.convert import as_plain as as_plain
 from mcftensor.formats import FORMATS as FORMATS

@@ -73,7 +73,7 @@ def as_expansion(
     if isinstance(obj, nn.Module):
         return _module_as_expansion(obj, format, overrides or {})
     if overrides is not None:
-        raise TypeError("as_expansion: overrides name the parameters of a module; a tensor has none")
+        raise TypeError("as_expansion: overrides name parameters of a module; a tensor has none")
     _require_convertible("as_expansion", "the tensor", obj, format)
     if obj.grad_fn is not None:
         raise ValueError(
@@ -81,7 +81,7 @@ def as_expansion(
             "which ends here; call .detach() on it first"
         )
     if isinstance(obj, MCFTensor):
-        return MCFTensor([t.clone() for t in obj.detach().components], obj.format)
+        return MCFTensor([t.clone() for t in obj.components], obj.format)
     return _value(obj, format or default_format(obj.shape))
 
 
@@ -222,7 +222,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @contextlib.contextmanager
-def _exchangeable(where: str, module: nn.Module, found: dict[str, Tensor]) -> Iterator[None]:
+def _exchangeable(where: str, module: nn.Module, found: Mapping[str, Tensor]) -> Iterator[None]:
     """Check that the contents of tensors can be exchanged.
 
     Recurrent layers hold weak references to their weights, and take them anew afterwards.

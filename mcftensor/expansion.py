@@ -25,7 +25,7 @@ from torch import Tensor
 from mcftensor import networks, wide
 from mcftensor.eft import same_float_dtype
 from mcftensor.formats import Format, require_format
-from mcftensor.operators import empty_terms, opaque
+from mcftensor.operators import empty_terms, in_blocks, opaque, regroup
 from mcftensor.rounding import collapse_terms, split_terms
 
 Terms = tuple[Tensor, ...]
@@ -205,13 +205,14 @@ def evaluate(
     """One elementwise operation on expansions; `terms` holds its operands one after the other."""
     f = Format.from_name(format)
     by_wide, by_network = _OPERATIONS[operation]
-    operands, start = [], 0
-    for length in lengths:
-        operands.append(list(terms[start : start + length]))
-        start += length
-    if f.wide is not None:
-        return split_terms(by_wide(*operands, wide=f.wide), f.base, f.terms)
-    return list(by_network(*(_enter(operand, f) for operand in operands)))
+
+    def evaluate_block(block: Sequence[Tensor]) -> list[Tensor]:
+        operands = regroup(block, lengths)
+        if f.wide is not None:
+            return split_terms(by_wide(*operands, wide=f.wide), f.base, f.terms)
+        return list(by_network(*(_enter(operand, f) for operand in operands)))
+
+    return in_blocks(evaluate_block, terms)
 
 
 def _format_of(name: str, x: Sequence[Tensor]) -> Format:

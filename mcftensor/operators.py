@@ -10,6 +10,7 @@ user's compiled function give the same bits.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar, cast
 
@@ -56,3 +57,36 @@ def empty_terms(operands: Sequence[Tensor], dtype: torch.dtype, terms: int) -> l
 def inline(function: Callable[P, R]) -> Callable[P, R]:
     """The plain Python function behind an opaque one, for use inside another opaque one."""
     return cast(Callable[P, R], function.__wrapped__)  # type: ignore[attr-defined]
+
+
+def regroup(tensors: Sequence[Tensor], lengths: Sequence[int]) -> list[list[Tensor]]:
+    """A flat list of tensors as consecutive lists of these lengths."""
+    rest = iter(tensors)
+    return [list(itertools.islice(rest, length)) for length in lengths]
+
+
+# Elements whose intermediate tensors fit into the second-level cache of a CPU core together.
+_BLOCK = 32768
+
+
+def in_blocks(
+    function: Callable[[Sequence[Tensor]], list[Tensor]], tensors: Sequence[Tensor]
+) -> list[Tensor]:
+    """An elementwise function of tensors, on a CPU block by block, so that memory is read once.
+
+    Tensors without dimensions go to every block.
+    """
+    whole = [x for x in tensors if x.dim() > 0]
+    if (
+        not whole
+        or whole[0].device.type != "cpu"
+        or whole[0].numel() <= _BLOCK
+        or any(x.shape != whole[0].shape or not x.is_contiguous() for x in whole)
+    ):
+        return function(tensors)
+    pieces = [x.view(-1).split(_BLOCK) if x.dim() > 0 else None for x in tensors]
+    blocks = []
+    for i in range(-(-whole[0].numel() // _BLOCK)):
+        block = [x if p is None else p[i] for x, p in zip(tensors, pieces, strict=True)]
+        blocks.append(function(block))
+    return [torch.cat(parts).view(whole[0].shape) for parts in zip(*blocks, strict=True)]

@@ -16,7 +16,7 @@ from mcftensor.convert import as_expansion, as_plain
 from mcftensor.formats import Format, require_format
 from mcftensor.tensor import MCFTensor
 
-O = TypeVar("O", bound=Optimizer)
+Opt = TypeVar("Opt", bound=Optimizer)
 
 # Where PyTorch looks up whether a type of parameter has foreach kernels, and so may choose them by
 # default, as it does on CUDA.
@@ -39,7 +39,7 @@ _MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def collage(optimizer: O, mode: str | Mapping[str, Format | None]) -> O:
+def collage(optimizer: Opt, mode: str | Mapping[str, Format | None]) -> Opt:
     r"""Say which states of an optimizer are expansions, and return the optimizer.
 
     The parameters are expansions already (`as_expansion`), and by `torch.zeros_like` so are the
@@ -253,7 +253,7 @@ def _trial_names(optimizer: Optimizer) -> set[str]:
             trial.__dict__[name] = type(optimizer.__dict__[name])()
     dummy = torch.nn.Parameter(torch.ones(2, 2))
     dummy.grad = torch.ones(2, 2)
-    trial.state = type(optimizer.state)(dict)  # type: ignore[call-arg]
+    trial.state = type(optimizer.state)(dict)
     trial.param_groups = [
         {**{k: copy.deepcopy(v) for k, v in group.items() if k != "params"}, "params": [dummy]}
         for group in optimizer.param_groups[:1]
@@ -264,6 +264,6 @@ def _trial_names(optimizer: Optimizer) -> set[str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             type(optimizer).step(trial)
-    except Exception:
+    except Exception:  # noqa: BLE001, whatever a third party's step raises
         return set()
     return set(trial.state[dummy])

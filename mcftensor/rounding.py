@@ -24,10 +24,9 @@ def _make_odd(rounded: Tensor, error: Tensor) -> Tensor:
     one up or down in the bit pattern.
     """
     bits = rounded.view(_INTEGER[rounded.dtype])
-    away = torch.signbit(error) == torch.signbit(rounded)
+    inward = (torch.signbit(error) ^ torch.signbit(rounded)).to(bits.dtype)
     move = (error != 0) & torch.isfinite(error) & ((bits & 1) == 0)
-    step = torch.where(move, torch.where(away, 1, -1), 0).to(bits.dtype)
-    return (bits + step).view(rounded.dtype)
+    return (bits + (1 - 2 * inward) * move.to(bits.dtype)).view(rounded.dtype)
 
 
 def add_odd(a: Tensor, b: Tensor) -> Tensor:
@@ -94,16 +93,19 @@ def split_terms(x: Tensor, base: torch.dtype, terms: int) -> list[Tensor]:
     peeled = []
     for _ in range(terms - 1):
         peeled.append(x.to(base))
-        x = x - peeled[-1]
+        x = _remainder(x, peeled[-1])
     x = round_to(x, base).to(x.dtype)
     for term in reversed(peeled):
-        x = term + x
+        x = term.to(x.dtype) + x
     again = []
     for _ in range(terms - 1):
         again.append(_to_precision(x, base))
-        x = x - again[-1]
+        x = _remainder(x, again[-1])
     again.append(x.to(base))
-    # Infinities have left NaN in all but the first leading term, which also has the sign of a zero.
-    leading, *tails = again
-    leading = torch.where(torch.isnan(leading), peeled[0], torch.copysign(leading, peeled[0]))
-    return [leading, *(torch.nan_to_num(tail, 0.0, 0.0, 0.0) for tail in tails)]
+    again[0] = torch.copysign(again[0], peeled[0])  # the sums have lost the sign of a zero
+    return again
+
+
+def _remainder(x: Tensor, term: Tensor) -> Tensor:
+    """x - term, exactly; zero behind a term that is not finite."""
+    return torch.nan_to_num(x - term.to(x.dtype), 0.0, 0.0, 0.0)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mcftensor import expansion
 from mcftensor.formats import Format, require_format
@@ -52,6 +51,9 @@ class MCFTensor(torch.Tensor):
     _format: Format
     _role: Role
 
+    # What carries out operations; `dispatch/`, which is written for this class, sets it.
+    _dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
+
     @staticmethod
     def __new__(
         cls,
@@ -59,8 +61,9 @@ class MCFTensor(torch.Tensor):
         format: Format | None = None,
         role: Role = "value",
     ) -> MCFTensor:
+        """Make a tensor without storage, with the metadata of the leading term."""
         leading = components[0]
-        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        return torch.Tensor._make_wrapper_subclass(
             cls,
             leading.size(),
             strides=leading.stride(),
@@ -69,7 +72,6 @@ class MCFTensor(torch.Tensor):
             device=leading.device,
             layout=leading.layout,
         )
-        return self
 
     def __init__(
         self,
@@ -147,35 +149,35 @@ class MCFTensor(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return _dispatch(func, args, kwargs or {})
+        return cls._dispatch(func, args, kwargs or {})
 
     # ----------------------------------------------------------------------- leaving the format
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         kind = "Parameter containing:\n" if self._is_param else ""
-        if is_traceable_wrapper_subclass(self._term0) or type(self._term0) is not torch.Tensor:
+        if type(self.components[0]) is not torch.Tensor:
             return f"{kind}MCFTensor(shape={tuple(self.shape)}, format={self._format.name})"
-        plain = expansion.collapse([t.detach() for t in self.components], torch.float64)
+        plain = expansion.collapse(self.components, torch.float64)
         text = repr(plain).removeprefix("tensor(").removesuffix(")")
-        text = re.sub(r",\s*dtype=torch\.float64", "", text).replace("\n" + " " * 7, "\n" + " " * 10)
+        text = re.sub(r",\s*dtype=torch\.float64", "", text)
+        text = text.replace("\n" + " " * 7, "\n" + " " * 10)
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"{kind}MCFTensor({text}, format={self._format.name}{grad})"
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
         """The collapsed values in float64, a copy on the CPU."""
-        source = self.detach() if force or not self.requires_grad else self
-        if source.requires_grad:
+        if self.requires_grad and not force:
             raise RuntimeError(
                 "numpy: this expansion requires grad; call .detach().numpy(), or numpy(force=True)"
             )
-        plain = expansion.collapse(source.components, torch.float64)
+        plain = expansion.collapse(self.components, torch.float64)
         return plain.cpu().numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -184,7 +186,7 @@ class MCFTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         """The collapsed values as nested lists of Python floats."""
-        return expansion.collapse(self.detach().components, torch.float64).tolist()
+        return expansion.collapse(self.components, torch.float64).tolist()
 
     # ------------------------------------------------------------- what dispatch does not see
 
@@ -198,7 +200,7 @@ class MCFTensor(torch.Tensor):
         super().__setitem__(index, value)
 
     @property
-    def data(self) -> MCFTensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The same terms, outside of autograd."""
         return self.detach()
 
@@ -278,15 +280,6 @@ _at_first_flatten: list[Callable[[], None]] = []
 def on_first_flatten(function: Callable[[], None]) -> None:
     """Have a function run when a compiler takes the first expansion apart."""
     _at_first_flatten.append(function)
-
-
-_dispatch: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-
-
-def set_dispatch(function: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """Let `dispatch/` hand its entry point to the class that it is written for."""
-    global _dispatch
-    _dispatch = function
 
 
 torch.serialization.add_safe_globals([MCFTensor, Format])

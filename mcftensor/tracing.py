@@ -54,7 +54,7 @@ def _unless_expansion(name: str, decompose: Any) -> Any:
 def _lerp_one_by_one(decompose: Any) -> Any:
     def foreach_lerp_inplace(self: list[Tensor], end: list[Tensor], weight: Any) -> None:
         if any(isinstance(x, MCFTensor) for x in self):
-            for x, y in zip(self, end):
+            for x, y in zip(self, end, strict=True):
                 if isinstance(weight, Tensor):
                     torch.ops.aten.lerp_.Tensor(x, y, weight)
                 else:

@@ -2,10 +2,11 @@
 
 import os
 import tempfile
+from pathlib import Path
 
 # Before torch reads it: results of compilation by an earlier state of the code must not be used.
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(
-    tempfile.gettempdir(), f"mcftensor-tests-{os.getppid()}"
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(
+    Path(tempfile.gettempdir()) / f"mcftensor-tests-{os.getppid()}"
 )
 
 import pytest

@@ -132,7 +132,9 @@ def round_integers(n: Array, dtype: torch.dtype, scale: int | None = None) -> Ar
     base = BASES[dtype]
     scale = scale_of(dtype) if scale is None else scale
     rounded = np.frompyfunc(
-        lambda k: _round_integer(k, base.precision, base.quantum + scale, 1 << scale + base.emax + 1),
+        lambda k: _round_integer(
+            k, base.precision, base.quantum + scale, 1 << scale + base.emax + 1
+        ),
         1,
         1,
     )
@@ -191,9 +193,9 @@ def mul_error(result: Sequence[Tensor], x: Sequence[Tensor], y: Sequence[Tensor]
 
 def div_error(result: Sequence[Tensor], x: Sequence[Tensor], y: Sequence[Tensor]) -> Array:
     """From result * y against x."""
-    scale = scale_of(result[0].dtype)
-    product, exact = total(result) * total(y), total(x) * (1 << scale)
-    return units(product - exact, exact, result)
+    scale = scale_of(result[0].dtype) + scale_of(y[0].dtype)
+    exact = total(x, scale)
+    return units(total(result) * total(y) - exact, exact, result)
 
 
 def fma_error(

@@ -34,9 +34,7 @@ class Floats:
     significand: Array
 
     @classmethod
-    def of(
-        cls, dtype: torch.dtype, negative: Array, exponent: Array, significand: Array
-    ) -> Floats:
+    def of(cls, dtype: torch.dtype, negative: Array, exponent: Array, significand: Array) -> Floats:
         """Exponents below emin shift the significand out; those above emax are made emax."""
         base = BASES[dtype]
         shift = np.clip(base.emin - exponent, 0, 62)
@@ -49,7 +47,7 @@ class Floats:
         hidden = np.int64(1) << fraction_bits
         field = np.where(self.significand >= hidden, self.exponent - base.emin + 1, 0)
         magnitude = (field << fraction_bits) | (self.significand & (hidden - 1))
-        sign_bit = np.iinfo(_NUMPY[base.pattern]).min
+        sign_bit = torch.iinfo(base.pattern).min
         pattern = np.where(self.negative, magnitude + sign_bit, magnitude)
         return torch.from_numpy(pattern.astype(_NUMPY[base.pattern])).view(self.dtype)
 
@@ -87,7 +85,9 @@ def _significands(rng: Generator, p: int, size: int) -> Array:
     """Half of them anything; else powers of two and their neighbours, or few bits at either end."""
     low, high = 1 << (p - 1), 1 << p
     anything = rng.integers(low, high, size)
-    near = rng.choice(np.array([low, low, low + 1, low + 2, high - 1, high - 2, 3 << (p - 2)]), size)
+    near = rng.choice(
+        np.array([low, low, low + 1, low + 2, high - 1, high - 2, 3 << (p - 2)]), size
+    )
     keep = rng.integers(1, p, size)
     few = (anything >> keep) << keep
     few = np.where(few < low, low, few)
@@ -170,7 +170,9 @@ def partner_floats(rng: Generator, x: Sequence[Floats], low: int, high: int) -> 
     result = terms_after(rng, [opposite.where(kind >= 4, other)], terms)
     # Kinds 4 and 5 take more terms of -x, up to all of them.
     copied = rng.integers(1, terms + 1, size)
-    minus = [Floats(t.dtype, ~t.negative & (t.significand > 0), t.exponent, t.significand) for t in x]
+    minus = [
+        Floats(t.dtype, ~t.negative & (t.significand > 0), t.exponent, t.significand) for t in x
+    ]
     for count in range(2, terms + 1):
         alike = (kind >= 4) & (kind < 6) & (copied == count)
         candidate = terms_after(rng, minus[:count], terms)

@@ -5,6 +5,7 @@ here float64 is the reference, for formats that it resolves.
 """
 
 import operator
+from typing import ClassVar
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ class TestAgainstFloat64:
                 a, b = a.components[0], b.components[0]
             wide = [exact(t) for t in (x, a, b)]
             for op in (
-                lambda x, a, b: torch.addcmul(x, a, b),
+                torch.addcmul,
                 lambda x, a, b: torch.addcmul(x, a, b, value=-0.001),
                 lambda x, a, b: torch.addcdiv(x, a, b, value=-0.3),
                 lambda x, a, b: torch.lerp(x, a, 0.1),
@@ -123,7 +124,7 @@ class TestNumbers:
 class TestForms:
     """The in-place, out= and foreach forms give the terms that the plain form gives."""
 
-    CASES = {
+    CASES: ClassVar = {
         "add": (lambda x, a, b: (x, a), {"alpha": -0.01}),
         "sub": (lambda x, a, b: (x, a), {}),
         "mul": (lambda x, a, b: (x, 0.999), {}),
@@ -154,7 +155,7 @@ class TestForms:
         assert_same_terms(target, expected)
 
         out = torch.zeros_like(x)
-        if not (name == "lerp"):
+        if name != "lerp":
             assert getattr(torch, name)(*args, **keywords, out=out) is out
             assert_same_terms(out, expected)
 
@@ -238,7 +239,7 @@ class TestFormats:
             lambda: x @ x,
             lambda: torch.softmax(x, 0),
             p.normal_,
-            lambda: p.exp_(),
+            p.exp_,
         ):
             with pytest.raises(NotImplementedError, match=r"bf16x2 \(3,\).*as_plain"):
                 call()
@@ -261,7 +262,9 @@ class TestSpecialValues:
                 assert (tail == 0)[~torch.isfinite(plain)].all()
 
     def test_overflow_gives_infinity_with_zero_tails(self, format):
-        x = mcf.as_expansion(torch.full((2,), torch.finfo(format.base).max, dtype=format.base), format)
+        x = mcf.as_expansion(
+            torch.full((2,), torch.finfo(format.base).max, dtype=format.base), format
+        )
         for y in (x * x, x + x):
             assert torch.isinf(y.components[0]).all()
             assert all((t == 0).all() for t in y.components[1:])

@@ -131,9 +131,7 @@ class TestModules:
         before = [exact(p).clone() for p in model.parameters()]
         model(torch.randn(3, 4).bfloat16()).square().sum().backward()
         optimizer.step()
-        assert all(
-            (exact(p) != q).any() for p, q in zip(model.parameters(), before, strict=True)
-        )
+        assert all((exact(p) != q).any() for p, q in zip(model.parameters(), before, strict=True))
 
     def test_values_survive(self):
         model = small_model()
@@ -171,7 +169,12 @@ class TestModules:
     def test_overrides(self):
         model = mcf.as_expansion(
             Tied(),
-            overrides={"scale": mcf.bf16x3, "norm.w*": None, "norm.*": mcf.bf16x2, "frozen.*": None},
+            overrides={
+                "scale": mcf.bf16x3,
+                "norm.w*": None,
+                "norm.*": mcf.bf16x2,
+                "frozen.*": None,
+            },
         )
         assert model.scale.format == mcf.bf16x3
         assert model.scale.role == "value"

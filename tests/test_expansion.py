@@ -266,16 +266,19 @@ def test_lerp_ends_where_it_should():
 @pytest.mark.parametrize("terms", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_renormalize(dtype, terms):
-    given = values(np.random.default_rng(10), dtype, 5, 6_000)
-    result = renormalize(given, terms)
-    assert is_normalized(result)
-    exact = total(given)
     bound = 1 / 2 ** (terms - 1)
-    error = units(total(result) - exact, exact, result)
-    assert 0.8 * bound <= error.max() <= bound * (1 + 2.0 ** -BASES[dtype].precision)
-    # Once more changes nothing; nor does another order, but for the sign of a zero.
-    assert same(renormalize(result, terms), result)
-    assert (total(renormalize(given[::-1], terms)) == total(result)).all()
+    worst = 0.0
+    for count in (4, 5, 6):
+        given = values(np.random.default_rng(count), dtype, count, 10_000)
+        result = renormalize(given, terms)
+        assert is_normalized(result)
+        exact = total(given)
+        error = units(total(result) - exact, exact, result)
+        assert error.max() <= bound * (1 + 2.0 ** -BASES[dtype].precision)
+        worst = max(worst, error.max())
+        # Once more changes nothing.
+        assert same(renormalize(result, terms), result)
+    assert worst >= 0.8 * bound
 
 
 def test_renormalize_keeps_as_many_terms_as_there_are_and_three_at_most():
@@ -300,7 +303,7 @@ def test_renormalize_refuses():
     x = torch.ones(3)
     with pytest.raises(ValueError, match="renormalize: 1 values into 1 terms; give two values"):
         renormalize([x])
-    with pytest.raises(ValueError, match="renormalize: 2 values into 4 terms.* 2 or 3 terms"):
+    with pytest.raises(ValueError, match=r"renormalize: 2 values into 4 terms.* 2 or 3 terms"):
         renormalize([x, x], 4)
     with pytest.raises(TypeError, match=r"renormalize: .*torch.float32, torch.bfloat16"):
         renormalize([x, x.bfloat16()])
@@ -347,8 +350,6 @@ def test_infinities_meet_expansions(f):
             (grow(x, plain), lead + plain),
         ):
             assert same(result, with_zero_tails(expected, f))
-    assert all(t.isnan().all() == (i == 0) for i, t in enumerate(sqrt(tuple(-t for t in x[:]))))\
-        or f is not None
 
 
 @every_format
@@ -379,7 +380,8 @@ def test_cancellation_gives_plus_zero(f):
     assert same(add(x, minus), zero)
     assert same(add(minus, x), zero)
     one = with_zero_tails(torch.ones_like(x[0]), f)
-    assert same(fma(x, one, minus), zero) or f.wide is not None
+    if f.wide is None:  # a wide register rounds x first
+        assert same(fma(x, one, minus), zero)
 
 
 @every_format
@@ -418,7 +420,7 @@ def test_underflow_costs_no_more_than_the_least_subnormal(f):
     assert (error <= np.maximum(abs(exact) >> (f.precision - 1), 1 << (scale // 2))).all()
 
 
-# ------------------------------------------------------------------- shapes, layouts, other operands
+# ------------------------------------------------------------------ shapes, layouts, other operands
 
 
 def everything(f, x, y, z):
@@ -475,6 +477,21 @@ def test_terms_need_not_be_contiguous(f):
         assert same(result, expected)
 
 
+@pytest.mark.parametrize("f", [bf16x2, fp32x2], ids=str)
+def test_large_tensors_compute_as_small_ones_do(f):
+    torch.manual_seed(2)
+    x, y = (expand(torch.rand(700, 701, dtype=torch.float64) + 0.5, f) for _ in range(2))
+    z = expand(torch.rand(701, dtype=torch.float64), f)
+    for operation, operands in (("add", (x, y)), ("mul", (x, z)), ("fma", (x, y, z))):
+        whole = apply(operation, *operands)
+        rows = [
+            apply(operation, *(tuple(t[i] if t.dim() > 1 else t for t in v) for v in operands))
+            for i in range(0, 700, 100)
+        ]
+        for i, row in enumerate(rows):
+            assert same(tuple(t[100 * i] for t in whole), row)
+
+
 @every_format
 def test_inputs_stay_as_they_are_and_results_are_new(f):
     x, y, z = operands(f, 14, size=50)
@@ -517,10 +534,15 @@ def test_whole_numbers_enter_with_all_their_bits(f):
     x = expand(torch.tensor([1.0, 2.0, 3.0]), f)
     numbers = torch.tensor([3, -5, 7])
     assert collapse(mul(x, (numbers,)), torch.float64).tolist() == [3.0, -10.0, 21.0]
-    if f.precision >= 24 and f.base != torch.float16:
+    if f.precision >= 24:
         large = torch.tensor([2**30 + 1] * 3)
         result = add((large,), tuple(-t for t in expand(large.double() - 5, f)), format=f)
-        assert collapse(result, torch.float64).tolist() == [5.0] * 3 or f == bf16x3
+        assert collapse(result, torch.float64).tolist() == [5.0] * 3
+    if f == bf16x2:
+        # More bits than a float32 register has.
+        large = torch.tensor([2**25 + 1] * 3)
+        result = add((large,), expand(torch.full((3,), -(2.0**25)), f), format=f)
+        assert collapse(result, torch.float64).tolist() == [1.0] * 3
 
 
 def test_a_float64_number_enters_with_more_bits_than_a_term_has():
@@ -560,8 +582,7 @@ def test_formats_without_a_name_compute_too(name):
         assert len(result) == 3
         assert is_normalized(result)
     assert collapse(add(x, y), torch.float64) == 307.0
-    assert div_error(div(x, y), x, y).max() < 1e-3 * 2.0 ** (f.precision - 30) or name != "fp64x3"
-    if name == "fp64x3":
+    if name != "fp16x3":  # whose third terms are subnormal
         assert div_error(div(x, y), x, y).max() <= 0.251
         assert sqrt_error(sqrt(x), x).max() <= 0.251
 
@@ -586,7 +607,9 @@ def test_errors_name_the_operation_and_the_repair():
         add(plain, x)
     with pytest.raises(ValueError, match=r"mul: the first operand .*say the format .* format="):
         mul((plain,), x)
-    with pytest.raises(ValueError, match=r"div: the first operand has terms \(torch.float32, torch"):
+    with pytest.raises(
+        ValueError, match=r"div: the first operand has terms \(torch.float32, torch"
+    ):
         div((plain, plain.bfloat16()), x)
     with pytest.raises(TypeError, match=r"expand: 'bf16x2' is not a format"):
         expand(plain, "bf16x2")

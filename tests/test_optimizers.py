@@ -1,5 +1,7 @@
 """Stock SGD, Adam and AdamW over expansions, against themselves in float64."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 from helpers import assert_same_terms, exact, sample, small_model
@@ -7,6 +9,7 @@ from probes import Strategy, decay, displacement, frozen_weight, second_moment
 from torch import nn
 
 import mcftensor as mcf
+from mcftensor.dispatch.fused import integer_power
 
 PATHS = ["for-loop", "foreach", "fused"]
 FLAGS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
@@ -267,10 +270,6 @@ def test_schedulers_and_clipping():
 
 
 def test_fused_powers_of_beta_are_exact_to_the_last_bits():
-    from fractions import Fraction
-
-    from mcftensor.dispatch.fused import integer_power
-
     for beta in (0.9, 0.999, 0.95):
         for step in (1, 2, 7, 1000, 123457):
             power = integer_power(beta, torch.tensor(float(step)))

@@ -52,7 +52,8 @@ def bits_equal(a, b):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "inputs"), [(torch.bfloat16, 1 + 2**-8 + 2**-40), (torch.float16, 1 + 2**-11 + 2**-40)]
+    ("dtype", "inputs"),
+    [(torch.bfloat16, 1 + 2**-8 + 2**-40), (torch.float16, 1 + 2**-11 + 2**-40)],
 )
 def test_what_torch_rounds_twice(dtype, inputs):
     x = torch.tensor([inputs, -inputs], dtype=torch.float64)
@@ -222,6 +223,22 @@ def test_the_bound_of_splits_is_reached(base, terms):
     assert 0.9 * bound < worst <= bound
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("f", [f for f in FORMATS if f.base.itemsize == 2], ids=str)
+def test_the_split_of_every_float32_significand(f):
+    exponent = 3  # float16 has subnormal tails below
+    x = torch.arange(2**23, 2**24, dtype=torch.float32) * 2.0 ** (exponent - 23)
+    terms = [t.double() for t in split_terms(x, f.base, f.terms)]
+    # Sums of all that follow fit into float32, and torch rounds that once.
+    rest = torch.zeros_like(terms[0])
+    for term in reversed(terms):
+        rest = rest + term
+        assert (rest.float().double() == rest).all()
+        assert (rest.float().to(f.base).double() == term).all()
+    error = (rest - x.double()).abs().max().item()
+    assert error <= 2.0 ** (exponent - f.precision - f.terms + 1)
+
+
 def test_splits_without_the_second_pass_would_not_be_normalized():
     # Guards the generator: rounding twice, one after the other, fails on its inputs.
     f = FORMATS[0]
@@ -289,7 +306,9 @@ def test_splits_at_the_edges_of_the_range(f):
         terms = split_terms(x, f.base, f.terms)
         finite = torch.stack(terms).isfinite().all(0)
         # Only what rounds to more than the largest number of the base is infinite.
-        assert bits_equal(terms[0], round_to(x, f.base)) or is_normalized([t[finite] for t in terms])
+        assert bits_equal(terms[0], round_to(x, f.base)) or is_normalized(
+            [t[finite] for t in terms]
+        )
         assert (terms[1][~finite] == 0).all()
         terms = [t[finite] for t in terms]
         assert is_normalized(terms)

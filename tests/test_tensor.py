@@ -29,7 +29,7 @@ class TestWhatItIs:
         ones = torch.ones(3, dtype=torch.bfloat16)
         with pytest.raises(ValueError, match="1 components"):
             mcf.MCFTensor([ones], mcf.bf16x2)
-        with pytest.raises(TypeError, match="float32 in a format of torch.bfloat16"):
+        with pytest.raises(TypeError, match=r"float32 in a format of torch\.bfloat16"):
             mcf.MCFTensor([ones, torch.zeros(3)], mcf.bf16x2)
         with pytest.raises(ValueError, match="must be alike"):
             mcf.MCFTensor([ones, torch.zeros(4, dtype=torch.bfloat16)], mcf.bf16x2)
@@ -197,7 +197,7 @@ class TestHazards:
         assert_same_terms(p.detach(), new)
         p.data.add_(1)
         torch.testing.assert_close(exact(p), exact(new))  # data shares memory, both ways
-        with pytest.raises(TypeError, match="plain torch.float32"):
+        with pytest.raises(TypeError, match=r"plain torch\.float32"):
             p.data = torch.ones(4)
         with pytest.raises(TypeError, match="bf16x3"):
             p.data = sample(mcf.bf16x3, 4)

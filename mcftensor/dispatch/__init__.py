@@ -16,7 +16,7 @@ from mcftensor.dispatch import structure as structure
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.foreach import foreach
 from mcftensor.dispatch.table import TABLE
-from mcftensor.tensor import set_dispatch
+from mcftensor.tensor import MCFTensor
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -29,4 +29,4 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return compute(func, *args, **kwargs)
 
 
-set_dispatch(dispatch)
+MCFTensor._dispatch = staticmethod(dispatch)

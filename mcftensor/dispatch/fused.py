@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor import eft, wide
+from mcftensor import eft, expansion, wide
 from mcftensor.dispatch.compute import has_expansion
 from mcftensor.dispatch.operands import store, terms
 from mcftensor.dispatch.table import implements
 from mcftensor.formats import Format
-from mcftensor.operators import inline, opaque
+from mcftensor.operators import in_blocks, inline, opaque, regroup
 from mcftensor.rounding import round_to, split_terms
 from mcftensor.tensor import MCFTensor
 
@@ -52,28 +52,30 @@ def adam_update(
     m: Tensor,
     v: Tensor,
     v_max: Tensor | None,
-    step: Tensor,
-    lr: Tensor,
     *,
+    rate: Tensor | float,
+    root_correction: Tensor | float,
     beta1: float,
     beta2: float,
-    weight_decay: float,
+    l2: float,
+    decay: Tensor | float | None,
     eps: float,
-    decoupled: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Adam's and AdamW's change of p, and the new moments."""
-    if weight_decay != 0 and not decoupled:
-        g = g + p * weight_decay
+    """Adam's and AdamW's change of p, and the new moments.
+
+    `rate` is lr / (1 - beta1^t), `root_correction` the root of 1 - beta2^t, `decay` lr times the
+    decoupled weight decay.
+    """
+    if l2 != 0:
+        g = g + p * l2
     m = m + (g - m) * (1 - beta1)
     v = v * beta2 + g * g * (1 - beta2)
     if v_max is not None:
         v_max = torch.maximum(v_max, v)
-    correction1 = 1 - integer_power(beta1, step)
-    correction2 = _sqrt(1 - integer_power(beta2, step))
-    denominator = _sqrt(v if v_max is None else v_max) / correction2 + eps
-    change = m / denominator * -(lr / correction1)
-    if weight_decay != 0 and decoupled:
-        change = change - p * (lr * weight_decay)
+    denominator = _sqrt(v if v_max is None else v_max) / root_correction + eps
+    change = m / denominator * -rate
+    if decay is not None:
+        change = change - p * decay
     return change, m, v, v_max
 
 
@@ -85,7 +87,7 @@ def sgd_update(
     p: Tensor,
     g: Tensor,
     buffer: Tensor | None,
-    lr: Tensor,
+    lr: Tensor | float,
     *,
     momentum: float,
     dampening: float,
@@ -115,7 +117,7 @@ def _wide_type(*quantities: Sequence[Tensor]) -> torch.dtype | None:
 
 def _number(quantity: Sequence[Tensor], wide_type: torch.dtype | None, format: Format) -> Tensor:
     if wide_type is not None:
-        return wide.enter(quantity, wide_type)
+        return wide.total(wide.levels(quantity, wide_type))
     if len(quantity) == 1:
         return MCFTensor(split_terms(quantity[0], format.base, format.terms), format)
     return MCFTensor(list(quantity))
@@ -125,7 +127,7 @@ def _terms_of(number: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """A number in the format of a quantity, which is an expansion or one plain tensor."""
     if isinstance(number, MCFTensor):
         if len(like) == 1:
-            return [number.to(like[0].dtype) if number.dtype != like[0].dtype else number.components[0]]
+            return [expansion.collapse(number.components, like[0].dtype)]
         return list(number.components)
     if len(like) == 1:
         return [round_to(number, like[0].dtype)]
@@ -137,7 +139,8 @@ def _added(
 ) -> Tensor:
     if wide_type is None:
         return p_number + change
-    return wide.sum_levels(wide.levels(p, wide_type), [change])
+    leading, *tails = wide.levels(p, wide_type)
+    return leading + (wide.total(tails) + change if tails else change)
 
 
 def _unless(found_inf: Tensor | None, new: list[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
@@ -146,9 +149,9 @@ def _unless(found_inf: Tensor | None, new: list[Tensor], old: Sequence[Tensor]) 
     return [torch.where(found_inf == 1, o, n) for n, o in zip(new, old, strict=True)]
 
 
-def _gradient(grad: Tensor, grad_scale: Tensor | None, wide_type: torch.dtype | None) -> Tensor:
-    g = grad.to(wide_type or torch.float64)
-    return g if grad_scale is None else g / grad_scale
+def _scalar(x: Tensor) -> Tensor | float:
+    """A number that every block takes part in: on a CPU as a Python float, which is quicker."""
+    return x.item() if x.device.type == "cpu" else x
 
 
 def _like_all(*quantities: Sequence[Tensor]) -> list[Tensor]:
@@ -156,21 +159,29 @@ def _like_all(*quantities: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _empty_adam(
-    p: Any, grad: Any, m: Any, v: Any, v_max: Any, step: Any, lr: Any, grad_scale: Any, *rest: Any
+    p: Any,
+    gradient: Any,
+    m: Any,
+    v: Any,
+    v_max: Any,
+    step: Any,
+    lr: Any,
+    grad_scale: Any,
+    *rest: Any,
 ) -> list[Tensor]:
-    return _like_all(p, m, v, v_max, [] if grad_scale is None else [grad])
+    return _like_all(p, m, v, v_max, [] if grad_scale is None else [gradient])
 
 
 def _empty_sgd(
-    p: Any, grad: Any, buffer: Any, lr: Any, grad_scale: Any, *rest: Any
+    p: Any, gradient: Any, buffer: Any, lr: Any, grad_scale: Any, *rest: Any
 ) -> list[Tensor]:
-    return _like_all(p, buffer, [] if grad_scale is None else [grad])
+    return _like_all(p, buffer, [] if grad_scale is None else [gradient])
 
 
 @opaque(_empty_adam)
 def adam_step(
     p: Sequence[Tensor],
-    grad: Tensor,
+    gradient: Tensor,
     m: Sequence[Tensor],
     v: Sequence[Tensor],
     v_max: Sequence[Tensor],
@@ -188,39 +199,41 @@ def adam_step(
     """The new terms of p, m, v and v_max, one after the other, then the unscaled gradient."""
     wide_type = _wide_type(p, m, v, v_max)
     format = Format(p[0].dtype, max(len(p), 2))
-    g = _gradient(grad, grad_scale, wide_type)
-    unscaled = g
-    if maximize:
-        g = -g
-    p_number, m_number, v_number = (_number(q, wide_type, format) for q in (p, m, v))
-    change, m_new, v_new, max_new = adam_update(
-        p_number,
-        g,
-        m_number,
-        v_number,
-        _number(v_max, wide_type, format) if v_max else None,
-        step,
-        lr.to(torch.float64),
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=eps,
-        decoupled=decoupled,
-    )
-    results = _unless(found_inf, _terms_of(_added(p, p_number, change, wide_type), p), p)
-    results += _unless(found_inf, _terms_of(m_new, m), m)
-    results += _unless(found_inf, _terms_of(v_new, v), v)
-    if max_new is not None:
-        results += _unless(found_inf, _terms_of(max_new, v_max), v_max)
-    if grad_scale is not None:
-        results += [round_to(unscaled, grad.dtype)]
-    return results
+    lr = lr.to(torch.float64)
+    settings: dict[str, Any] = {
+        "rate": _scalar(lr / (1 - integer_power(beta1, step))),
+        "root_correction": _scalar(correct_sqrt(1 - integer_power(beta2, step))),
+        "beta1": beta1,
+        "beta2": beta2,
+        "l2": 0.0 if decoupled else weight_decay,
+        "decay": _scalar(lr * weight_decay) if decoupled and weight_decay != 0 else None,
+        "eps": eps,
+    }
+
+    lengths = [1, len(p), len(m), len(v), len(v_max)]
+
+    def step_block(tensors: Sequence[Tensor]) -> list[Tensor]:
+        (grad,), p_, m_, v_, max_ = regroup(tensors, lengths)
+        unscaled = grad.to(wide_type or torch.float64)
+        if grad_scale is not None:
+            unscaled = unscaled / grad_scale
+        g = -unscaled if maximize else unscaled
+        number, m_old, v_old = (_number(q, wide_type, format) for q in (p_, m_, v_))
+        max_old = _number(max_, wide_type, format) if max_ else None
+        change, *moments = adam_update(number, g, m_old, v_old, max_old, **settings)
+        results = _unless(found_inf, _terms_of(_added(p_, number, change, wide_type), p_), p_)
+        for new, old in zip(moments, (m_, v_, max_), strict=True):
+            if new is not None:
+                results += _unless(found_inf, _terms_of(new, old), old)
+        return results + ([round_to(unscaled, grad.dtype)] if grad_scale is not None else [])
+
+    return in_blocks(step_block, [gradient, *p, *m, *v, *v_max])
 
 
 @opaque(_empty_sgd)
 def sgd_step(
     p: Sequence[Tensor],
-    grad: Tensor,
+    gradient: Tensor,
     buffer: Sequence[Tensor],
     lr: Tensor,
     grad_scale: Tensor | None,
@@ -235,28 +248,32 @@ def sgd_step(
     """The new terms of p and of the momentum buffer, then the unscaled gradient."""
     wide_type = _wide_type(p, buffer)
     format = Format(p[0].dtype, max(len(p), 2))
-    g = _gradient(grad, grad_scale, wide_type)
-    unscaled = g
-    if maximize:
-        g = -g
-    p_number = _number(p, wide_type, format)
-    change, buffer_new = sgd_update(
-        p_number,
-        g,
-        _number(buffer, wide_type, format) if buffer else None,
-        lr.to(torch.float64),
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        first=first,
-    )
-    results = _unless(found_inf, _terms_of(_added(p, p_number, change, wide_type), p), p)
-    if buffer_new is not None:
-        results += _unless(found_inf, _terms_of(buffer_new, buffer), buffer)
-    if grad_scale is not None:
-        results += [round_to(unscaled, grad.dtype)]
-    return results
+    settings: dict[str, Any] = {
+        "momentum": momentum,
+        "dampening": dampening,
+        "weight_decay": weight_decay,
+        "nesterov": nesterov,
+        "first": first,
+    }
+
+    lengths = [1, len(p), len(buffer)]
+    rate = _scalar(lr.to(torch.float64))
+
+    def step_block(tensors: Sequence[Tensor]) -> list[Tensor]:
+        (grad,), p_, buffer_ = regroup(tensors, lengths)
+        unscaled = grad.to(wide_type or torch.float64)
+        if grad_scale is not None:
+            unscaled = unscaled / grad_scale
+        g = -unscaled if maximize else unscaled
+        number = _number(p_, wide_type, format)
+        old = _number(buffer_, wide_type, format) if buffer_ else None
+        change, new = sgd_update(number, g, old, rate, **settings)
+        results = _unless(found_inf, _terms_of(_added(p_, number, change, wide_type), p_), p_)
+        if new is not None:
+            results += _unless(found_inf, _terms_of(new, buffer_), buffer_)
+        return results + ([round_to(unscaled, grad.dtype)] if grad_scale is not None else [])
+
+    return in_blocks(step_block, [gradient, *p, *buffer])
 
 
 # ------------------------------------------------------------------------------ torch's operators

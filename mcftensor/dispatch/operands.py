@@ -77,7 +77,7 @@ def terms(operand: Any) -> list[Tensor]:
             )
         return [operand]
     if isinstance(operand, Number):
-        return [torch.scalar_tensor(operand, dtype=torch.float64)]
+        return [torch.scalar_tensor(operand, dtype=torch.float64)]  # type: ignore[arg-type]
     raise ValueError(f"an expansion meets {operand!r}, which is neither a tensor nor a real number")
 
 

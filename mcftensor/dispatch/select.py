@@ -145,8 +145,8 @@ def _register_choice(name: str) -> None:
             store(target, chosen.components)
         return target
 
-    for packet in (getattr(aten, name), getattr(aten, name + "_", None)):
-        for overload in packet.overloads() if packet is not None else ():
+    for packet in (getattr(aten, name), *[getattr(aten, name + "_", None) or ()]):
+        for overload in packet.overloads() if packet else ():
             func = getattr(packet, overload)
             mutates = packet.__name__.endswith("_") or overload.endswith("out")
             TABLE[func] = choice_into if mutates else choice

@@ -225,9 +225,7 @@ def index_put(func: Any, x: Any, indices: Any, values: Any, accumulate: bool = F
         return compute(func, x, indices, values, accumulate)
     written = [
         func(term, indices, value, False)
-        for term, value in zip(
-            x.components, terms_in(values, x.format, x.device), strict=True
-        )
+        for term, value in zip(x.components, terms_in(values, x.format, x.device), strict=True)
     ]
     return x if in_place else MCFTensor(written, x.format, common_role((x, values)))
 
