@@ -379,7 +379,7 @@ def sqrt(x: Sequence[Tensor], format: Format | None = None) -> Terms:
 
     *Returns*: the normalized terms of the result, shape of x.
 
-    *Error*: 0.51u² for bf16x2; 0.88u² for fp16x2 (measured 0.8u²); 3.125u² for fp32x2 and fp64x2
+    *Error*: 0.51u² for bf16x2; 0.88u² for fp16x2 (measured 0.86u²); 3.125u² for fp32x2 and fp64x2
     (proved, measured 2.9u²); u³/4 for bf16x3 and fp32x3 (reached).
 
     *Cost*: two terms: 2 flops and a split, or a network of 8 with fma; three: 3, or 1000.

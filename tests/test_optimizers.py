@@ -276,3 +276,22 @@ def test_fused_powers_of_beta_are_exact_to_the_last_bits():
             true = Fraction(beta) ** step if step < 2000 else None
             expected = float(true) if true is not None else beta**step
             assert power.item() == pytest.approx(expected, rel=step * 2.0**-52)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+@pytest.mark.parametrize(
+    ("format", "state"),
+    [(mcf.fp32x3, mcf.fp32x2), (mcf.fp32x2, mcf.fp32x3), (mcf.bf16x3, mcf.bf16x2)],
+    ids=lambda f: f.name,
+)
+def test_fused_states_in_another_format(kind, format, state):
+    start = sample(format, 20)
+    weight, reference = nn.Parameter(start.clone()), nn.Parameter(exact(start))
+    names = ("exp_avg", "exp_avg_sq") if kind is torch.optim.Adam else ("momentum_buffer",)
+    keywords = {"weight_decay": 0.1} | ({"momentum": 0.9} if kind is torch.optim.SGD else {})
+    optimizer = run(kind, keywords, "fused", [weight], collage=dict.fromkeys(names, state))
+    run(kind, keywords, "for-loop", [reference])
+    assert {optimizer.state[weight][name].format for name in names} == {state}
+    assert weight.format == format
+    error = (exact(weight) - reference.detach()).abs().max()
+    assert error <= 40 * max(format.u**format.terms, state.u**state.terms / 10, 2.0**-50)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from mcftensor.dispatch.operands import expansions, leading
 from mcftensor.dispatch.table import implements
@@ -54,8 +53,3 @@ def of_leading_term(func: Any, x: MCFTensor) -> Any:
 def metadata(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Questions about memory and shape, which all terms answer alike."""
     return func(*leading(args), **leading(kwargs))
-
-
-def has_expansion(*trees: Any) -> bool:
-    """Whether any leaf of the trees is an expansion."""
-    return any(isinstance(leaf, MCFTensor) for leaf in tree_leaves(trees))

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from mcftensor import eft, expansion, wide
-from mcftensor.dispatch.compute import has_expansion
-from mcftensor.dispatch.operands import store, terms
+from mcftensor.dispatch.operands import expansions, store, terms, terms_in
 from mcftensor.dispatch.table import implements
 from mcftensor.formats import Format
 from mcftensor.operators import in_blocks, inline, opaque, regroup
@@ -128,7 +127,7 @@ def _terms_of(number: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     if isinstance(number, MCFTensor):
         if len(like) == 1:
             return [expansion.collapse(number.components, like[0].dtype)]
-        return list(number.components)
+        return terms_in(number, Format(like[0].dtype, len(like)), number.device)
     if len(like) == 1:
         return [round_to(number, like[0].dtype)]
     return split_terms(number, like[0].dtype, len(like))
@@ -292,11 +291,11 @@ def _number_tensor(lr: float | Tensor) -> Tensor:
     return lr if isinstance(lr, Tensor) else torch.scalar_tensor(lr, dtype=torch.float64)
 
 
-def _plain_ones(lists: Sequence[Sequence[Tensor]]) -> tuple[list[int], list[list[Tensor]]]:
-    """Which indices hold an expansion, and the lists without those."""
-    ours = [i for i in range(len(lists[0])) if has_expansion([x[i] for x in lists if x])]
-    rest = [[t for i, t in enumerate(x) if i not in ours] for x in lists]
-    return ours, rest
+def _divide(lists: Sequence[Sequence[Tensor]]) -> tuple[list[int], list[list[Tensor]]]:
+    """The indices at which some list holds an expansion, and the lists without those."""
+    ours = [i for i in range(len(lists[0])) if expansions([x[i] for x in lists if x])]
+    others = sorted(set(range(len(lists[0]))) - set(ours))
+    return ours, [[x[i] for i in others] if x else [] for x in lists]
 
 
 @implements(aten._fused_adam_, aten._fused_adamw_)
@@ -322,7 +321,7 @@ def fused_adam(
     """torch.optim.Adam and AdamW with fused=True."""
     maxima = max_exp_avg_sqs if amsgrad else []
     lists = [params, grads, exp_avgs, exp_avg_sqs, maxima, steps]
-    ours, rest = _plain_ones(lists)
+    ours, rest = _divide(lists)
     if rest[0]:
         func(
             *rest,
@@ -376,7 +375,7 @@ def fused_sgd(
     found_inf: Tensor | None = None,
 ) -> None:
     """torch.optim.SGD with fused=True."""
-    ours, rest = _plain_ones([params, grads, buffers])
+    ours, rest = _divide([params, grads, buffers])
     if rest[0]:
         func(
             *rest,

@@ -83,12 +83,12 @@ def view(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
 )
 def move(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Copies and selections of elements."""
-    if not isinstance(x, MCFTensor) or computes_plainly_elsewhere(args):
+    if not isinstance(x, MCFTensor) or _holds_expansion(args):
         return compute(func, x, *args, **kwargs)
     return _wrap([func(t, *args, **kwargs) for t in x.components], x.format, x.role)
 
 
-def computes_plainly_elsewhere(args: Sequence[Any]) -> bool:
+def _holds_expansion(args: Sequence[Any]) -> bool:
     """Whether an expansion stands where only indices belong."""
     return any(isinstance(a, MCFTensor) for a in args)
 
