@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal, NoReturn
 
@@ -129,8 +130,10 @@ class MCFTensor(torch.Tensor):
         return MCFTensor([inner[n] for n in _TERM_NAMES[: format.terms]], format, role)
 
     def _stable_hash_for_caching(self) -> str:
+        # Compiled code holds what dispatch did, which another release may do differently.
+        version = sys.modules["mcftensor"].__version__
         terms = [(t.dtype, tuple(t.shape), t.stride(), str(t.device)) for t in self.components]
-        return f"{self._format.name} {self._role} {self.requires_grad} {terms}"
+        return f"{version} {self._format.name} {self._role} {self.requires_grad} {terms}"
 
     @classmethod
     def __torch_function__(

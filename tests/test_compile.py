@@ -109,6 +109,25 @@ class TestFunctions:
         assert_same_terms(p, q)
         assert_same_terms(result, expected)
 
+    @pytest.mark.parametrize("name", ["add_", "addcmul_", "addcdiv_"])
+    def test_a_number_in_a_tensor(self, name):
+        """As the step size is when an optimizer is compiled."""
+
+        def change(p, g, number):
+            with torch.no_grad():
+                if name == "add_":
+                    p.add_(g, alpha=number)
+                else:
+                    getattr(p, name)(g, g, value=number)
+
+        p = parameter(mcf.bf16x3, 6)
+        q = copy.deepcopy(p)
+        g = torch.randn(6).bfloat16() + 2
+        change(p, g, 2.0**-12 / 3)
+        torch.compile(change, fullgraph=True)(q, g, torch.tensor(2.0**-12 / 3, dtype=torch.float64))
+        assert (q.components[1] != 0).any()
+        assert_same_terms(p, q)
+
 
 class TestModules:
     def test_forward_and_backward(self):
