@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import TypeVar, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from mcftensor import expansion
 from mcftensor.dispatch.table import implements
@@ -53,7 +55,8 @@ def as_expansion(
         TypeError: a tensor that is integer, complex, sparse, quantized or nested; an expansion in
             another format; something that is no format.
         ValueError: an override that matches nothing; a tensor that is part of an autograd graph.
-        RuntimeError: a parameter that cannot be exchanged, because weak references to it exist.
+        RuntimeError: a parameter that cannot be exchanged, because weak references to it exist,
+            or a graph or view holds it.
 
     A call that raises leaves the module as it was.
 
@@ -104,7 +107,8 @@ def as_plain(obj: M | Tensor, dtype: torch.dtype | None = None) -> M | Tensor:
 
     Raises:
         TypeError: `dtype` is not a real floating dtype, or `obj` neither tensor nor module.
-        RuntimeError: a parameter that cannot be exchanged, because weak references to it exist.
+        RuntimeError: a parameter that cannot be exchanged, because weak references to it exist,
+            or a graph or view holds it.
 
     Examples:
         >>> import torch, mcftensor as mcf
@@ -166,7 +170,7 @@ def _require_convertible(where: str, name: str, x: object, format: Format | None
 
 
 def _module_as_expansion(module: M, format: Format | None, overrides: Overrides) -> M:
-    names = [name for name, _ in _tensors(module)]
+    names = [name for _, aliases, _ in _tensors(module) for name in aliases]
     for pattern, wanted in overrides.items():
         if wanted is not None:
             require_format(wanted, f"as_expansion: overrides[{pattern!r}]")
@@ -177,17 +181,10 @@ def _module_as_expansion(module: M, format: Format | None, overrides: Overrides)
             )
     base = (format or bf16x2).base
     plans: dict[str, tuple[Tensor, Format | None]] = {}
-    seen: set[int] = set()
-    for name, x in _tensors(module):
-        matching = [pattern for pattern in overrides if fnmatchcase(name, pattern)]
+    for name, aliases, x in _tensors(module):
+        matching = [p for p in overrides if any(fnmatchcase(alias, p) for alias in aliases)]
         integer = not (x.is_floating_point() or x.is_complex())
-        left_alone = (
-            id(x) in seen
-            or (matching and overrides[matching[0]] is None)
-            or (integer and name not in matching)
-        )
-        seen.add(id(x))
-        if left_alone:
+        if (matching and overrides[matching[0]] is None) or (integer and name not in matching):
             continue
         wanted = overrides[matching[0]] if matching else None
         if wanted is None and isinstance(x, nn.Parameter) and x.requires_grad:
@@ -195,30 +192,35 @@ def _module_as_expansion(module: M, format: Format | None, overrides: Overrides)
             wanted = x.format if isinstance(x, MCFTensor) else format or default_format(x.shape)
         elif wanted is not None:
             _require_convertible("as_expansion", name, x, wanted)
-        elif isinstance(x, MCFTensor) or x.is_complex():
+        elif x.is_complex() or x.dtype == base:
             continue
-        plans[name] = x, wanted
+        if not isinstance(x, MCFTensor):
+            plans[name] = x, wanted
     with _exchangeable("as_expansion", module, {name: x for name, (x, _) in plans.items()}):
         for x, wanted in plans.values():
-            if wanted is None:
-                _exchange(x, x.detach().to(base))
-            elif not isinstance(x, MCFTensor):
-                _exchange(x, _value(x, wanted))
+            _exchange(x, x.detach().to(base) if wanted is None else _value(x, wanted))
     return module
 
 
 def _module_as_plain(module: M, dtype: torch.dtype | None) -> M:
-    found = {name: x for name, x in _tensors(module) if isinstance(x, MCFTensor)}
+    found = {name: x for name, _, x in _tensors(module) if isinstance(x, MCFTensor)}
     with _exchangeable("as_plain", module, found):
-        for x in {id(x): x for x in found.values()}.values():
+        for x in found.values():
             _exchange(x, as_plain(x, dtype))
     return module
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer by each of its names, tied ones several times."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
+def _tensors(module: nn.Module) -> list[tuple[str, list[str], Tensor]]:
+    """Every parameter and buffer: its first name, all its names, and itself."""
+    found: dict[int, tuple[str, list[str], Tensor]] = {}
+    for name, x in itertools.chain(
+        module.named_parameters(remove_duplicate=False),
+        module.named_buffers(remove_duplicate=False),
+    ):
+        if is_lazy(x):
+            raise TypeError(f"{name} has no shape yet; run the module once before it is converted")
+        found.setdefault(id(x), (name, [], x))[1].append(name)
+    return list(found.values())
 
 
 @contextlib.contextmanager
@@ -238,15 +240,30 @@ def _exchangeable(where: str, module: nn.Module, found: Mapping[str, Tensor]) ->
                     "an exchange of its contents would mislead (averaged copies of a model keep "
                     "such). Convert before they are made, or delete them"
                 )
+            if not _is_free(x):
+                raise RuntimeError(
+                    f"{where}: {name} of shape {tuple(x.shape)} is in use by an autograd graph or "
+                    "a view; run backward, or delete the outputs and losses that hold it, first"
+                )
         yield
     finally:
         for layer in recurrent:
             layer._init_flat_weights()
 
 
+def _is_free(x: Tensor) -> bool:
+    """Whether nothing but its Python object, and the node that sums its gradient, holds x."""
+    uses: Callable[[], int] = x._use_count  # type: ignore[attr-defined]
+    if uses() == 2 and x.is_leaf and x.requires_grad:
+        node = torch.autograd.graph.get_gradient_edge(x).node  # held here, it cannot be made anew
+        return node is not None and uses() == 2
+    return uses() == 1
+
+
 def _exchange(x: Tensor, new: Tensor) -> None:
-    """Give the tensor object x the contents of new, and its gradient the dtype."""
-    grad = x.grad
+    """Give the tensor object x the contents of new, and its gradient the dtype; hooks stay."""
+    grad, hooks = x.grad, x._backward_hooks
+    after_hooks = getattr(x, "_post_accumulate_grad_hooks", None)
     if isinstance(x, nn.Parameter):
         new = nn.Parameter(new, requires_grad=x.requires_grad)
     else:
@@ -254,3 +271,7 @@ def _exchange(x: Tensor, new: Tensor) -> None:
     torch.utils.swap_tensors(x, new)
     if grad is not None:
         x.grad = grad.to(x.dtype)
+    if hooks is not None:
+        x._backward_hooks = hooks
+    if after_hooks is not None:
+        x._post_accumulate_grad_hooks = after_hooks

@@ -27,14 +27,14 @@ def opaque(fake: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register a function as the operator `mcftensor::<name>`, and return a caller of it.
 
     The arguments and results are tensors, lists of tensors, numbers and strings. The function must
-    not mutate or return its inputs. `fake` has the same arguments and says shape and dtype of the
-    results, by tensors without data.
+    not mutate or return its inputs. `fake` has the same arguments and says shape, layout and dtype
+    of the results, by tensors without data.
     """
 
     def register(function: Callable[P, R]) -> Callable[P, R]:
         name = function.__name__
         _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
-        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, _laid_out(function), "CompositeExplicitAutograd")
         torch.library.register_fake(f"mcftensor::{name}", fake, lib=_LIBRARY)
         operator = getattr(torch.ops.mcftensor, name).default
 
@@ -49,9 +49,42 @@ def opaque(fake: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 def empty_terms(operands: Sequence[Tensor], dtype: torch.dtype, terms: int) -> list[Tensor]:
     """Tensors without data, of the shape to which the operands broadcast."""
+    template = _template(operands)
+    return [torch.empty_like(template, dtype=dtype) for _ in range(terms)]
+
+
+def _template(operands: Sequence[Tensor]) -> Tensor:
+    """A tensor of the shape to which operands broadcast; the first of that shape, if any."""
     shape = torch.broadcast_shapes(*(x.shape for x in operands))
     device = next((x.device for x in operands if x.dim() > 0), operands[0].device)
-    return [torch.empty(shape, dtype=dtype, device=device) for _ in range(terms)]
+    for x in operands:
+        if x.shape == shape and x.device == device:
+            return x
+    return torch.empty(shape, dtype=operands[0].dtype, device=device)
+
+
+def _laid_out(function: Callable[P, R]) -> Callable[P, R]:
+    """Results in the layout that `empty_terms` foretells: that of the first operand.
+
+    What torch makes of operands with unlike strides depends on the order of operations.
+    """
+
+    def kernel(*args: P.args, **kwargs: P.kwargs) -> R:
+        results = function(*args, **kwargs)
+        operands = [x for a in args for x in (a if isinstance(a, list) else [a])]
+        template = _template([x for x in operands if isinstance(x, Tensor)])
+
+        def laid_out(x: Tensor) -> Tensor:
+            if x.stride() == template.stride():
+                return x
+            like = torch.empty_like(template, dtype=x.dtype)
+            return x if x.stride() == like.stride() else like.copy_(x)
+
+        if isinstance(results, Tensor):
+            return cast(R, laid_out(results))
+        return type(results)(laid_out(x) for x in results)  # type: ignore[call-arg, attr-defined]
+
+    return kernel
 
 
 def inline(function: Callable[P, R]) -> Callable[P, R]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mcftensor.convert import as_expansion, as_plain
+from mcftensor.dispatch.operands import terms_in
 from mcftensor.formats import Format, require_format
 from mcftensor.tensor import MCFTensor
 
@@ -53,9 +55,9 @@ def collage(optimizer: Opt, mode: str | Mapping[str, Format | None]) -> Opt:
     - a dict from names of states to formats; None makes a state plain, and a state that is not
       named stays as the optimizer makes it.
 
-    The mode takes effect at once for states that exist, and for others at the end of the step that
-    creates them. It holds through `load_state_dict` and `add_param_group`. Another call replaces
-    it.
+    The mode takes effect at once for states that exist, and for others when they are made, or at
+    the end of the step that makes them. It holds through `load_state_dict` and `add_param_group`,
+    and another call replaces it. A copy of the optimizer, by deepcopy or pickle, is without it.
 
     Args:
         optimizer: any `torch.optim.Optimizer` over expansion parameters.
@@ -67,8 +69,9 @@ def collage(optimizer: Opt, mode: str | Mapping[str, Format | None]) -> Opt:
     Raises:
         TypeError: `optimizer` is no Optimizer, or a value of the dict no format.
         ValueError: an unknown mode; no parameter is an expansion; a name that is no state of this
-            optimizer (found by a trial step on a dummy parameter, or, where that fails, at the end
-            of the first step); a format whose terms are not of the parameters' dtype.
+            optimizer (found by a trial step on a dummy parameter; for optimizers that are not
+            torch's own, at the end of the first step); a format whose terms are not of the
+            parameters' dtype.
 
     Examples:
         >>> import torch, mcftensor as mcf
@@ -140,7 +143,7 @@ class _Plan:
 
     def _check_names(self, optimizer: Optimizer) -> None:
         known = {name for state in optimizer.state.values() for name in state}
-        known |= _trial_names(optimizer)
+        known = (known | _trial_names(optimizer)) - {"step"}
         if known:
             _require_known(set(self.named), known)
         else:
@@ -211,7 +214,7 @@ class _Plan:
         if wanted is None:
             return as_plain(x, p.dtype) if isinstance(x, MCFTensor) or x.dtype != p.dtype else x
         if isinstance(x, MCFTensor):
-            return x if x.format == wanted else as_expansion(as_plain(x, torch.float64), wanted)
+            return x if x.format == wanted else MCFTensor(terms_in(x, wanted, x.device), wanted)
         return as_expansion(x, wanted)
 
 
@@ -240,8 +243,11 @@ def _require_known(names: set[str], known: set[str]) -> None:
 def _trial_names(optimizer: Optimizer) -> set[str]:
     """The names of the states that a step makes, from one on a copy with a dummy parameter.
 
-    Empty where the optimizer does not lend itself to that.
+    Empty for a step that is not torch's own, which might reach for more than this parameter.
     """
+    step = inspect.unwrap(type(optimizer).step)
+    if not step.__module__.startswith("torch.optim."):
+        return set()
     trial = copy.copy(optimizer)
     trial.__dict__ = {
         name: value
@@ -254,16 +260,15 @@ def _trial_names(optimizer: Optimizer) -> set[str]:
     dummy = torch.nn.Parameter(torch.ones(2, 2))
     dummy.grad = torch.ones(2, 2)
     trial.state = type(optimizer.state)(dict)
-    trial.param_groups = [
-        {**{k: copy.deepcopy(v) for k, v in group.items() if k != "params"}, "params": [dummy]}
-        for group in optimizer.param_groups[:1]
-    ]
-    for group in trial.param_groups:
-        group["capturable"] = False
-    try:
-        with warnings.catch_warnings():
+    names: set[str] = set()
+    for group in optimizer.param_groups:
+        options = {name: copy.deepcopy(x) for name, x in group.items() if name != "params"}
+        trial.param_groups = [options | {"params": [dummy], "capturable": False}]
+        with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            type(optimizer).step(trial)
-    except Exception:  # noqa: BLE001, whatever a third party's step raises
-        return set()
-    return set(trial.state[dummy])
+            try:
+                step(trial)
+            except (RuntimeError, TypeError):  # LBFGS wants a closure, SparseAdam sparse gradients
+                return set()
+        names |= set(trial.state.pop(dummy, {}))
+    return names

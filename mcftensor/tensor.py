@@ -117,8 +117,8 @@ class MCFTensor(torch.Tensor):
     # ------------------------------------------------------- traceable wrapper subclass protocol
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role]]:
-        while _at_first_flatten:
-            _at_first_flatten.pop()()
+        if _at_flatten and _at_flatten[0]():
+            _at_flatten.clear()
         return list(_TERM_NAMES[: self._format.terms]), (self._format.name, self._role)
 
     @staticmethod
@@ -145,10 +145,10 @@ class MCFTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func is torch.where and len(args) == 3:
+            if func is torch.where:
                 return _where(*args, **kwargs)
             if func is torch.Tensor.where:
-                return _where(args[1], args[0], *args[2:], **kwargs)
+                return _where_method(*args, **kwargs)
             return func(*args, **kwargs)
 
     @classmethod
@@ -193,6 +193,14 @@ class MCFTensor(torch.Tensor):
 
     # ------------------------------------------------------------- what dispatch does not see
 
+    def backward(self, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+        """As of any tensor; from a parameter it starts with a plain gradient."""
+        if self._role == "parameter" and gradient is None and self.numel() == 1:
+            gradient = torch.ones_like(self.components[0])
+        elif self._role == "parameter" and isinstance(gradient, MCFTensor):
+            gradient = gradient.components[0]
+        super().backward(gradient, *args, **kwargs)
+
     def __setitem__(self, index: Any, value: Any) -> None:
         # torch rounds a number to the base dtype before dispatch.
         if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -210,7 +218,7 @@ class MCFTensor(torch.Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         # torch's own setter would change shape and dtype, and leave the terms as they are.
-        if not isinstance(value, MCFTensor) or value.format != self._format:
+        if not isinstance(value, MCFTensor) or value.dtype != self.dtype:
             given = value.format.name if isinstance(value, MCFTensor) else f"plain {value.dtype}"
             raise TypeError(
                 f"data: an expansion in {self._format.name} of shape {tuple(self.shape)} cannot "
@@ -223,6 +231,9 @@ class MCFTensor(torch.Tensor):
                 f"data: shape {tuple(self.shape)} on {self.device} given data of shape "
                 f"{tuple(value.shape)} on {value.device}; make a new expansion instead"
             )
+        if value.format != self._format or value.stride() != self.stride():
+            value = torch.empty_like(self).copy_(value)
+        assert isinstance(value, MCFTensor)
         for name, term in zip(_TERM_NAMES, value.components, strict=False):
             setattr(self, name, term.detach())
 
@@ -264,25 +275,32 @@ def _check_components(components: Sequence[Tensor], format: Format | None) -> No
             )
 
 
-def _where(condition: Tensor, x: Any, y: Any, **kwargs: Any) -> Tensor:
-    """torch.where with numbers, which torch rounds to the base dtype before dispatch."""
-    format = next(t.format for t in (x, y) if isinstance(t, MCFTensor))
-    numbers = (int, float)
-    x, y = (
-        MCFTensor(expansion.expand(torch.tensor(t, dtype=torch.float64), format), format)
-        if isinstance(t, numbers)
-        else t
-        for t in (x, y)
+def _where(condition: Tensor, input: Any = None, other: Any = None, **kwargs: Any) -> Any:
+    """torch.where; numbers become expansions, since torch rounds them before dispatch."""
+    expansions = [x for x in (input, other) if isinstance(x, MCFTensor)]
+    if not expansions:
+        chosen = () if input is None else (input, other)
+        return torch.where(condition, *chosen, **kwargs)
+    format, role = expansions[0].format, expansions[0].role
+    input, other = (
+        MCFTensor(expansion.expand(torch.tensor(x, dtype=torch.float64), format), format, role)
+        if isinstance(x, (int, float))
+        else x
+        for x in (input, other)
     )
-    return torch.where(condition, x, y, **kwargs)
+    return torch.where(condition, input, other, **kwargs)
 
 
-_at_first_flatten: list[Callable[[], None]] = []
+def _where_method(input: Any, condition: Tensor, other: Any = None) -> Any:
+    return _where(condition, input, other)
 
 
-def on_first_flatten(function: Callable[[], None]) -> None:
-    """Have a function run when a compiler takes the first expansion apart."""
-    _at_first_flatten.append(function)
+_at_flatten: list[Callable[[], bool]] = []
+
+
+def at_flatten(function: Callable[[], bool]) -> None:
+    """Have a function run when an expansion is taken apart, as compilers do, until it is done."""
+    _at_flatten.append(function)
 
 
 torch.serialization.add_safe_globals([MCFTensor, Format])

@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 
 from mcftensor.dispatch.arithmetic import register_in_place
-from mcftensor.tensor import MCFTensor, on_first_flatten
+from mcftensor.tensor import MCFTensor, at_flatten
 
 
-def keep_calls_whole() -> None:
-    """Teach the compiler's front end, which is in use by now; releases without it need nothing."""
+def keep_calls_whole() -> bool:
+    """Teach the compiler's front end, if it is in use by now, and say whether it is.
+
+    Releases that do not take these calls apart need nothing.
+    """
     if "torch._dynamo" not in sys.modules:
-        return
+        return False
     from torch._dynamo import polyfills
     from torch._dynamo.variables.tensor import TensorVariable
 
@@ -32,6 +35,7 @@ def keep_calls_whole() -> None:
             setattr(TensorVariable, "method_" + name, _unless_expansion(name, decompose))
     if hasattr(polyfills, "foreach_lerp_inplace"):
         polyfills.foreach_lerp_inplace = _lerp_one_by_one(polyfills.foreach_lerp_inplace)
+    return True
 
 
 def _unless_expansion(name: str, decompose: Any) -> Any:
@@ -72,4 +76,4 @@ for _name in ("addcmul_", "addcdiv_"):
     _LIBRARY.define(f"{_name}(Tensor(a!) x, Tensor a, Tensor b, Tensor value) -> ()")
     register_in_place(f"mcftensor::{_name}", _name.rstrip("_"))
 
-on_first_flatten(keep_calls_whole)
+at_flatten(keep_calls_whole)

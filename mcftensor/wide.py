@@ -61,31 +61,26 @@ def sum_levels(x: Sequence[Tensor], y: Sequence[Tensor]) -> Tensor:
 
 
 def add(x: Sequence[Tensor], y: Sequence[Tensor], wide: torch.dtype) -> Tensor:
-    """x + y."""
     """x + y: two roundings, neither where leading terms cancel."""
     return sum_levels(levels(x, wide), levels(y, wide))
 
 
 def mul(x: Sequence[Tensor], y: Sequence[Tensor], wide: torch.dtype) -> Tensor:
-    """x * y."""
     """x * y: three roundings."""
     return enter(x, wide) * enter(y, wide)
 
 
 def div(x: Sequence[Tensor], y: Sequence[Tensor], wide: torch.dtype) -> Tensor:
-    """x / y."""
     """x / y: three roundings."""
     return enter(x, wide) / enter(y, wide)
 
 
 def sqrt(x: Sequence[Tensor], wide: torch.dtype) -> Tensor:
-    """The square root of x."""
     """The square root of x: one and a half roundings."""
     return correct_sqrt(enter(x, wide))
 
 
 def fma(x: Sequence[Tensor], y: Sequence[Tensor], z: Sequence[Tensor], wide: torch.dtype) -> Tensor:
-    """x * y + z."""
     """x * y + z, in this order: the product meets the leading term of z."""
     return sum_levels(levels(z, wide), [mul(x, y, wide)])
 
@@ -98,7 +93,6 @@ def addcmul(
     wide: torch.dtype,
 ) -> Tensor:
     """x + value * a * b."""
-    """x + value * a * b."""
     return sum_levels(levels(x, wide), [enter(value, wide) * enter(a, wide) * enter(b, wide)])
 
 
@@ -110,14 +104,12 @@ def addcdiv(
     wide: torch.dtype,
 ) -> Tensor:
     """x + value * a / b."""
-    """x + value * a / b."""
     return sum_levels(levels(x, wide), [enter(value, wide) * enter(a, wide) / enter(b, wide)])
 
 
 def lerp(
     x: Sequence[Tensor], end: Sequence[Tensor], weight: Sequence[Tensor], wide: torch.dtype
 ) -> Tensor:
-    """x + weight * (end - x), from the nearer end."""
     """x + weight * (end - x), from the nearer end."""
     start, stop, w = levels(x, wide), levels(end, wide), enter(weight, wide)
     difference = sum_levels(stop, [-level for level in start])

@@ -203,6 +203,34 @@ class TestBadInput:
         for p, q in zip(model.parameters(), before, strict=True):
             assert_same_terms(p, q)
 
+    def test_every_group_counts(self):
+        model = mcf.as_expansion(small_model())
+        groups = [{"params": [p], "amsgrad": p.dim() > 1} for p in model.parameters()]
+        groups.sort(key=lambda group: group["amsgrad"])
+        optimizer = torch.optim.AdamW(groups, lr=1e-3)
+        mcf.collage(optimizer, {"max_exp_avg_sq": None})
+        train(model, optimizer)
+        assert kinds(optimizer)["max_exp_avg_sq"] == "torch.bfloat16"
+        with pytest.raises(ValueError, match="no state 'step'"):
+            mcf.collage(optimizer, {"step": mcf.bf16x2})
+
+    def test_a_step_that_reaches_for_others_is_not_tried(self):
+        class Around(torch.optim.Optimizer):
+            def __init__(self, base):
+                self.base = base
+                super().__init__(base.param_groups, {})
+
+            def step(self):
+                self.base.step()
+
+        model, base = build()
+        before = [p.clone() for p in model.parameters()]
+        for p in model.parameters():
+            p.grad = torch.ones(p.shape, dtype=p.dtype)
+        mcf.collage(Around(base), {"exp_avg": None})
+        for p, q in zip(model.parameters(), before, strict=True):
+            assert_same_terms(p, q)
+
     def test_optimizers_without_a_trial_are_checked_at_the_first_step(self):
         class Odd(torch.optim.Optimizer):
             def __init__(self, params):

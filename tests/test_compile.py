@@ -1,6 +1,8 @@
 """Compiled code computes what eager code computes, to the last bit."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -80,6 +82,30 @@ class TestFunctions:
         result, y = torch.compile(there_and_back, fullgraph=True)(plain)
         assert_same_terms(x, y)
         assert torch.equal(result, expected)
+
+    def test_layouts(self):
+        def compute(x, g):
+            return x * 2 + 1, x + g, g.t() * x.t(), mcf.fma(x, g, 3.0)
+
+        x, g = sample(mcf.bf16x2, 6, 4).t(), torch.randn(4, 6).bfloat16()
+        compiled = torch.compile(compute, fullgraph=True)
+        for y, z in zip(compute(x, g), compiled(x, g), strict=True):
+            assert_same_terms(y, z)
+            assert y.stride() == z.stride() == z.components[1].stride()
+
+    def test_taken_apart_before_the_first_compilation(self):
+        """The compiler's front end is taught when it is there, not when a tensor is taken apart."""
+        script = """
+import torch, mcftensor as mcf
+x = mcf.as_expansion(torch.linspace(-1, 1, 500, dtype=torch.float64), mcf.bf16x2)
+y = torch.linspace(1, 2, 500).bfloat16()
+x.__tensor_flatten__()
+def f(x):
+    return x.clone().addcmul_(y, y, value=-0.3)
+z = torch.compile(f, fullgraph=True)(x)
+assert torch.equal(f(x), z)
+"""
+        subprocess.run([sys.executable, "-c", script], check=True)
 
     def test_choices_and_numbers(self):
         def choose(x, y):

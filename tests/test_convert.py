@@ -184,6 +184,23 @@ class TestModules:
         assert model.norm.num_batches_tracked.dtype == torch.int64
         assert model.frozen.weight.dtype == torch.float32
 
+    def test_an_override_may_name_any_of_the_names_of_a_tied_weight(self):
+        model = mcf.as_expansion(Tied(), overrides={"head.*": mcf.bf16x3})
+        assert model.embedding.weight.format == mcf.bf16x3
+        model = mcf.as_expansion(Tied(), overrides={"head.weight": None})
+        assert model.embedding.weight.dtype == torch.float32
+
+    def test_hooks_stay(self):
+        model, seen = nn.Linear(3, 2), []
+        handle = model.weight.register_hook(lambda gradient: seen.append("before"))
+        model.weight.register_post_accumulate_grad_hook(lambda p: seen.append(type(p)))
+        mcf.as_expansion(model)
+        model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+        assert seen == ["before", mcf.MCFTensor]
+        handle.remove()
+        model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+        assert seen[2:] == [mcf.MCFTensor]
+
     def test_gradients_follow(self):
         model = nn.Linear(3, 2)
         model(torch.ones(1, 3)).sum().backward()
@@ -257,6 +274,25 @@ class TestFailedCallsChangeNothing:
         model.wave = nn.Parameter(torch.ones(3, dtype=torch.complex64))
         self.check(model, "parameter wave", TypeError, lambda: mcf.as_expansion(model))
         mcf.as_expansion(model, overrides={"wave": None})
+
+    def test_a_graph_that_holds_a_parameter(self):
+        model = small_model()
+        output = model(torch.ones(1, 4))
+        self.check(
+            model, r"weight.*autograd graph", RuntimeError, lambda: mcf.as_expansion(model)
+        )
+        output.sum().backward()
+        del output
+        mcf.as_expansion(model)
+        held = model(torch.ones(1, 4, dtype=torch.bfloat16))
+        self.check(model, r"weight.*graph", RuntimeError, lambda: mcf.as_plain(model))
+        del held
+
+    def test_a_parameter_without_a_shape(self):
+        model = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(2))
+        with pytest.raises(TypeError, match=r"1\.weight has no shape yet"):
+            mcf.as_expansion(model)
+        assert model[0].weight.dtype == torch.float32
 
     def test_weak_references(self):
         model = small_model()

@@ -47,6 +47,7 @@ def test_not_a_number_compares_with_nothing():
 def test_parameters_compare_by_their_leading_term_with_plain_tensors():
     p = parameter(mcf.bf16x2, 5)
     assert (p == p.components[0]).all()
+    assert torch.equal(p, p.components[0])
     assert torch.equal(p, p.clone())
     assert not torch.equal(p.detach(), sample(mcf.bf16x2, 5, seed=4))
     assert not torch.equal(p.detach(), p.detach()[:2])

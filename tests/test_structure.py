@@ -170,6 +170,29 @@ class TestWrites:
         assert exact(x)[0] == 3
 
 
+def test_where_keeps_the_role_and_takes_keywords():
+    p, x = parameter(mcf.bf16x2, 3), sample(mcf.bf16x2, 3)
+    mask = torch.tensor([True, False, True])
+    assert torch.where(mask, p, 0.0).role == "parameter"
+    assert torch.where(mask, x, 1.2).role == "value"
+    expected = torch.where(mask, x, 1.2)
+    for y in (torch.where(mask, input=x, other=1.2), x.where(mask, other=1.2)):
+        assert_same_terms(y, expected)
+    assert_same_terms(x.where(condition=mask, other=1.2), expected)
+    with pytest.raises(NotImplementedError, match="where"):
+        torch.where(x, torch.ones(3), torch.zeros(3))
+
+
+def test_copies_between_the_widest_formats_keep_what_fits():
+    terms = [torch.tensor([2.0**e]) for e in (0, -30, -60)]
+    three = mcf.MCFTensor(terms, mcf.fp32x3)
+    two = torch.zeros_like(sample(mcf.fp64x2, 1)).copy_(three)
+    assert two.components[0].item() == 1 + 2.0**-30
+    assert two.components[1].item() == 2.0**-60
+    back = torch.zeros_like(three).copy_(two)
+    assert_same_terms(back, three)
+
+
 def test_cat_pads_formats_of_one_base_and_takes_plain_tensors():
     a, b = sample(mcf.bf16x2, 2), sample(mcf.bf16x3, 2)
     joined = torch.cat([a, b, torch.ones(1)])

@@ -132,6 +132,14 @@ class TestGradientsOfParametersArePlain:
             assert type(gradient) is torch.Tensor
             assert gradient == 0.75
 
+    def test_where_the_weight_itself_starts_the_backward_pass(self):
+        w = nn.Parameter(mcf.as_expansion(torch.tensor(1.5), mcf.bf16x2))
+        w.backward()
+        assert type(w.grad) is torch.Tensor
+        (w * w).backward(torch.ones_like(w))
+        assert type(w.grad) is torch.Tensor
+        assert w.grad == 4
+
     def test_in_a_model(self):
         model = mcf.as_expansion(small_model())
         model(torch.ones(3, 4, dtype=torch.bfloat16)).sum().backward()
@@ -189,6 +197,52 @@ class TestLeaving:
         assert model.to("cpu")[0].weight.format == mcf.bf16x2
 
 
+class TestInferenceMode:
+    def test_gives_what_no_grad_gives(self):
+        p, x = parameter(mcf.bf16x2, 4, 4), sample(mcf.bf16x2, 4, 4, seed=1)
+        calls = [
+            lambda t: t.to(torch.float64),
+            lambda t: t.float(),
+            lambda t: t.reshape(-1),
+            lambda t: t.view(-1),
+            lambda t: t.T,
+            lambda t: t[1, :2],
+            lambda t: t.chunk(2)[1],
+            lambda t: torch.subtract(t, 3),
+            lambda t: t.clip(0.1, 0.3),
+            lambda t: torch.true_divide(t, 3),
+            lambda t: torch.vstack([t, t]),
+            lambda t: mcf.as_plain(t, torch.float64),
+        ]
+        for call in calls:
+            for t in (p, x):
+                with torch.no_grad():
+                    expected = call(t)
+                with torch.inference_mode():
+                    result = call(t)
+                    assert type(result) is type(expected)
+                    assert torch.equal(result, expected)
+                    if isinstance(result, mcf.MCFTensor):
+                        assert (result.role, result.format) == (expected.role, expected.format)
+
+    def test_a_model_with_a_sliced_parameter(self):
+        class Positions(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.table = nn.Parameter(torch.randn(8, 4))
+                self.linear = nn.Linear(4, 4)
+
+            def forward(self, x):
+                return self.linear(x + self.table[: len(x)])
+
+        model = mcf.as_expansion(Positions())
+        x = torch.randn(3, 4).bfloat16()
+        with torch.inference_mode():
+            y = model(x)
+            assert model.table[0, 0].item() == model.table.tolist()[0][0]
+        assert torch.equal(y, model(x).detach())
+
+
 class TestHazards:
     def test_assigning_data(self):
         p = parameter(mcf.bf16x2, 4)
@@ -199,11 +253,29 @@ class TestHazards:
         torch.testing.assert_close(exact(p), exact(new))  # data shares memory, both ways
         with pytest.raises(TypeError, match=r"plain torch\.float32"):
             p.data = torch.ones(4)
-        with pytest.raises(TypeError, match="bf16x3"):
-            p.data = sample(mcf.bf16x3, 4)
+        p.data = sample(mcf.bf16x3, 4)
+        assert p.format == mcf.bf16x2
+        torch.testing.assert_close(exact(p), exact(sample(mcf.bf16x3, 4)), rtol=2.0**-17, atol=0)
+        with pytest.raises(TypeError, match="fp32x2"):
+            p.data = sample(mcf.fp32x2, 4)
         with pytest.raises(ValueError, match="shape"):
             p.data = sample(mcf.bf16x2, 5)
         assert p.shape == p.components[0].shape == (4,)
+
+    def test_assigning_data_of_another_layout(self):
+        p, q = parameter(mcf.bf16x2, 3, 3), sample(mcf.bf16x2, 3, 3, seed=1)
+        p.data = q.t()
+        assert p.stride() == p.components[0].stride() == (3, 1)
+        assert_same_terms(p.detach(), q.t())
+
+    def test_vectors_of_parameters(self):
+        model = mcf.as_expansion(small_model())
+        before = copy.deepcopy(model)
+        vector = nn.utils.parameters_to_vector(model.parameters())
+        with torch.no_grad():
+            nn.utils.vector_to_parameters(vector * 2, model.parameters())
+        for p, q in zip(model.parameters(), before.parameters(), strict=True):
+            assert_same_terms(p.detach(), (q * 2).detach())
 
     def test_set_raises(self):
         x = sample(mcf.bf16x2, 4)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from mcftensor.dispatch import arithmetic as arithmetic
 from mcftensor.dispatch import fused as fused
 from mcftensor.dispatch import select as select
@@ -18,6 +20,8 @@ from mcftensor.dispatch.foreach import foreach
 from mcftensor.dispatch.table import TABLE
 from mcftensor.tensor import MCFTensor
 
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Carry out one of PyTorch's operators on arguments that hold an expansion."""
@@ -26,6 +30,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return handler(func, *args, **kwargs)
     if func.overloadpacket.__name__.startswith("_foreach_"):
         return foreach(func, *args, **kwargs)
+    if func.has_kernel_for_dispatch_key(_COMPOSITE):  # arrives whole in inference mode
+        return func.decompose(*args, **kwargs)
     return compute(func, *args, **kwargs)
 
 

@@ -43,7 +43,14 @@ def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     return given + [(a, kwargs[a.name]) for a in schema if a.name in kwargs]
 
 
-@implements(aten.isnan, aten.isinf, aten.isposinf, aten.isneginf, aten.sign, aten.signbit)
+@implements(
+    aten.isnan.default,
+    aten.isinf.default,
+    aten.isposinf.default,
+    aten.isneginf.default,
+    aten.sign.default,
+    aten.signbit.default,
+)
 def of_leading_term(func: Any, x: MCFTensor) -> Any:
     """The leading term alone decides these."""
     return func(x.components[0])

@@ -154,7 +154,8 @@ def _scalar(x: Tensor) -> Tensor | float:
 
 
 def _like_all(*quantities: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.empty_like(term) for quantity in quantities for term in quantity]
+    layout = quantities[0][0]
+    return [torch.empty_like(layout, dtype=term.dtype) for q in quantities for term in q]
 
 
 def _empty_adam(

@@ -59,10 +59,14 @@ def common_format(name: str, operands: Iterable[Any]) -> Format:
         # Not a TypeError: Python's operators would hide its message.
         raise ValueError(
             f"{name}: expansions in {' and '.join(sorted({f.name for f in formats}))}, whose terms "
-            "are of unlike types. Convert one: mcf.as_expansion(mcf.as_plain(x, torch.float64), "
-            "format)"
+            "are of unlike types. Convert one: copy_() it into an expansion of the other, or "
+            "mcf.as_expansion(mcf.as_plain(x, torch.float64), format)"
         )
-    return max(formats, key=lambda f: f.terms)
+    longest = formats[0]
+    for format in formats:  # max() with a key cannot be compiled
+        if format.terms > longest.terms:
+            longest = format
+    return longest
 
 
 def terms(operand: Any) -> list[Tensor]:
@@ -88,6 +92,9 @@ def terms_in(operand: Any, format: Format, device: torch.device) -> list[Tensor]
         if len(found) > format.terms:
             return list(expansion.renormalize(found, format.terms))
         return found + [torch.zeros_like(found[0])] * (format.terms - len(found))
+    if isinstance(operand, MCFTensor) and min(operand.format.precision, format.precision) > 53:
+        pieces = [p for t in operand.components for p in expansion.expand(t, format)]
+        return list(expansion.renormalize(pieces, format.terms))
     if isinstance(operand, MCFTensor):
         operand = expansion.collapse(operand.components, torch.float64)
     (plain,) = terms(operand)

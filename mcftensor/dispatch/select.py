@@ -77,6 +77,8 @@ def all_equal(func: Any, x: Any, y: Any) -> bool:
     """torch.equal."""
     if x.shape != y.shape:
         return False
+    if computes_plainly((x, y)):
+        return func(*leading((x, y)))
     return bool(equal(*_enter("equal", (x, y))).all())
 
 

@@ -38,38 +38,43 @@ def _wrap(results: Sequence[Any], format: Format, role: Role) -> Any:
 
 
 @implements(
-    aten.alias,  # autograd, AOTAutograd
-    aten.detach,  # nn.Parameter, .data, optimizers
+    aten.alias.default,  # autograd, AOTAutograd
+    aten.detach.default,  # nn.Parameter, .data, optimizers
     aten.view.default,  # reshape, FSDP
-    aten._unsafe_view,
-    aten._reshape_alias,
+    aten._unsafe_view.default,
+    aten._reshape_alias.default,
     aten.as_strided.default,  # AOTAutograd, FSDP
     aten.t.default,  # F.linear
     aten.transpose.int,
-    aten.permute,
+    aten.permute.default,
     aten.select.int,  # x[0]
     aten.slice.Tensor,  # x[1:3]
     aten.split.Tensor,  # chunk, FSDP
     aten.split_with_sizes.default,
     aten.unbind.int,  # iteration
     aten.expand.default,
-    aten.squeeze,
-    aten.unsqueeze,
-    aten.unfold,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+    aten.unfold.default,
     aten.diagonal.default,
     aten.lift_fresh.default,
 )
 def view(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
     """Views: the terms of the result share memory with those of x."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(x.is_inference()):  # a view is of the kind of its base
+            return _wrap([func(t, *args, **kwargs) for t in x.components], x.format, x.role)
     out = _wrap([func(t, *args, **kwargs) for t in x.components], x.format, x.role)
     return return_and_correct_aliasing(func, (x, *args), kwargs, out)
 
 
 @implements(
-    aten.clone,  # deepcopy, LBFGS, contiguous
-    aten.flip,
-    aten.roll,
-    aten.repeat,
+    aten.clone.default,  # deepcopy, LBFGS, contiguous
+    aten.flip.default,
+    aten.roll.default,
+    aten.repeat.default,
     aten.tril.default,
     aten.triu.default,
     aten.index.Tensor,  # x[indices], x[mask]
@@ -106,7 +111,7 @@ def join(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
 # ---------------------------------------------------------------------------------- factories
 
 
-@implements(aten.zeros_like, aten.empty_like)  # states of optimizers
+@implements(aten.zeros_like.default, aten.empty_like.default)  # states of optimizers
 def like(func: Any, x: MCFTensor, **kwargs: Any) -> Any:
     """A value of the same format; a plain tensor where another dtype is asked for."""
     if kwargs.get("dtype") not in (None, x.dtype):
@@ -114,7 +119,9 @@ def like(func: Any, x: MCFTensor, **kwargs: Any) -> Any:
     return MCFTensor([func(t, **kwargs) for t in x.components], x.format)
 
 
-@implements(aten.new_zeros, aten.new_empty, aten.new_empty_strided)  # spectral norm, FSDP
+@implements(
+    aten.new_zeros.default, aten.new_empty.default, aten.new_empty_strided.default
+)  # spectral norm, FSDP
 def new(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
     """As `like`, of another shape; the role stays."""
     if kwargs.get("dtype") not in (None, x.dtype):
@@ -128,7 +135,7 @@ def _filled(make: Callable[..., Tensor], x: MCFTensor, value: Any, role: Role) -
     return MCFTensor(made, x.format, role)
 
 
-@implements(aten.ones_like, aten.full_like)  # states of optimizers
+@implements(aten.ones_like.default, aten.full_like.default)  # states of optimizers
 def filled_like(func: Any, x: MCFTensor, value: Any = 1.0, **kwargs: Any) -> Any:
     """A value filled with a number at full precision.
 
@@ -142,7 +149,7 @@ def filled_like(func: Any, x: MCFTensor, value: Any = 1.0, **kwargs: Any) -> Any
     return _filled(lambda t: torch.empty_like(t, **kwargs), x, value, "value")
 
 
-@implements(aten.new_ones, aten.new_full)
+@implements(aten.new_ones.default, aten.new_full.default)
 def new_filled(func: Any, x: MCFTensor, size: Any, value: Any = 1.0, **kwargs: Any) -> Any:
     """As `filled_like`, of another shape; the role stays."""
     if kwargs.get("dtype") not in (None, x.dtype):
@@ -174,8 +181,7 @@ def to_copy(func: Any, x: MCFTensor, *, dtype: torch.dtype | None = None, **kwar
 def copy_(func: Any, target: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
     """Between equal formats a bare copy of terms; otherwise one rounding."""
     if not isinstance(target, MCFTensor):
-        plain = expansion.collapse(source.components, target.dtype)
-        func(target, plain.to(target.dtype), non_blocking)
+        func(target, expansion.collapse(source.components, target.dtype), non_blocking)
         return target
     if not (isinstance(source, MCFTensor) and source.format == target.format):
         if source.is_complex():
@@ -188,7 +194,7 @@ def copy_(func: Any, target: Tensor, source: Any, non_blocking: bool = False) ->
     return target
 
 
-@implements(aten.zero_.default, aten.fill_)  # zero_grad, states
+@implements(aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor)  # zero_grad, states
 def fill_(func: Any, target: Tensor, value: Any = 0.0) -> Tensor:
     """Every element set to one number, at full precision."""
     if not isinstance(target, MCFTensor):
@@ -200,7 +206,12 @@ def fill_(func: Any, target: Tensor, value: Any = 0.0) -> Tensor:
     return target
 
 
-@implements(aten.masked_fill, aten.masked_fill_)
+@implements(
+    aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor,
+    aten.masked_fill_.Scalar,
+    aten.masked_fill_.Tensor,
+)
 def masked_fill(func: Any, x: Any, mask: Tensor, value: Any) -> Any:
     """Elements under a mask set to one number, at full precision."""
     if not isinstance(x, MCFTensor) or isinstance(mask, MCFTensor):
