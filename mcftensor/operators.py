@@ -98,8 +98,8 @@ def regroup(tensors: Sequence[Tensor], lengths: Sequence[int]) -> list[list[Tens
     return [list(itertools.islice(rest, length)) for length in lengths]
 
 
-# Elements whose intermediate tensors fit into the second-level cache of a CPU core together.
-_BLOCK = 32768
+# Elements whose intermediate tensors fit into the caches of a CPU together.
+_BLOCK = 1 << 18
 
 
 def in_blocks(

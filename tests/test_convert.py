@@ -278,9 +278,7 @@ class TestFailedCallsChangeNothing:
     def test_a_graph_that_holds_a_parameter(self):
         model = small_model()
         output = model(torch.ones(1, 4))
-        self.check(
-            model, r"weight.*autograd graph", RuntimeError, lambda: mcf.as_expansion(model)
-        )
+        self.check(model, r"weight.*autograd graph", RuntimeError, lambda: mcf.as_expansion(model))
         output.sum().backward()
         del output
         mcf.as_expansion(model)

@@ -7,6 +7,7 @@ rules below are written once, for both.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,14 +29,21 @@ correct_sqrt = inline(eft.sqrt)
 # ------------------------------------------------------------------------------- update rules
 
 
-def integer_power(base: float, exponent: Tensor) -> Tensor:
+def integer_power(base: float, exponent: Tensor) -> Tensor | float:
     """base ** exponent in float64 for a whole number in a tensor, by repeated squaring.
 
     The same bits on every device, which the power functions of mathematics libraries do not give.
+    On a CPU the number is at hand, and the same products are formed without tensors.
     """
     squares = [base]
     for _ in range(31):
         squares.append(squares[-1] * squares[-1])
+    if exponent.device.type == "cpu":
+        whole = int(exponent.item())
+        numbers = [square if whole >> i & 1 else 1.0 for i, square in enumerate(squares)]
+        while len(numbers) > 1:
+            numbers = [a * b for a, b in zip(numbers[0::2], numbers[1::2], strict=True)]
+        return numbers[0]
     places = torch.arange(32, device=exponent.device)
     bits = (exponent.to(torch.int64) >> places) & 1
     table = torch.tensor(squares, dtype=torch.float64, device=exponent.device)
@@ -80,6 +88,11 @@ def adam_update(
 
 def _sqrt(x: Tensor) -> Tensor:
     return torch.sqrt(x) if isinstance(x, MCFTensor) else correct_sqrt(x)
+
+
+def _root_correction(beta2: float, step: Tensor) -> Tensor | float:
+    correction = 1 - integer_power(beta2, step)
+    return correct_sqrt(correction) if isinstance(correction, Tensor) else math.sqrt(correction)
 
 
 def sgd_update(
@@ -199,14 +212,14 @@ def adam_step(
     """The new terms of p, m, v and v_max, one after the other, then the unscaled gradient."""
     wide_type = _wide_type(p, m, v, v_max)
     format = Format(p[0].dtype, max(len(p), 2))
-    lr = lr.to(torch.float64)
+    rate = _scalar(lr.to(torch.float64))
     settings: dict[str, Any] = {
-        "rate": _scalar(lr / (1 - integer_power(beta1, step))),
-        "root_correction": _scalar(correct_sqrt(1 - integer_power(beta2, step))),
+        "rate": rate / (1 - integer_power(beta1, step)),
+        "root_correction": _root_correction(beta2, step),
         "beta1": beta1,
         "beta2": beta2,
         "l2": 0.0 if decoupled else weight_decay,
-        "decay": _scalar(lr * weight_decay) if decoupled and weight_decay != 0 else None,
+        "decay": rate * weight_decay if decoupled and weight_decay != 0 else None,
         "eps": eps,
     }
 
