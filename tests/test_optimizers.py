@@ -295,3 +295,17 @@ def test_fused_states_in_another_format(kind, format, state):
     assert weight.format == format
     error = (exact(weight) - reference.detach()).abs().max()
     assert error <= 40 * max(format.u**format.terms, state.u**state.terms / 10, 2.0**-50)
+
+
+def test_fused_steps_of_large_tensors_are_those_of_their_parts():
+    start = sample(mcf.bf16x2, 600, 601)
+    whole = nn.Parameter(start.clone())
+    parts = [nn.Parameter(start[:300].clone()), nn.Parameter(start[300:].clone())]
+    gradient = torch.randn(600, 601).bfloat16()
+    for weights, gradients in (([whole], [gradient]), (parts, [gradient[:300], gradient[300:]])):
+        optimizer = torch.optim.AdamW(weights, lr=1e-2, amsgrad=True, fused=True)
+        for _ in range(2):
+            for w, g in zip(weights, gradients, strict=True):
+                w.grad = g.clone()
+            optimizer.step()
+    assert_same_terms(whole.detach(), torch.cat(parts).detach())

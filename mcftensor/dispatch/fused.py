@@ -292,13 +292,13 @@ def sgd_step(
 # ------------------------------------------------------------------------------ torch's operators
 
 
-def _write_back(results: list[Tensor], targets: Sequence[Tensor]) -> None:
-    start = 0
-    for target in targets:
-        count = len(terms(target))
-        pieces = results[start : start + count]
+def _write_back(results: list[Tensor], targets: Sequence[Tensor], grad: Tensor) -> None:
+    """Store new terms in their targets, and an unscaled gradient, if there is one, in its own."""
+    *groups, unscaled = regroup(results, [*(len(terms(x)) for x in targets), 1])
+    for target, pieces in zip(targets, groups, strict=True):
         store(target, pieces) if isinstance(target, MCFTensor) else target.copy_(pieces[0])
-        start += count
+    if unscaled:
+        grad.copy_(unscaled[0])
 
 
 def _number_tensor(lr: float | Tensor) -> Tensor:
@@ -321,34 +321,13 @@ def fused_adam(
     exp_avg_sqs: list[Tensor],
     max_exp_avg_sqs: list[Tensor],
     steps: list[Tensor],
-    *,
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    eps: float,
-    amsgrad: bool,
-    maximize: bool,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
+    **options: Any,
 ) -> None:
     """torch.optim.Adam and AdamW with fused=True."""
-    maxima = max_exp_avg_sqs if amsgrad else []
-    lists = [params, grads, exp_avgs, exp_avg_sqs, maxima, steps]
-    ours, rest = _divide(lists)
+    maxima = max_exp_avg_sqs if options["amsgrad"] else []
+    ours, rest = _divide([params, grads, exp_avgs, exp_avg_sqs, maxima, steps])
     if rest[0]:
-        func(
-            *rest,
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=weight_decay,
-            eps=eps,
-            amsgrad=amsgrad,
-            maximize=maximize,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
-        )
+        func(*rest, **options)
     for i in ours:
         states = [params[i], exp_avgs[i], exp_avg_sqs[i], *maxima[i : i + 1]]
         results = adam_step(
@@ -356,19 +335,19 @@ def fused_adam(
             grads[i],
             terms(exp_avgs[i]),
             terms(exp_avg_sqs[i]),
-            terms(maxima[i]) if amsgrad else [],
+            terms(maxima[i]) if maxima else [],
             steps[i],
-            _number_tensor(lr),
-            grad_scale,
-            found_inf,
-            beta1,
-            beta2,
-            weight_decay,
-            eps,
-            maximize,
+            _number_tensor(options["lr"]),
+            options.get("grad_scale"),
+            options.get("found_inf"),
+            options["beta1"],
+            options["beta2"],
+            options["weight_decay"],
+            options["eps"],
+            options["maximize"],
             func.overloadpacket is aten._fused_adamw_,
         )
-        _write_back(results, states if grad_scale is None else [*states, grads[i]])
+        _write_back(results, states, grads[i])
 
 
 @implements(aten._fused_sgd_)
@@ -377,46 +356,25 @@ def fused_sgd(
     params: list[Tensor],
     grads: list[Tensor],
     buffers: list[Tensor],
-    *,
-    weight_decay: float,
-    momentum: float,
-    lr: float | Tensor,
-    dampening: float,
-    nesterov: bool,
-    maximize: bool,
-    is_first_step: bool,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
+    **options: Any,
 ) -> None:
     """torch.optim.SGD with fused=True."""
     ours, rest = _divide([params, grads, buffers])
     if rest[0]:
-        func(
-            *rest,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            lr=lr,
-            dampening=dampening,
-            nesterov=nesterov,
-            maximize=maximize,
-            is_first_step=is_first_step,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
-        )
+        func(*rest, **options)
     for i in ours:
-        states = [params[i], *buffers[i : i + 1]]
         results = sgd_step(
             terms(params[i]),
             grads[i],
             terms(buffers[i]) if buffers else [],
-            _number_tensor(lr),
-            grad_scale,
-            found_inf,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            maximize,
-            is_first_step,
+            _number_tensor(options["lr"]),
+            options.get("grad_scale"),
+            options.get("found_inf"),
+            options["momentum"],
+            options["dampening"],
+            options["weight_decay"],
+            options["nesterov"],
+            options["maximize"],
+            options["is_first_step"],
         )
-        _write_back(results, states if grad_scale is None else [*states, grads[i]])
+        _write_back(results, [params[i], *buffers[i : i + 1]], grads[i])
