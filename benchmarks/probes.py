@@ -44,7 +44,7 @@ def adamw(start: Tensor, gradients: Iterator[Tensor], strategy: Strategy, **sett
     if isinstance(strategy.held, mcf.Format):
         weight = nn.Parameter(mcf.as_expansion(start, strategy.held))
     else:
-        weight = nn.Parameter(start.to(strategy.held))
+        weight = nn.Parameter(start.to(strategy.held, copy=True))
     keywords = {"lr": settings["lr"], "weight_decay": settings["weight_decay"]}
     betas = (0.9, settings.get("beta2", 0.999))
     optimizer = torch.optim.AdamW([weight], betas=betas, **keywords, **PATHS[strategy.path])

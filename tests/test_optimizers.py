@@ -32,6 +32,7 @@ class TestProbes:
 
     def test_a_plain_one_does_not(self, path):
         assert frozen_weight(Strategy(torch.bfloat16, path)) == 0
+        assert frozen_weight(Strategy(torch.float32, path)) == pytest.approx(1, rel=1e-3)
 
     @pytest.mark.parametrize("kind", ["ones", "small"])
     def test_decay(self, path, kind):
@@ -68,6 +69,7 @@ class TestDisplacement:
         plain = Strategy(torch.float32, "for-loop")
         strategies = [Strategy(mcf.bf16x3, path) for path in PATHS]
         errors = displacement([plain, *strategies], kind, lr, beta2, self.COUNT)
+        assert errors[plain.name] <= 3e-2
         for strategy in strategies:
             assert errors[strategy.name] <= errors[plain.name] / 4
 
