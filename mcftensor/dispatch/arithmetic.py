@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from mcftensor.dispatch.operands import (
     store,
     terms,
 )
-from mcftensor.dispatch.table import TABLE
+from mcftensor.dispatch.table import TABLE, register_forms
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten
@@ -133,29 +134,16 @@ def arithmetic_into(
 
 
 def _register(name: str) -> None:
-    packet = getattr(aten, name)
-    for overload in packet.overloads():
-        func = getattr(packet, overload)
-        if "out" not in {argument.name for argument in func._schema.arguments}:
-            if "mode" not in overload:
-                TABLE[func] = lambda func, *args, **kwargs: arithmetic(name, func, args, kwargs)
-        elif "mode" not in overload:
+    def out_of_place(func: Any, *args: Any, **kwargs: Any) -> Any:
+        return arithmetic(name, func, args, kwargs)
 
-            def with_out(func: Any, *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
-                if isinstance(out, MCFTensor):
-                    return arithmetic_into(name, out, func, args, kwargs)
-                return arithmetic_into(
-                    name, out, lambda *a, **k: func(*a, out=out, **k), args, kwargs
-                )
+    def in_place(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return arithmetic_into(name, args[0], func, args, kwargs)
 
-            TABLE[func] = with_out
-    in_place = getattr(aten, name + "_", None)
-    if in_place is not None:
-        for overload in in_place.overloads():
-            if "mode" not in overload:
-                TABLE[getattr(in_place, overload)] = lambda func, *args, **kwargs: arithmetic_into(
-                    name, args[0], func, args, kwargs
-                )
+    def with_out(func: Any, *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
+        return arithmetic_into(name, out, functools.partial(func, out=out), args, kwargs)
+
+    register_forms(name, out_of_place, in_place, with_out)
 
 
 for _name in PLANS:

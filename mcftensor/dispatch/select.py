@@ -21,17 +21,18 @@ from mcftensor.dispatch.operands import (
     store,
     terms_in,
 )
-from mcftensor.dispatch.table import TABLE, implements
+from mcftensor.dispatch.table import implements, register_forms
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten
 Terms = Sequence[Tensor]
 
 
-def _enter(name: str, operands: Sequence[Any]) -> list[list[Tensor]]:
+def _enter(name: str, operands: Sequence[Any]) -> list[Any]:
+    """Operands as terms of their common format; None, a limit that is not given, stays None."""
     format = common_format(name, operands)
     device = next(x.device for x in operands if isinstance(x, MCFTensor))
-    return [terms_in(x, format, device) for x in operands]
+    return [None if x is None else terms_in(x, format, device) for x in operands]
 
 
 def equal(x: Terms, y: Terms) -> Tensor:
@@ -94,7 +95,7 @@ def _minimum(x: Terms, y: Terms) -> list[Tensor]:
     return _choose(torch.isnan(x[0]) | less(x, y), x, y)
 
 
-def _clamp(x: Terms, low: Terms | None, high: Terms | None) -> list[Tensor]:
+def _clamp(x: Terms, low: Terms | None, high: Terms | None = None) -> list[Tensor]:
     if low is not None:
         x = _maximum(x, low)
     return list(x if high is None else _minimum(x, high))
@@ -113,45 +114,32 @@ _CHOICES: dict[str, Callable[..., list[Tensor]]] = {
     "maximum": _maximum,  # amsgrad
     "minimum": _minimum,
     "clamp": _clamp,
-    "clamp_min": lambda x, low: _clamp(x, low, None),
+    "clamp_min": _clamp,
     "clamp_max": lambda x, high: _clamp(x, None, high),
     "abs": _abs,  # Adamax
     "neg": _neg,  # maximize
 }
 
 
-def _chosen(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> MCFTensor:
-    if kwargs:
-        args = [args[0], kwargs.get("min", None if len(args) < 2 else args[1]), kwargs.get("max")]
-    operands = [x for x in args if x is not None]
-    format = common_format(name, operands)
-    device = next(x.device for x in operands if isinstance(x, MCFTensor))
-    entered = [None if x is None else terms_in(x, format, device) for x in args]
-    if name == "clamp":
-        entered += [None] * (3 - len(entered))
-    return MCFTensor(_CHOICES[name](*entered), format, common_role(operands))
+def _chosen(name: str, operands: Sequence[Any]) -> MCFTensor:
+    chosen = _CHOICES[name](*_enter(name, operands))
+    return MCFTensor(chosen, common_format(name, operands), common_role(operands))
 
 
 def _register_choice(name: str) -> None:
-    def choice(func: Any, *args: Any, **kwargs: Any) -> Any:
-        if computes_plainly((*args, *kwargs.values())):
-            return func(*leading(args), **leading(kwargs))
-        return _chosen(name, args, kwargs)
+    def choice(func: Any, *args: Any) -> Any:
+        return func(*leading(args)) if computes_plainly(args) else _chosen(name, args)
 
-    def choice_into(func: Any, *args: Any, **kwargs: Any) -> Any:
-        target = kwargs.pop("out", args[0])
-        chosen = _chosen(name, args, kwargs)
+    def choice_into(func: Any, *args: Any, out: Tensor | None = None) -> Any:
+        target = args[0] if out is None else out
+        chosen = _chosen(name, args)
         if isinstance(target, MCFTensor):
             store(target, terms_in(chosen, target.format, target.device))
         else:
             store(target, chosen.components)
         return target
 
-    for packet in (getattr(aten, name), *[getattr(aten, name + "_", None) or ()]):
-        for overload in packet.overloads() if packet else ():
-            func = getattr(packet, overload)
-            mutates = packet.__name__.endswith("_") or overload.endswith("out")
-            TABLE[func] = choice_into if mutates else choice
+    register_forms(name, choice, choice_into, choice_into)
 
 
 for _name in _CHOICES:

@@ -28,3 +28,17 @@ def implements(*operators: Any) -> Callable[[Handler], Handler]:
         return handler
 
     return register
+
+
+def register_forms(name: str, new: Handler, in_place: Handler, with_out: Handler) -> None:
+    """Register handlers for all overloads of aten's `name`, `name_` and `name` with `out=`.
+
+    Overloads with a rounding mode, which divide to whole numbers, are left out.
+    """
+    for packet_name in (name, name + "_"):
+        packet = getattr(torch.ops.aten, packet_name, None)
+        for overload in packet.overloads() if packet is not None else ():
+            if "mode" not in overload:
+                handler = with_out if overload.endswith("out") else new
+                func = getattr(packet, overload)
+                TABLE[func] = in_place if packet_name != name else handler
