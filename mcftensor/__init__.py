@@ -1,12 +1,15 @@
 """Multi-component floats as a PyTorch dtype."""
 
 from mcftensor import dispatch as dispatch
+from mcftensor import edq as edq
 from mcftensor import eft as eft
 from mcftensor import expansion as expansion
 from mcftensor import networks as networks
 from mcftensor import tracing as tracing
 from mcftensor.convert import as_expansion as as_expansion
 from mcftensor.convert import as_plain as as_plain
+from mcftensor.edq import EDQ as EDQ
+from mcftensor.edq import FrozenWeightWarning as FrozenWeightWarning
 from mcftensor.formats import FORMATS as FORMATS
 from mcftensor.formats import Format as Format
 from mcftensor.formats import bf16x2 as bf16x2

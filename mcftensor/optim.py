@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from mcftensor.convert import as_expansion, as_plain
 from mcftensor.dispatch.operands import terms_in
 from mcftensor.formats import Format, require_format
+from mcftensor.shadow import attributes, plain_step
 from mcftensor.tensor import MCFTensor
 
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -154,6 +155,10 @@ class _Plan:
             optimizer.register_step_post_hook(lambda opt, args, kwargs: self.apply(opt)),
             optimizer.register_load_state_dict_post_hook(self.apply),
         )
+        self.bind(optimizer)
+
+    def bind(self, optimizer: Optimizer) -> None:
+        """Convert the states of stock optimizers as they are made."""
         if hasattr(optimizer, "_init_group"):
             optimizer.__dict__["_init_group"] = self._initializer(optimizer)
 
@@ -245,18 +250,11 @@ def _trial_names(optimizer: Optimizer) -> set[str]:
 
     Empty for a step that is not torch's own, which might reach for more than this parameter.
     """
-    step = inspect.unwrap(type(optimizer).step)
-    if not step.__module__.startswith("torch.optim."):
+    step = plain_step(optimizer)
+    if not inspect.unwrap(step).__module__.startswith("torch.optim."):
         return set()
-    trial = copy.copy(optimizer)
-    trial.__dict__ = {
-        name: value
-        for name, value in optimizer.__dict__.items()
-        if name not in ("step", "_init_group") and "hook" not in name
-    }
-    for name in optimizer.__dict__:
-        if "hook" in name:
-            trial.__dict__[name] = type(optimizer.__dict__[name])()
+    trial = object.__new__(type(optimizer))
+    trial.__dict__ = attributes(optimizer, {})
     dummy = torch.nn.Parameter(torch.ones(2, 2))
     dummy.grad = torch.ones(2, 2)
     trial.state = type(optimizer.state)(dict)

@@ -99,3 +99,12 @@ def test_where(format):
     with_plain = torch.where(mask, x, torch.zeros(8))
     assert with_plain.format == format
     assert (with_plain[:, ~mask] == 0).all()
+
+
+@pytest.mark.parametrize(("name", "single"), [("maximum", "clamp_min"), ("minimum", "clamp_max")])
+def test_foreach_maximum_and_minimum_with_numbers(name, single, format):
+    x = sample(format, 4, 8)
+    (new,) = getattr(torch, f"_foreach_{name}")([x], 0.1)
+    assert_same_terms(new, getattr(x, single)(0.1))
+    getattr(torch, f"_foreach_{name}_")([x], [0.1])
+    assert_same_terms(x, new)

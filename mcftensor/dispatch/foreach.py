@@ -15,6 +15,9 @@ aten = torch.ops.aten
 # The fourth argument of these is a keyword of the single operation.
 _VALUED = ("addcmul", "addcdiv")
 
+# These take a number as their second operand only under another name.
+_WITH_NUMBER = {"maximum": "clamp_min", "minimum": "clamp_max"}
+
 
 def foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `_foreach_name` as a loop over `name`.
@@ -24,6 +27,9 @@ def foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
     full_name = func.overloadpacket.__name__.removeprefix("_foreach_")
     name = full_name.removesuffix("_")
     in_place = full_name != name
+    if name in _WITH_NUMBER and func._overloadname.startswith("Scalar"):
+        name = _WITH_NUMBER[name]
+        full_name = name + "_" * in_place
     single = getattr(aten, full_name, None)
     if name in _VALUED and func._overloadname == "Tensor":
         args = (*args[:3], args[3].tolist())
