@@ -1,60 +1,34 @@
-"""EDQ, effective descent quality: what updates lose, measured on any optimizer."""
+"""The meter: hooks on an optimizer, a sample now and then, readings of it."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mcftensor.convert import as_plain
-from mcftensor.shadow import (
-    CannotShadow,
-    reaches_parameters,
-    same,
-    shadow_step,
-    wide_type,
-    widened,
-    widened_parameters,
+from mcftensor.edq import report
+from mcftensor.edq.reading import (
+    DIFFERS,
+    FAILED,
+    Place,
+    Reading,
+    Sample,
+    reading,
+    take_sample,
+    totals,
 )
+from mcftensor.shadow import reaches_parameters
 from mcftensor.tensor import MCFTensor
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table
-
-
-class Reading(TypedDict):
-    """What one step lost, in the model, a group or a parameter.
-
-    Every figure but the last two is None where no update was intended.
-    """
-
-    step: int
-    """Number of the step since the meter was attached, from 1 on."""
-    edq: float | None
-    """⟨Δ/‖Δ‖, Δ̂⟩, in the units of the parameters."""
-    ratio: float | None
-    """EDQ/‖Δ‖; 1.0 when nothing is lost."""
-    lost: float | None
-    """Of the elements that were to move, the share that did not."""
-    ratio_leading: float | None
-    """The ratio with the movement of leading terms alone."""
-    lost_leading: float | None
-    """The share whose leading term did not move."""
-    update_norm: float
-    """‖Δ‖, the length of the intended update."""
-    numel: int
-    """Number of elements measured."""
 
 
 class FrozenWeightWarning(UserWarning):
@@ -163,9 +137,8 @@ class EDQ:
         self._again = False
         self._frame: FrameType | None = None
         self._depth = 0
-        self._samples: list[_Sample] | None = None
+        self._samples: list[Sample] | None = None
         self._frozen_for: dict[str, int] = {}
-        self._warned: set[str] = set()
         self._handles = (
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -190,62 +163,23 @@ class EDQ:
         Raises:
             ImportError: rich is not installed.
         """
-        Table = _optional("rich.table", "table").Table
-        screen = Table(title=f"Updates of step {self.last['step']}" if self.last else "No reading")
-        screen.add_column("parameter", overflow="fold")
-        for column in ("elements", "update", "ratio", "lost", "ratio\nleading", "lost\nleading"):
-            screen.add_column(column, justify="right")
-        rows = sorted(self.per_parameter.items(), key=lambda item: _loss(item[1]), reverse=True)
-        whole = [("all", self.last)] if self.last else []
-        for name, reading in [*rows[:limit], *whole]:
-            if name == "all" and reading is self.last:
-                screen.add_section()
-            screen.add_row(
-                name,
-                f"{reading['numel']:,}",
-                f"{reading['update_norm']:.3g}",
-                _decimal(reading["ratio"]),
-                _percent(reading["lost"]),
-                _decimal(reading["ratio_leading"]),
-                _percent(reading["lost_leading"]),
-            )
-        return screen
+        return report.table(self.last, self.per_parameter, limit)
 
     def figure(self) -> Figure:
         """The ratio and the lost share over the steps, of the whole and of leading terms.
 
+        Returns:
+            A `matplotlib.figure.Figure`, to be saved with `savefig`.
+
         Raises:
             ImportError: matplotlib is not installed.
         """
-        figure: Figure = _optional("matplotlib.figure", "figure").Figure(
-            figsize=(7, 6), layout="constrained"
-        )
-        upper, lower = figure.subplots(2, 1, sharex=True)
-        steps = [reading["step"] for reading in self.history]
-        for axes, kind, heading in (
-            (upper, "ratio", "EDQ ratio: 1 means that nothing is lost"),
-            (lower, "lost", "Share of elements whose update is lost"),
-        ):
-            for key, label, line in (
-                (kind, "whole", {"color": "#0072B2"}),
-                (f"{kind}_leading", "leading term", {"color": "#D55E00", "linestyle": "--"}),
-            ):
-                values = [reading[key] for reading in self.history]  # type: ignore[literal-required]
-                axes.plot(
-                    steps, [math.nan if v is None else v for v in values], label=label, **line
-                )
-            axes.set_title(heading, loc="left", fontsize="medium")
-            axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-            axes.grid(alpha=0.3)
-            axes.spines[["top", "right"]].set_visible(False)
-        lower.set_xlabel("step")
-        upper.legend(frameon=False)
-        return figure
+        return report.figure(self.history)
 
     def __repr__(self) -> str:
         if self.last is None:
             return f"EDQ(every={self.every}, no reading yet)"
-        ratio, lost = _decimal(self.last["ratio"]), _percent(self.last["lost"])
+        ratio, lost = report.decimal(self.last["ratio"]), report.percent(self.last["lost"])
         return f"EDQ(every={self.every}, step {self.last['step']}: ratio {ratio}, lost {lost})"
 
     # ------------------------------------------------------------------------------------- hooks
@@ -323,19 +257,19 @@ class EDQ:
 
     # ----------------------------------------------------------------------------------- measure
 
-    def _sample(self, optimizer: Optimizer, loss: Callable[[], Any] | None) -> list[_Sample]:
+    def _sample(self, optimizer: Optimizer, loss: Callable[[], Any] | None) -> list[Sample]:
         """The step about to be taken, on copies of each parameter, or of all of them."""
         places = self._places(optimizer)
-        samples: list[_Sample] = []
+        samples: list[Sample] = []
         for batch in [places] if self._coupled else [[place] for place in places]:
-            measured = [place for place in batch if place.parameter.grad is not None]
-            if measured and not any(place.name in self.not_metered for place in measured):
-                samples += _measured(optimizer, batch, measured, loss)
+            with_gradient = [place for place in batch if place.parameter.grad is not None]
+            if with_gradient and not any(p.name in self.not_metered for p in with_gradient):
+                samples += take_sample(optimizer, batch, loss)
         return samples
 
-    def _places(self, optimizer: Optimizer) -> list[_Place]:
+    def _places(self, optimizer: Optimizer) -> list[Place]:
         return [
-            _Place(self._name(group, g, i), g, p)
+            Place(self._name(group, g, i), g, p)
             for g, group in enumerate(optimizer.param_groups)
             for i, p in enumerate(group["params"])
         ]
@@ -346,11 +280,11 @@ class EDQ:
             named = group["param_names"][i]
         return named or f"{g}.{i}"
 
-    def _conclude(self, optimizer: Optimizer, samples: list[_Sample]) -> None:
+    def _conclude(self, optimizer: Optimizer, samples: list[Sample]) -> None:
         """Make readings of a sample, if the real step was the one on copies."""
-        rows = _totals(samples)
-        failed = [s for s, row in zip(samples, rows, strict=True) if row[_FAILED]]
-        if any(row[_DIFFERS] for row in rows):
+        rows = totals(samples)
+        failed = [s for s, row in zip(samples, rows, strict=True) if row[FAILED]]
+        if any(row[DIFFERS] for row in rows):
             if self._coupled:
                 reason = "its steps cannot be repeated on copies to the bit"
                 self._refuse(optimizer, {s.place.name: s.error or reason for s in samples})
@@ -362,25 +296,23 @@ class EDQ:
         if failed:
             reason = "its step failed on another rank"
             self._refuse(optimizer, {s.place.name: s.error or reason for s in failed})
-        measured = [
-            (s.place, row) for s, row in zip(samples, rows, strict=True) if not row[_FAILED]
-        ]
+        measured = [(s.place, row) for s, row in zip(samples, rows, strict=True) if not row[FAILED]]
         if not measured:
             return
         step = self._steps
-        self.per_parameter = {place.name: _reading(step, [row]) for place, row in measured}
+        self.per_parameter = {place.name: reading(step, [row]) for place, row in measured}
         self.per_group = [
-            _reading(step, [row for place, row in measured if place.group == g])
+            reading(step, [row for place, row in measured if place.group == g])
             for g in range(len(optimizer.param_groups))
         ]
-        self.history.append(_reading(step, [row for _, row in measured]))
+        self.history.append(reading(step, [row for _, row in measured]))
         if self.alarm is not None:
             for place, _ in measured:
                 self._watch(place)
         if self.callback is not None:
             self.callback(self)
 
-    def _watch(self, place: _Place) -> None:
+    def _watch(self, place: Place) -> None:
         """Ring the alarm for a parameter that stays frozen."""
         lost = self.per_parameter[place.name]["lost"]
         if lost is None:
@@ -394,8 +326,8 @@ class EDQ:
             warnings.warn(
                 f"EDQ: {place.name} of shape {tuple(p.shape)}, "
                 f"{p.format.name if isinstance(p, MCFTensor) else p.dtype}, is frozen: "
-                f"{_percent(lost)} of its elements or more lost their update at {count} samples "
-                "in a row. "
+                f"{report.percent(lost)} of its elements lost their update, the last of {count} "
+                "samples in a row. "
                 + (
                     "Give it a format with more terms, by overrides of mcf.as_expansion"
                     if expansion
@@ -435,169 +367,6 @@ class EDQ:
         )
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a parameter is."""
-
-    name: str
-    group: int
-    parameter: Tensor
-
-
-@dataclass
-class _Sample:
-    """A step of one parameter on copies: sums over its elements, and what it came to."""
-
-    place: _Place
-    sums: Tensor
-    fingerprint: Tensor | None = None
-    error: str | None = None
-
-
-# The sums over elements of a parameter, of which a reading is made.
-_COLUMNS = 9
-_UPDATE, _ALONG, _ALONG_LEADING, _INTENDED, _LOST, _LOST_LEADING, _NUMEL, _DIFFERS, _FAILED = range(
-    _COLUMNS
-)
-
-
-def _measured(
-    optimizer: Optimizer,
-    batch: list[_Place],
-    measured: list[_Place],
-    loss: Callable[[], Any] | None,
-) -> list[_Sample]:
-    """Samples of the measured parameters of a batch, which are stepped together."""
-    parameters = [place.parameter for place in batch]
-    try:
-        for place in measured:
-            wide_type(place.parameter)
-        after = shadow_step(optimizer, parameters, same, loss)
-    except CannotShadow as error:
-        return [_failed(place, _FAILED, error) for place in measured]
-    except Exception as error:  # noqa: BLE001 (a meter that fails must not stop the training)
-        # The real step will be taken with the other parameters, and may differ.
-        return [_failed(place, _DIFFERS, error) for place in measured]
-    try:
-        wide = _wide_step(optimizer, parameters, loss)
-    except Exception as error:  # noqa: BLE001
-        return [_failed(place, _FAILED, error) for place in measured]
-    with torch.no_grad():
-        stepped = zip(batch, after, wide, strict=True)
-        return [
-            _Sample(place, _sums(place.parameter, a, w), _fingerprint(a))
-            for place, a, w in stepped
-            if place.parameter.grad is not None
-        ]
-
-
-def _failed(place: _Place, column: int, error: Exception) -> _Sample:
-    sums = torch.zeros(_COLUMNS, dtype=torch.float64, device=place.parameter.device)
-    sums[column] = 1
-    line = str(error).strip().partition("\n")[0]
-    known = isinstance(error, CannotShadow)
-    return _Sample(place, sums, error=line if known else f"{type(error).__name__}: {line}")
-
-
-def _wide_step(
-    optimizer: Optimizer, parameters: list[Tensor], loss: Callable[[], Any] | None
-) -> list[Tensor]:
-    try:
-        return shadow_step(optimizer, parameters, widened, loss)
-    except RuntimeError:  # of dtypes that do not go together
-        with contextlib.suppress(RuntimeError):
-            return shadow_step(optimizer, parameters, widened_parameters, loss)
-        raise
-
-
-def _sums(before: Tensor, after: Tensor, wide: Tensor) -> Tensor:
-    """The columns of a parameter, of the elements on this rank."""
-    before, after, wide = (_local(x) for x in (before, after, wide))
-    intended = wide - widened(before, before, "parameter")
-    intended = torch.view_as_real(intended) if intended.is_complex() else intended
-    intended = as_plain(intended, torch.float64)
-    pairs = list(zip(_terms(before), _terms(after), strict=True))
-    stayed_leading = pairs[0][0] == pairs[0][1]
-    moved = moved_leading = pairs[0][1].double() - pairs[0][0].double()
-    stayed = stayed_leading
-    for old, new in pairs[1:]:
-        moved = moved + (new.double() - old.double())
-        stayed = stayed & (new == old)
-    is_intended = intended != 0
-    sums = [
-        (intended * intended).sum(),
-        (intended * moved).sum(),
-        (intended * moved_leading).sum(),
-        is_intended.sum(),
-        (is_intended & stayed).sum(),
-        (is_intended & stayed_leading).sum(),
-        torch.tensor(before.numel(), device=intended.device),
-        torch.tensor(0, device=intended.device),
-        torch.tensor(0, device=intended.device),
-    ]
-    return torch.stack([x.double() for x in sums])
-
-
-def _fingerprint(x: Tensor) -> Tensor:
-    """The sums of the bit patterns of the terms: tensors that differ have others, by all odds."""
-    patterns = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    terms = _terms(_local(x))
-    return torch.stack(
-        [t.detach().view(patterns[t.element_size()]).sum(dtype=torch.int64) for t in terms]
-    )
-
-
-def _totals(samples: list[_Sample]) -> list[list[float]]:
-    """The columns of each sample, over all ranks that hold parts of its parameter."""
-    for sample in samples:
-        if sample.fingerprint is not None:
-            real = _fingerprint(sample.place.parameter)
-            sample.sums[_DIFFERS] = (real != sample.fingerprint).any()
-    sharded: dict[Any, list[_Sample]] = {}
-    for sample in samples:
-        placements = getattr(sample.place.parameter, "placements", ())
-        dims = tuple(i for i, placed in enumerate(placements) if not placed.is_replicate())
-        if dims:
-            mesh = sample.place.parameter.device_mesh  # type: ignore[attr-defined]
-            sharded.setdefault((mesh, dims), []).append(sample)
-    for (mesh, dims), parts in sharded.items():
-        rows = torch.stack([sample.sums for sample in parts])
-        for dim in dims:
-            torch.distributed.all_reduce(rows, group=mesh.get_group(dim))
-        for sample, row in zip(parts, rows, strict=True):
-            sample.sums = row
-    device = samples[0].sums.device
-    return torch.stack([sample.sums.to(device) for sample in samples]).tolist()
-
-
-def _reading(step: int, rows: list[list[float]]) -> Reading:
-    """The figures of one or many parameters, from their columns."""
-    total = [math.fsum(column) for column in zip(*rows, strict=True)] or [0.0] * _COLUMNS
-    norm = math.sqrt(total[_UPDATE])
-    intended = total[_INTENDED]
-    return Reading(
-        step=step,
-        edq=total[_ALONG] / norm if norm else None,
-        ratio=total[_ALONG] / total[_UPDATE] if norm else None,
-        lost=total[_LOST] / intended if intended else None,
-        ratio_leading=total[_ALONG_LEADING] / total[_UPDATE] if norm else None,
-        lost_leading=total[_LOST_LEADING] / intended if intended else None,
-        update_norm=norm,
-        numel=int(total[_NUMEL]),
-    )
-
-
-def _local(x: Tensor) -> Tensor:
-    """The part of a distributed tensor that is on this rank."""
-    return x.to_local() if hasattr(x, "to_local") else x
-
-
-def _terms(x: Tensor) -> tuple[Tensor, ...]:
-    if isinstance(x, MCFTensor):
-        return x.components
-    return (torch.view_as_real(x) if x.is_complex() else x,)
-
-
 def _is_running(frame: FrameType) -> bool:
     current: FrameType | None = sys._getframe(1)
     while current is not None and current is not frame:
@@ -633,72 +402,3 @@ def _unique_names(names: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, st
     if len(set(found.values())) < len(found):
         raise ValueError("EDQ: two parameters have the same name; make the names unique")
     return found
-
-
-def _optional(module: str, method: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise ImportError(
-            f'EDQ.{method}: needs {package}, which is not installed: pip install "mcftensor[tools]"'
-        ) from error
-
-
-def _loss(reading: Reading) -> tuple[float, float, int]:
-    lost, ratio = reading["lost"], reading["ratio"]
-    return (lost or 0.0, -math.inf if ratio is None else -ratio, reading["numel"])
-
-
-def _decimal(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.4g} %"
-
-
-_FIGURES = ("edq", "ratio", "lost", "ratio_leading", "lost_leading", "update_norm")
-
-
-def to_tensorboard(
-    writer: Any, prefix: str = "edq", *, parameters: bool = False
-) -> Callable[[EDQ], None]:
-    """A callback that writes every reading to TensorBoard.
-
-    Args:
-        writer: a `torch.utils.tensorboard.SummaryWriter`, or another thing with
-            `add_scalar(tag, value, step)`.
-        prefix: what the tags begin with, as in `edq/ratio`.
-        parameters: write ratio and lost share of each parameter, too.
-
-    Examples:
-        >>> import torch, mcftensor as mcf
-        >>> class Print:
-        ...     def add_scalar(self, tag, value, step):
-        ...         print(tag, round(value, 4), step)
-        >>> opt = torch.optim.SGD([torch.nn.Parameter(torch.ones(4))], lr=0.5)
-        >>> meter = mcf.EDQ(opt, callback=mcf.edq.to_tensorboard(Print()))
-        >>> opt.param_groups[0]["params"][0].grad = torch.ones(4)
-        >>> opt.step()
-        edq/edq 1.0 1
-        edq/ratio 1.0 1
-        edq/lost 0.0 1
-        edq/ratio_leading 1.0 1
-        edq/lost_leading 0.0 1
-        edq/update_norm 1.0 1
-    """
-
-    def write(meter: EDQ) -> None:
-        reading = meter.last
-        assert reading is not None
-        figures: dict[str, Any] = {f"{prefix}/{name}": reading[name] for name in _FIGURES}  # type: ignore[literal-required]
-        if parameters:
-            for name, one in meter.per_parameter.items():
-                figures[f"{prefix}_ratio/{name}"] = one["ratio"]
-                figures[f"{prefix}_lost/{name}"] = one["lost"]
-        for tag, value in figures.items():
-            if value is not None:
-                writer.add_scalar(tag, value, reading["step"])
-
-    return write

@@ -1,0 +1,113 @@
+"""The command line: `python -m mcftensor audit BEFORE AFTER`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from mcftensor.auditing import Audit, audit
+from mcftensor.checkpoints import CheckpointError
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that reports a mistake in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Leave with status 2."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def share(argument: str) -> float:
+    """An argparse type: a number above 0 and at most 1."""
+    try:
+        value = float(argument)
+    except ValueError:
+        value = 0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(
+            f"must be a number above 0 and at most 1, not {argument!r}"
+        )
+    return value
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of the command line, checked."""
+    parser = Parser(prog="python -m mcftensor", description="Tools for checkpoints.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    command = commands.add_parser(
+        "audit",
+        help="find weights that silently froze between two checkpoints",
+        description="Find weights that silently froze between two checkpoints of one training "
+        "run, as bf16 weights do under small updates. A checkpoint is a file of torch.save, a "
+        "safetensors file, the index of a sharded checkpoint, or a folder that holds one of these "
+        "as Hugging Face names them.",
+        epilog="Exit status: 0 if nothing looks frozen, 1 if something does, 2 for a mistake. "
+        "Weights that are frozen on purpose, and constant buffers, look frozen too: --ignore "
+        "them. Checkpoints only a few steps apart show far more unchanged elements than ones far "
+        "apart.",
+    )
+    add = command.add_argument
+    add("before", metavar="BEFORE", help="the earlier checkpoint")
+    add("after", metavar="AFTER", help="the later one")
+    add(
+        "--threshold",
+        type=share,
+        default=0.5,
+        metavar="SHARE",
+        help="share of unchanged elements from which a tensor is mostly frozen (default: 0.5)",
+    )
+    add(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="leave out tensors whose names match, such as '*.inv_freq'; may be repeated",
+    )
+    add("--all", action="store_true", help="show tensors that move, too")
+    add("--json", action="store_true", help="print all numbers of all tensors as JSON instead")
+    return parser.parse_args(arguments)
+
+
+def screen(found: Audit, *, moving: bool) -> str:
+    """The table, if it has a row, and the summary in one line."""
+    if not (moving or found.suspicious):
+        return found.summary() + "\n"
+    # Without a terminal there is no width to keep to, and names stay in one piece.
+    width = None if sys.stdout.isatty() else 100_000
+    console = importlib.import_module("rich.console").Console(width=width)
+    with console.capture() as capture:
+        console.print(found.table(moving=moving))
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    return "\n".join([*(line for line in lines if line), "", found.summary(), ""])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    options = parse(arguments)
+    try:
+        found = audit(
+            options.before, options.after, threshold=options.threshold, ignore=options.ignore
+        )
+        output = found.to_json() + "\n" if options.json else screen(found, moving=options.all)
+    except (CheckpointError, ImportError) as error:
+        reason = str(error).removeprefix("audit: ")
+        print(f"python -m mcftensor audit: {reason}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    try:
+        sys.stdout.write(output)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has seen enough. Python flushes once more on leaving, to no one.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1 if found.suspicious else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

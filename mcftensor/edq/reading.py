@@ -1,0 +1,224 @@
+"""Readings: what one step lost, from the step on copies to the figures."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mcftensor.convert import as_plain
+from mcftensor.shadow import (
+    CannotShadow,
+    same,
+    shadow_step,
+    wide_type,
+    widened,
+    widened_parameters,
+)
+from mcftensor.tensor import MCFTensor
+
+
+class Reading(TypedDict):
+    """What one step lost, in the model, a group or a parameter.
+
+    Every figure but the last two is None where no update was intended.
+    """
+
+    step: int
+    """Number of the step since the meter was attached, from 1 on."""
+    edq: float | None
+    """⟨Δ/‖Δ‖, Δ̂⟩, in the units of the parameters."""
+    ratio: float | None
+    """EDQ/‖Δ‖; 1.0 when nothing is lost."""
+    lost: float | None
+    """Of the elements that were to move, the share that did not."""
+    ratio_leading: float | None
+    """The ratio with the movement of leading terms alone."""
+    lost_leading: float | None
+    """The share whose leading term did not move."""
+    update_norm: float
+    """‖Δ‖, the length of the intended update."""
+    numel: int
+    """Number of elements measured."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter is."""
+
+    name: str
+    group: int
+    parameter: Tensor
+
+
+@dataclass
+class Sample:
+    """A step of one parameter on copies: sums over its elements, and what it came to."""
+
+    place: Place
+    sums: Tensor
+    fingerprint: Tensor | None = None
+    error: str | None = None
+
+
+# The sums over elements of a parameter, of which a reading is made.
+_COLUMNS = 9
+_UPDATE, _ALONG, _ALONG_LEADING, _INTENDED, _LOST, _LOST_LEADING, _NUMEL, DIFFERS, FAILED = range(
+    _COLUMNS
+)
+
+
+def take_sample(
+    optimizer: Optimizer, batch: list[Place], loss: Callable[[], Any] | None
+) -> list[Sample]:
+    """The step that is about to be taken, on copies of a batch of parameters at once.
+
+    Parameters without a gradient are stepped with the others, and give no sample.
+    """
+    parameters = [place.parameter for place in batch]
+    measured = [place for place in batch if place.parameter.grad is not None]
+    try:
+        for place in measured:
+            wide_type(place.parameter)
+        after = shadow_step(optimizer, parameters, same, loss)
+    except CannotShadow as error:
+        return [_failed(place, FAILED, error) for place in measured]
+    except Exception as error:  # noqa: BLE001 (a meter that fails must not stop the training)
+        # The real step will be taken with the other parameters, and may differ.
+        return [_failed(place, DIFFERS, error) for place in measured]
+    try:
+        wide = _wide_step(optimizer, parameters, loss)
+        with torch.no_grad():
+            return [
+                Sample(place, _sums(place.parameter, a, w), _fingerprint(a))
+                for place, a, w in zip(batch, after, wide, strict=True)
+                if place.parameter.grad is not None
+            ]
+    except Exception as error:  # noqa: BLE001
+        return [_failed(place, FAILED, error) for place in measured]
+
+
+def _failed(place: Place, column: int, error: Exception) -> Sample:
+    sums = torch.zeros(_COLUMNS, dtype=torch.float64, device=place.parameter.device)
+    sums[column] = 1
+    line = str(error).strip().partition("\n")[0]
+    known = isinstance(error, CannotShadow)
+    return Sample(place, sums, error=line if known else f"{type(error).__name__}: {line}")
+
+
+def _wide_step(
+    optimizer: Optimizer, parameters: list[Tensor], loss: Callable[[], Any] | None
+) -> list[Tensor]:
+    try:
+        return shadow_step(optimizer, parameters, widened, loss)
+    except RuntimeError:  # of dtypes that do not go together
+        with contextlib.suppress(RuntimeError):
+            return shadow_step(optimizer, parameters, widened_parameters, loss)
+        raise
+
+
+# Elements whose intermediate tensors fit into the caches of a CPU together; on a GPU they only
+# have to be few enough.
+_CPU_BLOCK = 1 << 17
+_BLOCK = 1 << 24
+
+
+def _sums(before: Tensor, after: Tensor, wide: Tensor) -> Tensor:
+    """The columns of a parameter, of the elements on this rank."""
+    size = _CPU_BLOCK if before.device.type == "cpu" else _BLOCK
+    blocks = zip(*(_local(x).reshape(-1).split(size) for x in (before, after, wide)), strict=True)
+    return torch.stack([_block_sums(*block) for block in blocks]).sum(0)
+
+
+def _block_sums(before: Tensor, after: Tensor, wide: Tensor) -> Tensor:
+    difference = wide - widened(before, before, "parameter")
+    difference = torch.view_as_real(difference) if difference.is_complex() else difference
+    intended = as_plain(difference, torch.float64).flatten()
+    terms = zip(_terms(before), _terms(after), strict=True)
+    moves = [(new.double() - old.double()).flatten() for old, new in terms]
+    moved = sum(moves[1:], start=moves[0])
+    stays = [move == 0 for move in moves]
+    is_intended = intended != 0
+    stayed_leading = is_intended & stays[0]
+    stayed = stayed_leading
+    for stay in stays[1:]:
+        stayed = stayed & stay
+    counts = [is_intended.sum(), stayed.sum(), stayed_leading.sum()]
+    zero = torch.zeros((), dtype=torch.float64, device=intended.device)
+    return torch.stack(
+        [
+            intended @ intended,
+            intended @ moved,
+            intended @ moves[0],
+            *(count.double() for count in counts),
+            zero + before.numel(),
+            zero,
+            zero,
+        ]
+    )
+
+
+def _fingerprint(x: Tensor) -> Tensor:
+    """The sums of the bit patterns of the terms: tensors that differ have others, by all odds."""
+    patterns = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    terms = _terms(_local(x))
+    return torch.stack(
+        [t.detach().view(patterns[t.element_size()]).sum(dtype=torch.int64) for t in terms]
+    )
+
+
+def totals(samples: list[Sample]) -> list[list[float]]:
+    """The columns of each sample, over all ranks that hold parts of its parameter."""
+    for sample in samples:
+        if sample.fingerprint is not None:
+            real = _fingerprint(sample.place.parameter)
+            sample.sums[DIFFERS] = (real != sample.fingerprint).any()
+    sharded: dict[Any, list[Sample]] = {}
+    for sample in samples:
+        placements = getattr(sample.place.parameter, "placements", ())
+        dims = tuple(i for i, placed in enumerate(placements) if not placed.is_replicate())
+        if dims:
+            mesh = sample.place.parameter.device_mesh  # type: ignore[attr-defined]
+            sharded.setdefault((mesh, dims), []).append(sample)
+    for (mesh, dims), parts in sharded.items():
+        rows = torch.stack([sample.sums for sample in parts])
+        for dim in dims:
+            torch.distributed.all_reduce(rows, group=mesh.get_group(dim))
+        for sample, row in zip(parts, rows, strict=True):
+            sample.sums = row
+    device = samples[0].sums.device
+    return torch.stack([sample.sums.to(device) for sample in samples]).tolist()
+
+
+def reading(step: int, rows: list[list[float]]) -> Reading:
+    """The figures of one or many parameters, from their columns."""
+    total = [sum(column) for column in zip(*rows, strict=True)] or [0.0] * _COLUMNS
+    norm = math.sqrt(total[_UPDATE])
+    intended = total[_INTENDED]
+    return Reading(
+        step=step,
+        edq=total[_ALONG] / norm if norm else None,
+        ratio=total[_ALONG] / total[_UPDATE] if norm else None,
+        lost=total[_LOST] / intended if intended else None,
+        ratio_leading=total[_ALONG_LEADING] / total[_UPDATE] if norm else None,
+        lost_leading=total[_LOST_LEADING] / intended if intended else None,
+        update_norm=norm,
+        numel=int(total[_NUMEL]),
+    )
+
+
+def _local(x: Tensor) -> Tensor:
+    """The part of a distributed tensor that is on this rank."""
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def _terms(x: Tensor) -> tuple[Tensor, ...]:
+    if isinstance(x, MCFTensor):
+        return x.components
+    return (torch.view_as_real(x) if x.is_complex() else x,)

@@ -1,0 +1,132 @@
+"""How readings are shown: a table, a figure, TensorBoard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mcftensor.edq.reading import Reading
+from mcftensor.extras import extra
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.table import Table
+
+    from mcftensor.edq.meter import EDQ
+
+
+def table(last: Reading | None, readings: Mapping[str, Reading], limit: int | None) -> Table:
+    """One reading a row, what is lost most first, and below them that of the whole model."""
+    screen: Table = extra("rich.table", "EDQ.table").Table(
+        title=f"Updates of step {last['step']}" if last else "No reading yet"
+    )
+    screen.add_column("parameter", overflow="fold")
+    for column in ("elements", "update", "ratio", "lost", "ratio\nleading", "lost\nleading"):
+        screen.add_column(column, justify="right")
+    rows = sorted(readings.items(), key=lambda item: _loss(item[1]), reverse=True)[:limit]
+    for name, reading in rows:
+        screen.add_row(name, *_cells(reading))
+    if last:
+        screen.add_section()
+        screen.add_row("all", *_cells(last))
+    return screen
+
+
+def figure(history: Sequence[Reading]) -> Figure:
+    """Ratio above and lost share below, over the steps."""
+    figure: Figure = extra("matplotlib.figure", "EDQ.figure").Figure(
+        figsize=(7, 6), layout="constrained"
+    )
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    steps = [reading["step"] for reading in history]
+    for axes, kind, heading in (
+        (upper, "ratio", "EDQ ratio: 1 means that nothing is lost"),
+        (lower, "lost", "Share of elements whose update is lost"),
+    ):
+        for name, label, line in (
+            (kind, "whole", {"color": "#0072B2"}),
+            (f"{kind}_leading", "leading term", {"color": "#D55E00", "linestyle": "--"}),
+        ):
+            values: list[Any] = [reading[name] for reading in history]  # type: ignore[literal-required]
+            numbers = [math.nan if value is None else value for value in values]
+            axes.plot(steps, numbers, label=label, **line)
+        axes.set_title(heading, loc="left", fontsize="medium")
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    lower.set_xlabel("step")
+    upper.legend(frameon=False)
+    return figure
+
+
+_FIGURES = ("edq", "ratio", "lost", "ratio_leading", "lost_leading", "update_norm")
+
+
+def to_tensorboard(
+    writer: Any, prefix: str = "edq", *, parameters: bool = False
+) -> Callable[[EDQ], None]:
+    """A callback that writes every reading to TensorBoard.
+
+    Args:
+        writer: a `torch.utils.tensorboard.SummaryWriter`, or another thing with
+            `add_scalar(tag, value, step)`.
+        prefix: what the tags begin with, as in `edq/ratio`.
+        parameters: write ratio and lost share of each parameter, too.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> class Print:
+        ...     def add_scalar(self, tag, value, step):
+        ...         print(tag, round(value, 4), step)
+        >>> opt = torch.optim.SGD([torch.nn.Parameter(torch.ones(4))], lr=0.5)
+        >>> meter = mcf.EDQ(opt, callback=mcf.edq.to_tensorboard(Print()))
+        >>> opt.param_groups[0]["params"][0].grad = torch.ones(4)
+        >>> opt.step()
+        edq/edq 1.0 1
+        edq/ratio 1.0 1
+        edq/lost 0.0 1
+        edq/ratio_leading 1.0 1
+        edq/lost_leading 0.0 1
+        edq/update_norm 1.0 1
+    """
+
+    def write(meter: EDQ) -> None:
+        reading = meter.last
+        assert reading is not None
+        figures: dict[str, Any] = {f"{prefix}/{name}": reading[name] for name in _FIGURES}  # type: ignore[literal-required]
+        if parameters:
+            for name, one in meter.per_parameter.items():
+                figures[f"{prefix}_ratio/{name}"] = one["ratio"]
+                figures[f"{prefix}_lost/{name}"] = one["lost"]
+        for tag, value in figures.items():
+            if value is not None:
+                writer.add_scalar(tag, value, reading["step"])
+
+    return write
+
+
+def decimal(value: float | None) -> str:
+    """A ratio as text."""
+    return "-" if value is None else f"{value:.4f}"
+
+
+def percent(value: float | None) -> str:
+    """A share as text."""
+    return "-" if value is None else f"{100 * value:.4g} %"
+
+
+def _cells(reading: Reading) -> tuple[str, ...]:
+    return (
+        f"{reading['numel']:,}",
+        f"{reading['update_norm']:.3g}",
+        decimal(reading["ratio"]),
+        percent(reading["lost"]),
+        decimal(reading["ratio_leading"]),
+        percent(reading["lost_leading"]),
+    )
+
+
+def _loss(reading: Reading) -> tuple[float, float, int]:
+    lost, ratio = reading["lost"], reading["ratio"]
+    return (lost or 0.0, -math.inf if ratio is None else -ratio, reading["numel"])
