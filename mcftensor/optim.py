@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from mcftensor.convert import as_expansion, as_plain
 from mcftensor.dispatch.operands import terms_in
 from mcftensor.formats import Format, require_format
-from mcftensor.shadow import attributes, plain_step
+from mcftensor.shadow import CannotShadow, attributes, plain_step
 from mcftensor.tensor import MCFTensor
 
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -254,7 +254,10 @@ def _trial_names(optimizer: Optimizer) -> set[str]:
     if not inspect.unwrap(step).__module__.startswith("torch.optim."):
         return set()
     trial = object.__new__(type(optimizer))
-    trial.__dict__ = attributes(optimizer, {})
+    try:
+        trial.__dict__ = attributes(optimizer, {})
+    except CannotShadow:
+        return set()
     dummy = torch.nn.Parameter(torch.ones(2, 2))
     dummy.grad = torch.ones(2, 2)
     trial.state = type(optimizer.state)(dict)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+import torch.distributed
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from mcftensor.convert import as_plain
 from mcftensor.dispatch.operands import terms_in
@@ -23,63 +29,101 @@ Conversion = Callable[[Tensor, Tensor, str], Tensor]
 # Bound to the instance, or to its parameters; a copy gets its own.
 _BOUND = ("step", "state", "param_groups", "_init_group", "_collage")
 
+# Attributes that make an expansion.
+_OF_EXPANSIONS = ("_term0", "_term1", "_term2", "_format", "_role", "_parameter")
+
+# Stand for processes and devices, and have no copies.
+_SHARED = (torch.device, DeviceMesh, getattr(torch.distributed, "ProcessGroup", DeviceMesh))
+
 
 class CannotShadow(Exception):
     """A step cannot be carried out on copies; the message says why."""
 
 
-def shadow_step(
-    optimizer: Optimizer,
-    parameters: Sequence[Tensor],
-    conversion: Conversion,
-    loss: Callable[[], Any] | None = None,
-) -> list[Tensor]:
-    """Take the step that an optimizer is about to take, on copies of some of its parameters.
+class Original:
+    """An optimizer whose step is to be taken on copies.
 
     Parameters, gradients and states are read and stay as they are, and so do the optimizer, its
-    groups and the random state.
-
-    Args:
-        optimizer: any optimizer.
-        parameters: those to step, of any of its groups.
-        conversion: `same` or `widened`.
-        loss: what the step gets for its closure, if it takes one; gradients are there already.
-
-    Returns:
-        The copies of the parameters, after the step.
-
-    Raises:
-        CannotShadow: it asks for its closure more than once.
-        Exception: whatever the step raises on the copies.
+    groups and the random state. What a step changes elsewhere (global variables, files) it changes
+    on copies, too.
     """
-    shadow = object.__new__(type(optimizer))
-    twins = {p: _twin(p, conversion) for p in parameters}
-    memo: dict[int, Any] = {id(p): twin for p, twin in twins.items()}
-    memo[id(optimizer)] = shadow
-    shadow.__dict__ = attributes(optimizer, memo)
-    shadow.param_groups = [_group(group, twins, memo) for group in optimizer.param_groups]
-    shadow.param_groups = [group for group in shadow.param_groups if group["params"]]
-    shadow.state = copy.copy(optimizer.state)
-    shadow.state.clear()
-    known = {p for group in optimizer.param_groups for p in group["params"]}
-    for key, state in list(optimizer.state.items()):
-        if key in twins:
-            shadow.state[twins[key]] = {
-                name: tree_map(lambda x: _copied(x, key, name, conversion, memo), value)  # noqa: B023
-                for name, value in state.items()
-            }
-        elif key not in known:
-            shadow.state[_deepcopied(key, memo)] = _deepcopied(state, memo)
-    plan = optimizer.__dict__.get("_collage")
-    if plan is not None and conversion is same:
-        plan.bind(shadow)
 
-    cuda = sorted({p.device.index for p in parameters if p.device.type == "cuda"})
-    with torch.no_grad(), torch.random.fork_rng(cuda):
-        plain_step(optimizer)(shadow, *(() if loss is None else (_once(loss),)))
-    for twin in twins.values():
-        twin.grad = None
-    return list(twins.values())
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.group_of: dict[Tensor, int] = {}
+        for g, group in enumerate(optimizer.param_groups):
+            self.group_of.update(dict.fromkeys(group["params"], g))
+        self.other_states = [key for key in optimizer.state if key not in self.group_of]
+
+    def step(
+        self, parameters: Sequence[Tensor], conversion: Conversion, loss: Callable[[], Any] | None
+    ) -> list[tuple[Tensor, dict[str, Any]]]:
+        """Take the step that the optimizer is about to take, on copies of some parameters.
+
+        Args:
+            parameters: those to step, of any of its groups.
+            conversion: `same`, `widened` or `widened_parameters`.
+            loss: what the step gets for its closure, if it takes one; gradients are there already.
+
+        Returns:
+            The copies of the parameters after the step, and of their states.
+
+        Raises:
+            CannotShadow: it asks for its closure more than once, has attributes that cannot be
+                copied, or writes to parameters all the same.
+            Exception: whatever the step raises on the copies.
+        """
+        optimizer = self.optimizer
+        shadow = object.__new__(type(optimizer))
+        memo: dict[int, Any] = {id(optimizer): shadow}
+        twins = {p: _twin(p, conversion, memo) for p in parameters}
+        memo |= {id(p): twin for p, twin in twins.items()}
+        try:
+            shadow.__dict__ = attributes(optimizer, memo)
+            shadow.param_groups = self._groups(twins, memo)
+            shadow.state = copy.copy(optimizer.state)
+            shadow.state.clear()
+            for p, twin in twins.items():
+                if p in optimizer.state:
+                    shadow.state[twin] = _state(optimizer.state[p], p, conversion, memo)
+            for key in self.other_states:
+                shadow.state[deepcopied(key, memo)] = deepcopied(optimizer.state[key], memo)
+            plan = optimizer.__dict__.get("_collage") if conversion is same else None
+            if plan is not None:
+                plan.bind(shadow)
+            versions = self._versions(parameters)
+            with torch.no_grad(), _same_randomness(parameters), _own_limits(twins):
+                plain_step(optimizer)(shadow, *(() if loss is None else (_once(loss),)))
+            if self._versions(parameters) != versions:
+                raise CannotShadow(
+                    "its step reaches its parameters otherwise than by groups and states, and has "
+                    "changed them: this step was taken more than once"
+                )
+            if plan is not None:
+                plan.apply(shadow)
+            for twin in twins.values():
+                twin.grad = None
+            return [(twin, dict(shadow.state.get(twin) or {})) for twin in twins.values()]
+        finally:
+            shadow.__dict__.clear()  # cycles would keep the copies until they are collected
+
+    def _groups(self, twins: Mapping[Tensor, Tensor], memo: dict[int, Any]) -> list[dict[str, Any]]:
+        groups = []
+        for g in sorted({self.group_of[p] for p in twins}):
+            group = self.optimizer.param_groups[g]
+            chosen = [i for i, p in enumerate(group["params"]) if p in twins]
+            options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            copied = {k: deepcopied(v, memo) for k, v in options.items()}
+            copied["params"] = [twins[group["params"][i]] for i in chosen]
+            if len(group.get("param_names", ())) == len(group["params"]):
+                copied["param_names"] = [group["param_names"][i] for i in chosen]
+            groups.append(copied)
+        return groups
+
+    def _versions(self, parameters: Sequence[Tensor]) -> list[int]:
+        states = [self.optimizer.state.get(p) for p in parameters]
+        tensors = [*parameters, *(p.grad for p in parameters), *tree_leaves(states)]
+        return [x._version for x in tensors if isinstance(x, Tensor) and not x.is_inference()]
 
 
 def same(x: Tensor, parameter: Tensor, name: str) -> Tensor:
@@ -122,11 +166,13 @@ def wide_type(parameter: Tensor) -> Wide:
     Raises:
         CannotShadow: there is none.
     """
+    name = parameter.format.name if isinstance(parameter, MCFTensor) else str(parameter.dtype)
+    if parameter.dtype.itemsize < 2:
+        raise CannotShadow(f"parameters of {name} are not supported")
     if isinstance(parameter, MCFTensor):
-        precision, name = parameter.format.precision, parameter.format.name
+        precision = parameter.format.precision
     else:
         precision = 53 if parameter.dtype in (torch.float64, torch.complex128) else 24
-        name = str(parameter.dtype)
     if precision <= 48:
         return torch.complex128 if parameter.is_complex() else torch.float64
     if precision > 2 * 53 or parameter.is_complex():
@@ -141,60 +187,99 @@ def plain_step(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 def attributes(optimizer: Optimizer, memo: dict[int, Any]) -> dict[str, Any]:
-    """Copies of the attributes of an optimizer, without hooks and what is bound to it."""
-    return {
-        name: type(value)() if "_hooks" in name else _deepcopied(value, memo)
-        for name, value in optimizer.__dict__.items()
-        if name not in _BOUND
-    }
+    """Copies of the attributes of an optimizer, without hooks and what is bound to it.
+
+    Raises:
+        CannotShadow: an attribute that cannot be copied, or a function that knows the optimizer.
+    """
+    copied = {}
+    for name, value in optimizer.__dict__.items():
+        if name in _BOUND:
+            continue
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            copied[name] = type(value)()
+            continue
+        if isinstance(value, FunctionType) and _closes_over(value, optimizer):
+            raise CannotShadow(f"its attribute {name} is a function that holds the optimizer")
+        try:
+            copied[name] = deepcopied(value, memo)
+        except CannotShadow as error:
+            raise CannotShadow(f"its attribute {name} cannot be copied: {error}") from error
+    return copied
+
+
+def deepcopied(value: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy; what stands for processes and devices stays the same.
+
+    Raises:
+        CannotShadow: it cannot be copied.
+    """
+    if isinstance(value, _SHARED):
+        return value
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception as error:  # copying may run any code
+        raise CannotShadow(f"{type(error).__name__}: {error}") from error
 
 
 def reaches_parameters(optimizer: Optimizer) -> bool:
     """Whether an optimizer holds parameters elsewhere than in its groups and states."""
     memo: dict[int, Any] = {}
-    attributes(optimizer, memo)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return any(id(p) in memo for p in parameters)
+    with contextlib.suppress(CannotShadow):
+        attributes(optimizer, memo)
+    return any(id(p) in memo for group in optimizer.param_groups for p in group["params"])
 
 
-def _twin(p: Tensor, conversion: Conversion) -> Tensor:
+def _twin(p: Tensor, conversion: Conversion, memo: dict[int, Any]) -> Tensor:
     twin = conversion(p, p, "parameter")
     if isinstance(p, nn.Parameter):
         twin = nn.Parameter(twin, requires_grad=p.requires_grad)
     else:
         twin.requires_grad_(p.requires_grad)
     for name, value in p.__dict__.items():
-        twin.__dict__.setdefault(name, value)
+        if name not in twin.__dict__ and name not in _OF_EXPANSIONS:
+            twin.__dict__[name] = _converted(value, p, name, conversion, memo)
     if p.grad is not None:
+        if p.grad.dtype != p.dtype:
+            twin.grad_dtype = None
         twin.grad = conversion(p.grad, p, "grad")
     return twin
 
 
-def _group(
-    group: Mapping[str, Any], twins: Mapping[Tensor, Tensor], memo: dict[int, Any]
-) -> dict[str, Any]:
-    chosen = [i for i, p in enumerate(group["params"]) if p in twins]
-    copied = {k: _deepcopied(v, memo) for k, v in group.items() if k != "params"}
-    if "param_names" in copied:
-        copied["param_names"] = [copied["param_names"][i] for i in chosen]
-    return {"params": [twins[group["params"][i]] for i in chosen], **copied}
+def _state(state: Any, p: Tensor, conversion: Conversion, memo: dict[int, Any]) -> Any:
+    if not isinstance(state, dict):
+        return deepcopied(state, memo)
+    copied = copy.copy(state)
+    for name, value in state.items():
+        copied[name] = _converted(value, p, name, conversion, memo)
+    return copied
 
 
-def _copied(x: Any, p: Tensor, name: str, conversion: Conversion, memo: dict[int, Any]) -> Any:
-    if isinstance(x, Tensor) and id(x) not in memo:
-        return conversion(x, p, name)
-    return _deepcopied(x, memo)
+def _converted(
+    value: Any, p: Tensor, name: str, conversion: Conversion, memo: dict[int, Any]
+) -> Any:
+    """A value with its tensors converted, and all else copied deeply."""
+
+    def convert(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return deepcopied(x, memo)
+        if id(x) not in memo:
+            memo[id(x)] = conversion(x, p, name)
+        return memo[id(x)]
+
+    return tree_map(convert, value)
 
 
-def _deepcopied(value: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy, or the thing itself where it has none, as a process group."""
-    try:
-        return copy.deepcopy(value, memo)
-    except (TypeError, RuntimeError, AttributeError, NotImplementedError):
-        return value
+def _closes_over(function: FunctionType, optimizer: Optimizer) -> bool:
+    contents = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            contents.append(cell.cell_contents)
+    leaves = tree_leaves(contents)
+    return any(x is optimizer or isinstance(x, (Tensor, nn.Module)) for x in leaves)
 
 
-def _once(loss: Callable[[], Any]) -> Callable[[], Any]:
+def _once(loss: Callable[[], Any]) -> Callable[..., Any]:
     """A closure for the shadow, which may call it once: the gradients of one point are known."""
     calls: list[None] = []
 
@@ -205,3 +290,39 @@ def _once(loss: Callable[[], Any]) -> Callable[[], Any]:
         return loss()
 
     return closure
+
+
+@contextlib.contextmanager
+def _same_randomness(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Whatever is drawn within is drawn again afterwards."""
+    cuda = sorted({p.device.index for p in parameters if p.device.type == "cuda"})
+    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng(cuda):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
+
+
+@contextlib.contextmanager
+def _own_limits(twins: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Within, `torch.finfo` of float64 answers for the dtype that the parameters really have.
+
+    Adafactor takes its default eps from there, which is to be the same in both precisions.
+    """
+    dtypes = {p.dtype for p in twins}
+    if len(dtypes) > 1 or any(isinstance(twin, MCFTensor) for twin in twins.values()):
+        yield
+        return
+    limits, (own,) = torch.finfo, dtypes
+
+    def finfo(dtype: torch.dtype | None = None) -> Any:
+        wide = dtype in (torch.float64, torch.complex128)
+        return limits(own if wide else dtype or torch.get_default_dtype())
+
+    torch.finfo = finfo  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        torch.finfo = limits  # type: ignore[misc]

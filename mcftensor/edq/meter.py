@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from mcftensor.edq import report
 from mcftensor.edq.reading import (
@@ -20,10 +22,10 @@ from mcftensor.edq.reading import (
     Reading,
     Sample,
     reading,
-    take_sample,
+    take_samples,
     totals,
 )
-from mcftensor.shadow import reaches_parameters
+from mcftensor.shadow import Original, reaches_parameters
 from mcftensor.tensor import MCFTensor
 
 if TYPE_CHECKING:
@@ -50,15 +52,16 @@ class EDQ:
                              {\#\{i : \Delta_i \ne 0\}} .
 
     The ratio is 1 when nothing is lost. It works on any `torch.optim.Optimizer` whose step can be
-    taken on copies, over plain parameters of any precision and over expansions, and changes
-    neither parameters nor states nor random numbers, to the bit.
+    taken on copies, over plain parameters of any precision and over expansions. Parameters, states
+    and random numbers are the same to the bit with and without a meter.
 
     After the real step the meter compares it with the one on copies. Optimizers whose parameters
     depend on each other (Prodigy, D-Adaptation, some forms of Muon) give themselves away there:
     that sample is discarded, and the next step measures all parameters at once.
 
     Args:
-        optimizer: any `torch.optim.Optimizer`. Attach the meter after other hooks on its step.
+        optimizer: any `torch.optim.Optimizer`. Attach the meter after hooks that run before its
+            step, and before hooks that run after it.
         every: measure one step of so many, beginning with the first.
         names: names of parameters, as `model.named_parameters()` gives them. By default those
             that the optimizer was given, or `"group.index"`.
@@ -84,9 +87,9 @@ class EDQ:
         FrozenWeightWarning: the alarm.
         UserWarning: parameters cannot be measured, or only all at once.
 
-    *Cost*: nothing measurable on other steps. A sampled one takes the time of two more steps, one
-    in float64, taken parameter by parameter, and the memory of some ten float64 copies of the
-    largest parameter; measured all at once, of the whole model.
+    *Cost*: nothing measurable on other steps. A sampled one takes tens of times as long as a fused
+    step of plain tensors, and the memory of some six float64 copies of the largest parameter;
+    measured all at once, of the whole model.
 
     *Resolution*: movements are exact. Intended updates are resolved to 2^-53 of a parameter.
 
@@ -119,7 +122,7 @@ class EDQ:
     ) -> None:
         _check_optimizer(optimizer)
         for name, value in (("every", every), ("patience", patience)):
-            if not isinstance(value, int) or value < 1:
+            if not hasattr(value, "__index__") or isinstance(value, bool) or value < 1:
                 raise ValueError(f"EDQ: {name}={value!r}; give a whole number from 1 on")
         if alarm is not None and not 0 < alarm <= 1:
             raise ValueError(f"EDQ: alarm={alarm!r} is a share of elements, above 0 and up to 1")
@@ -132,14 +135,16 @@ class EDQ:
         self.per_parameter: dict[str, Reading] = {}
         self.not_metered: dict[str, str] = {}
         self._names = _unique_names(names)
+        bases = type(optimizer).__mro__[1:]
+        self._bases = [c for c in bases if "step" in vars(c) and c is not Optimizer]
         self._steps = 0
         self._coupled = coupled or reaches_parameters(optimizer)
-        self._again = False
-        self._frame: FrameType | None = None
-        self._depth = 0
+        self._again = self._due = self._compiled = False
         self._samples: list[Sample] | None = None
         self._frozen_for: dict[str, int] = {}
-        self._handles = (
+        self._rung: set[str] = set()
+        self._refused: set[str] = set()
+        self._handles: tuple[RemovableHandle, ...] = (
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         )
@@ -185,11 +190,15 @@ class EDQ:
     # ------------------------------------------------------------------------------------- hooks
 
     def remove(self) -> None:
-        """Take the meter off its optimizer. What it has measured stays."""
+        """Take the meter off its optimizer. What it has measured stays.
+
+        Call it between steps: PyTorch does not let hooks be removed while it goes through them.
+        """
         for handle in self._handles:
             handle.remove()
+        self._handles = ()
         self._names = {}
-        self._samples = self._frame = None
+        self._samples = None
 
     def __enter__(self) -> EDQ:
         return self
@@ -206,32 +215,33 @@ class EDQ:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if torch.compiler.is_compiling():
-            return _untraced(self._begin, optimizer, args, kwargs)
-        return self._begin(optimizer, args, kwargs)
+            return _untraced(self._begin, optimizer, args, kwargs, True)
+        return self._begin(optimizer, args, kwargs, False)
 
     def _begin(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        # A step that calls the hooked one of its base class arrives twice, one that raised never
-        # reaches the other hook.
-        if self._frame is not None and _is_running(self._frame):
-            self._depth += 1
+        if self._bases and _is_nested(optimizer, self._bases):
             return None
-        self._frame, self._depth, self._samples = sys._getframe(2), 0, None
-        if not self._again and self._steps % self.every:
+        self._samples = None
+        self._due = self._again or self._steps % self.every == 0
+        if not self._due:
             return None
-        if len(args) > 2 or kwargs.keys() - {"closure"}:
+        self._compiled = compiled
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        expected = len(args) <= 2 and not kwargs.keys() - {"closure"}
+        if not expected or (closure is not None and not callable(closure)):
             self._refuse_all(optimizer, "its step is called with arguments other than a closure")
             return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._samples = self._sample(optimizer, None)
             return None
 
-        def measured_closure() -> Any:
-            loss = closure()
-            if self._samples is None:  # gradients are those of the first call
-                self._samples = self._sample(optimizer, lambda: loss)
+        def measured_closure(*inner: Any, **options: Any) -> Any:
+            loss = closure(*inner, **options)
+            if self._samples is None and self._handles:  # gradients are those of the first call
+                value = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, loss)
+                self._samples = self._sample(optimizer, lambda: value)
             return loss
 
         if len(args) > 1:
@@ -247,52 +257,78 @@ class EDQ:
             self._end(optimizer)
 
     def _end(self, optimizer: Optimizer) -> None:
-        if self._depth:
-            self._depth -= 1
+        if self._bases and _is_nested(optimizer, self._bases):
             return
         self._steps += 1
-        samples, self._samples, self._frame = self._samples, None, None
+        samples, self._samples = self._samples, None
         if samples:
             self._conclude(optimizer, samples)
+        elif self._due and samples is None:
+            self._refuse_all(optimizer, "its step did not call its closure")
+        elif self._due and any(True for _ in _gradients(optimizer)):
+            self._refuse_all(optimizer, "its step makes its gradients by itself")
 
     # ----------------------------------------------------------------------------------- measure
 
     def _sample(self, optimizer: Optimizer, loss: Callable[[], Any] | None) -> list[Sample]:
-        """The step about to be taken, on copies of each parameter, or of all of them."""
+        """The step about to be taken, on copies, batch by batch of parameters."""
+        try:
+            original = Original(optimizer)
+            samples: list[Sample] = []
+            for batch in self._batches(optimizer):
+                taken = take_samples(original, batch, loss)
+                if len(batch) > 1 and not self._coupled and any(s.error for s in taken):
+                    taken = [s for place in batch for s in take_samples(original, [place], loss)]
+                samples += taken
+            return samples
+        except Exception as error:  # noqa: BLE001 (a meter that fails must not stop the training)
+            self._refuse_all(optimizer, f"{type(error).__name__}: {error}")
+            return []
+
+    def _batches(self, optimizer: Optimizer) -> list[list[Place]]:
+        """Parameters to be stepped together: all, or as many as have the size of the largest."""
         places = self._places(optimizer)
-        samples: list[Sample] = []
-        for batch in [places] if self._coupled else [[place] for place in places]:
-            with_gradient = [place for place in batch if place.parameter.grad is not None]
-            if with_gradient and not any(p.name in self.not_metered for p in with_gradient):
-                samples += take_sample(optimizer, batch, loss)
-        return samples
+        if self._coupled:
+            return [places] if any(p.parameter.grad is not None for p in places) else []
+        places = [place for place in places if place.parameter.grad is not None]
+        limit = max([_SMALL, *(place.parameter.numel() for place in places)])
+        batches: list[list[Place]] = []
+        room = 0
+        for place in places:
+            room -= place.parameter.numel()
+            if room < 0 or not batches:
+                batches.append([])
+                room = limit - place.parameter.numel()
+            batches[-1].append(place)
+        return batches
 
     def _places(self, optimizer: Optimizer) -> list[Place]:
-        return [
-            Place(self._name(group, g, i), g, p)
-            for g, group in enumerate(optimizer.param_groups)
-            for i, p in enumerate(group["params"])
-        ]
-
-    def _name(self, group: Mapping[str, Any], g: int, i: int) -> str:
-        named = self._names.get(group["params"][i])
-        if named is None and "param_names" in group:
-            named = group["param_names"][i]
-        return named or f"{g}.{i}"
+        places: dict[str, Place] = {}
+        for g, group in enumerate(optimizer.param_groups):
+            given = group.get("param_names", ())
+            for i, p in enumerate(group["params"]):
+                name = self._names.get(p) or (given[i] if i < len(given) else f"{g}.{i}")
+                name = f"{name} ({g}.{i})" if name in places else name
+                places[name] = Place(name, g, p)
+        return list(places.values())
 
     def _conclude(self, optimizer: Optimizer, samples: list[Sample]) -> None:
         """Make readings of a sample, if the real step was the one on copies."""
-        rows = totals(samples)
-        failed = [s for s, row in zip(samples, rows, strict=True) if row[FAILED]]
+        rows = totals(samples, optimizer.state)
+        again, self._again = self._again, False
         if any(row[DIFFERS] for row in rows):
-            if self._coupled:
+            error = next((s.error for s in samples if s.error), None)
+            if self._compiled:
+                reason = "its compiled step rounds otherwise than the one on copies"
+                self._refuse(optimizer, {s.place.name: reason for s in samples})
+            elif self._coupled:
                 reason = "its steps cannot be repeated on copies to the bit"
-                self._refuse(optimizer, {s.place.name: s.error or reason for s in samples})
+                self._refuse(optimizer, {s.place.name: error or reason for s in samples})
             else:
-                self._coupled = self._again = True
-                self._warn_of_coupling(optimizer)
+                self._coupled, self._again = True, not again
+                self._warn_of_coupling(optimizer, error)
             return
-        self._again = False
+        failed = [s for s, row in zip(samples, rows, strict=True) if row[FAILED]]
         if failed:
             reason = "its step failed on another rank"
             self._refuse(optimizer, {s.place.name: s.error or reason for s in failed})
@@ -306,8 +342,9 @@ class EDQ:
             for g in range(len(optimizer.param_groups))
         ]
         self.history.append(reading(step, [row for _, row in measured]))
-        if self.alarm is not None:
-            for place, _ in measured:
+        for place, _ in measured:
+            self.not_metered.pop(place.name, None)
+            if self.alarm is not None:
                 self._watch(place)
         if self.callback is not None:
             self.callback(self)
@@ -320,7 +357,8 @@ class EDQ:
         assert self.alarm is not None
         count = self._frozen_for.get(place.name, 0) + 1 if lost >= self.alarm else 0
         self._frozen_for[place.name] = count
-        if count == self.patience:
+        if count >= self.patience and place.name not in self._rung:
+            self._rung.add(place.name)
             p = place.parameter
             expansion = isinstance(p, MCFTensor)
             warnings.warn(
@@ -334,44 +372,63 @@ class EDQ:
                     else "Keep it as an expansion: mcf.as_expansion(model)"
                 ),
                 FrozenWeightWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def _refuse(self, optimizer: Optimizer, reasons: Mapping[str, str]) -> None:
+        """Say, once a parameter, that it could not be measured. The next sample tries again."""
+        new = [name for name in reasons if name not in self._refused]
+        self._refused.update(new)
         self.not_metered.update(reasons)
-        name, reason = next(iter(reasons.items()))
-        others = f" and {len(reasons) - 1} other parameters" if len(reasons) > 1 else ""
-        warnings.warn(
-            f"EDQ: the updates of {type(optimizer).__name__} cannot be measured for "
-            f"{name}{others}: {reason}",
-            stacklevel=5,
-        )
+        if new:
+            others = f" and {len(new) - 1} other parameters" if len(new) > 1 else ""
+            warnings.warn(
+                f"EDQ: the updates of {type(optimizer).__name__} cannot be measured for "
+                f"{new[0]}{others}: {reasons[new[0]]}",
+                stacklevel=6,
+            )
 
     def _refuse_all(self, optimizer: Optimizer, reason: str) -> None:
-        unknown = [p for p in self._places(optimizer) if p.name not in self.not_metered]
-        if unknown:
-            self._refuse(optimizer, {place.name: reason for place in unknown})
+        self._samples, self._due = [], False
+        self._refuse(optimizer, {place.name: reason for place in self._places(optimizer)})
 
-    def _warn_of_coupling(self, optimizer: Optimizer) -> None:
-        tensors = [p for group in optimizer.param_groups for p in group["params"]]
-        tensors += [x for state in optimizer.state.values() for x in state.values()]
+    def _warn_of_coupling(self, optimizer: Optimizer, error: str | None) -> None:
+        tensors = tree_leaves([list(optimizer.state.values()), [*_gradients(optimizer)]])
         elements = sum(x.numel() for x in tensors if isinstance(x, Tensor))
-        elements += sum(p.numel() for p in tensors if isinstance(p, Tensor) and p.grad is not None)
+        elements += sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         warnings.warn(
-            f"EDQ: {type(optimizer).__name__} does not treat parameters one by one. From its next "
-            "step on they are measured all at once, which on measured steps takes memory for all "
-            f"parameters, gradients and states in float64, {elements * 8 / 2**30:.2g} GiB, and for "
-            "copies of them. With coupled=True the first step is measured, too, and this warning "
-            "stays away",
-            stacklevel=5,
+            f"EDQ: {type(optimizer).__name__} does not treat parameters one by one"
+            f"{f' ({error})' if error else ''}. From its next step on they are measured all at "
+            "once, which on measured steps takes memory for all parameters, gradients and states "
+            f"in float64, {elements * 8 / 2**30:.2g} GiB, and for copies of them. With "
+            "coupled=True the first step is measured, too, and this warning stays away",
+            stacklevel=6,
         )
 
 
-def _is_running(frame: FrameType) -> bool:
-    current: FrameType | None = sys._getframe(1)
-    while current is not None and current is not frame:
-        current = current.f_back
-    return current is frame
+# Parameters are measured together until they have so many elements, or those of the largest.
+_SMALL = 1 << 20
+
+
+def _gradients(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from (p.grad for p in group["params"] if p.grad is not None)
+
+
+def _is_nested(optimizer: Optimizer, bases: Sequence[type]) -> bool:
+    """Whether this hook is called by a step within the step of the same optimizer.
+
+    So it is where a class calls the step of one of its bases, and both have hooks.
+    """
+    if not any(getattr(base.__dict__["step"], "hooked", False) for base in bases):
+        return False
+    code = type(optimizer).step.__code__  # type: ignore[attr-defined]  # of what calls the hooks
+    steps = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        steps += frame.f_code is code and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return steps > 1
 
 
 @torch._disable_dynamo  # unlike torch.compiler.disable, it does not import the compiler
@@ -398,6 +455,10 @@ def _check_optimizer(optimizer: object) -> None:
 
 def _unique_names(names: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
     pairs = list(names or ())
+    if not all(isinstance(name, str) and isinstance(p, Tensor) for name, p in pairs):
+        raise TypeError(
+            "EDQ: names are pairs of a name and a parameter, as of model.named_parameters()"
+        )
     found = {p: name for name, p in reversed(pairs)}
     if len(set(found.values())) < len(found):
         raise ValueError("EDQ: two parameters have the same name; make the names unique")

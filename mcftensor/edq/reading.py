@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from mcftensor.convert import as_plain
 from mcftensor.shadow import (
     CannotShadow,
+    Original,
     same,
-    shadow_step,
     wide_type,
     widened,
     widened_parameters,
@@ -63,7 +63,7 @@ class Sample:
 
     place: Place
     sums: Tensor
-    fingerprint: Tensor | None = None
+    fingerprints: dict[str, Tensor] = field(default_factory=dict)
     error: str | None = None
 
 
@@ -74,8 +74,8 @@ _UPDATE, _ALONG, _ALONG_LEADING, _INTENDED, _LOST, _LOST_LEADING, _NUMEL, DIFFER
 )
 
 
-def take_sample(
-    optimizer: Optimizer, batch: list[Place], loss: Callable[[], Any] | None
+def take_samples(
+    original: Original, batch: list[Place], loss: Callable[[], Any] | None
 ) -> list[Sample]:
     """The step that is about to be taken, on copies of a batch of parameters at once.
 
@@ -86,18 +86,18 @@ def take_sample(
     try:
         for place in measured:
             wide_type(place.parameter)
-        after = shadow_step(optimizer, parameters, same, loss)
+        after = original.step(parameters, same, loss)
     except CannotShadow as error:
         return [_failed(place, FAILED, error) for place in measured]
     except Exception as error:  # noqa: BLE001 (a meter that fails must not stop the training)
         # The real step will be taken with the other parameters, and may differ.
         return [_failed(place, DIFFERS, error) for place in measured]
     try:
-        wide = _wide_step(optimizer, parameters, loss)
+        wide = _wide_step(original, parameters, loss)
         with torch.no_grad():
             return [
-                Sample(place, _sums(place.parameter, a, w), _fingerprint(a))
-                for place, a, w in zip(batch, after, wide, strict=True)
+                Sample(place, _sums(place.parameter, p, w), _fingerprints(p, state))
+                for place, (p, state), (w, _) in zip(batch, after, wide, strict=True)
                 if place.parameter.grad is not None
             ]
     except Exception as error:  # noqa: BLE001
@@ -113,13 +113,13 @@ def _failed(place: Place, column: int, error: Exception) -> Sample:
 
 
 def _wide_step(
-    optimizer: Optimizer, parameters: list[Tensor], loss: Callable[[], Any] | None
-) -> list[Tensor]:
+    original: Original, parameters: list[Tensor], loss: Callable[[], Any] | None
+) -> list[tuple[Tensor, dict[str, Any]]]:
     try:
-        return shadow_step(optimizer, parameters, widened, loss)
+        return original.step(parameters, widened, loss)
     except RuntimeError:  # of dtypes that do not go together
         with contextlib.suppress(RuntimeError):
-            return shadow_step(optimizer, parameters, widened_parameters, loss)
+            return original.step(parameters, widened_parameters, loss)
         raise
 
 
@@ -140,16 +140,19 @@ def _block_sums(before: Tensor, after: Tensor, wide: Tensor) -> Tensor:
     difference = wide - widened(before, before, "parameter")
     difference = torch.view_as_real(difference) if difference.is_complex() else difference
     intended = as_plain(difference, torch.float64).flatten()
-    terms = zip(_terms(before), _terms(after), strict=True)
-    moves = [(new.double() - old.double()).flatten() for old, new in terms]
+    pairs = [
+        (old.flatten().double(), new.flatten().double())
+        for old, new in zip(_terms(before), _terms(after), strict=True)
+    ]
+    moves = [new - old for old, new in pairs]
     moved = sum(moves[1:], start=moves[0])
-    stays = [move == 0 for move in moves]
     is_intended = intended != 0
-    stayed_leading = is_intended & stays[0]
-    stayed = stayed_leading
-    for stay in stays[1:]:
-        stayed = stayed & stay
-    counts = [is_intended.sum(), stayed.sum(), stayed_leading.sum()]
+    stayed = is_intended
+    stays = []
+    for old, new in pairs:
+        stayed = stayed & ((new == old) | (torch.isnan(new) & torch.isnan(old)))
+        stays.append(stayed)
+    counts = [is_intended.sum(), stayed.sum(), stays[0].sum()]
     zero = torch.zeros((), dtype=torch.float64, device=intended.device)
     return torch.stack(
         [
@@ -164,21 +167,36 @@ def _block_sums(before: Tensor, after: Tensor, wide: Tensor) -> Tensor:
     )
 
 
-def _fingerprint(x: Tensor) -> Tensor:
-    """The sums of the bit patterns of the terms: tensors that differ have others, by all odds."""
-    patterns = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    terms = _terms(_local(x))
-    return torch.stack(
-        [t.detach().view(patterns[t.element_size()]).sum(dtype=torch.int64) for t in terms]
-    )
+_PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def totals(samples: list[Sample]) -> list[list[float]]:
-    """The columns of each sample, over all ranks that hold parts of its parameter."""
+def _fingerprints(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The sums of the bit patterns of a parameter and its states, term by term.
+
+    Tensors that differ have others, by all odds.
+    """
+    tensors = {"parameter": parameter}
+    for name, value in state.items():
+        for i, x in enumerate(tree_leaves(value)):
+            if isinstance(x, Tensor) and x.layout == torch.strided:
+                tensors[f"{name}.{i}"] = x
+    return {
+        f"{name}, term {i} of {len(terms)}": t.detach()
+        .view(_PATTERNS[t.element_size()])
+        .sum(dtype=torch.int64)
+        for name, x in tensors.items()
+        for terms in (_terms(_local(x)),)
+        for i, t in enumerate(terms)
+    }
+
+
+def totals(samples: list[Sample], states: Mapping[Tensor, Any]) -> list[list[float]]:
+    """The columns of each sample after the real step, over all ranks that hold parts."""
     for sample in samples:
-        if sample.fingerprint is not None:
-            real = _fingerprint(sample.place.parameter)
-            sample.sums[DIFFERS] = (real != sample.fingerprint).any()
+        p = sample.place.parameter
+        real = _fingerprints(p, states.get(p, {})) if sample.fingerprints else {}
+        for name in sample.fingerprints.keys() & real.keys():
+            sample.sums[DIFFERS] += sample.fingerprints[name] != real[name]
     sharded: dict[Any, list[Sample]] = {}
     for sample in samples:
         placements = getattr(sample.place.parameter, "placements", ())
