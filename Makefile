@@ -9,7 +9,7 @@ BIN := .venv/bin
 PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal \
 	--doctest-modules mcftensor tests
 
-.PHONY: help train test test-all lint clean
+.PHONY: help train study test test-all lint clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
@@ -17,6 +17,9 @@ help: ## list the targets
 
 train: .venv/installed ## pretrain a small GPT in five precision strategies and compare (ARGS="--help")
 	$(BIN)/python examples/pretrain.py $(ARGS)
+
+study: .venv/installed ## measure what updates lose, by strategy, layer, learning rate and beta2 (ARGS="--help")
+	$(BIN)/python examples/edq_study.py $(ARGS)
 
 test: .venv/installed ## run the tests and the examples in docstrings, those marked slow aside (ARGS="-k name")
 	$(PYTEST) $(ARGS)

@@ -18,8 +18,20 @@ for name, result in strategies.items():
     print(f"{name:7} {nats:.4f} nats, {memory:.2f} bytes per parameter")
     assert len(result["training"]) == 20, "one training loss a step"
     assert nats < math.log(256), "training must beat a uniform guess"
+    edq = result["edq"]
+    print(f"{'':7} EDQ ratio {result['final']['edq_ratio']:.4f} from {len(edq)} samples")
+    assert [reading["step"] for reading in edq] == list(range(1, 20, 2)), "every other step"
+    assert all(0 <= reading["lost"] <= 1 for reading in edq), "shares"
     # Norms, which are three-term expansions, add less than 0.1.
     assert 0 <= memory - BYTES_PER_PARAMETER[name] < 0.1, "memory is not what the mode promises"
+
+ratios = {name: result["final"]["edq_ratio"] for name, result in strategies.items()}
+lost = {name: result["final"]["lost"] for name, result in strategies.items()}
+for name in ("master", "light", "plus", "full"):
+    assert abs(ratios[name] - 1) < 1e-3, f"{name} must lose next to nothing"
+    assert lost[name] < 0.1, f"{name} must move nearly all elements"
+assert ratios["bf16"] < 0.8, "plain bf16 must lose a good part"
+assert lost["bf16"] > 0.5, "plain bf16 must leave most elements where they are"
 
 picture = imread(folder / "loss.png")
 assert min(picture.shape[:2]) > 400, picture.shape

@@ -5,13 +5,15 @@ import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+import mcftensor as mcf
 import pretrain
-from pretraining import report, text
+from pretraining import report, text, training
 from pretraining.model import GPT, Shape
 from pretraining.strategies import STRATEGIES, bytes_per_parameter
 
@@ -22,7 +24,7 @@ VECTORS = sum(p.numel() for p in GPT(TINY).parameters() if p.dim() == 1)
 
 @pytest.fixture(autouse=True)
 def _tiny_model(monkeypatch):
-    monkeypatch.setitem(pretrain.SHAPES, "cpu", TINY)
+    monkeypatch.setitem(training.SHAPES, "cpu", TINY)
 
 
 @pytest.fixture
@@ -68,7 +70,63 @@ def test_all_strategies_start_alike_and_learn(run, tmp_path, capsys):
         assert result["seconds_per_step"] > 0
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
     screen = capsys.readouterr().out
-    assert all(name in screen for name in (*STRATEGIES, "bits per byte"))
+    assert all(name in screen for name in (*STRATEGIES, "bits per byte", "EDQ ratio"))
+
+
+def test_every_strategy_is_metered(run):
+    """Steps 1, 3, …, 11 of 12; the means are those of the last two of these six."""
+    _, record = run("--steps", "12")
+    results = record["strategies"]
+    for name, result in results.items():
+        readings = result["edq"]
+        assert [reading["step"] for reading in readings] == [1, 3, 5, 7, 9, 11]
+        assert all(reading["numel"] == PARAMETERS for reading in readings)
+        final = result["final"]
+        for of_reading, of_result in (("ratio", "edq_ratio"), ("lost", "lost")):
+            late = [reading[of_reading] for reading in readings[-2:]]
+            assert final[of_result] == pytest.approx(sum(late) / 2)
+        if name != "bf16":
+            assert final["edq_ratio"] == pytest.approx(1, abs=1e-3)
+            assert final["lost"] < 0.05
+    bf16, plus = results["bf16"]["final"], results["plus"]["final"]
+    assert bf16["edq_ratio"] == bf16["edq_ratio_leading"] < 0.7
+    assert bf16["lost"] == bf16["lost_leading"] > 0.5
+    assert plus["lost_leading"] > 0.5 > plus["lost"]
+
+
+def test_the_meter_changes_nothing_and_its_time_is_not_counted(run, monkeypatch):
+    """Sampled steps take half a second each here, the others do not."""
+    arguments = ("--steps", "4", "--strategies", "plus,master")
+    _, metered = run(*arguments)
+
+    class Idle:
+        def __init__(self, optimizer, every, callback):
+            self.every, self.step, self.last, self.history = every, 0, None, []
+            optimizer.register_step_post_hook(self.sample)
+
+        def sample(self, *_):
+            self.step += 1
+            if self.step % self.every == 1:
+                time.sleep(0.5)
+                self.last = {"step": self.step}
+
+        def remove(self):
+            pass
+
+    monkeypatch.setattr(mcf, "EDQ", Idle)
+    _, alone = run(*arguments)
+    for name in ("plus", "master"):
+        results = [record["strategies"][name] for record in (metered, alone)]
+        assert results[0]["training"] == results[1]["training"]
+        assert results[0]["validation"] == results[1]["validation"]
+        assert results[1]["seconds_per_step"] < 0.5
+        assert results[1]["final"]["edq_ratio"] is None
+
+
+def test_about_25_samples_are_taken(run):
+    _, record = run("--steps", "60", "--strategies", "bf16")
+    steps = [reading["step"] for reading in record["strategies"]["bf16"]["edq"]]
+    assert steps == list(range(1, 61, 2))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +213,7 @@ def test_interrupting(poem, tmp_path, monkeypatch, capsys):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pretrain, "loss", interrupt)
+    monkeypatch.setattr(training, "loss", interrupt)
     assert pretrain.main(["--data", str(poem), "--out", str(tmp_path / "out")]) == 130
     assert "Traceback" not in capsys.readouterr().err
 
@@ -186,12 +244,12 @@ def assert_one_line(stderr, complaint):
 
 
 def test_learning_rate_warms_up_and_decays():
-    factors = [pretrain.learning_rate_factor(step, 100) for step in range(101)]
+    factors = [training.learning_rate_factor(step, 100) for step in range(101)]
     assert factors[0] == pytest.approx(0.1)
     assert factors[9] == factors[10] == 1
     assert factors[100] == pytest.approx(0.1)
     assert all(a >= b for a, b in itertools.pairwise(factors[10:]))
-    assert pretrain.learning_rate_factor(0, 1) == 1
+    assert training.learning_rate_factor(0, 1) == 1
 
 
 def test_bytes_per_parameter_counts_each_tensor_once():
@@ -208,7 +266,7 @@ def test_bytes_per_parameter_counts_each_tensor_once():
 
 
 def test_a_loss_that_is_not_finite_is_null(tmp_path):
-    result = report.Result(training=[math.nan], validation=[(0, 5.0), (1, math.inf)])
+    result = training.Result(training=[math.nan], validation=[(0, 5.0), (1, math.inf)])
     report.write_json(tmp_path / "results.json", {"bf16": result})
     record = json.loads((tmp_path / "results.json").read_text())["strategies"]["bf16"]
     assert record["training"] == [None]
@@ -216,9 +274,71 @@ def test_a_loss_that_is_not_finite_is_null(tmp_path):
 
 
 def test_the_table_without_master_weights():
-    result = report.Result(validation=[(0, 5.0), (1, 4.0)])
+    result = training.Result(validation=[(0, 5.0), (1, 4.0)])
     table = report.table({"bf16": result}, "title")
-    assert [list(column.cells) for column in table.columns][3] == ["—"]
+    assert rows(table)["difference to master, nats"] == ["—"]
+
+
+def rows(table):
+    """The cells of a table by the first of each row."""
+    names, *columns = ([*column.cells] for column in table.columns)
+    return {name.strip(): [*row] for name, *row in zip(names, *columns, strict=True)}
+
+
+def readings(*ratios):
+    kinds = ("ratio", "lost", "ratio_leading", "lost_leading")
+    return [{"step": i} | dict.fromkeys(kinds, r) for i, r in enumerate(ratios, start=1)]
+
+
+def test_figures_of_the_meter_are_means_over_the_last_quarter():
+    for ratios, late in (
+        ([0.1] * 6 + [0.5, 0.7], 0.6),
+        ([0.25], 0.25),
+        ([0.1, 0.1, 0.1, None], None),
+        ([0.1] * 6 + [None, 0.5], 0.5),
+        ([], None),
+    ):
+        assert training.Result(edq=readings(*ratios)).late("ratio") == pytest.approx(late)
+
+
+def test_the_table_says_what_updates_lose():
+    bf16 = training.Result(validation=[(0, 5.0), (1, 4.0)], edq=readings(0.25))
+    master = training.Result(validation=[(0, 5.0), (1, 4.0)])
+    table = rows(report.table({"bf16": bf16, "master": master}, "title"))
+    assert table["EDQ ratio"] == ["0.2500", "—"]
+    assert table["updates lost"] == ["25.0 %", "—"]
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(None, "—"), (0, "0.0 %"), (1e-6, "< 0.001 %"), (1.2e-4, "0.012 %"), (0.8312, "83.1 %")],
+)
+def test_shares_as_text(share, text):
+    assert report.percent(share) == text
+
+
+def test_the_picture_shows_losses_and_what_updates_lose(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(report.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    for names in (("master", "bf16", "plus"), ("bf16", "plus"), ("bf16",)):
+        results = {
+            name: training.Result(
+                validation=[(0, 5.0), (1, 4.0), (2, 3.0)],
+                edq=readings(0.25, 7.0 if name == "plus" else None),
+            )
+            for name in names
+        }
+        report.draw(tmp_path / "loss.png", results, "title")
+        panels = {axes.get_title(): axes for axes in figures[-1].axes}
+        assert ("Difference to master weights" in panels) == ("master" in names)
+        lines = {axes.get_title(): len(axes.lines) for axes in figures[-1].axes}
+        # One more for leading terms of plus.
+        assert lines["EDQ ratio: 1 where weights move as intended"] == len(names) + (
+            "plus" in names
+        )
+        ratios = panels["EDQ ratio: 1 where weights move as intended"]
+        assert ratios.get_ylim()[0] <= 0
+        assert 1 < ratios.get_ylim()[1] <= 1.5
 
 
 # The text

@@ -1,1 +1,1 @@
-"""The parts of `pretrain.py`: the text, the model and the report."""
+"""The parts that `pretrain.py` and `edq_study.py` share: text, model, training, reports."""

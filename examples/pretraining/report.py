@@ -4,57 +4,35 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 from rich.table import Table
+
+from pretraining.training import Result
 
 REFERENCE = "master"
 
-# Okabe and Ito's colours, which stay apart for colour-blind readers. The reference is a wide grey
-# band, so that what coincides with it does not hide it.
+# Okabe and Ito's colours, which stay apart for colour-blind readers. Lines become narrower from
+# one to the next, so that those that coincide are all seen; the reference is a wide grey band.
 LINES: dict[str, dict[str, Any]] = {
-    "master": {"color": "#BBBBBB", "linewidth": 5},
+    "master": {"color": "#BBBBBB", "linewidth": 6},
     "bf16": {"color": "#D55E00", "marker": "o", "markersize": 4},
-    "light": {"color": "#56B4E9", "marker": "s", "markersize": 4},
+    "light": {"color": "#56B4E9", "marker": "s", "markersize": 6, "linewidth": 3},
     "plus": {"color": "#009E73", "marker": "^", "markersize": 4},
-    "full": {"color": "#000000", "marker": ".", "linestyle": "--", "linewidth": 1},
+    "full": {"color": "#000000", "marker": ".", "markersize": 3, "linestyle": "--", "linewidth": 1},
 }
 
-
-@dataclass
-class Result:
-    """What one strategy came to; losses are in nats per byte."""
-
-    training: list[float] = field(default_factory=list)  # one loss a step
-    validation: list[tuple[int, float]] = field(default_factory=list)  # (step, loss)
-    bytes_per_parameter: float = math.nan
-    seconds_per_step: float = math.nan
-
-    @property
-    def final(self) -> float:
-        """The validation loss after the last step."""
-        return self.validation[-1][1]
-
+# How leading terms alone are drawn, over what the strategy has otherwise.
+LEADING: dict[str, Any] = {"marker": "", "linestyle": ":"}
+PLAIN = ("master", "bf16")  # They have no terms but one.
 
 Results = dict[str, Result]
-
-
-class FolderError(Exception):
-    """The results cannot be written; the message is one line for the user."""
-
-
-def make_folder(path: Path) -> None:
-    """Create the folder for the results, before the time goes into what it cannot hold."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FolderError(f"cannot write to {path}: {error.strerror}") from None
-    if not os.access(path, os.W_OK):
-        raise FolderError(f"cannot write to {path}")
 
 
 def difference(results: Results, strategy: str) -> float | None:
@@ -64,32 +42,55 @@ def difference(results: Results, strategy: str) -> float | None:
 
 
 def table(results: Results, title: str) -> Table:
-    """The final numbers, one strategy a row."""
-    screen = Table(title=title, caption="bytes per parameter: measured, gradients included")
-    screen.add_column("strategy")
-    for column in (
-        "validation\nnats",
-        "\nbits per byte",
-        "difference\nto master",
-        "bytes per\nparameter",
-        "seconds\nper step",
-    ):
-        screen.add_column(column, justify="right")
-    for strategy, result in results.items():
-        gap = difference(results, strategy)
-        screen.add_row(
-            strategy,
-            f"{result.final:.4f}",
-            f"{result.final / math.log(2):.4f}",
-            "—" if gap is None or strategy == REFERENCE else f"{gap:+.4f}",
-            f"{result.bytes_per_parameter:.2f}",
-            f"{result.seconds_per_step:.3f}",
-        )
+    """The final numbers, one strategy a column."""
+    screen = Table(
+        title=title,
+        caption="EDQ ratio: the share of the intended updates that weights took. Lost: elements "
+        "that were to move and did not. Both are means over the last quarter of the samples. "
+        "Leading terms: the bf16 weights that the model computes with. Bytes: measured, gradients "
+        "included.",
+    )
+    screen.add_column()
+    for strategy in results:
+        screen.add_column(strategy, justify="right")
+
+    def row(name: str, cell: Callable[[str], str]) -> None:
+        screen.add_row(name, *map(cell, results))
+
+    def gap(strategy: str) -> str:
+        value = difference(results, strategy)
+        return "—" if value is None or strategy == REFERENCE else f"{value:+.4f}"
+
+    row("validation, nats per byte", lambda s: f"{results[s].final:.4f}")
+    row("validation, bits per byte", lambda s: f"{results[s].final / math.log(2):.4f}")
+    row("difference to master, nats", gap)
+    screen.add_section()
+    row("EDQ ratio", lambda s: decimal(results[s].late("ratio")))
+    row("    of leading terms", lambda s: decimal(results[s].late("ratio_leading")))
+    row("updates lost", lambda s: percent(results[s].late("lost")))
+    row("    by leading terms", lambda s: percent(results[s].late("lost_leading")))
+    screen.add_section()
+    row("bytes per parameter", lambda s: f"{results[s].bytes_per_parameter:.2f}")
+    row("seconds per step", lambda s: f"{results[s].seconds_per_step:.3f}")
     return screen
 
 
+def decimal(value: float | None, digits: int = 4) -> str:
+    """A ratio as text."""
+    return "—" if value is None else f"{value:.{digits}f}"
+
+
+def percent(value: float | None) -> str:
+    """A share as text: 27.3 %, 0.041 %, or < 0.001 %."""
+    if value is None:
+        return "—"
+    if 0 < value < 1e-5:
+        return "< 0.001 %"
+    return f"{100 * value:.1f} %" if value >= 1e-3 or value == 0 else f"{100 * value:.3f} %"
+
+
 def write_json(path: Path, results: Results, **context: Any) -> None:
-    """Write the results and their `context` (settings, machine); what is not finite is null."""
+    """Write the results and their `context` (settings, machine)."""
     strategies = {
         name: asdict(result)
         | {
@@ -97,12 +98,20 @@ def write_json(path: Path, results: Results, **context: Any) -> None:
                 "nats": result.final,
                 "bits_per_byte": result.final / math.log(2),
                 "difference_to_master": difference(results, name),
+                "edq_ratio": result.late("ratio"),
+                "edq_ratio_leading": result.late("ratio_leading"),
+                "lost": result.late("lost"),
+                "lost_leading": result.late("lost_leading"),
             }
         }
         for name, result in results.items()
     }
-    record = finite(context | {"strategies": strategies})
-    text = json.dumps(record, indent=2, allow_nan=False, default=str)
+    write_record(path, context | {"strategies": strategies})
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Write a record as JSON; what is not finite is null."""
+    text = json.dumps(finite(record), indent=2, allow_nan=False, default=str)
     path.write_text(text + "\n", encoding="utf-8")
 
 
@@ -116,23 +125,69 @@ def finite(value: Any) -> Any:
 
 
 def draw(path: Path, results: Results, title: str) -> None:
-    """Draw the validation losses and, beside them, their differences to the master weights."""
-    panels: dict[str, dict[int, float]] = {"Validation loss": {}}  # What to subtract at each step.
-    if REFERENCE in results:
-        panels["Difference to master weights"] = dict(results[REFERENCE].validation)
-    figure = Figure(figsize=(5.5 * len(panels), 4.5), layout="constrained")
+    """Draw the validation losses, their differences to the master weights, and EDQ below."""
+    figure = Figure(figsize=(11, 8), layout="constrained")
     figure.suptitle(title)
-    subplots = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (heading, baseline) in zip(subplots, panels.items(), strict=True):
-        for strategy, result in results.items():
-            # The loss before the first step is that of a guess, and would flatten the rest.
-            points = [
-                (step, loss - baseline.get(step, 0.0)) for step, loss in result.validation[1:]
-            ]
-            axes.plot(*zip(*points, strict=True), label=strategy, **LINES[strategy])
-        axes.set(title=heading, xlabel="step", ylabel="nats per byte")
-        axes.set_xlim(left=0)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    subplots[0].legend(frameon=False)
+    has_reference = REFERENCE in results
+    panels = figure.subplot_mosaic(
+        [["loss", "difference" if has_reference else "loss"], ["ratio", "lost"]]
+    )
+    draw_losses(panels["loss"], results, {})
+    dress(panels["loss"], "Validation loss", "nats per byte")
+    panels["loss"].legend(frameon=False)
+    if has_reference:
+        draw_losses(panels["difference"], results, dict(results[REFERENCE].validation))
+        dress(panels["difference"], "Difference to master weights", "nats per byte")
+    draw_readings(panels["ratio"], results, "ratio")
+    dress(panels["ratio"], "EDQ ratio: 1 where weights move as intended", "")
+    limit_ratios(panels["ratio"])
+    draw_readings(panels["lost"], results, "lost")
+    dress(panels["lost"], "Elements whose update is lost", "")
+    panels["lost"].yaxis.set_major_formatter(PercentFormatter(1.0))
+    panels["lost"].set_ylim(-0.03, 1.03)
+    if any(strategy not in PLAIN for strategy in results):
+        explain_leading(panels["lost"])
     figure.savefig(path, dpi=150)
+
+
+def draw_losses(axes: Axes, results: Results, baseline: dict[int, float]) -> None:
+    """Validation losses over the steps, less the `baseline` at each."""
+    for strategy, result in results.items():
+        # The loss before the first step is that of a guess, and would flatten the rest.
+        points = [(step, loss - baseline.get(step, 0.0)) for step, loss in result.validation[1:]]
+        axes.plot(*zip(*points, strict=True), label=strategy, **LINES[strategy])
+
+
+def draw_readings(axes: Axes, results: Results, figure: str) -> None:
+    """One figure of the meter over the steps, for leading terms alone dotted."""
+    for strategy, result in results.items():
+        axes.plot(*curve(result, figure), **LINES[strategy])
+        if strategy not in PLAIN:
+            axes.plot(*curve(result, f"{figure}_leading"), **LINES[strategy] | LEADING)
+
+
+def curve(result: Result, figure: str) -> tuple[list[int], list[float]]:
+    """One figure of the meter over the steps, as coordinates."""
+    values = [math.nan if reading[figure] is None else reading[figure] for reading in result.edq]
+    return [reading["step"] for reading in result.edq], values
+
+
+def limit_ratios(axes: Axes) -> None:
+    """Show 0 to 1 at least; the ratio of few leading terms that jump can be far outside."""
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(-0.03, max(low, -0.5)), max(1.1, min(high, 1.5)))
+
+
+def explain_leading(axes: Axes) -> None:
+    """Say in a legend what dotted lines are."""
+    axes.plot([], [], color="black", label="leading terms alone", **LEADING)
+    axes.legend(frameon=False)
+
+
+def dress(axes: Axes, heading: str, unit: str) -> None:
+    """What all panels over the steps have in common."""
+    axes.set(title=heading, xlabel="step", ylabel=unit)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)

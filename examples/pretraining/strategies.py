@@ -21,7 +21,8 @@ PATHS = {
     "forloop": {"foreach": False, "fused": False},
 }
 
-OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer]
+Named = Iterable[tuple[str, Tensor]]
+OptimizerFactory = Callable[[Named], Optimizer]
 
 
 def prepare(strategy: str, model: nn.Module, stock: OptimizerFactory) -> Optimizer:
@@ -29,22 +30,24 @@ def prepare(strategy: str, model: nn.Module, stock: OptimizerFactory) -> Optimiz
     if strategy == "master":
         return master_weights(model, stock)
     if strategy == "bf16":
-        return stock(model.parameters())
+        return stock(model.named_parameters())
     mcf.as_expansion(model)
-    return mcf.collage(stock(model.parameters()), strategy)
+    return mcf.collage(stock(model.named_parameters()), strategy)
 
 
 def stock_optimizer(name: str, path: str, lr: float, beta2: float) -> OptimizerFactory:
-    """torch's own optimizer, with weight decay on matrices only."""
+    """torch's own optimizer, with weight decay on matrices only.
 
-    def build(parameters: Iterable[Tensor]) -> Optimizer:
-        parameters = list(parameters)
+    It is given names with the parameters, and by these the meter calls them.
+    """
+
+    def build(named: Named) -> Optimizer:
+        named = list(named)
+        matrices = [pair for pair in named if pair[1].dim() > 1]
+        vectors = [pair for pair in named if pair[1].dim() <= 1]
         groups: list[dict[str, Any]] = [
-            {
-                "params": [p for p in parameters if p.dim() > 1],
-                "weight_decay": WEIGHT_DECAYS[name],
-            },
-            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+            {"params": matrices, "weight_decay": WEIGHT_DECAYS[name]},
+            {"params": vectors, "weight_decay": 0.0},
         ]
         if name == "sgd":
             return SGD(groups, lr, momentum=0.9, **PATHS[path])
@@ -59,7 +62,7 @@ def master_weights(model: nn.Module, stock: OptimizerFactory) -> Optimizer:
     Its fp32 gradients live only while it steps.
     """
     masters = {p: p.detach().float() for p in model.parameters()}
-    optimizer = stock(masters.values())
+    optimizer = stock((name, masters[p]) for name, p in model.named_parameters())
 
     def take_gradients(*_: Any) -> None:
         for parameter, master in masters.items():

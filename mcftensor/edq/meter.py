@@ -422,7 +422,7 @@ def _is_nested(optimizer: Optimizer, bases: Sequence[type]) -> bool:
     """
     if not any(getattr(base.__dict__["step"], "hooked", False) for base in bases):
         return False
-    code = type(optimizer).step.__code__  # type: ignore[attr-defined]  # of what calls the hooks
+    code = type(optimizer).step.__code__  # of what calls the hooks
     steps = 0
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
