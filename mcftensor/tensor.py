@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from mcftensor import expansion
 from mcftensor.formats import Format, require_format
@@ -54,6 +55,8 @@ class MCFTensor(torch.Tensor):
 
     # What carries out operations; `dispatch/`, which is written for this class, sets it.
     _dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
+    _whole: ClassVar[set[Callable[..., Any]]]
+    _evaluate_whole: ClassVar[Callable[..., Any]]
 
     @staticmethod
     def __new__(
@@ -149,6 +152,8 @@ class MCFTensor(torch.Tensor):
                 return _where(*args, **kwargs)
             if func is torch.Tensor.where:
                 return _where_method(*args, **kwargs)
+            if func in cls._whole and _has_value((args, kwargs)):
+                return cls._evaluate_whole(func, *args, **kwargs)
             return func(*args, **kwargs)
 
     @classmethod
@@ -293,6 +298,10 @@ def _where(condition: Tensor, input: Any = None, other: Any = None, **kwargs: An
 
 def _where_method(input: Any, condition: Tensor, other: Any = None) -> Any:
     return _where(condition, input, other)
+
+
+def _has_value(tree: Any) -> bool:
+    return any(isinstance(x, MCFTensor) and x.role == "value" for x in tree_leaves(tree))
 
 
 _at_flatten: list[Callable[[], bool]] = []

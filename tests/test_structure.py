@@ -179,7 +179,7 @@ def test_where_keeps_the_role_and_takes_keywords():
     for y in (torch.where(mask, input=x, other=1.2), x.where(mask, other=1.2)):
         assert_same_terms(y, expected)
     assert_same_terms(x.where(condition=mask, other=1.2), expected)
-    with pytest.raises(NotImplementedError, match="where"):
+    with pytest.raises(RuntimeError, match="condition to be a boolean tensor"):
         torch.where(x, torch.ones(3), torch.zeros(3))
 
 

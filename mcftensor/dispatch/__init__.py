@@ -13,11 +13,15 @@ import torch
 
 from mcftensor.dispatch import arithmetic as arithmetic
 from mcftensor.dispatch import fused as fused
+from mcftensor.dispatch import order as order
+from mcftensor.dispatch import placement as placement
 from mcftensor.dispatch import select as select
 from mcftensor.dispatch import structure as structure
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.foreach import foreach
+from mcftensor.dispatch.functions import WHOLE, evaluate_whole
 from mcftensor.dispatch.table import TABLE
+from mcftensor.dispatch.wide import is_view
 from mcftensor.tensor import MCFTensor
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -32,7 +36,11 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return foreach(func, *args, **kwargs)
     if func.has_kernel_for_dispatch_key(_COMPOSITE):  # arrives whole in inference mode
         return func.decompose(*args, **kwargs)
+    if is_view(func):
+        return structure.view(func, *args, **kwargs)
     return compute(func, *args, **kwargs)
 
 
 MCFTensor._dispatch = staticmethod(dispatch)
+MCFTensor._whole = WHOLE
+MCFTensor._evaluate_whole = staticmethod(evaluate_whole)

@@ -1,4 +1,4 @@
-"""Everything else: a parameter computes as its leading term, a value is refused."""
+"""Everything else: a parameter computes as its leading term, a value on all its terms."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from mcftensor.dispatch.operands import expansions, leading
+from mcftensor.dispatch import long, wide
+from mcftensor.dispatch.operands import common_format, expansions, leading
 from mcftensor.dispatch.table import implements
 from mcftensor.tensor import MCFTensor
 
@@ -16,31 +17,17 @@ aten = torch.ops.aten
 def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the operation on leading terms, where only parameters take part and none is written to.
 
-    Raises:
-        NotImplementedError: an expansion in the value role takes part, or one is to be mutated.
+    Otherwise it is evaluated on all terms: in float64, or beyond 48 bits by an algorithm of its
+    own.
     """
     found = expansions((args, kwargs))
-    written = [
-        x
-        for argument, given in _arguments(func, args, kwargs)
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for x in expansions(given)
-    ]
-    if not written and all(x.role == "parameter" for x in found):
+    writes = any(isinstance(x, MCFTensor) for _, x in wide.written_to(func, args, kwargs))
+    if not writes and all(x.role == "parameter" for x in found):
         return func(*leading(args), **leading(kwargs))
-    reason = "it would write to an expansion" if written else "it has no kernel for values"
-    shapes = ", ".join(f"{x.format.name} {tuple(x.shape)}" for x in found)
-    raise NotImplementedError(
-        f"{func}: not available on expansions ({shapes}): {reason}, and terms are never dropped "
-        "in silence. Compute on mcf.as_plain(x, torch.float64) and come back with "
-        "mcf.as_expansion(result, x.format), or copy_() the result into x"
-    )
-
-
-def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
-    schema = func._schema.arguments
-    given = list(zip(schema, args, strict=False))
-    return given + [(a, kwargs[a.name]) for a in schema if a.name in kwargs]
+    format = common_format(str(func), found)
+    if format.precision > wide.PRECISION:
+        return long.evaluate(func, format, *args, **kwargs)
+    return wide.evaluate(func, format, *args, **kwargs)
 
 
 @implements(
@@ -48,7 +35,6 @@ def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     aten.isinf.default,
     aten.isposinf.default,
     aten.isneginf.default,
-    aten.sign.default,
     aten.signbit.default,
 )
 def of_leading_term(func: Any, x: MCFTensor) -> Any:

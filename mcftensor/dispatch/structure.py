@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from mcftensor import expansion
@@ -23,10 +24,20 @@ from mcftensor.dispatch.operands import (
     terms_in,
 )
 from mcftensor.dispatch.table import implements
+from mcftensor.dispatch.wide import refusal
 from mcftensor.formats import Format
 from mcftensor.tensor import MCFTensor, Role
 
 aten = torch.ops.aten
+
+# The forms of views that copy: torch.func, functionalization.
+_VIEW_COPIES = [
+    f"{name}_copy"
+    for name in (
+        *("alias", "as_strided", "detach", "diagonal", "expand", "permute", "select", "slice"),
+        *("split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view"),
+    )
+]
 
 
 def _wrap(results: Sequence[Any], format: Format, role: Role) -> Any:
@@ -72,16 +83,26 @@ def view(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
 
 @implements(
     aten.clone.default,  # deepcopy, LBFGS, contiguous
+    aten.diag_embed.default,
     aten.flip.default,
     aten.roll.default,
     aten.repeat.default,
+    aten.rot90.default,
     aten.tril.default,
     aten.triu.default,
     aten.index.Tensor,  # x[indices], x[mask]
+    aten._unsafe_index.Tensor,
     aten.index_select.default,
     aten.gather.default,
     aten.take.default,
     aten.masked_select.default,
+    aten.unfold_copy.default,
+    *(
+        getattr(packet, overload)
+        for packet in (getattr(aten, name) for name in _VIEW_COPIES)
+        for overload in packet.overloads()
+        if "out" not in overload
+    ),
     aten.slice_backward.default,  # gradients of values
     aten.select_backward.default,
     aten._pin_memory.default,  # data loaders, offloading
@@ -91,6 +112,42 @@ def move(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, MCFTensor) or _holds_expansion(args):
         return compute(func, x, *args, **kwargs)
     return _wrap([func(t, *args, **kwargs) for t in x.components], x.format, x.role)
+
+
+@implements(
+    aten.embedding.default,
+    aten.im2col.default,  # F.unfold
+    aten.pixel_shuffle.default,
+    aten.pixel_unshuffle.default,
+    aten.reflection_pad1d.default,
+    aten.reflection_pad2d.default,
+    aten.reflection_pad3d.default,
+    aten.replication_pad1d.default,
+    aten.replication_pad2d.default,
+    aten.replication_pad3d.default,
+    aten.upsample_nearest1d.default,
+    aten.upsample_nearest2d.default,
+    aten.upsample_nearest3d.default,
+    aten._upsample_nearest_exact1d.default,
+    aten._upsample_nearest_exact2d.default,
+    aten._upsample_nearest_exact3d.default,
+)
+def layer(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Layers that move elements: of a value all terms, of a parameter the leading one."""
+    is_value = isinstance(x, MCFTensor) and x.role == "value"
+    return (move if is_value else compute)(func, x, *args, **kwargs)
+
+
+@implements(
+    aten.squeeze_, aten.unsqueeze_, aten.t_, aten.transpose_.default, aten.swapaxes_, aten.swapdims_
+)
+def view_(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> MCFTensor:
+    """Another shape for the same tensor object."""
+    for term in x.components:
+        func(term, *args, **kwargs)
+    with no_dispatch():
+        func(x, *args, **kwargs)
+    return x
 
 
 def _holds_expansion(args: Sequence[Any]) -> bool:
@@ -161,13 +218,19 @@ def new_filled(func: Any, x: MCFTensor, size: Any, value: Any = 1.0, **kwargs: A
 # ------------------------------------------------------------------------------- copies, writes
 
 
+@implements(aten.view_as_complex.default)
+def view_as_complex(func: Any, x: MCFTensor) -> Any:
+    """Refused: there are no complex expansions."""
+    raise refusal(func, [x], "its result is complex")
+
+
 @implements(aten._to_copy.default)  # .to, .float(), autocast, load_state_dict of optimizers
 def to_copy(func: Any, x: MCFTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     """Another device keeps the expansion; another dtype collapses it with one rounding."""
     if dtype not in (None, x.dtype):
         assert dtype is not None
         if dtype.is_complex:
-            raise TypeError(
+            raise NotImplementedError(
                 f"to: an expansion in {x.format.name} cannot become {dtype}; convert it to a real "
                 "dtype first, .to(torch.float64)"
             )
@@ -224,21 +287,6 @@ def masked_fill(func: Any, x: Any, mask: Tensor, value: Any) -> Any:
         return MCFTensor(filled, x.format, x.role)
     store(x, filled)
     return x
-
-
-@implements(aten.index_put.default, aten.index_put_.default)  # x[i] = value
-def index_put(func: Any, x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
-    """Elements at indices replaced by those of values."""
-    in_place = func.overloadpacket is aten.index_put_
-    if not in_place and computes_plainly((x, values)):
-        return func(leading(x), indices, leading(values), accumulate)
-    if not isinstance(x, MCFTensor) or accumulate:
-        return compute(func, x, indices, values, accumulate)
-    written = [
-        func(term, indices, value, False)
-        for term, value in zip(x.components, terms_in(values, x.format, x.device), strict=True)
-    ]
-    return x if in_place else MCFTensor(written, x.format, common_role((x, values)))
 
 
 @implements(aten._local_scalar_dense.default)  # .item(), float(x)

@@ -1,0 +1,102 @@
+"""Functions that must be met whole, before PyTorch takes them apart.
+
+Some look at the dtype of their arguments and refuse 16 bits, some convert to float32 by
+themselves, and in some the rounding of each part would be magnified by the next.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+from mcftensor import expansion
+from mcftensor.dispatch.operands import common_format, expansions
+from mcftensor.dispatch.wide import PRECISION, WIDE, refusal
+from mcftensor.formats import Format
+from mcftensor.tensor import MCFTensor
+
+_METHODS = ("quantile", "nanquantile", "logdet", "slogdet", "norm", "stft", "istft")
+
+WHOLE: set[Callable[..., Any]] = {
+    *(getattr(torch, name) for name in _METHODS),
+    *(getattr(torch.Tensor, name) for name in _METHODS),
+    *(getattr(torch.fft, name) for name in dir(torch.fft) if re.fullmatch("i?[rh]?fft[2n]?", name)),
+    torch.complex,
+    torch.linalg.matrix_norm,
+    torch.linalg.matrix_rank,
+    torch.linalg.norm,
+    torch.linalg.vander,
+    torch.rms_norm,
+    torch.special.ndtr,
+    torch.view_as_complex,
+    F.fractional_max_pool2d,
+    F.fractional_max_pool3d,
+    F.linear_cross_entropy,
+    F.multi_head_attention_forward,
+    F.rms_norm,
+    F.scaled_dot_product_attention,
+}  # fmt: skip
+
+
+class _Widen(torch.autograd.Function):
+    """A value in float64; its gradient is a value of the same format."""
+
+    @staticmethod
+    def forward(ctx: Any, x: MCFTensor) -> Tensor:
+        """Collapse."""
+        ctx.format = x.format
+        return expansion.collapse(x.components, WIDE)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> MCFTensor:
+        """Split."""
+        return MCFTensor(expansion.expand(grad, ctx.format), ctx.format)
+
+
+class _Narrow(torch.autograd.Function):
+    """A float64 tensor as a value; its gradient is in float64."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, format: Format) -> MCFTensor:
+        """Split."""
+        return MCFTensor(expansion.expand(x, format), format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: MCFTensor) -> tuple[Tensor, None]:
+        """Collapse."""
+        return expansion.collapse(grad.components, WIDE), None
+
+
+def evaluate_whole(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a function of values in float64, and split its results.
+
+    Formats beyond 48 bits go on to the operators that it is made of.
+
+    Raises:
+        NotImplementedError: a result that is complex.
+    """
+    found = expansions((args, kwargs))
+    name = getattr(func, "__name__", str(func))
+    format = common_format(name, found)
+    if format.precision > PRECISION:
+        return func(*args, **kwargs)
+
+    def widen(x: Any) -> Any:
+        if isinstance(x, MCFTensor):
+            return _Widen.apply(x)
+        if isinstance(x, Tensor) and x.is_floating_point():
+            return x.to(WIDE)
+        return WIDE if x == format.base and isinstance(x, torch.dtype) else x
+
+    def narrow(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.is_complex():
+            raise refusal(name, found, "its result is complex")
+        return _Narrow.apply(x, format) if isinstance(x, Tensor) and x.dtype == WIDE else x
+
+    return tree_map(narrow, func(*tree_map(widen, args), **tree_map(widen, kwargs)))

@@ -1,0 +1,240 @@
+"""Operations of formats beyond 48 bits, which no machine type holds: made of their arithmetic.
+
+Sums are summed in pairs, so that the error of n terms grows with log2 n; products of matrices are
+sums of exact-to-the-format products. Everything is in terms of + * / and the root of the format.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from mcftensor import expansion
+from mcftensor.dispatch.operands import expansions, terms_in
+from mcftensor.dispatch.wide import refusal, written_to
+from mcftensor.formats import Format
+from mcftensor.tensor import MCFTensor
+
+Algorithm = Callable[..., Any]
+
+ALGORITHMS: dict[str, Algorithm] = {}
+"""From the name of an aten operator to what carries it out."""
+
+_PRODUCTS = 1 << 20
+"""Elementwise products that a matrix product holds at a time."""
+
+
+def evaluate(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
+    """Run an operation by its algorithm; plain tensors enter as expansions.
+
+    Raises:
+        NotImplementedError: there is none.
+    """
+    name = func.overloadpacket.__name__
+    found = expansions((args, kwargs))
+    targets = [x for _, x in written_to(func, args, kwargs)]
+    algorithm = ALGORITHMS.get(name.removesuffix("_") if targets else name)
+    if algorithm is None or len(targets) > 1:
+        raise refusal(func, found, f"it has no algorithm for {format.precision} bits")
+    dtype, _ = kwargs.pop("dtype", None), kwargs.pop("out", None)
+    device = found[0].device
+
+    def enter(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        return MCFTensor(terms_in(x, format, device), format)
+
+    result = algorithm(*tree_map(enter, args), **tree_map(enter, kwargs))
+    if targets:
+        if result.shape != targets[0].shape:
+            raise refusal(func, found, f"its result is of shape {tuple(result.shape)}")
+        return targets[0].copy_(result)
+    if dtype not in (None, format.base):
+        return expansion.collapse(result.components, dtype)
+    return result
+
+
+def implements(*names: str) -> Callable[[Algorithm], Algorithm]:
+    """Register an algorithm for aten operators of these names."""
+
+    def register(algorithm: Algorithm) -> Algorithm:
+        ALGORITHMS.update(dict.fromkeys(names, algorithm))
+        return algorithm
+
+    return register
+
+
+# ---------------------------------------------------------------------------------- reductions
+
+
+def _reduce(
+    combine: Callable[[Tensor, Tensor], Tensor],
+    x: Tensor,
+    dim: int | Sequence[int] | None,
+    keepdim: bool,
+    neutral: float,
+) -> Tensor:
+    """Combine all elements along dimensions in pairs."""
+    dims = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    reduced = sorted(d % max(x.dim(), 1) for d in dims) if x.dim() else []
+    kept = [d for d in range(x.dim()) if d not in reduced]
+    shape = [x.shape[d] for d in kept]
+    row = x.permute(kept + reduced).reshape([*shape, math.prod(x.shape[d] for d in reduced)])
+    if row.shape[-1] == 0:
+        row = torch.full_like(row[..., :0].new_empty([*shape, 1]), neutral)
+    while row.shape[-1] > 1:
+        half = row.shape[-1] // 2
+        pairs = combine(row[..., :half], row[..., half : 2 * half])
+        row = torch.cat([pairs, row[..., 2 * half :]], -1)
+    result = row[..., 0]
+    for d in reduced if keepdim else ():
+        result = result.unsqueeze(d)
+    return result
+
+
+@implements("sum")
+def _sum(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    return _reduce(torch.add, x, dim, keepdim, 0.0)
+
+
+@implements("prod")
+def _prod(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    return _reduce(torch.mul, x, dim, keepdim, 1.0)
+
+
+@implements("mean")
+def _mean(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    total = _sum(x, dim, keepdim)
+    return total / (x.numel() / max(total.numel(), 1))
+
+
+@implements("cumsum")
+def _cumsum(x: Tensor, dim: int) -> Tensor:
+    return _scan(torch.add, x, dim)
+
+
+@implements("cumprod")
+def _cumprod(x: Tensor, dim: int) -> Tensor:
+    return _scan(torch.mul, x, dim)
+
+
+def _scan(combine: Callable[[Tensor, Tensor], Tensor], x: Tensor, dim: int) -> Tensor:
+    """Running results: at each pass every element takes in the one 1, 2, 4, ... places before."""
+    distance = 1
+    while x.dim() and distance < x.shape[dim]:
+        length = x.shape[dim] - distance
+        later = combine(x.narrow(dim, distance, length), x.narrow(dim, 0, length))
+        x = torch.cat([x.narrow(dim, 0, distance), later], dim)
+        distance *= 2
+    return x.clone()
+
+
+@implements("var")
+def _var(
+    x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+) -> Tensor:
+    squares = torch.square(x - _mean(x, dim, True))
+    total = _sum(squares, dim, keepdim)
+    count = x.numel() / max(total.numel(), 1) - (1 if correction is None else correction)
+    return total / max(count, 0.0)
+
+
+@implements("std")
+def _std(x: Tensor, dim: Any = None, **options: Any) -> Tensor:
+    return torch.sqrt(_var(x, dim, **options))
+
+
+@implements("linalg_vector_norm")
+def _norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False) -> Tensor:
+    if ord in (math.inf, -math.inf):
+        dims = list(range(x.dim())) if dim is None else dim
+        return (torch.amax if ord > 0 else torch.amin)(x.abs(), dims, keepdim)
+    if ord == 1:
+        return _sum(x.abs(), dim, keepdim)
+    if ord == 2:
+        return torch.sqrt(_sum(torch.square(x), dim, keepdim))
+    raise NotImplementedError(f"a norm of order {ord} of expansions beyond 48 bits")
+
+
+# ------------------------------------------------------------------------------------ products
+
+
+@implements("mm", "bmm")
+def _matmul(x: Tensor, y: Tensor) -> Tensor:
+    columns = max(1, _PRODUCTS // max(1, x.numel() // max(1, x.shape[-1]) * y.shape[-1]))
+    parts = [
+        _sum(a.unsqueeze(-1) * b.unsqueeze(-3), -2)
+        for a, b in zip(x.split(columns, -1), y.split(columns, -2), strict=True)
+    ]
+    return _sum(torch.stack(parts), 0) if len(parts) > 1 else parts[0]
+
+
+@implements("dot", "vdot")
+def _dot(x: Tensor, y: Tensor) -> Tensor:
+    return _sum(x * y)
+
+
+@implements("mv")
+def _mv(x: Tensor, y: Tensor) -> Tensor:
+    return _sum(x * y, 1)
+
+
+def _added(product: Callable[[Tensor, Tensor], Tensor]) -> Algorithm:
+    def algorithm(z: Tensor, x: Tensor, y: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+        result = product(x, y) if alpha == 1 else product(x, y) * alpha
+        return result if beta == 0 else result + (z if beta == 1 else z * beta)
+
+    return algorithm
+
+
+for _name, _product in {
+    "addmm": _matmul,
+    "baddbmm": _matmul,
+    "addmv": _mv,
+    "addbmm": lambda x, y: _sum(_matmul(x, y), 0),
+    "addr": lambda x, y: x.unsqueeze(1) * y.unsqueeze(0),
+}.items():
+    ALGORITHMS[_name] = _added(_product)
+
+
+# --------------------------------------------------------------------------------- elementwise
+
+
+@implements("sign", "sgn")
+def _sign(x: MCFTensor) -> MCFTensor:
+    leading, *tails = x.components
+    return MCFTensor([torch.sign(leading), *map(torch.zeros_like, tails)], x.format)
+
+
+@implements("rsqrt")
+def _rsqrt(x: Tensor) -> Tensor:
+    return 1 / torch.sqrt(x)
+
+
+@implements("copysign")
+def _copysign(x: MCFTensor, sign: Any) -> Tensor:
+    number = sign if isinstance(sign, Tensor) else torch.tensor(float(sign))
+    return torch.where(torch.signbit(x) == torch.signbit(number), x, -x)
+
+
+@implements("pow")
+def _pow(x: Any, exponent: Any) -> Tensor:
+    """Whole powers by repeated squaring, and halves of them by the root."""
+    twice = None if isinstance(exponent, Tensor) or isinstance(x, (int, float)) else 2 * exponent
+    if twice is None or twice != int(twice):
+        raise NotImplementedError("a power of expansions beyond 48 bits that is no half-integer")
+    power, half = divmod(abs(int(twice)), 2)
+    result = torch.sqrt(x) if half else None
+    square = x
+    while power:
+        if power & 1:
+            result = square if result is None else result * square
+        power >>= 1
+        square = square * square if power else square
+    result = torch.ones_like(x) if result is None else result
+    return 1 / result if twice < 0 else result

@@ -1,0 +1,88 @@
+"""Operations that only compare elements: run on their ranks, and so exact on all terms.
+
+Equal elements have equal ranks, larger ones larger ranks, and NaN stays NaN. What comes out is a
+choice of ranks, which are then exchanged for the elements.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from mcftensor.dispatch.compute import compute
+from mcftensor.dispatch.operands import expansions
+from mcftensor.dispatch.table import implements
+from mcftensor.tensor import MCFTensor
+
+aten = torch.ops.aten
+
+
+def ranks(x: MCFTensor) -> tuple[Tensor, list[Tensor]]:
+    """The rank of each element in float64, and the terms of the elements of each rank."""
+    terms = [t.reshape(-1) for t in x.components]
+    order = torch.arange(terms[0].numel(), device=x.device)
+    for term in reversed(
+        terms
+    ):  # normalized expansions compare as their terms do, first ones first
+        order = order[torch.argsort(term[order], stable=True)]
+    terms = [term[order] for term in terms]
+    is_new = torch.zeros_like(order, dtype=torch.bool)
+    for term in terms:
+        is_new[1:] |= term[1:] != term[:-1]
+    rank = is_new.cumsum(0)
+    first = torch.zeros_like(order).index_put((rank,), torch.arange(len(order), device=x.device))
+    ranked = torch.empty(len(order), dtype=torch.float64, device=x.device)
+    ranked[order] = rank.double().masked_fill(torch.isnan(terms[0]), torch.nan)
+    return ranked.view(x.shape), [term[first] for term in terms]
+
+
+@implements(
+    aten.sort.default,
+    aten.sort.stable,
+    aten.topk.default,
+    aten.kthvalue.default,
+    aten.mode.default,
+    aten.median.default,
+    aten.median.dim,
+    aten.nanmedian.default,
+    aten.nanmedian.dim,
+    aten.max.default,
+    aten.max.dim,
+    aten.min.default,
+    aten.min.dim,
+    aten.amax.default,
+    aten.amin.default,
+    aten.aminmax.default,
+    aten.argmax.default,
+    aten.argmin.default,
+    aten.cummax.default,
+    aten.cummin.default,
+    aten._unique.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.unique_dim_consecutive.default,
+    aten.max_pool2d_with_indices.default,
+    aten.max_pool3d_with_indices.default,
+    aten.adaptive_max_pool2d.default,
+    aten.adaptive_max_pool3d.default,
+)
+def by_rank(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """The operation on ranks; integer results, such as indices, are as they are."""
+    if not isinstance(x, MCFTensor) or x.role == "parameter" or expansions((args, kwargs)):
+        return compute(func, x, *args, **kwargs)
+    rank, elements = ranks(x)
+
+    def element(result: Any) -> Any:
+        if not (isinstance(result, Tensor) and result.is_floating_point()):
+            return result
+        absent = ~torch.isfinite(result)  # NaN, or the padding of an empty window
+        place = result.masked_fill(absent, 0).long()
+        terms = [term[place].masked_fill(absent, 0) for term in elements]
+        terms[0] = torch.where(absent, result.to(terms[0].dtype), terms[0])
+        return MCFTensor(terms, x.format)
+
+    return tree_map(element, func(rank, *args, **kwargs))

@@ -1,0 +1,73 @@
+"""Operations that put elements into places of a tensor: the same operation on each term.
+
+Numbers and plain tensors enter at full precision.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mcftensor.dispatch.compute import compute
+from mcftensor.dispatch.operands import (
+    common_format,
+    common_role,
+    computes_plainly,
+    expansions,
+    leading,
+    terms_in,
+)
+from mcftensor.dispatch.table import implements
+from mcftensor.tensor import MCFTensor
+
+aten = torch.ops.aten
+
+# What these call the elements that are put into `self`.
+_SOURCES = ("src", "source", "values", "value")
+
+
+@implements(
+    aten.index_put,  # x[i] = value
+    aten.index_put_,
+    aten._index_put_impl_,
+    aten._unsafe_index_put,
+    aten.put,
+    aten.put_,
+    aten.scatter.src,
+    aten.scatter.value,
+    aten.scatter_.src,
+    aten.scatter_.value,
+    aten.masked_scatter,
+    aten.masked_scatter_,
+    aten.index_copy,
+    aten.index_copy_,
+    aten.index_fill,
+    aten.index_fill_,
+    aten.select_scatter,
+    aten.slice_scatter,
+    aten.diagonal_scatter,
+    aten.as_strided_scatter,
+    aten.constant_pad_nd,  # F.pad
+)
+def place(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the operation on each term."""
+    named = {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
+    x = named.pop("self")
+    source_name = next((name for name in _SOURCES if name in named), None)
+    source = named.pop(source_name) if source_name else 0
+    in_place = func._schema.name.endswith("_")
+    if not in_place and computes_plainly((x, source)):
+        return func(*leading(args), **leading(kwargs))
+    if expansions(named) or named.get("accumulate") or (in_place and not isinstance(x, MCFTensor)):
+        return compute(func, *args, **kwargs)
+    format = x.format if in_place else common_format(func.overloadpacket.__name__, (x, source))
+    device = x.device
+    results = []
+    for term, new in zip(
+        terms_in(x, format, device), terms_in(source, format, device), strict=True
+    ):
+        number = not isinstance(source, torch.Tensor)
+        given = {source_name or "value": new.item() if number else new}
+        results.append(func(term, **named, **given))
+    return x if in_place else MCFTensor(results, format, common_role((x, source)))

@@ -1,0 +1,114 @@
+"""Operations without a kernel of their own: evaluated in float64, and split into terms.
+
+float64 holds every value of these formats to more bits than they promise, so that one evaluation
+and one rounding give the format's precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from mcftensor import expansion
+from mcftensor.dispatch.operands import expansions
+from mcftensor.formats import Format
+from mcftensor.tensor import MCFTensor
+
+WIDE = torch.float64
+PRECISION = 48
+"""Bits of the longest format that float64 serves; its five others cover the error of evaluating."""
+
+
+def evaluate(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
+    """Run an operation on float64 copies; its floating results become values.
+
+    Tensors that it writes to, expansions or plain, get their results by one rounding.
+
+    Raises:
+        NotImplementedError: a result that is complex, or of another shape than where it goes.
+    """
+    found = expansions((args, kwargs))
+    copies: dict[int, Tensor] = {}
+    asked: list[torch.dtype] = []
+
+    def widen(x: Any) -> Any:
+        if isinstance(x, torch.dtype) and x.is_floating_point:
+            asked.append(x)
+            return WIDE
+        if not isinstance(x, Tensor) or not (isinstance(x, MCFTensor) or x.is_floating_point()):
+            return x
+        if x.layout != torch.strided:
+            raise refusal(func, found, f"it meets a tensor of {x.layout}")
+        if id(x) not in copies:
+            copies[id(x)] = widened(x)
+        return copies[id(x)]
+
+    written = [(x, name) for name, x in written_to(func, args, kwargs)]
+    result = func(*tree_map(widen, args), **tree_map(widen, kwargs))
+    originals = {}
+    for x, name in written:
+        copy = copies.get(id(x))
+        if copy is None:  # an integer tensor, written to as it is
+            continue
+        if copy.shape != x.shape:
+            raise refusal(func, found, f"its result is of shape {tuple(copy.shape)} and {name} not")
+        x.copy_(copy)
+        originals[id(copy)] = x
+
+    def narrow(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) in originals:
+            return originals[id(x)]
+        if x.is_complex():
+            raise refusal(func, found, "its result is complex")
+        if not x.is_floating_point():
+            return x
+        if asked and asked[-1] != format.base:
+            return expansion.collapse([x], asked[-1])
+        return MCFTensor(expansion.expand(x, format), format)
+
+    return tree_map(narrow, result)
+
+
+def widened(x: Tensor) -> Tensor:
+    """A tensor in float64, as a copy."""
+    if isinstance(x, MCFTensor):
+        return expansion.collapse(x.components, WIDE)
+    return x.to(WIDE, copy=True)
+
+
+def written_to(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that an operation writes to, and the names of its arguments."""
+    schema = func._schema.arguments
+    given = [
+        *zip(schema, args, strict=False),
+        *((a, kwargs[a.name]) for a in schema if a.name in kwargs),
+    ]
+    for argument, value in given:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for x in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(x, Tensor):
+                    yield argument.name, x
+
+
+def is_view(func: Any) -> bool:
+    """Whether results share memory with arguments."""
+    returns = func._schema.returns
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def refusal(func: Any, found: list[MCFTensor], reason: str) -> NotImplementedError:
+    """The error of an operation that cannot carry the precision."""
+    shapes = ", ".join(f"{x.format.name} {tuple(x.shape)}" for x in found)
+    return NotImplementedError(
+        f"{func}: not available on expansions ({shapes}): {reason}, and terms are never dropped "
+        "in silence. Compute on mcf.as_plain(x, torch.float64) and come back with "
+        "mcf.as_expansion(result, x.format), or copy_() the result into x"
+    )
