@@ -217,8 +217,10 @@ class MCFTensor(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The same terms, outside of autograd."""
-        return self.detach()
+        """The same terms, outside of autograd: it does not see what is written to them."""
+        if torch.compiler.is_compiling():
+            return self.detach()
+        return MCFTensor([term.data for term in self.components], self._format, self._role)
 
     @data.setter
     def data(self, value: Tensor) -> None:

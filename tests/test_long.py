@@ -87,6 +87,24 @@ def test_products_in_parts(format, monkeypatch):
     assert (x[:, :0] @ y[:0]).eq(0).all()
 
 
+def test_accumulation(format):
+    x, y = sample(format, 4, 3), sample(format, 5, 3, seed=1)
+    rows = torch.tensor([0, 2, 2, 1, 2])
+    a, b = rationals(x), rationals(y)
+    expected, size = list(a), [abs(q) for q in a]
+    for i, row in enumerate(rows.tolist()):
+        for j in range(3):
+            expected[3 * row + j] += b[3 * i + j]
+            size[3 * row + j] += abs(b[3 * i + j])
+    for found in (
+        x.index_put((rows,), y, accumulate=True),
+        x.index_add(0, rows, y),
+        x.scatter_add(0, rows[:, None].expand(5, 3), y),
+    ):
+        assert_within(found.flatten(), expected, size, 9)
+    assert x.clone().index_add_(0, rows, y, alpha=0).eq(x).all()
+
+
 def test_powers(format):
     x = sample(format, 8).abs()
     exact = rationals(x)

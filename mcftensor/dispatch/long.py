@@ -54,7 +54,7 @@ def evaluate(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
         if result.shape != targets[0].shape:
             raise refusal(func, found, f"its result is of shape {tuple(result.shape)}")
         return targets[0].copy_(result)
-    if dtype not in (None, format.base):
+    if dtype not in (None, format.base) and isinstance(result, MCFTensor):
         return expansion.collapse(result.components, dtype)
     return result
 
@@ -202,6 +202,53 @@ for _name, _product in {
     ALGORITHMS[_name] = _added(_product)
 
 
+# -------------------------------------------------------------------------------- accumulation
+
+
+def _accumulate(x: Tensor, positions: Tensor, values: Tensor) -> Tensor:
+    """Add values to elements at flat positions, which may occur more than once."""
+    positions = positions.reshape(-1)
+    order = torch.argsort(positions, stable=True)
+    positions, values = positions[order], values.reshape(-1)[order]
+    places = torch.arange(len(positions), device=positions.device)
+    first = torch.ones_like(positions, dtype=torch.bool)
+    first[1:] = positions[1:] != positions[:-1]
+    occurrence = places - places.masked_fill(~first, 0).cummax(0).values
+    result = x.reshape(-1).clone()
+    for i in range(int(occurrence.max()) + 1 if len(positions) else 0):
+        chosen = occurrence == i
+        at = positions[chosen]
+        result = result.index_put((at,), result[at] + values[chosen])
+    return result.reshape(x.shape)
+
+
+def _places(x: Tensor) -> Tensor:
+    return torch.arange(x.numel(), device=x.device).view(x.shape)
+
+
+@implements("index_put", "_index_put_impl", "_unsafe_index_put")
+def _index_put(
+    x: Tensor, indices: list[Any], values: Tensor, accumulate: bool = True, unsafe: bool = False
+) -> Tensor:
+    positions = _places(x)[tuple(slice(None) if i is None else i for i in indices)]
+    return _accumulate(x, positions, values.expand(positions.shape))
+
+
+@implements("index_add")
+def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
+    positions = _places(x).index_select(dim, index)
+    return _accumulate(x, positions, source if alpha == 1 else source * alpha)
+
+
+@implements("scatter_add")
+def _scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    part = source[tuple(slice(0, n) for n in index.shape)]
+    slices = tuple(
+        slice(None) if d == dim % x.dim() else slice(0, n) for d, n in enumerate(index.shape)
+    )
+    return _accumulate(x, _places(x)[slices].gather(dim, index), part)
+
+
 # --------------------------------------------------------------------------------- elementwise
 
 
@@ -220,6 +267,19 @@ def _rsqrt(x: Tensor) -> Tensor:
 def _copysign(x: MCFTensor, sign: Any) -> Tensor:
     number = sign if isinstance(sign, Tensor) else torch.tensor(float(sign))
     return torch.where(torch.signbit(x) == torch.signbit(number), x, -x)
+
+
+@implements("isclose")
+def _isclose(
+    x: Tensor, y: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> Tensor:
+    close = (x == y) | (torch.isfinite(y) & ((x - y).abs() <= y.abs() * rtol + atol))
+    return close | (torch.isnan(x) & torch.isnan(y)) if equal_nan else close
+
+
+@implements("allclose")
+def _allclose(x: Tensor, y: Tensor, *tolerances: Any, **options: Any) -> bool:
+    return bool(_isclose(x, y, *tolerances, **options).all())
 
 
 @implements("pow")
