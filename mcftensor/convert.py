@@ -7,13 +7,14 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from mcftensor import expansion
+from mcftensor.dispatch.operands import terms_in
 from mcftensor.dispatch.table import implements
 from mcftensor.formats import Format, bf16x2, default_format, require_format
 from mcftensor.operators import opaque
@@ -199,7 +200,43 @@ def _module_as_expansion(module: M, format: Format | None, overrides: Overrides)
     with _exchangeable("as_expansion", module, {name: x for name, (x, _) in plans.items()}):
         for x, wanted in plans.values():
             _exchange(x, x.detach().to(base) if wanted is None else _value(x, wanted))
+    for part in module.modules():
+        if any(isinstance(x, MCFTensor) for x in _own_tensors(part).values()):
+            _keep_expansions_of(part)
     return module
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    own = itertools.chain(
+        module.named_parameters(recurse=False), module.named_buffers(recurse=False)
+    )
+    return dict(own)
+
+
+def _keep_expansions_of(module: nn.Module) -> None:
+    hooks = module._load_state_dict_pre_hooks.values()
+    if not any(getattr(hook, "hook", None) is _keep_expansions for hook in hooks):
+        module.register_load_state_dict_pre_hook(_keep_expansions)
+
+
+def _keep_expansions(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Mapping[str, Any],
+    *unused: Any,
+) -> None:
+    """With `assign=True`, torch puts the tensors of a checkpoint in place of the parameters."""
+    if not local_metadata.get("assign_to_params_buffers", False):
+        return
+    for name, x in _own_tensors(module).items():
+        new = state_dict.get(prefix + name)
+        if isinstance(x, MCFTensor) and isinstance(new, Tensor) and new.shape == x.shape:
+            if not (isinstance(new, MCFTensor) and new.format == x.format):
+                new = MCFTensor(terms_in(new.detach(), x.format, new.device), x.format)
+            if isinstance(x, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=x.requires_grad)
+            state_dict[prefix + name] = new
 
 
 def _module_as_plain(module: M, dtype: torch.dtype | None) -> M:
@@ -207,6 +244,10 @@ def _module_as_plain(module: M, dtype: torch.dtype | None) -> M:
     with _exchangeable("as_plain", module, found):
         for x in found.values():
             _exchange(x, as_plain(x, dtype))
+    for part in module.modules():
+        hooks = part._load_state_dict_pre_hooks
+        for key in [k for k, h in hooks.items() if getattr(h, "hook", None) is _keep_expansions]:
+            del hooks[key]
     return module
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mcftensor import expansion
+from mcftensor.dispatch import sparse
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.operands import (
     Number,
@@ -120,6 +121,9 @@ def arithmetic_into(
 ) -> Tensor:
     """The same, stored in `target`: all terms of an expansion, or a plain tensor, rounded once."""
     operands = (*args, *kwargs.values())
+    if name in ("add", "sub") and isinstance(target, MCFTensor) and sparse.is_sparse(args[1]):
+        sign = 1 if name == "add" else -1
+        return sparse.add_(target, args[1], sign * kwargs.get("alpha", 1))
     if not isinstance(target, MCFTensor) and all(
         x.role == "parameter" for x in expansions(operands)
     ):

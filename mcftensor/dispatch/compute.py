@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from mcftensor.dispatch import long, wide
 from mcftensor.dispatch.operands import common_format, expansions, leading
@@ -23,11 +24,27 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
     found = expansions((args, kwargs))
     writes = any(isinstance(x, MCFTensor) for _, x in wide.written_to(func, args, kwargs))
     if not writes and all(x.role == "parameter" for x in found):
-        return func(*leading(args), **leading(kwargs))
+        return _plainly(func, args, kwargs)
     format = common_format(str(func), found)
     if format.precision > wide.PRECISION:
         return long.evaluate(func, format, *args, **kwargs)
     return wide.evaluate(func, format, *args, **kwargs)
+
+
+def _plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operation on leading terms; in float32 where PyTorch has it not in 16 bits, as for QR."""
+    try:
+        return func(*leading(args), **leading(kwargs))
+    except NotImplementedError:
+        base = expansions((args, kwargs))[0].dtype
+        if base.itemsize > 2:
+            raise
+
+        def cast(dtype: torch.dtype, new: torch.dtype) -> Any:
+            return lambda x: x.to(new) if isinstance(x, torch.Tensor) and x.dtype == dtype else x
+
+        args, kwargs = tree_map(cast(base, torch.float32), leading((args, kwargs)))
+        return tree_map(cast(torch.float32, base), func(*args, **kwargs))
 
 
 @implements(

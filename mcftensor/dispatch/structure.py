@@ -168,10 +168,18 @@ def join(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
 # ---------------------------------------------------------------------------------- factories
 
 
+def _within_graph(x: MCFTensor) -> bool:
+    """Whether a backward formula asks, and not an optimizer, which has the parameter itself."""
+    in_backward = torch._C._current_graph_task_id() != -1
+    return x.role == "parameter" and (x.grad_fn is not None or (in_backward and not x._is_param))
+
+
 @implements(aten.zeros_like.default, aten.empty_like.default)  # states of optimizers
 def like(func: Any, x: MCFTensor, **kwargs: Any) -> Any:
-    """A value of the same format; a plain tensor where another dtype is asked for."""
-    if kwargs.get("dtype") not in (None, x.dtype):
+    """A value of the same format; a plain tensor where another dtype is asked for, and beside a
+    parameter within a graph: backward formulas make such, and gradients of parameters are plain.
+    """
+    if kwargs.get("dtype") not in (None, x.dtype) or _within_graph(x):
         return func(x.components[0], **kwargs)
     return MCFTensor([func(t, **kwargs) for t in x.components], x.format)
 
@@ -199,8 +207,7 @@ def filled_like(func: Any, x: MCFTensor, value: Any = 1.0, **kwargs: Any) -> Any
     The ones that start a backward pass from a parameter are plain, since gradients of parameters
     are.
     """
-    seeds_backward = x.role == "parameter" and x.grad_fn is not None
-    if kwargs.get("dtype") not in (None, x.dtype) or seeds_backward:
+    if kwargs.get("dtype") not in (None, x.dtype) or _within_graph(x):
         numbers = (value,) if func.overloadpacket is aten.full_like else ()
         return func(x.components[0], *numbers, **kwargs)
     return _filled(lambda t: torch.empty_like(t, **kwargs), x, value, "value")

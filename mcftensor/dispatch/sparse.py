@@ -1,0 +1,39 @@
+"""Sparse gradients, as embeddings make them: their rows are added to those of an expansion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor import expansion
+from mcftensor.dispatch.compute import compute
+from mcftensor.dispatch.table import implements
+from mcftensor.dispatch.wide import PRECISION, WIDE
+from mcftensor.tensor import MCFTensor
+
+aten = torch.ops.aten
+
+
+def is_sparse(x: Any) -> bool:
+    """Whether an operand is a sparse tensor in coordinates."""
+    return isinstance(x, Tensor) and x.layout == torch.sparse_coo
+
+
+def add_(target: MCFTensor, source: Tensor, alpha: Any = 1) -> MCFTensor:
+    """Add alpha times a sparse tensor in place; other elements stay as they are."""
+    source = source.coalesce()
+    places = tuple(source.indices())
+    rows = target[places] if places else target.clone()
+    rows.add_(source.values(), alpha=alpha)
+    target[places] = rows
+    return target
+
+
+@implements(aten.sparse_mask.default)  # SparseAdam
+def sparse_mask(func: Any, x: Any, mask: Tensor) -> Tensor:
+    """The elements where a sparse tensor has some, sparse and in float64."""
+    if not isinstance(x, MCFTensor) or x.format.precision > PRECISION:
+        return compute(func, x, mask)
+    return func(expansion.collapse(x.components, WIDE), mask.to(WIDE))
