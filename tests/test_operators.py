@@ -173,3 +173,10 @@ def test_random_numbers_use_all_terms(name, format):
     assert p.role == "parameter"
     torch.testing.assert_close(exact(p), expected, rtol=2 * format.u**format.terms, atol=2**-24)
     assert (p.components[-1] != 0).float().mean() > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+def test_most_operators_compute(format):
+    outcomes = [operators.run(name, format, limit=4) for name in operators.OPERATORS]
+    assert sum(outcome.computed > 0 for outcome in outcomes) >= 620
