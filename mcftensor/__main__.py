@@ -1,4 +1,4 @@
-"""The command line: `python -m mcftensor audit BEFORE AFTER`."""
+"""The command line: `python -m mcftensor audit BEFORE AFTER`, `python -m mcftensor selfcheck`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from mcftensor.auditing import Audit, audit
 from mcftensor.checkpoints import CheckpointError
+from mcftensor.selfcheck import SelfCheckError, selfcheck
 
 
 class Parser(argparse.ArgumentParser):
@@ -36,7 +37,7 @@ def share(argument: str) -> float:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line, checked."""
-    parser = Parser(prog="python -m mcftensor", description="Tools for checkpoints.")
+    parser = Parser(prog="python -m mcftensor", description="Checks of weights and machines.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     command = commands.add_parser(
         "audit",
@@ -69,6 +70,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--all", action="store_true", help="show tensors that move, too")
     add("--json", action="store_true", help="print all numbers of all tensors as JSON instead")
+    command = commands.add_parser(
+        "selfcheck",
+        help="check the arithmetic on a device against exact rationals",
+        description="Run the error-free transformations and the arithmetic of expansions on a "
+        "device, eager and compiled, and hold them against exact rationals.",
+        epilog="Exit status: 0 if all is well, 1 if something is broken, which is named, 2 for a "
+        "mistake.",
+    )
+    command.add_argument("--device", default="cpu", metavar="NAME", help="(default: cpu)")
+    command.add_argument("--eager", action="store_true", help="leave compiled code out, in seconds")
     return parser.parse_args(arguments)
 
 
@@ -88,6 +99,29 @@ def screen(found: Audit, *, moving: bool) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = parse(arguments)
+    return run_selfcheck(options) if options.command == "selfcheck" else run_audit(options)
+
+
+def run_selfcheck(options: argparse.Namespace) -> int:
+    """Say whether the arithmetic of a device can be trusted."""
+    try:
+        count = selfcheck(options.device, compiled=not options.eager)
+    except SelfCheckError as error:
+        print(f"python -m mcftensor {error}", file=sys.stderr)
+        return 1
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        print(f"python -m mcftensor selfcheck: {options.device}: {reason}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    print(f"{count} checks passed on {options.device}")
+    return 0
+
+
+def run_audit(options: argparse.Namespace) -> int:
+    """Show what froze between two checkpoints."""
     try:
         found = audit(
             options.before, options.after, threshold=options.threshold, ignore=options.ignore

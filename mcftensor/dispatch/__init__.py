@@ -13,6 +13,7 @@ import torch
 
 from mcftensor.dispatch import arithmetic as arithmetic
 from mcftensor.dispatch import fused as fused
+from mcftensor.dispatch import neighbours as neighbours
 from mcftensor.dispatch import order as order
 from mcftensor.dispatch import placement as placement
 from mcftensor.dispatch import select as select

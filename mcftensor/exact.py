@@ -1,0 +1,160 @@
+"""Exact numbers into expansions and out of them: fractions, decimals, strings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mcftensor import expansion
+from mcftensor.formats import Format, require_format
+from mcftensor.tensor import MCFTensor
+
+Exact: TypeAlias = int | float | str | Fraction | Decimal
+Nested: TypeAlias = Exact | Sequence["Nested"]
+
+
+def from_exact(
+    values: Nested, format: Format, *, device: str | torch.device | None = None
+) -> MCFTensor:
+    """Numbers of any precision as an expansion, each rounded to its format once.
+
+    Args:
+        values: a number or nested lists of numbers: `fractions.Fraction`, `decimal.Decimal`, a
+            string as of `"0.1"` or `"1/3"`, an int or a float.
+        format: the format of the result.
+        device: where it goes.
+
+    Returns:
+        A value of the shape of the lists.
+
+    *Error*: half an ulp of the last term: the first term is the number rounded to the base, each
+    next one what then remains, rounded.
+
+    *Special values*: infinities, NaN and the sign of a zero are kept. What overflows the base
+    becomes infinite.
+
+    Raises:
+        TypeError: `format` is no Format, or something that is no number.
+        ValueError: a string that is no number; lists of unlike lengths.
+
+    Examples:
+        >>> import mcftensor as mcf
+        >>> x = mcf.from_exact(["0.1", "1/3"], mcf.fp32x2)
+        >>> x.components[0]
+        tensor([0.1000, 0.3333])
+        >>> mcf.to_fraction(mcf.from_exact("0.1", mcf.bf16x2))
+        Fraction(209715, 2097152)
+    """
+    require_format(format, "from_exact")
+    numbers = np.array(values, dtype=object)
+    if numbers.ndim and any(isinstance(x, (list, tuple)) for x in numbers.flat):
+        raise ValueError("from_exact: the nested lists are of unlike lengths")
+    columns = [_terms(x, format) for x in numbers.flat]
+    terms = [
+        torch.tensor(column, dtype=torch.float64).to(format.base).view(numbers.shape).to(device)
+        for column in (zip(*columns, strict=True) if columns else [[]] * format.terms)
+    ]
+    leading, *tails = expansion.renormalize(terms)
+    leading = torch.where(leading == 0, terms[0], leading)  # the sign of a zero
+    return MCFTensor([leading, *tails], format)
+
+
+def to_fraction(x: Tensor) -> Any:
+    """The exact values of a tensor.
+
+    Args:
+        x: an expansion, or a plain floating tensor.
+
+    Returns:
+        A `fractions.Fraction` for a tensor without dimensions, else nested lists of them.
+
+    Raises:
+        TypeError: a tensor that is not real and floating.
+        ValueError: infinities or NaN, which are no fractions.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> mcf.to_fraction(mcf.as_expansion(torch.tensor([0.5, 3.0]), mcf.bf16x2))
+        [Fraction(1, 2), Fraction(3, 1)]
+    """
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"to_fraction: got {kind}; give an expansion or a real floating tensor")
+    terms = x.components if isinstance(x, MCFTensor) else (x,)
+    if not all(bool(torch.isfinite(term).all()) for term in terms):
+        raise ValueError(
+            f"to_fraction: the tensor of shape {tuple(x.shape)} holds infinities or NaN, which are "
+            "no fractions"
+        )
+    columns = [term.detach().double().reshape(-1).tolist() for term in terms]
+    exact = np.empty(x.numel(), dtype=object)
+    for i, numbers in enumerate(zip(*columns, strict=True)):
+        exact[i] = sum(map(Fraction, numbers), Fraction(0))
+    return exact.reshape(tuple(x.shape)).tolist() if x.dim() else exact[0]
+
+
+def _terms(x: object, format: Format) -> list[float]:
+    """The number rounded to the base, what remains rounded, and so on."""
+    special = _special(x)
+    if special is not None:
+        return [special] + [0.0] * (format.terms - 1)
+    rest = _fraction(x)
+    terms = []
+    for _ in range(format.terms):
+        terms.append(_rounded(rest, format))
+        if math.isinf(terms[-1]):
+            return [*terms, *[0.0] * (format.terms - len(terms))]
+        rest -= Fraction(terms[-1])
+    return terms
+
+
+def _special(x: object) -> float | None:
+    """Infinities, NaN and zeros with a sign as floats; None for what is a fraction."""
+    try:
+        number = float(x)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return None
+    is_zero = number == 0 and (isinstance(x, float) or (isinstance(x, Decimal) and not x))
+    return number if is_zero or (not math.isfinite(number) and not _is_large(x)) else None
+
+
+def _is_large(x: object) -> bool:
+    """Whether a finite number is beyond the range of floats."""
+    if isinstance(x, Decimal):
+        return x.is_finite()
+    return isinstance(x, str) and "inf" not in x.lower() and "nan" not in x.lower()
+
+
+def _fraction(x: object) -> Fraction:
+    if isinstance(x, bool) or not isinstance(x, (int, float, str, Fraction, Decimal, np.number)):
+        raise TypeError(
+            f"from_exact: {x!r} is no number; give Fraction, Decimal, int, float or a string"
+        )
+    try:
+        return Fraction(x.item() if isinstance(x, np.number) else x)
+    except ValueError:
+        raise ValueError(
+            f"from_exact: {x!r} is no number; strings look like '0.1' or '1/3'"
+        ) from None
+
+
+def _rounded(x: Fraction, format: Format) -> float:
+    """The nearest number of the base, ties to even; float64 holds them all."""
+    if x == 0:
+        return 0.0
+    size = abs(x)
+    exponent = size.numerator.bit_length() - size.denominator.bit_length()
+    if size < Fraction(2) ** exponent:
+        exponent -= 1
+    quantum = Fraction(2) ** (max(exponent, format.min_exponent) - format.base_precision + 1)
+    result = round(x / quantum) * quantum
+    if abs(result) >= Fraction(2) ** (format.max_exponent + 1):
+        return math.inf if x > 0 else -math.inf
+    return float(result)

@@ -1,0 +1,162 @@
+"""A check of the arithmetic on the device in use: against exact rationals, eager and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from mcftensor import eft, expansion
+from mcftensor.formats import FORMATS, Format
+
+_BASES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_COUNT = 256
+_UNITS = 10
+"""Bound of the errors of expansion arithmetic, in u^n; every documented bound is below it."""
+
+
+class SelfCheckError(RuntimeError):
+    """The arithmetic is broken on a device; the message names what and where."""
+
+
+def selfcheck(device: str | torch.device = "cpu", *, compiled: bool = True) -> int:
+    """Run the arithmetic of the library on a device and hold it against exact rationals.
+
+    Error-free transformations measure roundings, and compilers, fast-math flags and drivers that
+    flush subnormals remove roundings. Run this once on a new machine or release of PyTorch.
+
+    Args:
+        device: where to run, such as `"cuda"`.
+        compiled: also inline the operations in a compiled function, and compare the bits. This
+            takes a minute.
+
+    Returns:
+        The number of checks, all of which passed.
+
+    Raises:
+        SelfCheckError: some did not; the message names each.
+
+    Examples:
+        >>> import mcftensor as mcf
+        >>> mcf.selfcheck(compiled=False)
+        48
+    """
+    failures = []
+    count = 0
+    for check in _checks(torch.device(device)):
+        eager = check.function(*check.inputs)
+        count += 1
+        if not check.is_right(eager):
+            failures.append(check.name)
+        if compiled:
+            torch.compiler.reset()
+            inlined = torch.compile(check.function, fullgraph=True)(*check.inputs)
+            count += 1
+            if not all(torch.equal(a, b) for a, b in zip(eager, inlined, strict=True)):
+                failures.append(f"{check.name}, compiled")
+    if failures:
+        raise SelfCheckError(
+            f"selfcheck: on {device}, {len(failures)} of {count} checks failed: "
+            f"{'; '.join(failures)}. Expansions cannot be trusted there: look for fast-math flags, "
+            "flushing of subnormals, or a compiler that fuses roundings away"
+        )
+    return count
+
+
+@dataclass
+class _Check:
+    """A function of numbers, each held as `terms` tensors, and what it has to come to."""
+
+    name: str
+    function: Callable[..., tuple[Tensor, ...]]
+    inputs: list[Tensor]
+    terms: int
+    exact: Callable[..., Fraction]
+    tolerance: Fraction
+    of_square: bool = False
+    """Whether `exact` is of the square of the result, which for roots is rational."""
+    smallest: Fraction = Fraction(0)
+    """Magnitude below which the tolerance is absolute."""
+
+    def is_right(self, result: tuple[Tensor, ...]) -> bool:
+        """Whether all elements are within the tolerance, relative to the exact result."""
+        groups = [self.inputs[i : i + self.terms] for i in range(0, len(self.inputs), self.terms)]
+        numbers = [_rationals(group) for group in groups]
+        for found, *operands in zip(_rationals(result), *numbers, strict=True):
+            exact = self.exact(*operands)
+            found = found * found if self.of_square else found
+            if abs(found - exact) > self.tolerance * max(abs(exact), self.smallest):
+                return False
+        return True
+
+
+def _checks(device: torch.device) -> Iterator[_Check]:
+    exactly = Fraction(0)
+    for base in _BASES:
+        a, b, c = (_numbers(base, seed).to(device) for seed in range(3))
+        ordered = [torch.where(a.abs() >= b.abs(), *pair) for pair in ((a, b), (b, a))]
+        u = Fraction(1, 2 ** Format(base, 2).base_precision)
+        for name, function, inputs, exact, tolerance in (
+            ("two_sum", eft.two_sum, [a, b], lambda x, y: x + y, exactly),
+            ("fast_two_sum", eft.fast_two_sum, ordered, lambda x, y: x + y, exactly),
+            ("two_prod", eft.two_prod, [a, b], lambda x, y: x * y, exactly),
+            ("split", eft.split, [a], lambda x: x, exactly),
+            ("fma", _as_tuple(eft.fma), [a, b, c], lambda x, y, z: x * y + z, u),
+            ("sqrt", _as_tuple(eft.sqrt), [a.abs()], lambda x: x, 2 * u * (1 + u)),
+        ):
+            label = f"{name} in {str(base).removeprefix('torch.')}"
+            yield _Check(label, function, inputs, 1, exact, tolerance, of_square=name == "sqrt")
+    for format in FORMATS:
+        x, y = (_expansion(format, seed, device) for seed in range(2))
+        bound = Fraction(_UNITS, 2**format.precision)
+        for name, inputs, exact in (
+            ("add", [*x, *y], lambda p, q: p + q),
+            ("mul", [*x, *y], lambda p, q: p * q),
+            ("div", [*x, *y], lambda p, q: p / q),
+            ("sqrt", [t * x[0].sign() for t in x], lambda p: p),
+        ):
+            yield _Check(
+                f"{name} in {format.name}",
+                _on_terms(name, format.terms),
+                inputs,
+                format.terms,
+                exact,
+                bound,
+                of_square=name == "sqrt",
+                smallest=Fraction(format.full_precision_min),
+            )
+
+
+def _numbers(base: torch.dtype, seed: int) -> Tensor:
+    """Significands of all bits, with exponents near 0, where no product underflows."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = Format(base, 2).base_precision
+    significands = torch.randint(2 ** (bits - 1), 2**bits, (_COUNT,), generator=generator)
+    exponents = torch.randint(0, 7, (_COUNT,), generator=generator) - bits + 1
+    signs = torch.randint(0, 2, (_COUNT,), generator=generator) * 2 - 1
+    return (signs * significands * torch.exp2(exponents.double())).to(base)
+
+
+def _expansion(format: Format, seed: int, device: torch.device) -> tuple[Tensor, ...]:
+    terms = [_numbers(format.base, 3 * seed + i) * format.u**i / 16 for i in range(format.terms)]
+    return tuple(t.to(device) for t in expansion.renormalize([terms[0] * 16, *terms[1:]]))
+
+
+def _rationals(terms: list[Tensor] | tuple[Tensor, ...]) -> list[Fraction]:
+    """Elements of the sum of terms, as rationals."""
+    columns = zip(*(term.double().tolist() for term in terms), strict=True)
+    return [sum(map(Fraction, column), Fraction(0)) for column in columns]
+
+
+def _as_tuple(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+    return lambda *operands: (function(*operands),)
+
+
+def _on_terms(name: str, terms: int) -> Callable[..., tuple[Tensor, ...]]:
+    operation = getattr(expansion, name)
+    return lambda *tensors: operation(
+        *(tensors[i : i + terms] for i in range(0, len(tensors), terms))
+    )

@@ -1,0 +1,64 @@
+"""The self-check passes here, and finds what is broken."""
+
+import pytest
+import torch
+
+import mcftensor as mcf
+from mcftensor import eft, expansion
+from mcftensor.__main__ import main
+
+
+def test_passes(device):
+    assert mcf.selfcheck(device, compiled=False) == 48
+
+
+@pytest.mark.slow
+def test_passes_compiled(device):
+    assert mcf.selfcheck(device) == 96
+
+
+def naive_sum(a, b):
+    return a + b, torch.zeros_like(a)
+
+
+def naive_product(a, b):
+    return a * b, torch.zeros_like(a)
+
+
+def leading_terms(x, y, format=None):
+    return x[0] * y[0], *(torch.zeros_like(t) for t in x[1:])
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "broken", "named"),
+    [
+        (eft, "two_sum", naive_sum, "two_sum in bfloat16"),
+        (eft, "two_prod", naive_product, "two_prod in float32"),
+        (eft, "sqrt", lambda a: torch.sqrt(a) * (1 + 2**-6), "sqrt in bfloat16"),
+        (expansion, "mul", leading_terms, "mul in fp64x2"),
+    ],
+)
+def test_finds_what_is_broken(module, name, broken, named, monkeypatch, capsys):
+    monkeypatch.setattr(module, name, broken)
+    with pytest.raises(mcf.SelfCheckError, match=named):
+        mcf.selfcheck(compiled=False)
+    assert main(["selfcheck", "--eager"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert named in line
+
+
+def test_finds_what_a_compiler_changes(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: broken_by(function))
+
+    def broken_by(function):
+        return lambda *inputs: (function(*inputs)[0], *map(torch.zeros_like, function(*inputs)[1:]))
+
+    with pytest.raises(mcf.SelfCheckError, match="two_sum in bfloat16, compiled"):
+        mcf.selfcheck()
+
+
+def test_command(capsys):
+    assert main(["selfcheck", "--eager"]) == 0
+    assert capsys.readouterr().out == "48 checks passed on cpu\n"
+    assert main(["selfcheck", "--eager", "--device", "nowhere"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
