@@ -2,7 +2,6 @@
 
 import collections
 import gc
-import inspect
 import math
 import random
 import subprocess
@@ -17,6 +16,7 @@ import pytorch_optimizer
 import schedulefree
 import torch
 from helpers import parameter, small_model
+from optimizers import CASES, OPTIMIZERS
 from oracle import fractions
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -324,23 +324,6 @@ def assert_metered(build, kind, shapes, coupled=False, **options):
     return edq
 
 
-OPTIMIZERS = [
-    getattr(torch.optim, name)
-    for name in torch.optim.__all__
-    if inspect.isclass(getattr(torch.optim, name))
-    and name not in ("Optimizer", "SparseAdam", "LBFGS")
-]
-PATHS = {
-    "for-loop": {"foreach": False},
-    "foreach": {"foreach": True},
-    "fused": {"fused": True},
-}
-CASES = [
-    pytest.param(cls, flags, id=f"{cls.__name__}-{path}")
-    for cls in OPTIMIZERS
-    for path, flags in PATHS.items()
-    if set(flags) <= set(inspect.signature(cls).parameters)
-] + [pytest.param(torch.optim.Muon, {}, id="Muon")]
 SHAPES = [(6, 4), (4,), ()]
 MATRICES = [(6, 4), (4, 3)]
 

@@ -25,6 +25,8 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
     writes = any(isinstance(x, MCFTensor) for _, x in wide.written_to(func, args, kwargs))
     if not writes and all(x.role == "parameter" for x in found):
         return _plainly(func, args, kwargs)
+    if func.namespace == "mcftensor":
+        raise TypeError(f"{func}: takes the terms of expansions, and got an expansion")
     format = common_format(str(func), found)
     if format.precision > wide.PRECISION:
         return long.evaluate(func, format, *args, **kwargs)

@@ -135,6 +135,15 @@ def _number(quantity: Sequence[Tensor], wide_type: torch.dtype | None, format: F
     return MCFTensor(list(quantity))
 
 
+def _gradient(quantity: Sequence[Tensor], wide_type: torch.dtype | None) -> Tensor:
+    """A gradient as a number; a plain one stays plain, with more bits."""
+    if len(quantity) == 1:
+        return quantity[0].to(wide_type or torch.float64)
+    if wide_type is not None:
+        return wide.total(wide.levels(quantity, wide_type))
+    return MCFTensor(list(quantity))
+
+
 def _terms_of(number: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """A number in the format of a quantity, which is an expansion or one plain tensor."""
     if isinstance(number, MCFTensor):
@@ -182,19 +191,19 @@ def _empty_adam(
     grad_scale: Any,
     *rest: Any,
 ) -> list[Tensor]:
-    return _like_all(p, m, v, v_max, [] if grad_scale is None else [gradient])
+    return _like_all(p, m, v, v_max, [] if grad_scale is None else gradient)
 
 
 def _empty_sgd(
     p: Any, gradient: Any, buffer: Any, lr: Any, grad_scale: Any, *rest: Any
 ) -> list[Tensor]:
-    return _like_all(p, buffer, [] if grad_scale is None else [gradient])
+    return _like_all(p, buffer, [] if grad_scale is None else gradient)
 
 
 @opaque(_empty_adam)
 def adam_step(
     p: Sequence[Tensor],
-    gradient: Tensor,
+    gradient: Sequence[Tensor],
     m: Sequence[Tensor],
     v: Sequence[Tensor],
     v_max: Sequence[Tensor],
@@ -210,7 +219,7 @@ def adam_step(
     decoupled: bool,
 ) -> list[Tensor]:
     """The new terms of p, m, v and v_max, one after the other, then the unscaled gradient."""
-    wide_type = _wide_type(p, m, v, v_max)
+    wide_type = _wide_type(p, m, v, v_max, gradient if len(gradient) > 1 else [])
     format = Format(p[0].dtype, max(len(p), 2))
     rate = _scalar(lr.to(torch.float64))
     settings: dict[str, Any] = {
@@ -223,11 +232,11 @@ def adam_step(
         "eps": eps,
     }
 
-    lengths = [1, len(p), len(m), len(v), len(v_max)]
+    lengths = [len(gradient), len(p), len(m), len(v), len(v_max)]
 
     def step_block(tensors: Sequence[Tensor]) -> list[Tensor]:
-        (grad,), p_, m_, v_, max_ = regroup(tensors, lengths)
-        unscaled = grad.to(wide_type or torch.float64)
+        grad, p_, m_, v_, max_ = regroup(tensors, lengths)
+        unscaled = _gradient(grad, wide_type)
         if grad_scale is not None:
             unscaled = unscaled / grad_scale
         g = -unscaled if maximize else unscaled
@@ -238,15 +247,15 @@ def adam_step(
         for new, old in zip(moments, (m_, v_, max_), strict=True):
             if new is not None:
                 results += _unless(found_inf, _terms_of(new, old), old)
-        return results + ([round_to(unscaled, grad.dtype)] if grad_scale is not None else [])
+        return results + (_terms_of(unscaled, grad) if grad_scale is not None else [])
 
-    return in_blocks(step_block, [gradient, *p, *m, *v, *v_max])
+    return in_blocks(step_block, [*gradient, *p, *m, *v, *v_max])
 
 
 @opaque(_empty_sgd)
 def sgd_step(
     p: Sequence[Tensor],
-    gradient: Tensor,
+    gradient: Sequence[Tensor],
     buffer: Sequence[Tensor],
     lr: Tensor,
     grad_scale: Tensor | None,
@@ -259,7 +268,7 @@ def sgd_step(
     first: bool,
 ) -> list[Tensor]:
     """The new terms of p and of the momentum buffer, then the unscaled gradient."""
-    wide_type = _wide_type(p, buffer)
+    wide_type = _wide_type(p, buffer, gradient if len(gradient) > 1 else [])
     format = Format(p[0].dtype, max(len(p), 2))
     settings: dict[str, Any] = {
         "momentum": momentum,
@@ -269,12 +278,12 @@ def sgd_step(
         "first": first,
     }
 
-    lengths = [1, len(p), len(buffer)]
+    lengths = [len(gradient), len(p), len(buffer)]
     rate = _scalar(lr.to(torch.float64))
 
     def step_block(tensors: Sequence[Tensor]) -> list[Tensor]:
-        (grad,), p_, buffer_ = regroup(tensors, lengths)
-        unscaled = grad.to(wide_type or torch.float64)
+        grad, p_, buffer_ = regroup(tensors, lengths)
+        unscaled = _gradient(grad, wide_type)
         if grad_scale is not None:
             unscaled = unscaled / grad_scale
         g = -unscaled if maximize else unscaled
@@ -284,9 +293,9 @@ def sgd_step(
         results = _unless(found_inf, _terms_of(_added(p_, number, change, wide_type), p_), p_)
         if new is not None:
             results += _unless(found_inf, _terms_of(new, buffer_), buffer_)
-        return results + ([round_to(unscaled, grad.dtype)] if grad_scale is not None else [])
+        return results + (_terms_of(unscaled, grad) if grad_scale is not None else [])
 
-    return in_blocks(step_block, [gradient, *p, *buffer])
+    return in_blocks(step_block, [*gradient, *p, *buffer])
 
 
 # ------------------------------------------------------------------------------ torch's operators
@@ -294,11 +303,11 @@ def sgd_step(
 
 def _write_back(results: list[Tensor], targets: Sequence[Tensor], grad: Tensor) -> None:
     """Store new terms in their targets, and an unscaled gradient, if there is one, in its own."""
-    *groups, unscaled = regroup(results, [*(len(terms(x)) for x in targets), 1])
+    *groups, unscaled = regroup(results, [len(terms(x)) for x in [*targets, grad]])
     for target, pieces in zip(targets, groups, strict=True):
         store(target, pieces) if isinstance(target, MCFTensor) else target.copy_(pieces[0])
     if unscaled:
-        grad.copy_(unscaled[0])
+        store(grad, unscaled)
 
 
 def _number_tensor(lr: float | Tensor) -> Tensor:
@@ -332,7 +341,7 @@ def fused_adam(
         states = [params[i], exp_avgs[i], exp_avg_sqs[i], *maxima[i : i + 1]]
         results = adam_step(
             terms(params[i]),
-            grads[i],
+            terms(grads[i]),
             terms(exp_avgs[i]),
             terms(exp_avg_sqs[i]),
             terms(maxima[i]) if maxima else [],
@@ -365,7 +374,7 @@ def fused_sgd(
     for i in ours:
         results = sgd_step(
             terms(params[i]),
-            grads[i],
+            terms(grads[i]),
             terms(buffers[i]) if buffers else [],
             _number_tensor(options["lr"]),
             options.get("grad_scale"),
