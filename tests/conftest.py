@@ -41,3 +41,9 @@ def format(request) -> mcf.Format:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def one_by_one(monkeypatch) -> None:
+    """Have EDQ measure the small parameters of tests one by one, as large ones are."""
+    monkeypatch.setattr("mcftensor.edq.meter._SMALL", 1)
