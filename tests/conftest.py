@@ -47,3 +47,11 @@ def seed() -> None:
 def one_by_one(monkeypatch) -> None:
     """Have EDQ measure the small parameters of tests one by one, as large ones are."""
     monkeypatch.setattr("mcftensor.edq.meter._SMALL", 1)
+
+
+@pytest.fixture
+def poem(tmp_path) -> Path:
+    """A text to train on, of a size for seconds."""
+    path = tmp_path / "poem.txt"
+    path.write_text("".join(f"{n} green bottles hanging on the wall\n" for n in range(200)))
+    return path

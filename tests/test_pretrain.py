@@ -28,13 +28,6 @@ def _tiny_model(monkeypatch):
 
 
 @pytest.fixture
-def poem(tmp_path):
-    path = tmp_path / "poem.txt"
-    path.write_text("".join(f"{n} green bottles hanging on the wall\n" for n in range(200)))
-    return path
-
-
-@pytest.fixture
 def run(poem, tmp_path):
     """Run the command on the poem; return its exit status and what results.json holds."""
 

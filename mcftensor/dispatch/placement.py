@@ -62,12 +62,12 @@ def place(func: Any, *args: Any, **kwargs: Any) -> Any:
     if expansions(named) or named.get("accumulate") or (in_place and not isinstance(x, MCFTensor)):
         return compute(func, *args, **kwargs)
     format = x.format if in_place else common_format(func.overloadpacket.__name__, (x, source))
-    device = x.device
-    results = []
-    for term, new in zip(
-        terms_in(x, format, device), terms_in(source, format, device), strict=True
-    ):
-        number = not isinstance(source, torch.Tensor)
-        given = {source_name or "value": new.item() if number else new}
-        results.append(func(term, **named, **given))
+    elements: list[Any] = list(terms_in(source, format, x.device))
+    if not isinstance(source, torch.Tensor):
+        elements = [number.item() for number in elements]
+    name = source_name or "value"
+    results = [
+        func(term, **named, **{name: new})
+        for term, new in zip(terms_in(x, format, x.device), elements, strict=True)
+    ]
     return x if in_place else MCFTensor(results, format, common_role((x, source)))
