@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from mcftensor import expansion
-from mcftensor.dispatch.operands import terms_in
+from mcftensor.dispatch.operands import converted
 from mcftensor.dispatch.table import implements
 from mcftensor.formats import Format, bf16x2, default_format, require_format
 from mcftensor.operators import opaque
@@ -41,7 +41,7 @@ def as_expansion(
     buffers and gradients become plain tensors of the base dtype. Cast the inputs, or use autocast.
 
     Args:
-        obj: a real floating tensor, or a module.
+        obj: a real floating tensor, an expansion in this or another format, or a module.
         format: the format of all. By default it goes by shape: `bf16x3` for at most one dimension
             longer than 1 (norms, biases), `bf16x2` for the rest. Weights near 1 move by steps far
             below the resolution of two bf16 terms, and such tensors cost little memory.
@@ -53,8 +53,8 @@ def as_expansion(
         A new MCFTensor that does not require grad, or the module itself.
 
     Raises:
-        TypeError: a tensor that is integer, complex, sparse, quantized or nested; an expansion in
-            another format; something that is no format.
+        TypeError: a tensor that is integer, complex, sparse, quantized or nested; something that
+            is no format.
         ValueError: an override that matches nothing; a tensor that is part of an autograd graph.
         RuntimeError: a parameter that cannot be exchanged, because weak references to it exist,
             or a graph or view holds it.
@@ -78,14 +78,14 @@ def as_expansion(
         return _module_as_expansion(obj, format, overrides or {})
     if overrides is not None:
         raise TypeError("as_expansion: overrides name parameters of a module; a tensor has none")
-    _require_convertible("as_expansion", "the tensor", obj, format)
+    _require_convertible("as_expansion", "the tensor", obj)
     if obj.grad_fn is not None:
         raise ValueError(
             f"as_expansion: the tensor of shape {tuple(obj.shape)} is part of an autograd graph, "
             "which ends here; call .detach() on it first"
         )
     if isinstance(obj, MCFTensor):
-        return MCFTensor([t.clone() for t in obj.components], obj.format)
+        return _value(obj, format or obj.format)
     return _value(obj, format or default_format(obj.shape))
 
 
@@ -139,23 +139,17 @@ def _collapse(func: object, x: MCFTensor, dtype: torch.dtype) -> Tensor:
 
 
 def _value(x: Tensor, format: Format) -> MCFTensor:
-    return MCFTensor(expansion.expand(x.detach(), format), format)
+    terms = x.components if isinstance(x, MCFTensor) else (x.detach(),)
+    return MCFTensor(expansion.convert(terms, format), format)
 
 
-def _require_convertible(where: str, name: str, x: object, format: Format | None) -> None:
+def _require_convertible(where: str, name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(
             f"{where}: got {type(x).__name__}; give a floating tensor, such as "
             "torch.tensor(x, dtype=torch.float64), or a module"
         )
     if isinstance(x, MCFTensor):
-        if format not in (None, x.format):
-            assert format is not None
-            raise TypeError(
-                f"{where}: {name} of shape {tuple(x.shape)} is an expansion in {x.format.name} "
-                f"already, not {format.name}; convert it by way of a plain tensor: "
-                f"mcf.as_expansion(mcf.as_plain(x, torch.float64), mcf.{format.name})"
-            )
         return
     if x.is_nested:
         raise TypeError(f"{where}: {name} is a nested tensor; convert its parts one by one")
@@ -189,13 +183,14 @@ def _module_as_expansion(module: M, format: Format | None, overrides: Overrides)
             continue
         wanted = overrides[matching[0]] if matching else None
         if wanted is None and isinstance(x, nn.Parameter) and x.requires_grad:
-            _require_convertible("as_expansion", f"parameter {name}", x, format)
-            wanted = x.format if isinstance(x, MCFTensor) else format or default_format(x.shape)
+            _require_convertible("as_expansion", f"parameter {name}", x)
+            own = x.format if isinstance(x, MCFTensor) else default_format(x.shape)
+            wanted = format or own
         elif wanted is not None:
-            _require_convertible("as_expansion", name, x, wanted)
+            _require_convertible("as_expansion", name, x)
         elif x.is_complex() or x.dtype == base:
             continue
-        if not isinstance(x, MCFTensor):
+        if not (isinstance(x, MCFTensor) and x.format == wanted):
             plans[name] = x, wanted
     with _exchangeable("as_expansion", module, {name: x for name, (x, _) in plans.items()}):
         for x, wanted in plans.values():
@@ -233,7 +228,7 @@ def _keep_expansions(
         new = state_dict.get(prefix + name)
         if isinstance(x, MCFTensor) and isinstance(new, Tensor) and new.shape == x.shape:
             if not (isinstance(new, MCFTensor) and new.format == x.format):
-                new = MCFTensor(terms_in(new.detach(), x.format, new.device), x.format)
+                new = MCFTensor(converted(new.detach(), x.format, new.device), x.format)
             if isinstance(x, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=x.requires_grad)
             state_dict[prefix + name] = new

@@ -23,8 +23,10 @@ import torch
 from torch import Tensor
 
 from mcftensor import networks, wide
+from mcftensor.conversion import convert_terms
 from mcftensor.eft import same_float_dtype
-from mcftensor.formats import Format, require_format
+from mcftensor.formats import MAX_TERMS, Format, require_format
+from mcftensor.noise import key_for, uniform
 from mcftensor.operators import empty_terms, in_blocks, opaque, regroup
 from mcftensor.rounding import collapse_terms, split_terms
 
@@ -39,23 +41,30 @@ def _empty(operands: Sequence[Tensor], format: str) -> list[Tensor]:
     return empty_terms(operands, f.base, f.terms)
 
 
-@opaque(lambda x, format: _empty([x], format))
-def _expand(x: Tensor, format: str) -> list[Tensor]:
+@opaque(lambda terms, format, key: _empty(terms, format))
+def _convert(terms: Sequence[Tensor], format: str, key: Tensor | None) -> list[Tensor]:
     f = Format.from_name(format)
-    return split_terms(x, f.base, f.terms)
+    noise = None if key is None else uniform(key, terms[0].shape)
+    if len(terms) == 1:
+        return split_terms(terms[0], f.base, f.terms, noise)
+    result = convert_terms(tuple(terms), f.base, f.terms, noise)
+    return [x.clone() for x in result] if result[0] is terms[0] else list(result)
 
 
-def expand(x: Tensor, format: Format) -> Terms:
-    """A plain tensor as the terms of an expansion.
+def convert(x: Sequence[Tensor], format: Format) -> Terms:
+    """An expansion in another format, rounded once.
 
-    *Requires*: a real tensor of any shape; integers pass through float64, so of 53 bits at most.
+    *Requires*: normalized terms of any format, or a plain real tensor as a sequence of one;
+    integers pass through float64, so of 53 bits at most.
 
     *Returns*: `format.terms` tensors of the shape of x, normalized.
 
-    *Error*: none where x has no more bits than the format; else half an ulp of the last term, at
-    most u²/2 for two terms and u³/4 for three (reached), or half the least subnormal.
+    *Error*: none where the format holds x; else half an ulp of the last term, at most
+    u^n / 2^(n - 1) for n terms (reached), or half the least subnormal. A whole ulp, and none in
+    the mean, where the format rounds stochastically.
 
-    *Cost*: one rounding and one subtraction a term, twice over.
+    *Cost*: from a plain tensor one rounding and one subtraction a term, twice over; from an
+    expansion a network.
 
     *Source*: repeated rounding, with a second pass that resolves ties.
 
@@ -66,10 +75,25 @@ def expand(x: Tensor, format: Format) -> Terms:
 
     Examples:
         >>> import torch, mcftensor as mcf
+        >>> third = mcf.expansion.div(
+        ...     (torch.tensor(1.0),), (torch.tensor(3.0),), format=mcf.fp32x2
+        ... )
+        >>> mcf.expansion.convert(third, mcf.bf16x2)
+        (tensor(0.3340, dtype=torch.bfloat16), tensor(-0.0006, dtype=torch.bfloat16))
+    """
+    key = key_for(require_format(format, "convert"), x[0].device)
+    return tuple(_convert(list(x), format.name, key))
+
+
+def expand(x: Tensor, format: Format) -> Terms:
+    """A plain tensor as the terms of an expansion: `convert` of a single tensor.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
         >>> mcf.expansion.expand(torch.tensor(0.999), mcf.bf16x2)
         (tensor(1., dtype=torch.bfloat16), tensor(-0.0010, dtype=torch.bfloat16))
     """
-    return tuple(_expand(x, require_format(format, "expand").name))
+    return convert((x,), require_format(format, "expand"))
 
 
 @opaque(lambda terms, dtype: empty_terms(terms, dtype, 1)[0])
@@ -116,20 +140,21 @@ def renormalize(values: Sequence[Tensor], terms: int | None = None) -> Terms:
     *Requires*: two tensors or more, in any order of magnitude, overlapping or not, zeros
     anywhere; no overflow of partial sums.
 
-    *Returns*: `terms` tensors (by default as many as were given, 3 at most), shapes broadcast.
+    *Returns*: `terms` tensors (by default as many as were given, 6 at most), shapes broadcast.
 
     *Error*: none where the sum fits into that many terms; else half an ulp of the last one, at
-    most u²/2 for two terms and u³/4 for three (reached).
+    most u^n / 2^(n - 1) for n terms (reached).
 
-    *Cost*: 6 k (k - 1) flops for k values, and 20 or 40 for ties.
+    *Cost*: for k values 3 k (k - 1) flops, 6 (n + 1) k for the n terms, and some for ties.
 
-    *Source*: VecSum of T. Ogita, S. Rump, S. Oishi, SIAM J. Sci. Comput. 26(6), 2005, repeated;
-    ties are resolved from the later terms.
+    *Source*: J. R. Shewchuk, "Adaptive precision floating-point arithmetic and fast robust
+    geometric predicates", Discrete & Computational Geometry 18, 1997, theorem 10, which holds for
+    any number of values; ties are resolved from the later terms.
 
     *Special values*: where the sum is not finite, the plain sum with zero tails.
 
     Raises:
-        ValueError: fewer than two values, or a number of terms other than 2 and 3.
+        ValueError: fewer than two values, or a number of terms not from 2 to 6.
         TypeError: values of different dtypes, or not of floating dtype.
 
     Examples:
@@ -138,11 +163,11 @@ def renormalize(values: Sequence[Tensor], terms: int | None = None) -> Terms:
         >>> mcf.expansion.renormalize((tiny, big))
         (tensor(4096., dtype=torch.bfloat16), tensor(1., dtype=torch.bfloat16))
     """
-    count = min(len(values), 3) if terms is None else terms
-    if len(values) < 2 or count not in (2, 3):
+    count = min(len(values), MAX_TERMS) if terms is None else terms
+    if len(values) < 2 or not 2 <= count <= MAX_TERMS:
         raise ValueError(
             f"renormalize: {len(values)} values into {count} terms; give two values or more, and "
-            "ask for 2 or 3 terms"
+            f"ask for 2 to {MAX_TERMS} terms"
         )
     same_float_dtype("renormalize", *values)
     return tuple(_renormalize(list(values), count))
@@ -151,13 +176,13 @@ def renormalize(values: Sequence[Tensor], terms: int | None = None) -> Terms:
 # ------------------------------------------------------------------------------------ arithmetic
 
 
-def _network(two: Callable[..., Terms], three: Callable[..., Terms]) -> Callable[..., Terms]:
-    return lambda *operands: (two if len(operands[0]) == 2 else three)(*operands)
+def _network(two: Callable[..., Terms], more: Callable[..., Terms]) -> Callable[..., Terms]:
+    return lambda *operands: (two if len(operands[0]) == 2 else more)(*operands)
 
 
-_add = _network(networks.add2, networks.add3)
-_mul = _network(networks.mul2, networks.mul3)
-_fma = _network(networks.fma2, networks.fma3)
+_add = _network(networks.add2, networks.add)
+_mul = _network(networks.mul2, networks.mul)
+_fma = _network(networks.fma2, networks.fma)
 
 
 def _addcmul(x: Terms, a: Terms, b: Terms, value: Terms) -> Terms:
@@ -189,28 +214,40 @@ _OPERATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Terms]]] = {
 }
 
 
-def _enter(operand: list[Tensor], f: Format) -> Terms:
-    """An operand of a network: the format's number of terms of its base."""
-    if any(term.dtype != f.base for term in operand):
-        operand = [part for term in operand for part in split_terms(term, f.base, f.terms)]
-    if len(operand) > f.terms:
-        return networks.settle(networks.distill(operand, f.terms), operand[0])
-    return *operand, *[torch.zeros_like(operand[0])] * (f.terms - len(operand))
+def _enter(operand: list[Tensor], base: torch.dtype, terms: int) -> Terms:
+    """An operand of a network: the number of terms of the base that it computes with."""
+    if any(term.dtype != base for term in operand):
+        operand = [part for term in operand for part in split_terms(term, base, terms)]
+    if len(operand) > terms:
+        return networks.settle(networks.distill(operand, terms), operand[0])
+    return *operand, *[torch.zeros_like(operand[0])] * (terms - len(operand))
 
 
-@opaque(lambda operation, terms, lengths, format: _empty(terms, format))
+@opaque(lambda operation, terms, lengths, format, key: _empty(terms, format))
 def evaluate(
-    operation: str, terms: Sequence[Tensor], lengths: Sequence[int], format: str
+    operation: str,
+    terms: Sequence[Tensor],
+    lengths: Sequence[int],
+    format: str,
+    key: Tensor | None,
 ) -> list[Tensor]:
-    """One elementwise operation on expansions; `terms` holds its operands one after the other."""
+    """One elementwise operation on expansions; `terms` holds its operands one after the other.
+
+    With a key the last term is rounded stochastically; networks compute one term more for it.
+    """
     f = Format.from_name(format)
     by_wide, by_network = _OPERATIONS[operation]
 
-    def evaluate_block(block: Sequence[Tensor]) -> list[Tensor]:
+    def evaluate_block(block: Sequence[Tensor], start: int) -> list[Tensor]:
         operands = regroup(block, lengths)
         if f.wide is not None:
-            return split_terms(by_wide(*operands, wide=f.wide), f.base, f.terms)
-        return list(by_network(*(_enter(operand, f) for operand in operands)))
+            result = by_wide(*operands, wide=f.wide)
+            noise = None if key is None else uniform(key, result.shape, start)
+            return split_terms(result, f.base, f.terms, noise)
+        if key is None:
+            return list(by_network(*(_enter(operand, f.base, f.terms) for operand in operands)))
+        longer = by_network(*(_enter(operand, f.base, f.terms + 1) for operand in operands))
+        return list(networks.shorten(longer, uniform(key, longer[0].shape, start)))
 
     return in_blocks(evaluate_block, terms)
 
@@ -235,7 +272,9 @@ def apply(operation: str, *operands: Sequence[Tensor], format: Format | None = N
     if format is None:
         format = _format_of(operation, operands[0])
     terms = [term for operand in operands for term in operand]
-    return tuple(evaluate(operation, terms, [len(o) for o in operands], format.name))
+    device = next((t.device for t in terms if t.dim() > 0), terms[0].device)
+    key = key_for(format, device)
+    return tuple(evaluate(operation, terms, [len(o) for o in operands], format.name, key))
 
 
 def add(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | None = None) -> Terms:
@@ -334,7 +373,7 @@ def fma(
 
     *Cost*: two terms: 6 flops and a split, or a network of 130; three: 8, or 900.
 
-    *Source*: `wide.py`; exact products and ORO's VecSum.
+    *Source*: `wide.py`; exact products, and the distillation of `renormalize`.
 
     *Special values*: as x * y + z of the leading terms.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -25,19 +26,31 @@ _BASES = {
 }
 
 
+Rounding = Literal["nearest", "stochastic"]
+
+MAX_TERMS = 6
+"""What float64 can evaluate of bfloat16, and what the range of float32 holds near 1."""
+
+
 @dataclass(frozen=True)
 class Format:
     """A multi-component float: an unevaluated sum of `terms` floats of type `base`.
 
-    Two formats are equal when base and number of terms are.
+    Two formats are equal when base, number of terms and rounding are.
 
     Args:
         base: dtype of every term: bfloat16, float16, float32 or float64.
-        terms: number of terms, 2 or 3.
+        terms: number of terms, from 2 to 6; at most 3 for float16, whose range ends there, and at
+            most 5 with stochastic rounding, which is evaluated with one term more.
+        rounding: of the last term. `"nearest"`, ties to even; or `"stochastic"`, up or down with
+            probabilities that leave no error in the mean, drawn from PyTorch's generator of the
+            device. Updates too small for the format then survive in the mean. It applies to
+            arithmetic and to conversions into the format; numbers beside an expansion in a
+            comparison, a choice or a fill are rounded to nearest.
 
     Raises:
         TypeError: `base` is not one of the four dtypes.
-        ValueError: `terms` is neither 2 nor 3.
+        ValueError: `terms` or `rounding` is not one of those.
 
     Examples:
         >>> import torch, mcftensor as mcf
@@ -45,10 +58,13 @@ class Format:
         True
         >>> mcf.bf16x3.precision, mcf.bf16x3.bytes
         (24, 6)
+        >>> mcf.Format(torch.bfloat16, 2, rounding="stochastic").name
+        'bf16x2sr'
     """
 
     base: torch.dtype
     terms: int
+    rounding: Rounding = "nearest"
 
     def __post_init__(self) -> None:
         if self.base not in _BASES:
@@ -56,13 +72,22 @@ class Format:
                 f"Format: base {self.base!r} is not a dtype that expansions are made of; "
                 "use torch.bfloat16, float16, float32 or float64"
             )
-        if self.terms not in (2, 3):
-            raise ValueError(f"Format: {self.terms!r} terms given; expansions have 2 or 3")
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ValueError(
+                f"Format: rounding {self.rounding!r} given; it is 'nearest' or 'stochastic'"
+            )
+        most = 3 if self.base == torch.float16 else MAX_TERMS - (self.rounding == "stochastic")
+        if not (isinstance(self.terms, int) and 2 <= self.terms <= most):
+            raise ValueError(
+                f"Format: {self.terms!r} terms given; expansions of {_SHORT[self.base]} with "
+                f"{self.rounding} rounding have 2 to {most}"
+            )
 
     @property
     def name(self) -> str:
         """Short name, such as `"bf16x2"`; `Format.from_name` is its inverse."""
-        return f"{_SHORT[self.base]}x{self.terms}"
+        suffix = "sr" if self.rounding == "stochastic" else ""
+        return f"{_SHORT[self.base]}x{self.terms}{suffix}"
 
     @property
     def base_precision(self) -> int:
@@ -107,30 +132,40 @@ class Format:
     def wide(self) -> torch.dtype | None:
         """Machine dtype in which arithmetic of this format is evaluated and then split.
 
-        None for bases of 32 and 64 bits: there, networks of error-free transformations work.
+        None for bases of 32 and 64 bits and for more than three terms: there, networks of
+        error-free transformations work.
         """
-        if self.base.itemsize > 2:
+        if self.base.itemsize > 2 or self.terms > 3:
             return None
-        return torch.float32 if self.terms == 2 else torch.float64
+        in_float32 = self.terms == 2 and self.rounding == "nearest"
+        return torch.float32 if in_float32 else torch.float64
+
+    @property
+    def nearest(self) -> Format:
+        """The same format, rounded to nearest."""
+        return self if self.rounding == "nearest" else Format(self.base, self.terms)
 
     @staticmethod
     @functools.cache
     def from_name(name: str) -> Format:
-        """The format of a short name such as `"bf16x2"`.
+        """The format of a short name such as `"bf16x2"` or, rounded stochastically, `"bf16x2sr"`.
 
         Raises:
             ValueError: the name is not of the form base, x, number of terms.
         """
-        match = re.fullmatch(r"(bf16|fp16|fp32|fp64)x(\d+)", name)
+        match = re.fullmatch(r"(bf16|fp16|fp32|fp64)x(\d+)(sr)?", name)
         if match is None:
             raise ValueError(
                 f"Format: {name!r} is not the name of a format; names look like 'bf16x2': "
                 "bf16, fp16, fp32 or fp64, an x, and the number of terms"
             )
-        return Format(_DTYPE[match[1]], int(match[2]))
+        return Format(_DTYPE[match[1]], int(match[2]), "stochastic" if match[3] else "nearest")
 
     def __repr__(self) -> str:
-        return f"mcf.{self.name}"
+        if self in FORMATS:
+            return f"mcf.{self.name}"
+        rounding = ', rounding="stochastic"' if self.rounding == "stochastic" else ""
+        return f"mcf.Format({self.base}, {self.terms}{rounding})"
 
 
 bf16x2 = Format(torch.bfloat16, 2)

@@ -45,6 +45,6 @@ def fma(x: Tensor | float, y: Tensor | float, z: Tensor | float) -> Tensor:
         number = torch.scalar_tensor(operand, dtype=torch.float64, device=found[0].device)
         if dimensions > 0:
             return number
-        return MCFTensor(expansion.expand(number, format), format, role)
+        return MCFTensor(expansion.expand(number, format.nearest), format, role)
 
     return torch.addcmul(entered(z), entered(x), entered(y))

@@ -13,12 +13,13 @@ References, cited below by their initials:
   ACM TOMS 48(1), 2022.
 - LLMPR: V. Lefèvre, N. Louvet, J.-M. Muller, J. Picot, L. Rideau, "Accurate calculation of
   Euclidean norms using double-word arithmetic", ACM TOMS 49(1), 2023.
-- ORO: T. Ogita, S. Rump, S. Oishi, "Accurate sum and dot product", SIAM J. Sci. Comput. 26(6),
-  2005.
+- S: J. R. Shewchuk, "Adaptive precision floating-point arithmetic and fast robust geometric
+  predicates", Discrete & Computational Geometry 18, 1997.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -26,11 +27,12 @@ from torch import Tensor
 
 from mcftensor import eft
 from mcftensor.operators import inline
+from mcftensor.rounding import move
 
 two_sum = inline(eft.two_sum)
 fast_two_sum = inline(eft.fast_two_sum)
 two_prod = inline(eft.two_prod)
-fma = inline(eft.fma)
+correct_fma = inline(eft.fma)
 correct_sqrt = inline(eft.sqrt)
 
 Terms = tuple[Tensor, ...]
@@ -39,32 +41,47 @@ Terms = tuple[Tensor, ...]
 def distill(values: Sequence[Tensor], terms: int) -> Terms:
     """The sum of any tensors, however ordered and overlapping, as `terms` normalized terms.
 
-    Each pass is ORO's VecSum: a chain of two_sums from the last value to the first, without any
-    error. As many passes as there are values leave no two neighbours that overlap, whatever
-    cancelled. Then ties are resolved, and what stands behind the wanted terms is dropped: at most
-    half an ulp of the last term, or u^n / 2^(n - 1) for n terms. The last fast_two_sum restores a
-    tie that had been resolved by no more than what was dropped.
+    The values are entered one by one, each by a chain of two_sums from the last place to the
+    first (S's Grow-Expansion). That loses nothing, and what stands in the places afterwards has
+    no adjacent bits in common (S's theorem 10, for p >= 3 and any number of values). From there
+    one more chain gathers the whole in the first place, up to half an ulp and a little, a second
+    chain the rest in the second place, and so on; a round of chains over the places in use makes
+    each the nearest float to itself and all that follow, up to ties. Ties are resolved from the
+    first place on, and gaps closed that this leaves. What stands behind the wanted terms is
+    dropped: at most half an ulp of the last term, or u^n / 2^(n - 1) for n terms. The last
+    fast_two_sum restores a tie that had been resolved by no more than what was dropped.
     """
     x = list(values)
-    for _ in range(len(x)):
-        for i in range(len(x) - 1, 0, -1):
-            x[i - 1], x[i] = two_sum(x[i - 1], x[i])
+    last = len(x) - 1
+    for entered in range(1, last + 1):
+        _chain(x, entered, 0)
+    for place in range(min(terms + 1, last)):
+        _chain(x, last, place)
+    last = min(terms, last)
+    for place in range(last):
+        _chain(x, last, place)
     x += [torch.zeros_like(x[0])] * (terms + 1 - len(x))
     for i in range(terms - 1):
-        x[i : i + 3] = resolve_tie(*x[i : i + 3])
+        x[i : i + 2] = resolve_tie(*x[i : i + 3])
+        for j in range(i + 1, terms):
+            x[j : j + 2] = fast_two_sum(x[j], x[j + 1])
     return *x[: terms - 2], *fast_two_sum(x[terms - 2], x[terms - 1])
 
 
-def resolve_tie(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _chain(x: list[Tensor], last: int, first: int) -> None:
+    """Sum the places from the last to the first, and leave every error behind."""
+    for i in range(last, first, -1):
+        x[i - 1], x[i] = two_sum(x[i - 1], x[i])
+
+
+def resolve_tie(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     """Make a the rounding of a + b + c, where it is that of a + b, by what c says on ties.
 
     a + b lies halfway between two floats exactly where a + 2b is a float too.
     """
     other, inexact = two_sum(a, b + b)
     flip = (inexact == 0) & (b != 0) & (torch.sign(b) == torch.sign(c)) & torch.isfinite(other)
-    a, b = torch.where(flip, other, a), torch.where(flip, -b, b)
-    b, c = fast_two_sum(b, c)
-    return a, b, c
+    return torch.where(flip, other, a), torch.where(flip, -b, b)
 
 
 def settle(result: Terms, plain: Tensor) -> Terms:
@@ -78,6 +95,14 @@ def settle(result: Terms, plain: Tensor) -> Terms:
         finite = finite & torch.isfinite(tail)
     leading = torch.where(finite & ~((leading == 0) & (plain == 0)), leading, plain)
     return leading, *(torch.where(finite, tail, 0) for tail in tails)
+
+
+def shorten(x: Terms, noise: Tensor | None) -> Terms:
+    """x without its last term: rounded to nearest, or stochastically where there is noise."""
+    *kept, rest = x
+    if noise is not None:
+        kept[-1] = move(kept[-1], rest, noise)
+    return settle(distill(kept, len(kept)), x[0])
 
 
 # ------------------------------------------------------------------------------------ two terms
@@ -96,7 +121,7 @@ def mul2(x: Terms, y: Terms) -> Terms:
     """4u², p >= 5, 9 flops: JMP algorithm 12 (DWTimesDW3), bound from MR."""
     (xh, xl), (yh, yl) = x, y
     ch, cl = two_prod(xh, yh)
-    t = fma(xl, yh, fma(xh, yl, xl * yl))
+    t = correct_fma(xl, yh, correct_fma(xh, yl, xl * yl))
     return settle(fast_two_sum(ch, cl + t), xh * yh)
 
 
@@ -122,46 +147,52 @@ def sqrt2(x: Terms) -> Terms:
     """25/8 u²: LLMPR algorithm 8 (SQRTDWtoDW), one Newton step from a correct square root."""
     xh, xl = x
     sh = correct_sqrt(xh)
-    low = xl + fma(-sh, sh, xh)
+    low = xl + correct_fma(-sh, sh, xh)
     return settle(fast_two_sum(sh, low / (sh + sh)), sh)
 
 
-# ---------------------------------------------------------------------------------- three terms
+# ------------------------------------------------------------------------- three terms and more
 
 
-def add3(x: Terms, y: Terms) -> Terms:
-    """u³/4: exact sums, then only what stands behind the third term is dropped."""
-    (x0, x1, x2), (y0, y1, y2) = x, y
-    s0, e0 = two_sum(x0, y0)
-    s1, e1 = two_sum(x1, y1)
-    s2, e2 = two_sum(x2, y2)
-    return settle(distill((s0, s1, e0, s2, e1, e2), 3), x0 + y0)
+def add(x: Terms, y: Terms) -> Terms:
+    """u^n / 2^(n - 1): exact sums, then only what stands behind the last term is dropped."""
+    values: list[Tensor] = []
+    for a, b in zip(x, y, strict=True):
+        values += two_sum(a, b)
+    return settle(distill(values, len(x)), x[0] + y[0])
 
 
-def products3(x: Terms, y: Terms) -> list[Tensor]:
-    """x * y as ten values, with an error below 16u⁴ |x * y|."""
-    (x0, x1, x2), (y0, y1, y2) = x, y
-    p00, e00 = two_prod(x0, y0)
-    p01, e01 = two_prod(x0, y1)
-    p10, e10 = two_prod(x1, y0)
-    p11, e11 = two_prod(x1, y1)
-    p02, e02 = two_prod(x0, y2)
-    p20, e20 = two_prod(x2, y0)
-    low = (e11 + e02 + e20) + (x1 * y2 + x2 * y1)
-    return [p00, p01, p10, e00, p11, p02, p20, e01, e10, low]
+def products(x: Terms, y: Terms) -> list[Tensor]:
+    """x * y as n² + 1 values, with an error below 2n (n + 1) u^(n + 1) |x * y|.
+
+    The product of terms i and j is of order u^(i + j), and its error of the next order. All up to
+    u^(n - 1) is kept exactly; what is of order u^n is summed with roundings.
+    """
+    terms = len(x)
+    exact: list[list[Tensor]] = [[] for _ in range(terms)]
+    low = [x[i] * y[terms - i] for i in range(1, terms)]
+    for i in range(terms):
+        for j in range(terms - i):
+            product, error = two_prod(x[i], y[j])
+            exact[i + j].append(product)
+            (low if i + j + 1 == terms else exact[i + j + 1]).append(error)
+    rest = low[0]
+    for value in low[1:]:
+        rest = rest + value
+    return [*itertools.chain(*exact), rest]
 
 
-def mul3(x: Terms, y: Terms) -> Terms:
-    """u³/4 + 16u⁴: the products of orders 1, u and u² exactly, those of order u³ rounded."""
-    return settle(distill(products3(x, y), 3), x[0] * y[0])
+def mul(x: Terms, y: Terms) -> Terms:
+    """u^n / 2^(n - 1) + 2n (n + 1) u^(n + 1)."""
+    return settle(distill(products(x, y), len(x)), x[0] * y[0])
 
 
-def fma3(x: Terms, y: Terms, z: Terms) -> Terms:
-    """x * y + z with an error of u³/4 |result| + 16u⁴ |x * y|."""
-    return settle(distill([*products3(x, y), *z], 3), x[0] * y[0] + z[0])
+def fma(x: Terms, y: Terms, z: Terms) -> Terms:
+    """x * y + z with an error of u^n / 2^(n - 1) |result| + 2n (n + 1) u^(n + 1) |x * y|."""
+    return settle(distill([*products(x, y), *z], len(x)), x[0] * y[0] + z[0])
 
 
-# ------------------------------------------------------------------------------- any number
+# --------------------------------------------------------------------------- any number of terms
 
 
 def scale(x: Sequence[Tensor], a: Tensor) -> list[Tensor]:
@@ -170,7 +201,7 @@ def scale(x: Sequence[Tensor], a: Tensor) -> list[Tensor]:
 
 
 def div(x: Terms, y: Terms) -> Terms:
-    """u²/2 + 30u³ for two terms, u³/4 + 90u⁴ for three: long division, with one digit to spare.
+    """u^n / 2^(n - 1) + 10 * 3^n u^(n + 1): long division, with one digit to spare.
 
     A digit is the quotient of leading terms, right to 3u; the remainder x - digit * y is formed
     from exact products. No reciprocal is taken, so that nothing overflows or underflows on the way.
@@ -187,7 +218,7 @@ def div(x: Terms, y: Terms) -> Terms:
 
 
 def sqrt(x: Terms) -> Terms:
-    """u³/4 + 60u⁴ for three terms: extraction by digits, with one digit to spare.
+    """u^n / 2^(n - 1) + 4^n u^(n + 1): extraction by digits, with one digit to spare.
 
     The remainder x - (root + digit)^2 = (x - root^2) - digit * (2 root + digit) is formed from
     exact products, and gives the next digit by Newton's correction, right to 4u.

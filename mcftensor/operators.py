@@ -23,7 +23,9 @@ R = TypeVar("R")
 _LIBRARY = torch.library.Library("mcftensor", "DEF")
 
 
-def opaque(fake: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def opaque(
+    fake: Callable[P, R], tags: Sequence[torch.Tag] = ()
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register a function as the operator `mcftensor::<name>`, and return a caller of it.
 
     The arguments and results are tensors, lists of tensors, numbers and strings. The function must
@@ -33,7 +35,8 @@ def opaque(fake: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     def register(function: Callable[P, R]) -> Callable[P, R]:
         name = function.__name__
-        _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
+        schema = torch.library.infer_schema(function, mutates_args=())
+        _LIBRARY.define(name + schema, tags=tags)
         _LIBRARY.impl(name, _laid_out(function), "CompositeExplicitAutograd")
         torch.library.register_fake(f"mcftensor::{name}", fake, lib=_LIBRARY)
         operator = getattr(torch.ops.mcftensor, name).default
@@ -72,7 +75,10 @@ def _laid_out(function: Callable[P, R]) -> Callable[P, R]:
     def kernel(*args: P.args, **kwargs: P.kwargs) -> R:
         results = function(*args, **kwargs)
         operands = [x for a in args for x in (a if isinstance(a, list) else [a])]
-        template = _template([x for x in operands if isinstance(x, Tensor)])
+        tensors = [x for x in operands if isinstance(x, Tensor)]
+        if not tensors:
+            return results
+        template = _template(tensors)
 
         def laid_out(x: Tensor) -> Tensor:
             if x.stride() == template.stride():
@@ -103,11 +109,12 @@ _BLOCK = 1 << 18
 
 
 def in_blocks(
-    function: Callable[[Sequence[Tensor]], list[Tensor]], tensors: Sequence[Tensor]
+    function: Callable[[Sequence[Tensor], int], list[Tensor]], tensors: Sequence[Tensor]
 ) -> list[Tensor]:
     """An elementwise function of tensors, on a CPU block by block, so that memory is read once.
 
-    Tensors without dimensions go to every block.
+    It is given the tensors of a block and the index of the block's first element. Tensors without
+    dimensions go to every block.
     """
     whole = [x for x in tensors if x.dim() > 0]
     if (
@@ -116,10 +123,10 @@ def in_blocks(
         or whole[0].numel() <= _BLOCK
         or any(x.shape != whole[0].shape or not x.is_contiguous() for x in whole)
     ):
-        return function(tensors)
+        return function(tensors, 0)
     pieces = [x.view(-1).split(_BLOCK) if x.dim() > 0 else None for x in tensors]
     blocks = []
     for i in range(-(-whole[0].numel() // _BLOCK)):
         block = [x if p is None else p[i] for x, p in zip(tensors, pieces, strict=True)]
-        blocks.append(function(block))
+        blocks.append(function(block, i * _BLOCK))
     return [torch.cat(parts).view(whole[0].shape) for parts in zip(*blocks, strict=True)]

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mcftensor.convert import as_expansion, as_plain
-from mcftensor.dispatch.operands import terms_in
 from mcftensor.formats import Format, require_format
 from mcftensor.shadow import CannotShadow, attributes, plain_step
 from mcftensor.tensor import MCFTensor
@@ -206,9 +205,9 @@ class _Plan:
             _require_known(self.unchecked, set(state))
             self.unchecked = set()
         for name, x in state.items():
-            converted = self._converted(p, name, x)
-            if converted is not x:
-                state[name] = converted
+            new = self._converted(p, name, x)
+            if new is not x:
+                state[name] = new
 
     def _converted(self, p: MCFTensor, name: str, x: Any) -> Any:
         if not (isinstance(x, Tensor) and x.shape == p.shape and x.is_floating_point()):
@@ -218,8 +217,8 @@ class _Plan:
         wanted = p.format if self.full or self.named[name] is _OWN else self.named[name]
         if wanted is None:
             return as_plain(x, p.dtype) if isinstance(x, MCFTensor) or x.dtype != p.dtype else x
-        if isinstance(x, MCFTensor):
-            return x if x.format == wanted else MCFTensor(terms_in(x, wanted, x.device), wanted)
+        if isinstance(x, MCFTensor) and x.format == wanted:
+            return x
         return as_expansion(x, wanted)
 
 

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
+_INTEGER = {
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
 _PRECISION = {torch.bfloat16: 8, torch.float16: 11}
 _NARROW = tuple(_PRECISION)
 
@@ -77,10 +82,13 @@ def _to_precision(x: Tensor, base: torch.dtype) -> Tensor:
     return x.to(base)
 
 
-def split_terms(x: Tensor, base: torch.dtype, terms: int) -> list[Tensor]:
-    """x as `terms` normalized terms of dtype `base`; the last one is rounded to nearest.
+def split_terms(
+    x: Tensor, base: torch.dtype, terms: int, noise: Tensor | None = None
+) -> list[Tensor]:
+    """x as `terms` normalized terms of dtype `base`.
 
-    Terms are peeled off, each subtraction exact, and then once more from their exact sum: a tail
+    The last one is rounded to nearest, or stochastically where there is noise. Terms are peeled
+    off, each subtraction exact, and then once more from their exact sum: a tail
     that rounds onto a tie beside an odd leading term would leave the pair unnormalized (one split
     in a thousand). So the first time all terms but the last may be off by an ulp.
     """
@@ -88,13 +96,18 @@ def split_terms(x: Tensor, base: torch.dtype, terms: int) -> list[Tensor]:
         x = x.to(torch.float64)
     if x.dtype == base or x.dtype.itemsize < base.itemsize:
         return [x.to(base, copy=True), *(torch.zeros_like(x, dtype=base) for _ in range(terms - 1))]
-    if x.dtype in _NARROW:
+    if noise is not None:
+        x = x.to(torch.float64)
+    elif x.dtype in _NARROW:
         x = x.to(torch.float32)
     peeled = []
     for _ in range(terms - 1):
         peeled.append(x.to(base))
         x = _remainder(x, peeled[-1])
-    x = round_to(x, base).to(x.dtype)
+    last = round_to(x, base)
+    if noise is not None:
+        last = move(last, _remainder(x, last), noise)
+    x = last.to(x.dtype)
     for term in reversed(peeled):
         x = term.to(x.dtype) + x
     again = []
@@ -104,6 +117,21 @@ def split_terms(x: Tensor, base: torch.dtype, terms: int) -> list[Tensor]:
     again.append(x.to(base))
     again[0] = torch.copysign(again[0], peeled[0])  # the sums have lost the sign of a zero
     return again
+
+
+def move(x: Tensor, remainder: Tensor, noise: Tensor) -> Tensor:
+    """x, or its neighbour on the side of the remainder: stochastic rounding of x + remainder.
+
+    The neighbour is taken where the noise, uniform in [0, 1), is below the remainder's share of
+    the way to it, so that the mean is x + remainder.
+    """
+    bits = x.view(_INTEGER[x.dtype])
+    inward = (torch.signbit(remainder) ^ torch.signbit(x)).to(bits.dtype)
+    neighbour = (bits + 1 - 2 * inward).view(x.dtype)
+    least = torch.ones_like(bits).view(x.dtype)
+    neighbour = torch.where(x == 0, torch.copysign(least, remainder.to(x.dtype)), neighbour)
+    way = neighbour.to(torch.float64) - x.to(torch.float64)
+    return torch.where(noise < remainder.to(torch.float64) / way, neighbour, x)
 
 
 def _remainder(x: Tensor, term: Tensor) -> Tensor:

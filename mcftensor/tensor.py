@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from mcftensor import expansion
-from mcftensor.formats import Format, require_format
+from mcftensor.formats import MAX_TERMS, Format, require_format
 
 Role = Literal["value", "parameter"]
 
-_TERM_NAMES = ("_term0", "_term1", "_term2")
+_TERM_NAMES = tuple(f"_term{i}" for i in range(MAX_TERMS))
 
 
 class MCFTensor(torch.Tensor):
@@ -209,9 +209,7 @@ class MCFTensor(torch.Tensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         # torch rounds a number to the base dtype before dispatch.
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            terms = expansion.expand(
-                torch.tensor(value, dtype=torch.float64, device=self.device), self._format
-            )
+            terms = _number(value, self._format, self.device)
             value = MCFTensor(terms, self._format)
         super().__setitem__(index, value)
 
@@ -290,12 +288,14 @@ def _where(condition: Tensor, input: Any = None, other: Any = None, **kwargs: An
         return torch.where(condition, *chosen, **kwargs)
     format, role = expansions[0].format, expansions[0].role
     input, other = (
-        MCFTensor(expansion.expand(torch.tensor(x, dtype=torch.float64), format), format, role)
-        if isinstance(x, (int, float))
-        else x
+        MCFTensor(_number(x, format), format, role) if isinstance(x, (int, float)) else x
         for x in (input, other)
     )
     return torch.where(condition, input, other, **kwargs)
+
+
+def _number(x: float, format: Format, device: torch.device | None = None) -> tuple[Tensor, ...]:
+    return expansion.expand(torch.tensor(x, dtype=torch.float64, device=device), format.nearest)
 
 
 def _where_method(input: Any, condition: Tensor, other: Any = None) -> Any:

@@ -3,7 +3,8 @@
 The front end of the compiler writes `addcmul_` and `addcdiv_` with a number as `value`, and
 `_foreach_lerp_`, as sequences of operations, to match CUDA bit by bit. On plain gradients the first
 of these rounds to bf16, and the result differs from the eager one. Here these calls are kept whole
-for expansions, and left to the compiler for all else.
+for expansions, and left to the compiler for all else. It also merges equal calls, which must not
+happen to draws of random numbers.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def keep_calls_whole() -> bool:
         return False
     from torch._dynamo import polyfills
     from torch._dynamo.variables.tensor import TensorVariable
+    from torch._functorch.compile_utils import rand_ops
 
     for name in ("addcmul_", "addcdiv_"):
         decompose = getattr(TensorVariable, "method_" + name, None)
@@ -35,6 +37,7 @@ def keep_calls_whole() -> bool:
             setattr(TensorVariable, "method_" + name, _unless_expansion(name, decompose))
     if hasattr(polyfills, "foreach_lerp_inplace"):
         polyfills.foreach_lerp_inplace = _lerp_one_by_one(polyfills.foreach_lerp_inplace)
+    rand_ops.append(torch.ops.mcftensor.draw_key)
     return True
 
 

@@ -61,8 +61,13 @@ class TestTensors:
         assert_same_terms(x, y)
         y.add_(1)
         assert not torch.equal(x, y)
-        with pytest.raises(TypeError, match=r"bf16x2 already, not fp32x2.*as_plain"):
-            mcf.as_expansion(x, mcf.fp32x2)
+
+    def test_an_expansion_goes_to_another_format(self):
+        x = sample(mcf.bf16x2, 4)
+        y = mcf.as_expansion(x, mcf.fp32x2)
+        assert y.format == mcf.fp32x2
+        assert torch.equal(exact(x), exact(y))
+        assert_same_terms(mcf.as_expansion(y, mcf.bf16x2), x)
 
     def test_empty_and_scalar(self, format):
         assert mcf.as_expansion(torch.zeros(0, 3), format).shape == (0, 3)
@@ -227,8 +232,19 @@ class TestModules:
         mcf.as_expansion(model)
         for p, q in zip(model.parameters(), before.parameters(), strict=True):
             assert_same_terms(p, q)
-        with pytest.raises(TypeError, match=r"parameter 0\.weight.*bf16x2 already"):
-            mcf.as_expansion(model, mcf.fp32x2)
+
+    def test_a_module_goes_to_another_format(self):
+        model = mcf.as_expansion(small_model())
+        weight = model[0].weight
+        weight.grad = torch.ones_like(weight.components[0])
+        before = copy.deepcopy(model)
+        mcf.as_expansion(model, mcf.fp32x2)
+        assert model[0].weight is weight
+        assert weight.role == "parameter"
+        assert weight.grad.dtype == torch.float32
+        for p, q in zip(model.parameters(), before.parameters(), strict=True):
+            assert p.format == mcf.fp32x2
+            assert torch.equal(mcf.as_plain(p, torch.float64), mcf.as_plain(q, torch.float64))
 
     def test_checkpoints_of_plain_models_load_and_the_other_way_round(self):
         plain = small_model(seed=1)

@@ -380,17 +380,21 @@ def operator_samples():
     yield ops.fma, (a, b, c)
     yield ops.fma, (a, b[0], c[0, 0])
     yield ops.sqrt, (a,)
-    yield ops._expand, (wide, "bf16x3")
-    yield ops._expand, (wide, "fp64x2")
+    key = torch.tensor(7)
+    yield ops.draw_key, (torch.device("cpu"),)
+    for format, drawn in (("bf16x3", None), ("fp64x2", None), ("bf16x2sr", key)):
+        yield ops._convert, ([wide], format, drawn)
+        yield ops._convert, (pair, format, drawn)
     yield ops._collapse, (pair, torch.float32)
     yield ops._collapse, (pair, torch.bfloat16)
     yield ops._renormalize, ([a, b, c], 2)
     yield ops._renormalize, ([a, b], 3)
     for format in ("bf16x2", "bf16x3", "fp32x2"):
-        yield ops.evaluate, ("add", [*pair, wide], [2, 1], format)
-    yield ops.evaluate, ("mul", [a, b], [1, 1], "bf16x2")
-    yield ops.evaluate, ("sqrt", pair, [2], "bf16x2")
-    yield ops.evaluate, ("lerp", [*pair, *pair, wide[0]], [2, 2, 1], "fp32x2")
+        yield ops.evaluate, ("add", [*pair, wide], [2, 1], format, None)
+    yield ops.evaluate, ("add", [*pair, wide], [2, 1], "bf16x2sr", key)
+    yield ops.evaluate, ("mul", [a, b], [1, 1], "bf16x2", None)
+    yield ops.evaluate, ("sqrt", pair, [2], "bf16x2", None)
+    yield ops.evaluate, ("lerp", [*pair, *pair, wide[0]], [2, 2, 1], "fp32x2", None)
 
 
 @pytest.mark.parametrize(("operator", "arguments"), [*operator_samples()])

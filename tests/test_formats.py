@@ -59,10 +59,38 @@ def test_bases_that_are_refused(base):
         Format(base, 2)
 
 
-@pytest.mark.parametrize("terms", [0, 1, 4, -2])
-def test_numbers_of_terms_that_are_refused(terms):
-    with pytest.raises(ValueError, match=rf"Format: {terms} terms given; expansions have 2 or 3"):
-        Format(torch.float32, terms)
+@pytest.mark.parametrize(
+    ("base", "terms", "rounding", "most"),
+    [
+        (torch.float32, 0, "nearest", 6),
+        (torch.float32, 1, "nearest", 6),
+        (torch.bfloat16, 7, "nearest", 6),
+        (torch.bfloat16, 2.0, "nearest", 6),
+        (torch.float16, 4, "nearest", 3),
+        (torch.float64, 6, "stochastic", 5),
+    ],
+)
+def test_numbers_of_terms_that_are_refused(base, terms, rounding, most):
+    with pytest.raises(ValueError, match=rf"Format: {terms} terms given; .* have 2 to {most}"):
+        Format(base, terms, rounding)
+
+
+def test_roundings_that_are_refused():
+    with pytest.raises(ValueError, match=r"rounding 'up' given; it is 'nearest' or 'stochastic'"):
+        Format(torch.float32, 2, "up")
+
+
+def test_formats_that_users_make():
+    long = Format(torch.bfloat16, 4)
+    assert (long.name, long.precision, long.bytes) == ("bf16x4", 32, 8)
+    assert eval(repr(long), {"mcf": formats, "torch": torch}) == long
+    drifting = Format(torch.bfloat16, 2, rounding="stochastic")
+    assert drifting != bf16x2
+    assert drifting.nearest is not drifting
+    assert drifting.nearest == bf16x2 == bf16x2.nearest
+    assert Format.from_name("bf16x2sr") == drifting
+    assert eval(repr(drifting), {"mcf": formats, "torch": torch}) == drifting
+    assert pickle.loads(pickle.dumps(drifting)) == drifting
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8x2", "bf16x", "x2", "bf16x2 ", "BF16x2"])

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from mcftensor import eft, expansion, wide
-from mcftensor.dispatch.operands import expansions, store, terms, terms_in
+from mcftensor.conversion import convert_terms
+from mcftensor.dispatch.operands import expansions, store, terms
 from mcftensor.dispatch.table import implements
 from mcftensor.formats import Format
+from mcftensor.noise import draw_key, uniform
 from mcftensor.operators import in_blocks, inline, opaque, regroup
 from mcftensor.rounding import round_to, split_terms
 from mcftensor.tensor import MCFTensor
@@ -119,12 +121,25 @@ def sgd_update(
 # ------------------------------------------------------------------------- terms and numbers
 
 
-def _wide_type(*quantities: Sequence[Tensor]) -> torch.dtype | None:
-    """The type to evaluate in; None where a base has 32 bits or more."""
-    kinds = [(q[0].dtype.itemsize, len(q)) for q in quantities if q]
-    if any(size > 2 for size, _ in kinds):
+def _format(like: Sequence[Tensor], stochastic: bool = False) -> Format | None:
+    """The format of a quantity; None of a plain tensor and of nothing."""
+    if len(like) < 2:
         return None
-    return torch.float64 if any(count > 2 for _, count in kinds) else torch.float32
+    return Format(like[0].dtype, len(like), "stochastic" if stochastic else "nearest")
+
+
+def _evaluation(
+    formats: Sequence[Format | None], *quantities: Sequence[Tensor]
+) -> tuple[torch.dtype | None, Format]:
+    """The type to evaluate in, or None and the format that networks compute with."""
+    found = [f for f in formats if f is not None]
+    kinds = {f.wide for f in found}
+    if None in kinds:
+        terms = max(f.terms + (f.rounding == "stochastic") for f in found)
+        return None, Format(found[0].base, terms)
+    plain = [q[0] for q in quantities if len(q) == 1]
+    in_float32 = kinds == {torch.float32} and all(x.dtype.itemsize == 2 for x in plain)
+    return torch.float32 if in_float32 else torch.float64, found[0]
 
 
 def _number(quantity: Sequence[Tensor], wide_type: torch.dtype | None, format: Format) -> Tensor:
@@ -132,7 +147,7 @@ def _number(quantity: Sequence[Tensor], wide_type: torch.dtype | None, format: F
         return wide.total(wide.levels(quantity, wide_type))
     if len(quantity) == 1:
         return MCFTensor(split_terms(quantity[0], format.base, format.terms), format)
-    return MCFTensor(list(quantity))
+    return MCFTensor(convert_terms(tuple(quantity), format.base, format.terms, None), format)
 
 
 def _gradient(quantity: Sequence[Tensor], wide_type: torch.dtype | None) -> Tensor:
@@ -144,15 +159,15 @@ def _gradient(quantity: Sequence[Tensor], wide_type: torch.dtype | None) -> Tens
     return MCFTensor(list(quantity))
 
 
-def _terms_of(number: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def _terms_of(number: Tensor, like: Sequence[Tensor], noise: Tensor | None = None) -> list[Tensor]:
     """A number in the format of a quantity, which is an expansion or one plain tensor."""
     if isinstance(number, MCFTensor):
         if len(like) == 1:
             return [expansion.collapse(number.components, like[0].dtype)]
-        return terms_in(number, Format(like[0].dtype, len(like)), number.device)
+        return list(convert_terms(number.components, like[0].dtype, len(like), noise))
     if len(like) == 1:
         return [round_to(number, like[0].dtype)]
-    return split_terms(number, like[0].dtype, len(like))
+    return split_terms(number, like[0].dtype, len(like), noise)
 
 
 def _added(
@@ -168,6 +183,16 @@ def _unless(found_inf: Tensor | None, new: list[Tensor], old: Sequence[Tensor]) 
     if found_inf is None:
         return new
     return [torch.where(found_inf == 1, o, n) for n, o in zip(new, old, strict=True)]
+
+
+def _noises(
+    key: Tensor | None, stochastic: Sequence[bool], shape: torch.Size, start: int
+) -> list[Tensor | None]:
+    """What rounds each quantity stochastically; None where it is rounded to nearest."""
+    return [
+        uniform(key, shape, start, stream) if key is not None and flag else None
+        for stream, flag in enumerate(stochastic)
+    ]
 
 
 def _scalar(x: Tensor) -> Tensor | float:
@@ -211,6 +236,8 @@ def adam_step(
     lr: Tensor,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    key: Tensor | None,
+    stochastic: Sequence[bool],
     beta1: float,
     beta2: float,
     weight_decay: float,
@@ -218,9 +245,13 @@ def adam_step(
     maximize: bool,
     decoupled: bool,
 ) -> list[Tensor]:
-    """The new terms of p, m, v and v_max, one after the other, then the unscaled gradient."""
-    wide_type = _wide_type(p, m, v, v_max, gradient if len(gradient) > 1 else [])
-    format = Format(p[0].dtype, max(len(p), 2))
+    """The new terms of p, m, v and v_max, one after the other, then the unscaled gradient.
+
+    `stochastic` says which of the four round so; they draw from streams of one key.
+    """
+    quantities = [p, m, v, v_max]
+    formats = [_format(q, s) for q, s in zip(quantities, stochastic, strict=True)]
+    wide_type, format = _evaluation([*formats, _format(gradient)], *quantities)
     rate = _scalar(lr.to(torch.float64))
     settings: dict[str, Any] = {
         "rate": rate / (1 - integer_power(beta1, step)),
@@ -234,8 +265,9 @@ def adam_step(
 
     lengths = [len(gradient), len(p), len(m), len(v), len(v_max)]
 
-    def step_block(tensors: Sequence[Tensor]) -> list[Tensor]:
+    def step_block(tensors: Sequence[Tensor], start: int) -> list[Tensor]:
         grad, p_, m_, v_, max_ = regroup(tensors, lengths)
+        noises = _noises(key, stochastic, p_[0].shape, start)
         unscaled = _gradient(grad, wide_type)
         if grad_scale is not None:
             unscaled = unscaled / grad_scale
@@ -243,10 +275,11 @@ def adam_step(
         number, m_old, v_old = (_number(q, wide_type, format) for q in (p_, m_, v_))
         max_old = _number(max_, wide_type, format) if max_ else None
         change, *moments = adam_update(number, g, m_old, v_old, max_old, **settings)
-        results = _unless(found_inf, _terms_of(_added(p_, number, change, wide_type), p_), p_)
-        for new, old in zip(moments, (m_, v_, max_), strict=True):
+        updated = [_added(p_, number, change, wide_type), *moments]
+        results: list[Tensor] = []
+        for new, old, noise in zip(updated, (p_, m_, v_, max_), noises, strict=True):
             if new is not None:
-                results += _unless(found_inf, _terms_of(new, old), old)
+                results += _unless(found_inf, _terms_of(new, old, noise), old)
         return results + (_terms_of(unscaled, grad) if grad_scale is not None else [])
 
     return in_blocks(step_block, [*gradient, *p, *m, *v, *v_max])
@@ -260,6 +293,8 @@ def sgd_step(
     lr: Tensor,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    key: Tensor | None,
+    stochastic: Sequence[bool],
     momentum: float,
     dampening: float,
     weight_decay: float,
@@ -268,8 +303,8 @@ def sgd_step(
     first: bool,
 ) -> list[Tensor]:
     """The new terms of p and of the momentum buffer, then the unscaled gradient."""
-    wide_type = _wide_type(p, buffer, gradient if len(gradient) > 1 else [])
-    format = Format(p[0].dtype, max(len(p), 2))
+    formats = [_format(q, s) for q, s in zip((p, buffer), stochastic, strict=True)]
+    wide_type, format = _evaluation([*formats, _format(gradient)], p, buffer)
     settings: dict[str, Any] = {
         "momentum": momentum,
         "dampening": dampening,
@@ -281,8 +316,9 @@ def sgd_step(
     lengths = [len(gradient), len(p), len(buffer)]
     rate = _scalar(lr.to(torch.float64))
 
-    def step_block(tensors: Sequence[Tensor]) -> list[Tensor]:
+    def step_block(tensors: Sequence[Tensor], start: int) -> list[Tensor]:
         grad, p_, buffer_ = regroup(tensors, lengths)
+        noises = _noises(key, stochastic, p_[0].shape, start)
         unscaled = _gradient(grad, wide_type)
         if grad_scale is not None:
             unscaled = unscaled / grad_scale
@@ -290,9 +326,10 @@ def sgd_step(
         number = _number(p_, wide_type, format)
         old = _number(buffer_, wide_type, format) if buffer_ else None
         change, new = sgd_update(number, g, old, rate, **settings)
-        results = _unless(found_inf, _terms_of(_added(p_, number, change, wide_type), p_), p_)
+        updated = _added(p_, number, change, wide_type)
+        results = _unless(found_inf, _terms_of(updated, p_, noises[0]), p_)
         if new is not None:
-            results += _unless(found_inf, _terms_of(new, buffer_), buffer_)
+            results += _unless(found_inf, _terms_of(new, buffer_, noises[1]), buffer_)
         return results + (_terms_of(unscaled, grad) if grad_scale is not None else [])
 
     return in_blocks(step_block, [*gradient, *p, *buffer])
@@ -308,6 +345,13 @@ def _write_back(results: list[Tensor], targets: Sequence[Tensor], grad: Tensor) 
         store(target, pieces) if isinstance(target, MCFTensor) else target.copy_(pieces[0])
     if unscaled:
         store(grad, unscaled)
+
+
+def _rounding(quantities: Sequence[Tensor | None]) -> tuple[Tensor | None, list[bool]]:
+    """A key, if one is needed, and which of the quantities round stochastically."""
+    flags = [isinstance(x, MCFTensor) and x.format.rounding == "stochastic" for x in quantities]
+    device = next(x.device for x in quantities if x is not None)
+    return draw_key(device) if any(flags) else None, flags
 
 
 def _number_tensor(lr: float | Tensor) -> Tensor:
@@ -349,6 +393,7 @@ def fused_adam(
             _number_tensor(options["lr"]),
             options.get("grad_scale"),
             options.get("found_inf"),
+            *_rounding([*states, None][:4]),
             options["beta1"],
             options["beta2"],
             options["weight_decay"],
@@ -379,6 +424,7 @@ def fused_sgd(
             _number_tensor(options["lr"]),
             options.get("grad_scale"),
             options.get("found_inf"),
+            *_rounding([params[i], buffers[i] if buffers else None]),
             options["momentum"],
             options["dampening"],
             options["weight_decay"],

@@ -49,7 +49,7 @@ def common_role(operands: Iterable[Any]) -> Role:
 
 
 def common_format(name: str, operands: Iterable[Any]) -> Format:
-    """The format of a result: of one base, the one with most terms.
+    """The format of a result: of one base, most terms, and stochastic rounding if one has it.
 
     Raises:
         ValueError: expansions of unlike bases.
@@ -60,13 +60,13 @@ def common_format(name: str, operands: Iterable[Any]) -> Format:
         raise ValueError(
             f"{name}: expansions in {' and '.join(sorted({f.name for f in formats}))}, whose terms "
             "are of unlike types. Convert one: copy_() it into an expansion of the other, or "
-            "mcf.as_expansion(mcf.as_plain(x, torch.float64), format)"
+            "mcf.as_expansion(x, format)"
         )
-    longest = formats[0]
-    for format in formats:  # max() with a key cannot be compiled
-        if format.terms > longest.terms:
-            longest = format
-    return longest
+    if all(f == formats[0] for f in formats):
+        return formats[0]
+    stochastic = any(f.rounding == "stochastic" for f in formats)
+    terms = max(f.terms for f in formats)
+    return Format(formats[0].base, terms, "stochastic" if stochastic else "nearest")
 
 
 def terms(operand: Any) -> list[Tensor]:
@@ -85,22 +85,22 @@ def terms(operand: Any) -> list[Tensor]:
     raise ValueError(f"an expansion meets {operand!r}, which is neither a tensor nor a real number")
 
 
-def terms_in(operand: Any, format: Format, device: torch.device) -> list[Tensor]:
-    """An operand as the terms of a format: padded, rounded or split as need be."""
-    if isinstance(operand, MCFTensor) and operand.format.base == format.base:
-        found = list(operand.components)
-        if len(found) > format.terms:
-            return list(expansion.renormalize(found, format.terms))
-        return found + [torch.zeros_like(found[0])] * (format.terms - len(found))
-    if isinstance(operand, MCFTensor) and min(operand.format.precision, format.precision) > 53:
-        pieces = [p for t in operand.components for p in expansion.expand(t, format)]
-        return list(expansion.renormalize(pieces, format.terms))
+def converted(operand: Any, format: Format, device: torch.device) -> list[Tensor]:
+    """An operand as the terms of a format, with one rounding of its kind."""
     if isinstance(operand, MCFTensor):
-        operand = expansion.collapse(operand.components, torch.float64)
-    (plain,) = terms(operand)
-    if plain.dim() == 0:
-        plain = plain.to(device)
-    return list(expansion.expand(plain, format))
+        found = list(operand.components)
+        if operand.format.base == format.base and len(found) <= format.terms:
+            return found + [torch.zeros_like(found[0])] * (format.terms - len(found))
+    else:
+        found = terms(operand)
+        if found[0].dim() == 0:
+            found = [found[0].to(device)]
+    return list(expansion.convert(found, format))
+
+
+def terms_in(operand: Any, format: Format, device: torch.device) -> list[Tensor]:
+    """An operand as the terms of a format, to nearest whatever the format's rounding."""
+    return converted(operand, format.nearest, device)
 
 
 def store(target: Tensor, result: Sequence[Tensor]) -> None:

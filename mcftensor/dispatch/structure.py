@@ -19,6 +19,7 @@ from mcftensor.dispatch.operands import (
     common_format,
     common_role,
     computes_plainly,
+    converted,
     leading,
     store,
     terms_in,
@@ -253,12 +254,9 @@ def copy_(func: Any, target: Tensor, source: Any, non_blocking: bool = False) ->
     if not isinstance(target, MCFTensor):
         func(target, expansion.collapse(source.components, target.dtype), non_blocking)
         return target
-    if not (isinstance(source, MCFTensor) and source.format == target.format):
-        if source.is_complex():
-            raise TypeError(f"copy_: {source.dtype} into an expansion in {target.format.name}")
-        source_terms = terms_in(source, target.format, target.device)
-    else:
-        source_terms = list(source.components)
+    if source.is_complex():
+        raise TypeError(f"copy_: {source.dtype} into an expansion in {target.format.name}")
+    source_terms = converted(source, target.format, target.device)
     for term, new_term in zip(target.components, source_terms, strict=True):
         func(term, new_term, non_blocking)
     return target
