@@ -14,6 +14,8 @@ from mcftensor.edq import EDQ as EDQ
 from mcftensor.edq import FrozenWeightWarning as FrozenWeightWarning
 from mcftensor.exact import from_exact as from_exact
 from mcftensor.exact import to_fraction as to_fraction
+from mcftensor.finfo import FInfo as FInfo
+from mcftensor.finfo import finfo as finfo
 from mcftensor.formats import FORMATS as FORMATS
 from mcftensor.formats import Format as Format
 from mcftensor.formats import bf16x2 as bf16x2

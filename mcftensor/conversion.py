@@ -21,7 +21,9 @@ def convert_terms(x: Terms, base: torch.dtype, terms: int, noise: Tensor | None)
         return *x, *(torch.zeros_like(x[0]) for _ in range(terms - len(x)))
     holds_both = torch.promote_types(x[0].dtype, base)
     if holds_both == base:
-        return networks.shorten(networks.distill([t.to(base) for t in x], terms + 1), noise)
+        entered = [t.to(base) for t in x]
+        longer = networks.settle(networks.distill(entered, terms + 1), entered[0])
+        return networks.shorten(longer, noise)
     rest = tuple(t.to(holds_both) for t in x)
     peeled = []
     for _ in range(terms):
