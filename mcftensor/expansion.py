@@ -268,7 +268,13 @@ def _format_of(name: str, x: Sequence[Tensor]) -> Format:
 
 
 def apply(operation: str, *operands: Sequence[Tensor], format: Format | None = None) -> Terms:
-    """The elementwise operation of this name; the functions below call it, and so does dispatch."""
+    """The elementwise operation of this name; the functions below call it, and so does dispatch.
+
+    Three have no function of their own: `addcmul` and `addcdiv` of x, a, b and value, and `lerp` of
+    x, end and weight, as in torch. Their errors, relative to |x| + |value a b|, |x| + |value a / b|
+    and, for weights from 0 to 1, |x| + |end|: 0.55u² for bf16x2, 1.5u² for fp16x2, 4.5u², 7.5u² and
+    3.5u² for other formats of two terms, 2, 3 and 3 times u^n / 2^(n - 1) for n terms.
+    """
     if format is None:
         format = _format_of(operation, operands[0])
     terms = [term for operand in operands for term in operand]
