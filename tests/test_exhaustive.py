@@ -331,5 +331,5 @@ def test_compiled_judges_judge_the_same(name, base):
 
 @pytest.mark.slow
 def test_a_larger_sample(run):
-    status, _ = run("--sample", "64")
+    status, _ = run("--sample", "256")
     assert status == 0
