@@ -237,6 +237,8 @@ def run(
     else:
         with multiprocessing.get_context("spawn").Pool(jobs, torch.set_num_threads, [1]) as pool:
             result = total(pool.imap(check, batches, chunksize=64))
+            pool.close()
+            pool.join()
     seconds = time.perf_counter() - start
     return {"transformation": name, "base": base.name, **asdict(result), "seconds": seconds}
 

@@ -43,7 +43,8 @@ def _pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The rounded sum of two tensors and its exact error.
 
-    *Requires*: no overflow; no order of the operands.
+    *Requires*: no overflow, in s - a included, which can happen where |b| is the largest float; no
+    order of the operands.
 
     *Returns*: `(s, e)`, shapes broadcast, with s = RN(a + b) and s + e = a + b.
 

@@ -36,7 +36,43 @@ def step_lists(xs, gs, ds):
     torch._foreach_add_(xs, gs, alpha=-0.1)
 
 
+def every_kernel(x, y, z):
+    """Every operation that expansions carry out by a kernel of their own, once."""
+    arithmetic = [
+        *(x + y, x - y, x * y, x / y, x + 0.1, 1 - x, x * 0.999, 2 / x, x.add(y, alpha=0.3)),
+        *(x.reciprocal(), x.abs().sqrt(), x.square(), x**3, mcf.fma(x, y, 0.7)),
+        *(torch.addcmul(x, y, z, value=0.1), torch.addcdiv(x, y, z, value=0.1)),
+        *(torch.lerp(x, y, 0.3), torch.lerp(x, y, 0.8)),
+    ]
+    choices = [
+        *(torch.maximum(x, y), torch.minimum(x, y), x.clamp(-0.5, 0.5), x.abs(), -x),
+        *(torch.where(x > 0, x, 0.3), torch.nextafter(x, y), x.masked_fill(x > 0, 0.1)),
+    ]
+    moves = [x.t().clone(), torch.cat([x, y]), x[1:], x.flip(0), torch.full_like(x, 0.1)]
+    order = [x.sort(0)[0], x.amax(0), x.topk(2, 0)[0], x.median()]
+    answers = [x == y, x < y, x >= 0.1, x.argmax(), x.isnan()]
+    return arithmetic + choices + moves + order, answers
+
+
 class TestFunctions:
+    @pytest.mark.parametrize(
+        "format",
+        [
+            mcf.bf16x2,
+            *(pytest.param(f, marks=pytest.mark.slow) for f in mcf.FORMATS[1:]),
+            pytest.param(mcf.Format(torch.bfloat16, 4), marks=pytest.mark.slow),
+        ],
+        ids=lambda f: f.name,
+    )
+    def test_every_kernel(self, format):
+        operands = [sample(format, 6, 5, seed=i) for i in range(3)]
+        results, answers = every_kernel(*operands)
+        compiled_results, compiled_answers = torch.compile(every_kernel, fullgraph=True)(*operands)
+        for x, y in zip(results, compiled_results, strict=True):
+            assert_same_terms(x, y)
+        for x, y in zip(answers, compiled_answers, strict=True):
+            assert torch.equal(x, y)
+
     def test_an_update(self, format):
         x = sample(format, 5, 3)
         g = sample(format, 5, 3, seed=1).components[0]

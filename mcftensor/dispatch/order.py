@@ -24,9 +24,8 @@ def ranks(x: MCFTensor) -> tuple[Tensor, list[Tensor]]:
     """The rank of each element in float64, and the terms of the elements of each rank."""
     terms = [t.reshape(-1) for t in x.components]
     order = torch.arange(terms[0].numel(), device=x.device)
-    for term in reversed(
-        terms
-    ):  # normalized expansions compare as their terms do, first ones first
+    # Normalized expansions compare as their terms do, first ones first.
+    for term in reversed(terms):
         order = order[torch.argsort(term[order], stable=True)]
     terms = [term[order] for term in terms]
     is_new = torch.zeros_like(order, dtype=torch.bool)
@@ -81,7 +80,8 @@ def by_rank(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
             return result
         absent = ~torch.isfinite(result)  # NaN, or the padding of an empty window
         place = result.masked_fill(absent, 0).long()
-        terms = [term[place].masked_fill(absent, 0) for term in elements]
+        chosen = [term.index_select(0, place.reshape(-1)).view(place.shape) for term in elements]
+        terms = [term.masked_fill(absent, 0) for term in chosen]
         terms[0] = torch.where(absent, result.to(terms[0].dtype), terms[0])
         return MCFTensor(terms, x.format)
 
