@@ -57,6 +57,7 @@ class MCFTensor(torch.Tensor):
     _dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
     _whole: ClassVar[set[Callable[..., Any]]]
     _evaluate_whole: ClassVar[Callable[..., Any]]
+    _evaluate_into: ClassVar[Callable[..., Any]]
 
     @staticmethod
     def __new__(
@@ -147,6 +148,10 @@ class MCFTensor(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if _holds_expansion(kwargs.get("out")) and not isinstance(func, torch._ops.OpOverload):
+            inputs = {name: x for name, x in kwargs.items() if name != "out"}
+            if _holds_expansion((args, inputs)):
+                return cls._evaluate_into(func, args, inputs, kwargs["out"])
         with torch._C.DisableTorchFunctionSubclass():
             if func is torch.where:
                 return _where(*args, **kwargs)
@@ -300,6 +305,10 @@ def _number(x: float, format: Format, device: torch.device | None = None) -> tup
 
 def _where_method(input: Any, condition: Tensor, other: Any = None) -> Any:
     return _where(condition, input, other)
+
+
+def _holds_expansion(tree: Any) -> bool:
+    return any(isinstance(x, MCFTensor) for x in tree_leaves(tree))
 
 
 def _has_value(tree: Any) -> bool:

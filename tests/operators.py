@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,20 +56,10 @@ def run(name: str, format: mcf.Format, limit: int | None = None) -> Outcome:
 
 def _run(op: Any, name: str, format: mcf.Format, limit: int | None) -> Outcome:
     outcome = Outcome()
-    if torch.float64 not in op.supported_dtypes("cpu"):
-        return outcome
-    samples = op.sample_inputs("cpu", torch.float64, requires_grad=False)
-    for sample in itertools.islice(samples, limit):
-        args, kwargs = tree_map(
-            lambda x: _value(x, format), ((sample.input, *sample.args), sample.kwargs)
-        )
-        if not any(isinstance(x, mcf.MCFTensor) for x in tree_leaves((args, kwargs))):
-            continue
-        try:
-            torch.manual_seed(0)
-            wide = tree_map(_wide, (args, kwargs))
-            expected = op(*wide[0], **wide[1])
-        except Exception:  # noqa: BLE001 (samples that float64 refuses say nothing)
+    for args, kwargs in inputs(op, format, limit):
+        wide = tree_map(as_wide, (args, kwargs))
+        expected = attempt(lambda: op(*wide[0], **wide[1]))  # noqa: B023
+        if isinstance(expected, Exception):  # samples that float64 refuses say nothing
             continue
         try:
             torch.manual_seed(0)
@@ -85,6 +76,28 @@ def _run(op: Any, name: str, format: mcf.Format, limit: int | None) -> Outcome:
     return outcome
 
 
+def inputs(op: Any, format: mcf.Format, limit: int | None) -> Iterator[tuple[Any, Any]]:
+    """Arguments of an operator, with values for its floating tensors."""
+    if torch.float64 not in op.supported_dtypes("cpu"):
+        return
+    samples = op.sample_inputs("cpu", torch.float64, requires_grad=False)
+    for sample in itertools.islice(samples, limit):
+        args, kwargs = tree_map(
+            lambda x: _value(x, format), ((sample.input, *sample.args), sample.kwargs)
+        )
+        if any(isinstance(x, mcf.MCFTensor) for x in tree_leaves((args, kwargs))):
+            yield args, kwargs
+
+
+def attempt(call: Callable[[], Any], seed: int = 0) -> Any:
+    """The result of a call, or what it raised."""
+    torch.manual_seed(seed)
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001
+        return error
+
+
 def _value(x: Any, format: mcf.Format) -> Any:
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return x
@@ -93,7 +106,7 @@ def _value(x: Any, format: mcf.Format) -> Any:
     return mcf.as_expansion(x.detach(), format)
 
 
-def _wide(x: Any) -> Any:
+def as_wide(x: Any) -> Any:
     return mcf.as_plain(x, torch.float64) if isinstance(x, mcf.MCFTensor) else x
 
 

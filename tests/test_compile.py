@@ -108,6 +108,20 @@ class TestFunctions:
         for x, y in zip(xs, ys, strict=True):
             assert_same_terms(x, y)
 
+    def test_numbers_put_into_places(self, format):
+        def place(x):
+            return (
+                nn.functional.pad(x, (1, 2), value=0.1),
+                x.index_fill(0, torch.tensor([1]), 0.1),
+                x.scatter(0, torch.tensor([[1]]), -1 / 3),
+                nn.functional.pad(x, (0, 1)),
+            )
+
+        x = sample(format, 2, 3)
+        compiled = torch.compile(place, fullgraph=True, backend="aot_eager")
+        for y, z in zip(place(x), compiled(x), strict=True):
+            assert_same_terms(y, z)
+
     def test_conversion_inside(self):
         def there_and_back(plain):
             x = mcf.as_expansion(plain, mcf.bf16x2)

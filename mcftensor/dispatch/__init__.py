@@ -2,7 +2,8 @@
 
 1. `structure`: views, copies, factories; the same operation on each term.
 2. `arithmetic`, `select`, and their `foreach` and `fused` forms: kernels of their own.
-3. `compute`: whatever else a parameter meets uses its leading term; on a value it raises.
+3. `variants`: what else writes in place or to `out=`, by way of its functional form.
+4. `compute`: whatever else a parameter meets uses its leading term; a value goes by float64.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.foreach import foreach
 from mcftensor.dispatch.functions import WHOLE, evaluate_whole
 from mcftensor.dispatch.table import TABLE
+from mcftensor.dispatch.variants import evaluate_into, functional, write
 from mcftensor.dispatch.wide import is_view
 from mcftensor.tensor import MCFTensor
 
@@ -39,9 +41,10 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func.decompose(*args, **kwargs)
     if is_view(func):
         return structure.view(func, *args, **kwargs)
-    return compute(func, *args, **kwargs)
+    return (write if functional(func) else compute)(func, *args, **kwargs)
 
 
 MCFTensor._dispatch = staticmethod(dispatch)
 MCFTensor._whole = WHOLE
 MCFTensor._evaluate_whole = staticmethod(evaluate_whole)
+MCFTensor._evaluate_into = staticmethod(evaluate_into)

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map
 from mcftensor.dispatch import long, wide
 from mcftensor.dispatch.operands import common_format, expansions, leading
 from mcftensor.dispatch.table import implements
+from mcftensor.dispatch.writing import written_to
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten
@@ -22,7 +23,7 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
     own.
     """
     found = expansions((args, kwargs))
-    writes = any(isinstance(x, MCFTensor) for _, x in wide.written_to(func, args, kwargs))
+    writes = any(isinstance(x, MCFTensor) for _, x in written_to(func, args, kwargs))
     if not writes and all(x.role == "parameter" for x in found):
         return _plainly(func, args, kwargs)
     if func.namespace == "mcftensor":

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_map
 
 from mcftensor import expansion
 from mcftensor.dispatch.operands import common_format, expansions
-from mcftensor.dispatch.wide import PRECISION, WIDE, refusal
+from mcftensor.dispatch.wide import PRECISION, WIDE
+from mcftensor.dispatch.writing import assign_tree, refusal, require_no_grad
 from mcftensor.formats import Format
 from mcftensor.tensor import MCFTensor
 
@@ -73,19 +74,19 @@ class _Narrow(torch.autograd.Function):
         return expansion.collapse(grad.components, WIDE), None
 
 
-def evaluate_whole(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a function of values in float64, and split its results.
+def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwargs: Any) -> Any:
+    """Run a function of values in float64, and split its results, or round them into `out`.
 
     Formats beyond 48 bits go on to the operators that it is made of.
 
     Raises:
         NotImplementedError: a result that is complex.
     """
-    found = expansions((args, kwargs))
+    found = expansions((args, kwargs, out))
     name = getattr(func, "__name__", str(func))
     format = common_format(name, found)
     if format.precision > PRECISION:
-        return func(*args, **kwargs)
+        return func(*args, **kwargs, **({} if out is None else {"out": out}))
 
     def widen(x: Any) -> Any:
         if isinstance(x, MCFTensor):
@@ -99,4 +100,8 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             raise refusal(name, found, "its result is complex")
         return _Narrow.apply(x, format) if isinstance(x, Tensor) and x.dtype == WIDE else x
 
-    return tree_map(narrow, func(*tree_map(widen, args), **tree_map(widen, kwargs)))
+    result = func(*tree_map(widen, args), **tree_map(widen, kwargs))
+    if out is None:
+        return tree_map(narrow, result)
+    require_no_grad(name, (args, kwargs, out))
+    return assign_tree(name, out, result)

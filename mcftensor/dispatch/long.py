@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from mcftensor import expansion
 from mcftensor.dispatch.operands import expansions, terms_in
-from mcftensor.dispatch.wide import refusal, written_to
+from mcftensor.dispatch.writing import assign, refusal, written_to
 from mcftensor.formats import Format
 from mcftensor.tensor import MCFTensor
 
@@ -51,9 +51,8 @@ def evaluate(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
 
     result = algorithm(*tree_map(enter, args), **tree_map(enter, kwargs))
     if targets:
-        if result.shape != targets[0].shape:
-            raise refusal(func, found, f"its result is of shape {tuple(result.shape)}")
-        return targets[0].copy_(result)
+        assign(func, targets, [result])
+        return targets[0]
     if dtype not in (None, format.base) and isinstance(result, MCFTensor):
         return expansion.collapse(result.components, dtype)
     return result

@@ -103,9 +103,18 @@ def terms_in(operand: Any, format: Format, device: torch.device) -> list[Tensor]
     return converted(operand, format.nearest, device)
 
 
+def require_castable(dtype: torch.dtype, target: Tensor) -> None:
+    """Raise RuntimeError, as PyTorch does, where floats are written into integers, say."""
+    if not torch.can_cast(dtype, target.dtype):
+        raise RuntimeError(
+            f"result type {dtype} can't be cast to the desired output type {target.dtype}"
+        )
+
+
 def store(target: Tensor, result: Sequence[Tensor]) -> None:
     """Write the terms of a result into an expansion of the same format, or collapse into a plain
     tensor."""
+    require_castable(result[0].dtype, target)
     if isinstance(target, MCFTensor):
         for term, new in zip(target.components, result, strict=True):
             term.copy_(new)

@@ -5,9 +5,11 @@ Numbers and plain tensors enter at full precision.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._mode_utils import no_dispatch
 
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.operands import (
@@ -19,12 +21,21 @@ from mcftensor.dispatch.operands import (
     terms_in,
 )
 from mcftensor.dispatch.table import implements
+from mcftensor.formats import Format
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten
 
 # What these call the elements that are put into `self`.
 _SOURCES = ("src", "source", "values", "value")
+
+
+def _elements(source: Any, format: Format, device: torch.device) -> Sequence[Any]:
+    """What goes into each term; of a number Python floats, which compilers leave alone too."""
+    if isinstance(source, torch.Tensor):
+        return terms_in(source, format, device)
+    with no_dispatch():
+        return [term.item() for term in terms_in(float(source), format, torch.device("cpu"))]
 
 
 @implements(
@@ -62,12 +73,11 @@ def place(func: Any, *args: Any, **kwargs: Any) -> Any:
     if expansions(named) or named.get("accumulate") or (in_place and not isinstance(x, MCFTensor)):
         return compute(func, *args, **kwargs)
     format = x.format if in_place else common_format(func.overloadpacket.__name__, (x, source))
-    elements: list[Any] = list(terms_in(source, format, x.device))
-    if not isinstance(source, torch.Tensor):
-        elements = [number.item() for number in elements]
     name = source_name or "value"
     results = [
         func(term, **named, **{name: new})
-        for term, new in zip(terms_in(x, format, x.device), elements, strict=True)
+        for term, new in zip(
+            terms_in(x, format, x.device), _elements(source, format, x.device), strict=True
+        )
     ]
     return x if in_place else MCFTensor(results, format, common_role((x, source)))

@@ -25,7 +25,7 @@ from mcftensor.dispatch.operands import (
     terms_in,
 )
 from mcftensor.dispatch.table import implements
-from mcftensor.dispatch.wide import refusal
+from mcftensor.dispatch.writing import refusal
 from mcftensor.formats import Format
 from mcftensor.tensor import MCFTensor, Role
 
@@ -140,7 +140,13 @@ def layer(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @implements(
-    aten.squeeze_, aten.unsqueeze_, aten.t_, aten.transpose_.default, aten.swapaxes_, aten.swapdims_
+    aten.squeeze_,
+    aten.unsqueeze_,
+    aten.t_,
+    aten.transpose_.default,
+    aten.as_strided_.default,
+    aten.swapaxes_,
+    aten.swapdims_,
 )
 def view_(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> MCFTensor:
     """Another shape for the same tensor object."""

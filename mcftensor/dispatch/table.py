@@ -15,14 +15,15 @@ TABLE: dict[Any, Handler] = {}
 def implements(*operators: Any) -> Callable[[Handler], Handler]:
     """Register a handler, called as `handler(func, *args, **kwargs)`.
 
-    An operator named without its overload stands for all its overloads.
+    An operator named without its overload stands for all its overloads but those with `out=`.
     """
 
     def register(handler: Handler) -> Handler:
         for operator in operators:
             if isinstance(operator, torch._ops.OpOverloadPacket):
                 for overload in operator.overloads():
-                    TABLE[getattr(operator, overload)] = handler
+                    if not overload.endswith("out"):
+                        TABLE[getattr(operator, overload)] = handler
             else:
                 TABLE[operator] = handler
         return handler

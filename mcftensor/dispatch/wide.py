@@ -6,7 +6,6 @@ and one rounding give the format's precision.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from mcftensor import expansion
 from mcftensor.dispatch.operands import expansions
+from mcftensor.dispatch.writing import assign, refusal, written_to
 from mcftensor.formats import Format
 from mcftensor.tensor import MCFTensor
 
@@ -47,17 +47,11 @@ def evaluate(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
             copies[id(x)] = widened(x)
         return copies[id(x)]
 
-    written = [(x, name) for name, x in written_to(func, args, kwargs)]
+    written = [x for _, x in written_to(func, args, kwargs)]
     result = func(*tree_map(widen, args), **tree_map(widen, kwargs))
-    originals = {}
-    for x, name in written:
-        copy = copies.get(id(x))
-        if copy is None:  # an integer tensor, written to as it is
-            continue
-        if copy.shape != x.shape:
-            raise refusal(func, found, f"its result is of shape {tuple(copy.shape)} and {name} not")
-        x.copy_(copy)
-        originals[id(copy)] = x
+    written = [x for x in written if id(x) in copies]  # integers are written to as they are
+    assign(func, written, [copies[id(x)] for x in written])
+    originals = {id(copies[id(x)]): x for x in written}
 
     def narrow(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -82,33 +76,7 @@ def widened(x: Tensor) -> Tensor:
     return x.to(WIDE, copy=True)
 
 
-def written_to(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that an operation writes to, and the names of its arguments."""
-    schema = func._schema.arguments
-    given = [
-        *zip(schema, args, strict=False),
-        *((a, kwargs[a.name]) for a in schema if a.name in kwargs),
-    ]
-    for argument, value in given:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            for x in value if isinstance(value, (list, tuple)) else [value]:
-                if isinstance(x, Tensor):
-                    yield argument.name, x
-
-
 def is_view(func: Any) -> bool:
     """Whether results share memory with arguments."""
     returns = func._schema.returns
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-
-
-def refusal(func: Any, found: list[MCFTensor], reason: str) -> NotImplementedError:
-    """The error of an operation that cannot carry the precision."""
-    shapes = ", ".join(f"{x.format.name} {tuple(x.shape)}" for x in found)
-    return NotImplementedError(
-        f"{func}: not available on expansions ({shapes}): {reason}, and terms are never dropped "
-        "in silence. Compute on mcf.as_plain(x, torch.float64) and come back with "
-        "mcf.as_expansion(result, x.format), or copy_() the result into x"
-    )
