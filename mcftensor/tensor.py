@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from mcftensor import expansion
 from mcftensor.formats import MAX_TERMS, Format, require_format
@@ -220,7 +221,12 @@ class MCFTensor(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The same terms, outside of autograd: it does not see what is written to them."""
+        """The same terms, outside of autograd: it does not see what is written to them.
+
+        `plain.data = expansion` cannot be intercepted, and leaves `plain` without memory: the next
+        operation on it crashes. Write `plain.data.copy_(expansion)`, or
+        `plain.data = mcf.as_plain(expansion, plain.dtype)`.
+        """
         if torch.compiler.is_compiling():
             return self.detach()
         return MCFTensor([term.data for term in self.components], self._format, self._role)
@@ -247,10 +253,37 @@ class MCFTensor(torch.Tensor):
         for name, term in zip(_TERM_NAMES, value.components, strict=False):
             setattr(self, name, term.detach())
 
+    def new_tensor(  # type: ignore[override]
+        self, data: Any, *, dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> Tensor:
+        """An expansion of the same format and role, from numbers at full precision."""
+        if dtype not in (None, self.dtype):
+            return super().new_tensor(data, dtype=dtype, **kwargs)
+        requires_grad = kwargs.pop("requires_grad", False)
+        plain = torch.tensor(data, dtype=torch.float64, **({"device": self.device} | kwargs))
+        new = MCFTensor(expansion.expand(plain, self._format), self._format, self._role)
+        return new.requires_grad_(requires_grad)
+
+    def data_ptr(self) -> int:
+        """0 always, also of a slice: by it torch knows a tensor without storage, to copy and save
+        it term by term."""
+        return 0
+
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: an expansion has no storage of its own to exchange."""
-        raise TypeError(
-            f"set_: an expansion in {self._format.name} has no storage of its own; assign values "
+        raise self._has_no_storage("set_")
+
+    def apply_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: torch would call the function on memory that is not there."""
+        raise self._has_no_storage("apply_")
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: the protocol knows no expansions."""
+        raise self._has_no_storage("__dlpack__")
+
+    def _has_no_storage(self, name: str) -> TypeError:
+        return TypeError(
+            f"{name}: an expansion in {self._format.name} has no storage of its own; assign values "
             "with copy_(), or take plain tensors out with mcf.as_plain(x, dtype)"
         )
 
@@ -323,4 +356,10 @@ def at_flatten(function: Callable[[], bool]) -> None:
     _at_flatten.append(function)
 
 
+def _collate(batch: Sequence[Tensor], **unused: Any) -> Tensor:
+    return torch.stack(list(batch))
+
+
 torch.serialization.add_safe_globals([MCFTensor, Format])
+# The workers of data loaders would stack into a plain tensor in shared memory.
+default_collate_fn_map[MCFTensor] = _collate

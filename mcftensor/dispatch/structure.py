@@ -232,6 +232,15 @@ def new_filled(func: Any, x: MCFTensor, size: Any, value: Any = 1.0, **kwargs: A
 # ------------------------------------------------------------------------------- copies, writes
 
 
+@implements(aten.view.dtype)
+def view_bits(func: Any, x: MCFTensor, dtype: torch.dtype) -> Any:
+    """Refused: the bits of an expansion are those of several tensors."""
+    raise TypeError(
+        f"view: an expansion in {x.format.name} has no bits to be seen as {dtype}; view those of a "
+        "term, x.components[0].view(dtype), or convert the values, mcf.as_plain(x, dtype)"
+    )
+
+
 @implements(aten.view_as_complex.default)
 def view_as_complex(func: Any, x: MCFTensor) -> Any:
     """Refused: there are no complex expansions."""
@@ -298,6 +307,13 @@ def masked_fill(func: Any, x: Any, mask: Tensor, value: Any) -> Any:
         return MCFTensor(filled, x.format, x.role)
     store(x, filled)
     return x
+
+
+@implements(aten.record_stream.default)  # FSDP, offloading
+def record_stream(func: Any, x: MCFTensor, stream: Any) -> None:
+    """The memory of every term waits for the stream."""
+    for term in x.components:
+        func(term, stream)
 
 
 @implements(aten._local_scalar_dense.default)  # .item(), float(x)
