@@ -149,10 +149,15 @@ class MCFTensor(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if _holds_expansion(kwargs.get("out")) and not isinstance(func, torch._ops.OpOverload):
+        out = kwargs.get("out")
+        if (
+            out is not None
+            and _holds_expansion(out)
+            and not isinstance(func, torch._ops.OpOverload)
+        ):
             inputs = {name: x for name, x in kwargs.items() if name != "out"}
             if _holds_expansion((args, inputs)):
-                return cls._evaluate_into(func, args, inputs, kwargs["out"])
+                return cls._evaluate_into(func, args, inputs, out)
         with torch._C.DisableTorchFunctionSubclass():
             if func is torch.where:
                 return _where(*args, **kwargs)

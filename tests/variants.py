@@ -24,6 +24,9 @@ WITH_OUT = [name for name, op in OPERATORS.items() if op.supports_out]
 SEED = 42
 """That of the database, whose operators in place for random numbers set it themselves."""
 
+# LAPACK's result on one and the same float64 matrix depends on where it lies in memory.
+NOT_REPRODUCIBLE = {"linalg.lstsq"}
+
 
 @dataclass
 class Outcome:
@@ -102,8 +105,11 @@ def _with_out(op: Any, format: mcf.Format, limit: int | None) -> Outcome:
                 outcome.raised += 1
                 continue
             assert all(x is out for x, out in zip(tree_leaves(result), outs, strict=True))
-            for out, x in zip(outs, found, strict=True):
-                assert _alike(_bits(out), _bits(x)), "other bits than the functional form"
+            for out, x, y in zip(outs, found, exact, strict=True):
+                if op.name in NOT_REPRODUCIBLE:
+                    _assert_rounded(as_wide(out), x, y, format)
+                else:
+                    assert _alike(_bits(out), _bits(x)), "other bits than the functional form"
             outcome.computed += 1
         for dtype in (torch.float32, format.base):
             outs = [_plain_blank(x, dtype) for x in found]
