@@ -56,18 +56,22 @@ def every_kernel(x, y, z):
 
 class TestFunctions:
     @pytest.mark.parametrize(
-        "format",
+        ("f", "backend"),
         [
-            mcf.bf16x2,
-            *(pytest.param(f, marks=pytest.mark.slow) for f in mcf.FORMATS[1:]),
-            pytest.param(mcf.Format(torch.bfloat16, 4), marks=pytest.mark.slow),
+            (mcf.bf16x2, "aot_eager"),
+            (mcf.fp32x2, "aot_eager"),
+            *(
+                pytest.param(f, "inductor", marks=pytest.mark.slow)
+                for f in (*mcf.FORMATS, mcf.Format(torch.bfloat16, 4))
+            ),
         ],
-        ids=lambda f: f.name,
+        ids=str,
     )
-    def test_every_kernel(self, format):
-        operands = [sample(format, 6, 5, seed=i) for i in range(3)]
+    def test_every_kernel(self, f, backend):
+        operands = [sample(f, 6, 5, seed=i) for i in range(3)]
         results, answers = every_kernel(*operands)
-        compiled_results, compiled_answers = torch.compile(every_kernel, fullgraph=True)(*operands)
+        compiled = torch.compile(every_kernel, backend=backend, fullgraph=True)
+        compiled_results, compiled_answers = compiled(*operands)
         for x, y in zip(results, compiled_results, strict=True):
             assert_same_terms(x, y)
         for x, y in zip(answers, compiled_answers, strict=True):

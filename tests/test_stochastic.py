@@ -150,7 +150,7 @@ def test_a_move_goes_to_the_neighbour_with_the_probability_of_the_remainder(
         assert set(ends) == {here}
 
 
-@pytest.mark.parametrize("path", ["foreach", "fused"])
+@pytest.mark.parametrize("path", [pytest.param("foreach", marks=pytest.mark.slow), "fused"])
 def test_small_updates_of_ones_survive(path):
     """At lr 1e-5 two terms rounded to nearest lose a fifth of the way of weights near 1."""
     nearest, stochastic = (Strategy(f, path) for f in (mcf.bf16x2, bf16x2sr))
@@ -272,7 +272,7 @@ def fresh_compiler():
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_operations_draw_the_same_numbers(backend, device):
     def function(x, y):
         a, b = x * y, x * y  # which a compiler would merge
