@@ -224,6 +224,30 @@ class MCFTensor(torch.Tensor):
             value = MCFTensor(terms, self._format)
         super().__setitem__(index, value)
 
+    def new_tensor(  # type: ignore[override]
+        self,
+        data: Any,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+    ) -> Tensor:
+        """Data in the format and role of this one; torch would round them to the base dtype."""
+        if dtype not in (None, self.dtype):
+            plain = self.components[0]
+            return plain.new_tensor(data, dtype=dtype, device=device, requires_grad=requires_grad)
+        if not isinstance(data, Tensor):
+            data = torch.tensor(data, dtype=torch.float64)
+        made = self.new_empty(data.shape, device=device).copy_(data.detach())
+        return made.requires_grad_(requires_grad)
+
+    def new(self, *size_or_data: Any) -> Tensor:  # type: ignore[override]
+        """As `new_tensor` of data, or `new_empty` of a size."""
+        (first, *_) = size_or_data or (0,)
+        if isinstance(first, (int, torch.Size)):
+            return self.new_empty(*size_or_data or (0,))
+        return self.new_tensor(first)
+
     @property
     def data(self) -> Tensor:
         """The same terms, outside of autograd: it does not see what is written to them.

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import assert_same_terms, exact, parameter, sample
+from torch import nn
 
 import mcftensor as mcf
 
@@ -92,6 +93,21 @@ class TestFactories:
             assert abs(exact(y)[0] - 0.1) <= 0.1 * max(format.u**format.terms, 2.0**-53)
         assert torch.empty_like(x).format == x.new_empty(4).format == format
         assert x.new_empty_strided((2, 2), (1, 2)).stride() == (1, 2)
+
+    def test_new_tensors_of_data_and_of_a_size(self, format):
+        """Those that torch makes without asking the class."""
+        x = sample(format, 3)
+        for role, like in (("value", x), ("parameter", nn.Parameter(x))):
+            for y in (like.new_tensor([0.1, 0.2]), like.new([0.1, 0.2])):
+                assert (y.format, y.role) == (format, role)
+                expected = torch.tensor([0.1, 0.2], dtype=torch.float64)
+                assert_same_terms(y, mcf.as_expansion(expected, format))
+            for y in (like.new(2, 4), like.new(torch.Size([2, 4]))):
+                assert (y.format, y.role, y.shape) == (format, role, (2, 4))
+        assert_same_terms(x.new_tensor(x), x)
+        assert x.new().shape == (0,)
+        assert x.new_tensor(1.0, requires_grad=True).requires_grad
+        assert type(x.new_tensor([1, 2], dtype=torch.int64)) is torch.Tensor
 
     def test_another_dtype_is_plain(self):
         x = sample(mcf.bf16x2, 3)
