@@ -1,0 +1,124 @@
+"""The tables of the page on optimizers, from the results of the measurement."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+PATHS = ("for-loop", "foreach", "fused", "compiled")
+CAUSES = {"gradients": "G", "leading terms": "L", "states": "S", "casts": "R"}
+PACKAGES = ("torch.optim", "pytorch_optimizer", "schedulefree", "prodigyopt")
+
+
+def number(x: Any) -> str:
+    """A figure as the tables have it."""
+    if isinstance(x, (int, float)):
+        return f"{x:.1e}"
+    return "–" if x is None else "no"
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def split(name: str) -> tuple[str, str]:
+    """Package and class."""
+    package, _, cls = name.rpartition(".")
+    return package, cls
+
+
+def matrix(results: dict[str, Any], package: str) -> str:
+    """One row a class."""
+    rows = []
+    for name, entry in results["classes"].items():
+        if split(name)[0] != package:
+            continue
+        paths = entry["paths"]
+        first = paths["for-loop"]
+        if isinstance(first, str):
+            continue
+        three = [figure(paths.get(path), "bf16x3") for path in PATHS]
+        rows.append(
+            [
+                split(name)[1],
+                *(number(first[way]) for way in ("bf16", "fp32", "bf16x2")),
+                *three,
+                number(first["exact gradients"]),
+                letters(entry),
+            ]
+        )
+    head = ["class", "bf16", "fp32", "bf16x2", *(f"bf16x3, {p}" for p in PATHS), "all exact", "why"]
+    return table(head, rows)
+
+
+def figure(errors: dict[str, Any] | str | None, way: str) -> str:
+    """A figure of a path that may not be there, or may not run."""
+    return number(errors if not isinstance(errors, dict) else errors[way])
+
+
+def letters(entry: dict[str, Any]) -> str:
+    """What the errors of a class come from."""
+    found = {CAUSES[c[0]] if c else "?" for c in entry.get("causes", {}).values()}
+    return " ".join(sorted(found))
+
+
+def failures(results: dict[str, Any]) -> str:
+    """What does not run, and what it says."""
+    rows = []
+    for name, entry in results["classes"].items():
+        for path, errors in entry["paths"].items():
+            whys = {"all": errors} if isinstance(errors, str) else errors
+            for way, why in whys.items():
+                if isinstance(why, str):
+                    rows.append([name, path, way, why.replace("|", "/").replace("<", "&lt;")])
+    return table(["class", "path", "weights", "what it says"], rows)
+
+
+def switches(results: dict[str, Any]) -> str:
+    """Errors over bf16x3 with a switch as it is, and turned."""
+    rows = []
+    for name, entry in results["classes"].items():
+        switch = entry.get("switch")
+        if switch is not None:
+            default = entry["paths"]["for-loop"]["bf16x3"]
+            turned = [number(switch.get(way)) for way in ("bf16x2", "bf16x3")]
+            rows.append([name, f"`{switch['keywords']}`", number(default), *turned])
+    return table(["class", "switch", "bf16x3 as it is", "bf16x2 with it", "bf16x3 with it"], rows)
+
+
+def configurations(results: dict[str, Any]) -> str:
+    """torch's database: one row for paths of a configuration that give the same figures."""
+    ways = ["fp32", "bf16x2", "bf16x2 full", "bf16x3", "bf16x3 full", "bf16x3 exact gradients"]
+    rows = []
+    for name, found in results["configurations"].items():
+        for configuration, paths in found.items():
+            alike: dict[tuple[str, ...], list[str]] = {}
+            for path, errors in paths.items():
+                alike.setdefault(tuple(figure(errors, w) for w in ways), []).append(path)
+            for figures, same in alike.items():
+                rows.append([name, configuration, ", ".join(same), *figures])
+    head = ["class", "configuration", "path", *ways[:-1], "bf16x3, all exact"]
+    return table(head, rows)
+
+
+def render(page: str, results: dict[str, Any]) -> str:
+    """The page with its tables made anew."""
+    tables = {package: matrix(results, package) for package in PACKAGES}
+    tables |= {
+        "switches": switches(results),
+        "failures": failures(results),
+        "configurations": configurations(results),
+        "versions": ", ".join(f"{name} {v}" for name, v in results["versions"].items()) + ".",
+    }
+    for name, text in tables.items():
+        pattern = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
+        if not pattern.search(page):
+            raise ValueError(
+                f"the page has no place for {name!r}: <!-- {name} --> ... <!-- end -->"
+            )
+        page = pattern.sub(lambda m, text=text: f"{m[1]}\n{text}\n\n{m[2]}", page, count=1)
+    return page

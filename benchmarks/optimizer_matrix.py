@@ -1,0 +1,234 @@
+"""What every optimizer loses over expansions: class by path, against itself in float64.
+
+Measures, writes JSON, and puts the tables into the page between their markers. `--only` measures
+some classes again and leaves the others as they are; `--render` makes the tables from the JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from database import configurations, paths_of
+from matrix_page import render
+from roster import PACKAGES, SWITCHES, classes, paths, subject
+from trial import Subject, Way, displacement, error
+
+import mcftensor as mcf
+
+RESULTS = Path("benchmarks/results/optimizer-matrix.json")
+PAGE = Path("docs/optimizers.md")
+
+EXACT = Way(torch.float64)
+WAYS = {
+    "bf16": Way(torch.bfloat16),
+    "fp32": Way(torch.float32),
+    "bf16x2": Way(mcf.bf16x2),
+    "bf16x3": Way(mcf.bf16x3),
+    "exact gradients": Way(mcf.bf16x3, gradients=True),
+}
+# What an error comes from is what has to be an expansion, too, for it to go away.
+REMEDIES = {
+    "gradients": Way(mcf.bf16x3, gradients=True),
+    "leading terms": Way(mcf.bf16x3, gradients=True, values=True),
+    "states": Way(mcf.bf16x3, gradients=True, values=True, states=True),
+    "casts": Way(mcf.bf16x3, gradients=True, values=True, states=True, casts=True),
+}
+CONFIGURATION_WAYS = {
+    "fp32": Way(torch.float32),
+    "bf16x2": Way(mcf.bf16x2),
+    "bf16x2 full": Way(mcf.bf16x2, collage="full"),
+    "bf16x3": Way(mcf.bf16x3),
+    "bf16x3 full": Way(mcf.bf16x3, collage="full"),
+    "bf16x3 exact gradients": Way(mcf.bf16x3, gradients=True),
+    "fp32x2 exact gradients": Way(mcf.fp32x2, gradients=True),
+}
+
+
+def small(found: float, of_float32: float) -> bool:
+    """Whether an error is none to explain."""
+    return found <= max(2 * of_float32, 1e-6)
+
+
+@contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError in a body that takes longer."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"takes more than {seconds} s")
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def reason(problem: Exception) -> str:
+    """The first line of an error, with its type."""
+    lines = str(problem).strip().splitlines() or [""]
+    return f"{type(problem).__name__}: {lines[0][:120]}"
+
+
+def measure(
+    tried: Subject, ways: dict[str, Way], *, oracle: Way = EXACT, **options: Any
+) -> dict[str, Any] | str:
+    """The errors of a subject by way, or why there are none."""
+    exact = attempt(lambda: displacement(tried, oracle))
+    if isinstance(exact, str):
+        return exact
+    return {
+        name: attempt(lambda way=way: rounded(error(displacement(tried, way, **options), exact)))
+        for name, way in ways.items()
+    }
+
+
+def attempt(action: Callable[[], Any]) -> Any:
+    """What an action gives, or the error that it raises, in words."""
+    try:
+        with limited(120):
+            return action()
+    except Exception as problem:  # noqa: BLE001 - whatever another package raises is the result
+        return reason(problem)
+
+
+def rounded(x: float) -> float | str:
+    """Two digits, which is what other machines may be expected to find."""
+    return float(f"{x:.1e}") if x == x else "no number"
+
+
+def cause(tried: Subject, of_float32: float) -> tuple[str, float] | None:
+    """What has to be an expansion as well for the error to be that of float32, and that error."""
+    for name, way in REMEDIES.items():
+        oracle = replace(EXACT, casts=way.casts)
+        found = measure(tried, {name: way}, oracle=oracle)
+        figure = found if isinstance(found, str) else found[name]
+        if not isinstance(figure, str) and small(figure, of_float32):
+            return name, figure
+    return None
+
+
+def measure_class(package: str, name: str, compiled: bool) -> dict[str, Any]:
+    """Every path of a class, the cause of its error, and what its switch does."""
+    prepare()
+    tried = subject(package, name)
+    result: dict[str, Any] = {"paths": {}}
+    for path, flags in paths(package, name).items():
+        with_flags = replace(tried, keywords=tried.keywords | flags)
+        result["paths"][path] = errors = measure(with_flags, WAYS)
+        if isinstance(errors, str) or isinstance(errors["bf16x3"], str):
+            continue
+        if not small(errors["bf16x3"], errors["fp32"]):
+            found = cause(with_flags, errors["fp32"])
+            result.setdefault("causes", {})[path] = found
+    if compiled:
+        torch.compiler.reset()
+        result["paths"]["compiled"] = measure(tried, {"bf16x3": WAYS["bf16x3"]}, compiled=True)
+    switch = SWITCHES.get((package, name))
+    if switch is not None:
+        switched = replace(tried, keywords=tried.keywords | switch)
+        result["switch"] = {"keywords": repr(switch), **dict_of(measure(switched, WAYS))}
+    return result
+
+
+def dict_of(found: dict[str, Any] | str) -> dict[str, Any]:
+    """Errors, or the reason under a name of its own."""
+    return {"reason": found} if isinstance(found, str) else found
+
+
+def measure_configurations(name: str) -> dict[str, Any]:
+    """Every configuration of torch's database for a class, in every path."""
+    prepare()
+    return {
+        configuration: {
+            path: measure(replace(tried, keywords=tried.keywords | flags), CONFIGURATION_WAYS)
+            for path, flags in paths_of(name).items()
+        }
+        for configuration, tried in configurations(name).items()
+    }
+
+
+def prepare() -> None:
+    """One thread, and no warnings of other packages."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+
+
+def everything(options: argparse.Namespace) -> dict[str, Any]:
+    """All measurements, each in a process of its own choice."""
+    results: dict[str, Any] = {"classes": {}, "configurations": {}}
+    if (options.only or options.missing) and options.out.exists():
+        results = json.loads(options.out.read_text())
+    results["machine"] = f"{platform.machine()}, Python {platform.python_version()}"
+    results["versions"] = {
+        p: version({"torch.optim": "torch"}.get(p, p).replace("_", "-")) for p in PACKAGES
+    }
+    chosen = [(p, n) for p in PACKAGES for n in classes(p)]
+    if options.only:
+        chosen = [(p, n) for p, n in chosen if n in options.only or p in options.only]
+    finished = results if options.missing else {"classes": {}, "configurations": {}}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.workers, mp_context=context) as pool:
+        jobs: dict[Any, tuple[str, str]] = {}
+        for package, name in chosen:
+            if f"{package}.{name}" not in finished["classes"]:
+                job = pool.submit(measure_class, package, name, options.compiled)
+                jobs[job] = ("classes", f"{package}.{name}")
+            listed = package == "torch.optim" and configurations(name)
+            if listed and name not in finished["configurations"]:
+                jobs[pool.submit(measure_configurations, name)] = ("configurations", name)
+        for done, job in enumerate(as_completed(jobs), 1):
+            section, name = jobs[job]
+            before = results[section].get(name, {})
+            results[section][name] = job.result()
+            if (
+                section == "classes"
+                and not options.compiled
+                and "compiled" in before.get("paths", {})
+            ):
+                results[section][name]["paths"]["compiled"] = before["paths"]["compiled"]
+            print(f"{done}/{len(jobs)} {name}", flush=True)
+            write(results, options.out)
+    return results
+
+
+def write(results: dict[str, Any], out: Path) -> None:
+    """The results as JSON, in the order of names."""
+    for section in ("classes", "configurations"):
+        results[section] = dict(sorted(results[section].items(), key=lambda x: x[0].lower()))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def main() -> None:
+    """Measure, write, render."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", default=[], help="names of classes or packages")
+    parser.add_argument("--missing", action="store_true", help="go on where another run stopped")
+    parser.add_argument("--no-compiled", dest="compiled", action="store_false")
+    parser.add_argument("--render", action="store_true", help="make the tables, measure nothing")
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    options = parser.parse_args()
+    results = json.loads(options.out.read_text()) if options.render else everything(options)
+    options.page.write_text(render(options.page.read_text(), results))
+
+
+if __name__ == "__main__":
+    main()
