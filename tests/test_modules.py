@@ -11,6 +11,7 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import mcftensor as mcf
@@ -229,6 +230,22 @@ def test_averages_keep_all_terms(options):
     }
     assert error["expansion"] <= 5e-3
     assert error["plain"] > 0.9
+
+
+@pytest.mark.parametrize("decompose", [torch.linalg.qr, torch.linalg.svd, torch.linalg.pinv])
+def test_decompositions_of_parameters_are_computed_in_float32(decompose):
+    """PyTorch has none of them in 16 bits."""
+    p = nn.Parameter(mcf.as_expansion(torch.randn(4, 3), mcf.bf16x2))
+    found = tree_leaves(decompose(p.detach()))
+    expected = tree_leaves(decompose(p.components[0].detach().float()))
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y.bfloat16())
+
+
+def test_singular_parameters_are_refused_as_torch_refuses_them():
+    p = nn.Parameter(mcf.as_expansion(torch.zeros(3, 3), mcf.bf16x2))
+    with pytest.raises(torch.linalg.LinAlgError, match="singular"):
+        torch.linalg.inv(p)
 
 
 def test_clipping_and_flattening():

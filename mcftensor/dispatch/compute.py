@@ -35,12 +35,17 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operation on leading terms; in float32 where PyTorch has it not in 16 bits, as for QR."""
+    """The operation on leading terms; in float32 where PyTorch has it not in 16 bits.
+
+    Some decompositions say so by a NotImplementedError, as QR, others by a bare RuntimeError, as
+    the pseudo-inverse.
+    """
     try:
         return func(*leading(args), **leading(kwargs))
-    except NotImplementedError:
+    except RuntimeError as error:
         base = expansions((args, kwargs))[0].dtype
-        if base.itemsize > 2:
+        missing = isinstance(error, NotImplementedError) or func._opname.startswith("linalg_")
+        if base.itemsize > 2 or not missing:
             raise
 
         def cast(dtype: torch.dtype, new: torch.dtype) -> Any:
