@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-PATHS = ("for-loop", "foreach", "fused", "compiled")
+PATHS = ("for-loop", "foreach", "fused")
 CAUSES = {"gradients": "G", "leading terms": "L", "states": "S", "casts": "R"}
 PACKAGES = ("torch.optim", "pytorch_optimizer", "schedulefree", "prodigyopt")
 
@@ -42,6 +42,8 @@ def matrix(results: dict[str, Any], package: str) -> str:
         if isinstance(first, str):
             continue
         three = [figure(paths.get(path), "bf16x3") for path in PATHS]
+        compiled = results["compiled"].get(name)
+        three.append("" if compiled is None else figure(compiled, "bf16x3"))
         rows.append(
             [
                 split(name)[1],
@@ -51,7 +53,16 @@ def matrix(results: dict[str, Any], package: str) -> str:
                 letters(entry),
             ]
         )
-    head = ["class", "bf16", "fp32", "bf16x2", *(f"bf16x3, {p}" for p in PATHS), "all exact", "why"]
+    head = [
+        "class",
+        "bf16",
+        "fp32",
+        "bf16x2",
+        *(f"bf16x3, {p}" for p in PATHS),
+        "compiled",
+        "all exact",
+        "why",
+    ]
     return table(head, rows)
 
 
@@ -63,6 +74,8 @@ def figure(errors: dict[str, Any] | str | None, way: str) -> str:
 def letters(entry: dict[str, Any]) -> str:
     """What the errors of a class come from."""
     found = {CAUSES[c[0]] if c else "?" for c in entry.get("causes", {}).values()}
+    if "?" in found and not isinstance(entry.get("switch", {}).get("bf16x3", "no"), str):
+        return "switch"
     return " ".join(sorted(found))
 
 
@@ -70,7 +83,8 @@ def failures(results: dict[str, Any]) -> str:
     """What does not run, and what it says."""
     rows = []
     for name, entry in results["classes"].items():
-        for path, errors in entry["paths"].items():
+        compiled = {"compiled": results["compiled"].get(name, {})}
+        for path, errors in (entry["paths"] | compiled).items():
             whys = {"all": errors} if isinstance(errors, str) else errors
             for way, why in whys.items():
                 if isinstance(why, str):

@@ -1,7 +1,7 @@
 """What every optimizer loses over expansions: class by path, against itself in float64.
 
 Measures, writes JSON, and puts the tables into the page between their markers. `--only` measures
-some classes again and leaves the others as they are; `--render` makes the tables from the JSON.
+some classes or packages again, and leaves the others as they are.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
 from database import configurations, paths_of
 from matrix_page import render
 from roster import PACKAGES, SWITCHES, classes, paths, subject
@@ -101,7 +102,7 @@ def measure(
 def attempt(action: Callable[[], Any]) -> Any:
     """What an action gives, or the error that it raises, in words."""
     try:
-        with limited(120):
+        with limited(900):  # compilers may take minutes
             return action()
     except Exception as problem:  # noqa: BLE001 - whatever another package raises is the result
         return reason(problem)
@@ -123,8 +124,8 @@ def cause(tried: Subject, of_float32: float) -> tuple[str, float] | None:
     return None
 
 
-def measure_class(package: str, name: str, compiled: bool) -> dict[str, Any]:
-    """Every path of a class, the cause of its error, and what its switch does."""
+def measure_class(package: str, name: str) -> dict[str, Any]:
+    """Every eager path of a class, the cause of its error, and what its switch does."""
     prepare()
     tried = subject(package, name)
     result: dict[str, Any] = {"paths": {}}
@@ -136,9 +137,6 @@ def measure_class(package: str, name: str, compiled: bool) -> dict[str, Any]:
         if not small(errors["bf16x3"], errors["fp32"]):
             found = cause(with_flags, errors["fp32"])
             result.setdefault("causes", {})[path] = found
-    if compiled:
-        torch.compiler.reset()
-        result["paths"]["compiled"] = measure(tried, {"bf16x3": WAYS["bf16x3"]}, compiled=True)
     switch = SWITCHES.get((package, name))
     if switch is not None:
         switched = replace(tried, keywords=tried.keywords | switch)
@@ -151,8 +149,15 @@ def dict_of(found: dict[str, Any] | str) -> dict[str, Any]:
     return {"reason": found} if isinstance(found, str) else found
 
 
-def measure_configurations(name: str) -> dict[str, Any]:
-    """Every configuration of torch's database for a class, in every path."""
+def measure_compiled(package: str, name: str) -> dict[str, Any] | str:
+    """The compiled step of a class, in the path that it takes by default."""
+    prepare()
+    torch.compiler.reset()
+    return measure(subject(package, name), {"bf16x3": WAYS["bf16x3"]}, compiled=True)
+
+
+def measure_configurations(package: str, name: str) -> dict[str, Any]:
+    """Every configuration of torch's database for a class, in every eager path."""
     prepare()
     return {
         configuration: {
@@ -164,53 +169,59 @@ def measure_configurations(name: str) -> dict[str, Any]:
 
 
 def prepare() -> None:
-    """One thread, and no warnings of other packages."""
+    """One thread, of the compiler too, and no warnings of other packages."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    torch._inductor.config.compile_threads = 1
+
+
+PARTS: dict[str, Callable[[str, str], Any]] = {
+    "classes": measure_class,
+    "compiled": measure_compiled,
+    "configurations": measure_configurations,
+}
+
+
+def tasks(part: str) -> dict[str, tuple[str, str]]:
+    """What a part of the measurement consists of: package and class, by name."""
+    found = {
+        f"{package}.{name}": (package, name) for package in PACKAGES for name in classes(package)
+    }
+    if part == "configurations":
+        return {n: (p, n) for p, n in found.values() if p == "torch.optim" and configurations(n)}
+    return found
 
 
 def everything(options: argparse.Namespace) -> dict[str, Any]:
-    """All measurements, each in a process of its own choice."""
-    results: dict[str, Any] = {"classes": {}, "configurations": {}}
-    if (options.only or options.missing) and options.out.exists():
-        results = json.loads(options.out.read_text())
+    """All measurements, each in some process."""
+    results: dict[str, Any] = {part: {} for part in PARTS}
+    if options.out.exists():
+        results |= json.loads(options.out.read_text())
     results["machine"] = f"{platform.machine()}, Python {platform.python_version()}"
     results["versions"] = {
         p: version({"torch.optim": "torch"}.get(p, p).replace("_", "-")) for p in PACKAGES
     }
-    chosen = [(p, n) for p in PACKAGES for n in classes(p)]
-    if options.only:
-        chosen = [(p, n) for p, n in chosen if n in options.only or p in options.only]
-    finished = results if options.missing else {"classes": {}, "configurations": {}}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.workers, mp_context=context) as pool:
-        jobs: dict[Any, tuple[str, str]] = {}
-        for package, name in chosen:
-            if f"{package}.{name}" not in finished["classes"]:
-                job = pool.submit(measure_class, package, name, options.compiled)
-                jobs[job] = ("classes", f"{package}.{name}")
-            listed = package == "torch.optim" and configurations(name)
-            if listed and name not in finished["configurations"]:
-                jobs[pool.submit(measure_configurations, name)] = ("configurations", name)
+        jobs = {}
+        for part in options.parts:
+            for key, (package, name) in tasks(part).items():
+                if options.only and not {package, name, key} & set(options.only):
+                    continue
+                if not (options.missing and key in results[part]):
+                    jobs[pool.submit(PARTS[part], package, name)] = part, key
         for done, job in enumerate(as_completed(jobs), 1):
-            section, name = jobs[job]
-            before = results[section].get(name, {})
-            results[section][name] = job.result()
-            if (
-                section == "classes"
-                and not options.compiled
-                and "compiled" in before.get("paths", {})
-            ):
-                results[section][name]["paths"]["compiled"] = before["paths"]["compiled"]
-            print(f"{done}/{len(jobs)} {name}", flush=True)
+            part, key = jobs[job]
+            results[part][key] = job.result()
+            print(f"{done}/{len(jobs)} {part} {key}", flush=True)
             write(results, options.out)
     return results
 
 
 def write(results: dict[str, Any], out: Path) -> None:
     """The results as JSON, in the order of names."""
-    for section in ("classes", "configurations"):
-        results[section] = dict(sorted(results[section].items(), key=lambda x: x[0].lower()))
+    for part in PARTS:
+        results[part] = dict(sorted(results[part].items(), key=lambda x: x[0].lower()))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(results, indent=1) + "\n")
 
@@ -218,9 +229,9 @@ def write(results: dict[str, Any], out: Path) -> None:
 def main() -> None:
     """Measure, write, render."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="*", default=[], help="names of classes or packages")
+    parser.add_argument("--only", nargs="*", default=[], help="classes or packages")
     parser.add_argument("--missing", action="store_true", help="go on where another run stopped")
-    parser.add_argument("--no-compiled", dest="compiled", action="store_false")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--render", action="store_true", help="make the tables, measure nothing")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, default=RESULTS)

@@ -40,6 +40,11 @@ def _around(cls: type) -> Callable[..., Any]:
     return lambda weights, **keywords: cls(torch.optim.AdamW(list(weights.tensors)), **keywords)
 
 
+def _around_sgd(cls: type) -> Callable[..., Any]:
+    """Of those that share the states of what they wrap, which must not ask whether there are any."""
+    return lambda weights, **keywords: cls(torch.optim.SGD(list(weights.tensors)), **keywords)
+
+
 def _by_kind(cls: type) -> Callable[..., Any]:
     """Of those that take matrices and the rest in groups of their own."""
 
@@ -116,7 +121,7 @@ def _with_momentum_like(cls: type) -> Callable[..., Any]:
     )
 
 
-WRAPPERS = ("CPUOffloadOptimizer", "Lookahead", "Magma", "OrthoGrad", "ScheduleFreeWrapper", "TRAC")
+WRAPPERS = ("Lookahead", "Magma", "OrthoGrad", "ScheduleFreeWrapper", "TRAC")
 MUONS = ("AdaGO", "AdaMuon", "DistributedMuon", "Muon", "MuonClip", "NorMuon")
 SHARPNESS_AWARE = ("FriendlySAM", "LookSAM", "SAM")
 
@@ -133,7 +138,9 @@ def _special(package: str, name: str, cls: type) -> Subject | None:
             "SGD": replace(plain, keywords={"momentum": 0.9}),
             "SparseAdam": replace(plain, drive=_by_sparse_gradient),
         }.get(name)
-    if name in WRAPPERS or name.startswith("ScheduleFreeWrapper"):
+    if package == "schedulefree" and "Wrapper" in name:
+        return Subject(_around_sgd(cls))
+    if name in WRAPPERS:
         return Subject(_around(cls))
     if package == "schedulefree" and name.endswith("Closure"):
         return replace(plain, drive=by_closure)
@@ -144,6 +151,8 @@ def _special(package: str, name: str, cls: type) -> Subject | None:
     if name in SHARPNESS_AWARE:
         return replace(plain, drive=by_closure, keywords={"base_optimizer": torch.optim.AdamW})
     return {
+        # Its default, bf16, rounds in the oracle, too.
+        "AdaFactor": replace(plain, keywords={"momentum_dtype": torch.float32}),
         "AdaHessian": replace(plain, drive=_by_curvature),
         "AdaLOMO": Subject(cls, drive=_by_fused_backward),
         "AdamMini": Subject(cls),
@@ -158,7 +167,7 @@ def _special(package: str, name: str, cls: type) -> Subject | None:
         "SafeFP16Optimizer": Subject(_around(cls), drive=_by_scaled_loss),
         "SaRA": replace(plain, keywords={"lr": 1e-3, "threshold": 0.5}),
         "SophiaH": replace(plain, drive=_by_curvature),
-        "SpectralSphere": replace(plain, shapes=MATRICES),
+        "SpectralSphere": replace(plain, shapes=MATRICES, steps=3),  # each solves an equation
         "WSAM": Subject(_wsam(cls), drive=by_closure),
     }.get(name)
 
@@ -182,9 +191,8 @@ def paths(package: str, name: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-# What is to be turned off, or on, over expansions.
+# What is to be turned off over expansions, and FlashAdamW's, which does not help.
 SWITCHES: dict[tuple[str, str], dict[str, Any]] = {
-    ("pytorch_optimizer", "AdaFactor"): {"momentum_dtype": torch.float32},
     ("pytorch_optimizer", "FlashAdamW"): {"master_weight_bits": 32},
     ("pytorch_optimizer", "ROSE"): {"bf16_sr": False},
     ("pytorch_optimizer", "StableAdamW"): {"kahan_sum": False},
