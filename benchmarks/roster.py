@@ -41,7 +41,7 @@ def _around(cls: type) -> Callable[..., Any]:
 
 
 def _around_sgd(cls: type) -> Callable[..., Any]:
-    """Of those that share the states of what they wrap, which must not ask whether there are any."""
+    """Of those that share states with what they wrap, which must not ask for its own."""
     return lambda weights, **keywords: cls(torch.optim.SGD(list(weights.tensors)), **keywords)
 
 
