@@ -282,17 +282,6 @@ class MCFTensor(torch.Tensor):
         for name, term in zip(_TERM_NAMES, value.components, strict=False):
             setattr(self, name, term.detach())
 
-    def new_tensor(  # type: ignore[override]
-        self, data: Any, *, dtype: torch.dtype | None = None, **kwargs: Any
-    ) -> Tensor:
-        """An expansion of the same format and role, from numbers at full precision."""
-        if dtype not in (None, self.dtype):
-            return super().new_tensor(data, dtype=dtype, **kwargs)
-        requires_grad = kwargs.pop("requires_grad", False)
-        plain = torch.tensor(data, dtype=torch.float64, **({"device": self.device} | kwargs))
-        new = MCFTensor(expansion.expand(plain, self._format), self._format, self._role)
-        return new.requires_grad_(requires_grad)
-
     def data_ptr(self) -> int:
         """0 always, also of a slice: by it torch knows a tensor without storage, to copy and save
         it term by term."""
