@@ -23,6 +23,10 @@ import mcftensor as mcf
 EXPANSIONS = [
     *(Strategy(mcf.bf16x2, path, mode) for mode in ("light", "plus", "full") for path in PATHS),
     *(Strategy(mcf.bf16x3, path, "full") for path in PATHS),
+    *(
+        Strategy(mcf.Format(torch.bfloat16, 2, "stochastic"), path, "full")
+        for path in ("for-loop", "fused")
+    ),
 ]
 PLAIN = [Strategy(torch.bfloat16), Strategy(torch.float32, "for-loop")]
 SETTINGS = [(1e-4, 0.999), (1e-5, 0.95)]
@@ -91,6 +95,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=32768, help="weights of each kind")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/accuracy.json"))
     options = parser.parse_args()
+    torch.manual_seed(0)  # of stochastic rounding
     results = {
         "machine": f"{platform.machine()}, torch {torch.__version__}",
         "count": options.count,

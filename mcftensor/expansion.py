@@ -79,7 +79,7 @@ def convert(x: Sequence[Tensor], format: Format) -> Terms:
         ...     (torch.tensor(1.0),), (torch.tensor(3.0),), format=mcf.fp32x2
         ... )
         >>> mcf.expansion.convert(third, mcf.bf16x2)
-        (tensor(0.3340, dtype=torch.bfloat16), tensor(-0.0006, dtype=torch.bfloat16))
+        (tensor(0.3340, dtype=torch.bfloat16), tensor(-0.0007, dtype=torch.bfloat16))
     """
     key = key_for(require_format(format, "convert"), x[0].device)
     return tuple(_convert(list(x), format.name, key))

@@ -1,10 +1,10 @@
 """What torch.compile would take apart before an expansion sees it.
 
-The front end of the compiler writes `addcmul_` and `addcdiv_` with a number as `value`, and
-`_foreach_lerp_`, as sequences of operations, to match CUDA bit by bit. On plain gradients the first
-of these rounds to bf16, and the result differs from the eager one. Here these calls are kept whole
-for expansions, and left to the compiler for all else. It also merges equal calls, which must not
-happen to draws of random numbers.
+The front end of the compiler writes `addcmul_`, `addcdiv_` and `addcdiv` with a number as `value`,
+and `_foreach_lerp_`, as sequences of operations, to match CUDA bit by bit. On plain gradients the
+first of these rounds to bf16, and the result differs from the eager one. Here these calls are kept
+whole for expansions, and left to the compiler for all else. It also merges equal calls, which must
+not happen to draws of random numbers.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def keep_calls_whole() -> bool:
     if "torch._dynamo" not in sys.modules:
         return False
     from torch._dynamo import polyfills
+    from torch._dynamo.variables import TorchInGraphFunctionVariable
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._functorch.compile_utils import rand_ops
 
@@ -35,6 +36,9 @@ def keep_calls_whole() -> bool:
         decompose = getattr(TensorVariable, "method_" + name, None)
         if decompose is not None:
             setattr(TensorVariable, "method_" + name, _unless_expansion(name, decompose))
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    if torch.addcdiv in handlers:
+        handlers[torch.addcdiv] = _unless_of_expansions(handlers[torch.addcdiv])
     if hasattr(polyfills, "foreach_lerp_inplace"):
         polyfills.foreach_lerp_inplace = _lerp_one_by_one(polyfills.foreach_lerp_inplace)
     rand_ops.append(torch.ops.mcftensor.draw_key)
@@ -56,6 +60,16 @@ def _unless_expansion(name: str, decompose: Any) -> Any:
         return None
 
     return method
+
+
+def _unless_of_expansions(decompose: Any) -> Any:
+    @functools.wraps(decompose)
+    def handler(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(x.is_tensor() and issubclass(x.class_type, MCFTensor) for x in args):
+            return None
+        return decompose(self, tx, *args, **kwargs)
+
+    return handler
 
 
 def _lerp_one_by_one(decompose: Any) -> Any:

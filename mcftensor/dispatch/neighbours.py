@@ -17,10 +17,17 @@ from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.operands import common_format, expansions, terms_in
 from mcftensor.dispatch.select import equal, less
 from mcftensor.dispatch.table import implements
+from mcftensor.operators import opaque
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten
 Terms = Sequence[Tensor]
+
+
+@opaque(lambda x, towards: torch.empty_like(x))
+def _neighbour(x: Tensor, towards: Tensor) -> Tensor:
+    """torch.nextafter, which compilers evaluate in float32 for a base of 16 bits."""
+    return torch.nextafter(x, towards)
 
 
 @implements(aten.nextafter.default)
@@ -39,7 +46,7 @@ def nextafter(func: Any, x: Any, y: Any) -> Any:
         nearer = _stepped(near, -towards)
         beyond = torch.where(up, less(x, nearer), less(nearer, x))
         near = [torch.where(beyond, a, b) for a, b in zip(nearer, near, strict=True)]
-    plain = [func(x[0], y[0]), *(torch.zeros_like(t) for t in x[1:])]
+    plain = [_neighbour(x[0], y[0]), *(torch.zeros_like(t) for t in x[1:])]
     stays = equal(x, y) | torch.isnan(x[0]) | torch.isnan(y[0])
     chosen = []
     for whole, old, new in zip(plain, y, near, strict=True):
@@ -50,4 +57,4 @@ def nextafter(func: Any, x: Any, y: Any) -> Any:
 
 def _stepped(x: Terms, towards: Tensor) -> list[Tensor]:
     """The last term moved on to its neighbour, and the whole normalized."""
-    return list(expansion.renormalize([*x[:-1], torch.nextafter(x[-1], towards)], len(x)))
+    return list(expansion.renormalize([*x[:-1], _neighbour(x[-1], towards)], len(x)))
