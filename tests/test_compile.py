@@ -189,6 +189,19 @@ assert torch.equal(f(x), z)
         assert_same_terms(p, q)
         assert_same_terms(result, expected)
 
+    def test_states_made_from_a_parameter_are_expansions(self):
+        """As optimizers of other packages make them within their step."""
+
+        @torch.no_grad()
+        def make(p):
+            return torch.zeros_like(p), torch.full_like(p, 0.1), torch.ones_like(p)
+
+        p = parameter(mcf.bf16x3, 4)
+        compiled = torch.compile(make, fullgraph=True)(p)
+        for x, y in zip(make(p), compiled, strict=True):
+            assert x.role == y.role == "value"
+            assert_same_terms(x, y)
+
     @pytest.mark.parametrize("name", ["add_", "addcmul_", "addcdiv_"])
     def test_a_number_in_a_tensor(self, name):
         """As the step size is when an optimizer is compiled."""

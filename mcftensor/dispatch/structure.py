@@ -176,9 +176,13 @@ def join(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
 
 
 def _within_graph(x: MCFTensor) -> bool:
-    """Whether a backward formula asks, and not an optimizer, which has the parameter itself."""
+    """Whether a backward formula asks, and not an optimizer, which has the parameter itself.
+
+    Compilers give the parameter a grad_fn, under no_grad too.
+    """
     in_backward = torch._C._current_graph_task_id() != -1
-    return x.role == "parameter" and (x.grad_fn is not None or (in_backward and not x._is_param))
+    in_forward = torch.is_grad_enabled() and x.grad_fn is not None
+    return x.role == "parameter" and (in_forward or (in_backward and not x._is_param))
 
 
 @implements(aten.zeros_like.default, aten.empty_like.default)  # states of optimizers
