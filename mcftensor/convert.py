@@ -35,14 +35,16 @@ def as_expansion(
 
     A tensor of any shape gives a *value* of the same shape: an expansion for arithmetic.
 
-    A module keeps its parameter objects, so that an optimizer built before still works, and
-    weights that are tied stay tied. Parameters that require gradients become expansions in the
-    *parameter* role. As after `module.to(dtype)`, all else follows: frozen parameters, floating
-    buffers and gradients become plain tensors of the base dtype. Cast the inputs, or use autocast.
+    A module keeps its parameter objects, so that an optimizer built before still works (one that
+    has states of another base by then must be made anew), and weights that are tied stay tied.
+    Parameters that require gradients become expansions in the *parameter* role. As after
+    `module.to(dtype)`, all else follows: frozen parameters, floating buffers and gradients become
+    plain tensors of the base dtype. Cast the inputs, or use autocast.
 
     Args:
         obj: a real floating tensor, an expansion in this or another format, or a module.
-        format: the format of all. By default it goes by shape: `bf16x3` for at most one dimension
+        format: the format of all. By default expansions stay as they are, and for others it goes
+            by shape: `bf16x3` for at most one dimension
             longer than 1 (norms, biases), `bf16x2` for the rest. Weights near 1 move by steps far
             below the resolution of two bf16 terms, and such tensors cost little memory.
         overrides: for modules: patterns (fnmatch) of qualified names of parameters and buffers, and
@@ -174,12 +176,15 @@ def _module_as_expansion(module: M, format: Format | None, overrides: Overrides)
                 f"as_expansion: the pattern {pattern!r} in overrides matches none of the "
                 f"parameters and buffers: {', '.join(names) or 'the module has none'}"
             )
-    base = (format or bf16x2).base
+    present = [x.dtype for _, _, x in _tensors(module) if isinstance(x, MCFTensor)]
+    base = format.base if format else next(iter(present), bf16x2.base)
     plans: dict[str, tuple[Tensor, Format | None]] = {}
     for name, aliases, x in _tensors(module):
         matching = [p for p in overrides if any(fnmatchcase(alias, p) for alias in aliases)]
         integer = not (x.is_floating_point() or x.is_complex())
         if (matching and overrides[matching[0]] is None) or (integer and name not in matching):
+            continue
+        if isinstance(x, MCFTensor) and format is None and not matching:
             continue
         wanted = overrides[matching[0]] if matching else None
         if wanted is None and isinstance(x, nn.Parameter) and x.requires_grad:
@@ -188,13 +193,13 @@ def _module_as_expansion(module: M, format: Format | None, overrides: Overrides)
             wanted = format or own
         elif wanted is not None:
             _require_convertible("as_expansion", name, x)
-        elif x.is_complex() or x.dtype == base:
+        elif x.is_complex() or (x.dtype == base and not isinstance(x, MCFTensor)):
             continue
         if not (isinstance(x, MCFTensor) and x.format == wanted):
             plans[name] = x, wanted
     with _exchangeable("as_expansion", module, {name: x for name, (x, _) in plans.items()}):
         for x, wanted in plans.values():
-            _exchange(x, x.detach().to(base) if wanted is None else _value(x, wanted))
+            _exchange(x, as_plain(x, base) if wanted is None else _value(x, wanted))
     for part in module.modules():
         if any(isinstance(x, MCFTensor) for x in _own_tensors(part).values()):
             _keep_expansions_of(part)

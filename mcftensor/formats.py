@@ -45,8 +45,8 @@ class Format:
         rounding: of the last term. `"nearest"`, ties to even; or `"stochastic"`, up or down with
             probabilities that leave no error in the mean, drawn from PyTorch's generator of the
             device. Updates too small for the format then survive in the mean. It applies to
-            arithmetic and to conversions into the format; numbers beside an expansion in a
-            comparison, a choice or a fill are rounded to nearest.
+            arithmetic and to conversions into the format; what an expansion meets in a comparison
+            or a choice, and what is filled in or placed by an index, is rounded to nearest.
 
     Raises:
         TypeError: `base` is not one of the four dtypes.

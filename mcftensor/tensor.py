@@ -241,12 +241,16 @@ class MCFTensor(torch.Tensor):
         made = self.new_empty(data.shape, device=device).copy_(data.detach())
         return made.requires_grad_(requires_grad)
 
-    def new(self, *size_or_data: Any) -> Tensor:  # type: ignore[override]
+    def new(  # type: ignore[override]
+        self, *size_or_data: Any, device: torch.device | str | None = None
+    ) -> Tensor:
         """As `new_tensor` of data, or `new_empty` of a size."""
         (first, *_) = size_or_data or (0,)
-        if isinstance(first, (int, torch.Size)):
-            return self.new_empty(*size_or_data or (0,))
-        return self.new_tensor(first)
+        if isinstance(first, torch.Size) or (
+            hasattr(first, "__index__") and not isinstance(first, (Tensor, np.ndarray))
+        ):
+            return self.new_empty(*size_or_data or (0,), device=device)
+        return self.new_tensor(first, device=device)
 
     @property
     def data(self) -> Tensor:

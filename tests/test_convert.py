@@ -233,6 +233,30 @@ class TestModules:
         for p, q in zip(model.parameters(), before.parameters(), strict=True):
             assert_same_terms(p, q)
 
+    def test_twice_leaves_frozen_expansions_and_buffers_alone(self):
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        mcf.as_expansion(model, mcf.fp32x2)
+        model[0].bias.requires_grad_(False)
+        mcf.as_expansion(model)
+        assert model[0].weight.format == model[0].bias.format == mcf.fp32x2
+        assert model[1].running_mean.dtype == torch.float32
+        mcf.as_expansion(model, mcf.bf16x2)
+        assert not isinstance(model[0].bias, mcf.MCFTensor)
+        assert model[0].bias.dtype == model[1].running_mean.dtype == torch.bfloat16
+
+    def test_an_optimizer_with_states_of_another_base_is_refused_before_it_writes(self):
+        model = mcf.as_expansion(small_model(), mcf.fp32x2)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p.components[0])
+        optimizer.step()
+        mcf.as_expansion(model, mcf.bf16x2)
+        before = copy.deepcopy(model)
+        with pytest.raises(ValueError, match=r"fused step: .*bf16x2 and fp32x2.*optimizer anew"):
+            optimizer.step()
+        for p, q in zip(model.parameters(), before.parameters(), strict=True):
+            assert_same_terms(p, q)
+
     def test_a_module_goes_to_another_format(self):
         model = mcf.as_expansion(small_model())
         weight = model[0].weight

@@ -217,7 +217,7 @@ def test_fma(f):
     assert absolute[half:].max() <= 2.0 ** -(f.terms - 2)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(data=st.data())
 @every_format
 def test_single_cases(f, data):

@@ -22,8 +22,21 @@ OWN = [
 every_format = pytest.mark.parametrize("f", OWN, ids=lambda f: f.name)
 
 
-@pytest.mark.parametrize("f", [f for f in OWN if f.terms < 6], ids=lambda f: f.name)
-@pytest.mark.parametrize("path", ["for-loop", "foreach", "fused"])
+@pytest.mark.parametrize(
+    ("f", "path"),
+    [
+        (OWN[0], "fused"),
+        (OWN[5], "fused"),
+        (OWN[5], "foreach"),
+        *(
+            pytest.param(f, path, marks=pytest.mark.slow)
+            for f in (OWN[0], *OWN[2:5], OWN[6])
+            for path in ("for-loop", "foreach")
+        ),
+        *(pytest.param(f, "fused", marks=pytest.mark.slow) for f in (*OWN[2:5], OWN[6])),
+    ],
+    ids=str,
+)
 def test_training(f, path):
     """Every path moves weights as float64 does, to the precision of the format."""
     options = {"foreach": path == "foreach", "fused": path == "fused"}
@@ -107,3 +120,11 @@ def test_collage_and_compile(f):
         assert optimizer.state[weight]["exp_avg_sq"].format == f
         weights.append(weight.detach())
     assert_same_terms(*weights)
+
+
+def test_the_longest_format_meets_a_stochastic_one():
+    x, y = sample(OWN[1], 4), sample(OWN[5], 4)
+    for result in (x + y, y + x, torch.cat([x, y]), torch.maximum(x, y), torch.where(x > y, x, y)):
+        assert result.format == OWN[1]
+    assert x.add_(y).format == OWN[1]
+    assert y.add_(x).format == OWN[5]

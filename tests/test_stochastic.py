@@ -194,6 +194,7 @@ def test_what_needs_no_rounding_draws_nothing():
     x.fill_(0.1)
     x.copy_(y)
     x.masked_fill_(x > 0.3, 0.2)
+    _ = (torch.isclose(x, y), x.allclose(y))
     _ = (x == 0.1, x < y, torch.maximum(x, y), torch.where(x > 0, x, 0.3), x.sort(), x.abs())
     _ = (x.clone(), x.view(5, 10), x[2:5], torch.cat([x, y]), -x, x.to(torch.float32))
     assert torch.equal(torch.get_rng_state(), state)

@@ -22,7 +22,10 @@ from mcftensor.dispatch.writing import assign_tree, refusal, require_no_grad
 from mcftensor.formats import Format
 from mcftensor.tensor import MCFTensor
 
-_METHODS = ("quantile", "nanquantile", "nanmean", "logdet", "slogdet", "norm", "stft", "istft")
+_METHODS = (
+    *("quantile", "nanquantile", "nanmean", "logdet", "slogdet", "norm", "stft", "istft"),
+    "isclose",  # which would draw random numbers, taken apart
+)
 
 WHOLE: set[Callable[..., Any]] = {
     *(getattr(torch, name) for name in _METHODS),

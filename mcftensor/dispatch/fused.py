@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mcftensor import eft, expansion, wide
 from mcftensor.conversion import convert_terms
-from mcftensor.dispatch.operands import expansions, store, terms
+from mcftensor.dispatch.operands import expansions, require_one_base, store, terms
 from mcftensor.dispatch.table import implements
 from mcftensor.formats import Format
 from mcftensor.noise import draw_key, uniform
@@ -360,7 +360,10 @@ def _number_tensor(lr: float | Tensor) -> Tensor:
 
 def _divide(lists: Sequence[Sequence[Tensor]]) -> tuple[list[int], list[list[Tensor]]]:
     """The indices at which some list holds an expansion, and the lists without those."""
-    ours = [i for i in range(len(lists[0])) if expansions([x[i] for x in lists if x])]
+    found = [expansions([x[i] for x in lists if x]) for i in range(len(lists[0]))]
+    for together in found:  # before anything is written
+        require_one_base("fused step", [x.format for x in together])
+    ours = [i for i, together in enumerate(found) if together]
     others = sorted(set(range(len(lists[0]))) - set(ours))
     return ours, [[x[i] for i in others] if x else [] for x in lists]
 

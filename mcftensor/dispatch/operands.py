@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mcftensor import expansion
-from mcftensor.formats import Format
+from mcftensor.formats import MAX_TERMS, Format
 from mcftensor.tensor import MCFTensor, Role
 
 Number = (int, float, torch.SymInt, torch.SymFloat)
@@ -48,24 +48,32 @@ def common_role(operands: Iterable[Any]) -> Role:
     return "parameter" if parameters else "value"
 
 
-def common_format(name: str, operands: Iterable[Any]) -> Format:
-    """The format of a result: of one base, most terms, and stochastic rounding if one has it.
-
-    Raises:
-        ValueError: expansions of unlike bases.
-    """
-    formats = [x.format for x in expansions(list(operands))]
+def require_one_base(name: str, formats: Sequence[Format]) -> None:
+    """Raise ValueError for formats of unlike bases."""
     if len({f.base for f in formats}) > 1:
         # Not a TypeError: Python's operators would hide its message.
         raise ValueError(
             f"{name}: expansions in {' and '.join(sorted({f.name for f in formats}))}, whose terms "
             "are of unlike types. Convert one: copy_() it into an expansion of the other, or "
-            "mcf.as_expansion(x, format)"
+            "mcf.as_expansion(x, format); states of an optimizer stay as they were when its "
+            "parameters are converted, so make the optimizer anew"
         )
+
+
+def common_format(name: str, operands: Iterable[Any]) -> Format:
+    """The format of a result: of one base, most terms, and stochastic rounding if one has it.
+
+    The longest formats have none.
+
+    Raises:
+        ValueError: expansions of unlike bases.
+    """
+    formats = [x.format for x in expansions(list(operands))]
+    require_one_base(name, formats)
     if all(f == formats[0] for f in formats):
         return formats[0]
-    stochastic = any(f.rounding == "stochastic" for f in formats)
     terms = max(f.terms for f in formats)
+    stochastic = terms < MAX_TERMS and any(f.rounding == "stochastic" for f in formats)
     return Format(formats[0].base, terms, "stochastic" if stochastic else "nearest")
 
 
