@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from mcftensor import expansion
-from mcftensor.dispatch.operands import converted
 from mcftensor.dispatch.table import implements
 from mcftensor.formats import Format, bf16x2, default_format, require_format
 from mcftensor.operators import opaque
@@ -44,9 +43,9 @@ def as_expansion(
     Args:
         obj: a real floating tensor, an expansion in this or another format, or a module.
         format: the format of all. By default expansions stay as they are, and for others it goes
-            by shape: `bf16x3` for at most one dimension
-            longer than 1 (norms, biases), `bf16x2` for the rest. Weights near 1 move by steps far
-            below the resolution of two bf16 terms, and such tensors cost little memory.
+            by shape: `bf16x3` for at most one dimension longer than 1 (norms, biases), `bf16x2` for
+            the rest. Weights near 1 move by steps far below the resolution of two bf16 terms, and
+            such tensors cost little memory.
         overrides: for modules: patterns (fnmatch) of qualified names of parameters and buffers, and
             what they get instead: a format makes it an expansion, None leaves it as it is. The
             first pattern that matches decides.
@@ -167,7 +166,8 @@ def _require_convertible(where: str, name: str, x: object) -> None:
 
 
 def _module_as_expansion(module: M, format: Format | None, overrides: Overrides) -> M:
-    names = [name for _, aliases, _ in _tensors(module) for name in aliases]
+    found = _tensors(module)
+    names = [name for _, aliases, _ in found for name in aliases]
     for pattern, wanted in overrides.items():
         if wanted is not None:
             require_format(wanted, f"as_expansion: overrides[{pattern!r}]")
@@ -176,10 +176,10 @@ def _module_as_expansion(module: M, format: Format | None, overrides: Overrides)
                 f"as_expansion: the pattern {pattern!r} in overrides matches none of the "
                 f"parameters and buffers: {', '.join(names) or 'the module has none'}"
             )
-    present = [x.dtype for _, _, x in _tensors(module) if isinstance(x, MCFTensor)]
-    base = format.base if format else next(iter(present), bf16x2.base)
+    present = (x.dtype for _, _, x in found if isinstance(x, MCFTensor))
+    base = format.base if format else next(present, bf16x2.base)
     plans: dict[str, tuple[Tensor, Format | None]] = {}
-    for name, aliases, x in _tensors(module):
+    for name, aliases, x in found:
         matching = [p for p in overrides if any(fnmatchcase(alias, p) for alias in aliases)]
         integer = not (x.is_floating_point() or x.is_complex())
         if (matching and overrides[matching[0]] is None) or (integer and name not in matching):
@@ -189,8 +189,7 @@ def _module_as_expansion(module: M, format: Format | None, overrides: Overrides)
         wanted = overrides[matching[0]] if matching else None
         if wanted is None and isinstance(x, nn.Parameter) and x.requires_grad:
             _require_convertible("as_expansion", f"parameter {name}", x)
-            own = x.format if isinstance(x, MCFTensor) else default_format(x.shape)
-            wanted = format or own
+            wanted = format or default_format(x.shape)
         elif wanted is not None:
             _require_convertible("as_expansion", name, x)
         elif x.is_complex() or (x.dtype == base and not isinstance(x, MCFTensor)):
@@ -233,7 +232,7 @@ def _keep_expansions(
         new = state_dict.get(prefix + name)
         if isinstance(x, MCFTensor) and isinstance(new, Tensor) and new.shape == x.shape:
             if not (isinstance(new, MCFTensor) and new.format == x.format):
-                new = MCFTensor(converted(new.detach(), x.format, new.device), x.format)
+                new = _value(new, x.format)
             if isinstance(x, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=x.requires_grad)
             state_dict[prefix + name] = new

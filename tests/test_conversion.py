@@ -61,14 +61,15 @@ def test_single_cases(data, pair):
     assert_rounded_once(tuple(t.reshape(1) for t in x), source, target)
 
 
-@every_pair
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(a, b) for a, b in PAIRS if torch.float16 not in (a.base, b.base)],  # it has too small a range
+    ids=str,
+)
 def test_what_the_format_holds_comes_back(source, target):
-    if target.base == torch.float16 and source.base != torch.float16:
-        pytest.skip("float16 has too small a range to hold other numbers exactly")
     x = mcf.as_expansion(sample(source, 200), mcf.bf16x2)  # 16 bits or so, which all hold
     y = mcf.as_expansion(x, source)
-    if torch.float16 not in (source.base, target.base):
-        assert_same_terms(mcf.as_expansion(mcf.as_expansion(y, target), source), y)
+    assert_same_terms(mcf.as_expansion(mcf.as_expansion(y, target), source), y)
 
 
 def test_a_tie_is_decided_by_what_lies_far_behind():

@@ -22,18 +22,16 @@ OWN = [
 every_format = pytest.mark.parametrize("f", OWN, ids=lambda f: f.name)
 
 
+QUICK = [(OWN[0], "fused"), (OWN[5], "fused"), (OWN[5], "foreach")]
+
+
 @pytest.mark.parametrize(
     ("f", "path"),
     [
-        (OWN[0], "fused"),
-        (OWN[5], "fused"),
-        (OWN[5], "foreach"),
-        *(
-            pytest.param(f, path, marks=pytest.mark.slow)
-            for f in (OWN[0], *OWN[2:5], OWN[6])
-            for path in ("for-loop", "foreach")
-        ),
-        *(pytest.param(f, "fused", marks=pytest.mark.slow) for f in (*OWN[2:5], OWN[6])),
+        pytest.param(f, path, marks=[] if (f, path) in QUICK else pytest.mark.slow)
+        for f in OWN
+        for path in ("for-loop", "foreach", "fused")
+        if f.terms < 6
     ],
     ids=str,
 )

@@ -185,6 +185,20 @@ def _unless(found_inf: Tensor | None, new: list[Tensor], old: Sequence[Tensor]) 
     return [torch.where(found_inf == 1, o, n) for n, o in zip(new, old, strict=True)]
 
 
+def _rounded(
+    numbers: Sequence[Tensor | None],
+    quantities: Sequence[Sequence[Tensor]],
+    noises: Sequence[Tensor | None],
+    found_inf: Tensor | None,
+) -> list[Tensor]:
+    """New numbers in the formats of the quantities, one after the other; the old if one is inf."""
+    results: list[Tensor] = []
+    for new, old, noise in zip(numbers, quantities, noises, strict=True):
+        if new is not None:
+            results += _unless(found_inf, _terms_of(new, old, noise), old)
+    return results
+
+
 def _noises(
     key: Tensor | None, stochastic: Sequence[bool], shape: torch.Size, start: int
 ) -> list[Tensor | None]:
@@ -276,10 +290,7 @@ def adam_step(
         max_old = _number(max_, wide_type, format) if max_ else None
         change, *moments = adam_update(number, g, m_old, v_old, max_old, **settings)
         updated = [_added(p_, number, change, wide_type), *moments]
-        results: list[Tensor] = []
-        for new, old, noise in zip(updated, (p_, m_, v_, max_), noises, strict=True):
-            if new is not None:
-                results += _unless(found_inf, _terms_of(new, old, noise), old)
+        results = _rounded(updated, (p_, m_, v_, max_), noises, found_inf)
         return results + (_terms_of(unscaled, grad) if grad_scale is not None else [])
 
     return in_blocks(step_block, [*gradient, *p, *m, *v, *v_max])
@@ -326,10 +337,8 @@ def sgd_step(
         number = _number(p_, wide_type, format)
         old = _number(buffer_, wide_type, format) if buffer_ else None
         change, new = sgd_update(number, g, old, rate, **settings)
-        updated = _added(p_, number, change, wide_type)
-        results = _unless(found_inf, _terms_of(updated, p_, noises[0]), p_)
-        if new is not None:
-            results += _unless(found_inf, _terms_of(new, buffer_, noises[1]), buffer_)
+        updated = [_added(p_, number, change, wide_type), new]
+        results = _rounded(updated, (p_, buffer_), noises, found_inf)
         return results + (_terms_of(unscaled, grad) if grad_scale is not None else [])
 
     return in_blocks(step_block, [*gradient, *p, *buffer])
