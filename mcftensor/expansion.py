@@ -17,7 +17,10 @@ How each format computes is in `wide.py` (bases of 16 bits) and `networks.py` (3
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +29,9 @@ from mcftensor import networks, wide
 from mcftensor.conversion import convert_terms
 from mcftensor.eft import same_float_dtype
 from mcftensor.formats import MAX_TERMS, Format, require_format
-from mcftensor.noise import key_for, uniform
-from mcftensor.operators import empty_terms, in_blocks, opaque, regroup
+from mcftensor.kernels import Body, Call, run
+from mcftensor.noise import indices, key_for, uniform
+from mcftensor.operators import empty_terms, opaque, regroup
 from mcftensor.rounding import collapse_terms, split_terms
 
 Terms = tuple[Tensor, ...]
@@ -44,7 +48,7 @@ def _empty(operands: Sequence[Tensor], format: str) -> list[Tensor]:
 @opaque(lambda terms, format, key: _empty(terms, format))
 def _convert(terms: Sequence[Tensor], format: str, key: Tensor | None) -> list[Tensor]:
     f = Format.from_name(format)
-    noise = None if key is None else uniform(key, terms[0].shape)
+    noise = None if key is None else uniform(key, indices(terms[0]))
     if len(terms) == 1:
         return split_terms(terms[0], f.base, f.terms, noise)
     result = convert_terms(tuple(terms), f.base, f.terms, noise)
@@ -223,33 +227,103 @@ def _enter(operand: list[Tensor], base: torch.dtype, terms: int) -> Terms:
     return *operand, *[torch.zeros_like(operand[0])] * (terms - len(operand))
 
 
-@opaque(lambda operation, terms, lengths, format, key: _empty(terms, format))
+def _body(
+    operation: str, lengths: Sequence[int], are_scalars: Sequence[bool], format: Format
+) -> Body:
+    """An operation as a function of the vectors and scalars among the terms of its operands.
+
+    Stochastic rounding takes a key as the last scalar; networks compute one term more for it.
+    """
+    by_wide, by_network = _OPERATIONS[operation]
+    terms = format.terms + (format.rounding == "stochastic")
+
+    def body(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> Sequence[Tensor]:
+        left = {True: iter(scalars), False: iter(vectors)}
+        operands = regroup([next(left[is_scalar]) for is_scalar in are_scalars], lengths)
+        noise = uniform(scalars[-1], index) if format.rounding == "stochastic" else None
+        if format.wide is not None:
+            result = by_wide(*operands, wide=format.wide)
+            return split_terms(result, format.base, format.terms, noise)
+        longer = by_network(*(_enter(operand, format.base, terms) for operand in operands))
+        return networks.shorten(longer, noise) if noise is not None else longer
+
+    return body
+
+
+def _calls(
+    operation: str,
+    terms: Sequence[Tensor],
+    lengths: Sequence[int],
+    formats: str,
+    keys: Sequence[Tensor],
+    outputs: Sequence[Sequence[Tensor]],
+) -> Iterator[tuple[Hashable, Callable[[], Body], Call]]:
+    """What each tensor of a list asks of the kernels."""
+    rest, more_keys = iter(terms), iter(keys)
+    names = formats.split()
+    count = len(lengths) // len(names)
+    for i, (name, output) in enumerate(zip(names, outputs, strict=True)):
+        own = tuple(lengths[i * count : (i + 1) * count])
+        block = list(itertools.islice(rest, sum(own)))
+        format = Format.from_name(name)
+        shaped = output[0].dim() > 0
+        are_scalars = tuple([shaped and x.dim() == 0 for x in block])
+        vectors = [x for x, is_scalar in zip(block, are_scalars, strict=True) if not is_scalar]
+        scalars = [x for x, is_scalar in zip(block, are_scalars, strict=True) if is_scalar]
+        if format.rounding == "stochastic":
+            scalars.append(next(more_keys))
+        make = functools.partial(_body, operation, own, are_scalars, format)
+        yield (operation, own, are_scalars, name), make, Call(vectors, scalars, output)
+
+
+def _outputs(
+    terms: Sequence[Tensor], lengths: Sequence[int], formats: str
+) -> list[list[Tensor]]:
+    names = formats.split()
+    count = len(lengths) // len(names)
+    sizes = [sum(lengths[i : i + count]) for i in range(0, len(lengths), count)]
+    return [_empty(own, name) for own, name in zip(regroup(terms, sizes), names, strict=True)]
+
+
+@opaque(
+    lambda operation, terms, lengths, formats, keys: [
+        *itertools.chain(*_outputs(terms, lengths, formats))
+    ],
+    lays_out=True,
+)
 def evaluate(
     operation: str,
     terms: Sequence[Tensor],
     lengths: Sequence[int],
-    format: str,
-    key: Tensor | None,
+    formats: str,
+    keys: Sequence[Tensor],
 ) -> list[Tensor]:
-    """One elementwise operation on expansions; `terms` holds its operands one after the other.
+    """One elementwise operation on each of a list of tensors, in formats of their own.
 
-    With a key the last term is rounded stochastically; networks compute one term more for it.
+    `terms` holds the operands of the first, one after the other, then those of the second, and so
+    on; `lengths` their numbers of terms; `formats` names, with spaces between; `keys` one key for
+    each format that rounds stochastically.
     """
-    f = Format.from_name(format)
-    by_wide, by_network = _OPERATIONS[operation]
+    outputs = _outputs(terms, lengths, formats)
+    run(_calls(operation, terms, lengths, formats, keys, outputs))
+    return list(itertools.chain(*outputs))
 
-    def evaluate_block(block: Sequence[Tensor], start: int) -> list[Tensor]:
-        operands = regroup(block, lengths)
-        if f.wide is not None:
-            result = by_wide(*operands, wide=f.wide)
-            noise = None if key is None else uniform(key, result.shape, start)
-            return split_terms(result, f.base, f.terms, noise)
-        if key is None:
-            return list(by_network(*(_enter(operand, f.base, f.terms) for operand in operands)))
-        longer = by_network(*(_enter(operand, f.base, f.terms + 1) for operand in operands))
-        return list(networks.shorten(longer, uniform(key, longer[0].shape, start)))
 
-    return in_blocks(evaluate_block, terms)
+@opaque(
+    lambda operation, targets, terms, lengths, formats, keys: None,
+    mutates=("targets",),
+)
+def evaluate_(
+    operation: str,
+    targets: Sequence[Tensor],
+    terms: Sequence[Tensor],
+    lengths: Sequence[int],
+    formats: str,
+    keys: Sequence[Tensor],
+) -> None:
+    """The same, written into the terms of the targets, which may be among the operands."""
+    outputs = regroup(targets, [Format.from_name(name).terms for name in formats.split()])
+    run(_calls(operation, terms, lengths, formats, keys, outputs))
 
 
 def _format_of(name: str, x: Sequence[Tensor]) -> Format:
@@ -280,7 +354,8 @@ def apply(operation: str, *operands: Sequence[Tensor], format: Format | None = N
     terms = [term for operand in operands for term in operand]
     device = next((t.device for t in terms if t.dim() > 0), terms[0].device)
     key = key_for(format, device)
-    return tuple(evaluate(operation, terms, [len(o) for o in operands], format.name, key))
+    keys = [] if key is None else [key]
+    return tuple(evaluate(operation, terms, [len(o) for o in operands], format.name, keys))
 
 
 def add(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | None = None) -> Terms:

@@ -29,22 +29,27 @@ def key_for(format: Format, device: torch.device) -> Tensor | None:
     return draw_key(device) if format.rounding == "stochastic" else None
 
 
-def uniform(key: Tensor, shape: torch.Size, start: int = 0, stream: int = 0) -> Tensor:
-    """Numbers in [0, 1) of 53 bits for the elements of a shape, the first of which is `start`.
+def indices(x: Tensor) -> Tensor:
+    """The index of each element of a tensor, counted in the order of its dimensions."""
+    return torch.arange(x.numel(), device=x.device).view(x.shape)
+
+
+def uniform(key: Tensor, index: Tensor, stream: int = 0) -> Tensor:
+    """Numbers in [0, 1) of 53 bits for the elements of these indices.
 
     Source: SplitMix64 of G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number
     generators", OOPSLA 2014.
     """
-    z = torch.arange(start + 1, start + 1 + shape.numel(), device=key.device)
-    z = z.mul_(_signed(0x9E3779B97F4A7C15)).add_(key).add_(stream * 0x51B54A32D192ED03)
-    z = (z ^ _shifted(z, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
-    z = (z ^ _shifted(z, 27)).mul_(_signed(0x94D049BB133111EB))
+    z = (index + 1) * _signed(0x9E3779B97F4A7C15) + key + _signed(stream * 0x51B54A32D192ED03)
+    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
     z = z ^ _shifted(z, 31)
-    return _shifted(z, 11).to(torch.float64).mul_(2.0**-53).view(shape)
+    return _shifted(z, 11).to(torch.float64) * 2.0**-53
 
 
 def _signed(n: int) -> int:
-    return n - 2**64
+    """The last 64 bits of n, as PyTorch's integers hold them."""
+    return (n + 2**63) % 2**64 - 2**63
 
 
 def _shifted(z: Tensor, places: int) -> Tensor:

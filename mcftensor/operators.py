@@ -24,20 +24,26 @@ _LIBRARY = torch.library.Library("mcftensor", "DEF")
 
 
 def opaque(
-    fake: Callable[P, R], tags: Sequence[torch.Tag] = ()
+    fake: Callable[P, R],
+    tags: Sequence[torch.Tag] = (),
+    *,
+    mutates: Sequence[str] = (),
+    lays_out: bool = False,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register a function as the operator `mcftensor::<name>`, and return a caller of it.
 
     The arguments and results are tensors, lists of tensors, numbers and strings. The function must
-    not mutate or return its inputs. `fake` has the same arguments and says shape, layout and dtype
-    of the results, by tensors without data.
+    not return its inputs, and mutates those named in `mutates` alone. `fake` has the same arguments
+    and says shape, layout and dtype of the results, by tensors without data. `lays_out` says that
+    the function itself sees to the layout.
     """
 
     def register(function: Callable[P, R]) -> Callable[P, R]:
         name = function.__name__
-        schema = torch.library.infer_schema(function, mutates_args=())
+        schema = torch.library.infer_schema(function, mutates_args=tuple(mutates))
         _LIBRARY.define(name + schema, tags=tags)
-        _LIBRARY.impl(name, _laid_out(function), "CompositeExplicitAutograd")
+        kernel = function if lays_out or mutates else _laid_out(function)
+        _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"mcftensor::{name}", fake, lib=_LIBRARY)
         operator = getattr(torch.ops.mcftensor, name).default
 
@@ -102,31 +108,3 @@ def regroup(tensors: Sequence[Tensor], lengths: Sequence[int]) -> list[list[Tens
     """A flat list of tensors as consecutive lists of these lengths."""
     rest = iter(tensors)
     return [list(itertools.islice(rest, length)) for length in lengths]
-
-
-# Elements whose intermediate tensors fit into the caches of a CPU together.
-_BLOCK = 1 << 18
-
-
-def in_blocks(
-    function: Callable[[Sequence[Tensor], int], list[Tensor]], tensors: Sequence[Tensor]
-) -> list[Tensor]:
-    """An elementwise function of tensors, on a CPU block by block, so that memory is read once.
-
-    It is given the tensors of a block and the index of the block's first element. Tensors without
-    dimensions go to every block.
-    """
-    whole = [x for x in tensors if x.dim() > 0]
-    if (
-        not whole
-        or whole[0].device.type != "cpu"
-        or whole[0].numel() <= _BLOCK
-        or any(x.shape != whole[0].shape or not x.is_contiguous() for x in whole)
-    ):
-        return function(tensors, 0)
-    pieces = [x.view(-1).split(_BLOCK) if x.dim() > 0 else None for x in tensors]
-    blocks = []
-    for i in range(-(-whole[0].numel() // _BLOCK)):
-        block = [x if p is None else p[i] for x, p in zip(tensors, pieces, strict=True)]
-        blocks.append(function(block, i * _BLOCK))
-    return [torch.cat(parts).view(whole[0].shape) for parts in zip(*blocks, strict=True)]

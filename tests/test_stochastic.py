@@ -182,7 +182,7 @@ def test_one_draw_an_operation():
     result = x * 0.3
     assert torch.equal(torch.get_rng_state(), after)
     with_key = mcf.expansion.evaluate(
-        "mul", [*x.components, torch.tensor(0.3, dtype=torch.float64)], [2, 1], "bf16x2sr", key
+        "mul", [*x.components, torch.tensor(0.3, dtype=torch.float64)], [2, 1], "bf16x2sr", [key]
     )
     assert_same_terms(result, mcf.MCFTensor(with_key, bf16x2sr))
 
@@ -222,16 +222,16 @@ def test_the_numbers_are_those_of_splitmix64():
         return results
 
     for seed in (0, 1, 2**62 + 12345):
-        found = noise.uniform(torch.tensor(seed), torch.Size((3, 4)))
+        found = noise.uniform(torch.tensor(seed), noise.indices(torch.empty(3, 4)))
         assert found.flatten().tolist() == splitmix(seed, 12)
-        later = noise.uniform(torch.tensor(seed), torch.Size((5,)), start=7)
+        later = noise.uniform(torch.tensor(seed), torch.arange(7, 12))
         assert later.tolist() == splitmix(seed, 12)[7:]
 
 
 def test_the_numbers_are_uniform_and_independent():
     n = 200_000
     keys = [noise.draw_key(torch.device("cpu")) for _ in range(3)]
-    streams = [noise.uniform(k, torch.Size((n,)), stream=s) for k in keys for s in range(3)]
+    streams = [noise.uniform(k, torch.arange(n), stream=s) for k in keys for s in range(3)]
     for x in streams:
         counts = torch.histc(x, 64, 0, 1)
         chi_square = ((counts - n / 64) ** 2 / (n / 64)).sum().item()

@@ -20,7 +20,7 @@ from mcftensor.dispatch.operands import expansions, require_one_base, store, ter
 from mcftensor.dispatch.table import implements
 from mcftensor.formats import Format
 from mcftensor.noise import draw_key, uniform
-from mcftensor.operators import in_blocks, inline, opaque, regroup
+from mcftensor.operators import inline, opaque, regroup
 from mcftensor.rounding import round_to, split_terms
 from mcftensor.tensor import MCFTensor
 

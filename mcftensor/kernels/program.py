@@ -1,0 +1,208 @@
+"""Elementwise functions as programs: lists of instructions on machine numbers.
+
+A function of tensors, written once in PyTorch, is run on single elements while every operation
+is recorded. What is recorded is what eager PyTorch does, rounding by rounding, so that a program
+gives the bits of the function it came from, whatever language it is printed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+# vectors, scalars, index of each element -> results
+Body = Callable[[Sequence[Tensor], Sequence[Any], Tensor], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The dtypes of what a program reads, and of what it writes."""
+
+    vectors: tuple[torch.dtype, ...]
+    scalars: tuple[torch.dtype, ...]
+    outputs: tuple[torch.dtype, ...]
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """`dtype name(operands)`; an operand is the place of an earlier instruction, or a constant."""
+
+    name: str
+    operands: tuple[Any, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Place:
+    """The instruction at this place of the program, as an operand."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """Instructions in order, and which of them are the results."""
+
+    signature: Signature
+    instructions: tuple[Instruction, ...]
+    results: tuple[Place, ...]
+
+
+def record(body: Body, signature: Signature) -> Program:
+    """The program of a function for operands of these dtypes.
+
+    Raises:
+        NotImplementedError: an operation that programs do not have.
+    """
+    recorder = _Recorder()
+    vectors = [recorder.enter("vector", i, d, 1) for i, d in enumerate(signature.vectors)]
+    scalars = [recorder.enter("scalar", i, d, 0) for i, d in enumerate(signature.scalars)]
+    index = recorder.enter("index", 0, torch.int64, 1)
+    with torch.no_grad(), recorder:
+        results = body(vectors, scalars, index)
+    places = tuple(recorder.operand(x) for x in results)
+    return _without_unused(Program(signature, tuple(recorder.instructions), places))
+
+
+def _without_unused(program: Program) -> Program:
+    used = {place.index for place in program.results}
+    for i in reversed(range(len(program.instructions))):
+        if i in used:
+            operands = program.instructions[i].operands
+            used |= {x.index for x in operands if isinstance(x, Place)}
+    order = sorted(used)
+    new = {old: Place(i) for i, old in enumerate(order)}
+    kept = []
+    for i in order:
+        old = program.instructions[i]
+        operands = tuple(new[x.index] if isinstance(x, Place) else x for x in old.operands)
+        kept.append(Instruction(old.name, operands, old.dtype))
+    results = tuple(new[place.index] for place in program.results)
+    return Program(program.signature, tuple(kept), results)
+
+
+# aten's name: the name of an instruction whose operands all enter in the type of the result.
+_ARITHMETIC = {
+    aten.add: "add",
+    aten.sub: "sub",
+    aten.rsub: "rsub",
+    aten.mul: "mul",
+    aten.div: "div",
+    aten.reciprocal: "reciprocal",
+    aten.neg: "neg",
+    aten.abs: "abs",
+    aten.sqrt: "sqrt",
+    aten.maximum: "maximum",
+    aten.copysign: "copysign",
+    aten.bitwise_and: "and",
+    aten.__and__: "and",
+    aten.bitwise_or: "or",
+    aten.__or__: "or",
+    aten.bitwise_xor: "xor",
+    aten.__xor__: "xor",
+    aten.bitwise_not: "not",
+    aten.logical_not: "not",
+    aten.sign: "sign",
+    aten.__rshift__: "shift_right",
+    aten.__lshift__: "shift_left",
+    aten.nextafter: "nextafter",
+}
+# Those whose operands enter in their common type, and whose result is a truth value.
+_COMPARISONS = {
+    aten.eq: "eq",
+    aten.ne: "ne",
+    aten.lt: "lt",
+    aten.le: "le",
+    aten.gt: "gt",
+    aten.ge: "ge",
+    aten.signbit: "signbit",
+}
+_SAME = (aten.clone, aten.detach, aten.alias, aten.lift_fresh)
+_CONSTANTS = {aten.zeros_like: 0, aten.ones_like: 1}
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.instructions: list[Instruction] = []
+        self.places: dict[int, Place] = {}
+        self.alive: list[Tensor] = []  # ids of tensors are unique while they live
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or PyTorch imports its compiler, which takes a second
+
+    def enter(self, name: str, number: int, dtype: torch.dtype, dims: int) -> Tensor:
+        x = torch.ones((1,) * dims, dtype=dtype)
+        self._remember(x, self._add(name, (number,), dtype))
+        return x
+
+    def operand(self, x: Any) -> Any:
+        return self.places[id(x)] if isinstance(x, Tensor) else x
+
+    def _add(self, name: str, operands: tuple[Any, ...], dtype: torch.dtype) -> Place:
+        self.instructions.append(Instruction(name, operands, dtype))
+        return Place(len(self.instructions) - 1)
+
+    def _remember(self, x: Tensor, place: Place) -> None:
+        self.places[id(x)] = place
+        self.alive.append(x)
+
+    def _cast(self, x: Any, dtype: torch.dtype) -> Any:
+        """An operand in a type; numbers are constants of it."""
+        place = self.operand(x)
+        if not isinstance(place, Place) or self.instructions[place.index].dtype == dtype:
+            return place
+        made_by = self.instructions[place.index]
+        if made_by.name == "sqrt" and (made_by.dtype, dtype) == (torch.float64, torch.float32):
+            (squared,) = made_by.operands
+            origin = self.instructions[squared.index]
+            if origin.name == "to" and self._dtype(origin.operands[0]) == torch.float32:
+                # Rounding a root in float64 to float32 gives the nearest float32.
+                return self._add("sqrt", origin.operands, torch.float32)
+        return self._add("to", (place,), dtype)
+
+    def _dtype(self, place: Place) -> torch.dtype:
+        return self.instructions[place.index].dtype
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._remember(result, self._record(func, args, kwargs, result))
+        return result
+
+    def _record(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> Place:
+        packet, dtype = func.overloadpacket, result.dtype
+        if packet in _ARITHMETIC and not kwargs:
+            operands = tuple(self._cast(x, dtype) for x in args)
+            return self._add(_ARITHMETIC[packet], operands, dtype)
+        if packet in _COMPARISONS:
+            common = args[0].dtype if len(args) == 1 else torch.result_type(*args)
+            return self._add(
+                _COMPARISONS[packet], tuple(self._cast(x, common) for x in args), torch.bool
+            )
+        if func is aten.where.self:
+            chosen = tuple(self._cast(x, dtype) for x in args[1:])
+            return self._add("where", (self.operand(args[0]), *chosen), dtype)
+        if func is aten.nan_to_num.default and args[1:] == (0.0, 0.0, 0.0):
+            return self._add("finite_or_zero", (self.operand(args[0]),), dtype)
+        if packet is aten._to_copy:
+            return self._cast(args[0], dtype)
+        if func is aten.view.dtype:
+            return self._add("bits", (self.operand(args[0]),), dtype)
+        if packet in _SAME:
+            return self.operand(args[0])
+        if packet in _CONSTANTS:
+            return self._add("constant", (_CONSTANTS[packet],), dtype)
+        if func in (aten.scalar_tensor.default, aten.full_like.default):
+            return self._add("constant", (args[-1],), dtype)
+        raise NotImplementedError(f"programs have no {func}")
