@@ -16,7 +16,8 @@ from probes import Strategy, displacement
 from torch import nn
 
 import mcftensor as mcf
-from mcftensor import noise, operators
+from mcftensor import noise
+from mcftensor.kernels import blocks
 from mcftensor.rounding import move
 
 bf16x2sr = mcf.Format(torch.bfloat16, 2, "stochastic")
@@ -250,7 +251,7 @@ def test_neither_layout_nor_blocks_matter(monkeypatch):
     p = nn.Parameter(x.clone())
     p.grad = y.components[0]
     stepped = step(p)
-    monkeypatch.setattr(operators, "_BLOCK", 100)
+    monkeypatch.setattr(blocks, "BLOCK", 100)
     torch.manual_seed(2)
     assert_same_terms(x * y, expected)
     q = nn.Parameter(x.clone())

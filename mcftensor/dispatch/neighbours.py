@@ -15,9 +15,9 @@ from torch import Tensor
 from mcftensor import expansion
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.operands import common_format, expansions, terms_in
-from mcftensor.dispatch.select import equal, less
 from mcftensor.dispatch.table import implements
 from mcftensor.operators import opaque
+from mcftensor.ordering import equal, less
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten

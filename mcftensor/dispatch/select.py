@@ -22,6 +22,7 @@ from mcftensor.dispatch.operands import (
     terms_in,
 )
 from mcftensor.dispatch.table import implements, register_forms
+from mcftensor.ordering import choose, clamp, equal, less, maximum, minimum
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten
@@ -33,22 +34,6 @@ def _enter(name: str, operands: Sequence[Any]) -> list[Any]:
     format = common_format(name, operands)
     device = next(x.device for x in operands if isinstance(x, MCFTensor))
     return [None if x is None else terms_in(x, format, device) for x in operands]
-
-
-def equal(x: Terms, y: Terms) -> Tensor:
-    """x == y, elementwise."""
-    result = x[0] == y[0]
-    for a, b in zip(x[1:], y[1:], strict=True):
-        result = result & (a == b)
-    return result
-
-
-def less(x: Terms, y: Terms) -> Tensor:
-    """x < y, elementwise."""
-    result = x[-1] < y[-1]
-    for a, b in zip(reversed(x[:-1]), reversed(y[:-1]), strict=True):
-        result = (a < b) | ((a == b) & result)
-    return result
 
 
 _COMPARISONS: dict[str, Callable[[Terms, Terms], Tensor]] = {
@@ -83,26 +68,8 @@ def all_equal(func: Any, x: Any, y: Any) -> bool:
     return bool(equal(*_enter("equal", (x, y))).all())
 
 
-def _choose(condition: Tensor, x: Terms, y: Terms) -> list[Tensor]:
-    return [torch.where(condition, a, b) for a, b in zip(x, y, strict=True)]
-
-
-def _maximum(x: Terms, y: Terms) -> list[Tensor]:
-    return _choose(torch.isnan(x[0]) | less(y, x), x, y)
-
-
-def _minimum(x: Terms, y: Terms) -> list[Tensor]:
-    return _choose(torch.isnan(x[0]) | less(x, y), x, y)
-
-
-def _clamp(x: Terms, low: Terms | None, high: Terms | None = None) -> list[Tensor]:
-    if low is not None:
-        x = _maximum(x, low)
-    return list(x if high is None else _minimum(x, high))
-
-
 def _abs(x: Terms) -> list[Tensor]:
-    return _choose(torch.signbit(x[0]), [-t for t in x], x)
+    return choose(torch.signbit(x[0]), [-t for t in x], x)
 
 
 def _neg(x: Terms) -> list[Tensor]:
@@ -111,11 +78,11 @@ def _neg(x: Terms) -> list[Tensor]:
 
 # aten's name: the choice between operands, each a list of terms of one format.
 _CHOICES: dict[str, Callable[..., list[Tensor]]] = {
-    "maximum": _maximum,  # amsgrad
-    "minimum": _minimum,
-    "clamp": _clamp,
-    "clamp_min": _clamp,
-    "clamp_max": lambda x, high: _clamp(x, None, high),
+    "maximum": maximum,  # amsgrad
+    "minimum": minimum,
+    "clamp": clamp,
+    "clamp_min": clamp,
+    "clamp_max": lambda x, high: clamp(x, None, high),
     "abs": _abs,  # Adamax
     "neg": _neg,  # maximize
 }
@@ -154,7 +121,7 @@ def where(func: Any, condition: Tensor, x: Any, y: Any) -> Any:
     if computes_plainly((x, y)):
         return func(condition, *leading((x, y)))
     return MCFTensor(
-        _choose(condition, *_enter("where", (x, y))),
+        choose(condition, *_enter("where", (x, y))),
         common_format("where", (x, y)),
         common_role((x, y)),
     )

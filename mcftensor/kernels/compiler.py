@@ -37,9 +37,8 @@ def load(source: str, *, build: bool) -> Launch | None:
     if compiler is None:
         return None
     library = directory() / f"{_digest(source, compiler)}.so"
-    if not library.exists():
-        if not build or not _compile(source, compiler, library):
-            return None
+    if not library.exists() and not (build and _compile(source, compiler, library)):
+        return None
     try:
         launch = ctypes.CDLL(str(library)).launch
     except OSError as error:

@@ -116,7 +116,8 @@ static void run(const int64_t *row, const double *number, int64_t begin, int64_t
   }}
 }}
 
-extern "C" void launch(const int64_t *rows, const double *numbers, int64_t count, int64_t threads) {{
+extern "C" void launch(
+    const int64_t *rows, const double *numbers, int64_t count, int64_t threads) {{
   constexpr int64_t words = {words}, scalars = {scalars};
   int64_t total = 0;
   for (int64_t r = 0; r < count; ++r) total += rows[r * words];
@@ -140,7 +141,7 @@ def source(program: Program) -> str:
     """The program as a translation unit with the function launch(rows, numbers, count, threads).
 
     A row describes one set of tensors by words of 64 bits: number of elements, addresses of
-    vectors, addresses of outputs, integer scalars. `numbers` has as many rows, of the other scalars.
+    vectors, addresses of outputs, integer scalars. `numbers` has as many rows, of other scalars.
     """
     signature = program.signature
     names, word = [], 1
@@ -160,7 +161,9 @@ def source(program: Program) -> str:
     lines = [_line(program, i, x) for i, x in enumerate(program.instructions)]
     for i, (place, dtype) in enumerate(zip(program.results, signature.outputs, strict=True)):
         value = f"v{place.index}"
-        lines.append(f"out{i}[i] = {f'{_SHORT[dtype]}_bits({value})' if dtype.itemsize == 2 else value};")
+        lines.append(
+            f"out{i}[i] = {f'{_SHORT[dtype]}_bits({value})' if dtype.itemsize == 2 else value};"
+        )
     body = "\n".join("    " + line for line in lines)
     loop = _LOOP.format(names="\n".join(names), body=body, words=word, scalars=scalars)
     return PRELUDE + loop
@@ -262,7 +265,11 @@ def _constant(x: float | bool, dtype: torch.dtype) -> str:
         return "true" if x else "false"
     if not dtype.is_floating_point:
         value = int(x)
-        return f"int64_t({value % 2**64}ull)" if dtype == torch.int64 else f"{_TYPES[dtype][0]}({value})"
+        return (
+            f"int64_t({value % 2**64}ull)"
+            if dtype == torch.int64
+            else f"{_TYPES[dtype][0]}({value})"
+        )
     number = torch.tensor(x, dtype=torch.float64).to(dtype).item()
     if math.isfinite(number):
         return f"{float(number).hex()}{'' if dtype == torch.float64 else 'f'}"

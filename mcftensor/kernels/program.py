@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 # vectors, scalars, index of each element -> results
 Body = Callable[[Sequence[Tensor], Sequence[Any], Tensor], Sequence[Tensor]]
@@ -176,6 +177,9 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.has_kernel_for_dispatch_key(_COMPOSITE):  # arrives whole in inference mode
+            with self:
+                return func.decompose(*args, **kwargs)
         result = func(*args, **kwargs)
         self._remember(result, self._record(func, args, kwargs, result))
         return result

@@ -111,7 +111,7 @@ def _run_group(kernel: _Kernel, calls: list[Call]) -> None:
 def _is_flat(tensors: Sequence[Tensor], in_order: bool) -> bool:
     """Whether all are dense, and elements of the same index lie at the same place of memory."""
     length = tensors[0].numel()
-    if all([x.is_contiguous() and x.numel() == length for x in tensors]):
+    if all(x.is_contiguous() and x.numel() == length for x in tensors):
         return True
     shape, strides = tensors[0].shape, tensors[0].stride()
     return (
@@ -143,7 +143,10 @@ def _launch(
         words += [x.data_ptr() for x in call.outputs]
         for is_whole, x in zip(whole, call.scalars, strict=True):
             value = x.item() if isinstance(x, Tensor) else x
-            (words if is_whole else numbers).append(value)
+            if is_whole:
+                words.append(int(value))
+            else:
+                numbers.append(value)
     rows, table = array("q", words), array("d", numbers)
     threads = max(1, min(torch.get_num_threads(), elements // _GRAIN))
     launch(rows.buffer_info()[0], table.buffer_info()[0], len(calls), threads)

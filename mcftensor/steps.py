@@ -1,0 +1,384 @@
+"""The fused steps of SGD, Adam, AdamW and Adagrad: one rounding a step for each result.
+
+A step reads terms, computes on numbers and writes terms, in one pass over memory for all tensors.
+What a number is depends on the format: a tensor of the wide type for bases of 16 bits, `Number`
+for the others. The update rules are written once, for both.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor import eft, wide
+from mcftensor.conversion import convert_terms
+from mcftensor.formats import Format
+from mcftensor.kernels import Body, Call, run
+from mcftensor.noise import uniform
+from mcftensor.number import Number
+from mcftensor.operators import inline, opaque, regroup
+from mcftensor.rounding import collapse_terms, round_to, split_terms
+
+correct_sqrt = inline(eft.sqrt)
+
+# ------------------------------------------------------------------------------- update rules
+
+# Of a parameter, a gradient and states: the change of the parameter, and the new states. `s` holds
+# the numbers of a step; those that are zero and so without effect are not in it.
+Rule = Callable[[Any, Any, Sequence[Any], Mapping[str, Any]], tuple[Any, Sequence[Any]]]
+
+
+def adam(p: Any, g: Any, states: Sequence[Any], s: Mapping[str, Any]) -> tuple[Any, Sequence[Any]]:
+    """Adam and AdamW, with the larger second moment as a third state for AMSGrad."""
+    m, v, *v_max = states
+    if "l2" in s:
+        g = g + p * s["l2"]
+    m = m + (g - m) * s["1 - beta1"]
+    v = v * s["beta2"] + g * g * s["1 - beta2"]
+    v_max = [_maximum(x, v) for x in v_max]
+    denominator = _sqrt(v_max[0] if v_max else v) * s["1 / root_correction"] + s["eps"]
+    change = m / denominator * s["-rate"]
+    if "decay" in s:
+        change = change - p * s["decay"]
+    return change, [m, v, *v_max]
+
+
+def sgd(p: Any, g: Any, states: Sequence[Any], s: Mapping[str, Any]) -> tuple[Any, Sequence[Any]]:
+    """SGD, with a momentum buffer or without."""
+    if "l2" in s:
+        g = g + p * s["l2"]
+    if not states:
+        return g * s["-rate"], []
+    first = "momentum" not in s
+    buffer = g if first else states[0] * s["momentum"] + g * s["1 - dampening"]
+    g = g + buffer * s["nesterov"] if "nesterov" in s else buffer
+    return g * s["-rate"], [buffer]
+
+
+def adagrad(
+    p: Any, g: Any, states: Sequence[Any], s: Mapping[str, Any]
+) -> tuple[Any, Sequence[Any]]:
+    """Adagrad."""
+    if "l2" in s:
+        g = g + p * s["l2"]
+    total = states[0] + g * g
+    return g / (_sqrt(total) + s["eps"]) * s["-rate"], [total]
+
+
+_RULES: dict[str, Rule] = {"adam": adam, "sgd": sgd, "adagrad": adagrad}
+
+
+def _sqrt(x: Any) -> Any:
+    return x.sqrt() if isinstance(x, Number) else correct_sqrt(x)
+
+
+def _maximum(x: Any, y: Any) -> Any:
+    return x.maximum(y) if isinstance(x, Number) else torch.maximum(x, y)
+
+
+# ---------------------------------------------------------------------------- numbers of a step
+
+
+def integer_power(base: Any, exponent: Any) -> Any:
+    """base ** exponent in float64 for a whole number, by repeated squaring.
+
+    The same bits on every device, which the power functions of mathematics libraries do not give.
+    Both may be tensors.
+    """
+    factors: list[Any] = []
+    for i in range(32):
+        if isinstance(exponent, Tensor):
+            bit = (exponent.to(torch.int64) >> i) & 1
+            factors.append(torch.where(bit == 1, base, 1.0))
+        else:
+            factors.append(base if int(exponent) >> i & 1 else 1.0)
+        base = base * base
+    while len(factors) > 1:
+        factors = [a * b for a, b in zip(factors[0::2], factors[1::2], strict=True)]
+    return factors[0]
+
+
+def adam_corrections(step: Any, lr: Any, beta1: Any, beta2: Any) -> tuple[Any, Any]:
+    """-lr / (1 - beta1^t), and one over the root of 1 - beta2^t."""
+    rate = lr / (1 - integer_power(beta1, step))
+    correction = 1 - integer_power(beta2, step)
+    root = correct_sqrt(correction) if isinstance(correction, Tensor) else math.sqrt(correction)
+    return -rate, 1 / root
+
+
+def adagrad_rate(step: Any, lr: Any, lr_decay: Any) -> tuple[Any]:
+    """-lr / (1 + (t - 1) * lr_decay)."""
+    return (-lr / (1 + (step - 1) * lr_decay),)
+
+
+def _numbers_of_steps(
+    formula: Callable[..., Sequence[Any]], steps: Sequence[Tensor], *numbers: Tensor | float
+) -> list[Sequence[Tensor | float]]:
+    """What a formula gives for each step count: floats on a CPU, else without waiting, tensors."""
+    device = steps[0].device
+    if device.type == "cpu":
+        known = {count: formula(count, *numbers) for count in {x.item() for x in steps}}
+        return [known[x.item()] for x in steps]
+
+    def body(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> Sequence[Tensor]:
+        tensors = [torch.as_tensor(x, dtype=torch.float64, device=device) for x in scalars]
+        return formula(vectors[0].to(torch.float64), *tensors)
+
+    width = len(formula(1.0, *[0.5] * len(numbers)))
+    found = torch.empty(len(steps), width, 1, dtype=torch.float64, device=steps[0].device)
+    name = formula.__name__
+    run(
+        (name, lambda: body, Call([step], numbers, list(out.unbind())))
+        for step, out in zip(steps, found, strict=True)
+    )
+    return [[x[0] for x in out] for out in found]
+
+
+# ------------------------------------------------------------------------- terms and numbers
+
+
+def _format(like: Sequence[Tensor], stochastic: bool = False) -> Format | None:
+    """The format of a quantity; None of a plain tensor."""
+    if len(like) < 2:
+        return None
+    return Format(like[0].dtype, len(like), "stochastic" if stochastic else "nearest")
+
+
+def _evaluation(
+    formats: Sequence[Format | None], quantities: Sequence[Sequence[Tensor]]
+) -> tuple[torch.dtype | None, Format | None]:
+    """The type to evaluate in, or None and the format that networks compute with."""
+    found = [f for f in formats if f is not None]
+    if not found:
+        return torch.float64, None
+    kinds = {f.wide for f in found}
+    if None in kinds:
+        terms = max(f.terms + (f.rounding == "stochastic") for f in found)
+        return None, Format(found[0].base, terms)
+    plain = [q[0] for q in quantities if len(q) == 1]
+    in_float32 = kinds == {torch.float32} and all(x.dtype.itemsize == 2 for x in plain)
+    return torch.float32 if in_float32 else torch.float64, found[0]
+
+
+def _number(
+    quantity: Sequence[Tensor], wide_type: torch.dtype | None, format: Format | None
+) -> Any:
+    if wide_type is None:
+        assert format is not None
+        return Number.of(quantity, format)
+    return wide.total(wide.levels(quantity, wide_type))
+
+
+def _terms_of(number: Any, like: Sequence[Tensor], noise: Tensor | None = None) -> Sequence[Tensor]:
+    """A number in the format of a quantity, which is an expansion or one plain tensor."""
+    dtype = like[0].dtype
+    if isinstance(number, Number):
+        if len(like) == 1:
+            return [collapse_terms(number.terms, dtype)]
+        return convert_terms(number.terms, dtype, len(like), noise)
+    if len(like) == 1:
+        return [round_to(number, dtype)]
+    return split_terms(number, dtype, len(like), noise)
+
+
+def _added(p: Sequence[Tensor], number: Any, change: Any, wide_type: torch.dtype | None) -> Any:
+    if wide_type is None:
+        return number + change
+    leading, *tails = wide.levels(p, wide_type)
+    return leading + (wide.total(tails) + change if tails else change)
+
+
+# --------------------------------------------------------------------------------- one for all
+
+
+def _step(
+    rule: str,
+    maximize: bool,
+    lengths: Sequence[int],
+    stochastic: Sequence[bool],
+    names: Sequence[str],
+) -> Body:
+    """A step of one tensor: of its gradient, itself and its states, each of so many terms.
+
+    The scalars are those that `names` says, and a key, if one of the results rounds
+    stochastically; they draw from streams of it.
+    """
+
+    def body(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> Sequence[Tensor]:
+        gradient, *targets = regroup(vectors, lengths)
+        s = dict(zip(names, scalars, strict=False))
+        formats = [_format(q, flag) for q, flag in zip(targets, stochastic, strict=True)]
+        wide_type, format = _evaluation([_format(gradient), *formats], targets)
+        g = _number(gradient, wide_type, format)
+        if "grad_scale" in s:
+            g = g / s["grad_scale"]
+        if maximize:
+            g = -g
+        p, *states = (_number(q, wide_type, format) for q in targets)
+        change, new = _RULES[rule](p, g, states, s)
+        results: list[Tensor] = []
+        updated = [_added(targets[0], p, change, wide_type), *new]
+        for stream, (number, target) in enumerate(zip(updated, targets, strict=True)):
+            noise = uniform(scalars[-1], index, stream) if stochastic[stream] else None
+            results += _terms_of(number, target, noise)
+        if "found_inf" in s:
+            old = itertools.chain(*targets)
+            results = [
+                torch.where(s["found_inf"] == 1, o, n) for o, n in zip(old, results, strict=True)
+            ]
+        return results
+
+    return body
+
+
+def _run_steps(
+    rule: str,
+    maximize: bool,
+    targets: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    lengths: Sequence[int],
+    stochastic: Sequence[bool],
+    keys: Sequence[Tensor],
+    numbers: Sequence[Mapping[str, Tensor | float]],
+) -> None:
+    """Steps of many tensors. `lengths` says for each the numbers of terms of gradient, parameter
+    and states, `stochastic` which of the latter two round so."""
+    count = len(lengths) // len(numbers)
+    rest, grads, more_keys = iter(targets), iter(gradients), iter(keys)
+
+    def calls() -> Iterator[tuple[Hashable, Callable[[], Body], Call]]:
+        for i, s in enumerate(numbers):
+            of_gradient, *own = lengths[i * count : (i + 1) * count]
+            flags = tuple(stochastic[i * (count - 1) : (i + 1) * (count - 1)])
+            outputs = list(itertools.islice(rest, sum(own)))
+            vectors = [*itertools.islice(grads, of_gradient), *outputs]
+            scalars = list(s.values())
+            if any(flags):
+                scalars.append(next(more_keys))
+            name = (rule, maximize, (of_gradient, *own), flags, tuple(s))
+            yield name, functools.partial(_step, *name), Call(vectors, scalars, outputs)
+
+    run(calls())
+
+
+def _at_hand(x: Tensor) -> Tensor | float:
+    """A number for a step: as a float where that takes no waiting for the device."""
+    return x.item() if x.device.type == "cpu" else x.to(torch.float64)
+
+
+def _given(**numbers: Tensor | float | None) -> dict[str, Tensor | float]:
+    """The numbers that have an effect."""
+    return {
+        name: x for name, x in numbers.items() if isinstance(x, Tensor) or x not in (None, 0)
+    }  # fmt: skip
+
+
+@opaque(lambda *args: None, mutates=["targets"])
+def adam_(
+    targets: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    lengths: Sequence[int],
+    keys: Sequence[Tensor],
+    stochastic: Sequence[bool],
+    steps: Sequence[Tensor],
+    lr: Tensor,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    maximize: bool,
+    decoupled: bool,
+) -> None:
+    """A step of Adam or AdamW. The targets of a parameter are its own terms and those of its first,
+    second and, for AMSGrad, largest second moment."""
+    rate = _at_hand(lr)
+    corrections = _numbers_of_steps(adam_corrections, steps, rate, beta1, beta2)
+    fixed = {
+        "1 - beta1": 1 - beta1,
+        "beta2": beta2,
+        "1 - beta2": 1 - beta2,
+        "eps": eps,
+        **_given(
+            l2=None if decoupled else weight_decay,
+            decay=rate * weight_decay if decoupled and weight_decay != 0 else None,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+        ),
+    }
+    numbers = [{"-rate": r, "1 / root_correction": c, **fixed} for r, c in corrections]
+    _run_steps("adam", maximize, targets, gradients, lengths, stochastic, keys, numbers)
+
+
+@opaque(lambda *args: None, mutates=["targets"])
+def sgd_(
+    targets: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    lengths: Sequence[int],
+    keys: Sequence[Tensor],
+    stochastic: Sequence[bool],
+    lr: Tensor,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool,
+    first: bool,
+) -> None:
+    """A step of SGD. The targets of a parameter are its own terms and those of its momentum
+    buffer, if it has one; on the first step this takes the gradient as it is."""
+    numbers: dict[str, Tensor | float] = {"-rate": -_at_hand(lr)}
+    if not first:
+        numbers |= {"momentum": momentum, "1 - dampening": 1 - dampening}
+    if nesterov:
+        numbers["nesterov"] = momentum
+    numbers |= _given(l2=weight_decay, grad_scale=grad_scale, found_inf=found_inf)
+    every = [numbers] * (len(lengths) // (3 if momentum else 2))
+    _run_steps("sgd", maximize, targets, gradients, lengths, stochastic, keys, every)
+
+
+@opaque(lambda *args: None, mutates=["targets"])
+def adagrad_(
+    targets: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    lengths: Sequence[int],
+    keys: Sequence[Tensor],
+    stochastic: Sequence[bool],
+    steps: Sequence[Tensor],
+    lr: Tensor,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    lr_decay: float,
+    weight_decay: float,
+    eps: float,
+    maximize: bool,
+) -> None:
+    """A step of Adagrad. The targets of a parameter are its own terms and those of its sum of
+    squares."""
+    rates = _numbers_of_steps(adagrad_rate, steps, _at_hand(lr), lr_decay)
+    fixed = _given(l2=weight_decay, grad_scale=grad_scale, found_inf=found_inf)
+    numbers = [{"-rate": rate, "eps": eps, **fixed} for (rate,) in rates]
+    _run_steps("adagrad", maximize, targets, gradients, lengths, stochastic, keys, numbers)
+
+
+@opaque(lambda *args: None, mutates=["gradients"])
+def unscale_(gradients: Sequence[Tensor], lengths: Sequence[int], grad_scale: Tensor) -> None:
+    """Gradients, each of so many terms, over the scale of a loss."""
+
+    def body(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> Sequence[Tensor]:
+        wide_type, format = _evaluation([_format(vectors)], [vectors])
+        return _terms_of(_number(vectors, wide_type, format) / scalars[0], vectors)
+
+    run(
+        (("unscale", len(own)), lambda: body, Call(own, [grad_scale], own))
+        for own in regroup(gradients, lengths)
+    )
