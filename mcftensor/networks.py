@@ -32,8 +32,6 @@ from mcftensor.rounding import move
 two_sum = inline(eft.two_sum)
 fast_two_sum = inline(eft.fast_two_sum)
 two_prod = inline(eft.two_prod)
-correct_fma = inline(eft.fma)
-correct_sqrt = inline(eft.sqrt)
 
 Terms = tuple[Tensor, ...]
 
@@ -121,7 +119,7 @@ def mul2(x: Terms, y: Terms) -> Terms:
     """4u², p >= 5, 9 flops: JMP algorithm 12 (DWTimesDW3), bound from MR."""
     (xh, xl), (yh, yl) = x, y
     ch, cl = two_prod(xh, yh)
-    t = correct_fma(xl, yh, correct_fma(xh, yl, xl * yl))
+    t = eft.fma(xl, yh, eft.fma(xh, yl, xl * yl))
     return settle(fast_two_sum(ch, cl + t), xh * yh)
 
 
@@ -146,8 +144,8 @@ def fma2(x: Terms, y: Terms, z: Terms) -> Terms:
 def sqrt2(x: Terms) -> Terms:
     """25/8 u²: LLMPR algorithm 8 (SQRTDWtoDW), one Newton step from a correct square root."""
     xh, xl = x
-    sh = correct_sqrt(xh)
-    low = xl + correct_fma(-sh, sh, xh)
+    sh = eft.sqrt(xh)
+    low = xl + eft.fma(-sh, sh, xh)
     return settle(fast_two_sum(sh, low / (sh + sh)), sh)
 
 
@@ -224,7 +222,7 @@ def sqrt(x: Terms) -> Terms:
     exact products, and gives the next digit by Newton's correction, right to 4u.
     """
     terms = len(x)
-    leading = correct_sqrt(x[0])
+    leading = eft.sqrt(x[0])
     twice = leading + leading
     root = [leading]
     remainder = distill([*x, *scale(root, -leading)], terms)

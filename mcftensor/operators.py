@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _LIBRARY = torch.library.Library("mcftensor", "DEF")
+
+DEFINITIONS: dict[str, Callable[..., Any]] = {}
+"""The plain Python function behind each operator."""
 
 
 def opaque(
@@ -40,6 +43,7 @@ def opaque(
 
     def register(function: Callable[P, R]) -> Callable[P, R]:
         name = function.__name__
+        DEFINITIONS[name] = function
         schema = torch.library.infer_schema(function, mutates_args=tuple(mutates))
         _LIBRARY.define(name + schema, tags=tags)
         kernel = function if lays_out or mutates else _laid_out(function)

@@ -29,9 +29,15 @@ def _make_odd(rounded: Tensor, error: Tensor) -> Tensor:
     one up or down in the bit pattern.
     """
     bits = rounded.view(_INTEGER[rounded.dtype])
-    inward = (torch.signbit(error) ^ torch.signbit(rounded)).to(bits.dtype)
-    move = (error != 0) & torch.isfinite(error) & ((bits & 1) == 0)
-    return (bits + (1 - 2 * inward) * move.to(bits.dtype)).view(rounded.dtype)
+    odd = _on_the_side_of(error, rounded, bits | 1, (bits - 1) | 1)
+    inexact = (error != 0) & torch.isfinite(error)
+    return torch.where(inexact, odd, bits).view(rounded.dtype)
+
+
+def _on_the_side_of(error: Tensor, x: Tensor, outward: Tensor, inward: Tensor) -> Tensor:
+    """What is further from zero than x, or nearer, by the sign of an error."""
+    positive = torch.where(error > 0, outward, inward)
+    return torch.where(torch.signbit(x), torch.where(error < 0, outward, inward), positive)
 
 
 def add_odd(a: Tensor, b: Tensor) -> Tensor:
@@ -126,8 +132,7 @@ def move(x: Tensor, remainder: Tensor, noise: Tensor) -> Tensor:
     the way to it, so that the mean is x + remainder.
     """
     bits = x.view(_INTEGER[x.dtype])
-    inward = (torch.signbit(remainder) ^ torch.signbit(x)).to(bits.dtype)
-    neighbour = (bits + 1 - 2 * inward).view(x.dtype)
+    neighbour = _on_the_side_of(remainder, x, bits + 1, bits - 1).view(x.dtype)
     least = torch.ones_like(bits).view(x.dtype)
     neighbour = torch.where(x == 0, torch.copysign(least, remainder.to(x.dtype)), neighbour)
     way = neighbour.to(torch.float64) - x.to(torch.float64)

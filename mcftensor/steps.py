@@ -22,10 +22,9 @@ from mcftensor.formats import Format
 from mcftensor.kernels import Body, Call, run
 from mcftensor.noise import uniform
 from mcftensor.number import Number
-from mcftensor.operators import inline, opaque, regroup
+from mcftensor.operators import opaque, regroup
 from mcftensor.rounding import collapse_terms, round_to, split_terms
 
-correct_sqrt = inline(eft.sqrt)
 
 # ------------------------------------------------------------------------------- update rules
 
@@ -75,7 +74,7 @@ _RULES: dict[str, Rule] = {"adam": adam, "sgd": sgd, "adagrad": adagrad}
 
 
 def _sqrt(x: Any) -> Any:
-    return x.sqrt() if isinstance(x, Number) else correct_sqrt(x)
+    return x.sqrt() if isinstance(x, Number) else eft.sqrt(x)
 
 
 def _maximum(x: Any, y: Any) -> Any:
@@ -108,7 +107,7 @@ def adam_corrections(step: Any, lr: Any, beta1: Any, beta2: Any) -> tuple[Any, A
     """-lr / (1 - beta1^t), and one over the root of 1 - beta2^t."""
     rate = lr / (1 - integer_power(beta1, step))
     correction = 1 - integer_power(beta2, step)
-    root = correct_sqrt(correction) if isinstance(correction, Tensor) else math.sqrt(correction)
+    root = eft.sqrt(correction) if isinstance(correction, Tensor) else math.sqrt(correction)
     return -rate, 1 / root
 
 

@@ -20,6 +20,7 @@ FLAGS = (
     "-ffp-contract=off",  # a product and a sum are two roundings
     "-fno-math-errno",  # without this and the next, loops with roots and choices stay scalar
     "-fno-trapping-math",
+    "-Wno-psabi",
     "-fopenmp",
     "-shared",
     "-fPIC",

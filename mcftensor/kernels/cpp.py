@@ -1,13 +1,16 @@
 """Programs in C++: one loop over all elements of all tensors of a call.
 
-bfloat16 and float16 numbers are computed with as float values that hold them exactly, and rounded
-on the bit pattern. The compiler may neither contract nor reorder: see `compiler.FLAGS`.
+Every value is a vector of lanes, of a type that compilers turn into the machine's own vectors, so
+that nothing is left to automatic vectorization. bfloat16 and float16 numbers are computed with as
+float32 values that hold them exactly, and rounded on the bit pattern; a truth value is an integer
+of 32 or 64 bits, 0 or -1. Products and sums must not be contracted: see `compiler.FLAGS`.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-import struct
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,19 +19,19 @@ from mcftensor.kernels.program import Instruction, Place, Program
 
 # dtype: (type to compute with, type in memory)
 _TYPES = {
-    torch.bfloat16: ("float", "uint16_t"),
-    torch.float16: ("float", "uint16_t"),
-    torch.float32: ("float", "float"),
-    torch.float64: ("double", "double"),
-    torch.int16: ("int16_t", "int16_t"),
-    torch.int32: ("int32_t", "int32_t"),
-    torch.int64: ("int64_t", "int64_t"),
-    torch.bool: ("bool", "bool"),
+    torch.bfloat16: ("F", "uint16_t"),
+    torch.float16: ("F", "uint16_t"),
+    torch.float32: ("F", "float"),
+    torch.float64: ("D", "double"),
+    torch.int16: ("I", "int16_t"),
+    torch.int32: ("I", "int32_t"),
+    torch.int64: ("L", "int64_t"),
 }
-_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_UNSIGNED = {"int16_t": "uint16_t", "int32_t": "uint32_t", "int64_t": "uint64_t"}
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_UNSIGNED = {"I": "U", "L": "UL"}
+_BITS = {"F": "I", "D": "L", "I": "I", "L": "L"}
 
-PRELUDE = """\
+_PRELUDE = """\
 using int16_t = __INT16_TYPE__;
 using int32_t = __INT32_TYPE__;
 using int64_t = __INT64_TYPE__;
@@ -36,7 +39,28 @@ using uint16_t = __UINT16_TYPE__;
 using uint32_t = __UINT32_TYPE__;
 using uint64_t = __UINT64_TYPE__;
 #define INLINE static inline __attribute__((always_inline))
+#define VECTOR(type) type __attribute__((vector_size(sizeof(type) * LANES)))
 
+typedef VECTOR(uint16_t) H;
+typedef VECTOR(float) F;
+typedef VECTOR(double) D;
+typedef VECTOR(int32_t) I;
+typedef VECTOR(uint32_t) U;
+typedef VECTOR(int64_t) L;
+typedef VECTOR(uint64_t) UL;
+
+template <class V, class T>
+INLINE V all(T x) {
+  V y;
+  for (int k = 0; k < LANES; ++k) y[k] = x;
+  return y;
+}
+template <class V>
+INLINE V counted() {
+  V y;
+  for (int k = 0; k < LANES; ++k) y[k] = k;
+  return y;
+}
 template <class To, class From>
 INLINE To as(From x) {
   static_assert(sizeof(To) == sizeof(From), "a bit pattern in another type has the same size");
@@ -44,76 +68,100 @@ INLINE To as(From x) {
   __builtin_memcpy(&y, &x, sizeof y);
   return y;
 }
+template <class To, class From>
+INLINE To to(From x) { return __builtin_convertvector(x, To); }
 
-INLINE float bf16_value(uint16_t bits) { return as<float>(uint32_t(bits) << 16); }
-INLINE uint16_t bf16_bits(float x) { return uint16_t(as<uint32_t>(x) >> 16); }
-INLINE float to_bf16(float x) {
-  uint32_t bits = as<uint32_t>(x);
-  uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
-  return as<float>(rounded);  // of a NaN too, whose last bits `quiet` has cleared
+template <class V, class T>
+INLINE V load(const T *p, int n) {
+  V x = {};
+  __builtin_memcpy(&x, p, n * sizeof(T));
+  return x;
 }
+template <class V, class T>
+INLINE void store(T *p, V x, int n) { __builtin_memcpy(p, &x, n * sizeof(T)); }
 
-INLINE float quiet(float x) { return x == x ? x : __builtin_nanf(""); }
-INLINE double quiet(double x) { return x == x ? x : __builtin_nan(""); }
+INLINE F quiet(F x) { return x == x ? x : all<F>(__builtin_nanf("")); }
+INLINE D quiet(D x) { return x == x ? x : all<D>(__builtin_nan("")); }
 
-INLINE float fp16_value(uint16_t bits) {
-  uint32_t magnitude = uint32_t(bits & 0x7fff) << 13;
-  uint32_t normal = magnitude + (112u << 23);
-  uint32_t special = normal + (112u << 23);
-  uint32_t subnormal = as<uint32_t>(float(bits & 0x7fff) * 0x1p-24f);
-  uint32_t value = magnitude >= (31u << 23) ? special : magnitude < (1u << 23) ? subnormal : normal;
-  return as<float>(value | uint32_t(bits & 0x8000) << 16);
-}
-INLINE float to_fp16(float x) {
-  uint32_t bits = as<uint32_t>(x);
-  uint32_t magnitude = bits & 0x7fffffff;
-  uint32_t normal = (magnitude + 0xfff + ((magnitude >> 13) & 1)) & 0xffffe000;
-  uint32_t subnormal = as<uint32_t>((as<float>(magnitude) + 0.5f) - 0.5f);
-  uint32_t value = magnitude < (113u << 23) ? subnormal : normal;
-  value = value >= (143u << 23) ? 0x7f800000u : value;
-  value = magnitude > 0x7f800000u ? 0x7fc00000u : value;
-  return as<float>(value | (bits & 0x80000000));
-}
-INLINE uint16_t fp16_bits(float x) {
-  uint32_t bits = as<uint32_t>(x);
-  uint32_t magnitude = bits & 0x7fffffff;
-  uint32_t normal = (magnitude - (112u << 23)) >> 13;
-  uint32_t subnormal = uint32_t(int32_t(as<float>(magnitude) * 0x1p24f));
-  uint32_t value = magnitude < (113u << 23) ? subnormal : normal;
-  value = magnitude == 0x7f800000u ? 0x7c00u : magnitude > 0x7f800000u ? 0x7e00u : value;
-  return uint16_t(value | (bits >> 16 & 0x8000));
+INLINE F bf16_value(U bits) { return as<F>(bits << 16); }
+INLINE U bf16_bits(F x) { return as<U>(x) >> 16; }
+INLINE F to_bf16(F x) {  // of a NaN too, whose last bits `quiet` has cleared
+  U bits = as<U>(x);
+  return as<F>((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000);
 }
 
-INLINE bool sign(float x) { return as<uint32_t>(x) >> 31; }
-INLINE bool sign(double x) { return as<uint64_t>(x) >> 63; }
-INLINE float finite_or_zero(float x) {
-  return (as<uint32_t>(x) & 0x7f800000u) == 0x7f800000u ? 0.0f : x;
+INLINE F fp16_value(U bits) {
+  U magnitude = (bits & 0x7fff) << 13;
+  U normal = magnitude + (112u << 23);
+  U subnormal = as<U>(to<F>(bits & 0x7fff) * 0x1p-24f);
+  U value = magnitude < (1u << 23) ? subnormal : normal;
+  value = magnitude >= (31u << 23) ? normal + (112u << 23) : value;
+  return as<F>(value | (bits & 0x8000) << 16);
 }
-INLINE double finite_or_zero(double x) {
-  return (as<uint64_t>(x) & 0x7ff0000000000000u) == 0x7ff0000000000000u ? 0.0 : x;
+INLINE F to_fp16(F x) {
+  U bits = as<U>(x);
+  U magnitude = bits & 0x7fffffff;
+  U normal = (magnitude + 0xfff + ((magnitude >> 13) & 1)) & 0xffffe000;
+  U subnormal = as<U>((as<F>(magnitude) + 0.5f) - 0.5f);
+  U value = magnitude < (113u << 23) ? subnormal : normal;
+  value = value >= (143u << 23) ? all<U>(0x7f800000u) : value;
+  value = magnitude > 0x7f800000u ? all<U>(0x7fc00000u) : value;
+  return as<F>(value | (bits & 0x80000000));
 }
-INLINE float root(float x) { return __builtin_sqrtf(x); }
-INLINE double root(double x) { return __builtin_sqrt(x); }
-template <class T>
-INLINE T greater(T x, T y) { return x != x ? x : y != y ? y : x > y ? x : y; }
-template <class T>
-INLINE T sign_of(T x) { return T((x > 0) - (x < 0)); }
-template <class T, class Bits>
-INLINE T next_after(T x, T towards) {
-  Bits least = as<Bits>(towards) & (Bits(1) << (sizeof(Bits) * 8 - 1)) | 1;
-  Bits bits = as<Bits>(x);
-  T next = x == 0 ? as<T>(least) : as<T>((x < towards) == (x > 0) ? bits + 1 : bits - 1);
-  return x != x || towards != towards ? x + towards : x == towards ? towards : next;
+INLINE U fp16_bits(F x) {
+  U bits = as<U>(x);
+  U magnitude = bits & 0x7fffffff;
+  U normal = (magnitude - (112u << 23)) >> 13;
+  U subnormal = as<U>(to<I>(as<F>(magnitude) * 0x1p24f));
+  U value = magnitude < (113u << 23) ? subnormal : normal;
+  value = magnitude == 0x7f800000u ? all<U>(0x7c00u) : value;
+  value = magnitude > 0x7f800000u ? all<U>(0x7e00u) : value;
+  return value | (bits >> 16 & 0x8000);
+}
+
+INLINE F magnitude(F x) { return as<F>(as<I>(x) & 0x7fffffff); }
+INLINE D magnitude(D x) { return as<D>(as<L>(x) & 0x7fffffffffffffff); }
+INLINE F finite_or_zero(F x) {
+  return magnitude(x) < __builtin_inff() ? x : all<F>(0.0f);
+}
+INLINE D finite_or_zero(D x) {
+  return magnitude(x) < __builtin_inf() ? x : all<D>(0.0);
+}
+INLINE F copysign(F x, F y) { return as<F>((as<U>(x) & 0x7fffffff) | (as<U>(y) & 0x80000000)); }
+INLINE D copysign(D x, D y) {
+  return as<D>((as<UL>(x) & 0x7fffffffffffffff) | (as<UL>(y) & 0x8000000000000000));
+}
+template <class V>
+INLINE V greater(V x, V y) {
+  V larger = x > y ? x : y;
+  larger = y != y ? y : larger;
+  return x != x ? x : larger;
+}
+INLINE F root(F x) {
+  for (int k = 0; k < LANES; ++k) x[k] = __builtin_sqrtf(x[k]);
+  return x;
+}
+INLINE D root(D x) {
+  for (int k = 0; k < LANES; ++k) x[k] = __builtin_sqrt(x[k]);
+  return x;
+}
+INLINE F fma(F x, F y, F z) {
+  for (int k = 0; k < LANES; ++k) x[k] = __builtin_fmaf(x[k], y[k], z[k]);
+  return x;
 }
 """
 
 _LOOP = """
 static void run(const int64_t *row, const double *number, int64_t begin, int64_t end) {{
 {names}
-#pragma GCC ivdep
-  for (int64_t i = begin; i < end; ++i) {{
+{before}
+  auto block = [&](int64_t i, auto n) __attribute__((always_inline)) {{
 {body}
-  }}
+  }};
+  struct Whole {{ constexpr operator int() const {{ return LANES; }} }};
+  int64_t i = begin;
+  for (; i + LANES <= end; i += LANES) block(i, Whole());
+  if (i < end) block(i, int(end - i));
 }}
 
 extern "C" void launch(
@@ -144,134 +192,184 @@ def source(program: Program) -> str:
     vectors, addresses of outputs, integer scalars. `numbers` has as many rows, of other scalars.
     """
     signature = program.signature
-    names, word = [], 1
+    names, word, scalars = [], 1, 0
     for kind, dtypes in (("in", signature.vectors), ("out", signature.outputs)):
         for i, dtype in enumerate(dtypes):
             memory = ("const " if kind == "in" else "") + _TYPES[dtype][1]
-            names.append(f"  {memory} *{kind}{i} = ({memory} *)row[{word}];")
+            names.append(f"{memory} *{kind}{i} = ({memory} *)row[{word}];")
             word += 1
-    scalars = 0
     for i, dtype in enumerate(signature.scalars):
         if dtype == torch.int64:
-            names.append(f"  const int64_t scalar{i} = row[{word}];")
+            names.append(f"const int64_t scalar{i} = row[{word}];")
             word += 1
         else:
-            names.append(f"  const double scalar{i} = quiet(number[{scalars}]);")
+            names.append(f"const double scalar{i} = number[{scalars}];")
             scalars += 1
-    lines = [_line(program, i, x) for i, x in enumerate(program.instructions)]
+    lines, varies = _Lines(program).lines(), _varying(program.instructions)
+    before = [line for line, inside in zip(lines, varies, strict=True) if not inside]
+    body = list(itertools.compress(lines, varies))
     for i, (place, dtype) in enumerate(zip(program.results, signature.outputs, strict=True)):
         value = f"v{place.index}"
-        lines.append(
-            f"out{i}[i] = {f'{_SHORT[dtype]}_bits({value})' if dtype.itemsize == 2 else value};"
-        )
-    body = "\n".join("    " + line for line in lines)
-    loop = _LOOP.format(names="\n".join(names), body=body, words=word, scalars=scalars)
-    return PRELUDE + loop
+        if dtype in _SHORT:
+            value = f"to<H>({_SHORT[dtype]}_bits({value}))"
+        body.append(f"store(out{i} + i, {value}, n);")
+    inside = itertools.compress(program.instructions, varies)
+    loop = _LOOP.format(
+        names=_indented(names, 2),
+        before=_indented(before, 2),
+        body=_indented(body, 4),
+        words=word,
+        scalars=scalars,
+    )
+    return (
+        f"#define LANES {8 if any(x.dtype.itemsize == 8 for x in inside) else 16}\n{_PRELUDE}{loop}"
+    )
 
 
-def _line(program: Program, number: int, x: Instruction) -> str:
-    def dtype(operand: Any) -> torch.dtype:
-        if isinstance(operand, Place):
-            return program.instructions[operand.index].dtype
-        return kind
-
-    def text(operand: Any) -> str:
-        return f"v{operand.index}" if isinstance(operand, Place) else _constant(operand, kind)
-
-    places = [o for o in x.operands if isinstance(o, Place)]
-    kind = x.dtype
-    if x.name in ("eq", "ne", "lt", "le", "gt", "ge", "signbit"):
-        kind = program.instructions[places[0].index].dtype
-    type_ = _TYPES[x.dtype][0]
-    return f"const {type_} v{number} = {_expression(x, [text(o) for o in x.operands], [dtype(o) for o in x.operands])};"
+def _indented(lines: Sequence[str], places: int) -> str:
+    return "\n".join(" " * places + line for line in lines)
 
 
-_INFIX = {
-    "add": "+", "sub": "-", "mul": "*", "div": "/", "and": "&", "or": "|", "xor": "^",
-    "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
-}  # fmt: skip
+def _varying(instructions: Sequence[Instruction]) -> list[bool]:
+    """Which of them do not depend on scalars alone."""
+    varies: list[bool] = []
+    for x in instructions:
+        operands = [o.index for o in x.operands if isinstance(o, Place)]
+        varies.append(x.name in ("vector", "index") or any(varies[i] for i in operands))
+    return varies
 
 
-def _expression(x: Instruction, operands: list[str], dtypes: list[torch.dtype]) -> str:
-    type_ = _TYPES[x.dtype][0]
-    if x.name == "vector":
-        value = f"in{x.operands[0]}[i]"
-        if x.dtype.itemsize == 2:
-            return f"{_SHORT[x.dtype]}_value({value})"
-        return f"quiet({value})" if x.dtype.is_floating_point else value
-    if x.name == "scalar":
-        return f"{type_}(scalar{x.operands[0]})"
-    if x.name == "index":
-        return "i"
-    if x.name == "constant":
-        return operands[0]
-    if x.name == "where":
-        return f"{operands[0]} ? {operands[1]} : {operands[2]}"
-    if x.name == "to":
-        if x.dtype in (torch.bfloat16, torch.float16) and dtypes[0] != x.dtype:
-            return _rounded(f"float({operands[0]})", x.dtype)
-        return f"{type_}({operands[0]})"
-    if x.name == "bits":
-        return _bits(operands[0], dtypes[0], x.dtype)
-    if x.name == "signbit":
-        return f"sign({operands[0]})"
-    if x.name == "copysign":
-        return f"__builtin_copysign{'' if type_ == 'double' else 'f'}({operands[0]}, {operands[1]})"
-    if x.name == "abs":
-        return f"__builtin_fabs{'' if type_ == 'double' else 'f'}({operands[0]})"
-    if x.name == "not":
-        return f"!{operands[0]}" if x.dtype == torch.bool else f"{type_}(~{operands[0]})"
-    if x.name == "neg":
-        return f"{type_}(-{operands[0]})"
-    if x.name == "finite_or_zero":
-        return f"finite_or_zero({operands[0]})"
-    if x.name == "sqrt":
-        return _rounded(f"root({operands[0]})", x.dtype)
-    if x.name == "reciprocal":
-        return _rounded(f"1 / {operands[0]}", x.dtype)
-    if x.name == "maximum":
-        return f"greater<{type_}>({operands[0]}, {operands[1]})"
-    if x.name == "sign":
-        return f"sign_of<{type_}>({operands[0]})"
-    if x.name == "nextafter":
-        return f"next_after<{type_}, {'uint64_t' if type_ == 'double' else 'uint32_t'}>({operands[0]}, {operands[1]})"
-    if x.name == "rsub":
-        return _rounded(f"{operands[1]} - {operands[0]}", x.dtype)
-    if x.name in ("shift_left", "shift_right"):
-        sign = "<<" if x.name == "shift_left" else ">>"
-        return f"{type_}({operands[0]} {sign} {operands[1]})"
-    infix = f"{operands[0]} {_INFIX[x.name]} {operands[1]}"
-    if type_ in _UNSIGNED and x.name in ("add", "sub", "mul"):  # which wrap around
-        unsigned = _UNSIGNED[type_]
-        infix = f"{type_}({unsigned}({operands[0]}) {_INFIX[x.name]} {unsigned}({operands[1]}))"
-    return _rounded(infix, x.dtype)
+_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "and": "&", "or": "|", "xor": "^"}
+_FUNCTIONS = {
+    "abs": "magnitude",
+    "copysign": "copysign",
+    "finite_or_zero": "finite_or_zero",
+    "fma": "fma",
+    "maximum": "greater",
+    "sqrt": "root",
+}
+
+
+class _Lines:
+    """A line of C++ for each instruction."""
+
+    def __init__(self, program: Program) -> None:
+        self.instructions = program.instructions
+        self.types: list[str] = []  # of vectors: F, D, I, L; truth values are I or L
+
+    def lines(self) -> list[str]:
+        lines = []
+        for i, x in enumerate(self.instructions):
+            type_, value = self._line(x)
+            self.types.append(type_)
+            lines.append(f"const {type_} v{i} = {value};")
+        return lines
+
+    def _line(self, x: Instruction) -> tuple[str, str]:
+        places = [o for o in x.operands if isinstance(o, Place)]
+        if x.dtype == torch.bool:
+            return self._truth(x, places)
+        type_ = _TYPES[x.dtype][0]
+        return type_, self._value(x, type_, places)
+
+    def _text(self, operand: Any, dtype: torch.dtype) -> str:
+        return f"v{operand.index}" if isinstance(operand, Place) else _constant(operand, dtype)
+
+    def _mask(self, place: Place, width: str) -> str:
+        """A truth value as a vector of integers of a width."""
+        own = self.types[place.index]
+        return f"v{place.index}" if own == width else f"to<{width}>(v{place.index})"
+
+    def _truth(self, x: Instruction, places: Sequence[Place]) -> tuple[str, str]:
+        of = self.instructions[places[0].index].dtype
+        if of == torch.bool:
+            width = self.types[places[0].index]
+            masks = [self._mask(place, width) for place in places]
+            sign = {"mul": "&", "eq": "==", "ne": "^", **_INFIX}[x.name] if len(masks) > 1 else "~"
+            sign = "&" if x.name == "mul" else sign
+            return width, f" {sign} ".join(masks) if len(masks) > 1 else f"~{masks[0]}"
+        width = _BITS[_TYPES[of][0]]
+        operands = [self._text(o, of) for o in x.operands]
+        if x.name == "signbit":
+            return width, f"as<{width}>({operands[0]}) < 0"
+        return width, f"{operands[0]} {_COMPARISONS[x.name]} {operands[1]}"
+
+    def _value(self, x: Instruction, type_: str, places: Sequence[Place]) -> str:
+        if x.name == "vector":
+            return self._loaded(x.operands[0], x.dtype)
+        if x.name == "scalar":
+            value = f"all<{'L' if type_ == 'L' else 'D'}>(scalar{x.operands[0]})"
+            return f"to<{type_}>(quiet({value}))" if x.dtype.is_floating_point else value
+        if x.name == "index":
+            return "counted<L>() + i"
+        if x.name == "where":
+            chosen = [self._text(o, x.dtype) for o in x.operands[1:]]
+            return f"{self._mask(x.operands[0], _BITS[type_])} ? {chosen[0]} : {chosen[1]}"
+        if x.name in ("to", "bits"):
+            of = self.instructions[places[0].index].dtype
+            convert = _converted if x.name == "to" else _reinterpreted
+            return convert(f"v{places[0].index}", of, x.dtype)
+        operands = [self._text(o, x.dtype) for o in x.operands]
+        if x.name == "constant":
+            return operands[0]
+        if x.name in ("shift_left", "shift_right"):
+            return f"{operands[0]} {'<<' if x.name == 'shift_left' else '>>'} {operands[1]}"
+        if x.name in ("neg", "not"):
+            return f"{'-' if x.name == 'neg' else '~'}{operands[0]}"
+        if x.name == "sign":
+            one, zero = _constant(1, x.dtype), _constant(0, x.dtype)
+            (value,) = operands
+            return f"({value} > 0 ? {one} : {zero}) - ({value} < 0 ? {one} : {zero})"
+        if x.name in _FUNCTIONS:
+            result = f"{_FUNCTIONS[x.name]}({', '.join(operands)})"
+            return _rounded(result, x.dtype) if x.name == "sqrt" else result
+        if x.name == "rsub":
+            operands, name = operands[::-1], "sub"
+        elif x.name == "reciprocal":
+            operands, name = [_constant(1, x.dtype), operands[0]], "div"
+        else:
+            name = x.name
+        if type_ in _UNSIGNED:  # which wrap around
+            unsigned = _UNSIGNED[type_]
+            first, second = (f"as<{unsigned}>({o})" for o in operands)
+            return f"as<{type_}>({first} {_INFIX[name]} {second})"
+        return _rounded(f"{operands[0]} {_INFIX[name]} {operands[1]}", x.dtype)
+
+    def _loaded(self, number: int, dtype: torch.dtype) -> str:
+        where = f"in{number} + i, n"
+        if dtype in _SHORT:
+            return f"{_SHORT[dtype]}_value(to<U>(load<H>({where})))"
+        value = f"load<{_TYPES[dtype][0]}>({where})"
+        return f"quiet({value})" if dtype.is_floating_point else value
 
 
 def _rounded(value: str, dtype: torch.dtype) -> str:
-    return f"to_{_SHORT[dtype]}({value})" if dtype in (torch.bfloat16, torch.float16) else value
+    return f"to_{_SHORT[dtype]}({value})" if dtype in _SHORT else value
 
 
-def _bits(value: str, source: torch.dtype, target: torch.dtype) -> str:
-    if source.itemsize == 2 and source.is_floating_point:
-        return f"int16_t({_SHORT[source]}_bits({value}))"
-    if target.itemsize == 2 and target.is_floating_point:
-        return f"{_SHORT[target]}_value(uint16_t({value}))"
+def _converted(value: str, source: torch.dtype, target: torch.dtype) -> str:
+    types = _TYPES[source][0], _TYPES[target][0]
+    value = value if types[0] == types[1] else f"to<{types[1]}>({value})"
+    return _rounded(value, target)
+
+
+def _reinterpreted(value: str, source: torch.dtype, target: torch.dtype) -> str:
+    if source in _SHORT:
+        return f"as<I>({_SHORT[source]}_bits({value}) << 16) >> 16"
+    if target in _SHORT:
+        return f"{_SHORT[target]}_value(as<U>({value}) & 0xffff)"
     return f"as<{_TYPES[target][0]}>({value})"
 
 
-def _constant(x: float | bool, dtype: torch.dtype) -> str:
+def _constant(x: float, dtype: torch.dtype) -> str:
     """A number in a dtype, as eager PyTorch would round it."""
-    if dtype == torch.bool:
-        return "true" if x else "false"
+    type_ = _TYPES[dtype][0]
     if not dtype.is_floating_point:
-        value = int(x)
-        return (
-            f"int64_t({value % 2**64}ull)"
-            if dtype == torch.int64
-            else f"{_TYPES[dtype][0]}({value})"
-        )
+        return f"all<{type_}>({int(x) % 2**64}ull)"
     number = torch.tensor(x, dtype=torch.float64).to(dtype).item()
+    suffix = "" if type_ == "D" else "f"
     if math.isfinite(number):
-        return f"{float(number).hex()}{'' if dtype == torch.float64 else 'f'}"
-    bits = struct.unpack("<Q", struct.pack("<d", number))[0]
-    return f"{_TYPES[dtype][0]}(as<double>(uint64_t({bits}ull)))"
+        return f"all<{type_}>({float(number).hex()}{suffix})"
+    special = f'nan{suffix}("")' if math.isnan(number) else f"inf{suffix}()"
+    return f"all<{type_}>({'-' if number < 0 else ''}__builtin_{special})"

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mcftensor.operators import DEFINITIONS
+
 aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
@@ -113,7 +115,6 @@ _ARITHMETIC = {
     aten.sign: "sign",
     aten.__rshift__: "shift_right",
     aten.__lshift__: "shift_left",
-    aten.nextafter: "nextafter",
 }
 # Those whose operands enter in their common type, and whose result is a truth value.
 _COMPARISONS = {
@@ -125,6 +126,8 @@ _COMPARISONS = {
     aten.ge: "ge",
     aten.signbit: "signbit",
 }
+# Operators of `eft.py` that machines have; the others are recorded by their definitions.
+_NATIVE = (("sqrt", torch.float32), ("sqrt", torch.float64), ("fma", torch.float32))
 _SAME = (aten.clone, aten.detach, aten.alias, aten.lift_fresh)
 _CONSTANTS = {aten.zeros_like: 0, aten.ones_like: 1}
 
@@ -161,17 +164,7 @@ class _Recorder(TorchDispatchMode):
         place = self.operand(x)
         if not isinstance(place, Place) or self.instructions[place.index].dtype == dtype:
             return place
-        made_by = self.instructions[place.index]
-        if made_by.name == "sqrt" and (made_by.dtype, dtype) == (torch.float64, torch.float32):
-            (squared,) = made_by.operands
-            origin = self.instructions[squared.index]
-            if origin.name == "to" and self._dtype(origin.operands[0]) == torch.float32:
-                # Rounding a root in float64 to float32 gives the nearest float32.
-                return self._add("sqrt", origin.operands, torch.float32)
         return self._add("to", (place,), dtype)
-
-    def _dtype(self, place: Place) -> torch.dtype:
-        return self.instructions[place.index].dtype
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -180,12 +173,17 @@ class _Recorder(TorchDispatchMode):
         if func.has_kernel_for_dispatch_key(_COMPOSITE):  # arrives whole in inference mode
             with self:
                 return func.decompose(*args, **kwargs)
+        if func.namespace == "mcftensor" and (func._opname, args[0].dtype) not in _NATIVE:
+            with self:
+                return DEFINITIONS[func._opname](*args)
         result = func(*args, **kwargs)
         self._remember(result, self._record(func, args, kwargs, result))
         return result
 
     def _record(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> Place:
         packet, dtype = func.overloadpacket, result.dtype
+        if func.namespace == "mcftensor":
+            return self._add(func._opname, tuple(self.operand(x) for x in args), dtype)
         if packet in _ARITHMETIC and not kwargs:
             operands = tuple(self._cast(x, dtype) for x in args)
             return self._add(_ARITHMETIC[packet], operands, dtype)
