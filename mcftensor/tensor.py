@@ -51,6 +51,7 @@ class MCFTensor(torch.Tensor):
         tensor([0.9990, 0.0999])
     """
 
+    _term0: Tensor
     _format: Format
     _role: Role
 
@@ -86,10 +87,19 @@ class MCFTensor(torch.Tensor):
         role: Role = "value",
     ) -> None:
         _check_components(components, format)
+        self._hold(components, format or Format(components[0].dtype, len(components)), role)
+
+    def _hold(self, components: Sequence[Tensor], format: Format, role: Role) -> None:
         for name, term in zip(_TERM_NAMES, components, strict=False):
             setattr(self, name, term)
-        self._format = format or Format(components[0].dtype, len(components))
+        self._format = format
         self._role = role
+
+    def _like(self, components: Sequence[Tensor]) -> MCFTensor:
+        """Terms made by one operation on each term of this one, which need no check."""
+        made = MCFTensor.__new__(MCFTensor, components)
+        made._hold(components, self._format, self._role)
+        return made
 
     # ------------------------------------------------------------------------------- what it is
 

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from mcftensor.dispatch import structure as structure
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.foreach import foreach
 from mcftensor.dispatch.functions import WHOLE, evaluate_whole
-from mcftensor.dispatch.table import TABLE
+from mcftensor.dispatch.table import TABLE, Handler
 from mcftensor.dispatch.variants import evaluate_into, functional, write
 from mcftensor.dispatch.wide import is_view
 from mcftensor.tensor import MCFTensor
@@ -32,16 +33,25 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Carry out one of PyTorch's operators on arguments that hold an expansion."""
+    return _handler(func)(func, *args, **kwargs)
+
+
+@functools.cache
+def _handler(func: Any) -> Handler:
     handler = TABLE.get(func) or TABLE.get(func.name())
     if handler is not None:
-        return handler(func, *args, **kwargs)
+        return handler
     if func.overloadpacket.__name__.startswith("_foreach_"):
-        return foreach(func, *args, **kwargs)
+        return foreach
     if func.has_kernel_for_dispatch_key(_COMPOSITE):  # arrives whole in inference mode
-        return func.decompose(*args, **kwargs)
+        return _decompose
     if is_view(func):
-        return structure.view(func, *args, **kwargs)
-    return (write if functional(func) else compute)(func, *args, **kwargs)
+        return structure.view
+    return write if functional(func) else compute
+
+
+def _decompose(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return func.decompose(*args, **kwargs)
 
 
 MCFTensor._dispatch = staticmethod(dispatch)

@@ -23,7 +23,9 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
     own.
     """
     found = expansions((args, kwargs))
-    writes = any(isinstance(x, MCFTensor) for _, x in written_to(func, args, kwargs))
+    writes = func._schema.is_mutable and any(
+        isinstance(x, MCFTensor) for _, x in written_to(func, args, kwargs)
+    )
     if not writes and all(x.role == "parameter" for x in found):
         return _plainly(func, args, kwargs)
     if func.namespace == "mcftensor":

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from mcftensor import expansion
 from mcftensor.formats import MAX_TERMS, Format
@@ -18,12 +17,30 @@ Number = (int, float, torch.SymInt, torch.SymFloat)
 
 def expansions(tree: Any) -> list[MCFTensor]:
     """Every expansion in a tree of arguments."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, MCFTensor)]
+    if isinstance(tree, MCFTensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (tuple, list)):
+        return []
+    found = []
+    for x in tree:
+        if isinstance(x, MCFTensor):
+            found.append(x)
+        elif isinstance(x, (tuple, list, dict)):
+            found += expansions(x)
+    return found
 
 
 def leading(tree: Any) -> Any:
     """The arguments with every expansion replaced by its leading term."""
-    return tree_map(lambda x: x.components[0] if isinstance(x, MCFTensor) else x, tree)
+    if isinstance(tree, MCFTensor):
+        return tree._term0
+    if type(tree) in (tuple, list):  # every operation comes this way, and a pytree is slow
+        return type(tree)(leading(x) for x in tree)
+    if type(tree) is dict:
+        return {name: leading(x) for name, x in tree.items()}
+    return tree
 
 
 def computes_plainly(operands: Iterable[Any]) -> bool:

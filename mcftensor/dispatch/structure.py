@@ -26,7 +26,6 @@ from mcftensor.dispatch.operands import (
 )
 from mcftensor.dispatch.table import implements
 from mcftensor.dispatch.writing import refusal
-from mcftensor.formats import Format
 from mcftensor.tensor import MCFTensor, Role
 
 aten = torch.ops.aten
@@ -41,12 +40,12 @@ _VIEW_COPIES = [
 ]
 
 
-def _wrap(results: Sequence[Any], format: Format, role: Role) -> Any:
-    """The results of one operation on each term, which are tensors or lists of tensors."""
+def _on_terms(func: Any, x: MCFTensor, args: Any, kwargs: Any) -> Any:
+    """One operation on each term, the results of which are tensors or lists of tensors."""
+    results = [func(term, *args, **kwargs) for term in x.components]
     if isinstance(results[0], Tensor):
-        return MCFTensor(results, format, role)
-    lists = [MCFTensor(pieces, format, role) for pieces in zip(*results, strict=True)]
-    return type(results[0])(lists)
+        return x._like(results)
+    return type(results[0])(x._like(pieces) for pieces in zip(*results, strict=True))
 
 
 @implements(
@@ -77,8 +76,8 @@ def view(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
     """Views: the terms of the result share memory with those of x."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(x.is_inference()):  # a view is of the kind of its base
-            return _wrap([func(t, *args, **kwargs) for t in x.components], x.format, x.role)
-    out = _wrap([func(t, *args, **kwargs) for t in x.components], x.format, x.role)
+            return _on_terms(func, x, args, kwargs)
+    out = _on_terms(func, x, args, kwargs)
     return return_and_correct_aliasing(func, (x, *args), kwargs, out)
 
 
@@ -112,7 +111,7 @@ def move(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Copies and selections of elements."""
     if not isinstance(x, MCFTensor) or _holds_expansion(args):
         return compute(func, x, *args, **kwargs)
-    return _wrap([func(t, *args, **kwargs) for t in x.components], x.format, x.role)
+    return _on_terms(func, x, args, kwargs)
 
 
 @implements(
