@@ -1,0 +1,1 @@
+"""What the speed benchmarks `steps.py` and `train.py` are made of."""
