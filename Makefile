@@ -9,7 +9,7 @@ BIN := .venv/bin
 PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal \
 	--doctest-modules mcftensor tests
 
-.PHONY: help train study test test-all lint clean
+.PHONY: help train study bench test test-all lint clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
@@ -20,6 +20,9 @@ train: .venv/installed ## pretrain a small GPT in five precision strategies and 
 
 study: .venv/installed ## measure what updates lose, by strategy, layer, learning rate and beta2 (ARGS="--help")
 	$(BIN)/python examples/edq_study.py $(ARGS)
+
+bench: .venv/benchmarks ## time optimizer steps beside other libraries (ARGS="--help")
+	$(BIN)/python benchmarks/steps.py $(ARGS)
 
 test: .venv/installed ## run the tests and the examples in docstrings, those marked slow aside (ARGS="-k name")
 	$(PYTEST) $(ARGS)
@@ -34,9 +37,13 @@ lint: .venv/installed ## check style, format and types
 
 clean: ## remove .venv, caches and outputs
 	rm -rf .venv out dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find mcftensor tests examples -name __pycache__ -type d -exec rm -rf {} +
+	find mcftensor tests examples benchmarks -name __pycache__ -type d -exec rm -rf {} +
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e ".[dev,examples]"
+	touch $@
+
+.venv/benchmarks: .venv/installed
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e ".[benchmarks]"
 	touch $@

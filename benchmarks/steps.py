@@ -7,7 +7,8 @@ to fp32, PyTorch's fused optimizer, and the result rounded to the bf16 parameter
 
 Where memory cannot hold all contenders they run in groups, each with its baseline, so that ratios
 compare steps that were taken side by side. Gradients and values are the same for all. A contender
-that is not installed or fails is shown with the reason, and the others go on.
+that is not installed, fails, or is not ready after --patience seconds is shown with the reason, and
+the others go on.
 
 On a GPU the time is that between two events, from an idle device; a second figure has the device
 busy before, so that it does not wait for the host. First steps include compiling, into an empty
@@ -62,7 +63,13 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         workload = make_workload(name, options.device)
         with console.status(name) as status:
             found = measure(
-                workload, contenders, options.device, clock, options.rounds, status.update
+                workload,
+                contenders,
+                options.device,
+                clock,
+                options.rounds,
+                status.update,
+                options.patience,
             )
         del workload
         memory.release(options.device)
@@ -93,6 +100,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--threads", type=int, help="of PyTorch on the CPU (default: as it chooses)")
     add("--compiled", action="store_true", help="for-loop steps under torch.compile too (slow)")
     add("--cache", type=Path, help="folder for compiled code (default: a new one)")
+    add("--patience", type=float, default=300, help="seconds for the first steps of one contender")
     add("--out", type=Path, default=Path("out/bench"), help="folder for steps.json and steps.png")
     add("--json", type=Path, help="where the figures go instead")
     options = parser.parse_args(arguments)

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 
 import mcftensor as mcf
+from speed.master import MasterWeights, Stock, gradients_of
 from speed.running import Running
 from speed.workloads import Workload
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
-PATHS: dict[str, dict[str, bool]] = {
+PATHS: dict[str, dict[str, Any]] = {
     "for-loop": {"foreach": False, "fused": False},
     "foreach": {"foreach": True},
     "fused": {"fused": True},
 }
-
-Stock = Callable[[list[Tensor]], Optimizer]
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def parameters_of(workload: Workload, dtype: torch.dtype = torch.bfloat16) -> li
 
 def run(parameters: list[Tensor], optimizer: Any, compiled: bool = False) -> Running:
     """The optimizer over parameters that have gradients."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = gradients_of(parameters)
     step = torch.compile(optimizer.step) if compiled else optimizer.step
     return Running(parameters, gradients, optimizer, step)
 
@@ -90,31 +89,12 @@ def expansions(
 
 
 def master_weights(stock: Stock, keep_gradients: bool = True) -> Callable[..., Running]:
-    """A fused optimizer over fp32 copies, with casts before and after it.
-
-    With `keep_gradients` the fp32 gradients stay from step to step, which costs 4 bytes a parameter
-    and is the faster way on a CPU, where fresh memory is slow to get.
-    """
+    """A stock optimizer over fp32 copies, with casts before and after it."""
 
     def build(workload: Workload) -> Running:
         parameters = parameters_of(workload)
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        masters = [p.detach().float() for p in parameters]
-        optimizer = stock(masters)
-
-        @torch.no_grad()
-        def step() -> None:
-            for master in masters:
-                if master.grad is None:
-                    master.grad = torch.empty_like(master)
-            torch._foreach_copy_([master.grad for master in masters], gradients)
-            optimizer.step()
-            torch._foreach_copy_(parameters, masters)
-            if not keep_gradients:
-                for master in masters:
-                    master.grad = None
-
-        return Running(parameters, gradients, optimizer, step, written_only=True)
+        optimizer = MasterWeights(parameters, stock, keep_gradients=keep_gradients)
+        return replace(run(parameters, optimizer), written_only=True)
 
     return build
 

@@ -13,14 +13,16 @@ from typing import Any
 import torch
 
 from speed import memory
-from speed.clocks import Clock, copy_bandwidth
+from speed.clocks import Clock, bandwidth
 from speed.contenders import BASELINES, Contender
+from speed.patience import patience
 from speed.running import Running
 from speed.workloads import Workload
 
 WARM_UP = 2  # steps after the first one
 BYTES_HELD = 24  # at most, by a contender for each parameter
 BYTES_TEMPORARY = 100  # at most, in a step for each element of the largest tensor
+SPARE = {"cpu": 0.4, "cuda": 0.05}  # of the free memory, left alone: others may use the machine
 
 
 @dataclass
@@ -38,7 +40,7 @@ class Measurement:
     ratios: list[float] = field(default_factory=list)  # to the baseline in the same round
     failure: str | None = None
 
-    def record(self, parameters: int, bandwidth: float) -> dict[str, Any]:
+    def record(self, parameters: int, speed: float) -> dict[str, Any]:
         """The figures for JSON: medians, and quartiles where there are two rounds or more."""
         about = {"family": self.contender.family, "kind": self.contender.kind}
         if self.failure is not None:
@@ -57,7 +59,7 @@ class Measurement:
             "bytes_added": self.added / parameters,
             "bytes_moved": self.moved / parameters,
             "extra_peak_bytes": self.peak / parameters,
-            "share_of_limit": self.moved / bandwidth / (queued or median),
+            "share_of_limit": self.moved / speed / (queued or median),
         }
 
 
@@ -83,14 +85,18 @@ def measure(
     clock: Clock,
     rounds: int,
     progress: Callable[[str], object] = lambda text: None,
+    limit: float = 300.0,
 ) -> dict[str, Any]:
-    """Run all contenders on a workload, in groups that memory can hold, and record the figures."""
+    """Run all contenders on a workload, in groups that memory can hold, and record the figures.
+
+    A contender that is not ready for the rounds after `limit` seconds is given up.
+    """
     torch.compiler.reset()  # a first step compiles, whatever ran before on other shapes
-    bandwidth = copy_bandwidth(device, clock)
+    speed = bandwidth(device, clock)
     measurements = {contender.name: Measurement(contender) for contender in contenders}
     waiting = deque(contenders)
     while waiting:
-        group = Group(workload, device, clock, measurements)
+        group = Group(workload, device, clock, measurements, limit)
         for running in group.fill(waiting):
             progress(f"{workload.name}: first steps of {running}")
         for turn in range(rounds):
@@ -101,9 +107,9 @@ def measure(
     return {
         "parameters": workload.parameters,
         "tensors": len(workload.values),
-        "copy_bytes_a_second": bandwidth,
+        "bytes_a_second": speed,
         "contenders": {
-            name: measurement.record(workload.parameters, bandwidth)
+            name: measurement.record(workload.parameters, speed)
             for name, measurement in measurements.items()
         },
     }
@@ -113,13 +119,20 @@ class Group:
     """Contenders whose parameters and states are in memory at once, with their baselines."""
 
     def __init__(
-        self, workload: Workload, device: str, clock: Clock, measurements: dict[str, Measurement]
+        self,
+        workload: Workload,
+        device: str,
+        clock: Clock,
+        measurements: dict[str, Measurement],
+        limit: float = 300.0,
     ) -> None:
         self.workload = workload
         self.device = device
         self.clock = clock
         self.measurements = measurements
+        self.limit = limit
         self.running: dict[str, Running] = {}
+        self.spare = SPARE[device] * memory.available(device)
 
     def fill(self, waiting: deque[Contender]) -> Iterator[str]:
         """Start contenders until memory is short, the baselines that they need before them."""
@@ -136,12 +149,12 @@ class Group:
     def is_full(self) -> bool:
         """Whether another one, beside the temporaries of a step, might not fit."""
         needed = BYTES_HELD * self.workload.parameters + BYTES_TEMPORARY * self.workload.largest
-        return memory.available(self.device) < needed
+        return memory.available(self.device) < self.spare + needed
 
     def start(self, contender: Contender) -> None:
         """Set up one, take its first steps, and see what it holds."""
         measurement = self.measurements.setdefault(contender.name, Measurement(contender))
-        with self.failing(contender.name), warnings.catch_warnings():
+        with self.failing(contender.name), patience(self.limit), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             running = contender.build(self.workload)
             before = running.parameters[0].detach().clone()

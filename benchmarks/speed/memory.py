@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+# The profiler tells of every start and stop on the screen otherwise.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def available(device: str) -> int:
@@ -52,7 +56,7 @@ def peak(device: str, action: Callable[[], object]) -> int:
         warnings.simplefilter("ignore")
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
             action()
-    results = recorded.profiler.kineto_results  # type: ignore[union-attr]
+    results = recorded.profiler.kineto_results
     changes = [event for event in results.events() if event.name() == "[memory]"]
     out = highest = 0
     for event in sorted(changes, key=lambda event: event.start_ns()):

@@ -20,12 +20,12 @@ def table(name: str, workload: Record) -> Table:
     """One workload, a contender a row."""
     screen = Table(
         title=f"{name}: {workload['parameters']:,} parameters in {workload['tensors']:,} tensors; "
-        f"copying reads and writes {workload['copy_bytes_a_second'] / 1e9:.1f} GB/s",
+        f"memory moves {workload['bytes_a_second'] / 1e9:.1f} GB/s",
         caption="Milliseconds: median and quartiles. Ratio: median over rounds of the time over "
         "that of the master weights in the same round. Bytes for each parameter: moved is what a "
         "step must read and write, added what stays beside bf16 parameter and gradient, extra the "
-        "peak of a step above what stays. Limit: time of moving these bytes at the speed of "
-        "copying, over the time taken (on a GPU with a full queue).",
+        "peak of a step above what stays. Limit: the time in which memory moves these bytes, over "
+        "the time taken (on a GPU, with a full queue).",
     )
     screen.add_column("contender")
     queued = any(row.get("seconds_queued") for row in workload["contenders"].values())

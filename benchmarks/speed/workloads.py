@@ -54,8 +54,8 @@ def make_workload(name: str, device: str) -> Workload:
     def numbers(deviation: float) -> list[Tensor]:
         # One block drawn and repeated: time does not depend on the values, and drawing does.
         largest = max(math.prod(shape) for shape in shapes)
-        options = {"generator": generator, "device": device, "dtype": torch.bfloat16}
-        block = torch.randn(largest, **options).mul_(deviation)
+        block = torch.empty(largest, device=device, dtype=torch.bfloat16)
+        block.normal_(std=deviation, generator=generator)
         return [block[: math.prod(shape)].view(shape).clone() for shape in shapes]
 
     return Workload(name, values=numbers(0.02), gradients=numbers(0.01))
