@@ -8,7 +8,7 @@ import pytest
 import steps
 import torch
 import train
-from speed import memory
+from speed import memory, report
 from speed.clocks import HostClock, bandwidth
 from speed.collage_loop import grow, scale
 from speed.contenders import BASELINES, EXPANSIONS, TORCH, Contender
@@ -78,6 +78,19 @@ def test_a_failure_is_told_and_the_others_go_on(workload):
     assert found["broken"]["failed"] == "OSError: no such"
     assert "leaves the parameters" in found["idle"]["failed"]
     assert found["master weights"]["ratio"] == 1
+
+
+def test_figures_without_a_baseline(workload, monkeypatch, tmp_path):
+    def broken(workload):
+        raise MemoryError
+
+    monkeypatch.setitem(BASELINES, "AdamW", Contender("master weights", broken))
+    found = measure(workload, [OWN["torch bf16, fused"]], "cpu", HostClock(), 2)
+    assert found["contenders"]["torch bf16, fused"]["ratio"] is None
+    assert report.table("tiny", found).row_count == 2
+    assert report.failures(found) == ["master weights: MemoryError: "]
+    machine = {"device": "cpu", "cpu": "one"}
+    report.draw(tmp_path / "steps.png", {"machine": machine, "workloads": {"tiny": found}})
 
 
 def test_a_contender_may_fail_in_a_later_round(workload):

@@ -51,8 +51,8 @@ class Measurement:
             "seconds": median,
             "seconds_quartiles": quartiles(self.seconds),
             "seconds_queued": queued,
-            "ratio": statistics.median(self.ratios),
-            "ratio_quartiles": quartiles(self.ratios),
+            "ratio": statistics.median(self.ratios) if self.ratios else None,
+            "ratio_quartiles": quartiles(self.ratios) if self.ratios else None,
             "rounds": len(self.seconds),
             "first_step_seconds": self.first,
             "bytes_held": self.held / parameters,
@@ -194,9 +194,9 @@ class Group:
                     self.measurements[name].queued.append(queued)
         for name, seconds in found.items():
             measurement = self.measurements[name]
+            measurement.seconds.append(seconds)
             baseline = BASELINES[measurement.contender.kind].name
             if baseline in found:
-                measurement.seconds.append(seconds)
                 measurement.ratios.append(seconds / found[baseline])
 
     def failing(self, name: str) -> Failing:
@@ -239,7 +239,12 @@ def require_moved(before: torch.Tensor, running: Running) -> None:
 
 
 def reason(error: Exception) -> str:
-    """An error in one line."""
+    """An error in one line; a compiler that is broken off wraps the reason in its own errors."""
+    inner: BaseException | None = error
+    while inner is not None:
+        if isinstance(inner, TimeoutError):
+            error = inner
+        inner = inner.__cause__ or inner.__context__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {lines[0] if lines else ''}"
     return text if len(text) <= 160 else text[:159] + "…"

@@ -42,7 +42,7 @@ def table(name: str, workload: Record) -> Table:
             milliseconds(row["seconds"]),
             f"{milliseconds(low)}–{milliseconds(high)}",
             *([milliseconds(row["seconds_queued"])] if queued else []),
-            f"{row['ratio']:.2f}",
+            "—" if row["ratio"] is None else f"{row['ratio']:.2f}",
             f"{100 * row['share_of_limit']:.0f} %",
             f"{row['first_step_seconds']:.2f}",
             *(f"{row[key]:.2f}" for key in ("bytes_moved", "bytes_added", "extra_peak_bytes")),
@@ -80,7 +80,7 @@ def draw(path: Path, record: Record) -> None:
     for axes, (title, workload) in zip(panels, workloads.items(), strict=True):
         for place, name in enumerate(names):
             row = workload["contenders"].get(name)
-            if row is None or "failed" in row:
+            if row is None or row.get("ratio") is None:
                 axes.text(1.02, place, "did not run", va="center", fontsize=7, color="#999999")
                 continue
             low, high = row["ratio_quartiles"]
