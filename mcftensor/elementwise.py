@@ -6,6 +6,7 @@ by networks of error-free transformations (`networks.py`) for the rest.
 
 from __future__ import annotations
 
+import ast
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -79,99 +80,143 @@ def _enter(operand: Sequence[Tensor], base: torch.dtype, terms: int) -> Terms:
     return *operand, *[torch.zeros_like(operand[0])] * (terms - len(operand))
 
 
-def _body(
-    operation: str, lengths: Sequence[int], are_scalars: Sequence[bool], format: Format
-) -> Body:
-    """An operation as a function of the vectors and scalars among the terms of its operands.
+# ---------------------------------------------------------------------------------- expressions
 
-    Stochastic rounding takes a key as the last scalar; networks compute one term more for it.
+# An operand, by its number, or an operation, the name of its format, and what it is applied to.
+# Each operation rounds its result to its format.
+Expression = int | tuple[Any, ...]
+
+
+@functools.cache
+def _parsed(text: str) -> tuple[Expression, int]:
+    """An expression of its text, and how many operands it has."""
+    expression = ast.literal_eval(text)
+    return expression, 1 + max(_leaves(expression))
+
+
+def _leaves(expression: Expression) -> list[int]:
+    if isinstance(expression, int):
+        return [expression]
+    return [leaf for part in expression[2:] for leaf in _leaves(part)]
+
+
+def _computed(
+    expression: Expression, operands: Sequence[Sequence[Tensor]], noise: Tensor | None = None
+) -> Sequence[Tensor]:
+    """The terms of an expression; noise rounds the outermost operation.
+
+    Networks compute one term more for stochastic rounding.
     """
-    by_wide, _ = _OPERATIONS[operation]
-    terms = format.terms + (format.rounding == "stochastic")
+    if isinstance(expression, int):
+        return operands[expression]
+    operation, name, *parts = expression
+    inner = [_computed(part, operands) for part in parts]
+    if operation == "neg":
+        return [-term for term in inner[0]]
+    format = Format.from_name(name)
+    if format.wide is not None:
+        result = _OPERATIONS[operation][0](*inner, wide=format.wide)
+        return split_terms(result, format.base, format.terms, noise)
+    if noise is None:
+        return by_network(operation, inner, format.base, format.terms)
+    return networks.shorten(by_network(operation, inner, format.base, format.terms + 1), noise)
+
+
+def _body(
+    expression: Expression, lengths: Sequence[int], are_scalars: Sequence[bool], stochastic: bool
+) -> Body:
+    """An expression as a function of the vectors and scalars among the terms of its operands.
+
+    Stochastic rounding takes a key as the last scalar.
+    """
 
     def body(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> Sequence[Tensor]:
         left = {True: iter(scalars), False: iter(vectors)}
         operands = regroup([next(left[is_scalar]) for is_scalar in are_scalars], lengths)
-        noise = uniform(scalars[-1], index) if format.rounding == "stochastic" else None
-        if format.wide is not None:
-            result = by_wide(*operands, wide=format.wide)
-            return split_terms(result, format.base, format.terms, noise)
-        longer = by_network(operation, operands, format.base, terms)
-        return networks.shorten(longer, noise) if noise is not None else longer
+        return _computed(expression, operands, uniform(scalars[-1], index) if stochastic else None)
 
     return body
 
 
+# ------------------------------------------------------------------------------------ operators
+
+
+def _operands(
+    expressions: str, terms: Sequence[Tensor], lengths: Sequence[int]
+) -> Iterator[tuple[str, tuple[int, ...], list[Tensor]]]:
+    """Each expression, the numbers of terms of its operands, and those terms."""
+    rest, more = iter(terms), iter(lengths)
+    for text in expressions.split(";"):
+        own = tuple(itertools.islice(more, _parsed(text)[1]))
+        yield text, own, list(itertools.islice(rest, sum(own)))
+
+
+def _format(text: str) -> Format:
+    """The format of an expression's result."""
+    return Format.from_name(_parsed(text)[0][1])  # type: ignore[index]
+
+
 def _calls(
-    operation: str,
+    expressions: str,
     terms: Sequence[Tensor],
     lengths: Sequence[int],
-    formats: str,
     keys: Sequence[Tensor],
     outputs: Sequence[Sequence[Tensor]],
 ) -> Iterator[tuple[Hashable, Callable[[], Body], Call]]:
-    """What each tensor of a list asks of the kernels."""
-    rest, more_keys = iter(terms), iter(keys)
-    names = formats.split()
-    count = len(lengths) // len(names)
-    for i, (name, output) in enumerate(zip(names, outputs, strict=True)):
-        own = tuple(lengths[i * count : (i + 1) * count])
-        block = list(itertools.islice(rest, sum(own)))
-        format = Format.from_name(name)
+    """What each expression asks of the kernels."""
+    more_keys = iter(keys)
+    of_each = _operands(expressions, terms, lengths)
+    for (text, own, block), output in zip(of_each, outputs, strict=True):
         shaped = output[0].dim() > 0
         are_scalars = tuple([shaped and x.dim() == 0 for x in block])
         vectors = [x for x, is_scalar in zip(block, are_scalars, strict=True) if not is_scalar]
         scalars = [x for x, is_scalar in zip(block, are_scalars, strict=True) if is_scalar]
-        if format.rounding == "stochastic":
+        stochastic = _format(text).rounding == "stochastic"
+        if stochastic:
             scalars.append(next(more_keys))
-        make = functools.partial(_body, operation, own, are_scalars, format)
-        yield (operation, own, are_scalars, name), make, Call(vectors, scalars, output)
+        make = functools.partial(_body, _parsed(text)[0], own, are_scalars, stochastic)
+        yield (text, own, are_scalars), make, Call(vectors, scalars, output)
 
 
-def _outputs(terms: Sequence[Tensor], lengths: Sequence[int], formats: str) -> list[list[Tensor]]:
-    names = formats.split()
-    count = len(lengths) // len(names)
-    sizes = [sum(lengths[i : i + count]) for i in range(0, len(lengths), count)]
-    operands = zip(regroup(terms, sizes), map(Format.from_name, names), strict=True)
-    return [empty_terms(own, format.base, format.terms) for own, format in operands]
+def _outputs(
+    expressions: str, terms: Sequence[Tensor], lengths: Sequence[int]
+) -> list[list[Tensor]]:
+    return [
+        empty_terms(block, _format(text).base, _format(text).terms)
+        for text, _, block in _operands(expressions, terms, lengths)
+    ]
 
 
 @opaque(
-    lambda operation, terms, lengths, formats, keys: [
-        *itertools.chain(*_outputs(terms, lengths, formats))
+    lambda expressions, terms, lengths, keys: [
+        *itertools.chain(*_outputs(expressions, terms, lengths))
     ],
     lays_out=True,
 )
 def evaluate(
-    operation: str,
-    terms: Sequence[Tensor],
-    lengths: Sequence[int],
-    formats: str,
-    keys: Sequence[Tensor],
+    expressions: str, terms: Sequence[Tensor], lengths: Sequence[int], keys: Sequence[Tensor]
 ) -> list[Tensor]:
-    """One elementwise operation on each of a list of tensors, in formats of their own.
+    """The terms of expressions in elementwise operations, one after the other.
 
-    `terms` holds the operands of the first, one after the other, then those of the second, and so
-    on; `lengths` their numbers of terms; `formats` names, with spaces between; `keys` one key for
-    each format that rounds stochastically.
+    Args:
+        expressions: texts of expressions, with semicolons between: `"('mul', 'bf16x2', 0, 1)"`.
+        terms: of the operands of the first expression, then of those of the second, and so on.
+        lengths: the number of terms of each operand.
+        keys: one for each expression that rounds stochastically.
     """
-    outputs = _outputs(terms, lengths, formats)
-    run(_calls(operation, terms, lengths, formats, keys, outputs))
+    outputs = _outputs(expressions, terms, lengths)
+    run(_calls(expressions, terms, lengths, keys, outputs))
     return list(itertools.chain(*outputs))
 
 
-@opaque(
-    lambda operation, targets, terms, lengths, formats, keys: None,
-    mutates=("targets",),
-)
+@opaque(lambda expressions, targets, terms, lengths, keys: None, mutates=["targets"])
 def evaluate_(
-    operation: str,
+    expressions: str,
     targets: Sequence[Tensor],
     terms: Sequence[Tensor],
     lengths: Sequence[int],
-    formats: str,
     keys: Sequence[Tensor],
 ) -> None:
-    """The same, written into the terms of the targets, which may be among the operands."""
-    outputs = regroup(targets, [Format.from_name(name).terms for name in formats.split()])
-    run(_calls(operation, terms, lengths, formats, keys, outputs))
+    """The same, written into the terms of targets, which may be among the operands."""
+    outputs = regroup(targets, [_format(text).terms for text in expressions.split(";")])
+    run(_calls(expressions, terms, lengths, keys, outputs))

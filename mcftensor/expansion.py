@@ -206,7 +206,8 @@ def apply(operation: str, *operands: Sequence[Tensor], format: Format | None = N
     device = next((t.device for t in terms if t.dim() > 0), terms[0].device)
     key = key_for(format, device)
     keys = [] if key is None else [key]
-    return tuple(evaluate(operation, terms, [len(o) for o in operands], format.name, keys))
+    expression = (operation, format.name, *range(len(operands)))
+    return tuple(evaluate(str(expression), terms, [len(o) for o in operands], keys))
 
 
 def add(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | None = None) -> Terms:

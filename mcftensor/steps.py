@@ -25,7 +25,6 @@ from mcftensor.number import Number
 from mcftensor.operators import opaque, regroup
 from mcftensor.rounding import collapse_terms, round_to, split_terms
 
-
 # ------------------------------------------------------------------------------- update rules
 
 # Of a parameter, a gradient and states: the change of the parameter, and the new states. `s` holds

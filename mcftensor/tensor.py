@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from mcftensor import expansion
+from mcftensor.deferred import Deferred, compute_readers, watch
 from mcftensor.formats import MAX_TERMS, Format, require_format
 
 Role = Literal["value", "parameter"]
@@ -54,6 +55,7 @@ class MCFTensor(torch.Tensor):
     _term0: Tensor
     _format: Format
     _role: Role
+    _deferred: Deferred | None = None
 
     # What carries out operations; `dispatch/`, which is written for this class, sets it.
     _dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
@@ -101,12 +103,40 @@ class MCFTensor(torch.Tensor):
         made._hold(components, self._format, self._role)
         return made
 
+    # --------------------------------------------------------------- terms that are not there yet
+
+    @classmethod
+    def _defer(cls, deferred: Deferred, like: Tensor, format: Format) -> MCFTensor:
+        """A value whose terms, laid out as a tensor, will be computed when they are read."""
+        made = MCFTensor.__new__(MCFTensor, [like])
+        made._format, made._role = format, "value"
+        made._await(deferred)
+        return made
+
+    def _await(self, deferred: Deferred) -> None:
+        self._deferred = deferred
+        watch(self, deferred)
+
+    def __getattr__(self, name: str) -> Any:  # called for what is missing alone
+        if name not in _TERM_NAMES or self._deferred is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self.compute_terms()
+        return getattr(self, name)
+
+    def compute_terms(self) -> None:
+        """Compute the terms, where they have been deferred."""
+        if self._deferred is not None:
+            self._hold(self._deferred.compute(), self._format, self._role)
+            self._deferred = None
+
     # ------------------------------------------------------------------------------- what it is
 
     @property
     def components(self) -> tuple[Tensor, ...]:
         """The terms, leading term first, as plain tensors that share memory with this one."""
-        return tuple(getattr(self, name) for name in _TERM_NAMES[: self._format.terms])
+        terms = tuple([getattr(self, name) for name in _TERM_NAMES[: self._format.terms]])
+        compute_readers(terms)
+        return terms
 
     @property
     def format(self) -> Format:

@@ -21,7 +21,6 @@ from torch import Tensor
 from mcftensor import eft
 from mcftensor.rounding import add_signed
 
-
 # What a float32 register holds without loss.
 _HELD = (torch.bfloat16, torch.float16, torch.float32)
 

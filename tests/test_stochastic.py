@@ -16,7 +16,7 @@ from probes import Strategy, displacement
 from torch import nn
 
 import mcftensor as mcf
-from mcftensor import noise
+from mcftensor import elementwise, noise
 from mcftensor.kernels import blocks
 from mcftensor.rounding import move
 
@@ -182,9 +182,8 @@ def test_one_draw_an_operation():
     torch.set_rng_state(state)
     result = x * 0.3
     assert torch.equal(torch.get_rng_state(), after)
-    with_key = mcf.expansion.evaluate(
-        "mul", [*x.components, torch.tensor(0.3, dtype=torch.float64)], [2, 1], "bf16x2sr", [key]
-    )
+    terms = [*x.components, torch.tensor(0.3, dtype=torch.float64)]
+    with_key = elementwise.evaluate("('mul', 'bf16x2sr', 0, 1)", terms, [2, 1], [key])
     assert_same_terms(result, mcf.MCFTensor(with_key, bf16x2sr))
 
 

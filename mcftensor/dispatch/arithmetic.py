@@ -1,15 +1,18 @@
-"""Arithmetic with a kernel of its own: out of place, in place and with `out=`."""
+"""Arithmetic with a kernel of its own: out of place, in place, with `out=`, and in lists."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcftensor import expansion
+from mcftensor.deferred import LONGEST, Deferred, length, shifted
 from mcftensor.dispatch import sparse
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.operands import (
@@ -19,20 +22,20 @@ from mcftensor.dispatch.operands import (
     computes_plainly,
     expansions,
     leading,
+    require_castable,
     store,
     terms,
 )
 from mcftensor.dispatch.table import TABLE, register_forms
-from mcftensor.tensor import MCFTensor
+from mcftensor.elementwise import Expression, evaluate, evaluate_
+from mcftensor.formats import Format
+from mcftensor.noise import key_for
+from mcftensor.tensor import MCFTensor, Role
 
 aten = torch.ops.aten
 
-# An operation of expansion.apply and its operands, each a list of terms.
-Plan = tuple[str, Sequence[Sequence[Tensor]]]
-
-
-def _negated(operand: Any) -> list[Tensor]:
-    return [-term for term in terms(operand)]
+# An expression without formats, and its operands.
+Plan = tuple[tuple[Any, ...], Sequence[Any]]
 
 
 def _is_one(x: Any) -> bool:
@@ -41,14 +44,14 @@ def _is_one(x: Any) -> bool:
 
 def _add(x: Any, y: Any, alpha: Any = 1) -> Plan:
     if _is_one(alpha):
-        return "add", (terms(x), terms(y))
-    return "fma", (terms(y), terms(alpha), terms(x))
+        return ("add", 0, 1), (x, y)
+    return ("fma", 0, 1, 2), (y, alpha, x)
 
 
 def _sub(x: Any, y: Any, alpha: Any = 1) -> Plan:
     if _is_one(alpha):
-        return "add", (terms(x), _negated(y))
-    return "fma", (terms(y), _negated(alpha), terms(x))
+        return ("add", 0, ("neg", 1)), (x, y)
+    return ("fma", 0, ("neg", 1), 2), (y, alpha, x)
 
 
 def _rsub(x: Any, y: Any, alpha: Any = 1) -> Plan:
@@ -56,37 +59,37 @@ def _rsub(x: Any, y: Any, alpha: Any = 1) -> Plan:
 
 
 def _mul(x: Any, y: Any) -> Plan:
-    return "mul", (terms(x), terms(y))
+    return ("mul", 0, 1), (x, y)
 
 
 def _div(x: Any, y: Any) -> Plan:
-    return "div", (terms(x), terms(y))
+    return ("div", 0, 1), (x, y)
 
 
 def _reciprocal(x: Any) -> Plan:
-    return "div", (terms(1.0), terms(x))
+    return ("div", 0, 1), (1.0, x)
 
 
 def _sqrt(x: Any) -> Plan:
-    return "sqrt", (terms(x),)
+    return ("sqrt", 0), (x,)
 
 
 def _square(x: Any) -> Plan:
-    return "mul", (terms(x), terms(x))
+    return ("mul", 0, 0), (x,)
 
 
 def _addcmul(x: Any, a: Any, b: Any, value: Any = 1) -> Plan:
     if _is_one(value):
-        return "fma", (terms(a), terms(b), terms(x))
-    return "addcmul", (terms(x), terms(a), terms(b), terms(value))
+        return ("fma", 0, 1, 2), (a, b, x)
+    return ("addcmul", 0, 1, 2, 3), (x, a, b, value)
 
 
 def _addcdiv(x: Any, a: Any, b: Any, value: Any = 1) -> Plan:
-    return "addcdiv", (terms(x), terms(a), terms(b), terms(value))
+    return ("addcdiv", 0, 1, 2, 3), (x, a, b, value)
 
 
 def _lerp(x: Any, end: Any, weight: Any) -> Plan:
-    return "lerp", (terms(x), terms(end), terms(weight))
+    return ("lerp", 0, 1, 2), (x, end, weight)
 
 
 # aten's name: how expansions carry it out. Operators that exist as name, name_ and name.out.
@@ -105,15 +108,122 @@ PLANS: dict[str, Callable[..., Plan]] = {
 }
 
 
+@dataclass
+class Task:
+    """An expression in formats, and the terms of its operands."""
+
+    expression: Expression
+    operands: list[list[Tensor]]
+    format: Format
+    role: Role
+    reads: list[Any]
+
+    @classmethod
+    def of(cls, name: str, format: Format, args: Sequence[Any], kwargs: dict[str, Any]) -> Task:
+        """What an operation asks for; deferred operands become parts of its expression."""
+        plan, found = PLANS[name](*args, **kwargs)
+        places: list[Expression] = []
+        operands: list[list[Tensor]] = []
+        for x in found:
+            inner = x._deferred if isinstance(x, MCFTensor) else None
+            if inner is None:
+                places.append(len(operands))
+                operands.append(terms(x))
+            else:
+                own = range(len(operands), len(operands) + len(inner.operands))
+                places.append(shifted(inner.expression, own))
+                operands += map(list, inner.operands)
+        role = common_role((*args, *kwargs.values()))
+        return cls(
+            shifted(_in_format(plan, format.name), places), operands, format, role, list(found)
+        )
+
+    def may_wait(self) -> bool:
+        """Whether the result may be deferred: a value of whole values and numbers."""
+        return (
+            self.role == "value"
+            and self.format.rounding == "nearest"
+            and not torch.is_grad_enabled()
+            and length(self.expression) < LONGEST
+            and all(isinstance(x, (int, float)) or _is_whole(x) for x in self.reads)
+            and len({x.shape for x in self.reads if isinstance(x, Tensor)}) == 1
+        )
+
+    def key(self) -> list[Tensor]:
+        """A key, where the format rounds stochastically."""
+        key = key_for(self.format, next(x.device for x in self.reads if isinstance(x, MCFTensor)))
+        return [] if key is None else [key]
+
+
+def _is_whole(x: Any) -> bool:
+    """Whether an operand is a value in memory of its own, outside of compilers."""
+    if not isinstance(x, MCFTensor) or x.role != "value":
+        return False
+    return x._deferred is not None or (type(x._term0) is Tensor and x.is_contiguous())
+
+
+def _in_format(expression: Any, format: str) -> Expression:
+    """An expression whose operations all round to one format."""
+    if isinstance(expression, int):
+        return expression
+    operation, *parts = expression
+    return (operation, format, *(_in_format(part, format) for part in parts))
+
+
+def evaluated(tasks: Sequence[Task]) -> list[MCFTensor]:
+    """The results of tasks, in one pass for all that cannot wait."""
+    results: list[Any] = [None] * len(tasks)
+    now = []
+    for i, task in enumerate(tasks):
+        if task.may_wait():
+            like = next(x for x in task.reads if isinstance(x, MCFTensor))
+            deferred = Deferred(task.expression, task.operands)
+            results[i] = MCFTensor._defer(deferred, like, task.format)
+        else:
+            now.append(i)
+    if now:
+        found = iter(evaluate(*_joined([tasks[i] for i in now])))
+        for i in now:
+            own = list(itertools.islice(found, tasks[i].format.terms))
+            results[i] = MCFTensor(own, tasks[i].format, tasks[i].role)
+    return results
+
+
+def evaluated_into(targets: Sequence[MCFTensor], tasks: Sequence[Task]) -> None:
+    """Write the results of tasks into targets, in one pass for all that cannot wait."""
+    now = []
+    for target, task in zip(targets, tasks, strict=True):
+        if target._deferred is not None and task.may_wait():
+            target._await(Deferred(task.expression, task.operands))
+        else:
+            now.append((target, task))
+    if not now:
+        return
+    expressions, operands, lengths, keys = _joined([task for _, task in now])
+    written = [term for target, _ in now for term in target.components]
+    if all(type(x) is Tensor for x in written):
+        evaluate_(expressions, written, operands, lengths, keys)
+    else:  # a compiler's, which copies where an operator writes to what it reads
+        for term, new in zip(written, evaluate(expressions, operands, lengths, keys), strict=True):
+            term.copy_(new)
+
+
+def _joined(tasks: Sequence[Task]) -> tuple[str, list[Tensor], list[int], list[Tensor]]:
+    """Arguments of `evaluate` for all tasks."""
+    return (
+        ";".join(str(task.expression) for task in tasks),
+        [term for task in tasks for operand in task.operands for term in operand],
+        [len(operand) for task in tasks for operand in task.operands],
+        [key for task in tasks for key in task.key()],
+    )
+
+
 def arithmetic(name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An expansion of the common format and role, or a plain tensor where parameters compute."""
     operands = (*args, *kwargs.values())
     if computes_plainly(operands):
         return func(*leading(args), **leading(kwargs))
-    format = common_format(name, operands)
-    operation, plan = PLANS[name](*args, **kwargs)
-    result = expansion.apply(operation, *plan, format=format)
-    return MCFTensor(result, format, common_role(operands))
+    return evaluated([Task.of(name, common_format(name, operands), args, kwargs)])[0]
 
 
 def arithmetic_into(
@@ -121,20 +231,39 @@ def arithmetic_into(
 ) -> Tensor:
     """The same, stored in `target`: all terms of an expansion, or a plain tensor, rounded once."""
     operands = (*args, *kwargs.values())
-    if name in ("add", "sub") and isinstance(target, MCFTensor) and sparse.is_sparse(args[1]):
+    if not isinstance(target, MCFTensor):
+        if all(x.role == "parameter" for x in expansions(operands)):
+            func(*leading(args), **leading(kwargs))
+        else:
+            format = common_format(name, (target, *operands))
+            require_castable(format.base, target)
+            (result,) = evaluated([Task.of(name, format, args, kwargs)])
+            target.copy_(expansion.collapse(result.components, target.dtype))
+        return target
+    if name in ("add", "sub") and sparse.is_sparse(args[1]):
         sign = 1 if name == "add" else -1
         return sparse.add_(target, args[1], sign * kwargs.get("alpha", 1))
-    if not isinstance(target, MCFTensor) and all(
-        x.role == "parameter" for x in expansions(operands)
-    ):
-        func(*leading(args), **leading(kwargs))
-        return target
-    format = common_format(name, (target, *operands))
-    if isinstance(target, MCFTensor):
-        format = target.format
-    operation, plan = PLANS[name](*args, **kwargs)
-    store(target, expansion.apply(operation, *plan, format=format))
+    common_format(name, (target, *operands))  # raises for unlike bases
+    task = Task.of(name, target.format, args, kwargs)
+    if fits(task, target):
+        evaluated_into([target], [task])
+    else:
+        store(target, evaluated([task])[0].components)
     return target
+
+
+def fits(task: Task, target: MCFTensor) -> bool:
+    """Whether a result can be written element by element, while the operands are read."""
+    read = [x for operand in task.operands for x in operand if x.dim() > 0]
+    if any(x.shape != target.shape for x in read) or not any(x is target for x in task.reads):
+        return False
+    written = target.components if target._deferred is None else ()
+    if not all(type(x) is Tensor for x in written):
+        return True
+    places = {x.untyped_storage()._cdata: (x.data_ptr(), x.stride()) for x in written}
+    return all(
+        places.get(x.untyped_storage()._cdata) in (None, (x.data_ptr(), x.stride())) for x in read
+    )
 
 
 def _register(name: str) -> None:

@@ -1,4 +1,4 @@
-"""`torch._foreach_*`: the operation of the same name, tensor by tensor.
+"""`torch._foreach_*`: arithmetic on lists in one pass, other operations tensor by tensor.
 
 Lists may mix formats, plain parameters and plain states.
 """
@@ -10,6 +10,10 @@ from typing import Any
 
 import torch
 
+from mcftensor.dispatch.arithmetic import PLANS, Task, evaluated, evaluated_into, fits
+from mcftensor.dispatch.operands import common_format, computes_plainly
+from mcftensor.tensor import MCFTensor
+
 aten = torch.ops.aten
 
 # The fourth argument of these is a keyword of the single operation.
@@ -20,7 +24,7 @@ _WITH_NUMBER = {"maximum": "clamp_min", "minimum": "clamp_max"}
 
 
 def foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `_foreach_name` as a loop over `name`.
+    """Run `_foreach_name` as `name` on each element of its lists.
 
     A list of tensors or of numbers supplies one element a step; all else goes to every step.
     """
@@ -30,18 +34,60 @@ def foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
     if name in _WITH_NUMBER and func._overloadname.startswith("Scalar"):
         name = _WITH_NUMBER[name]
         full_name = name + "_" * in_place
-    single = getattr(aten, full_name, None)
     if name in _VALUED and func._overloadname == "Tensor":
         args = (*args[:3], args[3].tolist())
     lengths = [len(a) for a in args if isinstance(a, Sequence)]
     if len(set(lengths)) > 1:
         raise ValueError(f"{func}: lists of lengths {lengths}; all must be alike")
-    results = []
+    steps = []
     for i in range(lengths[0]):
         step = [a[i] if isinstance(a, Sequence) else a for a in args]
-        keywords = kwargs | ({"value": step.pop()} if name in _VALUED and len(step) == 4 else {})
-        if single is not None:
-            results.append(single(*step, **keywords))
-        else:  # _foreach_maximum_ exists, maximum_ does not
-            step[0].copy_(getattr(aten, name)(*step, **keywords))
+        keywords = dict(kwargs)
+        if name in _VALUED and len(step) == 4:
+            keywords["value"] = step.pop()
+        steps.append((step, keywords))
+    if name in PLANS:
+        return (_arithmetic_into if in_place else _arithmetic)(name, full_name, steps)
+    results = [_single(name, full_name, *step) for step in steps]
     return None if in_place else results
+
+
+Step = tuple[list[Any], dict[str, Any]]
+
+
+def _single(name: str, full_name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    single = getattr(aten, full_name, None)
+    if single is not None:
+        return single(*args, **kwargs)
+    # _foreach_maximum_ exists, maximum_ does not
+    return args[0].copy_(getattr(aten, name)(*args, **kwargs))
+
+
+def _arithmetic(name: str, full_name: str, steps: list[Step]) -> list[Any]:
+    results: list[Any] = [None] * len(steps)
+    tasks: dict[int, Task] = {}
+    for i, (args, kwargs) in enumerate(steps):
+        operands = (*args, *kwargs.values())
+        if any(isinstance(x, MCFTensor) for x in args) and not computes_plainly(operands):
+            tasks[i] = Task.of(name, common_format(name, operands), args, kwargs)
+        else:
+            results[i] = _single(name, full_name, args, kwargs)
+    for i, result in zip(tasks, evaluated(list(tasks.values())), strict=True):
+        results[i] = result
+    return results
+
+
+def _arithmetic_into(name: str, full_name: str, steps: list[Step]) -> None:
+    targets: list[MCFTensor] = []
+    tasks: list[Task] = []
+    for args, kwargs in steps:
+        target = args[0]
+        if isinstance(target, MCFTensor):
+            common_format(name, (*args, *kwargs.values()))  # raises for unlike bases
+            task = Task.of(name, target.format, args, kwargs)
+            if fits(task, target):
+                targets.append(target)
+                tasks.append(task)
+                continue
+        _single(name, full_name, args, kwargs)
+    evaluated_into(targets, tasks)

@@ -1,0 +1,95 @@
+"""Results that are computed when they are read.
+
+An optimizer that works by ordinary operations makes its denominator in three passes over memory
+and reads it once, in a fourth. Such an intermediate result is an expansion that holds an
+expression in place of terms. The operation that reads it computes it on the way, rounded at every
+stage as if it had been stored, so that no bit differs; whatever else touches it computes its terms.
+
+Only results outside of autograd and compilers are deferred, of whole expansions and numbers. When
+the components of an expansion are asked for, as they are before every change in place, all that is
+deferred and reads the same memory is computed before.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from mcftensor.elementwise import Expression, evaluate
+
+# Operations in an expression; longer ones are computed.
+LONGEST = 4
+
+
+@dataclass
+class Deferred:
+    """An expression, and the terms of its operands."""
+
+    expression: Expression
+    operands: Sequence[Sequence[Tensor]]
+    versions: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.versions = self._versions()
+
+    def _versions(self) -> list[int]:
+        return [t._version for terms in self.operands for t in terms if not t.is_inference()]
+
+    def compute(self) -> list[Tensor]:
+        """The terms.
+
+        Raises:
+            RuntimeError: a component of an operand has been written to since.
+        """
+        if self._versions() != self.versions:
+            raise RuntimeError(
+                f"the result of {self.expression} was not computed yet when a component of one of "
+                "its operands was written to; read x.components anew before writing to them"
+            )
+        terms = [term for operand in self.operands for term in operand]
+        return evaluate(str(self.expression), terms, [len(x) for x in self.operands], [])
+
+
+def length(expression: Expression) -> int:
+    """The number of operations in an expression."""
+    if isinstance(expression, int):
+        return 0
+    return 1 + sum(length(part) for part in expression[2:])
+
+
+def shifted(expression: Expression, places: Sequence[Any]) -> Expression:
+    """An expression whose operand i is the expression, or the operand, in place i."""
+    if isinstance(expression, int):
+        return places[expression]
+    operation, format, *parts = expression
+    return (operation, format, *(shifted(part, places) for part in parts))
+
+
+# For each piece of memory, the expansions whose expressions read it.
+_READERS: dict[int, list[weakref.ref[Any]]] = {}
+
+
+def watch(x: Any, deferred: Deferred) -> None:
+    """Remember that an expansion waits for what it reads."""
+    reference = weakref.ref(x)
+    for memory in _memory(term for operand in deferred.operands for term in operand):
+        _READERS.setdefault(memory, []).append(reference)
+
+
+def compute_readers(terms: Iterable[Tensor]) -> None:
+    """Compute all that is deferred and reads the memory of these terms."""
+    if not _READERS:
+        return
+    for memory in _memory(terms):
+        for reference in _READERS.pop(memory, ()):
+            x = reference()
+            if x is not None:
+                x.compute_terms()
+
+
+def _memory(terms: Iterable[Tensor]) -> set[int]:
+    return {t.untyped_storage()._cdata for t in terms if t.dim() > 0}
