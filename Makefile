@@ -22,7 +22,7 @@ study: .venv/installed ## measure what updates lose, by strategy, layer, learnin
 	$(BIN)/python examples/edq_study.py $(ARGS)
 
 bench: .venv/benchmarks ## time optimizer steps beside other libraries (ARGS="--help")
-	$(BIN)/python benchmarks/steps.py $(ARGS)
+	TORCH_CPP_LOG_LEVEL=ERROR $(BIN)/python benchmarks/steps.py $(ARGS)
 
 test: .venv/installed ## run the tests and the examples in docstrings, those marked slow aside (ARGS="-k name")
 	$(PYTEST) $(ARGS)

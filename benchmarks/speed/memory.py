@@ -43,7 +43,8 @@ def peak(device: str, action: Callable[[], object]) -> int:
 
     On a GPU by the allocator's own count. On a CPU by the allocations and releases that the
     profiler records, which, unlike the size of the process, does not depend on what was freed
-    before. Memory that an extension takes from elsewhere is not seen.
+    before. Memory that an extension takes from elsewhere is not seen, nor is the release of what
+    is older than the action, so that a step which exchanges a state counts as one that adds it.
     """
     if device == "cuda":
         torch.cuda.synchronize()
