@@ -10,6 +10,10 @@ compare steps that were taken side by side. Gradients and values are the same fo
 that is not installed, fails, or is not ready after --patience seconds is shown with the reason, and
 the others go on.
 
+On a CPU a large temporary is fresh memory from the system at every step, which costs more than the
+arithmetic. MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 in the environment keeps it in
+the process, and the JSON file says so.
+
 On a GPU the time is that between two events, from an idle device; a second figure has the device
 busy before, so that it does not wait for the host. First steps include compiling, into an empty
 cache unless --cache names a folder.

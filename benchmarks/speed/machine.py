@@ -33,6 +33,8 @@ def describe(device: str, packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        # How long freed memory stays in the process decides what temporaries cost on a CPU.
+        "malloc": {name: x for name, x in os.environ.items() if name.startswith("MALLOC_")},
         "python": platform.python_version(),
         "torch": torch.__version__,
         "mcftensor": mcf.__version__,
