@@ -87,7 +87,7 @@ def compute_readers(terms: Iterable[Tensor]) -> None:
     for memory in _memory(terms):
         for reference in _READERS.pop(memory, ()):
             x = reference()
-            if x is not None:
+            if x is not None and x._deferred is not None:
                 x.compute_terms()
 
 

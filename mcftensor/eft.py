@@ -219,8 +219,8 @@ def sqrt(a: Tensor) -> Tensor:
 
     *Error*: half an ulp.
 
-    *Cost*: one square root in the next wider type; for float64 one in float64, an fma, and the
-    neighbours of the result.
+    *Cost*: one square root in float64; for float64 itself also an fma, and the neighbours of the
+    result.
 
     *Source*: Tuckerman's test (float64): R. Agarwal et al., "New scalar and vector elementary
     functions for the IBM System/370", IBM J. Res. Dev. 30(2), 1986.
@@ -233,8 +233,8 @@ def sqrt(a: Tensor) -> Tensor:
         tensor(1.4142)
     """
     dtype = same_float_dtype("sqrt", a)
-    if dtype in _WIDER:
-        return torch.sqrt(a.to(_WIDER[dtype])).to(dtype)
+    if dtype != torch.float64:
+        return torch.sqrt(a.to(torch.float64)).to(dtype)
     root = torch.sqrt(a)
     remainder = _fma(-root, root, a)
     above = torch.nextafter(root, torch.full_like(root, torch.inf))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn, cast
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ class MCFTensor(torch.Tensor):
     _term0: Tensor
     _format: Format
     _role: Role
-    _deferred: Deferred | None = None
+    _deferred: Deferred | None = None  # of a DeferredTensor alone
 
     # What carries out operations; `dispatch/`, which is written for this class, sets it.
     _dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
@@ -102,32 +102,6 @@ class MCFTensor(torch.Tensor):
         made = MCFTensor.__new__(MCFTensor, components)
         made._hold(components, self._format, self._role)
         return made
-
-    # --------------------------------------------------------------- terms that are not there yet
-
-    @classmethod
-    def _defer(cls, deferred: Deferred, like: Tensor, format: Format) -> MCFTensor:
-        """A value whose terms, laid out as a tensor, will be computed when they are read."""
-        made = MCFTensor.__new__(MCFTensor, [like])
-        made._format, made._role = format, "value"
-        made._await(deferred)
-        return made
-
-    def _await(self, deferred: Deferred) -> None:
-        self._deferred = deferred
-        watch(self, deferred)
-
-    def __getattr__(self, name: str) -> Any:  # called for what is missing alone
-        if name not in _TERM_NAMES or self._deferred is None:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self.compute_terms()
-        return getattr(self, name)
-
-    def compute_terms(self) -> None:
-        """Compute the terms, where they have been deferred."""
-        if self._deferred is not None:
-            self._hold(self._deferred.compute(), self._format, self._role)
-            self._deferred = None
 
     # ------------------------------------------------------------------------------- what it is
 
@@ -358,6 +332,40 @@ class MCFTensor(torch.Tensor):
     def is_shared(self) -> bool:
         """Whether every term is in shared memory."""
         return all(term.is_shared() for term in self.components)
+
+
+class DeferredTensor(MCFTensor):
+    """A value whose terms are computed when they are read; then it is an MCFTensor."""
+
+    @staticmethod
+    def of(deferred: Deferred, like: Tensor, format: Format) -> DeferredTensor:
+        """The result of an expression, laid out as another tensor."""
+        made = cast(DeferredTensor, MCFTensor.__new__(DeferredTensor, [like]))
+        made._format, made._role = format, "value"
+        made.defer(deferred)
+        return made
+
+    def defer(self, deferred: Deferred) -> None:
+        """Take the result of an expression in place of what was here."""
+        self._deferred = deferred
+        watch(self, deferred)
+
+    def compute_terms(self) -> None:
+        """Compute the terms."""
+        assert self._deferred is not None
+        self._hold(self._deferred.compute(), self._format, self._role)
+        self._deferred = None
+        self.__class__ = MCFTensor  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:  # called for what is missing
+        if name not in _TERM_NAMES:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self.compute_terms()
+        return getattr(self, name)
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role]]:
+        self.compute_terms()
+        return self.__tensor_flatten__()
 
 
 def _check_components(components: Sequence[Tensor], format: Format | None) -> None:

@@ -390,11 +390,39 @@ def operator_samples():
     yield ops._renormalize, ([a, b, c], 2)
     yield ops._renormalize, ([a, b], 3)
     for format in ("bf16x2", "bf16x3", "fp32x2"):
-        yield ops.evaluate, ("add", [*pair, wide], [2, 1], format, None)
-    yield ops.evaluate, ("add", [*pair, wide], [2, 1], "bf16x2sr", key)
-    yield ops.evaluate, ("mul", [a, b], [1, 1], "bf16x2", None)
-    yield ops.evaluate, ("sqrt", pair, [2], "bf16x2", None)
-    yield ops.evaluate, ("lerp", [*pair, *pair, wide[0]], [2, 2, 1], "fp32x2", None)
+        yield ops.evaluate, (f"('add', '{format}', 0, 1)", [*pair, wide], [2, 1], [])
+    yield ops.evaluate, ("('add', 'bf16x2sr', 0, 1)", [*pair, wide], [2, 1], [key])
+    yield ops.evaluate, ("('mul', 'bf16x2', 0, 1)", [a, b], [1, 1], [])
+    yield ops.evaluate, ("('lerp', 'fp32x2', 0, 1, 2)", [*pair, *pair, wide[0]], [2, 2, 1], [])
+    two = "('sqrt', 'bf16x2', 0);('add', 'bf16x3', ('sqrt', 'bf16x2', 0), 1)"
+    yield ops.evaluate, (two, [*pair, *pair, wide], [2, 2, 1], [])
+    target = [x.clone() for x in pair]
+    yield ops.evaluate_, ("('add', 'bf16x2', 0, 1)", target, [*pair, wide], [2, 1], [])
+    yield from step_samples(ops)
+
+
+def step_samples(ops):
+    def quantity(terms):
+        first = torch.rand(5).bfloat16() + 1
+        return [first * 2.0 ** (-9 * i) for i in range(terms)]
+
+    p, m, v, sums = (quantity(terms) for terms in (3, 1, 2, 2))
+    g, step, lr = torch.randn(5).bfloat16(), torch.tensor(3.0), torch.tensor(1e-3)
+    scale, bad, key = torch.tensor(2.0), torch.tensor(0.0), torch.tensor(7)
+    adam = (0.9, 0.99, 0.1, 1e-8, False, True)
+    nearest = ([1, 3, 1, 2], [], [False, False, False])
+    yield ops.adam_, ([*p, *m, *v], [g], *nearest, [step], lr, None, None, *adam)
+    yield ops.adam_, ([*p, *m, *v], [g], *nearest, [step], lr, scale, bad, *adam)
+    drawn = ([1, 2, 1, 2], [key], [True, False, True])
+    yield ops.adam_, ([*p[:2], *m, *v], [g], *drawn, [step], lr, None, None, *adam)
+    sgd = (0.9, 0.0, 0.1, True, False, False)
+    yield ops.sgd_, ([*p, *v], [g], [1, 3, 2], [], [False] * 2, lr, None, None, *sgd)
+    adagrad = (0.1, 0.1, 1e-8, False)
+    yield (
+        ops.adagrad_,
+        ([*p, *sums], [g], [1, 3, 2], [], [False] * 2, [step], lr, None, None, *adagrad),
+    )
+    yield ops.unscale_, ([g, *v], [1, 2], scale)
 
 
 @pytest.mark.parametrize(("operator", "arguments"), [*operator_samples()])

@@ -30,7 +30,7 @@ from mcftensor.dispatch.table import TABLE, register_forms
 from mcftensor.elementwise import Expression, evaluate, evaluate_
 from mcftensor.formats import Format
 from mcftensor.noise import key_for
-from mcftensor.tensor import MCFTensor, Role
+from mcftensor.tensor import DeferredTensor, MCFTensor, Role
 
 aten = torch.ops.aten
 
@@ -178,7 +178,7 @@ def evaluated(tasks: Sequence[Task]) -> list[MCFTensor]:
         if task.may_wait():
             like = next(x for x in task.reads if isinstance(x, MCFTensor))
             deferred = Deferred(task.expression, task.operands)
-            results[i] = MCFTensor._defer(deferred, like, task.format)
+            results[i] = DeferredTensor.of(deferred, like, task.format)
         else:
             now.append(i)
     if now:
@@ -193,8 +193,8 @@ def evaluated_into(targets: Sequence[MCFTensor], tasks: Sequence[Task]) -> None:
     """Write the results of tasks into targets, in one pass for all that cannot wait."""
     now = []
     for target, task in zip(targets, tasks, strict=True):
-        if target._deferred is not None and task.may_wait():
-            target._await(Deferred(task.expression, task.operands))
+        if isinstance(target, DeferredTensor) and task.may_wait():
+            target.defer(Deferred(task.expression, task.operands))
         else:
             now.append((target, task))
     if not now:

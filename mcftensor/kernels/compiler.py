@@ -37,7 +37,9 @@ def load(source: str, *, build: bool) -> Launch | None:
     compiler = find()
     if compiler is None:
         return None
-    library = directory() / f"{_digest(source, compiler)}.so"
+    status = Path(compiler).resolve().stat()
+    parts = (source, *FLAGS, compiler, status.st_size, status.st_mtime_ns, _processor())
+    library = directory() / f"{digest(*parts)}.so"
     if not library.exists() and not (build and _compile(source, compiler, library)):
         return None
     try:
@@ -68,10 +70,8 @@ def directory() -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "mcftensor"
 
 
-def _digest(source: str, compiler: str) -> str:
-    """A name for what a source becomes: by this compiler, on this kind of processor."""
-    status = Path(compiler).resolve().stat()
-    parts = (source, *FLAGS, compiler, status.st_size, status.st_mtime_ns, _processor())
+def digest(*parts: object) -> str:
+    """A name for what is made of these parts."""
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32]
 
 
@@ -84,19 +84,22 @@ def _processor() -> str:
     return next((x for x in lines if x.startswith(("flags", "Features"))), os.uname().machine)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that appears whole or not at all, other processes being at it too."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        draft = Path(scratch) / path.name
+        draft.write_text(text)
+        draft.replace(path)
+
+
 def _compile(source: str, compiler: str, library: Path) -> bool:
-    """Compile into a file that appears whole or not at all, other processes being at it too."""
+    command = [compiler, *FLAGS, "kernel.cpp", "-o", "kernel.so"]
     try:
         library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
             (Path(scratch) / "kernel.cpp").write_text(source)
-            subprocess.run(
-                [compiler, *FLAGS, "kernel.cpp", "-o", "kernel.so"],
-                cwd=scratch,
-                check=True,
-                capture_output=True,
-                text=True,
-            )
+            subprocess.run(command, cwd=scratch, check=True, capture_output=True, text=True)
             (Path(scratch) / "kernel.so").replace(library)
     except subprocess.CalledProcessError as error:
         _give_up(f"{compiler} failed: {error.stderr.strip()[:500]}")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mcftensor.kernels.program import Instruction, Place, Program
+from mcftensor.kernels.program import Instruction, Place, Program, varying
 
 # dtype: (type to compute with, type in memory)
 _TYPES = {
@@ -205,7 +205,7 @@ def source(program: Program) -> str:
         else:
             names.append(f"const double scalar{i} = number[{scalars}];")
             scalars += 1
-    lines, varies = _Lines(program).lines(), _varying(program.instructions)
+    lines, varies = _Lines(program).lines(), varying(program.instructions)
     before = [line for line, inside in zip(lines, varies, strict=True) if not inside]
     body = list(itertools.compress(lines, varies))
     for i, (place, dtype) in enumerate(zip(program.results, signature.outputs, strict=True)):
@@ -228,15 +228,6 @@ def source(program: Program) -> str:
 
 def _indented(lines: Sequence[str], places: int) -> str:
     return "\n".join(" " * places + line for line in lines)
-
-
-def _varying(instructions: Sequence[Instruction]) -> list[bool]:
-    """Which of them do not depend on scalars alone."""
-    varies: list[bool] = []
-    for x in instructions:
-        operands = [o.index for o in x.operands if isinstance(o, Place)]
-        varies.append(x.name in ("vector", "index") or any(varies[i] for i in operands))
-    return varies
 
 
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}

@@ -49,7 +49,7 @@ class Place:
     index: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
     """Instructions in order, and which of them are the results."""
 
@@ -91,6 +91,15 @@ def _without_unused(program: Program) -> Program:
     return Program(program.signature, tuple(kept), results)
 
 
+def varying(instructions: Sequence[Instruction]) -> list[bool]:
+    """Which of them do not depend on scalars alone."""
+    varies: list[bool] = []
+    for x in instructions:
+        operands = [o.index for o in x.operands if isinstance(o, Place)]
+        varies.append(x.name in ("vector", "index") or any(varies[i] for i in operands))
+    return varies
+
+
 # aten's name: the name of an instruction whose operands all enter in the type of the result.
 _ARITHMETIC = {
     aten.add: "add",
@@ -127,7 +136,10 @@ _COMPARISONS = {
     aten.signbit: "signbit",
 }
 # Operators of `eft.py` that machines have; the others are recorded by their definitions.
-_NATIVE = (("sqrt", torch.float32), ("sqrt", torch.float64), ("fma", torch.float32))
+_NATIVE = {
+    "sqrt": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    "fma": (torch.float32,),
+}
 _SAME = (aten.clone, aten.detach, aten.alias, aten.lift_fresh)
 _CONSTANTS = {aten.zeros_like: 0, aten.ones_like: 1}
 
@@ -173,7 +185,7 @@ class _Recorder(TorchDispatchMode):
         if func.has_kernel_for_dispatch_key(_COMPOSITE):  # arrives whole in inference mode
             with self:
                 return func.decompose(*args, **kwargs)
-        if func.namespace == "mcftensor" and (func._opname, args[0].dtype) not in _NATIVE:
+        if func.namespace == "mcftensor" and args[0].dtype not in _NATIVE.get(func._opname, ()):
             with self:
                 return DEFINITIONS[func._opname](*args)
         result = func(*args, **kwargs)

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcftensor.kernels import blocks, compiler, cpp
-from mcftensor.kernels.program import Body, Signature, record
+from mcftensor.kernels import blocks, compiler, cpp, cuda
+from mcftensor.kernels.program import Body, Program, Signature, record
 
 # Elements after which the time to look for compiled code, and to make it, is well spent.
 LOOK_AFTER = 1 << 14
 BUILD_AFTER = 1 << 20
+
+# Types of devices that Triton's kernels run on.
+TRITON_DEVICES = ["cuda"]
 
 # Elements a thread is worth starting for.
 _GRAIN = 1 << 15
@@ -52,12 +55,12 @@ class _Kernel:
             build = self.worked >= BUILD_AFTER and not self.built
             if build or (self.worked >= LOOK_AFTER and not self.looked):
                 self.looked, self.built = True, build
-                self.launch = compiler.load(self.source, build=build)
+                self.launch = compiler.load(cpp.source(self.program), build=build)
         return self.launch
 
     @functools.cached_property
-    def source(self) -> str:
-        return cpp.source(record(self.body, self.signature))
+    def program(self) -> Program:
+        return record(self.body, self.signature)
 
 
 _KERNELS: dict[Hashable, _Kernel] = {}
@@ -78,7 +81,9 @@ def run(calls: Iterable[tuple[Hashable, Callable[[], Body], Call]]) -> None:
             tuple([x.dtype if isinstance(x, Tensor) else torch.float64 for x in call.scalars]),
             tuple([x.dtype for x in call.outputs]),
         )
-        key = (name, dtypes, call.outputs[0].device)
+        device = call.outputs[0].device
+        there = cuda.on_device(call, device) if device.type in TRITON_DEVICES else ()
+        key = (name, dtypes, device, there)
         group = groups.get(key)
         if group is None:
             kernel = _KERNELS.get(key)
@@ -98,7 +103,11 @@ def _run_group(kernel: _Kernel, calls: list[Call]) -> None:
             flat.append(call)
         else:
             blocks.run_whole(kernel.body, call.vectors, call.scalars, call.outputs)
-    if flat and calls[0].outputs[0].device.type == "cpu":
+    device = calls[0].outputs[0].device
+    if flat and device.type in TRITON_DEVICES and cuda.is_available():
+        cuda.launch(kernel.program, flat, device)
+        return
+    if flat and device.type == "cpu":
         elements = sum([call.outputs[0].numel() for call in flat])
         launch = kernel.compiled(elements)
         if launch is not None:
