@@ -12,11 +12,13 @@ deferred and reads the same memory is computed before.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mcftensor.elementwise import Expression, evaluate
@@ -37,7 +39,9 @@ class Deferred:
         self.versions = self._versions()
 
     def _versions(self) -> list[int]:
-        return [t._version for terms in self.operands for t in terms if not t.is_inference()]
+        if torch.is_inference_mode_enabled():
+            return []  # where tensors count no versions
+        return [t._version for terms in self.operands for t in terms]
 
     def compute(self) -> list[Tensor]:
         """The terms.
@@ -54,6 +58,7 @@ class Deferred:
         return evaluate(str(self.expression), terms, [len(x) for x in self.operands], [])
 
 
+@functools.cache
 def length(expression: Expression) -> int:
     """The number of operations in an expression."""
     if isinstance(expression, int):
@@ -61,12 +66,13 @@ def length(expression: Expression) -> int:
     return 1 + sum(length(part) for part in expression[2:])
 
 
-def shifted(expression: Expression, places: Sequence[Any]) -> Expression:
-    """An expression whose operand i is the expression, or the operand, in place i."""
+@functools.cache
+def shifted(expression: Expression, by: int) -> Expression:
+    """An expression whose operands have numbers so much larger."""
     if isinstance(expression, int):
-        return places[expression]
+        return expression + by
     operation, format, *parts = expression
-    return (operation, format, *(shifted(part, places) for part in parts))
+    return (operation, format, *(shifted(part, by) for part in parts))
 
 
 # For each piece of memory, the expansions whose expressions read it.

@@ -29,7 +29,7 @@ from mcftensor.dispatch.operands import (
 from mcftensor.dispatch.table import TABLE, register_forms
 from mcftensor.elementwise import Expression, evaluate, evaluate_
 from mcftensor.formats import Format
-from mcftensor.noise import key_for
+from mcftensor.noise import draw_key
 from mcftensor.tensor import DeferredTensor, MCFTensor, Role
 
 aten = torch.ops.aten
@@ -113,30 +113,28 @@ class Task:
     """An expression in formats, and the terms of its operands."""
 
     expression: Expression
-    operands: list[list[Tensor]]
+    operands: list[Sequence[Tensor]]
     format: Format
     role: Role
-    reads: list[Any]
+    reads: Sequence[Any]
 
     @classmethod
     def of(cls, name: str, format: Format, args: Sequence[Any], kwargs: dict[str, Any]) -> Task:
         """What an operation asks for; deferred operands become parts of its expression."""
         plan, found = PLANS[name](*args, **kwargs)
-        places: list[Expression] = []
-        operands: list[list[Tensor]] = []
+        places: list[Expression] = []  # of the operands, or of their expressions
+        operands: list[Sequence[Tensor]] = []
         for x in found:
             inner = x._deferred if isinstance(x, MCFTensor) else None
             if inner is None:
                 places.append(len(operands))
                 operands.append(terms(x))
             else:
-                own = range(len(operands), len(operands) + len(inner.operands))
-                places.append(shifted(inner.expression, own))
-                operands += map(list, inner.operands)
+                places.append(shifted(inner.expression, len(operands)))
+                operands += inner.operands
         role = common_role((*args, *kwargs.values()))
-        return cls(
-            shifted(_in_format(plan, format.name), places), operands, format, role, list(found)
-        )
+        expression = _expression(plan, format.name, tuple(places))
+        return cls(expression, operands, format, role, found)
 
     def may_wait(self) -> bool:
         """Whether the result may be deferred: a value of whole values and numbers."""
@@ -151,8 +149,9 @@ class Task:
 
     def key(self) -> list[Tensor]:
         """A key, where the format rounds stochastically."""
-        key = key_for(self.format, next(x.device for x in self.reads if isinstance(x, MCFTensor)))
-        return [] if key is None else [key]
+        if self.format.rounding == "nearest":
+            return []
+        return [draw_key(next(x.device for x in self.reads if isinstance(x, Tensor)))]
 
 
 def _is_whole(x: Any) -> bool:
@@ -162,12 +161,18 @@ def _is_whole(x: Any) -> bool:
     return x._deferred is not None or (type(x._term0) is Tensor and x.is_contiguous())
 
 
-def _in_format(expression: Any, format: str) -> Expression:
-    """An expression whose operations all round to one format."""
-    if isinstance(expression, int):
-        return expression
-    operation, *parts = expression
-    return (operation, format, *(_in_format(part, format) for part in parts))
+@functools.cache
+def _expression(plan: Any, format: str, places: tuple[Expression, ...]) -> Expression:
+    """A plan whose operations round to a format, of the operands in these places."""
+    if isinstance(plan, int):
+        return places[plan]
+    operation, *parts = plan
+    return (operation, format, *(_expression(part, format, places) for part in parts))
+
+
+@functools.cache
+def _text(expression: Expression) -> str:
+    return str(expression)
 
 
 def evaluated(tasks: Sequence[Task]) -> list[MCFTensor]:
@@ -211,7 +216,7 @@ def evaluated_into(targets: Sequence[MCFTensor], tasks: Sequence[Task]) -> None:
 def _joined(tasks: Sequence[Task]) -> tuple[str, list[Tensor], list[int], list[Tensor]]:
     """Arguments of `evaluate` for all tasks."""
     return (
-        ";".join(str(task.expression) for task in tasks),
+        ";".join([_text(task.expression) for task in tasks]),
         [term for task in tasks for operand in task.operands for term in operand],
         [len(operand) for task in tasks for operand in task.operands],
         [key for task in tasks for key in task.key()],
