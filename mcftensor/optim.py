@@ -210,15 +210,15 @@ class _Plan:
                 state[name] = new
 
     def _converted(self, p: MCFTensor, name: str, x: Any) -> Any:
-        if not (isinstance(x, Tensor) and x.shape == p.shape and x.is_floating_point()):
-            return x
         if name == "step" or not (self.full or name in self.named):
             return x
         wanted = p.format if self.full or self.named[name] is _OWN else self.named[name]
+        if isinstance(x, MCFTensor) and x.format == wanted:  # as after the first step
+            return x
+        if not (isinstance(x, Tensor) and x.shape == p.shape and x.is_floating_point()):
+            return x
         if wanted is None:
             return as_plain(x, p.dtype) if isinstance(x, MCFTensor) or x.dtype != p.dtype else x
-        if isinstance(x, MCFTensor) and x.format == wanted:
-            return x
         return as_expansion(x, wanted)
 
 

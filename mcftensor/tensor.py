@@ -162,6 +162,9 @@ class MCFTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if not kwargs and func not in cls._whole and func not in _CHOICES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args)
         kwargs = kwargs or {}
         out = kwargs.get("out")
         if (
@@ -173,10 +176,8 @@ class MCFTensor(torch.Tensor):
             if _holds_expansion((args, inputs)):
                 return cls._evaluate_into(func, args, inputs, out)
         with torch._C.DisableTorchFunctionSubclass():
-            if func is torch.where:
-                return _where(*args, **kwargs)
-            if func is torch.Tensor.where:
-                return _where_method(*args, **kwargs)
+            if func in _CHOICES:
+                return _CHOICES[func](*args, **kwargs)
             if func in cls._whole and _has_value((args, kwargs)):
                 return cls._evaluate_whole(func, *args, **kwargs)
             return func(*args, **kwargs)
@@ -408,6 +409,10 @@ def _number(x: float, format: Format, device: torch.device | None = None) -> tup
 
 def _where_method(input: Any, condition: Tensor, other: Any = None) -> Any:
     return _where(condition, input, other)
+
+
+# torch rounds a number to the base dtype before dispatch.
+_CHOICES: dict[Any, Callable[..., Any]] = {torch.where: _where, torch.Tensor.where: _where_method}
 
 
 def _holds_expansion(tree: Any) -> bool:

@@ -119,8 +119,7 @@ def _run_group(kernel: _Kernel, calls: list[Call]) -> None:
 
 def _is_flat(tensors: Sequence[Tensor], in_order: bool) -> bool:
     """Whether all are dense, and elements of the same index lie at the same place of memory."""
-    length = tensors[0].numel()
-    if all(x.is_contiguous() and x.numel() == length for x in tensors):
+    if len({x.numel() for x in tensors}) == 1 and all(map(Tensor.is_contiguous, tensors)):
         return True
     shape, strides = tensors[0].shape, tensors[0].stride()
     return (
