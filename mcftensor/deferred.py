@@ -18,7 +18,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mcftensor.elementwise import Expression, evaluate
@@ -39,9 +38,8 @@ class Deferred:
         self.versions = self._versions()
 
     def _versions(self) -> list[int]:
-        if torch.is_inference_mode_enabled():
-            return []  # where tensors count no versions
-        return [t._version for terms in self.operands for t in terms]
+        terms = [t for operand in self.operands for t in operand]
+        return [t._version for t in terms if not t.is_inference()]  # which count no versions
 
     def compute(self) -> list[Tensor]:
         """The terms.
