@@ -220,7 +220,8 @@ class TestInferenceMode:
                     expected = call(t)
                 with torch.inference_mode():
                     result = call(t)
-                    assert type(result) is type(expected)
+                    # Of either, the terms may not be computed yet, which shows in its type.
+                    assert isinstance(result, mcf.MCFTensor) is isinstance(expected, mcf.MCFTensor)
                     assert torch.equal(result, expected)
                     if isinstance(result, mcf.MCFTensor):
                         assert (result.role, result.format) == (expected.role, expected.format)

@@ -206,9 +206,9 @@ def evaluated_into(targets: Sequence[MCFTensor], tasks: Sequence[Task]) -> None:
         return
     expressions, operands, lengths, keys = _joined([task for _, task in now])
     written = [term for target, _ in now for term in target.components]
-    if all(type(x) is Tensor for x in written):
+    if len(now) > 1 or all(type(x) is Tensor for x in written):
         evaluate_(expressions, written, operands, lengths, keys)
-    else:  # a compiler's, which copies where an operator writes to what it reads
+    else:  # a compiler's: one by one, operators that write take it long to see through
         for term, new in zip(written, evaluate(expressions, operands, lengths, keys), strict=True):
             term.copy_(new)
 
