@@ -1,13 +1,13 @@
-"""Shared by all tests: devices, one thread, and a compiler cache of this run's own."""
+"""Shared by all tests: devices, one thread, and compiler caches of this run's own."""
 
 import os
 import tempfile
 from pathlib import Path
 
 # Before torch reads it: results of compilation by an earlier state of the code must not be used.
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(
-    Path(tempfile.gettempdir()) / f"mcftensor-tests-{os.getppid()}"
-)
+_CACHE = Path(tempfile.gettempdir()) / f"mcftensor-tests-{os.getppid()}"
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_CACHE)
+os.environ["MCFTENSOR_CACHE_DIR"] = str(_CACHE / "kernels")
 
 import pytest
 import torch

@@ -1,0 +1,195 @@
+"""The same elementwise work done by eager PyTorch, by C++ and by Triton's interpreter."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+import mcftensor as mcf
+from mcftensor import expansion
+from mcftensor.elementwise import evaluate
+from mcftensor.kernels import blocks, cuda, running
+from mcftensor.kernels.program import Program
+
+NAMES = ["bf16x2", "bf16x3", "fp16x2", "fp32x2", "fp32x3", "fp64x2", "bf16x2sr", "fp32x2sr"]
+FORMATS = [mcf.Format.from_name(name) for name in NAMES]
+OPERATIONS = {
+    "add": 2, "mul": 2, "div": 2, "sqrt": 1, "fma": 3, "addcmul": 4, "addcdiv": 4, "lerp": 3
+}  # fmt: skip
+PATTERNS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1.0, -1.0]
+
+
+@contextmanager
+def way(name: str) -> Iterator[list[Program]]:
+    """Within it functions run eagerly, in C++ or in Triton, and no part of them in another way.
+
+    Yields a list that Triton's programs are put into.
+    """
+    programs: list[Program] = []
+    after = 0 if name == "cpp" else 1 << 60
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "_KERNELS", {})
+        patch.setattr(running, "LOOK_AFTER", after)
+        patch.setattr(running, "BUILD_AFTER", after)
+        if name != "eager":
+            patch.setattr(blocks, "run", _must_not_run)
+        if name == "triton":
+            import triton  # noqa: PLC0415  # no package for every platform
+
+            launch = cuda.launch
+
+            def spy(program: Program, *args: object) -> None:
+                programs.append(program)
+                launch(program, *args)
+
+            patch.setattr(running, "TRITON_DEVICES", ["cpu"])
+            patch.setattr(cuda, "launch", spy)
+            patch.setattr(triton.knobs.runtime, "interpret", True)
+            cuda._kernel.cache_clear()
+        yield programs
+        cuda._kernel.cache_clear()
+
+
+def _must_not_run(*args: object) -> None:
+    raise AssertionError("fell back to eager PyTorch")
+
+
+def same(name: str, function: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
+    """Assert that a function gives the bits of eager PyTorch another way, and return its terms.
+
+    It must make its operands anew, or leave them as they are.
+    """
+    with way("eager"):
+        torch.manual_seed(1)
+        expected = flat(function())
+    with way(name):
+        torch.manual_seed(1)
+        got = flat(function())
+    assert_same_bits(got, expected)
+    return got
+
+
+def flat(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [t.clone() for x in tensors for t in getattr(x, "components", (x,))]
+
+
+def assert_same_bits(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """One NaN is as good as another."""
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        alike = (a == b) & (a.signbit() == b.signbit()) | (a.isnan() & b.isnan())
+        assert alike.all(), (a[~alike][:4].tolist(), b[~alike][:4].tolist())
+
+
+def patterns(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Numbers of random bits: subnormals, huge ones, and NaNs with all payloads among them."""
+    integer = PATTERNS[dtype.itemsize]
+    ends = torch.iinfo(integer)
+    bits = torch.randint(ends.min, ends.max, shape, dtype=integer)
+    exponents = torch.randint(8, shape)
+    # One in eight has an exponent field of ones, one in eight of zeros.
+    infinity = torch.tensor(float("inf"), dtype=dtype).view(integer)
+    bits = torch.where(exponents == 0, bits | infinity, bits)
+    return torch.where(exponents == 1, bits & ~infinity, bits).view(dtype)
+
+
+def operand(format: mcf.Format, *shape: int) -> tuple[Tensor, ...]:
+    """Terms of a format: normalized ones of all sizes, special values, any bits in any term."""
+    finfo = torch.finfo(format.base)
+    span = 20 if format.base == torch.float16 else 60
+    x = torch.randn(shape, dtype=torch.float64)
+    x = x * torch.exp2(torch.randint(-span, span, shape).double()).clamp(max=finfo.max / 8)
+    edges = torch.tensor([*SPECIAL, finfo.max, finfo.tiny, finfo.tiny / 4, finfo.max / 2])
+    chosen = edges.double()[torch.randint(len(edges), shape)]
+    kind = torch.randint(8, shape)
+    terms = expansion.expand(torch.where(kind == 0, chosen, x), format.nearest)
+    return tuple(torch.where(kind == 1, patterns(t.dtype, *shape), t) for t in terms)
+
+
+def expression(operation: str, format: mcf.Format) -> str:
+    return str((operation, format.name, *range(OPERATIONS[operation])))
+
+
+def run(text: str, *operands: Sequence[Tensor]) -> list[Tensor]:
+    """The terms of an expression, with a key where it rounds stochastically."""
+    keys = [torch.tensor(2**61 + 12345)] if "sr" in text else []
+    return evaluate(text, [t for x in operands for t in x], [len(x) for x in operands], keys)
+
+
+# --------------------------------------------------------------------------------- fused steps
+
+# Formats of a parameter and of its states.
+MIXTURES = [
+    ("bf16x2", "bf16x2"),
+    ("bf16x2", torch.bfloat16),
+    ("bf16x3", "bf16x2"),
+    ("bf16x3", torch.float32),
+    ("fp16x2", "fp16x2"),
+    ("fp32x2", "fp32x2"),
+    ("fp32x2", torch.float32),
+    ("bf16x2sr", "bf16x2sr"),
+    ("bf16x2sr", torch.bfloat16),
+]
+STEPS = {
+    "adam": {"weight_decay": 0.1},
+    "adamw": {"amsgrad": True, "maximize": True, "scaled": True, "weight_decay": 0.1},
+    "sgd": {"momentum": 0.0, "weight_decay": 0.1},
+    "momentum": {"momentum": 0.9, "dampening": 0.5, "nesterov": True, "scaled": True},
+    "adagrad": {"weight_decay": 0.1, "maximize": True},
+}
+
+
+def tensor(kind: str | torch.dtype, *shape: int, nonnegative: bool = False) -> Tensor:
+    """An expansion, or a plain tensor, of random values and a few special ones."""
+    x = torch.randn(shape, dtype=torch.float64)
+    if nonnegative:
+        x = x.square()
+    else:
+        special = torch.tensor(SPECIAL, dtype=torch.float64)[torch.randint(len(SPECIAL), shape)]
+        x = torch.where(torch.rand(shape) < 0.05, special, x)
+    if isinstance(kind, torch.dtype):
+        return x.to(kind)
+    format = mcf.Format.from_name(kind)
+    return mcf.MCFTensor(expansion.expand(x, format.nearest), format)
+
+
+def step(
+    kind: str,
+    mixtures: Sequence[tuple[str, str | torch.dtype]],
+    shapes: Sequence[tuple[int, ...]],
+    found_inf: float = 0.0,
+) -> list[Tensor]:
+    """What torch's operator for a fused step leaves in parameters and states after two steps."""
+    options = {"weight_decay": 0.0, "maximize": False} | STEPS[kind]
+    if options.pop("scaled", False):
+        options["grad_scale"] = torch.tensor(128.0)
+        options["found_inf"] = torch.tensor(found_inf)
+    pairs = list(zip(mixtures, shapes, strict=True))
+    params = [tensor(p, *shape) for (p, _), shape in pairs]
+    states = [
+        [tensor(s, *shape, nonnegative=i > 0 or kind == "adagrad") for (_, s), shape in pairs]
+        for i in range(3)
+    ]
+    counts = [torch.tensor(float(i)) for i in range(len(params))]
+    for first in (True, False):
+        grads = [tensor(p.dtype, *p.shape) for p in params]
+        if kind.startswith("adam"):
+            options = {"amsgrad": False, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8} | options
+            operator = torch._fused_adamw_ if kind == "adamw" else torch._fused_adam_
+            largest = states[2] if options["amsgrad"] else []
+            counts = [count + 1 for count in counts]
+            operator(params, grads, states[0], states[1], largest, counts, lr=0.01, **options)
+        elif kind == "adagrad":
+            counts = [count + 1 for count in counts]
+            torch._fused_adagrad_(
+                params, grads, states[0], counts, lr=0.01, lr_decay=0.1, eps=1e-8, **options
+            )
+        else:
+            options = {"dampening": 0.0, "nesterov": False} | options
+            buffers = states[0] if options["momentum"] else []
+            torch._fused_sgd_(params, grads, buffers, lr=0.01, is_first_step=first, **options)
+    return [*params, *(x for state in states for x in state)]
