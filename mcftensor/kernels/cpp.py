@@ -95,7 +95,8 @@ INLINE F fp16_value(U bits) {
   U normal = magnitude + (112u << 23);
   U subnormal = as<U>(to<F>(bits & 0x7fff) * 0x1p-24f);
   U value = magnitude < (1u << 23) ? subnormal : normal;
-  value = magnitude >= (31u << 23) ? normal + (112u << 23) : value;
+  value = magnitude == (31u << 23) ? all<U>(0x7f800000u) : value;
+  value = magnitude > (31u << 23) ? all<U>(0x7fc00000u) : value;  // quiet
   return as<F>(value | (bits & 0x8000) << 16);
 }
 INLINE F to_fp16(F x) {

@@ -204,6 +204,8 @@ class _Recorder(TorchDispatchMode):
             return self._add(
                 _COMPARISONS[packet], tuple(self._cast(x, common) for x in args), torch.bool
             )
+        if func is aten.isnan.default:
+            return self._add("ne", (self.operand(args[0]),) * 2, dtype)
         if func is aten.where.self:
             chosen = tuple(self._cast(x, dtype) for x in args[1:])
             return self._add("where", (self.operand(args[0]), *chosen), dtype)

@@ -54,9 +54,11 @@ def bf16_bits(x):
 
 
 @triton.jit
-def to_bf16(x):  # of a NaN too, whose last bits `quiet` has cleared
+def to_bf16(x):
     bits = x.to(tl.uint32, bitcast=True)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    # The NaN that GPUs compute has all bits set, and would be rounded to a zero.
+    return tl.where(x == x, nearest, 0x7FC00000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -66,7 +68,8 @@ def fp16_value(bits):
     normal = magnitude + (112 << 23)
     subnormal = ((bits & 0x7FFF).to(tl.int32).to(tl.float32) * 2.0**-24).to(tl.uint32, bitcast=True)
     value = tl.where(magnitude < (1 << 23), subnormal, normal)
-    value = tl.where(magnitude >= (31 << 23), normal + (112 << 23), value)
+    value = tl.where(magnitude == (31 << 23), 0x7F800000, value)
+    value = tl.where(magnitude > (31 << 23), 0x7FC00000, value)  # quiet
     return (value | ((bits & 0x8000) << 16)).to(tl.float32, bitcast=True)
 
 
