@@ -1,0 +1,218 @@
+"""Triton kernels: the bits of eager PyTorch in its interpreter, and what is in their machine code.
+
+Nothing here needs a GPU.
+"""
+
+import importlib.util
+import re
+
+import pytest
+import torch
+from kernel_cases import (
+    FORMATS,
+    MIXTURES,
+    NAMES,
+    OPERATIONS,
+    STEPS,
+    assert_same_bits,
+    expression,
+    operand,
+    patterns,
+    run,
+    same,
+    step,
+    way,
+)
+
+import mcftensor as mcf
+from mcftensor.kernels import Call, running
+from mcftensor.kernels import triton as programs
+
+triton = pytest.importorskip("triton")
+
+pytestmark = [
+    # The interpreter computes with numpy, which warns of what arithmetic with special values does.
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning"),
+]
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_operation(operation, format):
+    operands = [operand(format.nearest, 1501) for _ in range(OPERATIONS[operation])]
+    same("triton", lambda: run(expression(operation, format), *operands))
+
+
+@pytest.mark.parametrize("name", ["bf16x2", "bf16x3", "fp16x2", "fp32x2"])
+def test_nested_expressions(name):
+    inner = ("add", name, ("div", name, ("sqrt", name, 0), 1), 2)
+    text = str(("addcdiv", name, 3, 4, inner, 5))
+    format = mcf.Format.from_name(name)
+    v, x, m = (operand(format, 1501) for _ in range(3))
+    numbers = [(torch.tensor(c, dtype=torch.float64),) for c in (0.3, 1e-8, -1e-3)]
+    same("triton", lambda: run(text, v, numbers[0], numbers[1], x, m, numbers[2]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["bf16x2", "fp16x2", "fp32x2"])
+def test_plain_operands_with_all_payloads(name, dtype):
+    format = mcf.Format.from_name(name)
+    x, plain = operand(format, 4099), patterns(dtype, 4099)
+    same("triton", lambda: run(expression("add", format), x, (plain,)))
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_fused_steps(kind):
+    shapes = [(257,), (7,), (16, 33), (1,), (64,), (65,), (130,), (40, 3), (1003,)]
+
+    def seeded():
+        torch.manual_seed(2)
+        return step(kind, MIXTURES, shapes)
+
+    same("triton", seeded)
+
+
+def test_one_huge_and_many_tiny_tensors():
+    format = mcf.bf16x2
+    shapes = [(3,), (50_001,), *[(i % 5 + 1,) for i in range(40)], (1024,), (1025,)]
+    operands = [operand(format, *shape) for shape in shapes for _ in range(2)]
+    text = ";".join([expression("mul", format)] * len(shapes))
+    same("triton", lambda: run(text, *operands))
+
+
+@pytest.mark.parametrize("name", ["bf16x2", "fp32x2", "bf16x2sr"])
+def test_unaligned_transposed_and_with_gaps(name):
+    format = mcf.Format.from_name(name)
+    whole = [operand(format.nearest, 60, 40) for _ in range(2)]
+    for arrange in (
+        lambda t: t.flatten()[1:],
+        lambda t: t.t(),
+        lambda t: t[:, ::2],
+        lambda t: t[:1].expand(60, 40),
+    ):
+        operands = [tuple(arrange(t) for t in x) for x in whole]
+        same("triton", lambda: run(expression("add", format), *operands))  # noqa: B023
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_scalars_in_the_table_and_on_the_device(dtype):
+    format = mcf.bf16x2
+    x = operand(format, 1501)
+    for value in (0.3, -0.0, float("inf"), float("nan"), 1e-30):
+        scalar = torch.tensor(value, dtype=dtype)
+        same("triton", lambda: run(expression("mul", format), x, (scalar,)))  # noqa: B023
+
+
+def scaled(x, scalar):
+    """A kernel's product of a vector and a scalar, which may be a number."""
+    output = torch.empty_like(x)
+
+    def body(vectors, scalars, index):
+        return [(vectors[0].to(torch.float64) * scalars[0]).to(torch.float32)]
+
+    running.run([("scaled", lambda: body, Call([x], [scalar], [output]))])
+    return [output]
+
+
+def test_a_number_is_a_scalar():
+    x = torch.randn(1501)
+    for number in (0.1, -0.0, 2.0**-1060, float("nan")):
+        got = same("triton", lambda: scaled(x, number))  # noqa: B023
+        there = same("triton", lambda: scaled(x, torch.tensor(number, dtype=torch.float64)))  # noqa: B023
+        assert_same_bits(got, there)
+
+
+def test_a_changed_scalar_on_the_device_is_read_anew():
+    x, scalar = torch.randn(1501), torch.tensor(2.0, dtype=torch.float64)
+    with way("triton"):
+        (first,) = scaled(x, scalar)
+        (second,) = scaled(x, scalar.mul_(2))
+    assert torch.equal(first * 2, second)
+
+
+# --------------------------------------------------------------------------------- machine code
+
+
+def compiled(program, tmp_path):
+    """PTX for a GPU of compute capability 9.0, as a launch with aligned pointers makes it."""
+    path = tmp_path / f"kernel_{id(program)}.py"
+    path.write_text(programs.source(program, [False] * len(program.signature.scalars)))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    divisible = [["tt.divisibility", 16]]
+    source = triton.compiler.ASTSource(
+        fn=module.kernel,
+        signature={"rows": "*i64", "owners": "*i32", "BLOCK": "constexpr", "ALIGNED": "constexpr"},
+        constexprs={"BLOCK": programs.BLOCK, "ALIGNED": True},
+        attrs={(0,): divisible, (1,): divisible},
+    )
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    options = {"enable_fp_fusion": False, "num_warps": programs.WARPS}
+    return triton.compile(source, target=target, options=options).asm
+
+
+def check(program, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    asm = compiled(program, tmp_path)
+    ptx = asm["ptx"]
+    names = {x.name for x in program.instructions}
+    assert ".ftz" not in ptx
+    assert ".approx" not in ptx
+    assert ".local" not in ptx
+    if "fma" not in names:
+        assert "fma.rn" not in ptx
+    for name, instructions in (("div", ("div", "reciprocal")), ("sqrt", ("sqrt",))):
+        found = re.findall(rf"\b{name}\.\w+(?:\.\w+)*\.f(?:32|64)", ptx)
+        assert all(x.startswith(f"{name}.rn.") for x in found)
+        assert bool(found) == bool(names & set(instructions))
+    for kind in ("ld", "st"):
+        assert re.search(rf"{kind}\.global\.(v4\.b32|v2\.b64)", ptx)
+    return asm
+
+
+def program_of(function):
+    """The one program that a function runs."""
+    with way("triton") as ran:
+        function()
+    (program,) = set(ran)
+    return program
+
+
+QUICK = [
+    (name, operation)
+    for name in ("bf16x2", "fp32x2")
+    for operation in ("add", "mul", "div", "sqrt", "fma")
+]
+SLOW = [
+    pytest.param(name, operation, marks=pytest.mark.slow)
+    for name in NAMES
+    for operation in OPERATIONS
+    if (name, operation) not in QUICK
+]
+
+
+@pytest.mark.parametrize(("name", "operation"), [*QUICK, *SLOW])
+def test_machine_code_of_operations(name, operation, tmp_path, monkeypatch):
+    format = mcf.Format.from_name(name)
+    operands = [operand(format.nearest, 64) for _ in range(OPERATIONS[operation])]
+    program = program_of(lambda: run(expression(operation, format), *operands))
+    check(program, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mixture"),
+    [
+        ("adamw", ("bf16x2", "bf16x2")),
+        ("adam", ("bf16x2", torch.bfloat16)),
+        ("sgd", ("bf16x2", "bf16x2")),
+        ("momentum", ("bf16x2", "bf16x2")),
+        ("adagrad", ("bf16x2", "bf16x2")),
+        *(pytest.param("adamw", x, marks=pytest.mark.slow) for x in MIXTURES[2:]),
+    ],
+    ids=str,
+)
+def test_machine_code_of_fused_steps(kind, mixture, tmp_path, monkeypatch):
+    with way("triton") as ran:
+        step(kind, [mixture], [(64,)])
+    check(ran[0], tmp_path, monkeypatch)
