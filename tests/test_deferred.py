@@ -1,0 +1,447 @@
+"""Results that wait until they are read are those that would have been computed at once."""
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from helpers import assert_same_terms, sample
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mcftensor as mcf
+from mcftensor import deferred
+from mcftensor.dispatch import arithmetic
+from mcftensor.tensor import DeferredTensor, MCFTensor
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """A function that computes a function's results without any waiting."""
+
+    def call(function, *args):
+        with monkeypatch.context() as patch:
+            patch.setattr(arithmetic.Task, "may_wait", lambda task: False)
+            return function(*args)
+
+    return call
+
+
+def expression(x, y):
+    return (x / y).sqrt() + 0.25
+
+
+def waiting(x):
+    return isinstance(x, DeferredTensor) and x._deferred is not None
+
+
+def values(format=mcf.bf16x2, *shape):
+    return [sample(format, *(shape or (3, 5)), seed=i).abs() + 0.5 for i in range(2)]
+
+
+CHAINS = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y * 3,
+    "rsub": lambda x, y: 1 - x,
+    "mul": lambda x, y: x * y * y,
+    "div": lambda x, y: (x / y) / 3,
+    "reciprocal": lambda x, y: x.reciprocal() + 1,
+    "sqrt": lambda x, y: (x.sqrt() / 0.3).add(1e-8),
+    "square": lambda x, y: (x * 2).square(),
+    "addcmul": lambda x, y: (x * 2).addcmul(y, x, value=0.1),
+    "addcdiv": lambda x, y: x.addcdiv(x * 3, y, value=-0.1),
+    "lerp": lambda x, y: x.lerp(y * y, 0.1),
+    "in place": lambda x, y: (x * y).add_(1).mul_(y),
+    "itself": lambda x, y: (lambda z: z * z)(x + y),
+    "foreach": lambda x, y: torch._foreach_add(torch._foreach_sqrt([x, y]), 1e-8)[0],
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_the_same_bits(chain, format, at_once):
+    x, y = values(format)
+    expected = at_once(CHAINS[chain], x, y)
+    assert type(expected) is MCFTensor
+    got = CHAINS[chain](x, y)
+    assert waiting(got) == (format.rounding == "nearest")
+    for name in ("shape", "dtype", "device", "format", "role", "requires_grad", "is_leaf"):
+        assert getattr(got, name) == getattr(expected, name)
+    assert (got.stride(), got.storage_offset()) == (expected.stride(), expected.storage_offset())
+    if format.rounding == "nearest":
+        assert_same_terms(got, expected)
+    assert type(got) is MCFTensor
+
+
+def test_metadata_of_views(at_once):
+    whole = sample(mcf.bf16x2, 6, 7)
+    for x in (whole[2:4], whole[:1, :3], whole[3], whole[1:1]):
+        expected, got = at_once(torch.mul, x, x), x * x
+        for view in (expected, got):
+            view.described = (view.shape, view.stride(), view.storage_offset())
+        assert got.described == expected.described
+        assert got.components[0].stride() == got.stride()
+
+
+def saved(x):
+    file = io.BytesIO()
+    torch.save(x, file)
+    return torch.load(io.BytesIO(file.getvalue()))
+
+
+def copied(x):
+    return torch.zeros_like(x).copy_(x)
+
+
+READERS = {
+    "components": lambda x: [t.clone() for t in x.components],
+    "repr": repr,
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy().tolist(),
+    "item": lambda x: x[0, 0].item(),
+    "view": lambda x: x.view(-1),
+    "transposed": lambda x: x.t(),
+    "index": lambda x: x[1:, ::2],
+    "copy_": copied,
+    "copy_ to plain": lambda x: torch.zeros(x.shape, dtype=torch.float64).copy_(x),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "save": saved,
+    "clone": lambda x: x.clone(),
+    "detach": lambda x: x.detach(),
+    "data": lambda x: x.data,
+    "to": lambda x: x.to(torch.float64),
+    "as_plain": lambda x: mcf.as_plain(x, torch.float64),
+    "as_expansion": lambda x: mcf.as_expansion(x, mcf.fp64x2),
+    "parameter": lambda x: nn.Parameter(x).detach(),
+    "twice": lambda x: x * x,
+    "sum": lambda x: x.sum(),
+    "compared": lambda x: [x < 1, x == x.clone(), torch.equal(x, x), x.isnan()],
+    "where": lambda x: torch.where(x > 1, x, 0.0),
+    "stack": lambda x: torch.stack([x, x]),
+    "matmul": lambda x: x @ x.t(),
+    "exp": lambda x: x.exp(),
+    "flatten": lambda x: [getattr(x, n).clone() for n in x.__tensor_flatten__()[0]],
+    "in place": lambda x: x.add_(1).mul_(0.1),
+    "filled": lambda x: x.fill_(2),
+    "assigned": lambda x: x.__setitem__(0, 0.3) or x,
+    "out": lambda x: torch.add(x, 1, out=torch.empty_like(x)),
+    "foreach": lambda x: torch._foreach_mul([x, x], 3.0),
+    "foreach_copy_": lambda x: torch._foreach_copy_([y := torch.empty_like(x)], [x]) or y,
+    "vmap": lambda x: torch.func.vmap(lambda row: row * 2 + row)(x),
+}
+
+
+def same(got, expected):
+    if isinstance(got, (list, tuple)) and not isinstance(got, MCFTensor):
+        assert len(got) == len(expected)
+        for a, b in zip(got, expected, strict=True):
+            same(a, b)
+    elif isinstance(got, MCFTensor):
+        assert_same_terms(got, expected)
+        assert (got.role, got.stride()) == (expected.role, expected.stride())
+    elif isinstance(got, torch.Tensor):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    else:
+        assert got == expected
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("format", [mcf.bf16x2, mcf.fp32x2], ids=lambda f: f.name)
+def test_every_way_to_read(reader, format, at_once):
+    x, y = values(format)
+    expected = at_once(lambda: READERS[reader](expression(x, y)))
+    got = expression(x, y)
+    assert waiting(got)
+    same(READERS[reader](got), expected)
+    after = at_once(expression, x, y)
+    if reader not in ("in place", "filled", "assigned"):
+        assert_same_terms(got, after)
+
+
+def test_a_compiled_function_given_one(at_once):
+    compiled = torch.compile(lambda z: z * 3 + 1, backend="aot_eager")
+    x, y = values()
+    expected = at_once(lambda: expression(x, y) * 3 + 1)
+    for _ in range(2):
+        assert_same_terms(compiled(expression(x, y)), expected)
+
+
+def test_within_a_compiled_function(at_once):
+    compiled = torch.compile(expression, backend="aot_eager", fullgraph=True)
+    x, y = values()
+    got = compiled(x, y)
+    assert type(got) is MCFTensor
+    assert_same_terms(got, at_once(expression, x, y))
+
+
+class Counted(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._opname)
+        return func(*args, **kwargs or {})
+
+
+class TestWhatIsDeferred:
+    def test_results_of_values(self):
+        x, y = values()
+        with Counted() as counted:
+            z = expression(x, y)
+        assert waiting(z)
+        assert "evaluate" not in counted.names
+        with counted:
+            _ = z.components, z.components
+        assert counted.names.count("evaluate") == 1
+
+    def test_no_long_chains(self):
+        (x, _) = values()
+        z = x
+        for i in range(1, 3 * deferred.LONGEST):
+            z = z * 1.5
+            length = 0 if z._deferred is None else deferred.length(z._deferred.expression)
+            assert length <= deferred.LONGEST
+            if i == deferred.LONGEST + 1:
+                assert not waiting(z)
+
+    def test_nothing_else(self):
+        x, y = values()
+        weight = nn.Parameter(sample(mcf.bf16x2, 3, 5))
+        random = MCFTensor(x.components, mcf.Format.from_name("bf16x2sr"))
+        row = sample(mcf.bf16x2, 5)
+        plain = torch.ones(3, 5)
+        with torch.enable_grad():
+            assert not waiting(x * y)
+        for z in (weight * 2, weight * weight, weight.detach() * 2, random * 2, x * row, x * plain):
+            assert not waiting(z)
+        assert not waiting(x.t() * y.t())
+        assert not waiting(x[:, ::2] * 2)
+        assert not waiting(row[0] * 2)
+
+    def test_nothing_under_function_transforms(self, at_once):
+        x, y = values()
+        expected = at_once(expression, x, y)
+        assert_same_terms(torch.func.vmap(expression)(x, y), expected)
+        assert_same_terms(torch.func.functionalize(expression)(x, y), expected)
+
+
+WRITES = {
+    "add_": lambda x: x.add_(1),
+    "copy_": lambda x: x.copy_(torch.ones(3, 5)),
+    "zero_": lambda x: x.zero_(),
+    "view before": None,
+    "row": lambda x: x[0].mul_(2),
+    "view after": lambda x: x.view(-1)[3:].fill_(7),
+    "transposed": lambda x: x.t().add_(1),
+    "detached": lambda x: x.detach().add_(1),
+    "data": lambda x: x.data.add_(1),
+    "set data": lambda x: setattr(x, "data", torch.zeros_like(x)),
+    "setitem": lambda x: x.__setitem__((0, 0), 3.0),
+    "foreach": lambda x: torch._foreach_add_([x, sample(mcf.bf16x2, 2)], 1.0),
+    "foreach_copy_": lambda x: torch._foreach_copy_([x], [torch.ones(3, 5)]),
+    "foreach_zero_": lambda x: torch._foreach_zero_([x]),
+    "out": lambda x: torch.add(torch.ones(3, 5), 1, out=x),
+    "component": lambda x: x.components[0].add_(1),
+    "clamp_": lambda x: x.clamp_(max=0.75),
+    "normal_": lambda x: x.normal_(),
+    "swap": lambda x: torch.utils.swap_tensors(x, torch.zeros_like(x)),
+    "fused": lambda x: torch._fused_sgd_(
+        [x], [torch.ones(3, 5)], [], lr=0.1, momentum=0.0, weight_decay=0.0, dampening=0.0,
+        nesterov=False, maximize=False, is_first_step=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_to_an_operand(write, at_once):
+    for which in range(2):
+        operands = values()
+        view = operands[which][1:]
+        expected = at_once(expression, *operands)
+        z, longer = expression(*operands), expression(*operands) * 2
+        if write == "view before":
+            view.add_(1)
+        else:
+            WRITES[write](operands[which])
+        assert_same_terms(z, expected)
+        assert_same_terms(longer, at_once(torch.mul, expected, 2))
+
+
+def test_a_write_to_an_operand_without_dimensions(at_once):
+    x = sample(mcf.bf16x2)
+    expected = at_once(torch.mul, x, 3)
+    z = x * 3
+    x.add_(1)
+    assert_same_terms(z, expected)
+
+
+class TestComponentsTakenBefore:
+    """A write to them is not seen when it is made, but later: there is no wrong result."""
+
+    @pytest.mark.parametrize(
+        "read",
+        [
+            lambda z: z.components,
+            lambda z: (z + 1).components,
+            lambda z: z.add_(1).components,
+            lambda z: torch._foreach_mul([z], 2.0)[0].components,
+            lambda z: sample(mcf.bf16x2, 3, 5).add_(z),
+            lambda z: nn.Parameter(sample(mcf.bf16x2, 3, 5)).add_(z),
+        ],
+    )
+    def test_reading_raises(self, read):
+        x, y = values()
+        term = x.components[0]
+        z = x * y
+        term.add_(1)
+        with pytest.raises(RuntimeError, match="written to since|written to"):
+            read(z)
+
+    def test_with_grad(self):
+        x, y = values()
+        term = x.components[0]
+        z = x * y
+        term.add_(1)
+        with torch.enable_grad(), pytest.raises(RuntimeError, match="written to"):
+            z + y.requires_grad_()
+
+
+class TestOrderOfListedWrites:
+    def test_what_is_written_first_and_read_by_another(self, at_once):
+        def update(x, y, other):
+            torch._foreach_add_([x, y], [other, x * 2])
+            return x, y
+
+        expected = at_once(update, *values(), sample(mcf.bf16x2, 3, 5, seed=7))
+        got = update(*values(), sample(mcf.bf16x2, 3, 5, seed=7))
+        for a, b in zip(got, expected, strict=True):
+            assert_same_terms(a, b)
+
+    def test_deferred_targets(self, at_once):
+        def update(x, y):
+            z = x * 2
+            torch._foreach_add_([z, x], [x, y])
+            torch._foreach_mul_([x, z], [y, 3 * x])
+            return x, y, z
+
+        for a, b in zip(update(*values()), at_once(update, *values()), strict=True):
+            assert_same_terms(a, b)
+
+    def test_shifted_views_of_one_tensor(self, at_once):
+        def update(x, y):
+            x[:-1].add_(x[1:] * 2)
+            x.view(-1)[1:].mul_(x.view(-1)[:-1] + 1)
+            return x
+
+        assert_same_terms(update(*values()), at_once(update, *values()))
+
+
+def test_writes_to_a_result(at_once):
+    def update(x, y):
+        z = x * y
+        first = z + 1
+        z.add_(5)
+        second = z * 2
+        z.copy_(y)
+        third = z - 1
+        z.data = torch.zeros_like(x)
+        fourth = z + 1
+        z.mul_(3)
+        return first, second, third, fourth, z
+
+    for a, b in zip(update(*values()), at_once(update, *values()), strict=True):
+        assert_same_terms(a, b)
+
+
+def test_operands_may_go(at_once):
+    expected = at_once(expression, *values())
+    x, y = values()
+    z = expression(x, y)
+    del x, y
+    gc.collect()
+    torch.randn(1000)
+    assert_same_terms(z, expected)
+
+
+def test_no_memory_is_kept_after_reading():
+    x, y = values()
+    terms = [weakref.ref(t.untyped_storage()) for v in (x, y) for t in v.components]
+    z = expression(x, y)
+    _ = z.components
+    del x, y
+    gc.collect()
+    assert all(term() is None for term in terms)
+    assert "_deferred" not in z.__dict__ or z._deferred is None
+
+
+def test_what_waits_is_forgotten():
+    gc.collect()
+    deferred._READERS.clear()
+    kept = []
+    for _ in range(3000):
+        x = sample(mcf.bf16x2, 3)
+        kept.append(x)
+        _ = (x * 2).components
+    assert sum(map(len, deferred._READERS.values())) < 1000
+
+
+class TestInferenceMode:
+    def test_a_result_read_outside(self, at_once):
+        x, y = values()
+        with torch.inference_mode():
+            z = expression(x, y)
+        assert_same_terms(z, at_once(expression, x, y))
+
+    def test_a_result_read_inside(self, at_once):
+        x, y = values()
+        z = expression(x, y)
+        with torch.inference_mode():
+            terms = [t.tolist() for t in z.components]
+        assert terms == [t.tolist() for t in at_once(expression, x, y).components]
+
+    def test_operands_from_inside(self, at_once):
+        with torch.inference_mode():
+            x, y = values()
+        assert_same_terms(expression(x, y), at_once(expression, x, y))
+
+    def test_writes_inside(self, at_once):
+        with torch.inference_mode():
+            x, y = values()
+            expected = at_once(expression, x, y)
+            term, z = x.components[0], expression(x, y)
+            term.add_(1)
+            try:
+                assert_same_terms(z, expected)
+            except RuntimeError as error:
+                assert "written to" in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_adamw_never_computes_its_denominator(foreach, monkeypatch):
+    made = []
+    of = DeferredTensor.of
+    monkeypatch.setattr(DeferredTensor, "of", lambda *args: made.append(args) or of(*args))
+
+    def must_not_run(self):
+        raise AssertionError(self.expression)
+
+    weights = [nn.Parameter(sample(mcf.bf16x2, 3, 5)), nn.Parameter(sample(mcf.bf16x3, 7))]
+    optimizer = torch.optim.AdamW(weights, foreach=foreach)
+    mcf.collage(optimizer, "full")
+    monkeypatch.setattr(deferred.Deferred, "compute", must_not_run)
+    for _ in range(3):
+        for w in weights:
+            w.grad = torch.randn(w.shape).bfloat16()
+        optimizer.step()
+    assert len(made) >= 3 * len(weights)
