@@ -38,8 +38,15 @@ class Deferred:
         self.versions = self._versions()
 
     def _versions(self) -> list[int]:
-        terms = [t for operand in self.operands for t in operand]
-        return [t._version for t in terms if not t.is_inference()]  # which count no versions
+        return [t._version for terms in self.operands for t in terms]
+
+    def require_unchanged(self) -> None:
+        """Raise RuntimeError where a component of an operand has been written to since."""
+        if self._versions() != self.versions:
+            raise RuntimeError(
+                f"the result of {self.expression} was not computed yet when a component of one of "
+                "its operands was written to; read x.components anew before writing to them"
+            )
 
     def compute(self) -> list[Tensor]:
         """The terms.
@@ -47,11 +54,7 @@ class Deferred:
         Raises:
             RuntimeError: a component of an operand has been written to since.
         """
-        if self._versions() != self.versions:
-            raise RuntimeError(
-                f"the result of {self.expression} was not computed yet when a component of one of "
-                "its operands was written to; read x.components anew before writing to them"
-            )
+        self.require_unchanged()
         terms = [term for operand in self.operands for term in operand]
         return evaluate(str(self.expression), terms, [len(x) for x in self.operands], [])
 
@@ -75,13 +78,30 @@ def shifted(expression: Expression, by: int) -> Expression:
 
 # For each piece of memory, the expansions whose expressions read it.
 _READERS: dict[int, list[weakref.ref[Any]]] = {}
+_FEW = 1024
+_until_sweep = _FEW
 
 
 def watch(x: Any, deferred: Deferred) -> None:
     """Remember that an expansion waits for what it reads."""
+    global _until_sweep  # noqa: PLW0603
     reference = weakref.ref(x)
     for memory in _memory(term for operand in deferred.operands for term in operand):
         _READERS.setdefault(memory, []).append(reference)
+        _until_sweep -= 1
+    if _until_sweep <= 0:
+        _until_sweep = max(_FEW, _sweep())
+
+
+def _sweep() -> int:
+    """Forget expansions that are gone or computed, and return how many wait."""
+    for memory, references in list(_READERS.items()):
+        waiting = [r for r in references if (x := r()) is not None and x._deferred is not None]
+        if waiting:
+            _READERS[memory] = waiting
+        else:
+            del _READERS[memory]
+    return sum(map(len, _READERS.values()))
 
 
 def compute_readers(terms: Iterable[Tensor]) -> None:

@@ -298,6 +298,7 @@ class MCFTensor(torch.Tensor):
         if value.format != self._format or value.stride() != self.stride():
             value = torch.empty_like(self).copy_(value)
         assert isinstance(value, MCFTensor)
+        _ = self.components  # no longer deferred
         for name, term in zip(_TERM_NAMES, value.components, strict=False):
             setattr(self, name, term.detach())
 
@@ -341,7 +342,13 @@ class DeferredTensor(MCFTensor):
     @staticmethod
     def of(deferred: Deferred, like: Tensor, format: Format) -> DeferredTensor:
         """The result of an expression, laid out as another tensor."""
-        made = cast(DeferredTensor, MCFTensor.__new__(DeferredTensor, [like]))
+        made = torch.Tensor._make_wrapper_subclass(
+            DeferredTensor,
+            like.size(),
+            strides=like.stride(),
+            dtype=format.base,
+            device=like.device,
+        )
         made._format, made._role = format, "value"
         made.defer(deferred)
         return made
@@ -363,6 +370,10 @@ class DeferredTensor(MCFTensor):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         self.compute_terms()
         return getattr(self, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.compute_terms()
+        return self.__reduce_ex__(protocol)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role]]:
         self.compute_terms()

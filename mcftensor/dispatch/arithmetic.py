@@ -130,6 +130,7 @@ class Task:
                 places.append(len(operands))
                 operands.append(terms(x))
             else:
+                inner.require_unchanged()
                 places.append(shifted(inner.expression, len(operands)))
                 operands += inner.operands
         role = common_role((*args, *kwargs.values()))
@@ -142,9 +143,11 @@ class Task:
             self.role == "value"
             and self.format.rounding == "nearest"
             and not torch.is_grad_enabled()
+            and not torch.is_inference_mode_enabled()
             and length(self.expression) < LONGEST
             and all(isinstance(x, (int, float)) or _is_whole(x) for x in self.reads)
             and len({x.shape for x in self.reads if isinstance(x, Tensor)}) == 1
+            and all(x.dim() > 0 for x in self.reads if isinstance(x, Tensor))
         )
 
     def key(self) -> list[Tensor]:
@@ -155,10 +158,15 @@ class Task:
 
 
 def _is_whole(x: Any) -> bool:
-    """Whether an operand is a value in memory of its own, outside of compilers."""
+    """Whether an operand is a value in memory of its own, outside of compilers.
+
+    Tensors of inference mode do not tell when they are written to.
+    """
     if not isinstance(x, MCFTensor) or x.role != "value":
         return False
-    return x._deferred is not None or (type(x._term0) is Tensor and x.is_contiguous())
+    if x._deferred is not None:
+        return True
+    return type(x._term0) is Tensor and x.is_contiguous() and not x._term0.is_inference()
 
 
 @functools.cache

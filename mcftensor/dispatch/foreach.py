@@ -80,6 +80,9 @@ def _arithmetic(name: str, full_name: str, steps: list[Step]) -> list[Any]:
 def _arithmetic_into(name: str, full_name: str, steps: list[Step]) -> None:
     targets: list[MCFTensor] = []
     tasks: list[Task] = []
+    for args, _ in steps:  # what reads a target is computed before any is written to
+        if isinstance(args[0], MCFTensor) and args[0]._deferred is None:
+            _ = args[0].components
     for args, kwargs in steps:
         target = args[0]
         if isinstance(target, MCFTensor):
