@@ -57,7 +57,7 @@ def find() -> str | None:
     for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
         path = name and shutil.which(name)
         if path:
-            return path
+            return str(Path(path).absolute())  # it runs in another directory
     return _give_up("found neither c++, g++ nor clang++; the environment variable CXX can name one")
 
 
@@ -65,7 +65,7 @@ def directory() -> Path:
     """Where compiled code is kept: MCFTENSOR_CACHE_DIR, or mcftensor in the user's cache."""
     named = os.environ.get("MCFTENSOR_CACHE_DIR")
     if named:
-        return Path(named)
+        return Path(named).absolute()
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "mcftensor"
 
@@ -110,8 +110,14 @@ def _compile(source: str, compiler: str, library: Path) -> bool:
     return True
 
 
-@functools.cache
+_REASONS: list[str] = []
+
+
 def _give_up(reason: str) -> None:
+    """Warn, but once: reasons differ in the names of temporary files."""
+    if _REASONS:
+        return
+    _REASONS.append(reason)
     warnings.warn(
         f"mcftensor runs without compiled code on the CPU, several times slower: {reason}",
         stacklevel=2,
