@@ -5,9 +5,10 @@ import tempfile
 from pathlib import Path
 
 # Before torch reads it: results of compilation by an earlier state of the code must not be used.
-_CACHE = Path(tempfile.gettempdir()) / f"mcftensor-tests-{os.getppid()}"
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_CACHE)
-os.environ["MCFTENSOR_CACHE_DIR"] = str(_CACHE / "kernels")
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(
+    Path(tempfile.gettempdir()) / f"mcftensor-tests-{os.getppid()}"
+)
+os.environ["MCFTENSOR_CACHE_DIR"] = str(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "kernels"))
 
 import pytest
 import torch
@@ -47,6 +48,24 @@ def seed() -> None:
 def one_by_one(monkeypatch) -> None:
     """Have EDQ measure the small parameters of tests one by one, as large ones are."""
     monkeypatch.setattr("mcftensor.edq.meter._SMALL", 1)
+
+
+@pytest.fixture
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """A function that computes a function's results without any waiting."""
+
+    def call(function, *args):
+        with monkeypatch.context() as patch:
+            patch.setattr("mcftensor.dispatch.arithmetic.Task.may_wait", lambda task: False)
+            return function(*args)
+
+    return call
 
 
 @pytest.fixture

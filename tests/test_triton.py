@@ -9,13 +9,14 @@ import re
 import pytest
 import torch
 from kernel_cases import (
-    FORMATS,
+    CASES,
     MIXTURES,
     NAMES,
     OPERATIONS,
     STEPS,
     assert_same_bits,
     expression,
+    mixtures,
     operand,
     patterns,
     run,
@@ -36,11 +37,11 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_every_operation(operation, format):
+@pytest.mark.parametrize(("name", "operation"), CASES)
+def test_every_operation(name, operation):
+    format = mcf.Format.from_name(name)
     operands = [operand(format.nearest, 1501) for _ in range(OPERATIONS[operation])]
-    same("triton", lambda: run(expression(operation, format), *operands))
+    same("triton", run, expression(operation, format), *operands)
 
 
 @pytest.mark.parametrize("name", ["bf16x2", "bf16x3", "fp16x2", "fp32x2"])
@@ -50,7 +51,7 @@ def test_nested_expressions(name):
     format = mcf.Format.from_name(name)
     v, x, m = (operand(format, 1501) for _ in range(3))
     numbers = [(torch.tensor(c, dtype=torch.float64),) for c in (0.3, 1e-8, -1e-3)]
-    same("triton", lambda: run(text, v, numbers[0], numbers[1], x, m, numbers[2]))
+    same("triton", run, text, v, numbers[0], numbers[1], x, m, numbers[2])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -58,18 +59,12 @@ def test_nested_expressions(name):
 def test_plain_operands_with_all_payloads(name, dtype):
     format = mcf.Format.from_name(name)
     x, plain = operand(format, 4099), patterns(dtype, 4099)
-    same("triton", lambda: run(expression("add", format), x, (plain,)))
+    same("triton", run, expression("add", format), x, (plain,))
 
 
 @pytest.mark.parametrize("kind", STEPS)
 def test_fused_steps(kind):
-    shapes = [(257,), (7,), (16, 33), (1,), (64,), (65,), (130,), (40, 3), (1003,)]
-
-    def seeded():
-        torch.manual_seed(2)
-        return step(kind, MIXTURES, shapes)
-
-    same("triton", seeded)
+    same("triton", step, kind, mixtures(kind))
 
 
 def test_one_huge_and_many_tiny_tensors():
@@ -77,7 +72,7 @@ def test_one_huge_and_many_tiny_tensors():
     shapes = [(3,), (50_001,), *[(i % 5 + 1,) for i in range(40)], (1024,), (1025,)]
     operands = [operand(format, *shape) for shape in shapes for _ in range(2)]
     text = ";".join([expression("mul", format)] * len(shapes))
-    same("triton", lambda: run(text, *operands))
+    same("triton", run, text, *operands)
 
 
 @pytest.mark.parametrize("name", ["bf16x2", "fp32x2", "bf16x2sr"])
@@ -91,7 +86,7 @@ def test_unaligned_transposed_and_with_gaps(name):
         lambda t: t[:1].expand(60, 40),
     ):
         operands = [tuple(arrange(t) for t in x) for x in whole]
-        same("triton", lambda: run(expression("add", format), *operands))  # noqa: B023
+        same("triton", run, expression("add", format), *operands)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -100,7 +95,7 @@ def test_scalars_in_the_table_and_on_the_device(dtype):
     x = operand(format, 1501)
     for value in (0.3, -0.0, float("inf"), float("nan"), 1e-30):
         scalar = torch.tensor(value, dtype=dtype)
-        same("triton", lambda: run(expression("mul", format), x, (scalar,)))  # noqa: B023
+        same("triton", run, expression("mul", format), x, (scalar,))
 
 
 def scaled(x, scalar):
@@ -117,8 +112,8 @@ def scaled(x, scalar):
 def test_a_number_is_a_scalar():
     x = torch.randn(1501)
     for number in (0.1, -0.0, 2.0**-1060, float("nan")):
-        got = same("triton", lambda: scaled(x, number))  # noqa: B023
-        there = same("triton", lambda: scaled(x, torch.tensor(number, dtype=torch.float64)))  # noqa: B023
+        got = same("triton", scaled, x, number)
+        there = same("triton", scaled, x, torch.tensor(number, dtype=torch.float64))
         assert_same_bits(got, there)
 
 

@@ -7,10 +7,8 @@ are the correctly rounded ones; products and sums are not contracted, for which 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -188,7 +186,7 @@ def source(program: Program, on_device: Sequence[bool]) -> str:
 
 def _scalar(word: int, dtype: torch.dtype, on_device: bool) -> str:
     if on_device:
-        type_, memory = _TYPES[dtype]
+        memory = _TYPES[dtype][1]
         value = f"tl.load(address(row, {word}, tl.{memory}, False))"
         if dtype in _SHORT:
             return f"{_SHORT[dtype]}_value({value})"
