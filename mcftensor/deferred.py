@@ -40,9 +40,13 @@ class Deferred:
     def _versions(self) -> list[int]:
         return [t._version for terms in self.operands for t in terms]
 
+    def is_unchanged(self) -> bool:
+        """Whether no component of an operand has been written to since."""
+        return self._versions() == self.versions
+
     def require_unchanged(self) -> None:
         """Raise RuntimeError where a component of an operand has been written to since."""
-        if self._versions() != self.versions:
+        if not self.is_unchanged():
             raise RuntimeError(
                 f"the result of {self.expression} was not computed yet when a component of one of "
                 "its operands was written to; read x.components anew before writing to them"
@@ -111,8 +115,8 @@ def compute_readers(terms: Iterable[Tensor]) -> None:
     for memory in _memory(terms):
         for reference in _READERS.pop(memory, ()):
             x = reference()
-            if x is not None and x._deferred is not None:
-                x.compute_terms()
+            if x is not None and x._deferred is not None and x._deferred.is_unchanged():
+                x.compute_terms()  # what did change raises where it is read itself
 
 
 def _memory(terms: Iterable[Tensor]) -> set[int]:

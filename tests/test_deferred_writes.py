@@ -82,6 +82,16 @@ class TestComponentsTakenBefore:
         with pytest.raises(RuntimeError, match="written to"):
             read(z)
 
+    def test_the_operand_can_be_read(self):
+        x, y = values()
+        term = x.components[0]
+        z = x * y
+        term.add_(1)
+        assert x.components[0] is term
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="written to"):
+            z.tolist()
+
     def test_with_grad(self):
         x, y = values()
         term = x.components[0]

@@ -45,7 +45,8 @@ def load(source: str, *, build: bool) -> Launch | None:
     try:
         launch = ctypes.CDLL(str(library)).launch
     except OSError as error:
-        return _give_up(str(error))
+        _give_up(str(error))
+        return None
     launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     launch.restype = None
     return launch
@@ -58,7 +59,8 @@ def find() -> str | None:
         path = name and shutil.which(name)
         if path:
             return str(Path(path).absolute())  # it runs in another directory
-    return _give_up("found neither c++, g++ nor clang++; the environment variable CXX can name one")
+    _give_up("found neither c++, g++ nor clang++; the environment variable CXX can name one")
+    return None
 
 
 def directory() -> Path:
