@@ -108,9 +108,13 @@ class MCFTensor(torch.Tensor):
     @property
     def components(self) -> tuple[Tensor, ...]:
         """The terms, leading term first, as plain tensors that share memory with this one."""
-        terms = tuple([getattr(self, name) for name in _TERM_NAMES[: self._format.terms]])
+        terms = self._read()
         compute_readers(terms)
         return terms
+
+    def _read(self) -> tuple[Tensor, ...]:
+        """The terms, for those who write to none."""
+        return tuple([getattr(self, name) for name in _TERM_NAMES[: self._format.terms]])
 
     @property
     def format(self) -> Format:

@@ -59,7 +59,7 @@ def _fused(
         lengths.append(len(gradient))
         written = [params[i], *(state[i] for state in states)]
         for x in written:
-            own = terms(x)
+            own = list(x.components) if isinstance(x, MCFTensor) else [x]  # to be written to
             targets += own
             lengths.append(len(own))
         flags = [isinstance(x, MCFTensor) and x.format.rounding == "stochastic" for x in written]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,11 @@ _TYPES = {
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _UNSIGNED = {"I": "U", "L": "UL"}
 _BITS = {"F": "I", "D": "L", "I": "I", "L": "L"}
+
+# Blocks of lanes computed together, line by line, since one alone mostly waits for its own results;
+# and the longest program for which this is worth the time to compile.
+_BLOCKS = 4
+_LONGEST = 300
 
 _PRELUDE = """\
 using int16_t = __INT16_TYPE__;
@@ -160,8 +166,12 @@ static void run(const int64_t *row, const double *number, int64_t begin, int64_t
 {body}
   }};
   struct Whole {{ constexpr operator int() const {{ return LANES; }} }};
+  constexpr Whole n;
   int64_t i = begin;
-  for (; i + LANES <= end; i += LANES) block(i, Whole());
+  for (; i + {blocks} * LANES <= end; i += {blocks} * LANES) {{
+{interleaved}
+  }}
+  for (; i + LANES <= end; i += LANES) block(i, n);
   if (i < end) block(i, int(end - i));
 }}
 
@@ -215,16 +225,28 @@ def source(program: Program) -> str:
             value = f"to<H>({_SHORT[dtype]}_bits({value}))"
         body.append(f"store(out{i} + i, {value}, n);")
     inside = itertools.compress(program.instructions, varies)
+    blocks = _BLOCKS if len(program.instructions) <= _LONGEST else 1
     loop = _LOOP.format(
         names=_indented(names, 2),
         before=_indented(before, 2),
         body=_indented(body, 4),
+        interleaved=_indented([_copied(x, k, varies) for x in body for k in range(blocks)], 4),
+        blocks=blocks,
         words=word,
         scalars=scalars,
     )
     return (
         f"#define LANES {8 if any(x.dtype.itemsize == 8 for x in inside) else 16}\n{_PRELUDE}{loop}"
     )
+
+
+def _copied(line: str, block: int, varies: Sequence[bool]) -> str:
+    """A line of the body for one of the blocks that are computed together."""
+
+    def renamed(name: re.Match[str]) -> str:
+        return f"{name[0]}_{block}" if varies[int(name[1])] else name[0]
+
+    return re.sub(r"\bi\b", f"(i + {block} * LANES)", re.sub(r"\bv(\d+)\b", renamed, line))
 
 
 def _indented(lines: Sequence[str], places: int) -> str:
