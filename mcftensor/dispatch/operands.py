@@ -95,7 +95,7 @@ def common_format(name: str, operands: Iterable[Any]) -> Format:
 
 
 def terms(operand: Any) -> list[Tensor]:
-    """An operand as a list of plain tensors to read; a number enters as float64, with all its bits."""
+    """An operand as plain tensors to read; a number enters as float64, with all its bits."""
     if isinstance(operand, MCFTensor):
         return list(operand._read())
     if isinstance(operand, Tensor):
