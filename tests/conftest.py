@@ -12,6 +12,7 @@ os.environ["MCFTENSOR_CACHE_DIR"] = str(Path(os.environ["TORCHINDUCTOR_CACHE_DIR
 
 import pytest
 import torch
+from helpers import requires_cuda
 from hypothesis import settings
 
 import mcftensor as mcf
@@ -19,14 +20,6 @@ import mcftensor as mcf
 settings.register_profile("mcftensor", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("mcftensor")
 torch.set_num_threads(1)
-
-requires_cuda = pytest.param(
-    "cuda",
-    marks=[
-        pytest.mark.cuda,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    ],
-)
 
 
 @pytest.fixture(params=["cpu", requires_cuda])

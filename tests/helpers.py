@@ -1,9 +1,18 @@
-"""What several tests need: expansions with full tails, comparisons of all terms, small models."""
+"""What several tests need: full expansions, comparisons of all terms, small models, devices."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import mcftensor as mcf
+
+requires_cuda = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.cuda,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ],
+)
 
 
 def sample(format: mcf.Format, *shape: int, device: str = "cpu", seed: int = 0) -> mcf.MCFTensor:

@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same_terms, exact, parameter, sample, small_model
+from helpers import assert_same_terms, exact, parameter, requires_cuda, sample, small_model
 from torch import nn
 
 import mcftensor as mcf
@@ -108,14 +108,13 @@ class TestMemory:
         assert all(p.is_shared() for p in model.parameters())
         assert_same_model(model, before)
 
-    @pytest.mark.cuda
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-    def test_pinned_memory_and_streams(self, format):
+    @pytest.mark.parametrize("device", [requires_cuda])
+    def test_pinned_memory_and_streams(self, format, device):
         x = sample(format, 5)
         pinned = x.pin_memory()
         assert pinned.is_pinned()
         assert all(term.is_pinned() for term in pinned.components)
-        y = pinned.to("cuda", non_blocking=True)
+        y = pinned.to(device, non_blocking=True)
         y.record_stream(torch.cuda.Stream())
         torch.cuda.synchronize()
         assert_same_terms(y.cpu(), x)
@@ -237,10 +236,8 @@ class TestModules:
         model.load_state_dict(mcf.as_expansion(small_model(seed=1)).state_dict())
         assert_same_model(model, mcf.as_expansion(small_model(seed=1)))
 
-    @pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.cuda)])
+    @pytest.mark.parametrize("device", ["meta", requires_cuda])
     def test_another_device_with_weak_references(self, device):
-        if device == "cuda" and not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
         model = mcf.as_expansion(small_model())
         before = model[0].weight.detach().clone()
         reference = weakref.ref(model[0].weight)
@@ -249,12 +246,11 @@ class TestModules:
         assert_same_terms(model[0].weight.detach(), before)
         assert reference() is model[0].weight
 
-    @pytest.mark.cuda
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-    def test_there_and_back(self, conversion):
+    @pytest.mark.parametrize("device", [requires_cuda])
+    def test_there_and_back(self, conversion, device):
         model = mcf.as_expansion(nn.Sequential(small_model(), nn.LSTM(2, 3)))
         before = copy.deepcopy(model)
-        assert all(p.is_cuda for p in model.cuda().parameters())
+        assert all(p.is_cuda for p in model.to(device).parameters())
         assert_same_model(model.cpu(), before)
 
     @pytest.mark.parametrize("assign", [False, True])
