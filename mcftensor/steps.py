@@ -129,7 +129,7 @@ def _numbers_of_steps(
         return formula(vectors[0].to(torch.float64), *tensors)
 
     width = len(formula(1.0, *[0.5] * len(numbers)))
-    found = torch.empty(len(steps), width, 1, dtype=torch.float64, device=steps[0].device)
+    found = torch.empty(len(steps), width, 1, dtype=torch.float64, device=device)
     name = formula.__name__
     run(
         (name, lambda: body, Call([step], numbers, list(out.unbind())))

@@ -125,6 +125,15 @@ def expression(operation: str, format: mcf.Format) -> str:
     return str((operation, format.name, *range(OPERATIONS[operation])))
 
 
+def nested(format, length):
+    """An expression such as deferred results make, Adam's update, and its operands."""
+    name = format.name
+    denominator = ("add", name, ("div", name, ("sqrt", name, 0), 1), 2)
+    v, x, m = (operand(format, length) for _ in range(3))
+    c, eps, value = ((torch.tensor(n, dtype=torch.float64),) for n in (0.3, 1e-8, -1e-3))
+    return str(("addcdiv", name, 3, 4, denominator, 5)), v, c, eps, x, m, value
+
+
 def run(text: str, *operands: Sequence[Tensor]) -> list[Tensor]:
     """The terms of an expression, with a key where it rounds stochastically."""
     keys = [torch.tensor(2**61 + 12345)] if "sr" in text else []

@@ -8,6 +8,7 @@ from kernel_cases import (
     STEPS,
     expression,
     mixtures,
+    nested,
     operand,
     patterns,
     run,
@@ -70,12 +71,7 @@ def operand_of(format):
 
 @pytest.mark.parametrize("name", ["bf16x2", "bf16x3", "fp16x2", "fp32x2"])
 def test_nested_expressions(name):
-    inner = ("add", name, ("div", name, ("sqrt", name, 0), 1), 2)
-    text = str(("addcdiv", name, 3, 4, inner, 5))
-    format = mcf.Format.from_name(name)
-    v, x, m = (operand(format, 5003) for _ in range(3))
-    numbers = [(torch.tensor(c, dtype=torch.float64),) for c in (0.3, 1e-8, -1e-3)]
-    same("cpp", run, text, v, numbers[0], numbers[1], x, m, numbers[2])
+    same("cpp", run, *nested(mcf.Format.from_name(name), 5003))
 
 
 def mixed(shapes):

@@ -17,6 +17,7 @@ from kernel_cases import (
     assert_same_bits,
     expression,
     mixtures,
+    nested,
     operand,
     patterns,
     run,
@@ -46,12 +47,7 @@ def test_every_operation(name, operation):
 
 @pytest.mark.parametrize("name", ["bf16x2", "bf16x3", "fp16x2", "fp32x2"])
 def test_nested_expressions(name):
-    inner = ("add", name, ("div", name, ("sqrt", name, 0), 1), 2)
-    text = str(("addcdiv", name, 3, 4, inner, 5))
-    format = mcf.Format.from_name(name)
-    v, x, m = (operand(format, 1501) for _ in range(3))
-    numbers = [(torch.tensor(c, dtype=torch.float64),) for c in (0.3, 1e-8, -1e-3)]
-    same("triton", run, text, v, numbers[0], numbers[1], x, m, numbers[2])
+    same("triton", run, *nested(mcf.Format.from_name(name), 1501))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

@@ -29,7 +29,7 @@ from mcftensor.dispatch.operands import (
 from mcftensor.dispatch.table import TABLE, register_forms
 from mcftensor.elementwise import Expression, evaluate, evaluate_
 from mcftensor.formats import Format
-from mcftensor.noise import draw_key
+from mcftensor.noise import key_for
 from mcftensor.tensor import DeferredTensor, MCFTensor, Role
 
 aten = torch.ops.aten
@@ -152,9 +152,8 @@ class Task:
 
     def key(self) -> list[Tensor]:
         """A key, where the format rounds stochastically."""
-        if self.format.rounding == "nearest":
-            return []
-        return [draw_key(next(x.device for x in self.reads if isinstance(x, Tensor)))]
+        key = key_for(self.format, next(x.device for x in self.reads if isinstance(x, Tensor)))
+        return [] if key is None else [key]
 
 
 def _is_whole(x: Any) -> bool:

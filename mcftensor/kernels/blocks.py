@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.kernels.program import Body
+from mcftensor.noise import indices
 
 # Elements whose intermediate tensors fit into the caches of a CPU together.
 BLOCK = 1 << 16
@@ -42,8 +43,9 @@ def run_whole(
     start: int = 0,
 ) -> None:
     """The same for tensors laid out in any way; the first element has the index `start`."""
-    shape = outputs[0].shape
-    index = torch.arange(start, start + shape.numel(), device=outputs[0].device).view(shape)
+    # Only what draws random numbers asks for it, by a key.
+    keyed = any(isinstance(x, Tensor) and x.dtype == torch.int64 for x in scalars)
+    index = indices(outputs[0]) + start if keyed else torch.empty(0)
     for output, result in zip(outputs, body(vectors, scalars, index), strict=True):
         output.copy_(result)
 

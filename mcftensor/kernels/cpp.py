@@ -255,6 +255,7 @@ def _indented(lines: Sequence[str], places: int) -> str:
 
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "and": "&", "or": "|", "xor": "^"}
+_LOGIC = {"and": "&", "mul": "&", "or": "|", "xor": "^", "ne": "^", "eq": "=="}  # of truth values
 _FUNCTIONS = {
     "abs": "magnitude",
     "copysign": "copysign",
@@ -300,9 +301,7 @@ class _Lines:
         if of == torch.bool:
             width = self.types[places[0].index]
             masks = [self._mask(place, width) for place in places]
-            sign = {"mul": "&", "eq": "==", "ne": "^", **_INFIX}[x.name] if len(masks) > 1 else "~"
-            sign = "&" if x.name == "mul" else sign
-            return width, f" {sign} ".join(masks) if len(masks) > 1 else f"~{masks[0]}"
+            return width, f"~{masks[0]}" if x.name == "not" else f" {_LOGIC[x.name]} ".join(masks)
         width = _BITS[_TYPES[of][0]]
         operands = [self._text(o, of) for o in x.operands]
         if x.name == "signbit":

@@ -42,17 +42,19 @@ def launch(program: Program, calls: Sequence[Call], device: torch.device) -> Non
     words: list[int] = []
     counts: list[int] = []
     blocks = 0
+    aligned = True
     for call in calls:
         length = call.outputs[0].numel()
         counts.append(-(-length // triton.BLOCK))
         words += (length, blocks)
-        words += [x.data_ptr() for x in (*call.vectors, *call.outputs)]
+        addresses = [x.data_ptr() for x in (*call.vectors, *call.outputs)]
+        aligned = aligned and not any(address % 16 for address in addresses)
+        words += addresses
         for x, is_there, dtype in zip(call.scalars, there, program.signature.scalars, strict=True):
             words.append(x.data_ptr() if is_there else _bits(x, dtype))  # type: ignore[union-attr]
         blocks += counts[-1]
-    rows = _table(tuple(words), torch.int64, device)
+    rows = _table(tuple(words), device)
     owners = _owners(tuple(counts), device)
-    aligned = not any(x.data_ptr() % 16 for call in calls for x in (*call.vectors, *call.outputs))
     kernel = _kernel(program, there)
     options = {"num_warps": triton.WARPS, "enable_fp_fusion": False}
     with torch.cuda.device(device if device.type == "cuda" else -1):
@@ -75,10 +77,10 @@ def _owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
     return _TABLES[key]
 
 
-def _table(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _table(values: tuple[int, ...], device: torch.device) -> Tensor:
     key = (values, device)
     if key not in _TABLES:
-        _keep(key, torch.tensor(values, dtype=dtype), device)
+        _keep(key, torch.tensor(values, dtype=torch.int64), device)
     return _TABLES[key]
 
 
