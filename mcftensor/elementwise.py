@@ -20,7 +20,7 @@ from mcftensor.formats import Format
 from mcftensor.kernels import Body, Call, run
 from mcftensor.noise import uniform
 from mcftensor.operators import empty_terms, opaque, regroup
-from mcftensor.rounding import split_terms
+from mcftensor.rounding import peel, round_to_terms, split_terms
 
 Terms = tuple[Tensor, ...]
 
@@ -112,11 +112,13 @@ def _computed(
     operation, name, *parts = expression
     inner = [_computed(part, operands) for part in parts]
     if operation == "neg":
-        return [-term for term in inner[0]]
+        (x,) = inner
+        return -x if isinstance(x, wide.Held) else [-term for term in x]
     format = Format.from_name(name)
     if format.wide is not None:
         result = _OPERATIONS[operation][0](*inner, wide=format.wide)
-        return split_terms(result, format.base, format.terms, noise)
+        total = round_to_terms(result, format.base, format.terms, noise)
+        return wide.Held(total, peel(total, format.base, format.terms))
     if noise is None:
         return by_network(operation, inner, format.base, format.terms)
     return networks.shorten(by_network(operation, inner, format.base, format.terms + 1), noise)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mcftensor.operators import opaque
+
 _INTEGER = {
     torch.bfloat16: torch.int16,
     torch.float16: torch.int16,
@@ -93,36 +95,52 @@ def split_terms(
 ) -> list[Tensor]:
     """x as `terms` normalized terms of dtype `base`.
 
-    The last one is rounded to nearest, or stochastically where there is noise. Terms are peeled
-    off, each subtraction exact, and then once more from their exact sum: a tail
-    that rounds onto a tie beside an odd leading term would leave the pair unnormalized (one split
-    in a thousand). So the first time all terms but the last may be off by an ulp.
+    The last one is rounded to nearest, or stochastically where there is noise.
     """
     if not x.is_floating_point():
         x = x.to(torch.float64)
     if x.dtype == base or x.dtype.itemsize < base.itemsize:
         return [x.to(base, copy=True), *(torch.zeros_like(x, dtype=base) for _ in range(terms - 1))]
+    return peel(round_to_terms(x, base, terms, noise), base, terms)
+
+
+def round_to_terms(x: Tensor, base: torch.dtype, terms: int, noise: Tensor | None = None) -> Tensor:
+    """x, of a wider type than `base`, rounded to a sum of `terms` terms, as one wide number.
+
+    Each term is rounded and subtracted, exactly. These terms need not be normalized: one that
+    rounds onto a tie beside an odd term before it (one in a thousand) leaves that off by an ulp. So
+    they are summed, and peeled off anew.
+    """
     if noise is not None:
         x = x.to(torch.float64)
     elif x.dtype in _NARROW:
         x = x.to(torch.float32)
-    peeled = []
+    rounded = []
     for _ in range(terms - 1):
-        peeled.append(x.to(base))
-        x = _remainder(x, peeled[-1])
+        rounded.append(x.to(base))
+        x = _remainder(x, rounded[-1])
     last = round_to(x, base)
     if noise is not None:
         last = move(last, _remainder(x, last), noise)
     x = last.to(x.dtype)
-    for term in reversed(peeled):
+    for term in reversed(rounded):
         x = term.to(x.dtype) + x
-    again = []
+    return torch.copysign(x, rounded[0].to(x.dtype))  # the sums have lost the sign of a zero
+
+
+def peel(x: Tensor, base: torch.dtype, terms: int) -> list[Tensor]:
+    """The normalized terms of what `round_to_terms` gives; what is left for the last one fits."""
+    peeled = []
     for _ in range(terms - 1):
-        again.append(_to_precision(x, base))
-        x = _remainder(x, again[-1])
-    again.append(x.to(base))
-    again[0] = torch.copysign(again[0], peeled[0])  # the sums have lost the sign of a zero
-    return again
+        peeled.append(_to_precision(x, base))
+        x = _remainder(x, peeled[-1])
+    return [*peeled, narrow(x, base)]
+
+
+@opaque(lambda x, dtype: torch.empty_like(x, dtype=dtype), lays_out=True)
+def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers that a narrower type holds, in that type: compiled code leaves the rounding out."""
+    return x.to(dtype)
 
 
 def move(x: Tensor, remainder: Tensor, noise: Tensor) -> Tensor:

@@ -25,6 +25,17 @@ from mcftensor.rounding import add_signed
 _HELD = (torch.bfloat16, torch.float16, torch.float32)
 
 
+class Held(list[Tensor]):
+    """The terms of a result, and their sum, which the type that it was evaluated in holds."""
+
+    def __init__(self, total: Tensor, terms: Sequence[Tensor]) -> None:
+        super().__init__(terms)
+        self.total = total
+
+    def __neg__(self) -> Held:
+        return Held(-self.total, [-term for term in self])
+
+
 def levels(operand: Sequence[Tensor], wide: torch.dtype) -> list[Tensor]:
     """The terms of an operand in the wide type; a float64 or an integer takes two of float32."""
     entered = []
@@ -47,6 +58,8 @@ def total(x: Sequence[Tensor]) -> Tensor:
 
 def enter(operand: Sequence[Tensor], wide: torch.dtype) -> Tensor:
     """An operand as one wide tensor, whose sign is that of the leading term, zeros included."""
+    if isinstance(operand, Held) and operand.total.dtype == wide:
+        return operand.total
     leading, *tails = levels(operand, wide)
     return torch.copysign(total([leading, *tails]), leading) if tails else leading
 

@@ -22,7 +22,14 @@ from strategies import expansion, expansions, numbers, tensors, terms_after
 
 from mcftensor.expansion import collapse, expand
 from mcftensor.formats import FORMATS, Format
-from mcftensor.rounding import add_odd, collapse_terms, round_to, split_terms
+from mcftensor.rounding import (
+    add_odd,
+    collapse_terms,
+    peel,
+    round_to,
+    round_to_terms,
+    split_terms,
+)
 
 DTYPES = list(BASES)
 every_format = pytest.mark.parametrize("f", FORMATS, ids=lambda f: f.name)
@@ -221,6 +228,25 @@ def test_the_bound_of_splits_is_reached(base, terms):
     worst = (error / x).abs().max().item() / f.u**terms
     bound = {2: 1 / 2, 3: 1 / 4}[terms]
     assert 0.9 * bound < worst <= bound
+
+
+@pytest.mark.parametrize("f", [f for f in FORMATS if f.base != torch.float64], ids=str)
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_the_last_term_needs_no_rounding(f, stochastic):
+    base = BASES[f.base]
+    rng = np.random.default_rng(13)
+    ranges = ((base.quantum - 2, base.emin + base.precision), (base.emax - 1, base.emax))
+    edges = [numbers(rng, torch.float64, 20_000, *ends).tensor() for ends in ranges]
+    middle = [sums_beside_ties(f, 100_000, 6), near_ties(f.base, 100_000, 7)]
+    for source in (torch.float64, torch.float32)[: 2 if f.base.itemsize == 2 else 1]:
+        x = torch.cat([*middle, *edges]).to(source)
+        noise = torch.from_numpy(rng.random(len(x))) if stochastic else None
+        whole = round_to_terms(x, f.base, f.terms, noise)
+        terms = peel(whole, f.base, f.terms)
+        finite = torch.stack(terms).isfinite().all(0)
+        assert is_normalized([t[finite] for t in terms])
+        assert sum(t.double() for t in reversed(terms))[finite].equal(whole.double()[finite])
+        assert (whole[~finite].to(f.base) == terms[0][~finite]).all()
 
 
 @pytest.mark.slow

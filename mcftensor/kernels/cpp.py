@@ -34,7 +34,7 @@ _BITS = {"F": "I", "D": "L", "I": "I", "L": "L"}
 
 # Blocks of lanes computed together, line by line, since one alone mostly waits for its own results;
 # and the longest program for which this is worth the time to compile.
-_BLOCKS = 4
+_BLOCKS = 8
 _LONGEST = 300
 
 _PRELUDE = """\
@@ -319,10 +319,9 @@ class _Lines:
         if x.name == "where":
             chosen = [self._text(o, x.dtype) for o in x.operands[1:]]
             return f"{self._mask(x.operands[0], _BITS[type_])} ? {chosen[0]} : {chosen[1]}"
-        if x.name in ("to", "bits"):
+        if x.name in _CONVERSIONS:
             of = self.instructions[places[0].index].dtype
-            convert = _converted if x.name == "to" else _reinterpreted
-            return convert(f"v{places[0].index}", of, x.dtype)
+            return _CONVERSIONS[x.name](f"v{places[0].index}", of, x.dtype)
         operands = [self._text(o, x.dtype) for o in x.operands]
         if x.name == "constant":
             return operands[0]
@@ -361,10 +360,13 @@ def _rounded(value: str, dtype: torch.dtype) -> str:
     return f"to_{_SHORT[dtype]}({value})" if dtype in _SHORT else value
 
 
-def _converted(value: str, source: torch.dtype, target: torch.dtype) -> str:
+def _narrowed(value: str, source: torch.dtype, target: torch.dtype) -> str:
     types = _TYPES[source][0], _TYPES[target][0]
-    value = value if types[0] == types[1] else f"to<{types[1]}>({value})"
-    return _rounded(value, target)
+    return value if types[0] == types[1] else f"to<{types[1]}>({value})"
+
+
+def _converted(value: str, source: torch.dtype, target: torch.dtype) -> str:
+    return _rounded(_narrowed(value, source, target), target)
 
 
 def _reinterpreted(value: str, source: torch.dtype, target: torch.dtype) -> str:
@@ -373,6 +375,9 @@ def _reinterpreted(value: str, source: torch.dtype, target: torch.dtype) -> str:
     if target in _SHORT:
         return f"{_SHORT[target]}_value(as<U>({value}) & 0xffff)"
     return f"as<{_TYPES[target][0]}>({value})"
+
+
+_CONVERSIONS = {"to": _converted, "narrow": _narrowed, "bits": _reinterpreted}
 
 
 def _constant(x: float, dtype: torch.dtype) -> str:

@@ -135,9 +135,11 @@ _COMPARISONS = {
     aten.ge: "ge",
     aten.signbit: "signbit",
 }
-# Operators of `eft.py` that machines have; the others are recorded by their definitions.
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# Operators of ours that machines have; the others are recorded by their definitions.
 _NATIVE = {
-    "sqrt": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    "sqrt": _FLOATS,
+    "narrow": _FLOATS,
     "fma": (torch.float32,),
 }
 _SAME = (aten.clone, aten.detach, aten.alias, aten.lift_fresh)
@@ -195,7 +197,8 @@ class _Recorder(TorchDispatchMode):
     def _record(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> Place:
         packet, dtype = func.overloadpacket, result.dtype
         if func.namespace == "mcftensor":
-            return self._add(func._opname, tuple(self.operand(x) for x in args), dtype)
+            operands = tuple(self.operand(x) for x in args if isinstance(x, Tensor))
+            return self._add(func._opname, operands, dtype)
         if packet in _ARITHMETIC and not kwargs:
             operands = tuple(self._cast(x, dtype) for x in args)
             return self._add(_ARITHMETIC[packet], operands, dtype)

@@ -227,10 +227,8 @@ def _line(program: Program, x: Instruction) -> str:
         return first
     if x.name == "where":
         return f"tl.where({', '.join(operands)})"
-    if x.name == "to":
-        return _converted(first, of, x.dtype)
-    if x.name == "bits":
-        return _reinterpreted(first, of, x.dtype)
+    if x.name in _CONVERSIONS:
+        return _CONVERSIONS[x.name](first, of, x.dtype)
     if x.name == "signbit":
         return f"{first}.to(tl.{_integer(of)}, bitcast=True) < 0"
     if x.name == "copysign":
@@ -270,9 +268,13 @@ def _rounded(value: str, dtype: torch.dtype) -> str:
     return f"to_{_SHORT[dtype]}({value})" if dtype in _SHORT else value
 
 
-def _converted(value: str, source: torch.dtype, target: torch.dtype) -> str:
+def _narrowed(value: str, source: torch.dtype, target: torch.dtype) -> str:
     types = _TYPES[source][0], _TYPES[target][0]
-    value = value if types[0] == types[1] else f"{value}.to(tl.{types[1]})"
+    return value if types[0] == types[1] else f"{value}.to(tl.{types[1]})"
+
+
+def _converted(value: str, source: torch.dtype, target: torch.dtype) -> str:
+    value = _narrowed(value, source, target)
     return value if source == target else _rounded(value, target)
 
 
@@ -282,6 +284,9 @@ def _reinterpreted(value: str, source: torch.dtype, target: torch.dtype) -> str:
     if target in _SHORT:
         return f"{_SHORT[target]}_value({value}.to(tl.int16).to(tl.uint16, bitcast=True))"
     return f"{value}.to(tl.{_TYPES[target][0]}, bitcast=True)"
+
+
+_CONVERSIONS = {"to": _converted, "narrow": _narrowed, "bits": _reinterpreted}
 
 
 def _size(dtype: torch.dtype) -> int:
