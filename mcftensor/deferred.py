@@ -12,37 +12,31 @@ deferred and reads the same memory is computed before.
 
 from __future__ import annotations
 
-import functools
+import operator
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
-from mcftensor.elementwise import Expression, evaluate
+from mcftensor.elementwise import Operand, evaluate
 
 # Operations in an expression; longer ones are computed.
 LONGEST = 4
 
 
-@dataclass
 class Deferred:
     """An expression, and the terms of its operands."""
 
-    expression: Expression
-    operands: Sequence[Sequence[Tensor]]
-    versions: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.versions = self._versions()
-
-    def _versions(self) -> list[int]:
-        return [t._version for terms in self.operands for t in terms]
+    def __init__(self, expression: str, operands: list[Operand]) -> None:
+        self.expression = expression
+        self.operands = operands
+        self.tensors = [t for terms in operands for t in terms if isinstance(t, Tensor)]
+        self.versions = [t._version for t in self.tensors]
 
     def is_unchanged(self) -> bool:
         """Whether no component of an operand has been written to since."""
-        return self._versions() == self.versions
+        return [t._version for t in self.tensors] == self.versions
 
     def require_unchanged(self) -> None:
         """Raise RuntimeError where a component of an operand has been written to since."""
@@ -52,6 +46,12 @@ class Deferred:
                 "its operands was written to; read x.components anew before writing to them"
             )
 
+    def reads_as(self, other: Deferred) -> bool:
+        """Whether the same tensors are read as by another."""
+        return len(self.tensors) == len(other.tensors) and all(
+            map(operator.is_, self.tensors, other.tensors)
+        )
+
     def compute(self) -> list[Tensor]:
         """The terms.
 
@@ -59,25 +59,8 @@ class Deferred:
             RuntimeError: a component of an operand has been written to since.
         """
         self.require_unchanged()
-        terms = [term for operand in self.operands for term in operand]
-        return evaluate(str(self.expression), terms, [len(x) for x in self.operands], [])
-
-
-@functools.cache
-def length(expression: Expression) -> int:
-    """The number of operations in an expression."""
-    if isinstance(expression, int):
-        return 0
-    return 1 + sum(length(part) for part in expression[2:])
-
-
-@functools.cache
-def shifted(expression: Expression, by: int) -> Expression:
-    """An expression whose operands have numbers so much larger."""
-    if isinstance(expression, int):
-        return expression + by
-    operation, format, *parts = expression
-    return (operation, format, *(shifted(part, by) for part in parts))
+        terms: list[Any] = [term for operand in self.operands for term in operand]
+        return evaluate(self.expression, terms, [len(x) for x in self.operands], [])
 
 
 # For each piece of memory, the expansions whose expressions read it.
@@ -90,7 +73,7 @@ def watch(x: Any, deferred: Deferred) -> None:
     """Remember that an expansion waits for what it reads."""
     global _until_sweep  # noqa: PLW0603
     reference = weakref.ref(x)
-    for memory in _memory(term for operand in deferred.operands for term in operand):
+    for memory in _memory(deferred.tensors):
         _READERS.setdefault(memory, []).append(reference)
         _until_sweep -= 1
     if _until_sweep <= 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -87,11 +87,34 @@ def _enter(operand: Sequence[Tensor], base: torch.dtype, terms: int) -> Terms:
 Expression = int | tuple[Any, ...]
 
 
+# The terms of an operand; a number of Python's enters as float64.
+Operand = Sequence[Tensor | float]
+
+
 @functools.cache
-def _parsed(text: str) -> tuple[Expression, int]:
-    """An expression of its text, and how many operands it has."""
-    expression = ast.literal_eval(text)
-    return expression, 1 + max(_leaves(expression))
+def parsed(text: str) -> Expression:
+    """An expression of its text."""
+    expression: Expression = ast.literal_eval(text)
+    return expression
+
+
+@functools.cache
+def arity(text: str) -> int:
+    """How many operands an expression has."""
+    return 1 + max(_leaves(parsed(text)))
+
+
+def length(expression: Expression) -> int:
+    """The number of operations in an expression."""
+    return 0 if isinstance(expression, int) else 1 + sum(map(length, expression[2:]))
+
+
+def shifted(expression: Expression, by: int) -> Expression:
+    """An expression whose operands have numbers so much larger."""
+    if isinstance(expression, int):
+        return expression + by
+    operation, format, *parts = expression
+    return (operation, format, *(shifted(part, by) for part in parts))
 
 
 def _leaves(expression: Expression) -> list[int]:
@@ -124,38 +147,44 @@ def _computed(
     return networks.shorten(by_network(operation, inner, format.base, format.terms + 1), noise)
 
 
-def _body(
-    expression: Expression, lengths: Sequence[int], are_scalars: Sequence[bool], stochastic: bool
-) -> Body:
+@functools.cache
+def _body(text: str, lengths: tuple[int, ...], are_scalars: tuple[bool, ...]) -> Body:
     """An expression as a function of the vectors and scalars among the terms of its operands.
 
     Stochastic rounding takes a key as the last scalar.
     """
+    expression = parsed(text)
+    stochastic = _format(text).rounding == "stochastic"
 
     def body(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> Sequence[Tensor]:
-        left = {True: iter(scalars), False: iter(vectors)}
+        left: dict[bool, Iterator[Any]] = {True: map(_as_float64, scalars), False: iter(vectors)}
         operands = regroup([next(left[is_scalar]) for is_scalar in are_scalars], lengths)
         return _computed(expression, operands, uniform(scalars[-1], index) if stochastic else None)
 
     return body
 
 
+def _as_float64(x: Any) -> Tensor:
+    return torch.tensor(x, dtype=torch.float64) if isinstance(x, float) else x
+
+
 # ------------------------------------------------------------------------------------ operators
 
 
 def _operands(
-    expressions: str, terms: Sequence[Tensor], lengths: Sequence[int]
-) -> Iterator[tuple[str, tuple[int, ...], list[Tensor]]]:
+    expressions: str, terms: Operand, lengths: Sequence[int]
+) -> Iterator[tuple[str, tuple[int, ...], list[Any]]]:
     """Each expression, the numbers of terms of its operands, and those terms."""
     rest, more = iter(terms), iter(lengths)
     for text in expressions.split(";"):
-        own = tuple(itertools.islice(more, _parsed(text)[1]))
+        own = tuple(itertools.islice(more, arity(text)))
         yield text, own, list(itertools.islice(rest, sum(own)))
 
 
+@functools.cache
 def _format(text: str) -> Format:
     """The format of an expression's result."""
-    return Format.from_name(_parsed(text)[0][1])  # type: ignore[index]
+    return Format.from_name(parsed(text)[1])  # type: ignore[index]
 
 
 def _calls(
@@ -164,27 +193,27 @@ def _calls(
     lengths: Sequence[int],
     keys: Sequence[Tensor],
     outputs: Sequence[Sequence[Tensor]],
-) -> Iterator[tuple[Hashable, Callable[[], Body], Call]]:
+) -> Iterator[tuple[Body, Call]]:
     """What each expression asks of the kernels."""
     more_keys = iter(keys)
     of_each = _operands(expressions, terms, lengths)
     for (text, own, block), output in zip(of_each, outputs, strict=True):
         shaped = output[0].dim() > 0
-        are_scalars = tuple([shaped and x.dim() == 0 for x in block])
+        are_scalars = tuple([type(x) is float or (shaped and x.dim() == 0) for x in block])
         vectors = [x for x, is_scalar in zip(block, are_scalars, strict=True) if not is_scalar]
         scalars = [x for x, is_scalar in zip(block, are_scalars, strict=True) if is_scalar]
-        stochastic = _format(text).rounding == "stochastic"
-        if stochastic:
+        if _format(text).rounding == "stochastic":
             scalars.append(next(more_keys))
-        make = functools.partial(_body, _parsed(text)[0], own, are_scalars, stochastic)
-        yield (text, own, are_scalars), make, Call(vectors, scalars, output)
+        yield _body(text, own, are_scalars), Call(vectors, scalars, output)
 
 
 def _outputs(
     expressions: str, terms: Sequence[Tensor], lengths: Sequence[int]
 ) -> list[list[Tensor]]:
     return [
-        empty_terms(block, _format(text).base, _format(text).terms)
+        empty_terms(
+            [x for x in block if isinstance(x, Tensor)], _format(text).base, _format(text).terms
+        )
         for text, _, block in _operands(expressions, terms, lengths)
     ]
 
@@ -194,6 +223,7 @@ def _outputs(
         *itertools.chain(*_outputs(expressions, terms, lengths))
     ],
     lays_out=True,
+    direct=True,
 )
 def evaluate(
     expressions: str, terms: Sequence[Tensor], lengths: Sequence[int], keys: Sequence[Tensor]
@@ -202,7 +232,8 @@ def evaluate(
 
     Args:
         expressions: texts of expressions, with semicolons between: `"('mul', 'bf16x2', 0, 1)"`.
-        terms: of the operands of the first expression, then of those of the second, and so on.
+        terms: of the operands of the first expression, then of those of the second, and so on;
+            outside of compilers a float may stand for a tensor of it.
         lengths: the number of terms of each operand.
         keys: one for each expression that rounds stochastically.
     """
@@ -211,7 +242,7 @@ def evaluate(
     return list(itertools.chain(*outputs))
 
 
-@opaque(lambda expressions, targets, terms, lengths, keys: None, mutates=["targets"])
+@opaque(lambda expressions, targets, terms, lengths, keys: None, mutates=["targets"], direct=True)
 def evaluate_(
     expressions: str,
     targets: Sequence[Tensor],

@@ -22,6 +22,9 @@ R = TypeVar("R")
 
 _LIBRARY = torch.library.Library("mcftensor", "DEF")
 
+# Types of arguments that are what they seem.
+_BARE = {Tensor, torch.nn.Parameter, bool, int, float, str, type(None)}
+
 DEFINITIONS: dict[str, Callable[..., Any]] = {}
 """The plain Python function behind each operator."""
 
@@ -32,13 +35,16 @@ def opaque(
     *,
     mutates: Sequence[str] = (),
     lays_out: bool = False,
+    direct: bool = False,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register a function as the operator `mcftensor::<name>`, and return a caller of it.
 
     The arguments and results are tensors, lists of tensors, numbers and strings. The function must
     not return its inputs, and mutates those named in `mutates` alone. `fake` has the same arguments
     and says shape, layout and dtype of the results, by tensors without data. `lays_out` says that
-    the function itself sees to the layout.
+    the function itself sees to the layout, and `direct` that it is only called below autograd, so
+    that without compilers, transformations and modes it may be called as it is: lists of thousands
+    of tensors take PyTorch longer to pass on than the function to work.
     """
 
     def register(function: Callable[P, R]) -> Callable[P, R]:
@@ -53,11 +59,33 @@ def opaque(
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            return cast(R, operator(*args, **kwargs))
+            if not direct:
+                return cast(R, operator(*args, **kwargs))
+            if _is_bare(args):
+                return cast(Callable[..., R], function)(*args)
+            return cast(R, operator(*map(_entered, args)))
 
         return call
 
     return register
+
+
+def _is_bare(args: Sequence[Any]) -> bool:
+    """Whether nothing but eager PyTorch would see a call."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch.autograd._profiler_enabled()
+        and all(set(map(type, x if isinstance(x, list) else (x,))) <= _BARE for x in args)
+    )
+
+
+def _entered(x: Any) -> Any:
+    """A list of tensors and numbers as one of tensors."""
+    if not isinstance(x, list) or float not in map(type, x):
+        return x
+    return [torch.scalar_tensor(y, dtype=torch.float64) if type(y) is float else y for y in x]
 
 
 def empty_terms(operands: Sequence[Tensor], dtype: torch.dtype, terms: int) -> list[Tensor]:
@@ -68,12 +96,14 @@ def empty_terms(operands: Sequence[Tensor], dtype: torch.dtype, terms: int) -> l
 
 def _template(operands: Sequence[Tensor]) -> Tensor:
     """A tensor of the shape to which operands broadcast; the first of that shape, if any."""
+    first = next((x for x in operands if x.dim() > 0), operands[0])
+    if all(x.dim() == 0 or x.shape == first.shape for x in operands):
+        return first
     shape = torch.broadcast_shapes(*(x.shape for x in operands))
-    device = next((x.device for x in operands if x.dim() > 0), operands[0].device)
     for x in operands:
-        if x.shape == shape and x.device == device:
+        if x.shape == shape and x.device == first.device:
             return x
-    return torch.empty(shape, dtype=operands[0].dtype, device=device)
+    return torch.empty(shape, dtype=operands[0].dtype, device=first.device)
 
 
 def _laid_out(function: Callable[P, R]) -> Callable[P, R]:

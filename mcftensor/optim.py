@@ -173,7 +173,7 @@ class _Plan:
 
         def init_group(group: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
             for p in group["params"]:
-                if isinstance(p, MCFTensor) and p.grad is not None and not optimizer.state.get(p):
+                if not optimizer.state.get(p) and isinstance(p, MCFTensor) and p.grad is not None:
                     unused = [[] if isinstance(a, list) else a for a in args]
                     initialize(optimizer, {**group, "params": [p]}, *unused, **kwargs)
                     self._convert(optimizer, p)
@@ -213,7 +213,10 @@ class _Plan:
         if name == "step" or not (self.full or name in self.named):
             return x
         wanted = p.format if self.full or self.named[name] is _OWN else self.named[name]
-        if isinstance(x, MCFTensor) and x.format == wanted:  # as after the first step
+        if type(x) is Tensor:
+            if wanted is None and x.dtype == p.format.base:
+                return x
+        elif isinstance(x, MCFTensor) and (x.format is wanted or x.format == wanted):
             return x
         if not (isinstance(x, Tensor) and x.shape == p.shape and x.is_floating_point()):
             return x

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,26 +116,36 @@ def adagrad_rate(step: Any, lr: Any, lr_decay: Any) -> tuple[Any]:
 
 
 def _numbers_of_steps(
-    formula: Callable[..., Sequence[Any]], steps: Sequence[Tensor], *numbers: Tensor | float
+    formula: Callable[..., Sequence[Any]],
+    steps: Sequence[Tensor],
+    numbers: Sequence[Tensor | float],
+    fixed: Iterable[Tensor | float],
 ) -> list[Sequence[Tensor | float]]:
-    """What a formula gives for each step count: floats on a CPU, else without waiting, tensors."""
+    """What a formula gives for each step count and some numbers, and after it what is fixed.
+
+    Floats on a CPU; on other devices tensors, without waiting. Equal counts share a list.
+    """
     device = steps[0].device
     if device.type == "cpu":
-        known = {count: formula(count, *numbers) for count in {x.item() for x in steps}}
-        return [known[x.item()] for x in steps]
+        counts = [x.item() for x in steps]
+        known = {count: (*formula(count, *numbers), *fixed) for count in set(counts)}
+        return [known[count] for count in counts]
+    width = len(formula(1.0, *[0.5] * len(numbers)))
+    found = torch.empty(len(steps), width, 1, dtype=torch.float64, device=device)
+    body = _on_device(formula, device)
+    run((body, Call([x], numbers, list(out.unbind()))) for x, out in zip(steps, found, strict=True))
+    return [(*(x[0] for x in out), *fixed) for out in found]
+
+
+@functools.cache
+def _on_device(formula: Callable[..., Sequence[Any]], device: torch.device) -> Body:
+    """A formula as a function of tensors of step counts."""
 
     def body(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> Sequence[Tensor]:
         tensors = [torch.as_tensor(x, dtype=torch.float64, device=device) for x in scalars]
         return formula(vectors[0].to(torch.float64), *tensors)
 
-    width = len(formula(1.0, *[0.5] * len(numbers)))
-    found = torch.empty(len(steps), width, 1, dtype=torch.float64, device=device)
-    name = formula.__name__
-    run(
-        (name, lambda: body, Call([step], numbers, list(out.unbind())))
-        for step, out in zip(steps, found, strict=True)
-    )
-    return [[x[0] for x in out] for out in found]
+    return body
 
 
 # ------------------------------------------------------------------------- terms and numbers
@@ -195,12 +205,13 @@ def _added(p: Sequence[Tensor], number: Any, change: Any, wide_type: torch.dtype
 # --------------------------------------------------------------------------------- one for all
 
 
+@functools.cache
 def _step(
     rule: str,
     maximize: bool,
-    lengths: Sequence[int],
-    stochastic: Sequence[bool],
-    names: Sequence[str],
+    lengths: tuple[int, ...],
+    stochastic: tuple[bool, ...],
+    names: tuple[str, ...],
 ) -> Body:
     """A step of one tensor: of its gradient, itself and its states, each of so many terms.
 
@@ -243,24 +254,28 @@ def _run_steps(
     lengths: Sequence[int],
     stochastic: Sequence[bool],
     keys: Sequence[Tensor],
-    numbers: Sequence[Mapping[str, Tensor | float]],
+    names: Sequence[str],
+    numbers: Sequence[Sequence[Tensor | float]],
 ) -> None:
-    """Steps of many tensors. `lengths` says for each the numbers of terms of gradient, parameter
-    and states, `stochastic` which of the latter two round so."""
-    count = len(lengths) // len(numbers)
-    rest, grads, more_keys = iter(targets), iter(gradients), iter(keys)
+    """Steps of many tensors, each with its numbers.
 
-    def calls() -> Iterator[tuple[Hashable, Callable[[], Body], Call]]:
-        for i, s in enumerate(numbers):
-            of_gradient, *own = lengths[i * count : (i + 1) * count]
+    `lengths` says for each the numbers of terms of gradient, parameter and states, `stochastic`
+    which of the latter two round so.
+    """
+    count = len(lengths) // len(numbers)
+    more_keys = iter(keys)
+    step = functools.cache(functools.partial(_step, rule, maximize, names=tuple(names)))
+
+    def calls() -> Iterator[tuple[Body, Call]]:
+        target = gradient = 0
+        for i, scalars in enumerate(numbers):
+            own = tuple(lengths[i * count : (i + 1) * count])
             flags = tuple(stochastic[i * (count - 1) : (i + 1) * (count - 1)])
-            outputs = list(itertools.islice(rest, sum(own)))
-            vectors = [*itertools.islice(grads, of_gradient), *outputs]
-            scalars = list(s.values())
-            if any(flags):
-                scalars.append(next(more_keys))
-            name = (rule, maximize, (of_gradient, *own), flags, tuple(s))
-            yield name, functools.partial(_step, *name), Call(vectors, scalars, outputs)
+            outputs = targets[target : (target := target + sum(own[1:]))]
+            vectors = [*gradients[gradient : (gradient := gradient + own[0])], *outputs]
+            if True in flags:
+                scalars = [*scalars, next(more_keys)]
+            yield step(own, flags), Call(vectors, scalars, outputs)
 
     run(calls())
 
@@ -277,7 +292,7 @@ def _given(**numbers: Tensor | float | None) -> dict[str, Tensor | float]:
     }  # fmt: skip
 
 
-@opaque(lambda *args: None, mutates=["targets"])
+@opaque(lambda *args: None, mutates=["targets"], direct=True)
 def adam_(
     targets: Sequence[Tensor],
     gradients: Sequence[Tensor],
@@ -298,7 +313,6 @@ def adam_(
     """A step of Adam or AdamW. The targets of a parameter are its own terms and those of its first,
     second and, for AMSGrad, largest second moment."""
     rate = _at_hand(lr)
-    corrections = _numbers_of_steps(adam_corrections, steps, rate, beta1, beta2)
     fixed = {
         "1 - beta1": 1 - beta1,
         "beta2": beta2,
@@ -311,11 +325,12 @@ def adam_(
             found_inf=found_inf,
         ),
     }
-    numbers = [{"-rate": r, "1 / root_correction": c, **fixed} for r, c in corrections]
-    _run_steps("adam", maximize, targets, gradients, lengths, stochastic, keys, numbers)
+    names = ("-rate", "1 / root_correction", *fixed)
+    numbers = _numbers_of_steps(adam_corrections, steps, (rate, beta1, beta2), fixed.values())
+    _run_steps("adam", maximize, targets, gradients, lengths, stochastic, keys, names, numbers)
 
 
-@opaque(lambda *args: None, mutates=["targets"])
+@opaque(lambda *args: None, mutates=["targets"], direct=True)
 def sgd_(
     targets: Sequence[Tensor],
     gradients: Sequence[Tensor],
@@ -340,11 +355,11 @@ def sgd_(
     if nesterov:
         numbers["nesterov"] = momentum
     numbers |= _given(l2=weight_decay, grad_scale=grad_scale, found_inf=found_inf)
-    every = [numbers] * (len(lengths) // (3 if momentum else 2))
-    _run_steps("sgd", maximize, targets, gradients, lengths, stochastic, keys, every)
+    every = [tuple(numbers.values())] * (len(lengths) // (3 if momentum else 2))
+    _run_steps("sgd", maximize, targets, gradients, lengths, stochastic, keys, [*numbers], every)
 
 
-@opaque(lambda *args: None, mutates=["targets"])
+@opaque(lambda *args: None, mutates=["targets"], direct=True)
 def adagrad_(
     targets: Sequence[Tensor],
     gradients: Sequence[Tensor],
@@ -362,21 +377,21 @@ def adagrad_(
 ) -> None:
     """A step of Adagrad. The targets of a parameter are its own terms and those of its sum of
     squares."""
-    rates = _numbers_of_steps(adagrad_rate, steps, _at_hand(lr), lr_decay)
-    fixed = _given(l2=weight_decay, grad_scale=grad_scale, found_inf=found_inf)
-    numbers = [{"-rate": rate, "eps": eps, **fixed} for (rate,) in rates]
-    _run_steps("adagrad", maximize, targets, gradients, lengths, stochastic, keys, numbers)
+    fixed = {
+        "eps": eps,
+        **_given(l2=weight_decay, grad_scale=grad_scale, found_inf=found_inf),
+    }
+    numbers = _numbers_of_steps(adagrad_rate, steps, (_at_hand(lr), lr_decay), fixed.values())
+    names = ("-rate", *fixed)
+    _run_steps("adagrad", maximize, targets, gradients, lengths, stochastic, keys, names, numbers)
 
 
-@opaque(lambda *args: None, mutates=["gradients"])
+@opaque(lambda *args: None, mutates=["gradients"], direct=True)
 def unscale_(gradients: Sequence[Tensor], lengths: Sequence[int], grad_scale: Tensor) -> None:
     """Gradients, each of so many terms, over the scale of a loss."""
+    run((_unscaled, Call(own, [grad_scale], own)) for own in regroup(gradients, lengths))
 
-    def body(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> Sequence[Tensor]:
-        wide_type, format = _evaluation([_format(vectors)], [vectors])
-        return _terms_of(_number(vectors, wide_type, format) / scalars[0], vectors)
 
-    run(
-        (("unscale", len(own)), lambda: body, Call(own, [grad_scale], own))
-        for own in regroup(gradients, lengths)
-    )
+def _unscaled(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> Sequence[Tensor]:
+    wide_type, format = _evaluation([_format(vectors)], [vectors])
+    return _terms_of(_number(vectors, wide_type, format) / scalars[0], vectors)

@@ -19,6 +19,7 @@ from mcftensor.formats import MAX_TERMS, Format, require_format
 
 Role = Literal["value", "parameter"]
 
+_GRAD: Any = torch.Tensor.grad
 _TERM_NAMES = tuple(f"_term{i}" for i in range(MAX_TERMS))
 
 
@@ -53,6 +54,7 @@ class MCFTensor(torch.Tensor):
     """
 
     _term0: Tensor
+    _term1: Tensor
     _format: Format
     _role: Role
     _deferred: Deferred | None = None  # of a DeferredTensor alone
@@ -114,6 +116,8 @@ class MCFTensor(torch.Tensor):
 
     def _read(self) -> tuple[Tensor, ...]:
         """The terms, for those who write to none."""
+        if self._format.terms == 2:  # the commonest, and asked for at every turn
+            return self._term0, self._term1
         return tuple([getattr(self, name) for name in _TERM_NAMES[: self._format.terms]])
 
     @property
@@ -272,6 +276,22 @@ class MCFTensor(torch.Tensor):
         return self.new_tensor(first, device=device)
 
     @property
+    def grad(self) -> Tensor | None:
+        """As of any tensor. Optimizers ask for it at every turn, and torch's own way to it goes by
+        `__torch_function__`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return _GRAD.__get__(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
     def data(self) -> Tensor:
         """The same terms, outside of autograd: it does not see what is written to them.
 
@@ -359,8 +379,9 @@ class DeferredTensor(MCFTensor):
 
     def defer(self, deferred: Deferred) -> None:
         """Take the result of an expression in place of what was here."""
+        if self._deferred is None or not deferred.reads_as(self._deferred):
+            watch(self, deferred)
         self._deferred = deferred
-        watch(self, deferred)
 
     def compute_terms(self) -> None:
         """Compute the terms."""

@@ -313,3 +313,15 @@ def test_fused_steps_of_large_tensors_are_those_of_their_parts():
                 w.grad = g.clone()
             optimizer.step()
     assert_same_terms(whole.detach(), torch.cat(parts).detach())
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_step_between_forward_and_backward_is_noticed(foreach):
+    model = mcf.as_expansion(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p.components[0])
+    loss = model(torch.ones(1, 4, dtype=torch.bfloat16)).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
-from mcftensor.dispatch.arithmetic import PLANS, Task, evaluated, evaluated_into, fits
-from mcftensor.dispatch.operands import common_format, computes_plainly
+from mcftensor.deferred import compute_readers
+from mcftensor.dispatch.arithmetic import evaluated, evaluated_into, fits
+from mcftensor.dispatch.operands import computes_plainly
+from mcftensor.dispatch.plans import PLANS, Task
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten
@@ -69,7 +71,7 @@ def _arithmetic(name: str, full_name: str, steps: list[Step]) -> list[Any]:
     for i, (args, kwargs) in enumerate(steps):
         operands = (*args, *kwargs.values())
         if any(isinstance(x, MCFTensor) for x in args) and not computes_plainly(operands):
-            tasks[i] = Task.of(name, common_format(name, operands), args, kwargs)
+            tasks[i] = Task.of(name, args, kwargs)
         else:
             results[i] = _single(name, full_name, args, kwargs)
     for i, result in zip(tasks, evaluated(list(tasks.values())), strict=True):
@@ -80,17 +82,18 @@ def _arithmetic(name: str, full_name: str, steps: list[Step]) -> list[Any]:
 def _arithmetic_into(name: str, full_name: str, steps: list[Step]) -> None:
     targets: list[MCFTensor] = []
     tasks: list[Task] = []
-    for args, _ in steps:  # what reads a target is computed before any is written to
-        if isinstance(args[0], MCFTensor) and args[0]._deferred is None:
-            _ = args[0].components
+    # What reads a target is computed before any is written to.
+    whole = [args[0] for args, _ in steps if isinstance(args[0], MCFTensor)]
+    compute_readers([term for x in whole if x._deferred is None for term in x._read()])
     for args, kwargs in steps:
         target = args[0]
         if isinstance(target, MCFTensor):
-            common_format(name, (*args, *kwargs.values()))  # raises for unlike bases
-            task = Task.of(name, target.format, args, kwargs)
+            task = Task.of(name, args, kwargs, target.format)
             if fits(task, target):
                 targets.append(target)
                 tasks.append(task)
                 continue
         _single(name, full_name, args, kwargs)
     evaluated_into(targets, tasks)
+    if torch._C._len_torch_dispatch_stack() == 0:  # lists do not do it by themselves
+        torch.autograd.graph.increment_version(targets)

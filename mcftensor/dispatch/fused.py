@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch.operands import expansions, require_one_base, terms
+from mcftensor.dispatch.operands import require_one_base, terms
 from mcftensor.dispatch.table import implements
 from mcftensor.noise import draw_key
 from mcftensor.steps import adagrad_, adam_, sgd_, unscale_
@@ -38,34 +38,37 @@ def _fused(
         step: one of `steps.py`.
         settings: its last arguments.
     """
-    found = [expansions([x[i] for x in lists if x]) for i in range(len(lists[0]))]
-    for together in found:  # before anything is written
-        require_one_base("fused step", [x.format for x in together])
-    ours = [i for i, together in enumerate(found) if together]
-    others = [i for i, together in enumerate(found) if not together]
+    rows = list(zip(*[x for x in lists if x], strict=True))
+    ours: list[int] = []
+    others: list[int] = []
+    for i, row in enumerate(rows):  # before anything is written
+        formats = [x.format for x in row if isinstance(x, MCFTensor)]
+        require_one_base("fused step", formats)
+        (ours if formats else others).append(i)
     if others:
         func(*([x[i] for i in others] if x else [] for x in (*lists, *counts)), **options)
     if not ours:
         return
-    params, grads, *states = (x for x in lists if x)
     targets: list[Tensor] = []
     gradients: list[Tensor] = []
     lengths: list[int] = []
     keys: list[Tensor] = []
     stochastic: list[bool] = []
     for i in ours:
-        gradient = terms(grads[i])
+        param, grad, *states = rows[i]
+        gradient = terms(grad)
         gradients += gradient
         lengths.append(len(gradient))
-        written = [params[i], *(state[i] for state in states)]
-        for x in written:
-            own = list(x.components) if isinstance(x, MCFTensor) else [x]  # to be written to
+        flags = []
+        for x in (param, *states):
+            is_expansion = isinstance(x, MCFTensor)
+            own = x.components if is_expansion else (x,)  # to be written to
             targets += own
             lengths.append(len(own))
-        flags = [isinstance(x, MCFTensor) and x.format.rounding == "stochastic" for x in written]
+            flags.append(is_expansion and x.format.rounding == "stochastic")
         stochastic += flags
-        if any(flags):
-            keys.append(draw_key(params[i].device))
+        if True in flags:
+            keys.append(draw_key(param.device))
     lr, scale = options["lr"], options.get("grad_scale")
     step(
         targets,
@@ -80,7 +83,7 @@ def _fused(
         *settings,
     )
     if scale is not None:
-        unscale_(gradients, [len(terms(grads[i])) for i in ours], scale)
+        unscale_(gradients, lengths[:: len(rows[0])], scale)
 
 
 @implements(aten._fused_adam_, aten._fused_adamw_)

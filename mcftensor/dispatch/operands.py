@@ -67,7 +67,7 @@ def common_role(operands: Iterable[Any]) -> Role:
 
 def require_one_base(name: str, formats: Sequence[Format]) -> None:
     """Raise ValueError for formats of unlike bases."""
-    if len({f.base for f in formats}) > 1:
+    if len(formats) > 1 and len({f.base for f in formats}) > 1:
         # Not a TypeError: Python's operators would hide its message.
         raise ValueError(
             f"{name}: expansions in {' and '.join(sorted({f.name for f in formats}))}, whose terms "
@@ -85,7 +85,11 @@ def common_format(name: str, operands: Iterable[Any]) -> Format:
     Raises:
         ValueError: expansions of unlike bases.
     """
-    formats = [x.format for x in expansions(list(operands))]
+    return longest_format(name, [x.format for x in expansions(list(operands))])
+
+
+def longest_format(name: str, formats: Sequence[Format]) -> Format:
+    """The same of the formats themselves, of which there is one at least."""
     require_one_base(name, formats)
     if all(f == formats[0] for f in formats):
         return formats[0]

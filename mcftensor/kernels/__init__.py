@@ -7,6 +7,6 @@ bits of the function itself; otherwise the function runs as it is, block by bloc
 
 from __future__ import annotations
 
+from mcftensor.kernels.calls import Call as Call
 from mcftensor.kernels.program import Body as Body
-from mcftensor.kernels.running import Call as Call
 from mcftensor.kernels.running import run as run

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import struct
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcftensor.kernels import triton
+from mcftensor.kernels.calls import Rows, number_of
 from mcftensor.kernels.compiler import digest, directory, write_whole
 from mcftensor.kernels.program import Program
-
-if TYPE_CHECKING:
-    from mcftensor.kernels.running import Call
 
 # Tables on a device, by what is in them; those that a CUDA graph was captured with stay.
 _TABLES: dict[Any, Tensor] = {}
@@ -31,38 +30,36 @@ def is_available() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def on_device(call: Call, device: torch.device) -> tuple[bool, ...]:
+def on_device(scalars: Sequence[Tensor | float], device: torch.device) -> tuple[bool, ...]:
     """Which scalars a kernel reads from its device; the others travel in its table."""
-    return tuple(isinstance(x, Tensor) and x.device == device for x in call.scalars)
+    return tuple([isinstance(x, Tensor) and x.device == device for x in scalars])
 
 
-def launch(program: Program, calls: Sequence[Call], device: torch.device) -> None:
+def launch(program: Program, rows: Rows, device: torch.device) -> None:
     """Run a program on sets of dense tensors that have as many scalars on the device."""
-    there = on_device(calls[0], device)
-    words: list[int] = []
-    counts: list[int] = []
-    blocks = 0
-    aligned = True
-    for call in calls:
-        length = call.outputs[0].numel()
-        counts.append(-(-length // triton.BLOCK))
-        words += (length, blocks)
-        addresses = [x.data_ptr() for x in (*call.vectors, *call.outputs)]
-        aligned = aligned and not any(address % 16 for address in addresses)
-        words += addresses
-        for x, is_there, dtype in zip(call.scalars, there, program.signature.scalars, strict=True):
-            words.append(x.data_ptr() if is_there else _bits(x, dtype))  # type: ignore[union-attr]
-        blocks += counts[-1]
-    rows = _table(tuple(words), device)
+    there = on_device(rows.calls[0].scalars, device)
+    lengths, *addresses = rows.columns
+    counts = [-(-length // triton.BLOCK) for length in lengths]
+    words = [lengths, [0, *itertools.accumulate(counts[:-1])], *addresses]
+    columns = zip(*[call.scalars for call in rows.calls], strict=True)
+    for column, is_there, dtype in zip(columns, there, program.signature.scalars, strict=True):
+        words.append([_address(x) if is_there else _bits(x, dtype) for x in column])
+    table = _table(tuple(itertools.chain.from_iterable(zip(*words, strict=True))), device)
     owners = _owners(tuple(counts), device)
+    aligned = not any(address % 16 for address in rows.addresses)
     kernel = _kernel(program, there)
     options = {"num_warps": triton.WARPS, "enable_fp_fusion": False}
     with torch.cuda.device(device if device.type == "cuda" else -1):
-        kernel[(blocks,)](rows, owners, BLOCK=triton.BLOCK, ALIGNED=aligned, **options)
+        kernel[(sum(counts),)](table, owners, BLOCK=triton.BLOCK, ALIGNED=aligned, **options)
+
+
+def _address(x: Tensor | float) -> int:
+    assert isinstance(x, Tensor)
+    return x.data_ptr()
 
 
 def _bits(x: Tensor | float, dtype: torch.dtype) -> int:
-    value = x.item() if isinstance(x, Tensor) else x
+    value = number_of(x)
     if dtype == torch.int64:
         return int(value)
     return struct.unpack("q", struct.pack("d", value))[0]

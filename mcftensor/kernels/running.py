@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 import functools
-from array import array
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcftensor.kernels import blocks, compiler, cpp, cuda
+from mcftensor.kernels import blocks, compiler, cpp, cpu, cuda
+from mcftensor.kernels.calls import Call, Rows, dtype_of
 from mcftensor.kernels.program import Body, Program, Signature, record
 
 # Elements after which the time to look for compiled code, and to make it, is well spent.
 LOOK_AFTER = 1 << 14
 BUILD_AFTER = 1 << 20
 
+_is_contiguous = Tensor.is_contiguous
+
 # Types of devices that Triton's kernels run on.
 TRITON_DEVICES = ["cuda"]
-
-# Elements a thread is worth starting for.
-_GRAIN = 1 << 15
-
-
-@dataclass(eq=False)
-class Call:
-    """One set of tensors for an elementwise function.
-
-    Outputs are of one shape, vectors too or of one that broadcasts; scalars are Python floats or
-    tensors without dimensions. An output may be one of the vectors, and overlaps no other.
-    """
-
-    vectors: Sequence[Tensor]
-    scalars: Sequence[Tensor | float]
-    outputs: Sequence[Tensor]
 
 
 @dataclass
@@ -47,6 +35,13 @@ class _Kernel:
     looked: bool = False
     built: bool = False
     launch: compiler.Launch | None = None
+
+    @classmethod
+    def of(cls, body: Body, call: Call) -> _Kernel:
+        """What a function becomes that is called so."""
+        dtypes = [tuple([x.dtype for x in xs]) for xs in (call.vectors, call.outputs)]
+        scalars = tuple([dtype_of(x) for x in call.scalars])
+        return cls(body, Signature(dtypes[0], scalars, dtypes[1]))
 
     def compiled(self, elements: int) -> compiler.Launch | None:
         """The compiled form, if work so far is worth it and there is a compiler."""
@@ -63,70 +58,97 @@ class _Kernel:
         return record(self.body, self.signature)
 
 
-_KERNELS: dict[Hashable, _Kernel] = {}
+_KERNELS: dict[Any, _Kernel] = {}
 
 
-def run(calls: Iterable[tuple[Hashable, Callable[[], Body], Call]]) -> None:
+def run(calls: Iterable[tuple[Body, Call]]) -> None:
     """Write elementwise functions of vectors and scalars into outputs, alike ones together.
 
-    Each call comes with a name for its function and all that this has been given, and with what
-    makes the function: used once for each name and combination of dtypes.
+    A function is recorded and compiled once for each combination of dtypes, so it has to be the
+    same object at every call.
     """
-    groups: dict[Hashable, tuple[_Kernel, list[Call]]] = {}
-    for name, make, call in calls:
-        if call.outputs[0].numel() == 0:
+    # There may be thousands of small tensors: all that is asked of one is asked here, while it is
+    # in the caches, and little of it by functions of ours.
+    groups: dict[Any, _Group] = {}
+    scalars: Any = None
+    kinds: tuple[Any, ...] = ()
+    for body, call in calls:
+        vectors, outputs = call.vectors, call.outputs
+        length = outputs[0].numel()
+        if length == 0:
             continue
-        dtypes = (
-            tuple([x.dtype for x in call.vectors]),
-            tuple([x.dtype if isinstance(x, Tensor) else torch.float64 for x in call.scalars]),
-            tuple([x.dtype for x in call.outputs]),
-        )
-        device = call.outputs[0].device
-        there = cuda.on_device(call, device) if device.type in TRITON_DEVICES else ()
-        key = (name, dtypes, device, there)
+        device = outputs[0].device
+        if call.scalars is not scalars:  # which many share
+            scalars, kinds = call.scalars, _kinds(call.scalars, device)
+        start = _start(outputs, vectors)
+        tensors = [*vectors, *outputs] if start is None else vectors
+        key = (body, tuple([x.dtype for x in tensors]), start, kinds, device)
         group = groups.get(key)
         if group is None:
             kernel = _KERNELS.get(key)
             if kernel is None:
-                kernel = _KERNELS[key] = _Kernel(make(), Signature(*dtypes))
-            group = groups[key] = (kernel, [])
-        group[1].append(call)
-    for kernel, together in groups.values():
-        _run_group(kernel, together)
-
-
-def _run_group(kernel: _Kernel, calls: list[Call]) -> None:
-    in_order = torch.int64 in kernel.signature.scalars  # a key, for the index of each element
-    flat: list[Call] = []
-    for call in calls:
-        if _is_flat([*call.vectors, *call.outputs], in_order):
-            flat.append(call)
+                kernel = _KERNELS[key] = _Kernel.of(body, call)
+            group = groups[key] = _Group(kernel, device)
+        lengths = [x.numel() for x in tensors]
+        alike = lengths.count(length) == len(lengths) and all(map(_is_contiguous, tensors))
+        if alike or group.is_flat(tensors):
+            addresses = [x.data_ptr() for x in tensors]
+            if start is not None:
+                addresses += addresses[start : start + len(outputs)]
+            group.rows.add(call, length, addresses)
         else:
-            blocks.run_whole(kernel.body, call.vectors, call.scalars, call.outputs)
-    device = calls[0].outputs[0].device
-    if flat and device.type in TRITON_DEVICES and cuda.is_available():
-        cuda.launch(kernel.program, flat, device)
-        return
-    if flat and device.type == "cpu":
-        elements = sum([call.outputs[0].numel() for call in flat])
-        launch = kernel.compiled(elements)
-        if launch is not None:
-            _launch(launch, kernel.signature, flat, elements)
+            group.others.append(call)
+    for group in groups.values():
+        group.run()
+
+
+def _start(outputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> int | None:
+    """Where outputs stand among the vectors, as those of a change in place do."""
+    for i, x in enumerate(vectors):
+        if x is outputs[0]:
+            return i if all(map(operator.is_, vectors[i : i + len(outputs)], outputs)) else None
+    return None
+
+
+def _kinds(scalars: Sequence[Tensor | float], device: torch.device) -> tuple[Any, ...]:
+    """What kernels distinguish: dtypes, and for Triton's which scalars they read from a device."""
+    there = cuda.on_device(scalars, device) if device.type in TRITON_DEVICES else ()
+    return (*map(dtype_of, scalars), *there)
+
+
+@dataclass
+class _Group:
+    """What one kernel runs on together."""
+
+    kernel: _Kernel
+    device: torch.device
+    rows: Rows = field(default_factory=Rows)
+    others: list[Call] = field(default_factory=list)
+
+    def is_flat(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether all are dense, and elements of the same index lie at the same place of memory."""
+        in_order = torch.int64 in self.kernel.signature.scalars  # a key, for each element's index
+        shape, strides = tensors[0].shape, tensors[0].stride()
+        return (
+            not in_order
+            and _is_dense(tensors[0])
+            and all(x.shape == shape and x.stride() == strides for x in tensors)
+        )
+
+    def run(self) -> None:
+        body, rows = self.kernel.body, self.rows
+        for call in self.others:
+            blocks.run_whole(body, call.vectors, call.scalars, call.outputs)
+        if rows.calls and self.device.type in TRITON_DEVICES and cuda.is_available():
+            cuda.launch(self.kernel.program, rows, self.device)
             return
-    for call in flat:
-        blocks.run(kernel.body, call.vectors, call.scalars, call.outputs)
-
-
-def _is_flat(tensors: Sequence[Tensor], in_order: bool) -> bool:
-    """Whether all are dense, and elements of the same index lie at the same place of memory."""
-    if len({x.numel() for x in tensors}) == 1 and all(map(Tensor.is_contiguous, tensors)):
-        return True
-    shape, strides = tensors[0].shape, tensors[0].stride()
-    return (
-        not in_order
-        and _is_dense(tensors[0])
-        and all(x.shape == shape and x.stride() == strides for x in tensors)
-    )
+        if rows.calls and self.device.type == "cpu":
+            launch = self.kernel.compiled(sum(rows.lengths))
+            if launch is not None:
+                cpu.launch(launch, rows, self.kernel.signature.scalars)
+                return
+        for call in rows.calls:
+            blocks.run(body, call.vectors, call.scalars, call.outputs)
 
 
 def _is_dense(x: Tensor) -> bool:
@@ -137,24 +159,3 @@ def _is_dense(x: Tensor) -> bool:
             return False
         expected *= length
     return True
-
-
-def _launch(
-    launch: compiler.Launch, signature: Signature, calls: list[Call], elements: int
-) -> None:
-    whole = [dtype == torch.int64 for dtype in signature.scalars]
-    words: list[int] = []
-    numbers: list[float] = []
-    for call in calls:
-        words.append(call.outputs[0].numel())
-        words += [x.data_ptr() for x in call.vectors]
-        words += [x.data_ptr() for x in call.outputs]
-        for is_whole, x in zip(whole, call.scalars, strict=True):
-            value = x.item() if isinstance(x, Tensor) else x
-            if is_whole:
-                words.append(int(value))
-            else:
-                numbers.append(value)
-    rows, table = array("q", words), array("d", numbers)
-    threads = max(1, min(torch.get_num_threads(), elements // _GRAIN))
-    launch(rows.buffer_info()[0], table.buffer_info()[0], len(calls), threads)
