@@ -6,6 +6,7 @@ from mcftensor import eft as eft
 from mcftensor import expansion as expansion
 from mcftensor import networks as networks
 from mcftensor import tracing as tracing
+from mcftensor import untraced as untraced
 from mcftensor.auditing import audit as audit
 from mcftensor.checkpoints import CheckpointError as CheckpointError
 from mcftensor.convert import as_expansion as as_expansion

@@ -17,6 +17,7 @@ from mcftensor.convert import as_expansion, as_plain
 from mcftensor.formats import Format, require_format
 from mcftensor.shadow import CannotShadow, attributes, plain_step
 from mcftensor.tensor import MCFTensor
+from mcftensor.untraced import breaks_graphs, untraced
 
 Opt = TypeVar("Opt", bound=Optimizer)
 
@@ -150,8 +151,13 @@ class _Plan:
             self.unchecked = set(self.named)
 
     def attach(self, optimizer: Optimizer) -> None:
+        is_traced = not breaks_graphs(optimizer)
+
+        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            self.apply(optimizer) if is_traced else untraced(self.apply, optimizer)
+
         self.handles = (
-            optimizer.register_step_post_hook(lambda opt, args, kwargs: self.apply(opt)),
+            optimizer.register_step_post_hook(after_step),
             optimizer.register_load_state_dict_post_hook(self.apply),
         )
         self.bind(optimizer)

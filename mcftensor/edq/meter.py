@@ -27,6 +27,7 @@ from mcftensor.edq.reading import (
 )
 from mcftensor.shadow import Original, reaches_parameters
 from mcftensor.tensor import MCFTensor
+from mcftensor.untraced import untraced
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -215,7 +216,7 @@ class EDQ:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if torch.compiler.is_compiling():
-            return _untraced(self._begin, optimizer, args, kwargs, True)
+            return untraced(self._begin, optimizer, args, kwargs, True)
         return self._begin(optimizer, args, kwargs, False)
 
     def _begin(
@@ -252,7 +253,7 @@ class EDQ:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         if torch.compiler.is_compiling():
-            _untraced(self._end, optimizer)
+            untraced(self._end, optimizer)
         else:
             self._end(optimizer)
 
@@ -429,11 +430,6 @@ def _is_nested(optimizer: Optimizer, bases: Sequence[type]) -> bool:
         steps += frame.f_code is code and frame.f_locals.get("self") is optimizer
         frame = frame.f_back
     return steps > 1
-
-
-@torch._disable_dynamo  # unlike torch.compiler.disable, it does not import the compiler
-def _untraced(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
 
 
 def _check_optimizer(optimizer: object) -> None:
