@@ -1,9 +1,8 @@
-"""What expansions cost where plain bf16 does the work: forward, backward, and compiling.
+"""What expansions cost where plain bf16 does the work: forward and backward.
 
 Small operations show what a parameter adds to one; a compiled GPT of `--layers` layers, `--width`
-wide, what is left of it in a forward pass. Compiling is timed on one step of AdamW over the
-parameters of a GPT-2 of `--compiled-layers` layers, with empty caches. Expansions and plain bf16
-are taken in turn; the figures are medians, of small operations the least.
+wide, what is left of it in a forward pass. Expansions and plain bf16 are taken in turn; the figures
+are medians, of small operations the least.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import AdamW
 
 import mcftensor as mcf
 from pretraining.model import GPT, Shape
@@ -30,11 +28,6 @@ from pretraining.model import GPT, Shape
 CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "bf16": nn.Module.bfloat16,
     "expansions": mcf.as_expansion,
-}
-PATHS: dict[str, dict[str, Any]] = {
-    "for-loop": {"foreach": False, "fused": False},
-    "foreach": {"foreach": True},
-    "fused": {"fused": True},
 }
 
 
@@ -107,34 +100,6 @@ def forward_times(shape: Shape, batch: int, rounds: int) -> dict[str, float]:
     return {kind: statistics.median(found) for kind, found in times.items()}
 
 
-def parameter_shapes(layers: int, width: int) -> Iterator[tuple[int, ...]]:
-    """Those of a GPT-2, 12 a layer and four more."""
-    yield from ((50 * width, width), (4 * width, width))
-    for _ in range(layers):
-        for rows, columns in ((3, 1), (1, 1), (4, 1), (1, 4)):
-            yield from ((rows * width, columns * width), (rows * width,))
-        yield from [(width,)] * 4
-    yield from [(width,)] * 2
-
-
-def compile_seconds(kind: str, path: str, layers: int, width: int) -> float:
-    """Time of the first step, which compiles, less that of the second."""
-    torch.compiler.reset()
-    module = nn.Module()
-    for i, shape in enumerate(parameter_shapes(layers, width)):
-        module.register_parameter(f"p{i}", nn.Parameter(torch.randn(shape)))
-    parameters = list(CONVERSIONS[kind](module).parameters())
-    for p in parameters:
-        p.grad = torch.randn(p.shape).to(p.dtype)
-    step = torch.compile(AdamW(parameters, **PATHS[path]).step)
-    times = []
-    for _ in range(2):
-        start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
-    return times[0] - times[1]
-
-
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -142,28 +107,18 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=11, help="forward passes of each kind")
-    parser.add_argument("--compiled-layers", type=int, default=12)
-    parser.add_argument("--paths", nargs="*", default=list(PATHS), choices=list(PATHS))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/overhead.json"))
     options = parser.parse_args()
 
-    torch.compiler.config.force_disable_caches = True
     shape = Shape(
         context=128, layers=options.layers, width=options.width, heads=options.width // 64
     )
     small = operation_times()
     forward = forward_times(shape, options.batch, options.rounds)
-    compiling = {
-        path: {
-            kind: compile_seconds(kind, path, options.compiled_layers, 24) for kind in CONVERSIONS
-        }
-        for path in options.paths
-    }
 
     table = Table("", *CONVERSIONS, "ratio", title="Expansions beside plain bf16, CPU")
     rows = {f"{name}, forward and backward, µs": found for name, found in small.items()}
     rows["compiled forward, ms"] = {kind: 1e3 * t for kind, t in forward.items()}
-    rows |= {f"compiling AdamW, {path}, s": found for path, found in compiling.items()}
     for name, found in rows.items():
         ratio = found["expansions"] / found["bf16"]
         table.add_row(name, *(f"{found[kind]:.1f}" for kind in CONVERSIONS), f"{ratio:.2f}")
@@ -175,10 +130,8 @@ def main() -> None:
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
         },
-        "parameters": sum(1 for _ in parameter_shapes(options.compiled_layers, 24)),
         "operation_microseconds": small,
         "forward_seconds": forward,
-        "compile_seconds": compiling,
     }
     options.out.write_text(json.dumps(record, indent=2) + "\n")
 

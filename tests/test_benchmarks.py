@@ -4,6 +4,7 @@ import json
 import math
 import time
 
+import compiling
 import pytest
 import steps
 import torch
@@ -244,6 +245,14 @@ def test_training(tmp_path, capsys):
         assert row["tokens_a_second"] > 0
         assert row["peak_bytes"] > 10 * record["parameters"]
     assert "Collage loop" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", compiling.PATHS)
+def test_compiling(path):
+    torch.compiler.reset()
+    found = compiling.figures("expansions", path, "function", SHAPES["tiny"])
+    assert found["first step"] > found["later"] > 0
+    assert found["graphs"] == 0
 
 
 def test_the_loop_of_collage_keeps_what_bf16_loses():
