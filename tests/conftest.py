@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers import requires_cuda
 from hypothesis import settings
+from ranks import RankPool
 
 import mcftensor as mcf
 
@@ -67,3 +68,11 @@ def poem(tmp_path) -> Path:
     path = tmp_path / "poem.txt"
     path.write_text("".join(f"{n} green bottles hanging on the wall\n" for n in range(200)))
     return path
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """The processes of tests that run on several."""
+    pool = RankPool()
+    yield pool
+    pool.stop()

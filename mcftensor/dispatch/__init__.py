@@ -2,8 +2,9 @@
 
 1. `structure`: views, copies, factories; the same operation on each term.
 2. `arithmetic`, `select`, and their `foreach` and `fused` forms: kernels of their own.
-3. `variants`: what else writes in place or to `out=`, by way of its functional form.
-4. `compute`: whatever else a parameter meets uses its leading term; a value goes by float64.
+3. `collectives`: between processes; every term moves.
+4. `variants`: what else writes in place or to `out=`, by way of its functional form.
+5. `compute`: whatever else a parameter meets uses its leading term; a value goes by float64.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from mcftensor.dispatch import arithmetic as arithmetic
+from mcftensor.dispatch import collectives as collectives
 from mcftensor.dispatch import fused as fused
 from mcftensor.dispatch import neighbours as neighbours
 from mcftensor.dispatch import order as order
@@ -41,6 +43,8 @@ def _handler(func: Any) -> Handler:
     handler = TABLE.get(func) or TABLE.get(func.name())
     if handler is not None:
         return handler
+    if func.namespace in collectives.NAMESPACES:
+        return collectives.refuse
     if func.overloadpacket.__name__.startswith("_foreach_"):
         return foreach
     if func.has_kernel_for_dispatch_key(_COMPOSITE):  # arrives whole in inference mode

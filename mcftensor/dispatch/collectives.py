@@ -1,0 +1,151 @@
+"""Collectives of `torch.distributed`: what moves elements moves every term.
+
+A sum over ranks gathers what each has, and every rank adds it up in the order of ranks, so that
+all get the same bits. Collectives that are not here raise.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from mcftensor.dispatch.operands import expansions, leading
+from mcftensor.dispatch.table import implements
+from mcftensor.dispatch.writing import refusal
+from mcftensor.formats import Format
+from mcftensor.tensor import MCFTensor
+
+NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
+"""Where the operators of collectives are; nothing of theirs goes by leading terms."""
+
+_REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+
+
+def refuse(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refused: what a collective does with numbers must be known, to do it with all terms.
+
+    Nor do send and recv work, whose requests would be several at once.
+    """
+    reason = (
+        "torch.distributed carries expansions by broadcast, scatter, gather, all_gather and "
+        "all_to_all, and adds them up by all_reduce; its other operations can be had for each of "
+        "x.components"
+    )
+    raise refusal(func, expansions((args, kwargs)), reason)
+
+
+@implements("fsdp::all_gather_copy_in")
+def gather_for_compute(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `fully_shard` gathers is for compute: leading terms."""
+    return func(*leading(args), **leading(kwargs))
+
+
+if dist.is_available():
+    _c10d = torch.ops.c10d
+    _functional = torch.ops._c10d_functional
+
+    @implements(
+        _c10d.broadcast_,  # ZeroRedundancyOptimizer, DTensor
+        _c10d.scatter_,  # distribute_tensor
+        _c10d.allgather_,
+        _c10d._allgather_base_,
+        _c10d.gather_,
+        _c10d.alltoall_,
+        _c10d.alltoall_base_,
+    )
+    def move(func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Term by term; the one that is sent last may be waited for by the caller."""
+        terms = _one_format(func, args).terms
+        for i in range(terms):
+            result = func(*_term(args, i), **kwargs)
+            work = result[-1] if isinstance(result, tuple) else result
+            if i < terms - 1:
+                work.wait()
+        return (args[0], work) if isinstance(result, tuple) else work
+
+    @implements(
+        _functional.all_gather_into_tensor,  # DTensor.full_tensor
+        _functional.all_to_all_single,
+        _functional.broadcast,
+        _functional.wait_tensor,
+        torch.ops._dtensor.shard_dim_alltoall,  # DTensor.redistribute
+    )
+    def move_functional(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> MCFTensor:
+        """Term by term."""
+        return x._like([func(term, *args, **kwargs) for term in x.components])
+
+    @implements("_c10d_functional::_wrap_tensor_autograd")
+    def wait(func: Any, x: MCFTensor) -> MCFTensor:
+        """Waits at once, where torch does so when the result is used."""
+        return move_functional(_functional.wait_tensor.default, x)
+
+    @implements(_c10d.allreduce_)
+    def all_reduce_(
+        func: Any, tensors: list[MCFTensor], group: Any, op: Any, *unused: Any, **keywords: Any
+    ) -> Any:
+        """torch.distributed.all_reduce."""
+        (x,) = tensors
+        parts = [
+            _nearest(torch.empty_like(x)) for _ in range(dist.ProcessGroup.unbox(group).size())
+        ]
+        _, work = move(_c10d.allgather_.default, [parts], [_nearest(x)], group)
+        work.wait()
+        x.copy_(_reduced(func, parts, dist.ReduceOp.RedOpType(op.op()).name.lower()))
+        return tensors, work
+
+    @implements(_functional.all_reduce)
+    def all_reduce(func: Any, x: MCFTensor, op: str, group: Any) -> Tensor:
+        """Sums and norms of DTensors."""
+        size = (group if isinstance(group, dist.ProcessGroup) else _resolve(group)).size()
+        rows = _nearest(x).reshape(1, -1)
+        gathered = move_functional(_functional.all_gather_into_tensor.default, rows, size, group)
+        parts = wait(None, gathered).view(size, *x.shape).unbind()
+        return MCFTensor(_reduced(func, parts, op).components, x.format, x.role)
+
+    _resolve = dist.distributed_c10d._resolve_process_group
+
+
+def _term(tree: Any, i: int) -> Any:
+    """The arguments with every expansion replaced by one of its terms."""
+    return tree_map(lambda x: x.components[i] if isinstance(x, MCFTensor) else x, tree)
+
+
+def _nearest(x: Tensor) -> MCFTensor:
+    """The same terms as a value that is rounded to nearest: random numbers differ among ranks."""
+    assert isinstance(x, MCFTensor)
+    return MCFTensor(x.components, x.format.nearest)
+
+
+def _one_format(func: Any, args: Any) -> Format:
+    tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+    formats = {x.format for x in tensors if isinstance(x, MCFTensor)}
+    kinds = {x.format.name if isinstance(x, MCFTensor) else f"plain {x.dtype}" for x in tensors}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{func}: tensors of {' and '.join(sorted(kinds))}, which have not the same terms; "
+            "give expansions of one format, by mcf.as_expansion(x, format)"
+        )
+    return formats.pop()
+
+
+def _reduced(func: Any, parts: Sequence[Tensor], op: str) -> MCFTensor:
+    if op not in _REDUCTIONS:
+        raise refusal(
+            func,
+            expansions(list(parts[:1])),
+            f"the reduction {op} is none of {', '.join(_REDUCTIONS)}",
+        )
+    total: Tensor = functools.reduce(_REDUCTIONS[op], parts)
+    return _nearest(total / len(parts) if op == "avg" else total)

@@ -1,0 +1,165 @@
+"""Tests that run on several processes at once.
+
+`@on_ranks(2)` makes a test of a function that every process runs, each with a process group of
+gloo. The processes stay for the tests that follow, since starting them takes seconds; after a
+failure they are started anew. What hangs is stopped, and the traceback of every rank is shown.
+What they write to stderr is shown with MCFTENSOR_TEST_STDERR=1.
+"""
+
+import collections
+import functools
+import importlib
+import inspect
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import mcftensor as mcf
+
+TIMEOUT = 90
+"""Seconds that a test may take on all processes together."""
+
+
+def on_ranks(world: int, backend: str = "gloo") -> Callable[[Callable[..., None]], Any]:
+    """Run a test on so many processes; it may be parametrized, and has no other fixtures."""
+
+    def decorate(check: Callable[..., None]) -> Any:
+        def test(ranks: "RankPool", **arguments: Any) -> None:
+            ranks.run(world, backend, check.__module__, check.__name__, arguments)
+
+        functools.update_wrapper(test, check)
+        del test.__wrapped__
+        parameters = list(inspect.signature(check).parameters.values())
+        fixture = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([*parameters, fixture])
+        test.check = check
+        return test
+
+    return decorate
+
+
+class RankPool:
+    """Processes that wait for tests, some for each number of ranks."""
+
+    def __init__(self) -> None:
+        self.groups: dict[int, list[tuple[Any, Connection]]] = {}
+
+    def run(
+        self, world: int, backend: str, module: str, name: str, arguments: dict[str, Any]
+    ) -> None:
+        """Run a check on all ranks; raise AssertionError with the tracebacks of those that fail."""
+        if world not in self.groups:
+            self.groups[world] = [_started(rank, world) for rank in range(world)]
+        with tempfile.TemporaryDirectory() as folder:
+            for _, pipe in self.groups[world]:
+                pipe.send((backend, str(Path(folder, "store")), module, name, arguments))
+            outcomes = self._outcomes(world)
+        failures = [f"rank {rank}: {text}" for rank, text in outcomes.items() if text]
+        if failures:
+            self._stop(self.groups.pop(world))
+            pytest.fail("\n".join(failures), pytrace=False)
+
+    def _outcomes(self, world: int) -> dict[int, str]:
+        outcomes = dict.fromkeys(range(world), f"no answer, stopped after {TIMEOUT} seconds")
+        waiting = {rank: pipe for rank, (_, pipe) in enumerate(self.groups[world])}
+        deadline = time.monotonic() + TIMEOUT
+        while waiting and time.monotonic() < deadline:
+            for rank, pipe in list(waiting.items()):
+                if pipe.poll(0.005):
+                    try:
+                        outcomes[rank] = pipe.recv()
+                    except EOFError:
+                        outcomes[rank] = "its process died"
+                    del waiting[rank]
+                    if outcomes[rank]:  # the others wait for it
+                        deadline = min(deadline, time.monotonic() + 5)
+        for rank in waiting:
+            if any(outcomes[r] for r in range(world) if r not in waiting):
+                outcomes[rank] = "stopped, as another rank failed"
+        return outcomes
+
+    def stop(self) -> None:
+        """Stop all processes."""
+        for group in self.groups.values():
+            self._stop(group)
+
+    def _stop(self, group: list[tuple[Any, Connection]]) -> None:
+        for process, pipe in group:
+            pipe.close()
+            process.kill()
+            process.join()
+
+
+def _started(rank: int, world: int) -> tuple[Any, Connection]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(rank, world, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _work(rank: int, world: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    if "MCFTENSOR_TEST_STDERR" not in os.environ:
+        sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
+    while True:
+        try:
+            backend, store, module, name, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group(
+                backend,
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=TIMEOUT / 2),
+            )
+            if backend == "nccl":
+                torch.cuda.set_device(rank)
+            torch.manual_seed(0)
+            getattr(importlib.import_module(module), name).check(**arguments)
+            outcome = ""
+        except BaseException:  # noqa: BLE001
+            outcome = traceback.format_exc()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        pipe.send(outcome)
+
+
+class Wire(TorchDispatchMode):
+    """Counts the bytes that this rank hands to each collective, within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+            self.sent[func.overloadpacket.__name__] += sum(x.nbytes for x in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+def gathered(x: Any) -> list[Any]:
+    """What each rank has of an expansion, brought together term by term."""
+    found = [[torch.empty_like(t) for t in x.components] for _ in range(dist.get_world_size())]
+    for i, term in enumerate(x.components):
+        dist.all_gather([terms[i] for terms in found], term.detach())
+    return [mcf.MCFTensor(terms, x.format) for terms in found]
