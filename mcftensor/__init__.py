@@ -1,6 +1,7 @@
 """Multi-component floats as a PyTorch dtype."""
 
 from mcftensor import dispatch as dispatch
+from mcftensor import distributed as distributed
 from mcftensor import edq as edq
 from mcftensor import eft as eft
 from mcftensor import expansion as expansion
