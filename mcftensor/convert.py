@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from mcftensor import expansion
 from mcftensor.dispatch.table import implements
+from mcftensor.distributed import format_of, local, on_local, require_unsharded
 from mcftensor.formats import Format, bf16x2, default_format, require_format
 from mcftensor.operators import opaque
 from mcftensor.tensor import MCFTensor
@@ -85,9 +86,7 @@ def as_expansion(
             f"as_expansion: the tensor of shape {tuple(obj.shape)} is part of an autograd graph, "
             "which ends here; call .detach() on it first"
         )
-    if isinstance(obj, MCFTensor):
-        return _value(obj, format or obj.format)
-    return _value(obj, format or default_format(obj.shape))
+    return _value(obj, format or format_of(obj) or default_format(obj.shape))
 
 
 @overload
@@ -122,8 +121,8 @@ def as_plain(obj: M | Tensor, dtype: torch.dtype | None = None) -> M | Tensor:
         raise TypeError(f"as_plain: {dtype!r} is no floating dtype; give torch.float32, say")
     if isinstance(obj, nn.Module):
         return _module_as_plain(obj, dtype)
-    if isinstance(obj, MCFTensor):
-        return _as_plain(obj.detach(), dtype or obj.dtype)
+    if isinstance(obj, Tensor) and isinstance(local(obj), MCFTensor):
+        return on_local(_as_plain, obj.detach(), dtype or obj.dtype)
     if isinstance(obj, Tensor):
         return obj.detach().to(dtype or obj.dtype)
     raise TypeError(f"as_plain: got {type(obj).__name__}; give a tensor or a module")
@@ -140,8 +139,13 @@ def _collapse(func: object, x: MCFTensor, dtype: torch.dtype) -> Tensor:
 
 
 def _value(x: Tensor, format: Format) -> MCFTensor:
-    terms = x.components if isinstance(x, MCFTensor) else (x.detach(),)
-    return MCFTensor(expansion.convert(terms, format), format)
+    """A value, or a DTensor of one."""
+
+    def convert(x: Tensor) -> MCFTensor:
+        terms = x.components if isinstance(x, MCFTensor) else (x.detach(),)
+        return MCFTensor(expansion.convert(terms, format), format)
+
+    return on_local(convert, x)  # type: ignore[return-value]
 
 
 def _require_convertible(where: str, name: str, x: object) -> None:
@@ -150,6 +154,7 @@ def _require_convertible(where: str, name: str, x: object) -> None:
             f"{where}: got {type(x).__name__}; give a floating tensor, such as "
             "torch.tensor(x, dtype=torch.float64), or a module"
         )
+    x = local(x)
     if isinstance(x, MCFTensor):
         return
     if x.is_nested:
@@ -166,6 +171,7 @@ def _require_convertible(where: str, name: str, x: object) -> None:
 
 
 def _module_as_expansion(module: M, format: Format | None, overrides: Overrides) -> M:
+    require_unsharded("as_expansion", module)
     found = _tensors(module)
     names = [name for _, aliases, _ in found for name in aliases]
     for pattern, wanted in overrides.items():
@@ -176,7 +182,7 @@ def _module_as_expansion(module: M, format: Format | None, overrides: Overrides)
                 f"as_expansion: the pattern {pattern!r} in overrides matches none of the "
                 f"parameters and buffers: {', '.join(names) or 'the module has none'}"
             )
-    present = (x.dtype for _, _, x in found if isinstance(x, MCFTensor))
+    present = (x.dtype for _, _, x in found if format_of(x))
     base = format.base if format else next(present, bf16x2.base)
     plans: dict[str, tuple[Tensor, Format | None]] = {}
     for name, aliases, x in found:
@@ -184,7 +190,7 @@ def _module_as_expansion(module: M, format: Format | None, overrides: Overrides)
         integer = not (x.is_floating_point() or x.is_complex())
         if (matching and overrides[matching[0]] is None) or (integer and name not in matching):
             continue
-        if isinstance(x, MCFTensor) and format is None and not matching:
+        if format_of(x) and format is None and not matching:
             continue
         wanted = overrides[matching[0]] if matching else None
         if wanted is None and isinstance(x, nn.Parameter) and x.requires_grad:
@@ -192,15 +198,15 @@ def _module_as_expansion(module: M, format: Format | None, overrides: Overrides)
             wanted = format or default_format(x.shape)
         elif wanted is not None:
             _require_convertible("as_expansion", name, x)
-        elif x.is_complex() or (x.dtype == base and not isinstance(x, MCFTensor)):
+        elif x.is_complex() or (x.dtype == base and not format_of(x)):
             continue
-        if not (isinstance(x, MCFTensor) and x.format == wanted):
+        if wanted is None or format_of(x) != wanted:
             plans[name] = x, wanted
     with _exchangeable("as_expansion", module, {name: x for name, (x, _) in plans.items()}):
         for x, wanted in plans.values():
             _exchange(x, as_plain(x, base) if wanted is None else _value(x, wanted))
     for part in module.modules():
-        if any(isinstance(x, MCFTensor) for x in _own_tensors(part).values()):
+        if any(format_of(x) for x in _own_tensors(part).values()):
             _keep_expansions_of(part)
     return module
 
@@ -230,16 +236,18 @@ def _keep_expansions(
         return
     for name, x in _own_tensors(module).items():
         new = state_dict.get(prefix + name)
-        if isinstance(x, MCFTensor) and isinstance(new, Tensor) and new.shape == x.shape:
-            if not (isinstance(new, MCFTensor) and new.format == x.format):
-                new = _value(new, x.format)
+        format = format_of(x)
+        if format and isinstance(new, Tensor) and new.shape == x.shape:
+            if format_of(new) != format:
+                new = _value(new, format)
             if isinstance(x, nn.Parameter):
-                new = nn.Parameter(new, requires_grad=x.requires_grad)
+                new = _parameter(new, x.requires_grad)
             state_dict[prefix + name] = new
 
 
 def _module_as_plain(module: M, dtype: torch.dtype | None) -> M:
-    found = {name: x for name, _, x in _tensors(module) if isinstance(x, MCFTensor)}
+    require_unsharded("as_plain", module)
+    found = {name: x for name, _, x in _tensors(module) if format_of(x)}
     with _exchangeable("as_plain", module, found):
         for x in found.values():
             _exchange(x, as_plain(x, dtype))
@@ -300,12 +308,20 @@ def _is_free(x: Tensor) -> bool:
     return uses() == 1
 
 
+def _parameter(x: Tensor, requires_grad: bool) -> nn.Parameter:
+    p = nn.Parameter(x, requires_grad=requires_grad)
+    part = local(p)
+    if isinstance(part, MCFTensor):  # of a DTensor it has not been told
+        part._role = "parameter"
+    return p
+
+
 def _exchange(x: Tensor, new: Tensor) -> None:
     """Give the tensor object x the contents of new, and its gradient the dtype; hooks stay."""
     grad, hooks = x.grad, x._backward_hooks
     after_hooks = getattr(x, "_post_accumulate_grad_hooks", None)
     if isinstance(x, nn.Parameter):
-        new = nn.Parameter(new, requires_grad=x.requires_grad)
+        new = _parameter(new, x.requires_grad)
     else:
         new.requires_grad_(x.requires_grad)
     torch.utils.swap_tensors(x, new)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mcftensor.convert import as_expansion, as_plain
+from mcftensor.distributed import format_of
 from mcftensor.formats import Format, require_format
 from mcftensor.shadow import CannotShadow, attributes, plain_step
 from mcftensor.tensor import MCFTensor
@@ -113,7 +114,7 @@ class _Plan:
     """One mode, and the hooks by which it reaches states that come later."""
 
     def __init__(self, optimizer: Optimizer, mode: str | Mapping[str, Format | None]) -> None:
-        parameters = [p for p in _parameters(optimizer) if isinstance(p, MCFTensor)]
+        parameters = [p for p in _parameters(optimizer) if format_of(p)]
         if not parameters:
             raise ValueError(
                 "collage: no parameter of this optimizer is an expansion; call "
@@ -179,7 +180,7 @@ class _Plan:
 
         def init_group(group: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
             for p in group["params"]:
-                if not optimizer.state.get(p) and isinstance(p, MCFTensor) and p.grad is not None:
+                if not optimizer.state.get(p) and format_of(p) and p.grad is not None:
                     unused = [[] if isinstance(a, list) else a for a in args]
                     initialize(optimizer, {**group, "params": [p]}, *unused, **kwargs)
                     self._convert(optimizer, p)
@@ -188,24 +189,24 @@ class _Plan:
 
         return init_group
 
-    def _prepare_momentum(self, optimizer: Optimizer, p: MCFTensor, group: dict[str, Any]) -> None:
+    def _prepare_momentum(self, optimizer: Optimizer, p: Tensor, group: dict[str, Any]) -> None:
         """SGD makes its buffer from the first gradient, plain: give it a zero to add that to.
 
         With dampening the two are not the same.
         """
         if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
-            wanted = p.format if self.full else self.named.get("momentum_buffer")
+            wanted = format_of(p) if self.full else self.named.get("momentum_buffer")
             if isinstance(wanted, Format):
-                zeros = as_expansion(torch.zeros_like(p.components[0]), wanted)
+                zeros = as_expansion(torch.zeros_like(p), wanted)
                 optimizer.state[p]["momentum_buffer"] = zeros
 
     def apply(self, optimizer: Optimizer) -> None:
         """Bring every state to what the mode says."""
         for p in _parameters(optimizer):
-            if isinstance(p, MCFTensor) and p in optimizer.state:
+            if format_of(p) and p in optimizer.state:
                 self._convert(optimizer, p)
 
-    def _convert(self, optimizer: Optimizer, p: MCFTensor) -> None:
+    def _convert(self, optimizer: Optimizer, p: Tensor) -> None:
         state = optimizer.state[p]
         if self.unchecked and state:
             _require_known(self.unchecked, set(state))
@@ -215,19 +216,20 @@ class _Plan:
             if new is not x:
                 state[name] = new
 
-    def _converted(self, p: MCFTensor, name: str, x: Any) -> Any:
+    def _converted(self, p: Tensor, name: str, x: Any) -> Any:
         if name == "step" or not (self.full or name in self.named):
             return x
-        wanted = p.format if self.full or self.named[name] is _OWN else self.named[name]
+        own = format_of(p)
+        wanted = own if self.full or self.named[name] is _OWN else self.named[name]
         if type(x) is Tensor:
-            if wanted is None and x.dtype == p.format.base:
+            if wanted is None and own is not None and x.dtype == own.base:
                 return x
-        elif isinstance(x, MCFTensor) and (x.format is wanted or x.format == wanted):
+        elif wanted is not None and format_of(x) == wanted:  # as after the first step
             return x
         if not (isinstance(x, Tensor) and x.shape == p.shape and x.is_floating_point()):
             return x
         if wanted is None:
-            return as_plain(x, p.dtype) if isinstance(x, MCFTensor) or x.dtype != p.dtype else x
+            return as_plain(x, p.dtype) if format_of(x) or x.dtype != p.dtype else x
         return as_expansion(x, wanted)
 
 
@@ -235,12 +237,14 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _require_base(name: str, format: Format, parameters: list[MCFTensor]) -> None:
+def _require_base(name: str, format: Format, parameters: list[Tensor]) -> None:
     for p in parameters:
         if p.dtype != format.base:
+            own = format_of(p)
+            assert own is not None
             raise ValueError(
-                f"collage: mode[{name!r}] is {format.name}, beside parameters in {p.format.name}; "
-                f"a state has terms of the parameter's dtype, {p.dtype}"
+                f"collage: mode[{name!r}] is {format.name}, beside parameters in {own.name}; a "
+                f"state has terms of the parameter's dtype, {p.dtype}"
             )
 
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from mcftensor.convert import as_plain
 from mcftensor.dispatch.operands import terms_in
+from mcftensor.distributed import format_of, on_local
 from mcftensor.formats import Format, fp64x2
 from mcftensor.tensor import MCFTensor
 
@@ -146,10 +147,14 @@ def widened(x: Tensor, parameter: Tensor, name: str) -> Tensor:
         return x.clone()
     wide = wide_type(parameter)
     if isinstance(wide, Format) and x.shape == parameter.shape and name != "grad":
-        return MCFTensor([t.clone() for t in terms_in(x, wide, x.device)], wide)
-    if isinstance(x, MCFTensor):
+        return on_local(_terms_of, x, wide)
+    if format_of(x):
         return as_plain(x, torch.float64)
     return x.to(torch.float64, copy=True)
+
+
+def _terms_of(x: Tensor, format: Format) -> MCFTensor:
+    return MCFTensor([t.clone() for t in terms_in(x, format, x.device)], format)
 
 
 def widened_parameters(x: Tensor, parameter: Tensor, name: str) -> Tensor:
@@ -166,11 +171,12 @@ def wide_type(parameter: Tensor) -> Wide:
     Raises:
         CannotShadow: there is none.
     """
-    name = parameter.format.name if isinstance(parameter, MCFTensor) else str(parameter.dtype)
+    format = format_of(parameter)
+    name = format.name if format else str(parameter.dtype)
     if parameter.dtype.itemsize < 2:
         raise CannotShadow(f"parameters of {name} are not supported")
-    if isinstance(parameter, MCFTensor):
-        precision = parameter.format.precision
+    if format:
+        precision = format.precision
     else:
         precision = 53 if parameter.dtype in (torch.float64, torch.complex128) else 24
     if precision <= 48:

@@ -188,10 +188,16 @@ def _within_graph(x: MCFTensor) -> bool:
 def like(func: Any, x: MCFTensor, **kwargs: Any) -> Any:
     """A value of the same format; a plain tensor where another dtype is asked for, and beside a
     parameter within a graph: backward formulas make such, and gradients of parameters are plain.
+
+    An empty tensor like a part or copy of a parameter is a parameter: `distribute_tensor` and
+    `Module.to_empty` make what is to hold the parameter.
     """
     if kwargs.get("dtype") not in (None, x.dtype) or _within_graph(x):
         return func(x.components[0], **kwargs)
-    return MCFTensor([func(t, **kwargs) for t in x.components], x.format)
+    holds = func is aten.empty_like.default and not x._is_param
+    return MCFTensor(
+        [func(t, **kwargs) for t in x.components], x.format, x.role if holds else "value"
+    )
 
 
 @implements(
@@ -240,7 +246,9 @@ def view_bits(func: Any, x: MCFTensor, dtype: torch.dtype) -> Any:
     """Refused: the bits of an expansion are those of several tensors."""
     raise TypeError(
         f"view: an expansion in {x.format.name} has no bits to be seen as {dtype}; view those of a "
-        "term, x.components[0].view(dtype), or convert the values, mcf.as_plain(x, dtype)"
+        "term, x.components[0].view(dtype), or convert the values, mcf.as_plain(x, dtype). Where "
+        "fully_shard asks, it gathers parameters of several dtypes: apply it to them separately, "
+        "or give it a MixedPrecisionPolicy with a param_dtype"
     )
 
 

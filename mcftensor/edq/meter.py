@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
+from mcftensor.distributed import format_of
 from mcftensor.edq import report
 from mcftensor.edq.reading import (
     DIFFERS,
@@ -26,7 +27,6 @@ from mcftensor.edq.reading import (
     totals,
 )
 from mcftensor.shadow import Original, reaches_parameters
-from mcftensor.tensor import MCFTensor
 from mcftensor.untraced import untraced
 
 if TYPE_CHECKING:
@@ -361,15 +361,15 @@ class EDQ:
         if count >= self.patience and place.name not in self._rung:
             self._rung.add(place.name)
             p = place.parameter
-            expansion = isinstance(p, MCFTensor)
+            format = format_of(p)
             warnings.warn(
                 f"EDQ: {place.name} of shape {tuple(p.shape)}, "
-                f"{p.format.name if isinstance(p, MCFTensor) else p.dtype}, is frozen: "
+                f"{format.name if format else p.dtype}, is frozen: "
                 f"{report.percent(lost)} of its elements lost their update, the last of {count} "
                 "samples in a row. "
                 + (
                     "Give it a format with more terms, by overrides of mcf.as_expansion"
-                    if expansion
+                    if format
                     else "Keep it as an expansion: mcf.as_expansion(model)"
                 ),
                 FrozenWeightWarning,
