@@ -1,5 +1,6 @@
 """Multi-component floats as a PyTorch dtype."""
 
+from mcftensor import checkpoint as checkpoint
 from mcftensor import dispatch as dispatch
 from mcftensor import distributed as distributed
 from mcftensor import edq as edq
@@ -9,7 +10,11 @@ from mcftensor import networks as networks
 from mcftensor import tracing as tracing
 from mcftensor import untraced as untraced
 from mcftensor.auditing import audit as audit
-from mcftensor.checkpoints import CheckpointError as CheckpointError
+from mcftensor.checkpoint.errors import CheckpointError as CheckpointError
+from mcftensor.checkpoint.loading import load_file as load_file
+from mcftensor.checkpoint.saving import save_file as save_file
+from mcftensor.checkpoint.terms import as_terms as as_terms
+from mcftensor.checkpoint.terms import from_terms as from_terms
 from mcftensor.convert import as_expansion as as_expansion
 from mcftensor.convert import as_plain as as_plain
 from mcftensor.edq import EDQ as EDQ

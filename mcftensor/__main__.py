@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from mcftensor.auditing import Audit, audit
-from mcftensor.checkpoints import CheckpointError
+from mcftensor.checkpoint.errors import CheckpointError
 from mcftensor.selfcheck import SelfCheckError, selfcheck
 
 

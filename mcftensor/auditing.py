@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mcftensor.checkpoints import Checkpoint, CheckpointError, some
-from mcftensor.checkpoints import tensors as tensors_of
+from mcftensor.checkpoint.errors import CheckpointError, some
+from mcftensor.checkpoint.reading import Checkpoint
+from mcftensor.checkpoint.reading import tensors as tensors_of
 from mcftensor.extras import extra
 from mcftensor.tensor import MCFTensor, _check_components
 

@@ -14,10 +14,11 @@ from helpers import sample
 from torch import nn
 
 import mcftensor as mcf
-from mcftensor import auditing, checkpoints
+from mcftensor import auditing
 from mcftensor.__main__ import main
 from mcftensor.auditing import TensorAudit, audit
-from mcftensor.checkpoints import CheckpointError
+from mcftensor.checkpoint import reading
+from mcftensor.checkpoint.errors import CheckpointError
 
 safetensors = pytest.importorskip("safetensors.torch")
 Console = pytest.importorskip("rich.console").Console
@@ -280,7 +281,7 @@ KINDS = [
     *WRITERS,
     "model.safetensors.index.json",
     "pytorch_model.bin.index.json",
-    *(f"folder/{name}" for name in checkpoints._IN_FOLDERS),
+    *(f"folder/{name}" for name in reading._IN_FOLDERS),
 ]
 
 
@@ -302,7 +303,7 @@ class TestFiles:
         assert audit(before, after) == audit(after, before) == audit(STATE, changed())
 
     def test_a_folder_with_several_is_read_in_the_order_of_hugging_face(self, tmp_path):
-        for i, name in enumerate(reversed(checkpoints._IN_FOLDERS)):
+        for i, name in enumerate(reversed(reading._IN_FOLDERS)):
             write({"x": torch.full((2,), float(i))}, tmp_path, f"folder/{name}")
             # The index comes first, and its shards bear other names than the whole file.
             (found,) = audit(tmp_path, {"x": torch.full((2,), float(i))}).tensors
@@ -322,7 +323,7 @@ class TestFiles:
         audit(tmp_path / "x.index.json", state)
         assert opened == ["0.pt", "1.pt"]
 
-    @pytest.mark.parametrize("key", checkpoints._NESTED)
+    @pytest.mark.parametrize("key", reading._NESTED)
     def test_nested_state_dicts(self, key, tmp_path):
         torch.save(
             {key: STATE, "optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}}, "step": 3,

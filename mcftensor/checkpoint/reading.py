@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import pickle
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcftensor.checkpoint.errors import CheckpointError, reading, some
+from mcftensor.checkpoint.shards import files_in
+from mcftensor.checkpoint.terms import from_terms, names_of_terms
 from mcftensor.extras import extra
 
 Checkpoint = str | os.PathLike[str] | Mapping[str, Any]
@@ -41,20 +41,12 @@ _NESTED = (
 )
 
 
-class CheckpointError(ValueError):
-    """A checkpoint cannot be read, or two cannot be compared; the message is one line."""
-
-    def __init__(self, message: str) -> None:
-        # Names of tensors and files may hold anything.
-        super().__init__(" ".join(message.splitlines()))
-
-
 def tensors(checkpoint: Checkpoint, side: str) -> Mapping[str, Tensor]:
     """The tensors of a checkpoint by name, each read when it is asked for."""
     if isinstance(checkpoint, Mapping):
         return _state_dict(checkpoint, side)
     if isinstance(checkpoint, (str, os.PathLike)):
-        return _read(Path(checkpoint))
+        return _Whole(_read(Path(checkpoint)))
     raise TypeError(
         f"audit: {side} is a {type(checkpoint).__name__}; give a state dict, as of "
         "module.state_dict(), or a path"
@@ -91,7 +83,7 @@ def _holds_tensors(content: object) -> bool:
 
 def _read(path: Path) -> Mapping[str, Tensor]:
     """What a path stands for: a file, an index, or a folder that holds one of these."""
-    with _reading(path):
+    with reading(path):
         if path.is_dir():
             for name in _IN_FOLDERS:
                 if (path / name).is_file():
@@ -103,12 +95,12 @@ def _read(path: Path) -> Mapping[str, Tensor]:
 
 
 def _read_file(path: Path) -> Mapping[str, Tensor]:
-    with _reading(path):
+    with reading(path):
         with path.open("rb") as file:
             head = file.read(9)
         # A safetensors file starts with the length of its header in eight bytes; that is JSON.
         if path.suffix == ".safetensors" or head[4:] == b"\0\0\0\0{":
-            return _Safetensors(path)
+            return SafetensorsFile(path, "audit")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Of pickle protocols, which are no concern here.
             # Before torch 1.6 files were no zip archives, and such cannot be mapped.
@@ -132,16 +124,19 @@ class _Lazy(Mapping[str, Tensor]):
         return name in self.names  # Mapping's own would read the tensor.
 
 
-class _Safetensors(_Lazy):
-    """A safetensors file."""
+class SafetensorsFile(_Lazy):
+    """A safetensors file as it is: each term by itself."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.file = extra("safetensors", "audit").safe_open(path, framework="pt", device="cpu")
-        self.names = dict.fromkeys(self.file.keys())
+    def __init__(self, path: Path, caller: str) -> None:
+        with reading(path):
+            safetensors = extra("safetensors", caller)
+            self.path = path
+            self.file = safetensors.safe_open(path, framework="pt", device="cpu")
+            self.names = dict.fromkeys(self.file.keys())
+            self.metadata: dict[str, str] = self.file.metadata() or {}
 
     def __getitem__(self, name: str) -> Tensor:
-        with _reading(self.path):
+        with reading(self.path):
             tensor: Tensor = self.file.get_tensor(name)
             return tensor
 
@@ -152,15 +147,7 @@ class _Shards(_Lazy):
     names: dict[str, str]
 
     def __init__(self, index: Path) -> None:
-        content = json.loads(index.read_text(encoding="utf-8"))
-        files = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
-            raise CheckpointError(
-                f"{index} is no index of a checkpoint: it has no weight_map of names"
-            )
-        missing = [f for f in dict.fromkeys(files.values()) if not (index.parent / f).is_file()]
-        if missing:
-            raise CheckpointError(f"shards that {index} names are missing: {some(missing)}")
+        files = files_in(index, json.loads(index.read_text(encoding="utf-8")))
         self.index = index
         self.names = dict(sorted(files.items(), key=lambda item: item[1]))  # Shard by shard.
         self.open: tuple[str, Mapping[str, Tensor]] = "", {}
@@ -178,38 +165,14 @@ class _Shards(_Lazy):
         return shard[name]
 
 
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Turn whatever a damaged file makes its reader raise into an CheckpointError of one line."""
-    try:
-        yield
-    except (CheckpointError, ImportError):
-        raise
-    except Exception as error:
-        raise CheckpointError(f"cannot read {path}: {_reason(error)}") from error
+class _Whole(_Lazy):
+    """Expansions of which the terms are stored."""
 
+    def __init__(self, terms: Mapping[str, Tensor]) -> None:
+        self.terms = terms
+        self.names = names_of_terms(terms)
 
-def _reason(error: Exception) -> str:
-    message = str(error)
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    refused = re.search(r"GLOBAL (\w[\w.]*\.\w+)", message)
-    if isinstance(error, pickle.UnpicklingError) and refused:
-        return (
-            f"it holds a {refused[1]}, which torch.load refuses with weights_only=True; save the "
-            "state dict by itself"
-        )
-    # What torch says before this is how to load the file in spite of it.
-    message = message.rpartition("WeightsUnpickler error:")[2]
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    # Later sentences are advice for other cases than this.
-    first = lines[0].split(". ")[0][:200] if lines else type(error).__name__
-    if isinstance(error, MemoryError) or "allocate memory" in message:
-        return f"it does not fit into memory ({first})"
-    return f"it is damaged, incomplete or no checkpoint ({first})"
-
-
-def some(names: list[str], most: int = 3) -> str:
-    """The first few of many names, in words."""
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+    def __getitem__(self, name: str) -> Tensor:
+        terms = {term: self.terms[term] for term in self.names[name]}
+        whole: Tensor = from_terms(terms)[name]
+        return whole

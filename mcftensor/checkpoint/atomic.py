@@ -1,0 +1,114 @@
+"""Files that are replaced whole: a reader finds the old one or the new one, whatever happens.
+
+The new file is written beside its place, synchronized to disk, and renamed. A writer holds a lock
+on it, which ends with its process, however that ends: so what a killed writer has left can be told
+from what another one is about to finish, and goes when the file is next written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+fcntl: ModuleType | None
+try:
+    import fcntl
+except ImportError:  # Windows: what killed writers leave stays there, and does no harm.
+    fcntl = None
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A path to write to, which takes the place of `path` when the block ends without an error.
+
+    At any moment `path` is the file from before or the whole new one, also if the process is
+    killed or the machine stops. Data are on disk when the block has ended.
+
+    Args:
+        path: the file to replace or to make, in a folder that exists.
+
+    Examples:
+        >>> import tempfile, torch, mcftensor as mcf
+        >>> model = mcf.as_expansion(torch.nn.Linear(3, 2))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with mcf.checkpoint.replacing(f"{folder}/training.pt") as temporary:
+        ...         torch.save({"model": model.state_dict(), "step": 3}, temporary)
+        ...     torch.load(f"{folder}/training.pt", weights_only=True)["step"]
+        3
+    """
+    with Replacement(Path(path)) as replacement:
+        yield replacement.temporary
+        replacement.put()
+        synchronize(replacement.path.parent)
+
+
+class Replacement:
+    """A file beside its place, locked until it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        for leftover in path.parent.glob(f".{_escaped(path.name)}.*.tmp"):
+            remove_abandoned(leftover)
+        self.temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        self._file = os.open(self.temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
+        _lock(self._file)
+
+    def __enter__(self) -> Replacement:
+        return self
+
+    def put(self) -> None:
+        """Move the file to its place, once what was written is on disk."""
+        synchronize(self.temporary)
+        if fcntl is None:
+            self._close()  # Windows renames no open file.
+        self.temporary.replace(self.path)
+
+    def __exit__(self, *error: object) -> None:
+        self.temporary.unlink(missing_ok=True)
+        self._close()
+
+    def _close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def remove_abandoned(path: Path) -> None:
+    """Remove a file unless its writer is at work."""
+    with contextlib.suppress(OSError):  # Another process has removed it, or may do so.
+        file = os.open(path, os.O_RDWR)
+        try:
+            if _lock(file):
+                path.unlink()
+        finally:
+            os.close(file)
+
+
+def synchronize(path: Path) -> None:
+    """Have what was written to a file, or the names in a folder, reach the disk."""
+    if path.is_dir() and os.name == "nt":
+        return  # Windows opens no folders.
+    file = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _lock(file: int) -> bool:
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _escaped(name: str) -> str:
+    """A name as a pattern of itself alone."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)

@@ -1,0 +1,245 @@
+"""Expansions from safetensors files."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from mcftensor import expansion
+from mcftensor.checkpoint.digests import KEY, digest, unsealed
+from mcftensor.checkpoint.errors import CheckpointError, reading, some
+from mcftensor.checkpoint.reading import SafetensorsFile
+from mcftensor.checkpoint.shards import files_in, index_of
+from mcftensor.checkpoint.terms import from_terms, is_sharded
+from mcftensor.checkpoint.ties import ties
+from mcftensor.tensor import MCFTensor
+
+Path_ = str | os.PathLike[str]
+Device = torch.device | str | int
+
+
+@overload
+def load_file(
+    path: Path_, model: None = ..., *, device: Device | None = ..., verify: bool = ...
+) -> dict[str, Tensor]: ...
+@overload
+def load_file(
+    path: Path_, model: nn.Module, *, strict: bool = ..., verify: bool = ...
+) -> tuple[list[str], list[str]]: ...
+def load_file(
+    path: Path_,
+    model: nn.Module | None = None,
+    *,
+    device: Device | None = None,
+    strict: bool = True,
+    verify: bool = True,
+) -> dict[str, Tensor] | tuple[list[str], list[str]]:
+    """Load a safetensors file, by `save_file` or any other program, into a model or a state dict.
+
+    What the model holds decides what its tensors become. Expansions load into expansions of the
+    same format as they are, into other formats and plain parameters with one rounding, and plain
+    tensors into expansions likewise. All is read and checked before the first tensor of the model
+    changes: a call that raises leaves the model as it was.
+
+    Args:
+        path: a safetensors file; the index of one that is divided, or what it would be called if it
+            were not; or a folder that holds `model.safetensors.index.json` or `model.safetensors`.
+        model: the module whose parameters and buffers are loaded, where they are.
+        device: where tensors are put that are loaded without a model, by default the CPU.
+        strict: whether names in only one of file and model are an error.
+        verify: whether digests are checked, which files of `save_file` hold.
+
+    Returns:
+        With a model, the names that the file lacks and those that the model lacks; without one,
+        tensors and expansions by name. Those that were tied are the same object.
+
+    Raises:
+        CheckpointError: a file that is missing, damaged, altered, or no safetensors file; terms
+            that make no expansion; names, shapes or kinds that differ from those of the model.
+        ImportError: safetensors is not installed.
+
+    Examples:
+        >>> import tempfile, torch, mcftensor as mcf
+        >>> model, plain = mcf.as_expansion(torch.nn.Linear(3, 2)), torch.nn.Linear(3, 2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     mcf.save_file(model, f"{folder}/model.safetensors")
+        ...     mcf.load_file(f"{folder}/model.safetensors", plain)  # rounded to float32 once
+        ...     list(mcf.load_file(f"{folder}/model.safetensors"))
+        ([], [])
+        ['bias', 'weight']
+    """
+    path = Path(path)
+    with reading(path):
+        state_dict = _read(path, verify)
+    if model is not None and device is not None:
+        raise ValueError("load_file: device is for loading without a model; move the model itself")
+    if model is not None:
+        return _load(model, state_dict, strict, path)
+    moved = {id(x): x.to(device or "cpu") for x in state_dict.values()}
+    return {name: moved[id(x)] for name, x in state_dict.items()}
+
+
+# --------------------------------------------------------------------------------- the file
+
+
+@dataclass
+class _Content:
+    """Terms by name, names that stand for the tensor of another one, and the digest of both."""
+
+    terms: dict[str, Tensor]
+    ties: dict[str, str]
+    seal: str | None = None
+
+
+def _read(path: Path, verify: bool) -> dict[str, Tensor]:
+    """All of a checkpoint, checked."""
+    if path.is_dir():
+        path = path / "model.safetensors"
+    if index_of(path).is_file():
+        path = index_of(path)
+    content = (_read_shards if path.suffix == ".json" else _read_file)(path, verify)
+    state_dict = from_terms(content.terms)
+    if content.seal is None:
+        state_dict = {name: _normalized(x) for name, x in state_dict.items()}
+    for alias, name in content.ties.items():
+        if alias in state_dict or name not in state_dict:
+            raise CheckpointError(f"{path} says that {alias} is tied to {name}, which cannot be")
+    return state_dict | {alias: state_dict[name] for alias, name in content.ties.items()}
+
+
+def _read_file(path: Path, verify: bool) -> _Content:
+    with path.open("rb") as start:
+        if start.read(2) == b"PK":
+            raise CheckpointError(
+                f"{path} is a file of torch.save; load it with torch.load(path, weights_only=True)"
+            )
+    file = SafetensorsFile(path, "load_file")
+    terms = {name: file[name] for name in file}
+    if KEY not in file.metadata:
+        return _Content(terms, {})
+    metadata = json.loads(file.metadata[KEY])
+    if verify:
+        unsealed(path, metadata)
+        digests = metadata["tensors"]
+        altered = [name for name, x in terms.items() if digests.get(name) != digest(name, x)]
+        altered += [name for name in digests if name not in terms]
+        if altered:
+            raise CheckpointError(
+                f"{path} is damaged, or was altered: the digests of {some(altered)} are not what "
+                "it says. verify=False reads it all the same"
+            )
+    return _Content(terms, metadata["tied"], metadata["crc32"])
+
+
+def _read_shards(index: Path, verify: bool) -> _Content:
+    content = json.loads(index.read_text(encoding="utf-8"))
+    files = files_in(index, content)
+    metadata = content.get("metadata")
+    seal, seals = None, {}
+    if isinstance(metadata, dict) and KEY in metadata:
+        seal, seals = metadata[KEY]["crc32"], metadata[KEY]["shards"]
+        if verify:
+            unsealed(index, metadata[KEY] | {"weight_map": files})
+    whole = _Content({}, {}, seal)
+    for file in dict.fromkeys(files.values()):
+        shard = _read_file(index.parent / file, verify)
+        if verify and seals.get(file) != (shard.seal if seals else None):
+            raise CheckpointError(
+                f"{index.parent / file} is not the file that {index} was written for"
+            )
+        named = {name for name, place in files.items() if place == file}
+        missing = [name for name in files if name in named and name not in shard.terms]
+        if missing:
+            raise CheckpointError(
+                f"{index} says that {some(missing)} is in {file}, which does not hold it"
+            )
+        whole.terms |= {name: x for name, x in shard.terms.items() if name in named}
+        whole.ties |= shard.ties
+    return whole
+
+
+def _normalized(x: Tensor) -> Tensor:
+    """Terms as they should be, where a program that knows nothing of them has changed them."""
+    if not isinstance(x, MCFTensor):
+        return x
+    leading, *tails = x.components
+    if len(tails) == 1 and torch.equal(leading + tails[0], leading):
+        return x
+    terms = expansion.renormalize(x.components)
+    same = all(torch.equal(a, b) for a, b in zip(terms, x.components, strict=True))
+    return x if same else MCFTensor(terms, x.format)
+
+
+# -------------------------------------------------------------------------------- the model
+
+
+def _load(
+    model: nn.Module, state_dict: dict[str, Tensor], strict: bool, path: Path
+) -> tuple[list[str], list[str]]:
+    own = model.state_dict()
+    for name, x in own.items():
+        if name in state_dict:
+            _require_loadable(name, state_dict[name], x, path)
+    for alias, name in ties(own).items():
+        _tie(state_dict, alias, name, path)
+    missing = [name for name in own if name not in state_dict]
+    unexpected = [name for name in state_dict if name not in own]
+    if strict and (missing or unexpected):
+        lone = {"the model has": missing, f"{path} has": unexpected}
+        raise CheckpointError(
+            "load_file: "
+            + "; ".join(f"only {side} {some(names)}" for side, names in lone.items() if names)
+            + ". strict=False loads what both have"
+        )
+    result = model.load_state_dict(state_dict, strict=False)
+    return result.missing_keys, result.unexpected_keys
+
+
+def _require_loadable(name: str, new: Tensor, old: Any, path: Path) -> None:
+    if is_lazy(old):
+        return
+    if not isinstance(old, Tensor) or old.is_meta or is_sharded(old):
+        repairs = {
+            "a DTensor": "load before the model is sharded, or use torch.distributed.checkpoint",
+            "on the meta device": "give it memory first, with module.to_empty(device='cpu')",
+            f"a {type(old).__name__}": "leave it out of the file",
+        }
+        kinds = list(repairs)
+        kind = kinds[0] if is_sharded(old) else kinds[1 if isinstance(old, Tensor) else 2]
+        raise CheckpointError(
+            f"load_file: {name} of the model is {kind}, and cannot be loaded from {path}; "
+            f"{repairs[kind]}"
+        )
+    if new.shape != old.shape:
+        raise CheckpointError(
+            f"load_file: {name} is of shape {tuple(new.shape)} in {path}, and of "
+            f"{tuple(old.shape)} in the model"
+        )
+    if _kind(new) != _kind(old):
+        raise CheckpointError(
+            f"load_file: {name} is of {new.dtype} in {path}, and of {old.dtype} in the model"
+        )
+
+
+def _kind(x: Tensor) -> tuple[bool, bool]:
+    return x.is_floating_point(), x.is_complex()
+
+
+def _tie(state_dict: dict[str, Tensor], alias: str, name: str, path: Path) -> None:
+    """Have both names where the file has one of them."""
+    if alias not in state_dict and name not in state_dict:
+        return
+    x = state_dict[alias] if alias in state_dict else state_dict[name]
+    y = state_dict.get(name, x)
+    if x is not y and not (type(x) is type(y) and torch.equal(x, y)):
+        raise CheckpointError(
+            f"load_file: {name} and {alias} are tied in the model, and differ in {path}"
+        )
+    state_dict[alias], state_dict[name] = x, y

@@ -1,0 +1,94 @@
+"""The safetensors format, written tensor by tensor.
+
+A file is the length of a header, the header in JSON, which says where in the rest each tensor is,
+and that rest (https://github.com/huggingface/safetensors#format). The package of this name writes
+to a file of its own making, which it renames, so that neither its mode nor its lock is ours.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from mcftensor.checkpoint.digests import content_of, digest
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+RESERVED = "__metadata__"
+"""The one name that no tensor can have."""
+
+_HEADER_MOST = 100_000_000  # of which the package reads no longer ones
+
+
+def write(
+    file: BinaryIO,
+    tensors: Mapping[str, Tensor],
+    describe: Callable[[Mapping[str, str]], Mapping[str, str]],
+) -> None:
+    """Write tensors to an empty file, one in memory at a time.
+
+    Args:
+        file: open for writing.
+        tensors: plain ones, of these dtypes.
+        describe: makes the metadata from the digests of the tensors, which are known when all is
+            written; of the same length for whatever digests.
+
+    Raises:
+        ValueError: too many names for one file.
+    """
+    # Every tensor starts at a multiple of the size of its elements.
+    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+    entries: dict[str, Any] = {}
+    end = 0
+    for name in names:
+        x = tensors[name]
+        start, end = end, end + x.nbytes
+        entries[name] = {
+            "dtype": DTYPES[x.dtype],
+            "shape": list(x.shape),
+            "data_offsets": [start, end],
+        }
+    length = len(_header(entries, describe(dict.fromkeys(names, "0" * 8))))
+    if length > _HEADER_MOST:
+        raise ValueError(
+            f"save_file: the names of {len(names)} tensors are too many for one file; divide it "
+            "with max_shard_size"
+        )
+    file.seek(length)
+    digests = {}
+    for name in names:
+        x = tensors[name].detach().cpu()
+        digests[name] = digest(name, x)
+        file.write(content_of(x))
+    file.seek(0)
+    file.write(_header(entries, describe(digests)))
+
+
+def _header(entries: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
+    content = {RESERVED: dict(metadata), **entries}
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

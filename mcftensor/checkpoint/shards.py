@@ -1,0 +1,107 @@
+"""Checkpoints in several files, with an index that says what is where.
+
+Names and index are those of Hugging Face, `model.safetensors.index.json`, with one difference: the
+names of shards hold a token, new for every checkpoint, so that those of the last one stay whole
+until the index names the new ones.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mcftensor.checkpoint.atomic import remove_abandoned, synchronize
+from mcftensor.checkpoint.errors import CheckpointError, some
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {f"{unit}I": 2 ** (10 * i) for i, unit in enumerate("KMGT", 1)}
+
+
+def size_in_bytes(size: int | str) -> int:
+    """A size such as 5_000_000_000, "5GB" or "512MiB".
+
+    Raises:
+        ValueError: it is no size, or not positive.
+    """
+    text = str(size).strip().upper()
+    match = re.fullmatch(r"(\d+)|(\d+(?:\.\d+)?)\s*([KMGT]I?)B", text)
+    number, unit = (match[1] or match[2], match[3] or "") if match else ("0", "")
+    found = int(float(number) * _UNITS[unit])
+    if found <= 0:
+        raise ValueError(
+            f"save_file: max_shard_size is {size!r}; give bytes, or a size such as '5GB'"
+        )
+    return found
+
+
+def divide(groups: Iterable[tuple[int, Sequence[str]]], most: int | None) -> list[list[str]]:
+    """Groups of names, with the size of each in bytes, in shards of at most so many bytes.
+
+    Order is kept, and a group stays together: one that is larger than a shard makes one by itself.
+    """
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for size, names in groups:
+        if most is not None and shards[-1] and filled + size > most:
+            shards.append([])
+            filled = 0
+        shards[-1].extend(names)
+        filled += size
+    return shards
+
+
+def index_of(path: Path) -> Path:
+    """Where the index of a checkpoint is that is in several files."""
+    return path.with_name(f"{path.name}.index.json")
+
+
+def shard_name(path: Path, token: str, i: int, count: int) -> str:
+    """The name of shard i of so many, counted from 0."""
+    return f"{path.stem}-{token}-{i + 1:05}-of-{count:05}{path.suffix}"
+
+
+def files_in(index: Path, content: Any) -> dict[str, str]:
+    """In which file, beside the index, each tensor is.
+
+    Raises:
+        CheckpointError: it is no index, a file is missing, or is named that is not in this folder.
+    """
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
+        raise CheckpointError(f"{index} is no index of a checkpoint: it has no weight_map of names")
+    names = dict.fromkeys(files.values())
+    foreign = [f for f in names if f in ("", ".", "..") or set(f) & {"/", "\\", ":", "\0"}]
+    if foreign:
+        raise CheckpointError(
+            f"{index} names {some(map(repr, foreign))}; shards are files in the folder of the index"
+        )
+    missing = [f for f in names if not (index.parent / f).is_file()]
+    if missing:
+        raise CheckpointError(f"shards that {index} names are missing: {some(missing)}")
+    return files
+
+
+def remove_stale(path: Path, previous: Mapping[str, str], keep: set[str]) -> None:
+    """Remove shards of earlier checkpoints, and of writers that were killed."""
+    pattern = re.compile(
+        rf"{re.escape(path.stem)}(-[0-9a-f]{{8}})?-\d{{5}}-of-\d{{5}}{re.escape(path.suffix)}"
+    )
+    ours = [f for f in path.parent.iterdir() if pattern.fullmatch(f.name) and f.name not in keep]
+    for shard in ours:
+        if shard.name in previous.values():
+            shard.unlink(missing_ok=True)
+        elif re.search(r"-[0-9a-f]{8}-", shard.name):
+            remove_abandoned(shard)
+    synchronize(path.parent)
+
+
+def previous_files(index: Path) -> dict[str, str]:
+    """What an index names; nothing where there is none, or none that can be read."""
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+        return dict(content["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}

@@ -1,0 +1,181 @@
+"""State dicts of expansions as state dicts of their terms, which every program can store."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from mcftensor.checkpoint.errors import CheckpointError, some
+from mcftensor.formats import Format
+from mcftensor.tensor import MCFTensor, _check_components
+
+# A module cannot have a parameter and a submodule of one name, so none has a parameter of this one.
+_TAIL = re.compile(r"(.+)\.((?:bf16|fp16|fp32|fp64)x\d(?:sr)?)\.term\d", re.DOTALL)
+
+
+def tail_name(name: str, format: Format, i: int) -> str:
+    """Under what name the term after the first i stands beside the leading term."""
+    return f"{name}.{format.name}.term{i}"
+
+
+def as_terms(state_dict: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A state dict in which every expansion is plain tensors: one for each term.
+
+    The leading term has the name of the expansion, so whoever knows nothing of expansions finds
+    a tensor of the base dtype there, rounded to nearest. The other terms stand beside it, under
+    names that say the format: `weight`, `weight.bf16x3.term1`, `weight.bf16x3.term2`. All share
+    memory with the expansion: what is written to them, as by `torch.distributed.checkpoint.load`,
+    is written to it. Sharded expansions give sharded terms (DTensors).
+
+    Use it where a program that stores tensors takes nothing but plain ones, and `from_terms` for
+    the way back. `save_file`, `torch.save` and `torch.distributed.checkpoint` need no help.
+
+    Args:
+        state_dict: as of `module.state_dict()`; it may hold other state dicts, as that of an
+            optimizer does.
+
+    Raises:
+        CheckpointError: a name that a term needs is there already, or what has such a name is none;
+            an expansion in a list, or under a key that is no string.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> model = mcf.as_expansion(torch.nn.Linear(3, 2))
+        >>> terms = mcf.as_terms(model.state_dict())
+        >>> list(terms)
+        ['weight', 'weight.bf16x2.term1', 'bias', 'bias.bf16x3.term1', 'bias.bf16x3.term2']
+        >>> mcf.from_terms(terms)["weight"].format
+        mcf.bf16x2
+    """
+    terms: dict[Any, Any] = {}
+    for name, x in state_dict.items():
+        if isinstance(x, Mapping):
+            terms[name] = as_terms(x)
+            continue
+        _require_no_expansion_within(name, x)
+        terms[name], *tails = _terms(x)
+        local = _local(x)
+        for i, tail in enumerate(tails, 1):
+            assert isinstance(local, MCFTensor)
+            if not isinstance(name, str):
+                raise CheckpointError(f"as_terms: an expansion is under {name!r}, which is no name")
+            beside = tail_name(name, local.format, i)
+            if beside in state_dict:
+                raise CheckpointError(
+                    f"as_terms: {name} is an expansion in {local.format.name}, and the name of a "
+                    f"term of it, {beside}, is taken; rename one of the two"
+                )
+            terms[beside] = tail
+    names_of_terms(terms)  # raises where from_terms would
+    return terms
+
+
+def from_terms(terms: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The state dict that `as_terms` made these of; expansions share memory with their terms.
+
+    Raises:
+        CheckpointError: terms that are missing, or differ in shape or dtype.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> hi, lo = torch.tensor([1.0, 2.0]).bfloat16(), torch.tensor([2e-3, 0.0]).bfloat16()
+        >>> mcf.from_terms({"x": hi, "x.bf16x2.term1": lo, "y": hi})["x"]
+        MCFTensor([1.0020, 2.0000], format=bf16x2)
+    """
+    state_dict: dict[Any, Any] = {}
+    for name, names in names_of_terms(terms).items():
+        x = terms[name]
+        if isinstance(x, Mapping):
+            x = from_terms(x)
+        elif len(names) > 1:
+            x = _joined(name, [terms[n] for n in names], _format_in(names[1]))
+        state_dict[name] = x
+    return state_dict
+
+
+def names_of_terms(names: Iterable[Any]) -> dict[Any, list[Any]]:
+    """For each name, those of tails aside, the names of its terms: its own is the first.
+
+    Raises:
+        CheckpointError: terms that are missing, or too many.
+    """
+    groups: dict[Any, list[Any]] = {}
+    tails: dict[str, dict[str, Format]] = {}
+    for name in names:
+        match = _TAIL.fullmatch(name) if isinstance(name, str) else None
+        if match is None:
+            groups[name] = [name]
+        else:
+            tails.setdefault(match[1], {})[name] = _format_in(name)
+    for name, found in tails.items():
+        format = next(iter(found.values()))
+        expected = [tail_name(name, format, i) for i in range(1, format.terms)]
+        if name not in groups or found.keys() != set(expected):
+            raise CheckpointError(
+                f"{some(found)} would be terms of {name}; an expansion in {format.name} consists "
+                f"of {', '.join([name, *expected])}"
+            )
+        groups[name] += expected
+    return groups
+
+
+def _format_in(tail: str) -> Format:
+    """The format that the name of a tail says."""
+    try:
+        return Format.from_name(tail.split(".")[-2])
+    except ValueError as error:
+        raise CheckpointError(f"{tail} is a term of no format ({error})") from error
+
+
+def _joined(name: str, terms: list[Any], format: Format) -> Any:
+    local = [_local(term) for term in terms]
+    try:
+        _check_components(local, format)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the terms of {name} make no expansion ({error})") from error
+    return _shard_as(terms[0], MCFTensor(local, format))
+
+
+def _terms(x: Any) -> list[Any]:
+    """The terms of an expansion, whole or sharded; of anything else itself."""
+    local = _local(x)
+    if not isinstance(local, MCFTensor):
+        return [x]
+    return [_shard_as(x, term.detach()) for term in local.components]
+
+
+def is_sharded(x: object) -> bool:
+    """Whether it is a DTensor; where there is one, its module has been imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def _local(x: Any) -> Any:
+    if not is_sharded(x):
+        return x
+    return x.detach()._local_tensor  # to_local() is for autograd
+
+
+def _shard_as(x: Any, local: Tensor) -> Any:
+    """A tensor as the shard of a DTensor like x, if x is one."""
+    if not is_sharded(x):
+        return local
+    from_local: Callable[..., Any] = type(x).from_local
+    return from_local(
+        local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+    )
+
+
+def _require_no_expansion_within(name: object, x: object) -> None:
+    if isinstance(x, (list, tuple)):
+        for item in x:
+            if isinstance(_local(item), MCFTensor):
+                raise CheckpointError(
+                    f"as_terms: {name!r} is a {type(x).__name__} that holds expansions, whose "
+                    "terms need names; torch.save and torch.distributed.checkpoint take it as it is"
+                )
+            _require_no_expansion_within(name, item)
