@@ -200,6 +200,24 @@ class MCFTensor(torch.Tensor):
     ) -> Any:
         return cls._dispatch(func, args, kwargs or {})
 
+    def __setstate__(self, state: Any) -> None:
+        """What `torch.load` and `copy.copy` have of this tensor, checked: a file may say anything.
+
+        Raises:
+            ValueError: terms, format and role are not those of an expansion of this shape.
+        """
+        if isinstance(state, tuple) and len(state) != 2:
+            super().__setstate__(state)  # of a tensor with storage; raises
+        torch._utils._set_obj_state(self, state)
+        try:
+            f = self._format
+            _check_components(self.components, Format(f.base, f.terms, f.rounding))
+            whole = (self.components[0].shape, self.dtype) == (self.shape, f.base)
+            if not whole or self._role not in ("value", "parameter"):
+                raise ValueError(f"shape {tuple(self.shape)}, dtype {self.dtype}, {self._role!r}")
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(f"MCFTensor: damaged terms, format or role ({error})") from error
+
     # ----------------------------------------------------------------------- leaving the format
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -403,6 +421,11 @@ class DeferredTensor(MCFTensor):
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role]]:
         self.compute_terms()
         return self.__tensor_flatten__()
+
+    def data_ptr(self) -> int:
+        """0; what copies a tensor attribute by attribute asks for it before (DCP's stager does)."""
+        self.compute_terms()
+        return 0
 
 
 def _check_components(components: Sequence[Tensor], format: Format | None) -> None:
