@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -77,12 +77,12 @@ class Replacement:
             self._file = -1
 
 
-def remove_abandoned(path: Path) -> None:
-    """Remove a file unless its writer is at work."""
+def remove_abandoned(path: Path, is_needed: Callable[[], bool] = lambda: False) -> None:
+    """Remove a file, unless its writer is at work, or has finished and it is needed."""
     with contextlib.suppress(OSError):  # Another process has removed it, or may do so.
         file = os.open(path, os.O_RDWR)
         try:
-            if _lock(file):
+            if _lock(file) and not is_needed():
                 path.unlink()
         finally:
             os.close(file)

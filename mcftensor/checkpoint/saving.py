@@ -20,8 +20,8 @@ from mcftensor.checkpoint.errors import CheckpointError
 from mcftensor.checkpoint.safetensors import DTYPES, RESERVED, write
 from mcftensor.checkpoint.shards import (
     divide,
+    files_named,
     index_of,
-    previous_files,
     remove_stale,
     shard_name,
     size_in_bytes,
@@ -87,9 +87,9 @@ def save_file(
     if len(shards) == 1:
         with replacing(path) as temporary:
             _write(terms, tied, metadata, temporary)
-        previous = previous_files(index_of(path))
+        previous = files_named(index_of(path))
         index_of(path).unlink(missing_ok=True)
-        remove_stale(path, previous, set())
+        remove_stale(path, previous)
     else:
         _save_shards(terms, shards, tied, metadata, path)
 
@@ -103,34 +103,37 @@ def _save_shards(
 ) -> None:
     token = secrets.token_hex(4)
     files = [shard_name(path, token, i, len(shards)) for i in range(len(shards))]
-    where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-    previous = previous_files(index_of(path))
-    # Locked until the index names them, so that no other writer takes them for abandoned.
-    with contextlib.ExitStack() as locks:
-        replacements, seals = [], {}
-        for file, names in zip(files, shards, strict=True):
-            replacement = locks.enter_context(Replacement(path.with_name(file)))
-            shard = {name: terms[name] for name in names}
-            its_ties = {alias: name for alias, name in tied.items() if name in shard}
-            seals[file] = _write(shard, its_ties, metadata, replacement.temporary)
-            replacements.append(replacement)
-        for replacement in replacements:
-            replacement.put()
-        synchronize(path.parent)
-        seal = sealed({"shards": seals, "weight_map": where})
-        del seal["weight_map"]  # It stands beside.
-        content = {
-            "metadata": {
-                **metadata,
-                "total_size": sum(x.nbytes for x in terms.values()),
-                KEY: seal,
-            },
-            "weight_map": where,
-        }
-        with replacing(index_of(path)) as temporary:
-            temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        path.unlink(missing_ok=True)
-        remove_stale(path, previous, set(files))
+    previous = files_named(index_of(path))
+    try:
+        # Locked until the index names them, so that no other writer takes them for abandoned.
+        with contextlib.ExitStack() as locks:
+            replacements, seals = [], {}
+            for file, names in zip(files, shards, strict=True):
+                replacement = locks.enter_context(Replacement(path.with_name(file)))
+                replacements.append(replacement)
+                shard = {name: terms[name] for name in names}
+                its_ties = {alias: name for alias, name in tied.items() if name in shard}
+                seals[file] = _write(shard, its_ties, metadata, replacement.temporary)
+            for replacement in replacements:
+                replacement.put()
+            synchronize(path.parent)
+            where = {n: file for file, names in zip(files, shards, strict=True) for n in names}
+            size = sum(x.nbytes for x in terms.values())
+            with replacing(index_of(path)) as temporary:
+                content = _index(where, seals, {**metadata, "total_size": size})
+                temporary.write_text(content, encoding="utf-8")
+            path.unlink(missing_ok=True)
+    finally:
+        remove_stale(path, {*previous, *files})
+
+
+def _index(
+    where: Mapping[str, str], seals: Mapping[str, str], metadata: Mapping[str, str | int]
+) -> str:
+    seal = sealed({"shards": seals, "weight_map": where})
+    del seal["weight_map"]  # It stands beside.
+    content = {"metadata": {**metadata, KEY: seal}, "weight_map": where}
+    return json.dumps(content, indent=2) + "\n"
 
 
 def _write(

@@ -7,9 +7,10 @@ until the index names the new ones.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,24 +85,28 @@ def files_in(index: Path, content: Any) -> dict[str, str]:
     return files
 
 
-def remove_stale(path: Path, previous: Mapping[str, str], keep: set[str]) -> None:
-    """Remove shards of earlier checkpoints, and of writers that were killed."""
-    pattern = re.compile(
-        rf"{re.escape(path.stem)}(-[0-9a-f]{{8}})?-\d{{5}}-of-\d{{5}}{re.escape(path.suffix)}"
-    )
-    ours = [f for f in path.parent.iterdir() if pattern.fullmatch(f.name) and f.name not in keep]
-    for shard in ours:
-        if shard.name in previous.values():
-            shard.unlink(missing_ok=True)
-        elif re.search(r"-[0-9a-f]{8}-", shard.name):
-            remove_abandoned(shard)
+def remove_stale(path: Path, previous: Iterable[str]) -> None:
+    """Remove what no index names: shards of the last one, and what killed writers have left."""
+    stem, suffix = re.escape(path.stem), re.escape(path.suffix)
+    shard = rf"{stem}-([0-9a-f]{{8}}-)?\d{{5}}-of-\d{{5}}{suffix}"
+    shards = re.compile(shard)
+    unfinished = re.compile(rf"\.({shard}|{stem}{suffix}(\.index\.json)?)\.[0-9a-f]{{8}}\.tmp")
+
+    def is_named(file: Path) -> bool:
+        return file.name in files_named(index_of(path))
+
+    for file in path.parent.iterdir():
+        match = shards.fullmatch(file.name)
+        if match and file.name in previous and not is_named(file):
+            file.unlink(missing_ok=True)
+        elif (match and match[1]) or unfinished.fullmatch(file.name):
+            remove_abandoned(file, functools.partial(is_named, file))
     synchronize(path.parent)
 
 
-def previous_files(index: Path) -> dict[str, str]:
-    """What an index names; nothing where there is none, or none that can be read."""
+def files_named(index: Path) -> set[str]:
+    """The files that an index names; none where there is none, or none that can be read."""
     try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-        return dict(content["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return set()
