@@ -209,9 +209,7 @@ def lie(header, random_):
     seal = seal_of(header)
     key = random_.choice(list(seal))
     if key == "tied" and random_.random() < 0.7:
-        seal[key] = {
-            random_.choice(["x", "a", "tied", "steps"]): random_.choice(["tied", "z", "b"])
-        }
+        seal[key] = {random_.choice(["x", "a", "steps"]): random_.choice(["tied", "z", "b"])}
     else:
         seal[key] = random_.choice(STRANGE)
     if random_.random() < 0.5:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from mcftensor.checkpoint.errors import CheckpointError, some
 from mcftensor.formats import Format
@@ -171,11 +172,8 @@ def _shard_as(x: Any, local: Tensor) -> Any:
 
 
 def _require_no_expansion_within(name: object, x: object) -> None:
-    if isinstance(x, (list, tuple)):
-        for item in x:
-            if isinstance(_local(item), MCFTensor):
-                raise CheckpointError(
-                    f"as_terms: {name!r} is a {type(x).__name__} that holds expansions, whose "
-                    "terms need names; torch.save and torch.distributed.checkpoint take it as it is"
-                )
-            _require_no_expansion_within(name, item)
+    if not isinstance(x, Tensor) and any(isinstance(_local(y), MCFTensor) for y in tree_leaves(x)):
+        raise CheckpointError(
+            f"as_terms: {name!r} is a {type(x).__name__} that holds expansions, whose terms need "
+            "names; torch.save and torch.distributed.checkpoint take it as it is"
+        )
