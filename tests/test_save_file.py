@@ -1,6 +1,7 @@
 """safetensors files of expansions: what is in them, and into what they load."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -86,6 +87,21 @@ class TestStateDicts:
             assert theirs[name].dtype == ours[name].dtype == x.dtype
             assert torch.equal(theirs[name].view(torch.uint8), x.view(torch.uint8))
             assert torch.equal(ours[name].view(torch.uint8), x.view(torch.uint8))
+
+    def test_conjugated(self, tmp_path):
+        x = torch.complex(torch.ones(2), torch.ones(2)).conj()
+        mcf.save_file({"x": x}, tmp_path)
+        assert torch.equal(mcf.load_file(tmp_path)["x"], x)
+
+    def test_altered_data_are_read_if_asked_for(self, tmp_path):
+        mcf.save_file({"x": torch.ones(2)}, tmp_path)
+        file = tmp_path / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-4] + bytes(4))
+        with pytest.raises(
+            mcf.CheckpointError, match=r"damaged, or was altered: the digests of x "
+        ):
+            mcf.load_file(tmp_path)
+        assert mcf.load_file(tmp_path, verify=False)["x"].tolist() == [1, 0]
 
     def test_views_and_strides(self, tmp_path):
         x, plain = sample(mcf.bf16x3, 6, 4), torch.arange(24.0).reshape(6, 4)
@@ -252,6 +268,14 @@ class TestTies:
         assert mcf.load_file(tmp_path / "x.safetensors", model) == ([], [])
         assert_same_terms(mcf.as_expansion(state[kept], mcf.bf16x2), model.head.weight)
 
+    @pytest.mark.parametrize("kept", ["a", "b", "c"])
+    def test_three_names(self, kept, tmp_path):
+        model = nn.Module()
+        model.a = model.b = model.c = nn.Parameter(sample(mcf.bf16x2, 3))
+        mcf.save_file({kept: sample(mcf.bf16x2, 3, seed=1)}, tmp_path)
+        assert mcf.load_file(tmp_path, model) == ([], [])
+        assert_same_terms(model.b.detach(), sample(mcf.bf16x2, 3, seed=1))
+
     def test_a_tied_model_takes_no_two_different_tensors(self, tmp_path):
         mcf.save_file(mcf.as_expansion(Tied(tie=False)), tmp_path / "x.safetensors")
         with pytest.raises(mcf.CheckpointError, match="tied in the model, and differ"):
@@ -392,6 +416,33 @@ class TestRefusals:
         mcf.save_file(nn.Linear(2, 2), tmp_path)
         with pytest.raises(mcf.CheckpointError, match=r"meta device.*to_empty"):
             mcf.load_file(tmp_path, nn.Linear(2, 2, device="meta"))
+
+    def test_a_model_without_shapes(self, tmp_path):
+        with pytest.raises(mcf.CheckpointError, match="no shape yet"):
+            mcf.save_file(nn.LazyLinear(2), tmp_path)
+        mcf.save_file(nn.Linear(3, 2), tmp_path)
+        model = nn.LazyLinear(2)
+        mcf.load_file(tmp_path, model)
+        assert model.weight.shape == (2, 3)
+
+    def test_a_file_of_torch_save(self, tmp_path):
+        torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "x.pt")
+        with pytest.raises(mcf.CheckpointError, match=r"torch\.load\(path, weights_only=True\)"):
+            mcf.load_file(tmp_path / "x.pt")
+
+    def test_no_file(self, tmp_path):
+        for path in (tmp_path, tmp_path / "x"):
+            with pytest.raises(mcf.CheckpointError, match=r"cannot read .*No such file"):
+                mcf.load_file(path)
+        with pytest.raises(FileNotFoundError):
+            mcf.save_file({}, tmp_path / "no" / "x")
+
+    def test_a_package_that_is_not_there(self, tmp_path, monkeypatch):
+        mcf.save_file({}, tmp_path)
+        monkeypatch.setitem(sys.modules, "safetensors", None)
+        mcf.save_file({}, tmp_path)
+        with pytest.raises(ImportError, match=r'load_file.*pip install "mcftensor\[tools\]"'):
+            mcf.load_file(tmp_path)
 
     def test_a_device_for_a_model(self, tmp_path):
         mcf.save_file(nn.Linear(2, 2), tmp_path)

@@ -101,6 +101,7 @@ class TestAsTerms:
             (lambda t: t.update({"x": t["x"].float()}), "make no expansion"),
             (lambda t: t.update({"x": t["x"][1:]}), "make no expansion"),
             (lambda t: t.update({"x": 3}), "make no expansion"),
+            (lambda t: t.update({"x": {}}), "make no expansion"),
         ],
     )
     def test_what_is_no_expansion(self, change, match):

@@ -29,7 +29,8 @@ def digest(name: str, x: Tensor) -> str:
 
 def content_of(x: Tensor) -> memoryview:
     """The bytes of a plain tensor on the CPU, in the order of its elements."""
-    return x.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    x = x.resolve_conj().resolve_neg().contiguous()
+    return x.reshape(-1).view(torch.uint8).numpy().data
 
 
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:

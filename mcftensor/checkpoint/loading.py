@@ -21,20 +21,20 @@ from mcftensor.checkpoint.terms import from_terms, is_sharded
 from mcftensor.checkpoint.ties import ties
 from mcftensor.tensor import MCFTensor
 
-Path_ = str | os.PathLike[str]
+FilePath = str | os.PathLike[str]
 Device = torch.device | str | int
 
 
 @overload
 def load_file(
-    path: Path_, model: None = ..., *, device: Device | None = ..., verify: bool = ...
+    path: FilePath, model: None = ..., *, device: Device | None = ..., verify: bool = ...
 ) -> dict[str, Tensor]: ...
 @overload
 def load_file(
-    path: Path_, model: nn.Module, *, strict: bool = ..., verify: bool = ...
+    path: FilePath, model: nn.Module, *, strict: bool = ..., verify: bool = ...
 ) -> tuple[list[str], list[str]]: ...
 def load_file(
-    path: Path_,
+    path: FilePath,
     model: nn.Module | None = None,
     *,
     device: Device | None = None,
@@ -82,7 +82,8 @@ def load_file(
         raise ValueError("load_file: device is for loading without a model; move the model itself")
     if model is not None:
         return _load(model, state_dict, strict, path)
-    moved = {id(x): x.to(device or "cpu") for x in state_dict.values()}
+    device = "cpu" if device is None else device
+    moved = {id(x): x.to(device) for x in state_dict.values()}
     return {name: moved[id(x)] for name, x in state_dict.items()}
 
 
@@ -187,8 +188,11 @@ def _load(
     for name, x in own.items():
         if name in state_dict:
             _require_loadable(name, state_dict[name], x, path)
+    groups: dict[str, list[str]] = {}
     for alias, name in ties(own).items():
-        _tie(state_dict, alias, name, path)
+        groups.setdefault(name, [name]).append(alias)
+    for names in groups.values():
+        _tie(state_dict, names, path)
     missing = [name for name in own if name not in state_dict]
     unexpected = [name for name in state_dict if name not in own]
     if strict and (missing or unexpected):
@@ -205,18 +209,17 @@ def _load(
 def _require_loadable(name: str, new: Tensor, old: Any, path: Path) -> None:
     if is_lazy(old):
         return
-    if not isinstance(old, Tensor) or old.is_meta or is_sharded(old):
-        repairs = {
-            "a DTensor": "load before the model is sharded, or use torch.distributed.checkpoint",
-            "on the meta device": "give it memory first, with module.to_empty(device='cpu')",
-            f"a {type(old).__name__}": "leave it out of the file",
-        }
-        kinds = list(repairs)
-        kind = kinds[0] if is_sharded(old) else kinds[1 if isinstance(old, Tensor) else 2]
-        raise CheckpointError(
-            f"load_file: {name} of the model is {kind}, and cannot be loaded from {path}; "
-            f"{repairs[kind]}"
+    obstacle = None
+    if not isinstance(old, Tensor):
+        obstacle = f"a {type(old).__name__}; leave it out of the file"
+    elif is_sharded(old):
+        obstacle = (
+            "a DTensor; load before the model is sharded, or use torch.distributed.checkpoint"
         )
+    elif old.is_meta:
+        obstacle = "on the meta device; give it memory first, with module.to_empty(device='cpu')"
+    if obstacle:
+        raise CheckpointError(f"load_file: cannot load {name} of {path}: the model's is {obstacle}")
     if new.shape != old.shape:
         raise CheckpointError(
             f"load_file: {name} is of shape {tuple(new.shape)} in {path}, and of "
@@ -232,14 +235,14 @@ def _kind(x: Tensor) -> tuple[bool, bool]:
     return x.is_floating_point(), x.is_complex()
 
 
-def _tie(state_dict: dict[str, Tensor], alias: str, name: str, path: Path) -> None:
-    """Have both names where the file has one of them."""
-    if alias not in state_dict and name not in state_dict:
-        return
-    x = state_dict[alias] if alias in state_dict else state_dict[name]
-    y = state_dict.get(name, x)
-    if x is not y and not (type(x) is type(y) and torch.equal(x, y)):
-        raise CheckpointError(
-            f"load_file: {name} and {alias} are tied in the model, and differ in {path}"
-        )
-    state_dict[alias], state_dict[name] = x, y
+def _tie(state_dict: dict[str, Tensor], names: list[str], path: Path) -> None:
+    """Have all names of one tensor of the model where the file has some of them."""
+    present = [name for name in names if name in state_dict]
+    for name in present[1:]:
+        x, y = state_dict[present[0]], state_dict[name]
+        if x is not y and not (type(x) is type(y) and torch.equal(x, y)):
+            raise CheckpointError(
+                f"load_file: {present[0]} and {name} are tied in the model, and differ in {path}"
+            )
+    if present:
+        state_dict.update((name, state_dict[present[0]]) for name in names)

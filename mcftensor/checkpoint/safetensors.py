@@ -80,7 +80,7 @@ def write(
     file.seek(length)
     digests = {}
     for name in names:
-        x = tensors[name].detach().cpu()
+        x = tensors[name].detach().cpu().contiguous()
         digests[name] = digest(name, x)
         file.write(content_of(x))
     file.seek(0)

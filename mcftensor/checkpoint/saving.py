@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mcftensor.checkpoint.atomic import Replacement, replacing, synchronize
@@ -156,6 +157,10 @@ def _require_storable(name: object, x: object) -> None:
         raise CheckpointError(
             f"save_file: {name!r} is a {type(x).__name__}, and safetensors holds tensors by name; "
             "leave it out, or use torch.save"
+        )
+    if is_lazy(x):
+        raise CheckpointError(
+            f"save_file: {name} has no shape yet; run the module once before it is saved"
         )
     if is_sharded(x):
         raise CheckpointError(

@@ -90,10 +90,10 @@ def from_terms(terms: Mapping[Any, Any]) -> dict[Any, Any]:
     state_dict: dict[Any, Any] = {}
     for name, names in names_of_terms(terms).items():
         x = terms[name]
-        if isinstance(x, Mapping):
-            x = from_terms(x)
-        elif len(names) > 1:
+        if len(names) > 1:
             x = _joined(name, [terms[n] for n in names], _format_in(names[1]))
+        elif isinstance(x, Mapping):
+            x = from_terms(x)
         state_dict[name] = x
     return state_dict
 

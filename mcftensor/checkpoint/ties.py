@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from mcftensor.tensor import MCFTensor
 
@@ -15,7 +16,7 @@ def ties(state_dict: Mapping[str, Any]) -> dict[str, str]:
     first: dict[Any, str] = {}
     found: dict[str, str] = {}
     for name, x in state_dict.items():
-        if isinstance(x, Tensor) and x.numel() and not x.is_meta:
+        if isinstance(x, Tensor) and not is_lazy(x) and not x.is_meta and x.numel():
             earlier = first.setdefault(_memory(x), name)
             if earlier != name:
                 found[name] = earlier
