@@ -226,7 +226,14 @@ def lie_more(header, random_):
     return header
 
 
-HEADERS = (rename, rename, exchange, reshape, reshape, drop, lie, lie, lie_more)
+def lose(header, random_):
+    """The digests, as if their name had been altered."""
+    texts = header["__metadata__"]
+    texts[random_.choice(["mcftensos", "format", "note"])] = texts.pop(KEY)
+    return header
+
+
+HEADERS = (rename, rename, exchange, reshape, reshape, drop, lie, lie, lie_more, lose)
 
 
 def fuzz_a_file(folder, rounds, seed):
@@ -248,6 +255,17 @@ def fuzz_a_file(folder, rounds, seed):
         path.write_bytes(changed)
         read += try_to_load(path)
     assert 0 < read < rounds / 5
+
+
+@pytest.mark.parametrize("name", ["mcftensos", "format"])
+def test_digests_under_another_name(name, tmp_path):
+    path = tmp_path / "model.safetensors"
+    mcf.save_file(SAVED, path)
+    header, data = parsed(path.read_bytes())
+    header["__metadata__"][name] = header["__metadata__"].pop(KEY)
+    path.write_bytes(composed(header, data[:-1] + b"!"))
+    with pytest.raises(mcf.CheckpointError, match="its digests are not under mcftensor"):
+        mcf.load_file(path)
 
 
 def test_files(tmp_path):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from mcftensor import expansion
-from mcftensor.checkpoint.digests import KEY, digest, unsealed
+from mcftensor.checkpoint.digests import KEY, digest, looks_sealed, unsealed
 from mcftensor.checkpoint.errors import CheckpointError, reading, some
 from mcftensor.checkpoint.reading import SafetensorsFile
 from mcftensor.checkpoint.shards import files_in, index_of
@@ -124,6 +124,8 @@ def _read_file(path: Path, verify: bool) -> _Content:
     file = SafetensorsFile(path, "load_file")
     terms = {name: file[name] for name in file}
     if KEY not in file.metadata:
+        if verify and any(looks_sealed(text) for text in file.metadata.values()):
+            raise CheckpointError(f"{path} is damaged: its digests are not under {KEY}")
         return _Content(terms, {})
     metadata = json.loads(file.metadata[KEY])
     if verify:
