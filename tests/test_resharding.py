@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers import assert_same_terms, sample
+from ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
@@ -17,8 +18,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_map_only
 
 import mcftensor as mcf
-
-on_ranks = pytest.importorskip("ranks").on_ranks
 
 
 def network(format=None, seed=0):

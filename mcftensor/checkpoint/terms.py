@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from mcftensor.checkpoint.errors import CheckpointError, some
+from mcftensor.distributed import format_of, local, on_local
 from mcftensor.formats import Format
 from mcftensor.tensor import MCFTensor, _check_components
 
@@ -58,16 +58,21 @@ def as_terms(state_dict: Mapping[Any, Any]) -> dict[Any, Any]:
             terms[name] = as_terms(x)
             continue
         _require_no_expansion_within(name, x)
-        terms[name], *tails = _terms(x)
-        local = _local(x)
+        format = format_of(x)
+        if format is None:
+            terms[name] = x
+            continue
+        terms[name], *tails = (
+            on_local(lambda part, i: part.components[i].detach(), x.detach(), i)
+            for i in range(format.terms)
+        )
         for i, tail in enumerate(tails, 1):
-            assert isinstance(local, MCFTensor)
             if not isinstance(name, str):
                 raise CheckpointError(f"as_terms: an expansion is under {name!r}, which is no name")
-            beside = tail_name(name, local.format, i)
+            beside = tail_name(name, format, i)
             if beside in state_dict:
                 raise CheckpointError(
-                    f"as_terms: {name} is an expansion in {local.format.name}, and the name of a "
+                    f"as_terms: {name} is an expansion in {format.name}, and the name of a "
                     f"term of it, {beside}, is taken; rename one of the two"
                 )
             terms[beside] = tail
@@ -133,46 +138,21 @@ def _format_in(tail: str) -> Format:
 
 
 def _joined(name: str, terms: list[Any], format: Format) -> Any:
-    local = [_local(term) for term in terms]
+    parts = [local(term) for term in terms]
     try:
-        _check_components(local, format)
+        _check_components(parts, format)
     except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"the terms of {name} make no expansion ({error})") from error
-    return _shard_as(terms[0], MCFTensor(local, format))
+    return on_local(lambda leading: MCFTensor(parts, format), terms[0])
 
 
-def _terms(x: Any) -> list[Any]:
-    """The terms of an expansion, whole or sharded; of anything else itself."""
-    local = _local(x)
-    if not isinstance(local, MCFTensor):
-        return [x]
-    return [_shard_as(x, term.detach()) for term in local.components]
-
-
-def is_sharded(x: object) -> bool:
-    """Whether it is a DTensor; where there is one, its module has been imported."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(x, module.DTensor)
-
-
-def _local(x: Any) -> Any:
-    if not is_sharded(x):
-        return x
-    return x.detach()._local_tensor  # to_local() is for autograd
-
-
-def _shard_as(x: Any, local: Tensor) -> Any:
-    """A tensor as the shard of a DTensor like x, if x is one."""
-    if not is_sharded(x):
-        return local
-    from_local: Callable[..., Any] = type(x).from_local
-    return from_local(
-        local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
-    )
+def is_sharded(x: Any) -> bool:
+    """Whether it is a DTensor."""
+    return local(x) is not x
 
 
 def _require_no_expansion_within(name: object, x: object) -> None:
-    if not isinstance(x, Tensor) and any(isinstance(_local(y), MCFTensor) for y in tree_leaves(x)):
+    if not isinstance(x, Tensor) and any(map(format_of, tree_leaves(x))):
         raise CheckpointError(
             f"as_terms: {name!r} is a {type(x).__name__} that holds expansions, whose terms need "
             "names; torch.save and torch.distributed.checkpoint take it as it is"
