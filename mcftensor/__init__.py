@@ -9,6 +9,7 @@ from mcftensor import expansion as expansion
 from mcftensor import networks as networks
 from mcftensor import tracing as tracing
 from mcftensor import untraced as untraced
+from mcftensor.accumulation import accumulate_gradients as accumulate_gradients
 from mcftensor.auditing import audit as audit
 from mcftensor.checkpoint.errors import CheckpointError as CheckpointError
 from mcftensor.checkpoint.loading import load_file as load_file

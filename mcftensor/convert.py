@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from mcftensor import expansion
+from mcftensor.accumulation import Accumulation
 from mcftensor.dispatch.table import implements
 from mcftensor.distributed import format_of, local, on_local, require_unsharded
 from mcftensor.formats import Format, bf16x2, default_format, require_format
@@ -331,3 +332,6 @@ def _exchange(x: Tensor, new: Tensor) -> None:
         x._backward_hooks = hooks
     if after_hooks is not None:
         x._post_accumulate_grad_hooks = after_hooks
+        for hook in after_hooks.values():
+            if isinstance(x, MCFTensor) and isinstance(hook, Accumulation):
+                x._accumulation = hook

@@ -58,6 +58,7 @@ class MCFTensor(torch.Tensor):
     _format: Format
     _role: Role
     _deferred: Deferred | None = None  # of a DeferredTensor alone
+    _accumulation: Callable[[Tensor], None] | None = None  # the hook of accumulate_gradients
 
     # What carries out operations; `dispatch/`, which is written for this class, sets it.
     _dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
@@ -140,6 +141,8 @@ class MCFTensor(torch.Tensor):
         self.__dict__["_parameter"] = flag
         if flag:
             self._role = "parameter"
+            if self._accumulation is not None and self.requires_grad:
+                self.register_post_accumulate_grad_hook(self._accumulation)
 
     # ------------------------------------------------------- traceable wrapper subclass protocol
 
@@ -217,6 +220,12 @@ class MCFTensor(torch.Tensor):
                 raise ValueError(f"shape {tuple(self.shape)}, dtype {self.dtype}, {self._role!r}")
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(f"MCFTensor: damaged terms, format or role ({error})") from error
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # torch's own keeps the device beside the terms, where no function as map_location finds it.
+        torch.utils.hooks.warn_if_has_hooks(self)
+        state = {name: x for name, x in self.__dict__.items() if name != "_accumulation"}
+        return _rebuild, (self._term0, tuple(self.shape), self.requires_grad), state
 
     # ----------------------------------------------------------------------- leaving the format
 
@@ -367,6 +376,14 @@ class MCFTensor(torch.Tensor):
             "with copy_(), or take plain tensors out with mcf.as_plain(x, dtype)"
         )
 
+    def storage(self) -> NoReturn:
+        """Refused: safetensors would read memory that is not there."""
+        raise TypeError(
+            f"storage: an expansion in {self._format.name} of shape {tuple(self.shape)} has none, "
+            "but one for each of its terms. To save in safetensors files, use mcf.save_file, or "
+            "mcf.store_as_terms(model) where another program saves the model"
+        )
+
     def share_memory_(self) -> MCFTensor:
         """Move every term to shared memory."""
         for term in self.components:
@@ -426,6 +443,17 @@ class DeferredTensor(MCFTensor):
         """0; what copies a tensor attribute by attribute asks for it before (DCP's stager does)."""
         self.compute_terms()
         return 0
+
+
+def _rebuild(leading: Tensor, shape: tuple[int, ...], requires_grad: bool) -> MCFTensor:
+    """What pickle stores calls this, and then `__setstate__`."""
+    if leading.shape != shape:
+        raise ValueError(
+            f"MCFTensor: damaged terms, format or role (shape {shape}, terms of {leading.shape})"
+        )
+    x = MCFTensor.__new__(MCFTensor, [leading])
+    x.requires_grad_(requires_grad)
+    return x
 
 
 def _check_components(components: Sequence[Tensor], format: Format | None) -> None:
@@ -494,6 +522,6 @@ def _collate(batch: Sequence[Tensor], **unused: Any) -> Tensor:
     return torch.stack(list(batch))
 
 
-torch.serialization.add_safe_globals([MCFTensor, Format])
+torch.serialization.add_safe_globals([MCFTensor, Format, _rebuild])
 # The workers of data loaders would stack into a plain tensor in shared memory.
 default_collate_fn_map[MCFTensor] = _collate

@@ -50,6 +50,23 @@ class TestMemory:
                 shares = y.components[0].data_ptr() == x.components[0].data_ptr()
                 assert shares == (name == "copy")
 
+    def test_files_can_be_loaded_with_a_function_that_places_storages(self, format):
+        buffer = io.BytesIO()
+        torch.save(parameter(format, 3), buffer)
+        buffer.seek(0)
+        p = torch.load(buffer, map_location=lambda storage, place: storage, weights_only=True)
+        assert_same_terms(p.detach(), parameter(format, 3).detach())
+
+    def test_a_storage_is_refused_with_advice(self):
+        safetensors = pytest.importorskip("safetensors.torch")
+        with pytest.raises(TypeError, match=r"bf16x2 of shape \(3,\) has none.*store_as_terms"):
+            safetensors.save({"x": sample(mcf.bf16x2, 3)})
+
+    def test_attributes_of_users_stay(self):
+        p = parameter(mcf.bf16x2, 3)
+        p.note = "tied"
+        assert {q.note for q in copies(p).values()} == {"tied"}
+
     def test_copies_of_parameters(self, format):
         p = parameter(format, 3, 4)
         for q in copies(p).values():

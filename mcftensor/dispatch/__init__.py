@@ -20,6 +20,7 @@ from mcftensor.dispatch import fused as fused
 from mcftensor.dispatch import neighbours as neighbours
 from mcftensor.dispatch import order as order
 from mcftensor.dispatch import placement as placement
+from mcftensor.dispatch import scaling as scaling
 from mcftensor.dispatch import select as select
 from mcftensor.dispatch import structure as structure
 from mcftensor.dispatch.compute import compute

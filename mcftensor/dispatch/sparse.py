@@ -22,8 +22,11 @@ def is_sparse(x: Any) -> bool:
 
 
 def add_(target: MCFTensor, source: Tensor, alpha: Any = 1) -> MCFTensor:
-    """Add alpha times a sparse tensor in place; other elements stay as they are."""
-    source = source.coalesce()
+    """Add alpha times a sparse tensor in place; other elements stay as they are.
+
+    Rows of the same place are summed first, exactly but for rounding in float64.
+    """
+    source = source.to(WIDE).coalesce()
     places = tuple(source.indices())
     rows = target[places] if places else target.clone()
     rows.add_(source.values(), alpha=alpha)

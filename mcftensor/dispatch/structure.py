@@ -78,7 +78,15 @@ def view(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
         with torch.inference_mode(x.is_inference()):  # a view is of the kind of its base
             return _on_terms(func, x, args, kwargs)
     out = _on_terms(func, x, args, kwargs)
+    if func is aten.detach.default:
+        _keep_accumulation(x, out)
     return return_and_correct_aliasing(func, (x, *args), kwargs, out)
+
+
+def _keep_accumulation(x: MCFTensor, new: MCFTensor) -> None:
+    """`module.to(device)` puts the parameter that it makes of a new tensor in the place of x."""
+    if x._accumulation is not None:
+        new._accumulation = x._accumulation
 
 
 @implements(
@@ -271,7 +279,9 @@ def to_copy(func: Any, x: MCFTensor, *, dtype: torch.dtype | None = None, **kwar
         wide = dtype if dtype.is_floating_point else torch.float64
         plain = expansion.collapse(x.components, wide)
         return func(plain, dtype=dtype, **kwargs) if kwargs or wide != dtype else plain
-    return MCFTensor([func(t, **kwargs) for t in x.components], x.format, x.role)
+    copied = MCFTensor([func(t, **kwargs) for t in x.components], x.format, x.role)
+    _keep_accumulation(x, copied)
+    return copied
 
 
 @implements(aten.copy_.default)  # load_state_dict, EMA, AOTAutograd's write-back

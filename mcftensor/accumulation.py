@@ -1,0 +1,135 @@
+"""Gradient accumulation without rounding: gradients of microbatches are summed in expansions."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor, nn
+
+from mcftensor import expansion
+from mcftensor.formats import Format, require_format
+from mcftensor.tensor import MCFTensor
+
+
+class Accumulation:
+    """What `accumulate_gradients` returns; as a context manager it ends with the block."""
+
+    def __init__(self, format: Format | None) -> None:
+        self._format = format
+        self._active = True
+
+    def remove(self) -> None:
+        """Let gradients be plain again, from the next `zero_grad` on."""
+        self._active = False
+
+    def __enter__(self) -> Accumulation:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+    def __call__(self, p: Tensor) -> None:
+        """The hook of every parameter, which autograd calls when it has added to `p.grad`."""
+        if self._active and p.grad is not None:
+            p.grad = _whole(p.grad, self._format)
+
+    def __deepcopy__(self, memo: object) -> None:
+        """Copies of a parameter have no hooks."""
+
+
+def accumulate_gradients(module: nn.Module, format: Format | None = None) -> Accumulation:
+    """Have `backward` sum the gradients of a module's parameters in expansions.
+
+    A sum of many bf16 numbers in bf16 stops growing: each microbatch adds 1/n of what is there,
+    and is rounded to 8 bits of it. Here `p.grad` becomes an expansion after the first backward
+    pass, and autograd adds the following ones to all its terms. Clipping, gradient scaling and
+    optimizers take the sum with all its terms. Parameters may be expansions or plain, and
+    `zero_grad` of either kind may stand between the sums. In bf16x2 gradients take twice their
+    memory.
+
+    The gradient of one microbatch is rounded to the dtype of its parameter, as ever.
+
+    Args:
+        module: a module, in DDP or not; after `fully_shard`, if that is used.
+        format: of the sums, for parameters of its base. Others, and all by default, get two terms
+            of their dtype.
+
+    Returns:
+        A handle. Its `remove()` ends this; so does the end of a `with` block.
+
+    Raises:
+        TypeError: `module` is none, `format` is none, or FullyShardedDataParallel holds the module.
+        ValueError: no parameter that requires grad (is of the base of `format`).
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> model = mcf.as_expansion(torch.nn.Linear(1, 1, bias=False))
+        >>> accumulation = mcf.accumulate_gradients(model)
+        >>> for x in (256.0, 1.0, 1.0):
+        ...     model(torch.full((1, 1), x).bfloat16()).sum().backward()
+        >>> model.weight.grad  # plain, it would be 256
+        MCFTensor([[258.]], format=bf16x2)
+
+    !!! note
+        - DDP: accumulate under `no_sync()`. The backward pass that follows reduces the whole sum,
+          rounded once to the dtype of the parameter. Without `no_sync()` every pass rounds it.
+        - `fully_shard`: the sums of sharded gradients are expansions. With
+          `set_requires_gradient_sync(False)`, FSDP sums whole gradients itself; give its
+          `MixedPrecisionPolicy` a `reduce_dtype` of float32 then.
+        - Sums of sparse gradients are dense, and optimizers for sparse gradients refuse them.
+        - Complex gradients, and such with a graph (`create_graph=True`), are left as they are.
+        - Compiled autograd raises beside plain parameters; expansions it compiles.
+        - A module that is frozen in part or grows later needs another call for its new parameters.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"accumulate_gradients: got {type(module).__name__}; give a module")
+    if format is not None:
+        require_format(format, "accumulate_gradients")
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in module.modules()):
+        raise TypeError(
+            "accumulate_gradients: FullyShardedDataParallel keeps gradients in memory of its own, "
+            "where they cannot be expansions; shard with torch.distributed.fsdp.fully_shard"
+        )
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    if not any(format is None or p.dtype == format.base for p in parameters):
+        of_base = f" of {format.base}" if format else ""
+        raise ValueError(
+            f"accumulate_gradients: {type(module).__name__} has no parameter{of_base} that "
+            "requires grad"
+        )
+
+    accumulation = Accumulation(format)
+    for p in parameters:
+        p.register_post_accumulate_grad_hook(accumulation)
+        if isinstance(p, MCFTensor):
+            p._accumulation = accumulation
+    return accumulation
+
+
+def _whole(grad: Tensor, format: Format | None) -> Tensor:
+    """A gradient as an expansion, if it is not one already and can be."""
+    if grad.requires_grad or grad.is_complex() or isinstance(grad, MCFTensor):
+        return grad
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed and isinstance(grad, distributed.DTensor):
+        local = _whole(grad._local_tensor, format)
+        if local is grad._local_tensor:
+            return grad
+        return distributed.DTensor.from_local(
+            local,
+            grad.device_mesh,
+            grad.placements,
+            run_check=False,
+            shape=grad.shape,
+            stride=grad.stride(),
+        )
+    if format is None or format.base != grad.dtype:
+        format = Format(grad.dtype, 2)
+    start = torch.zeros_like(grad, layout=torch.strided) if grad.is_sparse else grad
+    sum_ = MCFTensor(expansion.convert((start,), format), format)
+    if grad.is_sparse:
+        sum_.add_(grad)
+    # A compiler takes a gradient that is no view to be of the type of its parameter.
+    return sum_.view_as(sum_)
