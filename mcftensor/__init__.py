@@ -13,6 +13,7 @@ from mcftensor.accumulation import accumulate_gradients as accumulate_gradients
 from mcftensor.auditing import audit as audit
 from mcftensor.checkpoint.errors import CheckpointError as CheckpointError
 from mcftensor.checkpoint.loading import load_file as load_file
+from mcftensor.checkpoint.modules import store_as_terms as store_as_terms
 from mcftensor.checkpoint.saving import save_file as save_file
 from mcftensor.checkpoint.terms import as_terms as as_terms
 from mcftensor.checkpoint.terms import from_terms as from_terms

@@ -69,7 +69,8 @@ def collage(optimizer: Opt, mode: str | Mapping[str, Format | None]) -> Opt:
         The same optimizer.
 
     Raises:
-        TypeError: `optimizer` is no Optimizer, or a value of the dict no format.
+        TypeError: `optimizer` is no Optimizer, or a wrapper of one that takes no hooks; a value of
+            the dict is no format.
         ValueError: an unknown mode; no parameter is an expansion; a name that is no state of this
             optimizer (found by a trial step on a dummy parameter; for optimizers that are not
             torch's own, at the end of the first step); a format whose terms are not of the
@@ -99,6 +100,11 @@ def collage(optimizer: Opt, mode: str | Mapping[str, Format | None]) -> Opt:
         raise TypeError(
             f"collage: got {type(optimizer).__name__}; give a torch.optim.Optimizer over "
             "parameters that mcf.as_expansion has converted"
+        )
+    if "_optimizer_step_post_hooks" not in vars(optimizer):  # as that of Accelerate
+        raise TypeError(
+            f"collage: {type(optimizer).__name__} passes its steps on to another optimizer; "
+            "give that one, as by mcf.collage(optimizer.optimizer, mode)"
         )
     plan = _Plan(optimizer, mode)
     previous = optimizer.__dict__.get("_collage")

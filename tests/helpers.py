@@ -49,3 +49,11 @@ def assert_same_terms(x: mcf.MCFTensor, y: mcf.MCFTensor) -> None:
 def small_model(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2))
+
+
+def all_terms(model: nn.Module) -> list[Tensor]:
+    """Every term of every parameter."""
+    terms: list[Tensor] = []
+    for p in model.parameters():
+        terms += p.components if isinstance(p, mcf.MCFTensor) else [p]
+    return terms

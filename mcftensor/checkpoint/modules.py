@@ -1,0 +1,72 @@
+"""Modules whose state dict consists of plain tensors, for programs that store nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import nn
+
+from mcftensor.checkpoint.terms import as_terms, from_terms, names_of_terms
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def store_as_terms(module: M) -> M:
+    """Have a module's `state_dict()` give terms, and `load_state_dict` take them, in place.
+
+    The state dict is then as `as_terms` makes it: leading terms under the names of the parameters,
+    the others beside them. So all that stores modules in safetensors files stores whole
+    expansions: `save_pretrained` and the Trainer of transformers, Accelerate. Any program reads
+    the files as a model of the base dtype. State dicts of expansions and of plain tensors load as
+    before.
+
+    Args:
+        module: the module whose `state_dict` is called; it may be wrapped afterwards.
+
+    Returns:
+        The module itself.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> model = mcf.store_as_terms(mcf.as_expansion(torch.nn.Linear(3, 2, bias=False)))
+        >>> list(model.state_dict())
+        ['weight', 'weight.bf16x2.term1']
+        >>> model.load_state_dict(model.state_dict())
+        <All keys matched successfully>
+    """
+    if _store not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(_store)
+        others = dict(module._load_state_dict_pre_hooks)
+        module._load_state_dict_pre_hooks.clear()
+        module.register_load_state_dict_pre_hook(_load)
+        module._load_state_dict_pre_hooks |= others  # such as need expansions
+    return module
+
+
+def _store(module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
+    _exchange(state_dict, prefix, as_terms)
+
+
+def _load(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    *unused: Any,
+) -> None:
+    given = set(state_dict)
+    _exchange(state_dict, prefix, from_terms)
+    # Loaders that look for what is tied and was not stored expect all its terms here.
+    for name, names in names_of_terms(module.state_dict(prefix=prefix)).items():
+        if name not in given:
+            missing_keys += names[1:]
+
+
+def _exchange(
+    state_dict: dict[str, Any], prefix: str, convert: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    own = [name for name in state_dict if name.startswith(prefix)]
+    state_dict.update(convert({name: state_dict.pop(name) for name in own}))
