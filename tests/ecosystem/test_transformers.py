@@ -1,0 +1,181 @@
+"""The Trainer of Hugging Face's transformers trains, saves and resumes expansions."""
+
+import pytest
+import torch
+from helpers import all_terms
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+    get_cosine_schedule_with_warmup,
+)
+
+import huggingface
+import mcftensor as mcf
+
+CONFIG = GPT2Config(
+    vocab_size=32,
+    n_positions=16,
+    n_embd=16,
+    n_layer=1,
+    n_head=2,
+    bos_token_id=0,
+    eos_token_id=0,
+    resid_pdrop=0.0,
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+)
+STEPS = 8
+
+
+def counting() -> list[dict]:
+    """Sequences that count in threes."""
+    rows = [(start + 3 * torch.arange(16)) % 32 for start in range(32)]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def make_model() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    return mcf.store_as_terms(mcf.as_expansion(GPT2LMHeadModel(CONFIG)))
+
+
+def make_trainer(model, folder, accumulated=1, bf16=False, **options):
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=accumulated,
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        max_grad_norm=0.5,
+        lr_scheduler_type="cosine",
+        warmup_steps=2,
+        logging_steps=1,
+        save_steps=4,
+        use_cpu=True,
+        bf16=bf16,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    return Trainer(model=model, args=arguments, train_dataset=counting(), **options)
+
+
+def losses(trainer) -> list[float]:
+    return [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+
+
+def by_hand(trainer, batches, accumulated):
+    """What the trainer is to do with these batches."""
+    model = make_model()
+    decayed = set(trainer.get_decay_parameter_names(model))
+    named = list(model.named_parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for n, p in named if n in decayed], "weight_decay": 0.1},
+            {"params": [p for n, p in named if n not in decayed], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+        fused=True,
+    )
+    scheduler = get_cosine_schedule_with_warmup(optimizer, 2, STEPS)
+    model.train()
+    for step in range(STEPS):
+        part = batches[step * accumulated : (step + 1) * accumulated]
+        count = sum((batch["labels"] != -100).sum() for batch in part)
+        for batch in part:
+            model(**batch, num_items_in_batch=count).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        model.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_training_is_that_of_a_loop_by_hand(tmp_path, accumulated):
+    model, batches = make_model(), []
+
+    def collate(rows):
+        batches.append(default_data_collator(rows))
+        return batches[-1]
+
+    trainer = make_trainer(model, tmp_path, accumulated, data_collator=collate)
+    trainer.train()
+    assert losses(trainer)[-1] < losses(trainer)[0] - 0.2
+    expected = by_hand(trainer, batches, accumulated)
+    assert all(map(torch.equal, all_terms(model), all_terms(expected)))
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_resuming(tmp_path, bf16):
+    model, second = make_model(), make_model()
+    make_trainer(model, tmp_path, bf16=bf16).train()
+    trainer = make_trainer(second, tmp_path, bf16=bf16)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert all(map(torch.equal, all_terms(second), all_terms(model)))
+    assert second.lm_head.weight is second.transformer.wte.weight
+
+
+class Kinds(TrainerCallback):
+    """What gradients are when the optimizer meets them."""
+
+    def __init__(self):
+        self.seen = set()
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **unused):
+        self.seen |= {type(p.grad) for p in model.parameters()}
+
+
+def test_modes_and_sums_of_gradients(tmp_path):
+    model, kinds = make_model(), Kinds()
+    mcf.accumulate_gradients(model)
+    optimizer = mcf.collage(torch.optim.AdamW(model.parameters(), fused=True), "plus")
+    make_trainer(
+        model, tmp_path, accumulated=4, optimizers=(optimizer, None), callbacks=[kinds]
+    ).train()
+    assert kinds.seen == {mcf.MCFTensor}
+    state = optimizer.state[model.transformer.wte.weight]
+    assert type(state["exp_avg"]) is torch.Tensor
+    assert type(state["exp_avg_sq"]) is mcf.MCFTensor
+
+
+def test_what_is_saved(tmp_path):
+    """Plain transformers reads the leading terms, and `load_file` all."""
+    model = make_model()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.001)
+    model.save_pretrained(tmp_path)
+    plain = GPT2LMHeadModel.from_pretrained(tmp_path)
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert type(p) is torch.nn.Parameter
+        assert torch.equal(p, mcf.as_plain(q))
+    again = mcf.as_expansion(plain)
+    mcf.load_file(tmp_path, again, strict=False)
+    assert all(map(torch.equal, all_terms(again), all_terms(model)))
+    assert again.lm_head.weight is again.transformer.wte.weight
+
+
+def test_the_model_is_saved_plain_when_it_is_plain(tmp_path):
+    mcf.as_plain(make_model()).save_pretrained(tmp_path)
+    assert set(mcf.load_file(tmp_path)) == {n for n, _ in make_model().named_parameters()}
+
+
+def test_without_the_line(tmp_path):
+    model = mcf.as_expansion(GPT2LMHeadModel(CONFIG))
+    with pytest.raises(TypeError, match="store_as_terms"):
+        model.save_pretrained(tmp_path)
+
+
+def test_the_example(capsys):
+    huggingface.main(["--steps", "5"])
+    _, bf16, expansions, saved, read = capsys.readouterr().out.splitlines()
+    assert (bf16.split()[0], expansions.split()[0]) == ("bf16", "expansions")
+    lost = [float(row.split()[3].rstrip("%")) for row in (bf16, expansions)]
+    assert lost[0] > 15
+    assert lost[1] < 1
+    assert "torch.bfloat16" in saved
+    assert "the same in all terms" in read
