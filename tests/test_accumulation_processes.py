@@ -55,9 +55,9 @@ def check_ddp(convert, set_to_none, **options):
         assert first.equal(exact(p))
 
 
-def check_fully_shard():
+def check_fully_shard(convert):
     """Shards of microbatch gradients are summed in expansions."""
-    model, twin = (fully_shard(network()) for _ in range(2))
+    model, twin = (fully_shard(network(convert)) for _ in range(2))
     mcf.accumulate_gradients(model)
     for set_to_none in (True, False):
         model.zero_grad(set_to_none)
@@ -72,6 +72,10 @@ def check_fully_shard():
             local = p.grad.to_local()
             assert isinstance(local, mcf.MCFTensor)
             assert float((exact(local) - total).abs().max() / total.abs().max()) < 2**-14
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+    squares = torch.stack([total.square().sum() for total in sums]).sum()
+    dist.all_reduce(squares)
+    assert float(norm) == pytest.approx(float(squares.sqrt()), rel=2**-6)
     torch.optim.SGD(model.parameters(), lr=1.0).step()
 
 
@@ -93,7 +97,8 @@ def work(rank, store):
         for as_view in (True, False):
             check_ddp(mcf.as_expansion, as_view, gradient_as_bucket_view=as_view)
             check_ddp(nn.Module.bfloat16, not as_view, gradient_as_bucket_view=as_view)
-        check_fully_shard()
+        for convert in (mcf.as_expansion, nn.Module.bfloat16):
+            check_fully_shard(convert)
         check_flat_shards()
     finally:
         dist.destroy_process_group()
