@@ -1,18 +1,17 @@
 """Gradients summed in expansions while several processes train together."""
 
 import contextlib
-from datetime import timedelta
 
 import pytest
 import torch
 from helpers import exact
+from ranks import on_ranks
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import mcftensor as mcf
 
-PROCESSES = 2
 MICROBATCHES = 16
 
 
@@ -27,13 +26,18 @@ def microbatches():
         yield torch.randn(5, 8, generator=generator).bfloat16()
 
 
-def check_ddp(convert, set_to_none, **options):
-    """What is reduced is the sum of all microbatches, not of the last one."""
-    model = network(convert)
+CONVERSIONS = {"expansions": mcf.as_expansion, "plain": nn.Module.bfloat16}
+
+
+@pytest.mark.parametrize("kind", CONVERSIONS)
+@pytest.mark.parametrize("as_view", [False, True])
+@on_ranks(2)
+def test_ddp_reduces_the_sum_of_all_microbatches(kind, as_view):
+    model = network(CONVERSIONS[kind])
     mcf.accumulate_gradients(model)
-    parallel = nn.parallel.DistributedDataParallel(model, **options)
+    parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=as_view)
     parameters = list(model.parameters())
-    for _ in range(2):
+    for set_to_none in (True, False):
         parallel.zero_grad(set_to_none)
         sums = [torch.zeros(p.shape, dtype=torch.float64) for p in parameters]
         for i, x in enumerate(microbatches()):
@@ -44,7 +48,7 @@ def check_ddp(convert, set_to_none, **options):
                 parallel(x).square().mean().backward()
         for p, total in zip(parameters, sums, strict=True):
             dist.all_reduce(total)
-            total /= PROCESSES
+            total /= dist.get_world_size()
             # each process rounds its sum, and then that of all
             assert float((exact(p.grad) - total).abs().max() / total.abs().max()) < 2**-7
     optimizer = torch.optim.AdamW(parameters, fused=True)
@@ -55,9 +59,10 @@ def check_ddp(convert, set_to_none, **options):
         assert first.equal(exact(p))
 
 
-def check_fully_shard(convert):
-    """Shards of microbatch gradients are summed in expansions."""
-    model, twin = (fully_shard(network(convert)) for _ in range(2))
+@pytest.mark.parametrize("kind", CONVERSIONS)
+@on_ranks(2)
+def test_shards_of_gradients_are_summed_in_expansions(kind):
+    model, twin = (fully_shard(network(CONVERSIONS[kind])) for _ in range(2))
     mcf.accumulate_gradients(model)
     for set_to_none in (True, False):
         model.zero_grad(set_to_none)
@@ -79,37 +84,7 @@ def check_fully_shard(convert):
     torch.optim.SGD(model.parameters(), lr=1.0).step()
 
 
-def check_flat_shards():
+@on_ranks(2)
+def test_flat_shards_are_refused():
     with pytest.raises(TypeError, match="fully_shard"):
         mcf.accumulate_gradients(FullyShardedDataParallel(network(), device_id="cpu"))
-
-
-def work(rank, store):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=PROCESSES,
-        timeout=timedelta(seconds=60),
-    )
-    try:
-        for as_view in (True, False):
-            check_ddp(mcf.as_expansion, as_view, gradient_as_bucket_view=as_view)
-            check_ddp(nn.Module.bfloat16, not as_view, gradient_as_bucket_view=as_view)
-        for convert in (mcf.as_expansion, nn.Module.bfloat16):
-            check_fully_shard(convert)
-        check_flat_shards()
-    finally:
-        dist.destroy_process_group()
-
-
-def test_processes(tmp_path):
-    context = torch.multiprocessing.spawn(
-        work, (str(tmp_path / "store"),), nprocs=PROCESSES, join=False
-    )
-    try:
-        assert context.join(timeout=120, grace_period=1) or context.join(timeout=60)
-    finally:
-        for process in context.processes:
-            process.kill()
