@@ -414,9 +414,9 @@ class DeferredTensor(MCFTensor):
 
     def defer(self, deferred: Deferred) -> None:
         """Take the result of an expression in place of what was here."""
-        if self._deferred is None or not deferred.reads_as(self._deferred):
+        before, self._deferred = self._deferred, deferred
+        if before is None or not deferred.reads_as(before):
             watch(self, deferred)
-        self._deferred = deferred
 
     def compute_terms(self) -> None:
         """Compute the terms."""

@@ -7,6 +7,7 @@ from helpers import assert_same_terms, sample
 from torch import nn
 
 import mcftensor as mcf
+from mcftensor import deferred
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -158,3 +159,13 @@ def test_writes_to_a_result(at_once):
 
     for a, b in zip(update(*values()), at_once(update, *values()), strict=True):
         assert_same_terms(a, b)
+
+
+@torch.no_grad()
+def test_readers_are_remembered_when_others_are_forgotten():
+    x, y = (mcf.as_expansion(torch.full((4,), v), mcf.bf16x2) for v in (2.0, 3.0))
+    for _ in range(2 * deferred._FEW):
+        product = x * y
+        x.add_(1.0)
+        assert product.tolist()[0] == 6.0
+        x.sub_(1.0)

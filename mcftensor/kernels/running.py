@@ -72,14 +72,15 @@ def run(calls: Iterable[tuple[Body, Call]]) -> None:
     groups: dict[Any, _Group] = {}
     scalars: Any = None
     kinds: tuple[Any, ...] = ()
+    where: torch.device | None = None
     for body, call in calls:
         vectors, outputs = call.vectors, call.outputs
         length = outputs[0].numel()
         if length == 0:
             continue
         device = outputs[0].device
-        if call.scalars is not scalars:  # which many share
-            scalars, kinds = call.scalars, _kinds(call.scalars, device)
+        if call.scalars is not scalars or device != where:  # many share them
+            scalars, where, kinds = call.scalars, device, _kinds(call.scalars, device)
         start = _start(outputs, vectors)
         tensors = [*vectors, *outputs] if start is None else vectors
         key = (body, tuple([x.dtype for x in tensors]), start, kinds, device)
