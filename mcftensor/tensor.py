@@ -149,6 +149,8 @@ class MCFTensor(torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role]]:
         if _at_flatten and _at_flatten[0]():
             _at_flatten.clear()
+        if type(self._term0) is Tensor:  # compiled code may write to the terms that it is given
+            compute_readers(self._read())
         return list(_TERM_NAMES[: self._format.terms]), (self._format.name, self._role)
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from deferring import expression, values
+from deferring import expression, values, waiting
 from helpers import assert_same_terms, sample
 from torch import nn
 
@@ -58,6 +58,20 @@ def test_a_write_to_an_operand_without_dimensions(at_once):
     expected = at_once(torch.mul, x, 3)
     z = x * 3
     x.add_(1)
+    assert_same_terms(z, expected)
+
+
+@pytest.mark.parametrize("calls_before", [0, 2])
+def test_a_write_by_compiled_code(calls_before, at_once):
+    torch._dynamo.reset()
+    triple = torch.compile(lambda x: x.mul_(3), backend="aot_eager", fullgraph=True)
+    for _ in range(calls_before):
+        triple(values()[0])
+    x, _ = values()
+    expected = at_once(torch.sqrt, x)
+    z = x.sqrt()
+    assert waiting(z)
+    triple(x)
     assert_same_terms(z, expected)
 
 
