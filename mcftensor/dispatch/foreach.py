@@ -5,10 +5,11 @@ Lists may mix formats, plain parameters and plain states.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mcftensor.deferred import compute_readers
 from mcftensor.dispatch.arithmetic import evaluated, evaluated_into, fits
@@ -49,9 +50,14 @@ def foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
             keywords["value"] = step.pop()
         steps.append((step, keywords))
     if name in PLANS:
-        return (_arithmetic_into if in_place else _arithmetic)(name, full_name, steps)
-    results = [_single(name, full_name, *step) for step in steps]
-    return None if in_place else results
+        results = (_arithmetic_into if in_place else _arithmetic)(name, full_name, steps)
+    else:
+        results = [_single(name, full_name, *step) for step in steps]
+    if not in_place:
+        return results
+    if torch._C._len_torch_dispatch_stack() == 0:  # lists do not do it by themselves
+        torch.autograd.graph.increment_version(args[0])
+    return None
 
 
 Step = tuple[list[Any], dict[str, Any]]
@@ -85,9 +91,10 @@ def _arithmetic_into(name: str, full_name: str, steps: list[Step]) -> None:
     # What reads a target is computed before any is written to.
     whole = [args[0] for args, _ in steps if isinstance(args[0], MCFTensor)]
     compute_readers([term for x in whole if x._deferred is None for term in x._read()])
+    together = not _interfere([args for args, _ in steps])
     for args, kwargs in steps:
         target = args[0]
-        if isinstance(target, MCFTensor):
+        if together and isinstance(target, MCFTensor):
             task = Task.of(name, args, kwargs, target.format)
             if fits(task, target):
                 targets.append(target)
@@ -95,5 +102,28 @@ def _arithmetic_into(name: str, full_name: str, steps: list[Step]) -> None:
                 continue
         _single(name, full_name, args, kwargs)
     evaluated_into(targets, tasks)
-    if torch._C._len_torch_dispatch_stack() == 0:  # lists do not do it by themselves
-        torch.autograd.graph.increment_version(targets)
+
+
+def _interfere(steps: Sequence[Sequence[Any]]) -> bool:
+    """Whether one step writes to memory that another one uses, so that their order matters."""
+    writer: dict[int, int] = {}
+    for i, (target, *_) in enumerate(steps):
+        for memory in _memory(target):
+            if writer.setdefault(memory, i) != i:
+                return True
+    return any(
+        writer.get(memory, i) != i
+        for i, (_, *operands) in enumerate(steps)
+        for x in operands
+        if isinstance(x, Tensor)
+        for memory in _memory(x)
+    )
+
+
+def _memory(x: Tensor) -> Iterable[int]:
+    """Where a tensor lies; what is deferred is nowhere but in its object."""
+    if not isinstance(x, MCFTensor):
+        return (x.untyped_storage()._cdata,)
+    if x._deferred is not None:
+        return (id(x),)
+    return [term.untyped_storage()._cdata for term in x._read()]

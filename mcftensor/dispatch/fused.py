@@ -49,6 +49,11 @@ def _fused(
         func(*([x[i] for i in others] if x else [] for x in (*lists, *counts)), **options)
     if not ours:
         return
+    if len({id(rows[i][0]) for i in ours}) < len(ours):  # a parameter given twice takes two steps
+        for i in ours:
+            one = [[x[i]] if x else [] for x in (*lists, *counts)]
+            _fused(func, one[: len(lists)], one[len(lists) :], options, step, *settings)
+        return
     targets: list[Tensor] = []
     gradients: list[Tensor] = []
     lengths: list[int] = []
