@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from mcftensor import expansion
 from mcftensor.accumulation import Accumulation
+from mcftensor.checkpoint.broadcasting import broadcast_terms
 from mcftensor.dispatch.table import implements
 from mcftensor.distributed import format_of, local, on_local, require_unsharded
 from mcftensor.formats import Format, bf16x2, default_format, require_format
@@ -173,6 +174,7 @@ def _require_convertible(where: str, name: str, x: object) -> None:
 
 def _module_as_expansion(module: M, format: Format | None, overrides: Overrides) -> M:
     require_unsharded("as_expansion", module)
+    broadcast_terms()
     found = _tensors(module)
     names = [name for _, aliases, _ in found for name in aliases]
     for pattern, wanted in overrides.items():

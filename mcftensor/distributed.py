@@ -58,6 +58,37 @@ def require_unsharded(where: str, module: nn.Module) -> None:
             )
 
 
+class _Conversion:
+    """What `Module.to` does to each tensor; DTensors of expansions have to stay such.
+
+    Module puts what it gets in their place, and asks them nothing; expansions themselves refuse.
+    """
+
+    def __init__(self, convert: Callable[[Tensor], Tensor]) -> None:
+        self.convert = convert
+
+    def __call__(self, x: Tensor) -> Tensor:
+        new = self.convert(x)
+        format = format_of(x)
+        if format is not None and local(x) is not x and format_of(new) is None:
+            raise TypeError(
+                f"to: a sharded expansion in {format.name} of shape {tuple(x.shape)} cannot become "
+                f"{new.dtype} with its module. Convert with mcf.as_plain(module, dtype) before it "
+                "is sharded; a MixedPrecisionPolicy(param_dtype=...) computes in another dtype"
+            )
+        return new
+
+
+def _keeping_expansions(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    @functools.wraps(apply)
+    def apply_to_tensors(module: nn.Module, fn: Any, *args: Any, **kwargs: Any) -> nn.Module:
+        return apply(
+            module, fn if isinstance(fn, _Conversion) else _Conversion(fn), *args, **kwargs
+        )
+
+    return apply_to_tensors
+
+
 def _by_terms(broadcast: Callable[..., None]) -> Callable[..., None]:
     """Terms in place of expansions: tensors of one dtype travel joined, and DistributedDataParallel
     gives plain buffers beside parameters of several formats."""
@@ -71,5 +102,6 @@ def _by_terms(broadcast: Callable[..., None]) -> Callable[..., None]:
 
 
 if dist.is_available():
+    nn.Module._apply = _keeping_expansions(nn.Module._apply)  # type: ignore[method-assign]
     # Written in C++, it asks nobody how to join expansions.
     dist._broadcast_coalesced = _by_terms(dist._broadcast_coalesced)

@@ -11,9 +11,17 @@ import torch.distributed as dist
 from helpers import assert_same_terms
 from ranks import Wire, on_ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
@@ -374,6 +382,72 @@ def test_conversion_of_sharded_modules_is_refused():
         mcf.as_expansion(model)
     with pytest.raises(RuntimeError, match="full_tensor"):
         mcf.as_plain(model)
+
+
+@on_ranks(2)
+def test_modules_are_not_taken_out_of_the_format():
+    model = sharded(expansions())
+    for convert in (model.float, model.double, lambda: model.to(torch.float16)):
+        with pytest.raises(TypeError, match="as_plain"):
+            convert()
+    parallel = mcf.as_expansion(nn.Linear(4, 6))
+    parallelize_module(parallel, init_device_mesh("cpu", (2,)), ColwiseParallel())
+    with pytest.raises(TypeError, match="as_plain"):
+        parallel.float()
+    for module in (model.bfloat16().to("cpu"), parallel.bfloat16()):
+        assert all(isinstance(p.to_local(), mcf.MCFTensor) for p in module.parameters())
+
+
+@on_ranks(2)
+def test_state_dicts_of_the_first_rank_alone():
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+    def run(mode):
+        model = sharded(expansions())
+        optimizer = mcf.collage(torch.optim.AdamW(model.parameters(), foreach=True), mode)
+        return model, optimizer
+
+    def train(model, optimizer):
+        model(batch()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for mode in ("plus", "full"):
+        model, optimizer = run(mode)
+        train(model, optimizer)
+        whole = copy.deepcopy(get_model_state_dict(model, options=options))
+        states = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+        assert bool(whole) == (dist.get_rank() == 0)
+        resumed, its_optimizer = run(mode)
+        set_model_state_dict(resumed, whole, options=broadcast)
+        set_optimizer_state_dict(resumed, its_optimizer, states, options=broadcast)
+        for _ in range(2):
+            for a, b in zip(model.parameters(), resumed.parameters(), strict=True):
+                assert_same_terms(a.to_local(), b.to_local())
+                assert b.to_local().role == "parameter"
+            train(model, optimizer)
+            train(resumed, its_optimizer)
+
+
+@on_ranks(2)
+def test_the_first_rank_may_have_another_format():
+    broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    longer = mcf.as_expansion(Network(), mcf.bf16x3).state_dict()
+    for model in (expansions(), Network().bfloat16()):
+        rounded = {
+            name: torch.empty_like(x).copy_(longer[name]) for name, x in model.state_dict().items()
+        }
+        sharded(model)
+        given = dict(longer) if dist.get_rank() == 0 else {}
+        set_model_state_dict(model, given, options=broadcast)
+        for name, p in model.state_dict().items():
+            torch.testing.assert_close(
+                mcf.as_plain(p.full_tensor(), torch.float64),
+                mcf.as_plain(rounded[name], torch.float64),
+                rtol=0,
+                atol=0,
+            )
 
 
 @on_ranks(2)
