@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import inspect
 import warnings
@@ -26,6 +27,26 @@ Opt = TypeVar("Opt", bound=Optimizer)
 # default, as it does on CUDA.
 for _module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
     importlib.import_module(_module)._foreach_supported_types.append(MCFTensor)
+
+
+def _in_format_of_parameter(process: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`Optimizer.load_state_dict` gives every state the dtype of its parameter: from another dtype
+    that is the format of the parameter, which is what the optimizer makes states in."""
+
+    @functools.wraps(process)
+    def processed(param: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        format = format_of(param)
+        is_step = "step" in (*args, kwargs.get("key"))
+        rounds = value.is_floating_point() and value.dtype != param.dtype and not is_step
+        if format is not None and rounds and value.shape == param.shape:
+            value = as_expansion(value, format)
+        return process(param, value, *args, **kwargs)
+
+    return processed
+
+
+_process = "_process_value_according_to_param_policy"
+setattr(Optimizer, _process, staticmethod(_in_format_of_parameter(getattr(Optimizer, _process))))
 
 FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer", "grad_avg", "exp_avg_diff", "mu", "m"})
 """Names of states that follow the gradient."""

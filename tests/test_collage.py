@@ -123,6 +123,32 @@ def test_holds_where_the_checkpoint_is_of_another_mode():
     assert kinds(other) == EXPECTED["light"]
 
 
+@pytest.mark.parametrize("mode", [None, "light", "plus", "full"])
+@pytest.mark.parametrize("source", [torch.float32, mcf.fp32x2])
+def test_states_of_another_dtype_take_the_format(source, mode):
+    weights = torch.linspace(0.5, 1, 12).view(3, 4)
+    wide = nn.Parameter(mcf.as_expansion(weights, source) if source is mcf.fp32x2 else weights)
+    trained = torch.optim.AdamW([wide])
+    wide.grad = weights / 3
+    trained.step()
+    p = nn.Parameter(mcf.as_expansion(weights, mcf.bf16x2))
+    optimizer = torch.optim.AdamW([p])
+    if mode is not None:
+        mcf.collage(optimizer, mode)
+    optimizer.load_state_dict(trained.state_dict())
+    for name, is_whole in {
+        "exp_avg": mode in (None, "full"),
+        "exp_avg_sq": mode != "light",
+    }.items():
+        x, expected = optimizer.state[p][name], trained.state[wide][name].to(torch.float64)
+        assert isinstance(x, mcf.MCFTensor) == is_whole
+        error = (mcf.as_plain(x, torch.float64) / expected - 1).abs().max()
+        assert error < (2**-16 if is_whole else 2**-8)
+    assert optimizer.state[p]["step"] == 1
+    p.grad = torch.ones(3, 4).bfloat16()
+    optimizer.step()
+
+
 def test_holds_for_groups_added_later():
     model, optimizer = build(mode="plus")
     train(model, optimizer)
