@@ -244,6 +244,15 @@ class TestReplacing:
         assert path.read_text() == "first"
         assert names_in(tmp_path) == sorted(f.name for f in (path, *others))
 
+    def test_what_is_no_file_stays(self, tmp_path):
+        os.mkfifo(tmp_path / "pipe")
+        (tmp_path / "folder").mkdir()
+        for name in ("pipe", "folder"):
+            with pytest.raises(FileExistsError), mcf.checkpoint.replacing(tmp_path / name):
+                pass
+        assert sorted(x.name for x in tmp_path.iterdir()) == ["folder", "pipe"]
+        assert (tmp_path / "pipe").is_fifo()
+
     def test_other_users_can_read_it_as_they_can_other_files(self, tmp_path):
         (tmp_path / "plain").touch()
         mcf.save_file({"x": torch.ones(1)}, tmp_path)

@@ -82,3 +82,35 @@ def test_terms_that_are_missing_are_an_error(model):
 def test_as_plain_ends_it(model):
     mcf.as_plain(model)
     assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
+
+
+def test_a_tail_that_is_missing_beside_others_is_named(model):
+    state_dict = model.state_dict()
+    del state_dict["0.weight.bf16x2.term1"]
+    with pytest.raises(RuntimeError, match=r"Missing.*0\.weight\.bf16x2\.term1"):
+        other().load_state_dict(state_dict)
+    missing, _ = other().load_state_dict(state_dict, strict=False)
+    assert missing == ["0.weight.bf16x2.term1"]
+    leading = {name: x for name, x in state_dict.items() if "term" not in name}
+    other().load_state_dict(leading)  # as of a plain model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+def test_save_file_and_load_file(tied, strict, tmp_path):
+    def make(seed, store=mcf.store_as_terms):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        if tied:
+            model[1].weight = model[0].weight
+        return store(mcf.as_expansion(model))
+
+    def as_it_is(model):
+        return model
+
+    model = make(0)
+    mcf.save_file(model, tmp_path / "model.safetensors")
+    for second in (make(1), make(1, store=as_it_is)):
+        found = mcf.load_file(tmp_path / "model.safetensors", second, strict=strict)
+        assert found == ([], [])
+        assert all(map(torch.equal, all_terms(second), all_terms(model)))

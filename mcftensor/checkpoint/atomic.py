@@ -31,6 +31,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     Args:
         path: the file to replace or to make, in a folder that exists.
 
+    Raises:
+        FileExistsError: there is a folder or a device of this name.
+
     Examples:
         >>> import tempfile, torch, mcftensor as mcf
         >>> model = mcf.as_expansion(torch.nn.Linear(3, 2))
@@ -50,6 +53,8 @@ class Replacement:
     """A file beside its place, locked until it is closed."""
 
     def __init__(self, path: Path) -> None:
+        if path.exists() and not path.is_file():
+            raise FileExistsError(f"{path} is no file that could be replaced")
         self.path = path
         for leftover in path.parent.glob(f".{_escaped(path.name)}.*.tmp"):
             remove_abandoned(leftover)

@@ -186,7 +186,7 @@ def _normalized(x: Tensor) -> Tensor:
 def _load(
     model: nn.Module, state_dict: dict[str, Tensor], strict: bool, path: Path
 ) -> tuple[list[str], list[str]]:
-    own = model.state_dict()
+    own = from_terms(model.state_dict())
     for name, x in own.items():
         if name in state_dict:
             _require_loadable(name, state_dict[name], x, path)

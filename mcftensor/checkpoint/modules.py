@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from mcftensor.checkpoint.terms import as_terms, from_terms, names_of_terms
+from mcftensor.distributed import format_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -59,9 +60,14 @@ def _load(
 ) -> None:
     given = set(state_dict)
     _exchange(state_dict, prefix, from_terms)
-    # Loaders that look for what is tied and was not stored expect all its terms here.
-    for name, names in names_of_terms(module.state_dict(prefix=prefix)).items():
-        if name not in given:
+    has_terms = len(state_dict) < len(given)
+    own = module.state_dict(prefix=prefix)
+    for name, names in names_of_terms(own).items():
+        x = state_dict.get(name)
+        # Beside terms of others, what looks like a leading term lacks its own. And loaders that
+        # look for what is tied and was not stored expect all its terms here.
+        is_alone = has_terms and isinstance(x, Tensor) and x.dtype == own[name].dtype
+        if name not in given or (is_alone and format_of(x) is None):
             missing_keys += names[1:]
 
 

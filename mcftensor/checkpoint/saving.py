@@ -27,7 +27,7 @@ from mcftensor.checkpoint.shards import (
     shard_name,
     size_in_bytes,
 )
-from mcftensor.checkpoint.terms import as_terms, is_sharded, names_of_terms
+from mcftensor.checkpoint.terms import as_terms, from_terms, is_sharded, names_of_terms
 from mcftensor.checkpoint.ties import ties
 from mcftensor.tensor import MCFTensor
 
@@ -80,6 +80,7 @@ def save_file(
     state_dict = dict(model_or_state_dict)
     for name, x in state_dict.items():
         _require_storable(name, x)
+    state_dict = from_terms(as_terms(state_dict))  # what is tied is so with all its terms
     tied = ties(state_dict)
     stored = {name: x for name, x in state_dict.items() if name not in tied}
     terms = as_terms(stored)
