@@ -13,6 +13,7 @@ deferred and reads the same memory is computed before.
 from __future__ import annotations
 
 import operator
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -65,6 +66,7 @@ class Deferred:
 
 # For each piece of memory, the expansions whose expressions read it.
 _READERS: dict[int, list[weakref.ref[Any]]] = {}
+_lock = threading.RLock()  # what the garbage collector runs may come here again
 _FEW = 1024
 _until_sweep = _FEW
 
@@ -73,11 +75,13 @@ def watch(x: Any, deferred: Deferred) -> None:
     """Remember that an expansion waits for what it reads."""
     global _until_sweep  # noqa: PLW0603
     reference = weakref.ref(x)
-    for memory in _memory(deferred.tensors):
-        _READERS.setdefault(memory, []).append(reference)
-        _until_sweep -= 1
-    if _until_sweep <= 0:
-        _until_sweep = max(_FEW, _sweep())
+    memories = _memory(deferred.tensors)
+    with _lock:
+        for memory in memories:
+            _READERS.setdefault(memory, []).append(reference)
+        _until_sweep -= len(memories)
+        if _until_sweep <= 0:
+            _until_sweep = max(_FEW, _sweep())
 
 
 def _sweep() -> int:
@@ -87,7 +91,7 @@ def _sweep() -> int:
         if waiting:
             _READERS[memory] = waiting
         else:
-            del _READERS[memory]
+            _READERS.pop(memory, None)
     return sum(map(len, _READERS.values()))
 
 
@@ -96,7 +100,9 @@ def compute_readers(terms: Iterable[Tensor]) -> None:
     if not _READERS:
         return
     for memory in _memory(terms):
-        for reference in _READERS.pop(memory, ()):
+        with _lock:
+            references = _READERS.pop(memory, ())
+        for reference in references:
             x = reference()
             if x is not None and x._deferred is not None and x._deferred.is_unchanged():
                 x.compute_terms()  # what did change raises where it is read itself

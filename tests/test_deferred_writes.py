@@ -1,5 +1,8 @@
 """Writes to what a deferred result reads, and to deferred results, never change its value."""
 
+import sys
+import threading
+
 import pytest
 import torch
 from deferring import expression, values, waiting
@@ -183,3 +186,33 @@ def test_readers_are_remembered_when_others_are_forgotten():
         x.add_(1.0)
         assert product.tolist()[0] == 6.0
         x.sub_(1.0)
+
+
+def test_in_several_threads(monkeypatch):
+    monkeypatch.setattr(deferred, "_FEW", 4)
+    monkeypatch.setattr(deferred, "_until_sweep", 4)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    wrong = []
+
+    @torch.no_grad()
+    def work():
+        try:
+            operands = [mcf.as_expansion(torch.full((4,), 2.0)) for _ in range(20)]
+            for _ in range(25):
+                squares = [x * x for x in operands]
+                torch._foreach_add_(operands, 1.0)
+                wrong.extend(z.tolist() for z in squares if z.tolist() != [4.0] * 4)
+                torch._foreach_sub_(operands, 1.0)
+        except Exception as error:  # noqa: BLE001
+            wrong.append(error)
+
+    try:
+        threads = [threading.Thread(target=work) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
