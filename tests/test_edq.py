@@ -309,6 +309,65 @@ def test_readings_reach_tensorboard(tmp_path):
     assert len(events.Scalars("edq_lost/0.0")) == 2
 
 
+def test_a_resumed_meter_goes_on_as_one_that_did_not_stop(tmp_path):
+    """Step 4 of every third is the one measured next, and the alarm has begun to count."""
+
+    def meter():
+        p = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+        optimizer = torch.optim.SGD([p], lr=1e-4)
+        return optimizer, mcf.EDQ(optimizer, every=3, alarm=0.5, patience=3)
+
+    def train(optimizer, steps):
+        for _ in range(steps):
+            for p in optimizer.param_groups[0]["params"]:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+
+    (whole_optimizer, whole), (stopped_optimizer, stopped) = meter(), meter()
+    train(whole_optimizer, 6)
+    train(stopped_optimizer, 5)
+    torch.save(stopped.state_dict(), tmp_path / "meter.pt")
+    resumed_optimizer, resumed = meter()
+    resumed.load_state_dict(torch.load(tmp_path / "meter.pt", weights_only=True))
+    assert resumed.last == stopped.last
+    assert resumed.per_parameter == stopped.per_parameter
+    train(resumed_optimizer, 1)
+    for optimizer in (whole_optimizer, resumed_optimizer):
+        with pytest.warns(mcf.FrozenWeightWarning, match="the last of 3 samples"):
+            train(optimizer, 1)
+        train(optimizer, 3)  # and not once more
+    assert [r["step"] for r in resumed.history] == [1, 4, 7, 10]
+    assert resumed.state_dict() == whole.state_dict()
+    assert stopped.last["step"] == 4, "a state is a copy"
+
+
+def test_a_resumed_meter_knows_that_parameters_are_coupled():
+    class Coupled(torch.optim.SGD):
+        """Steps by the norm of all gradients together."""
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            grads = [p.grad for p in self.param_groups[0]["params"]]
+            norm = torch.stack([g.norm() for g in grads]).norm()
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad * (1e-3 / norm))
+
+    def meter():
+        parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        optimizer = Coupled(parameters, lr=1.0)
+        return optimizer, mcf.EDQ(optimizer, every=5)
+
+    optimizer, first = meter()
+    with pytest.warns(UserWarning, match="does not treat parameters one by one"):
+        optimizer.step()
+    optimizer, second = meter()
+    second.load_state_dict(first.state_dict())
+    optimizer.step()
+    assert [reading["step"] for reading in second.history] == [2]
+
+
 def test_small_parameters_are_measured_together(monkeypatch):
     monkeypatch.setattr("mcftensor.edq.meter._SMALL", 100)
     model = small_model().bfloat16()  # 32, 8, 8, 8, 16 and 2 elements

@@ -201,6 +201,32 @@ class EDQ:
         self._names = {}
         self._samples = None
 
+    def state_dict(self) -> dict[str, Any]:
+        """What has been measured, and where: numbers and names, for `torch.save`."""
+        return {
+            "steps": self._steps,
+            "history": [*self.history],
+            "per_group": [*self.per_group],
+            "per_parameter": {**self.per_parameter},
+            "not_metered": {**self.not_metered},
+            "coupled": self._coupled,
+            "again": self._again,
+            "frozen_for": {**self._frozen_for},
+            "rung": sorted(self._rung),
+            "refused": sorted(self._refused),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a meter stopped, with the next sample at the step where its would be."""
+        self._steps = state["steps"]
+        self.history = [*state["history"]]
+        self.per_group = [*state["per_group"]]
+        self.per_parameter = {**state["per_parameter"]}
+        self.not_metered = {**state["not_metered"]}
+        self._coupled, self._again = state["coupled"], state["again"]
+        self._frozen_for = {**state["frozen_for"]}
+        self._rung, self._refused = set(state["rung"]), set(state["refused"])
+
     def __enter__(self) -> EDQ:
         return self
 
