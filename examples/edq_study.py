@@ -30,9 +30,10 @@ from pretraining.command import (
     make_folder,
     selected,
 )
+from pretraining.run import Run
 from pretraining.strategies import STRATEGIES
 from pretraining.study import Measured
-from pretraining.training import BATCH_SIZES, SHAPES, Run, count_parameters, machine, train
+from pretraining.training import BATCH_SIZES, SHAPES, count_parameters, machine, train
 
 EVALUATIONS = 2  # The study asks where losses end, and not how they get there.
 LR, BETA2 = 3e-4, 0.999

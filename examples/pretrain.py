@@ -8,6 +8,11 @@ Every strategy starts from the same weights, sees the same batches and runs a st
   light   parameters are expansions; states are plain bf16
   plus    parameters and second moments are expansions
   full    parameters and all states are expansions
+
+On several processes, which share every batch, each strategy runs under DistributedDataParallel or
+divided by fully_shard; with --checkpoint, what was stopped goes on, to the bit:
+
+  torchrun --nproc-per-node 2 examples/pretrain.py --parallel fsdp --checkpoint out/checkpoint
 """
 
 from __future__ import annotations
@@ -16,10 +21,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from rich.console import Console
 
-from pretraining import report, text
+from pretraining import processes, report, text
 from pretraining.command import (
     BETA,
     COUNT,
@@ -27,28 +33,32 @@ from pretraining.command import (
     Parser,
     add_common,
     check_device,
+    check_processes,
     exit_status,
     make_folder,
     selected,
 )
+from pretraining.resuming import Checkpoint
+from pretraining.run import Run
 from pretraining.strategies import LEARNING_RATES, OPTIMIZERS, PATHS, STRATEGIES
-from pretraining.training import BATCH_SIZES, SHAPES, Run, count_parameters, machine, train
+from pretraining.training import BATCH_SIZES, SHAPES, count_parameters, machine, train
 
 
 def compare(options: argparse.Namespace) -> None:
     """Train every strategy, then show and save what came of it."""
     training, validation = text.load(options.data, SHAPES[options.device].context + 1)
     make_folder(options.out)
-    console = Console()
+    console = Console(quiet=not processes.is_first())
     parameters = count_parameters(options.device)
     optimizer = OPTIMIZERS[options.optimizer].__name__
     title = f"GPT of {parameters:,} parameters, stock {optimizer}, {options.steps} steps"
+    if processes.count() > 1:
+        title += f", {processes.count()} processes ({options.parallel})"
     console.print(
         f"{title}\n{len(training):,} bytes of text to train on, {len(validation):,} to validate"
     )
-    results = {}
-    for strategy in options.strategies:
-        run = Run(
+    runs = [
+        Run(
             strategy=strategy,
             steps=options.steps,
             lr=options.lr,
@@ -58,8 +68,26 @@ def compare(options: argparse.Namespace) -> None:
             seed=options.seed,
             optimizer=options.optimizer,
             path=options.path,
+            parallel=options.parallel,
         )
-        results[strategy] = train(run, training, validation)
+        for strategy in options.strategies
+    ]
+    checkpoints = {}
+    if options.checkpoint:
+        make_folder(options.checkpoint)
+        for run in runs:
+            checkpoint = Checkpoint(
+                options.checkpoint, run, (training, validation), options.save_every
+            )
+            if saved := checkpoint.load():
+                console.print(f"{run.strategy}: {saved['step']} of {run.steps} steps are done")
+            checkpoints[run] = checkpoint
+    results = {
+        run.strategy: train(run, training, validation, checkpoint=checkpoints.get(run))
+        for run in runs
+    }
+    if not processes.is_first():
+        return
 
     console.print(report.table(results, title))
     report.write_json(
@@ -71,6 +99,7 @@ def compare(options: argparse.Namespace) -> None:
             "validation_bytes": len(validation),
             "model": asdict(SHAPES[options.device]),
             "parameters": parameters,
+            "processes": processes.count(),
         },
         machine=machine(options.device),
     )
@@ -101,6 +130,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--lr", type=RATE, help="peak learning rate (default: 3e-4 for adamw, 0.05 for sgd)")
     add("--beta2", type=BETA, default=0.999, help="of adamw (default: 0.999)")
     add("--batch-size", type=COUNT, help="windows a step (default: 4, on a GPU 32)")
+    add(
+        "--parallel",
+        choices=processes.PARALLEL,
+        default="ddp",
+        help="on several processes: a copy of the model on each, or a part (default: ddp)",
+    )
+    add(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="save every run in this folder, and go on with what is there; the number of processes "
+        "and --parallel may change, other options may not",
+    )
+    add("--save-every", type=COUNT, default=100, metavar="STEPS", help="(default: 100)")
     add_common(parser, "out/pretrain", "results.json and loss.png")
     options = parser.parse_args(arguments)
 
@@ -108,13 +151,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     check_device(parser, options.device)
     options.lr = options.lr or LEARNING_RATES[options.optimizer]
     options.batch_size = options.batch_size or BATCH_SIZES[options.device]
+    check_processes(parser, options)
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = parse(arguments)
-    return exit_status("pretrain.py", lambda: compare(options))
+    with processes.joined(options.device):
+        return exit_status("pretrain.py", lambda: compare(options))
 
 
 if __name__ == "__main__":

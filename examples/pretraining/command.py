@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from pretraining import text
+from pretraining import processes, text
+from pretraining.resuming import ResumeError
 from pretraining.training import SHAPES
 
 
@@ -21,12 +22,19 @@ class FolderError(Exception):
     """The results cannot be written; the message is one line for the user."""
 
 
+def complain(program: str, message: object) -> None:
+    """Tell of a mistake, once on each machine."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{program}: {message}", file=sys.stderr)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that reports a mistake in one line."""
 
     def error(self, message: str) -> NoReturn:
         """Leave with status 2."""
-        self.exit(2, f"{self.prog}: {message}\n")
+        complain(self.prog, message)
+        self.exit(2)
 
 
 def number(kind: type, valid: Callable[[Any], bool], wanted: str) -> Callable[[str], Any]:
@@ -68,6 +76,21 @@ def add_common(parser: Parser, out: str, files: str) -> None:
     )
 
 
+def check_processes(parser: Parser, options: argparse.Namespace) -> None:
+    """Refuse what several processes cannot do."""
+    count = processes.count()
+    if count > 1 and options.batch_size % count:
+        parser.error(
+            f"--batch-size {options.batch_size}: {count} processes need a multiple of {count}"
+        )
+    divided = count > 1 and options.parallel == "fsdp"
+    if divided and (options.optimizer, options.path) == ("sgd", "fused"):
+        parser.error(
+            "--parallel fsdp: the fused SGD of PyTorch takes no divided parameters; "
+            "choose --path foreach or forloop, or --parallel ddp"
+        )
+
+
 def check_device(parser: Parser, device: str) -> None:
     """Refuse a GPU that is not there."""
     if device == "cuda" and not torch.cuda.is_available():
@@ -99,8 +122,8 @@ def exit_status(program: str, job: Callable[[], None]) -> int:
     """Do the job, and return the exit status: 2, after one line, for a mistake of the user."""
     try:
         job()
-    except (text.TextError, FolderError) as error:
-        print(f"{program}: {error}", file=sys.stderr)
+    except (text.TextError, FolderError, ResumeError) as error:
+        complain(program, error)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

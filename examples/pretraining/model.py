@@ -76,7 +76,7 @@ class GPT(nn.Module):
         return logits
 
 
-def loss(model: GPT, windows: Tensor) -> Tensor:
+def loss(model: nn.Module, windows: Tensor) -> Tensor:
     """Mean cross entropy, in nats, of every byte given those before it, the first aside.
 
     `windows` has the shape (batch, context + 1). The softmax is taken in fp32 whatever the model

@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from rich.table import Table
 
-from pretraining.training import Result
+from pretraining.run import Result
+from pretraining.strategies import PLAIN
 
 REFERENCE = "master"
 
@@ -30,7 +31,6 @@ LINES: dict[str, dict[str, Any]] = {
 
 # How leading terms alone are drawn, over what the strategy has otherwise.
 LEADING: dict[str, Any] = {"marker": "", "linestyle": ":"}
-PLAIN = ("master", "bf16")  # They have no terms but one.
 
 Results = dict[str, Result]
 

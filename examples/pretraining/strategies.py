@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
 import mcftensor as mcf
 
 STRATEGIES = ("master", "bf16", "light", "plus", "full")
+PLAIN = ("master", "bf16")  # They have no terms but one.
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
 LEARNING_RATES = {"adamw": 3e-4, "sgd": 0.05}
 WEIGHT_DECAYS = {"adamw": 0.1, "sgd": 1e-4}
@@ -25,14 +27,17 @@ Named = Iterable[tuple[str, Tensor]]
 OptimizerFactory = Callable[[Named], Optimizer]
 
 
-def prepare(strategy: str, model: nn.Module, stock: OptimizerFactory) -> Optimizer:
-    """Keep the bf16 parameters of `model` and their optimizer's states as `strategy` says."""
+def as_kept(strategy: str, model: nn.Module) -> nn.Module:
+    """The bf16 parameters of `model`, in place, as expansions where `strategy` says so."""
+    return model if strategy in PLAIN else mcf.as_expansion(model)
+
+
+def optimizer_for(strategy: str, model: nn.Module, stock: OptimizerFactory) -> Optimizer:
+    """An optimizer of the parameters of `model`, with states as `strategy` says."""
     if strategy == "master":
         return master_weights(model, stock)
-    if strategy == "bf16":
-        return stock(model.named_parameters())
-    mcf.as_expansion(model)
-    return mcf.collage(stock(model.named_parameters()), strategy)
+    optimizer = stock(model.named_parameters())
+    return optimizer if strategy in PLAIN else mcf.collage(optimizer, strategy)
 
 
 def stock_optimizer(name: str, path: str, lr: float, beta2: float) -> OptimizerFactory:
@@ -59,7 +64,7 @@ def stock_optimizer(name: str, path: str, lr: float, beta2: float) -> OptimizerF
 def master_weights(model: nn.Module, stock: OptimizerFactory) -> Optimizer:
     """An optimizer over fp32 copies of the parameters, rounded back to bf16 after each step.
 
-    Its fp32 gradients live only while it steps.
+    Its fp32 gradients live only while it steps, and the copies are part of its state dict.
     """
     masters = {p: p.detach().float() for p in model.parameters()}
     optimizer = stock((name, masters[p]) for name, p in model.named_parameters())
@@ -74,8 +79,18 @@ def master_weights(model: nn.Module, stock: OptimizerFactory) -> Optimizer:
             parameter.copy_(master)
             master.grad = None
 
+    def store(_: Optimizer, state: dict[str, Any]) -> None:
+        state["masters"] = [master.detach() for master in masters.values()]
+
+    @torch.no_grad()
+    def restore(_: Optimizer, state: dict[str, Any]) -> None:
+        for master, stored in zip(masters.values(), state["masters"], strict=True):
+            master.copy_(stored)
+
     optimizer.register_step_pre_hook(take_gradients)
     optimizer.register_step_post_hook(give_back)
+    optimizer.register_state_dict_post_hook(store)
+    optimizer.register_load_state_dict_pre_hook(restore)
     return optimizer
 
 
@@ -83,7 +98,7 @@ def bytes_per_parameter(model: nn.Module, optimizer: Optimizer) -> float:
     """Memory of parameters, gradients, states and master weights, for each parameter.
 
     It is measured from the tensors themselves: each distinct one counts once, an expansion by
-    its terms, and the 0-d step counters not at all.
+    its terms, a divided one by what is here, and the 0-d step counters not at all.
     """
 
     def tensors() -> Iterator[Tensor]:
@@ -96,10 +111,14 @@ def bytes_per_parameter(model: nn.Module, optimizer: Optimizer) -> float:
         for state in optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
+    def terms(tensor: Tensor) -> tuple[Tensor, ...]:
+        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return tensor.components if isinstance(tensor, mcf.MCFTensor) else (tensor,)
+
     sizes = {
         term.data_ptr(): term.nbytes
         for tensor in tensors()
         if tensor.dim() > 0
-        for term in (tensor.components if isinstance(tensor, mcf.MCFTensor) else (tensor,))
+        for term in terms(tensor)
     }
     return sum(sizes.values()) / sum(p.numel() for p in model.parameters())

@@ -17,7 +17,6 @@ import mcftensor as mcf
 from pretraining.report import (
     LEADING,
     LINES,
-    PLAIN,
     curve,
     decimal,
     draw_readings,
@@ -26,7 +25,8 @@ from pretraining.report import (
     limit_ratios,
     percent,
 )
-from pretraining.training import Result, Run, last_quarter, mean
+from pretraining.run import Result, Run, last_quarter, mean
+from pretraining.strategies import PLAIN
 
 FIGURES = ("ratio", "lost", "ratio_leading", "lost_leading", "update_norm")
 Row = dict[str, Any]

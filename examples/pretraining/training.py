@@ -8,76 +8,31 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 import mcftensor as mcf
+from pretraining import processes
 from pretraining.model import GPT, Shape, loss
-from pretraining.strategies import bytes_per_parameter, prepare, stock_optimizer
+from pretraining.resuming import Checkpoint, State, load_model, load_optimizer
+from pretraining.run import Result, Run
+from pretraining.strategies import as_kept, bytes_per_parameter, optimizer_for, stock_optimizer
 
 SHAPES = {
     "cpu": Shape(context=128, layers=4, width=160, heads=5),
     "cuda": Shape(context=512, layers=12, width=768, heads=12),
 }
 BATCH_SIZES = {"cpu": 4, "cuda": 32}
-EVALUATIONS = 10
 SAMPLES = 25  # Of updates, by the meter: so few that they cost hardly any time.
 VALIDATION_WINDOWS = 64
-
-
-@dataclass(frozen=True)
-class Run:
-    """All that decides what one training comes to, the text aside."""
-
-    strategy: str
-    steps: int
-    lr: float
-    beta2: float
-    batch_size: int
-    device: str
-    seed: int
-    optimizer: str = "adamw"
-    path: str = "fused"
-    evaluations: int = EVALUATIONS
-
-
-@dataclass
-class Result:
-    """What one run came to; losses are in nats per byte."""
-
-    training: list[float] = field(default_factory=list)  # one loss a step
-    validation: list[tuple[int, float]] = field(default_factory=list)  # (step, loss)
-    edq: list[Mapping[str, Any]] = field(default_factory=list)  # readings of the whole model
-    bytes_per_parameter: float = math.nan
-    seconds_per_step: float = math.nan
-
-    @property
-    def final(self) -> float:
-        """The validation loss after the last step."""
-        return self.validation[-1][1]
-
-    def late(self, figure: str) -> float | None:
-        """The mean of one figure of the meter over the last quarter of its samples."""
-        return mean(reading[figure] for reading in last_quarter(self.edq))
-
-
-def last_quarter(samples: list[Any]) -> list[Any]:
-    """The last quarter of `samples`, and one at least."""
-    return samples[3 * len(samples) // 4 :]
-
-
-def mean(values: Iterator[float | None]) -> float | None:
-    """The mean of those that are numbers, or None."""
-    numbers = [value for value in values if value is not None]
-    return statistics.fmean(numbers) if numbers else None
 
 
 def train(
@@ -87,63 +42,152 @@ def train(
     *,
     label: str = "",
     watch: Callable[[mcf.EDQ], object] | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> Result:
     """Train one model and return its losses, what its updates lost, its memory and its speed.
 
     `label` goes before the progress bar, and `watch` gets the meter after each of its samples.
+    With a checkpoint, the run goes on from what is there, and saves itself there.
     """
+    saved = checkpoint.load() if checkpoint else None
+    if saved and saved["step"] == run.steps:
+        return Result(**saved["result"])
     # On a CPU the flash backward in bf16 takes several times as long as plain matmuls.
     with sdpa_kernel(SDPBackend.MATH) if run.device == "cpu" else contextlib.nullcontext():
-        return _train(run, training, validation, label or run.strategy, watch)
-
-
-def _train(
-    run: Run,
-    training: Tensor,
-    validation: Tensor,
-    label: str,
-    watch: Callable[[mcf.EDQ], object] | None,
-) -> Result:
-    torch.manual_seed(run.seed)
-    shape = SHAPES[run.device]
-    # Rounded to bf16 here, so that every strategy starts from exactly the same numbers.
-    model = GPT(shape).to(run.device, torch.bfloat16)
-    stock = stock_optimizer(run.optimizer, run.path, run.lr, run.beta2)
-    optimizer = prepare(run.strategy, model, stock)
-    # Between two samples is at least one step without, whose time counts.
-    meter = mcf.EDQ(optimizer, every=max(2, run.steps // SAMPLES), callback=watch)
-    scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(step, run.steps))
-    held_out = evenly_spaced(validation, shape.context + 1).to(run.device)
-    evaluated = {round(run.steps * i / run.evaluations) for i in range(run.evaluations + 1)}
-
-    result = Result(validation=[(0, evaluate(model, held_out, run.batch_size))])
-    seconds: list[float] = []
-    seconds_sampled: list[float] = []
-    # A terminal has its bar redrawn ten times a second, a log file gets a line twice a minute.
-    redraw = 0.1 if sys.stderr.isatty() else 30
-    stream = batches(training, shape.context + 1, run)
-    bar = tqdm(stream, label, run.steps, unit="step", mininterval=redraw)
-    for step, batch in enumerate(bar, start=1):
-        start = time.perf_counter()
-        model.zero_grad()
-        objective = loss(model, batch)
-        objective.backward()
-        clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
-        result.training.append(objective.item())  # On a GPU this also waits for the step.
-        sampled = meter.last is not None and meter.last["step"] == step
-        (seconds_sampled if sampled else seconds).append(time.perf_counter() - start)
-        if step in evaluated:
-            result.validation.append((step, evaluate(model, held_out, run.batch_size)))
-        bar.set_postfix(
-            training=f"{result.training[-1]:.3f}", validation=f"{result.final:.3f}", refresh=False
+        job = Training(run, training, validation, watch)
+        if saved:
+            job.load_state_dict(saved)
+        else:
+            job.validate()
+        # A terminal has its bar redrawn ten times a second, a log file gets a line twice a minute.
+        bar = tqdm(
+            job.batches(),
+            label or run.strategy,
+            run.steps,
+            initial=job.step,
+            unit="step",
+            mininterval=0.1 if sys.stderr.isatty() else 30,
+            disable=not processes.is_first(),
         )
-    meter.remove()
-    result.edq = [*meter.history]
-    result.bytes_per_parameter = bytes_per_parameter(model, optimizer)
-    result.seconds_per_step = statistics.median(seconds or seconds_sampled)
-    return result
+        for batch in bar:
+            job.take(batch)
+            if checkpoint and checkpoint.is_due(job.step):
+                checkpoint.save(job.state_dict())
+            bar.set_postfix(
+                training=f"{job.result.training[-1]:.3f}",
+                validation=f"{job.result.final:.3f}",
+                refresh=False,
+            )
+        return job.result
+
+
+class Training:
+    """A model, its optimizer, and how far they are."""
+
+    def __init__(
+        self,
+        run: Run,
+        training: Tensor,
+        validation: Tensor,
+        watch: Callable[[mcf.EDQ], object] | None,
+    ) -> None:
+        torch.manual_seed(run.seed)
+        self.run = run
+        self.step = 0
+        self.result = Result()
+        self.seconds: dict[str, list[float]] = {"plain": [], "sampled": []}
+        self.training = training
+        # Draws the batches: the same ones for the same seed.
+        self.generator = torch.Generator().manual_seed(run.seed)
+        context = SHAPES[run.device].context
+        self.held_out = evenly_spaced(validation, context + 1).to(run.device)
+        self.evaluated = {
+            round(run.steps * i / run.evaluations) for i in range(run.evaluations + 1)
+        }
+
+        # Rounded to bf16 here, so that every strategy starts from exactly the same numbers.
+        self.model = GPT(SHAPES[run.device]).to(run.device, torch.bfloat16)
+        as_kept(run.strategy, self.model)
+        self.parallel = processes.divided(self.model, run.parallel, run.device)
+        stock = stock_optimizer(run.optimizer, run.path, run.lr, run.beta2)
+        self.optimizer = optimizer_for(run.strategy, self.model, stock)
+        # Between two samples is at least one step without, whose time counts.
+        self.meter = mcf.EDQ(self.optimizer, every=max(2, run.steps // SAMPLES), callback=watch)
+        self.scheduler = LambdaLR(
+            self.optimizer, lambda step: learning_rate_factor(step, run.steps)
+        )
+
+    def batches(self) -> Iterator[Tensor]:
+        """This process's share of random windows of the text, (batch, window), for each step."""
+        windows = self.training.unfold(0, SHAPES[self.run.device].context + 1, 1)
+        while self.step < self.run.steps:
+            chosen = torch.randint(len(windows), (self.run.batch_size,), generator=self.generator)
+            yield windows[processes.share(chosen)].long().to(self.run.device)
+
+    def take(self, batch: Tensor) -> None:
+        """Take one step, and measure it."""
+        start = time.perf_counter()
+        self.model.zero_grad()
+        objective = loss(self.parallel, batch)
+        objective.backward()
+        clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.step += 1
+        # On a GPU this also waits for the step.
+        mean = processes.total(objective.item(), self.run.device) / processes.count()
+        self.result.training.append(mean)
+        sampled = self.meter.last is not None and self.meter.last["step"] == self.step
+        self.seconds["sampled" if sampled else "plain"].append(time.perf_counter() - start)
+        if self.step in self.evaluated:
+            self.validate()
+        if self.step == self.run.steps:
+            self.conclude()
+
+    def validate(self) -> None:
+        """Add the loss on the text held out to the result."""
+        mean = evaluate(self.parallel, self.held_out, self.run.batch_size)
+        self.result.validation.append((self.step, mean))
+
+    def conclude(self) -> None:
+        """Complete the result."""
+        self.meter.remove()
+        self.result.edq = [*self.meter.history]
+        self.result.bytes_per_parameter = bytes_per_parameter(self.model, self.optimizer)
+        self.result.seconds_per_step = statistics.median(
+            self.seconds["plain"] or self.seconds["sampled"]
+        )
+
+    def state_dict(self) -> State:
+        """All that a run needs to go on."""
+        random = {"cpu": torch.get_rng_state()}
+        if self.run.device == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state()
+        return {
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "meter": self.meter.state_dict(),
+            "batches": self.generator.get_state(),
+            "random": random,  # All processes have the same, and draw as often.
+            "result": asdict(self.result),
+            "seconds": self.seconds,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on from there."""
+        self.step = state["step"]
+        load_model(self.model, state["model"])
+        load_optimizer(self.optimizer, state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.meter.load_state_dict(state["meter"])
+        self.generator.set_state(state["batches"])
+        torch.set_rng_state(state["random"]["cpu"])
+        if self.run.device == "cuda":
+            torch.cuda.set_rng_state(state["random"]["cuda"])
+        self.result = Result(**state["result"])
+        self.seconds = state["seconds"]
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
@@ -155,15 +199,6 @@ def learning_rate_factor(step: int, steps: int) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * progress)
 
 
-def batches(content: Tensor, window: int, run: Run) -> Iterator[Tensor]:
-    """Random windows of `content`, (batch, window): the same ones for the same seed."""
-    generator = torch.Generator().manual_seed(run.seed)
-    windows = content.unfold(0, window, 1)
-    for _ in range(run.steps):
-        chosen = torch.randint(len(windows), (run.batch_size,), generator=generator)
-        yield windows[chosen].long().to(run.device)
-
-
 def evenly_spaced(content: Tensor, window: int) -> Tensor:
     """`VALIDATION_WINDOWS` windows from all over `content`, the same for every seed."""
     windows = content.unfold(0, window, 1)
@@ -172,10 +207,15 @@ def evenly_spaced(content: Tensor, window: int) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(model: GPT, windows: Tensor, batch_size: int) -> float:
-    """Mean loss over `windows`."""
-    total = sum(loss(model, part).item() * len(part) for part in windows.split(batch_size))
-    return total / len(windows)
+def evaluate(model: nn.Module, windows: Tensor, batch_size: int) -> float:
+    """Mean loss over `windows`, of which each process takes its share."""
+    summed = 0.0
+    for part in windows.split(batch_size):
+        mine = processes.share(part)
+        # Whoever has none takes part all the same: a divided model needs all processes.
+        value = loss(model, mine if len(mine) else part[:1]).item()
+        summed += value * len(mine)
+    return processes.total(summed, windows.device.type) / len(windows)
 
 
 def count_parameters(device: str) -> int:
