@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 import mcftensor as mcf
 
@@ -57,3 +58,22 @@ def all_terms(model: nn.Module) -> list[Tensor]:
     for p in model.parameters():
         terms += p.components if isinstance(p, mcf.MCFTensor) else [p]
     return terms
+
+
+def bits(x: Tensor) -> list[tuple[object, ...]]:
+    terms = x.components if isinstance(x, mcf.MCFTensor) else (x.detach(),)
+    return [(str(t.dtype), t.shape, t.reshape(-1).view(torch.uint8).tolist()) for t in terms]
+
+
+def assert_same_bits(state: object, other: object) -> None:
+    """Of two trees of tensors, expansions and numbers."""
+    leaves, structure = tree_flatten(state)
+    others, its_structure = tree_flatten(other)
+    assert structure == its_structure
+    for x, y in zip(leaves, others, strict=True):
+        assert type(x) is type(y)
+        if isinstance(x, torch.Tensor):
+            assert getattr(x, "format", None) == getattr(y, "format", None)
+            assert bits(x) == bits(y)
+        else:
+            assert x == y

@@ -6,8 +6,8 @@ import sys
 import pytest
 import resuming
 import torch
+from helpers import assert_same_bits
 from resuming import RUNS, Run
-from torch.utils._pytree import tree_flatten
 
 import mcftensor as mcf
 
@@ -20,24 +20,6 @@ def gone_on(tmp_path_factory):
         Run(*kinds, seed=i).train(10).save(folder, f"run{i}")
     subprocess.run([sys.executable, resuming.__file__, folder], check=True, timeout=300)
     return folder
-
-
-def bits(x):
-    terms = x.components if isinstance(x, mcf.MCFTensor) else (x.detach(),)
-    return [(str(t.dtype), t.shape, t.reshape(-1).view(torch.uint8).tolist()) for t in terms]
-
-
-def assert_same_bits(state, other):
-    leaves, structure = tree_flatten(state)
-    others, its_structure = tree_flatten(other)
-    assert structure == its_structure
-    for x, y in zip(leaves, others, strict=True):
-        assert type(x) is type(y)
-        if isinstance(x, torch.Tensor):
-            assert getattr(x, "format", None) == getattr(y, "format", None)
-            assert bits(x) == bits(y)
-        else:
-            assert x == y
 
 
 @pytest.mark.parametrize("i", range(len(RUNS)), ids=lambda i: "-".join(map(str, RUNS[i])))

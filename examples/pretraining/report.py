@@ -48,7 +48,7 @@ def table(results: Results, title: str) -> Table:
         caption="EDQ ratio: the share of the intended updates that weights took. Lost: elements "
         "that were to move and did not. Both are means over the last quarter of the samples. "
         "Leading terms: the bf16 weights that the model computes with. Bytes: measured, gradients "
-        "included.",
+        "included, on one process.",
     )
     screen.add_column()
     for strategy in results:

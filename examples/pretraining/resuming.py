@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 import mcftensor as mcf
 from pretraining import processes
 from pretraining.run import Run
+from pretraining.strategies import parameters_of
 
 State = dict[str, Any]
 
@@ -121,7 +122,7 @@ def load_model(model: nn.Module, state: State) -> None:
 
 def load_optimizer(optimizer: Optimizer, state: State) -> None:
     """Load the whole state dict of an optimizer into one of parameters that may be divided."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     states = {
         i: {name: divided(x, parameters[i]) for name, x in values.items()}
         for i, values in state["state"].items()

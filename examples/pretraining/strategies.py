@@ -79,12 +79,12 @@ def master_weights(model: nn.Module, stock: OptimizerFactory) -> Optimizer:
             parameter.copy_(master)
             master.grad = None
 
-    def store(_: Optimizer, state: dict[str, Any]) -> None:
-        state["masters"] = [master.detach() for master in masters.values()]
+    def store(optimizer: Optimizer, state: dict[str, Any]) -> None:
+        state["masters"] = parameters_of(optimizer)
 
     @torch.no_grad()
-    def restore(_: Optimizer, state: dict[str, Any]) -> None:
-        for master, stored in zip(masters.values(), state["masters"], strict=True):
+    def restore(optimizer: Optimizer, state: dict[str, Any]) -> None:
+        for master, stored in zip(parameters_of(optimizer), state["masters"], strict=True):
             master.copy_(stored)
 
     optimizer.register_step_pre_hook(take_gradients)
@@ -92,6 +92,11 @@ def master_weights(model: nn.Module, stock: OptimizerFactory) -> Optimizer:
     optimizer.register_state_dict_post_hook(store)
     optimizer.register_load_state_dict_pre_hook(restore)
     return optimizer
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of an optimizer, in the order in which its state dict numbers them."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def bytes_per_parameter(model: nn.Module, optimizer: Optimizer) -> float:
