@@ -9,7 +9,7 @@ BIN := .venv/bin
 PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal \
 	--doctest-modules mcftensor tests
 
-.PHONY: help train study bench test test-all lint clean
+.PHONY: help train study bench test test-all soak lint clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
@@ -29,6 +29,9 @@ test: .venv/installed ## run the tests and the examples in docstrings, those mar
 
 test-all: .venv/installed ## run all tests
 	$(PYTEST) -m "" $(ARGS)
+
+soak: .venv/installed ## kill training runs at random and compare what they end with (ARGS="--help")
+	OMP_NUM_THREADS=1 PYTHONPATH=examples $(BIN)/python tests/soak.py $(ARGS)
 
 lint: .venv/installed ## check style, format and types
 	$(BIN)/ruff check .

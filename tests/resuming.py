@@ -46,12 +46,18 @@ class Run:
 
     def train(self, steps):
         for _ in range(steps):
-            dtype = self.model[0].weight.dtype
-            self.optimizer.zero_grad()
-            self.model(torch.randn(16, 4).to(dtype)).square().mean().backward()
-            self.optimizer.step()
-            self.scheduler.step()
+            self.step()
         return self
+
+    def step(self):
+        """Take one step, and return the loss before it."""
+        dtype = self.model[0].weight.dtype
+        self.optimizer.zero_grad()
+        loss = self.model(torch.randn(16, 4).to(dtype)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        return loss.item()
 
     def state(self):
         return {
@@ -76,6 +82,10 @@ class Run:
             mcf.load_file(folder / f"{name}.safetensors", self.model)
         else:
             self.model.load_state_dict(state["model"])
+        return self.load_rest(state)
+
+    def load_rest(self, state):
+        """All but the model."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         torch.set_rng_state(state["random"])
