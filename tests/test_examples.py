@@ -3,8 +3,9 @@
 import re
 from pathlib import Path
 
-import pretrain
 import pytest
+
+import pretrain
 import quickstart
 import scientific
 
