@@ -27,7 +27,7 @@ from resuming import Run
 import mcftensor as mcf
 
 TESTS = Path(__file__).parent
-TIMEOUT = 300
+TIMEOUT = 120
 """Seconds that one life of a run may take."""
 
 

@@ -1,5 +1,6 @@
 """Runs that are killed by SIGKILL; `make soak` kills them more often."""
 
+import contextlib
 import functools
 import os
 import signal
@@ -50,10 +51,10 @@ def test_torchrun_starts_anew_what_died_and_later_goes_on_where_all_died(paralle
 
 
 def torchrun(folder, parallel):
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     arguments = options(folder, *ARGUMENTS, "--parallel", parallel)
     return subprocess.Popen(
-        [sys.executable, *launcher, "--master-port", "0", pretrain_runs.__file__, *arguments],
+        [sys.executable, *launcher, "--max-restarts", "1", pretrain_runs.__file__, *arguments],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -64,10 +65,11 @@ def children(process):
     found = []
     for task in Path(f"/proc/{process.pid}/task").glob("*/children"):
         for pid in map(int, task.read_text().split()):
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-            command = Path(f"/proc/{pid}/cmdline").read_text()
-            if state != "Z" and pretrain_runs.__file__ in command:
-                found.append(pid)
+            with contextlib.suppress(OSError):  # it may end meanwhile
+                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+                command = Path(f"/proc/{pid}/cmdline").read_text()
+                if state != "Z" and pretrain_runs.__file__ in command:
+                    found.append(pid)
     return found
 
 
