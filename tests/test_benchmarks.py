@@ -5,6 +5,7 @@ import math
 import time
 
 import compiling
+import envelope
 import pytest
 import steps
 import torch
@@ -18,6 +19,7 @@ from speed.measuring import Group, measure, order
 from speed.peers import PEERS
 from speed.running import size, storages
 from speed.workloads import WORKLOADS, make_workload
+from test_expansion import BOUNDS
 
 import mcftensor as mcf
 
@@ -265,3 +267,18 @@ def test_the_loop_of_collage_keeps_what_bf16_loses():
     assert (high.double() + low.double()).tolist() == pytest.approx(
         [1.01 * 0.999**100] * 3, rel=2e-3
     )
+
+
+def test_the_published_worst_cases_are_of_the_bounds_that_are_tested():
+    published = json.loads((envelope.ROOT / "benchmarks/results/envelope.json").read_text())
+    for name, operations in published["formats"].items():
+        for operation, entry in operations.items():
+            bound = BOUNDS[operation][mcf.Format.from_name(name)][0]
+            assert entry["bound"] == round(bound, 4)
+            assert entry["worst"] <= bound
+
+
+def test_worst_cases_are_found():
+    cases, worst = envelope.errors("mul", mcf.fp16x2, seed=0)
+    assert cases > 10_000
+    assert 0.85 < worst <= 1.25
