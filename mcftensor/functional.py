@@ -14,7 +14,9 @@ def fma(x: Tensor | float, y: Tensor | float, z: Tensor | float) -> Tensor:
     """x * y + z, rounded once at the end.
 
     Args:
-        x, y, z: expansions, plain tensors and numbers that broadcast; one at least is an expansion.
+        x: an expansion, a plain tensor or a number; one of the three is an expansion.
+        y: the same, and broadcasts.
+        z: the same.
 
     Returns:
         An expansion, or a plain tensor where parameters meet plain tensors. The error is that of

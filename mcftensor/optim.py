@@ -72,7 +72,7 @@ def collage(optimizer: Opt, mode: str | Mapping[str, Format | None]) -> Opt:
 
     - `"light"`: first and second moments are plain tensors of the base dtype;
     - `"plus"`: second moments are expansions, first moments plain. A plain bf16 second moment
-      cannot decay at :math:`\beta_2 = 0.999`, which rounds to 1;
+      cannot decay at $\beta_2 = 0.999$, which rounds to 1;
     - `"full"`: every state of the parameter's shape is an expansion, also where the optimizer
       makes it from the gradient, as SGD does with its momentum buffer;
     - a dict from names of states to formats; None makes a state plain, and a state that is not
