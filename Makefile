@@ -9,7 +9,7 @@ BIN := .venv/bin
 PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal \
 	--doctest-modules mcftensor tests
 
-.PHONY: help train study bench test test-all soak lint clean
+.PHONY: help train study bench test test-all soak lint docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
@@ -38,9 +38,12 @@ lint: .venv/installed ## check style, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: .venv/installed ## build the site of the documentation in out/site, warnings being errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
 clean: ## remove .venv, caches and outputs
 	rm -rf .venv out dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find mcftensor tests examples benchmarks -name __pycache__ -type d -exec rm -rf {} +
+	find mcftensor tests examples benchmarks docs -name __pycache__ -type d -exec rm -rf {} +
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

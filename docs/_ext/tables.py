@@ -1,0 +1,234 @@
+"""Tables of the pages, from the results that are committed under `benchmarks/results`."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from drawing import superscript
+
+import mcftensor as mcf
+
+FIGURE = re.compile(r"[+−\d–]")
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+
+
+def load(name: str) -> Any:
+    """A file of results."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """In Markdown, figures to the right."""
+    rows = list(rows)
+    rule = [
+        "---:" if all(FIGURE.match(cell) for cell in column) else "---"
+        for column in zip(*rows, strict=True)
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *rows))
+
+
+def machine(result: dict[str, Any]) -> str:
+    """One line about where figures come from."""
+    m = result["machine"]
+    if isinstance(m, str):
+        return f"{m}\n{{ .source }}"
+    cpu = m.get("cpu") or f"a {m['device'].upper()}"
+    threads = f", {m['threads']} threads" if "threads" in m else ""
+    return f"{cpu}{threads}, torch {m['torch']}, Python {m['python']}\n{{ .source }}"
+
+
+# ------------------------------------------------------------------------------------------- speed
+
+PEERS = {
+    "master weights": ("PyTorch, float32 master weights", "exact float32", "yes"),
+    "torch bf16, fused": ("PyTorch, plain bf16", "bf16", "yes"),
+    "optimi Kahan, foreach": ("optimi, Kahan", "bf16 + bf16", "no"),
+    "torchao stochastic": ("torchao, stochastic rounding", "bf16, right in the mean", "no"),
+    "torchao 8 bit": ("torchao, 8-bit states", "bf16", "no"),
+    "heavyball bf16+8": ("heavyball, bf16 + 8 bits", "bf16 + int8", "no"),
+    "pytorch_optimizer Kahan": ("pytorch_optimizer, Kahan", "bf16 + bf16", "no"),
+    "pytorch_optimizer Flash 24": ("FlashAdamW, 24 bits (in PyTorch)", "bf16 + int8", "no"),
+    "bitsandbytes 32 bit": ("bitsandbytes, 32-bit states", "bf16", "no"),
+    "bitsandbytes 8 bit": ("bitsandbytes, 8-bit states", "bf16", "no"),
+    "mcf light, fused": ("**mcftensor, light**", "bf16 + bf16", "yes"),
+    "mcf plus, fused": ("**mcftensor, plus**", "bf16 + bf16", "yes"),
+    "mcf full, fused": ("**mcftensor, full**", "bf16 + bf16", "yes"),
+}
+
+
+def contenders(workload: str) -> dict[str, Any]:
+    """What was measured: of GPT-2 in the run of fewer contenders."""
+    file = {"one tensor": "steps-cpu", "GPT-2": "steps-cpu-gpt2", "many tensors": "steps-cpu-many"}
+    found: dict[str, Any] = load(file[workload])["workloads"][workload]["contenders"]
+    return found
+
+
+def ratio(entry: dict[str, Any] | None) -> str:
+    """Time of a step over that of master weights."""
+    return f"{entry['ratio']:.2f}" if entry and entry.get("ratio") else "–"
+
+
+def peers() -> str:
+    """What a weight is kept as, and what a step costs."""
+    one, gpt, many = (contenders(w) for w in ("one tensor", "GPT-2", "many tensors"))
+    rows = []
+    for key, (name, kept, stock) in PEERS.items():
+        held = one[key].get("bytes_held")
+        if key == "master weights":  # the gradient that it keeps in float32 can be freed
+            held = one["master weights, gradients freed"]["bytes_held"]
+        size = f"{held:.1f}".removesuffix(".0") if held else "–"
+        times = [ratio(w.get(key)) for w in (one, gpt, many)]
+        rows.append((name, kept, stock, size, *times))
+    head = (
+        "AdamW", "a weight is kept as", "stock optimizers", "bytes a parameter",
+        "one large tensor", "GPT-2", "2,000 tiny tensors",
+    )  # fmt: skip
+    return table(head, rows)
+
+
+def steps() -> str:
+    """All contenders over all workloads, as ratios and milliseconds."""
+    workloads = {w: contenders(w) for w in ("one tensor", "GPT-2", "many tensors")}
+    names = [n for n in workloads["one tensor"] if any(n in w for w in workloads.values())]
+
+    def cell(entry: dict[str, Any] | None) -> str:
+        if not entry or not entry.get("seconds"):
+            return "–"
+        time = 1000 * entry["seconds"]
+        return f"{time:,.{0 if time >= 100 else 1}f} ({entry['ratio']:.2f})"
+
+    rows = []
+    for name in names:
+        cells = [cell(w.get(name)) for w in workloads.values()]
+        if any(c != "–" for c in cells):
+            held = workloads["one tensor"][name].get("bytes_held")
+            rows.append((name, *cells, f"{held:.1f}" if held else "–"))
+    head = (
+        "",
+        "one tensor of 33.5 M",
+        "GPT-2, 148 tensors",
+        "2,000 tensors of 1,000",
+        "bytes held",
+    )
+    return table(head, rows) + "\n\n" + machine(load("steps-cpu"))
+
+
+def compiling() -> str:
+    """Seconds of the first compiled step."""
+    result = load("compiling")
+    rows = [
+        (
+            row["path"],
+            f"{row['bf16']['first step']:.1f}",
+            f"{row['expansions']['first step']:.1f}",
+            f"{row['ratio']:.2f}",
+        )
+        for row in result["rows"]
+    ]
+    head = ("path", "plain bf16, seconds", "expansions, seconds", "ratio")
+    return table(head, rows) + "\n\n" + machine(result)
+
+
+# ---------------------------------------------------------------------------------------- training
+
+
+def pretraining() -> str:
+    """Validation loss of the small GPT, as the difference to master weights."""
+    runs = [load(f"pretrain-seed{seed}")["strategies"] for seed in range(3)]
+    rows = []
+    for name in runs[0]:
+        final = [run[name]["final"] for run in runs]
+        cells = [
+            f"{f['nats']:.4f}"
+            if name == "master"
+            else f"{f['difference_to_master']:+.4f}".replace("-", "−")
+            for f in final
+        ]
+        kept = [f"{final[0]['edq_ratio']:.4f}", f"{100 * final[0]['lost']:.2f} %"]
+        rows.append((name, *cells, *kept, f"{runs[0][name]['bytes_per_parameter']:.2f}"))
+    head = ("", "seed 0", "seed 1", "seed 2", "EDQ ratio", "updates lost", "bytes a parameter")
+    return table(head, rows) + "\n\n" + machine(load("pretrain-seed0"))
+
+
+# ---------------------------------------------------------------------------------------- accuracy
+
+
+def displacement() -> str:
+    """Relative error of what AdamW's weights moved by in 1000 steps."""
+    result = load("accuracy")
+    columns = result["displacement"]
+    names = next(iter(columns.values()))
+    rows = []
+    for name in names:
+        decay = result["decay"].get(name)
+        rows.append(
+            (
+                name,
+                *(f"{column[name]:.1e}" for column in columns.values()),
+                f"{result['frozen weight'][name]:.4f}",
+                f"{decay['ones'][1]:.4f}" if decay else "–",
+            )
+        )
+    head = (
+        "AdamW", "lr 1e-4, small", "lr 1e-4, ones", "lr 1e-5, small", "lr 1e-5, ones",
+        "weight of 1, moved", "pure decay, moved",
+    )  # fmt: skip
+    return table(head, rows) + "\n\n" + machine(result)
+
+
+def second_moment() -> str:
+    """Over the exact one, after 5000 steps."""
+    result = load("accuracy")["second moment"]
+    betas = list(next(iter(result.values())))
+    rows = [(name, *(f"{row[beta]:.4f}" for beta in betas)) for name, row in result.items()]
+    return table(("", *(f"beta2 {beta}" for beta in betas)), rows)
+
+
+def exhaustive() -> str:
+    """Error-free transformations over all pairs."""
+    result = load("exhaustive")
+    rows = [
+        (
+            f"`{entry['transformation']}`",
+            entry["base"],
+            f"{entry['cases']:,}",
+            f"{entry['cases'] - entry['outside']:,}",
+            f"{entry['wrong']:,}",
+        )
+        for entry in result["results"]
+    ]
+    head = ("", "type", "pairs of bit patterns", "within its requirements", "wrong")
+    return table(head, rows) + "\n\n" + machine(result)
+
+
+def envelope() -> str:
+    """Claimed bounds and measured worst cases of expansion arithmetic."""
+    result = load("envelope")
+    rows = []
+    for name, operations in result["formats"].items():
+        cells = [f"{e['worst']:.3f} of {e['bound']:g}" for e in operations.values()]
+        rows.append((f"`{name}`", *cells, f"{operations['add']['cases']:,}"))
+    symbols = {"add": "+", "mul": "×", "div": "÷", "sqrt": "√"}
+    operations = next(iter(result["formats"].values()))
+    head = ("worst case, of bound, in uⁿ", *(symbols[o] for o in operations), "cases, each")
+    return table(head, rows) + "\n\n" + machine(result)
+
+
+def formats() -> str:
+    """What there is."""
+    rows = [
+        (
+            f"`{f.name}`",
+            str(f.precision),
+            str(f.bytes),
+            f"2{superscript(round(math.log2(f.full_precision_min)))}",
+            f"{mcf.finfo(f).max:.1e}",
+        )
+        for f in mcf.FORMATS
+    ]
+    return table(("format", "bits", "bytes", "full precision from", "largest"), rows)
