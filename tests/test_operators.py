@@ -1,5 +1,8 @@
 """The whole operator set on values: at the precision of the format, or refused by name."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import assert_same_terms, exact, sample
@@ -182,3 +185,11 @@ def test_random_numbers_use_all_terms(name, format):
 def test_most_operators_compute(format):
     outcomes = [operators.run(name, format, limit=4) for name in operators.OPERATORS]
     assert sum(outcome.computed > 0 for outcome in outcomes) >= 620
+
+
+def test_the_published_matrix_has_every_operator():
+    path = Path(__file__).parents[1] / "benchmarks/results/operator-matrix.json"
+    published = json.loads(path.read_text())["operators"]
+    assert set(published) == set(operators.OPERATORS)
+    for entry in published.values():
+        assert all(outcome["units"] <= operators.UNITS for outcome in entry.values())

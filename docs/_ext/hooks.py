@@ -31,7 +31,7 @@ from mkdocs.structure.pages import Page
 FIGURE = re.compile(r"^!\[([^\]]+)\]\((?:[./]*)figures/(\w+)\.svg\)$", re.MULTILINE)
 TABLE = re.compile(r"^<!-- table: ([\w ]+) -->$", re.MULTILINE)
 SECTION = re.compile(r"^<!-- section: ([\w.]+), ([^>]+) -->$", re.MULTILINE)
-NUMBER = re.compile(r"<td( style=\"[^\"]*\")?>(?=[−+]?\d[^\s<]*( [%(][\d.)]*)?</td>)")
+NUMBER = re.compile(r"<td( style=\"[^\"]*\")?>(?=[−+]?\d[^\s<]*( (%|of|\()[^<]*)?</td>)")
 RESULT = re.compile(r"\]\((?:\.\./)*benchmarks/results/([\w-]+\.png)\)")
 
 

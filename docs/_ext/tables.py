@@ -52,7 +52,7 @@ PEERS = {
     "torchao 8 bit": ("torchao, 8-bit states", "bf16", "no"),
     "heavyball bf16+8": ("heavyball, bf16 + 8 bits", "bf16 + int8", "no"),
     "pytorch_optimizer Kahan": ("pytorch_optimizer, Kahan", "bf16 + bf16", "no"),
-    "pytorch_optimizer Flash 24": ("FlashAdamW, 24 bits (in PyTorch)", "bf16 + int8", "no"),
+    "pytorch_optimizer Flash 24": ("FlashAdamW of pytorch_optimizer, 24 bits", "bf16 + int8", "no"),
     "bitsandbytes 32 bit": ("bitsandbytes, 32-bit states", "bf16", "no"),
     "bitsandbytes 8 bit": ("bitsandbytes, 8-bit states", "bf16", "no"),
     "mcf light, fused": ("**mcftensor, light**", "bf16 + bf16", "yes"),
@@ -232,3 +232,54 @@ def formats() -> str:
         for f in mcf.FORMATS
     ]
     return table(("format", "bits", "bytes", "full precision from", "largest"), rows)
+
+
+# --------------------------------------------------------------------------------------- operators
+
+
+def outcome(entry: dict[str, Any]) -> str:
+    """What became of the samples of one operator in one format."""
+    if not entry["computed"]:
+        return "raises" if entry["refused"] else "–"
+    units = f"{entry['units']:.2f}".rstrip("0").rstrip(".") if entry["units"] else "0"
+    return f"{units}, some raise" if entry["refused"] else units
+
+
+def operator_summary() -> str:
+    """How many compute, in each format."""
+    result = load("operator-matrix")
+    rows = []
+    for name in next(iter(result["operators"].values())):
+        entries = [formats[name] for formats in result["operators"].values()]
+        computed = [e for e in entries if e["computed"]]
+        refused = sum(1 for e in entries if e["refused"] and not e["computed"])
+        rows.append(
+            (
+                f"`{name}`",
+                str(len(computed)),
+                str(refused),
+                str(len(entries) - len(computed) - refused),
+                f"{max(e['units'] for e in computed):.1f}",
+            )
+        )
+    head = ("format", "compute", "raise", "take no floats", "worst error")
+    return table(head, rows) + "\n\n" + machine(result)
+
+
+def operators() -> str:
+    """One row each, by the first letter of its name or by its module."""
+    result = load("operator-matrix")["operators"]
+    groups: dict[str, list[str]] = {}
+    for name in result:
+        module, dot, _ = name.rpartition(".")
+        known = module in ("fft", "linalg", "masked", "nn.functional", "signal.windows", "special")
+        groups.setdefault(module if known and dot else "torch", []).append(name)
+    parts = []
+    for module in sorted(groups, key=lambda m: (m != "torch", m)):
+        rows = [
+            (f"`{name}`", *(outcome(entry) for entry in result[name].values()))
+            for name in groups[module]
+        ]
+        head = ("operator", *next(iter(result.values())))
+        parts.append(f"## {module}\n\n{table(head, rows)}")
+    return "\n\n".join(parts)
