@@ -5,7 +5,7 @@ In a page,
 
 - `![what it shows](figures/name.svg)` becomes the drawing that `docs/figures/name.py` makes;
 - `<!-- table: name -->` becomes the table that `tables.py` makes of committed results;
-- `<!-- section: README.md, Limits -->` becomes that section.
+- `<!-- section: README.md, Limits -->` becomes that section, and without a title the whole file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mkdocs.structure.pages import Page
 
 FIGURE = re.compile(r"^!\[([^\]]+)\]\((?:[./]*)figures/(\w+)\.svg\)$", re.MULTILINE)
 TABLE = re.compile(r"^<!-- table: ([\w ]+) -->$", re.MULTILINE)
-SECTION = re.compile(r"^<!-- section: ([\w.]+), ([^>]+) -->$", re.MULTILINE)
+SECTION = re.compile(r"^<!-- section: ([\w./]+)(?:, ([^>]+))? -->$", re.MULTILINE)
 NUMBER = re.compile(r"<td( style=\"[^\"]*\")?>(?=[−+]?\d[^\s<]*( (%|of|\()[^<]*)?</td>)")
 RESULT = re.compile(r"\]\((?:\.\./)*benchmarks/results/([\w-]+\.png)\)")
 
@@ -69,12 +69,13 @@ def figure(name: str, caption: str) -> str:
     return f'<figure class="drawing">\n{drawing}\n<figcaption>{caption}</figcaption>\n</figure>\n'
 
 
-def section(file: str, title: str, page: str) -> str:
+def section(file: str, title: str | None, page: str) -> str:
     """The text under a heading, without it; links are those of this page."""
     text = (ROOT / file).read_text()
-    _, _, rest = text.partition(f"\n## {title}\n")
-    if not rest:
+    _, _, body = text.partition(f"\n## {title}\n" if title else "\n")
+    if not body:
         raise ValueError(f"{page}: {file} has no section {title!r}")
-    body = re.split(r"^## ", rest, maxsplit=1, flags=re.MULTILINE)[0].strip()
+    if title:
+        body = re.split(r"^## ", body, maxsplit=1, flags=re.MULTILINE)[0]
     folder = posixpath.dirname(page) or "."
     return re.sub(r"\]\(docs/([^)#]+)", lambda m: f"]({posixpath.relpath(m[1], folder)}", body)
