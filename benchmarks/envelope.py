@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 import oracle
+from speed.machine import describe
 from strategies import expansion, pair
 from test_expansion import BOUNDS, MIDDLE, SIZE, magnitude, replace_zeros
 
@@ -67,12 +67,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     results = {
-        "machine": {
-            "platform": platform.platform(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "device": "cpu",
-        },
+        "machine": describe("cpu", packages=()),
         "formats": {f.name: measure(f, options.rounds) for f in mcf.FORMATS},
     }
     options.out.write_text(json.dumps(results, indent=2) + "\n")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import platform
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 import operators
+from speed.machine import describe
 
 import mcftensor as mcf
 
@@ -50,12 +50,7 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
         found = dict(pool.imap_unordered(measure, tasks, chunksize=8))
     results = {
-        "machine": {
-            "platform": platform.platform(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "device": "cpu",
-        },
+        "machine": describe("cpu", packages=()),
         "samples": options.samples,
     }
     lines = [f"    {json.dumps(name)}: {json.dumps(found[name])}" for name in sorted(found)]

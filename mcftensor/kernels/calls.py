@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)
@@ -43,6 +47,11 @@ class Rows:
         width = len(self.addresses) // len(self.calls)
         return [self.lengths, *(self.addresses[i::width] for i in range(width))]
 
+    @property
+    def scalars(self) -> Iterator[tuple[Tensor | float, ...]]:
+        """Each scalar, as all calls have it."""
+        return zip(*[call.scalars for call in self.calls], strict=True)
+
 
 def dtype_of(scalar: Tensor | float) -> torch.dtype:
     """The dtype of a scalar; a number of Python's is a float64."""
@@ -52,3 +61,8 @@ def dtype_of(scalar: Tensor | float) -> torch.dtype:
 def number_of(scalar: Tensor | float) -> float:
     """A scalar as a number of Python's; that of a device is waited for."""
     return scalar.item() if isinstance(scalar, Tensor) else scalar
+
+
+def by_rows(columns: Sequence[Sequence[T]]) -> Iterator[T]:
+    """The elements of columns, row by row."""
+    return chain.from_iterable(zip(*columns, strict=True))

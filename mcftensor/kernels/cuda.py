@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.kernels import triton
-from mcftensor.kernels.calls import Rows, number_of
+from mcftensor.kernels.calls import Rows, by_rows, number_of
 from mcftensor.kernels.compiler import digest, directory, write_whole
 from mcftensor.kernels.program import Program
 
@@ -41,10 +41,10 @@ def launch(program: Program, rows: Rows, device: torch.device) -> None:
     lengths, *addresses = rows.columns
     counts = [-(-length // triton.BLOCK) for length in lengths]
     words = [lengths, [0, *itertools.accumulate(counts[:-1])], *addresses]
-    columns = zip(*[call.scalars for call in rows.calls], strict=True)
-    for column, is_there, dtype in zip(columns, there, program.signature.scalars, strict=True):
+    dtypes = program.signature.scalars
+    for column, is_there, dtype in zip(rows.scalars, there, dtypes, strict=True):
         words.append([_address(x) if is_there else _bits(x, dtype) for x in column])
-    table = _table(tuple(itertools.chain.from_iterable(zip(*words, strict=True))), device)
+    table = _table(tuple(by_rows(words)), device)
     owners = _owners(tuple(counts), device)
     aligned = not any(address % 16 for address in rows.addresses)
     kernel = _kernel(program, there)
