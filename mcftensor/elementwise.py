@@ -10,18 +10,19 @@ import ast
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from mcftensor import networks, wide
 from mcftensor.formats import Format
-from mcftensor.kernels import Body, Call, run
+from mcftensor.kernels import Body, Calls, run, run_one
 from mcftensor.noise import uniform
-from mcftensor.operators import empty_terms, opaque, regroup
+from mcftensor.operators import columns, empty_terms, is_bare, opaque, regroup
 from mcftensor.rounding import peel, round_to_terms, split_terms
 
+T = TypeVar("T")
 Terms = tuple[Tensor, ...]
 
 
@@ -171,85 +172,126 @@ def _as_float64(x: Any) -> Tensor:
 # ------------------------------------------------------------------------------------ operators
 
 
-def _operands(
-    expressions: str, terms: Operand, lengths: Sequence[int]
-) -> Iterator[tuple[str, tuple[int, ...], list[Any]]]:
-    """Each expression, the numbers of terms of its operands, and those terms."""
-    rest, more = iter(terms), iter(lengths)
-    for text in expressions.split(";"):
-        own = tuple(itertools.islice(more, arity(text)))
-        yield text, own, list(itertools.islice(rest, sum(own)))
-
-
 @functools.cache
 def _format(text: str) -> Format:
     """The format of an expression's result."""
     return Format.from_name(parsed(text)[1])  # type: ignore[index]
 
 
-def _calls(
-    expressions: str,
-    terms: Sequence[Tensor],
-    lengths: Sequence[int],
+def _run(
+    expression: str,
+    terms: Sequence[Sequence[Tensor | float]],
+    lengths: tuple[int, ...],
     keys: Sequence[Tensor],
     outputs: Sequence[Sequence[Tensor]],
-) -> Iterator[tuple[Body, Call]]:
-    """What each expression asks of the kernels."""
-    more_keys = iter(keys)
-    of_each = _operands(expressions, terms, lengths)
-    for (text, own, block), output in zip(of_each, outputs, strict=True):
-        shaped = output[0].dim() > 0
-        are_scalars = tuple([type(x) is float or (shaped and x.dim() == 0) for x in block])
-        vectors = [x for x, is_scalar in zip(block, are_scalars, strict=True) if not is_scalar]
-        scalars = [x for x, is_scalar in zip(block, are_scalars, strict=True) if is_scalar]
-        if _format(text).rounding == "stochastic":
-            scalars.append(next(more_keys))
-        yield _body(text, own, are_scalars), Call(vectors, scalars, output)
+) -> None:
+    """Evaluate an expression on columns of terms into columns of outputs."""
+    flags = [_scalars(column, outputs[0]) for column in terms]
+    are_scalars = tuple([flag[0] for flag in flags])
+    count = len(outputs[0])
+    if count > 1 and any(len(flag) > 1 for flag in flags):  # some of a column broadcast
+        groups: dict[tuple[bool, ...], list[int]] = {}
+        every = [flag if len(flag) > 1 else flag * count for flag in flags]
+        for i, own in enumerate(zip(*every, strict=True)):
+            groups.setdefault(own, []).append(i)
+        for rows in groups.values():
+            part = [[column[i] for i in rows] for column in terms]
+            written = [[column[i] for i in rows] for column in outputs]
+            _run(expression, part, lengths, [keys[i] for i in rows] if keys else [], written)
+        return
+    vectors = [x for x, is_scalar in zip(terms, are_scalars, strict=True) if not is_scalar]
+    scalars = [_shared(x) for x, is_scalar in zip(terms, are_scalars, strict=True) if is_scalar]
+    if keys:
+        scalars.append(keys)
+    run(_body(expression, lengths, are_scalars), Calls(vectors, scalars, outputs))  # type: ignore[arg-type]
+
+
+def _scalars(column: Sequence[Tensor | float], outputs: Sequence[Tensor]) -> list[bool]:
+    """Which of a column are scalars beside their outputs; one flag where all are alike."""
+    if set(map(type, column)) == {float}:
+        return [True]
+    if type(column[0]) is not float and 0 not in map(Tensor.dim, column):  # type: ignore[arg-type]
+        return [False]
+    flags = [
+        not isinstance(x, Tensor) or (x.dim() == 0 and output.dim() > 0)
+        for x, output in zip(column, outputs, strict=True)
+    ]
+    return flags if len(set(flags)) > 1 else flags[:1]
+
+
+def _shared(column: Sequence[T]) -> Sequence[T]:
+    """One scalar in place of many that are the same object."""
+    return column[:1] if len(set(map(id, column))) == 1 else column
 
 
 def _outputs(
-    expressions: str, terms: Sequence[Tensor], lengths: Sequence[int]
+    expression: str, terms: Sequence[Tensor], lengths: Sequence[int]
 ) -> list[list[Tensor]]:
-    return [
-        empty_terms(
-            [x for x in block if isinstance(x, Tensor)], _format(text).base, _format(text).terms
-        )
-        for text, _, block in _operands(expressions, terms, lengths)
+    """Columns of tensors for the results."""
+    format = _format(expression)
+    calls = zip(*columns(terms, len(terms) // sum(lengths)), strict=True)
+    made = [
+        empty_terms([x for x in call if isinstance(x, Tensor)], format.base, format.terms)
+        for call in calls
     ]
+    return [list(column) for column in zip(*made, strict=True)]
 
 
 @opaque(
-    lambda expressions, terms, lengths, keys: [
-        *itertools.chain(*_outputs(expressions, terms, lengths))
+    lambda expression, terms, lengths, keys: [
+        *itertools.chain(*_outputs(expression, terms, lengths))
     ],
     lays_out=True,
     direct=True,
 )
 def evaluate(
-    expressions: str, terms: Sequence[Tensor], lengths: Sequence[int], keys: Sequence[Tensor]
+    expression: str, terms: Sequence[Tensor], lengths: Sequence[int], keys: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The terms of expressions in elementwise operations, one after the other.
+    """The terms of an expression in elementwise operations, for any number of sets of operands.
 
     Args:
-        expressions: texts of expressions, with semicolons between: `"('mul', 'bf16x2', 0, 1)"`.
-        terms: of the operands of the first expression, then of those of the second, and so on;
-            outside of compilers a float may stand for a tensor of it.
+        expression: its text, such as `"('mul', 'bf16x2', 0, 1)"`.
+        terms: the leading terms of the first operand of all sets, then its second terms, and so on;
+            then those of the second operand; outside of compilers a float may stand for a tensor.
         lengths: the number of terms of each operand.
-        keys: one for each expression that rounds stochastically.
+        keys: one for each set, if the result rounds stochastically.
+
+    Returns:
+        The leading terms of all results, then their second ones, and so on.
     """
-    outputs = _outputs(expressions, terms, lengths)
-    run(_calls(expressions, terms, lengths, keys, outputs))
+    outputs = _outputs(expression, terms, lengths)
+    _run(expression, columns(terms, len(outputs[0])), tuple(lengths), keys, outputs)
     return list(itertools.chain(*outputs))
 
 
-@opaque(lambda expressions, targets, terms, lengths, keys: None, mutates=["targets"], direct=True)
+@opaque(lambda expression, targets, terms, lengths, keys: None, mutates=["targets"], direct=True)
 def evaluate_(
-    expressions: str,
+    expression: str,
     targets: Sequence[Tensor],
     terms: Sequence[Tensor],
     lengths: Sequence[int],
     keys: Sequence[Tensor],
 ) -> None:
     """The same, written into the terms of targets, which may be among the operands."""
-    outputs = regroup(targets, [_format(text).terms for text in expressions.split(";")])
-    run(_calls(expressions, terms, lengths, keys, outputs))
+    outputs = columns(targets, len(targets) // _format(expression).terms)
+    _run(expression, columns(terms, len(outputs[0])), tuple(lengths), keys, outputs)
+
+
+def write(
+    expression: str,
+    operands: Sequence[Operand],
+    keys: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+) -> None:
+    """`evaluate_` for one set of operands, in fewer microseconds."""
+    terms = [x for operand in operands for x in operand]
+    lengths = [len(operand) for operand in operands]
+    if not is_bare(terms, outputs):
+        evaluate_(expression, list(outputs), terms, lengths, keys)
+        return
+    shaped = outputs[0].dim() > 0
+    flags = [type(x) is float or (shaped and x.dim() == 0) for x in terms]  # type: ignore[union-attr]
+    vectors = [x for x, is_scalar in zip(terms, flags, strict=True) if not is_scalar]
+    scalars = [x for x, is_scalar in zip(terms, flags, strict=True) if is_scalar]
+    body = _body(expression, tuple(lengths), tuple(flags))
+    run_one(body, vectors, [*scalars, *keys], outputs)  # type: ignore[arg-type]

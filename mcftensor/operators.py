@@ -19,6 +19,7 @@ from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 _LIBRARY = torch.library.Library("mcftensor", "DEF")
 
@@ -61,7 +62,7 @@ def opaque(
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if not direct:
                 return cast(R, operator(*args, **kwargs))
-            if _is_bare(args):
+            if is_bare(*[x if isinstance(x, list) else (x,) for x in args]):
                 return cast(Callable[..., R], function)(*args)
             return cast(R, operator(*map(_entered, args)))
 
@@ -70,14 +71,14 @@ def opaque(
     return register
 
 
-def _is_bare(args: Sequence[Any]) -> bool:
-    """Whether nothing but eager PyTorch would see a call."""
+def is_bare(*lists: Sequence[Any]) -> bool:
+    """Whether nothing but eager PyTorch would see a call with the elements of these lists."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and not torch.autograd._profiler_enabled()
-        and all(set(map(type, x if isinstance(x, list) else (x,))) <= _BARE for x in args)
+        and {type(x) for elements in lists for x in elements} <= _BARE
     )
 
 
@@ -142,3 +143,8 @@ def regroup(tensors: Sequence[Tensor], lengths: Sequence[int]) -> list[list[Tens
     """A flat list of tensors as consecutive lists of these lengths."""
     rest = iter(tensors)
     return [list(itertools.islice(rest, length)) for length in lengths]
+
+
+def columns(tensors: Sequence[T], length: int) -> list[Sequence[T]]:
+    """A flat list as consecutive lists of this length."""
+    return [tensors[i : i + length] for i in range(0, len(tensors), length)]

@@ -230,7 +230,7 @@ class _Plan:
     def apply(self, optimizer: Optimizer) -> None:
         """Bring every state to what the mode says."""
         for p in _parameters(optimizer):
-            if format_of(p) and p in optimizer.state:
+            if optimizer.state.get(p) and format_of(p):
                 self._convert(optimizer, p)
 
     def _convert(self, optimizer: Optimizer, p: Tensor) -> None:
@@ -238,26 +238,27 @@ class _Plan:
         if self.unchecked and state:
             _require_known(self.unchecked, set(state))
             self.unchecked = set()
-        for name, x in state.items():
-            new = self._converted(p, name, x)
-            if new is not x:
-                state[name] = new
-
-    def _converted(self, p: Tensor, name: str, x: Any) -> Any:
-        if name == "step" or not (self.full or name in self.named):
-            return x
         own = format_of(p)
-        wanted = own if self.full or self.named[name] is _OWN else self.named[name]
-        if type(x) is Tensor:
-            if wanted is None and own is not None and x.dtype == own.base:
-                return x
-        elif wanted is not None and format_of(x) == wanted:  # as after the first step
-            return x
-        if not (isinstance(x, Tensor) and x.shape == p.shape and x.is_floating_point()):
-            return x
-        if wanted is None:
-            return as_plain(x, p.dtype) if format_of(x) or x.dtype != p.dtype else x
-        return as_expansion(x, wanted)
+        assert own is not None
+        for name, x in state.items():
+            if name == "step" or not (self.full or name in self.named):
+                continue
+            wanted = own if self.full or self.named[name] is _OWN else self.named[name]
+            if type(x) is Tensor:
+                is_settled = wanted is None and x.dtype == own.base
+            else:
+                is_settled = wanted is not None and format_of(x) == wanted
+            if not is_settled:  # as after every step but the first
+                state[name] = _converted(x, p, wanted)
+
+
+def _converted(x: Any, p: Tensor, wanted: Format | None) -> Any:
+    """A state as an expansion, or plain; what is no tensor of the parameter's shape stays."""
+    if not (isinstance(x, Tensor) and x.shape == p.shape and x.is_floating_point()):
+        return x
+    if wanted is None:
+        return as_plain(x, p.dtype) if format_of(x) or x.dtype != p.dtype else x
+    return as_expansion(x, wanted)
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,10 @@ from torch import Tensor
 from mcftensor import eft, wide
 from mcftensor.conversion import convert_terms
 from mcftensor.formats import Format
-from mcftensor.kernels import Body, Call, run
+from mcftensor.kernels import Body, Calls, run
 from mcftensor.noise import uniform
 from mcftensor.number import Number
-from mcftensor.operators import opaque, regroup
+from mcftensor.operators import columns, opaque, regroup
 from mcftensor.rounding import collapse_terms, round_to, split_terms
 
 # ------------------------------------------------------------------------------- update rules
@@ -121,20 +121,22 @@ def _numbers_of_steps(
     numbers: Sequence[Tensor | float],
     fixed: Iterable[Tensor | float],
 ) -> list[Sequence[Tensor | float]]:
-    """What a formula gives for each step count and some numbers, and after it what is fixed.
+    """What a formula gives for each step count and some numbers, and after it what is fixed: a
+    column for each, or one number where it is the same for all.
 
-    Floats on a CPU; on other devices tensors, without waiting. Equal counts share a list.
+    Floats on a CPU; on other devices tensors, without waiting.
     """
     device = steps[0].device
     if device.type == "cpu":
         counts = [x.item() for x in steps]
-        known = {count: (*formula(count, *numbers), *fixed) for count in set(counts)}
-        return [known[count] for count in counts]
+        known = {count: formula(count, *numbers) for count in set(counts)}
+        rows = list(known.values()) if len(known) == 1 else [known[count] for count in counts]
+        return [*zip(*rows, strict=True), *([x] for x in fixed)]
     width = len(formula(1.0, *[0.5] * len(numbers)))
     found = torch.empty(len(steps), width, 1, dtype=torch.float64, device=device)
-    body = _on_device(formula, device)
-    run((body, Call([x], numbers, list(out.unbind()))) for x, out in zip(steps, found, strict=True))
-    return [(*(x[0] for x in out), *fixed) for out in found]
+    results = [list(column.unbind()) for column in found.unbind(1)]
+    run(_on_device(formula, device), Calls([steps], [[x] for x in numbers], results))
+    return [*([x[0] for x in column] for column in results), *([x] for x in fixed)]
 
 
 @functools.cache
@@ -257,27 +259,12 @@ def _run_steps(
     names: Sequence[str],
     numbers: Sequence[Sequence[Tensor | float]],
 ) -> None:
-    """Steps of many tensors, each with its numbers.
-
-    `lengths` says for each the numbers of terms of gradient, parameter and states, `stochastic`
-    which of the latter two round so.
-    """
-    count = len(lengths) // len(numbers)
-    more_keys = iter(keys)
-    step = functools.cache(functools.partial(_step, rule, maximize, names=tuple(names)))
-
-    def calls() -> Iterator[tuple[Body, Call]]:
-        target = gradient = 0
-        for i, scalars in enumerate(numbers):
-            own = tuple(lengths[i * count : (i + 1) * count])
-            flags = tuple(stochastic[i * (count - 1) : (i + 1) * (count - 1)])
-            outputs = targets[target : (target := target + sum(own[1:]))]
-            vectors = [*gradients[gradient : (gradient := gradient + own[0])], *outputs]
-            if True in flags:
-                scalars = [*scalars, next(more_keys)]
-            yield step(own, flags), Call(vectors, scalars, outputs)
-
-    run(calls())
+    """Steps of tensors in the same formats, with columns of numbers."""
+    count = len(gradients) // lengths[0]
+    outputs = columns(targets, count)
+    scalars = [*numbers, keys] if keys else numbers
+    body = _step(rule, maximize, tuple(lengths), tuple(stochastic), tuple(names))
+    run(body, Calls([*columns(gradients, count), *outputs], scalars, outputs))
 
 
 def _at_hand(x: Tensor) -> Tensor | float:
@@ -310,8 +297,18 @@ def adam_(
     maximize: bool,
     decoupled: bool,
 ) -> None:
-    """A step of Adam or AdamW. The targets of a parameter are its own terms and those of its first,
-    second and, for AMSGrad, largest second moment."""
+    """A step of Adam or AdamW of tensors in the same formats.
+
+    Args:
+        targets: the terms of the parameters: the leading terms of all, then their second ones, and
+            so on; then in the same way those of first, second and, for AMSGrad, largest second
+            moments.
+        gradients: theirs.
+        lengths: the numbers of terms of gradients, parameters and each of the states.
+        keys: one for each parameter, if something rounds stochastically.
+        stochastic: which of parameters and states do.
+        steps: how many steps each parameter has taken, this one counted.
+    """
     rate = _at_hand(lr)
     fixed = {
         "1 - beta1": 1 - beta1,
@@ -347,16 +344,16 @@ def sgd_(
     maximize: bool,
     first: bool,
 ) -> None:
-    """A step of SGD. The targets of a parameter are its own terms and those of its momentum
-    buffer, if it has one; on the first step this takes the gradient as it is."""
+    """A step of SGD, as that of Adam. The state is a momentum buffer, or there is none; on the
+    first step it takes the gradient as it is."""
     numbers: dict[str, Tensor | float] = {"-rate": -_at_hand(lr)}
     if not first:
         numbers |= {"momentum": momentum, "1 - dampening": 1 - dampening}
     if nesterov:
         numbers["nesterov"] = momentum
     numbers |= _given(l2=weight_decay, grad_scale=grad_scale, found_inf=found_inf)
-    every = [tuple(numbers.values())] * (len(lengths) // (3 if momentum else 2))
-    _run_steps("sgd", maximize, targets, gradients, lengths, stochastic, keys, [*numbers], every)
+    scalars = [[x] for x in numbers.values()]
+    _run_steps("sgd", maximize, targets, gradients, lengths, stochastic, keys, [*numbers], scalars)
 
 
 @opaque(lambda *args: None, mutates=["targets"], direct=True)
@@ -375,8 +372,7 @@ def adagrad_(
     eps: float,
     maximize: bool,
 ) -> None:
-    """A step of Adagrad. The targets of a parameter are its own terms and those of its sum of
-    squares."""
+    """A step of Adagrad, as that of Adam. The state is the sum of squares."""
     fixed = {
         "eps": eps,
         **_given(l2=weight_decay, grad_scale=grad_scale, found_inf=found_inf),
@@ -387,9 +383,11 @@ def adagrad_(
 
 
 @opaque(lambda *args: None, mutates=["gradients"], direct=True)
-def unscale_(gradients: Sequence[Tensor], lengths: Sequence[int], grad_scale: Tensor) -> None:
+def unscale_(gradients: Sequence[Tensor], terms: int, grad_scale: Tensor) -> None:
     """Gradients, each of so many terms, over the scale of a loss."""
-    run((_unscaled, Call(own, [grad_scale], own)) for own in regroup(gradients, lengths))
+    count = len(gradients) // terms
+    own = columns(gradients, count)
+    run(_unscaled, Calls(own, [[grad_scale]], own))
 
 
 def _unscaled(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> Sequence[Tensor]:

@@ -20,7 +20,7 @@ from mcftensor.formats import MAX_TERMS, Format, require_format
 Role = Literal["value", "parameter"]
 
 _GRAD: Any = torch.Tensor.grad
-_TERM_NAMES = tuple(f"_term{i}" for i in range(MAX_TERMS))
+TERM_NAMES = tuple(f"_term{i}" for i in range(MAX_TERMS))
 
 
 class MCFTensor(torch.Tensor):
@@ -95,7 +95,7 @@ class MCFTensor(torch.Tensor):
         self._hold(components, format or Format(components[0].dtype, len(components)), role)
 
     def _hold(self, components: Sequence[Tensor], format: Format, role: Role) -> None:
-        for name, term in zip(_TERM_NAMES, components, strict=False):
+        for name, term in zip(TERM_NAMES, components, strict=False):
             setattr(self, name, term)
         self._format = format
         self._role = role
@@ -119,7 +119,7 @@ class MCFTensor(torch.Tensor):
         """The terms, for those who write to none."""
         if self._format.terms == 2:  # the commonest, and asked for at every turn
             return self._term0, self._term1
-        return tuple([getattr(self, name) for name in _TERM_NAMES[: self._format.terms]])
+        return tuple([getattr(self, name) for name in TERM_NAMES[: self._format.terms]])
 
     @property
     def format(self) -> Format:
@@ -151,7 +151,7 @@ class MCFTensor(torch.Tensor):
             _at_flatten.clear()
         if type(self._term0) is Tensor:  # compiled code may write to the terms that it is given
             compute_readers(self._read())
-        return list(_TERM_NAMES[: self._format.terms]), (self._format.name, self._role)
+        return list(TERM_NAMES[: self._format.terms]), (self._format.name, self._role)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -159,7 +159,7 @@ class MCFTensor(torch.Tensor):
     ) -> MCFTensor:
         name, role = context
         format = Format.from_name(name)
-        return MCFTensor([inner[n] for n in _TERM_NAMES[: format.terms]], format, role)
+        return MCFTensor([inner[n] for n in TERM_NAMES[: format.terms]], format, role)
 
     def _stable_hash_for_caching(self) -> str:
         # Compiled code holds what dispatch did, which another release may do differently.
@@ -352,7 +352,7 @@ class MCFTensor(torch.Tensor):
             value = torch.empty_like(self).copy_(value)
         assert isinstance(value, MCFTensor)
         _ = self.components  # no longer deferred
-        for name, term in zip(_TERM_NAMES, value.components, strict=False):
+        for name, term in zip(TERM_NAMES, value.components, strict=False):
             setattr(self, name, term.detach())
 
     def data_ptr(self) -> int:
@@ -428,7 +428,7 @@ class DeferredTensor(MCFTensor):
         self.__class__ = MCFTensor  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:  # called for what is missing
-        if name not in _TERM_NAMES:
+        if name not in TERM_NAMES:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         self.compute_terms()
         return getattr(self, name)

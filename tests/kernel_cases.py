@@ -140,6 +140,16 @@ def run(text: str, *operands: Sequence[Tensor]) -> list[Tensor]:
     return evaluate(text, [t for x in operands for t in x], [len(x) for x in operands], keys)
 
 
+def run_sets(text: str, *sets: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """The same for several sets of operands in one call."""
+    keys = [torch.tensor(2**61 + i) for i in range(len(sets))] if "sr" in text else []
+    columns = [
+        column for operand in zip(*sets, strict=True) for column in zip(*operand, strict=True)
+    ]
+    lengths = [len(x) for x in sets[0]]
+    return evaluate(text, [x for column in columns for x in column], lengths, keys)
+
+
 # --------------------------------------------------------------------------------- fused steps
 
 # Formats of a parameter and of its states.

@@ -7,6 +7,7 @@ What they write to stderr is shown with MCFTENSOR_TEST_STDERR=1.
 """
 
 import collections
+import faulthandler
 import functools
 import importlib
 import inspect
@@ -115,6 +116,7 @@ def _started(rank: int, world: int) -> tuple[Any, Connection]:
 
 def _work(rank: int, world: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    faulthandler.enable()  # where a process died
     if "MCFTENSOR_TEST_STDERR" not in os.environ:
         sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
     while True:

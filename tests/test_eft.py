@@ -394,8 +394,9 @@ def operator_samples():
     yield ops.evaluate, ("('add', 'bf16x2sr', 0, 1)", [*pair, wide], [2, 1], [key])
     yield ops.evaluate, ("('mul', 'bf16x2', 0, 1)", [a, b], [1, 1], [])
     yield ops.evaluate, ("('lerp', 'fp32x2', 0, 1, 2)", [*pair, *pair, wide[0]], [2, 2, 1], [])
-    two = "('sqrt', 'bf16x2', 0);('add', 'bf16x3', ('sqrt', 'bf16x2', 0), 1)"
-    yield ops.evaluate, (two, [*pair, *pair, wide], [2, 2, 1], [])
+    two_sets = [pair[0], pair[0] * 2, pair[1], pair[1] * 2, wide, wide[:1]]
+    nested = "('add', 'bf16x3', ('sqrt', 'bf16x2', 0), 1)"
+    yield ops.evaluate, (nested, two_sets, [2, 1], [])
     target = [x.clone() for x in pair]
     yield ops.evaluate_, ("('add', 'bf16x2', 0, 1)", target, [*pair, wide], [2, 1], [])
     yield from step_samples(ops)
@@ -415,6 +416,10 @@ def step_samples(ops):
     yield ops.adam_, ([*p, *m, *v], [g], *nearest, [step], lr, scale, bad, *adam)
     drawn = ([1, 2, 1, 2], [key], [True, False, True])
     yield ops.adam_, ([*p[:2], *m, *v], [g], *drawn, [step], lr, None, None, *adam)
+    several = [x.clone() * n for x in (*p[:2], *m, *v) for n in (1, 2)]
+    drawn = ([1, 2, 1, 2], [key, key + 1], [True, False, True])
+    counts = [step, step + 1]
+    yield ops.adam_, (several, [g, g * 2], *drawn, counts, lr, None, None, *adam)
     sgd = (0.9, 0.0, 0.1, True, False, False)
     yield ops.sgd_, ([*p, *v], [g], [1, 3, 2], [], [False] * 2, lr, None, None, *sgd)
     adagrad = (0.1, 0.1, 1e-8, False)
@@ -422,7 +427,8 @@ def step_samples(ops):
         ops.adagrad_,
         ([*p, *sums], [g], [1, 3, 2], [], [False] * 2, [step], lr, None, None, *adagrad),
     )
-    yield ops.unscale_, ([g, *v], [1, 2], scale)
+    yield ops.unscale_, ([g, g * 2], 1, scale)
+    yield ops.unscale_, ([*v], 2, scale)
 
 
 @pytest.mark.parametrize(("operator", "arguments"), [*operator_samples()])

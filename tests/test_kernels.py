@@ -6,12 +6,14 @@ from kernel_cases import (
     CASES,
     OPERATIONS,
     STEPS,
+    assert_same_bits,
     expression,
     mixtures,
     nested,
     operand,
     patterns,
     run,
+    run_sets,
     same,
     step,
 )
@@ -74,41 +76,35 @@ def test_nested_expressions(name):
     same("cpp", run, *nested(mcf.Format.from_name(name), 5003))
 
 
-def mixed(shapes):
-    operands, texts = [], []
-    for name, shape in zip(["bf16x2", "fp32x2", "bf16x2", "fp64x2", "fp16x2"], shapes, strict=True):
-        format = mcf.Format.from_name(name)
-        operands += [operand(format, *shape), operand(format, *shape)]
-        texts.append(expression("mul", format))
-    return ";".join(texts), operands
+def sets(format, shapes):
+    """Pairs of operands of these shapes."""
+    return [(operand(format.nearest, *x), operand(format.nearest, *x)) for x in shapes]
 
 
-def test_several_tensors_of_several_formats():
-    text, operands = mixed([(5,), (300, 7), (5003,), (1,), (64,)])
-    same("cpp", run, text, *operands)
+@pytest.mark.parametrize("name", ["bf16x2", "fp32x2", "fp64x2", "fp16x2", "bf16x2sr"])
+def test_several_tensors(name):
+    format = mcf.Format.from_name(name)
+    shapes = [(5,), (300, 7), (5003,), (1,), (64,), (0,), (17,)]
+    same("cpp", run_sets, expression("mul", format), *sets(format, shapes))
+
+
+@pytest.mark.parametrize("operation", ["add", "fma"])
+def test_several_sets_some_of_which_broadcast(operation):
+    format, count = mcf.bf16x2, OPERATIONS[operation] - 1
+    last = [operand(format), operand(format, 40), (torch.randn(()),) * 2, operand(format, 40)]
+    alike = [(*tuple(operand(format, 40) for _ in range(count)), x) for x in last]
+    same("cpp", run_sets, expression(operation, format), *alike)
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_threads_divide_the_work_alike(count, threads):
-    text, operands = mixed([(100_003,), (5,), (70_001,), (17,), (1,)])
-    # Stochastic rounding counts elements.
-    random = mcf.Format.from_name("bf16x2sr")
-    more = [operand(random.nearest, 150_001) for _ in range(2)]
-    work = [(text, *operands), (expression("mul", random), *more)]
-    alone = [same("cpp", run, *x) for x in work]
+@pytest.mark.parametrize("name", ["bf16x2", "fp32x2", "bf16x2sr"])
+def test_threads_divide_the_work_alike(name, count, threads):
+    format = mcf.Format.from_name(name)
+    work = sets(format, [(100_003,), (5,), (70_001,), (17,), (1,)])
+    alone = same("cpp", run_sets, expression("mul", format), *work)
     threads(count)
-    together = [same("cpp", run, *x) for x in work]
-    for a, b in zip(alone, together, strict=True):
-        for x, y in zip(a, b, strict=True):
-            torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
-
-
-def more_text(format):
-    return expression("mul", format)
-
-
-def run_compiled(text, *operands):
-    return same("cpp", run, text, *operands)
+    together = same("cpp", run_sets, expression("mul", format), *work)
+    assert_same_bits(together, alone)
 
 
 @pytest.mark.parametrize("name", ["bf16x2", "fp32x2", "bf16x2sr"])

@@ -77,3 +77,74 @@ def test_lists_written_to_are_of_another_version(name):
     for target in (x, plain):
         getattr(torch, f"_foreach_{name}_")([target], *operands)
     assert x._version == plain._version == 1
+
+
+def operand(rng, target, seed):
+    """Something that may stand beside a target in arithmetic, mostly of its shape."""
+    kind = rng.choice(
+        ["plain", "plain", "wide", "expansion", "deferred", "scalar", "row", "turned"]
+    )
+    format = rng.choice([f for f in LONG if f.base == target.dtype])
+    shape = {"scalar": (), "row": target.shape[-1:]}.get(kind, target.shape)
+    x = sample(format, *shape, seed=seed)
+    if kind == "turned" and target.dim() == 2:
+        return sample(format, *reversed(shape), seed=seed).t()
+    if kind in ("expansion", "row", "turned"):
+        return x
+    if kind == "deferred":
+        return x * 2
+    return mcf.as_plain(x, torch.float32 if kind == "wide" else x.dtype)
+
+
+LONG = (*FORMATS, mcf.fp16x2, mcf.fp32x2)
+SHAPES = [(5,), (5,), (3, 4), (), (0,), (1, 1)]
+IN_PLACE = {
+    "add": 1,
+    "sub": 1,
+    "mul": 1,
+    "div": 1,
+    "lerp": 1,
+    "addcmul": 2,
+    "addcdiv": 2,
+    "sqrt": 0,
+}
+
+
+@pytest.mark.usefixtures("no_grad")
+@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.parametrize("seed", range(8))
+def test_lists_of_all_kinds(name, seed):
+    rng = random.Random(seed)
+    alike = rng.random() < 0.5  # so that there is something to do together
+    kinds = [(rng.choice(LONG), rng.choice(SHAPES)) for _ in range(1 if alike else 6)] * 6
+    formats = [(f, shape) for f, shape in kinds[:6]]
+    numbers = [0.3 + i for i in range(6)]
+    found = []
+    for in_list in (True, False):
+        targets = [sample(f, *shape, seed=i) for i, (f, shape) in enumerate(formats)]
+        rng = random.Random(seed)
+        operands = [
+            [operand(rng, t, 100 * k + i) for i, t in enumerate(targets)]
+            for k in range(IN_PLACE[name])
+        ]
+        weights = {"lerp": [0.3], "addcmul": [numbers], "addcdiv": [numbers]}.get(name, [])
+        if in_list:
+            getattr(torch, f"_foreach_{name}_")(targets, *operands, *weights)
+        else:
+            for i, target in enumerate(targets):
+                own = [column[i] for column in operands]
+                keywords = {"value": numbers[i]} if name.startswith("addc") else {}
+                more = [0.3] if name == "lerp" else []
+                getattr(target, f"{name}_")(*own, *more, **keywords)
+        found.append(targets)
+    for together, one_by_one in zip(*found, strict=True):
+        assert_same_terms(together, one_by_one)
+
+
+def test_lists_that_round_stochastically_draw_for_each_tensor():
+    format = mcf.Format.from_name("bf16x2sr")
+    ones = [mcf.as_expansion(torch.ones(1000), format) for _ in range(3)]
+    torch._foreach_mul_(ones, 1 + 2.0**-20 * (1 + 2.0**-9))  # between two of the format
+    tails = [x.components[1] for x in ones]
+    assert all(len(x.unique()) == 2 for x in tails)
+    assert not torch.equal(tails[0], tails[1])

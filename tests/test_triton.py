@@ -21,13 +21,14 @@ from kernel_cases import (
     operand,
     patterns,
     run,
+    run_sets,
     same,
     step,
     way,
 )
 
 import mcftensor as mcf
-from mcftensor.kernels import Call, running
+from mcftensor.kernels import running
 from mcftensor.kernels import triton as programs
 
 triton = pytest.importorskip("triton")
@@ -66,9 +67,8 @@ def test_fused_steps(kind):
 def test_one_huge_and_many_tiny_tensors():
     format = mcf.bf16x2
     shapes = [(3,), (50_001,), *[(i % 5 + 1,) for i in range(40)], (1024,), (1025,)]
-    operands = [operand(format, *shape) for shape in shapes for _ in range(2)]
-    text = ";".join([expression("mul", format)] * len(shapes))
-    same("triton", run, text, *operands)
+    pairs = [(operand(format, *shape), operand(format, *shape)) for shape in shapes]
+    same("triton", run_sets, expression("mul", format), *pairs)
 
 
 @pytest.mark.parametrize("name", ["bf16x2", "fp32x2", "bf16x2sr"])
@@ -101,7 +101,7 @@ def scaled(x, scalar):
     def body(vectors, scalars, index):
         return [(vectors[0].to(torch.float64) * scalars[0]).to(torch.float32)]
 
-    running.run([(body, Call([x], [scalar], [output]))])
+    running.run_one(body, [x], [scalar], [output])
     return [output]
 
 

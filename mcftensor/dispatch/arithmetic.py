@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,14 +26,14 @@ from mcftensor.dispatch.operands import (
 )
 from mcftensor.dispatch.plans import PLANS, Task
 from mcftensor.dispatch.table import TABLE, register_forms
-from mcftensor.elementwise import evaluate, evaluate_
+from mcftensor.elementwise import evaluate, evaluate_, write
 from mcftensor.tensor import DeferredTensor, MCFTensor
 
 aten = torch.ops.aten
 
 
 def evaluated(tasks: Sequence[Task]) -> list[MCFTensor]:
-    """The results of tasks, in one pass for all that cannot wait."""
+    """The results of tasks, in one pass for all alike that cannot wait."""
     results: list[Any] = [None] * len(tasks)
     now = []
     for i, task in enumerate(tasks):
@@ -43,42 +43,61 @@ def evaluated(tasks: Sequence[Task]) -> list[MCFTensor]:
             results[i] = DeferredTensor.of(deferred, like, task.format)
         else:
             now.append(i)
-    if now:
-        found = iter(evaluate(*_joined([tasks[i] for i in now])))
-        for i in now:
-            own = list(itertools.islice(found, tasks[i].format.terms))
-            results[i] = MCFTensor(own, tasks[i].format, tasks[i].prepared.role)
+    for rows in _alike(tasks, now):
+        found = evaluate(*_joined([tasks[i] for i in rows]))
+        for place, i in enumerate(rows):
+            prepared = tasks[i].prepared
+            results[i] = MCFTensor(found[place :: len(rows)], prepared.format, prepared.role)
     return results
 
 
 def evaluated_into(targets: Sequence[MCFTensor], tasks: Sequence[Task]) -> None:
-    """Write the results of tasks into targets, in one pass for all that cannot wait.
+    """Write the results of tasks into targets, in one pass for all alike that cannot wait.
 
     What is deferred and reads a target has been computed before.
     """
     now = []
-    for target, task in zip(targets, tasks, strict=True):
+    for i, (target, task) in enumerate(zip(targets, tasks, strict=True)):
         if isinstance(target, DeferredTensor) and task.may_wait():
             target.defer(Deferred(task.prepared.expression, task.operands))
         else:
-            now.append((target, task))
-    if not now:
-        return
-    expressions, operands, lengths, keys = _joined([task for _, task in now])
-    written = [term for target, _ in now for term in target._read()]
-    if len(now) > 1 or all(type(x) is Tensor for x in written):
-        evaluate_(expressions, written, operands, lengths, keys)
+            now.append(i)
+    for rows in _alike(tasks, now) if len(now) > 1 else [now]:
+        if len(rows) > 1:
+            expression, *arguments = _joined([tasks[i] for i in rows])
+            written = itertools.chain(*zip(*[targets[i]._read() for i in rows], strict=True))
+            evaluate_(expression, list(written), *arguments)
+        else:
+            for i in rows:
+                _write(targets[i], tasks[i])
+
+
+def _write(target: MCFTensor, task: Task) -> None:
+    written = target._read()
+    if all(type(x) is Tensor for x in written):
+        write(task.prepared.expression, task.operands, task.key(), written)
     else:  # a compiler's: one by one, operators that write take it long to see through
-        for term, new in zip(written, evaluate(expressions, operands, lengths, keys), strict=True):
+        for term, new in zip(written, evaluate(*_joined([task])), strict=True):
             term.copy_(new)
 
 
+def _alike(tasks: Sequence[Task], rows: Iterable[int]) -> Iterable[list[int]]:
+    """Which tasks ask for the same expression of operands of as many terms."""
+    groups: dict[Any, list[int]] = {}
+    for i in rows:
+        task = tasks[i]
+        lengths = tuple([len(x) for x in task.operands])
+        groups.setdefault((task.prepared.expression, lengths), []).append(i)
+    return groups.values()
+
+
 def _joined(tasks: Sequence[Task]) -> tuple[str, list[Any], list[int], list[Tensor]]:
-    """Arguments of `evaluate` for all tasks."""
+    """Arguments of `evaluate` for tasks that are alike."""
+    rows = [[term for operand in task.operands for term in operand] for task in tasks]
     return (
-        ";".join([task.prepared.expression for task in tasks]),
-        [term for task in tasks for operand in task.operands for term in operand],
-        [len(operand) for task in tasks for operand in task.operands],
+        tasks[0].prepared.expression,
+        list(itertools.chain(*zip(*rows, strict=True))),
+        [len(operand) for operand in tasks[0].operands],
         [key for task in tasks for key in task.key()],
     )
 

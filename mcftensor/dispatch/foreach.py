@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.deferred import compute_readers
+from mcftensor.dispatch import batches
 from mcftensor.dispatch.arithmetic import evaluated, evaluated_into, fits
 from mcftensor.dispatch.operands import computes_plainly
 from mcftensor.dispatch.plans import PLANS, Task
@@ -39,28 +40,35 @@ def foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
         full_name = name + "_" * in_place
     if name in _VALUED and func._overloadname == "Tensor":
         args = (*args[:3], args[3].tolist())
-    lengths = [len(a) for a in args if isinstance(a, Sequence)]
+    are_lists = [isinstance(a, Sequence) for a in args]
+    lengths = [len(a) for a, is_list in zip(args, are_lists, strict=True) if is_list]
     if len(set(lengths)) > 1:
         raise ValueError(f"{func}: lists of lengths {lengths}; all must be alike")
-    steps = []
-    for i in range(lengths[0]):
-        step = [a[i] if isinstance(a, Sequence) else a for a in args]
-        keywords = dict(kwargs)
-        if name in _VALUED and len(step) == 4:
-            keywords["value"] = step.pop()
-        steps.append((step, keywords))
-    if name in PLANS:
-        results = (_arithmetic_into if in_place else _arithmetic)(name, full_name, steps)
-    else:
-        results = [_single(name, full_name, *step) for step in steps]
+    columns = [a if b else [a] * lengths[0] for a, b in zip(args, are_lists, strict=True)]
+    named = {key: [x] * lengths[0] for key, x in kwargs.items()}
+    if name in _VALUED and len(columns) == 4:
+        named["value"] = columns.pop()
     if not in_place:
-        return results
+        return _new(name, _steps(columns, named))
+    if name in PLANS:
+        # What reads a target is computed before any is written to.
+        whole = [x for x in args[0] if isinstance(x, MCFTensor) and x._deferred is None]
+        compute_readers([term for x in whole for term in x._read()])
+    if name not in PLANS or not batches.write(name, [*columns, *named.values()], tuple(named)):
+        _into(name, full_name, _steps(columns, named))
     if torch._C._len_torch_dispatch_stack() == 0:  # lists do not do it by themselves
         torch.autograd.graph.increment_version(args[0])
     return None
 
 
 Step = tuple[list[Any], dict[str, Any]]
+
+
+def _steps(columns: Sequence[Sequence[Any]], named: dict[str, list[Any]]) -> list[Step]:
+    """The operands of each step, and its keywords."""
+    rows = zip(*columns, *named.values(), strict=True)
+    count = len(columns)
+    return [(list(row[:count]), dict(zip(named, row[count:], strict=True))) for row in rows]
 
 
 def _single(name: str, full_name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -71,7 +79,9 @@ def _single(name: str, full_name: str, args: list[Any], kwargs: dict[str, Any]) 
     return args[0].copy_(getattr(aten, name)(*args, **kwargs))
 
 
-def _arithmetic(name: str, full_name: str, steps: list[Step]) -> list[Any]:
+def _new(name: str, steps: list[Step]) -> list[Any]:
+    if name not in PLANS:
+        return [_single(name, name, *step) for step in steps]
     results: list[Any] = [None] * len(steps)
     tasks: dict[int, Task] = {}
     for i, (args, kwargs) in enumerate(steps):
@@ -79,19 +89,16 @@ def _arithmetic(name: str, full_name: str, steps: list[Step]) -> list[Any]:
         if any(isinstance(x, MCFTensor) for x in args) and not computes_plainly(operands):
             tasks[i] = Task.of(name, args, kwargs)
         else:
-            results[i] = _single(name, full_name, args, kwargs)
+            results[i] = _single(name, name, args, kwargs)
     for i, result in zip(tasks, evaluated(list(tasks.values())), strict=True):
         results[i] = result
     return results
 
 
-def _arithmetic_into(name: str, full_name: str, steps: list[Step]) -> None:
+def _into(name: str, full_name: str, steps: list[Step]) -> None:
     targets: list[MCFTensor] = []
     tasks: list[Task] = []
-    # What reads a target is computed before any is written to.
-    whole = [args[0] for args, _ in steps if isinstance(args[0], MCFTensor)]
-    compute_readers([term for x in whole if x._deferred is None for term in x._read()])
-    together = not _interfere([args for args, _ in steps])
+    together = name in PLANS and not _interfere([args for args, _ in steps])
     for args, kwargs in steps:
         target = args[0]
         if together and isinstance(target, MCFTensor):

@@ -6,13 +6,16 @@ Lists may mix formats, plain parameters and plain states.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch.operands import require_one_base, terms
+from mcftensor.deferred import compute_readers
+from mcftensor.dispatch.operands import require_one_base, term_columns
 from mcftensor.dispatch.table import implements
+from mcftensor.formats import Format
 from mcftensor.noise import draw_key
 from mcftensor.steps import adagrad_, adam_, sgd_, unscale_
 from mcftensor.tensor import MCFTensor
@@ -38,57 +41,59 @@ def _fused(
         step: one of `steps.py`.
         settings: its last arguments.
     """
-    rows = list(zip(*[x for x in lists if x], strict=True))
-    ours: list[int] = []
-    others: list[int] = []
-    for i, row in enumerate(rows):  # before anything is written
-        formats = [x.format for x in row if isinstance(x, MCFTensor)]
-        require_one_base("fused step", formats)
-        (ours if formats else others).append(i)
-    if others:
-        func(*([x[i] for i in others] if x else [] for x in (*lists, *counts)), **options)
-    if not ours:
-        return
-    if len({id(rows[i][0]) for i in ours}) < len(ours):  # a parameter given twice takes two steps
-        for i in ours:
+    if len(set(map(id, lists[0]))) < len(lists[0]):  # a parameter given twice takes two steps
+        for i in range(len(lists[0])):
             one = [[x[i]] if x else [] for x in (*lists, *counts)]
             _fused(func, one[: len(lists)], one[len(lists) :], options, step, *settings)
         return
-    targets: list[Tensor] = []
-    gradients: list[Tensor] = []
-    lengths: list[int] = []
-    keys: list[Tensor] = []
-    stochastic: list[bool] = []
-    for i in ours:
-        param, grad, *states = rows[i]
-        gradient = terms(grad)
-        gradients += gradient
-        lengths.append(len(gradient))
-        flags = []
-        for x in (param, *states):
-            is_expansion = isinstance(x, MCFTensor)
-            own = x.components if is_expansion else (x,)  # to be written to
-            targets += own
-            lengths.append(len(own))
-            flags.append(is_expansion and x.format.rounding == "stochastic")
-        stochastic += flags
-        if True in flags:
-            keys.append(draw_key(param.device))
-    lr, scale = options["lr"], options.get("grad_scale")
-    step(
-        targets,
-        gradients,
-        lengths,
-        keys,
-        stochastic,
-        *([count[i] for i in ours] for count in counts),
-        lr if isinstance(lr, Tensor) else torch.scalar_tensor(lr, dtype=torch.float64),
-        scale,
-        options.get("found_inf"),
-        *settings,
-    )
-    if scale is not None:
-        unscale_(gradients, lengths[:: len(rows[0])], scale)
+    groups = _groups([x for x in lists if x])
+    for formats in groups:  # before anything is written
+        require_one_base("fused step", [f for f in formats if f is not None])
+    for formats, rows in groups.items():
+        own = [[x[i] for i in rows] if x else [] for x in (*lists, *counts)]
+        if not any(formats):
+            func(*own, **options)
+            continue
+        quantities = zip([x for x in own[: len(lists)] if x], formats, strict=True)
+        targets, gradients, *states = (term_columns(x, f) for x, f in quantities)
+        written = [targets, *states]
+        stochastic = [f is not None and f.rounding == "stochastic" for f in formats]
+        del stochastic[1]
+        lr, scale = options["lr"], options.get("grad_scale")
+        flat = list(chain(*gradients))
+        compute_readers(chain(flat, chain(*chain(*written))))  # before they are written to
+        step(
+            list(chain(*chain(*written))),
+            flat,
+            [len(gradients), *map(len, written)],
+            [draw_key(x.device) for x in own[0]] if any(stochastic) else [],
+            stochastic,
+            *own[len(lists) :],
+            lr if isinstance(lr, Tensor) else torch.scalar_tensor(lr, dtype=torch.float64),
+            scale,
+            options.get("found_inf"),
+            *settings,
+        )
+        if scale is not None:
+            unscale_(flat, len(gradients), scale)
+
+
+def _groups(quantities: Sequence[list[Tensor]]) -> dict[tuple[Format | None, ...], list[int]]:
+    """Which rows of lists of tensors are in which formats; a plain tensor is in none."""
+    numbers: dict[int, int] = {}  # of formats, by their identity
+    found: list[Format | None] = []
+    codes = []
+    for quantity in quantities:
+        formats = [x.format if isinstance(x, MCFTensor) else None for x in quantity]
+        for f in {id(f): f for f in formats}.values():
+            if f not in found:
+                found.append(f)
+            numbers[id(f)] = found.index(f)
+        codes.append([numbers[id(f)] for f in formats])
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, code in enumerate(zip(*codes, strict=True)):
+        groups.setdefault(code, []).append(i)
+    return {tuple([found[x] for x in code]): rows for code, rows in groups.items()}
 
 
 @implements(aten._fused_adam_, aten._fused_adamw_)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mcftensor import expansion
 from mcftensor.formats import MAX_TERMS, Format
-from mcftensor.tensor import MCFTensor, Role
+from mcftensor.tensor import TERM_NAMES, MCFTensor, Role
 
 Number = (int, float, torch.SymInt, torch.SymFloat)
 
@@ -98,20 +98,35 @@ def longest_format(name: str, formats: Sequence[Format]) -> Format:
     return Format(formats[0].base, terms, "stochastic" if stochastic else "nearest")
 
 
+def require_dense(operand: Tensor) -> None:
+    """Raise ValueError for a tensor that is not of dense real numbers."""
+    if operand.is_complex() or operand.layout != torch.strided or operand.is_quantized:
+        raise ValueError(
+            f"an expansion meets a tensor of {operand.dtype}, {operand.layout}; expansions "
+            "compute with dense real tensors: convert it first"
+        )
+
+
 def terms(operand: Any) -> list[Tensor]:
     """An operand as plain tensors to read; a number enters as float64, with all its bits."""
     if isinstance(operand, MCFTensor):
         return list(operand._read())
     if isinstance(operand, Tensor):
-        if operand.is_complex() or operand.layout != torch.strided or operand.is_quantized:
-            raise ValueError(
-                f"an expansion meets a tensor of {operand.dtype}, {operand.layout}; expansions "
-                "compute with dense real tensors: convert it first"
-            )
+        require_dense(operand)
         return [operand]
     if isinstance(operand, Number):
         return [torch.scalar_tensor(operand, dtype=torch.float64)]  # type: ignore[arg-type]
     raise ValueError(f"an expansion meets {operand!r}, which is neither a tensor nor a real number")
+
+
+def term_columns(operands: Sequence[Tensor], format: Format | None) -> list[list[Tensor]]:
+    """The terms of operands that are all in a format, or all plain: the leading terms of all, then
+    their second ones, and so on."""
+    if format is None:
+        for x in operands:
+            require_dense(x)
+        return [list(operands)]
+    return [[getattr(x, name) for x in operands] for name in TERM_NAMES[: format.terms]]
 
 
 def converted(operand: Any, format: Format, device: torch.device) -> list[Tensor]:

@@ -113,12 +113,24 @@ _PLAIN, _NUMBER, _ONE = "plain", "number", "one"
 Kind = _Expansion | str
 
 
+# By the identity of a format, which is kept beside the kind, and so stays what it is.
+_EXPANSIONS: dict[tuple[Any, ...], tuple[Format, _Expansion]] = {}
+_MOST_KINDS = 256
+
+
 def kind_of(x: Any) -> Kind:
-    """What a plan depends on of an operand."""
+    """What a plan depends on of an operand; mostly the same object for the same kind."""
     if isinstance(x, MCFTensor):
-        f, deferred = x._format, x._deferred
+        f, deferred, has_dims = x._format, x._deferred, x.dim() > 0
         text = None if deferred is None else deferred.expression
-        return _Expansion(f.base, f.terms, f.rounding, x._role, x.dim() > 0, text)
+        key = (id(f), x._role, has_dims, text)
+        found = _EXPANSIONS.get(key)
+        if found is None:
+            if len(_EXPANSIONS) >= _MOST_KINDS:  # formats that were copied or read from files
+                _EXPANSIONS.clear()
+            kind = _Expansion(f.base, f.terms, f.rounding, x._role, has_dims, text)
+            found = _EXPANSIONS[key] = (f, kind)
+        return found[1]
     if isinstance(x, Tensor):
         return _PLAIN
     return _ONE if _is_one(x) else _NUMBER
@@ -141,9 +153,11 @@ class _Place:
 
 
 @functools.cache
-def _prepare(
+def prepare(
     name: str, kinds: tuple[Kind, ...], keywords: tuple[str, ...], target: Format | None
 ) -> Prepared:
+    """What an operation on operands of these kinds becomes, the last of them given by keywords;
+    its result is written into a target of some format, or is new."""
     stand_ins = [1 if kind is _ONE else _Place(i) for i, kind in enumerate(kinds)]
     count = len(kinds) - len(keywords)
     named = dict(zip(keywords, stand_ins[count:], strict=True))
@@ -215,7 +229,7 @@ class Task:
             ValueError: expansions of unlike bases; an operand that is no real dense tensor.
         """
         given = (*args, *kwargs.values())
-        prepared = _prepare(name, tuple(map(kind_of, given)), tuple(kwargs), target)
+        prepared = prepare(name, tuple(map(kind_of, given)), tuple(kwargs), target)
         reads = [given[i] if type(i) is int else i for i in prepared.order]
         operands: list[Operand] = []
         for x in reads:

@@ -1,12 +1,13 @@
 """Elementwise functions of many tensors in one pass over memory.
 
-`run` is given a function written in PyTorch and sets of tensors. Where there is much to do the
+`run` is given a function written in PyTorch and columns of tensors. Where there is much to do the
 function becomes a `program`, in C++ (`cpp`, `compiler`) or in Triton (`triton`), which gives the
 bits of the function itself; otherwise the function runs as it is, block by block (`blocks`).
 """
 
 from __future__ import annotations
 
-from mcftensor.kernels.calls import Call as Call
+from mcftensor.kernels.calls import Calls as Calls
 from mcftensor.kernels.program import Body as Body
 from mcftensor.kernels.running import run as run
+from mcftensor.kernels.running import run_one as run_one

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
@@ -12,45 +13,91 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+Column = Sequence[Tensor]
+
+_FEW = 128
+_dtype = operator.attrgetter("dtype")
+
 
 @dataclass(eq=False, slots=True)
-class Call:
-    """One set of tensors for an elementwise function.
+class Calls:
+    """Calls of an elementwise function, by columns: the first of each column make the first call.
 
-    Outputs are of one shape, vectors too or of one that broadcasts; scalars are Python floats or
-    tensors without dimensions. An output may be one of the vectors, and overlaps no other.
+    The outputs of a call are of one shape, its vectors too or of one that broadcasts; its scalars
+    are Python floats or tensors without dimensions, and a column of one scalar is for all calls. A
+    column of outputs may be one of vectors, and overlaps no other.
     """
 
-    vectors: Sequence[Tensor]
-    scalars: Sequence[Tensor | float]
-    outputs: Sequence[Tensor]
+    vectors: Sequence[Column]
+    scalars: Sequence[Sequence[Tensor | float]]
+    outputs: Sequence[Column]
+
+    def __len__(self) -> int:
+        return len(self.outputs[0])
+
+    def __iter__(self) -> Iterator[tuple[list[Tensor], list[Tensor | float], list[Tensor]]]:
+        """Call by call."""
+        for i in range(len(self)):
+            (vectors, scalars, outputs) = ([x for (x,) in part] for part in self._rows([i]))
+            yield vectors, scalars, outputs  # type: ignore[misc]
+
+    def only(self, rows: Sequence[int]) -> Calls:
+        """Some of the calls."""
+        return Calls(*self._rows(rows))  # type: ignore[arg-type]
+
+    def _rows(self, rows: Sequence[int]) -> Iterator[list[list[Tensor | float]]]:
+        yield [[x[i] for i in rows] for x in self.vectors]
+        yield [[x[i] for i in rows] for x in map(self.every, self.scalars)]
+        yield [[x[i] for i in rows] for x in self.outputs]
+
+    def every(self, scalars: Sequence[T]) -> Sequence[T]:
+        """A column of scalars, one for each call."""
+        return scalars if len(scalars) == len(self) else [*scalars] * len(self)
 
 
-@dataclass(slots=True)
-class Rows:
-    """Calls of one kernel whose tensors are dense: their lengths, and one after the other the
-    addresses of all vectors and outputs."""
+def places(
+    vectors: Sequence[T], outputs: Sequence[T], are_same: Callable[[T, T], bool]
+) -> tuple[list[T], list[int]]:
+    """Vectors and outputs without repetition, and which of them the outputs are."""
+    found = list(vectors)
+    where = []
+    for output in outputs:
+        i = 0
+        while i < len(found) and not are_same(found[i], output):
+            i += 1
+        if i == len(found):
+            found.append(output)
+        where.append(i)
+    return found, where
 
-    calls: list[Call] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    addresses: list[int] = field(default_factory=list)
 
-    def add(self, call: Call, length: int, addresses: Sequence[int]) -> None:
-        """Append a call."""
-        self.calls.append(call)
-        self.lengths.append(length)
-        self.addresses += addresses
+def are_same(a: Column, b: Column) -> bool:
+    """Whether two columns are of the same tensors."""
+    return a is b or all(map(operator.is_, a, b))
 
-    @property
-    def columns(self) -> list[list[int]]:
-        """The lengths, then the addresses of each vector and each output."""
-        width = len(self.addresses) // len(self.calls)
-        return [self.lengths, *(self.addresses[i::width] for i in range(width))]
 
-    @property
-    def scalars(self) -> Iterator[tuple[Tensor | float, ...]]:
-        """Each scalar, as all calls have it."""
-        return zip(*[call.scalars for call in self.calls], strict=True)
+@dataclass(eq=False, slots=True)
+class Facts:
+    """What kernels have to know of the tensors of a column."""
+
+    dtypes: set[torch.dtype]
+    devices: set[int]  # indices; the CPU has -1
+    lengths: list[int]
+    addresses: list[int]
+    are_contiguous: bool
+
+    @classmethod
+    def of(cls, column: Column) -> Facts:
+        """Asked while a few tensors at a time are in the caches: there may be thousands."""
+        facts = cls(set(), set(), [], [], True)
+        for i in range(0, len(column), _FEW):
+            part = column[i : i + _FEW]
+            facts.dtypes.update(map(_dtype, part))
+            facts.devices.update(map(Tensor.get_device, part))
+            facts.lengths += map(Tensor.numel, part)
+            facts.addresses += map(Tensor.data_ptr, part)
+            facts.are_contiguous &= all(map(Tensor.is_contiguous, part))
+        return facts
 
 
 def dtype_of(scalar: Tensor | float) -> torch.dtype:

@@ -6,24 +6,35 @@ from array import array
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from mcftensor.kernels.calls import Rows, by_rows, number_of
+from mcftensor.kernels.calls import by_rows, number_of
 from mcftensor.kernels.compiler import Launch
 
 # Elements a thread is worth starting for.
 _GRAIN = 1 << 15
 
 
-def launch(function: Launch, rows: Rows, scalars: Sequence[torch.dtype]) -> None:
-    """Run compiled code on sets of dense tensors, whose scalars are of these dtypes."""
-    words = rows.columns
+def launch(
+    function: Launch,
+    lengths: list[int],
+    addresses: Sequence[list[int]],
+    scalars: Sequence[Sequence[Tensor | float]],
+    dtypes: Sequence[torch.dtype],
+) -> None:
+    """Run compiled code on dense tensors of these lengths and addresses, given by columns, and on
+    scalars of these dtypes."""
+    count = len(lengths)
+    words = [lengths, *addresses]
     numbers = []
-    for dtype, column in zip(scalars, rows.scalars, strict=True):
+    for dtype, column in zip(dtypes, scalars, strict=True):
         values = [x if type(x) is float else number_of(x) for x in column]
+        if len(values) < count:
+            values *= count
         if dtype == torch.int64:
             words.append(list(map(int, values)))
         else:
             numbers.append(values)
     table, fractions = array("q", by_rows(words)), array("d", by_rows(numbers))
-    threads = max(1, min(torch.get_num_threads(), sum(rows.lengths) // _GRAIN))
-    function(table.buffer_info()[0], fractions.buffer_info()[0], len(rows.calls), threads)
+    threads = max(1, min(torch.get_num_threads(), sum(lengths) // _GRAIN))
+    function(table.buffer_info()[0], fractions.buffer_info()[0], count, threads)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.kernels import triton
-from mcftensor.kernels.calls import Rows, by_rows, number_of
+from mcftensor.kernels.calls import by_rows, number_of
 from mcftensor.kernels.compiler import digest, directory, write_whole
 from mcftensor.kernels.program import Program
 
@@ -30,23 +30,25 @@ def is_available() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def on_device(scalars: Sequence[Tensor | float], device: torch.device) -> tuple[bool, ...]:
-    """Which scalars a kernel reads from its device; the others travel in its table."""
-    return tuple([isinstance(x, Tensor) and x.device == device for x in scalars])
-
-
-def launch(program: Program, rows: Rows, device: torch.device) -> None:
-    """Run a program on sets of dense tensors that have as many scalars on the device."""
-    there = on_device(rows.calls[0].scalars, device)
-    lengths, *addresses = rows.columns
+def launch(
+    program: Program,
+    lengths: list[int],
+    addresses: Sequence[list[int]],
+    scalars: Sequence[Sequence[Tensor | float]],
+    device: torch.device,
+) -> None:
+    """Run a program on dense tensors of these lengths and addresses, given by columns, and on
+    scalars, of which the kernel reads those of a device there and the others in its table."""
+    there = tuple([isinstance(x, Tensor) and x.device == device for x, *_ in scalars])
     counts = [-(-length // triton.BLOCK) for length in lengths]
     words = [lengths, [0, *itertools.accumulate(counts[:-1])], *addresses]
     dtypes = program.signature.scalars
-    for column, is_there, dtype in zip(rows.scalars, there, dtypes, strict=True):
-        words.append([_address(x) if is_there else _bits(x, dtype) for x in column])
+    for column, is_there, dtype in zip(scalars, there, dtypes, strict=True):
+        found = [_address(x) if is_there else _bits(x, dtype) for x in column]
+        words.append(found if len(found) == len(lengths) else found * len(lengths))
     table = _table(tuple(by_rows(words)), device)
     owners = _owners(tuple(counts), device)
-    aligned = not any(address % 16 for address in rows.addresses)
+    aligned = not any(address % 16 for column in addresses for address in column)
     kernel = _kernel(program, there)
     options = {"num_warps": triton.WARPS, "enable_fp_fusion": False}
     with torch.cuda.device(device if device.type == "cuda" else -1):

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from mcftensor.kernels import blocks, compiler, cpp, cpu, cuda
-from mcftensor.kernels.calls import Call, Rows, dtype_of
+from mcftensor.kernels.calls import Calls, Column, Facts, are_same, dtype_of, places
 from mcftensor.kernels.program import Body, Program, Signature, record
+
+T = TypeVar("T")
 
 # Elements after which the time to look for compiled code, and to make it, is well spent.
 LOOK_AFTER = 1 << 14
 BUILD_AFTER = 1 << 20
-
-_is_contiguous = Tensor.is_contiguous
 
 # Types of devices that Triton's kernels run on.
 TRITON_DEVICES = ["cuda"]
@@ -36,13 +36,6 @@ class _Kernel:
     built: bool = False
     launch: compiler.Launch | None = None
 
-    @classmethod
-    def of(cls, body: Body, call: Call) -> _Kernel:
-        """What a function becomes that is called so."""
-        dtypes = [tuple([x.dtype for x in xs]) for xs in (call.vectors, call.outputs)]
-        scalars = tuple([dtype_of(x) for x in call.scalars])
-        return cls(body, Signature(dtypes[0], scalars, dtypes[1]))
-
     def compiled(self, elements: int) -> compiler.Launch | None:
         """The compiled form, if work so far is worth it and there is a compiler."""
         if self.launch is None:
@@ -53,6 +46,46 @@ class _Kernel:
                 self.launch = compiler.load(cpp.source(self.program), build=build)
         return self.launch
 
+    def takes(self, tensors: Column) -> bool:
+        """Whether elements of the same index lie at the same place of memory without gaps."""
+        first = tensors[0]
+        length = first.numel()
+        if all(x.numel() == length and x.is_contiguous() for x in tensors):
+            return True
+        in_order = torch.int64 in self.signature.scalars  # a key, for each element's index
+        return (
+            not in_order
+            and _is_dense(first)
+            and all(x.shape == first.shape and x.stride() == first.stride() for x in tensors)
+        )
+
+    def run(
+        self,
+        lengths: list[int],
+        addresses: Sequence[list[int]],
+        scalars: Sequence[Sequence[Tensor | float]],
+        device: torch.device,
+    ) -> bool:
+        """Run on dense tensors of these lengths, at these addresses by columns, if there is a
+        compiled form."""
+        if any(0 in column for column in addresses):  # a tensor without data, say on meta
+            return False
+        if device.type == "cpu" and "cpu" not in TRITON_DEVICES:
+            launch = self.compiled(sum(lengths))
+            if launch is not None:
+                cpu.launch(launch, lengths, addresses, scalars, self.signature.scalars)
+            return launch is not None
+        if device.type in TRITON_DEVICES and cuda.is_available():
+            cuda.launch(self.program, lengths, addresses, scalars, device)
+            return True
+        return False
+
+    def run_all(self, calls: Calls, lengths: list[int], addresses: Sequence[list[int]]) -> None:
+        """Carry out calls on dense tensors, in whatever way there is."""
+        if not self.run(lengths, addresses, calls.scalars, calls.outputs[0][0].device):
+            for call in calls:
+                blocks.run(self.body, *call)
+
     @functools.cached_property
     def program(self) -> Program:
         return record(self.body, self.signature)
@@ -61,95 +94,108 @@ class _Kernel:
 _KERNELS: dict[Any, _Kernel] = {}
 
 
-def run(calls: Iterable[tuple[Body, Call]]) -> None:
-    """Write elementwise functions of vectors and scalars into outputs, alike ones together.
+def run(body: Body, calls: Calls) -> None:
+    """Write an elementwise function of vectors and scalars into outputs, alike calls together.
 
     A function is recorded and compiled once for each combination of dtypes, so it has to be the
     same object at every call.
     """
-    # There may be thousands of small tensors: all that is asked of one is asked here, while it is
-    # in the caches, and little of it by functions of ours.
-    groups: dict[Any, _Group] = {}
-    scalars: Any = None
-    kinds: tuple[Any, ...] = ()
-    where: torch.device | None = None
-    for body, call in calls:
-        vectors, outputs = call.vectors, call.outputs
-        length = outputs[0].numel()
-        if length == 0:
-            continue
-        device = outputs[0].device
-        if call.scalars is not scalars or device != where:  # many share them
-            scalars, where, kinds = call.scalars, device, _kinds(call.scalars, device)
-        start = _start(outputs, vectors)
-        tensors = [*vectors, *outputs] if start is None else vectors
-        key = (body, tuple([x.dtype for x in tensors]), start, kinds, device)
-        group = groups.get(key)
-        if group is None:
-            kernel = _KERNELS.get(key)
-            if kernel is None:
-                kernel = _KERNELS[key] = _Kernel.of(body, call)
-            group = groups[key] = _Group(kernel, device)
-        lengths = [x.numel() for x in tensors]
-        alike = lengths.count(length) == len(lengths) and all(map(_is_contiguous, tensors))
-        if alike or group.is_flat(tensors):
-            addresses = [x.data_ptr() for x in tensors]
-            if start is not None:
-                addresses += addresses[start : start + len(outputs)]
-            group.rows.add(call, length, addresses)
-        else:
-            group.others.append(call)
-    for group in groups.values():
-        group.run()
+    if len(calls) < 2:
+        for call in calls:
+            run_one(body, *call)
+        return
+    columns, outputs = places(calls.vectors, calls.outputs, are_same)
+    facts = [Facts.of(column) for column in columns]
+    kinds = [set(map(_kind, column)) for column in calls.scalars]
+    devices = {index for x in facts for index in x.devices}
+    if len(devices) > 1 or any([len(x.dtypes) > 1 for x in facts] + [len(x) > 1 for x in kinds]):
+        _run_by_kind(body, calls)
+        return
+    kernel = _kernel(
+        body,
+        len(calls.vectors),
+        [dtype for x in facts for dtype in x.dtypes],
+        outputs,
+        [kind for column in kinds for kind in column],
+        calls.outputs[0][0].device,
+    )
+    lengths = facts[outputs[0]].lengths
+    addresses = [x.addresses for x in facts]
+    addresses = [*addresses[: len(calls.vectors)], *[addresses[i] for i in outputs]]
+    if 0 not in lengths and all(x.are_contiguous and x.lengths == lengths for x in facts):
+        kernel.run_all(calls, lengths, addresses)
+        return
+    flat: list[int] = []
+    others: list[int] = []
+    for i, tensors in enumerate(zip(*columns, strict=True)):
+        if lengths[i]:
+            (flat if kernel.takes(tensors) else others).append(i)
+    for call in calls.only(others):
+        blocks.run_whole(body, *call)
+    if flat:
+        lengths, *addresses = ([column[i] for i in flat] for column in (lengths, *addresses))
+        kernel.run_all(calls.only(flat), lengths, addresses)
 
 
-def _start(outputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> int | None:
-    """Where outputs stand among the vectors, as those of a change in place do."""
-    for i, x in enumerate(vectors):
-        if x is outputs[0]:
-            return i if all(map(operator.is_, vectors[i : i + len(outputs)], outputs)) else None
-    return None
+def run_one(
+    body: Body,
+    vectors: Sequence[Tensor],
+    scalars: Sequence[Tensor | float],
+    outputs: Sequence[Tensor],
+) -> None:
+    """The same for a single call."""
+    tensors, written = places(vectors, outputs, operator.is_)
+    first = outputs[0]
+    length, device = first.numel(), first.device
+    if length == 0:
+        return
+    dtypes, kinds = [x.dtype for x in tensors], [_kind(x) for x in scalars]
+    kernel = _kernel(body, len(vectors), dtypes, written, kinds, device)
+    if not kernel.takes(tensors) or any(x.device != device for x in tensors):
+        blocks.run_whole(body, vectors, scalars, outputs)
+        return
+    addresses = [[x.data_ptr()] for x in tensors]
+    addresses = [*addresses[: len(vectors)], *[addresses[i] for i in written]]
+    if not kernel.run([length], addresses, [[x] for x in scalars], device):
+        blocks.run(body, vectors, scalars, outputs)
 
 
-def _kinds(scalars: Sequence[Tensor | float], device: torch.device) -> tuple[Any, ...]:
-    """What kernels distinguish: dtypes, and for Triton's which scalars they read from a device."""
-    there = cuda.on_device(scalars, device) if device.type in TRITON_DEVICES else ()
-    return (*map(dtype_of, scalars), *there)
+def _kernel(
+    body: Body,
+    vectors: int,
+    dtypes: Sequence[torch.dtype],
+    places: Sequence[int],
+    scalars: Sequence[tuple[torch.dtype, torch.device | None]],
+    device: torch.device,
+) -> _Kernel:
+    """The kernel for so many vectors, and outputs that are at these places among the tensors."""
+    key = (body, tuple(dtypes), tuple(places), tuple(scalars), device)
+    kernel = _KERNELS.get(key)
+    if kernel is None:
+        written = tuple([dtypes[i] for i in places])
+        numbers = tuple([dtype for dtype, _ in scalars])
+        kernel = _Kernel(body, Signature(tuple(dtypes[:vectors]), numbers, written))
+        _KERNELS[key] = kernel
+    return kernel
 
 
-@dataclass
-class _Group:
-    """What one kernel runs on together."""
+def _run_by_kind(body: Body, calls: Calls) -> None:
+    """The same for calls that are not all of the same dtypes and devices."""
+    columns = [*calls.vectors, *calls.outputs, *map(calls.every, calls.scalars)]
+    groups: dict[Any, list[int]] = {}
+    for i, kinds in enumerate(zip(*[map(_kind, column) for column in columns], strict=True)):
+        groups.setdefault(kinds, []).append(i)
+    for kinds, rows in groups.items():
+        part = calls.only(rows)
+        if len({device for _, device in kinds[: len(columns) - len(calls.scalars)]}) == 1:
+            run(body, part)
+        else:  # torch says what is wrong
+            for vectors, numbers, outputs in part:
+                blocks.run_whole(body, vectors, numbers, outputs)
 
-    kernel: _Kernel
-    device: torch.device
-    rows: Rows = field(default_factory=Rows)
-    others: list[Call] = field(default_factory=list)
 
-    def is_flat(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether all are dense, and elements of the same index lie at the same place of memory."""
-        in_order = torch.int64 in self.kernel.signature.scalars  # a key, for each element's index
-        shape, strides = tensors[0].shape, tensors[0].stride()
-        return (
-            not in_order
-            and _is_dense(tensors[0])
-            and all(x.shape == shape and x.stride() == strides for x in tensors)
-        )
-
-    def run(self) -> None:
-        body, rows = self.kernel.body, self.rows
-        for call in self.others:
-            blocks.run_whole(body, call.vectors, call.scalars, call.outputs)
-        if rows.calls and self.device.type in TRITON_DEVICES and cuda.is_available():
-            cuda.launch(self.kernel.program, rows, self.device)
-            return
-        if rows.calls and self.device.type == "cpu":
-            launch = self.kernel.compiled(sum(rows.lengths))
-            if launch is not None:
-                cpu.launch(launch, rows, self.kernel.signature.scalars)
-                return
-        for call in rows.calls:
-            blocks.run(body, call.vectors, call.scalars, call.outputs)
+def _kind(x: Tensor | float) -> tuple[torch.dtype, torch.device | None]:
+    return dtype_of(x), x.device if isinstance(x, Tensor) else None
 
 
 def _is_dense(x: Tensor) -> bool:
