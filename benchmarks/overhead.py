@@ -1,29 +1,31 @@
 """What expansions cost where plain bf16 does the work: forward and backward.
 
-Small operations show what a parameter adds to one; a compiled GPT of `--layers` layers, `--width`
-wide, what is left of it in a forward pass. Expansions and plain bf16 are taken in turn; the figures
-are medians, of small operations the least.
+Operations on a few elements show what a parameter adds to one, and a model of the shape of GPT-2,
+`--layers` layers, `--width` wide, what is left of that in eager and in compiled passes. Expansions
+and plain bf16 take turns. Figures are medians; of single operations the least of many means.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from speed.gpt import GPT2, Shape, loss
+from speed.machine import describe
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mcftensor as mcf
-from pretraining.model import GPT, Shape
 
 CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "bf16": nn.Module.bfloat16,
@@ -62,7 +64,7 @@ def microseconds(call: Callable[[], Any], calls: int = 100) -> float:
     return 1e6 * (time.perf_counter() - start) / calls
 
 
-def operation_times(rounds: int = 15) -> dict[str, dict[str, float]]:
+def operation_times(rounds: int) -> dict[str, dict[str, float]]:
     """Least microseconds of forward and backward, by operation and kind of parameters."""
     calls: dict[str, dict[str, Callable[[], None]]] = {}
     for kind, convert in CONVERSIONS.items():
@@ -82,58 +84,76 @@ def operation_times(rounds: int = 15) -> dict[str, dict[str, float]]:
     return times
 
 
-def forward_times(shape: Shape, batch: int, rounds: int) -> dict[str, float]:
-    """Median seconds of a compiled forward pass."""
-    tokens = torch.randint(256, (batch, shape.context))
-    compiled = {}
+def passes(model: GPT2, tokens: Tensor) -> dict[str, Callable[[], Any]]:
+    """Ways to use a model."""
+    compiled = torch.compile(model)
+
+    def train(model: Any) -> None:
+        loss(model, tokens).backward()
+        model.zero_grad()
+
+    forward = torch.no_grad()(compiled)
+    return {
+        "forward, compiled": lambda: forward(tokens),
+        "forward and backward, compiled": lambda: train(compiled),
+        "forward and backward, eager": lambda: train(model),
+    }
+
+
+def pass_times(shape: Shape, batch: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Median seconds of passes through a model, by way and kind of parameters."""
+    tokens = torch.randint(shape.vocabulary, (batch, shape.context))
+    calls: dict[str, dict[str, Callable[[], Any]]] = {}
     for kind, convert in CONVERSIONS.items():
         torch.manual_seed(0)
-        compiled[kind] = torch.compile(convert(GPT(shape)))
-    times: dict[str, list[float]] = {kind: [] for kind in compiled}
-    with torch.no_grad():
-        for turn in range(rounds + 2):
-            for kind, model in compiled.items():
-                start = time.perf_counter()
-                model(tokens)
-                if turn >= 2:  # the first ones compile
-                    times[kind].append(time.perf_counter() - start)
-    return {kind: statistics.median(found) for kind, found in times.items()}
+        model = GPT2(shape)
+        convert(model)
+        for way, call in passes(model, tokens).items():
+            calls.setdefault(way, {})[kind] = call
+    times: dict[str, dict[str, list[float]]] = {}
+    for turn, (way, kinds) in itertools.product(range(rounds + 2), calls.items()):
+        for kind in sorted(kinds, reverse=turn % 2 == 1):
+            start = time.perf_counter()
+            kinds[kind]()
+            if turn >= 2:  # the first ones compile
+                found = times.setdefault(way, {}).setdefault(kind, [])
+                found.append(time.perf_counter() - start)
+    return {
+        way: {kind: statistics.median(found) for kind, found in kinds.items()}
+        for way, kinds in times.items()
+    }
 
 
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=11, help="forward passes of each kind")
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/overhead.json"))
     options = parser.parse_args()
 
-    shape = Shape(
-        context=128, layers=options.layers, width=options.width, heads=options.width // 64
-    )
-    small = operation_times()
-    forward = forward_times(shape, options.batch, options.rounds)
+    shape = Shape(options.layers, options.width, options.width // 64, options.context, 1024)
+    record: dict[str, Any] = {
+        "machine": describe("cpu"),
+        "shape": asdict(shape) | {"batch": options.batch},
+        "microseconds": operation_times(options.rounds),
+        "seconds": pass_times(shape, options.batch, options.rounds),
+    }
+    options.out.write_text(json.dumps(record, indent=2) + "\n")
 
     table = Table("", *CONVERSIONS, "ratio", title="Expansions beside plain bf16, CPU")
-    rows = {f"{name}, forward and backward, µs": found for name, found in small.items()}
-    rows["compiled forward, ms"] = {kind: 1e3 * t for kind, t in forward.items()}
+    rows = {f"{name}, µs": found for name, found in record["microseconds"].items()}
+    rows |= {
+        f"{name}, ms": {kind: 1e3 * x for kind, x in found.items()}
+        for name, found in record["seconds"].items()
+    }
     for name, found in rows.items():
         ratio = found["expansions"] / found["bf16"]
         table.add_row(name, *(f"{found[kind]:.1f}" for kind in CONVERSIONS), f"{ratio:.2f}")
     Console().print(table)
-    record = {
-        "machine": {
-            "platform": platform.platform(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-        },
-        "operation_microseconds": small,
-        "forward_seconds": forward,
-    }
-    options.out.write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":

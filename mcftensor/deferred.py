@@ -65,7 +65,7 @@ class Deferred:
 
 
 # For each piece of memory, the expansions whose expressions read it.
-_READERS: dict[int, list[weakref.ref[Any]]] = {}
+READERS: dict[int, list[weakref.ref[Any]]] = {}
 _lock = threading.RLock()  # what the garbage collector runs may come here again
 _FEW = 1024
 _until_sweep = _FEW
@@ -78,7 +78,7 @@ def watch(x: Any, deferred: Deferred) -> None:
     memories = _memory(deferred.tensors)
     with _lock:
         for memory in memories:
-            _READERS.setdefault(memory, []).append(reference)
+            READERS.setdefault(memory, []).append(reference)
         _until_sweep -= len(memories)
         if _until_sweep <= 0:
             _until_sweep = max(_FEW, _sweep())
@@ -86,22 +86,22 @@ def watch(x: Any, deferred: Deferred) -> None:
 
 def _sweep() -> int:
     """Forget expansions that are gone or computed, and return how many wait."""
-    for memory, references in list(_READERS.items()):
+    for memory, references in list(READERS.items()):
         waiting = [r for r in references if (x := r()) is not None and x._deferred is not None]
         if waiting:
-            _READERS[memory] = waiting
+            READERS[memory] = waiting
         else:
-            _READERS.pop(memory, None)
-    return sum(map(len, _READERS.values()))
+            READERS.pop(memory, None)
+    return sum(map(len, READERS.values()))
 
 
 def compute_readers(terms: Iterable[Tensor]) -> None:
     """Compute all that is deferred and reads the memory of these terms."""
-    if not _READERS:
+    if not READERS:
         return
     for memory in _memory(terms):
         with _lock:
-            references = _READERS.pop(memory, ())
+            references = READERS.pop(memory, ())
         for reference in references:
             x = reference()
             if x is not None and x._deferred is not None and x._deferred.is_unchanged():

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from mcftensor import expansion
-from mcftensor.deferred import Deferred, compute_readers, watch
+from mcftensor.deferred import READERS, Deferred, compute_readers, watch
 from mcftensor.formats import MAX_TERMS, Format, require_format
 
 Role = Literal["value", "parameter"]
@@ -65,6 +65,8 @@ class MCFTensor(torch.Tensor):
     _whole: ClassVar[set[Callable[..., Any]]]
     _evaluate_whole: ClassVar[Callable[..., Any]]
     _evaluate_into: ClassVar[Callable[..., Any]]
+    _models: ClassVar[set[Callable[..., Any]]]
+    _compute: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
 
     @staticmethod
     def __new__(
@@ -149,7 +151,7 @@ class MCFTensor(torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role]]:
         if _at_flatten and _at_flatten[0]():
             _at_flatten.clear()
-        if type(self._term0) is Tensor:  # compiled code may write to the terms that it is given
+        if READERS and type(self._term0) is Tensor:  # compiled code may write to its terms
             compute_readers(self._read())
         return list(TERM_NAMES[: self._format.terms]), (self._format.name, self._role)
 
@@ -175,6 +177,10 @@ class MCFTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func in cls._models and not torch.compiler.is_compiling():
+            result = cls._compute(func, args, kwargs or {})
+            if result is not NotImplemented:
+                return result
         if not kwargs and func not in cls._whole and func not in _CHOICES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args)

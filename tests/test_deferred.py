@@ -227,13 +227,13 @@ def test_no_memory_is_kept_after_reading():
 
 def test_what_waits_is_forgotten():
     gc.collect()
-    deferred._READERS.clear()
+    deferred.READERS.clear()
     kept = []
     for _ in range(3000):
         x = sample(mcf.bf16x2, 3)
         kept.append(x)
         _ = (x * 2).components
-    assert sum(map(len, deferred._READERS.values())) < 2048
+    assert sum(map(len, deferred.READERS.values())) < 2048
 
 
 class TestInferenceMode:

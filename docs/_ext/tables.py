@@ -134,6 +134,19 @@ def compiling() -> str:
     return table(head, rows) + "\n\n" + machine(result)
 
 
+def overhead() -> str:
+    """What parameters that are expansions add to the functions of models."""
+    result = load("overhead")
+    rows = []
+    for part, unit, factor in (("microseconds", "µs", 1), ("seconds", "ms", 1e3)):
+        for name, found in result[part].items():
+            times = [f"{factor * found[kind]:.1f}" for kind in ("bf16", "expansions")]
+            ratio = found["expansions"] / found["bf16"]
+            rows.append((f"{name}, {unit}", *times, f"{ratio:.2f}"))
+    head = ("forward and backward", "plain bf16", "expansions", "ratio")
+    return table(head, rows) + "\n\n" + machine(result)
+
+
 # ---------------------------------------------------------------------------------------- training
 
 

@@ -17,6 +17,7 @@ import torch
 from mcftensor.dispatch import arithmetic as arithmetic
 from mcftensor.dispatch import collectives as collectives
 from mcftensor.dispatch import fused as fused
+from mcftensor.dispatch import models
 from mcftensor.dispatch import neighbours as neighbours
 from mcftensor.dispatch import order as order
 from mcftensor.dispatch import placement as placement
@@ -62,4 +63,6 @@ def _decompose(func: Any, *args: Any, **kwargs: Any) -> Any:
 MCFTensor._dispatch = staticmethod(dispatch)
 MCFTensor._whole = WHOLE
 MCFTensor._evaluate_whole = staticmethod(evaluate_whole)
+MCFTensor._models = models.FUNCTIONS
+MCFTensor._compute = staticmethod(models.compute)
 MCFTensor._evaluate_into = staticmethod(evaluate_into)
