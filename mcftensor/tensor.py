@@ -65,8 +65,7 @@ class MCFTensor(torch.Tensor):
     _whole: ClassVar[set[Callable[..., Any]]]
     _evaluate_whole: ClassVar[Callable[..., Any]]
     _evaluate_into: ClassVar[Callable[..., Any]]
-    _models: ClassVar[set[Callable[..., Any]]]
-    _compute: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
+    _shortcuts: ClassVar[dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]]
 
     @staticmethod
     def __new__(
@@ -177,8 +176,8 @@ class MCFTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in cls._models and not torch.compiler.is_compiling():
-            result = cls._compute(func, args, kwargs or {})
+        if func in cls._shortcuts and not torch.compiler.is_compiling():
+            result = cls._shortcuts[func](func, args, kwargs or {})
             if result is not NotImplemented:
                 return result
         if not kwargs and func not in cls._whole and func not in _CHOICES:

@@ -17,7 +17,7 @@ import torch
 from mcftensor.dispatch import arithmetic as arithmetic
 from mcftensor.dispatch import collectives as collectives
 from mcftensor.dispatch import fused as fused
-from mcftensor.dispatch import models
+from mcftensor.dispatch import models as models
 from mcftensor.dispatch import neighbours as neighbours
 from mcftensor.dispatch import order as order
 from mcftensor.dispatch import placement as placement
@@ -27,7 +27,7 @@ from mcftensor.dispatch import structure as structure
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.foreach import foreach
 from mcftensor.dispatch.functions import WHOLE, evaluate_whole
-from mcftensor.dispatch.table import TABLE, Handler
+from mcftensor.dispatch.table import SHORTCUTS, TABLE, Handler
 from mcftensor.dispatch.variants import evaluate_into, functional, write
 from mcftensor.dispatch.wide import is_view
 from mcftensor.tensor import MCFTensor
@@ -63,6 +63,5 @@ def _decompose(func: Any, *args: Any, **kwargs: Any) -> Any:
 MCFTensor._dispatch = staticmethod(dispatch)
 MCFTensor._whole = WHOLE
 MCFTensor._evaluate_whole = staticmethod(evaluate_whole)
-MCFTensor._models = models.FUNCTIONS
-MCFTensor._compute = staticmethod(models.compute)
+MCFTensor._shortcuts = SHORTCUTS
 MCFTensor._evaluate_into = staticmethod(evaluate_into)

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from mcftensor.deferred import compute_readers
 from mcftensor.dispatch.operands import require_one_base, term_columns
-from mcftensor.dispatch.table import implements
+from mcftensor.dispatch.table import SHORTCUTS, TABLE, implements
 from mcftensor.formats import Format
 from mcftensor.noise import draw_key
+from mcftensor.operators import is_bare
 from mcftensor.steps import adagrad_, adam_, sgd_, unscale_
 from mcftensor.tensor import MCFTensor
 
@@ -164,3 +165,16 @@ def fused_adagrad(
         options["eps"],
         options["maximize"],
     )
+
+
+def _directly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The handler of a step without PyTorch's dispatcher, which takes long over long lists."""
+    if torch.is_grad_enabled() or not is_bare():
+        return NotImplemented
+    packet = getattr(aten, func.__name__)
+    operator = packet.tensor_lr if isinstance(kwargs["lr"], Tensor) else packet.default
+    return TABLE[operator](operator, *args, **kwargs)
+
+
+for _step in (torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_):
+    SHORTCUTS[_step] = _directly

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mcftensor.dispatch import structure
-from mcftensor.dispatch.table import implements
+from mcftensor.dispatch.table import SHORTCUTS, implements
 from mcftensor.operators import is_bare
 from mcftensor.tensor import MCFTensor
 
@@ -77,3 +77,6 @@ def compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
                 plain.append(_leading_term(x) if with_grad else x._term0)
         count = len(args)
         return func(*plain[:count], **dict(zip(kwargs, plain[count:], strict=True)))
+
+
+SHORTCUTS.update(dict.fromkeys(FUNCTIONS, compute))

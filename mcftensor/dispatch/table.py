@@ -11,6 +11,10 @@ Handler = Callable[..., Any]
 
 TABLE: dict[Any, Handler] = {}
 
+# Functions of PyTorch that eager code need not send through its dispatcher: each is called with
+# args and kwargs, and returns NotImplemented to have them sent there nevertheless.
+SHORTCUTS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
+
 
 def implements(*operators: Any) -> Callable[[Handler], Handler]:
     """Register a handler, called as `handler(func, *args, **kwargs)`.
