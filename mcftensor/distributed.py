@@ -25,9 +25,10 @@ def local(x: Tensor) -> Tensor:
 
 def format_of(x: object) -> Format | None:
     """The format of an expansion or of a DTensor of one; None of all else."""
-    if not isinstance(x, MCFTensor):
-        x = getattr(x, "_local_tensor", None)
-    return x.format if isinstance(x, MCFTensor) else None
+    if isinstance(x, MCFTensor):
+        return x._format
+    x = getattr(x, "_local_tensor", None)
+    return x._format if isinstance(x, MCFTensor) else None
 
 
 def on_local(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:

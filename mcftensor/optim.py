@@ -210,7 +210,7 @@ class _Plan:
                 if not optimizer.state.get(p) and format_of(p) and p.grad is not None:
                     unused = [[] if isinstance(a, list) else a for a in args]
                     initialize(optimizer, {**group, "params": [p]}, *unused, **kwargs)
-                    self._convert(optimizer, p)
+                    self._convert(p, optimizer.state[p])
                     self._prepare_momentum(optimizer, p, group)
             return initialize(optimizer, group, *args, **kwargs)
 
@@ -229,12 +229,13 @@ class _Plan:
 
     def apply(self, optimizer: Optimizer) -> None:
         """Bring every state to what the mode says."""
+        states = optimizer.state
         for p in _parameters(optimizer):
-            if optimizer.state.get(p) and format_of(p):
-                self._convert(optimizer, p)
+            state = states.get(p)
+            if state and format_of(p):
+                self._convert(p, state)
 
-    def _convert(self, optimizer: Optimizer, p: Tensor) -> None:
-        state = optimizer.state[p]
+    def _convert(self, p: Tensor, state: dict[str, Any]) -> None:
         if self.unchecked and state:
             _require_known(self.unchecked, set(state))
             self.unchecked = set()
@@ -247,8 +248,9 @@ class _Plan:
             if type(x) is Tensor:
                 is_settled = wanted is None and x.dtype == own.base
             else:
-                is_settled = wanted is not None and format_of(x) == wanted
-            if not is_settled:  # as after every step but the first
+                format = format_of(x)
+                is_settled = wanted is not None and (format is wanted or format == wanted)
+            if not is_settled:  # after the first step all are
                 state[name] = _converted(x, p, wanted)
 
 

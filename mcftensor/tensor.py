@@ -20,6 +20,7 @@ from mcftensor.formats import MAX_TERMS, Format, require_format
 Role = Literal["value", "parameter"]
 
 _GRAD: Any = torch.Tensor.grad
+_without_function: Any = torch._C._disabled_torch_function_impl
 TERM_NAMES = tuple(f"_term{i}" for i in range(MAX_TERMS))
 
 
@@ -313,8 +314,7 @@ class MCFTensor(torch.Tensor):
     def grad(self) -> Tensor | None:
         """As of any tensor. Optimizers ask for it at every turn, and torch's own way to it goes by
         `__torch_function__`."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return _GRAD.__get__(self)
+        return _without_function(_GRAD.__get__, (), (self,), {})
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:

@@ -85,7 +85,7 @@ def _groups(quantities: Sequence[list[Tensor]]) -> dict[tuple[Format | None, ...
     found: list[Format | None] = []
     codes = []
     for quantity in quantities:
-        formats = [x.format if isinstance(x, MCFTensor) else None for x in quantity]
+        formats = [x._format if isinstance(x, MCFTensor) else None for x in quantity]
         for f in {id(f): f for f in formats}.values():
             if f not in found:
                 found.append(f)
