@@ -6,6 +6,7 @@ import time
 
 import compiling
 import envelope
+import overhead
 import pytest
 import steps
 import torch
@@ -255,6 +256,13 @@ def test_compiling(path):
     found = compiling.figures("expansions", path, "function", SHAPES["tiny"])
     assert found["first step"] > found["later"] > 0
     assert found["graphs"] == 0
+
+
+def test_overhead_measures_both_kinds(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda model: model)  # takes half a minute
+    for times in (overhead.operation_times(1), overhead.pass_times(SHAPES["tiny"], 1, 2)):
+        assert all(list(found) == list(overhead.CONVERSIONS) for found in times.values())
+        assert all(x > 0 for found in times.values() for x in found.values())
 
 
 def test_the_loop_of_collage_keeps_what_bf16_loses():
