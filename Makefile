@@ -9,11 +9,13 @@ BIN := .venv/bin
 PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal \
 	--doctest-modules mcftensor tests
 
-.PHONY: help train study bench test test-all soak lint docs clean
+.PHONY: help install train study bench test test-all soak lint docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
 		| awk -F '|' '{printf "make %-9s %s\n", $$1, $$2}'
+
+install: .venv/installed ## set up .venv with the library and all that develops it
 
 train: .venv/installed ## pretrain a small GPT in five precision strategies and compare (ARGS="--help")
 	$(BIN)/python examples/pretrain.py $(ARGS)

@@ -1,15 +1,14 @@
 """What the EDQ meter costs: time of steps with and without it, and memory of a sampled step.
 
 Steps without a meter, with a meter that does not sample, and sampled ones are taken in turn, on
-the same model; the figures are medians, and ratios to the step without a meter. The model is a
-GPT of `--layers` layers, `--width` wide.
+the same model; the figures are medians, and ratios to the step without a meter. The model is of
+the shape of GPT-2, of `--layers` layers, `--width` wide.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -20,11 +19,12 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from speed.gpt import GPT2, Shape
+from speed.machine import describe
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import mcftensor as mcf
-from pretraining.model import GPT, Shape
 
 CASES: dict[str, tuple[Callable[[nn.Module], nn.Module], dict[str, Any], str | None]] = {
     "bf16, foreach": (nn.Module.bfloat16, {"foreach": True}, None),
@@ -37,7 +37,7 @@ CASES: dict[str, tuple[Callable[[nn.Module], nn.Module], dict[str, Any], str | N
 def build(case: str, shape: Shape, device: str) -> tuple[list[Tensor], Optimizer]:
     """The parameters, with gradients, and an optimizer that has its states already."""
     convert, flags, mode = CASES[case]
-    parameters = list(convert(GPT(shape).to(device)).parameters())
+    parameters = list(convert(GPT2(shape).to(device)).parameters())
     optimizer = AdamW(parameters, lr=1e-4, **flags)
     if mode is not None:
         mcf.collage(optimizer, mode)
@@ -121,10 +121,8 @@ def main() -> None:
 
     # Before all else: on a CPU the peak is that of the whole process.
     copies = peak_copies(2**25, options.device)
-    shape = Shape(
-        context=128, layers=options.layers, width=options.width, heads=options.width // 64
-    )
-    count = sum(p.numel() for p in GPT(shape).parameters())
+    shape = Shape(options.layers, options.width, options.width // 64, 128, 256)
+    count = sum(p.numel() for p in GPT2(shape).parameters())
     times = {
         case: step_times(case, shape, options.device, options.rounds)
         for case in track(CASES, "steps")
@@ -149,13 +147,7 @@ def main() -> None:
     console.print(f"The hooks take {1e6 * overhead:.1f} µs a step that is not sampled.")
     console.print(f"Memory of a sample: {copies:.1f} float64 copies of the largest parameter.")
     record = {
-        "machine": {
-            "platform": platform.platform(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
-            "threads": torch.get_num_threads(),
-        },
+        "machine": describe(options.device),
         "parameters": count,
         "rounds": options.rounds,
         "seconds": times,

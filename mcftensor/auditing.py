@@ -185,7 +185,7 @@ def audit(
 
     - a file of `torch.save`, which is loaded with `weights_only=True`; a state dict that it
       nests under a usual key, such as `"state_dict"` or `"model"`, is found;
-    - a safetensors file (these need `pip install "mcftensor[tools]"`);
+    - a safetensors file (these need the package safetensors);
     - the index of a sharded checkpoint (`model.safetensors.index.json`,
       `pytorch_model.bin.index.json`), beside its shards;
     - a folder that holds one of these under the names that Hugging Face gives them.

@@ -17,5 +17,5 @@ def extra(module: str, caller: str) -> Any:
     except ImportError:
         package = module.partition(".")[0]
         raise ImportError(
-            f'{caller}: {package} is not installed; install it with pip install "mcftensor[tools]"'
+            f"{caller}: {package} is not installed; install it with pip install {package}"
         ) from None

@@ -268,3 +268,8 @@ class TestReplacing:
         with mcf.checkpoint.replacing(tmp_path / "x") as temporary:
             temporary.write_text("new")
         assert calls == ["fsync", "replace", "fsync"]
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere; make it first"):
+        mcf.save_file(torch.nn.Linear(2, 2), tmp_path / "nowhere" / "model.safetensors")

@@ -607,3 +607,26 @@ def test_sums_run_over_all_ranks(tmp_path):
     ]
     outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert [output.strip().splitlines()[-1] for output in outputs] == ["ok", "ok"], outputs
+
+
+def test_names_may_be_a_model():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mcf.EDQ(optimizer, names=model) as edq:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert list(edq.per_parameter) == [name for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_figure_of_few_samples_is_not_empty(steps):
+    pytest.importorskip("matplotlib")
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    edq = mcf.EDQ(optimizer)
+    for _ in range(steps):
+        optimizer.step()
+    for axes in edq.figure().axes:
+        assert all(line.get_marker() == "." for line in axes.lines)
+        assert ("No reading" in axes.get_title(loc="left")) == (steps == 0)

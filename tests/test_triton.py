@@ -5,6 +5,7 @@ Nothing here needs a GPU.
 
 import importlib.util
 import re
+import subprocess
 
 import pytest
 import torch
@@ -139,8 +140,17 @@ def compiled(program, tmp_path):
         attrs={(0,): divisible, (1,): divisible},
     )
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-    options = {"enable_fp_fusion": False, "num_warps": programs.WARPS}
+    options = {"enable_fp_fusion": False, "num_warps": programs.warps(program)}
     return triton.compile(source, target=target, options=options).asm
+
+
+def spilled(cubin, tmp_path):
+    """Bytes of registers that a kernel has no room for, by what NVIDIA's tools say."""
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(cubin)
+    tool = triton.knobs.nvidia.cuobjdump.path
+    said = subprocess.run([tool, "-res-usage", path], check=True, capture_output=True, text=True)
+    return [int(x) for x in re.findall(r"(?:STACK|LOCAL):(\d+)", said.stdout)]
 
 
 def check(program, tmp_path, monkeypatch):
@@ -151,14 +161,17 @@ def check(program, tmp_path, monkeypatch):
     assert ".ftz" not in ptx
     assert ".approx" not in ptx
     assert ".local" not in ptx
+    assert spilled(asm["cubin"], tmp_path) == [0, 0]
     if "fma" not in names:
         assert "fma.rn" not in ptx
     for name, instructions in (("div", ("div", "reciprocal")), ("sqrt", ("sqrt",))):
         found = re.findall(rf"\b{name}\.\w+(?:\.\w+)*\.f(?:32|64)", ptx)
         assert all(x.startswith(f"{name}.rn.") for x in found)
         assert bool(found) == bool(names & set(instructions))
+    # 16 bytes a thread; 8 of types of 16 bits where half as many elements fit into registers
+    wide = r"v4\.b32|v2\.b64" if programs.warps(program) == 4 else r"v4\.b32|v2\.b64|v2\.b32"
     for kind in ("ld", "st"):
-        assert re.search(rf"{kind}\.global\.(v4\.b32|v2\.b64)", ptx)
+        assert re.search(rf"{kind}\.global\.({wide})", ptx)
     return asm
 
 

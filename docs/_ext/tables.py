@@ -147,6 +147,21 @@ def overhead() -> str:
     return table(head, rows) + "\n\n" + machine(result)
 
 
+def edq_cost() -> str:
+    """Steps with a meter, beside steps without."""
+    result = load("edq-cost")
+    rows = []
+    for case, found in result["seconds"].items():
+        ratios = [found[kind] / found["without"] for kind in ("not sampled", "sampled")]
+        rows.append((case, f"{1e3 * found['without']:.1f}", f"{ratios[0]:.2f}", f"{ratios[1]:.0f}"))
+    head = (
+        "AdamW over", "milliseconds a step", "with a meter, not sampled, times as long", "sampled"
+    )  # fmt: skip
+    size = f"{result['parameters']:,} parameters in the shapes of a GPT-2"
+    hooks = f"the hooks alone take {1e6 * result['hook_seconds']:.1f} µs a step"
+    return table(head, rows) + f"\n\n{size}; {hooks}. " + machine(result)
+
+
 # ---------------------------------------------------------------------------------------- training
 
 

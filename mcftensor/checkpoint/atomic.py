@@ -33,6 +33,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     Raises:
         FileExistsError: there is a folder or a device of this name.
+        FileNotFoundError: the folder does not exist.
 
     Examples:
         >>> import tempfile, torch, mcftensor as mcf
@@ -55,6 +56,8 @@ class Replacement:
     def __init__(self, path: Path) -> None:
         if path.exists() and not path.is_file():
             raise FileExistsError(f"{path} is no file that could be replaced")
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"{path}: there is no folder {path.parent}; make it first")
         self.path = path
         for leftover in path.parent.glob(f".{_escaped(path.name)}.*.tmp"):
             remove_abandoned(leftover)

@@ -9,7 +9,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
@@ -43,14 +43,14 @@ class EDQ:
 
     On a sampled step it lets the optimizer take the same step twice on copies: in the parameters'
     own precision, and in one wide enough to lose nothing (float64, or `fp64x2` and more terms for
-    formats beyond 48 bits). The second gives the intended update :math:`\Delta`, the first the
-    movement :math:`\hat\Delta`, and
+    formats beyond 48 bits). The second gives the intended update $\Delta$, the first the movement
+    $\hat\Delta$, and
 
-    .. math::
-        \mathrm{EDQ} = \langle \Delta / \lVert\Delta\rVert, \hat\Delta \rangle, \qquad
-        \mathrm{ratio} = \mathrm{EDQ} / \lVert\Delta\rVert, \qquad
-        \mathrm{lost} = \frac{\#\{i : \Delta_i \ne 0, \hat\Delta_i = 0\}}
-                             {\#\{i : \Delta_i \ne 0\}} .
+    $$
+    \mathrm{EDQ} = \left\langle \frac{\Delta}{\|\Delta\|}, \hat\Delta \right\rangle, \qquad
+    \mathrm{ratio} = \frac{\mathrm{EDQ}}{\|\Delta\|}, \qquad
+    \mathrm{lost} = \frac{\#\{i : \Delta_i \neq 0, \hat\Delta_i = 0\}}{\#\{i : \Delta_i \neq 0\}}
+    $$
 
     The ratio is 1 when nothing is lost. It works on any `torch.optim.Optimizer` whose step can be
     taken on copies, over plain parameters of any precision and over expansions. Parameters, states
@@ -64,8 +64,8 @@ class EDQ:
         optimizer: any `torch.optim.Optimizer`. Attach the meter after hooks that run before its
             step, and before hooks that run after it.
         every: measure one step of so many, beginning with the first.
-        names: names of parameters, as `model.named_parameters()` gives them. By default those
-            that the optimizer was given, or `"group.index"`.
+        names: names of parameters, as `model.named_parameters()` gives them, or the model. By
+            default those that the optimizer was given, or `"group.index"`.
         callback: called with the meter after each measured step; see `to_tensorboard`.
         alarm: warn, once a parameter, when at least this share of its elements is lost at each of
             `patience` samples in a row. None for never.
@@ -115,7 +115,7 @@ class EDQ:
         optimizer: Optimizer,
         every: int = 1,
         *,
-        names: Iterable[tuple[str, Tensor]] | None = None,
+        names: nn.Module | Iterable[tuple[str, Tensor]] | None = None,
         callback: Callable[[EDQ], object] | None = None,
         alarm: float | None = None,
         patience: int = 10,
@@ -475,7 +475,11 @@ def _check_optimizer(optimizer: object) -> None:
         )
 
 
-def _unique_names(names: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
+def _unique_names(
+    names: nn.Module | Iterable[tuple[str, Tensor]] | None,
+) -> dict[Tensor, str]:
+    if isinstance(names, nn.Module):
+        names = names.named_parameters()
     pairs = list(names or ())
     if not all(isinstance(name, str) and isinstance(p, Tensor) for name, p in pairs):
         raise TypeError(

@@ -50,8 +50,9 @@ def figure(history: Sequence[Reading]) -> Figure:
         ):
             values: list[Any] = [reading[name] for reading in history]  # type: ignore[literal-required]
             numbers = [math.nan if value is None else value for value in values]
-            axes.plot(steps, numbers, label=label, **line)
-        axes.set_title(heading, loc="left", fontsize="medium")
+            # Marked, since one sample alone makes no line.
+            axes.plot(steps, numbers, label=label, marker=".", **line)
+        axes.set_title(heading if history else "No reading yet", loc="left", fontsize="medium")
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)

@@ -50,7 +50,7 @@ def launch(
     owners = _owners(tuple(counts), device)
     aligned = not any(address % 16 for column in addresses for address in column)
     kernel = _kernel(program, there)
-    options = {"num_warps": triton.WARPS, "enable_fp_fusion": False}
+    options = {"num_warps": triton.warps(program), "enable_fp_fusion": False}
     with torch.cuda.device(device if device.type == "cuda" else -1):
         kernel[(sum(counts),)](table, owners, BLOCK=triton.BLOCK, ALIGNED=aligned, **options)
 

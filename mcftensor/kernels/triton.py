@@ -14,9 +14,12 @@ import torch
 
 from mcftensor.kernels.program import Instruction, Place, Program, varying
 
-# Elements a block of threads works on: eight a thread, 16 bytes of bfloat16.
+# Elements that a block of threads works on.
 BLOCK = 1024
-WARPS = 4
+
+# Instructions after which eight elements a thread do not fit into registers; those on float64 take
+# twice as many of these, and count three times.
+_HEAVY = 600
 
 # dtype: (type to compute with, type in memory)
 _TYPES = {
@@ -146,6 +149,13 @@ def address(row, word: tl.constexpr, type_: tl.constexpr, ALIGNED: tl.constexpr)
         pointer = tl.multiple_of(pointer, 16)
     return pointer
 """
+
+
+def warps(program: Program) -> int:
+    """How many warps a block has: 4, of eight elements a thread, which are 16 bytes of bfloat16; or
+    8, of four, for programs that would else spill registers."""
+    doubles = sum(x.dtype == torch.float64 for x in program.instructions)
+    return 8 if len(program.instructions) + 2 * doubles > _HEAVY else 4
 
 
 def source(program: Program, on_device: Sequence[bool]) -> str:
