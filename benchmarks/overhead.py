@@ -65,8 +65,9 @@ def microseconds(call: Callable[[], Any], calls: int = 100) -> float:
 
 
 def operation_times(rounds: int) -> dict[str, dict[str, float]]:
-    """Least microseconds of forward and backward, by operation and kind of parameters."""
-    calls: dict[str, dict[str, Callable[[], None]]] = {}
+    """Least microseconds of forward and backward, or of forward without gradients, by operation and
+    kind of parameters."""
+    calls: dict[str, dict[str, Callable[[], Any]]] = {}
     for kind, convert in CONVERSIONS.items():
         module = Small()
         convert(module)
@@ -77,6 +78,7 @@ def operation_times(rounds: int) -> dict[str, dict[str, float]]:
                 m.zero_grad()
 
             calls.setdefault(name, {})[kind] = both
+            calls.setdefault(f"{name}, no gradients", {})[kind] = torch.no_grad()(operation)
     times: dict[str, dict[str, float]] = {}
     for name, kinds in calls.items():
         turns = [[microseconds(call) for call in kinds.values()] for _ in range(rounds)]

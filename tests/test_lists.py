@@ -148,3 +148,105 @@ def test_lists_that_round_stochastically_draw_for_each_tensor():
     tails = [x.components[1] for x in ones]
     assert all(len(x.unique()) == 2 for x in tails)
     assert not torch.equal(tails[0], tails[1])
+
+
+@pytest.mark.usefixtures("no_grad")
+def test_deferred_operands_that_were_changed_by_a_number_and_by_a_tensor():
+    format, found = mcf.bf16x2, []
+    for in_list in (True, False):
+        targets = [sample(format, 3, seed=i) for i in range(2)]
+        roots = [mcf.as_expansion(torch.full((3,), 1.1 + i), format).sqrt() for i in range(2)]
+        roots[0].mul_(2.0)
+        roots[1].mul_(sample(format, 3, seed=2))
+        if in_list:
+            torch._foreach_add_(targets, roots)
+        else:
+            for target, root in zip(targets, roots, strict=True):
+                target.add_(root)
+        found.append(targets)
+    for together, one_by_one in zip(*found, strict=True):
+        assert_same_terms(together, one_by_one)
+
+
+@pytest.mark.usefixtures("no_grad")
+def test_lists_draw_in_the_order_of_their_tensors():
+    format, found = mcf.Format.from_name("bf16x2sr"), []
+    for in_list in (True, False):
+        torch.manual_seed(0)
+        targets = [sample(format, 50, seed=i) for i in range(3)]
+        numbers = [
+            torch.randn(50).bfloat16(),
+            sample(format, 50, seed=4),
+            torch.randn(50).bfloat16(),
+        ]
+        if in_list:
+            torch._foreach_mul_(targets, numbers)
+        else:
+            for target, number in zip(targets, numbers, strict=True):
+                target.mul_(number)
+        found.append(targets)
+    for together, one_by_one in zip(*found, strict=True):
+        assert_same_terms(together, one_by_one)
+
+
+# ------------------------------------------------------------- fused steps without the dispatcher
+
+
+def test_a_negative_view_as_a_gradient_is_refused_as_by_plain_parameters():
+    for format in (None, mcf.bf16x2):
+        weight = nn.Parameter(torch.ones(3) if format is None else sample(format, 3))
+        weight.grad = torch._neg_view(torch.ones(3, dtype=weight.dtype))
+        with pytest.raises(RuntimeError, match="negation"):
+            torch.optim.SGD([weight], lr=1.0, fused=True).step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_betas_that_are_tensors_are_numbers(dtype):
+    found = []
+    for as_tensors in (True, False):
+        betas = [torch.tensor(x, dtype=dtype) for x in (0.875, 0.99609375)]
+        weight = nn.Parameter(sample(mcf.fp32x2, 9))
+        lr = torch.tensor(0.01, dtype=torch.float64)
+        betas = tuple(betas if as_tensors else map(float, betas))
+        optimizer = torch.optim.AdamW([weight], lr=lr, betas=betas, fused=True)
+        for i in range(5):
+            weight.grad = torch.full((9,), 0.1 * i)
+            optimizer.step()
+        found.append(weight)
+    assert_same_terms(*found)
+
+
+@pytest.mark.usefixtures("no_grad")
+def test_lists_may_be_given_by_name():
+    named, placed = (sample(mcf.bf16x2, 3) for _ in range(2))
+    options = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0}
+    options |= {"nesterov": False, "maximize": False, "is_first_step": False}
+    grads = [torch.ones(3).bfloat16()]
+    torch._fused_sgd_(self=[named], grads=grads, momentum_buffer_list=[], **options)
+    torch._fused_sgd_([placed], grads, [], **options)
+    assert_same_terms(named, placed)
+
+
+def test_a_scaled_gradient_that_formats_share():
+    gradient = torch.full((3,), 8.0).bfloat16()
+    weights = [nn.Parameter(mcf.as_expansion(torch.ones(3), f)) for f in FORMATS]
+    for weight in weights:
+        weight.grad = gradient
+    optimizer = torch.optim.SGD(weights, lr=0.125, fused=True)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)
+    optimizer.step()
+    assert [weight.tolist() for weight in weights] == [[0.875] * 3] * 2
+
+
+@pytest.mark.parametrize("path", ["foreach", "fused"])
+def test_steps_in_several_formats_draw_in_the_order_of_parameters(path):
+    random, found = mcf.Format.from_name("bf16x2sr"), []
+    for formats in ([random, mcf.bf16x3, random], [random, random]):
+        torch.manual_seed(0)
+        weights = [nn.Parameter(sample(f, 40, seed=7)) for f in formats]
+        for weight in weights:
+            weight.grad = torch.full((40,), 0.3).bfloat16()
+        torch.optim.SGD(weights, lr=1e-3, **{path: True}).step()
+        found.append([weights[0], weights[-1]])
+    for one, other in zip(*found, strict=True):
+        assert_same_terms(one, other)

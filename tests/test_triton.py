@@ -168,7 +168,7 @@ def check(program, tmp_path, monkeypatch):
         found = re.findall(rf"\b{name}\.\w+(?:\.\w+)*\.f(?:32|64)", ptx)
         assert all(x.startswith(f"{name}.rn.") for x in found)
         assert bool(found) == bool(names & set(instructions))
-    # 16 bytes a thread; 8 of types of 16 bits where half as many elements fit into registers
+    # 16 bytes a thread, or 8 where fewer elements fit into its registers
     wide = r"v4\.b32|v2\.b64" if programs.warps(program) == 4 else r"v4\.b32|v2\.b64|v2\.b32"
     for kind in ("ld", "st"):
         assert re.search(rf"{kind}\.global\.({wide})", ptx)

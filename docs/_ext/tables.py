@@ -143,7 +143,7 @@ def overhead() -> str:
             times = [f"{factor * found[kind]:.1f}" for kind in ("bf16", "expansions")]
             ratio = found["expansions"] / found["bf16"]
             rows.append((f"{name}, {unit}", *times, f"{ratio:.2f}"))
-    head = ("forward and backward", "plain bf16", "expansions", "ratio")
+    head = ("", "plain bf16", "expansions", "ratio")
     return table(head, rows) + "\n\n" + machine(result)
 
 

@@ -43,8 +43,10 @@ def evaluated(tasks: Sequence[Task]) -> list[MCFTensor]:
             results[i] = DeferredTensor.of(deferred, like, task.format)
         else:
             now.append(i)
+    keys = {i: tasks[i].key() for i in now}  # in this order, whatever is alike
     for rows in _alike(tasks, now):
-        found = evaluate(*_joined([tasks[i] for i in rows]))
+        own = [key for i in rows for key in keys[i]]
+        found = evaluate(*_joined([tasks[i] for i in rows]), own)
         for place, i in enumerate(rows):
             prepared = tasks[i].prepared
             results[i] = MCFTensor(found[place :: len(rows)], prepared.format, prepared.role)
@@ -62,22 +64,24 @@ def evaluated_into(targets: Sequence[MCFTensor], tasks: Sequence[Task]) -> None:
             target.defer(Deferred(task.prepared.expression, task.operands))
         else:
             now.append(i)
+    keys = {i: tasks[i].key() for i in now}
     for rows in _alike(tasks, now) if len(now) > 1 else [now]:
         if len(rows) > 1:
-            expression, *arguments = _joined([tasks[i] for i in rows])
+            expression, terms, lengths = _joined([tasks[i] for i in rows])
             written = itertools.chain(*zip(*[targets[i]._read() for i in rows], strict=True))
-            evaluate_(expression, list(written), *arguments)
+            own = [key for i in rows for key in keys[i]]
+            evaluate_(expression, list(written), terms, lengths, own)
         else:
             for i in rows:
-                _write(targets[i], tasks[i])
+                _write(targets[i], tasks[i], keys[i])
 
 
-def _write(target: MCFTensor, task: Task) -> None:
+def _write(target: MCFTensor, task: Task, keys: list[Tensor]) -> None:
     written = target._read()
     if all(type(x) is Tensor for x in written):
-        write(task.prepared.expression, task.operands, task.key(), written)
+        write(task.prepared.expression, task.operands, keys, written)
     else:  # a compiler's: one by one, operators that write take it long to see through
-        for term, new in zip(written, evaluate(*_joined([task])), strict=True):
+        for term, new in zip(written, evaluate(*_joined([task]), keys), strict=True):
             term.copy_(new)
 
 
@@ -91,14 +95,13 @@ def _alike(tasks: Sequence[Task], rows: Iterable[int]) -> Iterable[list[int]]:
     return groups.values()
 
 
-def _joined(tasks: Sequence[Task]) -> tuple[str, list[Any], list[int], list[Tensor]]:
-    """Arguments of `evaluate` for tasks that are alike."""
+def _joined(tasks: Sequence[Task]) -> tuple[str, list[Any], list[int]]:
+    """Arguments of `evaluate`, the keys aside, for tasks that are alike."""
     rows = [[term for operand in task.operands for term in operand] for task in tasks]
     return (
         tasks[0].prepared.expression,
         list(itertools.chain(*zip(*rows, strict=True))),
         [len(operand) for operand in tasks[0].operands],
-        [key for task in tasks for key in task.key()],
     )
 
 

@@ -6,7 +6,7 @@ asked of whole columns. What does not fit is left to be done tensor by tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.dispatch.operands import term_columns
-from mcftensor.dispatch.plans import Prepared, kind_of, prepare
+from mcftensor.dispatch.plans import Kind, Prepared, kind_of, prepare
 from mcftensor.elementwise import evaluate_
 from mcftensor.noise import draw_key
 from mcftensor.tensor import MCFTensor
@@ -58,15 +58,13 @@ class _Batch:
             type(column[0]) is float or _fits(column, shapes) for column in self.read
         )
 
-    def write(self) -> None:
-        format = self.prepared.format
-        drawn = format.rounding == "stochastic"
+    def write(self, keys: Sequence[Tensor]) -> None:
         evaluate_(
             self.prepared.expression,
             list(chain(*self.targets)),
             list(chain(*chain(*self.operands))),
             [len(operand) for operand in self.operands],
-            [draw_key(x.device) for x in self.targets[0]] if drawn else [],
+            keys,
         )
 
 
@@ -79,26 +77,43 @@ def write(name: str, columns: Sequence[Sequence[Any]], keywords: tuple[str, ...]
     """
     if not all(isinstance(x, MCFTensor) and x._deferred is None for x in columns[0]):
         return False
-    batches = [_Batch.of(name, part, keywords) for part in _by_kind(columns)]
+    groups = _by_kind(columns)
+    batches = [
+        _Batch.of(name, [[column[i] for i in rows] for column in columns], keywords)
+        for rows in groups
+    ]
     written = [place for batch in batches for place in _memory(batch.targets)]
     own = set(written)
     if len(own) < len(written) or not all(
         batch.fits() and own.isdisjoint(_memory(batch.read)) for batch in batches
     ):
         return False
-    for batch in batches:
-        batch.write()
+    keys = {  # in this order, whatever is alike
+        i: draw_key(x.device)
+        for i, x in enumerate(columns[0])
+        if x._format.rounding == "stochastic"
+    }
+    for rows, batch in zip(groups, batches, strict=True):
+        batch.write([keys[i] for i in rows if i in keys])
     return True
 
 
-def _by_kind(columns: Sequence[Sequence[Any]]) -> Iterator[list[list[Any]]]:
-    """The rows whose operands are of the same kinds, as columns."""
-    groups: dict[tuple[int, ...], list[int]] = {}
+def _by_kind(columns: Sequence[Sequence[Any]]) -> Iterable[list[int]]:
+    """The rows whose operands are of the same kinds."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
     kinds = [[kind_of(x) for x in column] for column in columns]
-    for i, row in enumerate(zip(*[map(id, column) for column in kinds], strict=True)):
+    codes = [list(map(_code, *pair)) for pair in zip(columns, kinds, strict=True)]
+    for i, row in enumerate(zip(*codes, strict=True)):
         groups.setdefault(row, []).append(i)
-    for rows in groups.values():
-        yield [[column[i] for i in rows] for column in columns]
+    return groups.values()
+
+
+def _code(x: Any, kind: Kind) -> Any:
+    """What tells kinds apart, which are mostly the same objects; and the numbers of terms of what a
+    deferred operand reads."""
+    if isinstance(x, MCFTensor) and x._deferred is not None:
+        return id(kind), *map(len, x._deferred.operands)
+    return id(kind)
 
 
 def _operands(column: Sequence[Any]) -> list[Terms]:

@@ -22,6 +22,10 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
     Otherwise it is evaluated on all terms: in float64, or beyond 48 bits by an algorithm of its
     own.
     """
+    if not kwargs and not func._schema.is_mutable:
+        plain = _leading_terms(args)
+        if plain is not None:
+            return _plainly(func, args, kwargs, plain)
     found = expansions((args, kwargs))
     writes = func._schema.is_mutable and any(
         isinstance(x, MCFTensor) for _, x in written_to(func, args, kwargs)
@@ -36,14 +40,31 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
     return wide.evaluate(func, format, *args, **kwargs)
 
 
-def _plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _leading_terms(args: tuple[Any, ...]) -> list[Any] | None:
+    """Arguments with leading terms in the place of parameters; None if there is a value or a list,
+    in which one may be."""
+    plain = []
+    for x in args:
+        if isinstance(x, MCFTensor):
+            if x._role != "parameter":
+                return None
+            x = x._term0
+        elif isinstance(x, (list, tuple, dict)):
+            return None
+        plain.append(x)
+    return plain
+
+
+def _plainly(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], plain: list[Any] | None = None
+) -> Any:
     """The operation on leading terms; in float32 where PyTorch has it not in 16 bits.
 
     Some decompositions say so by a NotImplementedError, as QR, others by a bare RuntimeError, as
     the pseudo-inverse.
     """
     try:
-        return func(*leading(args), **leading(kwargs))
+        return func(*(leading(args) if plain is None else plain), **leading(kwargs))
     except RuntimeError as error:
         base = expansions((args, kwargs))[0].dtype
         missing = isinstance(error, NotImplementedError) or func._opname.startswith("linalg_")

@@ -42,14 +42,16 @@ def _fused(
         step: one of `steps.py`.
         settings: its last arguments.
     """
+    groups = _groups([x for x in lists if x])
     if len(set(map(id, lists[0]))) < len(lists[0]):  # a parameter given twice takes two steps
         for i in range(len(lists[0])):
             one = [[x[i]] if x else [] for x in (*lists, *counts)]
             _fused(func, one[: len(lists)], one[len(lists) :], options, step, *settings)
         return
-    groups = _groups([x for x in lists if x])
     for formats in groups:  # before anything is written
         require_one_base("fused step", [f for f in formats if f is not None])
+    keys = _keys(groups, lists[0])
+    scale, scaled = options.get("grad_scale"), []
     for formats, rows in groups.items():
         own = [[x[i] for i in rows] if x else [] for x in (*lists, *counts)]
         if not any(formats):
@@ -58,28 +60,46 @@ def _fused(
         quantities = zip([x for x in own[: len(lists)] if x], formats, strict=True)
         targets, gradients, *states = (term_columns(x, f) for x, f in quantities)
         written = [targets, *states]
-        stochastic = [f is not None and f.rounding == "stochastic" for f in formats]
-        del stochastic[1]
-        lr, scale = options["lr"], options.get("grad_scale")
         flat = list(chain(*gradients))
+        scaled.append((flat, len(gradients)))
         compute_readers(chain(flat, chain(*chain(*written))))  # before they are written to
+        lr = options["lr"]
         step(
             list(chain(*chain(*written))),
             flat,
             [len(gradients), *map(len, written)],
-            [draw_key(x.device) for x in own[0]] if any(stochastic) else [],
-            stochastic,
+            [keys[i] for i in rows if i in keys],
+            _are_stochastic(formats),
             *own[len(lists) :],
             lr if isinstance(lr, Tensor) else torch.scalar_tensor(lr, dtype=torch.float64),
             scale,
             options.get("found_inf"),
             *settings,
         )
-        if scale is not None:
-            unscale_(flat, len(gradients), scale)
+    if scale is not None:
+        for flat, terms in scaled:
+            unscale_(flat, terms, scale)
 
 
-def _groups(quantities: Sequence[list[Tensor]]) -> dict[tuple[Format | None, ...], list[int]]:
+# The formats of a parameter, its gradient and its states.
+Formats = tuple[Format | None, ...]
+
+
+def _are_stochastic(formats: Formats) -> list[bool]:
+    """Which of a parameter and its states round so."""
+    parameter, _, *states = formats
+    return [f is not None and f.rounding == "stochastic" for f in (parameter, *states)]
+
+
+def _keys(groups: dict[Formats, list[int]], params: Sequence[Tensor]) -> dict[int, Tensor]:
+    """A key for each row that rounds stochastically, drawn in the order of rows."""
+    drawing = sorted(
+        i for formats, rows in groups.items() if any(_are_stochastic(formats)) for i in rows
+    )
+    return {i: draw_key(params[i].device) for i in drawing}
+
+
+def _groups(quantities: Sequence[list[Tensor]]) -> dict[Formats, list[int]]:
     """Which rows of lists of tensors are in which formats; a plain tensor is in none."""
     numbers: dict[int, int] = {}  # of formats, by their identity
     found: list[Format | None] = []
@@ -168,8 +188,21 @@ def fused_adagrad(
 
 
 def _directly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The handler of a step without PyTorch's dispatcher, which takes long over long lists."""
-    if torch.is_grad_enabled() or not is_bare():
+    """The handler of a step without PyTorch's dispatcher, which takes long over long lists;
+    NotImplemented where that has something to do."""
+    if (
+        len(args) < 2
+        or torch.is_grad_enabled()
+        or torch.autograd._profiler_enabled()
+        or not is_bare()
+    ):
+        return NotImplemented
+    # The dispatcher gives lists their places and numbers their types, and refuses negative views.
+    named = [x for name, x in kwargs.items() if name not in ("lr", "grad_scale", "found_inf")]
+    gradients = [x for x in args[1] if type(x) is Tensor]
+    if any(isinstance(x, (list, tuple, Tensor)) for x in named) or any(
+        map(Tensor.is_neg, gradients)
+    ):
         return NotImplemented
     packet = getattr(aten, func.__name__)
     operator = packet.tensor_lr if isinstance(kwargs["lr"], Tensor) else packet.default

@@ -1,26 +1,22 @@
-"""The functions of models, in which parameters compute as their leading terms.
+"""The functions of models without gradients: parameters compute as their leading terms.
 
-They would do so operator by operator, each of them seen by dispatch, in the backward pass too.
-Here the leading terms are taken once, before PyTorch's own code, which then sees plain tensors.
+They would do so operator by operator, each of them seen by dispatch. Where nobody looks on, neither
+autograd nor a compiler nor a tracer, PyTorch's own code is given the leading terms at once.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from mcftensor.dispatch import structure
-from mcftensor.dispatch.table import SHORTCUTS, implements
+from mcftensor.dispatch.table import SHORTCUTS
 from mcftensor.operators import is_bare
 from mcftensor.tensor import MCFTensor
-
-aten = torch.ops.aten
-_alias = aten.alias.default
 
 # What changes none of its arguments. Embeddings may, and see dispatch only once as they are.
 FUNCTIONS: set[Callable[..., Any]] = {
@@ -32,51 +28,31 @@ FUNCTIONS: set[Callable[..., Any]] = {
 }
 
 
-class _Asked(threading.local):
-    """Whether the next alias is to be one of the leading term, in this thread."""
-
-    leading = False
-
-
-_asked = _Asked()
-
-
-@implements(aten.alias.default)  # autograd, AOTAutograd
-def alias(func: Any, x: MCFTensor) -> Tensor:
-    """An alias of all terms, or for `compute` of the leading one alone."""
-    if not _asked.leading:
-        return structure.view(func, x)
-    _asked.leading = False
-    return x._term0.detach()
-
-
-def _leading_term(x: MCFTensor) -> Tensor:
-    """An alias of the leading term, a view of x to autograd: it has the derivative of one, and
-    shares the count of changes, by which one between the two passes is noticed."""
-    _asked.leading = True
-    try:
-        return _alias(x)
-    finally:
-        _asked.leading = False
-
-
 def compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a function of parameters and plain tensors; NotImplemented of other operands,
     and where anything but eager PyTorch looks on."""
-    if "out" in kwargs or not is_bare():
+    if "out" in kwargs or torch.is_grad_enabled() or not is_bare() or _is_watched():
         return NotImplemented
-    with_grad = torch.is_grad_enabled()
     plain: list[Any] = []
-    with torch._C.DisableTorchFunctionSubclass():
-        for x in (*args, *kwargs.values()):
-            if not isinstance(x, MCFTensor):
-                plain.append(x)
-            elif x._role != "parameter":
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, MCFTensor):
+            if x._role != "parameter":
                 return NotImplemented
-            else:
-                plain.append(_leading_term(x) if with_grad else x._term0)
-        count = len(args)
-        return func(*plain[:count], **dict(zip(kwargs, plain[count:], strict=True)))
+            x = x._term0
+        plain.append(x)
+    count = len(args)
+    return func(*plain[:count], **dict(zip(kwargs, plain[count:], strict=True)))
+
+
+def _is_watched() -> bool:
+    """Whether tangents are carried on, a graph is traced, casts of parameters are kept, or time is
+    measured operator by operator."""
+    return (
+        forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._is_any_autocast_enabled()
+        or torch.autograd._profiler_enabled()
+    )
 
 
 SHORTCUTS.update(dict.fromkeys(FUNCTIONS, compute))

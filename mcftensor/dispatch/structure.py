@@ -49,6 +49,7 @@ def _on_terms(func: Any, x: MCFTensor, args: Any, kwargs: Any) -> Any:
 
 
 @implements(
+    aten.alias.default,  # autograd, AOTAutograd
     aten.detach.default,  # nn.Parameter, .data, optimizers
     aten.view.default,  # reshape, FSDP
     aten._unsafe_view.default,

@@ -17,9 +17,9 @@ from mcftensor.kernels.program import Instruction, Place, Program, varying
 # Elements that a block of threads works on.
 BLOCK = 1024
 
-# Instructions after which eight elements a thread do not fit into registers; those on float64 take
-# twice as many of these, and count three times.
-_HEAVY = 600
+# Instructions after which eight elements a thread do not fit into registers, those on float64
+# counted three times; and those after which four do not.
+_HEAVY, _HEAVIEST = 500, 1200
 
 # dtype: (type to compute with, type in memory)
 _TYPES = {
@@ -153,9 +153,12 @@ def address(row, word: tl.constexpr, type_: tl.constexpr, ALIGNED: tl.constexpr)
 
 def warps(program: Program) -> int:
     """How many warps a block has: 4, of eight elements a thread, which are 16 bytes of bfloat16; or
-    8, of four, for programs that would else spill registers."""
+    more, of fewer elements, for programs that would else spill registers."""
+    count = len(program.instructions)
     doubles = sum(x.dtype == torch.float64 for x in program.instructions)
-    return 8 if len(program.instructions) + 2 * doubles > _HEAVY else 4
+    if count > _HEAVIEST:
+        return 16
+    return 8 if count + 2 * doubles > _HEAVY else 4
 
 
 def source(program: Program, on_device: Sequence[bool]) -> str:
