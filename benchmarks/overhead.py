@@ -130,7 +130,7 @@ def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
