@@ -9,7 +9,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from drawing import superscript
+from torch import nn
 
 import mcftensor as mcf
 
@@ -145,6 +147,67 @@ def overhead() -> str:
             rows.append((f"{name}, {unit}", *times, f"{ratio:.2f}"))
     head = ("", "plain bf16", "expansions", "ratio")
     return table(head, rows) + "\n\n" + machine(result)
+
+
+def edq_values() -> str:
+    """Updates of some size on small weights, measured as the site is built."""
+    rows = []
+    for size in (1e-6, 1e-5):
+        generator = torch.Generator().manual_seed(0)
+        weights = (0.02 * torch.randn(2**20, generator=generator)).bfloat16()
+        plain = nn.Parameter(weights.clone())
+        pair = nn.Parameter(mcf.as_expansion(weights, mcf.bf16x2))
+        optimizer = torch.optim.SGD([plain, pair], lr=1.0, foreach=True)
+        edq = mcf.EDQ(optimizer, every=49, names=[("plain", plain), ("pair", pair)])
+        for _ in range(50):
+            plain.grad = (size * torch.randn(2**20, generator=generator)).bfloat16()
+            pair.grad = plain.grad.clone()
+            optimizer.step()
+        one, two = edq.per_parameter["plain"], edq.per_parameter["pair"]
+        rows.append(
+            (
+                f"{size:.0e}".replace("e-0", "e-"),
+                f"{one['ratio']:.3f}",
+                f"{100 * (one['lost'] or 0):.1f} %",
+                f"{two['ratio_leading']:.3f}",
+                f"{two['ratio']:.3f}",
+                f"{100 * (two['lost'] or 0):.1f} %",
+            )
+        )
+    head = ("s", "bf16: ratio", "lost", "bf16x2, leading: ratio", "bf16x2: ratio", "lost")
+    return table(head, rows)
+
+
+def edq_strategies() -> str:
+    """What the updates of the study's five strategies lose."""
+    rows = [
+        (
+            {"master": "master weights", "bf16": "plain bf16"}.get(x["strategy"], x["strategy"]),
+            f"{x['ratio']:.4f}",
+            f"{100 * x['lost']:.2g} %",
+            f"{x['ratio_leading']:.4f}",
+            f"{100 * x['lost_leading']:.2g} %",
+            f"{x['final_nats']:.4f}",
+        )
+        for x in load("edq-study")["findings"]["strategies"]
+    ]
+    head = (
+        "lr 3e-4, beta2 0.999", "ratio", "lost", "ratio, leading", "lost, leading", "nats a byte"
+    )  # fmt: skip
+    return table(head, rows)
+
+
+def edq_rates() -> str:
+    """The same in plain bf16 and in "plus", by learning rate."""
+    found = {(x["lr"], x["strategy"]): x for x in load("edq-study")["findings"]["rates"]}
+    rows = []
+    for lr in sorted({lr for lr, _ in found}, reverse=True):
+        plain, plus = found[lr, "bf16"], found[lr, "plus"]
+        pairs = [(f"{x['ratio']:.3f}", f"{100 * x['lost']:.1f} %") for x in (plain, plus)]
+        nats = [f"{x['final_nats']:.3f}" for x in (plain, plus)]
+        rows.append((f"{lr:.0e}".replace("e-0", "e-"), *pairs[0], *pairs[1], *nats))
+    head = ("lr", "bf16: ratio", "lost", "plus: ratio", "lost", "nats, bf16", "plus")
+    return table(head, rows)
 
 
 def edq_cost() -> str:
