@@ -87,6 +87,12 @@ class Tab:
                 self.loaded = True
         return message
 
+    async def _navigate(self, url: str) -> None:
+        self.loaded = False
+        await self.send("Page.navigate", url=url)
+        while not self.loaded:
+            await self._receive()
+
     async def visit(
         self,
         url: str,
@@ -98,7 +104,8 @@ class Tab:
     ) -> Visit:
         """Open a page, wait until it has come to rest, and evaluate a script in it."""
         scheme = "dark" if dark else "light"
-        await self.send("Page.navigate", url="about:blank")
+        # The page before must be gone: it would take note of the other scheme for this one.
+        await self._navigate("about:blank")
         await self.send(
             "Emulation.setDeviceMetricsOverride",
             width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
@@ -107,10 +114,8 @@ class Tab:
             "Emulation.setEmulatedMedia",
             features=[{"name": "prefers-color-scheme", "value": scheme}],
         )
-        self.visit_now, self.loaded = Visit(), False
-        await self.send("Page.navigate", url=url)
-        while not self.loaded:
-            await self._receive()
+        self.visit_now = Visit()
+        await self._navigate(url)
         rest = "new Promise(done => requestAnimationFrame(() => setTimeout(done, 150)))"
         await self.send("Runtime.evaluate", expression=rest, awaitPromise=True)
         answer = await self.send("Runtime.evaluate", expression=script, returnByValue=True)
