@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from sybil import Document, Example
 from sybil.evaluators.doctest import NUMBER, OutputChecker
-from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
+from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
 from torch import Tensor, nn
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | NUMBER
@@ -84,6 +84,6 @@ class Python(PythonCodeBlockParser):
 
 def examples(path: Path) -> Iterator[Example]:
     """What a page has to run and to compare, in order."""
-    document = Document.parse(str(path), Python(doctest_optionflags=FLAGS), Outputs(), SkipParser())
+    document = Document.parse(str(path), Python(doctest_optionflags=FLAGS), Outputs())
     document.namespace |= {"model": Model(), "tokens": torch.arange(16)}
     return iter(document)
