@@ -283,13 +283,26 @@ def test_the_figure_shows_the_history(tmp_path):
     optimizer.step()
     figure = edq.figure()
     upper, lower = figure.axes
-    whole, _ = upper.lines
+    (whole,) = upper.lines
     assert list(whole.get_xdata()) == [1, 2, 3, 4]
     assert list(whole.get_ydata())[:3] == [reading["ratio"] for reading in edq.history[:3]]
     assert math.isnan(whole.get_ydata()[3])
-    assert list(lower.lines[1].get_ydata())[:3] == [r["lost_leading"] for r in edq.history[:3]]
+    assert list(lower.lines[0].get_ydata())[:3] == [r["lost"] for r in edq.history[:3]]
     figure.savefig(tmp_path / "edq.png")
     assert (tmp_path / "edq.png").stat().st_size > 1000
+
+
+def test_the_figure_shows_leading_terms_of_expansions():
+    weight = nn.Parameter(mcf.as_expansion(torch.ones(9), mcf.bf16x2))
+    optimizer = torch.optim.SGD([weight], lr=1e-4)
+    edq = mcf.EDQ(optimizer)
+    for _ in range(3):
+        weight.grad = torch.ones(9).bfloat16()
+        optimizer.step()
+    for axes, kind in zip(edq.figure().axes, ("ratio", "lost"), strict=True):
+        whole, leading = axes.lines
+        assert list(whole.get_ydata()) == [reading[kind] for reading in edq.history]
+        assert list(leading.get_ydata()) == [r[f"{kind}_leading"] for r in edq.history]
 
 
 def test_readings_reach_tensorboard(tmp_path):

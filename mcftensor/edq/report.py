@@ -34,7 +34,7 @@ def table(last: Reading | None, readings: Mapping[str, Reading], limit: int | No
 
 
 def figure(history: Sequence[Reading]) -> Figure:
-    """Ratio above and lost share below, over the steps."""
+    """Ratio above and lost share below, over the steps; for expansions also of leading terms."""
     figure: Figure = extra("matplotlib.figure", "EDQ.figure").Figure(
         figsize=(7, 6), layout="constrained"
     )
@@ -49,6 +49,8 @@ def figure(history: Sequence[Reading]) -> Figure:
             (f"{kind}_leading", "leading term", {"color": "#D55E00", "linestyle": "--"}),
         ):
             values: list[Any] = [reading[name] for reading in history]  # type: ignore[literal-required]
+            if name != kind and values == [reading[kind] for reading in history]:  # type: ignore[literal-required]
+                continue  # plain parameters have one term
             numbers = [math.nan if value is None else value for value in values]
             # Marked, since one sample alone makes no line.
             axes.plot(steps, numbers, label=label, marker=".", **line)
