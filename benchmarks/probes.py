@@ -135,3 +135,19 @@ def second_moment(strategy: Strategy, beta2: float, count: int = 1024, steps: in
         return mcf.as_plain(state["exp_avg_sq"], torch.float64)
 
     return (moment(strategy) / moment(EXACT)).median().item()
+
+
+def random_updates(size: float, steps: int = 50, count: int = 2**20) -> mcf.EDQ:
+    """A meter of updates from N(0, size) on weights from N(0, 0.02), a "plain" one in bf16 and a
+    "pair" in bf16x2; it has measured the first step and the last."""
+    generator = torch.Generator().manual_seed(0)
+    weights = (0.02 * torch.randn(count, generator=generator)).bfloat16()
+    plain = nn.Parameter(weights.clone())
+    pair = nn.Parameter(mcf.as_expansion(weights, mcf.bf16x2))
+    optimizer = torch.optim.SGD([plain, pair], lr=1.0, foreach=True)
+    edq = mcf.EDQ(optimizer, every=steps - 1, names=[("plain", plain), ("pair", pair)])
+    for _ in range(steps):
+        plain.grad = (size * torch.randn(count, generator=generator)).bfloat16()
+        pair.grad = plain.grad.clone()
+        optimizer.step()
+    return edq

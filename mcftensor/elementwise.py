@@ -19,7 +19,7 @@ from mcftensor import networks, wide
 from mcftensor.formats import Format
 from mcftensor.kernels import Body, Calls, run, run_one
 from mcftensor.noise import uniform
-from mcftensor.operators import columns, empty_terms, is_bare, opaque, regroup
+from mcftensor.operators import columns, empty_terms, is_bare, opaque, places_of, regroup
 from mcftensor.rounding import peel, round_to_terms, split_terms
 
 T = TypeVar("T")
@@ -190,11 +190,8 @@ def _run(
     are_scalars = tuple([flag[0] for flag in flags])
     count = len(outputs[0])
     if count > 1 and any(len(flag) > 1 for flag in flags):  # some of a column broadcast
-        groups: dict[tuple[bool, ...], list[int]] = {}
         every = [flag if len(flag) > 1 else flag * count for flag in flags]
-        for i, own in enumerate(zip(*every, strict=True)):
-            groups.setdefault(own, []).append(i)
-        for rows in groups.values():
+        for rows in places_of(zip(*every, strict=True)).values():
             part = [[column[i] for i in rows] for column in terms]
             written = [[column[i] for i in rows] for column in outputs]
             _run(expression, part, lengths, [keys[i] for i in rows] if keys else [], written)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+K = TypeVar("K")
 
 _LIBRARY = torch.library.Library("mcftensor", "DEF")
 
@@ -77,6 +78,7 @@ def is_bare(*lists: Sequence[Any]) -> bool:
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch.autograd._profiler_enabled()
         and {type(x) for elements in lists for x in elements} <= _BARE
     )
 
@@ -142,6 +144,14 @@ def regroup(tensors: Sequence[Tensor], lengths: Sequence[int]) -> list[list[Tens
     """A flat list of tensors as consecutive lists of these lengths."""
     rest = iter(tensors)
     return [list(itertools.islice(rest, length)) for length in lengths]
+
+
+def places_of(keys: Iterable[K]) -> dict[K, list[int]]:
+    """Where each key stands in a list of them."""
+    found: dict[K, list[int]] = {}
+    for i, key in enumerate(keys):
+        found.setdefault(key, []).append(i)
+    return found
 
 
 def columns(tensors: Sequence[T], length: int) -> list[Sequence[T]]:

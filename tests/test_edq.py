@@ -11,6 +11,7 @@ import torch
 from helpers import small_model
 from metering import PLAIN, Stepper, gradients, make, with_gradient
 from oracle import fractions
+from probes import random_updates
 from rich.console import Console
 from torch import nn
 
@@ -115,16 +116,7 @@ def test_figures_against_rationals(kind):
     [(1e-6, 0.0295, 0.204, 0.988, 0.975), (1e-5, 0.280, 0.952, 0.885, 0.805)],
 )
 def test_random_updates_of_small_weights(size, bf16, leading, lost, lost_leading):
-    generator = torch.Generator().manual_seed(0)
-    weights = (0.02 * torch.randn(2**20, generator=generator)).bfloat16()
-    plain = nn.Parameter(weights.clone())
-    pair = nn.Parameter(mcf.as_expansion(weights, mcf.bf16x2))
-    optimizer = torch.optim.SGD([plain, pair], lr=1.0, foreach=True)
-    edq = mcf.EDQ(optimizer, every=49, names=[("plain", plain), ("pair", pair)])
-    for _ in range(50):
-        plain.grad = (size * torch.randn(2**20, generator=generator)).bfloat16()
-        pair.grad = plain.grad.clone()
-        optimizer.step()
+    edq = random_updates(size)
     assert edq.last["step"] == 50
     found = edq.per_parameter
     assert found["plain"]["ratio"] == pytest.approx(bf16, rel=0.1)

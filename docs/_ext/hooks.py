@@ -19,7 +19,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-PATHS = [str(HERE), str(HERE.parent / "figures"), str(ROOT)]
+PATHS = [str(HERE), str(HERE.parent / "figures"), str(ROOT), str(ROOT / "benchmarks")]
 sys.path[:0] = PATHS  # mkdocs takes them away again
 
 import tables

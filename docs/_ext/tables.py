@@ -9,9 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from drawing import superscript
-from torch import nn
+from probes import random_updates
 
 import mcftensor as mcf
 
@@ -153,16 +152,7 @@ def edq_values() -> str:
     """Updates of some size on small weights, measured as the site is built."""
     rows = []
     for size in (1e-6, 1e-5):
-        generator = torch.Generator().manual_seed(0)
-        weights = (0.02 * torch.randn(2**20, generator=generator)).bfloat16()
-        plain = nn.Parameter(weights.clone())
-        pair = nn.Parameter(mcf.as_expansion(weights, mcf.bf16x2))
-        optimizer = torch.optim.SGD([plain, pair], lr=1.0, foreach=True)
-        edq = mcf.EDQ(optimizer, every=49, names=[("plain", plain), ("pair", pair)])
-        for _ in range(50):
-            plain.grad = (size * torch.randn(2**20, generator=generator)).bfloat16()
-            pair.grad = plain.grad.clone()
-            optimizer.step()
+        edq = random_updates(size)
         one, two = edq.per_parameter["plain"], edq.per_parameter["pair"]
         rows.append(
             (

@@ -27,6 +27,7 @@ from mcftensor.dispatch.operands import (
 from mcftensor.dispatch.plans import PLANS, Task
 from mcftensor.dispatch.table import TABLE, register_forms
 from mcftensor.elementwise import evaluate, evaluate_, write
+from mcftensor.operators import places_of
 from mcftensor.tensor import DeferredTensor, MCFTensor
 
 aten = torch.ops.aten
@@ -87,12 +88,11 @@ def _write(target: MCFTensor, task: Task, keys: list[Tensor]) -> None:
 
 def _alike(tasks: Sequence[Task], rows: Iterable[int]) -> Iterable[list[int]]:
     """Which tasks ask for the same expression of operands of as many terms."""
-    groups: dict[Any, list[int]] = {}
-    for i in rows:
-        task = tasks[i]
-        lengths = tuple([len(x) for x in task.operands])
-        groups.setdefault((task.prepared.expression, lengths), []).append(i)
-    return groups.values()
+    rows = list(rows)
+    keys = [
+        (tasks[i].prepared.expression, tuple([len(x) for x in tasks[i].operands])) for i in rows
+    ]
+    return [[rows[place] for place in places] for places in places_of(keys).values()]
 
 
 def _joined(tasks: Sequence[Task]) -> tuple[str, list[Any], list[int]]:

@@ -18,6 +18,7 @@ from mcftensor.dispatch.operands import term_columns
 from mcftensor.dispatch.plans import Kind, Prepared, kind_of, prepare
 from mcftensor.elementwise import evaluate_
 from mcftensor.noise import draw_key
+from mcftensor.operators import places_of
 from mcftensor.tensor import MCFTensor
 
 # Of an operand: the column of its leading terms, that of its second ones, and so on.
@@ -100,12 +101,9 @@ def write(name: str, columns: Sequence[Sequence[Any]], keywords: tuple[str, ...]
 
 def _by_kind(columns: Sequence[Sequence[Any]]) -> Iterable[list[int]]:
     """The rows whose operands are of the same kinds."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
     kinds = [[kind_of(x) for x in column] for column in columns]
     codes = [list(map(_code, *pair)) for pair in zip(columns, kinds, strict=True)]
-    for i, row in enumerate(zip(*codes, strict=True)):
-        groups.setdefault(row, []).append(i)
-    return groups.values()
+    return places_of(zip(*codes, strict=True)).values()
 
 
 def _code(x: Any, kind: Kind) -> Any:

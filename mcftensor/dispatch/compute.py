@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from mcftensor.dispatch import long, wide
-from mcftensor.dispatch.operands import common_format, expansions, leading
+from mcftensor.dispatch.operands import common_format, expansions, leading, leading_terms
 from mcftensor.dispatch.table import implements
 from mcftensor.dispatch.writing import written_to
 from mcftensor.tensor import MCFTensor
@@ -23,7 +23,7 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
     own.
     """
     if not kwargs and not func._schema.is_mutable:
-        plain = _leading_terms(args)
+        plain = leading_terms(args)
         if plain is not None:
             return _plainly(func, args, kwargs, plain)
     found = expansions((args, kwargs))
@@ -38,21 +38,6 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
     if format.precision > wide.PRECISION:
         return long.evaluate(func, format, *args, **kwargs)
     return wide.evaluate(func, format, *args, **kwargs)
-
-
-def _leading_terms(args: tuple[Any, ...]) -> list[Any] | None:
-    """Arguments with leading terms in the place of parameters; None if there is a value or a list,
-    in which one may be."""
-    plain = []
-    for x in args:
-        if isinstance(x, MCFTensor):
-            if x._role != "parameter":
-                return None
-            x = x._term0
-        elif isinstance(x, (list, tuple, dict)):
-            return None
-        plain.append(x)
-    return plain
 
 
 def _plainly(

@@ -17,7 +17,7 @@ from mcftensor.dispatch.operands import require_one_base, term_columns
 from mcftensor.dispatch.table import SHORTCUTS, TABLE, implements
 from mcftensor.formats import Format
 from mcftensor.noise import draw_key
-from mcftensor.operators import is_bare
+from mcftensor.operators import is_bare, places_of
 from mcftensor.steps import adagrad_, adam_, sgd_, unscale_
 from mcftensor.tensor import MCFTensor
 
@@ -111,9 +111,7 @@ def _groups(quantities: Sequence[list[Tensor]]) -> dict[Formats, list[int]]:
                 found.append(f)
             numbers[id(f)] = found.index(f)
         codes.append([numbers[id(f)] for f in formats])
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for i, code in enumerate(zip(*codes, strict=True)):
-        groups.setdefault(code, []).append(i)
+    groups = places_of(zip(*codes, strict=True))
     return {tuple([found[x] for x in code]): rows for code, rows in groups.items()}
 
 
@@ -190,12 +188,7 @@ def fused_adagrad(
 def _directly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The handler of a step without PyTorch's dispatcher, which takes long over long lists;
     NotImplemented where that has something to do."""
-    if (
-        len(args) < 2
-        or torch.is_grad_enabled()
-        or torch.autograd._profiler_enabled()
-        or not is_bare()
-    ):
+    if len(args) < 2 or torch.is_grad_enabled() or not is_bare():
         return NotImplemented
     # The dispatcher gives lists their places and numbers their types, and refuses negative views.
     named = [x for name, x in kwargs.items() if name not in ("lr", "grad_scale", "found_inf")]

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
+from mcftensor.dispatch.operands import leading_terms
 from mcftensor.dispatch.table import SHORTCUTS
 from mcftensor.operators import is_bare
-from mcftensor.tensor import MCFTensor
 
 # What changes none of its arguments. Embeddings may, and see dispatch only once as they are.
 FUNCTIONS: set[Callable[..., Any]] = {
@@ -33,25 +33,19 @@ def compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     and where anything but eager PyTorch looks on."""
     if "out" in kwargs or torch.is_grad_enabled() or not is_bare() or _is_watched():
         return NotImplemented
-    plain: list[Any] = []
-    for x in (*args, *kwargs.values()):
-        if isinstance(x, MCFTensor):
-            if x._role != "parameter":
-                return NotImplemented
-            x = x._term0
-        plain.append(x)
+    plain = leading_terms((*args, *kwargs.values()))
+    if plain is None:
+        return NotImplemented
     count = len(args)
     return func(*plain[:count], **dict(zip(kwargs, plain[count:], strict=True)))
 
 
 def _is_watched() -> bool:
-    """Whether tangents are carried on, a graph is traced, casts of parameters are kept, or time is
-    measured operator by operator."""
+    """Whether tangents are carried on, a graph is traced, or casts of parameters are kept."""
     return (
         forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
         or torch._C._is_any_autocast_enabled()
-        or torch.autograd._profiler_enabled()
     )
 
 

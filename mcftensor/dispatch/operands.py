@@ -43,6 +43,21 @@ def leading(tree: Any) -> Any:
     return tree
 
 
+def leading_terms(args: Iterable[Any]) -> list[Any] | None:
+    """Arguments with leading terms in the place of parameters; None if there is a value, or a list
+    with an expansion in it."""
+    plain = []
+    for x in args:
+        if isinstance(x, MCFTensor):
+            if x._role != "parameter":
+                return None
+            x = x._term0
+        elif isinstance(x, (list, tuple, dict)) and expansions(x):
+            return None
+        plain.append(x)
+    return plain
+
+
 def computes_plainly(operands: Iterable[Any]) -> bool:
     """Whether an operation uses leading terms: parameters only, and some plain tensor among them.
 

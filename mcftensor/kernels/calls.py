@@ -47,12 +47,12 @@ class Calls:
 
     def _rows(self, rows: Sequence[int]) -> Iterator[list[list[Tensor | float]]]:
         yield [[x[i] for i in rows] for x in self.vectors]
-        yield [[x[i] for i in rows] for x in map(self.every, self.scalars)]
+        yield [[x[i] for i in rows] for x in self.every_scalar()]
         yield [[x[i] for i in rows] for x in self.outputs]
 
-    def every(self, scalars: Sequence[T]) -> Sequence[T]:
-        """A column of scalars, one for each call."""
-        return scalars if len(scalars) == len(self) else [*scalars] * len(self)
+    def every_scalar(self) -> list[Sequence[Tensor | float]]:
+        """The columns of scalars, with one for each call."""
+        return [repeated(column, len(self)) for column in self.scalars]
 
 
 def places(
@@ -98,6 +98,11 @@ class Facts:
             facts.addresses += map(Tensor.data_ptr, part)
             facts.are_contiguous &= all(map(Tensor.is_contiguous, part))
         return facts
+
+
+def repeated(column: Sequence[T], count: int) -> Sequence[T]:
+    """A column of so many, which may be given as one for all."""
+    return column if len(column) == count else [*column] * count
 
 
 def dtype_of(scalar: Tensor | float) -> torch.dtype:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.kernels import triton
-from mcftensor.kernels.calls import by_rows, number_of
+from mcftensor.kernels.calls import by_rows, number_of, repeated
 from mcftensor.kernels.compiler import digest, directory, write_whole
 from mcftensor.kernels.program import Program
 
@@ -41,11 +41,12 @@ def launch(
     scalars, of which the kernel reads those of a device there and the others in its table."""
     there = tuple([isinstance(x, Tensor) and x.device == device for x, *_ in scalars])
     counts = [-(-length // triton.BLOCK) for length in lengths]
-    words = [lengths, [0, *itertools.accumulate(counts[:-1])], *addresses]
+    starts = [0, *itertools.accumulate(counts[:-1])]
+    words: list[Sequence[int]] = [lengths, starts, *addresses]
     dtypes = program.signature.scalars
     for column, is_there, dtype in zip(scalars, there, dtypes, strict=True):
         found = [_address(x) if is_there else _bits(x, dtype) for x in column]
-        words.append(found if len(found) == len(lengths) else found * len(lengths))
+        words.append(repeated(found, len(lengths)))
     table = _table(tuple(by_rows(words)), device)
     owners = _owners(tuple(counts), device)
     aligned = not any(address % 16 for column in addresses for address in column)

@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +14,7 @@ from torch import Tensor
 from mcftensor.kernels import blocks, compiler, cpp, cpu, cuda
 from mcftensor.kernels.calls import Calls, Column, Facts, are_same, dtype_of, places
 from mcftensor.kernels.program import Body, Program, Signature, record
-
-T = TypeVar("T")
+from mcftensor.operators import places_of
 
 # Elements after which the time to look for compiled code, and to make it, is well spent.
 LOOK_AFTER = 1 << 14
@@ -181,17 +180,15 @@ def _kernel(
 
 def _run_by_kind(body: Body, calls: Calls) -> None:
     """The same for calls that are not all of the same dtypes and devices."""
-    columns = [*calls.vectors, *calls.outputs, *map(calls.every, calls.scalars)]
-    groups: dict[Any, list[int]] = {}
-    for i, kinds in enumerate(zip(*[map(_kind, column) for column in columns], strict=True)):
-        groups.setdefault(kinds, []).append(i)
-    for kinds, rows in groups.items():
+    columns = [*calls.vectors, *calls.outputs, *calls.every_scalar()]
+    every = zip(*[map(_kind, column) for column in columns], strict=True)
+    for kinds, rows in places_of(every).items():
         part = calls.only(rows)
         if len({device for _, device in kinds[: len(columns) - len(calls.scalars)]}) == 1:
             run(body, part)
         else:  # torch says what is wrong
-            for vectors, numbers, outputs in part:
-                blocks.run_whole(body, vectors, numbers, outputs)
+            for call in part:
+                blocks.run_whole(body, *call)
 
 
 def _kind(x: Tensor | float) -> tuple[torch.dtype, torch.device | None]:
