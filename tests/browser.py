@@ -118,7 +118,9 @@ class Tab:
         await self._navigate(url)
         rest = "new Promise(done => requestAnimationFrame(() => setTimeout(done, 150)))"
         await self.send("Runtime.evaluate", expression=rest, awaitPromise=True)
-        answer = await self.send("Runtime.evaluate", expression=script, returnByValue=True)
+        answer = await self.send(
+            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
+        )
         self.visit_now.value = answer["result"].get("value")
         if picture is not None:
             shot = await self.send("Page.captureScreenshot", captureBeyondViewport=True)

@@ -35,6 +35,25 @@ LOOK = """({
     dark: document.body.dataset.mdColorScheme == "slate",
 })"""
 
+# Where do the links of the navigation lead, and what does the search find?
+GO = """Promise.all(
+    [...document.querySelectorAll("a.md-tabs__link, a.md-nav__link")]
+        .map(a => fetch(a.href).then(answer => [a.href, answer.status]))
+)"""
+SEARCH = """(async () => {
+    document.querySelector("#__search").checked = true;
+    const field = document.querySelector("[data-md-component=search-query]");
+    field.focus();
+    field.value = "renormalize";
+    field.dispatchEvent(new KeyboardEvent("keyup", {key: "e", bubbles: true}));
+    for (let i = 0; i < 200; i++) {
+        const found = [...document.querySelectorAll(".md-search-result__link")];
+        if (found.length) return found.map(a => a.href);
+        await new Promise(done => setTimeout(done, 100));
+    }
+    return [];
+})()"""
+
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory) -> Path:
@@ -133,6 +152,20 @@ def test_in_a_browser_pages_show_what_they_hold(site, tmp_path):
     found = asyncio.run(_look(site, tmp_path, names, [(1280, False), (390, True)]))
     _check(found)
     assert found["tutorials/frozen", 390, True][0].value["formulas"]
+
+
+@needs_browser
+def test_in_a_browser_navigation_and_search_lead_somewhere(site, tmp_path):
+    async def ask():
+        with browser.serve(site) as base:
+            async with browser.browse(browser.find(), tmp_path) as tab:
+                links = await tab.visit(f"{base}/tutorials/frozen/", GO)
+                return links.value, (await tab.visit(f"{base}/", SEARCH)).value
+
+    links, found = asyncio.run(ask())
+    assert len({urlsplit(href).path for href, _ in links}) >= len(pages(site)) - 1
+    assert {status for _, status in links} == {200}
+    assert any("mcftensor.expansion.renormalize" in href for href in found)
 
 
 @needs_browser
