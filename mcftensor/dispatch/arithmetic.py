@@ -187,20 +187,6 @@ def register_in_place(operator: str, name: str) -> None:
     TABLE[operator] = in_place
 
 
-def _compiled_fma(func: Any, x: Any, y: Any, z: Any) -> MCFTensor:
-    """Compilers write `z.add_(y, alpha=tensor)` so, and then copy the result into z.
-
-    It is an update in place: all terms of z are kept, whatever it meets.
-    """
-    format = common_format("fma", (z, x, y))
-    result = expansion.apply("fma", terms(x), terms(y), terms(z), format=format)
-    return MCFTensor(result, format, common_role((z,)))
-
-
-# Compilers define this operator after this module is imported, so its name stands for it.
-TABLE["prims::fma"] = _compiled_fma
-
-
 def _power(func: Any, x: Any, exponent: Any) -> Any:
     """The powers that are one or two of the operations above."""
     if exponent == 2:

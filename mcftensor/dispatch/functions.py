@@ -41,10 +41,10 @@ WHOLE: set[Callable[..., Any]] = {
     torch.view_as_complex,
     F.fractional_max_pool2d,
     F.fractional_max_pool3d,
-    F.linear_cross_entropy,
     F.multi_head_attention_forward,
     F.rms_norm,
     F.scaled_dot_product_attention,
+    *filter(None, [getattr(F, "linear_cross_entropy", None)]),  # of torch 2.13
 }  # fmt: skip
 
 
