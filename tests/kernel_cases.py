@@ -72,7 +72,7 @@ def way(name: str) -> Iterator[list[Program]]:
 
 
 def _fma(builder: object, *operands: Any) -> Any:
-    """fma of Triton's interpreter, which in old releases multiplies and adds, with two roundings."""
+    """fma of Triton's interpreter, which in old releases rounds twice."""
     library = ctypes.CDLL(ctypes.util.find_library("m"))
     number, function = {
         np.dtype(np.float32): (ctypes.c_float, library.fmaf),
@@ -217,22 +217,26 @@ def step(
     formats: Sequence[tuple[str, str | torch.dtype]],
     shapes: Sequence[tuple[int, ...]] = SHAPES,
     found_inf: float = 0.0,
+    device: str = "cpu",
 ) -> list[Tensor]:
     """What torch's operator for a fused step leaves in parameters and states after two steps."""
     torch.manual_seed(2)
     options = {"weight_decay": 0.0, "maximize": False} | STEPS[kind]
     if options.pop("scaled", False):
-        options["grad_scale"] = torch.tensor(128.0)
-        options["found_inf"] = torch.tensor(found_inf)
+        options["grad_scale"] = torch.tensor(128.0, device=device)
+        options["found_inf"] = torch.tensor(found_inf, device=device)
     pairs = list(zip(formats, shapes, strict=False))
-    params = [tensor(p, *shape) for (p, _), shape in pairs]
+    params = [tensor(p, *shape).to(device) for (p, _), shape in pairs]
     states = [
-        [tensor(s, *shape, nonnegative=i > 0 or kind == "adagrad") for (_, s), shape in pairs]
+        [
+            tensor(s, *shape, nonnegative=i > 0 or kind == "adagrad").to(device)
+            for (_, s), shape in pairs
+        ]
         for i in range(3)
     ]
-    counts = [torch.tensor(float(i)) for i in range(len(params))]
+    counts = [torch.tensor(float(i), device=device) for i in range(len(params))]
     for first in (True, False):
-        grads = [tensor(p.dtype, *p.shape) for p in params]
+        grads = [tensor(p.dtype, *p.shape).to(device) for p in params]
         if kind.startswith("adam"):
             options = {"amsgrad": False, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8} | options
             operator = torch._fused_adamw_ if kind == "adamw" else torch._fused_adam_

@@ -16,13 +16,11 @@ from mcftensor.dispatch import sparse
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.operands import (
     common_format,
-    common_role,
     computes_plainly,
     expansions,
     leading,
     require_castable,
     store,
-    terms,
 )
 from mcftensor.dispatch.plans import PLANS, Task
 from mcftensor.dispatch.table import TABLE, register_forms

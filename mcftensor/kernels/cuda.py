@@ -7,7 +7,8 @@ import importlib.util
 import itertools
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +19,29 @@ from mcftensor.kernels.calls import by_rows, number_of, repeated
 from mcftensor.kernels.compiler import digest, directory, write_whole
 from mcftensor.kernels.program import Program
 
-# Tables on a device, by what is in them; those that a CUDA graph was captured with stay.
+# Tables on a device, by what is in them and the stream that they were copied on; those that a CUDA
+# graph was captured with stay.
 _TABLES: dict[Any, Tensor] = {}
 _MOST_TABLES = 256
 _CAPTURED: list[Tensor] = []
+
+
+@dataclass
+class _Kernel:
+    """A compiled program, and how many warps a block of it has."""
+
+    function: Any
+    warps: int
+
+    def launch(self, blocks: int, *tables: Tensor, aligned: bool) -> None:
+        """Launch it; if its registers did not suffice, it has more threads from the next time on.
+
+        How many registers a program takes differs from release to release of NVIDIA's compiler.
+        """
+        options = {"num_warps": self.warps, "enable_fp_fusion": False}
+        ran = self.function[(blocks,)](*tables, BLOCK=triton.BLOCK, ALIGNED=aligned, **options)
+        if getattr(ran, "n_spills", 0) and self.warps < triton.MOST_WARPS:
+            self.warps *= 2
 
 
 @functools.cache
@@ -47,13 +67,11 @@ def launch(
     for column, is_there, dtype in zip(scalars, there, dtypes, strict=True):
         found = [_address(x) if is_there else _bits(x, dtype) for x in column]
         words.append(repeated(found, len(lengths)))
-    table = _table(tuple(by_rows(words)), device)
-    owners = _owners(tuple(counts), device)
     aligned = not any(address % 16 for column in addresses for address in column)
-    kernel = _kernel(program, there)
-    options = {"num_warps": triton.warps(program), "enable_fp_fusion": False}
     with torch.cuda.device(device if device.type == "cuda" else -1):
-        kernel[(sum(counts),)](table, owners, BLOCK=triton.BLOCK, ALIGNED=aligned, **options)
+        table = _on_device(tuple(by_rows(words)), _table, device)
+        owners = _on_device(tuple(counts), _owners, device)
+        _kernel(program, there).launch(sum(counts), table, owners, aligned=aligned)
 
 
 def _address(x: Tensor | float) -> int:
@@ -68,36 +86,53 @@ def _bits(x: Tensor | float, dtype: torch.dtype) -> int:
     return struct.unpack("q", struct.pack("d", value))[0]
 
 
-def _owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
+def _table(words: Sequence[int]) -> Tensor:
+    return torch.tensor(words, dtype=torch.int64)
+
+
+def _owners(counts: Sequence[int]) -> Tensor:
     """For each block the row it works on."""
-    key = ("owners", counts, device)
-    if key not in _TABLES:
-        rows = torch.arange(len(counts), dtype=torch.int32)
-        _keep(key, rows.repeat_interleave(torch.tensor(counts)), device)
-    return _TABLES[key]
+    rows = torch.arange(len(counts), dtype=torch.int32)
+    return rows.repeat_interleave(torch.tensor(counts))
 
 
-def _table(values: tuple[int, ...], device: torch.device) -> Tensor:
-    key = (values, device)
-    if key not in _TABLES:
-        _keep(key, torch.tensor(values, dtype=torch.int64), device)
-    return _TABLES[key]
+def _on_device(
+    content: tuple[int, ...], make: Callable[[Sequence[int]], Tensor], device: torch.device
+) -> Tensor:
+    """A table, which is copied to its device without waiting for it, if it is not there."""
+    stream = current_stream(device)
+    key = (make, content, device, stream)
+    table = _TABLES.get(key)
+    if table is None:
+        host = make(content)
+        if stream is None:
+            table = host
+        else:
+            host = host.pin_memory()
+            table = host.to(device, non_blocking=True)
+        if is_capturing(device):  # the graph will copy what is there when it is replayed
+            _CAPTURED.append(host)
+        else:
+            while len(_TABLES) >= _MOST_TABLES:
+                _TABLES.pop(next(iter(_TABLES)))
+            _TABLES[key] = table
+    if is_capturing(device):
+        _CAPTURED.append(table)
+    return table
 
 
-def _keep(key: Any, table: Tensor, device: torch.device) -> None:
-    """Copy a table to its device without waiting for it."""
-    if device.type == "cuda":
-        host = table.pin_memory()
-        table = host.to(device, non_blocking=True)
-        if torch.cuda.is_current_stream_capturing():
-            _CAPTURED.extend((host, table))
-    while len(_TABLES) >= _MOST_TABLES:
-        _TABLES.pop(next(iter(_TABLES)))
-    _TABLES[key] = table
+def current_stream(device: torch.device) -> int | None:
+    """The stream of a GPU that is now launched on."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether launches are written into a CUDA graph, to be carried out later."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache
-def _kernel(program: Program, there: tuple[bool, ...]) -> Any:
+def _kernel(program: Program, there: tuple[bool, ...]) -> _Kernel:
     """The kernel of a program, from a module in the cache: Triton reads the source of functions."""
     source = triton.source(program, there)
     name = f"mcftensor_kernel_{digest(source)}"
@@ -110,4 +145,4 @@ def _kernel(program: Program, there: tuple[bool, ...]) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
-    return module.kernel
+    return _Kernel(module.kernel, triton.warps(program))

@@ -17,6 +17,8 @@ from mcftensor.kernels.program import Instruction, Place, Program, varying
 # Elements that a block of threads works on.
 BLOCK = 1024
 
+MOST_WARPS = 16
+
 # Instructions after which eight elements a thread do not fit into registers, those on float64
 # counted three times; and those after which four do not.
 _HEAVY, _HEAVIEST = 500, 1200
@@ -153,11 +155,12 @@ def address(row, word: tl.constexpr, type_: tl.constexpr, ALIGNED: tl.constexpr)
 
 def warps(program: Program) -> int:
     """How many warps a block has: 4, of eight elements a thread, which are 16 bytes of bfloat16; or
-    more, of fewer elements, for programs that would else spill registers."""
+    more, of fewer elements, for programs that would else spill registers, by what is known of
+    their lengths."""
     count = len(program.instructions)
     doubles = sum(x.dtype == torch.float64 for x in program.instructions)
     if count > _HEAVIEST:
-        return 16
+        return MOST_WARPS
     return 8 if count + 2 * doubles > _HEAVY else 4
 
 
