@@ -130,7 +130,7 @@ def collage(optimizer: Opt, mode: str | Mapping[str, Format | None]) -> Opt:
     plan = _Plan(optimizer, mode)
     previous = optimizer.__dict__.get("_collage")
     if previous is not None:
-        previous.remove(optimizer)
+        previous.remove()
     optimizer.__dict__["_collage"] = plan
     plan.attach(optimizer)
     plan.apply(optimizer)
@@ -188,33 +188,28 @@ class _Plan:
             optimizer.register_step_post_hook(after_step),
             optimizer.register_load_state_dict_post_hook(self.apply),
         )
-        self.bind(optimizer)
+        _convert_as_made(type(optimizer))
 
-    def bind(self, optimizer: Optimizer) -> None:
-        """Convert the states of stock optimizers as they are made."""
-        if hasattr(optimizer, "_init_group"):
-            optimizer.__dict__["_init_group"] = self._initializer(optimizer)
-
-    def remove(self, optimizer: Optimizer) -> None:
+    def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
-        optimizer.__dict__.pop("_init_group", None)
 
-    def _initializer(self, optimizer: Optimizer) -> Callable[..., Any]:
-        """Stock optimizers make states here: convert those of one parameter before the next ones
-        are made, so that the first step needs no more memory than the others."""
-        initialize = type(optimizer)._init_group  # type: ignore[attr-defined]
-
-        def init_group(group: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            for p in group["params"]:
-                if not optimizer.state.get(p) and format_of(p) and p.grad is not None:
-                    unused = [[] if isinstance(a, list) else a for a in args]
-                    initialize(optimizer, {**group, "params": [p]}, *unused, **kwargs)
-                    self._convert(p, optimizer.state[p])
-                    self._prepare_momentum(optimizer, p, group)
-            return initialize(optimizer, group, *args, **kwargs)
-
-        return init_group
+    def make_states(
+        self,
+        optimizer: Optimizer,
+        initialize: Callable[..., Any],
+        group: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Have the states of a group made, those of one parameter after another's conversion, so
+        that the first step needs no more memory than the others."""
+        for p in group["params"]:
+            if not optimizer.state.get(p) and format_of(p) and p.grad is not None:
+                unused = [[] if isinstance(a, list) else a for a in args]
+                initialize(optimizer, {**group, "params": [p]}, *unused, **kwargs)
+                self._convert(p, optimizer.state[p])
+                self._prepare_momentum(optimizer, p, group)
 
     def _prepare_momentum(self, optimizer: Optimizer, p: Tensor, group: dict[str, Any]) -> None:
         """SGD makes its buffer from the first gradient, plain: give it a zero to add that to.
@@ -252,6 +247,24 @@ class _Plan:
                 is_settled = wanted is not None and (format is wanted or format == wanted)
             if not is_settled:  # after the first step all are
                 state[name] = _converted(x, p, wanted)
+
+
+def _convert_as_made(cls: type[Optimizer]) -> None:
+    """Have states of stock optimizers converted where they make them."""
+    owner = next((c for c in cls.__mro__ if "_init_group" in vars(c)), None)
+    if owner is None or hasattr(owner._init_group, "_converts"):  # type: ignore[attr-defined]
+        return
+    initialize = owner._init_group  # type: ignore[attr-defined]
+
+    @functools.wraps(initialize)
+    def init_group(self: Optimizer, group: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        plan = self.__dict__.get("_collage")
+        if plan is not None:
+            plan.make_states(self, initialize, group, *args, **kwargs)
+        return initialize(self, group, *args, **kwargs)
+
+    init_group._converts = True  # type: ignore[attr-defined]
+    owner._init_group = init_group  # type: ignore[attr-defined]
 
 
 def _converted(x: Any, p: Tensor, wanted: Format | None) -> Any:

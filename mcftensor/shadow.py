@@ -28,7 +28,7 @@ Conversion = Callable[[Tensor, Tensor, str], Tensor]
 """What becomes of a tensor, the parameter that it belongs to, and the tensor's name."""
 
 # Bound to the instance, or to its parameters; a copy gets its own.
-_BOUND = ("step", "state", "param_groups", "_init_group", "_collage")
+_BOUND = ("step", "state", "param_groups", "_collage")
 
 # Attributes that make an expansion.
 _OF_EXPANSIONS = ("_term0", "_term1", "_term2", "_format", "_role", "_parameter")
@@ -91,7 +91,7 @@ class Original:
                 shadow.state[deepcopied(key, memo)] = deepcopied(optimizer.state[key], memo)
             plan = optimizer.__dict__.get("_collage") if conversion is same else None
             if plan is not None:
-                plan.bind(shadow)
+                shadow.__dict__["_collage"] = plan
             versions = self._versions(parameters)
             with torch.no_grad(), _same_randomness(parameters), _own_limits(twins):
                 plain_step(optimizer)(shadow, *(() if loss is None else (_once(loss),)))

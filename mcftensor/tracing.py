@@ -34,11 +34,9 @@ def keep_calls_whole() -> bool:
     from torch._functorch.compile_utils import rand_ops
     from torch._subclasses.meta_utils import MetaConverter
 
-    for name, (_, keyword) in _WITH_A_NUMBER.items():
-        decompose = getattr(TensorVariable, "method_" + name, None)
-        if decompose is not None:
-            method = _unless_expansion(name, keyword, decompose)
-            setattr(TensorVariable, "method_" + name, method)
+    TensorVariable.call_method = _whole_over_expansions(  # type: ignore[method-assign]
+        TensorVariable.call_method
+    )
     handlers = TorchInGraphFunctionVariable._get_handlers()
     if torch.addcdiv in handlers:
         handlers[torch.addcdiv] = _unless_of_expansions(handlers[torch.addcdiv])
@@ -51,20 +49,23 @@ def keep_calls_whole() -> bool:
     return True
 
 
-def _unless_expansion(name: str, keyword: str, decompose: Any) -> Any:
+def _whole_over_expansions(call_method: Any) -> Any:
     from torch._dynamo.variables import TorchInGraphFunctionVariable
 
-    @functools.wraps(decompose)
-    def method(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        if not issubclass(self.class_type, MCFTensor):
-            return decompose(self, tx, *args, **kwargs)
-        number = kwargs.get(keyword)
-        if number is not None and number.is_tensor():
-            operator = getattr(torch.ops.mcftensor, name).default
-            call = TorchInGraphFunctionVariable(operator)
-            call.call_function(tx, [self, *args, number], {})
-            return self
-        return None
+    @functools.wraps(call_method)
+    def method(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        operators = _WITH_A_NUMBER.get(name)
+        if operators is None or not kwargs or not issubclass(self.class_type, MCFTensor):
+            return call_method(self, tx, name, args, kwargs)
+        of_number, of_tensor = operators
+        given = list(kwargs.values())
+        if given[0].is_tensor():
+            call = TorchInGraphFunctionVariable(of_tensor)
+            call.call_function(tx, [self, *args, *given], {})
+        else:
+            call = TorchInGraphFunctionVariable(of_number)
+            call.call_function(tx, [self, *args], kwargs)
+        return self
 
     return method
 
@@ -110,16 +111,18 @@ def _fits(context: Any, t: Any) -> bool:
     return contexts.keys() == parts.keys() and all(_fits(contexts[x], parts[x]) for x in parts)
 
 
-# Those whose number is a tensor, which aten has not: compiled optimizers have their step size in
-# one. By name, their operands and the keyword of the number.
-_WITH_A_NUMBER = {
-    "add_": ("Tensor y", "alpha"),
-    "addcmul_": ("Tensor a, Tensor b", "value"),
-    "addcdiv_": ("Tensor a, Tensor b", "value"),
-}
+# By name: the operator whose keyword takes a number, and one that takes a tensor in its place, which
+# aten has not. Compiled optimizers have their step size in one.
+_WITH_A_NUMBER: dict[str, tuple[Any, Any]] = {}
 _LIBRARY = torch.library.Library("mcftensor", "FRAGMENT")
-for _name, (_operands, _keyword) in _WITH_A_NUMBER.items():
+for _operator, _operands, _keyword in (
+    (torch.ops.aten.add_.Tensor, "Tensor y", "alpha"),
+    (torch.ops.aten.addcmul_.default, "Tensor a, Tensor b", "value"),
+    (torch.ops.aten.addcdiv_.default, "Tensor a, Tensor b", "value"),
+):
+    _name = _operator.overloadpacket.__name__
     _LIBRARY.define(f"{_name}(Tensor(a!) x, {_operands}, Tensor {_keyword}) -> ()")
     register_in_place(f"mcftensor::{_name}", _name.rstrip("_"))
+    _WITH_A_NUMBER[_name] = (_operator, getattr(torch.ops.mcftensor, _name).default)
 
 at_flatten(keep_calls_whole)
