@@ -79,7 +79,7 @@ def is_bare(*lists: Sequence[Any]) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and not torch.autograd._profiler_enabled()
-        and {type(x) for elements in lists for x in elements} <= _BARE
+        and set().union(*[set(map(type, elements)) for elements in lists]) <= _BARE
     )
 
 

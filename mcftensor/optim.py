@@ -58,6 +58,7 @@ SECOND_MOMENTS = frozenset(
 
 # What a state becomes: an expansion in its parameter's format, plain, or in a given format.
 _OWN = "expansion in the format of the parameter"
+_AS_IT_IS = "what the optimizer makes it"
 _MODES: dict[str, dict[str, Any]] = {
     "light": dict.fromkeys(FIRST_MOMENTS | SECOND_MOMENTS),
     "plus": dict.fromkeys(FIRST_MOMENTS) | dict.fromkeys(SECOND_MOMENTS, _OWN),
@@ -150,6 +151,7 @@ class _Plan:
         self.full = mode == "full"
         self.named: Mapping[str, Any] = {}
         self.unchecked: set[str] = set()
+        self.settled: list[int] = []  # identities of states
         if isinstance(mode, str):
             if not self.full and mode not in _MODES:
                 raise ValueError(
@@ -179,10 +181,10 @@ class _Plan:
             self.unchecked = set(self.named)
 
     def attach(self, optimizer: Optimizer) -> None:
-        is_traced = not breaks_graphs(optimizer)
+        is_stock = breaks_graphs(optimizer)
 
         def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            self.apply(optimizer) if is_traced else untraced(self.apply, optimizer)
+            untraced(self.apply_to_new, optimizer) if is_stock else self.apply(optimizer)
 
         self.handles = (
             optimizer.register_step_post_hook(after_step),
@@ -204,11 +206,17 @@ class _Plan:
     ) -> None:
         """Have the states of a group made, those of one parameter after another's conversion, so
         that the first step needs no more memory than the others."""
+        states = optimizer.state
+        if sum(map(bool, states.values())) >= len(
+            _parameters(optimizer)
+        ):  # as after the first step
+            return
         for p in group["params"]:
-            if not optimizer.state.get(p) and format_of(p) and p.grad is not None:
+            format = format_of(p)
+            if format is not None and not states.get(p) and p.grad is not None:
                 unused = [[] if isinstance(a, list) else a for a in args]
                 initialize(optimizer, {**group, "params": [p]}, *unused, **kwargs)
-                self._convert(p, optimizer.state[p])
+                self._convert(p, format, optimizer.state[p])
                 self._prepare_momentum(optimizer, p, group)
 
     def _prepare_momentum(self, optimizer: Optimizer, p: Tensor, group: dict[str, Any]) -> None:
@@ -224,22 +232,29 @@ class _Plan:
 
     def apply(self, optimizer: Optimizer) -> None:
         """Bring every state to what the mode says."""
-        states = optimizer.state
-        for p in _parameters(optimizer):
-            state = states.get(p)
-            if state and format_of(p):
-                self._convert(p, state)
+        for p, state in optimizer.state.items():
+            format = format_of(p)
+            if state and format is not None:
+                self._convert(p, format, state)
 
-    def _convert(self, p: Tensor, state: dict[str, Any]) -> None:
+    def apply_to_new(self, optimizer: Optimizer) -> None:
+        """The same for torch's optimizers, which keep the tensors that they have made."""
+        states = optimizer.state.values()
+        found = [id(x) for state in states if type(state) is dict for x in state.values()]
+        if found != self.settled:
+            self.apply(optimizer)
+            self.settled = found
+
+    def _convert(self, p: Tensor, own: Format, state: dict[str, Any]) -> None:
         if self.unchecked and state:
             _require_known(self.unchecked, set(state))
             self.unchecked = set()
-        own = format_of(p)
-        assert own is not None
         for name, x in state.items():
-            if name == "step" or not (self.full or name in self.named):
+            wanted = own if self.full else self.named.get(name, _AS_IT_IS)
+            if wanted is _AS_IT_IS or name == "step":
                 continue
-            wanted = own if self.full or self.named[name] is _OWN else self.named[name]
+            if wanted is _OWN:
+                wanted = own
             if type(x) is Tensor:
                 is_settled = wanted is None and x.dtype == own.base
             else:

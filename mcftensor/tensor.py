@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -20,6 +21,7 @@ from mcftensor.formats import MAX_TERMS, Format, require_format
 Role = Literal["value", "parameter"]
 
 _GRAD: Any = torch.Tensor.grad
+_get_grad = _GRAD.__get__
 _without_function: Any = torch._C._disabled_torch_function_impl
 TERM_NAMES = tuple(f"_term{i}" for i in range(MAX_TERMS))
 
@@ -177,8 +179,9 @@ class MCFTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in cls._shortcuts and not torch.compiler.is_compiling():
-            result = cls._shortcuts[func](func, args, kwargs or {})
+        shortcut = cls._shortcuts.get(func)
+        if shortcut is not None and not is_compiling():
+            result = shortcut(func, args, kwargs or {})
             if result is not NotImplemented:
                 return result
         if not kwargs and func not in cls._whole and func not in _CHOICES:
@@ -314,7 +317,7 @@ class MCFTensor(torch.Tensor):
     def grad(self) -> Tensor | None:
         """As of any tensor. Optimizers ask for it at every turn, and torch's own way to it goes by
         `__torch_function__`."""
-        return _without_function(_GRAD.__get__, (), (self,), {})
+        return _without_function(_get_grad, (), (self,))
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -333,7 +336,7 @@ class MCFTensor(torch.Tensor):
         operation on it crashes. Write `plain.data.copy_(expansion)`, or
         `plain.data = mcf.as_plain(expansion, plain.dtype)`.
         """
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return self.detach()
         return MCFTensor([term.data for term in self.components], self._format, self._role)
 

@@ -111,8 +111,8 @@ def _fits(context: Any, t: Any) -> bool:
     return contexts.keys() == parts.keys() and all(_fits(contexts[x], parts[x]) for x in parts)
 
 
-# By name: the operator whose keyword takes a number, and one that takes a tensor in its place, which
-# aten has not. Compiled optimizers have their step size in one.
+# By name: the operator whose keyword takes a number, and one that takes a tensor in its place,
+# which aten has not. Compiled optimizers have their step size in one.
 _WITH_A_NUMBER: dict[str, tuple[Any, Any]] = {}
 _LIBRARY = torch.library.Library("mcftensor", "FRAGMENT")
 for _operator, _operands, _keyword in (

@@ -53,7 +53,9 @@ def _fused(
     keys = _keys(groups, lists[0])
     scale, scaled = options.get("grad_scale"), []
     for formats, rows in groups.items():
-        own = [[x[i] for i in rows] if x else [] for x in (*lists, *counts)]
+        own: Sequence[list[Tensor]] = (*lists, *counts)
+        if len(groups) > 1:
+            own = [[x[i] for i in rows] if x else [] for x in own]
         if not any(formats):
             func(*own, **options)
             continue
@@ -68,7 +70,7 @@ def _fused(
             list(chain(*chain(*written))),
             flat,
             [len(gradients), *map(len, written)],
-            [keys[i] for i in rows if i in keys],
+            [keys[i] for i in rows] if any(_are_stochastic(formats)) else [],
             _are_stochastic(formats),
             *own[len(lists) :],
             lr if isinstance(lr, Tensor) else torch.scalar_tensor(lr, dtype=torch.float64),
@@ -93,26 +95,19 @@ def _are_stochastic(formats: Formats) -> list[bool]:
 
 def _keys(groups: dict[Formats, list[int]], params: Sequence[Tensor]) -> dict[int, Tensor]:
     """A key for each row that rounds stochastically, drawn in the order of rows."""
-    drawing = sorted(
-        i for formats, rows in groups.items() if any(_are_stochastic(formats)) for i in rows
-    )
-    return {i: draw_key(params[i].device) for i in drawing}
+    drawing = [rows for formats, rows in groups.items() if any(_are_stochastic(formats))]
+    return {i: draw_key(params[i].device) for i in sorted(chain(*drawing))}
 
 
 def _groups(quantities: Sequence[list[Tensor]]) -> dict[Formats, list[int]]:
     """Which rows of lists of tensors are in which formats; a plain tensor is in none."""
-    numbers: dict[int, int] = {}  # of formats, by their identity
-    found: list[Format | None] = []
-    codes = []
-    for quantity in quantities:
-        formats = [x._format if isinstance(x, MCFTensor) else None for x in quantity]
-        for f in {id(f): f for f in formats}.values():
-            if f not in found:
-                found.append(f)
-            numbers[id(f)] = found.index(f)
-        codes.append([numbers[id(f)] for f in formats])
-    groups = places_of(zip(*codes, strict=True))
-    return {tuple([found[x] for x in code]): rows for code, rows in groups.items()}
+    columns = [
+        [x._format if isinstance(x, MCFTensor) else None for x in quantity]
+        for quantity in quantities
+    ]
+    if all(len(set(map(id, column))) == 1 for column in columns):  # mostly
+        return {tuple([column[0] for column in columns]): list(range(len(columns[0])))}
+    return places_of(zip(*columns, strict=True))
 
 
 @implements(aten._fused_adam_, aten._fused_adamw_)

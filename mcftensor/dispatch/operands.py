@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -122,6 +123,9 @@ def require_dense(operand: Tensor) -> None:
         )
 
 
+_dtype, _layout = attrgetter("dtype"), attrgetter("layout")
+
+
 def terms(operand: Any) -> list[Tensor]:
     """An operand as plain tensors to read; a number enters as float64, with all its bits."""
     if isinstance(operand, MCFTensor):
@@ -138,10 +142,12 @@ def term_columns(operands: Sequence[Tensor], format: Format | None) -> list[list
     """The terms of operands that are all in a format, or all plain: the leading terms of all, then
     their second ones, and so on."""
     if format is None:
-        for x in operands:
-            require_dense(x)
+        dtypes, layouts = set(map(_dtype, operands)), set(map(_layout, operands))
+        if layouts != {torch.strided} or not all(x.is_floating_point for x in dtypes):
+            for x in operands:
+                require_dense(x)
         return [list(operands)]
-    return [[getattr(x, name) for x in operands] for name in TERM_NAMES[: format.terms]]
+    return [list(map(attrgetter(name), operands)) for name in TERM_NAMES[: format.terms]]
 
 
 def converted(operand: Any, format: Format, device: torch.device) -> list[Tensor]:

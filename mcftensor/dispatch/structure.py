@@ -24,7 +24,7 @@ from mcftensor.dispatch.operands import (
     store,
     terms_in,
 )
-from mcftensor.dispatch.table import implements
+from mcftensor.dispatch.table import SHORTCUTS, implements
 from mcftensor.dispatch.writing import refusal
 from mcftensor.tensor import MCFTensor, Role
 
@@ -350,3 +350,11 @@ def set_(func: Any, target: Tensor, source: Any) -> Any:
         f"set_: a plain tensor cannot take the storage of an expansion in {source.format.name}, "
         "which has none; assign values with copy_(), or use mcf.as_plain(x, dtype)"
     )
+
+
+def _is_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """No format is. Optimizers ask it of every parameter at each step."""
+    return False if len(args) == 1 and not kwargs else NotImplemented
+
+
+SHORTCUTS[torch.is_complex] = _is_complex

@@ -159,7 +159,8 @@ INLINE F fma(F x, F y, F z) {
 """
 
 _LOOP = """
-static void run(const int64_t *row, const double *number, int64_t begin, int64_t end) {{
+static void run(
+    const int64_t *word, const double *number, int64_t count, int64_t begin, int64_t end) {{
 {names}
 {before}
   auto block = [&](int64_t i, auto n) __attribute__((always_inline)) {{
@@ -176,20 +177,18 @@ static void run(const int64_t *row, const double *number, int64_t begin, int64_t
 }}
 
 extern "C" void launch(
-    const int64_t *rows, const double *numbers, int64_t count, int64_t threads) {{
-  constexpr int64_t words = {words}, scalars = {scalars};
+    const int64_t *words, const double *numbers, int64_t count, int64_t threads) {{
   int64_t total = 0;
-  for (int64_t r = 0; r < count; ++r) total += rows[r * words];
+  for (int64_t r = 0; r < count; ++r) total += words[r];
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
   for (int64_t t = 0; t < threads; ++t) {{
     int64_t from = total * t / threads / 64 * 64;
     int64_t to = t + 1 == threads ? total : total * (t + 1) / threads / 64 * 64;
     for (int64_t r = 0, start = 0; r < count && start < to; ++r) {{
-      const int64_t *row = rows + r * words;
       int64_t begin = from > start ? from - start : 0;
-      int64_t end = to - start < row[0] ? to - start : row[0];
-      if (begin < end) run(row, numbers + r * scalars, begin, end);
-      start += row[0];
+      int64_t end = to - start < words[r] ? to - start : words[r];
+      if (begin < end) run(words + r, numbers + r, count, begin, end);
+      start += words[r];
     }}
   }}
 }}
@@ -197,24 +196,25 @@ extern "C" void launch(
 
 
 def source(program: Program) -> str:
-    """The program as a translation unit with the function launch(rows, numbers, count, threads).
+    """The program as a translation unit with the function launch(words, numbers, count, threads).
 
-    A row describes one set of tensors by words of 64 bits: number of elements, addresses of
-    vectors, addresses of outputs, integer scalars. `numbers` has as many rows, of other scalars.
+    `count` sets of tensors are described by columns of words of 64 bits: numbers of elements,
+    addresses of vectors, addresses of outputs, integer scalars; `numbers` are columns of the other
+    scalars.
     """
     signature = program.signature
     names, word, scalars = [], 1, 0
     for kind, dtypes in (("in", signature.vectors), ("out", signature.outputs)):
         for i, dtype in enumerate(dtypes):
             memory = ("const " if kind == "in" else "") + _TYPES[dtype][1]
-            names.append(f"{memory} *{kind}{i} = ({memory} *)row[{word}];")
+            names.append(f"{memory} *{kind}{i} = ({memory} *)word[{word} * count];")
             word += 1
     for i, dtype in enumerate(signature.scalars):
         if dtype == torch.int64:
-            names.append(f"const int64_t scalar{i} = row[{word}];")
+            names.append(f"const int64_t scalar{i} = word[{word} * count];")
             word += 1
         else:
-            names.append(f"const double scalar{i} = number[{scalars}];")
+            names.append(f"const double scalar{i} = number[{scalars} * count];")
             scalars += 1
     lines, varies = _Lines(program).lines(), varying(program.instructions)
     before = [line for line, inside in zip(lines, varies, strict=True) if not inside]
@@ -232,8 +232,6 @@ def source(program: Program) -> str:
         body=_indented(body, 4),
         interleaved=_indented([_copied(x, k, varies) for x in body for k in range(blocks)], 4),
         blocks=blocks,
-        words=word,
-        scalars=scalars,
     )
     return (
         f"#define LANES {8 if any(x.dtype.itemsize == 8 for x in inside) else 16}\n{_PRELUDE}{loop}"

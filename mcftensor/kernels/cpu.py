@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
 
-from mcftensor.kernels.calls import by_rows, number_of, repeated
+from mcftensor.kernels.calls import number_of
 from mcftensor.kernels.compiler import Launch
 
 # Elements a thread is worth starting for.
@@ -26,18 +25,15 @@ def launch(
     """Run compiled code on dense tensors of these lengths and addresses, given by columns, and on
     scalars of these dtypes."""
     count = len(lengths)
-    words: list[Sequence[int]] = [lengths, *addresses]
-    numbers = []
+    words, numbers = array("q", lengths), array("d")
+    for addresses_of_one in addresses:
+        words += array("q", addresses_of_one)
     for dtype, column in zip(dtypes, scalars, strict=True):
         values = [x if type(x) is float else number_of(x) for x in column]
+        times = count // len(values)  # one for each set, or one for all
         if dtype == torch.int64:
-            words.append(repeated([int(x) for x in values], count))
+            words += array("q", map(int, values)) * times
         else:
-            numbers.append(values)
-    table = array("q", by_rows(words))
-    if all(len(values) == 1 for values in numbers):  # mostly
-        fractions = array("d", chain.from_iterable(numbers)) * count
-    else:
-        fractions = array("d", by_rows([repeated(values, count) for values in numbers]))
+            numbers += array("d", values) * times
     threads = max(1, min(torch.get_num_threads(), sum(lengths) // _GRAIN))
-    function(table.buffer_info()[0], fractions.buffer_info()[0], count, threads)
+    function(words.buffer_info()[0], numbers.buffer_info()[0], count, threads)
