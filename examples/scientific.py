@@ -95,7 +95,7 @@ def chaos(steps: int = 220) -> None:
 
     Beside them runs the same orbit in decimals of 200 digits.
     """
-    with decimal.localcontext(prec=200):
+    with decimal.localcontext(decimal.Context(prec=200)):
         reference = [float(x) for x in orbit(decimal.Decimal, steps)]
     print(f"\nOrbit of the Hénon map over {steps} steps: right to 0.01")
     for name, kind in KINDS.items():

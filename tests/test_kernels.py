@@ -1,5 +1,8 @@
 """Compiled C++ gives the bits of eager PyTorch."""
 
+import ctypes
+import mmap
+
 import pytest
 import torch
 from kernel_cases import (
@@ -16,6 +19,7 @@ from kernel_cases import (
     run_sets,
     same,
     step,
+    way,
 )
 
 import mcftensor as mcf
@@ -145,6 +149,34 @@ class TestLayouts:
         format = mcf.Format.from_name(name)
         operands = [tuple(t[1:] for t in operand(format.nearest, 1003)) for _ in range(2)]
         same("cpp", run, expression("div", format), *operands)
+
+
+def guarded(x, at_end):
+    """A copy that ends, or begins, at a page which no process may touch."""
+    size = x.numel() * x.itemsize
+    pages = mmap.mmap(-1, (-(-size // mmap.PAGESIZE) + 1) * mmap.PAGESIZE)
+    whole = torch.frombuffer(pages, dtype=torch.uint8)
+    page = len(pages) - mmap.PAGESIZE if at_end else 0
+    protect = ctypes.CDLL(None).mprotect
+    assert protect(ctypes.c_void_p(whole.data_ptr() + page), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    begin = page - size if at_end else mmap.PAGESIZE
+    return whole[begin : begin + size].view(x.dtype).copy_(x)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MAP_PRIVATE"), reason="needs mprotect")
+@pytest.mark.parametrize("at_end", [True, False])
+@pytest.mark.parametrize("name", ["bf16x2", "fp32x2", "fp64x2", "bf16x2sr"])
+def test_memory_beyond_the_ends_is_not_touched(name, at_end):
+    """The process is ended where it is."""
+    format = mcf.Format.from_name(name)
+    for length in (1, 7, 8, 15, 16, 17, 63, 64, 65, 129, 1025):
+        operands = [operand(format.nearest, length) for _ in range(2)]
+        operands = [tuple(guarded(t, at_end) for t in x) for x in operands]
+        x = mcf.MCFTensor(operands[0], format)
+        with way("cpp"):
+            x.mul_(mcf.MCFTensor(operands[1], format))
+        for term, before in zip(x.components, operands[0], strict=True):
+            assert term.data_ptr() == before.data_ptr()
 
 
 @pytest.mark.parametrize("kind", STEPS)
