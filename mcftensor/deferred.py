@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -95,8 +95,11 @@ def _sweep() -> int:
     return sum(map(len, READERS.values()))
 
 
-def compute_readers(terms: Iterable[Tensor]) -> None:
+def compute_readers(terms: Sequence[Tensor]) -> None:
     """Compute all that is deferred and reads the memory of these terms."""
+    if READERS and len(terms) > len(READERS):  # to forget is less work than to look for each term
+        with _lock:
+            _sweep()
     if not READERS:
         return
     for memory in _memory(terms):

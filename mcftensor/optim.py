@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -239,8 +240,8 @@ class _Plan:
 
     def apply_to_new(self, optimizer: Optimizer) -> None:
         """The same for torch's optimizers, which keep the tensors that they have made."""
-        states = optimizer.state.values()
-        found = [id(x) for state in states if type(state) is dict for x in state.values()]
+        made = [state.values() for state in optimizer.state.values() if type(state) is dict]
+        found = list(map(id, itertools.chain.from_iterable(made)))
         if found != self.settled:
             self.apply(optimizer)
             self.settled = found

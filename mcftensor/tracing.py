@@ -54,17 +54,11 @@ def _whole_over_expansions(call_method: Any) -> Any:
 
     @functools.wraps(call_method)
     def method(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        operators = _WITH_A_NUMBER.get(name)
-        if operators is None or not kwargs or not issubclass(self.class_type, MCFTensor):
+        keyword, of_number, of_tensor = _WITH_A_NUMBER.get(name, ("", None, None))
+        if keyword not in kwargs or not issubclass(self.class_type, MCFTensor):
             return call_method(self, tx, name, args, kwargs)
-        of_number, of_tensor = operators
-        given = list(kwargs.values())
-        if given[0].is_tensor():
-            call = TorchInGraphFunctionVariable(of_tensor)
-            call.call_function(tx, [self, *args, *given], {})
-        else:
-            call = TorchInGraphFunctionVariable(of_number)
-            call.call_function(tx, [self, *args], kwargs)
+        operator: Any = of_tensor if kwargs[keyword].is_tensor() else of_number
+        TorchInGraphFunctionVariable(operator).call_function(tx, [self, *args], kwargs)
         return self
 
     return method
@@ -111,18 +105,19 @@ def _fits(context: Any, t: Any) -> bool:
     return contexts.keys() == parts.keys() and all(_fits(contexts[x], parts[x]) for x in parts)
 
 
-# By name: the operator whose keyword takes a number, and one that takes a tensor in its place,
-# which aten has not. Compiled optimizers have their step size in one.
-_WITH_A_NUMBER: dict[str, tuple[Any, Any]] = {}
+# By name: the keyword of the number, the operator, and one that takes a tensor in place of the
+# number, which aten has not. Compiled optimizers have their step size in one.
+_WITH_A_NUMBER: dict[str, tuple[str, Any, Any]] = {}
 _LIBRARY = torch.library.Library("mcftensor", "FRAGMENT")
 for _operator, _operands, _keyword in (
-    (torch.ops.aten.add_.Tensor, "Tensor y", "alpha"),
-    (torch.ops.aten.addcmul_.default, "Tensor a, Tensor b", "value"),
-    (torch.ops.aten.addcdiv_.default, "Tensor a, Tensor b", "value"),
+    (torch.ops.aten.add_.Tensor, "Tensor other", "alpha"),
+    (torch.ops.aten.addcmul_.default, "Tensor tensor1, Tensor tensor2", "value"),
+    (torch.ops.aten.addcdiv_.default, "Tensor tensor1, Tensor tensor2", "value"),
 ):
     _name = _operator.overloadpacket.__name__
-    _LIBRARY.define(f"{_name}(Tensor(a!) x, {_operands}, Tensor {_keyword}) -> ()")
+    _LIBRARY.define(f"{_name}(Tensor(a!) self, {_operands}, Tensor {_keyword}) -> ()")
     register_in_place(f"mcftensor::{_name}", _name.rstrip("_"))
-    _WITH_A_NUMBER[_name] = (_operator, getattr(torch.ops.mcftensor, _name).default)
+    _of_tensor = getattr(torch.ops.mcftensor, _name).default
+    _WITH_A_NUMBER[_name] = (_keyword, _operator, _of_tensor)
 
 at_flatten(keep_calls_whole)

@@ -221,6 +221,20 @@ assert torch.equal(f(x), z)
         assert (q.components[1] != 0).any()
         assert_same_terms(p, q)
 
+    @pytest.mark.parametrize("number", [-0.3, torch.tensor(-0.3, dtype=torch.float64)], ids=type)
+    def test_operands_by_name_and_numbers(self, number):
+        def change(x, g, number):
+            x.addcmul_(tensor2=g, tensor1=g, value=number)
+            x.add_(other=g, alpha=number)
+            x.add_(g, alpha=2)
+            x.add_(0.1, alpha=0.25)
+
+        x, g = sample(mcf.bf16x2, 6), torch.randn(6).bfloat16()
+        y = x.clone()
+        change(x, g, -0.3)
+        torch.compile(change, fullgraph=True)(y, g, number)
+        assert_same_terms(y, x)
+
 
 class TestModules:
     def test_forward_and_backward(self):

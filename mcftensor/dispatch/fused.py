@@ -64,10 +64,11 @@ def _fused(
         written = [targets, *states]
         flat = list(chain(*gradients))
         scaled.append((flat, len(gradients)))
-        compute_readers(chain(flat, chain(*chain(*written))))  # before they are written to
+        flat_targets = list(chain(*chain(*written)))
+        compute_readers(flat + flat_targets)  # before they are written to
         lr = options["lr"]
         step(
-            list(chain(*chain(*written))),
+            flat_targets,
             flat,
             [len(gradients), *map(len, written)],
             [keys[i] for i in rows] if any(_are_stochastic(formats)) else [],
