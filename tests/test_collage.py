@@ -158,6 +158,24 @@ def test_holds_for_groups_added_later():
     assert kinds(optimizer) == EXPECTED["plus"]
 
 
+def test_holds_for_parameters_that_take_part_later():
+    model, optimizer = build(mode="plus")
+    train(model[1:], optimizer)
+    assert len(optimizer.state) == 4
+    train(model, optimizer)
+    assert len(optimizer.state) == 6
+    assert kinds(optimizer) == EXPECTED["plus"]
+
+
+def test_holds_for_momentum_that_is_given_up_and_made_anew():
+    model, optimizer = build("for-loop", "full", torch.optim.SGD, momentum=0.9)
+    train(model, optimizer)
+    for state in optimizer.state.values():
+        state["momentum_buffer"] = None
+    train(model, optimizer)
+    assert kinds(optimizer) == {"momentum_buffer": "expansion"}
+
+
 def test_plain_parameters_are_left_alone():
     model = mcf.as_expansion(small_model(), overrides={"0.weight": None})
     optimizer = mcf.collage(torch.optim.AdamW(model.parameters()), "light")

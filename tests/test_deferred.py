@@ -236,6 +236,21 @@ def test_what_waits_is_forgotten():
     assert sum(map(len, deferred.READERS.values())) < 2048
 
 
+def test_what_no_longer_waits_is_forgotten_before_lists_are_written():
+    """Or every step of thousands of tensors would look for each of their terms."""
+    gc.collect()
+    deferred.READERS.clear()
+    x, y = values()
+    waiting, done = expression(x, y), expression(y, x)
+    _ = done.components
+    others = [torch.zeros(3) for _ in range(100)]
+    deferred.compute_readers(others)
+    assert deferred.READERS
+    _ = waiting.components
+    deferred.compute_readers(others)
+    assert not deferred.READERS
+
+
 class TestInferenceMode:
     def test_a_result_read_outside(self, at_once):
         x, y = values()
