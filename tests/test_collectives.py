@@ -91,6 +91,18 @@ def test_sums_and_norms_of_distributed_tensors_have_the_precision_of_the_format(
 
 
 @on_ranks(2)
+def test_no_two_terms_are_under_way_at_once():
+    """With gloo, processes crash where several are: torch 2.13 and 2.15, on plain tensors too."""
+    functional, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    for x in (
+        functional.all_gather_into_tensor(of_rank(0, mcf.bf16x3, 4, 3), 2, group),
+        functional.broadcast(of_rank(dist.get_rank(), mcf.bf16x3, 4, 3), 0, group),
+    ):
+        assert torch._C._distributed_c10d._get_work_registry_size() == 0
+        assert_same_terms(x[:4], of_rank(0, mcf.bf16x3, 4, 3))
+
+
+@on_ranks(2)
 def test_what_would_lose_terms_is_refused():
     x = of_rank(0, mcf.bf16x2)
     with pytest.raises(NotImplementedError, match=r"reduce_scatter.*bf16x2 \(2, 2\).*all_reduce"):

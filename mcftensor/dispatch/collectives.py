@@ -83,8 +83,13 @@ if dist.is_available():
         torch.ops._dtensor.shard_dim_alltoall,  # DTensor.redistribute
     )
     def move_functional(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> MCFTensor:
-        """Term by term."""
-        return x._like([func(term, *args, **kwargs) for term in x.components])
+        """Term by term; on a CPU one after the other, since processes crash where several small
+        tensors of these operators are under way by gloo."""
+        moved = []
+        for term in x.components:
+            result = func(term, *args, **kwargs)
+            moved.append(_functional.wait_tensor(result) if x.device.type == "cpu" else result)
+        return x._like(moved)
 
     @implements("_c10d_functional::_wrap_tensor_autograd")
     def wait(func: Any, x: MCFTensor) -> MCFTensor:
