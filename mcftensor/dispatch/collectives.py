@@ -79,7 +79,6 @@ if dist.is_available():
         _functional.all_gather_into_tensor,  # DTensor.full_tensor
         _functional.all_to_all_single,
         _functional.broadcast,
-        _functional.wait_tensor,
         torch.ops._dtensor.shard_dim_alltoall,  # DTensor.redistribute
     )
     def move_functional(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> MCFTensor:
@@ -91,10 +90,10 @@ if dist.is_available():
             moved.append(_functional.wait_tensor(result) if x.device.type == "cpu" else result)
         return x._like(moved)
 
-    @implements("_c10d_functional::_wrap_tensor_autograd")
+    @implements(_functional.wait_tensor, "_c10d_functional::_wrap_tensor_autograd")
     def wait(func: Any, x: MCFTensor) -> MCFTensor:
         """Waits at once, where torch does so when the result is used."""
-        return move_functional(_functional.wait_tensor.default, x)
+        return x._like([_functional.wait_tensor(term) for term in x.components])
 
     @implements(_c10d.allreduce_)
     def all_reduce_(

@@ -100,7 +100,7 @@ def _on_device(
     content: tuple[int, ...], make: Callable[[Sequence[int]], Tensor], device: torch.device
 ) -> Tensor:
     """A table, which is copied to its device without waiting for it, if it is not there."""
-    stream = current_stream(device)
+    stream, capturing = current_stream(device), is_capturing(device)
     key = (make, content, device, stream)
     table = _TABLES.get(key)
     if table is None:
@@ -110,13 +110,13 @@ def _on_device(
         else:
             host = host.pin_memory()
             table = host.to(device, non_blocking=True)
-        if is_capturing(device):  # the graph will copy what is there when it is replayed
+        if capturing:  # the graph will copy what is there when it is replayed
             _CAPTURED.append(host)
         else:
             while len(_TABLES) >= _MOST_TABLES:
                 _TABLES.pop(next(iter(_TABLES)))
             _TABLES[key] = table
-    if is_capturing(device):
+    if capturing:
         _CAPTURED.append(table)
     return table
 
