@@ -10,7 +10,14 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import mcftensor as mcf
-from support.helpers import assert_same_terms, exact, parameter, sample, small_model
+from support.helpers import (
+    assert_same_terms,
+    compiled_whole,
+    exact,
+    parameter,
+    sample,
+    small_model,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -284,17 +291,6 @@ class TestModules:
 
 def eager(optimizer):
     return optimizer.step
-
-
-def compiled_whole(optimizer):
-    """Without the hooks, and without the ends of graphs that torch puts around a step."""
-    step = type(optimizer).step.__wrapped__.__wrapped__
-
-    @torch.compile(fullgraph=True)
-    def whole():
-        step(optimizer)
-
-    return torch.no_grad()(whole)
 
 
 def train(model, kind, keywords, mode, step_of):

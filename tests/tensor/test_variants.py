@@ -21,7 +21,7 @@ RAISE_IN_PLACE = {"float_power", "resize_"}
 RAISE_WITH_OUT = {"histogramdd"}
 # No tensor; of the first sample, none from floats.
 NOTHING_TO_WRITE = {"equal", "normal.number_mean"}
-# What PyTorch computes by several operations, of which some have plain results of fixed dtypes.
+# Within them PyTorch writes expansions into plain tensors that have no shape yet.
 NOT_INTO_PLAIN = {"_batch_norm_with_update", "linalg.solve", "linalg.solve_ex"}
 
 
