@@ -63,7 +63,7 @@ def small_model(seed: int = 0) -> nn.Sequential:
 
 
 def compiled_whole(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """A step that is traced: without the hooks, and without the ends of graphs that torch puts around a step."""
+    """A step as it is traced: without hooks, and without the ends of graphs around it."""
     step = type(optimizer).step.__wrapped__.__wrapped__
 
     @torch.compile(fullgraph=True)
