@@ -19,7 +19,7 @@ from mcftensor.checkpoint.errors import CheckpointError, some
 from mcftensor.checkpoint.reading import Checkpoint
 from mcftensor.checkpoint.reading import tensors as tensors_of
 from mcftensor.extras import extra
-from mcftensor.tensor import MCFTensor, _check_components
+from mcftensor.tensor.tensor import MCFTensor, check_components
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -312,7 +312,7 @@ def _require_comparable(name: str, x: Tensor, y: Tensor) -> None:
 def _require_whole(name: str, x: MCFTensor) -> None:
     """Unpickling sets attributes, and checks none of them."""
     try:
-        _check_components(x.components, x.format)
+        check_components(x.components, x.format)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{name} is a damaged expansion ({error})") from error
 

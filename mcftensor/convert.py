@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mcftensor import expansion
 from mcftensor.accumulation import Accumulation
 from mcftensor.checkpoint.broadcasting import broadcast_terms
 from mcftensor.dispatch.table import implements
+from mcftensor.dispatch.operands import value_of
 from mcftensor.distributed import format_of, local, on_local, require_unsharded
 from mcftensor.formats import Format, bf16x2, default_format, require_format
-from mcftensor.operators import opaque
+from mcftensor.kernels.opaque import opaque
+from mcftensor.passes import conversions
 from mcftensor.tensor import MCFTensor
 
 M = TypeVar("M", bound=nn.Module)
@@ -137,15 +138,18 @@ def _as_plain(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @implements(torch.ops.mcftensor._as_plain.default)
 def _collapse(func: object, x: MCFTensor, dtype: torch.dtype) -> Tensor:
-    return expansion.collapse(x.components, dtype)
+    return x._collapsed(dtype)
 
 
 def _value(x: Tensor, format: Format) -> MCFTensor:
     """A value, or a DTensor of one."""
 
     def convert(x: Tensor) -> MCFTensor:
-        terms = x.components if isinstance(x, MCFTensor) else (x.detach(),)
-        return MCFTensor(expansion.convert(terms, format), format)
+        if isinstance(x, MCFTensor):
+            key = conversions.key_for(format, x.device)
+            made = conversions.convert(list(x._read()), x.format.name, format.name, key)
+            return MCFTensor.of(made, format, own=True)
+        return value_of(x.detach(), format)
 
     return on_local(convert, x)  # type: ignore[return-value]
 
@@ -186,7 +190,7 @@ def _module_as_expansion(module: M, format: Format | None, overrides: Overrides)
                 f"parameters and buffers: {', '.join(names) or 'the module has none'}"
             )
     present = (x.dtype for _, _, x in found if format_of(x))
-    base = format.base if format else next(present, bf16x2.base)
+    base = format.dtype if format else next(present, bf16x2.dtype)
     plans: dict[str, tuple[Tensor, Format | None]] = {}
     for name, aliases, x in found:
         matching = [p for p in overrides if any(fnmatchcase(alias, p) for alias in aliases)]

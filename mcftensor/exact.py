@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcftensor import expansion
+from mcftensor.passes import expansion
 from mcftensor.formats import Format, require_format
 from mcftensor.tensor import MCFTensor
 
@@ -63,7 +63,7 @@ def from_exact(
     ]
     leading, *tails = expansion.renormalize(terms)
     leading = torch.where(leading == 0, terms[0], leading)  # the sign of a zero
-    return MCFTensor([leading, *tails], format)
+    return MCFTensor.of([leading, *tails], format)
 
 
 def to_fraction(x: Tensor) -> Any:

@@ -9,7 +9,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from mcftensor import eft, expansion
+from mcftensor.arithmetic import eft
+from mcftensor.passes import expansion
 from mcftensor.formats import FORMATS, Format
 
 _BASES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mcftensor.convert import as_plain
-from mcftensor.dispatch.operands import terms_in
+from mcftensor.dispatch.operands import stored_in
 from mcftensor.distributed import format_of, on_local
 from mcftensor.formats import Format, fp64x2
-from mcftensor.tensor import MCFTensor
+from mcftensor.tensor.tensor import COMPONENTS, MCFTensor
 
 Wide: TypeAlias = torch.dtype | Format
 Conversion = Callable[[Tensor, Tensor, str], Tensor]
@@ -31,7 +31,7 @@ Conversion = Callable[[Tensor, Tensor, str], Tensor]
 _BOUND = ("step", "state", "param_groups", "_collage")
 
 # Attributes that make an expansion.
-_OF_EXPANSIONS = ("_term0", "_term1", "_term2", "_format", "_role", "_parameter")
+_OF_EXPANSIONS = (*COMPONENTS, "_format", "_role", "_readers", "_deferred", "_parameter")
 
 # Stand for processes and devices, and have no copies.
 _SHARED = (torch.device, DeviceMesh, getattr(torch.distributed, "ProcessGroup", DeviceMesh))
@@ -154,7 +154,7 @@ def widened(x: Tensor, parameter: Tensor, name: str) -> Tensor:
 
 
 def _terms_of(x: Tensor, format: Format) -> MCFTensor:
-    return MCFTensor([t.clone() for t in terms_in(x, format, x.device)], format)
+    return MCFTensor.of([t.clone() for t in stored_in(x, format, x.device)], format, own=True)
 
 
 def widened_parameters(x: Tensor, parameter: Tensor, name: str) -> Tensor:

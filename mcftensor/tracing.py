@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.dispatch.arithmetic import register_in_place
-from mcftensor.tensor import MCFTensor, at_flatten
+from mcftensor.tensor.tensor import MCFTensor, at_flatten
 
 
 def keep_calls_whole() -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mcftensor import expansion
+from mcftensor.passes import expansion
 from mcftensor.checkpoint.digests import KEY, digest, looks_sealed, unsealed
 from mcftensor.checkpoint.errors import CheckpointError, reading, some
 from mcftensor.checkpoint.reading import SafetensorsFile
@@ -177,7 +177,7 @@ def _normalized(x: Tensor) -> Tensor:
         return x
     terms = expansion.renormalize(x.components)
     same = all(torch.equal(a, b) for a, b in zip(terms, x.components, strict=True))
-    return x if same else MCFTensor(terms, x.format)
+    return x if same else MCFTensor.of(terms, x.format)
 
 
 # -------------------------------------------------------------------------------- the model

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from mcftensor.checkpoint.errors import CheckpointError, some
 from mcftensor.distributed import format_of, local, on_local
 from mcftensor.formats import Format
-from mcftensor.tensor import MCFTensor, _check_components
+from mcftensor.tensor.tensor import MCFTensor, check_components
 
 # A module cannot have a parameter and a submodule of one name, so none has a parameter of this one.
 _TAIL = re.compile(r"(.+)\.((?:bf16|fp16|fp32|fp64)x\d(?:sr)?)\.term\d", re.DOTALL)
@@ -140,10 +140,10 @@ def _format_in(tail: str) -> Format:
 def _joined(name: str, terms: list[Any], format: Format) -> Any:
     parts = [local(term) for term in terms]
     try:
-        _check_components(parts, format)
+        check_components(parts, format)
     except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"the terms of {name} make no expansion ({error})") from error
-    return on_local(lambda leading: MCFTensor(parts, format), terms[0])
+    return on_local(lambda leading: MCFTensor.of(parts, format), terms[0])
 
 
 def is_sharded(x: Any) -> bool:

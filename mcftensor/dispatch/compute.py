@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from mcftensor.dispatch import long, wide
-from mcftensor.dispatch.operands import common_format, expansions, leading, leading_terms
+from mcftensor.dispatch.operands import common_format, expansions, leading, with_leading
 from mcftensor.dispatch.table import implements
 from mcftensor.dispatch.writing import written_to
 from mcftensor.tensor import MCFTensor
@@ -23,7 +23,7 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
     own.
     """
     if not kwargs and not func._schema.is_mutable:
-        plain = leading_terms(args)
+        plain = with_leading(args)
         if plain is not None:
             return _plainly(func, args, kwargs, plain)
     found = expansions((args, kwargs))

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from mcftensor import expansion
-from mcftensor.dispatch.operands import common_format, expansions
+from mcftensor.dispatch.operands import common_format, expansions, plainly, value_of
 from mcftensor.dispatch.wide import PRECISION, WIDE
 from mcftensor.dispatch.writing import assign_tree, refusal, require_no_grad
 from mcftensor.formats import Format
@@ -55,12 +54,12 @@ class _Widen(torch.autograd.Function):
     def forward(ctx: Any, x: MCFTensor) -> Tensor:
         """Collapse."""
         ctx.format = x.format
-        return expansion.collapse(x.components, WIDE)
+        return x._collapsed(WIDE)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> MCFTensor:
         """Split."""
-        return MCFTensor(expansion.expand(grad, ctx.format), ctx.format)
+        return value_of(grad, ctx.format)
 
 
 class _Narrow(torch.autograd.Function):
@@ -69,12 +68,12 @@ class _Narrow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, format: Format) -> MCFTensor:
         """Split."""
-        return MCFTensor(expansion.expand(x, format), format)
+        return value_of(x, format)
 
     @staticmethod
     def backward(ctx: Any, grad: MCFTensor) -> tuple[Tensor, None]:
         """Collapse."""
-        return expansion.collapse(grad.components, WIDE), None
+        return plainly(grad, WIDE), None
 
 
 def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwargs: Any) -> Any:

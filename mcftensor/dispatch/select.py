@@ -19,10 +19,10 @@ from mcftensor.dispatch.operands import (
     computes_plainly,
     leading,
     store,
-    terms_in,
+    stored_in,
 )
 from mcftensor.dispatch.table import implements, register_forms
-from mcftensor.ordering import choose, clamp, equal, less, maximum, minimum
+from mcftensor.arithmetic.ordering import choose, clamp, equal, less, maximum, minimum
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten
@@ -33,7 +33,7 @@ def _enter(name: str, operands: Sequence[Any]) -> list[Any]:
     """Operands as terms of their common format; None, a limit that is not given, stays None."""
     format = common_format(name, operands)
     device = next(x.device for x in operands if isinstance(x, MCFTensor))
-    return [None if x is None else terms_in(x, format, device) for x in operands]
+    return [None if x is None else stored_in(x, format, device) for x in operands]
 
 
 _COMPARISONS: dict[str, Callable[[Terms, Terms], Tensor]] = {
@@ -90,7 +90,7 @@ _CHOICES: dict[str, Callable[..., list[Tensor]]] = {
 
 def _chosen(name: str, operands: Sequence[Any]) -> MCFTensor:
     chosen = _CHOICES[name](*_enter(name, operands))
-    return MCFTensor(chosen, common_format(name, operands), common_role(operands))
+    return MCFTensor.of(chosen, common_format(name, operands), common_role(operands))
 
 
 def _register_choice(name: str) -> None:
@@ -99,11 +99,7 @@ def _register_choice(name: str) -> None:
 
     def choice_into(func: Any, *args: Any, out: Tensor | None = None) -> Any:
         target = args[0] if out is None else out
-        chosen = _chosen(name, args)
-        if isinstance(target, MCFTensor):
-            store(target, terms_in(chosen, target.format, target.device))
-        else:
-            store(target, chosen.components)
+        store(target, _chosen(name, args))
         return target
 
     register_forms(name, choice, choice_into, choice_into)
@@ -120,7 +116,7 @@ def where(func: Any, condition: Tensor, x: Any, y: Any) -> Any:
         return compute(func, condition, x, y)
     if computes_plainly((x, y)):
         return func(condition, *leading((x, y)))
-    return MCFTensor(
+    return MCFTensor.of(
         choose(condition, *_enter("where", (x, y))),
         common_format("where", (x, y)),
         common_role((x, y)),

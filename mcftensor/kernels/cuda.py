@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.kernels import triton
-from mcftensor.kernels.calls import by_rows, number_of, repeated
+from mcftensor.kernels.columns import by_rows, number_of, repeated
 from mcftensor.kernels.compiler import digest, directory, write_whole
 from mcftensor.kernels.program import Program
 

@@ -10,17 +10,17 @@ user's compiled function give the same bits.
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from mcftensor.kernels.layout import laid_out
+
 P = ParamSpec("P")
 R = TypeVar("R")
-T = TypeVar("T")
-K = TypeVar("K")
 
 _LIBRARY = torch.library.Library("mcftensor", "DEF")
 
@@ -52,9 +52,9 @@ def opaque(
     def register(function: Callable[P, R]) -> Callable[P, R]:
         name = function.__name__
         DEFINITIONS[name] = function
-        schema = torch.library.infer_schema(function, mutates_args=tuple(mutates))
+        schema = _schema(function, mutates)
         _LIBRARY.define(name + schema, tags=tags)
-        kernel = function if lays_out or mutates else _laid_out(function)
+        kernel = function if lays_out or mutates else laid_out(function)
         _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"mcftensor::{name}", fake, lib=_LIBRARY)
         operator = getattr(torch.ops.mcftensor, name).default
@@ -70,6 +70,28 @@ def opaque(
         return call
 
     return register
+
+
+def _schema(function: Callable[..., Any], mutates: Sequence[str]) -> str:
+    """PyTorch's text for the signature of a function; it infers none for lists of strings."""
+    parameters = inspect.signature(function).parameters
+    names = [name for name, x in parameters.items() if x.annotation == "Sequence[str]"]
+
+    @functools.wraps(function, updated=())
+    def prototype() -> None: ...
+
+    annotations = {name: "Sequence[int]" for name in names}
+    prototype.__annotations__ = {**function.__annotations__, **annotations}
+    prototype.__signature__ = inspect.signature(function).replace(  # type: ignore[attr-defined]
+        parameters=[
+            x.replace(annotation=annotations.get(name, x.annotation))
+            for name, x in parameters.items()
+        ]
+    )
+    schema = torch.library.infer_schema(prototype, mutates_args=tuple(mutates))
+    for name in names:
+        schema = schema.replace(f"SymInt[] {name}", f"str[] {name}")
+    return schema
 
 
 def is_bare(*lists: Sequence[Any]) -> bool:
@@ -90,70 +112,6 @@ def _entered(x: Any) -> Any:
     return [torch.scalar_tensor(y, dtype=torch.float64) if type(y) is float else y for y in x]
 
 
-def empty_terms(operands: Sequence[Tensor], dtype: torch.dtype, terms: int) -> list[Tensor]:
-    """Tensors without data, of the shape to which the operands broadcast."""
-    template = _template(operands)
-    return [torch.empty_like(template, dtype=dtype) for _ in range(terms)]
-
-
-def _template(operands: Sequence[Tensor]) -> Tensor:
-    """A tensor of the shape to which operands broadcast; the first of that shape, if any."""
-    first = next((x for x in operands if x.dim() > 0), operands[0])
-    if all(x.dim() == 0 or x.shape == first.shape for x in operands):
-        return first
-    shape = torch.broadcast_shapes(*(x.shape for x in operands))
-    for x in operands:
-        if x.shape == shape and x.device == first.device:
-            return x
-    return torch.empty(shape, dtype=operands[0].dtype, device=first.device)
-
-
-def _laid_out(function: Callable[P, R]) -> Callable[P, R]:
-    """Results in the layout that `empty_terms` foretells: that of the first operand.
-
-    What torch makes of operands with unlike strides depends on the order of operations.
-    """
-
-    def kernel(*args: P.args, **kwargs: P.kwargs) -> R:
-        results = function(*args, **kwargs)
-        operands = [x for a in args for x in (a if isinstance(a, list) else [a])]
-        tensors = [x for x in operands if isinstance(x, Tensor)]
-        if not tensors:
-            return results
-        template = _template(tensors)
-
-        def laid_out(x: Tensor) -> Tensor:
-            if x.stride() == template.stride():
-                return x
-            like = torch.empty_like(template, dtype=x.dtype)
-            return x if x.stride() == like.stride() else like.copy_(x)
-
-        if isinstance(results, Tensor):
-            return cast(R, laid_out(results))
-        return type(results)(laid_out(x) for x in results)  # type: ignore[call-arg, attr-defined]
-
-    return kernel
-
-
 def inline(function: Callable[P, R]) -> Callable[P, R]:
     """The plain Python function behind an opaque one, for use inside another opaque one."""
     return cast(Callable[P, R], function.__wrapped__)  # type: ignore[attr-defined]
-
-
-def regroup(tensors: Sequence[Tensor], lengths: Sequence[int]) -> list[list[Tensor]]:
-    """A flat list of tensors as consecutive lists of these lengths."""
-    rest = iter(tensors)
-    return [list(itertools.islice(rest, length)) for length in lengths]
-
-
-def places_of(keys: Iterable[K]) -> dict[K, list[int]]:
-    """Where each key stands in a list of them."""
-    found: dict[K, list[int]] = {}
-    for i, key in enumerate(keys):
-        found.setdefault(key, []).append(i)
-    return found
-
-
-def columns(tensors: Sequence[T], length: int) -> list[Sequence[T]]:
-    """A flat list as consecutive lists of this length."""
-    return [tensors[i : i + length] for i in range(0, len(tensors), length)]

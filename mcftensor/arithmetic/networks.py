@@ -25,9 +25,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mcftensor import eft
-from mcftensor.operators import inline
-from mcftensor.rounding import move
+from mcftensor.arithmetic import eft
+from mcftensor.arithmetic.rounding import move
+from mcftensor.kernels.opaque import inline
 
 two_sum = inline(eft.two_sum)
 fast_two_sum = inline(eft.fast_two_sum)

@@ -10,23 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mcftensor.operators import empty_terms, inline, opaque
-from mcftensor.rounding import add_odd
-
-# Bits that Veltkamp's splitting moves to the low half: half of the significand, rounded up.
-_LOW_BITS = {torch.bfloat16: 4, torch.float16: 6, torch.float32: 12, torch.float64: 27}
-# The next wider type, in which a product of two numbers is exact.
-_WIDER = {
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-    torch.float32: torch.float64,
-}
+from mcftensor.arithmetic.bases import BASES
+from mcftensor.arithmetic.rounding import add_odd
+from mcftensor.kernels.layout import empty_terms
+from mcftensor.kernels.opaque import inline, opaque
 
 
 def same_float_dtype(name: str, *tensors: Tensor) -> torch.dtype:
     """The one dtype of the tensors, or a TypeError that names the caller and all dtypes."""
     dtypes = [x.dtype for x in tensors]
-    if dtypes[0] in _LOW_BITS and len(set(dtypes)) == 1:
+    if dtypes[0] in BASES and len(set(dtypes)) == 1:
         return dtypes[0]
     raise TypeError(
         f"{name}: operands of dtypes {', '.join(str(d) for d in dtypes)}; all must have one dtype "
@@ -120,7 +113,7 @@ def split(a: Tensor) -> tuple[Tensor, Tensor]:
         >>> mcf.eft.split(torch.tensor(1.0 + 2.0**-20))
         (tensor(1.), tensor(9.5367e-07))
     """
-    low_bits = _LOW_BITS[same_float_dtype("split", a)]
+    low_bits = BASES[same_float_dtype("split", a)].low_bits
     large = a.abs() > torch.finfo(a.dtype).max * 2.0 ** -(low_bits + 1)
     x = torch.where(large, a * 2.0 ** -(low_bits + 2), a)
     c = x * (2.0**low_bits + 1)
@@ -156,8 +149,8 @@ def two_prod(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         (tensor(1.0156, dtype=torch.bfloat16), tensor(6.1035e-05, dtype=torch.bfloat16))
     """
     dtype = same_float_dtype("two_prod", a, b)
-    if dtype in _WIDER:
-        wider = _WIDER[dtype]
+    wider = BASES[dtype].wider
+    if wider is not None:
         exact = a.to(wider) * b.to(wider)
         product = exact.to(dtype)
         return product, (exact - product.to(wider)).to(dtype)
@@ -196,8 +189,8 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         (tensor(6.1035e-05, dtype=torch.bfloat16), tensor(0., dtype=torch.bfloat16))
     """
     dtype = same_float_dtype("fma", a, b, c)
-    if dtype in _WIDER:
-        wider = _WIDER[dtype]
+    wider = BASES[dtype].wider
+    if wider is not None:
         return add_odd(a.to(wider) * b.to(wider), c.to(wider)).to(dtype)
     uh, ul = _two_prod(a, b)
     th, tl = _two_sum(c, ul)
@@ -213,7 +206,7 @@ def sqrt(a: Tensor) -> Tensor:
     On CPUs torch.sqrt is a unit in the last place off in one of 150 float32 and float64 results;
     bounds of expansion arithmetic need better.
 
-    *Requires*: float64 numbers of at least 2^-960; smaller ones get torch's root.
+    *Requires*: nothing; small float64 numbers are scaled.
 
     *Returns*: RN(sqrt(a)), shape of a.
 
@@ -235,15 +228,18 @@ def sqrt(a: Tensor) -> Tensor:
     dtype = same_float_dtype("sqrt", a)
     if dtype != torch.float64:
         return torch.sqrt(a.to(torch.float64)).to(dtype)
-    root = torch.sqrt(a)
-    remainder = _fma(-root, root, a)
+    small = a < 2.0**-900  # where the square of the root would lose bits
+    scaled = torch.where(small, a * 2.0**200, a)
+    root = torch.sqrt(scaled)
+    remainder = _fma(-root, root, scaled)
     above = torch.nextafter(root, torch.full_like(root, torch.inf))
     below = torch.nextafter(root, torch.zeros_like(root))
     # Midway to a neighbour the remainder is root * gap + gap² / 4; it is a multiple of gap².
     up = remainder > root * (above - root)
     down = remainder <= root * (below - root)
     nearest = torch.where(up, above, torch.where(down, below, root))
-    return torch.where(a >= 2.0**-960, nearest, root)
+    nearest = torch.where(scaled > 0, nearest, root)
+    return torch.where(small, nearest * 2.0**-100, nearest)
 
 
 _two_sum, _split, _two_prod, _fma = inline(two_sum), inline(split), inline(two_prod), inline(fma)

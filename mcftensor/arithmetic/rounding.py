@@ -7,16 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mcftensor.operators import opaque
-
-_INTEGER = {
-    torch.bfloat16: torch.int16,
-    torch.float16: torch.int16,
-    torch.float32: torch.int32,
-    torch.float64: torch.int64,
-}
-_PRECISION = {torch.bfloat16: 8, torch.float16: 11}
-_NARROW = tuple(_PRECISION)
+from mcftensor.arithmetic.bases import BASES, NARROW
+from mcftensor.kernels.opaque import opaque
 
 
 def add_signed(a: Tensor, b: Tensor) -> Tensor:
@@ -30,7 +22,7 @@ def _make_odd(rounded: Tensor, error: Tensor) -> Tensor:
     An inexact result with an even last bit steps to its odd neighbour on the exact side, which is
     one up or down in the bit pattern.
     """
-    bits = rounded.view(_INTEGER[rounded.dtype])
+    bits = rounded.view(BASES[rounded.dtype].integer)
     odd = _on_the_side_of(error, rounded, bits | 1, (bits - 1) | 1)
     inexact = (error != 0) & torch.isfinite(error)
     return torch.where(inexact, odd, bits).view(rounded.dtype)
@@ -60,7 +52,7 @@ def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
     torch's own conversion from float64 to bfloat16 and float16 goes through float32 and rounds
     twice; here the first step rounds to odd, which makes the second one correct.
     """
-    if x.dtype == torch.float64 and dtype in _NARROW:
+    if x.dtype == torch.float64 and dtype in NARROW:
         nearest = x.to(torch.float32)
         x = _make_odd(nearest, torch.where(torch.isfinite(x), x - nearest.to(torch.float64), 0))
     return x.to(dtype)
@@ -82,8 +74,8 @@ def collapse_terms(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 def _to_precision(x: Tensor, base: torch.dtype) -> Tensor:
     """x rounded to nearest even at the precision of a base, once, wherever that is normal there."""
-    if x.dtype == torch.float64 and base in _NARROW:
-        dropped = 53 - _PRECISION[base]
+    if x.dtype == torch.float64 and base in NARROW:
+        dropped = 53 - BASES[base].precision
         bits = x.view(torch.int64)
         half = (1 << (dropped - 1)) - 1 + ((bits >> dropped) & 1)
         x = (((bits + half) >> dropped) << dropped).view(torch.float64)
@@ -113,7 +105,7 @@ def round_to_terms(x: Tensor, base: torch.dtype, terms: int, noise: Tensor | Non
     """
     if noise is not None:
         x = x.to(torch.float64)
-    elif x.dtype in _NARROW:
+    elif x.dtype in NARROW:
         x = x.to(torch.float32)
     rounded = []
     for _ in range(terms - 1):
@@ -149,7 +141,7 @@ def move(x: Tensor, remainder: Tensor, noise: Tensor) -> Tensor:
     The neighbour is taken where the noise, uniform in [0, 1), is below the remainder's share of
     the way to it, so that the mean is x + remainder.
     """
-    bits = x.view(_INTEGER[x.dtype])
+    bits = x.view(BASES[x.dtype].integer)
     neighbour = _on_the_side_of(remainder, x, bits + 1, bits - 1).view(x.dtype)
     least = torch.ones_like(bits).view(x.dtype)
     neighbour = torch.where(x == 0, torch.copysign(least, remainder.to(x.dtype)), neighbour)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mcftensor.formats import Format, require_format
+from mcftensor.formats.floats import ExpansionFormat, require_format
+from mcftensor.formats.format import Format
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ def finfo(format: Format) -> FInfo:
         >>> mcf.finfo(mcf.fp32x2).resolution
         1e-14
     """
-    require_format(format, "finfo")
+    if not isinstance(require_format(format, "finfo"), ExpansionFormat):
+        return _of_stored(format)
     base = torch.finfo(format.base)
     eps = 4 * (format.u / 2) ** format.terms
     largest = math.fsum(base.max * (format.u / 2) ** i for i in range(format.terms))
@@ -71,5 +73,22 @@ def finfo(format: Format) -> FInfo:
         smallest_normal=base.smallest_normal,
         full_precision_min=format.full_precision_min,
         smallest_subnormal=base.smallest_normal * 2 * format.u,
+        resolution=10.0 ** -math.floor(-math.log10(eps)),
+    )
+
+
+def _of_stored(format: Format) -> FInfo:
+    """Of a format that only stores numbers of a machine type: as many bits as it keeps of them."""
+    limits = torch.finfo(format.numbers.dtype)
+    eps = 2.0 ** (1 - format.precision)
+    return FInfo(
+        dtype=format.name,
+        bits=8 * format.bytes,
+        eps=eps,
+        max=limits.max,
+        min=limits.min,
+        smallest_normal=limits.smallest_normal,
+        full_precision_min=limits.smallest_normal,
+        smallest_subnormal=limits.smallest_normal * eps,
         resolution=10.0 ** -math.floor(-math.log10(eps)),
     )

@@ -11,8 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mcftensor.formats import Format
-from mcftensor.operators import opaque
+from mcftensor.kernels.opaque import opaque
 
 
 @opaque(
@@ -22,16 +21,6 @@ from mcftensor.operators import opaque
 def draw_key(device: torch.device) -> Tensor:
     """A key from the generator that torch.manual_seed seeds, without waiting for the device."""
     return torch.randint(2**63 - 1, (), device=device)
-
-
-def key_for(format: Format, device: torch.device) -> Tensor | None:
-    """A key where the format rounds stochastically."""
-    return draw_key(device) if format.rounding == "stochastic" else None
-
-
-def indices(x: Tensor) -> Tensor:
-    """The index of each element of a tensor, counted in the order of its dimensions."""
-    return torch.arange(x.numel(), device=x.device).view(x.shape)
 
 
 def uniform(key: Tensor, index: Tensor, stream: int = 0) -> Tensor:

@@ -12,7 +12,8 @@ that has more bits than the format adds an error of at most u²/2 (two terms) or
 itself. A result that is not finite is what the base alone gives, with zero tails; x + (-x) is +0;
 the leading term carries the sign of a zero.
 
-How each format computes is in `wide.py` (bases of 16 bits) and `networks.py` (32 and 64 bits).
+How each format computes is in `arithmetic/wide.py` (bases of 16 bits) and `arithmetic/networks.py`
+(32 and 64 bits).
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mcftensor import networks
-from mcftensor.conversion import convert_terms
-from mcftensor.eft import same_float_dtype
-from mcftensor.elementwise import evaluate
-from mcftensor.formats import MAX_TERMS, Format, require_format
-from mcftensor.noise import indices, key_for, uniform
-from mcftensor.operators import empty_terms, opaque
-from mcftensor.rounding import collapse_terms, split_terms
+from mcftensor.arithmetic import networks
+from mcftensor.arithmetic.eft import same_float_dtype
+from mcftensor.formats import MAX_TERMS, PLAIN, ExpansionFormat, Format, require_expansion_format
+from mcftensor.kernels.layout import empty_terms
+from mcftensor.kernels.opaque import opaque
+from mcftensor.passes import conversions
+from mcftensor.passes.conversions import key_for
+from mcftensor.passes.expressions import evaluate
 
 Terms = tuple[Tensor, ...]
 
@@ -37,22 +38,7 @@ Terms = tuple[Tensor, ...]
 # ------------------------------------------------------------------- between tensors and terms
 
 
-def _empty(operands: Sequence[Tensor], format: str) -> list[Tensor]:
-    f = Format.from_name(format)
-    return empty_terms(operands, f.base, f.terms)
-
-
-@opaque(lambda terms, format, key: _empty(terms, format))
-def _convert(terms: Sequence[Tensor], format: str, key: Tensor | None) -> list[Tensor]:
-    f = Format.from_name(format)
-    noise = None if key is None else uniform(key, indices(terms[0]))
-    if len(terms) == 1:
-        return split_terms(terms[0], f.base, f.terms, noise)
-    result = convert_terms(tuple(terms), f.base, f.terms, noise)
-    return [x.clone() for x in result] if result[0] is terms[0] else list(result)
-
-
-def convert(x: Sequence[Tensor], format: Format) -> Terms:
+def convert(x: Sequence[Tensor], format: ExpansionFormat) -> Terms:
     """An expansion in another format, rounded once.
 
     *Requires*: normalized terms of any format, or a plain real tensor as a sequence of one;
@@ -82,11 +68,11 @@ def convert(x: Sequence[Tensor], format: Format) -> Terms:
         >>> mcf.expansion.convert(third, mcf.bf16x2)
         (tensor(0.3340, dtype=torch.bfloat16), tensor(-0.0007, dtype=torch.bfloat16))
     """
-    key = key_for(require_format(format, "convert"), x[0].device)
-    return tuple(_convert(list(x), format.name, key))
+    key = key_for(require_expansion_format(format, "convert"), x[0].device)
+    return tuple(conversions.convert(list(x), PLAIN[x[0].dtype].name, format.name, key))
 
 
-def expand(x: Tensor, format: Format) -> Terms:
+def expand(x: Tensor, format: ExpansionFormat) -> Terms:
     """A plain tensor as the terms of an expansion: `convert` of a single tensor.
 
     Examples:
@@ -94,12 +80,7 @@ def expand(x: Tensor, format: Format) -> Terms:
         >>> mcf.expansion.expand(torch.tensor(0.999), mcf.bf16x2)
         (tensor(1., dtype=torch.bfloat16), tensor(-0.0010, dtype=torch.bfloat16))
     """
-    return convert((x,), require_format(format, "expand"))
-
-
-@opaque(lambda terms, dtype: empty_terms(terms, dtype, 1)[0])
-def _collapse(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return collapse_terms(terms, dtype)
+    return convert((x,), require_expansion_format(format, "expand"))
 
 
 def collapse(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -123,7 +104,7 @@ def collapse(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         >>> mcf.expansion.collapse(terms, torch.float32)
         tensor(0.9990)
     """
-    return _collapse(list(terms), dtype)
+    return conversions.collapse(list(terms), PLAIN[terms[0].dtype].name, dtype)
 
 
 @opaque(lambda values, terms: empty_terms(values, values[0].dtype, terms))
@@ -177,7 +158,7 @@ def renormalize(values: Sequence[Tensor], terms: int | None = None) -> Terms:
 # ------------------------------------------------------------------------------------ arithmetic
 
 
-def _format_of(name: str, x: Sequence[Tensor]) -> Format:
+def _format_of(name: str, x: Sequence[Tensor]) -> ExpansionFormat:
     if not isinstance(x, Sequence) or not all(isinstance(t, Tensor) for t in x):
         raise TypeError(
             f"{name}: operands are sequences of tensors, leading term first; got "
@@ -192,7 +173,7 @@ def _format_of(name: str, x: Sequence[Tensor]) -> Format:
     return Format(x[0].dtype, len(x))
 
 
-def apply(operation: str, *operands: Sequence[Tensor], format: Format | None = None) -> Terms:
+def apply(operation: str, *operands: Sequence[Tensor], format: ExpansionFormat | None = None) -> Terms:
     """The elementwise operation of this name; the functions below call it, and so does dispatch.
 
     Three have no function of their own: `addcmul` and `addcdiv` of x, a, b and value, and `lerp` of
@@ -205,12 +186,15 @@ def apply(operation: str, *operands: Sequence[Tensor], format: Format | None = N
     terms = [term for operand in operands for term in operand]
     device = next((t.device for t in terms if t.dim() > 0), terms[0].device)
     key = key_for(format, device)
-    keys = [] if key is None else [key]
-    expression = (operation, format.name, *range(len(operands)))
-    return tuple(evaluate(str(expression), terms, [len(o) for o in operands], keys))
+    formats = [_name_of(operand) for operand in operands]
+    return tuple(evaluate(operation, format.name, terms, formats, [] if key is None else [key]))
 
 
-def add(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | None = None) -> Terms:
+def _name_of(x: Sequence[Tensor]) -> str:
+    return PLAIN[x[0].dtype].name if len(x) == 1 else Format(x[0].dtype, len(x)).name
+
+
+def add(x: Sequence[Tensor], y: Sequence[Tensor], format: ExpansionFormat | None = None) -> Terms:
     """x + y.
 
     *Requires*: normalized expansions; a plain tensor is a sequence of one.
@@ -236,7 +220,7 @@ def add(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | None = None) 
     return apply("add", x, y, format=format)
 
 
-def grow(x: Sequence[Tensor], a: Tensor, format: Format | None = None) -> Terms:
+def grow(x: Sequence[Tensor], a: Tensor, format: ExpansionFormat | None = None) -> Terms:
     """x + a for a plain tensor a: the update of Collage.
 
     Unlike the paper's Grow, which begins with fast_two_sum, a may be larger than x.
@@ -265,7 +249,7 @@ def grow(x: Sequence[Tensor], a: Tensor, format: Format | None = None) -> Terms:
     return apply("add", x, (a,), format=format)
 
 
-def mul(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | None = None) -> Terms:
+def mul(x: Sequence[Tensor], y: Sequence[Tensor], format: ExpansionFormat | None = None) -> Terms:
     """x * y.
 
     *Requires*: normalized expansions; a plain tensor is a sequence of one.
@@ -292,7 +276,7 @@ def mul(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | None = None) 
 
 
 def fma(
-    x: Sequence[Tensor], y: Sequence[Tensor], z: Sequence[Tensor], format: Format | None = None
+    x: Sequence[Tensor], y: Sequence[Tensor], z: Sequence[Tensor], format: ExpansionFormat | None = None
 ) -> Terms:
     """x * y + z, split once.
 
@@ -319,7 +303,7 @@ def fma(
     return apply("fma", x, y, z, format=format)
 
 
-def div(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | None = None) -> Terms:
+def div(x: Sequence[Tensor], y: Sequence[Tensor], format: ExpansionFormat | None = None) -> Terms:
     """x / y.
 
     *Requires*: normalized expansions; a plain tensor is a sequence of one.
@@ -344,7 +328,7 @@ def div(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | None = None) 
     return apply("div", x, y, format=format)
 
 
-def sqrt(x: Sequence[Tensor], format: Format | None = None) -> Terms:
+def sqrt(x: Sequence[Tensor], format: ExpansionFormat | None = None) -> Terms:
     """The square root of x.
 
     *Requires*: a normalized expansion.

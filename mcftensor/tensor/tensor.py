@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -14,16 +14,17 @@ from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from mcftensor import expansion
-from mcftensor.deferred import READERS, Deferred, compute_readers, watch
 from mcftensor.formats import MAX_TERMS, Format, require_format
+from mcftensor.formats.format import format_named
+from mcftensor.passes.conversions import collapse, convert
+from mcftensor.tensor.deferred import Deferred, compute_readers, watch
 
 Role = Literal["value", "parameter"]
 
 _GRAD: Any = torch.Tensor.grad
 _get_grad = _GRAD.__get__
 _without_function: Any = torch._C._disabled_torch_function_impl
-TERM_NAMES = tuple(f"_term{i}" for i in range(MAX_TERMS))
+COMPONENTS = tuple(f"_component{i}" for i in range(MAX_TERMS))
 
 
 class MCFTensor(torch.Tensor):
@@ -56,11 +57,12 @@ class MCFTensor(torch.Tensor):
         tensor([0.9990, 0.0999])
     """
 
-    _term0: Tensor
-    _term1: Tensor
+    _component0: Tensor
+    _component1: Tensor
     _format: Format
     _role: Role
     _deferred: Deferred | None = None  # of a DeferredTensor alone
+    _readers: Sequence[Any] = ()  # what waits for this one; a list where nobody else has its memory
     _accumulation: Callable[[Tensor], None] | None = None  # the hook of accumulate_gradients
 
     # What carries out operations; `dispatch/`, which is written for this class, sets it.
@@ -77,17 +79,11 @@ class MCFTensor(torch.Tensor):
         format: Format | None = None,
         role: Role = "value",
     ) -> MCFTensor:
-        """Make a tensor without storage, with the metadata of the leading term."""
-        leading = components[0]
-        return torch.Tensor._make_wrapper_subclass(
-            cls,
-            leading.size(),
-            strides=leading.stride(),
-            storage_offset=leading.storage_offset(),
-            dtype=leading.dtype,
-            device=leading.device,
-            layout=leading.layout,
-        )
+        """Make a tensor of components that are checked."""
+        if format is None:
+            format = Format(components[0].dtype, len(components))
+        check_components(components, format)
+        return MCFTensor.of(components, format, role)
 
     def __init__(
         self,
@@ -95,35 +91,53 @@ class MCFTensor(torch.Tensor):
         format: Format | None = None,
         role: Role = "value",
     ) -> None:
-        _check_components(components, format)
-        self._hold(components, format or Format(components[0].dtype, len(components)), role)
+        pass
 
-    def _hold(self, components: Sequence[Tensor], format: Format, role: Role) -> None:
-        for name, term in zip(TERM_NAMES, components, strict=False):
-            setattr(self, name, term)
+    @staticmethod
+    def of(
+        components: Sequence[Tensor], format: Format, role: Role = "value", *, own: bool = False
+    ) -> MCFTensor:
+        """The one way to make such a tensor: of components of a format, which are not checked.
+
+        `own` says that nobody else has, or will have, the memory of the components.
+        """
+        made = _wrapper(MCFTensor, components[0], format)
+        made._hold(components, format, role, own)
+        return made
+
+    def _hold(self, components: Sequence[Tensor], format: Format, role: Role, own: bool) -> None:
+        for name, component in zip(COMPONENTS, components, strict=False):
+            setattr(self, name, component)
         self._format = format
         self._role = role
+        if own:
+            self._readers = []
 
-    def _like(self, components: Sequence[Tensor]) -> MCFTensor:
-        """Terms made by one operation on each term of this one, which need no check."""
-        made = MCFTensor.__new__(MCFTensor, components)
-        made._hold(components, self._format, self._role)
-        return made
+    def _like(self, components: Sequence[Tensor], *, own: bool = False) -> MCFTensor:
+        """Components made by one operation on each component of this one."""
+        return MCFTensor.of(components, self._format, self._role, own=own)
 
     # ------------------------------------------------------------------------------- what it is
 
     @property
     def components(self) -> tuple[Tensor, ...]:
-        """The terms, leading term first, as plain tensors that share memory with this one."""
-        terms = self._read()
-        compute_readers(terms)
-        return terms
+        """The components, leading one first, as plain tensors that share memory with this one: the
+        terms of an expansion."""
+        components = self._read()
+        if self._readers != ():
+            self.hand_out()
+        return components
 
     def _read(self) -> tuple[Tensor, ...]:
-        """The terms, for those who write to none."""
-        if self._format.terms == 2:  # the commonest, and asked for at every turn
-            return self._term0, self._term1
-        return tuple([getattr(self, name) for name in TERM_NAMES[: self._format.terms]])
+        """The components, for those who neither write to them nor pass them on."""
+        if len(self._format.components) == 2:  # the commonest, and asked for at every turn
+            return self._component0, self._component1
+        return tuple([getattr(self, name) for name in COMPONENTS[: len(self._format.components)]])
+
+    def hand_out(self) -> None:
+        """From now on somebody else may write to the memory."""
+        compute_readers(self)
+        self._readers = ()
 
     @property
     def format(self) -> Format:
@@ -153,9 +167,8 @@ class MCFTensor(torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role]]:
         if _at_flatten and _at_flatten[0]():
             _at_flatten.clear()
-        if READERS and type(self._term0) is Tensor:  # compiled code may write to its terms
-            compute_readers(self._read())
-        return list(TERM_NAMES[: self._format.terms]), (self._format.name, self._role)
+        self.hand_out()  # compiled code may write to it
+        return list(COMPONENTS[: len(self._format.components)]), (self._format.name, self._role)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -163,13 +176,13 @@ class MCFTensor(torch.Tensor):
     ) -> MCFTensor:
         name, role = context
         format = Format.from_name(name)
-        return MCFTensor([inner[n] for n in TERM_NAMES[: format.terms]], format, role)
+        return MCFTensor.of([inner[n] for n in COMPONENTS[: len(format.components)]], format, role)
 
     def _stable_hash_for_caching(self) -> str:
         # Compiled code holds what dispatch did, which another release may do differently.
         version = sys.modules["mcftensor"].__version__
-        terms = [(t.dtype, tuple(t.shape), t.stride(), str(t.device)) for t in self.components]
-        return f"{version} {self._format.name} {self._role} {self.requires_grad} {terms}"
+        parts = [(t.dtype, tuple(t.shape), t.stride(), str(t.device)) for t in self._read()]
+        return f"{version} {self._format.name} {self._role} {self.requires_grad} {parts}"
 
     @classmethod
     def __torch_function__(
@@ -215,41 +228,37 @@ class MCFTensor(torch.Tensor):
         return cls._dispatch(func, args, kwargs or {})
 
     def __setstate__(self, state: Any) -> None:
-        """What `torch.load` and `copy.copy` have of this tensor, checked: a file may say anything.
-
-        Raises:
-            ValueError: terms, format and role are not those of an expansion of this shape.
-        """
-        if isinstance(state, tuple) and len(state) != 2:
+        """What else a pickle has of this tensor: attributes that users gave it."""
+        if not isinstance(state, dict):
             super().__setstate__(state)  # of a tensor with storage; raises
-        torch._utils._set_obj_state(self, state)
-        try:
-            f = self._format
-            _check_components(self.components, Format(f.base, f.terms, f.rounding))
-            whole = (self.components[0].shape, self.dtype) == (self.shape, f.base)
-            if not whole or self._role not in ("value", "parameter"):
-                raise ValueError(f"shape {tuple(self.shape)}, dtype {self.dtype}, {self._role!r}")
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise ValueError(f"MCFTensor: damaged terms, format or role ({error})") from error
+        if any(name in _OWN for name in state):
+            raise ValueError("MCFTensor: damaged components, format or role")
+        self.__dict__.update(state)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # torch's own keeps the device beside the terms, where no function as map_location finds it.
+        # torch's own keeps the device beside the components, where no function as map_location
+        # finds it.
         torch.utils.hooks.warn_if_has_hooks(self)
-        state = {name: x for name, x in self.__dict__.items() if name != "_accumulation"}
-        return _rebuild, (self._term0, tuple(self.shape), self.requires_grad), state
+        state = {name: x for name, x in self.__dict__.items() if name not in _OWN}
+        whole = (self.components, self._format.name, self._role, tuple(self.shape))
+        return _rebuild, (*whole, self.requires_grad, self._is_param), state or None
 
     # ----------------------------------------------------------------------- leaving the format
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         kind = "Parameter containing:\n" if self._is_param else ""
-        if type(self.components[0]) is not torch.Tensor:
+        if type(self._read()[0]) is not torch.Tensor:
             return f"{kind}MCFTensor(shape={tuple(self.shape)}, format={self._format.name})"
-        plain = expansion.collapse(self.components, torch.float64)
+        plain = self._collapsed()
         text = repr(plain).removeprefix("tensor(").removesuffix(")")
         text = re.sub(r",\s*dtype=torch\.float64", "", text)
         text = text.replace("\n" + " " * 7, "\n" + " " * 10)
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"{kind}MCFTensor({text}, format={self._format.name}{grad})"
+
+    def _collapsed(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """The numbers as plain floats, rounded once."""
+        return collapse(self._read(), self._format.name, dtype)
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
         """The collapsed values in float64, a copy on the CPU."""
@@ -257,7 +266,7 @@ class MCFTensor(torch.Tensor):
             raise RuntimeError(
                 "numpy: this expansion requires grad; call .detach().numpy(), or numpy(force=True)"
             )
-        plain = expansion.collapse(self.components, torch.float64)
+        plain = self._collapsed()
         return plain.cpu().numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -266,23 +275,22 @@ class MCFTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         """The collapsed values as nested lists of Python floats."""
-        return expansion.collapse(self.components, torch.float64).tolist()
+        return self._collapsed().tolist()
 
     # ------------------------------------------------------------- what dispatch does not see
 
     def backward(self, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
         """As of any tensor; from a parameter it starts with a plain gradient."""
         if self._role == "parameter" and gradient is None and self.numel() == 1:
-            gradient = torch.ones_like(self.components[0])
+            gradient = torch.ones_like(self._component0)
         elif self._role == "parameter" and isinstance(gradient, MCFTensor):
-            gradient = gradient.components[0]
+            gradient = gradient._component0
         super().backward(gradient, *args, **kwargs)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         # torch rounds a number to the base dtype before dispatch.
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            terms = _number(value, self._format, self.device)
-            value = MCFTensor(terms, self._format)
+            value = MCFTensor.of(number_in(value, self._format, self.device), self._format)
         super().__setitem__(index, value)
 
     def new_tensor(  # type: ignore[override]
@@ -295,7 +303,7 @@ class MCFTensor(torch.Tensor):
     ) -> Tensor:
         """Data in the format and role of this one; torch would round them to the base dtype."""
         if dtype not in (None, self.dtype):
-            plain = self.components[0]
+            plain = self._component0
             return plain.new_tensor(data, dtype=dtype, device=device, requires_grad=requires_grad)
         if not isinstance(data, Tensor):
             data = torch.tensor(data, dtype=torch.float64)
@@ -338,7 +346,7 @@ class MCFTensor(torch.Tensor):
         """
         if is_compiling():
             return self.detach()
-        return MCFTensor([term.data for term in self.components], self._format, self._role)
+        return self._like([x.data for x in self.components])
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -356,12 +364,13 @@ class MCFTensor(torch.Tensor):
                 f"data: shape {tuple(self.shape)} on {self.device} given data of shape "
                 f"{tuple(value.shape)} on {value.device}; make a new expansion instead"
             )
-        if value.format != self._format or value.stride() != self.stride():
+        if value.format is not self._format or value.stride() != self.stride():
             value = torch.empty_like(self).copy_(value)
         assert isinstance(value, MCFTensor)
-        _ = self.components  # no longer deferred
-        for name, term in zip(TERM_NAMES, value.components, strict=False):
-            setattr(self, name, term.detach())
+        self._read()  # no longer deferred
+        self.hand_out()
+        for name, component in zip(COMPONENTS, value.components, strict=False):
+            setattr(self, name, component.detach())
 
     def data_ptr(self) -> int:
         """0 always, also of a slice: by it torch knows a tensor without storage, to copy and save
@@ -396,93 +405,126 @@ class MCFTensor(torch.Tensor):
 
     def share_memory_(self) -> MCFTensor:
         """Move every term to shared memory."""
-        for term in self.components:
-            term.share_memory_()
+        for component in self.components:
+            component.share_memory_()
         return self
 
     def is_shared(self) -> bool:
         """Whether every term is in shared memory."""
-        return all(term.is_shared() for term in self.components)
+        return all(x.is_shared() for x in self._read())
 
 
 class DeferredTensor(MCFTensor):
-    """A value whose terms are computed when they are read; then it is an MCFTensor."""
+    """A value whose components are computed when they are read; then it is an MCFTensor."""
 
     @staticmethod
-    def of(deferred: Deferred, like: Tensor, format: Format) -> DeferredTensor:
-        """The result of an expression, laid out as another tensor."""
-        made = torch.Tensor._make_wrapper_subclass(
-            DeferredTensor,
-            like.size(),
-            strides=like.stride(),
-            dtype=format.base,
-            device=like.device,
-        )
-        made._format, made._role = format, "value"
-        made.defer(deferred)
+    def that_waits(expression: Deferred) -> DeferredTensor:
+        """The result of an expression, laid out as the first of what it reads."""
+        format = expression.expression.format
+        made = _wrapper(DeferredTensor, expression.reads[0], format)
+        made._format, made._role, made._readers = format, "value", []
+        made._deferred = expression
+        watch(made, expression.reads)
         return made
 
-    def defer(self, deferred: Deferred) -> None:
-        """Take the result of an expression in place of what was here."""
-        before, self._deferred = self._deferred, deferred
-        if before is None or not deferred.reads_as(before):
-            watch(self, deferred)
-
-    def compute_terms(self) -> None:
-        """Compute the terms."""
+    def compute_components(self) -> None:
+        """Compute the components."""
         assert self._deferred is not None
-        self._hold(self._deferred.compute(), self._format, self._role)
+        self._hold(self._deferred.components(), self._format, self._role, own=True)
         self._deferred = None
         self.__class__ = MCFTensor  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:  # called for what is missing
-        if name not in TERM_NAMES:
+        if name not in COMPONENTS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self.compute_terms()
+        self.compute_components()
         return getattr(self, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self.compute_terms()
+        self.compute_components()
         return self.__reduce_ex__(protocol)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role]]:
-        self.compute_terms()
+        self.compute_components()
         return self.__tensor_flatten__()
 
     def data_ptr(self) -> int:
         """0; what copies a tensor attribute by attribute asks for it before (DCP's stager does)."""
-        self.compute_terms()
+        self.compute_components()
         return 0
 
 
-def _rebuild(leading: Tensor, shape: tuple[int, ...], requires_grad: bool) -> MCFTensor:
-    """What pickle stores calls this, and then `__setstate__`."""
-    if leading.shape != shape:
-        raise ValueError(
-            f"MCFTensor: damaged terms, format or role (shape {shape}, terms of {leading.shape})"
-        )
-    x = MCFTensor.__new__(MCFTensor, [leading])
+T = TypeVar("T", bound=MCFTensor)
+
+
+def _wrapper(cls: type[T], like: Tensor, format: Format) -> T:
+    """A tensor without storage, with the layout of another one and the dtype of a format."""
+    made: T = torch.Tensor._make_wrapper_subclass(  # type: ignore[assignment]
+        cls,
+        like.size(),
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=format.dtype,
+        device=like.device,
+        layout=like.layout,
+    )
+    return made
+
+
+# What a pickle has of its own, beside attributes that users gave a tensor.
+_OWN = (*COMPONENTS, "_format", "_role", "_deferred", "_readers", "_accumulation", "_parameter")
+
+
+def _rebuild(
+    components: Any, format: Any, role: Any, shape: Any, requires_grad: bool, is_param: bool
+) -> MCFTensor:
+    """What a pickle says of a tensor, checked: a file may say anything.
+
+    Raises:
+        ValueError: components, format and role are not those of a tensor of this shape.
+    """
+    try:
+        found = Format.from_name(format)
+        check_components(components, found)
+        if components[0].shape != shape or role not in ("value", "parameter"):
+            raise ValueError(f"shape {shape}, {role!r}, components of {components[0].shape}")
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"MCFTensor: damaged components, format or role ({error})") from error
+    x = MCFTensor.of(components, found, role)
     x.requires_grad_(requires_grad)
+    if is_param:
+        x.__dict__["_parameter"] = True
     return x
 
 
-def _check_components(components: Sequence[Tensor], format: Format | None) -> None:
-    if format is not None:
-        require_format(format, "MCFTensor")
-    leading = components[0]
-    base, terms = (format.base, format.terms) if format else (leading.dtype, len(components))
-    if len(components) != terms or any(isinstance(t, MCFTensor) for t in components):
+def check_components(components: Sequence[Tensor], format: Format) -> None:
+    """Raise TypeError or ValueError for what are not components of a format."""
+    require_format(format, "MCFTensor")
+    wanted = format.components
+    if len(components) != len(wanted) or any(
+        isinstance(x, MCFTensor) or not isinstance(x, Tensor) for x in components
+    ):
         raise ValueError(
-            f"MCFTensor: {len(components)} components given where {terms} plain tensors make the "
-            "format; see mcf.as_expansion, which makes the components from a tensor"
+            f"MCFTensor: {len(components)} components given where {len(wanted)} plain tensors make "
+            f"{format.name}; see mcf.as_expansion, which makes the components from a tensor"
         )
-    for term in components:
-        if term.dtype != base:
-            raise TypeError(f"MCFTensor: a component of {term.dtype} in a format of {base}")
-        if term.shape != leading.shape or term.stride() != leading.stride():
+    leading = components[0]
+    for component, x in zip(wanted, components, strict=True):
+        if x.dtype != component.dtype:
+            raise TypeError(
+                f"MCFTensor: a component of {x.dtype} where the {component.name} of {format.name} "
+                f"is of {component.dtype}"
+            )
+        if x.shape != component.shape(leading.shape) or (
+            x.shape == leading.shape and x.stride() != leading.stride()
+        ):
             raise ValueError(
                 f"MCFTensor: components of shapes {[tuple(t.shape) for t in components]} and "
-                f"strides {[t.stride() for t in components]}; all must be alike"
+                f"strides {[t.stride() for t in components]}, which do not belong together"
+            )
+        if x.device != leading.device:
+            raise ValueError(
+                f"MCFTensor: components on {leading.device} and {x.device}; move them to one device"
             )
 
 
@@ -494,14 +536,18 @@ def _where(condition: Tensor, input: Any = None, other: Any = None, **kwargs: An
         return torch.where(condition, *chosen, **kwargs)
     format, role = expansions[0].format, expansions[0].role
     input, other = (
-        MCFTensor(_number(x, format), format, role) if isinstance(x, (int, float)) else x
+        MCFTensor.of(number_in(x, format), format, role) if isinstance(x, (int, float)) else x
         for x in (input, other)
     )
     return torch.where(condition, input, other, **kwargs)
 
 
-def _number(x: float, format: Format, device: torch.device | None = None) -> tuple[Tensor, ...]:
-    return expansion.expand(torch.tensor(x, dtype=torch.float64, device=device), format.nearest)
+def number_in(
+    x: float, format: Format, device: torch.device | None = None
+) -> Sequence[Tensor]:
+    """The components of a number, to nearest."""
+    number = torch.tensor(x, dtype=torch.float64, device=device)
+    return convert([number], "float64", format.nearest.name, None)
 
 
 def _where_method(input: Any, condition: Tensor, other: Any = None) -> Any:
@@ -532,6 +578,6 @@ def _collate(batch: Sequence[Tensor], **unused: Any) -> Tensor:
     return torch.stack(list(batch))
 
 
-torch.serialization.add_safe_globals([MCFTensor, Format, _rebuild])
+torch.serialization.add_safe_globals([format_named, _rebuild])
 # The workers of data loaders would stack into a plain tensor in shared memory.
 default_collate_fn_map[MCFTensor] = _collate
