@@ -1,0 +1,20 @@
+"""Every operation gives the bits that are recorded in `fingerprint.json`."""
+
+import fingerprint
+import pytest
+
+GROUPS = fingerprint.groups()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * group.slow) for n, group in GROUPS.items()],
+)
+@pytest.mark.filterwarnings("ignore:mcftensor runs without compiled code")
+def test_bits_are_those_recorded(name):
+    expected = fingerprint.recorded().get(name, {})
+    assert not fingerprint.differences(GROUPS[name].digests(), expected)
+
+
+def test_nothing_recorded_is_left_out():
+    assert fingerprint.recorded().keys() == GROUPS.keys()
