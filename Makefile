@@ -18,10 +18,10 @@ help: ## list the targets
 install: .venv/installed ## set up .venv with the library and all that develops it
 
 train: .venv/installed ## pretrain a small GPT in five precision strategies and compare (ARGS="--help")
-	$(BIN)/python examples/pretrain.py $(ARGS)
+	$(BIN)/python studies/pretrain.py $(ARGS)
 
 study: .venv/installed ## measure what updates lose, by strategy, layer, learning rate and beta2 (ARGS="--help")
-	$(BIN)/python examples/edq_study.py $(ARGS)
+	$(BIN)/python studies/edq_study.py $(ARGS)
 
 bench: .venv/benchmarks ## time optimizer steps beside other libraries (ARGS="--help")
 	TORCH_CPP_LOG_LEVEL=ERROR $(BIN)/python benchmarks/steps.py $(ARGS)
@@ -33,7 +33,7 @@ test-all: .venv/installed ## run all tests
 	$(PYTEST) -m "" $(ARGS)
 
 soak: .venv/installed ## kill training runs at random and compare what they end with (ARGS="--help")
-	OMP_NUM_THREADS=1 PYTHONPATH=examples $(BIN)/python tests/soak.py $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests:studies $(BIN)/python tests/soak.py $(ARGS)
 
 lint: .venv/installed ## check style, format and types
 	$(BIN)/ruff check .
@@ -45,7 +45,7 @@ docs: .venv/installed ## build the site of the documentation in out/site, warnin
 
 clean: ## remove .venv, caches and outputs
 	rm -rf .venv out dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find mcftensor tests examples benchmarks docs -name __pycache__ -type d -exec rm -rf {} +
+	find mcftensor tests benchmarks studies examples docs -name __pycache__ -type d -exec rm -rf {} +
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -1,4 +1,4 @@
-"""Check what `examples/pretrain.py --steps 20 --out DIR` wrote to DIR."""
+"""Check what `studies/pretrain.py --steps 20 --out DIR` wrote to DIR."""
 
 import json
 import math

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from probes import PATHS, Strategy, decay, displacement, frozen_weight, second_moment
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 import mcftensor as mcf
+from common.probes import PATHS, Strategy, decay, displacement, frozen_weight, second_moment
 
 EXPANSIONS = [
     *(Strategy(mcf.bf16x2, path, mode) for mode in ("light", "plus", "full") for path in PATHS),

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from speed.gpt import Shape, parameter_shapes
-from speed.machine import describe
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.optim import AdamW
 
 import mcftensor as mcf
+from speed.gpt import Shape, parameter_shapes
+from speed.machine import describe
 
 CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "bf16": nn.Module.bfloat16,

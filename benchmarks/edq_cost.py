@@ -19,12 +19,12 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from speed.gpt import GPT2, Shape
-from speed.machine import describe
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import mcftensor as mcf
+from speed.gpt import GPT2, Shape
+from speed.machine import describe
 
 CASES: dict[str, tuple[Callable[[nn.Module], nn.Module], dict[str, Any], str | None]] = {
     "bf16, foreach": (nn.Module.bfloat16, {"foreach": True}, None),

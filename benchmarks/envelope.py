@@ -16,16 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-
-import oracle
-from speed.machine import describe
-from strategies import expansion, pair
-from test_expansion import BOUNDS, MIDDLE, SIZE, magnitude, replace_zeros
-
 import mcftensor as mcf
+from common import oracle
+from common.bounds import BOUNDS, MIDDLE, SIZE, magnitude, replace_zeros
+from common.strategies import expansion, pair
+from speed.machine import describe
 
+ROOT = Path(__file__).parents[1]
 OPERATIONS = ("add", "mul", "div", "sqrt")
 
 

@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from patterns import BASES, EVERY_PATTERN, Base, Numbers, root_to_odd
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
 from mcftensor import eft
+from patterns import BASES, EVERY_PATTERN, Base, Numbers, root_to_odd
 
 # Wrong cases that are named.
 SHOWN = 8

@@ -9,20 +9,16 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-
-import operators
+import mcftensor as mcf
+from common import operators
 from speed.machine import describe
 
-import mcftensor as mcf
-
+ROOT = Path(__file__).parents[1]
 FORMATS = (mcf.bf16x2, mcf.bf16x3, mcf.fp16x2, mcf.fp32x2)
 
 

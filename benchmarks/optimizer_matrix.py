@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 import torch._inductor.config
-from database import configurations, paths_of
-from matrix_page import render
-from roster import PACKAGES, SWITCHES, classes, paths, subject
-from trial import Subject, Way, displacement, error
 
 import mcftensor as mcf
+from common.database import configurations, paths_of
+from common.roster import PACKAGES, SWITCHES, classes, paths, subject
+from common.trial import Subject, Way, displacement, error
+from matrix_page import render
 
 RESULTS = Path("benchmarks/results/optimizer-matrix.json")
 PAGE = Path("docs/optimizers.md")

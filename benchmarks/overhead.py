@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from speed.gpt import GPT2, Shape, loss
-from speed.machine import describe
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mcftensor as mcf
+from speed.gpt import GPT2, Shape, loss
+from speed.machine import describe
 
 CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "bf16": nn.Module.bfloat16,

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+
 from speed import machine, memory, report
 from speed.clocks import clock_of
 from speed.contenders import BASELINES, COMPILED, EXPANSIONS, TORCH, Contender

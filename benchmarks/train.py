@@ -25,15 +25,15 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from torch.optim import AdamW, Optimizer
+
+import mcftensor as mcf
 from speed import machine, memory, report
 from speed.clocks import Clock, clock_of
 from speed.collage_loop import CollageLoop
 from speed.gpt import GPT2, SHAPES, Shape, loss, parameter_shapes
 from speed.master import MasterWeights
 from speed.measuring import order, quartiles, reason
-from torch.optim import AdamW, Optimizer
-
-import mcftensor as mcf
 
 WARM_UP = 3
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "weight_decay": 0.1}

@@ -1,6 +1,7 @@
 """Shared by all tests: devices, one thread, and compiler caches of this run's own."""
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -10,13 +11,16 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(
 )
 os.environ["MCFTENSOR_CACHE_DIR"] = str(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "kernels"))
 
+# What tests start as programs of their own finds what they find.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+
 import pytest
 import torch
-from helpers import requires_cuda
 from hypothesis import settings
-from ranks import RankPool
 
 import mcftensor as mcf
+from support.helpers import requires_cuda
+from support.ranks import RankPool
 
 settings.register_profile("mcftensor", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("mcftensor")

@@ -4,7 +4,7 @@ What is compared to the bit are parameters, states of optimizer, scheduler and r
 all losses. Half of the kills come at random moments and half while a checkpoint is being written.
 
   one   one process: bf16x2 with stochastic rounding, mode "plus", dropout, a scheduler
-  ddp   two processes of `examples/pretrain.py`, each with a copy of the model
+  ddp   two processes of `studies/pretrain.py`, each with a copy of the model
   fsdp  two processes of it, each with a part
 """
 
@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from helpers import assert_same_bits
-from pretrain_runs import assert_same_run, options, write_poem
-from resuming import Run
 
 import mcftensor as mcf
+from support import pretrain_runs
+from support.helpers import assert_same_bits
+from support.pretrain_runs import assert_same_run, options, write_poem
+from support.resuming import Run
 
-TESTS = Path(__file__).parent
 TIMEOUT = 120
 """Seconds that one life of a run may take."""
 
@@ -52,7 +52,7 @@ class One:
 
 
 class Two:
-    """Two processes of the example."""
+    """Two processes of the study."""
 
     def __init__(self, parallel: str, steps: int, every: int) -> None:
         self.name = parallel
@@ -61,7 +61,7 @@ class Two:
 
     def start(self, folder: Path) -> list[subprocess.Popen]:
         write_poem(folder)
-        command = [str(TESTS / "pretrain_runs.py"), *options(folder, *self.arguments)]
+        command = [pretrain_runs.__file__, *options(folder, *self.arguments)]
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = str(free.getsockname()[1])

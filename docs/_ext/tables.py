@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from drawing import superscript
-from probes import random_updates
 
 import mcftensor as mcf
+from common.probes import random_updates
 
 FIGURE = re.compile(r"[+−\d–]")
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"

@@ -6,11 +6,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from helpers import all_terms, small_model
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import mcftensor as mcf
+from support.helpers import all_terms, small_model
 
 
 @pytest.fixture(autouse=True)

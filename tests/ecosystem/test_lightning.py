@@ -3,12 +3,12 @@
 import lightning
 import pytest
 import torch
-from helpers import all_terms, small_model
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import mcftensor as mcf
+from support.helpers import all_terms, small_model
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from helpers import all_terms
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -15,6 +14,7 @@ from transformers import (
 
 import huggingface
 import mcftensor as mcf
+from support.helpers import all_terms
 
 CONFIG = GPT2Config(
     vocab_size=32,

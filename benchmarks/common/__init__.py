@@ -1,0 +1,1 @@
+"""What tests and benchmarks judge by: exact arithmetic, hard operands, databases, probes."""

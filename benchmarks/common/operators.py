@@ -1,0 +1,139 @@
+"""PyTorch's own operator database, run over value tensors and held against float64."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_leaves, tree_map
+
+import mcftensor as mcf
+
+OPERATORS = {f"{op.name}.{op.variant_test_name}".rstrip("."): op for op in op_db}
+
+# Draw random numbers of the dtype of their input, or leave elements as they come.
+RANDOM = {
+    "empty_like",
+    "new_empty",
+    "new_empty_strided",
+    "nn.functional.feature_alpha_dropout.with_train",
+    "nn.functional.fractional_max_pool2d",
+    "nn.functional.fractional_max_pool3d",
+}
+
+# Written in Python, convert integer results to the dtype of their input by themselves.
+CONVERTING = {"masked.argmax", "masked.argmin"}
+
+# Singular to within rounding, so that every evaluation has its own result.
+ILL_CONDITIONED = {"linalg.pinv.singular"}
+
+UNITS = 64
+"""Errors are at most so many times u^n, elementwise; sums of products come nearest."""
+
+
+@dataclass
+class Outcome:
+    """What became of an operator: its samples that computed, those refused, the worst error."""
+
+    computed: int = 0
+    refused: int = 0
+    units: float = 0.0
+
+
+def run(name: str, format: mcf.Format, limit: int | None = None) -> Outcome:
+    """Run the samples of an operator; raises AssertionError where a promise is broken."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _run(OPERATORS[name], name, format, limit)
+
+
+def _run(op: Any, name: str, format: mcf.Format, limit: int | None) -> Outcome:
+    outcome = Outcome()
+    for args, kwargs in inputs(op, format, limit):
+        wide = tree_map(as_wide, (args, kwargs))
+        expected = attempt(lambda: op(*wide[0], **wide[1]))  # noqa: B023
+        if isinstance(expected, Exception):  # samples that float64 refuses say nothing
+            continue
+        try:
+            torch.manual_seed(0)
+            result = op(*args, **kwargs)
+        except NotImplementedError:
+            outcome.refused += 1
+            continue
+        outcome.computed += 1
+        asked = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.dtype)]
+        found, wanted = tree_leaves(result), tree_leaves(expected)
+        assert len(found) == len(wanted)
+        for x, y in zip(found, wanted, strict=True):
+            outcome.units = max(outcome.units, _compare(name, x, y, format, bool(asked)))
+    return outcome
+
+
+def inputs(op: Any, format: mcf.Format, limit: int | None) -> Iterator[tuple[Any, Any]]:
+    """Arguments of an operator, with values for its floating tensors."""
+    if torch.float64 not in op.supported_dtypes("cpu"):
+        return
+    samples = op.sample_inputs("cpu", torch.float64, requires_grad=False)
+    for sample in itertools.islice(samples, limit):
+        args, kwargs = tree_map(
+            lambda x: _value(x, format), ((sample.input, *sample.args), sample.kwargs)
+        )
+        if any(isinstance(x, mcf.MCFTensor) for x in tree_leaves((args, kwargs))):
+            yield args, kwargs
+
+
+def attempt(call: Callable[[], Any], seed: int = 0) -> Any:
+    """The result of a call, or what it raised."""
+    torch.manual_seed(seed)
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001
+        return error
+
+
+def _value(x: Any, format: mcf.Format) -> Any:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    if x.layout != torch.strided or x.is_nested:
+        return x
+    return mcf.as_expansion(x.detach(), format)
+
+
+def as_wide(x: Any) -> Any:
+    """Expansions in float64; all else as it is."""
+    return mcf.as_plain(x, torch.float64) if isinstance(x, mcf.MCFTensor) else x
+
+
+def _compare(name: str, x: Any, y: Any, format: mcf.Format, asked: bool) -> float:
+    """The error of a result in units of u^n; 0 for what is exact."""
+    if not isinstance(y, Tensor):
+        assert x == pytest.approx(y, rel=1e-6, nan_ok=True), (x, y)
+        return 0.0
+    assert isinstance(x, Tensor), type(x)
+    assert x.shape == y.shape, (x.shape, y.shape)
+    if not y.is_floating_point():
+        assert not isinstance(x, mcf.MCFTensor)
+        assert x.dtype == y.dtype, (x.dtype, y.dtype)
+        assert name in RANDOM or torch.equal(x, y)
+        return 0.0
+    plain = y.dtype != torch.float64 or asked or name in ("double", "float_power")
+    if not isinstance(x, mcf.MCFTensor):
+        assert plain or name in CONVERTING, f"a plain result of {x.dtype}"
+        assert x.dtype == y.dtype or name in CONVERTING, (x.dtype, y.dtype)
+        return 0.0
+    if name in RANDOM | ILL_CONDITIONED or y.dtype != torch.float64:
+        return 0.0
+    x = mcf.as_plain(x, torch.float64)
+    assert torch.equal(torch.isnan(x), torch.isnan(y)), (x, y)
+    counts = torch.isfinite(y) & (y.abs() < 2.0**format.max_exponent)
+    error = (x - y).abs()[counts] / y.abs()[counts].clamp_min(format.full_precision_min)
+    units = float(error.max() / 2.0**-format.precision) if error.numel() else 0.0
+    assert units <= UNITS, f"an error of {units:.3g} u^{format.terms}"
+    return units

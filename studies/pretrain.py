@@ -1,0 +1,166 @@
+"""Pretrain a small GPT in several precision strategies and compare them.
+
+Every strategy starts from the same weights, sees the same batches and runs a stock
+`torch.optim` optimizer. They differ only in how parameters and optimizer states are kept:
+
+  master  bf16 parameters; the optimizer has fp32 master weights and fp32 states
+  bf16    bf16 parameters and states
+  light   parameters are expansions; states are plain bf16
+  plus    parameters and second moments are expansions
+  full    parameters and all states are expansions
+
+On several processes, which share every batch, each strategy runs under DistributedDataParallel or
+divided by fully_shard; with --checkpoint, what was stopped goes on, to the bit:
+
+  torchrun --nproc-per-node 2 studies/pretrain.py --parallel fsdp --checkpoint out/checkpoint
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from pretraining import processes, report, text
+from pretraining.command import (
+    BETA,
+    COUNT,
+    RATE,
+    Parser,
+    add_common,
+    check_device,
+    check_processes,
+    exit_status,
+    make_folder,
+    selected,
+)
+from pretraining.resuming import Checkpoint
+from pretraining.run import Run
+from pretraining.strategies import LEARNING_RATES, OPTIMIZERS, PATHS, STRATEGIES
+from pretraining.training import BATCH_SIZES, SHAPES, count_parameters, machine, train
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Train every strategy, then show and save what came of it."""
+    training, validation = text.load(options.data, SHAPES[options.device].context + 1)
+    make_folder(options.out)
+    console = Console(quiet=not processes.is_first())
+    parameters = count_parameters(options.device)
+    optimizer = OPTIMIZERS[options.optimizer].__name__
+    title = f"GPT of {parameters:,} parameters, stock {optimizer}, {options.steps} steps"
+    if processes.count() > 1:
+        title += f", {processes.count()} processes ({options.parallel})"
+    console.print(
+        f"{title}\n{len(training):,} bytes of text to train on, {len(validation):,} to validate"
+    )
+    runs = [
+        Run(
+            strategy=strategy,
+            steps=options.steps,
+            lr=options.lr,
+            beta2=options.beta2,
+            batch_size=options.batch_size,
+            device=options.device,
+            seed=options.seed,
+            optimizer=options.optimizer,
+            path=options.path,
+            parallel=options.parallel,
+        )
+        for strategy in options.strategies
+    ]
+    checkpoints = {}
+    if options.checkpoint:
+        make_folder(options.checkpoint)
+        for run in runs:
+            checkpoint = Checkpoint(
+                options.checkpoint, run, (training, validation), options.save_every
+            )
+            if saved := checkpoint.load():
+                console.print(f"{run.strategy}: {saved['step']} of {run.steps} steps are done")
+            checkpoints[run] = checkpoint
+    results = {
+        run.strategy: train(run, training, validation, checkpoint=checkpoints.get(run))
+        for run in runs
+    }
+    if not processes.is_first():
+        return
+
+    console.print(report.table(results, title))
+    report.write_json(
+        options.out / "results.json",
+        results,
+        settings={
+            **vars(options),
+            "training_bytes": len(training),
+            "validation_bytes": len(validation),
+            "model": asdict(SHAPES[options.device]),
+            "parameters": parameters,
+            "processes": processes.count(),
+        },
+        machine=machine(options.device),
+    )
+    report.draw(options.out / "loss.png", results, title)
+    console.print(f"Wrote results.json and loss.png to {options.out}", soft_wrap=True)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of the command line, checked and complete."""
+    description, _, strategies = (__doc__ or "").partition("\n\n")
+    parser = Parser(
+        prog="pretrain.py",
+        description=description,
+        epilog=strategies,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--steps", type=COUNT, default=500, help="training steps (default: 500)")
+    add(
+        "--strategies",
+        nargs="+",
+        default=STRATEGIES,
+        metavar="NAME",
+        help="which to run, separated by commas or spaces (default: all five)",
+    )
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default: adamw)")
+    add("--path", choices=PATHS, default="fused", help="the optimizer's code path (default: fused)")
+    add("--lr", type=RATE, help="peak learning rate (default: 3e-4 for adamw, 0.05 for sgd)")
+    add("--beta2", type=BETA, default=0.999, help="of adamw (default: 0.999)")
+    add("--batch-size", type=COUNT, help="windows a step (default: 4, on a GPU 32)")
+    add(
+        "--parallel",
+        choices=processes.PARALLEL,
+        default="ddp",
+        help="on several processes: a copy of the model on each, or a part (default: ddp)",
+    )
+    add(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="save every run in this folder, and go on with what is there; the number of processes "
+        "and --parallel may change, other options may not",
+    )
+    add("--save-every", type=COUNT, default=100, metavar="STEPS", help="(default: 100)")
+    add_common(parser, "out/pretrain", "results.json and loss.png")
+    options = parser.parse_args(arguments)
+
+    options.strategies = selected(parser, "strategy", options.strategies, STRATEGIES)
+    check_device(parser, options.device)
+    options.lr = options.lr or LEARNING_RATES[options.optimizer]
+    options.batch_size = options.batch_size or BATCH_SIZES[options.device]
+    check_processes(parser, options)
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    options = parse(arguments)
+    with processes.joined(options.device):
+        return exit_status("pretrain.py", lambda: compare(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

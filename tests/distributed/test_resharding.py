@@ -1,0 +1,200 @@
+"""torch.distributed.checkpoint keeps every term, and divides anew for other numbers of ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.utils._pytree import tree_map_only
+
+import mcftensor as mcf
+from support.helpers import assert_same_terms, sample
+from support.ranks import on_ranks
+
+
+def network(format=None, seed=0):
+    """Shards that are even, uneven (5 and 7 rows) and empty (1 row), and a buffer."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Embedding(7, 4), nn.Linear(4, 5), nn.LayerNorm(5), nn.Dropout(0.2), nn.Linear(5, 1)
+    )
+    model.register_buffer("steps", torch.tensor(seed))
+    model = mcf.as_expansion(model, format)
+    for i, p in enumerate(model.parameters()):
+        p.data = sample(p.format, *p.shape, seed=10 * seed + i)
+    return model
+
+
+class Run:
+    """A model on all ranks, or one, and its optimizer."""
+
+    def __init__(self, format=None, seed=0, mode="plus"):
+        self.model = network(format, seed)
+        if dist.is_initialized():
+            fully_shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-2, foreach=False)
+        mcf.collage(self.optimizer, mode)
+
+    def train(self, steps, start=0):
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        for step in range(start, start + steps):
+            tokens = torch.arange(6).add(step + rank) % 7
+            self.optimizer.zero_grad()
+            self.model(tokens).square().mean().backward()
+            self.optimizer.step()
+        return self
+
+    def state(self):
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def set(self, state):
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        return self
+
+
+def whole(state):
+    """A copy of it that is not divided."""
+
+    def gather(x):
+        x = x.detach()
+        return (x.full_tensor() if hasattr(x, "full_tensor") else x).clone()
+
+    return tree_map_only(torch.Tensor, gather, state)
+
+
+def assert_same_state(x, y):
+    if isinstance(x, dict):
+        assert x.keys() == y.keys()
+        for name, value in x.items():
+            assert_same_state(value, y[name])
+    elif isinstance(x, mcf.MCFTensor):
+        assert_same_terms(x, y)
+    elif isinstance(x, torch.Tensor):
+        assert type(y) is torch.Tensor
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+    else:
+        assert x == y
+
+
+KINDS = ("whole", "terms", "async", "async-terms")
+
+
+@on_ranks(2)
+def save(folder):
+    run = Run().train(2)
+    state, expected = run.state(), whole(run.state())
+    dcp.save(state, checkpoint_id=f"{folder}/whole")
+    dcp.save(mcf.as_terms(state), checkpoint_id=f"{folder}/terms")
+    gathered = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full = get_model_state_dict(run.model, options=gathered)
+    if dist.get_rank() == 0:
+        torch.save(expected, f"{folder}/expected.pt")
+        mcf.save_file(full, f"{folder}/model.safetensors")
+    with pytest.raises(mcf.CheckpointError, match="full_state_dict=True"):
+        mcf.save_file(run.model, folder)
+    # Their messages would be taken for those of the training.
+    groups = [dist.new_group() for _ in range(2)]
+    writing = [
+        dcp.async_save(x, checkpoint_id=f"{folder}/{name}", process_group=group)
+        for (name, x), group in zip(
+            {"async": state, "async-terms": mcf.as_terms(state)}.items(), groups, strict=True
+        )
+    ]
+    run.train(1)  # meanwhile
+    for future in writing:
+        future.result()
+    with pytest.raises(AssertionError):
+        assert_same_state(expected, whole(run.state()))
+    plain = fully_shard(mcf.as_plain(network(seed=3), torch.float32))
+    dcp.save({"model": get_model_state_dict(plain)}, checkpoint_id=f"{folder}/plain")
+
+
+@on_ranks(2)
+def goes_on_to_the_bit(mode, folder):
+    torch.manual_seed(4 + dist.get_rank())
+    whole_run = Run(seed=5, mode=mode).train(4)
+    torch.manual_seed(4 + dist.get_rank())
+    stopped = Run(seed=5, mode=mode).train(2)
+    dcp.save(stopped.state(), checkpoint_id=folder)
+    random = torch.get_rng_state()
+    resumed = Run(seed=6, mode=mode)
+    state = resumed.state()
+    dcp.load(state, checkpoint_id=folder)
+    torch.set_rng_state(random)
+    resumed.set(state).train(2, start=2)
+    assert_same_state(whole(whole_run.state()), whole(resumed.state()))
+
+
+@pytest.mark.parametrize("mode", ["light", "plus", "full"])
+def test_a_resumed_run_has_the_bits_of_a_whole_one(ranks, mode, tmp_path):
+    goes_on_to_the_bit(ranks, mode=mode, folder=str(tmp_path))
+
+
+def check(folder):
+    """Load in whatever way this process is part of."""
+    expected = torch.load(f"{folder}/expected.pt", weights_only=True)
+    for kind in KINDS:
+        run = Run(seed=1)
+        state = run.state()
+        if "terms" in kind:
+            terms = mcf.as_terms(state)
+            dcp.load(terms, checkpoint_id=f"{folder}/{kind}")
+            state = mcf.from_terms(terms)
+        else:
+            dcp.load(state, checkpoint_id=f"{folder}/{kind}")
+        run.set(state)
+        assert_same_state(expected, whole(run.state()))
+    other = Run(mcf.fp32x2, seed=1)
+    state = {"model": get_model_state_dict(other.model)}
+    dcp.load(state, checkpoint_id=f"{folder}/whole")
+    for name, x in whole(state)["model"].items():
+        y = expected["model"][name]
+        if isinstance(x, mcf.MCFTensor):
+            assert_same_terms(x, mcf.as_expansion(y, mcf.fp32x2))
+    before = whole(state)
+    with pytest.raises(CheckpointException, match=r"Missing key.*fp32x2\.term1"):
+        dcp.load(mcf.as_terms(state), checkpoint_id=f"{folder}/terms")
+    assert_same_state(before, whole(state))
+    plain = mcf.as_plain(network(seed=1), torch.float32)
+    plain = fully_shard(plain) if dist.is_initialized() else plain
+    state = {"model": get_model_state_dict(plain)}
+    dcp.load(state, checkpoint_id=f"{folder}/whole")
+    for name, x in whole(state)["model"].items():
+        y = expected["model"][name]
+        assert torch.equal(x, mcf.as_plain(y, x.dtype) if x.is_floating_point() else y)
+    state = {"model": get_model_state_dict(other.model)}
+    dcp.load(state, checkpoint_id=f"{folder}/plain")
+    for name, x in whole(state)["model"].items():
+        y = mcf.as_plain(network(seed=3), torch.float32).state_dict()[name]
+        if isinstance(x, mcf.MCFTensor):
+            assert_same_terms(x, mcf.as_expansion(y, mcf.fp32x2))
+
+
+@on_ranks(3)
+def check_on_ranks(folder):
+    check(folder)
+    with pytest.raises(mcf.CheckpointError, match="DTensor; load before"):
+        mcf.load_file(folder, Run().model)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_two_ranks_to_three_and_to_one(ranks, tmp_path):
+    save(ranks, folder=str(tmp_path))
+    check_on_ranks(ranks, folder=str(tmp_path))
+    check(tmp_path)
+    expected = torch.load(tmp_path / "expected.pt", weights_only=True)["model"]
+    assert_same_state(expected, mcf.load_file(tmp_path))

@@ -1,0 +1,180 @@
+"""State dicts as terms, and what torch.distributed.checkpoint makes of both in one process."""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import mcftensor as mcf
+from support.helpers import assert_same_terms, sample, small_model
+
+STOCHASTIC = mcf.Format(torch.bfloat16, 3, rounding="stochastic")
+
+
+def trained(seed=0):
+    model = mcf.as_expansion(small_model(seed))
+    optimizer = mcf.collage(torch.optim.AdamW(model.parameters(), 1e-2, foreach=False), "plus")
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model, optimizer):
+    model(torch.randn(3, 4).bfloat16()).square().sum().backward()
+    optimizer.step()
+
+
+def states(model, optimizer):
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    return {"model": of_model, "optimizer": of_optimizer}
+
+
+def copied(state):
+    if isinstance(state, dict):
+        return {name: copied(x) for name, x in state.items()}
+    return state.detach().clone() if isinstance(state, torch.Tensor) else state
+
+
+def assert_same(x, y):
+    assert type(x) is type(y) or isinstance(x, dict)  # or an OrderedDict
+    if isinstance(x, dict):
+        assert x.keys() == y.keys()
+        for name in x:
+            assert_same(x[name], y[name])
+    elif isinstance(x, mcf.MCFTensor):
+        assert_same_terms(x, y)
+    elif isinstance(x, torch.Tensor):
+        assert x.dtype == y.dtype
+        assert torch.equal(x, y)
+    else:
+        assert x == y
+
+
+class TestAsTerms:
+    @pytest.mark.parametrize("format", [*mcf.FORMATS, STOCHASTIC], ids=lambda f: f.name)
+    def test_there_and_back(self, format):
+        x = sample(format, 3, 2)
+        terms = mcf.as_terms({"x": x, "n": {"p": nn.Parameter(x)}, 3: {"step": 4, "e": x[1:]}})
+        assert all(type(t) is torch.Tensor for t in [*terms["n"].values(), terms["x"]])
+        back = mcf.from_terms(terms)
+        assert_same(back, {"x": x, "n": {"p": x}, 3: {"step": 4, "e": x[1:]}})
+        assert back["n"]["p"].role == "value"
+
+    def test_memory_is_shared(self):
+        x = sample(mcf.bf16x2, 3)
+        terms = mcf.as_terms({"x": x})
+        mcf.from_terms(terms)["x"].mul_(3)
+        for term, other in zip(x.components, terms.values(), strict=True):
+            assert term.data_ptr() == other.data_ptr()
+        assert_same_terms(x, sample(mcf.bf16x2, 3) * 3)
+
+    def test_states_of_optimizers(self):
+        state = states(*trained())
+        assert_same(mcf.from_terms(mcf.as_terms(state)), state)
+        _, optimizer = trained()
+        assert_same(mcf.from_terms(mcf.as_terms(optimizer.state_dict())), optimizer.state_dict())
+
+    @pytest.mark.parametrize(
+        ("state", "match"),
+        [
+            ({"x": [sample(mcf.bf16x2, 2)]}, "a list that holds expansions"),
+            ({"x": [{"y": (1, sample(mcf.bf16x2, 2))}]}, "a list that holds expansions"),
+            ({0: sample(mcf.bf16x2, 2)}, "under 0, which is no name"),
+            ({"x": sample(mcf.bf16x2, 2), "x.bf16x2.term1": 3}, "is taken"),
+            ({"x.bf16x2.term1": torch.ones(2)}, "would be terms of x"),
+        ],
+    )
+    def test_what_has_no_terms(self, state, match):
+        with pytest.raises(mcf.CheckpointError, match=match):
+            mcf.as_terms(state)
+
+    @pytest.mark.parametrize(
+        ("change", "match"),
+        [
+            (lambda t: t.pop("x"), "consists of x, x.bf16x3.term1"),
+            (lambda t: t.pop("x.bf16x3.term1"), "x.bf16x3.term2 would be terms"),
+            (lambda t: t.pop("x.bf16x3.term2"), "x.bf16x3.term1 would be terms"),
+            (lambda t: t.update({"x.bf16x3.term3": t["x"]}), "consists of"),
+            (lambda t: t.update({"x.bf16x2.term1": t["x"]}), "consists of"),
+            (lambda t: t.update({"y.bf16x9.term1": t["x"]}), "term of no format"),
+            (lambda t: t.update({"x": t["x"].float()}), "make no expansion"),
+            (lambda t: t.update({"x": t["x"][1:]}), "make no expansion"),
+            (lambda t: t.update({"x": 3}), "make no expansion"),
+            (lambda t: t.update({"x": {}}), "make no expansion"),
+        ],
+    )
+    def test_what_is_no_expansion(self, change, match):
+        terms = mcf.as_terms({"x": sample(mcf.bf16x3, 4)})
+        change(terms)
+        with pytest.raises(mcf.CheckpointError, match=match):
+            mcf.from_terms(terms)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+class TestDistributedCheckpoint:
+    def test_saved_as_it_is(self, tmp_path):
+        (model, optimizer), (other, its_optimizer) = trained(), trained(seed=1)
+        dcp.save(states(model, optimizer), checkpoint_id=tmp_path)
+        state = states(other, its_optimizer)
+        dcp.load(state, checkpoint_id=tmp_path)
+        set_state_dict(
+            other,
+            its_optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        assert_same(states(model, optimizer), states(other, its_optimizer))
+
+    def test_saved_as_terms(self, tmp_path):
+        (model, optimizer), (other, its_optimizer) = trained(), trained(seed=1)
+        dcp.save(mcf.as_terms(states(model, optimizer)), checkpoint_id=tmp_path)
+        dcp.load(mcf.as_terms(states(other, its_optimizer)), checkpoint_id=tmp_path)  # in place
+        assert_same(states(model, optimizer), states(other, its_optimizer))
+
+    def test_loaded_into_another_format_with_one_rounding(self, tmp_path):
+        x = sample(mcf.bf16x3, 5)
+        dcp.save({"x": x, "y": x, "z": torch.rand(5)}, checkpoint_id=tmp_path)
+        found = {"x": mcf.as_expansion(torch.zeros(5), mcf.bf16x2), "y": torch.zeros(5)}
+        dcp.load(found, checkpoint_id=tmp_path)
+        assert_same(
+            found, {"x": mcf.as_expansion(x, mcf.bf16x2), "y": mcf.as_plain(x, torch.float32)}
+        )
+
+    def test_terms_of_another_format_are_missing(self, tmp_path):
+        dcp.save(mcf.as_terms({"x": sample(mcf.bf16x3, 5)}), checkpoint_id=tmp_path)
+        x = sample(mcf.bf16x2, 5)
+        with pytest.raises(CheckpointException, match=r"Missing key.* x\.bf16x2\.term1"):
+            dcp.load(mcf.as_terms({"x": x}), checkpoint_id=tmp_path)
+        assert_same_terms(x, sample(mcf.bf16x2, 5))
+
+    @pytest.mark.parametrize("form", [lambda state: state, mcf.as_terms], ids=["whole", "terms"])
+    def test_async_save_is_of_the_moment_it_was_called(self, form, tmp_path, monkeypatch):
+        model, optimizer = trained()
+        expected = copied(states(model, optimizer))
+        write = dcp.FileSystemWriter.write_data
+        monkeypatch.setattr(
+            dcp.FileSystemWriter,
+            "write_data",
+            lambda *args: step(model, optimizer) or write(*args),
+        )
+        dcp.async_save(
+            form(states(model, optimizer)), checkpoint_id=tmp_path, no_dist=True
+        ).result()
+        with pytest.raises(AssertionError):
+            assert_same(expected, states(model, optimizer))
+        found = form(states(model, optimizer))
+        dcp.load(found, checkpoint_id=tmp_path)
+        assert_same(expected, states(model, optimizer) if form is mcf.as_terms else found)
+
+    def test_deferred_results(self, tmp_path):
+        with torch.no_grad():
+            state = {name: sample(mcf.bf16x2, 4) * 3 for name in ("save", "async")}
+            dcp.save({"x": state["save"]}, checkpoint_id=tmp_path / "save")
+            dcp.async_save(
+                {"x": state["async"]}, checkpoint_id=tmp_path / "async", no_dist=True
+            ).result()
+        for name, x in state.items():
+            found = {"x": torch.zeros_like(x)}
+            dcp.load(found, checkpoint_id=tmp_path / name)
+            assert_same_terms(found["x"], sample(mcf.bf16x2, 4) * 3)

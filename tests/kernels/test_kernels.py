@@ -1,0 +1,190 @@
+"""Compiled C++ gives the bits of eager PyTorch."""
+
+import ctypes
+import mmap
+
+import pytest
+import torch
+
+import mcftensor as mcf
+from mcftensor import expansion
+from support.kernel_cases import (
+    CASES,
+    OPERATIONS,
+    STEPS,
+    assert_same_bits,
+    expression,
+    mixtures,
+    nested,
+    operand,
+    patterns,
+    run,
+    run_sets,
+    same,
+    step,
+    way,
+)
+
+
+@pytest.fixture(autouse=True)
+def compiler_at_hand() -> None:
+    from mcftensor.kernels import compiler  # noqa: PLC0415
+
+    if compiler.find() is None:
+        pytest.skip("no C++ compiler")
+
+
+@pytest.fixture
+def threads():
+    yield torch.set_num_threads
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(("name", "operation"), CASES)
+def test_every_operation(name, operation):
+    format = mcf.Format.from_name(name)
+    count = OPERATIONS[operation]
+    for length in (1, 7, 16, 5003):
+        operands = [operand(format.nearest, length) for _ in range(count)]
+        same("cpp", run, expression(operation, format), *operands)
+
+
+@pytest.mark.parametrize("name", ["bf16x2", "fp16x2", "fp32x2", "fp64x2", "bf16x2sr"])
+def test_scalars(name):
+    format = mcf.Format.from_name(name)
+    number = torch.tensor(0.3, dtype=torch.float64)
+    wide, x = operand(format.nearest, 1003), operand(format.nearest, 1003)
+    for special in (number, -number * 0, number / 0, number * 0 / 0, number * 1e-300):
+        same("cpp", run, expression("fma", format), wide, (special,), x)
+    short = expansion.expand(number, format.nearest)
+    same("cpp", run, expression("lerp", format), wide, x, short)
+    same("cpp", run, expression("addcdiv", format), short, wide, x, (number,))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["bf16x2", "fp16x2", "fp32x2"])
+def test_plain_operands_with_all_payloads(name, dtype):
+    format = mcf.Format.from_name(name)
+    plain = patterns(dtype, 4099)
+    same("cpp", run, expression("add", format), operand_of(format), (plain,))
+    same("cpp", run, expression("mul", format), operand_of(format), (plain,))
+
+
+def operand_of(format):
+    torch.manual_seed(3)
+    return operand(format.nearest, 4099)
+
+
+@pytest.mark.parametrize("name", ["bf16x2", "bf16x3", "fp16x2", "fp32x2"])
+def test_nested_expressions(name):
+    same("cpp", run, *nested(mcf.Format.from_name(name), 5003))
+
+
+def sets(format, shapes):
+    """Pairs of operands of these shapes."""
+    return [(operand(format.nearest, *x), operand(format.nearest, *x)) for x in shapes]
+
+
+@pytest.mark.parametrize("name", ["bf16x2", "fp32x2", "fp64x2", "fp16x2", "bf16x2sr"])
+def test_several_tensors(name):
+    format = mcf.Format.from_name(name)
+    shapes = [(5,), (300, 7), (5003,), (1,), (64,), (0,), (17,)]
+    same("cpp", run_sets, expression("mul", format), *sets(format, shapes))
+
+
+@pytest.mark.parametrize("operation", ["add", "fma"])
+def test_several_sets_some_of_which_broadcast(operation):
+    format, count = mcf.bf16x2, OPERATIONS[operation] - 1
+    last = [operand(format), operand(format, 40), (torch.randn(()),) * 2, operand(format, 40)]
+    alike = [(*tuple(operand(format, 40) for _ in range(count)), x) for x in last]
+    same("cpp", run_sets, expression(operation, format), *alike)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("name", ["bf16x2", "fp32x2", "bf16x2sr"])
+def test_threads_divide_the_work_alike(name, count, threads):
+    format = mcf.Format.from_name(name)
+    work = sets(format, [(100_003,), (5,), (70_001,), (17,), (1,)])
+    alone = same("cpp", run_sets, expression("mul", format), *work)
+    threads(count)
+    together = same("cpp", run_sets, expression("mul", format), *work)
+    assert_same_bits(together, alone)
+
+
+@pytest.mark.parametrize("name", ["bf16x2", "fp32x2", "bf16x2sr"])
+class TestLayouts:
+    def arranged(self, name, arrange):
+        format = mcf.Format.from_name(name)
+        return format, [
+            tuple(arrange[i](t) for t in operand(format.nearest, 30, 50)) for i in range(2)
+        ]
+
+    def check(self, name, first, second):
+        format, operands = self.arranged(name, (first, second))
+        same("cpp", run, expression("add", format), *operands)
+        target = mcf.MCFTensor(operands[0], format)
+
+        def in_place():
+            result = mcf.MCFTensor([t.clone() for t in target.components], format)
+            result.mul_(mcf.MCFTensor(operands[1], format))
+            return [result]
+
+        same("cpp", in_place)
+
+    def test_transposed(self, name):
+        self.check(name, torch.Tensor.t, torch.Tensor.t)
+
+    def test_unlike(self, name):
+        self.check(name, lambda t: t.t(), lambda t: t.t().contiguous())
+        self.check(name, lambda t: t[:30, :30].t(), lambda t: t[:30, :30])
+
+    def test_with_gaps(self, name):
+        self.check(name, lambda t: t[:, ::2], lambda t: t[:, ::2])
+        self.check(name, lambda t: t[:, 1:], lambda t: t[:, :-1])
+
+    def test_repeated(self, name):
+        self.check(name, lambda t: t, lambda t: t[:1].expand(30, 50))
+
+    def test_unaligned(self, name):
+        format = mcf.Format.from_name(name)
+        operands = [tuple(t[1:] for t in operand(format.nearest, 1003)) for _ in range(2)]
+        same("cpp", run, expression("div", format), *operands)
+
+
+def guarded(x, at_end):
+    """A copy that ends, or begins, at a page which no process may touch."""
+    size = x.numel() * x.itemsize
+    pages = mmap.mmap(-1, (-(-size // mmap.PAGESIZE) + 1) * mmap.PAGESIZE)
+    whole = torch.frombuffer(pages, dtype=torch.uint8)
+    page = len(pages) - mmap.PAGESIZE if at_end else 0
+    protect = ctypes.CDLL(None).mprotect
+    assert protect(ctypes.c_void_p(whole.data_ptr() + page), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    begin = page - size if at_end else mmap.PAGESIZE
+    return whole[begin : begin + size].view(x.dtype).copy_(x)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MAP_PRIVATE"), reason="needs mprotect")
+@pytest.mark.parametrize("at_end", [True, False])
+@pytest.mark.parametrize("name", ["bf16x2", "fp32x2", "fp64x2", "bf16x2sr"])
+def test_memory_beyond_the_ends_is_not_touched(name, at_end):
+    """The process is ended where it is."""
+    format = mcf.Format.from_name(name)
+    for length in (1, 7, 8, 15, 16, 17, 63, 64, 65, 129, 1025):
+        operands = [operand(format.nearest, length) for _ in range(2)]
+        operands = [tuple(guarded(t, at_end) for t in x) for x in operands]
+        x = mcf.MCFTensor(operands[0], format)
+        with way("cpp"):
+            x.mul_(mcf.MCFTensor(operands[1], format))
+        for term, before in zip(x.components, operands[0], strict=True):
+            assert term.data_ptr() == before.data_ptr()
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_fused_steps(kind):
+    same("cpp", step, kind, mixtures(kind))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "momentum"])
+def test_fused_steps_skip_what_overflowed(kind):
+    formats = [("bf16x2", "bf16x2"), ("fp32x2", torch.float32), ("bf16x2sr", "bf16x2sr")]
+    same("cpp", step, kind, formats, [(257,)] * 3, 1.0)

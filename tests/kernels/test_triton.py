@@ -1,0 +1,273 @@
+"""Triton kernels: the bits of eager PyTorch in its interpreter, and what is in their machine code.
+
+Nothing here needs a GPU.
+"""
+
+import importlib.util
+import re
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import mcftensor as mcf
+from mcftensor.kernels import cuda, running
+from mcftensor.kernels import triton as programs
+from support.kernel_cases import (
+    CASES,
+    MIXTURES,
+    NAMES,
+    OPERATIONS,
+    STEPS,
+    assert_same_bits,
+    expression,
+    mixtures,
+    nested,
+    operand,
+    patterns,
+    run,
+    run_sets,
+    same,
+    step,
+    way,
+)
+
+triton = pytest.importorskip("triton")
+
+pytestmark = [
+    # The interpreter computes with numpy, which warns of what arithmetic with special values does.
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning"),
+]
+
+
+@pytest.mark.parametrize(("name", "operation"), CASES)
+def test_every_operation(name, operation):
+    format = mcf.Format.from_name(name)
+    operands = [operand(format.nearest, 1501) for _ in range(OPERATIONS[operation])]
+    same("triton", run, expression(operation, format), *operands)
+
+
+@pytest.mark.parametrize("name", ["bf16x2", "bf16x3", "fp16x2", "fp32x2"])
+def test_nested_expressions(name):
+    same("triton", run, *nested(mcf.Format.from_name(name), 1501))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["bf16x2", "fp16x2", "fp32x2"])
+def test_plain_operands_with_all_payloads(name, dtype):
+    format = mcf.Format.from_name(name)
+    x, plain = operand(format, 4099), patterns(dtype, 4099)
+    same("triton", run, expression("add", format), x, (plain,))
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_fused_steps(kind):
+    same("triton", step, kind, mixtures(kind))
+
+
+def test_one_huge_and_many_tiny_tensors():
+    format = mcf.bf16x2
+    shapes = [(3,), (50_001,), *[(i % 5 + 1,) for i in range(40)], (1024,), (1025,)]
+    pairs = [(operand(format, *shape), operand(format, *shape)) for shape in shapes]
+    same("triton", run_sets, expression("mul", format), *pairs)
+
+
+@pytest.mark.parametrize("name", ["bf16x2", "fp32x2", "bf16x2sr"])
+def test_unaligned_transposed_and_with_gaps(name):
+    format = mcf.Format.from_name(name)
+    whole = [operand(format.nearest, 60, 40) for _ in range(2)]
+    for arrange in (
+        lambda t: t.flatten()[1:],
+        lambda t: t.t(),
+        lambda t: t[:, ::2],
+        lambda t: t[:1].expand(60, 40),
+    ):
+        operands = [tuple(arrange(t) for t in x) for x in whole]
+        same("triton", run, expression("add", format), *operands)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_scalars_in_the_table_and_on_the_device(dtype):
+    format = mcf.bf16x2
+    x = operand(format, 1501)
+    for value in (0.3, -0.0, float("inf"), float("nan"), 1e-30):
+        scalar = torch.tensor(value, dtype=dtype)
+        same("triton", run, expression("mul", format), x, (scalar,))
+
+
+def scaled(x, scalar):
+    """A kernel's product of a vector and a scalar, which may be a number."""
+    output = torch.empty_like(x)
+
+    def body(vectors, scalars, index):
+        return [(vectors[0].to(torch.float64) * scalars[0]).to(torch.float32)]
+
+    running.run_one(body, [x], [scalar], [output])
+    return [output]
+
+
+def test_a_number_is_a_scalar():
+    x = torch.randn(1501)
+    for number in (0.1, -0.0, 2.0**-1060, float("nan")):
+        got = same("triton", scaled, x, number)
+        there = same("triton", scaled, x, torch.tensor(number, dtype=torch.float64))
+        assert_same_bits(got, there)
+
+
+def test_a_changed_scalar_on_the_device_is_read_anew():
+    x, scalar = torch.randn(1501), torch.tensor(2.0, dtype=torch.float64)
+    with way("triton"):
+        (first,) = scaled(x, scalar)
+        (second,) = scaled(x, scalar.mul_(2))
+    assert torch.equal(first * 2, second)
+
+
+# ------------------------------------------------------------------------------------- launches
+
+
+def test_registers_that_do_not_suffice():
+    """A kernel that spills them is right, and has more threads from the next launch on."""
+    used = []
+
+    def launch(*tables, num_warps, **options):
+        used.append(num_warps)
+        return SimpleNamespace(n_spills=0 if num_warps >= 16 else 12)
+
+    kernel = cuda._Kernel({(7,): launch}, 4)
+    for _ in range(4):
+        kernel.launch(7, aligned=True)
+    assert used == [4, 8, 16, 16]
+
+
+def test_the_tables_of_a_graph_stay(monkeypatch):
+    """They are filled when it is replayed, and so are of no use for others."""
+    tables, captured = {}, []
+    monkeypatch.setattr(cuda, "_TABLES", tables)
+    monkeypatch.setattr(cuda, "_CAPTURED", captured)
+    x, scalar = torch.randn(1501), torch.tensor(2.0, dtype=torch.float64)
+    output = torch.empty_like(x)
+
+    def body(vectors, scalars, index):
+        return [(vectors[0].to(torch.float64) * scalars[0]).to(torch.float32)]
+
+    def launch(is_capturing):
+        monkeypatch.setattr(cuda, "is_capturing", lambda device: is_capturing)
+        running.run_one(body, [x], [scalar], [output])
+
+    with way("triton"):
+        launch(is_capturing=True)
+        assert not tables
+        assert len(captured) == 4  # two, on the host and on the device
+        captured.clear()
+        launch(is_capturing=False)
+        assert len(tables) == 2
+        assert not captured
+        launch(is_capturing=True)
+        assert len(tables) == 2
+        assert {id(x) for x in tables.values()} == {id(x) for x in captured}
+
+
+# --------------------------------------------------------------------------------- machine code
+
+
+def compiled(program, tmp_path, warps):
+    """PTX and more for a GPU of compute capability 9.0, as a launch with aligned pointers makes
+    it."""
+    path = tmp_path / f"kernel_{id(program)}.py"
+    path.write_text(programs.source(program, [False] * len(program.signature.scalars)))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    divisible = [["tt.divisibility", 16]]
+    source = triton.compiler.ASTSource(
+        fn=module.kernel,
+        signature={"rows": "*i64", "owners": "*i32", "BLOCK": "constexpr", "ALIGNED": "constexpr"},
+        constexprs={"BLOCK": programs.BLOCK, "ALIGNED": True},
+        attrs={(0,): divisible, (1,): divisible},
+    )
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    options = {"enable_fp_fusion": False, "num_warps": warps}
+    return triton.compile(source, target=target, options=options).asm
+
+
+def spilled(cubin, tmp_path):
+    """Bytes of registers that a kernel has no room for, by what NVIDIA's tools say."""
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(cubin)
+    tool = triton.knobs.nvidia.cuobjdump.path
+    said = subprocess.run([tool, "-res-usage", path], check=True, capture_output=True, text=True)
+    return [int(x) for x in re.findall(r"(?:STACK|LOCAL):(\d+)", said.stdout)]
+
+
+def check(program, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    warps = programs.warps(program)
+    asm = compiled(program, tmp_path, warps)
+    while spilled(asm["cubin"], tmp_path) != [0, 0] and warps < programs.MOST_WARPS:
+        warps *= 2  # as launches do
+        asm = compiled(program, tmp_path, warps)
+    assert spilled(asm["cubin"], tmp_path) == [0, 0]
+    ptx = asm["ptx"]
+    names = {x.name for x in program.instructions}
+    assert ".ftz" not in ptx
+    assert ".approx" not in ptx
+    assert ".local" not in ptx
+    if "fma" not in names:
+        assert "fma.rn" not in ptx
+    for name, instructions in (("div", ("div", "reciprocal")), ("sqrt", ("sqrt",))):
+        found = re.findall(rf"\b{name}\.\w+(?:\.\w+)*\.f(?:32|64)", ptx)
+        assert all(x.startswith(f"{name}.rn.") for x in found)
+        assert bool(found) == bool(names & set(instructions))
+    # 16 bytes a thread, or 8 where fewer elements fit into its registers
+    wide = r"v4\.b32|v2\.b64" if warps == 4 else r"v4\.b32|v2\.b64|v2\.b32"
+    for kind in ("ld", "st"):
+        assert re.search(rf"{kind}\.global\.({wide})", ptx)
+    return asm
+
+
+def program_of(function):
+    """The one program that a function runs."""
+    with way("triton") as ran:
+        function()
+    (program,) = set(ran)
+    return program
+
+
+QUICK = [
+    (name, operation)
+    for name in ("bf16x2", "fp32x2")
+    for operation in ("add", "mul", "div", "sqrt", "fma")
+]
+SLOW = [
+    pytest.param(name, operation, marks=pytest.mark.slow)
+    for name in NAMES
+    for operation in OPERATIONS
+    if (name, operation) not in QUICK
+]
+
+
+@pytest.mark.parametrize(("name", "operation"), [*QUICK, *SLOW])
+def test_machine_code_of_operations(name, operation, tmp_path, monkeypatch):
+    format = mcf.Format.from_name(name)
+    operands = [operand(format.nearest, 64) for _ in range(OPERATIONS[operation])]
+    program = program_of(lambda: run(expression(operation, format), *operands))
+    check(program, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mixture"),
+    [
+        ("adamw", ("bf16x2", "bf16x2")),
+        ("adam", ("bf16x2", torch.bfloat16)),
+        ("sgd", ("bf16x2", "bf16x2")),
+        ("momentum", ("bf16x2", "bf16x2")),
+        ("adagrad", ("bf16x2", "bf16x2")),
+        *(pytest.param("adamw", x, marks=pytest.mark.slow) for x in MIXTURES[2:]),
+    ],
+    ids=str,
+)
+def test_machine_code_of_fused_steps(kind, mixture, tmp_path, monkeypatch):
+    with way("triton") as ran:
+        step(kind, [mixture], [(64,)])
+    check(ran[0], tmp_path, monkeypatch)

@@ -1,0 +1,409 @@
+"""Stochastic rounding of the last term: without error in the mean, and from torch's generator."""
+
+import copy
+import io
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import mcftensor as mcf
+from common.oracle import BASES, integers, is_normalized, round_fraction, scale_of, total
+from common.probes import Strategy, displacement
+from mcftensor import elementwise, noise
+from mcftensor.kernels import blocks
+from mcftensor.rounding import move
+from support.helpers import assert_same_terms, same_terms, sample
+
+bf16x2sr = mcf.Format(torch.bfloat16, 2, "stochastic")
+STOCHASTIC = [
+    bf16x2sr,
+    mcf.Format(torch.bfloat16, 3, "stochastic"),
+    mcf.Format(torch.bfloat16, 4, "stochastic"),
+    mcf.Format(torch.float16, 2, "stochastic"),
+    mcf.Format(torch.float32, 2, "stochastic"),
+    mcf.Format(torch.float64, 2, "stochastic"),
+]
+every_format = pytest.mark.parametrize("f", STOCHASTIC, ids=lambda f: f.name)
+DRAWS = 100_000
+
+
+def value(x):
+    """The exact number of an expansion of one element."""
+    return mcf.to_fraction(x.reshape(()))
+
+
+def assert_no_error_in_the_mean(x, exact):
+    """All elements of x are roundings of one exact number: neighbours of it, right in the mean."""
+    terms = torch.stack([t.double().cpu() for t in x.components])
+    alike = (terms == terms[:, :1]).all(0)
+    others = terms[:, ~alike]
+    one = exact_sum(terms[:, 0])
+    if alike.all():  # exact, or so near that a hundred thousand draws do not leave
+        assert abs(one - exact) <= Fraction(mcf.finfo(x.format).eps) * abs(exact) / DRAWS
+        return
+    assert (others == others[:, :1]).all()
+    numbers = [one, exact_sum(others[:, 0])]
+    low, high = sorted(numbers)
+    assert low < exact < high
+    share = alike.double().mean().item()
+    share = share if one == high else 1 - share
+    expected = float((exact - low) / (high - low))
+    deviation = (expected * (1 - expected) / x.numel()) ** 0.5
+    assert abs(share - expected) <= 4 * deviation
+    # The two are neighbours: their distance is one unit in the last place of the last term.
+    info = mcf.finfo(x.format)
+    assert high - low <= max(4 * info.eps * abs(exact), info.smallest_subnormal)
+
+
+def exact_sum(column):
+    return sum(map(Fraction, column.tolist()), Fraction(0))
+
+
+def many(f, number, device="cpu", count=DRAWS):
+    """One number in every element."""
+    x = mcf.from_exact(number, f, device=device)
+    return mcf.MCFTensor([t.expand(count).contiguous() for t in x.components], f)
+
+
+# -------------------------------------------------------------------------------------- the mean
+
+
+@every_format
+def test_arithmetic_is_right_in_the_mean(f, device):
+    p, q = Fraction(10, 3), Fraction(-7, 9)
+    x, y = many(f, p, device), many(f, q, device)
+    p, q = value(x[0]), value(y[0])
+    for result, exact in (
+        (x + y, p + q),
+        (x - y, p - q),
+        (x * y, p * q),
+        (torch.addcmul(y, x, x), q + p * p),
+        (x * 0.7, p * Fraction(0.7)),
+        (x + torch.tensor(1e-3, dtype=torch.float64), p + Fraction(1e-3)),
+    ):
+        assert_no_error_in_the_mean(result, exact)
+
+
+@every_format
+def test_quotients_and_roots_are_right_in_the_mean(f, device):
+    # No expansion holds the exact result; a far longer one comes near enough.
+    x, y = many(f, Fraction(10, 3), device), many(f, Fraction(7, 9), device)
+    p, q = value(x[0]), value(y[0])
+    assert_no_error_in_the_mean(x / y, p / q)
+    scale = 4**300
+    root = Fraction(math.isqrt(int(p * scale)), 2**300)
+    assert_no_error_in_the_mean(x.sqrt(), root)
+
+
+@every_format
+def test_conversions_are_right_in_the_mean(f, device):
+    for number in (Fraction(-1, 3), 1 + Fraction(1, 3**60), Fraction(2, 7) ** 3):
+        plain = torch.full((DRAWS,), float(number), dtype=torch.float64, device=device)
+        assert_no_error_in_the_mean(mcf.as_expansion(plain, f), Fraction(float(number)))
+        longer = many(mcf.Format(torch.float64, 3), number, device)
+        for x in (mcf.as_expansion(longer, f), torch.zeros_like(many(f, 0, device)).copy_(longer)):
+            assert x.format == f
+            assert_no_error_in_the_mean(x, value(longer[0]))
+
+
+def test_what_is_evaluated_wide_is_right_in_the_mean(device):
+    x = many(bf16x2sr, Fraction(1, 3), device)
+    exact = torch.exp(mcf.as_plain(x[0], torch.float64)).item()
+    assert_no_error_in_the_mean(torch.exp(x), Fraction(exact))
+
+
+@given(
+    bits=st.integers(0, 2**15 - 1),
+    negative=st.booleans(),
+    fraction=st.integers(-127, 127),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+)
+def test_a_move_goes_to_the_neighbour_with_the_probability_of_the_remainder(
+    bits, negative, fraction, dtype
+):
+    x = torch.tensor([bits], dtype=torch.int16).view(dtype)
+    x = -x if negative else x
+    if not x.isfinite().all():
+        return
+    base = BASES[dtype]
+    here = Fraction(int(integers(x)[0]), 1 << scale_of(dtype))
+    ulp = Fraction(2) ** (max(int(np.floor(np.log2(abs(float(here)) or 1))), base.emin))
+    ulp = ulp / 2 ** (base.precision - 1) if here else Fraction(2) ** base.quantum
+    remainder = ulp * Fraction(fraction, 256)
+    if round_fraction(here + remainder, dtype) != here:
+        return
+    exact = torch.tensor([float(remainder)], dtype=torch.float64)
+    assert Fraction(exact.item()) == remainder
+    noises = torch.arange(512, dtype=torch.float64) / 512
+    moved = move(x.expand(512), exact.expand(512), noises)
+    ends = [Fraction(int(n), 1 << scale_of(dtype)) for n in integers(moved)]
+    if max(abs(e) for e in ends) >= Fraction(2) ** (base.emax + 1):
+        return
+    assert abs(sum(ends) / 512 - (here + remainder)) <= ulp / 512
+    assert len(set(ends)) <= 2
+    if fraction == 0:
+        assert set(ends) == {here}
+
+
+@pytest.mark.parametrize("path", [pytest.param("foreach", marks=pytest.mark.slow), "fused"])
+def test_small_updates_of_ones_survive(path):
+    """At lr 1e-5 two terms rounded to nearest lose a fifth of the way of weights near 1."""
+    nearest, stochastic = (Strategy(f, path) for f in (mcf.bf16x2, bf16x2sr))
+    errors = displacement([nearest, stochastic], "ones", lr=1e-5, beta2=0.95, count=100)
+    assert errors[nearest.name] >= 0.15
+    assert errors[stochastic.name] <= 0.05
+
+
+# ----------------------------------------------------------------------------------- the generator
+
+
+@every_format
+def test_seeds_reproduce_and_draws_differ(f, device):
+    x = sample(f, 100, device=device)
+    torch.manual_seed(1)
+    first, second = x / 3, x / 3
+    torch.manual_seed(1)
+    assert_same_terms(x / 3, first)
+    assert_same_terms(x / 3, second)
+    assert not same_terms(first, second) or f.base == torch.float16
+
+
+def test_one_draw_an_operation():
+    x = sample(bf16x2sr, 1000)
+    state = torch.get_rng_state()
+    key = torch.randint(2**63 - 1, ())
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    result = x * 0.3
+    assert torch.equal(torch.get_rng_state(), after)
+    terms = [*x.components, torch.tensor(0.3, dtype=torch.float64)]
+    with_key = elementwise.evaluate("('mul', 'bf16x2sr', 0, 1)", terms, [2, 1], [key])
+    assert_same_terms(result, mcf.MCFTensor(with_key, bf16x2sr))
+
+
+def test_what_needs_no_rounding_draws_nothing():
+    x, y = sample(bf16x2sr, 50), sample(bf16x2sr, 50, seed=1)
+    state = torch.get_rng_state()
+    x[3] = 0.1
+    x.fill_(0.1)
+    x.copy_(y)
+    x.masked_fill_(x > 0.3, 0.2)
+    _ = (torch.isclose(x, y), x.allclose(y))
+    _ = (x == 0.1, x < y, torch.maximum(x, y), torch.where(x > 0, x, 0.3), x.sort(), x.abs())
+    _ = (x.clone(), x.view(5, 10), x[2:5], torch.cat([x, y]), -x, x.to(torch.float32))
+    assert torch.equal(torch.get_rng_state(), state)
+    nearest = mcf.as_expansion(torch.tensor(0.1, dtype=torch.float64), mcf.bf16x2)
+    filled = torch.full_like(x, 0.1)
+    assert torch.equal(filled.components[1][0], nearest.components[1])
+
+
+def test_exact_results_stay_exact():
+    x = sample(bf16x2sr, 4_000)
+    assert_same_terms(x + 0, x)
+    assert_same_terms(x * 1, x)
+    assert_same_terms(mcf.as_expansion(x, bf16x2sr), x)
+    assert_same_terms(x * 2 / 2, x)
+
+
+def test_the_numbers_are_those_of_splitmix64():
+    def splitmix(seed, count):
+        mask, results = 2**64 - 1, []
+        for i in range(1, count + 1):
+            z = (seed + i * 0x9E3779B97F4A7C15) & mask
+            z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+            z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+            results.append(((z ^ (z >> 31)) >> 11) / 2**53)
+        return results
+
+    for seed in (0, 1, 2**62 + 12345):
+        found = noise.uniform(torch.tensor(seed), noise.indices(torch.empty(3, 4)))
+        assert found.flatten().tolist() == splitmix(seed, 12)
+        later = noise.uniform(torch.tensor(seed), torch.arange(7, 12))
+        assert later.tolist() == splitmix(seed, 12)[7:]
+
+
+def test_the_numbers_are_uniform_and_independent():
+    n = 200_000
+    keys = [noise.draw_key(torch.device("cpu")) for _ in range(3)]
+    streams = [noise.uniform(k, torch.arange(n), stream=s) for k in keys for s in range(3)]
+    for x in streams:
+        counts = torch.histc(x, 64, 0, 1)
+        chi_square = ((counts - n / 64) ** 2 / (n / 64)).sum().item()
+        assert 63 - 5 * 126**0.5 < chi_square < 63 + 5 * 126**0.5
+    stack = torch.stack([*streams, streams[0].roll(1), streams[0].roll(1000)])
+    correlation = torch.corrcoef(stack) - torch.eye(len(stack))
+    assert correlation.abs().max() < 5 / n**0.5
+
+
+def test_neither_layout_nor_blocks_matter(monkeypatch):
+    x, y = sample(bf16x2sr, 64, 33), sample(bf16x2sr, 64, 33, seed=1)
+    torch.manual_seed(2)
+    expected = x * y
+    torch.manual_seed(2)
+    assert_same_terms((x.t().contiguous().t() * y), expected)
+    p = nn.Parameter(x.clone())
+    p.grad = y.components[0]
+    stepped = step(p)
+    monkeypatch.setattr(blocks, "BLOCK", 100)
+    torch.manual_seed(2)
+    assert_same_terms(x * y, expected)
+    q = nn.Parameter(x.clone())
+    q.grad = y.components[0]
+    assert_same_terms(step(q), stepped)
+
+
+def step(p):
+    torch.manual_seed(3)
+    torch.optim.AdamW([p], lr=1e-2, fused=True).step()
+    return p.detach()
+
+
+# --------------------------------------------------------------------------------------- compiled
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_operations_draw_the_same_numbers(backend, device):
+    def function(x, y):
+        a, b = x * y, x * y  # which a compiler would merge
+        return torch.addcmul(a, b, y) / y
+
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    for grad in (False, True):
+        x = sample(bf16x2sr, 64, device=device).requires_grad_(grad)
+        y = sample(bf16x2sr, 64, device=device, seed=1)
+        compiled(x, y)  # compiling may draw numbers of its own
+        torch.manual_seed(3)
+        expected = function(x, y)
+        torch.manual_seed(3)
+        assert_same_terms(compiled(x, y), expected)
+        assert not same_terms(function(x, y), expected)
+
+
+def full_sgd(parameters, **options):
+    return mcf.collage(torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, **options), "full")
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=["fused", "foreach"])
+def test_compiled_steps_draw_the_same_numbers(options, device):
+    def run(compiling):
+        torch.manual_seed(4)
+        parameters = [nn.Parameter(sample(f, 17, device=device)) for f in STOCHASTIC[:2]]
+        optimizer = full_sgd(parameters, **options)
+        take_step = torch.compile(optimizer.step) if compiling else optimizer.step
+        for i in range(4):
+            for p in parameters:
+                generator = torch.Generator().manual_seed(i)
+                p.grad = torch.randn(17, generator=generator).bfloat16().to(device)
+            if i == 2:  # now all is compiled
+                torch.manual_seed(6)
+            take_step()
+            if i == 1:
+                saved = copy.deepcopy(parameters), copy.deepcopy(optimizer.state_dict())
+        return saved, parameters
+
+    (middle, state), compiled = run(compiling=True)
+    optimizer = full_sgd(middle, **options)
+    optimizer.load_state_dict(state)
+    torch.manual_seed(6)
+    for i in (2, 3):
+        for p in middle:
+            generator = torch.Generator().manual_seed(i)
+            p.grad = torch.randn(17, generator=generator).bfloat16().to(device)
+        optimizer.step()
+    for p, q in zip(middle, compiled, strict=True):
+        assert_same_terms(p.detach(), q.detach())
+
+
+# ------------------------------------------------------------------------------- the whole library
+
+
+@every_format
+def test_results_are_normalized(f):
+    x, y = sample(f, 3_000), sample(f, 3_000, seed=1)
+    for result in (x + y, x * y, x / (y.abs() + 1), x - y, (x * x).sqrt(), x + 1e-3):
+        assert result.format == f
+        assert is_normalized(result.components)
+
+
+def test_special_values():
+    special = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3e38, -3e38, 1e-40]
+    plain = torch.tensor(special, dtype=torch.float64)
+    x = mcf.as_expansion(plain, bf16x2sr)
+    assert x.components[0].isinf().tolist() == [False] * 2 + [True] * 2 + [False] * 4
+    assert x.components[0].signbit()[:2].tolist() == [False, True]
+    assert x.components[0].isnan().tolist() == [False] * 4 + [True] + [False] * 3
+    assert (x.components[1][:5] == 0).all()
+    assert (x - x)[:2].components[0].tolist() == [0, 0]
+    assert (x * 4).components[0].isinf().tolist() == [False] * 2 + [True] * 2 + [False] + [
+        True,
+        True,
+        False,
+    ]
+    assert all((t[2:4] == 0).all() for t in (x * 4).components[1:])
+
+
+def test_formats_of_operands_meet():
+    x, y = sample(bf16x2sr, 5), sample(mcf.bf16x3, 5)
+    assert (x + y).format == (y + x).format == mcf.Format(torch.bfloat16, 3, "stochastic")
+    assert y.add_(x).format == mcf.bf16x3
+    assert (x + 1).format == torch.zeros_like(x).format == torch.exp(x).format == bf16x2sr
+    nearest = mcf.as_expansion(x, mcf.bf16x2)
+    assert torch.equal(nearest.components[1], x.components[1])
+    assert mcf.as_expansion(nearest, bf16x2sr).format == bf16x2sr
+
+
+def test_models_optimizers_and_files_keep_the_format():
+    model = mcf.as_expansion(nn.Linear(4, 3), bf16x2sr)
+    optimizer = mcf.collage(torch.optim.AdamW(model.parameters(), fused=True), "plus")
+    model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert model.weight.format == optimizer.state[model.weight]["exp_avg_sq"].format == bf16x2sr
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert_same_terms(loaded["weight"], model.weight.detach())
+    assert copy.deepcopy(model).bias.format == bf16x2sr
+    assert "bf16x2sr" in repr(model.weight)
+
+
+def test_the_meter_leaves_the_generator_alone():
+    def run(metered):
+        torch.manual_seed(0)
+        p = nn.Parameter(sample(bf16x2sr, 50))
+        optimizer = torch.optim.AdamW([p], lr=1e-5)
+        edq = mcf.EDQ(optimizer, every=1) if metered else None
+        for _ in range(3):
+            p.grad = torch.ones(50, dtype=torch.bfloat16)
+            optimizer.step()
+        return p.detach(), edq
+
+    (plain, _), (metered, edq) = run(False), run(True)
+    assert_same_terms(metered, plain)
+    assert edq.last["lost"] < 1
+
+
+def test_errors_stay_below_one_unit_of_the_last_place():
+    f = bf16x2sr
+    x = sample(f, 20_000)
+    result = x * 0.7
+    scale = scale_of(torch.bfloat16) + scale_of(torch.float64)
+    exact = total(x.components) * int(integers(torch.tensor([0.7], dtype=torch.float64))[0])
+    error = total(result.components, scale) - exact
+    relative = np.array(
+        [abs(int(e)) / abs(int(t)) if t else 0 for e, t in zip(error, exact, strict=True)]
+    )
+    assert 0.9 * mcf.finfo(f).eps <= relative.max() <= 1.01 * mcf.finfo(f).eps

@@ -1,0 +1,85 @@
+"""What the pages say is so: their code runs, and prints what they show."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pages = pytest.importorskip("support.pages", reason="sybil is not installed")
+
+ROOT = Path(__file__).parents[2]
+# Those of the trainers run in tests/ecosystem, each on its own.
+ELSEWHERE = {ROOT / "docs/trainers.md"}
+PAGES = [ROOT / "README.md", *sorted({*(ROOT / "docs").rglob("*.md")} - ELSEWHERE)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_code_of_a_page_runs_and_prints_what_it_shows(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for example in pages.examples(page):
+        example.evaluate()
+
+
+def test_an_output_that_is_not_what_is_printed_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint(1 / 3)\n```\n\n```output\n0.35\n```\n")
+    first, second = pages.examples(page)
+    first.evaluate()
+    with pytest.raises(Exception, match=r"0\.35"):
+        second.evaluate()
+
+
+RESULTS = ROOT / "benchmarks/results"
+
+
+def rows(text, title):
+    """Cells of the table of the README under a header that begins so, by their first."""
+    lines = text[text.index(title) :].split("\n\n")[0].splitlines()[2:]
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {first: cells for first, *cells in table}
+
+
+def test_the_readme_has_the_training_of_the_results():
+    found = rows((ROOT / "README.md").read_text(), "| | seed 0 |")
+    seeds = [json.loads((RESULTS / f"pretrain-seed{i}.json").read_text()) for i in range(3)]
+    names = {"master": "master weights", "bf16": "plain bf16"}
+    for name, first in seeds[0]["strategies"].items():
+        *nats, ratio, lost, size, seconds = found[names.get(name, name)]
+        finals = [x["strategies"][name]["final"] for x in seeds]
+        key = "nats" if name == "master" else "difference_to_master"
+        given = [float(x.replace("−", "-")) for x in nats]
+        assert given == pytest.approx([x[key] for x in finals], abs=6e-5)
+        assert float(ratio) == pytest.approx(finals[0]["edq_ratio"], abs=6e-5)
+        assert float(lost.rstrip(" %")) / 100 == pytest.approx(finals[0]["lost"], rel=0.2)
+        assert float(size) == pytest.approx(first["bytes_per_parameter"], abs=6e-3)
+        assert float(seconds) == pytest.approx(first["seconds_per_step"], abs=6e-4)
+
+
+def test_the_readme_has_the_steps_of_the_results():
+    found = rows((ROOT / "README.md").read_text(), "| milliseconds a step (ratio) |")
+    names = {
+        "float32 master weights, PyTorch's fused AdamW": "master weights",
+        "light, fused": "mcf light, fused",
+        "plus, fused": "mcf plus, fused",
+        "full, fused": "mcf full, fused",
+        "plus, foreach": "mcf plus, foreach",
+        "plain bf16, foreach": "torch bf16, foreach",
+        "optimi, Kahan": "optimi Kahan, foreach",
+        "bitsandbytes, 32 bit": "bitsandbytes 32 bit",
+        "torchao, stochastic rounding": "torchao stochastic",
+        "heavyball, bf16+8": "heavyball bf16+8",
+    }
+    assert found.keys() == names.keys()
+    files = {"steps-cpu": "one tensor", "steps-cpu-gpt2": "GPT-2", "steps-cpu-many": "many tensors"}
+    for place, (file, workload) in enumerate(files.items()):
+        result = json.loads((RESULTS / f"{file}.json").read_text())
+        contenders = result["workloads"][workload]["contenders"]
+        for row, name in names.items():
+            cell = found[row][place]
+            if name not in contenders:
+                assert cell == "–"
+                continue
+            time, ratio = cell.rstrip(")").split(" (")
+            given = float(time.replace(",", "")), float(ratio)
+            measured = 1e3 * contenders[name]["seconds"], contenders[name]["ratio"]
+            assert given == pytest.approx(measured, rel=0.01, abs=0.006)

@@ -1,0 +1,392 @@
+"""The main job, `studies/pretrain.py`, on a model and a text small enough for seconds."""
+
+import itertools
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import mcftensor as mcf
+import pretrain
+from pretraining import report, text, training
+from pretraining.model import GPT, Shape
+from pretraining.strategies import STRATEGIES, bytes_per_parameter
+
+TINY = Shape(context=16, layers=1, width=32, heads=2)
+PARAMETERS = sum(p.numel() for p in GPT(TINY).parameters())
+VECTORS = sum(p.numel() for p in GPT(TINY).parameters() if p.dim() == 1)
+
+
+@pytest.fixture(autouse=True)
+def _tiny_model(monkeypatch):
+    monkeypatch.setitem(training.SHAPES, "cpu", TINY)
+
+
+@pytest.fixture
+def run(poem, tmp_path):
+    """Run the command on the poem; return its exit status and what results.json holds."""
+
+    def run(*arguments):
+        out = tmp_path / "out"
+        status = pretrain.main(["--data", str(poem), "--out", str(out), *arguments])
+        return status, json.loads((out / "results.json").read_text())
+
+    return run
+
+
+# The command
+
+
+def test_all_strategies_start_alike_and_learn(run, tmp_path, capsys):
+    status, record = run("--steps", "12", "--lr", "1e-2")
+    assert status == 0
+    results = record["strategies"]
+    assert list(results) == list(STRATEGIES)
+    assert len({r["training"][0] for r in results.values()}) == 1
+    assert len({r["validation"][0][1] for r in results.values()}) == 1
+    master = results["master"]["final"]["nats"]
+    for result in results.values():
+        assert len(result["training"]) == 12
+        steps, losses = zip(*result["validation"], strict=True)
+        assert steps[0] == 0
+        assert steps[-1] == 12
+        assert losses[-1] < losses[0]
+        final = result["final"]
+        assert final["nats"] == losses[-1]
+        assert final["bits_per_byte"] == pytest.approx(losses[-1] / math.log(2))
+        assert final["difference_to_master"] == losses[-1] - master
+        assert result["seconds_per_step"] > 0
+    assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    screen = capsys.readouterr().out
+    assert all(name in screen for name in (*STRATEGIES, "bits per byte", "EDQ ratio"))
+
+
+def test_every_strategy_is_metered(run):
+    """Steps 1, 3, …, 11 of 12; the means are those of the last two of these six."""
+    _, record = run("--steps", "12")
+    results = record["strategies"]
+    for name, result in results.items():
+        readings = result["edq"]
+        assert [reading["step"] for reading in readings] == [1, 3, 5, 7, 9, 11]
+        assert all(reading["numel"] == PARAMETERS for reading in readings)
+        final = result["final"]
+        for of_reading, of_result in (("ratio", "edq_ratio"), ("lost", "lost")):
+            late = [reading[of_reading] for reading in readings[-2:]]
+            assert final[of_result] == pytest.approx(sum(late) / 2)
+        if name != "bf16":
+            assert final["edq_ratio"] == pytest.approx(1, abs=1e-3)
+            assert final["lost"] < 0.05
+    bf16, plus = results["bf16"]["final"], results["plus"]["final"]
+    assert bf16["edq_ratio"] == bf16["edq_ratio_leading"] < 0.7
+    assert bf16["lost"] == bf16["lost_leading"] > 0.5
+    assert plus["lost_leading"] > 0.5 > plus["lost"]
+
+
+def test_the_meter_changes_nothing_and_its_time_is_not_counted(run, monkeypatch):
+    """Sampled steps take half a second each here, the others do not."""
+    arguments = ("--steps", "4", "--strategies", "plus,master")
+    _, metered = run(*arguments)
+
+    class Idle:
+        def __init__(self, optimizer, every, callback):
+            self.every, self.step, self.last, self.history = every, 0, None, []
+            optimizer.register_step_post_hook(self.sample)
+
+        def sample(self, *_):
+            self.step += 1
+            if self.step % self.every == 1:
+                time.sleep(0.5)
+                self.last = {"step": self.step}
+
+        def remove(self):
+            pass
+
+    monkeypatch.setattr(mcf, "EDQ", Idle)
+    _, alone = run(*arguments)
+    for name in ("plus", "master"):
+        results = [record["strategies"][name] for record in (metered, alone)]
+        assert results[0]["training"] == results[1]["training"]
+        assert results[0]["validation"] == results[1]["validation"]
+        assert results[1]["seconds_per_step"] < 0.5
+        assert results[1]["final"]["edq_ratio"] is None
+
+
+def test_about_25_samples_are_taken(run):
+    _, record = run("--steps", "60", "--strategies", "bf16")
+    steps = [reading["step"] for reading in record["strategies"]["bf16"]["edq"]]
+    assert steps == list(range(1, 61, 2))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "matrix_bytes", "vector_bytes"),
+    [
+        ("adamw", (16, 8, 10, 12, 14), (16, 8, 12, 16, 20)),
+        ("sgd", (12, 6, 8, 8, 10), (12, 6, 10, 10, 14)),
+    ],
+)
+def test_memory_is_measured(run, optimizer, matrix_bytes, vector_bytes):
+    """Vectors are three-term expansions in `light`, `plus` and `full`, matrices two-term ones."""
+    status, record = run("--steps", "2", "--optimizer", optimizer)
+    assert status == 0
+    for name, matrix, vector in zip(STRATEGIES, matrix_bytes, vector_bytes, strict=True):
+        expected = matrix + (vector - matrix) * VECTORS / PARAMETERS
+        assert record["strategies"][name]["bytes_per_parameter"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("path", ["foreach", "forloop"])
+def test_other_paths(run, path):
+    status, record = run("--steps", "2", "--path", path)
+    assert status == 0
+    assert record["settings"]["path"] == path
+
+
+def test_the_seed_decides_everything(run):
+    arguments = ("--steps", "3", "--strategies", "bf16,master")
+    first, again, other = (run(*arguments, "--seed", seed)[1] for seed in ("1", "1", "2"))
+    for name in ("bf16", "master"):
+        curves = [r["strategies"][name]["training"] for r in (first, again, other)]
+        assert curves[0] == curves[1] != curves[2]
+
+
+def test_results_name_settings_and_versions(run):
+    _, record = run("--steps", "1", "--strategies", "bf16")
+    settings = record["settings"]
+    assert (settings["optimizer"], settings["lr"], settings["beta2"]) == ("adamw", 3e-4, 0.999)
+    assert settings["parameters"] == PARAMETERS
+    assert record["machine"]["torch"] == torch.__version__
+    assert record["strategies"]["bf16"]["final"]["difference_to_master"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--steps", "0"], "argument --steps: must be a whole number from 1 on, not '0'"),
+        (["--steps", "many"], "argument --steps: must be a whole number from 1 on, not 'many'"),
+        (["--batch-size", "-1"], "argument --batch-size: must be a whole number from 1 on"),
+        (["--lr", "nan"], "argument --lr: must be a number above 0, not 'nan'"),
+        (["--beta2", "1"], "argument --beta2: must be a number from 0 to below 1, not '1'"),
+        (["--seed", "-1"], "argument --seed: must be a whole number from 0 on, not '-1'"),
+        (["--strategies", "plus,minus"], "unknown strategy 'minus': choose from master, bf16"),
+        (["--strategies", ","], "unknown strategy '': choose from master, bf16"),
+        (["--optimizer", "muon"], "argument --optimizer: invalid choice: 'muon'"),
+        (["--data", "no/such/text"], "cannot read no/such/text: No such file or directory"),
+        (["--out", "/dev/null/out"], "cannot write to /dev/null/out: Not a directory"),
+    ],
+)
+def test_a_mistake_gets_one_line_and_status_2(poem, capsys, arguments, complaint):
+    assert exit_status(["--data", str(poem), *arguments]) == 2
+    assert_one_line(capsys.readouterr().err, complaint)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_that_is_not_there(poem, capsys):
+    assert exit_status(["--data", str(poem), "--device", "cuda"]) == 2
+    assert_one_line(capsys.readouterr().err, "--device cuda: torch finds no CUDA device")
+
+
+@pytest.mark.parametrize("content", [b"", b"too short"])
+def test_a_text_too_small(tmp_path, capsys, content):
+    path = tmp_path / "small.txt"
+    path.write_bytes(content)
+    assert exit_status(["--data", str(path)]) == 2
+    assert_one_line(capsys.readouterr().err, f"the text in {path} is too small")
+
+
+def test_a_folder_without_text(tmp_path, capsys):
+    assert exit_status(["--data", str(tmp_path)]) == 2
+    assert_one_line(capsys.readouterr().err, f"the text in {tmp_path} is too small: 0 bytes")
+
+
+def test_interrupting(poem, tmp_path, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "loss", interrupt)
+    assert pretrain.main(["--data", str(poem), "--out", str(tmp_path / "out")]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_as_a_script():
+    script = Path(pretrain.__file__)
+    command = [sys.executable, str(script), "--steps", "0"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 2
+    assert_one_line(process.stderr, "--steps")
+
+
+def exit_status(arguments):
+    """The exit status of the command, whether it returns one or leaves with it."""
+    try:
+        return pretrain.main(arguments)
+    except SystemExit as leaving:
+        return leaving.code
+
+
+def assert_one_line(stderr, complaint):
+    assert stderr.startswith("pretrain.py: ")
+    assert complaint in stderr
+    assert stderr.count("\n") == 1
+
+
+# Its parts
+
+
+def test_learning_rate_warms_up_and_decays():
+    factors = [training.learning_rate_factor(step, 100) for step in range(101)]
+    assert factors[0] == pytest.approx(0.1)
+    assert factors[9] == factors[10] == 1
+    assert factors[100] == pytest.approx(0.1)
+    assert all(a >= b for a, b in itertools.pairwise(factors[10:]))
+    assert training.learning_rate_factor(0, 1) == 1
+
+
+def test_bytes_per_parameter_counts_each_tensor_once():
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
+    )
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert bytes_per_parameter(model, optimizer) == 4
+    model(torch.ones(4)).sum().backward()
+    assert bytes_per_parameter(model, optimizer) == 8
+    optimizer.step()
+    assert bytes_per_parameter(model, optimizer) == 16
+
+
+def test_a_loss_that_is_not_finite_is_null(tmp_path):
+    result = training.Result(training=[math.nan], validation=[(0, 5.0), (1, math.inf)])
+    report.write_json(tmp_path / "results.json", {"bf16": result})
+    record = json.loads((tmp_path / "results.json").read_text())["strategies"]["bf16"]
+    assert record["training"] == [None]
+    assert record["final"]["nats"] is None
+
+
+def test_the_table_without_master_weights():
+    result = training.Result(validation=[(0, 5.0), (1, 4.0)])
+    table = report.table({"bf16": result}, "title")
+    assert rows(table)["difference to master, nats"] == ["—"]
+
+
+def rows(table):
+    """The cells of a table by the first of each row."""
+    names, *columns = ([*column.cells] for column in table.columns)
+    return {name.strip(): [*row] for name, *row in zip(names, *columns, strict=True)}
+
+
+def readings(*ratios):
+    kinds = ("ratio", "lost", "ratio_leading", "lost_leading")
+    return [{"step": i} | dict.fromkeys(kinds, r) for i, r in enumerate(ratios, start=1)]
+
+
+def test_figures_of_the_meter_are_means_over_the_last_quarter():
+    for ratios, late in (
+        ([0.1] * 6 + [0.5, 0.7], 0.6),
+        ([0.25], 0.25),
+        ([0.1, 0.1, 0.1, None], None),
+        ([0.1] * 6 + [None, 0.5], 0.5),
+        ([], None),
+    ):
+        assert training.Result(edq=readings(*ratios)).late("ratio") == pytest.approx(late)
+
+
+def test_the_table_says_what_updates_lose():
+    bf16 = training.Result(validation=[(0, 5.0), (1, 4.0)], edq=readings(0.25))
+    master = training.Result(validation=[(0, 5.0), (1, 4.0)])
+    table = rows(report.table({"bf16": bf16, "master": master}, "title"))
+    assert table["EDQ ratio"] == ["0.2500", "—"]
+    assert table["updates lost"] == ["25.0 %", "—"]
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(None, "—"), (0, "0.0 %"), (1e-6, "< 0.001 %"), (1.2e-4, "0.012 %"), (0.8312, "83.1 %")],
+)
+def test_shares_as_text(share, text):
+    assert report.percent(share) == text
+
+
+def test_the_picture_shows_losses_and_what_updates_lose(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(report.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    for names in (("master", "bf16", "plus"), ("bf16", "plus"), ("bf16",)):
+        results = {
+            name: training.Result(
+                validation=[(0, 5.0), (1, 4.0), (2, 3.0)],
+                edq=readings(0.25, 7.0 if name == "plus" else None),
+            )
+            for name in names
+        }
+        report.draw(tmp_path / "loss.png", results, "title")
+        panels = {axes.get_title(): axes for axes in figures[-1].axes}
+        assert ("Difference to master weights" in panels) == ("master" in names)
+        lines = {axes.get_title(): len(axes.lines) for axes in figures[-1].axes}
+        # One more for leading terms of plus.
+        assert lines["EDQ ratio: 1 where weights move as intended"] == len(names) + (
+            "plus" in names
+        )
+        ratios = panels["EDQ ratio: 1 where weights move as intended"]
+        assert ratios.get_ylim()[0] <= 0
+        assert 1 < ratios.get_ylim()[1] <= 1.5
+
+
+# The text
+
+
+def test_a_file_is_split_by_position(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(100)))
+    training, validation = text.load(path, window=10)
+    assert training.tolist() == list(range(90))
+    assert validation.tolist() == list(range(90, 100))
+
+
+@pytest.mark.parametrize("count", [2, 5, 30])
+def test_a_folder_is_split_by_file(tmp_path, count):
+    contents = {f"{n:03} in one piece\n".encode() for n in range(count)}
+    for n, content in enumerate(sorted(contents)):
+        folder = tmp_path / f"folder{n % 3}"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{n}.txt").write_bytes(content)
+    parts = [bytes(part.tolist()) for part in text.load(tmp_path, window=1)]
+    training, validation = (set(part.splitlines(keepends=True)) for part in parts)
+    assert training.isdisjoint(validation)
+    assert training | validation == contents
+    assert len(validation) == math.ceil(count / 10)
+
+
+def test_the_split_depends_on_relative_paths_alone(tmp_path):
+    parts = []
+    for root in (tmp_path / "here", tmp_path / "there"):
+        root.mkdir()
+        for n in range(20):
+            (root / f"{n}.txt").write_text(f"text {n}")
+        parts.append([part.tolist() for part in text.load(root, window=1)])
+    assert parts[0] == parts[1]
+
+
+def test_hidden_and_binary_files_are_left_out(tmp_path):
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("hidden")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
+    (tmp_path / "a.txt").write_text("visible é")
+    assert [file.name for file in text.text_files(tmp_path)] == ["a.txt"]
+
+
+def test_a_folder_with_one_file_is_split_by_position(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"0123456789" * 10)
+    training, validation = text.load(tmp_path, window=5)
+    assert (len(training), len(validation)) == (90, 10)
+
+
+def test_the_standard_library():
+    root = text.standard_library()
+    files = [file.relative_to(root) for file in text.library_files(root)]
+    assert Path("ast.py") in files
+    assert not any({"test", "site-packages"} & set(file.parts) for file in files)
+    training, validation = text.load(None, window=1000)
+    assert len(training) > 5 * len(validation) > 0

@@ -1,0 +1,87 @@
+"""What several tests need: full expansions, comparisons of all terms, small models, devices."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+import mcftensor as mcf
+
+requires_cuda = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.cuda,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ],
+)
+
+
+def sample(format: mcf.Format, *shape: int, device: str = "cpu", seed: int = 0) -> mcf.MCFTensor:
+    """Random values whose every term is busy."""
+    generator = torch.Generator().manual_seed(seed)
+    terms = []
+    for i in range(format.terms):
+        x = torch.randn(shape, generator=generator, dtype=torch.float64) * format.u**i
+        terms.append(x.to(format.base))
+    return mcf.MCFTensor(mcf.expansion.renormalize(terms), format).to(device)
+
+
+def gappy(format: mcf.Format) -> mcf.MCFTensor:
+    """Values whose last terms lie far below what float64 would hold beside the leading ones."""
+    leading = torch.tensor([1.0, 1.0, 2.0, 1.0, -3.0, 2.0], dtype=format.base)
+    last = torch.tensor([1.0, -1.0, 0.0, 2.0, 5.0, 1.0], dtype=format.base) * 2.0**-90
+    middle = [torch.zeros_like(leading)] * (format.terms - 2)
+    return mcf.MCFTensor([leading, *middle, last], format)
+
+
+def parameter(format: mcf.Format, *shape: int, device: str = "cpu", seed: int = 0) -> nn.Parameter:
+    return nn.Parameter(sample(format, *shape, device=device, seed=seed))
+
+
+def exact(x: Tensor) -> Tensor:
+    """The value in float64, for formats that it holds."""
+    return mcf.as_plain(x, torch.float64).cpu()
+
+
+def same_terms(x: mcf.MCFTensor, y: mcf.MCFTensor) -> bool:
+    return x.format == y.format and all(
+        torch.equal(a, b) for a, b in zip(x.components, y.components, strict=True)
+    )
+
+
+def assert_same_terms(x: mcf.MCFTensor, y: mcf.MCFTensor) -> None:
+    assert x.format == y.format
+    for a, b in zip(x.components, y.components, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def small_model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2))
+
+
+def all_terms(model: nn.Module) -> list[Tensor]:
+    """Every term of every parameter."""
+    terms: list[Tensor] = []
+    for p in model.parameters():
+        terms += p.components if isinstance(p, mcf.MCFTensor) else [p]
+    return terms
+
+
+def bits(x: Tensor) -> list[tuple[object, ...]]:
+    terms = x.components if isinstance(x, mcf.MCFTensor) else (x.detach(),)
+    return [(str(t.dtype), t.shape, t.reshape(-1).view(torch.uint8).tolist()) for t in terms]
+
+
+def assert_same_bits(state: object, other: object) -> None:
+    """Of two trees of tensors, expansions and numbers."""
+    leaves, structure = tree_flatten(state)
+    others, its_structure = tree_flatten(other)
+    assert structure == its_structure
+    for x, y in zip(leaves, others, strict=True):
+        assert type(x) is type(y)
+        if isinstance(x, torch.Tensor):
+            assert getattr(x, "format", None) == getattr(y, "format", None)
+            assert bits(x) == bits(y)
+        else:
+            assert x == y

@@ -1,0 +1,302 @@
+"""Results that wait until they are read are those that would have been computed at once."""
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mcftensor as mcf
+from mcftensor import deferred
+from mcftensor.tensor import DeferredTensor, MCFTensor
+from support.deferring import expression, values, waiting
+from support.helpers import assert_same_terms, sample
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+CHAINS = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y * 3,
+    "rsub": lambda x, y: 1 - x,
+    "mul": lambda x, y: x * y * y,
+    "div": lambda x, y: (x / y) / 3,
+    "reciprocal": lambda x, y: x.reciprocal() + 1,
+    "sqrt": lambda x, y: (x.sqrt() / 0.3).add(1e-8),
+    "square": lambda x, y: (x * 2).square(),
+    "addcmul": lambda x, y: (x * 2).addcmul(y, x, value=0.1),
+    "addcdiv": lambda x, y: x.addcdiv(x * 3, y, value=-0.1),
+    "lerp": lambda x, y: x.lerp(y * y, 0.1),
+    "in place": lambda x, y: (x * y).add_(1).mul_(3),
+    "itself": lambda x, y: (z := x + y) * z,
+    "foreach": lambda x, y: torch._foreach_add(torch._foreach_sqrt([x, y]), 1e-8)[0],
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_the_same_bits(chain, format, at_once):
+    x, y = values(format)
+    expected = at_once(CHAINS[chain], x, y)
+    assert type(expected) is MCFTensor
+    got = CHAINS[chain](x, y)
+    assert waiting(got) == (format.rounding == "nearest")
+    for name in ("shape", "dtype", "device", "format", "role", "requires_grad", "is_leaf"):
+        assert getattr(got, name) == getattr(expected, name)
+    assert (got.stride(), got.storage_offset()) == (expected.stride(), expected.storage_offset())
+    if format.rounding == "nearest":
+        assert_same_terms(got, expected)
+    assert type(got) is MCFTensor
+
+
+def test_metadata_of_views(at_once):
+    whole = sample(mcf.bf16x2, 6, 7)
+    for x in (whole[2:4], whole[:1, :3], whole[3], whole[1:1]):
+        expected, got = at_once(torch.mul, x, x), x * x
+        assert (got.shape, got.stride()) == (expected.shape, expected.stride())
+        assert got.storage_offset() == expected.storage_offset()
+        assert got.components[0].stride() == got.stride()
+
+
+def saved(x):
+    file = io.BytesIO()
+    torch.save(x, file)
+    return torch.load(io.BytesIO(file.getvalue()))
+
+
+def copied(x):
+    return torch.zeros_like(x).copy_(x)
+
+
+READERS = {
+    "components": lambda x: [t.clone() for t in x.components],
+    "repr": repr,
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy().tolist(),
+    "item": lambda x: x[0, 0].item(),
+    "view": lambda x: x.view(-1),
+    "transposed": lambda x: x.t(),
+    "index": lambda x: x[1:, ::2],
+    "copy_": copied,
+    "copy_ to plain": lambda x: torch.zeros(x.shape, dtype=torch.float64).copy_(x),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "save": saved,
+    "clone": lambda x: x.clone(),
+    "detach": lambda x: x.detach(),
+    "data": lambda x: x.data,
+    "to": lambda x: x.to(torch.float64),
+    "as_plain": lambda x: mcf.as_plain(x, torch.float64),
+    "as_expansion": lambda x: mcf.as_expansion(x, mcf.fp64x2),
+    "parameter": lambda x: nn.Parameter(x).detach(),
+    "twice": lambda x: x * x,
+    "sum": lambda x: x.sum(),
+    "compared": lambda x: [x < 1, x == x.clone(), torch.equal(x, x), x.isnan()],
+    "where": lambda x: torch.where(x > 1, x, 0.0),
+    "stack": lambda x: torch.stack([x, x]),
+    "matmul": lambda x: x @ x.t(),
+    "exp": lambda x: x.exp(),
+    "flatten": lambda x: [getattr(x, n).clone() for n in x.__tensor_flatten__()[0]],
+    "in place": lambda x: x.add_(1).mul_(0.1),
+    "filled": lambda x: x.fill_(2),
+    "assigned": lambda x: x.__setitem__(0, 0.3) or x,
+    "out": lambda x: torch.add(x, 1, out=torch.empty_like(x)),
+    "foreach": lambda x: torch._foreach_mul([x, x], 3.0),
+    "foreach_copy_": lambda x: torch._foreach_copy_([y := torch.empty_like(x)], [x]) or y,
+    "vmap": torch.func.vmap(lambda row: row * 2 + row),
+}
+
+
+def same(got, expected):
+    if isinstance(got, (list, tuple)) and not isinstance(got, MCFTensor):
+        assert len(got) == len(expected)
+        for a, b in zip(got, expected, strict=True):
+            same(a, b)
+    elif isinstance(got, MCFTensor):
+        assert_same_terms(got, expected)
+        assert (got.role, got.stride()) == (expected.role, expected.stride())
+    elif isinstance(got, torch.Tensor):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    else:
+        assert got == expected
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("format", [mcf.bf16x2, mcf.fp32x2], ids=lambda f: f.name)
+def test_every_way_to_read(reader, format, at_once):
+    x, y = values(format)
+    expected = at_once(lambda: READERS[reader](expression(x, y)))
+    got = expression(x, y)
+    assert waiting(got)
+    same(READERS[reader](got), expected)
+    after = at_once(expression, x, y)
+    if reader not in ("in place", "filled", "assigned"):
+        assert_same_terms(got, after)
+
+
+def test_a_compiled_function_given_one(at_once):
+    compiled = torch.compile(lambda z: z * 3 + 1, backend="aot_eager")
+    x, y = values()
+    expected = at_once(lambda: expression(x, y) * 3 + 1)
+    for _ in range(2):
+        assert_same_terms(compiled(expression(x, y)), expected)
+
+
+def test_within_a_compiled_function(at_once):
+    compiled = torch.compile(expression, backend="aot_eager", fullgraph=True)
+    x, y = values()
+    got = compiled(x, y)
+    assert type(got) is MCFTensor
+    assert_same_terms(got, at_once(expression, x, y))
+
+
+class Counted(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._opname)
+        return func(*args, **kwargs or {})
+
+
+class TestWhatIsDeferred:
+    def test_results_of_values(self):
+        x, y = values()
+        with Counted() as counted:
+            z = expression(x, y)
+        assert waiting(z)
+        assert "evaluate" not in counted.names
+        with counted:
+            _ = z.components, z.components
+        assert counted.names.count("evaluate") == 1
+
+    def test_no_long_chains(self):
+        (x, _) = values()
+        z = x
+        for i in range(1, 3 * deferred.LONGEST):
+            z = z * 1.5
+            assert waiting(z) == (i % deferred.LONGEST > 0)
+
+    def test_nothing_else(self):
+        x, y = values()
+        weight = nn.Parameter(sample(mcf.bf16x2, 3, 5))
+        random = MCFTensor(x.components, mcf.Format.from_name("bf16x2sr"))
+        row = sample(mcf.bf16x2, 5)
+        plain = torch.ones(3, 5)
+        with torch.enable_grad():
+            assert not waiting(x * y)
+        for z in (weight * 2, weight * weight, weight.detach() * 2, random * 2, x * row, x * plain):
+            assert not waiting(z)
+        assert not waiting(x.t() * y.t())
+        assert not waiting(x[:, ::2] * 2)
+        assert not waiting(row[0] * 2)
+
+    def test_nothing_under_function_transforms(self, at_once):
+        x, y = values()
+        expected = at_once(expression, x, y)
+        assert_same_terms(torch.func.vmap(expression)(x, y), expected)
+        assert_same_terms(torch.func.functionalize(expression)(x, y), expected)
+
+
+def test_operands_may_go(at_once):
+    expected = at_once(expression, *values())
+    x, y = values()
+    z = expression(x, y)
+    del x, y
+    gc.collect()
+    torch.randn(1000)
+    assert_same_terms(z, expected)
+
+
+def test_no_memory_is_kept_after_reading():
+    x, y = values()
+    terms = [weakref.ref(t.untyped_storage()) for v in (x, y) for t in v.components]
+    z = expression(x, y)
+    _ = z.components
+    del x, y
+    gc.collect()
+    assert all(term() is None for term in terms)
+    assert "_deferred" not in z.__dict__ or z._deferred is None
+
+
+def test_what_waits_is_forgotten():
+    gc.collect()
+    deferred.READERS.clear()
+    kept = []
+    for _ in range(3000):
+        x = sample(mcf.bf16x2, 3)
+        kept.append(x)
+        _ = (x * 2).components
+    assert sum(map(len, deferred.READERS.values())) < 2048
+
+
+def test_what_no_longer_waits_is_forgotten_before_lists_are_written():
+    """Or every step of thousands of tensors would look for each of their terms."""
+    gc.collect()
+    deferred.READERS.clear()
+    x, y = values()
+    waiting, done = expression(x, y), expression(y, x)
+    _ = done.components
+    others = [torch.zeros(3) for _ in range(100)]
+    deferred.compute_readers(others)
+    assert deferred.READERS
+    _ = waiting.components
+    deferred.compute_readers(others)
+    assert not deferred.READERS
+
+
+class TestInferenceMode:
+    def test_a_result_read_outside(self, at_once):
+        x, y = values()
+        with torch.inference_mode():
+            z = expression(x, y)
+        assert_same_terms(z, at_once(expression, x, y))
+
+    def test_a_result_read_inside(self, at_once):
+        x, y = values()
+        z = expression(x, y)
+        with torch.inference_mode():
+            terms = [t.tolist() for t in z.components]
+        assert terms == [t.tolist() for t in at_once(expression, x, y).components]
+
+    def test_operands_from_inside(self, at_once):
+        with torch.inference_mode():
+            x, y = values()
+        assert_same_terms(expression(x, y), at_once(expression, x, y))
+
+    def test_writes_inside(self, at_once):
+        with torch.inference_mode():
+            x, y = values()
+            expected = at_once(expression, x, y)
+            term, z = x.components[0], expression(x, y)
+            term.add_(1)
+            try:
+                assert_same_terms(z, expected)
+            except RuntimeError as error:
+                assert "written to" in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_adamw_never_computes_its_denominator(foreach, monkeypatch):
+    made = []
+    of = DeferredTensor.of
+    monkeypatch.setattr(DeferredTensor, "of", lambda *args: made.append(0) or of(*args))
+
+    def must_not_run(self):
+        raise AssertionError(self.expression)
+
+    weights = [nn.Parameter(sample(mcf.bf16x2, 3, 5)), nn.Parameter(sample(mcf.bf16x3, 7))]
+    optimizer = torch.optim.AdamW(weights, foreach=foreach)
+    mcf.collage(optimizer, "full")
+    monkeypatch.setattr(deferred.Deferred, "compute", must_not_run)
+    for _ in range(3):
+        for w in weights:
+            w.grad = torch.randn(w.shape).bfloat16()
+        optimizer.step()
+    assert len(made) >= 3 * len(weights)

@@ -1,0 +1,218 @@
+"""Structure operations: the same on every term."""
+
+import pytest
+import torch
+from torch import nn
+
+import mcftensor as mcf
+from support.helpers import assert_same_terms, exact, parameter, sample
+
+INDEX = torch.tensor([2, 0])
+
+MOVES = {
+    "detach": lambda x: x.detach(),
+    "alias": torch.ops.aten.alias,
+    "clone": lambda x: x.clone(),
+    "contiguous": lambda x: x.t().contiguous(),
+    "view": lambda x: x.view(12),
+    "reshape": lambda x: x.t().reshape(2, 6),
+    "flatten": lambda x: x.flatten(),
+    "unflatten": lambda x: x.unflatten(1, (2, 2)),
+    "as_strided": lambda x: x.as_strided((2, 2), (4, 1)),
+    "t": lambda x: x.t(),
+    "transpose": lambda x: x.transpose(0, 1),
+    "permute": lambda x: x.permute(1, 0),
+    "movedim": lambda x: x.movedim(0, 1),
+    "select": lambda x: x[1],
+    "slice": lambda x: x[:2, 1:3],
+    "narrow": lambda x: x.narrow(1, 1, 2),
+    "diagonal": lambda x: x.diagonal(),
+    "unfold": lambda x: x.unfold(1, 2, 1),
+    "expand": lambda x: x[:1].expand(5, 4),
+    "squeeze": lambda x: x[:1].squeeze(0),
+    "unsqueeze": lambda x: x.unsqueeze(1),
+    "split": lambda x: x.split(2)[1],
+    "split sizes": lambda x: x.split([1, 2])[1],
+    "chunk": lambda x: x.chunk(2, 1)[1],
+    "unbind": lambda x: x.unbind(0)[2],
+    "flip": lambda x: x.flip(0),
+    "roll": lambda x: x.roll(1, 0),
+    "repeat": lambda x: x.repeat(2, 1),
+    "tril": lambda x: x.tril(),
+    "triu": lambda x: x.triu(1),
+    "index": lambda x: x[INDEX.to(x.device)],
+    "mask": lambda x: x[torch.arange(12, device=x.device).view(3, 4) % 2 == 0],
+    "index_select": lambda x: x.index_select(0, INDEX.to(x.device)),
+    "gather": lambda x: x.gather(0, INDEX.to(x.device).view(1, 2)),
+    "take": lambda x: x.take(INDEX.to(x.device)),
+    "masked_select": lambda x: x.masked_select(torch.ones(3, 4, device=x.device) > 0),
+    "cat": lambda x: torch.cat([x, x], 1),
+    "stack": lambda x: torch.stack([x, x], 1),
+    "to device": lambda x: x.to(x.device, copy=True),
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES.keys())
+@pytest.mark.parametrize("make", [sample, parameter])
+def test_moves_act_on_every_term(move, make, format, device):
+    x = make(format, 3, 4, device=device).detach()
+    y = move(x)
+    assert y.role == x.role
+    assert y.format == format
+    for term, source in zip(y.components, x.components, strict=True):
+        assert torch.equal(term, move(source))
+        assert term.stride() == move(source).stride()
+
+
+@pytest.mark.parametrize("view", ["view", "t", "select", "slice", "split", "as_strided", "expand"])
+def test_views_share_memory(view):
+    x = sample(mcf.bf16x2, 3, 4)
+    y = MOVES[view](x)
+    y.zero_() if view != "expand" else y[0].zero_()
+    assert (exact(x) == 0).any()
+
+
+def test_views_of_parameters_update_them():
+    p = parameter(mcf.bf16x3, 3, 4)
+    expected = exact(p).clone()
+    expected[1] *= 0.999
+    with torch.no_grad():
+        p[1].mul_(0.999)
+    torch.testing.assert_close(exact(p), expected, rtol=2.0**-24, atol=0)
+
+
+class TestFactories:
+    def test_like(self, format, device):
+        x = sample(format, 3, device=device)
+        assert exact(torch.zeros_like(x)).tolist() == [0, 0, 0]
+        assert exact(torch.ones_like(x)).tolist() == [1, 1, 1]
+        assert exact(x.new_zeros(2)).tolist() == [0, 0]
+        assert exact(x.new_ones(2)).tolist() == [1, 1]
+        for y in (torch.full_like(x, 0.1), x.new_full((3,), 0.1)):
+            assert y.device == x.device
+            assert abs(exact(y)[0] - 0.1) <= 0.1 * max(format.u**format.terms, 2.0**-53)
+        assert torch.empty_like(x).format == x.new_empty(4).format == format
+        assert x.new_empty_strided((2, 2), (1, 2)).stride() == (1, 2)
+
+    def test_new_tensors_of_data_and_of_a_size(self, format):
+        """Those that torch makes without asking the class."""
+        x = sample(format, 3)
+        for role, like in (("value", x), ("parameter", nn.Parameter(x))):
+            for y in (like.new_tensor([0.1, 0.2]), like.new([0.1, 0.2])):
+                assert (y.format, y.role) == (format, role)
+                expected = torch.tensor([0.1, 0.2], dtype=torch.float64)
+                assert_same_terms(y, mcf.as_expansion(expected, format))
+            for y in (like.new(2, 4), like.new(torch.Size([2, 4]))):
+                assert (y.format, y.role, y.shape) == (format, role, (2, 4))
+        assert_same_terms(x.new_tensor(x), x)
+        assert x.new().shape == (0,)
+        assert x.new_tensor(1.0, requires_grad=True).requires_grad
+        assert type(x.new_tensor([1, 2], dtype=torch.int64)) is torch.Tensor
+
+    def test_another_dtype_is_plain(self):
+        x = sample(mcf.bf16x2, 3)
+        for y in (
+            torch.zeros_like(x, dtype=torch.float32),
+            torch.ones_like(x, dtype=torch.float32),
+            torch.full_like(x, 2, dtype=torch.float32),
+            x.new_full((3,), 2, dtype=torch.float32),
+            x.new_zeros(3, dtype=torch.int64),
+        ):
+            assert type(y) is torch.Tensor
+
+
+class TestWrites:
+    def test_copy_between_equal_formats_is_bare(self, format, device):
+        x, y = sample(format, 5, device=device), sample(format, 5, device=device, seed=1)
+        assert x.copy_(y) is x
+        assert_same_terms(x, y)
+
+    def test_copy_in_from_plain_and_out(self, format, device):
+        wide = torch.randn(100, dtype=torch.float64, device=device)
+        x = sample(format, 100, device=device)
+        x.copy_(wide)
+        assert_same_terms(x, mcf.as_expansion(wide, format))
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            plain = torch.empty(100, dtype=dtype, device=device)
+            plain.copy_(x)
+            assert torch.equal(plain, mcf.as_plain(x, dtype))
+
+    def test_copy_between_formats(self):
+        x3, x2 = sample(mcf.bf16x3, 50), sample(mcf.bf16x2, 50)
+        kept = exact(x2).clone()
+        x3.copy_(x2)
+        assert torch.equal(exact(x3), kept)
+        wide = sample(mcf.fp32x2, 50, seed=2)
+        x2.copy_(wide)
+        torch.testing.assert_close(exact(x2), exact(wide), rtol=2.0**-17, atol=0)
+
+    def test_fill_with_numbers_at_full_precision(self, format, device):
+        x = sample(format, 3, device=device)
+        tolerance = 0.1 * max(format.u**format.terms, 2.0**-53)
+        assert abs(exact(x.fill_(0.1)) - 0.1).max() <= tolerance
+        assert exact(x.zero_()).tolist() == [0, 0, 0]
+        x.fill_(torch.tensor(2.0, device=device))
+        assert exact(x).tolist() == [2, 2, 2]
+
+    def test_setitem_masked_fill_and_where_take_numbers_whole(self, format, device):
+        mask = torch.tensor([True, False, True], device=device)
+        tolerance = 1.2 * max(format.u**format.terms, 2.0**-53)
+        x = sample(format, 3, device=device)
+        kept = exact(x)[1].item()
+        y = x.clone()
+        y[mask] = 1.2
+        z = x.clone()
+        z[0] = 1.2
+        z[2:] = 1.2
+        filled = [
+            y,
+            z,
+            x.masked_fill(mask, 1.2),
+            x.clone().masked_fill_(mask, 1.2),
+            torch.where(mask, 1.2, x),
+            torch.where(~mask, x, 1.2),
+            x.where(~mask, 1.2),
+        ]
+        for w in filled:
+            assert w.format == format
+            assert abs(exact(w)[[0, 2]] - 1.2).max() <= tolerance
+            assert exact(w)[1] == kept
+
+    def test_index_put(self):
+        x, values = sample(mcf.bf16x3, 4), sample(mcf.bf16x3, 2, seed=1)
+        x[torch.tensor([3, 1])] = values
+        assert_same_terms(x[torch.tensor([3, 1])], values)
+        x[0] = torch.tensor(3.0)
+        assert exact(x)[0] == 3
+
+
+def test_where_keeps_the_role_and_takes_keywords():
+    p, x = parameter(mcf.bf16x2, 3), sample(mcf.bf16x2, 3)
+    mask = torch.tensor([True, False, True])
+    assert torch.where(mask, p, 0.0).role == "parameter"
+    assert torch.where(mask, x, 1.2).role == "value"
+    expected = torch.where(mask, x, 1.2)
+    for y in (torch.where(mask, input=x, other=1.2), x.where(mask, other=1.2)):
+        assert_same_terms(y, expected)
+    assert_same_terms(x.where(condition=mask, other=1.2), expected)
+    with pytest.raises(RuntimeError, match="condition to be a boolean tensor"):
+        torch.where(x, torch.ones(3), torch.zeros(3))
+
+
+def test_copies_between_the_widest_formats_keep_what_fits():
+    terms = [torch.tensor([2.0**e]) for e in (0, -30, -60)]
+    three = mcf.MCFTensor(terms, mcf.fp32x3)
+    two = torch.zeros_like(sample(mcf.fp64x2, 1)).copy_(three)
+    assert two.components[0].item() == 1 + 2.0**-30
+    assert two.components[1].item() == 2.0**-60
+    back = torch.zeros_like(three).copy_(two)
+    assert_same_terms(back, three)
+
+
+def test_cat_pads_formats_of_one_base_and_takes_plain_tensors():
+    a, b = sample(mcf.bf16x2, 2), sample(mcf.bf16x3, 2)
+    joined = torch.cat([a, b, torch.ones(1)])
+    assert joined.format == mcf.bf16x3
+    assert torch.equal(exact(joined), torch.cat([exact(a), exact(b), torch.ones(1).double()]))
+    with pytest.raises(ValueError, match=r"cat: .*bf16x2 and fp32x2"):
+        torch.cat([a, sample(mcf.fp32x2, 2)])
