@@ -194,12 +194,13 @@ def _on_device(formula: Callable[..., Sequence[Any]], device: torch.device) -> B
 
 
 def numbers_for(formats: Sequence[Format]) -> Numbers:
-    """The kind of numbers in which a step of tensors in these formats is computed."""
+    """The kind of numbers in which a step is computed whose gradient, parameter and states are in
+    these formats."""
     own = [f for f in formats if not isinstance(f, PlainFormat)]
     networks = [f.numbers for f in own if isinstance(f.numbers, Network)]
     if networks:
         return max(networks, key=lambda x: x.terms)
-    plain = [f.dtype for f in formats if isinstance(f, PlainFormat)]
+    plain = [f.dtype for f in formats[1:] if isinstance(f, PlainFormat)]
     narrow = all(f.numbers.dtype == torch.float32 for f in own) and all(
         dtype.itemsize <= _plain_limit(own) for dtype in plain
     )
