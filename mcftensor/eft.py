@@ -213,7 +213,7 @@ def sqrt(a: Tensor) -> Tensor:
     On CPUs torch.sqrt is a unit in the last place off in one of 150 float32 and float64 results;
     bounds of expansion arithmetic need better.
 
-    *Requires*: float64 numbers of at least 2^-960; smaller ones get torch's root.
+    *Requires*: nothing; tiny operands are scaled, so that nothing underflows on the way.
 
     *Returns*: RN(sqrt(a)), shape of a.
 
@@ -235,15 +235,18 @@ def sqrt(a: Tensor) -> Tensor:
     dtype = same_float_dtype("sqrt", a)
     if dtype != torch.float64:
         return torch.sqrt(a.to(torch.float64)).to(dtype)
-    root = torch.sqrt(a)
-    remainder = _fma(-root, root, a)
+    tiny = a < 2.0**-960
+    scaled = torch.where(tiny, a * 2.0**256, a)
+    root = torch.sqrt(scaled)
+    remainder = _fma(-root, root, scaled)
     above = torch.nextafter(root, torch.full_like(root, torch.inf))
     below = torch.nextafter(root, torch.zeros_like(root))
     # Midway to a neighbour the remainder is root * gap + gap² / 4; it is a multiple of gap².
     up = remainder > root * (above - root)
     down = remainder <= root * (below - root)
     nearest = torch.where(up, above, torch.where(down, below, root))
-    return torch.where(a >= 2.0**-960, nearest, root)
+    nearest = torch.where(a > 0, nearest, root)
+    return torch.where(tiny, nearest * 2.0**-128, nearest)
 
 
 _two_sum, _split, _two_prod, _fma = inline(two_sum), inline(split), inline(two_prod), inline(fma)
