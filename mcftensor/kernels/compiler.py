@@ -18,6 +18,7 @@ FLAGS = (
     "-O3",
     "-march=native",
     "-ffp-contract=off",  # a product and a sum are two roundings
+    "-fwrapv",  # integers wrap around
     "-fno-math-errno",  # without this and the next, loops with roots and choices stay scalar
     "-fno-trapping-math",
     "-Wno-psabi",
