@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mcftensor.kernels.printer import Dialect, Printer
+from mcftensor.kernels.printer import COMMON, Dialect, Printer
 from mcftensor.kernels.program import COMPUTED, Program, varying
 
 # Blocks of lanes computed together, line by line, since one alone mostly waits for its own results;
@@ -47,39 +47,18 @@ _DIALECT = Dialect(
     types=_TYPES,
     constant=_constant,
     assignment="const auto {name} = {value};",
-    operations={
+    operations=COMMON
+    | {
         "vector": "load(in{0} + i, n)",
         "scalar": "entered<{type}>(scalar{0})",
         "index": "counted<L>() + i",
         "to": "to<{type}>({0})",
-        ("to", torch.bool): "to<{type}>(-{0})",
         "where": "choose({0}, {1}, {2})",
-        ("where", torch.bool): "({0} & like({0}, {1})) | (~{0} & like({0}, {2}))",
-        "add": "{0} + {1}",
-        "sub": "{0} - {1}",
-        "mul": "{0} * {1}",
-        "div": "{0} / {1}",
-        "neg": "-{0}",
         "abs": "magnitude({0})",
-        "sign": "sign_of({0})",
         "sqrt": "root({0})",
         "fma": "fma({0}, {1}, {2})",
-        "maximum": "greater({0}, {1})",
-        "copysign": "copysign({0}, {1})",
-        "finite_or_zero": "finite_or_zero({0})",
-        "shift_left": "{0} << {1}",
-        "shift_right": "{0} >> {1}",
-        "and": "{0} & {1}",
-        "or": "{0} | {1}",
-        "xor": "{0} ^ {1}",
-        "not": "~{0}",
-        "eq": "{0} == {1}",
-        "ne": "{0} != {1}",
-        "lt": "{0} < {1}",
-        "le": "{0} <= {1}",
-        "gt": "{0} > {1}",
-        "ge": "{0} >= {1}",
-        "signbit": "negative({0})",
+        ("to", torch.bool): "to<{type}>(-{0})",
+        ("where", torch.bool): "({0} & like({0}, {1})) | (~{0} & like({0}, {2}))",
         ("and", torch.bool): "{0} & like({0}, {1})",
         ("or", torch.bool): "{0} | like({0}, {1})",
         ("xor", torch.bool): "{0} ^ like({0}, {1})",

@@ -31,12 +31,37 @@ NAMES = {
     torch.bool: "bool",
 }
 
+Key = str | tuple[str, torch.dtype]
+
 # Operations whose results a narrower type may not hold.
 _INEXACT = {"add", "sub", "mul", "div", "sqrt", "to"}
 _OVERFLOWING = _INEXACT | {"neg", "abs", "not", "shift_left"}  # of integers
 
-Key = str | tuple[str, torch.dtype]
-
+# What languages write alike.
+COMMON: dict[Key, str] = {
+    "add": "{0} + {1}",
+    "sub": "{0} - {1}",
+    "mul": "{0} * {1}",
+    "div": "{0} / {1}",
+    "neg": "-{0}",
+    "not": "~{0}",
+    "and": "{0} & {1}",
+    "or": "{0} | {1}",
+    "xor": "{0} ^ {1}",
+    "shift_left": "{0} << {1}",
+    "shift_right": "{0} >> {1}",
+    "eq": "{0} == {1}",
+    "ne": "{0} != {1}",
+    "lt": "{0} < {1}",
+    "le": "{0} <= {1}",
+    "gt": "{0} > {1}",
+    "ge": "{0} >= {1}",
+    "copysign": "copysign({0}, {1})",
+    "finite_or_zero": "finite_or_zero({0})",
+    "maximum": "greater({0}, {1})",
+    "sign": "sign_of({0})",
+    "signbit": "negative({0})",
+}
 
 @dataclass(frozen=True)
 class Dialect:
