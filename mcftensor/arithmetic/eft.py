@@ -206,7 +206,7 @@ def sqrt(a: Tensor) -> Tensor:
     On CPUs torch.sqrt is a unit in the last place off in one of 150 float32 and float64 results;
     bounds of expansion arithmetic need better.
 
-    *Requires*: nothing; small float64 numbers are scaled.
+    *Requires*: nothing; tiny operands are scaled, so that nothing underflows on the way.
 
     *Returns*: RN(sqrt(a)), shape of a.
 
@@ -228,8 +228,8 @@ def sqrt(a: Tensor) -> Tensor:
     dtype = same_float_dtype("sqrt", a)
     if dtype != torch.float64:
         return torch.sqrt(a.to(torch.float64)).to(dtype)
-    small = a < 2.0**-900  # where the square of the root would lose bits
-    scaled = torch.where(small, a * 2.0**200, a)
+    tiny = a < 2.0**-960
+    scaled = torch.where(tiny, a * 2.0**256, a)
     root = torch.sqrt(scaled)
     remainder = _fma(-root, root, scaled)
     above = torch.nextafter(root, torch.full_like(root, torch.inf))
@@ -238,8 +238,8 @@ def sqrt(a: Tensor) -> Tensor:
     up = remainder > root * (above - root)
     down = remainder <= root * (below - root)
     nearest = torch.where(up, above, torch.where(down, below, root))
-    nearest = torch.where(scaled > 0, nearest, root)
-    return torch.where(small, nearest * 2.0**-100, nearest)
+    nearest = torch.where(a > 0, nearest, root)
+    return torch.where(tiny, nearest * 2.0**-128, nearest)
 
 
 _two_sum, _split, _two_prod, _fma = inline(two_sum), inline(split), inline(two_prod), inline(fma)

@@ -140,34 +140,44 @@ def test_registers_that_do_not_suffice():
     assert used == [4, 8, 16, 16]
 
 
-def test_the_tables_of_a_graph_stay(monkeypatch):
-    """They are filled when it is replayed, and so are of no use for others."""
-    tables, captured = {}, []
-    monkeypatch.setattr(cuda, "_TABLES", tables)
-    monkeypatch.setattr(cuda, "_CAPTURED", captured)
-    x, scalar = torch.randn(1501), torch.tensor(2.0, dtype=torch.float64)
-    output = torch.empty_like(x)
+def launches(monkeypatch, capturing=False):
+    """A function that launches a kernel of a vector and a scalar, and the tables it makes."""
+    made = []
+    on_device = cuda._on_device
 
-    def body(vectors, scalars, index):
-        return [(vectors[0].to(torch.float64) * scalars[0]).to(torch.float32)]
+    def spy(table, device):
+        made.append(weakref.ref(table))
+        return on_device(table, device)
 
-    def launch(is_capturing):
-        monkeypatch.setattr(cuda, "is_capturing", lambda device: is_capturing)
-        running.run_one(body, [x], [scalar], [output])
+    x = torch.randn(1501)
 
+    def launch(scalar):
+        made.clear()
+        with way("triton"):
+            scaled(x, scalar)
+        return made
+
+    monkeypatch.setattr(cuda, "_on_device", spy)
+    monkeypatch.setattr(cuda, "is_capturing", lambda device: capturing)
+    monkeypatch.setattr(cuda, "_TABLES", Bounded(1 << 20, cost=cuda._TABLES.cost))
+    return launch
+
+
+def test_tables_of_a_graph_are_its_own(monkeypatch):
+    """They are filled when it is replayed, and PyTorch's allocators keep them as long."""
+    launch = launches(monkeypatch, capturing=True)
+    made = launch(2.0)
+    assert len(made) == 3
+    assert not any(table() is not None for table in made)
+    assert len(cuda._TABLES) == 0
+
+
+def test_tables_are_kept_but_for_numbers(monkeypatch):
+    """Of which there is a new one at each step, with a schedule of learning rates, say."""
+    launch = launches(monkeypatch)
+    x = torch.randn(1501)
     with way("triton"):
-        launch(is_capturing=True)
-        assert not tables
-        assert len(captured) == 4  # two, on the host and on the device
-        captured.clear()
-        launch(is_capturing=False)
-        assert len(tables) == 2
-        assert not captured
-        launch(is_capturing=True)
-        assert len(tables) == 2
-        assert {id(x) for x in tables.values()} == {id(x) for x in captured}
-
-
+        scaled(x, 1.0)
 # --------------------------------------------------------------------------------- machine code
 
 

@@ -66,9 +66,9 @@ def way(name: str) -> Iterator[list[Program]]:
             patch.setattr(triton.knobs.runtime, "interpret", True)
             if not hasattr(interpreter._interpreter, "fma_fp32"):  # Triton 3.6
                 patch.setattr(interpreter.InterpreterBuilder, "create_fma", _fma)
-            cuda._kernel.cache_clear()
+            cuda._KERNELS.clear()
         yield programs
-        cuda._kernel.cache_clear()
+        cuda._KERNELS.clear()
 
 
 def _fma(builder: object, *operands: Any) -> Any:
