@@ -46,6 +46,11 @@ class Bounded(Generic[K, V]):
                 self.total -= self.cost(self._entries.popitem(last=False)[1])
         return value
 
+    def values(self) -> list[V]:
+        """All values, those used longest ago first."""
+        with self._lock:
+            return list(self._entries.values())
+
     def clear(self) -> None:
         """Let go of all."""
         with self._lock:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mcftensor as mcf
-from mcftensor import expansion
+from mcftensor.passes import expansion
 from support.kernel_cases import (
     CASES,
     OPERATIONS,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import mcftensor as mcf
-from mcftensor.kernels import cuda, running
+from mcftensor.kernels import Columns, cuda, running
 from mcftensor.kernels import triton as programs
 from support.kernel_cases import (
     CASES,
@@ -103,7 +103,7 @@ def scaled(x, scalar):
     def body(vectors, scalars, index):
         return [(vectors[0].to(torch.float64) * scalars[0]).to(torch.float32)]
 
-    running.run_one(body, [x], [scalar], [output])
+    running.run(body, Columns([[x]], [[scalar]], [[output]]))
     return [output]
 
 

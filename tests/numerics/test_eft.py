@@ -18,7 +18,8 @@ from common.strategies import (
     partner_floats,
     tensors,
 )
-from mcftensor import eft, expansion
+from mcftensor.arithmetic import eft
+from mcftensor.passes import expansion
 from mcftensor.formats import bf16x2
 
 DTYPES = list(BASES)

@@ -31,7 +31,7 @@ from common.oracle import (
     units,
 )
 from common.strategies import expansion, expansions, numbers, pair, values
-from mcftensor.expansion import (
+from mcftensor.passes.expansion import (
     add,
     apply,
     collapse,

@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from mcftensor import formats
+from mcftensor.formats import floats
 from mcftensor.formats import FORMATS, Format, bf16x2, bf16x3, default_format, require_format
 
 # name: base, terms, precision, bytes, smallest and largest exponent, full precision from 2^e on

@@ -20,9 +20,9 @@ from common.oracle import (
     value,
 )
 from common.strategies import expansion, expansions, numbers, tensors, terms_after
-from mcftensor.expansion import collapse, expand
+from mcftensor.passes.expansion import collapse, expand
 from mcftensor.formats import FORMATS, Format
-from mcftensor.rounding import (
+from mcftensor.arithmetic.rounding import (
     add_odd,
     collapse_terms,
     peel,

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import mcftensor as mcf
-from mcftensor import eft, expansion
+from mcftensor.arithmetic import eft
+from mcftensor.passes import expansion
 from mcftensor.__main__ import main
 
 

@@ -1,7 +1,7 @@
 """What the tests of deferred results share."""
 
 import mcftensor as mcf
-from mcftensor.tensor import DeferredTensor
+from mcftensor.tensor.tensor import DeferredTensor
 from support.helpers import sample
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mcftensor as mcf
-from mcftensor import deferred
-from mcftensor.tensor import DeferredTensor, MCFTensor
+from mcftensor.tensor import deferred
+from mcftensor.tensor.tensor import DeferredTensor, MCFTensor
 from support.deferring import expression, values, waiting
 from support.helpers import assert_same_terms, sample
 

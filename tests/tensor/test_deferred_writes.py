@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import mcftensor as mcf
-from mcftensor import deferred
+from mcftensor.tensor import deferred
 from support.deferring import expression, values, waiting
 from support.helpers import assert_same_terms, sample
 
