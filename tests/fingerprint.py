@@ -73,17 +73,16 @@ def _bits(x: Tensor) -> bytes:
 # ---------------------------------------------------------------------------------- expressions
 
 # Of x and everything that it may meet.
-BINARY = """
+BINARY = """\
 x + y, y + x
 x - y, y - x
 x * y, y * x
 x / y, y / x
 x.clone().add_(y), x.clone().sub_(y), x.clone().mul_(y), x.clone().div_(y)
 x == y, x != y, x < y, x <= y, x > y, x >= y
-torch.where(mask, x, y), torch.where(mask, y, x)
-"""
+torch.where(mask, x, y), torch.where(mask, y, x)""".splitlines()
 
-ELEMENTWISE = """
+ELEMENTWISE = """\
 x.add(y, alpha=0.3), x.sub(y, alpha=-3), torch.rsub(x, y, alpha=0.3)
 x.add_(plain, alpha=-1e-3), y.sub_(z, alpha=0.1)
 1 - x, 0.1 / x
@@ -111,19 +110,17 @@ x.floor(), x.ceil(), x.round(), x.trunc()
 x.relu(), x.relu_()
 torch.where(mask, x, 1.2), torch.where(mask, 0.1, x)
 x.masked_fill(mask, 0.1), x.masked_fill_(mask, -1 / 3)
-x.fill_(0.1), y.zero_(), z.fill_(torch.tensor(1 / 3))
-"""
+x.fill_(0.1), y.zero_(), z.fill_(torch.tensor(1 / 3))""".splitlines()
 
-ORDER = """
+ORDER = """\
 x.sort(dim=1, stable=True), x.sort(dim=0, stable=True, descending=True)
 x.topk(5, dim=1).values, x.kthvalue(3, dim=1).values
 x.max(), x.min(), x.amax(dim=1), x.amin(dim=0), x.aminmax()
 x.median(), x.nanmedian(dim=1).values
 x.cummax(dim=1).values, x.cummin(dim=0).values
-torch.cat([finite, finite.flip(0)]).unique()
-"""
+torch.cat([finite, finite.flip(0)]).unique()""".splitlines()
 
-STRUCTURE = """
+STRUCTURE = """\
 torch.cat([x, y]), torch.cat([x, plain], 1), torch.stack([x, y])
 x.t(), x[3], x[:, 2:9:2], x.view(-1), x.chunk(3), x[None], x.unbind(1)
 x.clone(), x.flip(0), x.roll(3), x.repeat(2, 1), x.tril(), x.detach(), x.contiguous()
@@ -134,20 +131,18 @@ x.index_copy(0, indices, y[indices])
 torch.zeros_like(x), torch.ones_like(x), torch.full_like(x, 0.1)
 x.new_zeros(3), x.new_full((3,), 1 / 3), x.new_ones(2, 2), x.new_tensor([0.1])
 F.pad(x, (1, 2)), F.pad(x, (1, 2), value=0.1), F.pad(x[None], (1, 2), mode="reflect")
-x[1, 1].item(), y.flatten()[3:7].tolist(), torch.from_numpy(x.numpy())
-"""
+x[1, 1].item(), y.flatten()[3:7].tolist(), torch.from_numpy(x.numpy())""".splitlines()
 
-PARAMETER = """
+PARAMETER = """\
 p * 0.999, p + 1, p - p, p.detach().lerp(p.detach(), 0.1)
 p * plain, plain - p, torch.cat([p, plain])
 p * x, torch.where(mask, p, x)
 p.clone(), p.detach() + 1, torch.zeros_like(p), p[1:3]
 torch.autograd.grad((p * plain).sum(), p)
-mcf.as_plain(p), mcf.as_plain(p, torch.float64), p.to(torch.float64)
-"""
+mcf.as_plain(p), mcf.as_plain(p, torch.float64), p.to(torch.float64)""".splitlines()
 
 # Of what follows, nothing is recorded for autograd, so that results may wait until they are read.
-DEFERRED = """
+DEFERRED = """\
 y / (x.square().sqrt() / 0.3 + 1e-8) - 1
 x.addcdiv_(y, z.abs().sqrt().add_(1), value=-0.01)
 x.mul(0.9).add_(y, alpha=0.1).copy_(z), x.lerp(y, 0.1).lerp_(z, 0.1)
@@ -161,11 +156,10 @@ torch._foreach_addcmul(xs, gs, ys, 0.1), torch._foreach_addcdiv(xs, ys, gs, [0.1
 torch._foreach_mul_(xs, 0.999), torch._foreach_add_(xs, gs, alpha=-0.1), xs
 torch._foreach_lerp_(xs, ys, 0.1), torch._foreach_addcmul_(xs, gs, gs, 1 - 0.999), xs
 torch._foreach_sqrt_(ys), torch._foreach_addcdiv_(xs, gs, ys, -0.01), xs, ys
-torch._foreach_copy_(xs, gs), torch._foreach_zero_(ys), xs, ys
-"""
+torch._foreach_copy_(xs, gs), torch._foreach_zero_(ys), xs, ys""".splitlines()
 
 # Of terms a, b and c.
-ON_TERMS = """
+ON_TERMS = """\
 expansion.add(a, b, format=format), expansion.add(a, (c[0].double(),), format=format)
 expansion.grow(a, c[0], format=format)
 expansion.mul(a, b, format=format), expansion.mul(a, b[:1], format=format)
@@ -173,19 +167,17 @@ expansion.fma(a, b, c, format=format), expansion.fma(a, b[:1], c[:1], format=for
 expansion.div(a, b, format=format)
 expansion.sqrt(a, format=format)
 expansion.expand(c[0].double() * 1.1, format)
-[expansion.collapse(a, dtype) for dtype in BASES]
-"""
+[expansion.collapse(a, dtype) for dtype in BASES]""".splitlines()
 
 # Of plain tensors a, b and c.
-TRANSFORMATIONS = """
+TRANSFORMATIONS = """\
 eft.two_sum(a, b)
 eft.fast_two_sum(torch.where(a.abs() < b.abs(), b, a), torch.where(a.abs() < b.abs(), a, b))
 eft.split(a)
 eft.two_prod(a, b)
 eft.fma(a, b, c), eft.fma(a, b, -(a * b))
 eft.sqrt(a.abs())
-expansion.renormalize((c, a, b)), expansion.renormalize((c, a, b), 2)
-"""
+expansion.renormalize((c, a, b)), expansion.renormalize((c, a, b), 2)""".splitlines()
 
 # Of as many elements as make compiled code worth its while, where there is a compiler.
 LARGE = {
@@ -258,21 +250,21 @@ def partners(format: mcf.Format) -> dict[str, Any]:
 
 
 def binary(format: mcf.Format) -> Results:
-    for expression, partner in product(BINARY.strip().splitlines(), partners(format)):
+    for expression, partner in product(BINARY, partners(format)):
         names = operands(format) | {"y": partners(format)[partner]}
         name, result = evaluated(expression, names)
         yield f"{partner}: {name}", result
 
 
-def expressions(format: mcf.Format, lines: str, recorded: bool = True) -> Results:
+def expressions(format: mcf.Format, lines: list[str], recorded: bool = True) -> Results:
     with torch.set_grad_enabled(recorded):
-        for expression in lines.strip().splitlines():
+        for expression in lines:
             yield evaluated(expression, operands(format))
 
 
 def on_terms(format: mcf.Format) -> Results:
     a, b, c = (terms(format, 400, seed=s) for s in "abc")
-    for expression in ON_TERMS.strip().splitlines():
+    for expression in ON_TERMS:
         yield evaluated(expression, {"a": a, "b": b, "c": c, "format": format})
     for other in FORMATS:
         yield attempt(f"convert/{other.name}", mcf.expansion.convert, a, other)
@@ -280,7 +272,7 @@ def on_terms(format: mcf.Format) -> Results:
 
 def transformations(dtype: torch.dtype) -> Results:
     a, b, c = (plain(dtype, 2000, seed=s, wide=False) for s in "abc")
-    for expression in TRANSFORMATIONS.strip().splitlines():
+    for expression in TRANSFORMATIONS:
         yield evaluated(expression, {"a": a, "b": b, "c": c})
 
 
@@ -297,12 +289,11 @@ def conversions(format: mcf.Format) -> Results:
     x = number(format, *SHAPE)
     for dtype in (*BASES, torch.int32, torch.int64):
         given = plain(dtype, *SHAPE)
-        yield attempt(f"from {dtype}", mcf.as_expansion, given, format)
-        yield attempt(f"copy from {dtype}", torch.empty_like(x).copy_, given)
-        yield attempt(f"to {dtype}", x.to, dtype)
-        yield attempt(f"as plain {dtype}", mcf.as_plain, x, dtype)
+        yield attempt(f"from {dtype}", torch.empty_like(x).copy_, given)
         if dtype.is_floating_point:  # of what overflows, processors make different integers
-            yield attempt(f"copy to {dtype}", given.copy_, x)
+            yield attempt(f"to {dtype}", lambda: (x.to(dtype), mcf.as_plain(x, dtype)))  # noqa: B023
+            yield attempt(f"into {dtype}", given.clone().copy_, x)
+            yield attempt(f"as_expansion {dtype}", mcf.as_expansion, given, format)
     for other in FORMATS:
         yield attempt(f"to {other.name}", mcf.as_expansion, x, other)
         yield attempt(f"copy to {other.name}", number(other, *SHAPE, seed="y").copy_, x)
@@ -420,28 +411,22 @@ ADAM = {
     "amsgrad": {"amsgrad": True, "maximize": True, "weight_decay": 0.01},
     "tensor lr": {"lr": torch.tensor(0.01)},
 }
+SGD = {
+    "plain": {"weight_decay": 0.1},
+    "dampening": {"momentum": 0.9, "dampening": 0.5, "maximize": True},
+    "nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    "tensor lr": {"momentum": 0.9, "lr": torch.tensor(0.01)},
+}
+ADAGRAD = {
+    "plain": {"initial_accumulator_value": 0.1},
+    "decay": {"lr_decay": 0.1, "weight_decay": 0.1, "maximize": True},
+}
 # A class, the names of its states, and its options.
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, str], dict[str, Any]]] = {
     "adam": (torch.optim.Adam, MOMENTS, ADAM),
     "adamw": (torch.optim.AdamW, MOMENTS, ADAM),
-    "sgd": (
-        torch.optim.SGD,
-        {"first": "momentum_buffer"},
-        {
-            "plain": {"weight_decay": 0.1},
-            "dampening": {"momentum": 0.9, "dampening": 0.5, "maximize": True},
-            "nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
-            "tensor lr": {"momentum": 0.9, "lr": torch.tensor(0.01)},
-        },
-    ),
-    "adagrad": (
-        torch.optim.Adagrad,
-        {"second": "sum"},
-        {
-            "plain": {"initial_accumulator_value": 0.1},
-            "decay": {"lr_decay": 0.1, "weight_decay": 0.1, "maximize": True},
-        },
-    ),
+    "sgd": (torch.optim.SGD, {"first": "momentum_buffer"}, SGD),
+    "adagrad": (torch.optim.Adagrad, {"second": "sum"}, ADAGRAD),
 }
 PATHS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
@@ -477,11 +462,10 @@ def stepped(
     gradient = mix.gradient or mix.format.base
     for k in (1, 2, 3):
         for p in params:
-            if isinstance(gradient, mcf.Format):
-                p.grad = number(gradient, *p.shape, seed=f"g{k}{p.shape}", wide=False)
-            else:
+            if isinstance(gradient, torch.dtype):
                 p.grad_dtype = gradient
-                p.grad = plain(gradient, *p.shape, seed=f"g{k}{p.shape}", wide=False)
+            make = plain if isinstance(gradient, torch.dtype) else number
+            p.grad = make(gradient, *p.shape, seed=f"g{k}{tuple(p.shape)}", wide=False)
         if scaled:
             optimizer.grad_scale = torch.tensor(128.0)
             optimizer.found_inf = torch.tensor(float(k == 2))
