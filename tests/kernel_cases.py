@@ -2,6 +2,7 @@
 
 import ctypes
 import ctypes.util
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -167,6 +168,21 @@ def run_sets(text: str, *sets: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     ]
     lengths = [len(x) for x in sets[0]]
     return evaluate(text, [x for column in columns for x in column], lengths, keys)
+
+
+needs_mprotect = pytest.mark.skipif(not hasattr(mmap, "MAP_PRIVATE"), reason="needs mprotect")
+
+
+def guarded(x: Tensor, at_end: bool) -> Tensor:
+    """A copy that ends, or begins, at a page which no process may touch."""
+    size = x.numel() * x.itemsize
+    pages = mmap.mmap(-1, (-(-size // mmap.PAGESIZE) + 1) * mmap.PAGESIZE)
+    whole = torch.frombuffer(pages, dtype=torch.uint8)
+    page = len(pages) - mmap.PAGESIZE if at_end else 0
+    protect = ctypes.CDLL(None).mprotect
+    assert protect(ctypes.c_void_p(whole.data_ptr() + page), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    begin = page - size if at_end else mmap.PAGESIZE
+    return whole[begin : begin + size].view(x.dtype).copy_(x)
 
 
 # --------------------------------------------------------------------------------- fused steps
