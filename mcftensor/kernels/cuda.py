@@ -27,7 +27,7 @@ _TABLES: Bounded[Any, Tensor] = Bounded(1 << 28, cost=lambda table: 2 * table.nb
 _KERNELS: Bounded[Any, _Kernel] = Bounded(1024)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Kernel:
     """A compiled program, and how many warps a block of it has."""
 

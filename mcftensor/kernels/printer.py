@@ -63,6 +63,7 @@ COMMON: dict[Key, str] = {
     "signbit": "negative({0})",
 }
 
+
 @dataclass(frozen=True)
 class Dialect:
     """How a language says what programs do.

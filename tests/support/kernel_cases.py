@@ -2,6 +2,7 @@
 
 import ctypes
 import ctypes.util
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -176,6 +177,21 @@ def run_sets(expression: Expression, *sets: Sequence[Sequence[Tensor]]) -> list[
 def _format_of(terms: Sequence[Tensor]) -> mcf.Format:
     dtype = terms[0].dtype
     return PLAIN[dtype] if len(terms) == 1 else mcf.Format(dtype, len(terms))
+
+
+needs_mprotect = pytest.mark.skipif(not hasattr(mmap, "MAP_PRIVATE"), reason="needs mprotect")
+
+
+def guarded(x: Tensor, at_end: bool) -> Tensor:
+    """A copy that ends, or begins, at a page which no process may touch."""
+    size = x.numel() * x.itemsize
+    pages = mmap.mmap(-1, (-(-size // mmap.PAGESIZE) + 1) * mmap.PAGESIZE)
+    whole = torch.frombuffer(pages, dtype=torch.uint8)
+    page = len(pages) - mmap.PAGESIZE if at_end else 0
+    protect = ctypes.CDLL(None).mprotect
+    assert protect(ctypes.c_void_p(whole.data_ptr() + page), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    begin = page - size if at_end else mmap.PAGESIZE
+    return whole[begin : begin + size].view(x.dtype).copy_(x)
 
 
 # --------------------------------------------------------------------------------- fused steps
