@@ -4,6 +4,7 @@ from mcftensor import checkpoint as checkpoint
 from mcftensor import dispatch as dispatch
 from mcftensor import distributed as distributed
 from mcftensor import edq as edq
+from mcftensor import formats as formats
 from mcftensor import tracing as tracing
 from mcftensor import untraced as untraced
 from mcftensor.accumulation import accumulate_gradients as accumulate_gradients

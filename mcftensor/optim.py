@@ -257,7 +257,7 @@ class _Plan:
             if wanted is _OWN:
                 wanted = own
             if type(x) is Tensor:
-                is_settled = wanted is None and x.dtype == own.base
+                is_settled = wanted is None and x.dtype == own.dtype
             else:
                 format = format_of(x)
                 is_settled = wanted is not None and (format is wanted or format == wanted)
@@ -298,7 +298,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 def _require_base(name: str, format: Format, parameters: list[Tensor]) -> None:
     for p in parameters:
-        if p.dtype != format.base:
+        if p.dtype != format.dtype:
             own = format_of(p)
             assert own is not None
             raise ValueError(

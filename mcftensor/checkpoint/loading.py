@@ -19,6 +19,7 @@ from mcftensor.checkpoint.reading import SafetensorsFile
 from mcftensor.checkpoint.shards import files_in, index_of
 from mcftensor.checkpoint.terms import from_terms, is_sharded
 from mcftensor.checkpoint.ties import ties
+from mcftensor.formats import ExpansionFormat
 from mcftensor.tensor import MCFTensor
 
 FilePath = str | os.PathLike[str]
@@ -170,7 +171,7 @@ def _read_shards(index: Path, verify: bool) -> _Content:
 
 def _normalized(x: Tensor) -> Tensor:
     """Terms as they should be, where a program that knows nothing of them has changed them."""
-    if not isinstance(x, MCFTensor):
+    if not isinstance(x, MCFTensor) or not isinstance(x.format, ExpansionFormat):
         return x
     leading, *tails = x.components
     if len(tails) == 1 and torch.equal(leading + tails[0], leading):

@@ -15,7 +15,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from mcftensor.dispatch.operands import common_format, expansions, plainly, value_of
+from mcftensor.dispatch.operands import (
+    common_format,
+    expansions,
+    only_stores,
+    plainly,
+    value_of,
+)
+from mcftensor.dispatch.stored import decoded
 from mcftensor.dispatch.wide import PRECISION, WIDE
 from mcftensor.dispatch.writing import assign_tree, refusal, require_no_grad
 from mcftensor.formats import Format
@@ -87,6 +94,9 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
     found = expansions((args, kwargs, out))
     name = getattr(func, "__name__", str(func))
     format = common_format(name, found)
+    if only_stores(format):
+        args, kwargs = decoded((args, kwargs))
+        return func(*args, **kwargs, **({} if out is None else {"out": out}))
     if format.precision > PRECISION:
         return func(*args, **kwargs, **({} if out is None else {"out": out}))
 
@@ -95,7 +105,7 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
             return _Widen.apply(x)
         if isinstance(x, Tensor) and x.is_floating_point():
             return x.to(WIDE)
-        return WIDE if x == format.base and isinstance(x, torch.dtype) else x
+        return WIDE if x == format.dtype and isinstance(x, torch.dtype) else x
 
     def narrow(x: Any) -> Any:
         if isinstance(x, Tensor) and x.is_complex():

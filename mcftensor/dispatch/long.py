@@ -52,7 +52,7 @@ def evaluate(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
     if targets:
         assign(func, targets, [result])
         return targets[0]
-    if dtype not in (None, format.base) and isinstance(result, MCFTensor):
+    if dtype not in (None, format.dtype) and isinstance(result, MCFTensor):
         return result._collapsed(dtype)
     return result
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from mcftensor.passes import expansion
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.operands import common_format, expansions, stored_in
+from mcftensor.dispatch.stored import of_terms
 from mcftensor.dispatch.table import implements
 from mcftensor.kernels.opaque import opaque
 from mcftensor.arithmetic.ordering import equal, less
@@ -31,6 +32,7 @@ def _neighbour(x: Tensor, towards: Tensor) -> Tensor:
 
 
 @implements(aten.nextafter.default)
+@of_terms
 def nextafter(func: Any, x: Any, y: Any) -> Any:
     """The next number after x towards y."""
     found = expansions((x, y))
@@ -40,9 +42,9 @@ def nextafter(func: Any, x: Any, y: Any) -> Any:
     x, y = (stored_in(operand, format, found[0].device) for operand in (x, y))
     x, y = zip(*(torch.broadcast_tensors(a, b) for a, b in zip(x, y, strict=True)), strict=True)
     up = less(x, y)
-    towards = torch.where(up, torch.inf, -torch.inf).to(format.base)
+    towards = torch.where(up, torch.inf, -torch.inf).to(format.dtype)
     near = _stepped(x, towards)
-    for _ in range(format.terms - 1):  # where the leading terms have changed, gaps may be halved
+    for _ in range(len(x) - 1):  # where the leading terms have changed, gaps may be halved
         nearer = _stepped(near, -towards)
         beyond = torch.where(up, less(x, nearer), less(nearer, x))
         near = [torch.where(beyond, a, b) for a, b in zip(nearer, near, strict=True)]

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.operands import expansions
+from mcftensor.dispatch.stored import of_terms
 from mcftensor.dispatch.table import implements
 from mcftensor.tensor import MCFTensor
 
@@ -69,6 +70,7 @@ def ranks(x: MCFTensor) -> tuple[Tensor, list[Tensor]]:
     aten.adaptive_max_pool2d.default,
     aten.adaptive_max_pool3d.default,
 )
+@of_terms
 def by_rank(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """The operation on ranks; integer results, such as indices, are as they are."""
     if not isinstance(x, MCFTensor) or x.role == "parameter" or expansions((args, kwargs)):

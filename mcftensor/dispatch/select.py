@@ -21,6 +21,7 @@ from mcftensor.dispatch.operands import (
     store,
     stored_in,
 )
+from mcftensor.dispatch.stored import of_terms
 from mcftensor.dispatch.table import implements, register_forms
 from mcftensor.arithmetic.ordering import choose, clamp, equal, less, maximum, minimum
 from mcftensor.tensor import MCFTensor
@@ -48,6 +49,7 @@ _COMPARISONS: dict[str, Callable[[Terms, Terms], Tensor]] = {
 
 def _register_comparison(name: str) -> None:
     @implements(getattr(aten, name).Tensor, getattr(aten, name).Scalar)
+    @of_terms
     def compare(func: Any, x: Any, y: Any) -> Tensor:
         if computes_plainly((x, y)):
             return func(*leading((x, y)))
@@ -59,6 +61,7 @@ for _name in _COMPARISONS:
 
 
 @implements(aten.equal.default)
+@of_terms
 def all_equal(func: Any, x: Any, y: Any) -> bool:
     """torch.equal."""
     if x.shape != y.shape:
@@ -94,9 +97,11 @@ def _chosen(name: str, operands: Sequence[Any]) -> MCFTensor:
 
 
 def _register_choice(name: str) -> None:
+    @of_terms
     def choice(func: Any, *args: Any) -> Any:
         return func(*leading(args)) if computes_plainly(args) else _chosen(name, args)
 
+    @of_terms
     def choice_into(func: Any, *args: Any, out: Tensor | None = None) -> Any:
         target = args[0] if out is None else out
         store(target, _chosen(name, args))
@@ -110,6 +115,7 @@ for _name in _CHOICES:
 
 
 @implements(aten.where.self)
+@of_terms
 def where(func: Any, condition: Tensor, x: Any, y: Any) -> Any:
     """torch.where between expansions, and between an expansion and a plain tensor."""
     if isinstance(condition, MCFTensor):

@@ -61,7 +61,7 @@ def evaluate(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
             raise refusal(func, found, "its result is complex")
         if not x.is_floating_point():
             return x
-        if asked and asked[-1] != format.base:
+        if asked and asked[-1] != format.dtype:
             return plainly(x, asked[-1])
         return value_of(x, format)
 

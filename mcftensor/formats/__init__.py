@@ -1,5 +1,7 @@
 """Formats: each owns how its numbers are stored, and what they are computed with."""
 
+from mcftensor.arithmetic.terms import Network as Network
+from mcftensor.arithmetic.wide import Machine as Machine
 from mcftensor.formats.finfo import FInfo as FInfo
 from mcftensor.formats.finfo import finfo as finfo
 from mcftensor.formats.floats import FORMATS as FORMATS

@@ -107,6 +107,12 @@ class Format:
                 "bf16, fp16, fp32 or fp64, an x, and the number of terms"
             ) from None
 
+    @staticmethod
+    def known(name: str) -> Format | None:
+        """The format of a name other than a dtype's, if there is one."""
+        found = _REGISTRY.get(name)
+        return None if found is None or len(found.components) < 2 else found
+
     def __reduce__(self) -> tuple[Callable[[str], Format], tuple[str]]:
         return format_named, (self.name,)
 

@@ -153,7 +153,7 @@ def launch(monkeypatch):
         return [(vectors[0].to(torch.float64) * scalars[0]).to(torch.float32)]
 
     def call(scalar):
-        running.run_one(body, [x], [scalar], [output])
+        running.run(body, Columns([[x]], [[scalar]], [[output]]))
         assert torch.equal(output, (x.double() * scalar).float())
 
     monkeypatch.setattr(cuda, "_TABLES", Bounded(1 << 20, cost=cuda._TABLES.cost))
