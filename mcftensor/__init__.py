@@ -7,8 +7,6 @@ from mcftensor import edq as edq
 from mcftensor import eft as eft
 from mcftensor import expansion as expansion
 from mcftensor import networks as networks
-from mcftensor import tracing as tracing
-from mcftensor import untraced as untraced
 from mcftensor.accumulation import accumulate_gradients as accumulate_gradients
 from mcftensor.auditing import audit as audit
 from mcftensor.checkpoint.errors import CheckpointError as CheckpointError
@@ -35,6 +33,7 @@ from mcftensor.formats import fp32x3 as fp32x3
 from mcftensor.formats import fp64x2 as fp64x2
 from mcftensor.functional import fma as fma
 from mcftensor.optim import collage as collage
+from mcftensor.patches import PatchWarning as PatchWarning
 from mcftensor.selfcheck import SelfCheckError as SelfCheckError
 from mcftensor.selfcheck import selfcheck as selfcheck
 from mcftensor.tensor import MCFTensor as MCFTensor

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
-from torch.utils.data._utils.collate import default_collate_fn_map
 
 from mcftensor import expansion
 from mcftensor.deferred import READERS, Deferred, compute_readers, watch
@@ -151,8 +150,6 @@ class MCFTensor(torch.Tensor):
     # ------------------------------------------------------- traceable wrapper subclass protocol
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role]]:
-        if _at_flatten and _at_flatten[0]():
-            _at_flatten.clear()
         if READERS and type(self._term0) is Tensor:  # compiled code may write to its terms
             compute_readers(self._read())
         return list(TERM_NAMES[: self._format.terms]), (self._format.name, self._role)
@@ -520,18 +517,4 @@ def _has_value(tree: Any) -> bool:
     return any(isinstance(x, MCFTensor) and x.role == "value" for x in tree_leaves(tree))
 
 
-_at_flatten: list[Callable[[], bool]] = []
-
-
-def at_flatten(function: Callable[[], bool]) -> None:
-    """Have a function run when an expansion is taken apart, as compilers do, until it is done."""
-    _at_flatten.append(function)
-
-
-def _collate(batch: Sequence[Tensor], **unused: Any) -> Tensor:
-    return torch.stack(list(batch))
-
-
 torch.serialization.add_safe_globals([MCFTensor, Format, _rebuild])
-# The workers of data loaders would stack into a plain tensor in shared memory.
-default_collate_fn_map[MCFTensor] = _collate

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from mcftensor.patches.table import row
 from mcftensor.tensor import MCFTensor
 
-# Adafactor, Muon and optimizers of other packages break no graph: they can be traced as a whole.
-_BREAKING = (
-    *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW),
-    *(torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam),
-    *(torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
-)
+around_steps: list[Callable[[Optimizer], AbstractContextManager[Any]]] = []
+"""Contexts that each step is taken in, over plain parameters too."""
 
 
 @torch._disable_dynamo  # unlike torch.compiler.disable, it does not import the compiler
@@ -35,14 +33,23 @@ def breaks_graphs(optimizer: Optimizer) -> bool:
     return getattr(type(optimizer).step, "_breaks_graphs", False)
 
 
-def _unless_over_expansions(step: Callable[..., Any]) -> Callable[..., Any]:
+def _unless_over_expansions(step: Any) -> Any:
     """A step that compilers see only where it is over plain parameters."""
+    if getattr(step, "_breaks_graphs", False):  # AdamW has that of Adam
+        return step
+    if getattr(step, "hooked", False):  # an optimizer of the class has been made
+        hooked: Any = Optimizer.profile_hook_step(_unless_over_expansions(step.__wrapped__))
+        hooked.hooked = True
+        return hooked
 
     def choose(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        parameters = (p for group in self.param_groups for p in group["params"])
-        if any(isinstance(p, MCFTensor) for p in parameters):
-            return untraced(step, self, *args, **kwargs)
-        return step(self, *args, **kwargs)
+        with ExitStack() as stack:
+            for context in around_steps:
+                stack.enter_context(context(self))
+            parameters = (p for group in self.param_groups for p in group["params"])
+            if any(isinstance(p, MCFTensor) for p in parameters):
+                return untraced(step, self, *args, **kwargs)
+            return step(self, *args, **kwargs)
 
     # Nor is the choice compiled, to which every parameter would be an input.
     chosen = torch._disable_dynamo(choose, recursive=False)
@@ -52,15 +59,14 @@ def _unless_over_expansions(step: Callable[..., Any]) -> Callable[..., Any]:
     return chosen
 
 
-def _install(cls: Any) -> None:
-    step = cls.step
-    if getattr(step, "hooked", False):  # an optimizer of the class has been made
-        cls.step = Optimizer.profile_hook_step(_unless_over_expansions(step.__wrapped__))
-        cls.step.hooked = True
-    else:
-        cls.step = _unless_over_expansions(step)
-
-
-for _cls in _BREAKING:
-    if "step" in vars(_cls):  # AdamW has that of Adam
-        _install(_cls)
+# Adafactor, Muon and optimizers of other packages break no graph: they can be traced as a whole.
+for _optimizer in (
+    *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD"),
+    *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+):
+    row(
+        f"torch.optim.{_optimizer}.step",
+        why="Compiled, a step over expansions runs as it is: there is nothing to make faster.",
+        loss=f"torch.compile traces steps of {_optimizer} over expansions, which may take minutes.",
+        change=_unless_over_expansions,
+    )

@@ -1,0 +1,32 @@
+"""Tensor objects that get the contents of others."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mcftensor.patches.table import row
+
+_HOOKS = [
+    row(
+        f"torch.Tensor.{name}",
+        why="Hooks of a parameter are to stay when it becomes an expansion, and `swap_tensors` "
+        "takes them away.",
+        loss=f"parameters that are converted lose hooks of {public}(); register them afterwards.",
+        when="mcf.as_expansion(module)",
+        kind=object,
+    )
+    for name, public in (
+        ("_backward_hooks", "register_hook"),
+        ("_post_accumulate_grad_hooks", "register_post_accumulate_grad_hook"),
+    )
+]
+
+
+def exchange(x: Tensor, new: Tensor) -> None:
+    """Give the tensor object x the contents of new; its hooks stay."""
+    kept = {each.attribute: each.found_in(x) for each in _HOOKS}
+    torch.utils.swap_tensors(x, new)
+    for name, hooks in kept.items():
+        if hooks is not None:
+            setattr(x, name, hooks)
