@@ -25,7 +25,7 @@ _WEIGHT_REFERENCES = row(
     "torch.nn.RNNBase._flat_weight_refs",
     why="Recurrent layers hold weak references to their weights, which forbid that the weights "
     "become expansions in place.",
-    loss="recurrent layers may refuse to be converted.",
+    loss="recurrent layers may refuse to become expansions.",
     when="mcf.as_expansion(module)",
     kind=list,
 )

@@ -35,8 +35,6 @@ def breaks_graphs(optimizer: Optimizer) -> bool:
 
 def _unless_over_expansions(step: Any) -> Any:
     """A step that compilers see only where it is over plain parameters."""
-    if getattr(step, "_breaks_graphs", False):  # AdamW has that of Adam
-        return step
     if getattr(step, "hooked", False):  # an optimizer of the class has been made
         hooked: Any = Optimizer.profile_hook_step(_unless_over_expansions(step.__wrapped__))
         hooked.hooked = True
@@ -60,10 +58,13 @@ def _unless_over_expansions(step: Any) -> Any:
 
 
 # Adafactor, Muon and optimizers of other packages break no graph: they can be traced as a whole.
-for _optimizer in (
-    *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD"),
+_BREAKING = [
+    *("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD"),
     *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
-):
+]
+if "step" in vars(torch.optim.AdamW):  # one was made before; else it has the step of Adam
+    _BREAKING.append("AdamW")
+for _optimizer in _BREAKING:
     row(
         f"torch.optim.{_optimizer}.step",
         why="Compiled, a step over expansions runs as it is: there is nothing to make faster.",

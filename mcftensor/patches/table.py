@@ -52,11 +52,11 @@ class Patch:
         assert self.change is not None
         try:
             owner = owner or pkgutil.resolve_name(self.name.rpartition(".")[0])
-            declared = inspect.getattr_static(owner, self.attribute)
+            declared = vars(owner)[self.attribute]
             found = declared.__func__ if isinstance(declared, staticmethod) else declared
             self._check(found)
             changed = self.change(found)
-        except (AttributeError, ImportError, TypeError, ValueError):
+        except (AttributeError, ImportError, LookupError, TypeError, ValueError):
             _warn(self.name, self.loss)
             return
         if changed is not found:
