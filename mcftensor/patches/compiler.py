@@ -81,6 +81,7 @@ def _unless_of_expansions(decompose: Callable[..., Any]) -> Callable[..., Any]:
 @patch(
     "torch._dynamo.polyfills.foreach_lerp_inplace",
     why="Compilers write `_foreach_lerp_` as several operations.",
+    releases="2.13",
     loss="compiled _foreach_lerp_ may round otherwise than an eager one.",
     when=COMPILER,
 )

@@ -68,6 +68,6 @@ for _optimizer in _BREAKING:
     row(
         f"torch.optim.{_optimizer}.step",
         why="Compiled, a step over expansions runs as it is: there is nothing to make faster.",
-        loss=f"torch.compile traces steps of {_optimizer} over expansions, which may take minutes.",
+        loss="torch.compile traces such steps over expansions, which may take minutes.",
         change=_unless_over_expansions,
     )

@@ -12,14 +12,11 @@ _HOOKS = [
         f"torch.Tensor.{name}",
         why="Hooks of a parameter are to stay when it becomes an expansion, and `swap_tensors` "
         "takes them away.",
-        loss=f"parameters that are converted lose hooks of {public}(); register them afterwards.",
+        loss="parameters that are converted lose hooks of this kind; register them afterwards.",
         when="mcf.as_expansion(module)",
         kind=object,
     )
-    for name, public in (
-        ("_backward_hooks", "register_hook"),
-        ("_post_accumulate_grad_hooks", "register_post_accumulate_grad_hook"),
-    )
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
 ]
 
 
