@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mcftensor.distributed import format_of, local
-from mcftensor.patches.table import patch
+from mcftensor.patches.table import row
 from mcftensor.tensor import MCFTensor
 
 States = dict[str, Any]
@@ -92,25 +92,28 @@ def _within_contexts(broadcast: Callable[..., None]) -> Callable[..., None]:
 
 
 if dist.is_available():
-    patch(
+    row(
         "torch.nn.Module._apply",
         why="`module.to(dtype)` puts plain DTensors in place of those of expansions, and asks "
         "neither them nor a hook.",
         loss="module.to(dtype) does not raise for sharded expansions, but drops all terms except "
         "the leading ones; call mcf.as_plain(module) before sharding.",
         takes=("fn",),
-    )(_keeping_expansions)
-    patch(
+        change=_keeping_expansions,
+    )
+    row(
         "torch.distributed._broadcast_coalesced",
         why="DistributedDataParallel sends tensors joined when it is made, in C++ that does not "
         "know expansions.",
         loss="DistributedDataParallel raises for expansions, or joins their terms wrongly.",
-    )(_by_terms)
-    patch(
+        change=_by_terms,
+    )
+    row(
         "torch.distributed.checkpoint.state_dict._broadcast_state_dict",
         why="With `broadcast_from_rank0`, the other ranks wait for plain tensors of the dtypes "
         "that the first one names.",
         loss="broadcast_from_rank0=True fails with expansions; give it plain float32 values.",
         when="import torch.distributed.checkpoint.state_dict",
         takes=("full_state_dict", "local_state_dict"),
-    )(_within_contexts)
+        change=_within_contexts,
+    )

@@ -16,8 +16,6 @@ from typing import Any
 
 from mcftensor.patches.imports import after_import
 
-IMPORT = "import mcftensor"
-
 
 class PatchWarning(UserWarning):
     """This release of torch has changed where the library changes it, and something is lost.
@@ -93,7 +91,7 @@ def row(
     *,
     why: str,
     loss: str,
-    when: str = IMPORT,
+    when: str = "import mcftensor",
     releases: str = "2.11 to 2.15",
     change: Callable[[Any], Any] | None = None,
     kind: Any = Callable,
