@@ -5,8 +5,6 @@ from mcftensor import dispatch as dispatch
 from mcftensor import distributed as distributed
 from mcftensor import edq as edq
 from mcftensor import formats as formats
-from mcftensor import tracing as tracing
-from mcftensor import untraced as untraced
 from mcftensor.accumulation import accumulate_gradients as accumulate_gradients
 from mcftensor.arithmetic import eft as eft
 from mcftensor.arithmetic import networks as networks
@@ -37,6 +35,7 @@ from mcftensor.formats import fp64x2 as fp64x2
 from mcftensor.functional import fma as fma
 from mcftensor.optim import collage as collage
 from mcftensor.passes import expansion as expansion
+from mcftensor.patches import PatchWarning as PatchWarning
 from mcftensor.selfcheck import SelfCheckError as SelfCheckError
 from mcftensor.selfcheck import selfcheck as selfcheck
 from mcftensor.tensor import MCFTensor as MCFTensor

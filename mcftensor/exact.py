@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mcftensor.formats import ExpansionFormat, Format, require_expansion_format
 from mcftensor.passes import expansion
-from mcftensor.formats import ExpansionFormat, require_expansion_format
 from mcftensor.tensor import MCFTensor
 
 Exact: TypeAlias = int | float | str | Fraction | Decimal
@@ -21,7 +21,7 @@ Nested: TypeAlias = Exact | Sequence["Nested"]
 
 
 def from_exact(
-    values: Nested, format: ExpansionFormat, *, device: str | torch.device | None = None
+    values: Nested, format: Format, *, device: str | torch.device | None = None
 ) -> MCFTensor:
     """Numbers of any precision as an expansion, each rounded to its format once.
 
@@ -52,7 +52,7 @@ def from_exact(
         >>> mcf.to_fraction(mcf.from_exact("0.1", mcf.bf16x2))
         Fraction(209715, 2097152)
     """
-    require_expansion_format(format, "from_exact")
+    format = require_expansion_format(format, "from_exact")
     numbers = np.array(values, dtype=object)
     if numbers.ndim and any(isinstance(x, (list, tuple)) for x in numbers.flat):
         raise ValueError("from_exact: the nested lists are of unlike lengths")

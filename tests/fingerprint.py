@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fingerprint_inputs import number, plain, terms
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import mcftensor as mcf
+from fingerprint_inputs import number, plain, terms
 
 FILE = Path(__file__).with_suffix(".json")
 

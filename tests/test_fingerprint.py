@@ -1,7 +1,8 @@
 """Every operation gives the bits that are recorded in `fingerprint.json`."""
 
-import fingerprint
 import pytest
+
+import fingerprint
 
 GROUPS = fingerprint.groups()
 

@@ -38,7 +38,10 @@ class Terms(Number):
         self.kind = kind
 
     def _by(
-        self, two: Callable[..., Floats], more: Callable[..., Floats], *others: Number | Tensor | float
+        self,
+        two: Callable[..., Floats],
+        more: Callable[..., Floats],
+        *others: Number | Tensor | float,
     ) -> Terms:
         """The result of a network on this number and others."""
         operands = [x.floats for x in (self, *map(self._entered, others))]

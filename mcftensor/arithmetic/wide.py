@@ -55,7 +55,7 @@ class Wide(Number):
         """The sum of the levels, last ones first, with the sign of the leading one, zeros too."""
         if self._value is None:
             leading, *tails = self.levels
-            self._value = torch.copysign(_total(self.levels), leading) if tails else leading  # type: ignore[arg-type, assignment]
+            self._value = torch.copysign(_total(self.levels), leading) if tails else leading  # type: ignore[assignment]
         return self._value  # type: ignore[return-value]
 
     @property
@@ -73,7 +73,7 @@ class Wide(Number):
             return Wide([self.value + other])  # type: ignore[operator]
         pairs = zip_longest(self.levels, other.levels)
         leading, *tails = [a if b is None else b if a is None else a + b for a, b in pairs]
-        return Wide([add_signed(leading, _total(tails)) if tails else leading])
+        return Wide([add_signed(leading, _total(tails)) if tails else leading])  # type: ignore[arg-type]
 
     def __mul__(self, other: Number | Tensor | float) -> Wide:
         """Three roundings."""

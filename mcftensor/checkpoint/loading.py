@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mcftensor.passes import expansion
 from mcftensor.checkpoint.digests import KEY, digest, looks_sealed, unsealed
 from mcftensor.checkpoint.errors import CheckpointError, reading, some
 from mcftensor.checkpoint.reading import SafetensorsFile
@@ -20,6 +19,7 @@ from mcftensor.checkpoint.shards import files_in, index_of
 from mcftensor.checkpoint.terms import from_terms, is_sharded
 from mcftensor.checkpoint.ties import ties
 from mcftensor.formats import ExpansionFormat
+from mcftensor.passes import expansion
 from mcftensor.tensor import MCFTensor
 
 FilePath = str | os.PathLike[str]

@@ -147,8 +147,8 @@ def names_of_terms(names: Iterable[Any]) -> dict[Any, list[Any]]:
         expected = tail_names(name, format)
         if name not in groups or its_tails.keys() != set(expected):
             raise CheckpointError(
-                f"{some(its_tails)} would be terms of {name}; an expansion in {format.name} consists "
-                f"of {', '.join([name, *expected])}"
+                f"{some(its_tails)} would be terms of {name}; an expansion in {format.name} "
+                f"consists of {', '.join([name, *expected])}"
             )
         groups[name] += expected
     return groups

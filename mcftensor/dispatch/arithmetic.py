@@ -1,7 +1,7 @@
 """Arithmetic with a kernel of its own: out of place, in place, with `out=`, and in lists.
 
-An operation on one tensor is one on a list of one: operands are columns, of an element for each row,
-or of one for all rows. Rows whose operands are of the same kinds go together.
+An operation on one tensor is one on a list of one: operands are columns, of an element for each
+row, or of one for all rows. Rows whose operands are of the same kinds go together.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from mcftensor.dispatch.operands import (
     plainly,
     require_castable,
     store,
-    stored_in,
 )
 from mcftensor.dispatch.plans import FORMULAS, Kind, Plan, kind_of, plan
 from mcftensor.dispatch.table import TABLE, register_forms
@@ -101,7 +100,9 @@ class _Part:
         rows: Rows,
         in_place: bool = False,
     ) -> _Part:
-        return cls(plan(name, kinds, keywords, kinds[0].format if in_place else None), columns, rows)
+        return cls(
+            plan(name, kinds, keywords, kinds[0].format if in_place else None), columns, rows
+        )
 
     # ------------------------------------------------------------------------ what may wait
 
@@ -109,7 +110,7 @@ class _Part:
         """Whether results may be deferred: values of whole values and numbers, within a step."""
         if not self.plan.may_wait or not is_deferring() or torch.is_grad_enabled():
             return False
-        tensors = [column for column in self.reads if isinstance(column[0], MCFTensor)]
+        tensors: list[Sequence[Any]] = [x for x in self.reads if isinstance(x[0], MCFTensor)]
         return (
             is_bare()
             and not torch.is_inference_mode_enabled()

@@ -70,12 +70,16 @@ class _Rows:
     def results(self) -> list[Any]:
         """New results, all that are expansions at once."""
         own = [i for i in range(self.count) if self._is_ours(i)]
-        results = [None if i in own else self._single(i) for i in range(self.count)] if (
-            len(own) < self.count
-        ) else [None] * self.count
+        results = (
+            [None if i in own else self._single(i) for i in range(self.count)]
+            if (len(own) < self.count)
+            else [None] * self.count
+        )
         if own:
             every = self._only(own)
-            for i, x in zip(own, evaluated(self.name, every, (*self.named,), len(own)), strict=True):
+            for i, x in zip(
+                own, evaluated(self.name, every, (*self.named,), len(own)), strict=True
+            ):
                 results[i] = x  # type: ignore[call-overload]
         return results
 

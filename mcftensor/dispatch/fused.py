@@ -82,7 +82,7 @@ def _fused(
             [*own[len(lists)]] if counts else [],
             [keys[i] for i in rows if i in keys],
             list(numbers),
-            [x if isinstance(x, Tensor) else float(x) for x in numbers.values()],  # type: ignore[misc]
+            [x if isinstance(x, Tensor) else float(x) for x in numbers.values()],
         )
     if scale is not None:
         for gradients, format in scaled:

@@ -121,7 +121,7 @@ def longest_format(name: str, formats: Sequence[Format]) -> Format:
         return max(formats, key=lambda f: f.precision)
     terms = max(f.terms for f in of_terms)
     stochastic = terms < MAX_TERMS and any(f.rounding == "stochastic" for f in of_terms)
-    return Format(of_terms[0].base, terms, "stochastic" if stochastic else "nearest")  # type: ignore[no-any-return]
+    return Format(of_terms[0].base, terms, "stochastic" if stochastic else "nearest")
 
 
 def require_dense(operand: Tensor) -> None:
@@ -170,10 +170,13 @@ def stored_in(
         source, found = operand._format, list(operand._read())
         if source.nearest is format.nearest:
             return found
-        if isinstance(source, ExpansionFormat) and isinstance(format, ExpansionFormat):
-            if source.base == format.base and source.terms <= format.terms:
-                zeros = [torch.zeros_like(found[0])] * (format.terms - source.terms)
-                return found + zeros
+        if (
+            isinstance(source, ExpansionFormat)
+            and isinstance(format, ExpansionFormat)
+            and source.base == format.base
+            and source.terms <= format.terms
+        ):
+            return found + [torch.zeros_like(found[0])] * (format.terms - source.terms)
     else:
         x = plain(operand)
         source, found = PLAIN[x.dtype], [x.to(device) if x.dim() == 0 else x]

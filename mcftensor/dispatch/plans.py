@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from mcftensor.dispatch.operands import Number, longest_format, only_stores, require_one_base
-from mcftensor.formats import PLAIN, Format
+from mcftensor.dispatch.operands import Number, longest_format, require_one_base
+from mcftensor.formats import PLAIN, ExpansionFormat, Format
 from mcftensor.passes.expressions import NUMBER, Expression
 from mcftensor.tensor.deferred import LONGEST
 from mcftensor.tensor.tensor import MCFTensor, Role
@@ -136,8 +136,7 @@ def plan(
     may_wait = (
         role == "value"
         and format.rounding == "nearest"
-        and not only_stores(format)
-        and all(x.format.result is format for x in own)
+        and isinstance(format, ExpansionFormat)
         and expression.length < LONGEST
         and any(x.has_dims for x in own)
         and all(x.has_dims if x.role == "value" else x.number is not None for x in read)

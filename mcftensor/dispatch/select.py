@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcftensor.arithmetic.ordering import choose, clamp, equal, less, maximum, minimum
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.operands import (
     common_format,
@@ -23,7 +24,6 @@ from mcftensor.dispatch.operands import (
 )
 from mcftensor.dispatch.stored import of_terms
 from mcftensor.dispatch.table import implements, register_forms
-from mcftensor.arithmetic.ordering import choose, clamp, equal, less, maximum, minimum
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten

@@ -69,4 +69,3 @@ def decoded(tree: Any) -> Any:
     return tree_map(
         lambda x: numbers(x) if isinstance(x, MCFTensor) and only_stores(x._format) else x, tree
     )
-

@@ -59,7 +59,8 @@ def finfo(format: Format) -> FInfo:
         >>> mcf.finfo(mcf.fp32x2).resolution
         1e-14
     """
-    if not isinstance(require_format(format, "finfo"), ExpansionFormat):
+    require_format(format, "finfo")
+    if not isinstance(format, ExpansionFormat):
         return _of_stored(format)
     base = torch.finfo(format.base)
     eps = 4 * (format.u / 2) ** format.terms

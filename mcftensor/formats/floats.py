@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -151,9 +150,7 @@ def _check(base: Any, terms: Any, rounding: Any) -> None:
             "use torch.bfloat16, float16, float32 or float64"
         )
     if rounding not in ("nearest", "stochastic"):
-        raise ValueError(
-            f"Format: rounding {rounding!r} given; it is 'nearest' or 'stochastic'"
-        )
+        raise ValueError(f"Format: rounding {rounding!r} given; it is 'nearest' or 'stochastic'")
     most = _most_terms(base, rounding)
     if not (isinstance(terms, int) and 2 <= terms <= most):
         raise ValueError(
@@ -173,9 +170,7 @@ _FORMATS = {
     for terms in range(2, _most_terms(dtype, rounding) + 1)
 }
 PLAIN = {
-    dtype: PlainFormat(dtype)
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype)
+    dtype: PlainFormat(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
 }
 """Plain tensors as formats."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -180,6 +179,3 @@ _of_floats: list[type[Format]] = []  # the class that makes `Format(base, terms)
 def format_named(name: str) -> Format:
     """`Format.from_name`, for pickles."""
     return Format.from_name(name)
-
-
-

@@ -23,7 +23,9 @@ def run(body: Body, columns: Columns) -> None:
         if output.device.type != "cpu" or length <= BLOCK:
             run_whole(body, call)
             continue
-        vectors, outputs = ([_flattened(x) for (x,) in part] for part in (call.vectors, call.outputs))
+        vectors, outputs = (
+            [_flattened(x) for (x,) in part] for part in (call.vectors, call.outputs)
+        )
         for start in range(0, length, BLOCK):
             part = slice(start, start + BLOCK)
             block = Columns(

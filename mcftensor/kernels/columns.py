@@ -1,8 +1,8 @@
 """What elementwise functions are called with: any number of calls, by columns.
 
-An operation on one tensor, a `_foreach_` call on thousands and a fused step are the same thing here:
-columns of tensors, of which the first of each column make the first call. Whatever has to be asked
-of a tensor is asked of a column.
+An operation on one tensor, a `_foreach_` call on thousands and a fused step are the same thing
+here: columns of tensors, of which the first of each column make the first call. Whatever has to be
+asked of a tensor is asked of a column.
 """
 
 from __future__ import annotations

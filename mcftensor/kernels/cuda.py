@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.kernels.caches import Bounded
 from mcftensor.kernels import triton
+from mcftensor.kernels.caches import Bounded
 from mcftensor.kernels.columns import by_rows, number_of, repeated
 from mcftensor.kernels.directory import is_kept, keep, path_of
 from mcftensor.kernels.program import Program

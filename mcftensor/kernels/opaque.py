@@ -80,7 +80,7 @@ def _schema(function: Callable[..., Any], mutates: Sequence[str]) -> str:
     @functools.wraps(function, updated=())
     def prototype() -> None: ...
 
-    annotations = {name: "Sequence[int]" for name in names}
+    annotations = dict.fromkeys(names, "Sequence[int]")
     prototype.__annotations__ = {**function.__annotations__, **annotations}
     prototype.__signature__ = inspect.signature(function).replace(  # type: ignore[attr-defined]
         parameters=[

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcftensor.kernels import blocks, compiler, cpp, cpu, cuda
 from mcftensor.kernels.caches import Bounded
-from mcftensor.kernels.columns import Columns, Facts, Scalar, are_same, dtype_of, places
+from mcftensor.kernels.columns import Columns, Facts, Scalar, are_same, dtype_of, places, repeated
 from mcftensor.kernels.lists import places_of
 from mcftensor.kernels.program import Body, Program, Signature, record
 
@@ -94,15 +95,19 @@ def run(body: Body, columns: Columns) -> None:
         )
         kernel = KERNELS.put(key, Kernel(body, signature))
     lengths = facts[outputs[0]].lengths
-    addresses = [x.addresses for x in (*facts[: len(columns.vectors)], *(facts[i] for i in outputs))]
+    addresses = [
+        x.addresses for x in (*facts[: len(columns.vectors)], *(facts[i] for i in outputs))
+    ]
     if 0 not in lengths and all(x.are_contiguous and x.lengths == lengths for x in facts):
         kernel.run(columns, lengths, addresses)
         return
-    flat, others = [], []
+    flat: list[int] = []
+    others: list[int] = []
     for i, row in enumerate(zip(*tensors, strict=True)):
         if lengths[i]:
             (flat if _lie_alike(row, in_order=bool(columns.keys)) else others).append(i)
-    blocks.run_whole(body, columns.only(others)) if others else None
+    if others:
+        blocks.run_whole(body, columns.only(others))
     if flat:
         lengths, *addresses = ([column[i] for i in flat] for column in (lengths, *addresses))
         kernel.run(columns.only(flat), lengths, addresses)
@@ -110,14 +115,12 @@ def run(body: Body, columns: Columns) -> None:
 
 def _run_by_kind(body: Body, columns: Columns) -> None:
     """The same for calls that are not all of the same dtypes and devices."""
-    count = len(columns)
-    every = [[(x.dtype, x.device) for x in column] for column in (*columns.vectors, *columns.outputs)]
-    numbers = [column * count if len(column) == 1 else column for column in columns.every_scalar()]  # type: ignore[operator]
-    every += [[_kind([x]) for x in column] for column in numbers]  # type: ignore[misc]
-    vectors = len(columns.vectors) + len(columns.outputs)
+    tensors = [*columns.vectors, *columns.outputs]
+    every: list[Sequence[Any]] = [[(x.dtype, x.device) for x in column] for column in tensors]
+    every += [repeated([_kind([x]) for x in y], len(columns)) for y in columns.every_scalar()]
     for kinds, rows in places_of(zip(*every, strict=True)).items():
         part = columns.only(rows)
-        if len({device for _, device in kinds[:vectors]}) == 1:
+        if len({device for _, device in kinds[: len(tensors)]}) == 1:
             run(body, part)
         else:  # torch says what is wrong
             blocks.run_whole(body, part)

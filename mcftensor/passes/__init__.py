@@ -1,1 +1,1 @@
-"""Passes over memory: components in, numbers computed, components out, for any number of tensors."""
+"""Passes over memory: components in, numbers computed, components out, for many tensors."""

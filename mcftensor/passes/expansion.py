@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mcftensor.arithmetic import networks
 from mcftensor.arithmetic.eft import same_float_dtype
-from mcftensor.formats import MAX_TERMS, PLAIN, ExpansionFormat, Format, require_expansion_format
+from mcftensor.formats import MAX_TERMS, PLAIN, Format, require_expansion_format
 from mcftensor.kernels.layout import empty_terms
 from mcftensor.kernels.opaque import opaque
 from mcftensor.passes import conversions
@@ -38,7 +38,7 @@ Terms = tuple[Tensor, ...]
 # ------------------------------------------------------------------- between tensors and terms
 
 
-def convert(x: Sequence[Tensor], format: ExpansionFormat) -> Terms:
+def convert(x: Sequence[Tensor], format: Format) -> Terms:
     """An expansion in another format, rounded once.
 
     *Requires*: normalized terms of any format, or a plain real tensor as a sequence of one;
@@ -72,7 +72,7 @@ def convert(x: Sequence[Tensor], format: ExpansionFormat) -> Terms:
     return tuple(conversions.convert(list(x), PLAIN[x[0].dtype].name, format.name, key))
 
 
-def expand(x: Tensor, format: ExpansionFormat) -> Terms:
+def expand(x: Tensor, format: Format) -> Terms:
     """A plain tensor as the terms of an expansion: `convert` of a single tensor.
 
     Examples:
@@ -158,7 +158,7 @@ def renormalize(values: Sequence[Tensor], terms: int | None = None) -> Terms:
 # ------------------------------------------------------------------------------------ arithmetic
 
 
-def _format_of(name: str, x: Sequence[Tensor]) -> ExpansionFormat:
+def _format_of(name: str, x: Sequence[Tensor]) -> Format:
     if not isinstance(x, Sequence) or not all(isinstance(t, Tensor) for t in x):
         raise TypeError(
             f"{name}: operands are sequences of tensors, leading term first; got "
@@ -173,7 +173,7 @@ def _format_of(name: str, x: Sequence[Tensor]) -> ExpansionFormat:
     return Format(x[0].dtype, len(x))
 
 
-def apply(operation: str, *operands: Sequence[Tensor], format: ExpansionFormat | None = None) -> Terms:
+def apply(operation: str, *operands: Sequence[Tensor], format: Format | None = None) -> Terms:
     """The elementwise operation of this name; the functions below call it, and so does dispatch.
 
     Three have no function of their own: `addcmul` and `addcdiv` of x, a, b and value, and `lerp` of
@@ -194,7 +194,7 @@ def _name_of(x: Sequence[Tensor]) -> str:
     return PLAIN[x[0].dtype].name if len(x) == 1 else Format(x[0].dtype, len(x)).name
 
 
-def add(x: Sequence[Tensor], y: Sequence[Tensor], format: ExpansionFormat | None = None) -> Terms:
+def add(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | None = None) -> Terms:
     """x + y.
 
     *Requires*: normalized expansions; a plain tensor is a sequence of one.
@@ -220,7 +220,7 @@ def add(x: Sequence[Tensor], y: Sequence[Tensor], format: ExpansionFormat | None
     return apply("add", x, y, format=format)
 
 
-def grow(x: Sequence[Tensor], a: Tensor, format: ExpansionFormat | None = None) -> Terms:
+def grow(x: Sequence[Tensor], a: Tensor, format: Format | None = None) -> Terms:
     """x + a for a plain tensor a: the update of Collage.
 
     Unlike the paper's Grow, which begins with fast_two_sum, a may be larger than x.
@@ -249,7 +249,7 @@ def grow(x: Sequence[Tensor], a: Tensor, format: ExpansionFormat | None = None) 
     return apply("add", x, (a,), format=format)
 
 
-def mul(x: Sequence[Tensor], y: Sequence[Tensor], format: ExpansionFormat | None = None) -> Terms:
+def mul(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | None = None) -> Terms:
     """x * y.
 
     *Requires*: normalized expansions; a plain tensor is a sequence of one.
@@ -276,7 +276,10 @@ def mul(x: Sequence[Tensor], y: Sequence[Tensor], format: ExpansionFormat | None
 
 
 def fma(
-    x: Sequence[Tensor], y: Sequence[Tensor], z: Sequence[Tensor], format: ExpansionFormat | None = None
+    x: Sequence[Tensor],
+    y: Sequence[Tensor],
+    z: Sequence[Tensor],
+    format: Format | None = None,
 ) -> Terms:
     """x * y + z, split once.
 
@@ -303,7 +306,7 @@ def fma(
     return apply("fma", x, y, z, format=format)
 
 
-def div(x: Sequence[Tensor], y: Sequence[Tensor], format: ExpansionFormat | None = None) -> Terms:
+def div(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | None = None) -> Terms:
     """x / y.
 
     *Requires*: normalized expansions; a plain tensor is a sequence of one.
@@ -328,7 +331,7 @@ def div(x: Sequence[Tensor], y: Sequence[Tensor], format: ExpansionFormat | None
     return apply("div", x, y, format=format)
 
 
-def sqrt(x: Sequence[Tensor], format: ExpansionFormat | None = None) -> Terms:
+def sqrt(x: Sequence[Tensor], format: Format | None = None) -> Terms:
     """The square root of x.
 
     *Requires*: a normalized expansion.

@@ -92,7 +92,9 @@ def carry_out(
         return
     are_scalars = tuple([flag[0] for flag in flags])
     vectors = [
-        repeated(x, count) for x, is_scalar in zip(columns, are_scalars, strict=True) if not is_scalar
+        repeated(x, count)
+        for x, is_scalar in zip(columns, are_scalars, strict=True)
+        if not is_scalar
     ]
     scalars = [_shared(x) for x, is_scalar in zip(columns, are_scalars, strict=True) if is_scalar]
     body = _body(expression, tuple([x.format for x in operands]), are_scalars)

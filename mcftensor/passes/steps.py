@@ -152,9 +152,7 @@ RULES = {
 _COMMON = ("l2", "grad_scale", "found_inf")
 
 
-def _numbers(
-    rule: Rule, s: Settings, steps: Column
-) -> tuple[list[str], list[Sequence[Scalar]]]:
+def _numbers(rule: Rule, s: Settings, steps: Column) -> tuple[list[str], list[Sequence[Scalar]]]:
     """The names of the numbers of steps, and of each a column, or one where it is the same for all.
 
     Floats on a CPU; on other devices tensors, without waiting.

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
-from torch.utils.data._utils.collate import default_collate_fn_map
 
 from mcftensor.formats import MAX_TERMS, Format, require_format
 from mcftensor.formats.format import format_named
@@ -165,8 +164,6 @@ class MCFTensor(torch.Tensor):
     # ------------------------------------------------------- traceable wrapper subclass protocol
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role]]:
-        if _at_flatten and _at_flatten[0]():
-            _at_flatten.clear()
         self.hand_out()  # compiled code may write to it
         return list(COMPONENTS[: len(self._format.components)]), (self._format.name, self._role)
 
@@ -459,7 +456,7 @@ T = TypeVar("T", bound=MCFTensor)
 
 def _wrapper(cls: type[T], like: Tensor, format: Format) -> T:
     """A tensor without storage, with the layout of another one and the dtype of a format."""
-    made: T = torch.Tensor._make_wrapper_subclass(  # type: ignore[assignment]
+    made: T = torch.Tensor._make_wrapper_subclass(
         cls,
         like.size(),
         strides=like.stride(),
@@ -542,9 +539,7 @@ def _where(condition: Tensor, input: Any = None, other: Any = None, **kwargs: An
     return torch.where(condition, input, other, **kwargs)
 
 
-def number_in(
-    x: float, format: Format, device: torch.device | None = None
-) -> Sequence[Tensor]:
+def number_in(x: float, format: Format, device: torch.device | None = None) -> Sequence[Tensor]:
     """The components of a number, to nearest."""
     number = torch.tensor(x, dtype=torch.float64, device=device)
     return convert([number], "float64", format.nearest.name, None)
@@ -566,18 +561,4 @@ def _has_value(tree: Any) -> bool:
     return any(isinstance(x, MCFTensor) and x.role == "value" for x in tree_leaves(tree))
 
 
-_at_flatten: list[Callable[[], bool]] = []
-
-
-def at_flatten(function: Callable[[], bool]) -> None:
-    """Have a function run when an expansion is taken apart, as compilers do, until it is done."""
-    _at_flatten.append(function)
-
-
-def _collate(batch: Sequence[Tensor], **unused: Any) -> Tensor:
-    return torch.stack(list(batch))
-
-
-torch.serialization.add_safe_globals([format_named, _rebuild])
-# The workers of data loaders would stack into a plain tensor in shared memory.
-default_collate_fn_map[MCFTensor] = _collate
+torch.serialization.add_safe_globals([MCFTensor, format_named, _rebuild])

@@ -16,8 +16,8 @@ import torch
 
 import mcftensor as mcf
 from mcftensor.kernels import Columns, cuda, running
-from mcftensor.kernels.caches import Bounded
 from mcftensor.kernels import triton as programs
+from mcftensor.kernels.caches import Bounded
 from support.kernel_cases import (
     CASES,
     MIXTURES,

@@ -19,8 +19,8 @@ from common.strategies import (
     tensors,
 )
 from mcftensor.arithmetic import eft
-from mcftensor.passes import expansion
 from mcftensor.formats import bf16x2
+from mcftensor.passes import expansion
 
 DTYPES = list(BASES)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))

@@ -20,8 +20,6 @@ from common.oracle import (
     value,
 )
 from common.strategies import expansion, expansions, numbers, tensors, terms_after
-from mcftensor.passes.expansion import collapse, expand
-from mcftensor.formats import FORMATS, Format
 from mcftensor.arithmetic.rounding import (
     add_odd,
     collapse_terms,
@@ -30,6 +28,8 @@ from mcftensor.arithmetic.rounding import (
     round_to_terms,
     split_terms,
 )
+from mcftensor.formats import FORMATS, Format
+from mcftensor.passes.expansion import collapse, expand
 
 DTYPES = list(BASES)
 every_format = pytest.mark.parametrize("f", FORMATS, ids=lambda f: f.name)

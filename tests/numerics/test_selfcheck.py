@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import mcftensor as mcf
+from mcftensor.__main__ import main
 from mcftensor.arithmetic import eft
 from mcftensor.passes import expansion
-from mcftensor.__main__ import main
 
 
 def test_passes(device):

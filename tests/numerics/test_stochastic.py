@@ -16,10 +16,10 @@ import mcftensor as mcf
 from common.oracle import BASES, integers, is_normalized, round_fraction, scale_of, total
 from common.probes import Strategy, displacement
 from mcftensor.arithmetic import noise
+from mcftensor.arithmetic.rounding import move
+from mcftensor.kernels import blocks
 from mcftensor.kernels.blocks import indices
 from mcftensor.passes.expressions import evaluate
-from mcftensor.kernels import blocks
-from mcftensor.arithmetic.rounding import move
 from support.helpers import assert_same_terms, same_terms, sample
 
 bf16x2sr = mcf.Format(torch.bfloat16, 2, "stochastic")

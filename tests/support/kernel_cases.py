@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 import mcftensor as mcf
-from mcftensor.passes import expansion
 from mcftensor.formats import PLAIN
 from mcftensor.kernels import blocks, cuda, running
 from mcftensor.kernels.caches import Bounded
 from mcftensor.kernels.program import Program
+from mcftensor.passes import expansion
 from mcftensor.passes.expressions import Expression, Operand, carry_out, empty
 
 NAMES = ["bf16x2", "bf16x3", "fp16x2", "fp32x2", "fp32x3", "fp64x2", "bf16x2sr", "fp32x2sr"]
