@@ -11,7 +11,7 @@ import pytest
 import mcftensor as mcf
 from mcftensor.patches.imports import after_import
 from mcftensor.patches.table import TABLE, Patch
-from writes_to_torch import writes
+from support.writes_to_torch import writes
 
 PACKAGE = Path(mcf.__file__).parent
 NAMES = {row.attribute for row in TABLE}
@@ -20,7 +20,7 @@ NAMES = {row.attribute for row in TABLE}
 @pytest.fixture(scope="module")
 def warned_of():
     """What is warned of where a name is not as it was, by name."""
-    program = Path(__file__).with_name("patch_losses.py")
+    program = Path(__file__).parents[1] / "support" / "patch_losses.py"
     command = [sys.executable, "-W", "error", str(program), *(row.name for row in TABLE)]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
 
