@@ -501,6 +501,7 @@ class Group(NamedTuple):
 
     def digests(self) -> dict[str, str]:
         """A digest for each result."""
+        torch.manual_seed(1)
         return {name: digest(result) for name, result in self.results()}
 
 
