@@ -192,7 +192,7 @@ LARGE = {
     "fp32x2sr": ("x + y",),
 }
 
-SHAPE, SHAPES, LARGE_SHAPE = (24, 16), ((7,), (5, 13), ()), (1 << 20,)
+SHAPE, SHAPES, LARGE_SHAPE = (24, 16), ((7,), (40, 33), ()), (1 << 20,)
 MODULES = {"torch": torch, "mcf": mcf, "F": F, "operator": operator, "BASES": BASES}
 MODULES |= {"expansion": mcf.expansion, "eft": mcf.eft}
 
@@ -501,6 +501,7 @@ class Group(NamedTuple):
 
     def digests(self) -> dict[str, str]:
         """A digest for each result."""
+        torch.manual_seed(1)
         return {name: digest(result) for name, result in self.results()}
 
 
