@@ -93,7 +93,8 @@ _CHOICES: dict[str, Callable[..., list[Tensor]]] = {
 
 def _chosen(name: str, operands: Sequence[Any]) -> MCFTensor:
     chosen = _CHOICES[name](*_enter(name, operands))
-    return MCFTensor.of(chosen, common_format(name, operands), common_role(operands))
+    role = common_role(operands)
+    return MCFTensor.of(chosen, common_format(name, operands), role, own=True)
 
 
 def _register_choice(name: str) -> None:

@@ -140,7 +140,7 @@ class ExpansionFormat(Format):
         if not isinstance(number, Wide):
             return number  # networks have rounded it
         total = round_to_terms(number.value, self.base, self.terms)
-        return Wide(peel(total, self.base, self.terms), total)
+        return Wide([x.to(total.dtype) for x in peel(total, self.base, self.terms)], total)
 
 
 def _check(base: Any, terms: Any, rounding: Any) -> None:

@@ -28,6 +28,8 @@ from mcftensor.passes.expressions import Expression, Operand, carry_out, empty
 # Operations in an expression; longer ones are computed.
 LONGEST = 4
 
+_FEW = 8
+
 
 class _Step(threading.local):
     """What waits within the step that this thread is in; None outside of steps."""
@@ -76,12 +78,18 @@ def watch(x: Any, reads: Sequence[Any]) -> None:
     reference = weakref.ref(x)
     _step.results.append(reference)
     for read in reads:
+        if len(read._readers) >= _FEW:  # mostly of results that are gone
+            read._readers = [r for r in read._readers if _waits(r())]
         read._readers.append(reference)
+
+
+def _waits(x: Any) -> bool:
+    return x is not None and x._deferred is not None
 
 
 def compute(x: Any) -> None:
     """Compute a result, if it is still there and waits."""
-    if x is not None and x._deferred is not None:
+    if _waits(x):
         x.compute_components()
 
 

@@ -424,6 +424,13 @@ class DeferredTensor(MCFTensor):
         watch(made, expression.reads)
         return made
 
+    def defer(self, expression: Deferred) -> None:
+        """Wait for the result of another expression, of what was to be here among others."""
+        assert self._deferred is not None
+        known = list(map(id, self._deferred.reads))
+        watch(self, [x for x in expression.reads if id(x) not in known])
+        self._deferred = expression
+
     def compute_components(self) -> None:
         """Compute the components."""
         assert self._deferred is not None
