@@ -28,7 +28,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from mcftensor import eft
+from mcftensor.arithmetic import eft
 from patterns import BASES, EVERY_PATTERN, Base, Numbers, root_to_odd
 
 # Wrong cases that are named.

@@ -7,7 +7,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from mcftensor import expansion
+from mcftensor.dispatch.operands import value_of
 from mcftensor.formats import Format, require_format
 from mcftensor.tensor import MCFTensor
 
@@ -93,8 +93,8 @@ def accumulate_gradients(module: nn.Module, format: Format | None = None) -> Acc
             "where they cannot be expansions; shard with torch.distributed.fsdp.fully_shard"
         )
     parameters = [p for p in module.parameters() if p.requires_grad]
-    if not any(format is None or p.dtype == format.base for p in parameters):
-        of_base = f" of {format.base}" if format else ""
+    if not any(format is None or p.dtype == format.dtype for p in parameters):
+        of_base = f" of {format.dtype}" if format else ""
         raise ValueError(
             f"accumulate_gradients: {type(module).__name__} has no parameter{of_base} that "
             "requires grad"
@@ -125,10 +125,10 @@ def _whole(grad: Tensor, format: Format | None) -> Tensor:
             shape=grad.shape,
             stride=grad.stride(),
         )
-    if format is None or format.base != grad.dtype:
+    if format is None or format.dtype != grad.dtype:
         format = Format(grad.dtype, 2)
     start = torch.zeros_like(grad, layout=torch.strided) if grad.is_sparse else grad
-    sum_ = MCFTensor(expansion.convert((start,), format), format)
+    sum_ = value_of(start, format)
     if grad.is_sparse:
         sum_.add_(grad)
     return sum_

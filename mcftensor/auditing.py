@@ -19,7 +19,7 @@ from mcftensor.checkpoint.errors import CheckpointError, some
 from mcftensor.checkpoint.reading import Checkpoint
 from mcftensor.checkpoint.reading import tensors as tensors_of
 from mcftensor.extras import extra
-from mcftensor.tensor import MCFTensor, _check_components
+from mcftensor.tensor.tensor import MCFTensor, check_components
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -247,7 +247,7 @@ def audit(
             empty += 1
         else:
             tensors.append(_compare(name, x, y, threshold))
-            shared &= _terms(x)[0].data_ptr() == _terms(y)[0].data_ptr()
+            shared &= _floats(x)[0].data_ptr() == _floats(y)[0].data_ptr()
     if not tensors:
         raise CheckpointError(
             "nothing to compare: of the tensors in both checkpoints, "
@@ -312,7 +312,7 @@ def _require_comparable(name: str, x: Tensor, y: Tensor) -> None:
 def _require_whole(name: str, x: MCFTensor) -> None:
     """Unpickling sets attributes, and checks none of them."""
     try:
-        _check_components(x.components, x.format)
+        check_components(x.components, x.format)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{name} is a damaged expansion ({error})") from error
 
@@ -324,7 +324,7 @@ def _dtype(x: Tensor) -> str:
 def _compare(name: str, x: Tensor, y: Tensor, threshold: float) -> TensorAudit:
     counts = np.zeros(3, dtype=np.int64)
     try:
-        for a, b in _blocks(_terms(x), _terms(y)):
+        for a, b in _blocks(_floats(x), _floats(y)):
             counts += _count([_array(t) for t in a], [_array(t) for t in b])
     except NotImplementedError:
         raise CheckpointError(
@@ -339,8 +339,9 @@ def _compare(name: str, x: Tensor, y: Tensor, threshold: float) -> TensorAudit:
     return TensorAudit(name, tuple(x.shape), _dtype(x), unchanged, zeros, ones, verdict)
 
 
-def _terms(x: Tensor) -> tuple[Tensor, ...]:
-    return x.components if isinstance(x, MCFTensor) else (x.detach(),)
+def _floats(x: Tensor) -> tuple[Tensor, ...]:
+    """Floats whose sum the tensor is."""
+    return tuple(x.format.decode(x.components)) if isinstance(x, MCFTensor) else (x.detach(),)
 
 
 def _blocks(

@@ -13,13 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mcftensor import expansion
 from mcftensor.accumulation import Accumulation
-from mcftensor.checkpoint.broadcasting import broadcast_terms
+from mcftensor.dispatch.operands import value_of
 from mcftensor.dispatch.table import implements
 from mcftensor.distributed import format_of, local, on_local, require_unsharded
 from mcftensor.formats import Format, bf16x2, default_format, require_format
-from mcftensor.operators import opaque
+from mcftensor.kernels.opaque import opaque
+from mcftensor.passes import conversions
+from mcftensor.patches.modules import (
+    register_load_hook_once,
+    remove_load_hook,
+    without_weight_references,
+)
+from mcftensor.patches.tensors import exchange
 from mcftensor.tensor import MCFTensor
 
 M = TypeVar("M", bound=nn.Module)
@@ -137,15 +143,18 @@ def _as_plain(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @implements(torch.ops.mcftensor._as_plain.default)
 def _collapse(func: object, x: MCFTensor, dtype: torch.dtype) -> Tensor:
-    return expansion.collapse(x.components, dtype)
+    return x._collapsed(dtype)
 
 
 def _value(x: Tensor, format: Format) -> MCFTensor:
     """A value, or a DTensor of one."""
 
     def convert(x: Tensor) -> MCFTensor:
-        terms = x.components if isinstance(x, MCFTensor) else (x.detach(),)
-        return MCFTensor(expansion.convert(terms, format), format)
+        if isinstance(x, MCFTensor):
+            key = conversions.key_for(format, x.device)
+            made = conversions.convert(list(x._read()), x.format.name, format.name, key)
+            return MCFTensor.of(made, format, own=True)
+        return value_of(x.detach(), format)
 
     return on_local(convert, x)  # type: ignore[return-value]
 
@@ -174,7 +183,6 @@ def _require_convertible(where: str, name: str, x: object) -> None:
 
 def _module_as_expansion(module: M, format: Format | None, overrides: Overrides) -> M:
     require_unsharded("as_expansion", module)
-    broadcast_terms()
     found = _tensors(module)
     names = [name for _, aliases, _ in found for name in aliases]
     for pattern, wanted in overrides.items():
@@ -186,7 +194,7 @@ def _module_as_expansion(module: M, format: Format | None, overrides: Overrides)
                 f"parameters and buffers: {', '.join(names) or 'the module has none'}"
             )
     present = (x.dtype for _, _, x in found if format_of(x))
-    base = format.base if format else next(present, bf16x2.base)
+    base = format.dtype if format else next(present, bf16x2.dtype)
     plans: dict[str, tuple[Tensor, Format | None]] = {}
     for name, aliases, x in found:
         matching = [p for p in overrides if any(fnmatchcase(alias, p) for alias in aliases)]
@@ -210,7 +218,7 @@ def _module_as_expansion(module: M, format: Format | None, overrides: Overrides)
             _exchange(x, as_plain(x, base) if wanted is None else _value(x, wanted))
     for part in module.modules():
         if any(format_of(x) for x in _own_tensors(part).values()):
-            _keep_expansions_of(part)
+            register_load_hook_once(part, _keep_expansions)
     return module
 
 
@@ -219,12 +227,6 @@ def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
         module.named_parameters(recurse=False), module.named_buffers(recurse=False)
     )
     return dict(own)
-
-
-def _keep_expansions_of(module: nn.Module) -> None:
-    hooks = module._load_state_dict_pre_hooks.values()
-    if not any(getattr(hook, "hook", None) is _keep_expansions for hook in hooks):
-        module.register_load_state_dict_pre_hook(_keep_expansions)
 
 
 def _keep_expansions(
@@ -255,9 +257,7 @@ def _module_as_plain(module: M, dtype: torch.dtype | None) -> M:
         for x in found.values():
             _exchange(x, as_plain(x, dtype))
     for part in module.modules():
-        hooks = part._load_state_dict_pre_hooks
-        for key in [k for k, h in hooks.items() if getattr(h, "hook", None) is _keep_expansions]:
-            del hooks[key]
+        remove_load_hook(part, _keep_expansions)
     return module
 
 
@@ -276,14 +276,8 @@ def _tensors(module: nn.Module) -> list[tuple[str, list[str], Tensor]]:
 
 @contextlib.contextmanager
 def _exchangeable(where: str, module: nn.Module, found: Mapping[str, Tensor]) -> Iterator[None]:
-    """Check that the contents of tensors can be exchanged.
-
-    Recurrent layers hold weak references to their weights, and take them anew afterwards.
-    """
-    recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
-    for layer in recurrent:
-        layer._flat_weight_refs = []
-    try:
+    """Check that the contents of tensors can be exchanged."""
+    with without_weight_references(module):
         for name, x in found.items():
             if weakref.getweakrefs(x):
                 raise RuntimeError(
@@ -297,9 +291,6 @@ def _exchangeable(where: str, module: nn.Module, found: Mapping[str, Tensor]) ->
                     "a view; run backward, or delete the outputs and losses that hold it, first"
                 )
         yield
-    finally:
-        for layer in recurrent:
-            layer._init_flat_weights()
 
 
 def _is_free(x: Tensor) -> bool:
@@ -321,19 +312,14 @@ def _parameter(x: Tensor, requires_grad: bool) -> nn.Parameter:
 
 def _exchange(x: Tensor, new: Tensor) -> None:
     """Give the tensor object x the contents of new, and its gradient the dtype; hooks stay."""
-    grad, hooks = x.grad, x._backward_hooks
-    after_hooks = getattr(x, "_post_accumulate_grad_hooks", None)
+    grad = x.grad
     if isinstance(x, nn.Parameter):
         new = _parameter(new, x.requires_grad)
     else:
         new.requires_grad_(x.requires_grad)
-    torch.utils.swap_tensors(x, new)
+    exchange(x, new)
     if grad is not None:
         x.grad = grad.to(x.dtype)
-    if hooks is not None:
-        x._backward_hooks = hooks
-    if after_hooks is not None:
-        x._post_accumulate_grad_hooks = after_hooks
-        for hook in after_hooks.values():
-            if isinstance(x, MCFTensor) and isinstance(hook, Accumulation):
-                x._accumulation = hook
+    for hook in (getattr(x, "_post_accumulate_grad_hooks", None) or {}).values():
+        if isinstance(x, MCFTensor) and isinstance(hook, Accumulation):
+            x._accumulation = hook

@@ -7,11 +7,9 @@ parameters, hold expansions as what each rank has of them.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from mcftensor.formats import Format
@@ -57,52 +55,3 @@ def require_unsharded(where: str, module: nn.Module) -> None:
                 "fully_shard, which has views of its parameters. Convert before it is sharded; "
                 "the whole of a sharded expansion is x.full_tensor()"
             )
-
-
-class _Conversion:
-    """What `Module.to` does to each tensor; DTensors of expansions have to stay such.
-
-    Module puts what it gets in their place, and asks them nothing; expansions themselves refuse.
-    """
-
-    def __init__(self, convert: Callable[[Tensor], Tensor]) -> None:
-        self.convert = convert
-
-    def __call__(self, x: Tensor) -> Tensor:
-        new = self.convert(x)
-        format = format_of(x)
-        if format is not None and local(x) is not x and format_of(new) is None:
-            raise TypeError(
-                f"to: a sharded expansion in {format.name} of shape {tuple(x.shape)} cannot become "
-                f"{new.dtype} with its module. Convert with mcf.as_plain(module, dtype) before it "
-                "is sharded; a MixedPrecisionPolicy(param_dtype=...) computes in another dtype"
-            )
-        return new
-
-
-def _keeping_expansions(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    @functools.wraps(apply)
-    def apply_to_tensors(module: nn.Module, fn: Any, *args: Any, **kwargs: Any) -> nn.Module:
-        return apply(
-            module, fn if isinstance(fn, _Conversion) else _Conversion(fn), *args, **kwargs
-        )
-
-    return apply_to_tensors
-
-
-def _by_terms(broadcast: Callable[..., None]) -> Callable[..., None]:
-    """Terms in place of expansions: tensors of one dtype travel joined, and DistributedDataParallel
-    gives plain buffers beside parameters of several formats."""
-
-    @functools.wraps(broadcast)
-    def broadcast_terms(group: Any, tensors: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
-        terms = [t for x in tensors for t in (x.components if isinstance(x, MCFTensor) else (x,))]
-        broadcast(group, terms, *args, **kwargs)
-
-    return broadcast_terms
-
-
-if dist.is_available():
-    nn.Module._apply = _keeping_expansions(nn.Module._apply)  # type: ignore[method-assign]
-    # Written in C++, it asks nobody how to join expansions.
-    dist._broadcast_coalesced = _by_terms(dist._broadcast_coalesced)

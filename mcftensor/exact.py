@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcftensor import expansion
-from mcftensor.formats import Format, require_format
+from mcftensor.formats import ExpansionFormat, Format, require_expansion_format
+from mcftensor.passes import expansion
 from mcftensor.tensor import MCFTensor
 
 Exact: TypeAlias = int | float | str | Fraction | Decimal
@@ -52,7 +52,7 @@ def from_exact(
         >>> mcf.to_fraction(mcf.from_exact("0.1", mcf.bf16x2))
         Fraction(209715, 2097152)
     """
-    require_format(format, "from_exact")
+    format = require_expansion_format(format, "from_exact")
     numbers = np.array(values, dtype=object)
     if numbers.ndim and any(isinstance(x, (list, tuple)) for x in numbers.flat):
         raise ValueError("from_exact: the nested lists are of unlike lengths")
@@ -63,7 +63,7 @@ def from_exact(
     ]
     leading, *tails = expansion.renormalize(terms)
     leading = torch.where(leading == 0, terms[0], leading)  # the sign of a zero
-    return MCFTensor([leading, *tails], format)
+    return MCFTensor.of([leading, *tails], format)
 
 
 def to_fraction(x: Tensor) -> Any:
@@ -87,7 +87,7 @@ def to_fraction(x: Tensor) -> Any:
     if not isinstance(x, Tensor) or not x.is_floating_point():
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"to_fraction: got {kind}; give an expansion or a real floating tensor")
-    terms = x.components if isinstance(x, MCFTensor) else (x,)
+    terms = x.format.decode(x.components) if isinstance(x, MCFTensor) else (x,)
     if not all(bool(torch.isfinite(term).all()) for term in terms):
         raise ValueError(
             f"to_fraction: the tensor of shape {tuple(x.shape)} holds infinities or NaN, which are "
@@ -100,7 +100,7 @@ def to_fraction(x: Tensor) -> Any:
     return exact.reshape(tuple(x.shape)).tolist() if x.dim() else exact[0]
 
 
-def _terms(x: object, format: Format) -> list[float]:
+def _terms(x: object, format: ExpansionFormat) -> list[float]:
     """The number rounded to the base, what remains rounded, and so on."""
     special = _special(x)
     if special is not None:
@@ -145,7 +145,7 @@ def _fraction(x: object) -> Fraction:
         ) from None
 
 
-def _rounded(x: Fraction, format: Format) -> float:
+def _rounded(x: Fraction, format: ExpansionFormat) -> float:
     """The nearest number of the base, ties to even; float64 holds them all."""
     if x == 0:
         return 0.0

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mcftensor import expansion
 from mcftensor.dispatch.operands import common_format, common_role, expansions
-from mcftensor.tensor import MCFTensor
+from mcftensor.tensor.tensor import MCFTensor, number_in
 
 
 def fma(x: Tensor | float, y: Tensor | float, z: Tensor | float) -> Tensor:
@@ -44,9 +43,9 @@ def fma(x: Tensor | float, y: Tensor | float, z: Tensor | float) -> Tensor:
     def entered(operand: Tensor | float) -> Tensor:
         if isinstance(operand, Tensor):
             return operand
-        number = torch.scalar_tensor(operand, dtype=torch.float64, device=found[0].device)
+        device = found[0].device
         if dimensions > 0:
-            return number
-        return MCFTensor(expansion.expand(number, format.nearest), format, role)
+            return torch.scalar_tensor(operand, dtype=torch.float64, device=device)
+        return MCFTensor.of(number_in(operand, format, device), format, role)
 
     return torch.addcmul(entered(z), entered(x), entered(y))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
-import importlib
 import inspect
 import itertools
 import warnings
@@ -18,36 +16,11 @@ from torch.optim import Optimizer
 from mcftensor.convert import as_expansion, as_plain
 from mcftensor.distributed import format_of
 from mcftensor.formats import Format, require_format
+from mcftensor.patches.optimizers import as_loaded, have_states_made_by_plan
+from mcftensor.patches.steps import breaks_graphs, untraced
 from mcftensor.shadow import CannotShadow, attributes, plain_step
-from mcftensor.tensor import MCFTensor
-from mcftensor.untraced import breaks_graphs, untraced
 
 Opt = TypeVar("Opt", bound=Optimizer)
-
-# Where PyTorch looks up whether a type of parameter has foreach kernels, and so may choose them by
-# default, as it does on CUDA.
-for _module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
-    importlib.import_module(_module)._foreach_supported_types.append(MCFTensor)
-
-
-def _in_format_of_parameter(process: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`Optimizer.load_state_dict` gives every state the dtype of its parameter: from another dtype
-    that is the format of the parameter, which is what the optimizer makes states in."""
-
-    @functools.wraps(process)
-    def processed(param: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        format = format_of(param)
-        is_step = "step" in (*args, kwargs.get("key"))
-        rounds = value.is_floating_point() and value.dtype != param.dtype and not is_step
-        if format is not None and rounds and value.shape == param.shape:
-            value = as_expansion(value, format)
-        return process(param, value, *args, **kwargs)
-
-    return processed
-
-
-_process = "_process_value_according_to_param_policy"
-setattr(Optimizer, _process, staticmethod(_in_format_of_parameter(getattr(Optimizer, _process))))
 
 FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer", "grad_avg", "exp_avg_diff", "mu", "m"})
 """Names of states that follow the gradient."""
@@ -191,7 +164,7 @@ class _Plan:
             optimizer.register_step_post_hook(after_step),
             optimizer.register_load_state_dict_post_hook(self.apply),
         )
-        _convert_as_made(type(optimizer))
+        have_states_made_by_plan(type(optimizer))
 
     def remove(self) -> None:
         for handle in self.handles:
@@ -257,7 +230,7 @@ class _Plan:
             if wanted is _OWN:
                 wanted = own
             if type(x) is Tensor:
-                is_settled = wanted is None and x.dtype == own.base
+                is_settled = wanted is None and x.dtype == own.dtype
             else:
                 format = format_of(x)
                 is_settled = wanted is not None and (format is wanted or format == wanted)
@@ -265,22 +238,14 @@ class _Plan:
                 state[name] = _converted(x, p, wanted)
 
 
-def _convert_as_made(cls: type[Optimizer]) -> None:
-    """Have states of stock optimizers converted where they make them."""
-    owner = next((c for c in cls.__mro__ if "_init_group" in vars(c)), None)
-    if owner is None or hasattr(owner._init_group, "_converts"):  # type: ignore[attr-defined]
-        return
-    initialize = owner._init_group  # type: ignore[attr-defined]
+def _in_format_of_parameter(p: Tensor, x: Tensor, name: Any) -> Tensor:
+    """A state that an optimizer loads: from another dtype it becomes what the optimizer makes."""
+    format = format_of(p)
+    rounds = x.is_floating_point() and x.dtype != p.dtype and name != "step"
+    return as_expansion(x, format) if format and rounds and x.shape == p.shape else x
 
-    @functools.wraps(initialize)
-    def init_group(self: Optimizer, group: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        plan = self.__dict__.get("_collage")
-        if plan is not None:
-            plan.make_states(self, initialize, group, *args, **kwargs)
-        return initialize(self, group, *args, **kwargs)
 
-    init_group._converts = True  # type: ignore[attr-defined]
-    owner._init_group = init_group  # type: ignore[attr-defined]
+as_loaded.append(_in_format_of_parameter)
 
 
 def _converted(x: Any, p: Tensor, wanted: Format | None) -> Any:
@@ -298,7 +263,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 def _require_base(name: str, format: Format, parameters: list[Tensor]) -> None:
     for p in parameters:
-        if p.dtype != format.base:
+        if p.dtype != format.dtype:
             own = format_of(p)
             assert own is not None
             raise ValueError(

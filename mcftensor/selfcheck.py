@@ -9,8 +9,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from mcftensor import eft, expansion
-from mcftensor.formats import FORMATS, Format
+from mcftensor.arithmetic import eft
+from mcftensor.formats import FORMATS, ExpansionFormat, Format
+from mcftensor.passes import expansion
 
 _BASES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _COUNT = 256
@@ -140,7 +141,7 @@ def _numbers(base: torch.dtype, seed: int) -> Tensor:
     return (signs * significands * torch.exp2(exponents.double())).to(base)
 
 
-def _expansion(format: Format, seed: int, device: torch.device) -> tuple[Tensor, ...]:
+def _expansion(format: ExpansionFormat, seed: int, device: torch.device) -> tuple[Tensor, ...]:
     terms = [_numbers(format.base, 3 * seed + i) * format.u**i / 16 for i in range(format.terms)]
     return tuple(t.to(device) for t in expansion.renormalize([terms[0] * 16, *terms[1:]]))
 

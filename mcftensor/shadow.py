@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mcftensor.convert import as_plain
-from mcftensor.dispatch.operands import terms_in
+from mcftensor.dispatch.operands import stored_in
 from mcftensor.distributed import format_of, on_local
 from mcftensor.formats import Format, fp64x2
-from mcftensor.tensor import MCFTensor
+from mcftensor.tensor.tensor import COMPONENTS, MCFTensor
 
 Wide: TypeAlias = torch.dtype | Format
 Conversion = Callable[[Tensor, Tensor, str], Tensor]
@@ -31,7 +31,7 @@ Conversion = Callable[[Tensor, Tensor, str], Tensor]
 _BOUND = ("step", "state", "param_groups", "_collage")
 
 # Attributes that make an expansion.
-_OF_EXPANSIONS = ("_term0", "_term1", "_term2", "_format", "_role", "_parameter")
+_OF_EXPANSIONS = (*COMPONENTS, "_format", "_role", "_readers", "_deferred", "_parameter")
 
 # Stand for processes and devices, and have no copies.
 _SHARED = (torch.device, DeviceMesh, getattr(torch.distributed, "ProcessGroup", DeviceMesh))
@@ -93,7 +93,7 @@ class Original:
             if plan is not None:
                 shadow.__dict__["_collage"] = plan
             versions = self._versions(parameters)
-            with torch.no_grad(), _same_randomness(parameters), _own_limits(twins):
+            with torch.no_grad(), _same_randomness(parameters):
                 plain_step(optimizer)(shadow, *(() if loss is None else (_once(loss),)))
             if self._versions(parameters) != versions:
                 raise CannotShadow(
@@ -115,11 +115,19 @@ class Original:
             chosen = [i for i, p in enumerate(group["params"]) if p in twins]
             options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
             copied = {k: deepcopied(v, memo) for k, v in options.items()}
+            self._set_limits(group, copied)
             copied["params"] = [twins[group["params"][i]] for i in chosen]
             if len(group.get("param_names", ())) == len(group["params"]):
                 copied["param_names"] = [group["param_names"][i] for i in chosen]
             groups.append(copied)
         return groups
+
+    def _set_limits(self, group: dict[str, Any], copied: dict[str, Any]) -> None:
+        """Adafactor's default eps is that of a dtype: have it the same in every precision."""
+        if isinstance(self.optimizer, torch.optim.Adafactor) and copied["eps"][0] is None:
+            dtype = next((p.dtype for p in group["params"] if p.grad is not None), None)
+            if dtype is not None:
+                copied["eps"] = (torch.finfo(dtype).eps, *copied["eps"][1:])
 
     def _versions(self, parameters: Sequence[Tensor]) -> list[int]:
         states = [self.optimizer.state.get(p) for p in parameters]
@@ -154,7 +162,7 @@ def widened(x: Tensor, parameter: Tensor, name: str) -> Tensor:
 
 
 def _terms_of(x: Tensor, format: Format) -> MCFTensor:
-    return MCFTensor([t.clone() for t in terms_in(x, format, x.device)], format)
+    return MCFTensor.of([t.clone() for t in stored_in(x, format, x.device)], format, own=True)
 
 
 def widened_parameters(x: Tensor, parameter: Tensor, name: str) -> Tensor:
@@ -309,26 +317,3 @@ def _same_randomness(parameters: Sequence[Tensor]) -> Iterator[None]:
     finally:
         random.setstate(of_python)
         np.random.set_state(of_numpy)  # noqa: NPY002
-
-
-@contextlib.contextmanager
-def _own_limits(twins: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Within, `torch.finfo` of float64 answers for the dtype that the parameters really have.
-
-    Adafactor takes its default eps from there, which is to be the same in both precisions.
-    """
-    dtypes = {p.dtype for p in twins}
-    if len(dtypes) > 1 or any(isinstance(twin, MCFTensor) for twin in twins.values()):
-        yield
-        return
-    limits, (own,) = torch.finfo, dtypes
-
-    def finfo(dtype: torch.dtype | None = None) -> Any:
-        wide = dtype in (torch.float64, torch.complex128)
-        return limits(own if wide else dtype or torch.get_default_dtype())
-
-    torch.finfo = finfo  # type: ignore[assignment, misc]
-    try:
-        yield
-    finally:
-        torch.finfo = limits  # type: ignore[misc]

@@ -19,6 +19,7 @@ import torch
 from hypothesis import settings
 
 import mcftensor as mcf
+from mcftensor.tensor.deferred import deferring
 from support.helpers import requires_cuda
 from support.ranks import RankPool
 
@@ -55,12 +56,19 @@ def no_grad():
 
 
 @pytest.fixture
+def within_a_step():
+    """Results may wait, as they may within a step of an optimizer."""
+    with torch.no_grad(), deferring():
+        yield
+
+
+@pytest.fixture
 def at_once(monkeypatch):
     """A function that computes a function's results without any waiting."""
 
     def call(function, *args):
         with monkeypatch.context() as patch:
-            patch.setattr("mcftensor.dispatch.arithmetic.Task.may_wait", lambda task: False)
+            patch.setattr("mcftensor.dispatch.arithmetic._Part.may_wait", lambda part: False)
             return function(*args)
 
     return call

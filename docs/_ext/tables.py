@@ -13,6 +13,7 @@ from drawing import superscript
 
 import mcftensor as mcf
 from common.probes import random_updates
+from mcftensor.patches.table import TABLE
 
 FIGURE = re.compile(r"[+−\d–]")
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
@@ -313,6 +314,24 @@ def formats() -> str:
         for f in mcf.FORMATS
     ]
     return table(("format", "bits", "bytes", "full precision from", "largest"), rows)
+
+
+# ----------------------------------------------------------------------------------------- patches
+
+
+def patches() -> str:
+    """What is changed in PyTorch, by the occasion; names that are changed alike stand together."""
+    occasions: dict[str, dict[tuple[str, ...], list[str]]] = {}
+    for row in TABLE:
+        alike = occasions.setdefault(row.when, {})
+        alike.setdefault((row.why, row.loss, row.releases), []).append(f"`{row.name}`")
+    parts = []
+    for when, groups in occasions.items():
+        parts.append(f"## With `{when}`")
+        for (why, loss, releases), names in groups.items():
+            head = f"{', '.join(names)} (torch {releases})"
+            parts.append(f"{head}\n:   {why} *Without it,* {loss}")
+    return "\n\n".join(parts)
 
 
 # --------------------------------------------------------------------------------------- operators

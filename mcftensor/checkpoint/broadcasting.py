@@ -5,8 +5,8 @@ The other ranks wait for plain tensors, of the dtypes that the first one names. 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,31 +15,19 @@ from torch import Tensor
 
 from mcftensor.checkpoint.terms import as_terms, from_terms
 from mcftensor.distributed import format_of, local
+from mcftensor.patches.distributed import around_broadcasts
 
 
-def broadcast_terms() -> None:
-    """See to it, in a process that is one of several; elsewhere the import would take long."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return
-    from torch.distributed.checkpoint import state_dict as module  # noqa: PLC0415
-
-    if not hasattr(module._broadcast_state_dict, "__wrapped__"):
-        module._broadcast_state_dict = _by_terms(module._broadcast_state_dict)
-
-
-def _by_terms(broadcast: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(broadcast)
-    def broadcast_state_dict(
-        given: dict[str, Any], own: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
-        if dist.get_rank() == 0:
-            given = as_terms({name: _in_format_of(own.get(name), x) for name, x in given.items()})
-        terms = as_terms(own)
-        broadcast(given, terms, *args, **kwargs)
-        own.clear()
-        own.update(from_terms(terms))
-
-    return broadcast_state_dict
+@contextlib.contextmanager
+def _in_terms(
+    given: dict[str, Any], own: dict[str, Any]
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    if dist.get_rank() == 0:
+        given = as_terms({name: _in_format_of(own.get(name), x) for name, x in given.items()})
+    terms = as_terms(own)
+    yield given, terms
+    own.clear()
+    own.update(from_terms(terms))
 
 
 @torch.no_grad()
@@ -48,3 +36,6 @@ def _in_format_of(own: Any, x: Any) -> Any:
     if not (isinstance(own, Tensor) and isinstance(x, Tensor)) or format_of(own) == format_of(x):
         return x
     return local(own).new_empty(x.shape, device=x.device).copy_(x)
+
+
+around_broadcasts.append(_in_terms)

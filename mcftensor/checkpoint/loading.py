@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mcftensor import expansion
 from mcftensor.checkpoint.digests import KEY, digest, looks_sealed, unsealed
 from mcftensor.checkpoint.errors import CheckpointError, reading, some
 from mcftensor.checkpoint.reading import SafetensorsFile
 from mcftensor.checkpoint.shards import files_in, index_of
 from mcftensor.checkpoint.terms import from_terms, is_sharded
 from mcftensor.checkpoint.ties import ties
+from mcftensor.formats import ExpansionFormat
+from mcftensor.passes import expansion
 from mcftensor.tensor import MCFTensor
 
 FilePath = str | os.PathLike[str]
@@ -170,14 +171,14 @@ def _read_shards(index: Path, verify: bool) -> _Content:
 
 def _normalized(x: Tensor) -> Tensor:
     """Terms as they should be, where a program that knows nothing of them has changed them."""
-    if not isinstance(x, MCFTensor):
+    if not isinstance(x, MCFTensor) or not isinstance(x.format, ExpansionFormat):
         return x
     leading, *tails = x.components
     if len(tails) == 1 and torch.equal(leading + tails[0], leading):
         return x
     terms = expansion.renormalize(x.components)
     same = all(torch.equal(a, b) for a, b in zip(terms, x.components, strict=True))
-    return x if same else MCFTensor(terms, x.format)
+    return x if same else MCFTensor.of(terms, x.format)
 
 
 # -------------------------------------------------------------------------------- the model

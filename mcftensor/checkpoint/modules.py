@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mcftensor.checkpoint.terms import as_terms, from_terms, names_of_terms
 from mcftensor.distributed import format_of
+from mcftensor.patches.modules import register_first_load_hook
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -38,10 +39,7 @@ def store_as_terms(module: M) -> M:
     """
     if _store not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(_store)
-        others = dict(module._load_state_dict_pre_hooks)
-        module._load_state_dict_pre_hooks.clear()
-        module.register_load_state_dict_pre_hook(_load)
-        module._load_state_dict_pre_hooks |= others  # such as need expansions
+        register_first_load_hook(module, _load)  # others need expansions
     return module
 
 

@@ -12,15 +12,40 @@ from torch.utils._pytree import tree_leaves
 from mcftensor.checkpoint.errors import CheckpointError, some
 from mcftensor.distributed import format_of, local, on_local
 from mcftensor.formats import Format
-from mcftensor.tensor import MCFTensor, _check_components
-
-# A module cannot have a parameter and a submodule of one name, so none has a parameter of this one.
-_TAIL = re.compile(r"(.+)\.((?:bf16|fp16|fp32|fp64)x\d(?:sr)?)\.term\d", re.DOTALL)
+from mcftensor.tensor.tensor import MCFTensor, check_components
 
 
-def tail_name(name: str, format: Format, i: int) -> str:
-    """Under what name the term after the first i stands beside the leading term."""
-    return f"{name}.{format.name}.term{i}"
+def tail_names(name: str, format: Format) -> list[str]:
+    """Under what names the components after the first stand beside it.
+
+    A module cannot have a parameter and a submodule of one name, so none has a parameter of these.
+    """
+    return [f"{name}.{format.name}.{x.name}" for x in format.components[1:]]
+
+
+def _tail(name: Any) -> tuple[str, Format] | None:
+    """Whose component a name is that of, and the format that it says; None of other names.
+
+    Raises:
+        CheckpointError: it says a format that is not known here.
+    """
+    parts = name.rsplit(".", 2) if isinstance(name, str) else []
+    if len(parts) < 3 or not parts[0]:
+        return None
+    owner, format, component = parts
+    if _OF_NO_FORMAT.fullmatch(f"{format}.{component}"):
+        try:
+            Format.from_name(format)
+        except ValueError as error:
+            raise CheckpointError(f"{name} is a term of no format ({error})") from error
+    known = Format.known(format)
+    if known is None or component not in [x.name for x in known.components]:
+        return None
+    return owner, known
+
+
+# What looks like a term of an expansion, though perhaps of one that there cannot be.
+_OF_NO_FORMAT = re.compile(r"(?:bf16|fp16|fp32|fp64)x\d(?:sr)?\.term\d")
 
 
 def as_terms(state_dict: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -64,12 +89,12 @@ def as_terms(state_dict: Mapping[Any, Any]) -> dict[Any, Any]:
             continue
         terms[name], *tails = (
             on_local(lambda part, i: part.components[i].detach(), x.detach(), i)
-            for i in range(format.terms)
+            for i in range(len(format.components))
         )
-        for i, tail in enumerate(tails, 1):
+        for i, tail in enumerate(tails):
             if not isinstance(name, str):
                 raise CheckpointError(f"as_terms: an expansion is under {name!r}, which is no name")
-            beside = tail_name(name, format, i)
+            beside = tail_names(name, format)[i]
             if beside in state_dict:
                 raise CheckpointError(
                     f"as_terms: {name} is an expansion in {format.name}, and the name of a "
@@ -96,7 +121,7 @@ def from_terms(terms: Mapping[Any, Any]) -> dict[Any, Any]:
     for name, names in names_of_terms(terms).items():
         x = terms[name]
         if len(names) > 1:
-            x = _joined(name, [terms[n] for n in names], _format_in(names[1]))
+            x = _joined(name, [terms[n] for n in names], _tail(names[1])[1])  # type: ignore[index]
         elif isinstance(x, Mapping):
             x = from_terms(x)
         state_dict[name] = x
@@ -112,38 +137,30 @@ def names_of_terms(names: Iterable[Any]) -> dict[Any, list[Any]]:
     groups: dict[Any, list[Any]] = {}
     tails: dict[str, dict[str, Format]] = {}
     for name in names:
-        match = _TAIL.fullmatch(name) if isinstance(name, str) else None
-        if match is None:
+        found = _tail(name)
+        if found is None:
             groups[name] = [name]
         else:
-            tails.setdefault(match[1], {})[name] = _format_in(name)
-    for name, found in tails.items():
-        format = next(iter(found.values()))
-        expected = [tail_name(name, format, i) for i in range(1, format.terms)]
-        if name not in groups or found.keys() != set(expected):
+            tails.setdefault(found[0], {})[name] = found[1]
+    for name, its_tails in tails.items():
+        format = next(iter(its_tails.values()))
+        expected = tail_names(name, format)
+        if name not in groups or its_tails.keys() != set(expected):
             raise CheckpointError(
-                f"{some(found)} would be terms of {name}; an expansion in {format.name} consists "
-                f"of {', '.join([name, *expected])}"
+                f"{some(its_tails)} would be terms of {name}; an expansion in {format.name} "
+                f"consists of {', '.join([name, *expected])}"
             )
         groups[name] += expected
     return groups
 
 
-def _format_in(tail: str) -> Format:
-    """The format that the name of a tail says."""
-    try:
-        return Format.from_name(tail.split(".")[-2])
-    except ValueError as error:
-        raise CheckpointError(f"{tail} is a term of no format ({error})") from error
-
-
 def _joined(name: str, terms: list[Any], format: Format) -> Any:
     parts = [local(term) for term in terms]
     try:
-        _check_components(parts, format)
+        check_components(parts, format)
     except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"the terms of {name} make no expansion ({error})") from error
-    return on_local(lambda leading: MCFTensor(parts, format), terms[0])
+    return on_local(lambda leading: MCFTensor.of(parts, format), terms[0])
 
 
 def is_sharded(x: Any) -> bool:

@@ -23,6 +23,7 @@ from mcftensor.dispatch import order as order
 from mcftensor.dispatch import placement as placement
 from mcftensor.dispatch import scaling as scaling
 from mcftensor.dispatch import select as select
+from mcftensor.dispatch import stored as stored
 from mcftensor.dispatch import structure as structure
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.foreach import foreach
@@ -37,7 +38,10 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Carry out one of PyTorch's operators on arguments that hold an expansion."""
-    return _handler(func)(func, *args, **kwargs)
+    handler = _handler(func)
+    if handler in stored.OF_TERMS and stored.are_among((args, kwargs)):
+        return stored.evaluate(func, args, kwargs)
+    return handler(func, *args, **kwargs)
 
 
 @functools.cache

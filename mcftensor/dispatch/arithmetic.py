@@ -1,162 +1,348 @@
-"""Arithmetic with a kernel of its own: out of place, in place, with `out=`, and in lists."""
+"""Arithmetic with a kernel of its own: out of place, in place, with `out=`, and in lists.
+
+An operation on one tensor is one on a list of one: operands are columns, of an element for each
+row, or of one for all rows. Rows whose operands are of the same kinds go together.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcftensor import expansion
-from mcftensor.deferred import Deferred, compute_readers
+from mcftensor.arithmetic.noise import draw_key
 from mcftensor.dispatch import sparse
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.operands import (
     common_format,
+    component_columns,
     computes_plainly,
     expansions,
     leading,
+    plain,
+    plainly,
     require_castable,
     store,
 )
-from mcftensor.dispatch.plans import PLANS, Task
+from mcftensor.dispatch.plans import FORMULAS, Kind, Plan, kind_of, plan
 from mcftensor.dispatch.table import TABLE, register_forms
-from mcftensor.elementwise import evaluate, evaluate_, write
-from mcftensor.operators import places_of
-from mcftensor.tensor import DeferredTensor, MCFTensor
+from mcftensor.formats import PlainFormat
+from mcftensor.kernels.columns import repeated
+from mcftensor.kernels.lists import places_of
+from mcftensor.kernels.opaque import is_bare
+from mcftensor.passes.expressions import NUMBER, Operand, carry_out, empty, evaluate
+from mcftensor.tensor.deferred import Deferred, compute_readers, is_deferring
+from mcftensor.tensor.tensor import DeferredTensor, MCFTensor
 
 aten = torch.ops.aten
 
+Rows = Sequence[int]
+Columns = Sequence[Sequence[Any]]
 
-def evaluated(tasks: Sequence[Task]) -> list[MCFTensor]:
-    """The results of tasks, in one pass for all alike that cannot wait."""
-    results: list[Any] = [None] * len(tasks)
-    now = []
-    for i, task in enumerate(tasks):
-        if task.may_wait():
-            like = next(x for x in task.reads if isinstance(x, MCFTensor))
-            deferred = Deferred(task.prepared.expression, task.operands)
-            results[i] = DeferredTensor.of(deferred, like, task.format)
-        else:
-            now.append(i)
-    keys = {i: tasks[i].key() for i in now}  # in this order, whatever is alike
-    for rows in _alike(tasks, now):
-        own = [key for i in rows for key in keys[i]]
-        found = evaluate(*_joined([tasks[i] for i in rows]), own)
-        for place, i in enumerate(rows):
-            prepared = tasks[i].prepared
-            results[i] = MCFTensor(found[place :: len(rows)], prepared.format, prepared.role)
+
+def evaluated(name: str, columns: Columns, keywords: tuple[str, ...], count: int) -> list[Tensor]:
+    """The results of an operation on rows of operands, the last of which are given by keywords."""
+    results: list[Any] = [None] * count
+    keys: dict[int, Tensor] = {}
+    parts = [
+        _Part.of(name, _only(columns, rows, count), keywords, kinds, rows)
+        for kinds, rows in _by_kind(columns, count)
+    ]
+    _draw(keys, parts, columns)
+    for part in parts:
+        found = part.deferred() if part.may_wait() else part.evaluated(keys)
+        for i, result in zip(part.rows, found, strict=True):
+            results[i] = result
     return results
 
 
-def evaluated_into(targets: Sequence[MCFTensor], tasks: Sequence[Task]) -> None:
-    """Write the results of tasks into targets, in one pass for all alike that cannot wait.
-
-    What is deferred and reads a target has been computed before.
-    """
-    now = []
-    for i, (target, task) in enumerate(zip(targets, tasks, strict=True)):
-        if isinstance(target, DeferredTensor) and task.may_wait():
-            target.defer(Deferred(task.prepared.expression, task.operands))
-        else:
-            now.append(i)
-    keys = {i: tasks[i].key() for i in now}
-    for rows in _alike(tasks, now) if len(now) > 1 else [now]:
-        if len(rows) > 1:
-            expression, terms, lengths = _joined([tasks[i] for i in rows])
-            written = itertools.chain(*zip(*[targets[i]._read() for i in rows], strict=True))
-            own = [key for i in rows for key in keys[i]]
-            evaluate_(expression, list(written), terms, lengths, own)
-        else:
-            for i in rows:
-                _write(targets[i], tasks[i], keys[i])
-
-
-def _write(target: MCFTensor, task: Task, keys: list[Tensor]) -> None:
-    written = target._read()
-    if all(type(x) is Tensor for x in written):
-        write(task.prepared.expression, task.operands, keys, written)
-    else:  # a compiler's: one by one, operators that write take it long to see through
-        for term, new in zip(written, evaluate(*_joined([task]), keys), strict=True):
-            term.copy_(new)
-
-
-def _alike(tasks: Sequence[Task], rows: Iterable[int]) -> Iterable[list[int]]:
-    """Which tasks ask for the same expression of operands of as many terms."""
-    rows = list(rows)
-    keys = [
-        (tasks[i].prepared.expression, tuple([len(x) for x in tasks[i].operands])) for i in rows
+def write(name: str, columns: Columns, keywords: tuple[str, ...], count: int) -> bool:
+    """Write the results into the first column, which holds expansions, or do nothing and return
+    False: where results cannot be written element by element while operands are read."""
+    parts = [
+        _Part.of(name, _only(columns, rows, count), keywords, kinds, rows, in_place=True)
+        for kinds, rows in _by_kind(columns, count)
     ]
-    return [[rows[place] for place in places] for places in places_of(keys).values()]
+    waiting = [part for part in parts if part.may_wait() and part.waits_already()]
+    others = [part for part in parts if part not in waiting]
+    if not (others[0].fits_alone() if count == 1 and others else _fit(others)):
+        return False
+    keys: dict[int, Tensor] = {}
+    _draw(keys, others, columns)
+    for part in waiting:
+        part.defer()
+    for part in others:
+        part.write(keys)
+    return True
 
 
-def _joined(tasks: Sequence[Task]) -> tuple[str, list[Any], list[int]]:
-    """Arguments of `evaluate`, the keys aside, for tasks that are alike."""
-    rows = [[term for operand in task.operands for term in operand] for task in tasks]
-    return (
-        tasks[0].prepared.expression,
-        list(itertools.chain(*zip(*rows, strict=True))),
-        [len(operand) for operand in tasks[0].operands],
-    )
+class _Part:
+    """Rows whose operands are of the same kinds."""
+
+    def __init__(self, plan: Plan, columns: Columns, rows: Rows) -> None:
+        self.plan = plan
+        self.columns = columns
+        self.rows = rows
+        self.reads = [columns[i] if type(i) is int else [i] for i in plan.order]
+        self.operands = [x for column in self.reads for x in _operands(column)]
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        columns: Columns,
+        keywords: tuple[str, ...],
+        kinds: tuple[Kind, ...],
+        rows: Rows,
+        in_place: bool = False,
+    ) -> _Part:
+        return cls(
+            plan(name, kinds, keywords, kinds[0].format if in_place else None), columns, rows
+        )
+
+    # ------------------------------------------------------------------------ what may wait
+
+    def may_wait(self) -> bool:
+        """Whether results may be deferred: values of whole values and numbers, within a step."""
+        if not self.plan.may_wait or not is_deferring() or torch.is_grad_enabled():
+            return False
+        tensors: list[Sequence[Any]] = [x for x in self.reads if isinstance(x[0], MCFTensor)]
+        return (
+            is_bare()
+            and not torch.is_inference_mode_enabled()
+            and all(_is_whole(x) for column in tensors for x in column)
+            and all(
+                x.shape == y.shape
+                for column in tensors[1:]
+                for x, y in zip(column, itertools.cycle(tensors[0]), strict=False)
+            )
+        )
+
+    def waits_already(self) -> bool:
+        """Whether the targets are results that wait."""
+        return all(isinstance(x, DeferredTensor) for x in self.columns[0])
+
+    def _expressions(self) -> Iterator[Deferred]:
+        count = len(self.rows)
+        for i in range(count):
+            row = [column[i % len(column)] for column in self.reads]
+            sources = [x for x in row if isinstance(x, MCFTensor)]
+            reads = [y for x in sources for y in (x._deferred.reads if x._deferred else [x])]
+            operands = [
+                Operand(x.format, [[column[i % len(column)]] for column in x.components])
+                for x in self.operands
+            ]
+            yield Deferred(self.plan.expression, operands, reads)
+
+    def deferred(self) -> list[Tensor]:
+        """New results, that wait."""
+        return [DeferredTensor.that_waits(x) for x in self._expressions()]
+
+    def defer(self) -> None:
+        """Let the targets wait for more than they do."""
+        for target, expression in zip(self.columns[0], self._expressions(), strict=True):
+            target.defer(expression)
+
+    # --------------------------------------------------------------------------- what does not
+
+    def keys(self, keys: dict[int, Tensor]) -> list[Tensor]:
+        return [keys[i] for i in self.rows if i in keys]
+
+    def evaluated(self, keys: dict[int, Tensor]) -> list[Tensor]:
+        """New results."""
+        expression, role = self.plan.expression, self.plan.role
+        outputs = self._outputs(self.keys(keys))
+        if isinstance(expression.format, PlainFormat):
+            return list(outputs[0])
+        return [
+            MCFTensor.of(components, expression.format, role, own=True)
+            for components in zip(*outputs, strict=True)
+        ]
+
+    def _outputs(self, keys: list[Tensor]) -> Sequence[Sequence[Tensor]]:
+        expression, count = self.plan.expression, len(self.rows)
+        columns = self._read_columns()
+        if is_bare(*columns, keys):
+            outputs = empty(expression.format, self.operands, count)
+            carry_out(expression, self.operands, outputs, keys)
+            return outputs
+        flat = [repeated([plain(x) for x in column], count) for column in columns]
+        found = evaluate(
+            expression.operation,
+            expression.format.name,
+            list(itertools.chain(*flat)),
+            [x.format.name for x in self.operands],
+            keys,
+        )
+        return [found[i : i + count] for i in range(0, len(found), count)]
+
+    def targets(self) -> list[Sequence[Tensor]]:
+        """The components of the targets."""
+        return component_columns(self.columns[0], self.plan.expression.format)
+
+    def fits_alone(self) -> bool:
+        """Whether the result of a single row can be written while its operands are read."""
+        (target,), written = self.columns[0], [x for (x,) in self.targets()]
+        if not any(x is target for (x, *_) in self.reads):
+            return False
+        places: dict[int, Any] = {}
+        for operand in self.operands:
+            for (x,) in operand.components:
+                if type(x) is float or x.dim() == 0 or any(x is y for y in written):  # type: ignore[union-attr]
+                    continue
+                if x.shape != target.shape:  # type: ignore[union-attr]
+                    return False
+                places = places or {_memory(y): (y.data_ptr(), y.stride()) for y in written}
+                place = places.get(_memory(x))  # type: ignore[arg-type]
+                if place not in (None, (x.data_ptr(), x.stride())):  # type: ignore[union-attr]
+                    return False
+        return True
+
+    def write(self, keys: dict[int, Tensor]) -> None:
+        """Write into the targets."""
+        for x in self.columns[0]:
+            if x._readers:
+                compute_readers(x)
+        written = self.targets()
+        if is_bare(*written, *self._read_columns(), self.keys(keys)):
+            carry_out(self.plan.expression, self.operands, written, self.keys(keys))
+            return
+        # A compiler's: operators that write take it long to see through.
+        for column, new in zip(written, self._outputs(self.keys(keys)), strict=True):
+            for x, y in zip(column, new, strict=True):
+                x.copy_(y)
+
+    def _read_columns(self) -> list[Sequence[Any]]:
+        return [column for operand in self.operands for column in operand.components]
+
+
+def _only(columns: Columns, rows: Rows, count: int) -> Columns:
+    """Some rows; a column of one element is for all."""
+    if len(rows) == count:
+        return columns
+    return [[x[i] for i in rows] if len(x) == count else x for x in columns]
+
+
+def _by_kind(columns: Columns, count: int) -> Iterable[tuple[tuple[Kind, ...], Rows]]:
+    """Rows whose operands are of the same kinds."""
+    kinds = [[kind_of(x) for x in column] for column in columns]
+    if count == 1 or all(len(set(x)) == 1 for x in kinds):
+        return [(tuple([x[0] for x in kinds]), range(count))]
+    every = zip(*[x if len(x) == count else x * count for x in kinds], strict=True)
+    return places_of(every).items()
+
+
+def _operands(column: Sequence[Any]) -> list[Operand]:
+    """A column of one kind; what waits becomes the operands of its expression."""
+    first = column[0]
+    if not isinstance(first, Tensor):
+        return [Operand(NUMBER, [list(map(float, column))])]
+    if not isinstance(first, MCFTensor) or first._deferred is None:
+        kind = kind_of(first)
+        return [Operand(kind.format, component_columns(column, kind.format))]
+    inner = zip(*[x._deferred.operands for x in column], strict=True)
+    return [
+        Operand(row[0].format, [[x for (x,) in parts] for parts in _components(row)])
+        for row in inner
+    ]
+
+
+def _components(row: Sequence[Operand]) -> Iterator[tuple[Any, ...]]:
+    return zip(*[x.components for x in row], strict=True)
+
+
+def _draw(keys: dict[int, Tensor], parts: Sequence[_Part], columns: Columns) -> None:
+    """A key for each row that rounds stochastically, in the order of rows, whatever is alike."""
+    drawing = [p.rows for p in parts if p.plan.expression.format.rounding == "stochastic"]
+    for i in sorted(itertools.chain(*drawing)):
+        row = [column[i if len(column) > 1 else 0] for column in columns]
+        keys[i] = draw_key(next(x.device for x in row if isinstance(x, Tensor)))
+
+
+def _fit(parts: Sequence[_Part]) -> bool:
+    """Whether the memory of targets is shared by nothing else, and operands have their shapes."""
+    written = [_memory(x) for part in parts for column in part.targets() for x in column]
+    own = set(written)
+    if len(own) < len(written):
+        return False
+    for part in parts:
+        shapes = list(map(Tensor.size, part.columns[0]))
+        targets = {id(x) for column in part.targets() for x in column}
+        for column in part._read_columns():
+            if type(column[0]) is float:
+                continue
+            found = list(map(Tensor.size, repeated(column, len(shapes))))
+            if found != shapes and not all(
+                x in (shape, ()) for x, shape in zip(found, shapes, strict=True)
+            ):
+                return False
+            if any(id(x) not in targets and _memory(x) in own for x in column):
+                return False
+    return True
+
+
+def _memory(x: Tensor) -> int:
+    """Where a tensor lies."""
+    return x.untyped_storage()._cdata
+
+
+def _is_whole(x: MCFTensor) -> bool:
+    """Whether a value is in memory that nobody else has."""
+    if x._deferred is not None:
+        return True
+    return x._readers != () and x.is_contiguous()
+
+
+# ------------------------------------------------------------------------------- one tensor
 
 
 def arithmetic(name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An expansion of the common format and role, or a plain tensor where parameters compute."""
-    if computes_plainly((*args, *kwargs.values())):
+    operands = (*args, *kwargs.values())
+    if computes_plainly(operands):
         return func(*leading(args), **leading(kwargs))
-    return evaluated([Task.of(name, args, kwargs)])[0]
+    return evaluated(name, [[x] for x in operands], tuple(kwargs), 1)[0]
 
 
 def arithmetic_into(
     name: str, target: Tensor, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Tensor:
-    """The same, stored in `target`: all terms of an expansion, or a plain tensor, rounded once."""
+    """The same, stored in `target`: all of an expansion, or a plain tensor, rounded once."""
     operands = (*args, *kwargs.values())
     if not isinstance(target, MCFTensor):
-        if all(x.role == "parameter" for x in expansions(operands)):
+        if all(x._role == "parameter" for x in expansions(operands)):
             func(*leading(args), **leading(kwargs))
         else:
             format = common_format(name, (target, *operands))
-            require_castable(format.base, target)
-            (result,) = evaluated([Task.of(name, args, kwargs)])
-            target.copy_(expansion.collapse(result.components, target.dtype))
+            require_castable(format.dtype, target)
+            (result,) = evaluated(name, [[x] for x in operands], tuple(kwargs), 1)
+            target.copy_(plainly(result, target.dtype))
         return target
     if name in ("add", "sub") and sparse.is_sparse(args[1]):
         sign = 1 if name == "add" else -1
         return sparse.add_(target, args[1], sign * kwargs.get("alpha", 1))
-    if target._deferred is None:
-        compute_readers(target._read())
-    task = Task.of(name, args, kwargs, target.format)
-    if fits(task, target):
-        evaluated_into([target], [task])
-    else:
-        store(target, evaluated([task])[0].components)
+    columns = [[x] for x in operands]
+    if target is not args[0] or not write(name, columns, tuple(kwargs), 1):
+        found = _evaluated_for(target, name, columns, tuple(kwargs))
+        store(target, found)
     return target
 
 
-def fits(task: Task, target: MCFTensor) -> bool:
-    """Whether a result can be written element by element, while the operands are read."""
-    if not any(x is target for x in task.reads):
-        return False
-    written = target._read() if target._deferred is None else ()
-    if not all(type(x) is Tensor for x in written):
-        return False
-    places: dict[int, Any] = {}
-    for operand in task.operands:
-        for x in operand:
-            if isinstance(x, float) or x.dim() == 0 or any(x is y for y in written):
-                continue
-            if x.shape != target.shape:
-                return False
-            if written and not places:
-                places = {y.untyped_storage()._cdata: (y.data_ptr(), y.stride()) for y in written}
-            place = places.get(x.untyped_storage()._cdata)
-            if place not in (None, (x.data_ptr(), x.stride())):
-                return False
-    return True
+def _evaluated_for(
+    target: MCFTensor, name: str, columns: Columns, keywords: tuple[str, ...]
+) -> MCFTensor:
+    """The result of one row in the format of a target."""
+    kinds = tuple([kind_of(x) for (x,) in columns])
+    part = _Part(plan(name, kinds, keywords, target._format), columns, [0])
+    keys: dict[int, Tensor] = {}
+    _draw(keys, [part], columns)
+    (found,) = part.evaluated(keys)
+    assert isinstance(found, MCFTensor)
+    return found
 
 
 def _register(name: str) -> None:
@@ -172,7 +358,7 @@ def _register(name: str) -> None:
     register_forms(name, out_of_place, in_place, with_out)
 
 
-for _name in PLANS:
+for _name in FORMULAS:
     _register(_name)
 
 

@@ -67,7 +67,7 @@ if dist.is_available():
     )
     def move(func: Any, *args: Any, **kwargs: Any) -> Any:
         """Term by term; the one that is sent last may be waited for by the caller."""
-        terms = _one_format(func, args).terms
+        terms = len(_one_format(func, args).components)
         for i in range(terms):
             result = func(*_term(args, i), **kwargs)
             work = result[-1] if isinstance(result, tuple) else result
@@ -116,7 +116,7 @@ if dist.is_available():
         rows = _nearest(x).reshape(1, -1)
         gathered = move_functional(_functional.all_gather_into_tensor.default, rows, size, group)
         parts = wait(None, gathered).view(size, *x.shape).unbind()
-        return MCFTensor(_reduced(func, parts, op).components, x.format, x.role)
+        return MCFTensor.of(_reduced(func, parts, op).components, x.format, x.role)
 
     _resolve = dist.distributed_c10d._resolve_process_group
 
@@ -129,7 +129,7 @@ def _term(tree: Any, i: int) -> Any:
 def _nearest(x: Tensor) -> MCFTensor:
     """The same terms as a value that is rounded to nearest: random numbers differ among ranks."""
     assert isinstance(x, MCFTensor)
-    return MCFTensor(x.components, x.format.nearest)
+    return MCFTensor.of(x.components, x.format.nearest)
 
 
 def _one_format(func: Any, args: Any) -> Format:

@@ -7,8 +7,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from mcftensor.dispatch import long, wide
-from mcftensor.dispatch.operands import common_format, expansions, leading, leading_terms
+from mcftensor.dispatch import long, stored, wide
+from mcftensor.dispatch.operands import (
+    common_format,
+    expansions,
+    leading,
+    only_stores,
+    with_leading,
+)
 from mcftensor.dispatch.table import implements
 from mcftensor.dispatch.writing import written_to
 from mcftensor.tensor import MCFTensor
@@ -23,7 +29,7 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
     own.
     """
     if not kwargs and not func._schema.is_mutable:
-        plain = leading_terms(args)
+        plain = with_leading(args)
         if plain is not None:
             return _plainly(func, args, kwargs, plain)
     found = expansions((args, kwargs))
@@ -35,6 +41,8 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
     if func.namespace == "mcftensor":
         raise TypeError(f"{func}: takes the terms of expansions, and got an expansion")
     format = common_format(str(func), found)
+    if only_stores(format):
+        return stored.evaluate(func, args, kwargs)
     if format.precision > wide.PRECISION:
         return long.evaluate(func, format, *args, **kwargs)
     return wide.evaluate(func, format, *args, **kwargs)

@@ -5,18 +5,15 @@ Lists may mix formats, plain parameters and plain states.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from mcftensor.deferred import compute_readers
-from mcftensor.dispatch import batches
-from mcftensor.dispatch.arithmetic import evaluated, evaluated_into, fits
+from mcftensor.dispatch.arithmetic import evaluated, write
 from mcftensor.dispatch.operands import computes_plainly
-from mcftensor.dispatch.plans import PLANS, Task
-from mcftensor.tensor import MCFTensor
+from mcftensor.dispatch.plans import FORMULAS
+from mcftensor.tensor.tensor import MCFTensor
 
 aten = torch.ops.aten
 
@@ -30,7 +27,7 @@ _WITH_NUMBER = {"maximum": "clamp_min", "minimum": "clamp_max"}
 def foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `_foreach_name` as `name` on each element of its lists.
 
-    A list of tensors or of numbers supplies one element a step; all else goes to every step.
+    A list of tensors or of numbers supplies one element a row; all else goes to every row.
     """
     full_name = func.overloadpacket.__name__.removeprefix("_foreach_")
     name = full_name.removesuffix("_")
@@ -40,97 +37,84 @@ def foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
         full_name = name + "_" * in_place
     if name in _VALUED and func._overloadname == "Tensor":
         args = (*args[:3], args[3].tolist())
-    are_lists = [isinstance(a, Sequence) for a in args]
-    lengths = [len(a) for a, is_list in zip(args, are_lists, strict=True) if is_list]
+    lengths = [len(a) for a in args if isinstance(a, Sequence)]
     if len(set(lengths)) > 1:
         raise ValueError(f"{func}: lists of lengths {lengths}; all must be alike")
-    columns = [a if b else [a] * lengths[0] for a, b in zip(args, are_lists, strict=True)]
-    named = {key: [x] * lengths[0] for key, x in kwargs.items()}
+    columns: list[Sequence[Any]] = [a if isinstance(a, Sequence) else [a] for a in args]
+    named: dict[str, Sequence[Any]] = {key: [x] for key, x in kwargs.items()}
     if name in _VALUED and len(columns) == 4:
         named["value"] = columns.pop()
+    rows = _Rows(name, full_name, columns, named, lengths[0])
     if not in_place:
-        return _new(name, _steps(columns, named))
-    if name in PLANS:
-        # What reads a target is computed before any is written to.
-        whole = [x for x in args[0] if isinstance(x, MCFTensor) and x._deferred is None]
-        compute_readers([term for x in whole for term in x._read()])
-    if name not in PLANS or not batches.write(name, [*columns, *named.values()], tuple(named)):
-        _into(name, full_name, _steps(columns, named))
+        return rows.results()
+    rows.write()
     if torch._C._len_torch_dispatch_stack() == 0:  # lists do not do it by themselves
         torch.autograd.graph.increment_version(args[0])
     return None
 
 
-Step = tuple[list[Any], dict[str, Any]]
+class _Rows:
+    """What an operation is to be applied to, row by row, by columns."""
 
+    def __init__(
+        self,
+        name: str,
+        full_name: str,
+        columns: list[Sequence[Any]],
+        named: dict[str, Sequence[Any]],
+        count: int,
+    ) -> None:
+        self.name, self.full_name = name, full_name
+        self.columns, self.named, self.count = columns, named, count
 
-def _steps(columns: Sequence[Sequence[Any]], named: dict[str, list[Any]]) -> list[Step]:
-    """The operands of each step, and its keywords."""
-    rows = zip(*columns, *named.values(), strict=True)
-    count = len(columns)
-    return [(list(row[:count]), dict(zip(named, row[count:], strict=True))) for row in rows]
+    def results(self) -> list[Any]:
+        """New results, all that are expansions at once."""
+        own = [i for i in range(self.count) if self._is_ours(i)]
+        results = (
+            [None if i in own else self._single(i) for i in range(self.count)]
+            if (len(own) < self.count)
+            else [None] * self.count
+        )
+        if own:
+            every = self._only(own)
+            for i, x in zip(
+                own, evaluated(self.name, every, (*self.named,), len(own)), strict=True
+            ):
+                results[i] = x  # type: ignore[call-overload]
+        return results
 
+    def write(self) -> None:
+        """Write into the first column, all at once where that is possible."""
+        if self.name in FORMULAS and all(isinstance(x, MCFTensor) for x in self.columns[0]):
+            every = self._only(range(self.count))
+            if write(self.name, every, (*self.named,), self.count):
+                return
+        for i in range(self.count):
+            self._single(i)
 
-def _single(name: str, full_name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    single = getattr(aten, full_name, None)
-    if single is not None:
-        return single(*args, **kwargs)
-    # _foreach_maximum_ exists, maximum_ does not
-    return args[0].copy_(getattr(aten, name)(*args, **kwargs))
+    def _is_ours(self, i: int) -> bool:
+        if self.name not in FORMULAS:
+            return False
+        args, kwargs = self._row(i)
+        return any(isinstance(x, MCFTensor) for x in args) and not computes_plainly(
+            (*args, *kwargs.values())
+        )
 
+    def _only(self, rows: Sequence[int]) -> list[Sequence[Any]]:
+        every = [*self.columns, *self.named.values()]
+        if len(rows) == self.count:
+            return every
+        return [[x[i] for i in rows] if len(x) == self.count else x for x in every]
 
-def _new(name: str, steps: list[Step]) -> list[Any]:
-    if name not in PLANS:
-        return [_single(name, name, *step) for step in steps]
-    results: list[Any] = [None] * len(steps)
-    tasks: dict[int, Task] = {}
-    for i, (args, kwargs) in enumerate(steps):
-        operands = (*args, *kwargs.values())
-        if any(isinstance(x, MCFTensor) for x in args) and not computes_plainly(operands):
-            tasks[i] = Task.of(name, args, kwargs)
-        else:
-            results[i] = _single(name, name, args, kwargs)
-    for i, result in zip(tasks, evaluated(list(tasks.values())), strict=True):
-        results[i] = result
-    return results
+    def _row(self, i: int) -> tuple[list[Any], dict[str, Any]]:
+        """The operands of a row, and its keywords."""
+        args = [x[i % len(x)] for x in self.columns]
+        return args, {name: x[i % len(x)] for name, x in self.named.items()}
 
-
-def _into(name: str, full_name: str, steps: list[Step]) -> None:
-    targets: list[MCFTensor] = []
-    tasks: list[Task] = []
-    together = name in PLANS and not _interfere([args for args, _ in steps])
-    for args, kwargs in steps:
-        target = args[0]
-        if together and isinstance(target, MCFTensor):
-            task = Task.of(name, args, kwargs, target.format)
-            if fits(task, target):
-                targets.append(target)
-                tasks.append(task)
-                continue
-        _single(name, full_name, args, kwargs)
-    evaluated_into(targets, tasks)
-
-
-def _interfere(steps: Sequence[Sequence[Any]]) -> bool:
-    """Whether one step writes to memory that another one uses, so that their order matters."""
-    writer: dict[int, int] = {}
-    for i, (target, *_) in enumerate(steps):
-        for memory in _memory(target):
-            if writer.setdefault(memory, i) != i:
-                return True
-    return any(
-        writer.get(memory, i) != i
-        for i, (_, *operands) in enumerate(steps)
-        for x in operands
-        if isinstance(x, Tensor)
-        for memory in _memory(x)
-    )
-
-
-def _memory(x: Tensor) -> Iterable[int]:
-    """Where a tensor lies; what is deferred is nowhere but in its object."""
-    if not isinstance(x, MCFTensor):
-        return (x.untyped_storage()._cdata,)
-    if x._deferred is not None:
-        return (id(x),)
-    return [term.untyped_storage()._cdata for term in x._read()]
+    def _single(self, i: int) -> Any:
+        args, kwargs = self._row(i)
+        single = getattr(aten, self.full_name, None)
+        if single is not None:
+            return single(*args, **kwargs)
+        # _foreach_maximum_ exists, maximum_ does not
+        return args[0].copy_(getattr(aten, self.name)(*args, **kwargs))

@@ -15,8 +15,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from mcftensor import expansion
-from mcftensor.dispatch.operands import common_format, expansions
+from mcftensor.dispatch.operands import (
+    common_format,
+    expansions,
+    only_stores,
+    plainly,
+    value_of,
+)
+from mcftensor.dispatch.stored import decoded
 from mcftensor.dispatch.wide import PRECISION, WIDE
 from mcftensor.dispatch.writing import assign_tree, refusal, require_no_grad
 from mcftensor.formats import Format
@@ -55,12 +61,12 @@ class _Widen(torch.autograd.Function):
     def forward(ctx: Any, x: MCFTensor) -> Tensor:
         """Collapse."""
         ctx.format = x.format
-        return expansion.collapse(x.components, WIDE)
+        return x._collapsed(WIDE)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> MCFTensor:
         """Split."""
-        return MCFTensor(expansion.expand(grad, ctx.format), ctx.format)
+        return value_of(grad, ctx.format)
 
 
 class _Narrow(torch.autograd.Function):
@@ -69,12 +75,12 @@ class _Narrow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, format: Format) -> MCFTensor:
         """Split."""
-        return MCFTensor(expansion.expand(x, format), format)
+        return value_of(x, format)
 
     @staticmethod
     def backward(ctx: Any, grad: MCFTensor) -> tuple[Tensor, None]:
         """Collapse."""
-        return expansion.collapse(grad.components, WIDE), None
+        return plainly(grad, WIDE), None
 
 
 def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwargs: Any) -> Any:
@@ -88,6 +94,9 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
     found = expansions((args, kwargs, out))
     name = getattr(func, "__name__", str(func))
     format = common_format(name, found)
+    if only_stores(format):
+        args, kwargs = decoded((args, kwargs))
+        return func(*args, **kwargs, **({} if out is None else {"out": out}))
     if format.precision > PRECISION:
         return func(*args, **kwargs, **({} if out is None else {"out": out}))
 
@@ -96,7 +105,7 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
             return _Widen.apply(x)
         if isinstance(x, Tensor) and x.is_floating_point():
             return x.to(WIDE)
-        return WIDE if x == format.base and isinstance(x, torch.dtype) else x
+        return WIDE if x == format.dtype and isinstance(x, torch.dtype) else x
 
     def narrow(x: Any) -> Any:
         if isinstance(x, Tensor) and x.is_complex():

@@ -5,108 +5,121 @@ Lists may mix formats, plain parameters and plain states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcftensor.deferred import compute_readers
-from mcftensor.dispatch.operands import require_one_base, term_columns
+from mcftensor.arithmetic.noise import draw_key
+from mcftensor.dispatch.operands import component_columns, require_one_base
 from mcftensor.dispatch.table import SHORTCUTS, TABLE, implements
-from mcftensor.formats import Format
-from mcftensor.noise import draw_key
-from mcftensor.operators import is_bare, places_of
-from mcftensor.steps import adagrad_, adam_, sgd_, unscale_
-from mcftensor.tensor import MCFTensor
+from mcftensor.formats import PLAIN, Format, PlainFormat
+from mcftensor.kernels.lists import places_of
+from mcftensor.kernels.opaque import is_bare
+from mcftensor.passes.steps import step_, unscale_
+from mcftensor.tensor.deferred import compute_readers
+from mcftensor.tensor.tensor import MCFTensor
 
 aten = torch.ops.aten
 
 
+# The formats of a parameter, its gradient and its states.
+Formats = tuple[Format, ...]
+
+
 def _fused(
     func: Any,
+    rule: str,
     lists: Sequence[list[Tensor]],
-    counts: Sequence[list[Tensor]],
+    counts: list[Tensor],
     options: dict[str, Any],
-    step: Callable[..., None],
-    *settings: Any,
+    settings: dict[str, Any],
 ) -> None:
     """A step of ours for what holds an expansion, and torch's own for the rest.
 
     Args:
         func: torch's operator.
+        rule: that of ours.
         lists: parameters, gradients and lists of states, which are empty where there are none.
-        counts: a list of step counts, or nothing.
+        counts: step counts, or nothing.
         options: the keywords of the operator.
-        step: one of `steps.py`.
-        settings: its last arguments.
+        settings: what the rule makes of them; zeros and falsehoods have no effect.
     """
-    groups = _groups([x for x in lists if x])
+    columns = [*lists, counts] if counts else [*lists]
     if len(set(map(id, lists[0]))) < len(lists[0]):  # a parameter given twice takes two steps
         for i in range(len(lists[0])):
-            one = [[x[i]] if x else [] for x in (*lists, *counts)]
-            _fused(func, one[: len(lists)], one[len(lists) :], options, step, *settings)
+            one, count = [[x[i : i + 1] for x in lists], counts[i : i + 1]]
+            _fused(func, rule, one, count, options, settings)
         return
+    groups = _groups([x for x in lists if x])
     for formats in groups:  # before anything is written
-        require_one_base("fused step", [f for f in formats if f is not None])
+        require_one_base("fused step", [f for f in formats if not isinstance(f, PlainFormat)])
     keys = _keys(groups, lists[0])
-    scale, scaled = options.get("grad_scale"), []
+    scale = options.get("grad_scale")
+    given = settings | {"grad_scale": scale, "found_inf": options.get("found_inf")}
+    numbers = {"lr": options["lr"]} | {name: x for name, x in given.items() if _has_effect(x)}
+    scaled: list[tuple[list[Tensor], Format]] = []
     for formats, rows in groups.items():
-        own: Sequence[list[Tensor]] = (*lists, *counts)
+        own = columns
         if len(groups) > 1:
-            own = [[x[i] for i in rows] if x else [] for x in own]
-        if not any(formats):
+            own = [[x[i] for i in rows] if x else [] for x in columns]
+        if all(isinstance(f, PlainFormat) for f in formats):
             func(*own, **options)
             continue
-        quantities = zip([x for x in own[: len(lists)] if x], formats, strict=True)
-        targets, gradients, *states = (term_columns(x, f) for x, f in quantities)
-        written = [targets, *states]
-        flat = list(chain(*gradients))
-        scaled.append((flat, len(gradients)))
-        flat_targets = list(chain(*chain(*written)))
-        compute_readers(flat + flat_targets)  # before they are written to
-        lr = options["lr"]
-        step(
-            flat_targets,
-            flat,
-            [len(gradients), *map(len, written)],
-            [keys[i] for i in rows] if any(_are_stochastic(formats)) else [],
-            _are_stochastic(formats),
-            *own[len(lists) :],
-            lr if isinstance(lr, Tensor) else torch.scalar_tensor(lr, dtype=torch.float64),
-            scale,
-            options.get("found_inf"),
-            *settings,
+        found = [x for x in own[: len(lists)] if x]
+        _compute_readers(formats, found)
+        parts = [component_columns(x, f) for x, f in zip(found, formats, strict=True)]
+        targets, gradients, *states = (list(chain(*part)) for part in parts)
+        scaled.append((gradients, formats[1]))
+        parameter, gradient, *others = (f.name for f in formats)
+        step_(
+            rule,
+            [gradient, parameter, *others],
+            [*targets, *chain(*states)],
+            gradients,
+            [*own[len(lists)]] if counts else [],
+            [keys[i] for i in rows if i in keys],
+            list(numbers),
+            [x if isinstance(x, Tensor) else float(x) for x in numbers.values()],
         )
     if scale is not None:
-        for flat, terms in scaled:
-            unscale_(flat, terms, scale)
+        for gradients, format in scaled:
+            unscale_(gradients, format.name, scale)
 
 
-# The formats of a parameter, its gradient and its states.
-Formats = tuple[Format | None, ...]
+def _has_effect(x: Any) -> bool:
+    return isinstance(x, Tensor) or x not in (None, 0)
 
 
-def _are_stochastic(formats: Formats) -> list[bool]:
-    """Which of a parameter and its states round so."""
-    parameter, _, *states = formats
-    return [f is not None and f.rounding == "stochastic" for f in (parameter, *states)]
+def _compute_readers(formats: Formats, lists: Sequence[list[Tensor]]) -> None:
+    """Compute what waits for tensors that are to be written to, gradients too."""
+    for format, found in zip(formats, lists, strict=True):
+        if not isinstance(format, PlainFormat):
+            for x in found:
+                if x._readers:  # type: ignore[attr-defined]
+                    compute_readers(x)
 
 
 def _keys(groups: dict[Formats, list[int]], params: Sequence[Tensor]) -> dict[int, Tensor]:
     """A key for each row that rounds stochastically, drawn in the order of rows."""
-    drawing = [rows for formats, rows in groups.items() if any(_are_stochastic(formats))]
+    drawing = [
+        rows
+        for (parameter, _, *states), rows in groups.items()
+        if any(f.rounding == "stochastic" for f in (parameter, *states))
+    ]
     return {i: draw_key(params[i].device) for i in sorted(chain(*drawing))}
 
 
+def _format(x: Tensor) -> Format:
+    return x._format if isinstance(x, MCFTensor) else PLAIN[x.dtype]
+
+
 def _groups(quantities: Sequence[list[Tensor]]) -> dict[Formats, list[int]]:
-    """Which rows of lists of tensors are in which formats; a plain tensor is in none."""
-    columns = [
-        [x._format if isinstance(x, MCFTensor) else None for x in quantity]
-        for quantity in quantities
-    ]
-    if all(len(set(map(id, column))) == 1 for column in columns):  # mostly
+    """Which rows of lists of tensors are in which formats."""
+    columns = [list(map(_format, quantity)) for quantity in quantities]
+    if all(len(set(column)) == 1 for column in columns):  # mostly
         return {tuple([column[0] for column in columns]): list(range(len(columns[0])))}
     return places_of(zip(*columns, strict=True))
 
@@ -123,18 +136,15 @@ def fused_adam(
     **options: Any,
 ) -> None:
     """torch.optim.Adam and AdamW with fused=True."""
+    decay = "decay" if func.overloadpacket is aten._fused_adamw_ else "l2"
     _fused(
         func,
+        "adam",
         [params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs if options["amsgrad"] else []],
-        [steps],
+        steps,
         options,
-        adam_,
-        options["beta1"],
-        options["beta2"],
-        options["weight_decay"],
-        options["eps"],
-        options["maximize"],
-        func.overloadpacket is aten._fused_adamw_,
+        {name: options[name] for name in ("beta1", "beta2", "eps", "maximize")}
+        | {decay: options["weight_decay"]},
     )
 
 
@@ -145,16 +155,12 @@ def fused_sgd(
     """torch.optim.SGD with fused=True."""
     _fused(
         func,
+        "sgd",
         [params, grads, buffers],
         [],
         options,
-        sgd_,
-        options["momentum"],
-        options["dampening"],
-        options["weight_decay"],
-        options["nesterov"],
-        options["maximize"],
-        options["is_first_step"],
+        {name: options[name] for name in ("momentum", "dampening", "nesterov", "maximize")}
+        | {"l2": options["weight_decay"], "first": options["is_first_step"]},
     )
 
 
@@ -170,14 +176,12 @@ def fused_adagrad(
     """torch.optim.Adagrad with fused=True."""
     _fused(
         func,
+        "adagrad",
         [params, grads, sums],
-        [steps],
+        steps,
         options,
-        adagrad_,
-        options["lr_decay"],
-        options["weight_decay"],
-        options["eps"],
-        options["maximize"],
+        {name: options[name] for name in ("lr_decay", "eps", "maximize")}
+        | {"l2": options["weight_decay"]},
     )
 
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from mcftensor import expansion
-from mcftensor.dispatch.operands import expansions, terms_in
+from mcftensor.dispatch.operands import expansions, stored_in
 from mcftensor.dispatch.writing import assign, refusal, written_to
 from mcftensor.formats import Format
 from mcftensor.tensor import MCFTensor
@@ -47,14 +46,14 @@ def evaluate(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
     def enter(x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        return MCFTensor(terms_in(x, format, device), format)
+        return MCFTensor.of(stored_in(x, format, device), format)
 
     result = algorithm(*tree_map(enter, args), **tree_map(enter, kwargs))
     if targets:
         assign(func, targets, [result])
         return targets[0]
-    if dtype not in (None, format.base) and isinstance(result, MCFTensor):
-        return expansion.collapse(result.components, dtype)
+    if dtype not in (None, format.dtype) and isinstance(result, MCFTensor):
+        return result._collapsed(dtype)
     return result
 
 
@@ -253,8 +252,8 @@ def _scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
 
 @implements("sign", "sgn")
 def _sign(x: MCFTensor) -> MCFTensor:
-    leading, *tails = x.components
-    return MCFTensor([torch.sign(leading), *map(torch.zeros_like, tails)], x.format)
+    leading, *tails = x._read()
+    return x._like([torch.sign(leading), *map(torch.zeros_like, tails)])
 
 
 @implements("rsqrt")

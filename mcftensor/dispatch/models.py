@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from mcftensor.dispatch.operands import leading_terms
+from mcftensor.dispatch.operands import with_leading
 from mcftensor.dispatch.table import SHORTCUTS
-from mcftensor.operators import is_bare
+from mcftensor.kernels.opaque import is_bare
 
 # What changes none of its arguments. Embeddings may, and see dispatch only once as they are.
 FUNCTIONS: set[Callable[..., Any]] = {
@@ -33,7 +33,7 @@ def compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     and where anything but eager PyTorch looks on."""
     if "out" in kwargs or torch.is_grad_enabled() or not is_bare() or _is_watched():
         return NotImplemented
-    plain = leading_terms((*args, *kwargs.values()))
+    plain = with_leading((*args, *kwargs.values()))
     if plain is None:
         return NotImplemented
     count = len(args)

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor import expansion
+from mcftensor.arithmetic.ordering import equal, less
 from mcftensor.dispatch.compute import compute
-from mcftensor.dispatch.operands import common_format, expansions, terms_in
+from mcftensor.dispatch.operands import common_format, expansions, stored_in
+from mcftensor.dispatch.stored import of_terms
 from mcftensor.dispatch.table import implements
-from mcftensor.operators import opaque
-from mcftensor.ordering import equal, less
+from mcftensor.kernels.opaque import opaque
+from mcftensor.passes import expansion
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten
@@ -31,18 +32,19 @@ def _neighbour(x: Tensor, towards: Tensor) -> Tensor:
 
 
 @implements(aten.nextafter.default)
+@of_terms
 def nextafter(func: Any, x: Any, y: Any) -> Any:
     """The next number after x towards y."""
     found = expansions((x, y))
     if all(e.role == "parameter" for e in found):
         return compute(func, x, y)
     format = common_format("nextafter", found)
-    x, y = (terms_in(operand, format, found[0].device) for operand in (x, y))
+    x, y = (stored_in(operand, format, found[0].device) for operand in (x, y))
     x, y = zip(*(torch.broadcast_tensors(a, b) for a, b in zip(x, y, strict=True)), strict=True)
     up = less(x, y)
-    towards = torch.where(up, torch.inf, -torch.inf).to(format.base)
+    towards = torch.where(up, torch.inf, -torch.inf).to(format.dtype)
     near = _stepped(x, towards)
-    for _ in range(format.terms - 1):  # where the leading terms have changed, gaps may be halved
+    for _ in range(len(x) - 1):  # where the leading terms have changed, gaps may be halved
         nearer = _stepped(near, -towards)
         beyond = torch.where(up, less(x, nearer), less(nearer, x))
         near = [torch.where(beyond, a, b) for a, b in zip(nearer, near, strict=True)]
@@ -52,7 +54,7 @@ def nextafter(func: Any, x: Any, y: Any) -> Any:
     for whole, old, new in zip(plain, y, near, strict=True):
         new = torch.where(torch.isfinite(x[0]), new, whole)
         chosen.append(torch.where(stays, torch.where(torch.isnan(x[0]), whole, old), new))
-    return MCFTensor(chosen, format)
+    return MCFTensor.of(chosen, format)
 
 
 def _stepped(x: Terms, towards: Tensor) -> list[Tensor]:

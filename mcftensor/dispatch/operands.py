@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor import expansion
-from mcftensor.formats import MAX_TERMS, Format
-from mcftensor.tensor import TERM_NAMES, MCFTensor, Role
+from mcftensor.formats import MAX_TERMS, PLAIN, ExpansionFormat, Format
+from mcftensor.passes.conversions import collapse, convert, key_for
+from mcftensor.tensor.tensor import COMPONENTS, MCFTensor, Role
 
 Number = (int, float, torch.SymInt, torch.SymFloat)
 
@@ -34,9 +34,9 @@ def expansions(tree: Any) -> list[MCFTensor]:
 
 
 def leading(tree: Any) -> Any:
-    """The arguments with every expansion replaced by its leading term."""
+    """The arguments with every expansion replaced by its leading component."""
     if isinstance(tree, MCFTensor):
-        return tree._term0
+        return tree._component0
     if type(tree) in (tuple, list):  # every operation comes this way, and a pytree is slow
         return type(tree)(leading(x) for x in tree)
     if type(tree) is dict:
@@ -44,15 +44,15 @@ def leading(tree: Any) -> Any:
     return tree
 
 
-def leading_terms(args: Iterable[Any]) -> list[Any] | None:
-    """Arguments with leading terms in the place of parameters; None if there is a value, or a list
-    with an expansion in it."""
+def with_leading(args: Iterable[Any]) -> list[Any] | None:
+    """Arguments with leading components in the place of parameters; None if there is a value, or a
+    list with an expansion in it."""
     plain = []
     for x in args:
         if isinstance(x, MCFTensor):
             if x._role != "parameter":
                 return None
-            x = x._term0
+            x = x._component0
         elif isinstance(x, (list, tuple, dict)) and expansions(x):
             return None
         plain.append(x)
@@ -60,13 +60,14 @@ def leading_terms(args: Iterable[Any]) -> list[Any] | None:
 
 
 def computes_plainly(operands: Iterable[Any]) -> bool:
-    """Whether an operation uses leading terms: parameters only, and some plain tensor among them.
+    """Whether an operation uses leading components: parameters only, and some plain tensor among
+    them.
 
     A plain tensor without dimensions counts as a number beside an expansion that has some.
     """
     operands = list(operands)
     found = expansions(operands)
-    if any(x.role == "value" for x in found):
+    if any(x._role == "value" for x in found):
         return False
     dimensions = max((x.dim() for x in found), default=0)
     return any(
@@ -77,13 +78,18 @@ def computes_plainly(operands: Iterable[Any]) -> bool:
 
 def common_role(operands: Iterable[Any]) -> Role:
     """The role of a result: parameter where every expansion is one."""
-    parameters = all(x.role == "parameter" for x in expansions(list(operands)))
+    parameters = all(x._role == "parameter" for x in expansions(list(operands)))
     return "parameter" if parameters else "value"
+
+
+def only_stores(format: Format) -> bool:
+    """Whether a format is one of storage alone, whose numbers leave it as plain tensors."""
+    return format.result is not format
 
 
 def require_one_base(name: str, formats: Sequence[Format]) -> None:
     """Raise ValueError for formats of unlike bases."""
-    if len(formats) > 1 and len({f.base for f in formats}) > 1:
+    if len(formats) > 1 and len({f.dtype for f in formats if not only_stores(f)}) > 1:
         # Not a TypeError: Python's operators would hide its message.
         raise ValueError(
             f"{name}: expansions in {' and '.join(sorted({f.name for f in formats}))}, whose terms "
@@ -96,22 +102,26 @@ def require_one_base(name: str, formats: Sequence[Format]) -> None:
 def common_format(name: str, operands: Iterable[Any]) -> Format:
     """The format of a result: of one base, most terms, and stochastic rounding if one has it.
 
-    The longest formats have none.
+    The longest formats have none. What is only stored counts as a plain tensor beside others.
 
     Raises:
         ValueError: expansions of unlike bases.
     """
-    return longest_format(name, [x.format for x in expansions(list(operands))])
+    return longest_format(name, [x._format for x in expansions(list(operands))])
 
 
 def longest_format(name: str, formats: Sequence[Format]) -> Format:
     """The same of the formats themselves, of which there is one at least."""
+    first = formats[0]
+    if all(f is first for f in formats):
+        return first
     require_one_base(name, formats)
-    if all(f == formats[0] for f in formats):
-        return formats[0]
-    terms = max(f.terms for f in formats)
-    stochastic = terms < MAX_TERMS and any(f.rounding == "stochastic" for f in formats)
-    return Format(formats[0].base, terms, "stochastic" if stochastic else "nearest")
+    of_terms = [f for f in formats if isinstance(f, ExpansionFormat)]
+    if not of_terms:
+        return max(formats, key=lambda f: f.precision)
+    terms = max(f.terms for f in of_terms)
+    stochastic = terms < MAX_TERMS and any(f.rounding == "stochastic" for f in of_terms)
+    return Format(of_terms[0].base, terms, "stochastic" if stochastic else "nearest")
 
 
 def require_dense(operand: Tensor) -> None:
@@ -123,49 +133,67 @@ def require_dense(operand: Tensor) -> None:
         )
 
 
-_dtype, _layout = attrgetter("dtype"), attrgetter("layout")
-
-
-def terms(operand: Any) -> list[Tensor]:
-    """An operand as plain tensors to read; a number enters as float64, with all its bits."""
-    if isinstance(operand, MCFTensor):
-        return list(operand._read())
+def plain(operand: Any) -> Tensor:
+    """What is no expansion, as a tensor; a number enters as float64, with all its bits."""
     if isinstance(operand, Tensor):
         require_dense(operand)
-        return [operand]
+        return operand
     if isinstance(operand, Number):
-        return [torch.scalar_tensor(operand, dtype=torch.float64)]  # type: ignore[arg-type]
+        return torch.scalar_tensor(operand, dtype=torch.float64)  # type: ignore[arg-type]
     raise ValueError(f"an expansion meets {operand!r}, which is neither a tensor nor a real number")
 
 
-def term_columns(operands: Sequence[Tensor], format: Format | None) -> list[list[Tensor]]:
-    """The terms of operands that are all in a format, or all plain: the leading terms of all, then
-    their second ones, and so on."""
-    if format is None:
-        dtypes, layouts = set(map(_dtype, operands)), set(map(_layout, operands))
-        if layouts != {torch.strided} or not all(x.is_floating_point for x in dtypes):
-            for x in operands:
-                require_dense(x)
-        return [list(operands)]
-    return [list(map(attrgetter(name), operands)) for name in TERM_NAMES[: format.terms]]
+_layout = attrgetter("layout")
 
 
-def converted(operand: Any, format: Format, device: torch.device) -> list[Tensor]:
-    """An operand as the terms of a format, with one rounding of its kind."""
+def component_columns(column: Sequence[Tensor], format: Format) -> list[Sequence[Tensor]]:
+    """The components of tensors that are all in a format, plain ones too: the leading ones of all,
+    then their second ones, and so on."""
+    if isinstance(column[0], MCFTensor):
+        names = COMPONENTS[: len(format.components)]
+        return [list(map(attrgetter(name), column)) for name in names]
+    if not format.dtype.is_floating_point or set(map(_layout, column)) != {torch.strided}:
+        for x in column:
+            require_dense(x)
+    return [column]
+
+
+def stored_in(
+    operand: Any, format: Format, device: torch.device, *, rounding: bool = False
+) -> list[Tensor]:
+    """An operand as components of a format; to nearest, unless it is to round as the format does.
+
+    Those of an expansion may be its own.
+    """
+    target = format if rounding else format.nearest
     if isinstance(operand, MCFTensor):
-        found = list(operand.components)
-        if operand.format.base == format.base and len(found) <= format.terms:
-            return found + [torch.zeros_like(found[0])] * (format.terms - len(found))
+        source, found = operand._format, list(operand._read())
+        if source.nearest is format.nearest:
+            return found
+        if (
+            isinstance(source, ExpansionFormat)
+            and isinstance(format, ExpansionFormat)
+            and source.base == format.base
+            and source.terms <= format.terms
+        ):
+            return found + [torch.zeros_like(found[0])] * (format.terms - source.terms)
     else:
-        found = terms(operand)
-        if found[0].dim() == 0:
-            found = [found[0].to(device)]
-    return list(expansion.convert(found, format))
+        x = plain(operand)
+        source, found = PLAIN[x.dtype], [x.to(device) if x.dim() == 0 else x]
+    return convert(found, source.name, target.name, key_for(target, found[0].device))
 
 
-def terms_in(operand: Any, format: Format, device: torch.device) -> list[Tensor]:
-    """An operand as the terms of a format, to nearest whatever the format's rounding."""
-    return converted(operand, format.nearest, device)
+def plainly(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor as a plain one, rounded once."""
+    if isinstance(x, MCFTensor):
+        return x._collapsed(dtype)
+    return collapse([x], PLAIN[x.dtype].name, dtype)
+
+
+def value_of(x: Tensor, format: Format) -> MCFTensor:
+    """A plain tensor as a value of a format, rounded as the format does."""
+    key = key_for(format, x.device)
+    return MCFTensor.of(convert([x], PLAIN[x.dtype].name, format.name, key), format, own=True)
 
 
 def require_castable(dtype: torch.dtype, target: Tensor) -> None:
@@ -176,12 +204,16 @@ def require_castable(dtype: torch.dtype, target: Tensor) -> None:
         )
 
 
-def store(target: Tensor, result: Sequence[Tensor]) -> None:
-    """Write the terms of a result into an expansion of the same format, or collapse into a plain
-    tensor."""
-    require_castable(result[0].dtype, target)
+def store(target: Tensor, result: MCFTensor) -> None:
+    """Write a result into an expansion, to nearest, or rounded once into a plain tensor."""
+    require_castable(result.dtype, target)
     if isinstance(target, MCFTensor):
-        for term, new in zip(target.components, result, strict=True):
-            term.copy_(new)
+        fill(target, stored_in(result, target._format, target.device))
     else:
-        target.copy_(expansion.collapse(result, target.dtype))
+        target.copy_(plainly(result, target.dtype))
+
+
+def fill(target: MCFTensor, components: Iterable[Tensor]) -> None:
+    """Write components into those of an expansion."""
+    for component, new in zip(target.components, components, strict=True):
+        component.copy_(new)

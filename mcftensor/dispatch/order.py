@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.operands import expansions
+from mcftensor.dispatch.stored import of_terms
 from mcftensor.dispatch.table import implements
 from mcftensor.tensor import MCFTensor
 
@@ -22,7 +23,7 @@ aten = torch.ops.aten
 
 def ranks(x: MCFTensor) -> tuple[Tensor, list[Tensor]]:
     """The rank of each element in float64, and the terms of the elements of each rank."""
-    terms = [t.reshape(-1) for t in x.components]
+    terms = [t.reshape(-1) for t in x._read()]
     order = torch.arange(terms[0].numel(), device=x.device)
     # Normalized expansions compare as their terms do, first ones first.
     for term in reversed(terms):
@@ -69,6 +70,7 @@ def ranks(x: MCFTensor) -> tuple[Tensor, list[Tensor]]:
     aten.adaptive_max_pool2d.default,
     aten.adaptive_max_pool3d.default,
 )
+@of_terms
 def by_rank(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """The operation on ranks; integer results, such as indices, are as they are."""
     if not isinstance(x, MCFTensor) or x.role == "parameter" or expansions((args, kwargs)):
@@ -83,6 +85,6 @@ def by_rank(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         chosen = [term.index_select(0, place.reshape(-1)).view(place.shape) for term in elements]
         terms = [term.masked_fill(absent, 0) for term in chosen]
         terms[0] = torch.where(absent, result.to(terms[0].dtype), terms[0])
-        return MCFTensor(terms, x.format)
+        return MCFTensor.of(terms, x.format, own=True)
 
     return tree_map(element, func(rank, *args, **kwargs))

@@ -18,7 +18,7 @@ from mcftensor.dispatch.operands import (
     computes_plainly,
     expansions,
     leading,
-    terms_in,
+    stored_in,
 )
 from mcftensor.dispatch.table import implements
 from mcftensor.formats import Format
@@ -33,9 +33,9 @@ _SOURCES = ("src", "source", "values", "value")
 def _elements(source: Any, format: Format, device: torch.device) -> Sequence[Any]:
     """What goes into each term; of a number Python floats, which compilers leave alone too."""
     if isinstance(source, torch.Tensor):
-        return terms_in(source, format, device)
+        return stored_in(source, format, device)
     with no_dispatch():
-        return [term.item() for term in terms_in(float(source), format, torch.device("cpu"))]
+        return [term.item() for term in stored_in(float(source), format, torch.device("cpu"))]
 
 
 @implements(
@@ -77,7 +77,9 @@ def place(func: Any, *args: Any, **kwargs: Any) -> Any:
     results = [
         func(term, **named, **{name: new})
         for term, new in zip(
-            terms_in(x, format, x.device), _elements(source, format, x.device), strict=True
+            stored_in(x, format, x.device) if not in_place else x.components,
+            _elements(source, format, x.device),
+            strict=True,
         )
     ]
-    return x if in_place else MCFTensor(results, format, common_role((x, source)))
+    return x if in_place else MCFTensor.of(results, format, common_role((x, source)), own=True)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcftensor.arithmetic.ordering import choose, clamp, equal, less, maximum, minimum
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.operands import (
     common_format,
@@ -19,10 +20,10 @@ from mcftensor.dispatch.operands import (
     computes_plainly,
     leading,
     store,
-    terms_in,
+    stored_in,
 )
+from mcftensor.dispatch.stored import of_terms
 from mcftensor.dispatch.table import implements, register_forms
-from mcftensor.ordering import choose, clamp, equal, less, maximum, minimum
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten
@@ -33,7 +34,7 @@ def _enter(name: str, operands: Sequence[Any]) -> list[Any]:
     """Operands as terms of their common format; None, a limit that is not given, stays None."""
     format = common_format(name, operands)
     device = next(x.device for x in operands if isinstance(x, MCFTensor))
-    return [None if x is None else terms_in(x, format, device) for x in operands]
+    return [None if x is None else stored_in(x, format, device) for x in operands]
 
 
 _COMPARISONS: dict[str, Callable[[Terms, Terms], Tensor]] = {
@@ -48,6 +49,7 @@ _COMPARISONS: dict[str, Callable[[Terms, Terms], Tensor]] = {
 
 def _register_comparison(name: str) -> None:
     @implements(getattr(aten, name).Tensor, getattr(aten, name).Scalar)
+    @of_terms
     def compare(func: Any, x: Any, y: Any) -> Tensor:
         if computes_plainly((x, y)):
             return func(*leading((x, y)))
@@ -59,6 +61,7 @@ for _name in _COMPARISONS:
 
 
 @implements(aten.equal.default)
+@of_terms
 def all_equal(func: Any, x: Any, y: Any) -> bool:
     """torch.equal."""
     if x.shape != y.shape:
@@ -90,20 +93,19 @@ _CHOICES: dict[str, Callable[..., list[Tensor]]] = {
 
 def _chosen(name: str, operands: Sequence[Any]) -> MCFTensor:
     chosen = _CHOICES[name](*_enter(name, operands))
-    return MCFTensor(chosen, common_format(name, operands), common_role(operands))
+    role = common_role(operands)
+    return MCFTensor.of(chosen, common_format(name, operands), role, own=True)
 
 
 def _register_choice(name: str) -> None:
+    @of_terms
     def choice(func: Any, *args: Any) -> Any:
         return func(*leading(args)) if computes_plainly(args) else _chosen(name, args)
 
+    @of_terms
     def choice_into(func: Any, *args: Any, out: Tensor | None = None) -> Any:
         target = args[0] if out is None else out
-        chosen = _chosen(name, args)
-        if isinstance(target, MCFTensor):
-            store(target, terms_in(chosen, target.format, target.device))
-        else:
-            store(target, chosen.components)
+        store(target, _chosen(name, args))
         return target
 
     register_forms(name, choice, choice_into, choice_into)
@@ -114,13 +116,14 @@ for _name in _CHOICES:
 
 
 @implements(aten.where.self)
+@of_terms
 def where(func: Any, condition: Tensor, x: Any, y: Any) -> Any:
     """torch.where between expansions, and between an expansion and a plain tensor."""
     if isinstance(condition, MCFTensor):
         return compute(func, condition, x, y)
     if computes_plainly((x, y)):
         return func(condition, *leading((x, y)))
-    return MCFTensor(
+    return MCFTensor.of(
         choose(condition, *_enter("where", (x, y))),
         common_format("where", (x, y)),
         common_role((x, y)),

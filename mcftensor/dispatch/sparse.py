@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor import expansion
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.table import implements
 from mcftensor.dispatch.wide import PRECISION, WIDE
@@ -39,4 +38,4 @@ def sparse_mask(func: Any, x: Any, mask: Tensor) -> Tensor:
     """The elements where a sparse tensor has some, sparse and in float64."""
     if not isinstance(x, MCFTensor) or x.format.precision > PRECISION:
         return compute(func, x, mask)
-    return func(expansion.collapse(x.components, WIDE), mask.to(WIDE))
+    return func(x._collapsed(WIDE), mask.to(WIDE))

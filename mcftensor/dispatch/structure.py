@@ -13,16 +13,14 @@ from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from mcftensor import expansion
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.operands import (
     common_format,
     common_role,
     computes_plainly,
-    converted,
+    fill,
     leading,
-    store,
-    terms_in,
+    stored_in,
 )
 from mcftensor.dispatch.table import SHORTCUTS, implements
 from mcftensor.dispatch.writing import refusal
@@ -40,12 +38,13 @@ _VIEW_COPIES = [
 ]
 
 
-def _on_terms(func: Any, x: MCFTensor, args: Any, kwargs: Any) -> Any:
-    """One operation on each term, the results of which are tensors or lists of tensors."""
-    results = [func(term, *args, **kwargs) for term in x.components]
+def _on_components(func: Any, x: MCFTensor, args: Any, kwargs: Any, *, own: bool) -> Any:
+    """One operation on each component, the results of which are tensors or lists of tensors, in
+    memory of their own or not."""
+    results = [func(t, *args, **kwargs) for t in (x._read() if own else x.components)]
     if isinstance(results[0], Tensor):
-        return x._like(results)
-    return type(results[0])(x._like(pieces) for pieces in zip(*results, strict=True))
+        return x._like(results, own=own)
+    return type(results[0])(x._like(pieces, own=own) for pieces in zip(*results, strict=True))
 
 
 @implements(
@@ -76,8 +75,8 @@ def view(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
     """Views: the terms of the result share memory with those of x."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(x.is_inference()):  # a view is of the kind of its base
-            return _on_terms(func, x, args, kwargs)
-    out = _on_terms(func, x, args, kwargs)
+            return _on_components(func, x, args, kwargs, own=False)
+    out = _on_components(func, x, args, kwargs, own=False)
     if func is aten.detach.default:
         _keep_accumulation(x, out)
     return return_and_correct_aliasing(func, (x, *args), kwargs, out)
@@ -119,7 +118,7 @@ def move(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Copies and selections of elements."""
     if not isinstance(x, MCFTensor) or _holds_expansion(args):
         return compute(func, x, *args, **kwargs)
-    return _on_terms(func, x, args, kwargs)
+    return _on_components(func, x, args, kwargs, own=True)
 
 
 @implements(
@@ -175,8 +174,9 @@ def join(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
     if computes_plainly(tensors):
         return func(leading(tensors), *args)
     format = common_format(func.overloadpacket.__name__, tensors)
-    columns = zip(*(terms_in(x, format, x.device) for x in tensors), strict=True)
-    return MCFTensor([func(list(c), *args) for c in columns], format, common_role(tensors))
+    columns = zip(*(stored_in(x, format, x.device) for x in tensors), strict=True)
+    joined = [func(list(c), *args) for c in columns]
+    return MCFTensor.of(joined, format, common_role(tensors), own=True)
 
 
 # ---------------------------------------------------------------------------------- factories
@@ -201,11 +201,10 @@ def like(func: Any, x: MCFTensor, **kwargs: Any) -> Any:
     `Module.to_empty` make what is to hold the parameter.
     """
     if kwargs.get("dtype") not in (None, x.dtype) or _within_graph(x):
-        return func(x.components[0], **kwargs)
+        return func(x._component0, **kwargs)
     holds = func is aten.empty_like.default and not x._is_param
-    return MCFTensor(
-        [func(t, **kwargs) for t in x.components], x.format, x.role if holds else "value"
-    )
+    made = [func(t, **kwargs) for t in x._read()]
+    return MCFTensor.of(made, x.format, x.role if holds else "value", own=True)
 
 
 @implements(
@@ -214,14 +213,14 @@ def like(func: Any, x: MCFTensor, **kwargs: Any) -> Any:
 def new(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
     """As `like`, of another shape; the role stays."""
     if kwargs.get("dtype") not in (None, x.dtype):
-        return func(x.components[0], *args, **kwargs)
-    return MCFTensor([func(t, *args, **kwargs) for t in x.components], x.format, x.role)
+        return func(x._component0, *args, **kwargs)
+    return x._like([func(t, *args, **kwargs) for t in x._read()], own=True)
 
 
 def _filled(make: Callable[..., Tensor], x: MCFTensor, value: Any, role: Role) -> MCFTensor:
-    numbers = terms_in(value, x.format, x.device)
-    made = [make(t).copy_(n) for t, n in zip(x.components, numbers, strict=True)]
-    return MCFTensor(made, x.format, role)
+    numbers = stored_in(value, x.format, x.device)
+    made = [make(t).copy_(n) for t, n in zip(x._read(), numbers, strict=True)]
+    return MCFTensor.of(made, x.format, role, own=True)
 
 
 @implements(aten.ones_like.default, aten.full_like.default)  # states of optimizers
@@ -233,7 +232,7 @@ def filled_like(func: Any, x: MCFTensor, value: Any = 1.0, **kwargs: Any) -> Any
     """
     if kwargs.get("dtype") not in (None, x.dtype) or _within_graph(x):
         numbers = (value,) if func.overloadpacket is aten.full_like else ()
-        return func(x.components[0], *numbers, **kwargs)
+        return func(x._component0, *numbers, **kwargs)
     return _filled(lambda t: torch.empty_like(t, **kwargs), x, value, "value")
 
 
@@ -242,7 +241,7 @@ def new_filled(func: Any, x: MCFTensor, size: Any, value: Any = 1.0, **kwargs: A
     """As `filled_like`, of another shape; the role stays."""
     if kwargs.get("dtype") not in (None, x.dtype):
         numbers = (value,) if func.overloadpacket is aten.new_full else ()
-        return func(x.components[0], size, *numbers, **kwargs)
+        return func(x._component0, size, *numbers, **kwargs)
     return _filled(lambda t: t.new_empty(size, **kwargs), x, value, x.role)
 
 
@@ -277,9 +276,9 @@ def to_copy(func: Any, x: MCFTensor, *, dtype: torch.dtype | None = None, **kwar
                 "dtype first, .to(torch.float64)"
             )
         wide = dtype if dtype.is_floating_point else torch.float64
-        plain = expansion.collapse(x.components, wide)
+        plain = x._collapsed(wide)
         return func(plain, dtype=dtype, **kwargs) if kwargs or wide != dtype else plain
-    copied = MCFTensor([func(t, **kwargs) for t in x.components], x.format, x.role)
+    copied = x._like([func(t, **kwargs) for t in x._read()], own=True)
     _keep_accumulation(x, copied)
     return copied
 
@@ -288,13 +287,13 @@ def to_copy(func: Any, x: MCFTensor, *, dtype: torch.dtype | None = None, **kwar
 def copy_(func: Any, target: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
     """Between equal formats a bare copy of terms; otherwise one rounding."""
     if not isinstance(target, MCFTensor):
-        func(target, expansion.collapse(source.components, target.dtype), non_blocking)
+        func(target, source._collapsed(target.dtype), non_blocking)
         return target
     if source.is_complex():
         raise TypeError(f"copy_: {source.dtype} into an expansion in {target.format.name}")
-    source_terms = converted(source, target.format, target.device)
-    for term, new_term in zip(target.components, source_terms, strict=True):
-        func(term, new_term, non_blocking)
+    new = stored_in(source, target.format, target.device, rounding=True)
+    for x, y in zip(target.components, new, strict=True):
+        func(x, y, non_blocking)
     return target
 
 
@@ -303,10 +302,8 @@ def fill_(func: Any, target: Tensor, value: Any = 0.0) -> Tensor:
     """Every element set to one number, at full precision."""
     if not isinstance(target, MCFTensor):
         return target.copy_(value.expand(target.shape))
-    for term, number in zip(
-        target.components, terms_in(value, target.format, target.device), strict=True
-    ):
-        term.copy_(number.expand(term.shape))
+    numbers = stored_in(value, target.format, target.device)
+    fill(target, [x.expand(target.shape) for x in numbers])
     return target
 
 
@@ -321,12 +318,12 @@ def masked_fill(func: Any, x: Any, mask: Tensor, value: Any) -> Any:
     if not isinstance(x, MCFTensor) or isinstance(mask, MCFTensor):
         return compute(func, x, mask, value)
     filled = [
-        torch.where(mask, number, term)
-        for term, number in zip(x.components, terms_in(value, x.format, x.device), strict=True)
+        torch.where(mask, number, t)
+        for t, number in zip(x._read(), stored_in(value, x.format, x.device), strict=True)
     ]
     if func.overloadpacket is aten.masked_fill:
-        return MCFTensor(filled, x.format, x.role)
-    store(x, filled)
+        return x._like(filled, own=True)
+    fill(x, filled)
     return x
 
 
@@ -340,7 +337,7 @@ def record_stream(func: Any, x: MCFTensor, stream: Any) -> None:
 @implements(aten._local_scalar_dense.default)  # .item(), float(x)
 def item(func: Any, x: MCFTensor) -> Any:
     """The collapsed value as a Python float."""
-    return func(expansion.collapse(x.components, torch.float64))
+    return func(x._collapsed())
 
 
 @implements(aten.set_.source_Tensor)

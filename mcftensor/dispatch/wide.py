@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from mcftensor import expansion
-from mcftensor.dispatch.operands import expansions
+from mcftensor.dispatch.operands import expansions, plainly, value_of
 from mcftensor.dispatch.writing import assign, refusal, written_to
 from mcftensor.formats import Format
 from mcftensor.tensor import MCFTensor
@@ -62,18 +61,16 @@ def evaluate(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
             raise refusal(func, found, "its result is complex")
         if not x.is_floating_point():
             return x
-        if asked and asked[-1] != format.base:
-            return expansion.collapse([x], asked[-1])
-        return MCFTensor(expansion.expand(x, format), format)
+        if asked and asked[-1] != format.dtype:
+            return plainly(x, asked[-1])
+        return value_of(x, format)
 
     return tree_map(narrow, result)
 
 
 def widened(x: Tensor) -> Tensor:
     """A tensor in float64, as a copy."""
-    if isinstance(x, MCFTensor):
-        return expansion.collapse(x.components, WIDE)
-    return x.to(WIDE, copy=True)
+    return x._collapsed(WIDE) if isinstance(x, MCFTensor) else x.to(WIDE, copy=True)
 
 
 def is_view(func: Any) -> bool:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from mcftensor import expansion
-from mcftensor.dispatch.operands import expansions, require_castable
+from mcftensor.dispatch.operands import expansions, plainly, require_castable
 from mcftensor.tensor import MCFTensor
 
 
@@ -51,8 +50,7 @@ def assign(func: Any, targets: Sequence[Tensor], results: Sequence[Tensor]) -> N
         if target.shape != result.shape:
             target.resize_(result.shape)
         if not isinstance(target, MCFTensor) and result.is_floating_point():
-            terms = result.components if isinstance(result, MCFTensor) else (result,)
-            result = expansion.collapse(terms, target.dtype)
+            result = plainly(result, target.dtype)
         target.copy_(result)
 
 

@@ -26,8 +26,8 @@ from mcftensor.edq.reading import (
     take_samples,
     totals,
 )
+from mcftensor.patches.steps import untraced
 from mcftensor.shadow import Original, reaches_parameters
-from mcftensor.untraced import untraced
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

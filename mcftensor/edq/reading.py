@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from mcftensor.convert import as_plain
+from mcftensor.formats import ExpansionFormat
 from mcftensor.shadow import (
     CannotShadow,
     Original,
@@ -142,7 +143,7 @@ def _block_sums(before: Tensor, after: Tensor, wide: Tensor) -> Tensor:
     intended = as_plain(difference, torch.float64).flatten()
     pairs = [
         (old.flatten().double(), new.flatten().double())
-        for old, new in zip(_terms(before), _terms(after), strict=True)
+        for old, new in zip(_parts(before), _parts(after), strict=True)
     ]
     moves = [new - old for old, new in pairs]
     moved = sum(moves[1:], start=moves[0])
@@ -185,7 +186,7 @@ def _fingerprints(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Tens
         .view(_PATTERNS[t.element_size()])
         .sum(dtype=torch.int64)
         for name, x in tensors.items()
-        for terms in (_terms(_local(x)),)
+        for terms in (_components(_local(x)),)
         for i, t in enumerate(terms)
     }
 
@@ -236,7 +237,15 @@ def _local(x: Tensor) -> Tensor:
     return x.to_local() if hasattr(x, "to_local") else x
 
 
-def _terms(x: Tensor) -> tuple[Tensor, ...]:
+def _components(x: Tensor) -> tuple[Tensor, ...]:
     if isinstance(x, MCFTensor):
-        return x.components
+        return x._read()
     return (torch.view_as_real(x) if x.is_complex() else x,)
+
+
+def _parts(x: Tensor) -> Sequence[Tensor]:
+    """Floats whose sum is the number, of which the first is what models compute with."""
+    leading, *tails = _components(x)
+    if not isinstance(x, MCFTensor) or isinstance(x.format, ExpansionFormat):
+        return leading, *tails
+    return leading, x._collapsed() - leading

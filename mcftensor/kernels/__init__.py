@@ -7,7 +7,8 @@ bits of the function itself; otherwise the function runs as it is, block by bloc
 
 from __future__ import annotations
 
-from mcftensor.kernels.calls import Calls as Calls
+from mcftensor.kernels.columns import Column as Column
+from mcftensor.kernels.columns import Columns as Columns
+from mcftensor.kernels.columns import Scalar as Scalar
 from mcftensor.kernels.program import Body as Body
 from mcftensor.kernels.running import run as run
-from mcftensor.kernels.running import run_one as run_one

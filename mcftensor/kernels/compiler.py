@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import os
 import shutil
 import subprocess
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+
+from mcftensor.kernels.directory import is_kept, keep, path_of
 
 FLAGS = (
     "-std=c++17",
     "-O3",
     "-march=native",
     "-ffp-contract=off",  # a product and a sum are two roundings
+    "-fwrapv",  # integers wrap around
     "-fno-math-errno",  # without this and the next, loops with roots and choices stay scalar
     "-fno-trapping-math",
     "-Wno-psabi",
@@ -39,8 +40,8 @@ def load(source: str, *, build: bool) -> Launch | None:
         return None
     status = Path(compiler).resolve().stat()
     parts = (source, *FLAGS, compiler, status.st_size, status.st_mtime_ns, _processor())
-    library = directory() / f"{digest(*parts)}.so"
-    if not library.exists() and not (build and _compile(source, compiler, library)):
+    library = path_of(*parts, suffix=".so")
+    if not is_kept(library) and not (build and _compile(source, compiler, library)):
         return None
     try:
         launch = ctypes.CDLL(str(library)).launch
@@ -63,20 +64,6 @@ def find() -> str | None:
     return None
 
 
-def directory() -> Path:
-    """Where compiled code is kept: MCFTENSOR_CACHE_DIR, or mcftensor in the user's cache."""
-    named = os.environ.get("MCFTENSOR_CACHE_DIR")
-    if named:
-        return Path(named).absolute()
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "mcftensor"
-
-
-def digest(*parts: object) -> str:
-    """A name for what is made of these parts."""
-    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32]
-
-
 @functools.cache
 def _processor() -> str:
     try:
@@ -86,23 +73,15 @@ def _processor() -> str:
     return next((x for x in lines if x.startswith(("flags", "Features"))), os.uname().machine)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that appears whole or not at all, other processes being at it too."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        draft = Path(scratch) / path.name
-        draft.write_text(text)
-        draft.replace(path)
-
-
 def _compile(source: str, compiler: str, library: Path) -> bool:
-    command = [compiler, *FLAGS, "kernel.cpp", "-o", "kernel.so"]
+    def make(scratch: Path) -> Path:
+        (scratch / "kernel.cpp").write_text(source)
+        command = [compiler, *FLAGS, "kernel.cpp", "-o", "kernel.so"]
+        subprocess.run(command, cwd=scratch, check=True, capture_output=True, text=True)
+        return scratch / "kernel.so"
+
     try:
-        library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-            (Path(scratch) / "kernel.cpp").write_text(source)
-            subprocess.run(command, cwd=scratch, check=True, capture_output=True, text=True)
-            (Path(scratch) / "kernel.so").replace(library)
+        keep(library, make)
     except subprocess.CalledProcessError as error:
         _give_up(f"{compiler} failed: {error.stderr.strip()[:500]}")
         return False

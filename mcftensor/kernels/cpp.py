@@ -3,57 +3,91 @@
 Every value is a vector of lanes, of a type that compilers turn into the machine's own vectors, so
 that nothing is left to automatic vectorization. bfloat16 and float16 numbers are computed with as
 float32 values that hold them exactly, and rounded on the bit pattern; a truth value is an integer
-of 32 or 64 bits, 0 or -1. Products and sums must not be contracted: see `compiler.FLAGS`.
+of 32 or 64 bits, 0 or -1. Integers wrap around, and products and sums must not be contracted: see
+`compiler.FLAGS`.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from mcftensor.kernels.program import Instruction, Place, Program, varying
-
-# dtype: (type to compute with, type in memory)
-_TYPES = {
-    torch.bfloat16: ("F", "uint16_t"),
-    torch.float16: ("F", "uint16_t"),
-    torch.float32: ("F", "float"),
-    torch.float64: ("D", "double"),
-    torch.int16: ("I", "int16_t"),
-    torch.int32: ("I", "int32_t"),
-    torch.int64: ("L", "int64_t"),
-}
-_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-_UNSIGNED = {"I": "U", "L": "UL"}
-_BITS = {"F": "I", "D": "L", "I": "I", "L": "L"}
+from mcftensor.kernels.printer import COMMON, Dialect, Printer
+from mcftensor.kernels.program import COMPUTED, Program, varying
 
 # Blocks of lanes computed together, line by line, since one alone mostly waits for its own results;
 # and the longest program for which this is worth the time to compile.
 _BLOCKS = 8
 _LONGEST = 300
 
+_TYPES = {
+    torch.float32: "F",
+    torch.float64: "D",
+    torch.int32: "I",
+    torch.int64: "L",
+    torch.bool: "I",
+}
+
+
+def _constant(number: float, dtype: torch.dtype) -> str:
+    if dtype == torch.bool:
+        return f"all<I>({-number})"
+    type_ = _TYPES[COMPUTED[dtype]]
+    return (
+        f"all<{type_}>({number!r})"
+        if dtype.is_floating_point
+        else f"all<{type_}>({number % 2**64}ull)"
+    )
+
+
+_DIALECT = Dialect(
+    types=_TYPES,
+    constant=_constant,
+    assignment="const auto {name} = {value};",
+    operations=COMMON
+    | {
+        "vector": "load(in{0} + i, n)",
+        "scalar": "entered<{type}>(scalar{0})",
+        "index": "counted<L>() + i",
+        "to": "to<{type}>({0})",
+        "where": "choose({0}, {1}, {2})",
+        "abs": "magnitude({0})",
+        "sqrt": "root({0})",
+        "fma": "fma({0}, {1}, {2})",
+        ("to", torch.bool): "to<{type}>(-{0})",
+        ("where", torch.bool): "({0} & like({0}, {1})) | (~{0} & like({0}, {2}))",
+        ("and", torch.bool): "{0} & like({0}, {1})",
+        ("or", torch.bool): "{0} | like({0}, {1})",
+        ("xor", torch.bool): "{0} ^ like({0}, {1})",
+        ("eq", torch.bool): "{0} == like({0}, {1})",
+    },
+)
+
 _PRELUDE = """\
-using int16_t = __INT16_TYPE__;
 using int32_t = __INT32_TYPE__;
 using int64_t = __INT64_TYPE__;
+using uint8_t = __UINT8_TYPE__;
 using uint16_t = __UINT16_TYPE__;
 using uint32_t = __UINT32_TYPE__;
 using uint64_t = __UINT64_TYPE__;
 #define INLINE static inline __attribute__((always_inline))
-#define VECTOR(type) type __attribute__((vector_size(sizeof(type) * LANES)))
+constexpr double inf = __builtin_inf(), nan = __builtin_nan("");
 
-typedef VECTOR(uint16_t) H;
-typedef VECTOR(float) F;
-typedef VECTOR(double) D;
-typedef VECTOR(int32_t) I;
-typedef VECTOR(uint32_t) U;
-typedef VECTOR(int64_t) L;
-typedef VECTOR(uint64_t) UL;
+template <class T>
+struct Lanes { typedef T type __attribute__((vector_size(sizeof(T) * LANES))); };
+using F = Lanes<float>::type;
+using D = Lanes<double>::type;
+using I = Lanes<int32_t>::type;
+using U = Lanes<uint32_t>::type;
+using L = Lanes<int64_t>::type;
+using UL = Lanes<uint64_t>::type;
+template <class T>
+struct Pattern { using type = U; };
+template <>
+struct Pattern<uint64_t> { using type = UL; };
 
 template <class V, class T>
 INLINE V all(T x) {
@@ -77,17 +111,45 @@ INLINE To as(From x) {
 template <class To, class From>
 INLINE To to(From x) { return __builtin_convertvector(x, To); }
 
-template <class V, class T>
-INLINE V load(const T *p, int n) {
-  V x = {};
+template <class T>
+INLINE typename Pattern<T>::type load(const T *p, int n) {
+  typename Lanes<T>::type x = {};
   __builtin_memcpy(&x, p, n * sizeof(T));
-  return x;
+  return to<typename Pattern<T>::type>(x);
 }
-template <class V, class T>
-INLINE void store(T *p, V x, int n) { __builtin_memcpy(p, &x, n * sizeof(T)); }
+template <class T, class V>
+INLINE void store(T *p, V pattern, int n) {
+  auto x = to<typename Lanes<T>::type>(pattern);
+  __builtin_memcpy(p, &x, n * sizeof(T));
+}
 
-INLINE F quiet(F x) { return x == x ? x : all<F>(__builtin_nanf("")); }
-INLINE D quiet(D x) { return x == x ? x : all<D>(__builtin_nan("")); }
+INLINE F quiet(F x) { return x == x ? x : all<F>(nan); }
+INLINE D quiet(D x) { return x == x ? x : all<D>(nan); }
+
+// Of a pattern of fewer bits than its lane the others say nothing.
+INLINE I bool_value(U bits) { return as<I>(bits & 0xff) != 0; }
+INLINE I int8_value(U bits) { return as<I>(bits << 24) >> 24; }
+INLINE I uint8_value(U bits) { return as<I>(bits & 0xff); }
+INLINE I int16_value(U bits) { return as<I>(bits << 16) >> 16; }
+INLINE I uint16_value(U bits) { return as<I>(bits & 0xffff); }
+INLINE I int32_value(U bits) { return as<I>(bits); }
+INLINE L int64_value(UL bits) { return as<L>(bits); }
+INLINE F fp32_value(U bits) { return quiet(as<F>(bits)); }
+INLINE D fp64_value(UL bits) { return quiet(as<D>(bits)); }
+template <class V>
+INLINE U bool_bits(V x) { return to<U>(-x); }
+INLINE U int8_bits(I x) { return as<U>(x); }
+INLINE U uint8_bits(I x) { return as<U>(x); }
+INLINE U int16_bits(I x) { return as<U>(x); }
+INLINE U uint16_bits(I x) { return as<U>(x); }
+INLINE U int32_bits(I x) { return as<U>(x); }
+INLINE UL int64_bits(L x) { return as<UL>(x); }
+INLINE U fp32_bits(F x) { return as<U>(x); }
+INLINE UL fp64_bits(D x) { return as<UL>(x); }
+INLINE I to_int8(I x) { return int8_value(as<U>(x)); }
+INLINE I to_uint8(I x) { return uint8_value(as<U>(x)); }
+INLINE I to_int16(I x) { return int16_value(as<U>(x)); }
+INLINE I to_uint16(I x) { return uint16_value(as<U>(x)); }
 
 INLINE F bf16_value(U bits) { return as<F>(bits << 16); }
 INLINE U bf16_bits(F x) { return as<U>(x) >> 16; }
@@ -128,12 +190,12 @@ INLINE U fp16_bits(F x) {
 
 INLINE F magnitude(F x) { return as<F>(as<I>(x) & 0x7fffffff); }
 INLINE D magnitude(D x) { return as<D>(as<L>(x) & 0x7fffffffffffffff); }
-INLINE F finite_or_zero(F x) {
-  return magnitude(x) < __builtin_inff() ? x : all<F>(0.0f);
-}
-INLINE D finite_or_zero(D x) {
-  return magnitude(x) < __builtin_inf() ? x : all<D>(0.0);
-}
+template <class V>
+INLINE V magnitude(V x) { return x < 0 ? -x : x; }
+INLINE F finite_or_zero(F x) { return magnitude(x) < float(inf) ? x : all<F>(0); }
+INLINE D finite_or_zero(D x) { return magnitude(x) < inf ? x : all<D>(0); }
+INLINE I negative(F x) { return as<I>(x) < 0; }
+INLINE L negative(D x) { return as<L>(x) < 0; }
 INLINE F copysign(F x, F y) { return as<F>((as<U>(x) & 0x7fffffff) | (as<U>(y) & 0x80000000)); }
 INLINE D copysign(D x, D y) {
   return as<D>((as<UL>(x) & 0x7fffffffffffffff) | (as<UL>(y) & 0x8000000000000000));
@@ -156,6 +218,23 @@ INLINE F fma(F x, F y, F z) {
   for (int k = 0; k < LANES; ++k) x[k] = __builtin_fmaf(x[k], y[k], z[k]);
   return x;
 }
+template <class V>
+INLINE V sign_of(V x) { return (x > 0 ? all<V>(1) : all<V>(0)) - (x < 0 ? all<V>(1) : all<V>(0)); }
+
+template <class V>
+INLINE V entered(double x) { return to<V>(quiet(all<D>(x))); }
+template <class V>
+INLINE V entered(int64_t x) { return to<V>(all<L>(x)); }
+
+// A truth value has the width of what was compared, and gets that of what it meets.
+template <class V, class M>
+INLINE V like(V, M mask) { return to<V>(mask); }
+template <class M>
+INLINE F choose(M mask, F x, F y) { return to<I>(mask) ? x : y; }
+template <class M>
+INLINE D choose(M mask, D x, D y) { return to<L>(mask) ? x : y; }
+template <class M, class V>
+INLINE V choose(M mask, V x, V y) { return to<V>(mask) ? x : y; }
 """
 
 _LOOP = """
@@ -206,7 +285,7 @@ def source(program: Program) -> str:
     names, word, scalars = [], 1, 0
     for kind, dtypes in (("in", signature.vectors), ("out", signature.outputs)):
         for i, dtype in enumerate(dtypes):
-            memory = ("const " if kind == "in" else "") + _TYPES[dtype][1]
+            memory = ("const " if kind == "in" else "") + f"uint{8 * dtype.itemsize}_t"
             names.append(f"{memory} *{kind}{i} = ({memory} *)word[{word} * count];")
             word += 1
     for i, dtype in enumerate(signature.scalars):
@@ -216,14 +295,10 @@ def source(program: Program) -> str:
         else:
             names.append(f"const double scalar{i} = number[{scalars} * count];")
             scalars += 1
-    lines, varies = _Lines(program).lines(), varying(program.instructions)
-    before = [line for line, inside in zip(lines, varies, strict=True) if not inside]
-    body = list(itertools.compress(lines, varies))
-    for i, (place, dtype) in enumerate(zip(program.results, signature.outputs, strict=True)):
-        value = f"v{place.index}"
-        if dtype in _SHORT:
-            value = f"to<H>({_SHORT[dtype]}_bits({value}))"
-        body.append(f"store(out{i} + i, {value}, n);")
+    printer, varies = Printer(program, _DIALECT), varying(program.instructions)
+    before, body = printer.lines(varies)
+    for i, place in enumerate(program.results):
+        body.append(f"store(out{i} + i, {printer.pattern(place)}, n);")
     inside = itertools.compress(program.instructions, varies)
     blocks = _BLOCKS if len(program.instructions) <= _LONGEST else 1
     loop = _LOOP.format(
@@ -244,148 +319,8 @@ def _copied(line: str, block: int, varies: Sequence[bool]) -> str:
     def renamed(name: re.Match[str]) -> str:
         return f"{name[0]}_{block}" if varies[int(name[1])] else name[0]
 
-    return re.sub(r"\bi\b", f"(i + {block} * LANES)", re.sub(r"\bv(\d+)\b", renamed, line))
+    return re.sub(r"\bi\b", f"(i + {block} * LANES)", re.sub(r"\b[pv](\d+)\b", renamed, line))
 
 
 def _indented(lines: Sequence[str], places: int) -> str:
     return "\n".join(" " * places + line for line in lines)
-
-
-_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-_INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "and": "&", "or": "|", "xor": "^"}
-_LOGIC = {"and": "&", "mul": "&", "or": "|", "xor": "^", "ne": "^", "eq": "=="}  # of truth values
-_FUNCTIONS = {
-    "abs": "magnitude",
-    "copysign": "copysign",
-    "finite_or_zero": "finite_or_zero",
-    "fma": "fma",
-    "maximum": "greater",
-    "sqrt": "root",
-}
-
-
-class _Lines:
-    """A line of C++ for each instruction."""
-
-    def __init__(self, program: Program) -> None:
-        self.instructions = program.instructions
-        self.types: list[str] = []  # of vectors: F, D, I, L; truth values are I or L
-
-    def lines(self) -> list[str]:
-        lines = []
-        for i, x in enumerate(self.instructions):
-            type_, value = self._line(x)
-            self.types.append(type_)
-            lines.append(f"const {type_} v{i} = {value};")
-        return lines
-
-    def _line(self, x: Instruction) -> tuple[str, str]:
-        places = [o for o in x.operands if isinstance(o, Place)]
-        if x.dtype == torch.bool:
-            return self._truth(x, places)
-        type_ = _TYPES[x.dtype][0]
-        return type_, self._value(x, type_, places)
-
-    def _text(self, operand: Any, dtype: torch.dtype) -> str:
-        return f"v{operand.index}" if isinstance(operand, Place) else _constant(operand, dtype)
-
-    def _mask(self, place: Place, width: str) -> str:
-        """A truth value as a vector of integers of a width."""
-        own = self.types[place.index]
-        return f"v{place.index}" if own == width else f"to<{width}>(v{place.index})"
-
-    def _truth(self, x: Instruction, places: Sequence[Place]) -> tuple[str, str]:
-        of = self.instructions[places[0].index].dtype
-        if of == torch.bool:
-            width = self.types[places[0].index]
-            masks = [self._mask(place, width) for place in places]
-            return width, f"~{masks[0]}" if x.name == "not" else f" {_LOGIC[x.name]} ".join(masks)
-        width = _BITS[_TYPES[of][0]]
-        operands = [self._text(o, of) for o in x.operands]
-        if x.name == "signbit":
-            return width, f"as<{width}>({operands[0]}) < 0"
-        return width, f"{operands[0]} {_COMPARISONS[x.name]} {operands[1]}"
-
-    def _value(self, x: Instruction, type_: str, places: Sequence[Place]) -> str:
-        if x.name == "vector":
-            return self._loaded(x.operands[0], x.dtype)
-        if x.name == "scalar":
-            value = f"all<{'L' if type_ == 'L' else 'D'}>(scalar{x.operands[0]})"
-            return f"to<{type_}>(quiet({value}))" if x.dtype.is_floating_point else value
-        if x.name == "index":
-            return "counted<L>() + i"
-        if x.name == "where":
-            chosen = [self._text(o, x.dtype) for o in x.operands[1:]]
-            return f"{self._mask(x.operands[0], _BITS[type_])} ? {chosen[0]} : {chosen[1]}"
-        if x.name in _CONVERSIONS:
-            of = self.instructions[places[0].index].dtype
-            return _CONVERSIONS[x.name](f"v{places[0].index}", of, x.dtype)
-        operands = [self._text(o, x.dtype) for o in x.operands]
-        if x.name == "constant":
-            return operands[0]
-        if x.name in ("shift_left", "shift_right"):
-            return f"{operands[0]} {'<<' if x.name == 'shift_left' else '>>'} {operands[1]}"
-        if x.name in ("neg", "not"):
-            return f"{'-' if x.name == 'neg' else '~'}{operands[0]}"
-        if x.name == "sign":
-            one, zero = _constant(1, x.dtype), _constant(0, x.dtype)
-            (value,) = operands
-            return f"({value} > 0 ? {one} : {zero}) - ({value} < 0 ? {one} : {zero})"
-        if x.name in _FUNCTIONS:
-            result = f"{_FUNCTIONS[x.name]}({', '.join(operands)})"
-            return _rounded(result, x.dtype) if x.name == "sqrt" else result
-        if x.name == "rsub":
-            operands, name = operands[::-1], "sub"
-        elif x.name == "reciprocal":
-            operands, name = [_constant(1, x.dtype), operands[0]], "div"
-        else:
-            name = x.name
-        if type_ in _UNSIGNED:  # which wrap around
-            unsigned = _UNSIGNED[type_]
-            first, second = (f"as<{unsigned}>({o})" for o in operands)
-            return f"as<{type_}>({first} {_INFIX[name]} {second})"
-        return _rounded(f"{operands[0]} {_INFIX[name]} {operands[1]}", x.dtype)
-
-    def _loaded(self, number: int, dtype: torch.dtype) -> str:
-        where = f"in{number} + i, n"
-        if dtype in _SHORT:
-            return f"{_SHORT[dtype]}_value(to<U>(load<H>({where})))"
-        value = f"load<{_TYPES[dtype][0]}>({where})"
-        return f"quiet({value})" if dtype.is_floating_point else value
-
-
-def _rounded(value: str, dtype: torch.dtype) -> str:
-    return f"to_{_SHORT[dtype]}({value})" if dtype in _SHORT else value
-
-
-def _narrowed(value: str, source: torch.dtype, target: torch.dtype) -> str:
-    types = _TYPES[source][0], _TYPES[target][0]
-    return value if types[0] == types[1] else f"to<{types[1]}>({value})"
-
-
-def _converted(value: str, source: torch.dtype, target: torch.dtype) -> str:
-    return _rounded(_narrowed(value, source, target), target)
-
-
-def _reinterpreted(value: str, source: torch.dtype, target: torch.dtype) -> str:
-    if source in _SHORT:
-        return f"as<I>({_SHORT[source]}_bits({value}) << 16) >> 16"
-    if target in _SHORT:
-        return f"{_SHORT[target]}_value(as<U>({value}) & 0xffff)"
-    return f"as<{_TYPES[target][0]}>({value})"
-
-
-_CONVERSIONS = {"to": _converted, "narrow": _narrowed, "bits": _reinterpreted}
-
-
-def _constant(x: float, dtype: torch.dtype) -> str:
-    """A number in a dtype, as eager PyTorch would round it."""
-    type_ = _TYPES[dtype][0]
-    if not dtype.is_floating_point:
-        return f"all<{type_}>({int(x) % 2**64}ull)"
-    number = torch.tensor(x, dtype=torch.float64).to(dtype).item()
-    suffix = "" if type_ == "D" else "f"
-    if math.isfinite(number):
-        return f"all<{type_}>({float(number).hex()}{suffix})"
-    special = f'nan{suffix}("")' if math.isnan(number) else f"inf{suffix}()"
-    return f"all<{type_}>({'-' if number < 0 else ''}__builtin_{special})"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mcftensor.kernels.calls import number_of
+from mcftensor.kernels.columns import number_of
 from mcftensor.kernels.compiler import Launch
 
 # Elements a thread is worth starting for.

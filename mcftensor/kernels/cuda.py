@@ -6,40 +6,41 @@ import functools
 import importlib.util
 import itertools
 import struct
-import sys
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcftensor.kernels import triton
-from mcftensor.kernels.calls import by_rows, number_of, repeated
-from mcftensor.kernels.compiler import digest, directory, write_whole
+from mcftensor.kernels.caches import Bounded
+from mcftensor.kernels.columns import by_rows, number_of, repeated
+from mcftensor.kernels.directory import is_kept, keep, path_of
 from mcftensor.kernels.program import Program
 
-# Tables on a device, by what is in them and the stream that they were copied on; those that a CUDA
-# graph was captured with stay.
-_TABLES: dict[Any, Tensor] = {}
-_MOST_TABLES = 256
-_CAPTURED: list[Tensor] = []
+# Tables on a device, by what is in them and the stream that they were copied on. With its key each
+# takes as much of the host's memory again.
+_TABLES: Bounded[Any, Tensor] = Bounded(1 << 28, cost=lambda table: 2 * table.nbytes)
+_KERNELS: Bounded[Any, _Kernel] = Bounded(1024)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Kernel:
     """A compiled program, and how many warps a block of it has."""
 
     function: Any
     warps: int
 
-    def launch(self, blocks: int, *tables: Tensor, aligned: bool) -> None:
+    def launch(self, blocks: int, *tables: Tensor, **constants: int) -> None:
         """Launch it; if its registers did not suffice, it has more threads from the next time on.
 
         How many registers a program takes differs from release to release of NVIDIA's compiler.
         """
         options = {"num_warps": self.warps, "enable_fp_fusion": False}
-        ran = self.function[(blocks,)](*tables, BLOCK=triton.BLOCK, ALIGNED=aligned, **options)
+        ran = self.function[(blocks,)](*tables, BLOCK=triton.BLOCK, **constants, **options)
         if getattr(ran, "n_spills", 0) and self.warps < triton.MOST_WARPS:
             self.warps *= 2
 
@@ -62,16 +63,35 @@ def launch(
     there = tuple([isinstance(x, Tensor) and x.device == device for x, *_ in scalars])
     counts = [-(-length // triton.BLOCK) for length in lengths]
     starts = [0, *itertools.accumulate(counts[:-1])]
-    words: list[Sequence[int]] = [lengths, starts, *addresses]
-    dtypes = program.signature.scalars
-    for column, is_there, dtype in zip(scalars, there, dtypes, strict=True):
-        found = [_address(x) if is_there else _bits(x, dtype) for x in column]
-        words.append(repeated(found, len(lengths)))
+    numbers = _numbers(program, scalars, there)
     aligned = not any(address % 16 for column in addresses for address in column)
     with torch.cuda.device(device if device.type == "cuda" else -1):
-        table = _on_device(tuple(by_rows(words)), _table, device)
-        owners = _on_device(tuple(counts), _owners, device)
-        _kernel(program, there).launch(sum(counts), table, owners, aligned=aligned)
+        table = _kept(_words([lengths, starts, *addresses]), _tensor, device)
+        owners = _kept(array("q", counts), _owners, device)
+        _kernel(program, there).launch(
+            sum(counts),
+            table,
+            owners,
+            _on_device(_tensor(_words(numbers)), device) if numbers else table,
+            STEP=len(numbers) if numbers and len(numbers[0]) > 1 else 0,
+            ALIGNED=aligned,
+        )
+
+
+def _numbers(
+    program: Program, scalars: Sequence[Sequence[Tensor | float]], there: Sequence[bool]
+) -> list[Sequence[int]]:
+    """Scalars, or their addresses on the device, by columns: of one for all sets, or one for each.
+
+    They change from launch to launch, and so are in no table that is kept.
+    """
+    rows = max(map(len, scalars), default=0)
+    columns = []
+    for column, is_there, dtype in zip(scalars, there, program.signature.scalars, strict=True):
+        columns.append(
+            repeated([_address(x) if is_there else _bits(x, dtype) for x in column], rows)
+        )
+    return columns
 
 
 def _address(x: Tensor | float) -> int:
@@ -86,39 +106,36 @@ def _bits(x: Tensor | float, dtype: torch.dtype) -> int:
     return struct.unpack("q", struct.pack("d", value))[0]
 
 
-def _table(words: Sequence[int]) -> Tensor:
-    return torch.tensor(words, dtype=torch.int64)
+def _words(columns: Sequence[Sequence[int]]) -> array[int]:
+    return array("q", by_rows(columns))
 
 
-def _owners(counts: Sequence[int]) -> Tensor:
+def _tensor(words: array[int]) -> Tensor:
+    return torch.frombuffer(words, dtype=torch.int64)
+
+
+def _owners(counts: array[int]) -> Tensor:
     """For each block the row it works on."""
     rows = torch.arange(len(counts), dtype=torch.int32)
-    return rows.repeat_interleave(torch.tensor(counts))
+    return rows.repeat_interleave(_tensor(counts))
 
 
-def _on_device(
-    content: tuple[int, ...], make: Callable[[Sequence[int]], Tensor], device: torch.device
-) -> Tensor:
-    """A table, which is copied to its device without waiting for it, if it is not there."""
-    stream, capturing = current_stream(device), is_capturing(device)
-    key = (make, content, device, stream)
+def _kept(words: array[int], make: Callable[[array[int]], Tensor], device: torch.device) -> Tensor:
+    """A table on its device, where it may be already.
+
+    While a CUDA graph is captured it is a new one: the graph copies it whenever it is replayed, and
+    PyTorch keeps what was allocated meanwhile, on the device and pinned on the host, for the graph.
+    """
+    if is_capturing(device):
+        return _on_device(make(words), device)
+    key = (make, words.tobytes(), device, current_stream(device))
     table = _TABLES.get(key)
-    if table is None:
-        host = make(content)
-        if stream is None:
-            table = host
-        else:
-            host = host.pin_memory()
-            table = host.to(device, non_blocking=True)
-        if capturing:  # the graph will copy what is there when it is replayed
-            _CAPTURED.append(host)
-        else:
-            while len(_TABLES) >= _MOST_TABLES:
-                _TABLES.pop(next(iter(_TABLES)))
-            _TABLES[key] = table
-    if capturing:
-        _CAPTURED.append(table)
-    return table
+    return _TABLES.put(key, _on_device(make(words), device)) if table is None else table
+
+
+def _on_device(table: Tensor, device: torch.device) -> Tensor:
+    """A table copied to a device, without waiting for it."""
+    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
 
 
 def current_stream(device: torch.device) -> int | None:
@@ -131,18 +148,26 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-@functools.cache
 def _kernel(program: Program, there: tuple[bool, ...]) -> _Kernel:
     """The kernel of a program, from a module in the cache: Triton reads the source of functions."""
-    source = triton.source(program, there)
-    name = f"mcftensor_kernel_{digest(source)}"
-    path = directory() / f"{name}.py"
-    if not path.exists():
-        write_whole(path, source)
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return _Kernel(module.kernel, triton.warps(program))
+    kernel = _KERNELS.get((program, there))
+    if kernel is None:
+        path = _module(triton.source(program, there))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        kernel = _KERNELS.put((program, there), _Kernel(module.kernel, triton.warps(program)))
+    return kernel
+
+
+def _module(source: str) -> Path:
+    def make(scratch: Path) -> Path:
+        (scratch / "kernel.py").write_text(source)
+        return scratch / "kernel.py"
+
+    path = path_of(source, suffix=".py")
+    if not is_kept(path):
+        keep(path, make)
+    return path

@@ -15,10 +15,25 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mcftensor.operators import DEFINITIONS
+from mcftensor.kernels.opaque import DEFINITIONS
 
 aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+# dtype: the type that machines compute with in its place.
+COMPUTED = {
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+    torch.int8: torch.int32,
+    torch.int16: torch.int32,
+    torch.int32: torch.int32,
+    torch.int64: torch.int64,
+    torch.uint8: torch.int32,
+    torch.uint16: torch.int32,
+    torch.bool: torch.bool,
+}
 
 # vectors, scalars, index of each element -> results
 Body = Callable[[Sequence[Tensor], Sequence[Any], Tensor], Sequence[Tensor]]
@@ -70,7 +85,8 @@ def record(body: Body, signature: Signature) -> Program:
     index = recorder.enter("index", 0, torch.int64, 1)
     with torch.no_grad(), recorder:
         results = body(vectors, scalars, index)
-    places = tuple(recorder.operand(x) for x in results)
+    outputs = zip(results, signature.outputs, strict=True)
+    places = tuple(recorder.cast(x, dtype) for x, dtype in outputs)
     return _without_unused(Program(signature, tuple(recorder.instructions), places))
 
 
@@ -104,10 +120,8 @@ def varying(instructions: Sequence[Instruction]) -> list[bool]:
 _ARITHMETIC = {
     aten.add: "add",
     aten.sub: "sub",
-    aten.rsub: "rsub",
     aten.mul: "mul",
     aten.div: "div",
-    aten.reciprocal: "reciprocal",
     aten.neg: "neg",
     aten.abs: "abs",
     aten.sqrt: "sqrt",
@@ -123,7 +137,9 @@ _ARITHMETIC = {
     aten.logical_not: "not",
     aten.sign: "sign",
     aten.__rshift__: "shift_right",
+    aten.bitwise_right_shift: "shift_right",
     aten.__lshift__: "shift_left",
+    aten.bitwise_left_shift: "shift_left",
 }
 # Those whose operands enter in their common type, and whose result is a truth value.
 _COMPARISONS = {
@@ -135,6 +151,10 @@ _COMPARISONS = {
     aten.ge: "ge",
     aten.signbit: "signbit",
 }
+# What arithmetic with truth values is; `where` and `eq` take them as they are.
+_LOGIC = {"add": "or", "mul": "and", "maximum": "or", "ne": "xor"} | {
+    name: name for name in ("and", "or", "xor", "not", "eq")
+}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Operators of ours that machines have; the others are recorded by their definitions.
 _NATIVE = {
@@ -144,6 +164,10 @@ _NATIVE = {
 }
 _SAME = (aten.clone, aten.detach, aten.alias, aten.lift_fresh)
 _CONSTANTS = {aten.zeros_like: 0, aten.ones_like: 1}
+
+
+def _is_within(x: Any, count: int) -> bool:
+    return isinstance(x, int) and 0 <= x < count
 
 
 class _Recorder(TorchDispatchMode):
@@ -166,6 +190,8 @@ class _Recorder(TorchDispatchMode):
         return self.places[id(x)] if isinstance(x, Tensor) else x
 
     def _add(self, name: str, operands: tuple[Any, ...], dtype: torch.dtype) -> Place:
+        if dtype not in COMPUTED:
+            raise NotImplementedError(f"programs have no {dtype}")
         self.instructions.append(Instruction(name, operands, dtype))
         return Place(len(self.instructions) - 1)
 
@@ -173,12 +199,26 @@ class _Recorder(TorchDispatchMode):
         self.places[id(x)] = place
         self.alive.append(x)
 
-    def _cast(self, x: Any, dtype: torch.dtype) -> Any:
+    def cast(self, x: Any, dtype: torch.dtype) -> Any:
         """An operand in a type; numbers are constants of it."""
         place = self.operand(x)
         if not isinstance(place, Place) or self.instructions[place.index].dtype == dtype:
             return place
+        if dtype == torch.bool:
+            return self._add("ne", (place, 0), dtype)
         return self._add("to", (place,), dtype)
+
+    def _operation(
+        self, name: str, args: Sequence[Any], dtype: torch.dtype, result: torch.dtype
+    ) -> Place:
+        """An operation on operands of a type."""
+        if dtype == torch.bool:
+            if name not in _LOGIC:
+                raise NotImplementedError(f"programs have no {name} of truth values")
+            name = _LOGIC[name]
+        if name.startswith("shift") and not _is_within(args[1], 8 * dtype.itemsize):
+            raise NotImplementedError(f"programs have no shift of {dtype} by {args[1]}")
+        return self._add(name, tuple(self.cast(x, dtype) for x in args), result)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -200,23 +240,24 @@ class _Recorder(TorchDispatchMode):
             operands = tuple(self.operand(x) for x in args if isinstance(x, Tensor))
             return self._add(func._opname, operands, dtype)
         if packet in _ARITHMETIC and not kwargs:
-            operands = tuple(self._cast(x, dtype) for x in args)
-            return self._add(_ARITHMETIC[packet], operands, dtype)
+            return self._operation(_ARITHMETIC[packet], args, dtype, dtype)
+        if packet is aten.rsub and not kwargs:
+            return self._operation("sub", args[::-1], dtype, dtype)
+        if packet is aten.reciprocal:
+            return self._operation("div", (1, *args), dtype, dtype)
         if packet in _COMPARISONS:
             common = args[0].dtype if len(args) == 1 else torch.result_type(*args)
-            return self._add(
-                _COMPARISONS[packet], tuple(self._cast(x, common) for x in args), torch.bool
-            )
+            return self._operation(_COMPARISONS[packet], args, common, torch.bool)
         if func is aten.isnan.default:
             return self._add("ne", (self.operand(args[0]),) * 2, dtype)
         if func is aten.where.self:
-            chosen = tuple(self._cast(x, dtype) for x in args[1:])
+            chosen = tuple(self.cast(x, dtype) for x in args[1:])
             return self._add("where", (self.operand(args[0]), *chosen), dtype)
         if func is aten.nan_to_num.default and args[1:] == (0.0, 0.0, 0.0):
             return self._add("finite_or_zero", (self.operand(args[0]),), dtype)
         if packet is aten._to_copy:
-            return self._cast(args[0], dtype)
-        if func is aten.view.dtype:
+            return self.cast(args[0], dtype)
+        if func is aten.view.dtype and dtype.itemsize == args[0].dtype.itemsize:
             return self._add("bits", (self.operand(args[0]),), dtype)
         if packet in _SAME:
             return self.operand(args[0])

@@ -10,7 +10,7 @@ import torch
 import exhaustive
 from common.oracle import fractions, round_fraction
 from exhaustive import TRANSFORMATIONS, Transformation
-from mcftensor import eft
+from mcftensor.arithmetic import eft
 from patterns import BASES, EVERY_PATTERN, root_to_odd
 
 every_base = pytest.mark.parametrize("base", BASES.values(), ids=BASES.keys())

@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -428,6 +429,23 @@ def test_state_dicts_of_the_first_rank_alone():
                 assert b.to_local().role == "parameter"
             train(model, optimizer)
             train(resumed, its_optimizer)
+
+
+@on_ranks(2)
+def test_the_group_may_start_after_the_conversion():
+    rank, folder = dist.get_rank(), [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    dist.destroy_process_group()
+    models = [expansions(), expansions()]
+    nn.init.zeros_(models[1].gain)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder[0]}/store", rank=rank, world_size=2
+    )
+    given = models[0].state_dict() if rank == 0 else {}
+    broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(models[1], given, options=broadcast)
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        assert_same_terms(a, b)
 
 
 @on_ranks(2)

@@ -106,7 +106,7 @@ def test_relative_paths(monkeypatch, tmp_path, directory):
 
 
 def test_small_work_is_not_compiled(monkeypatch, tmp_path):
-    monkeypatch.setattr(running, "_KERNELS", {})
+    running.KERNELS.clear()
     model = mcf.as_expansion(small_model())
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
@@ -116,11 +116,11 @@ def test_small_work_is_not_compiled(monkeypatch, tmp_path):
 
 @needs_compiler
 def test_work_that_adds_up_is_compiled(monkeypatch, tmp_path):
-    monkeypatch.setattr(running, "_KERNELS", {})
+    running.KERNELS.clear()
     operands = [operand(mcf.bf16x2, 1 << 18) for _ in range(2)]
     for step in range(1, 6):
         run(expression("add", mcf.bf16x2), *operands)
-        (kernel,) = running._KERNELS.values()
+        (kernel,) = running.KERNELS.values()
         assert (kernel.launch is not None) == (step << 18 >= running.BUILD_AFTER)
 
 
@@ -130,7 +130,7 @@ from mcftensor.kernels import running
 torch.manual_seed(0)
 x, y = (mcf.as_expansion(torch.randn(4096, 300, dtype=torch.float64), mcf.bf16x2) for _ in "xy")
 z = x * y + x
-kernel = [k for k in running._KERNELS.values() if k.worked or k.launch][-1]
+kernel = [k for k in running.KERNELS.values() if k.worked or k.launch][-1]
 assert kernel.launch is not None
 print(mcf.as_plain(z, torch.float64).sum().item())
 """

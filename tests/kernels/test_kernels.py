@@ -1,20 +1,19 @@
 """Compiled C++ gives the bits of eager PyTorch."""
 
-import ctypes
-import mmap
-
 import pytest
 import torch
 
 import mcftensor as mcf
-from mcftensor import expansion
+from mcftensor.passes import expansion
 from support.kernel_cases import (
     CASES,
     OPERATIONS,
     STEPS,
     assert_same_bits,
     expression,
+    guarded,
     mixtures,
+    needs_mprotect,
     nested,
     operand,
     patterns,
@@ -151,19 +150,7 @@ class TestLayouts:
         same("cpp", run, expression("div", format), *operands)
 
 
-def guarded(x, at_end):
-    """A copy that ends, or begins, at a page which no process may touch."""
-    size = x.numel() * x.itemsize
-    pages = mmap.mmap(-1, (-(-size // mmap.PAGESIZE) + 1) * mmap.PAGESIZE)
-    whole = torch.frombuffer(pages, dtype=torch.uint8)
-    page = len(pages) - mmap.PAGESIZE if at_end else 0
-    protect = ctypes.CDLL(None).mprotect
-    assert protect(ctypes.c_void_p(whole.data_ptr() + page), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
-    begin = page - size if at_end else mmap.PAGESIZE
-    return whole[begin : begin + size].view(x.dtype).copy_(x)
-
-
-@pytest.mark.skipif(not hasattr(mmap, "MAP_PRIVATE"), reason="needs mprotect")
+@needs_mprotect
 @pytest.mark.parametrize("at_end", [True, False])
 @pytest.mark.parametrize("name", ["bf16x2", "fp32x2", "fp64x2", "bf16x2sr"])
 def test_memory_beyond_the_ends_is_not_touched(name, at_end):

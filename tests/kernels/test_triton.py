@@ -3,17 +3,21 @@
 Nothing here needs a GPU.
 """
 
+import gc
 import importlib.util
 import re
 import subprocess
+import sys
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import mcftensor as mcf
-from mcftensor.kernels import cuda, running
+from mcftensor.kernels import Columns, cuda, running
 from mcftensor.kernels import triton as programs
+from mcftensor.kernels.caches import Bounded
 from support.kernel_cases import (
     CASES,
     MIXTURES,
@@ -103,7 +107,7 @@ def scaled(x, scalar):
     def body(vectors, scalars, index):
         return [(vectors[0].to(torch.float64) * scalars[0]).to(torch.float32)]
 
-    running.run_one(body, [x], [scalar], [output])
+    running.run(body, Columns([[x]], [[scalar]], [[output]]))
     return [output]
 
 
@@ -136,36 +140,87 @@ def test_registers_that_do_not_suffice():
 
     kernel = cuda._Kernel({(7,): launch}, 4)
     for _ in range(4):
-        kernel.launch(7, aligned=True)
+        kernel.launch(7, ALIGNED=True)
     assert used == [4, 8, 16, 16]
 
 
-def test_the_tables_of_a_graph_stay(monkeypatch):
-    """They are filled when it is replayed, and so are of no use for others."""
-    tables, captured = {}, []
-    monkeypatch.setattr(cuda, "_TABLES", tables)
-    monkeypatch.setattr(cuda, "_CAPTURED", captured)
-    x, scalar = torch.randn(1501), torch.tensor(2.0, dtype=torch.float64)
-    output = torch.empty_like(x)
+@pytest.fixture
+def launch(monkeypatch):
+    """A function that multiplies a vector, always the same one, by a number, in a kernel."""
+    x, output = torch.randn(1501), torch.empty(1501)
 
     def body(vectors, scalars, index):
         return [(vectors[0].to(torch.float64) * scalars[0]).to(torch.float32)]
 
-    def launch(is_capturing):
-        monkeypatch.setattr(cuda, "is_capturing", lambda device: is_capturing)
-        running.run_one(body, [x], [scalar], [output])
+    def call(scalar):
+        running.run(body, Columns([[x]], [[scalar]], [[output]]))
+        assert torch.equal(output, (x.double() * scalar).float())
 
+    monkeypatch.setattr(cuda, "_TABLES", Bounded(1 << 20, cost=cuda._TABLES.cost))
     with way("triton"):
-        launch(is_capturing=True)
-        assert not tables
-        assert len(captured) == 4  # two, on the host and on the device
-        captured.clear()
-        launch(is_capturing=False)
-        assert len(tables) == 2
-        assert not captured
-        launch(is_capturing=True)
-        assert len(tables) == 2
-        assert {id(x) for x in tables.values()} == {id(x) for x in captured}
+        yield call
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The tables that are copied to the device."""
+    tables = []
+    on_device = cuda._on_device
+
+    def spy(table, device):
+        tables.append(weakref.ref(table))
+        return on_device(table, device)
+
+    monkeypatch.setattr(cuda, "_on_device", spy)
+    return tables
+
+
+def test_tables_are_kept_but_for_numbers(launch, made):
+    """Which may be others at each step, as with a schedule of learning rates."""
+    for number in range(1, 30):
+        launch(number / 7)
+    assert len(made) == 2 + 29  # rows and their owners, and the numbers of each launch
+    assert sum(table() is not None for table in made) == len(cuda._TABLES) == 2
+
+
+def test_tables_of_a_graph_are_its_own(launch, made, monkeypatch):
+    """They are filled when it is replayed, and what PyTorch allocates meanwhile stays as long."""
+    launch(2.0)
+    made.clear()
+    monkeypatch.setattr(cuda, "is_capturing", lambda device: True)
+    for number in (1.0, 2.0):
+        launch(number)
+    assert len(made) == 6
+    assert not any(table() is not None for table in made)
+    assert len(cuda._TABLES) == 2
+
+
+def test_tables_take_so_many_bytes(launch, monkeypatch):
+    monkeypatch.setattr(cuda._TABLES, "most", 100)
+    x = [torch.randn(5) for _ in range(20)]
+    for t in x:
+        with torch.no_grad():
+            running.run_one(twice, [t], [], [t])
+        assert 0 < cuda._TABLES.total <= 100
+
+
+def twice(vectors, scalars, index):
+    return [vectors[0] + vectors[0]]
+
+
+def test_so_many_kernels_are_kept(launch, monkeypatch):
+    """With their modules, which nothing else holds."""
+    monkeypatch.setattr(cuda._KERNELS, "most", 2)
+    before, kernels = len(sys.modules), weakref.WeakSet()
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32):
+        x = torch.ones(5, dtype=dtype)
+        running.run_one(twice, [x], [], [x])
+        assert (x == 2).all()
+        kernels.update(cuda._KERNELS._entries.values())
+    assert len(cuda._KERNELS) == 2
+    assert len(sys.modules) == before
+    gc.collect()
+    assert len(kernels) == 2
 
 
 # --------------------------------------------------------------------------------- machine code
@@ -182,9 +237,10 @@ def compiled(program, tmp_path, warps):
     divisible = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(
         fn=module.kernel,
-        signature={"rows": "*i64", "owners": "*i32", "BLOCK": "constexpr", "ALIGNED": "constexpr"},
-        constexprs={"BLOCK": programs.BLOCK, "ALIGNED": True},
-        attrs={(0,): divisible, (1,): divisible},
+        signature={"rows": "*i64", "owners": "*i32", "numbers": "*i64"}
+        | dict.fromkeys(("STEP", "BLOCK", "ALIGNED"), "constexpr"),
+        constexprs={"STEP": 0, "BLOCK": programs.BLOCK, "ALIGNED": True},
+        attrs={(i,): divisible for i in range(3)},
     )
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
     options = {"enable_fp_fusion": False, "num_warps": warps}

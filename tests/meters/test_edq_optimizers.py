@@ -153,7 +153,7 @@ def test_lbfgs_is_reported_as_not_metered():
     assert edq.last is None
 
 
-@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32, mcf.bf16x2], ids=str)
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32, mcf.bf16x2, mcf.fp32x3], ids=str)
 def test_limits_of_the_dtype_are_the_real_ones(kind):
     # Adafactor's default eps is that of the parameter's dtype, and large beside these gradients.
     p = make(kind, 32, 32, scale=0.02)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import mcftensor as mcf
 from common.oracle import BASES, is_normalized, total
 from common.strategies import expansion, expansions
-from mcftensor.expansion import convert
+from mcftensor.passes.expansion import convert
 from support.helpers import assert_same_terms, sample
 
 FORMATS = [

@@ -31,7 +31,17 @@ from common.oracle import (
     units,
 )
 from common.strategies import expansion, expansions, numbers, pair, values
-from mcftensor.expansion import (
+from mcftensor.formats import (
+    FORMATS,
+    Format,
+    bf16x2,
+    bf16x3,
+    fp16x2,
+    fp32x2,
+    fp32x3,
+    fp64x2,
+)
+from mcftensor.passes.expansion import (
     add,
     apply,
     collapse,
@@ -42,16 +52,6 @@ from mcftensor.expansion import (
     mul,
     renormalize,
     sqrt,
-)
-from mcftensor.formats import (
-    FORMATS,
-    Format,
-    bf16x2,
-    bf16x3,
-    fp16x2,
-    fp32x2,
-    fp32x3,
-    fp64x2,
 )
 
 every_format = pytest.mark.parametrize("f", [*FORMATS, *LONGER], ids=lambda f: f.name)

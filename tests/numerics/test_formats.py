@@ -5,8 +5,15 @@ import pickle
 import pytest
 import torch
 
-from mcftensor import formats
-from mcftensor.formats import FORMATS, Format, bf16x2, bf16x3, default_format, require_format
+import mcftensor as mcf
+from mcftensor.formats import (
+    FORMATS,
+    Format,
+    bf16x2,
+    bf16x3,
+    default_format,
+    require_format,
+)
 
 # name: base, terms, precision, bytes, smallest and largest exponent, full precision from 2^e on
 TABLE = {
@@ -22,7 +29,7 @@ TABLE = {
 @pytest.mark.parametrize("name", TABLE)
 def test_table(name):
     base, terms, precision, size, low, high, full = TABLE[name]
-    f = getattr(formats, name)
+    f = getattr(mcf, name)
     assert (f.name, f.base, f.terms, f.precision, f.bytes) == (name, base, terms, precision, size)
     assert f.u == torch.finfo(base).eps / 2 == 2.0**-f.base_precision
     assert f.precision == f.base_precision * f.terms
@@ -83,13 +90,13 @@ def test_roundings_that_are_refused():
 def test_formats_that_users_make():
     long = Format(torch.bfloat16, 4)
     assert (long.name, long.precision, long.bytes) == ("bf16x4", 32, 8)
-    assert eval(repr(long), {"mcf": formats, "torch": torch}) == long
+    assert eval(repr(long), {"mcf": mcf, "torch": torch}) == long
     drifting = Format(torch.bfloat16, 2, rounding="stochastic")
     assert drifting != bf16x2
     assert drifting.nearest is not drifting
     assert drifting.nearest == bf16x2 == bf16x2.nearest
     assert Format.from_name("bf16x2sr") == drifting
-    assert eval(repr(drifting), {"mcf": formats, "torch": torch}) == drifting
+    assert eval(repr(drifting), {"mcf": mcf, "torch": torch}) == drifting
     assert pickle.loads(pickle.dumps(drifting)) == drifting
 
 

@@ -22,7 +22,7 @@ from common.oracle import (
     units,
 )
 from common.strategies import expansion, pair, values
-from mcftensor import networks
+from mcftensor.arithmetic import networks
 
 # Exponents of operands: no intermediate result leaves the normal numbers by much.
 MIDDLE = {

@@ -20,9 +20,7 @@ from common.oracle import (
     value,
 )
 from common.strategies import expansion, expansions, numbers, tensors, terms_after
-from mcftensor.expansion import collapse, expand
-from mcftensor.formats import FORMATS, Format
-from mcftensor.rounding import (
+from mcftensor.arithmetic.rounding import (
     add_odd,
     collapse_terms,
     peel,
@@ -30,6 +28,8 @@ from mcftensor.rounding import (
     round_to_terms,
     split_terms,
 )
+from mcftensor.formats import FORMATS, Format
+from mcftensor.passes.expansion import collapse, expand
 
 DTYPES = list(BASES)
 every_format = pytest.mark.parametrize("f", FORMATS, ids=lambda f: f.name)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import mcftensor as mcf
-from mcftensor import eft, expansion
 from mcftensor.__main__ import main
+from mcftensor.arithmetic import eft
+from mcftensor.passes import expansion
 
 
 def test_passes(device):

@@ -15,9 +15,11 @@ from torch import nn
 import mcftensor as mcf
 from common.oracle import BASES, integers, is_normalized, round_fraction, scale_of, total
 from common.probes import Strategy, displacement
-from mcftensor import elementwise, noise
+from mcftensor.arithmetic import noise
+from mcftensor.arithmetic.rounding import move
 from mcftensor.kernels import blocks
-from mcftensor.rounding import move
+from mcftensor.kernels.blocks import indices
+from mcftensor.passes.expressions import evaluate
 from support.helpers import assert_same_terms, compiled_whole, same_terms, sample
 
 bf16x2sr = mcf.Format(torch.bfloat16, 2, "stochastic")
@@ -183,7 +185,7 @@ def test_one_draw_an_operation():
     result = x * 0.3
     assert torch.equal(torch.get_rng_state(), after)
     terms = [*x.components, torch.tensor(0.3, dtype=torch.float64)]
-    with_key = elementwise.evaluate("('mul', 'bf16x2sr', 0, 1)", terms, [2, 1], [key])
+    with_key = evaluate("mul", "bf16x2sr", terms, ["bf16x2sr", "float64"], [key])
     assert_same_terms(result, mcf.MCFTensor(with_key, bf16x2sr))
 
 
@@ -222,7 +224,7 @@ def test_the_numbers_are_those_of_splitmix64():
         return results
 
     for seed in (0, 1, 2**62 + 12345):
-        found = noise.uniform(torch.tensor(seed), noise.indices(torch.empty(3, 4)))
+        found = noise.uniform(torch.tensor(seed), indices(torch.empty(3, 4)))
         assert found.flatten().tolist() == splitmix(seed, 12)
         later = noise.uniform(torch.tensor(seed), torch.arange(7, 12))
         assert later.tolist() == splitmix(seed, 12)[7:]

@@ -13,6 +13,7 @@ import pytest
 from filelock import FileLock
 
 import mcftensor as mcf
+from mcftensor.patches.table import TABLE
 
 pytest.importorskip("mkdocs", reason="the packages of the extra `docs` are not installed")
 pytest.importorskip("latex2mathml", reason="the packages of the extra `docs` are not installed")
@@ -100,6 +101,12 @@ def test_every_public_name_is_in_the_reference(site):
             assert re.search(rf"<code>(mcf\.)?{name}</code>", text), name
         else:
             assert f'id="mcftensor.{name}"' in text, name
+
+
+def test_every_patch_is_on_its_page(site):
+    text = (site / "design/patches/index.html").read_text()
+    for row in TABLE:
+        assert f"<code>{row.name}</code>" in text
 
 
 def test_the_site_fetches_nothing_from_another_host(site):

@@ -1,7 +1,7 @@
-"""What the tests of deferred results share."""
+"""What the tests of results that wait share."""
 
 import mcftensor as mcf
-from mcftensor.tensor import DeferredTensor
+from mcftensor.tensor.tensor import DeferredTensor
 from support.helpers import sample
 
 
@@ -13,7 +13,13 @@ def waiting(x):
     return isinstance(x, DeferredTensor) and x._deferred is not None
 
 
+def own(x):
+    """The same values in memory that nobody else has."""
+    return mcf.as_expansion(x, x.format)
+
+
 def values(format=mcf.bf16x2, *shape):
-    made = [sample(format, *(shape or (3, 5)), seed=i).abs().add_(0.5) for i in range(2)]
+    drawn = [sample(format, *(shape or (3, 5)), seed=i) for i in range(2)]
+    made = [own(x.detach().abs().add_(0.5)) for x in drawn]
     assert not any(map(waiting, made))
     return made

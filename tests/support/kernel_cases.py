@@ -2,6 +2,7 @@
 
 import ctypes
 import ctypes.util
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor
 
 import mcftensor as mcf
-from mcftensor import expansion
-from mcftensor.elementwise import evaluate
+from mcftensor.formats import PLAIN
 from mcftensor.kernels import blocks, cuda, running
+from mcftensor.kernels.caches import Bounded
 from mcftensor.kernels.program import Program
+from mcftensor.passes import expansion
+from mcftensor.passes.expressions import Expression, Operand, carry_out, empty
 
 NAMES = ["bf16x2", "bf16x3", "fp16x2", "fp32x2", "fp32x3", "fp64x2", "bf16x2sr", "fp32x2sr"]
 FORMATS = [mcf.Format.from_name(name) for name in NAMES]
@@ -46,7 +49,7 @@ def way(name: str) -> Iterator[list[Program]]:
     programs: list[Program] = []
     after = 0 if name == "cpp" else 1 << 60
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "_KERNELS", {})
+        patch.setattr(running, "KERNELS", Bounded(1024))
         patch.setattr(running, "LOOK_AFTER", after)
         patch.setattr(running, "BUILD_AFTER", after)
         if name != "eager":
@@ -66,9 +69,9 @@ def way(name: str) -> Iterator[list[Program]]:
             patch.setattr(triton.knobs.runtime, "interpret", True)
             if not hasattr(interpreter._interpreter, "fma_fp32"):  # Triton 3.6
                 patch.setattr(interpreter.InterpreterBuilder, "create_fma", _fma)
-            cuda._kernel.cache_clear()
+            cuda._KERNELS.clear()
         yield programs
-        cuda._kernel.cache_clear()
+        cuda._KERNELS.clear()
 
 
 def _fma(builder: object, *operands: Any) -> Any:
@@ -140,33 +143,55 @@ def operand(format: mcf.Format, *shape: int) -> tuple[Tensor, ...]:
     return tuple(torch.where(kind == 1, patterns(t.dtype, *shape), t) for t in terms)
 
 
-def expression(operation: str, format: mcf.Format) -> str:
-    return str((operation, format.name, *range(OPERATIONS[operation])))
+def expression(operation: str, format: mcf.Format) -> Expression:
+    return Expression(operation, format, tuple(range(OPERATIONS[operation])))
 
 
 def nested(format, length):
-    """An expression such as deferred results make, Adam's update, and its operands."""
-    name = format.name
-    denominator = ("add", name, ("div", name, ("sqrt", name, 0), 1), 2)
+    """An expression such as results that wait make, Adam's update, and its operands."""
+    root = Expression("sqrt", format, (0,))
+    denominator = Expression("add", format, (Expression("div", format, (root, 1)), 2))
     v, x, m = (operand(format, length) for _ in range(3))
     c, eps, value = ((torch.tensor(n, dtype=torch.float64),) for n in (0.3, 1e-8, -1e-3))
-    return str(("addcdiv", name, 3, 4, denominator, 5)), v, c, eps, x, m, value
+    return Expression("addcdiv", format, (3, 4, denominator, 5)), v, c, eps, x, m, value
 
 
-def run(text: str, *operands: Sequence[Tensor]) -> list[Tensor]:
+def run(expression: Expression, *operands: Sequence[Tensor]) -> list[Tensor]:
     """The terms of an expression, with a key where it rounds stochastically."""
-    keys = [torch.tensor(2**61 + 12345)] if "sr" in text else []
-    return evaluate(text, [t for x in operands for t in x], [len(x) for x in operands], keys)
+    return run_sets(expression, operands)
 
 
-def run_sets(text: str, *sets: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def run_sets(expression: Expression, *sets: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """The same for several sets of operands in one call."""
-    keys = [torch.tensor(2**61 + i) for i in range(len(sets))] if "sr" in text else []
-    columns = [
-        column for operand in zip(*sets, strict=True) for column in zip(*operand, strict=True)
+    stochastic = expression.format.rounding == "stochastic"
+    keys = [torch.tensor(2**61 + 12345 + i) for i in range(len(sets))] if stochastic else []
+    operands = [
+        Operand(_format_of(rows[0]), list(zip(*rows, strict=True)))
+        for rows in zip(*sets, strict=True)
     ]
-    lengths = [len(x) for x in sets[0]]
-    return evaluate(text, [x for column in columns for x in column], lengths, keys)
+    outputs = empty(expression.format, operands, len(sets))
+    carry_out(expression, operands, outputs, keys)
+    return [x for column in outputs for x in column]
+
+
+def _format_of(terms: Sequence[Tensor]) -> mcf.Format:
+    dtype = terms[0].dtype
+    return PLAIN[dtype] if len(terms) == 1 else mcf.Format(dtype, len(terms))
+
+
+needs_mprotect = pytest.mark.skipif(not hasattr(mmap, "MAP_PRIVATE"), reason="needs mprotect")
+
+
+def guarded(x: Tensor, at_end: bool) -> Tensor:
+    """A copy that ends, or begins, at a page which no process may touch."""
+    size = x.numel() * x.itemsize
+    pages = mmap.mmap(-1, (-(-size // mmap.PAGESIZE) + 1) * mmap.PAGESIZE)
+    whole = torch.frombuffer(pages, dtype=torch.uint8)
+    page = len(pages) - mmap.PAGESIZE if at_end else 0
+    protect = ctypes.CDLL(None).mprotect
+    assert protect(ctypes.c_void_p(whole.data_ptr() + page), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    begin = page - size if at_end else mmap.PAGESIZE
+    return whole[begin : begin + size].view(x.dtype).copy_(x)
 
 
 # --------------------------------------------------------------------------------- fused steps

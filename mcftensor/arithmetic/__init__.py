@@ -1,0 +1,1 @@
+"""Arithmetic on machine floats and their sums: roundings, error-free transformations, numbers."""

@@ -1,0 +1,245 @@
+"""Error-free transformations: what one rounded operation loses, as a number of the same type.
+
+Every function works on plain floating-point tensors of one dtype (bfloat16, float16, float32 or
+float64), which broadcast, and returns new tensors of that dtype. Each is opaque to compilers, so
+that it is exact in compiled code too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mcftensor.arithmetic.bases import BASES
+from mcftensor.arithmetic.rounding import add_odd
+from mcftensor.kernels.layout import empty_terms
+from mcftensor.kernels.opaque import inline, opaque
+
+
+def same_float_dtype(name: str, *tensors: Tensor) -> torch.dtype:
+    """The one dtype of the tensors, or a TypeError that names the caller and all dtypes."""
+    dtypes = [x.dtype for x in tensors]
+    if dtypes[0] in BASES and len(set(dtypes)) == 1:
+        return dtypes[0]
+    raise TypeError(
+        f"{name}: operands of dtypes {', '.join(str(d) for d in dtypes)}; all must have one dtype "
+        "of bfloat16, float16, float32, float64: convert them with .to(dtype)"
+    )
+
+
+def _pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    hi, lo = empty_terms((a, b), a.dtype, 2)
+    return hi, lo
+
+
+@opaque(_pair)
+def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The rounded sum of two tensors and its exact error.
+
+    *Requires*: no overflow, in s - a included, which can happen where |b| is the largest float; no
+    order of the operands.
+
+    *Returns*: `(s, e)`, shapes broadcast, with s = RN(a + b) and s + e = a + b.
+
+    *Error*: none, subnormals included.
+
+    *Cost*: 6 flops.
+
+    *Source*: D. Knuth, The Art of Computer Programming 2, 4.2.2, theorem B; O. Møller, BIT 5, 1965.
+
+    *Special values*: where a + b is not finite, e is NaN or infinite.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> a, b = torch.tensor([1.0, 0.001], dtype=torch.bfloat16)
+        >>> mcf.eft.two_sum(a, b)
+        (tensor(1., dtype=torch.bfloat16), tensor(0.0010, dtype=torch.bfloat16))
+    """
+    same_float_dtype("two_sum", a, b)
+    s = a + b
+    bb = s - a
+    aa = s - bb
+    return s, (a - aa) + (b - bb)
+
+
+@opaque(_pair)
+def fast_two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The rounded sum and its exact error, for operands in order of magnitude.
+
+    *Requires*: a = 0, or the exponent of a at least that of b (|a| >= |b| suffices); no overflow.
+    On unordered operands the error is wrong in most cases; use `two_sum` there.
+
+    *Returns*: `(s, e)`, shapes broadcast, with s = RN(a + b) and s + e = a + b.
+
+    *Error*: none under the requirement.
+
+    *Cost*: 3 flops.
+
+    *Source*: T. J. Dekker, Numerische Mathematik 18, 1971.
+
+    *Special values*: where a + b is not finite, e is NaN or infinite.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> a, b = torch.tensor([256.0, 1.0], dtype=torch.bfloat16)
+        >>> mcf.eft.fast_two_sum(a, b)
+        (tensor(256., dtype=torch.bfloat16), tensor(1., dtype=torch.bfloat16))
+    """
+    same_float_dtype("fast_two_sum", a, b)
+    s = a + b
+    return s, b - (s - a)
+
+
+@opaque(lambda a: _pair(a, a))
+def split(a: Tensor) -> tuple[Tensor, Tensor]:
+    """Two halves of a significand: products of such halves are exact.
+
+    *Requires*: nothing; large operands are scaled, so that nothing overflows on the way.
+
+    *Returns*: `(hi, lo)`, shape of a, with hi + lo = a, of at most 4 + 3, 5 + 5, 12 + 11 and
+    26 + 26 bits for the four dtypes in the order above.
+
+    *Error*: none. For the largest floats, whose hi would round up to infinity, a is returned
+    whole as hi, with lo = 0.
+
+    *Cost*: 4 flops, and the scaling.
+
+    *Source*: G. W. Veltkamp, 1968; T. J. Dekker, Numerische Mathematik 18, 1971.
+
+    *Special values*: infinities and NaN are returned as hi with lo = 0.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> mcf.eft.split(torch.tensor(1.0 + 2.0**-20))
+        (tensor(1.), tensor(9.5367e-07))
+    """
+    low_bits = BASES[same_float_dtype("split", a)].low_bits
+    large = a.abs() > torch.finfo(a.dtype).max * 2.0 ** -(low_bits + 1)
+    x = torch.where(large, a * 2.0 ** -(low_bits + 2), a)
+    c = x * (2.0**low_bits + 1)
+    hi = c - (c - x)
+    hi = torch.where(large, hi * 2.0 ** (low_bits + 2), hi)
+    hi = torch.where(torch.isfinite(hi), hi, a)
+    return hi, torch.where(torch.isfinite(a), a - hi, 0)
+
+
+@opaque(_pair)
+def two_prod(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The rounded product of two tensors and its exact error.
+
+    *Requires*: no overflow, and no underflow of the error: the exponents of a and b add up to at
+    least e_min + p - 1, which is -119 for bfloat16, -4 for float16, -103 for float32 and -970 for
+    float64.
+
+    *Returns*: `(p, e)`, shapes broadcast, with p = RN(a * b) and p + e = a * b.
+
+    *Error*: none under the requirement.
+
+    *Cost*: 2 multiplications and 1 subtraction in the next wider type; 17 flops and scaling by
+    Dekker's product for float64, which has none.
+
+    *Source*: T. J. Dekker, Numerische Mathematik 18, 1971 (float64).
+
+    *Special values*: where a * b is not finite, e is NaN or infinite.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> a = torch.tensor(1.0078125, dtype=torch.bfloat16)
+        >>> mcf.eft.two_prod(a, a)
+        (tensor(1.0156, dtype=torch.bfloat16), tensor(6.1035e-05, dtype=torch.bfloat16))
+    """
+    dtype = same_float_dtype("two_prod", a, b)
+    wider = BASES[dtype].wider
+    if wider is not None:
+        exact = a.to(wider) * b.to(wider)
+        product = exact.to(dtype)
+        return product, (exact - product.to(wider)).to(dtype)
+    product = a * b
+    # Dekker's partial products can overflow where the product does not: scale the larger operand.
+    large = product.abs() > 2.0**900
+    first = a.abs() >= b.abs()
+    a = torch.where(large & first, a * 2.0**-64, a)
+    b = torch.where(large & ~first, b * 2.0**-64, b)
+    (ah, al), (bh, bl) = _split(a), _split(b)
+    error = al * bl - (((a * b - ah * bh) - al * bh) - ah * bl)
+    return product, torch.where(large, error * 2.0**64, error)
+
+
+@opaque(lambda a, b, c: empty_terms((a, b, c), a.dtype, 1)[0])
+def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c, rounded once.
+
+    *Requires*: no overflow and no underflow of a * b (see `two_prod`).
+
+    *Returns*: RN(a * b + c), shape broadcast.
+
+    *Error*: half an ulp.
+
+    *Cost*: about 20 operations: the exact product and sum, rounded to odd and then to nearest.
+
+    *Source*: S. Boldo and G. Melquiond, "Emulation of FMA and correctly rounded sums: proved
+    algorithms using rounding to odd", IEEE Transactions on Computers 57(4), 2008.
+
+    *Special values*: as a * b + c in IEEE arithmetic.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> a, c = torch.tensor([1.0078125, -1.015625], dtype=torch.bfloat16)
+        >>> mcf.eft.fma(a, a, c), a * a + c
+        (tensor(6.1035e-05, dtype=torch.bfloat16), tensor(0., dtype=torch.bfloat16))
+    """
+    dtype = same_float_dtype("fma", a, b, c)
+    wider = BASES[dtype].wider
+    if wider is not None:
+        return add_odd(a.to(wider) * b.to(wider), c.to(wider)).to(dtype)
+    uh, ul = _two_prod(a, b)
+    th, tl = _two_sum(c, ul)
+    vh, vl = _two_sum(uh, th)
+    total = vh + add_odd(tl, vl)
+    return torch.where(torch.isfinite(total) & (total != 0), total, a * b + c)
+
+
+@opaque(lambda a: empty_terms((a,), a.dtype, 1)[0])
+def sqrt(a: Tensor) -> Tensor:
+    """The square root, rounded to nearest.
+
+    On CPUs torch.sqrt is a unit in the last place off in one of 150 float32 and float64 results;
+    bounds of expansion arithmetic need better.
+
+    *Requires*: nothing; tiny operands are scaled, so that nothing underflows on the way.
+
+    *Returns*: RN(sqrt(a)), shape of a.
+
+    *Error*: half an ulp.
+
+    *Cost*: one square root in float64; for float64 itself also an fma, and the neighbours of the
+    result.
+
+    *Source*: Tuckerman's test (float64): R. Agarwal et al., "New scalar and vector elementary
+    functions for the IBM System/370", IBM J. Res. Dev. 30(2), 1986.
+
+    *Special values*: NaN below 0; the sign of a zero stays.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> mcf.eft.sqrt(torch.tensor(2.0))
+        tensor(1.4142)
+    """
+    dtype = same_float_dtype("sqrt", a)
+    if dtype != torch.float64:
+        return torch.sqrt(a.to(torch.float64)).to(dtype)
+    tiny = a < 2.0**-960
+    scaled = torch.where(tiny, a * 2.0**256, a)
+    root = torch.sqrt(scaled)
+    remainder = _fma(-root, root, scaled)
+    above = torch.nextafter(root, torch.full_like(root, torch.inf))
+    below = torch.nextafter(root, torch.zeros_like(root))
+    # Midway to a neighbour the remainder is root * gap + gap² / 4; it is a multiple of gap².
+    up = remainder > root * (above - root)
+    down = remainder <= root * (below - root)
+    nearest = torch.where(up, above, torch.where(down, below, root))
+    nearest = torch.where(a > 0, nearest, root)
+    return torch.where(tiny, nearest * 2.0**-128, nearest)
+
+
+_two_sum, _split, _two_prod, _fma = inline(two_sum), inline(split), inline(two_prod), inline(fma)

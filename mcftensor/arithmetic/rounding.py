@@ -1,0 +1,154 @@
+"""Rounding between machine floats, exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mcftensor.arithmetic.bases import BASES, NARROW
+from mcftensor.kernels.opaque import opaque
+
+
+def add_signed(a: Tensor, b: Tensor) -> Tensor:
+    """a + b, where b = 0 leaves the sign of a zero a alone."""
+    return torch.where(b == 0, a, a + b)
+
+
+def _make_odd(rounded: Tensor, error: Tensor) -> Tensor:
+    """Turn a nearest rounding into round-to-odd, given (exact - rounded) or anything of its sign.
+
+    An inexact result with an even last bit steps to its odd neighbour on the exact side, which is
+    one up or down in the bit pattern.
+    """
+    bits = rounded.view(BASES[rounded.dtype].integer)
+    odd = _on_the_side_of(error, rounded, bits | 1, (bits - 1) | 1)
+    inexact = (error != 0) & torch.isfinite(error)
+    return torch.where(inexact, odd, bits).view(rounded.dtype)
+
+
+def _on_the_side_of(error: Tensor, x: Tensor, outward: Tensor, inward: Tensor) -> Tensor:
+    """What is further from zero than x, or nearer, by the sign of an error."""
+    positive = torch.where(error > 0, outward, inward)
+    return torch.where(torch.signbit(x), torch.where(error < 0, outward, inward), positive)
+
+
+def add_odd(a: Tensor, b: Tensor) -> Tensor:
+    """a + b rounded to odd: inexact sums keep an odd last bit, and so can be rounded once more.
+
+    Source: S. Boldo and G. Melquiond, "Emulation of FMA and correctly rounded sums: proved
+    algorithms using rounding to odd", IEEE Transactions on Computers 57(4), 2008.
+    """
+    s = a + b
+    bb = s - a
+    error = (a - (s - bb)) + (b - bb)
+    return _make_odd(s, error)
+
+
+def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x rounded to nearest even in `dtype`, once.
+
+    torch's own conversion from float64 to bfloat16 and float16 goes through float32 and rounds
+    twice; here the first step rounds to odd, which makes the second one correct.
+    """
+    if x.dtype == torch.float64 and dtype in NARROW:
+        nearest = x.to(torch.float32)
+        x = _make_odd(nearest, torch.where(torch.isfinite(x), x - nearest.to(torch.float64), 0))
+    return x.to(dtype)
+
+
+def collapse_terms(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The sum of normalized terms, rounded once to `dtype`."""
+    leading, *tails = terms
+    if not tails or dtype == leading.dtype:
+        return round_to(leading, dtype) if dtype != leading.dtype else leading.clone()
+    total = tails[-1].to(torch.float64)
+    for term in reversed(tails[:-1]):
+        total = add_odd(term.to(torch.float64), total)
+    leading = leading.to(torch.float64)
+    if dtype == torch.float64:
+        return add_signed(leading, total)
+    return round_to(torch.where(total == 0, leading, add_odd(leading, total)), dtype)
+
+
+def _to_precision(x: Tensor, base: torch.dtype) -> Tensor:
+    """x rounded to nearest even at the precision of a base, once, wherever that is normal there."""
+    if x.dtype == torch.float64 and base in NARROW:
+        dropped = 53 - BASES[base].precision
+        bits = x.view(torch.int64)
+        half = (1 << (dropped - 1)) - 1 + ((bits >> dropped) & 1)
+        x = (((bits + half) >> dropped) << dropped).view(torch.float64)
+    return x.to(base)
+
+
+def split_terms(
+    x: Tensor, base: torch.dtype, terms: int, noise: Tensor | None = None
+) -> list[Tensor]:
+    """x as `terms` normalized terms of dtype `base`.
+
+    The last one is rounded to nearest, or stochastically where there is noise.
+    """
+    if not x.is_floating_point():
+        x = x.to(torch.float64)
+    if x.dtype == base or x.dtype.itemsize < base.itemsize:
+        return [x.to(base, copy=True), *(torch.zeros_like(x, dtype=base) for _ in range(terms - 1))]
+    return peel(round_to_terms(x, base, terms, noise), base, terms)
+
+
+def round_to_terms(x: Tensor, base: torch.dtype, terms: int, noise: Tensor | None = None) -> Tensor:
+    """x, of a wider type than `base`, rounded to a sum of `terms` terms, as one wide number.
+
+    Each term is rounded and subtracted, exactly. These terms need not be normalized: one that
+    rounds onto a tie beside an odd term before it (one in a thousand) leaves that off by an ulp. So
+    they are summed, and peeled off anew.
+    """
+    if noise is not None:
+        x = x.to(torch.float64)
+    elif x.dtype in NARROW:
+        x = x.to(torch.float32)
+    rounded = []
+    for _ in range(terms - 1):
+        rounded.append(x.to(base))
+        x = _remainder(x, rounded[-1])
+    last = round_to(x, base)
+    if noise is not None:
+        last = move(last, _remainder(x, last), noise)
+    x = last.to(x.dtype)
+    for term in reversed(rounded):
+        x = term.to(x.dtype) + x
+    return torch.copysign(x, rounded[0].to(x.dtype))  # the sums have lost the sign of a zero
+
+
+def peel(x: Tensor, base: torch.dtype, terms: int) -> list[Tensor]:
+    """The normalized terms of what `round_to_terms` gives; what is left for the last one fits."""
+    peeled = []
+    for _ in range(terms - 1):
+        peeled.append(_to_precision(x, base))
+        x = _remainder(x, peeled[-1])
+    return [*peeled, narrow(x, base)]
+
+
+@opaque(lambda x, dtype: torch.empty_like(x, dtype=dtype), lays_out=True)
+def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers that a narrower type holds, in that type: compiled code leaves the rounding out."""
+    return x.to(dtype)
+
+
+def move(x: Tensor, remainder: Tensor, noise: Tensor) -> Tensor:
+    """x, or its neighbour on the side of the remainder: stochastic rounding of x + remainder.
+
+    The neighbour is taken where the noise, uniform in [0, 1), is below the remainder's share of
+    the way to it, so that the mean is x + remainder.
+    """
+    bits = x.view(BASES[x.dtype].integer)
+    neighbour = _on_the_side_of(remainder, x, bits + 1, bits - 1).view(x.dtype)
+    least = torch.ones_like(bits).view(x.dtype)
+    neighbour = torch.where(x == 0, torch.copysign(least, remainder.to(x.dtype)), neighbour)
+    way = neighbour.to(torch.float64) - x.to(torch.float64)
+    return torch.where(noise < remainder.to(torch.float64) / way, neighbour, x)
+
+
+def _remainder(x: Tensor, term: Tensor) -> Tensor:
+    """x - term, exactly; zero behind a term that is not finite."""
+    return torch.nan_to_num(x - term.to(x.dtype), 0.0, 0.0, 0.0)

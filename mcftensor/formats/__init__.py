@@ -1,0 +1,22 @@
+"""Formats: each owns how its numbers are stored, and what they are computed with."""
+
+from mcftensor.arithmetic.terms import Network as Network
+from mcftensor.arithmetic.wide import Machine as Machine
+from mcftensor.formats.finfo import FInfo as FInfo
+from mcftensor.formats.finfo import finfo as finfo
+from mcftensor.formats.floats import FORMATS as FORMATS
+from mcftensor.formats.floats import MAX_TERMS as MAX_TERMS
+from mcftensor.formats.floats import PLAIN as PLAIN
+from mcftensor.formats.floats import ExpansionFormat as ExpansionFormat
+from mcftensor.formats.floats import PlainFormat as PlainFormat
+from mcftensor.formats.floats import bf16x2 as bf16x2
+from mcftensor.formats.floats import bf16x3 as bf16x3
+from mcftensor.formats.floats import default_format as default_format
+from mcftensor.formats.floats import fp16x2 as fp16x2
+from mcftensor.formats.floats import fp32x2 as fp32x2
+from mcftensor.formats.floats import fp32x3 as fp32x3
+from mcftensor.formats.floats import fp64x2 as fp64x2
+from mcftensor.formats.floats import require_expansion_format as require_expansion_format
+from mcftensor.formats.floats import require_format as require_format
+from mcftensor.formats.format import Component as Component
+from mcftensor.formats.format import Format as Format

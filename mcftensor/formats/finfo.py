@@ -1,0 +1,95 @@
+"""What a format can hold, as torch.finfo says it of a dtype."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from mcftensor.formats.floats import ExpansionFormat, require_format
+from mcftensor.formats.format import Format
+
+
+@dataclass(frozen=True)
+class FInfo:
+    """Facts about a format, under the names of `torch.finfo`; `finfo` makes them.
+
+    Attributes:
+        dtype: name of the format.
+        bits: bits of storage an element, all terms together.
+        eps: twice the largest relative error of one rounding to nearest. Since each term but the
+            first has a sign of its own, it is u^n / 2^(n - 2) for n terms, 2^-16 for `bf16x2`.
+            Numbers between 1 and 1 + eps exist: precision is not fixed, see `torch.nextafter`.
+        max: the largest number whose terms have one sign, rounded to float64.
+        min: its negative.
+        smallest_normal: the smallest number whose leading term has all its bits.
+        full_precision_min: the smallest magnitude at which a number is held to u^n; eps holds
+            from 2^(n - 1) times that. Below, the last term falls among the subnormals of the base.
+        smallest_subnormal: the smallest number above 0.
+        resolution: 10^-d for the d decimal digits that every number keeps.
+    """
+
+    dtype: str
+    bits: int
+    eps: float
+    max: float
+    min: float
+    smallest_normal: float
+    full_precision_min: float
+    smallest_subnormal: float
+    resolution: float
+
+    @property
+    def tiny(self) -> float:
+        """Another name of `smallest_normal`."""
+        return self.smallest_normal
+
+
+def finfo(format: Format) -> FInfo:
+    """Facts about a format, as `torch.finfo` gives them of a dtype.
+
+    Raises:
+        TypeError: `format` is no Format.
+
+    Examples:
+        >>> import mcftensor as mcf
+        >>> mcf.finfo(mcf.bf16x2).eps == 2.0**-16
+        True
+        >>> mcf.finfo(mcf.fp32x2).resolution
+        1e-14
+    """
+    require_format(format, "finfo")
+    if not isinstance(format, ExpansionFormat):
+        return _of_stored(format)
+    base = torch.finfo(format.base)
+    eps = 4 * (format.u / 2) ** format.terms
+    largest = math.fsum(base.max * (format.u / 2) ** i for i in range(format.terms))
+    return FInfo(
+        dtype=format.name,
+        bits=8 * format.bytes,
+        eps=eps,
+        max=largest,
+        min=-largest,
+        smallest_normal=base.smallest_normal,
+        full_precision_min=format.full_precision_min,
+        smallest_subnormal=base.smallest_normal * 2 * format.u,
+        resolution=10.0 ** -math.floor(-math.log10(eps)),
+    )
+
+
+def _of_stored(format: Format) -> FInfo:
+    """Of a format that only stores numbers of a machine type: as many bits as it keeps of them."""
+    limits = torch.finfo(format.numbers.dtype)
+    eps = 2.0 ** (1 - format.precision)
+    return FInfo(
+        dtype=format.name,
+        bits=8 * format.bytes,
+        eps=eps,
+        max=limits.max,
+        min=limits.min,
+        smallest_normal=limits.smallest_normal,
+        full_precision_min=limits.smallest_normal,
+        smallest_subnormal=limits.smallest_normal * eps,
+        resolution=10.0 ** -math.floor(-math.log10(eps)),
+    )

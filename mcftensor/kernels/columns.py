@@ -1,0 +1,136 @@
+"""What elementwise functions are called with: any number of calls, by columns.
+
+An operation on one tensor, a `_foreach_` call on thousands and a fused step are the same thing
+here: columns of tensors, of which the first of each column make the first call. Whatever has to be
+asked of a tensor is asked of a column.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+Column = Sequence[Tensor]
+Scalar = Tensor | float
+
+_FEW = 128
+_dtype = operator.attrgetter("dtype")
+
+
+@dataclass(eq=False, slots=True)
+class Columns:
+    """Calls of an elementwise function.
+
+    The outputs of a call are of one shape, its vectors too or of one that broadcasts. Its scalars
+    are Python floats or tensors without dimensions; a column of one scalar is for all calls. A
+    column of outputs may be one of vectors, and overlaps no other.
+
+    Attributes:
+        vectors: columns of what is read element by element.
+        scalars: columns of what is the same for all elements of a call.
+        outputs: columns of what is written.
+        keys: one for each call, where random numbers are drawn; else none.
+    """
+
+    vectors: Sequence[Column]
+    scalars: Sequence[Sequence[Scalar]]
+    outputs: Sequence[Column]
+    keys: Column = ()
+
+    def __len__(self) -> int:
+        return len(self.outputs[0])
+
+    def __iter__(self) -> Iterator[Columns]:
+        """Call by call."""
+        return (self.only([i]) for i in range(len(self))) if len(self) > 1 else iter((self,))
+
+    def only(self, rows: Sequence[int]) -> Columns:
+        """Some of the calls."""
+        return Columns(
+            [[x[i] for i in rows] for x in self.vectors],
+            [x if len(x) == 1 else [x[i] for i in rows] for x in self.scalars],
+            [[x[i] for i in rows] for x in self.outputs],
+            [self.keys[i] for i in rows] if self.keys else (),
+        )
+
+    def every_scalar(self) -> list[Sequence[Scalar]]:
+        """The columns of scalars, that of keys last."""
+        return [*self.scalars, self.keys] if self.keys else [*self.scalars]
+
+
+@dataclass(eq=False, slots=True)
+class Facts:
+    """What kernels have to know of the tensors of a column; None where they are not alike."""
+
+    dtype: torch.dtype | None
+    device: int | None  # its index; the CPU has -1
+    lengths: list[int]
+    addresses: list[int]
+    are_contiguous: bool
+
+    @classmethod
+    def of(cls, column: Column) -> Facts:
+        """Asked while a few tensors at a time are in the caches: there may be thousands."""
+        if len(column) == 1:
+            (x,) = column
+            return cls(x.dtype, x.get_device(), [x.numel()], [x.data_ptr()], x.is_contiguous())
+        facts = cls(column[0].dtype, column[0].get_device(), [], [], True)
+        for i in range(0, len(column), _FEW):
+            part = column[i : i + _FEW]
+            if set(map(_dtype, part)) != {facts.dtype}:
+                facts.dtype = None
+            if set(map(Tensor.get_device, part)) != {facts.device}:
+                facts.device = None
+            facts.lengths += map(Tensor.numel, part)
+            facts.addresses += map(Tensor.data_ptr, part)
+            facts.are_contiguous &= all(map(Tensor.is_contiguous, part))
+        return facts
+
+
+def places(
+    vectors: Sequence[T], outputs: Sequence[T], are_same: Callable[[T, T], bool]
+) -> tuple[list[T], list[int]]:
+    """Vectors and outputs without repetition, and which of them the outputs are."""
+    found = list(vectors)
+    where = []
+    for output in outputs:
+        i = 0
+        while i < len(found) and not are_same(found[i], output):
+            i += 1
+        if i == len(found):
+            found.append(output)
+        where.append(i)
+    return found, where
+
+
+def are_same(a: Column, b: Column) -> bool:
+    """Whether two columns are of the same tensors."""
+    return a is b or all(map(operator.is_, a, b))
+
+
+def repeated(column: Sequence[T], count: int) -> Sequence[T]:
+    """A column of so many, which may be given as one for all."""
+    return column if len(column) == count else [*column] * count
+
+
+def dtype_of(scalar: Scalar) -> torch.dtype:
+    """The dtype of a scalar; a number of Python's is a float64."""
+    return scalar.dtype if isinstance(scalar, Tensor) else torch.float64
+
+
+def number_of(scalar: Scalar) -> float:
+    """A scalar as a number of Python's; that of a device is waited for."""
+    return scalar.item() if isinstance(scalar, Tensor) else scalar
+
+
+def by_rows(columns: Sequence[Sequence[T]]) -> Iterator[T]:
+    """The elements of columns, row by row."""
+    return chain.from_iterable(zip(*columns, strict=True))

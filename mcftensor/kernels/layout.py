@@ -1,0 +1,57 @@
+"""How results are laid out in memory: like the first operand of their shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def empty_terms(operands: Sequence[Tensor], dtype: torch.dtype, terms: int) -> list[Tensor]:
+    """Tensors without data, of the shape to which the operands broadcast."""
+    template = template_of(operands)
+    return [torch.empty_like(template, dtype=dtype) for _ in range(terms)]
+
+
+def template_of(operands: Sequence[Tensor]) -> Tensor:
+    """A tensor of the shape to which operands broadcast; the first of that shape, if any."""
+    first = next((x for x in operands if x.dim() > 0), operands[0])
+    if all(x.dim() == 0 or x.shape == first.shape for x in operands):
+        return first
+    shape = torch.broadcast_shapes(*(x.shape for x in operands))
+    for x in operands:
+        if x.shape == shape and x.device == first.device:
+            return x
+    return torch.empty(shape, dtype=operands[0].dtype, device=first.device)
+
+
+def laid_out(function: Callable[P, R]) -> Callable[P, R]:
+    """Results in the layout that `empty_terms` foretells: that of the first operand.
+
+    What torch makes of operands with unlike strides depends on the order of operations.
+    """
+
+    def kernel(*args: P.args, **kwargs: P.kwargs) -> R:
+        results = function(*args, **kwargs)
+        operands = [x for a in args for x in (a if isinstance(a, list) else [a])]
+        tensors = [x for x in operands if isinstance(x, Tensor)]
+        if not tensors:
+            return results
+        template = template_of(tensors)
+
+        def fitted(x: Tensor) -> Tensor:
+            if x.stride() == template.stride():
+                return x
+            like = torch.empty_like(template, dtype=x.dtype)
+            return x if x.stride() == like.stride() else like.copy_(x)
+
+        if isinstance(results, Tensor):
+            return cast(R, fitted(results))
+        return type(results)(fitted(x) for x in results)  # type: ignore[call-arg, attr-defined]
+
+    return kernel

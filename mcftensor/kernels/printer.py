@@ -1,0 +1,149 @@
+"""Programs as lines of text: one walk over the instructions, for every language.
+
+A language is a `Dialect`: a table of what it calls the operations and types. What all have in
+common is here. Memory holds patterns, unsigned integers of each type's own size; one computes with
+values, of the type that `COMPUTED` names. `<name>_value` and `<name>_bits`, functions of a
+language's prelude, lead from one to the other, and `to_<name>` rounds a result to a type that is
+narrower than the one computed with, or wraps it around.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mcftensor.kernels.program import COMPUTED, Instruction, Place, Program
+
+NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int8: "int8",
+    torch.int16: "int16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.uint8: "uint8",
+    torch.uint16: "uint16",
+    torch.bool: "bool",
+}
+
+Key = str | tuple[str, torch.dtype]
+
+# Operations whose results a narrower type may not hold.
+_INEXACT = {"add", "sub", "mul", "div", "sqrt", "to"}
+_OVERFLOWING = _INEXACT | {"neg", "abs", "not", "shift_left"}  # of integers
+
+# What languages write alike.
+COMMON: dict[Key, str] = {
+    "add": "{0} + {1}",
+    "sub": "{0} - {1}",
+    "mul": "{0} * {1}",
+    "div": "{0} / {1}",
+    "neg": "-{0}",
+    "not": "~{0}",
+    "and": "{0} & {1}",
+    "or": "{0} | {1}",
+    "xor": "{0} ^ {1}",
+    "shift_left": "{0} << {1}",
+    "shift_right": "{0} >> {1}",
+    "eq": "{0} == {1}",
+    "ne": "{0} != {1}",
+    "lt": "{0} < {1}",
+    "le": "{0} <= {1}",
+    "gt": "{0} > {1}",
+    "ge": "{0} >= {1}",
+    "copysign": "copysign({0}, {1})",
+    "finite_or_zero": "finite_or_zero({0})",
+    "maximum": "greater({0}, {1})",
+    "sign": "sign_of({0})",
+    "signbit": "negative({0})",
+}
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How a language says what programs do.
+
+    In the text of an operation `{0}`, `{1}`, ... are its operands and `{type}` the type of its
+    result; where one with the type of its operands is given, it goes before.
+    """
+
+    types: Mapping[torch.dtype, str]
+    operations: Mapping[Key, str]
+    constant: Callable[[float, torch.dtype], str]
+    assignment: str
+
+
+class Printer:
+    """The lines of a program: `p3` is the pattern of instruction 3, and `v3` its value."""
+
+    def __init__(self, program: Program, dialect: Dialect) -> None:
+        self.instructions = program.instructions
+        self.dialect = dialect
+
+    def lines(self, varies: Sequence[bool]) -> tuple[list[str], list[str]]:
+        """Those that are the same for all elements, and those that are not."""
+        parts: tuple[list[str], list[str]] = [], []
+        for i, x in enumerate(self.instructions):
+            parts[varies[i]].extend(self._lines(i, x))
+        return parts
+
+    def _lines(self, place: int, x: Instruction) -> list[str]:
+        if x.name not in ("vector", "bits"):
+            return [self._assign(f"v{place}", self._value(x))]
+        if x.name == "vector":
+            pattern = self._operation("vector", x.dtype, x.dtype, str(x.operands[0]))
+        else:
+            pattern = self.pattern(x.operands[0])
+        value = f"{NAMES[x.dtype]}_value(p{place})"
+        return [self._assign(f"p{place}", pattern), self._assign(f"v{place}", value)]
+
+    def pattern(self, place: Place) -> str:
+        """The bits of a result as memory holds them; those that were never computed with as they
+        came, NaNs too."""
+        x = self.instructions[place.index]
+        if x.name in ("vector", "bits"):
+            return f"p{place.index}"
+        return f"{NAMES[x.dtype]}_bits(v{place.index})"
+
+    def _assign(self, name: str, value: str) -> str:
+        return self.dialect.assignment.format(name=name, value=value)
+
+    def _value(self, x: Instruction) -> str:
+        if x.name in ("scalar", "index"):
+            return self._operation(x.name, x.dtype, x.dtype, str(x.operands[0]))
+        if x.name == "constant":
+            return self._text(x.operands[0], x.dtype)
+        places = [o for o in x.operands if isinstance(o, Place)]
+        of = self.instructions[places[0].index].dtype
+        own = of if x.dtype == torch.bool else x.dtype
+        operands = [self._text(o, own) for o in x.operands]
+        if x.name not in ("to", "narrow"):
+            value = self._operation(x.name, own, x.dtype, *operands)
+        elif COMPUTED[of] == COMPUTED[x.dtype]:
+            value = operands[0]
+        else:
+            value = self._operation("to", of, x.dtype, *operands)
+        held = _INEXACT if x.dtype.is_floating_point else _OVERFLOWING
+        narrower = x.dtype.itemsize < COMPUTED[x.dtype].itemsize
+        return f"to_{NAMES[x.dtype]}({value})" if narrower and x.name in held else value
+
+    def _operation(self, name: str, of: torch.dtype, dtype: torch.dtype, *operands: str) -> str:
+        operations = self.dialect.operations
+        text = operations.get((name, of)) or operations[name]
+        return text.format(*operands, type=self.dialect.types[COMPUTED[dtype]])
+
+    def _text(self, operand: Any, dtype: torch.dtype) -> str:
+        if isinstance(operand, Place):
+            return f"v{operand.index}"
+        return self.dialect.constant(_rounded(operand, dtype), dtype)
+
+
+def _rounded(x: float, dtype: torch.dtype) -> float:
+    """A number in a dtype, as eager PyTorch would round it, or wrap it around."""
+    wide = torch.float64 if dtype.is_floating_point else torch.int64
+    return torch.tensor(x, dtype=wide).to(dtype).item()

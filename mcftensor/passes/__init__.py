@@ -1,0 +1,1 @@
+"""Passes over memory: components in, numbers computed, components out, for many tensors."""

@@ -1,0 +1,202 @@
+"""Expressions of elementwise operations, and passes that carry them out.
+
+An expression of several operations rounds after each of them to its format, as if every result had
+been stored.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from mcftensor.arithmetic.formulas import OPERATIONS
+from mcftensor.arithmetic.noise import uniform
+from mcftensor.arithmetic.numbers import Floats, Number
+from mcftensor.formats import PLAIN, ExpansionFormat, Format
+from mcftensor.kernels import Body, Column, Columns, Scalar, run
+from mcftensor.kernels.columns import repeated
+from mcftensor.kernels.layout import template_of
+from mcftensor.kernels.lists import columns_of, places_of, regroup
+from mcftensor.kernels.opaque import opaque
+
+T = TypeVar("T")
+
+NUMBER = PLAIN[torch.float64]
+"""The format of Python's numbers."""
+
+
+@dataclass(frozen=True)
+class Expression:
+    """An operation, what its result is rounded to, and what it is applied to: operands, by their
+    places, or expressions."""
+
+    operation: str
+    format: Format
+    operands: tuple[int | Expression, ...]
+
+    @functools.cached_property
+    def length(self) -> int:
+        """How many operations it has."""
+        return 1 + sum(x.length for x in self.operands if isinstance(x, Expression))
+
+    def at(self, places: Sequence[int | Expression]) -> Expression:
+        """The same of what is in these places."""
+        operands = (x.at(places) if isinstance(x, Expression) else places[x] for x in self.operands)
+        return Expression(self.operation, self.format, tuple(operands))
+
+    def number(self, operands: Sequence[Floats]) -> Number:
+        """What it comes to, before its own result is rounded; operands are sums of floats."""
+        numbers = []
+        for x in self.operands:
+            if isinstance(x, int):
+                numbers.append(self.format.numbers.of(operands[x]))
+            else:
+                assert isinstance(x.format, ExpansionFormat)
+                numbers.append(x.format.rounded(x.number(operands)))
+        return OPERATIONS[self.operation](*numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """Operands of one format in many calls: the column of each of its components. A number of
+    Python's stands for itself."""
+
+    format: Format
+    components: Sequence[Sequence[Scalar]]
+
+
+def carry_out(
+    expression: Expression,
+    operands: Sequence[Operand],
+    outputs: Sequence[Column],
+    keys: Column = (),
+) -> None:
+    """Write an expression of operands into the components of its format, for all calls."""
+    columns = [column for operand in operands for column in operand.components]
+    flags = [_are_scalars(column, outputs[0]) for column in columns]
+    count = len(outputs[0])
+    if any(len(flag) > 1 for flag in flags):  # some of a column broadcast
+        for rows in places_of(zip(*[repeated(x, count) for x in flags], strict=True)).values():
+            part = [
+                Operand(x.format, [[repeated(y, count)[i] for i in rows] for y in x.components])
+                for x in operands
+            ]
+            written = [[column[i] for i in rows] for column in outputs]
+            carry_out(expression, part, written, [keys[i] for i in rows] if keys else ())
+        return
+    are_scalars = tuple([flag[0] for flag in flags])
+    vectors = [
+        repeated(x, count)
+        for x, is_scalar in zip(columns, are_scalars, strict=True)
+        if not is_scalar
+    ]
+    scalars = [_shared(x) for x, is_scalar in zip(columns, are_scalars, strict=True) if is_scalar]
+    body = _body(expression, tuple([x.format for x in operands]), are_scalars)
+    run(body, Columns(vectors, scalars, outputs, keys))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=1024)
+def _body(
+    expression: Expression, formats: tuple[Format, ...], are_scalars: tuple[bool, ...]
+) -> Body:
+    """An expression as a function of the vectors and scalars among the components of its operands;
+    the key of stochastic rounding is the last scalar."""
+    lengths = [len(f.components) for f in formats]
+    format = expression.format
+
+    def body(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> Sequence[Tensor]:
+        left: dict[bool, Iterator[Any]] = {True: map(_as_tensor, scalars), False: iter(vectors)}
+        stored = regroup([next(left[is_scalar]) for is_scalar in are_scalars], lengths)
+        floats = [f.decode(x) for f, x in zip(formats, stored, strict=True)]
+        draws = format.rounding == "stochastic"
+        noise = uniform(scalars[-1], index) if draws else None
+        return format.encode(expression.number(floats), noise)
+
+    return body
+
+
+def _as_tensor(x: Any) -> Tensor:
+    return x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
+
+
+def _are_scalars(column: Sequence[Scalar], outputs: Column) -> list[bool]:
+    """Which of a column are scalars beside their outputs; one flag where all are alike."""
+    if len(column) == 1:
+        (x,) = column
+        return [type(x) is float or (x.dim() == 0 and outputs[0].dim() > 0)]  # type: ignore[union-attr]
+    if set(map(type, column)) == {float}:
+        return [True]
+    if type(column[0]) is not float and 0 not in map(Tensor.dim, column):  # type: ignore[arg-type]
+        return [False]
+    flags = [
+        not isinstance(x, Tensor) or (x.dim() == 0 and output.dim() > 0)
+        for x, output in zip(column, outputs, strict=True)
+    ]
+    return flags if len(set(flags)) > 1 else flags[:1]
+
+
+def _shared(column: Sequence[T]) -> Sequence[T]:
+    """One scalar in place of many that are the same object."""
+    return column[:1] if len(column) > 1 and len(set(map(id, column))) == 1 else column
+
+
+# ------------------------------------------------------------------------------------ operators
+
+
+def empty(format: Format, operands: Sequence[Operand], count: int) -> list[list[Tensor]]:
+    """Columns of components for the results of so many calls on operands."""
+    columns = [repeated(x, count) for operand in operands for x in operand.components]
+    made = [
+        format.empty_like(template_of([x for x in call if isinstance(x, Tensor)]))
+        for call in zip(*columns, strict=True)
+    ]
+    return [list(column) for column in zip(*made, strict=True)]
+
+
+def _operands(flat: Sequence[Any], formats: Sequence[str]) -> tuple[list[Operand], int]:
+    """A flat list as operands, and the number of calls."""
+    found = [Format.from_name(name) for name in formats]
+    lengths = [len(f.components) for f in found]
+    count = len(flat) // sum(lengths)
+    columns = regroup(columns_of(flat, count), lengths)
+    return [Operand(f, x) for f, x in zip(found, columns, strict=True)], count
+
+
+def _fake(
+    operation: str, format: str, operands: list[Tensor], formats: list[str], keys: list[Tensor]
+) -> list[Tensor]:
+    return [*itertools.chain(*empty(Format.from_name(format), *_operands(operands, formats)))]
+
+
+@opaque(_fake, lays_out=True)
+def evaluate(
+    operation: str,
+    format: str,
+    operands: Sequence[Tensor],
+    formats: Sequence[str],
+    keys: Sequence[Tensor],
+) -> list[Tensor]:
+    """The results of an elementwise operation, in a format.
+
+    Args:
+        operation: its name.
+        format: that of the results.
+        operands: the leading components of the first operand of all calls, then its second ones,
+            and so on; then those of the second operand.
+        formats: that of each operand; a plain tensor's is its dtype.
+        keys: one for each call, if the result rounds stochastically.
+
+    Returns:
+        The leading components of all results, then their second ones, and so on.
+    """
+    found, count = _operands(operands, formats)
+    result = Format.from_name(format)
+    outputs = empty(result, found, count)
+    carry_out(Expression(operation, result, tuple(range(len(found)))), found, outputs, keys)
+    return list(itertools.chain(*outputs))

@@ -1,0 +1,18 @@
+"""What the library changes in PyTorch, where no public hook does; it writes to torch nowhere else.
+
+`table` says what a patch is. Each of the other files defines some, as functions from what torch has
+to what takes its place. What these call is theirs to look up at the time, or is handed in by those
+who need the patch: this folder imports the tensor and its dispatch, and nothing built on them.
+"""
+
+from mcftensor.patches import collating as collating
+from mcftensor.patches import compiler as compiler
+from mcftensor.patches import distributed as distributed
+from mcftensor.patches import modules as modules
+from mcftensor.patches import optimizers as optimizers
+from mcftensor.patches import steps as steps
+from mcftensor.patches import tensors as tensors
+from mcftensor.patches.table import PatchWarning as PatchWarning
+from mcftensor.patches.table import install
+
+install()

@@ -1,0 +1,160 @@
+"""What torch.compile would take apart before an expansion sees it.
+
+The front end of the compiler writes `add_` with a number as `alpha`, `addcmul_`, `addcdiv_` and
+`addcdiv` with one as `value`, and `_foreach_lerp_`, as sequences of operations; which of them
+depends on the release. On plain gradients the first of these rounds to bf16, and the result differs
+from the eager one. Here these calls are kept whole for expansions, and left to the compiler for all
+else. It also merges equal calls, which must not happen to draws of random numbers, and takes a
+gradient to have the terms of its parameter.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor.dispatch.arithmetic import register_in_place
+from mcftensor.patches.table import patch
+from mcftensor.tensor import MCFTensor
+
+COMPILER = "import torch._dynamo"
+
+
+@patch(
+    "torch._dynamo.variables.tensor.TensorVariable.call_method",
+    why="Compilers write `add_`, `addcmul_` and `addcdiv_` with a number as several operations.",
+    loss="compiled add_(alpha=...), addcmul_ and addcdiv_ may round otherwise than eager ones.",
+    when=COMPILER,
+    takes=("self", "tx", "name", "args", "kwargs"),
+)
+def _whole_over_expansions(call_method: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._dynamo.variables import TorchInGraphFunctionVariable
+
+    bind = inspect.signature(call_method).bind
+
+    @functools.wraps(call_method)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        given = bind(*args, **kwargs).arguments
+        keyword, of_number, of_tensor = _WITH_A_NUMBER.get(given["name"], ("", None, None))
+        if keyword not in given["kwargs"] or not _is_expansion(given["self"]):
+            return call_method(*args, **kwargs)
+        operator: Any = of_tensor if given["kwargs"][keyword].is_tensor() else of_number
+        operands = [given["self"], *given["args"]]
+        TorchInGraphFunctionVariable(operator).call_function(given["tx"], operands, given["kwargs"])
+        return given["self"]
+
+    return method
+
+
+@patch(
+    "torch._dynamo.variables.TorchInGraphFunctionVariable._get_handlers",
+    why="Compilers write `addcdiv` with a number as several operations.",
+    loss="compiled addcdiv may round otherwise than an eager one.",
+    when=COMPILER,
+)
+def _sparing_expansions(get_handlers: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.cache
+    def handlers(*args: Any, **kwargs: Any) -> Any:
+        found = get_handlers(*args, **kwargs)
+        if torch.addcdiv not in found:
+            return found
+        return {**found, torch.addcdiv: _unless_of_expansions(found[torch.addcdiv])}
+
+    return handlers
+
+
+def _unless_of_expansions(decompose: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(decompose)
+    def handler(*args: Any, **kwargs: Any) -> Any:
+        if any(map(_is_expansion, args)):
+            return None
+        return decompose(*args, **kwargs)
+
+    return handler
+
+
+@patch(
+    "torch._dynamo.polyfills.foreach_lerp_inplace",
+    why="Compilers write `_foreach_lerp_` as several operations.",
+    releases="2.13",
+    loss="compiled _foreach_lerp_ may round otherwise than an eager one.",
+    when=COMPILER,
+)
+def _lerp_one_by_one(decompose: Callable[..., Any]) -> Callable[..., Any]:
+    def foreach_lerp_inplace(*args: Any) -> Any:  # the compiler traces it
+        if not any(isinstance(x, MCFTensor) for x in args[0]):
+            return decompose(*args)
+        starts, ends, weight = args
+        for x, y in zip(starts, ends, strict=True):
+            if isinstance(weight, Tensor):
+                torch.ops.aten.lerp_.Tensor(x, y, weight)
+            else:
+                torch.ops.aten.lerp_.Scalar(x, y, weight)
+        return starts
+
+    return foreach_lerp_inplace
+
+
+@patch(
+    "torch._functorch.compile_utils.rand_ops",
+    why="Compilers merge equal calls, except of operators that are listed as random.",
+    loss="stochastic roundings of one compiled graph may share their random numbers.",
+    when=COMPILER,
+    kind=list,
+)
+def _with_draws(operators: list[Any]) -> list[Any]:
+    operators.append(torch.ops.mcftensor.draw_key)
+    return operators
+
+
+@patch(
+    "torch._subclasses.meta_utils.MetaConverter.meta_tensor",
+    why="Compilers take a gradient to have the terms of its parameter.",
+    loss="models may fail to compile while gradients have other terms than their parameters; set "
+    "these to None before.",
+    when=COMPILER,
+    takes=("t", "symbolic_context"),
+)
+def _in_contexts_that_fit(convert: Callable[..., Any]) -> Callable[..., Any]:
+    bind = inspect.signature(convert).bind
+
+    @functools.wraps(convert)
+    def meta_tensor(*args: Any, **kwargs: Any) -> Any:
+        call = bind(*args, **kwargs)
+        if not _fits(call.arguments.get("symbolic_context"), call.arguments["t"]):
+            call.arguments["symbolic_context"] = None
+        return convert(*call.args, **call.kwargs)
+
+    return meta_tensor
+
+
+def _fits(context: Any, t: Any) -> bool:
+    """Whether what is known of a tensor's sizes is of a tensor of these parts."""
+    contexts, parts = getattr(context, "inner_contexts", {}), t.attrs or {}
+    return contexts.keys() == parts.keys() and all(_fits(contexts[x], parts[x]) for x in parts)
+
+
+def _is_expansion(x: Any) -> bool:
+    """Whether this stands for an expansion, in the compiler."""
+    return getattr(x, "is_tensor", bool)() and issubclass(x.class_type, MCFTensor)
+
+
+# By name: the keyword of the number, the operator, and one that takes a tensor in place of the
+# number, which aten has not. Compiled optimizers have their step size in one.
+_WITH_A_NUMBER: dict[str, tuple[str, Any, Any]] = {}
+_LIBRARY = torch.library.Library("mcftensor", "FRAGMENT")
+for _operator, _operands, _keyword in (
+    (torch.ops.aten.add_.Tensor, "Tensor other", "alpha"),
+    (torch.ops.aten.addcmul_.default, "Tensor tensor1, Tensor tensor2", "value"),
+    (torch.ops.aten.addcdiv_.default, "Tensor tensor1, Tensor tensor2", "value"),
+):
+    _name = _operator.overloadpacket.__name__
+    _LIBRARY.define(f"{_name}(Tensor(a!) self, {_operands}, Tensor {_keyword}) -> ()")
+    register_in_place(f"mcftensor::{_name}", _name.rstrip("_"))
+    _of_tensor = getattr(torch.ops.mcftensor, _name).default
+    _WITH_A_NUMBER[_name] = (_keyword, _operator, _of_tensor)

@@ -1,0 +1,119 @@
+"""Modules and state dicts on more than one process, where torch does not ask tensors."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mcftensor.distributed import format_of, local
+from mcftensor.patches.table import row
+from mcftensor.tensor import MCFTensor
+
+States = dict[str, Any]
+
+around_broadcasts: list[Callable[[States, States], AbstractContextManager[tuple[States, States]]]]
+around_broadcasts = []
+"""Contexts of what one rank sends to all. They are given what the first rank has and what this rank
+holds, which is to become like it, and say what stands for the two on the way."""
+
+
+class _Conversion:
+    """What `Module.to` does to each tensor; DTensors of expansions have to stay such.
+
+    Module puts what it gets in their place, and asks them nothing; expansions themselves refuse.
+    """
+
+    def __init__(self, convert: Callable[[Tensor], Tensor]) -> None:
+        self.convert = convert
+
+    def __call__(self, x: Tensor) -> Tensor:
+        new = self.convert(x)
+        format = format_of(x)
+        if format is not None and local(x) is not x and format_of(new) is None:
+            raise TypeError(
+                f"to: a sharded expansion in {format.name} of shape {tuple(x.shape)} cannot become "
+                f"{new.dtype} with its module. Convert with mcf.as_plain(module, dtype) before it "
+                "is sharded; a MixedPrecisionPolicy(param_dtype=...) computes in another dtype"
+            )
+        return new
+
+
+def _keeping_expansions(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    bind = inspect.signature(apply).bind
+
+    @functools.wraps(apply)
+    def apply_to_tensors(*args: Any, **kwargs: Any) -> nn.Module:
+        call = bind(*args, **kwargs)
+        function = call.arguments["fn"]
+        if not isinstance(function, _Conversion):
+            call.arguments["fn"] = _Conversion(function)
+        return apply(*call.args, **call.kwargs)
+
+    return apply_to_tensors
+
+
+def _by_terms(broadcast: Callable[..., None]) -> Callable[..., None]:
+    """Terms in place of expansions: tensors of one dtype travel joined, and DistributedDataParallel
+    gives plain buffers beside parameters of several formats."""
+
+    def in_terms(argument: Any) -> Any:
+        if not isinstance(argument, (list, tuple)):
+            return argument
+        return [t for x in argument for t in (x.components if isinstance(x, MCFTensor) else (x,))]
+
+    @functools.wraps(broadcast)
+    def broadcast_terms(*args: Any, **kwargs: Any) -> None:
+        named = {name: in_terms(argument) for name, argument in kwargs.items()}
+        broadcast(*map(in_terms, args), **named)
+
+    return broadcast_terms
+
+
+def _within_contexts(broadcast: Callable[..., None]) -> Callable[..., None]:
+    bind = inspect.signature(broadcast).bind
+
+    @functools.wraps(broadcast)
+    def broadcast_state_dict(*args: Any, **kwargs: Any) -> None:
+        call = bind(*args, **kwargs)
+        given = call.arguments
+        with ExitStack() as stack:
+            for context in around_broadcasts:
+                states = context(given["full_state_dict"], given["local_state_dict"])
+                given["full_state_dict"], given["local_state_dict"] = stack.enter_context(states)
+            broadcast(*call.args, **call.kwargs)
+
+    return broadcast_state_dict
+
+
+if dist.is_available():
+    row(
+        "torch.nn.Module._apply",
+        why="`module.to(dtype)` puts plain DTensors in place of those of expansions, and asks "
+        "neither them nor a hook.",
+        loss="module.to(dtype) does not raise for sharded expansions, but drops all terms except "
+        "the leading ones; call mcf.as_plain(module) before sharding.",
+        takes=("fn",),
+        change=_keeping_expansions,
+    )
+    row(
+        "torch.distributed._broadcast_coalesced",
+        why="DistributedDataParallel sends tensors joined when it is made, in C++ that does not "
+        "know expansions.",
+        loss="DistributedDataParallel raises for expansions, or joins their terms wrongly.",
+        change=_by_terms,
+    )
+    row(
+        "torch.distributed.checkpoint.state_dict._broadcast_state_dict",
+        why="With `broadcast_from_rank0`, the other ranks wait for plain tensors of the dtypes "
+        "that the first one names.",
+        loss="broadcast_from_rank0=True fails with expansions; give it plain float32 values.",
+        when="import torch.distributed.checkpoint.state_dict",
+        takes=("full_state_dict", "local_state_dict"),
+        change=_within_contexts,
+    )

@@ -1,0 +1,72 @@
+"""What modules hold of their own: hooks on loading, and weak references to weights."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from mcftensor.patches.table import row
+
+_LOAD_HOOKS = row(
+    "torch.nn.Module._load_state_dict_pre_hooks",
+    why="`store_as_terms` makes expansions of terms before other hooks look at them, and "
+    "`as_plain` removes the hook of `as_expansion`.",
+    loss="hooks on load_state_dict that are registered before store_as_terms get terms in place "
+    "of expansions, and a hook of as_expansion stays after as_plain.",
+    when="mcf.as_expansion(module)",
+    kind=OrderedDict,
+)
+_WEIGHT_REFERENCES = row(
+    "torch.nn.RNNBase._flat_weight_refs",
+    why="Recurrent layers hold weak references to their weights, which forbid that the weights "
+    "become expansions in place.",
+    loss="recurrent layers may refuse to become expansions.",
+    when="mcf.as_expansion(module)",
+    kind=list,
+)
+
+
+def register_first_load_hook(module: nn.Module, hook: Callable[..., None]) -> None:
+    """`register_load_state_dict_pre_hook`, with a hook that runs before those that are there."""
+    handle = module.register_load_state_dict_pre_hook(hook)
+    hooks = _LOAD_HOOKS.found_in(module)
+    if hooks is not None:
+        hooks.move_to_end(handle.id, last=False)
+
+
+def register_load_hook_once(module: nn.Module, hook: Callable[..., None]) -> None:
+    """`register_load_state_dict_pre_hook`, unless that has been done."""
+    if not _keys_of(module, hook):
+        module.register_load_state_dict_pre_hook(hook)
+
+
+def remove_load_hook(module: nn.Module, hook: Callable[..., None]) -> None:
+    """Undo it; copies of a module, of whose hooks nobody has a handle, are included."""
+    for key in _keys_of(module, hook):
+        del _LOAD_HOOKS.found_in(module)[key]
+
+
+def _keys_of(module: nn.Module, hook: Callable[..., None]) -> list[Any]:
+    hooks = _LOAD_HOOKS.found_in(module) or {}
+    return [key for key, found in hooks.items() if getattr(found, "hook", None) is hook]
+
+
+@contextlib.contextmanager
+def without_weight_references(module: nn.Module) -> Iterator[None]:
+    """Within, recurrent layers have no weak references to their weights."""
+    weights: dict[nn.RNNBase, list[nn.Parameter | None]] = {}
+    for layer in module.modules():
+        if isinstance(layer, nn.RNNBase) and _WEIGHT_REFERENCES.found_in(layer) is not None:
+            weights[layer] = [r() if r else None for r in layer._flat_weight_refs]
+            layer._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for layer, own in weights.items():
+            layer._flat_weight_refs = [weakref.ref(p) if p is not None else None for p in own]
+            layer.flatten_parameters()

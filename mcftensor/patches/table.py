@@ -1,0 +1,125 @@
+"""The table of patches, and how they are looked up and installed.
+
+A private name of torch may be gone in another release, or may stand for something else. Then one
+warning says what is lost, and all else works.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pkgutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mcftensor.patches.imports import after_import
+
+
+class PatchWarning(UserWarning):
+    """This release of torch has changed where the library changes it, and something is lost.
+
+    Raised once a process for each row of [the table](../design/patches.md).
+    """
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One name of torch, and what takes the place of what is there."""
+
+    name: str
+    """What is changed: a module or class, and an attribute of it or of its objects."""
+    why: str
+    """Who needs the change."""
+    loss: str
+    """What users lose without it, in a sentence."""
+    releases: str
+    """Releases of torch that were seen to have the name."""
+    when: str
+    """An import, or the call that installs it or makes the change to its arguments alone."""
+    change: Callable[[Any], Any] | None
+    """From what torch has to what takes its place; None of a change to single objects."""
+    kind: Any
+    """The type of what is expected under the name."""
+    takes: tuple[str, ...]
+    """Arguments that are asked for by name."""
+
+    def install(self, owner: object = None) -> None:
+        """Make the change in a module or class, by default in that of the name."""
+        assert self.change is not None
+        try:
+            owner = owner or pkgutil.resolve_name(self.name.rpartition(".")[0])
+            declared = vars(owner)[self.attribute]
+            found = declared.__func__ if isinstance(declared, staticmethod) else declared
+            self._check(found)
+            changed = self.change(found)
+        except (AttributeError, ImportError, LookupError, TypeError, ValueError):
+            _warn(self.name, self.loss)
+            return
+        if changed is not found:
+            is_static = isinstance(declared, staticmethod)
+            setattr(owner, self.attribute, staticmethod(changed) if is_static else changed)
+
+    def found_in(self, owner: object) -> Any:
+        """What an object has under the name; else None, which is a loss."""
+        try:
+            found = getattr(owner, self.attribute)
+            self._check(found)
+        except (AttributeError, TypeError):
+            _warn(self.name, self.loss)
+            return None
+        return found
+
+    @property
+    def attribute(self) -> str:
+        """The last part of the name."""
+        return self.name.rpartition(".")[2]
+
+    def _check(self, found: Any) -> None:
+        if not isinstance(found, self.kind):
+            raise TypeError(f"{self.name} is {type(found).__name__}")
+        if self.takes and not set(self.takes) <= inspect.signature(found).parameters.keys():
+            raise TypeError(f"{self.name} does not take {', '.join(self.takes)}")
+
+
+TABLE: list[Patch] = []
+
+
+def row(
+    name: str,
+    *,
+    why: str,
+    loss: str,
+    when: str = "import mcftensor",
+    releases: str = "2.11 to 2.15",
+    change: Callable[[Any], Any] | None = None,
+    kind: Any = Callable,
+    takes: tuple[str, ...] = (),
+) -> Patch:
+    """Add a row to the table."""
+    TABLE.append(Patch(name, why, loss, releases, when, change, kind, takes))
+    return TABLE[-1]
+
+
+def patch(name: str, **columns: Any) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    """Add a row for the function that is decorated, which makes the change."""
+
+    def decorate(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        row(name, change=change, **columns)
+        return change
+
+    return decorate
+
+
+def install() -> None:
+    """Install each patch as soon as torch has imported the module that it needs."""
+    for each in TABLE:
+        action, _, module = each.when.partition(" ")
+        if action == "import":
+            after_import(module, each.install)
+
+
+@functools.cache  # a warning that is made an error comes again
+def _warn(name: str, loss: str) -> None:
+    warnings.warn(f"this torch has no {name} as mcftensor knows it: {loss}", PatchWarning, 2)

@@ -1,0 +1,101 @@
+"""Results that wait until they are read, within a step of one of PyTorch's own optimizers.
+
+An optimizer that works by ordinary operations makes its denominator in three passes over memory
+and reads it once, in a fourth. Within its step such an intermediate result is an expansion that
+holds an expression in place of components. The operation that reads it computes it on the way,
+rounded at every stage as if it had been stored, so that no bit differs; whatever else touches it
+computes it first.
+
+It waits only for tensors whose memory nobody else holds: made by the library, and never handed out
+as components, views or to a compiler. So every write to them goes through dispatch, which computes
+what waits for them before, and so does whatever hands them out later. At the end of the step all
+that still waits is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mcftensor.passes.expressions import Expression, Operand, carry_out, empty
+
+# Operations in an expression; longer ones are computed.
+LONGEST = 4
+
+_FEW = 8
+
+
+class _Step(threading.local):
+    """What waits within the step that this thread is in; None outside of steps."""
+
+    results: list[weakref.ref[Any]] | None = None
+
+
+_step = _Step()
+
+
+@contextlib.contextmanager
+def deferring() -> Iterator[None]:
+    """Let results wait within, at most until the end."""
+    outer, _step.results = _step.results, []
+    try:
+        yield
+    finally:
+        found, _step.results = _step.results, outer
+        for reference in found:
+            compute(reference())
+
+
+def is_deferring() -> bool:
+    """Whether results may wait in this thread now."""
+    return _step.results is not None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Deferred:
+    """An expression, one set of its operands, and the expansions whose memory they are."""
+
+    expression: Expression
+    operands: Sequence[Operand]
+    reads: Sequence[Any]
+
+    def components(self) -> list[Tensor]:
+        """What it comes to."""
+        outputs = empty(self.expression.format, self.operands, 1)
+        carry_out(self.expression, self.operands, outputs)
+        return [x for (x,) in outputs]
+
+
+def watch(x: Any, reads: Sequence[Any]) -> None:
+    """Remember that an expansion waits for others."""
+    assert _step.results is not None
+    reference = weakref.ref(x)
+    _step.results.append(reference)
+    for read in reads:
+        if len(read._readers) >= _FEW:  # mostly of results that are gone
+            read._readers = [r for r in read._readers if _waits(r())]
+        read._readers.append(reference)
+
+
+def _waits(x: Any) -> bool:
+    return x is not None and x._deferred is not None
+
+
+def compute(x: Any) -> None:
+    """Compute a result, if it is still there and waits."""
+    if _waits(x):
+        x.compute_components()
+
+
+def compute_readers(x: Any) -> None:
+    """Compute all that waits for an expansion, which is to be written to or handed out."""
+    if x._readers:
+        references, x._readers = x._readers, []
+        for reference in references:
+            compute(reference())

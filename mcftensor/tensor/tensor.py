@@ -1,0 +1,571 @@
+"""`MCFTensor`: expansions as a torch.Tensor."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.utils._pytree import tree_leaves
+
+from mcftensor.formats import MAX_TERMS, Format, require_format
+from mcftensor.formats.format import format_named
+from mcftensor.passes.conversions import collapse, convert
+from mcftensor.tensor.deferred import Deferred, compute_readers, watch
+
+Role = Literal["value", "parameter"]
+
+_GRAD: Any = torch.Tensor.grad
+_get_grad = _GRAD.__get__
+_without_function: Any = torch._C._disabled_torch_function_impl
+COMPONENTS = tuple(f"_component{i}" for i in range(MAX_TERMS))
+
+
+class MCFTensor(torch.Tensor):
+    """A tensor whose elements are expansions: unevaluated sums of floats of one small type.
+
+    `shape`, `stride` and `device` are those of each term, and `dtype` is the type of a term.
+    `as_expansion` makes these tensors; call the class itself only with normalized terms.
+
+    A tensor has one of two roles. A *value* is a number type like any other: arithmetic with
+    numbers, plain tensors and expansions gives expansions. A *parameter* is a weight: it computes
+    as its leading term and gives plain results wherever it meets a plain tensor, while every
+    update in place reaches all its terms. `nn.Parameter(expansion)` makes a parameter.
+
+    Args:
+        components: the terms, leading term first, normalized; plain tensors alike in shape,
+            strides, device and dtype.
+        format: their format; by default the one that their dtype and number say.
+        role: `"value"` or `"parameter"`.
+
+    Raises:
+        TypeError: components that are not plain tensors, or not of the format's base.
+        ValueError: a wrong number of components, or components of unlike shapes.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> x = mcf.as_expansion(torch.tensor([1.0, 0.1], dtype=torch.float64), mcf.fp32x2)
+        >>> x * x + 1
+        MCFTensor([2.0000, 1.0100], format=fp32x2)
+        >>> (x * 0.999).components[0]
+        tensor([0.9990, 0.0999])
+    """
+
+    _component0: Tensor
+    _component1: Tensor
+    _format: Format
+    _role: Role
+    _deferred: Deferred | None = None  # of a DeferredTensor alone
+    _readers: Sequence[Any] = ()  # what waits for this one; a list where nobody else has its memory
+    _accumulation: Callable[[Tensor], None] | None = None  # the hook of accumulate_gradients
+
+    # What carries out operations; `dispatch/`, which is written for this class, sets it.
+    _dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
+    _whole: ClassVar[set[Callable[..., Any]]]
+    _evaluate_whole: ClassVar[Callable[..., Any]]
+    _evaluate_into: ClassVar[Callable[..., Any]]
+    _shortcuts: ClassVar[dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]]
+
+    @staticmethod
+    def __new__(
+        cls,
+        components: Sequence[Tensor],
+        format: Format | None = None,
+        role: Role = "value",
+    ) -> MCFTensor:
+        """Make a tensor of components that are checked."""
+        if format is None:
+            format = Format(components[0].dtype, len(components))
+        check_components(components, format)
+        return MCFTensor.of(components, format, role)
+
+    def __init__(
+        self,
+        components: Sequence[Tensor],
+        format: Format | None = None,
+        role: Role = "value",
+    ) -> None:
+        pass
+
+    @staticmethod
+    def of(
+        components: Sequence[Tensor], format: Format, role: Role = "value", *, own: bool = False
+    ) -> MCFTensor:
+        """The one way to make such a tensor: of components of a format, which are not checked.
+
+        `own` says that nobody else has, or will have, the memory of the components.
+        """
+        made = _wrapper(MCFTensor, components[0], format)
+        made._hold(components, format, role, own)
+        return made
+
+    def _hold(self, components: Sequence[Tensor], format: Format, role: Role, own: bool) -> None:
+        for name, component in zip(COMPONENTS, components, strict=False):
+            setattr(self, name, component)
+        self._format = format
+        self._role = role
+        if own:
+            self._readers = []
+
+    def _like(self, components: Sequence[Tensor], *, own: bool = False) -> MCFTensor:
+        """Components made by one operation on each component of this one."""
+        return MCFTensor.of(components, self._format, self._role, own=own)
+
+    # ------------------------------------------------------------------------------- what it is
+
+    @property
+    def components(self) -> tuple[Tensor, ...]:
+        """The components, leading one first, as plain tensors that share memory with this one: the
+        terms of an expansion."""
+        components = self._read()
+        if self._readers != ():
+            self.hand_out()
+        return components
+
+    def _read(self) -> tuple[Tensor, ...]:
+        """The components, for those who neither write to them nor pass them on."""
+        if len(self._format.components) == 2:  # the commonest, and asked for at every turn
+            return self._component0, self._component1
+        return tuple([getattr(self, name) for name in COMPONENTS[: len(self._format.components)]])
+
+    def hand_out(self) -> None:
+        """From now on somebody else may write to the memory."""
+        compute_readers(self)
+        self._readers = ()
+
+    @property
+    def format(self) -> Format:
+        """The format of the elements."""
+        return self._format
+
+    @property
+    def role(self) -> Role:
+        """`"value"` or `"parameter"`."""
+        return self._role
+
+    @property
+    def _is_param(self) -> bool:
+        # nn.Parameter(expansion) sets this flag, and does nothing else that a class could see.
+        return bool(self.__dict__.get("_parameter", False))
+
+    @_is_param.setter
+    def _is_param(self, flag: bool) -> None:
+        self.__dict__["_parameter"] = flag
+        if flag:
+            self._role = "parameter"
+            if self._accumulation is not None and self.requires_grad:
+                self.register_post_accumulate_grad_hook(self._accumulation)
+
+    # ------------------------------------------------------- traceable wrapper subclass protocol
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role]]:
+        self.hand_out()  # compiled code may write to it
+        return list(COMPONENTS[: len(self._format.components)]), (self._format.name, self._role)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: tuple[str, Role], outer_size: Any, outer_stride: Any
+    ) -> MCFTensor:
+        name, role = context
+        format = Format.from_name(name)
+        return MCFTensor.of([inner[n] for n in COMPONENTS[: len(format.components)]], format, role)
+
+    def _stable_hash_for_caching(self) -> str:
+        # Compiled code holds what dispatch did, which another release may do differently.
+        version = sys.modules["mcftensor"].__version__
+        parts = [(t.dtype, tuple(t.shape), t.stride(), str(t.device)) for t in self._read()]
+        return f"{version} {self._format.name} {self._role} {self.requires_grad} {parts}"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        shortcut = cls._shortcuts.get(func)
+        if shortcut is not None and not is_compiling():
+            result = shortcut(func, args, kwargs or {})
+            if result is not NotImplemented:
+                return result
+        if not kwargs and func not in cls._whole and func not in _CHOICES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args)
+        kwargs = kwargs or {}
+        out = kwargs.get("out")
+        if (
+            out is not None
+            and _holds_expansion(out)
+            and not isinstance(func, torch._ops.OpOverload)
+        ):
+            inputs = {name: x for name, x in kwargs.items() if name != "out"}
+            if _holds_expansion((args, inputs)):
+                return cls._evaluate_into(func, args, inputs, out)
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _CHOICES:
+                return _CHOICES[func](*args, **kwargs)
+            if func in cls._whole and _has_value((args, kwargs)):
+                return cls._evaluate_whole(func, *args, **kwargs)
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return cls._dispatch(func, args, kwargs or {})
+
+    def __setstate__(self, state: Any) -> None:
+        """What else a pickle has of this tensor: attributes that users gave it."""
+        if not isinstance(state, dict):
+            super().__setstate__(state)  # of a tensor with storage; raises
+        if any(name in _OWN for name in state):
+            raise ValueError("MCFTensor: damaged components, format or role")
+        self.__dict__.update(state)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # torch's own keeps the device beside the components, where no function as map_location
+        # finds it.
+        torch.utils.hooks.warn_if_has_hooks(self)
+        state = {name: x for name, x in self.__dict__.items() if name not in _OWN}
+        whole = (self.components, self._format.name, self._role, tuple(self.shape))
+        return _rebuild, (*whole, self.requires_grad, self._is_param), state or None
+
+    # ----------------------------------------------------------------------- leaving the format
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        kind = "Parameter containing:\n" if self._is_param else ""
+        if type(self._read()[0]) is not torch.Tensor:
+            return f"{kind}MCFTensor(shape={tuple(self.shape)}, format={self._format.name})"
+        plain = self._collapsed()
+        text = repr(plain).removeprefix("tensor(").removesuffix(")")
+        text = re.sub(r",\s*dtype=torch\.float64", "", text)
+        text = text.replace("\n" + " " * 7, "\n" + " " * 10)
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return f"{kind}MCFTensor({text}, format={self._format.name}{grad})"
+
+    def _collapsed(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """The numbers as plain floats, rounded once."""
+        return collapse(self._read(), self._format.name, dtype)
+
+    def numpy(self, *, force: bool = False) -> np.ndarray:
+        """The collapsed values in float64, a copy on the CPU."""
+        if self.requires_grad and not force:
+            raise RuntimeError(
+                "numpy: this expansion requires grad; call .detach().numpy(), or numpy(force=True)"
+            )
+        plain = self._collapsed()
+        return plain.cpu().numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    def tolist(self) -> Any:
+        """The collapsed values as nested lists of Python floats."""
+        return self._collapsed().tolist()
+
+    # ------------------------------------------------------------- what dispatch does not see
+
+    def backward(self, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+        """As of any tensor; from a parameter it starts with a plain gradient."""
+        if self._role == "parameter" and gradient is None and self.numel() == 1:
+            gradient = torch.ones_like(self._component0)
+        elif self._role == "parameter" and isinstance(gradient, MCFTensor):
+            gradient = gradient._component0
+        super().backward(gradient, *args, **kwargs)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        # torch rounds a number to the base dtype before dispatch.
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            value = MCFTensor.of(number_in(value, self._format, self.device), self._format)
+        super().__setitem__(index, value)
+
+    def new_tensor(  # type: ignore[override]
+        self,
+        data: Any,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+    ) -> Tensor:
+        """Data in the format and role of this one; torch would round them to the base dtype."""
+        if dtype not in (None, self.dtype):
+            plain = self._component0
+            return plain.new_tensor(data, dtype=dtype, device=device, requires_grad=requires_grad)
+        if not isinstance(data, Tensor):
+            data = torch.tensor(data, dtype=torch.float64)
+        made = self.new_empty(data.shape, device=device).copy_(data.detach())
+        return made.requires_grad_(requires_grad)
+
+    def new(  # type: ignore[override]
+        self, *size_or_data: Any, device: torch.device | str | None = None
+    ) -> Tensor:
+        """As `new_tensor` of data, or `new_empty` of a size."""
+        (first, *_) = size_or_data or (0,)
+        if isinstance(first, torch.Size) or (
+            hasattr(first, "__index__") and not isinstance(first, (Tensor, np.ndarray))
+        ):
+            return self.new_empty(*size_or_data or (0,), device=device)
+        return self.new_tensor(first, device=device)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """As of any tensor. Optimizers ask for it at every turn, and torch's own way to it goes by
+        `__torch_function__`."""
+        return _without_function(_get_grad, (), (self,))
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def data(self) -> Tensor:
+        """The same terms, outside of autograd: it does not see what is written to them.
+
+        `plain.data = expansion` cannot be intercepted, and leaves `plain` without memory: the next
+        operation on it crashes. Write `plain.data.copy_(expansion)`, or
+        `plain.data = mcf.as_plain(expansion, plain.dtype)`.
+        """
+        if is_compiling():
+            return self.detach()
+        return self._like([x.data for x in self.components])
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # torch's own setter would change shape and dtype, and leave the terms as they are.
+        if not isinstance(value, MCFTensor) or value.dtype != self.dtype:
+            given = value.format.name if isinstance(value, MCFTensor) else f"plain {value.dtype}"
+            raise TypeError(
+                f"data: an expansion in {self._format.name} of shape {tuple(self.shape)} cannot "
+                f"take the data of a {given} tensor of shape {tuple(value.shape)}. To leave the "
+                "format, use mcf.as_plain(module) or mcf.as_plain(tensor, dtype); to assign "
+                "values, copy_()"
+            )
+        if value.shape != self.shape or value.device != self.device:
+            raise ValueError(
+                f"data: shape {tuple(self.shape)} on {self.device} given data of shape "
+                f"{tuple(value.shape)} on {value.device}; make a new expansion instead"
+            )
+        if value.format is not self._format or value.stride() != self.stride():
+            value = torch.empty_like(self).copy_(value)
+        assert isinstance(value, MCFTensor)
+        self._read()  # no longer deferred
+        self.hand_out()
+        for name, component in zip(COMPONENTS, value.components, strict=False):
+            setattr(self, name, component.detach())
+
+    def data_ptr(self) -> int:
+        """0 always, also of a slice: by it torch knows a tensor without storage, to copy and save
+        it term by term."""
+        return 0
+
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: an expansion has no storage of its own to exchange."""
+        raise self._has_no_storage("set_")
+
+    def apply_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: torch would call the function on memory that is not there."""
+        raise self._has_no_storage("apply_")
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: the protocol knows no expansions."""
+        raise self._has_no_storage("__dlpack__")
+
+    def _has_no_storage(self, name: str) -> TypeError:
+        return TypeError(
+            f"{name}: an expansion in {self._format.name} has no storage of its own; assign values "
+            "with copy_(), or take plain tensors out with mcf.as_plain(x, dtype)"
+        )
+
+    def storage(self) -> NoReturn:
+        """Refused: safetensors would read memory that is not there."""
+        raise TypeError(
+            f"storage: an expansion in {self._format.name} of shape {tuple(self.shape)} has none, "
+            "but one for each of its terms. To save in safetensors files, use mcf.save_file, or "
+            "mcf.store_as_terms(model) where another program saves the model"
+        )
+
+    def share_memory_(self) -> MCFTensor:
+        """Move every term to shared memory."""
+        for component in self.components:
+            component.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether every term is in shared memory."""
+        return all(x.is_shared() for x in self._read())
+
+
+class DeferredTensor(MCFTensor):
+    """A value whose components are computed when they are read; then it is an MCFTensor."""
+
+    @staticmethod
+    def that_waits(expression: Deferred) -> DeferredTensor:
+        """The result of an expression, laid out as the first of what it reads."""
+        format = expression.expression.format
+        made = _wrapper(DeferredTensor, expression.reads[0], format)
+        made._format, made._role, made._readers = format, "value", []
+        made._deferred = expression
+        watch(made, expression.reads)
+        return made
+
+    def defer(self, expression: Deferred) -> None:
+        """Wait for the result of another expression, of what was to be here among others."""
+        assert self._deferred is not None
+        known = list(map(id, self._deferred.reads))
+        watch(self, [x for x in expression.reads if id(x) not in known])
+        self._deferred = expression
+
+    def compute_components(self) -> None:
+        """Compute the components."""
+        assert self._deferred is not None
+        self._hold(self._deferred.components(), self._format, self._role, own=True)
+        self._deferred = None
+        self.__class__ = MCFTensor  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:  # called for what is missing
+        if name not in COMPONENTS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self.compute_components()
+        return getattr(self, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.compute_components()
+        return self.__reduce_ex__(protocol)
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role]]:
+        self.compute_components()
+        return self.__tensor_flatten__()
+
+    def data_ptr(self) -> int:
+        """0; what copies a tensor attribute by attribute asks for it before (DCP's stager does)."""
+        self.compute_components()
+        return 0
+
+
+T = TypeVar("T", bound=MCFTensor)
+
+
+def _wrapper(cls: type[T], like: Tensor, format: Format) -> T:
+    """A tensor without storage, with the layout of another one and the dtype of a format."""
+    made: T = torch.Tensor._make_wrapper_subclass(
+        cls,
+        like.size(),
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=format.dtype,
+        device=like.device,
+        layout=like.layout,
+    )
+    return made
+
+
+# What a pickle has of its own, beside attributes that users gave a tensor.
+_OWN = (*COMPONENTS, "_format", "_role", "_deferred", "_readers", "_accumulation", "_parameter")
+
+
+def _rebuild(
+    components: Any, format: Any, role: Any, shape: Any, requires_grad: bool, is_param: bool
+) -> MCFTensor:
+    """What a pickle says of a tensor, checked: a file may say anything.
+
+    Raises:
+        ValueError: components, format and role are not those of a tensor of this shape.
+    """
+    try:
+        found = Format.from_name(format)
+        check_components(components, found)
+        if components[0].shape != shape or role not in ("value", "parameter"):
+            raise ValueError(f"shape {shape}, {role!r}, components of {components[0].shape}")
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"MCFTensor: damaged components, format or role ({error})") from error
+    x = MCFTensor.of(components, found, role)
+    x.requires_grad_(requires_grad)
+    if is_param:
+        x.__dict__["_parameter"] = True
+    return x
+
+
+def check_components(components: Sequence[Tensor], format: Format) -> None:
+    """Raise TypeError or ValueError for what are not components of a format."""
+    require_format(format, "MCFTensor")
+    wanted = format.components
+    if len(components) != len(wanted) or any(
+        isinstance(x, MCFTensor) or not isinstance(x, Tensor) for x in components
+    ):
+        raise ValueError(
+            f"MCFTensor: {len(components)} components given where {len(wanted)} plain tensors make "
+            f"{format.name}; see mcf.as_expansion, which makes the components from a tensor"
+        )
+    leading = components[0]
+    for component, x in zip(wanted, components, strict=True):
+        if x.dtype != component.dtype:
+            raise TypeError(
+                f"MCFTensor: a component of {x.dtype} where the {component.name} of {format.name} "
+                f"is of {component.dtype}"
+            )
+        if x.shape != component.shape(leading.shape) or (
+            x.shape == leading.shape and x.stride() != leading.stride()
+        ):
+            raise ValueError(
+                f"MCFTensor: components of shapes {[tuple(t.shape) for t in components]} and "
+                f"strides {[t.stride() for t in components]}, which do not belong together"
+            )
+        if x.device != leading.device:
+            raise ValueError(
+                f"MCFTensor: components on {leading.device} and {x.device}; move them to one device"
+            )
+
+
+def _where(condition: Tensor, input: Any = None, other: Any = None, **kwargs: Any) -> Any:
+    """torch.where; numbers become expansions, since torch rounds them before dispatch."""
+    expansions = [x for x in (input, other) if isinstance(x, MCFTensor)]
+    if not expansions:
+        chosen = () if input is None else (input, other)
+        return torch.where(condition, *chosen, **kwargs)
+    format, role = expansions[0].format, expansions[0].role
+    input, other = (
+        MCFTensor.of(number_in(x, format), format, role) if isinstance(x, (int, float)) else x
+        for x in (input, other)
+    )
+    return torch.where(condition, input, other, **kwargs)
+
+
+def number_in(x: float, format: Format, device: torch.device | None = None) -> Sequence[Tensor]:
+    """The components of a number, to nearest."""
+    number = torch.tensor(x, dtype=torch.float64, device=device)
+    return convert([number], "float64", format.nearest.name, None)
+
+
+def _where_method(input: Any, condition: Tensor, other: Any = None) -> Any:
+    return _where(condition, input, other)
+
+
+# torch rounds a number to the base dtype before dispatch.
+_CHOICES: dict[Any, Callable[..., Any]] = {torch.where: _where, torch.Tensor.where: _where_method}
+
+
+def _holds_expansion(tree: Any) -> bool:
+    return any(isinstance(x, MCFTensor) for x in tree_leaves(tree))
+
+
+def _has_value(tree: Any) -> bool:
+    return any(isinstance(x, MCFTensor) and x.role == "value" for x in tree_leaves(tree))
+
+
+torch.serialization.add_safe_globals([MCFTensor, format_named, _rebuild])

@@ -1,0 +1,110 @@
+"""What is changed in torch: alone by `mcftensor/patches`, and not needed where torch differs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import mcftensor as mcf
+from mcftensor.patches.imports import after_import
+from mcftensor.patches.table import TABLE, Patch
+from support.writes_to_torch import writes
+
+PACKAGE = Path(mcf.__file__).parent
+NAMES = {row.attribute for row in TABLE}
+
+
+@pytest.fixture(scope="module")
+def warned_of():
+    """What is warned of where a name is not as it was, by name."""
+    program = Path(__file__).parents[1] / "support" / "patch_losses.py"
+    command = [sys.executable, "-W", "error", str(program), *(row.name for row in TABLE)]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name.removeprefix("torch."))
+def test_without_a_patch_one_warning_says_what_is_lost_and_all_else_works(row, warned_of):
+    message = f"this torch has no {row.name} as mcftensor knows it: {row.loss}"
+    assert warned_of[row.name] == [["PatchWarning", message]]
+
+
+@pytest.mark.parametrize(
+    "found",
+    [{"one": 1}, lambda wanted, other: None],
+    ids=["another kind", "other arguments"],
+)
+def test_what_is_not_as_expected_stays(found):
+    owner = SimpleNamespace(function=found)
+    columns = {"why": "", "releases": "", "when": "", "kind": type(lambda: 0)}
+    row = Patch("torch.function", loss=str(found), change=id, takes=("wanted", "x"), **columns)
+    with pytest.warns(mcf.PatchWarning, match="torch has no torch.function as"):
+        row.install(owner)
+    assert owner.function is found
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted({*PACKAGE.rglob("*.py")} - {*PACKAGE.joinpath("patches").rglob("*.py")}),
+    ids=lambda path: str(path.relative_to(PACKAGE)),
+)
+def test_no_other_file_writes_to_torch(path):
+    assert writes(path.read_text(), NAMES) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.finfo = None",
+        "nn.Module._apply = None",
+        "del Optimizer.step",
+        "setattr(Optimizer, name, None)",
+        "type(optimizer).anything = None",
+        "importlib.import_module('torch.optim').SGD = None",
+        "torch.optim.optimizer.types.append(int)",
+        "classes[int] = None",
+        "for cls in (torch.optim.SGD, torch.optim.Adam): cls.anything = None",
+        "layer._flat_weight_refs = []",
+        "module._load_state_dict_pre_hooks.clear()",
+        "module._load_state_dict_pre_hooks |= {}",
+        "x.other, x._backward_hooks = None, None",
+    ],
+)
+def test_a_write_to_torch_is_found(line):
+    imports = (
+        "import importlib, torch\nfrom torch import nn\nfrom torch.optim import Optimizer\n"
+        "from torch.utils.data._utils.collate import table as classes\n"
+    )
+    assert writes(imports + line, NAMES) == [5]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x = torch.ones(3); x[0] = 1; x.grad = None",
+        "module = nn.Linear(3, 2); module.extra = torch.float32",
+        "names = [torch.float32]; found = dict(names); found[torch] = 1",
+    ],
+)
+def test_writes_to_what_is_made_are_not_counted(line):
+    assert writes(f"import torch\nfrom torch import nn\n{line}", NAMES) == []
+
+
+def test_functions_wait_for_an_import(tmp_path, monkeypatch):
+    module = tmp_path / "imported_late.py"
+    module.write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    finders, calls = [*sys.meta_path], []
+    for number in range(2):
+        after_import("imported_late", lambda number=number: calls.append(number))
+    with pytest.raises(ZeroDivisionError):
+        __import__("imported_late")
+    assert calls == []
+    module.write_text("value = 1")
+    assert __import__("imported_late").value == 1
+    assert calls == [0, 1]
+    assert sys.meta_path == finders
+    after_import("imported_late", lambda: calls.append(2))
+    assert calls == [0, 1, 2]

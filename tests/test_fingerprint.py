@@ -1,0 +1,21 @@
+"""Every operation gives the bits that are recorded in `fingerprint.json`."""
+
+import pytest
+
+import fingerprint
+
+GROUPS = fingerprint.groups()
+RECORDED = fingerprint.recorded()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * group.slow) for n, group in GROUPS.items()],
+)
+@pytest.mark.filterwarnings("ignore:mcftensor runs without compiled code")
+def test_bits_are_those_recorded(name):
+    assert not fingerprint.differences(GROUPS[name].digests(), RECORDED.get(name, {}))
+
+
+def test_nothing_recorded_is_left_out():
+    assert RECORDED.keys() == GROUPS.keys()
