@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from mcftensor.checkpoint.errors import CheckpointError, some
-from mcftensor.distributed import format_of, local, on_local
 from mcftensor.formats import Format
+from mcftensor.tensor.sharded import format_of, local, on_local
 from mcftensor.tensor.tensor import MCFTensor, check_components
 
 

@@ -26,10 +26,11 @@ from mcftensor.dispatch.operands import (
     plain,
     plainly,
     require_castable,
+    require_numbers,
     store,
 )
 from mcftensor.dispatch.plans import FORMULAS, Kind, Plan, kind_of, plan
-from mcftensor.dispatch.table import TABLE, register_forms
+from mcftensor.dispatch.registry import TABLE, register_forms
 from mcftensor.formats import PlainFormat
 from mcftensor.kernels.columns import repeated
 from mcftensor.kernels.lists import places_of
@@ -41,10 +42,10 @@ from mcftensor.tensor.tensor import DeferredTensor, MCFTensor
 aten = torch.ops.aten
 
 Rows = Sequence[int]
-Columns = Sequence[Sequence[Any]]
+Lists = Sequence[Sequence[Any]]
 
 
-def evaluated(name: str, columns: Columns, keywords: tuple[str, ...], count: int) -> list[Tensor]:
+def evaluated(name: str, columns: Lists, keywords: tuple[str, ...], count: int) -> list[Tensor]:
     """The results of an operation on rows of operands, the last of which are given by keywords."""
     results: list[Any] = [None] * count
     keys: dict[int, Tensor] = {}
@@ -60,7 +61,7 @@ def evaluated(name: str, columns: Columns, keywords: tuple[str, ...], count: int
     return results
 
 
-def write(name: str, columns: Columns, keywords: tuple[str, ...], count: int) -> bool:
+def evaluated_into(name: str, columns: Lists, keywords: tuple[str, ...], count: int) -> bool:
     """Write the results into the first column, which holds expansions, or do nothing and return
     False: where results cannot be written element by element while operands are read."""
     parts = [
@@ -83,7 +84,7 @@ def write(name: str, columns: Columns, keywords: tuple[str, ...], count: int) ->
 class _Part:
     """Rows whose operands are of the same kinds."""
 
-    def __init__(self, plan: Plan, columns: Columns, rows: Rows) -> None:
+    def __init__(self, plan: Plan, columns: Lists, rows: Rows) -> None:
         self.plan = plan
         self.columns = columns
         self.rows = rows
@@ -94,7 +95,7 @@ class _Part:
     def of(
         cls,
         name: str,
-        columns: Columns,
+        columns: Lists,
         keywords: tuple[str, ...],
         kinds: tuple[Kind, ...],
         rows: Rows,
@@ -220,14 +221,14 @@ class _Part:
         return [column for operand in self.operands for column in operand.components]
 
 
-def _only(columns: Columns, rows: Rows, count: int) -> Columns:
+def _only(columns: Lists, rows: Rows, count: int) -> Lists:
     """Some rows; a column of one element is for all."""
     if len(rows) == count:
         return columns
     return [[x[i] for i in rows] if len(x) == count else x for x in columns]
 
 
-def _by_kind(columns: Columns, count: int) -> Iterable[tuple[tuple[Kind, ...], Rows]]:
+def _by_kind(columns: Lists, count: int) -> Iterable[tuple[tuple[Kind, ...], Rows]]:
     """Rows whose operands are of the same kinds."""
     kinds = [[kind_of(x) for x in column] for column in columns]
     if count == 1 or all(len(set(x)) == 1 for x in kinds):
@@ -240,6 +241,7 @@ def _operands(column: Sequence[Any]) -> list[Operand]:
     """A column of one kind; what waits becomes the operands of its expression."""
     first = column[0]
     if not isinstance(first, Tensor):
+        require_numbers(column)
         return [Operand(NUMBER, [list(map(float, column))])]
     if not isinstance(first, MCFTensor) or first._deferred is None:
         kind = kind_of(first)
@@ -255,7 +257,7 @@ def _components(row: Sequence[Operand]) -> Iterator[tuple[Any, ...]]:
     return zip(*[x.components for x in row], strict=True)
 
 
-def _draw(keys: dict[int, Tensor], parts: Sequence[_Part], columns: Columns) -> None:
+def _draw(keys: dict[int, Tensor], parts: Sequence[_Part], columns: Lists) -> None:
     """A key for each row that rounds stochastically, in the order of rows, whatever is alike."""
     drawing = [p.rows for p in parts if p.plan.expression.format.rounding == "stochastic"]
     for i in sorted(itertools.chain(*drawing)):
@@ -326,14 +328,14 @@ def arithmetic_into(
         sign = 1 if name == "add" else -1
         return sparse.add_(target, args[1], sign * kwargs.get("alpha", 1))
     columns = [[x] for x in operands]
-    if target is not args[0] or not write(name, columns, tuple(kwargs), 1):
+    if target is not args[0] or not evaluated_into(name, columns, tuple(kwargs), 1):
         found = _evaluated_for(target, name, columns, tuple(kwargs))
         store(target, found)
     return target
 
 
 def _evaluated_for(
-    target: MCFTensor, name: str, columns: Columns, keywords: tuple[str, ...]
+    target: MCFTensor, name: str, columns: Lists, keywords: tuple[str, ...]
 ) -> MCFTensor:
     """The result of one row in the format of a target."""
     kinds = tuple([kind_of(x) for (x,) in columns])
