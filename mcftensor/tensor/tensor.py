@@ -524,7 +524,7 @@ def check_components(components: Sequence[Tensor], format: Format) -> None:
         ):
             raise ValueError(
                 f"MCFTensor: components of shapes {[tuple(t.shape) for t in components]} and "
-                f"strides {[t.stride() for t in components]}; all must be alike, or as the format says"
+                f"strides {[t.stride() for t in components]}; all must be alike"
             )
         if x.device != leading.device:
             raise ValueError(
