@@ -5,10 +5,10 @@ import itertools
 
 import pytest
 import torch
-from kernel_cases import guarded, needs_mprotect, patterns, way
 
 from mcftensor.kernels import compiler, running
 from mcftensor.kernels.program import Signature, record
+from support.kernel_cases import guarded, needs_mprotect, patterns, way
 
 INTEGERS = [torch.int8, torch.int16, torch.uint8, torch.int32, torch.int64]
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
