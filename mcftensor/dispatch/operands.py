@@ -152,14 +152,14 @@ def plain(operand: Any) -> Tensor:
 
 
 _layout = attrgetter("layout")
+_GETTERS = list(map(attrgetter, COMPONENTS))
 
 
 def component_columns(column: Sequence[Tensor], format: Format) -> list[Sequence[Tensor]]:
     """The components of tensors that are all in a format, plain ones too: the leading ones of all,
     then their second ones, and so on."""
     if isinstance(column[0], MCFTensor):
-        names = COMPONENTS[: len(format.components)]
-        return [list(map(attrgetter(name), column)) for name in names]
+        return [list(map(get, column)) for get in _GETTERS[: len(format.components)]]
     if not format.dtype.is_floating_point or set(map(_layout, column)) != {torch.strided}:
         for x in column:
             require_dense(x)
