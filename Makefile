@@ -9,7 +9,7 @@ BIN := .venv/bin
 PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal \
 	--doctest-modules mcftensor tests
 
-.PHONY: help install train study bench test test-all soak lint docs clean
+.PHONY: help install train study bench test test-all soak mutations lint docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
@@ -34,6 +34,9 @@ test-all: .venv/installed ## run all tests
 
 soak: .venv/installed ## kill training runs at random and compare what they end with (ARGS="--help")
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:studies $(BIN)/python tests/soak.py $(ARGS)
+
+mutations: .venv/installed ## make the library wrong on purpose, and see that tests notice (ARGS="--help")
+	$(BIN)/python tests/mutations.py $(ARGS)
 
 lint: .venv/installed ## check style, format and types
 	$(BIN)/ruff check .

@@ -20,7 +20,7 @@ from mcftensor.arithmetic.rounding import move
 from mcftensor.kernels import blocks
 from mcftensor.kernels.blocks import indices
 from mcftensor.passes.expressions import evaluate
-from support.helpers import assert_same_terms, same_terms, sample
+from support.helpers import assert_same_terms, compiled_whole, same_terms, sample
 
 bf16x2sr = mcf.Format(torch.bfloat16, 2, "stochastic")
 STOCHASTIC = [
@@ -298,13 +298,13 @@ def full_sgd(parameters, **options):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=["fused", "foreach"])
-def test_compiled_steps_draw_the_same_numbers(options, device):
-    def run(compiling):
+@pytest.mark.parametrize("foreach", [True, False], ids=["foreach", "for-loop"])
+def test_compiled_steps_draw_the_same_numbers(foreach, device):
+    def run():
         torch.manual_seed(4)
         parameters = [nn.Parameter(sample(f, 17, device=device)) for f in STOCHASTIC[:2]]
-        optimizer = full_sgd(parameters, **options)
-        take_step = torch.compile(optimizer.step) if compiling else optimizer.step
+        optimizer = full_sgd(parameters, foreach=foreach)
+        take_step = compiled_whole(optimizer)
         for i in range(4):
             for p in parameters:
                 generator = torch.Generator().manual_seed(i)
@@ -316,8 +316,8 @@ def test_compiled_steps_draw_the_same_numbers(options, device):
                 saved = copy.deepcopy(parameters), copy.deepcopy(optimizer.state_dict())
         return saved, parameters
 
-    (middle, state), compiled = run(compiling=True)
-    optimizer = full_sgd(middle, **options)
+    (middle, state), compiled = run()
+    optimizer = full_sgd(middle, foreach=foreach)
     optimizer.load_state_dict(state)
     torch.manual_seed(6)
     for i in (2, 3):

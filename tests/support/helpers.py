@@ -1,5 +1,7 @@
 """What several tests need: full expansions, comparisons of all terms, small models, devices."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -58,6 +60,17 @@ def assert_same_terms(x: mcf.MCFTensor, y: mcf.MCFTensor) -> None:
 def small_model(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2))
+
+
+def compiled_whole(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """A step as it is traced: without hooks, and without the ends of graphs around it."""
+    step = type(optimizer).step.__wrapped__.__wrapped__
+
+    @torch.compile(fullgraph=True)
+    def whole() -> None:
+        step(optimizer)
+
+    return torch.no_grad()(whole)
 
 
 def all_terms(model: nn.Module) -> list[Tensor]:

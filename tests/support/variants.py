@@ -30,10 +30,11 @@ NOT_REPRODUCIBLE = {"linalg.lstsq"}
 
 @dataclass
 class Outcome:
-    """How many calls wrote, and how many raised."""
+    """How many calls wrote, how many raised, and how many wrote into plain tensors."""
 
     computed: int = 0
     raised: int = 0
+    plain: int = 0
 
 
 def in_place(name: str, format: mcf.Format, limit: int | None = None) -> Outcome:
@@ -119,6 +120,7 @@ def _with_out(op: Any, format: mcf.Format, limit: int | None) -> Outcome:
                 continue
             for out, x, y in zip(outs, found, exact, strict=True):
                 _assert_rounded(out, x, y, format)
+            outcome.plain += 1
     return outcome
 
 

@@ -5,6 +5,7 @@ import torch
 
 import mcftensor as mcf
 from support.helpers import assert_same_terms, exact, gappy, parameter, sample
+from support.matrix import published
 
 pytest.importorskip("expecttest")  # of which torch's operator database makes use
 variants = pytest.importorskip("support.variants")
@@ -14,38 +15,51 @@ FORMATS = [mcf.bf16x2, mcf.bf16x3, mcf.fp16x2, mcf.fp32x2]
 by_format = pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
 
 
+# Wants a float64 result, as in PyTorch itself; another shape.
+RAISE_IN_PLACE = {"float_power", "resize_"}
+# A list of tensors.
+RAISE_WITH_OUT = {"histogramdd"}
+# No tensor; of the first sample, none from floats.
+NOTHING_TO_WRITE = {"equal", "normal.number_mean"}
+# Within them PyTorch writes expansions into plain tensors that have no shape yet.
+NOT_INTO_PLAIN = {"_batch_norm_with_update", "linalg.solve", "linalg.solve_ex"}
+
+
 @pytest.mark.parametrize("format", [mcf.bf16x2, mcf.fp32x2], ids=lambda f: f.name)
 @pytest.mark.parametrize("name", variants.IN_PLACE)
 def test_in_place(name, format):
-    variants.in_place(name, format, limit=1)
+    outcome = variants.in_place(name, format, limit=1)
+    raises, computes = name in RAISE_IN_PLACE, published(name, format)["computed"] > 0
+    assert (outcome.raised > 0) == raises
+    assert (outcome.computed > 0) == (computes and not raises)
 
 
 @pytest.mark.parametrize("name", variants.WITH_OUT)
 def test_out(name):
-    variants.with_out(name, mcf.bf16x2, limit=1)
+    outcome = variants.with_out(name, mcf.bf16x2, limit=1)
+    raises, computes = name in RAISE_WITH_OUT, published(name, mcf.bf16x2)["computed"] > 0
+    assert (outcome.raised > 0) == raises
+    writes = computes and not raises and name not in NOTHING_TO_WRITE
+    assert (outcome.computed > 0) == writes
+    assert (outcome.plain > 0) == (writes and name not in NOT_INTO_PLAIN)
 
 
 @pytest.mark.slow
 @by_format
 @pytest.mark.parametrize("name", variants.IN_PLACE)
 def test_every_sample_in_place(name, format):
-    variants.in_place(name, format)
+    outcome = variants.in_place(name, format)
+    computes = published(name, format)["computed"] > 0
+    assert (outcome.computed > 0) == (computes and name != "float_power")
 
 
 @pytest.mark.slow
 @by_format
 @pytest.mark.parametrize("name", variants.WITH_OUT)
 def test_every_sample_with_out(name, format):
-    variants.with_out(name, format)
-
-
-@pytest.mark.slow
-@by_format
-def test_most_compute(format):
-    in_place = [variants.in_place(name, format, limit=4) for name in variants.IN_PLACE]
-    with_out = [variants.with_out(name, format, limit=2) for name in variants.WITH_OUT]
-    assert sum(outcome.computed > 0 for outcome in in_place) >= 150
-    assert sum(outcome.computed > 0 for outcome in with_out) >= 310
+    outcome = variants.with_out(name, format)
+    if published(name, format)["computed"] and name not in RAISE_WITH_OUT | {"equal"}:
+        assert outcome.computed > 0
 
 
 class TestAllTerms:

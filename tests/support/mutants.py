@@ -1,0 +1,606 @@
+"""Small changes that make the library wrong, and the tests that should notice."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A text of a file of the package, given by the end of its path, and what to put in its place.
+
+    The text must be in the file once. `tests` are what pytest is given.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+def _of(file: str, *tests: str, **changes: tuple[str, str]) -> list[Mutation]:
+    """Mutations of one file that the same tests should notice, by name."""
+    stem = file.removesuffix(".py")
+    return [
+        Mutation(f"{stem}: {name.replace('_', ' ')}", file, old, new, tests)
+        for name, (old, new) in changes.items()
+    ]
+
+
+MUTATIONS = [
+    # ------------------------------------------------------------------------------ arithmetic
+    *_of(
+        "eft.py",
+        "tests/numerics/test_eft.py",
+        error_of_a_sum=("return s, (a - aa) + (b - bb)", "return s, (a - aa) - (b - bb)"),
+        fast_sum_of_unordered=("return s, b - (s - a)", "return s, a - (s - b)"),
+        halves_too_long=("c = x * (2.0**low_bits + 1)", "c = x * (2.0 ** (low_bits - 2) + 1)"),
+        large_halves=("* 2.0 ** -(low_bits + 1)", "* 2.0"),
+        partial_product=("- al * bh)", "+ al * bh)"),
+        large_products=("product.abs() > 2.0**900", "product.abs() > torch.inf"),
+        fma_rounds_twice=(
+            "return add_odd(a.to(wider) * b.to(wider), c.to(wider)).to(dtype)",
+            "return (a.to(wider) * b.to(wider) + c.to(wider)).to(dtype)",
+        ),
+        root_of_a_midpoint=("up = remainder > root", "up = remainder > 0.9 * root"),
+    ),
+    *_of(
+        "rounding.py",
+        "tests/numerics/test_rounding.py",
+        "tests/numerics/test_stochastic.py",
+        odd_neighbour_inward=("bits | 1, (bits - 1) | 1)", "bits | 1, bits | 1)"),
+        sixteen_bits_by_float32=(
+            "x = _make_odd(nearest, torch.where(torch.isfinite(x), ",
+            "x = _make_odd(nearest, 0 * torch.where(torch.isfinite(x), ",
+        ),
+        ties_away_from_zero=(
+            "half = (1 << (dropped - 1)) - 1 + ((bits >> dropped) & 1)",
+            "half = 1 << (dropped - 1)",
+        ),
+        sign_of_a_split_zero=(
+            "return torch.copysign(x, rounded[0].to(x.dtype))  # the",
+            "return x  # the",
+        ),
+        collapse_to_nearest=(
+            "total = add_odd(term.to(torch.float64), total)",
+            "total = term.to(torch.float64) + total",
+        ),
+        move_without_remainder=("torch.where(noise < remainder", "torch.where(noise <= remainder"),
+        move_from_zero=(
+            "torch.where(x == 0, torch.copysign(least, remainder.to(x.dtype)), neighbour)",
+            "torch.where(x == 0, least, neighbour)",
+        ),
+    ),
+    *_of(
+        "noise.py",
+        "tests/numerics/test_stochastic.py",
+        half_of_the_range=("_shifted(z, 11)", "_shifted(z, 12)"),
+        streams_alike=("_signed(stream * 0x51B54A32D192ED03)", "_signed(0)"),
+        one_key_for_all=(
+            "torch.randint(2**63 - 1, (), device=device)",
+            "torch.zeros((), dtype=torch.int64, device=device)",
+        ),
+        one_number_for_all=("(index + 1) * _signed", "(index * 0 + 1) * _signed"),
+    ),
+    *_of(
+        "networks.py",
+        "tests/numerics/test_networks.py",
+        sum_without_its_tail=("settle(fast_two_sum(vh, tl + vl)", "settle(fast_two_sum(vh, vl)"),
+        product_of_tails=("t = eft.fma(xl, yh, eft.fma(xh, yl, xl * yl))", "t = xl * yh + xh * yl"),
+        fma_without_tails=("((ql + rl) + xl * yl)", "(ql + rl)"),
+        root_without_its_tail=("low = xl + eft.fma(-sh, sh, xh)", "low = eft.fma(-sh, sh, xh)"),
+        ties_the_other_way=("(torch.sign(b) == torch.sign(c))", "(torch.sign(b) != torch.sign(c))"),
+        sign_of_zero=("finite & ~((leading == 0) & (plain == 0))", "finite"),
+        special_values_in_tails=(
+            "return leading, *(torch.where(finite, tail, 0) for tail in tails)",
+            "return leading, *tails",
+        ),
+        one_chain_less=(
+            "for place in range(min(terms + 1, last)):",
+            "for place in range(terms - 1):",
+        ),
+        products_of_the_last_order=(
+            "for i in range(1, terms)]",
+            "for i in range(1, max(2, terms - 1))]",
+        ),
+        quotient_without_spare_digit=(
+            "    digits.append(remainder[0] / y[0])\n    return",
+            "    return",
+        ),
+        root_without_spare_digit=(
+            "    root.append(remainder[0] / twice)\n    return",
+            "    return",
+        ),
+    ),
+    *_of(
+        "arithmetic/wide.py",
+        "tests/numerics/test_expansion.py",
+        "tests/training/test_optimizers.py",
+        sums_of_sums=(
+            "return Wide([add_signed(leading, _total(tails)) if tails else leading])",
+            "return Wide([self.value + other.value])",
+        ),
+        sign_of_zero=("torch.copysign(_total(self.levels), leading) if", "_total(self.levels) if"),
+        float64_as_one_float32=("x.dtype not in (*NARROW, torch.float32):", "False:"),
+        change_meets_the_whole=(
+            "return Wide([leading + (_total(tails) + moved if tails else moved)])",
+            "return Wide([(leading + moved) + _total(tails) if tails else leading + moved])",
+        ),
+    ),
+    *_of(
+        "arithmetic/terms.py",
+        "tests/numerics/test_stochastic.py",
+        last_term_to_nearest=(
+            "networks.shorten(self.floats, noise)",
+            "networks.shorten(self.floats, None)",
+        ),
+    ),
+    *_of(
+        "arithmetic/numbers.py",
+        "tests/numerics/test_conversion.py",
+        special_values_lost=(
+            "networks.settle(networks.distill(entered, terms + 1), entered[0])",
+            "networks.distill(entered, terms + 1)",
+        ),
+        leading_terms_rounded_alone=(
+            "peeled.append(collapse_terms(rest, base))",
+            "peeled.append(rest[0].to(base))",
+        ),
+    ),
+    *_of(
+        "arithmetic/formulas.py",
+        "tests/tensor/test_arithmetic.py",
+        "tests/numerics/test_expansion.py",
+        lerp_from_the_far_end=("return near.where(weight.is_below(0.5), far)", "return far"),
+        difference_is_a_sum=('"fnma": lambda x, y, z: (-x).fma', '"fnma": lambda x, y, z: x.fma'),
+        quotient_before_product=("x + value * a / b", "x + value * (a / b)"),
+    ),
+    *_of(
+        "formats/floats.py",
+        "tests/numerics/test_stochastic.py",
+        "tests/numerics/test_formats.py",
+        "tests/tensor/test_convert.py",
+        noise_in_float32=('self.terms == 2 and self.rounding == "nearest"', "self.terms == 2"),
+        norms_of_two_terms=("for length in shape) <= 1", "for length in shape) < 1"),
+    ),
+    *_of(
+        "exact.py",
+        "tests/numerics/test_exact.py",
+        subnormals=("max(exponent, format.min_exponent)", "max(exponent, -10_000)"),
+        sign_of_zero=("torch.where(leading == 0, terms[0], leading)", "leading + 0"),
+        fractions_by_floats=("sum(map(Fraction, numbers), Fraction(0))", "Fraction(sum(numbers))"),
+        overflow=(
+            "Fraction(2) ** (format.max_exponent + 1)",
+            "Fraction(2) ** (format.max_exponent + 2)",
+        ),
+    ),
+    *_of(
+        "finfo.py",
+        "tests/numerics/test_finfo.py",
+        eps=("eps = 4 * (format.u / 2)", "eps = 2 * (format.u / 2)"),
+        largest=("math.fsum(base.max * (format.u / 2) ** i", "math.fsum(base.max * format.u ** i"),
+        smallest=("base.smallest_normal * 2 * format.u", "base.smallest_normal * format.u"),
+    ),
+    # -------------------------------------------------------------------------------- dispatch
+    *_of(
+        "dispatch/plans.py",
+        "tests/tensor/test_arithmetic.py",
+        "tests/tensor/test_tensor.py",
+        difference_is_a_sum=('("fnma", (y, alpha, x))', '("fma", (y, alpha, x))'),
+        reversed_the_wrong_way=("return _sub(y, x, alpha)", "return _sub(x, y, alpha)"),
+        one_parameter_makes_parameters=('"parameter" if all(x.role', '"parameter" if any(x.role'),
+        unlike_bases=("        require_one_base(name, [target, *(x.format for x in own)])\n", ""),
+    ),
+    *_of(
+        "passes/expressions.py",
+        "tests/tensor/test_lists.py",
+        "tests/tensor/test_deferred.py",
+        "tests/numerics/test_stochastic.py",
+        stages_unrounded=(
+            "numbers.append(x.format.rounded(x.number(operands)))",
+            "numbers.append(x.number(operands))",
+        ),
+        scalars_of_the_first_call=(
+            "return column[:1] if len(column) > 1 and len(set(map(id, column))) == 1 else column",
+            "return column[:1]",
+        ),
+        no_noise=("noise = uniform(scalars[-1], index) if draws else None", "noise = None"),
+    ),
+    *_of(
+        "tensor/deferred.py",
+        "tests/tensor/test_deferred.py",
+        "tests/tensor/test_deferred_writes.py",
+        writes_are_not_seen=("        read._readers.append(reference)", "        pass"),
+        waits_for_ever=(
+            "        for reference in found:\n            compute(reference())",
+            "        pass",
+        ),
+    ),
+    *_of(
+        "dispatch/fused.py",
+        "tests/tensor/test_lists.py",
+        "tests/training/test_optimizers.py",
+        given_twice_steps_once=("if len(set(map(id, lists[0]))) < len(lists[0]):", "if False:"),
+        gradients_stay_scaled=(
+            "            unscale_(gradients, format.name, scale)",
+            "            pass",
+        ),
+        decay_is_l2=(
+            'decay = "decay" if func.overloadpacket is aten._fused_adamw_ else "l2"',
+            'decay = "l2"',
+        ),
+    ),
+    *_of(
+        "dispatch/models.py",
+        "tests/tensor/test_models.py",
+        graphs_lost=("or torch.is_grad_enabled() or", "or"),
+    ),
+    # --------------------------------------------------------------------------------- kernels
+    *_of(
+        "kernels/columns.py",
+        "tests/tensor/test_lists.py",
+        "tests/kernels/test_kernels.py",
+        scalars_of_the_first_row=(
+            "[x if len(x) == 1 else [x[i] for i in rows] for x in self.scalars]",
+            "[x[:1] for x in self.scalars]",
+        ),
+        last_tensors_decide=("facts.are_contiguous &= all", "facts.are_contiguous = all"),
+    ),
+    *_of(
+        "kernels/cpp.py",
+        "tests/kernels/test_kernels.py",
+        ties_away_from_zero=("(bits + 0x7fff + ((bits >> 16) & 1))", "(bits + 0x8000)"),
+        index_in_a_block=('"index": "counted<L>() + i"', '"index": "counted<L>()"'),
+        subnormals_of_half=(
+            "U subnormal = as<U>(to<F>(bits & 0x7fff) * 0x1p-24f);",
+            "U subnormal = as<U>(to<F>(bits & 0x7fff) * 0x1p-25f);",
+        ),
+    ),
+    *_of(
+        "kernels/compiler.py",
+        "tests/kernels/test_kernels.py",
+        contracted=("-ffp-contract=off", "-ffp-contract=fast"),
+    ),
+    # ------------------------------------------------------------------------------- structure
+    *_of(
+        "dispatch/select.py",
+        "tests/tensor/test_select.py",
+        at_most_is_below=("less(x, y) | equal(x, y)", "less(x, y)"),
+        magnitude_of_minus_zero=("choose(torch.signbit(x[0])", "choose(x[0] < 0"),
+        equal_in_the_leading_term=(
+            'equal(*_enter("equal", (x, y)))',
+            'equal(*(terms[:1] for terms in _enter("equal", (x, y))))',
+        ),
+    ),
+    *_of(
+        "dispatch/order.py",
+        "tests/tensor/test_operators.py::test_order_is_exact_on_all_terms",
+        "tests/tensor/test_operators.py::test_order_of_what_is_not_a_number",
+        leading_terms_last=("for term in reversed(terms):", "for term in terms:"),
+        ranks_of_leading_terms=(
+            "for term in terms:\n        is_new",
+            "for term in terms[:1]:\n        is_new",
+        ),
+        unstable=("rank.double().masked_fill(torch.isnan(terms[0]), torch.nan)", "rank.double()"),
+    ),
+    *_of(
+        "dispatch/neighbours.py",
+        "tests/tensor/test_neighbours.py",
+        gaps_that_are_halved=("for _ in range(len(x) - 1):", "for _ in range(0):"),
+        from_infinity=("torch.where(torch.isfinite(x[0]), new, whole)", "new"),
+    ),
+    *_of(
+        "dispatch/structure.py",
+        "tests/tensor/test_structure.py",
+        "tests/tensor/test_tensor.py",
+        "tests/tensor/test_modules.py",
+        "tests/tensor/test_hazards.py",
+        filled_in_the_leading_term=(
+            "fill(target, [x.expand(target.shape) for x in numbers])",
+            "fill(target, [i * x.expand(target.shape) for i, x in zip((1, 0, 0), numbers)])",
+        ),
+        role_of_the_empty=('x.role if holds else "value"', '"value"'),
+        role_of_the_new=(
+            "return x._like([func(t, *args, **kwargs) for t in x._read()], own=True)",
+            "return MCFTensor([func(t, *args, **kwargs) for t in x._read()], x.format)",
+        ),
+        item_of_the_leading_term=(
+            "return func(x._collapsed())",
+            "return func(x.components[0])",
+        ),
+        gradients_that_are_expansions=(
+            'return x.role == "parameter" and (in_forward',
+            "return False and (in_forward",
+        ),
+        masked_in_place=("if func.overloadpacket is aten.masked_fill:", "if False:"),
+    ),
+    *_of(
+        "dispatch/placement.py",
+        "tests/tensor/test_operators.py::test_placement_keeps_all_terms",
+        "tests/tensor/test_operators.py::test_numbers_are_placed_with_all_their_bits",
+        "tests/tensor/test_operators.py::test_operator[index_put-bf16x2]",
+        accumulates_term_by_term=(' or named.get("accumulate")', ""),
+    ),
+    *_of(
+        "dispatch/long.py",
+        "tests/tensor/test_long.py",
+        mean_of_one_more=(
+            "return total / (x.numel() / max(total.numel(), 1))",
+            "return total / (x.numel() / max(total.numel(), 1) + 1)",
+        ),
+        odd_rows_drop_one=("row = torch.cat([pairs, row[..., 2 * half :]], -1)", "row = pairs"),
+        scan_of_one_pass=("distance *= 2", "distance *= 4"),
+        blocks_of_products=(
+            "_sum(torch.stack(parts), 0) if len(parts) > 1",
+            "parts[-1] if len(parts) > 1",
+        ),
+        variance_of_a_population=(
+            "- (1 if correction is None else correction)",
+            "- (0 if correction is None else correction)",
+        ),
+        repeated_positions=(
+            "for i in range(int(occurrence.max()) + 1 if len(positions) else 0):",
+            "for i in range(1 if len(positions) else 0):",
+        ),
+        close_to_infinity=("(torch.isfinite(y) & (", "((y == y) & ("),
+    ),
+    *_of(
+        "dispatch/collectives.py",
+        "tests/distributed/test_collectives.py",
+        mean_of_ranks=('total / len(parts) if op == "avg" else total', "total"),
+        gather_of_the_leading_term=(
+            "for i in range(terms):\n            result",
+            "for i in range(1):\n            result",
+        ),
+        ranks_draw_numbers=("return MCFTensor.of(x.components, x.format.nearest)", "return x"),
+        formats_that_differ=("if len(kinds) > 1:", "if len(kinds) > 2:"),
+    ),
+    # ---------------------------------------------------------------------- tensors, conversion
+    *_of(
+        "tensor.py",
+        "tests/tensor/test_tensor.py",
+        "tests/tensor/test_hazards.py",
+        strides_unlike=(
+            "x.shape == leading.shape and x.stride() != leading.stride()",
+            "False",
+        ),
+        devices_unlike=("if x.device != leading.device:", "if False:"),
+        role_of_a_parameter=(
+            '            self._role = "parameter"\n            if',
+            "            if",
+        ),
+        numbers_rounded_by_where=(
+            "number_in(x, format), format, role) if isinstance(x, (int, float)) else x",
+            "number_in(x, format), format, role) if False else x",
+        ),
+        numbers_rounded_by_assignment=(
+            "if isinstance(value, (int, float)) and not isinstance(value, bool):",
+            "if isinstance(value, float) and value != value:",
+        ),
+        array_of_leading_terms=(
+            "return plain.cpu().numpy()",
+            "return self.components[0].detach().double().cpu().numpy()",
+        ),
+        damaged_pickles=(
+            'if components[0].shape != shape or role not in ("value", "parameter"):',
+            "if components[0].shape != shape:",
+        ),
+    ),
+    *_of(
+        "convert.py",
+        "tests/tensor/test_convert.py",
+        "tests/training/test_accumulation.py",
+        module_in_use=("            if not _is_free(x):", "            if False:"),
+        sums_of_gradients_end=(
+            "if isinstance(x, MCFTensor) and isinstance(hook, Accumulation):",
+            "if False:",
+        ),
+        gradient_of_another_dtype=("        x.grad = grad.to(x.dtype)", "        x.grad = grad"),
+        assigned_as_they_are=(
+            "            if format_of(new) != format:\n                new = _value(new, format)",
+            "            pass",
+        ),
+        overrides_first_to_match=(
+            "overrides[matching[0]] if matching else None",
+            "overrides[matching[-1]] if matching else None",
+        ),
+    ),
+    # ------------------------------------------------------------------------------- training
+    *_of(
+        "accumulation.py",
+        "tests/training/test_accumulation.py",
+        removed_and_still_there=(
+            "if self._active and p.grad is not None:",
+            "if p.grad is not None:",
+        ),
+        format_of_another_base=(
+            "if format is None or format.dtype != grad.dtype:",
+            "if format is None:",
+        ),
+        graphs_cut=("if grad.requires_grad or grad.is_complex()", "if grad.is_complex()"),
+        sparse_dropped=("    if grad.is_sparse:\n        sum_.add_(grad)\n", ""),
+        copies_keep_the_hook=(
+            "if isinstance(p, MCFTensor):\n            p._accumulation = accumulation",
+            "if False:\n            p._accumulation = accumulation",
+        ),
+    ),
+    *_of(
+        "passes/steps.py",
+        "tests/training/test_optimizers.py",
+        "tests/numerics/test_stochastic.py",
+        decay_grows=('change = change - p * s["decay"]', 'change = change + p * s["decay"]'),
+        decay_without_rate=('fixed["decay"] = s["lr"] * s["decay"]', 'fixed["decay"] = s["decay"]'),
+        amsgrad_forgotten=("(v_max[0] if v_max else v).sqrt()", "v.sqrt()"),
+        nesterov_forgotten=(
+            'g = g + buffer * s["nesterov"] if "nesterov" in s else buffer',
+            "g = buffer",
+        ),
+        dampening_forgotten=('g * s["1 - dampening"]', "g"),
+        minimized=("        if maximize:", "        if False:"),
+        infinities_taken=('torch.where(s["found_inf"] == 1, o, n)', "n"),
+        gradients_scaled=('g = g / s["grad_scale"]', "g = g"),
+        step_of_the_first=(
+            "[known[count] for count in counts]",
+            "[known[counts[0]] for count in counts]",
+        ),
+        states_draw_alike=(
+            "uniform(scalars[-1], index, stream) if draws",
+            "uniform(scalars[-1], index) if draws",
+        ),
+        first_moment_uncorrected=("rate = lr / (1 - integer_power(beta1, step))", "rate = lr"),
+        rate_a_step_ahead=(
+            "return (-lr / (1 + (step - 1) * lr_decay),)",
+            "return (-lr / (1 + step * lr_decay),)",
+        ),
+        float32_beside_float64=(
+            "dtype.itemsize <= _plain_limit(own) for dtype in plain",
+            "True for dtype in plain",
+        ),
+    ),
+    *_of(
+        "patches/compiler.py",
+        "tests/compile/test_compile.py::TestFunctions",
+        "tests/numerics/test_stochastic.py",
+        taken_apart=(
+            'if keyword not in given["kwargs"] or not _is_expansion(given["self"]):',
+            "if True:",
+        ),
+        draws_merged=("    operators.append(torch.ops.mcftensor.draw_key)", "    pass"),
+        addcdiv_taken_apart=(
+            "if torch.addcdiv not in found:",
+            "if found:",
+        ),
+    ),
+    *_of(
+        "optim.py",
+        "tests/training/test_collage.py",
+        "tests/training/test_optimizers.py",
+        plus_is_light=(
+            '"plus": dict.fromkeys(FIRST_MOMENTS) | dict.fromkeys(SECOND_MOMENTS, _OWN)',
+            '"plus": dict.fromkeys(FIRST_MOMENTS | SECOND_MOMENTS)',
+        ),
+        loaded_states_rounded=(
+            "if format and rounds and x.shape == p.shape else x",
+            "if False else x",
+        ),
+        momentum_from_the_gradient=(
+            "            if isinstance(wanted, Format):\n                zeros",
+            "            if False:\n                zeros",
+        ),
+        dampened_momentum=('group["momentum"] and not group["dampening"]', 'group["momentum"]'),
+        modes_pile_up=("        previous.remove()", "        pass"),
+        unknown_states=("            self._check_names(optimizer)", "            pass"),
+    ),
+    *_of(
+        "patches/steps.py",
+        "tests/compile/test_untraced.py",
+        "tests/compile/test_compile.py::TestOptimizerSteps",
+        steps_are_traced=("if any(isinstance(p, MCFTensor) for p in parameters):", "if False:"),
+        hooked_twice=("        hooked.hooked = True", "        hooked.hooked = False"),
+        all_steps_untraced=(
+            "        return step(self, *args, **kwargs)\n\n    # Nor",
+            "        return untraced(step, self, *args, **kwargs)\n\n    # Nor",
+        ),
+    ),
+    # ---------------------------------------------------------------------------- checkpoints
+    *_of(
+        "checkpoint/loading.py",
+        "tests/files/test_save_file.py",
+        "tests/files/test_checkpoint_fuzz.py",
+        terms_of_others_as_they_are=(
+            "if not isinstance(x, MCFTensor) or not isinstance(x.format, ExpansionFormat):",
+            "if True:",
+        ),
+        tensors_that_are_gone=(
+            "altered += [name for name in digests if name not in terms]",
+            "altered += []",
+        ),
+        digests_unread=("digests.get(name) != digest(name, x)", "name not in digests"),
+        shapes_that_differ=("    if new.shape != old.shape:", "    if False:"),
+        ties_that_differ=(
+            "if x is not y and not (type(x) is type(y) and torch.equal(x, y)):",
+            "if False:",
+        ),
+        shards_of_another=(
+            "if verify and seals.get(file) != (shard.seal if seals else None):",
+            "if False:",
+        ),
+    ),
+    *_of(
+        "checkpoint/atomic.py",
+        "tests/files/test_atomic.py",
+        renamed_before_it_is_on_disk=("        synchronize(self.temporary)\n", ""),
+        written_in_place=(
+            "        self.temporary.replace(self.path)",
+            "        self.path.write_bytes(self.temporary.read_bytes())",
+        ),
+        leftovers_of_the_living=("if _lock(file) and not is_needed():", "if not is_needed():"),
+        leftovers_stay=("            remove_abandoned(leftover)", "            pass"),
+    ),
+    *_of(
+        "checkpoint/shards.py",
+        "tests/files/test_checkpoint_fuzz.py",
+        "tests/files/test_save_file.py",
+        "tests/files/test_atomic.py",
+        outside_of_the_folder=('if f in ("", ".", "..") or set(f)', "if set(f)"),
+        backslashes=('{"/", "\\\\", ":", "\\0"}', '{"/", ":", "\\0"}'),
+        shards_too_large=("filled + size > most", "filled > most"),
+        units=("2 ** (10 * i) for i", "10 ** (3 * i) for i"),
+        stale_shards_stay=("            file.unlink(missing_ok=True)", "            pass"),
+    ),
+    *_of(
+        "checkpoint/terms.py",
+        "tests/files/test_terms.py",
+        "tests/files/test_store_as_terms.py",
+        terms_that_are_copies=(
+            "part.components[i].detach()",
+            "part.components[i].detach().clone()",
+        ),
+        terms_missing=(
+            "if name not in groups or its_tails.keys() != set(expected):",
+            "if name not in groups:",
+        ),
+        names_taken=("            if beside in state_dict:", "            if False:"),
+    ),
+    *_of(
+        "checkpoint/digests.py",
+        "tests/files/test_save_file.py",
+        "tests/files/test_checkpoint_fuzz.py",
+        digest_without_name=(
+            'kind = f"{name} {x.dtype} {tuple(x.shape)}"',
+            'kind = f"{x.dtype} {tuple(x.shape)}"',
+        ),
+        later_versions=('if content["version"] != _VERSION:', "if False:"),
+        metadata_unsealed=("    if seal != _of(content):", "    if False:"),
+    ),
+    *_of(
+        "checkpoint/ties.py",
+        "tests/files/test_save_file.py",
+        transposed_is_tied=(", t.shape, t.stride())", ")"),
+    ),
+    # --------------------------------------------------------------------------------- meters
+    *_of(
+        "edq/reading.py",
+        "tests/meters/test_edq.py",
+        "tests/meters/test_edq_obstacles.py",
+        along_itself=("intended @ moved,", "moved @ moved,"),
+        lost_in_the_last_term=("stays[0].sum()]", "stays[-1].sum()]"),
+        nan_has_moved=("((new == old) | (torch.isnan(new) & torch.isnan(old)))", "(new == old)"),
+        parts_of_one_rank=(
+            "            torch.distributed.all_reduce(rows, group=mesh.get_group(dim))",
+            "            pass",
+        ),
+        steps_that_differ=(
+            "sample.sums[DIFFERS] += sample.fingerprints[name] != real[name]",
+            "pass",
+        ),
+        norm_is_its_square=("norm = math.sqrt(total[_UPDATE])", "norm = total[_UPDATE]"),
+    ),
+    *_of(
+        "auditing.py",
+        "tests/meters/test_auditing.py",
+        threshold=("elif unchanged >= threshold:", "elif unchanged > threshold:"),
+        zeros_in_the_leading_term=("[tail == 0 for tail in tails], same)", "[], same)"),
+        nearly_all_is_all=("min(max(round(100 * share, 2), 0.01), 99.99)", "round(100 * share, 2)"),
+        nan_has_moved=("same | (np.isnan(leading) & np.isnan(y[0]))", "same"),
+    ),
+]
