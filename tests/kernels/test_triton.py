@@ -31,6 +31,7 @@ from support.kernel_cases import (
     operand,
     patterns,
     run,
+    run_one,
     run_sets,
     same,
     step,

@@ -109,7 +109,7 @@ def test_names_that_are_refused(name):
 def test_from_name_refuses_numbers_of_terms_like_the_constructor():
     with pytest.raises(ValueError, match="7 terms given"):
         Format(torch.bfloat16, 7)
-    with pytest.raises(ValueError, match="'bf16x7' is not .* 2 to 6 terms"):
+    with pytest.raises(ValueError, match=r"'bf16x7' is not .* 2 to 6 terms"):
         Format.from_name("bf16x7")
 
 
