@@ -188,6 +188,8 @@ class _Part:
         if not any(column[0] is target for column in self.reads):
             return False
         written = [column[0] for column in self.targets()]
+        if any(type(x) is not Tensor for x in written):  # a compiler's, which lie nowhere
+            return False
         own = [id(x) for x in written]
         others: list[Any] = [x[0] for x in self.read if type(x[0]) is not float]
         others = [x for x in others if id(x) not in own and x.dim()]
