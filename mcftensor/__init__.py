@@ -1,24 +1,17 @@
 """Multi-component floats as a PyTorch dtype."""
 
 from mcftensor import checkpoint as checkpoint
-from mcftensor import dispatch as dispatch
-from mcftensor import distributed as distributed
-from mcftensor import edq as edq
 from mcftensor import formats as formats
-from mcftensor.accumulation import accumulate_gradients as accumulate_gradients
 from mcftensor.arithmetic import eft as eft
 from mcftensor.arithmetic import networks as networks
-from mcftensor.auditing import audit as audit
 from mcftensor.checkpoint.errors import CheckpointError as CheckpointError
 from mcftensor.checkpoint.loading import load_file as load_file
 from mcftensor.checkpoint.modules import store_as_terms as store_as_terms
 from mcftensor.checkpoint.saving import save_file as save_file
-from mcftensor.checkpoint.terms import as_terms as as_terms
-from mcftensor.checkpoint.terms import from_terms as from_terms
+from mcftensor.checkpoint.state_dicts import as_terms as as_terms
+from mcftensor.checkpoint.state_dicts import from_terms as from_terms
 from mcftensor.convert import as_expansion as as_expansion
 from mcftensor.convert import as_plain as as_plain
-from mcftensor.edq import EDQ as EDQ
-from mcftensor.edq import FrozenWeightWarning as FrozenWeightWarning
 from mcftensor.exact import from_exact as from_exact
 from mcftensor.exact import to_fraction as to_fraction
 from mcftensor.formats import FORMATS as FORMATS
@@ -33,11 +26,16 @@ from mcftensor.formats import fp32x2 as fp32x2
 from mcftensor.formats import fp32x3 as fp32x3
 from mcftensor.formats import fp64x2 as fp64x2
 from mcftensor.functional import fma as fma
-from mcftensor.optim import collage as collage
+from mcftensor.meters import edq as edq
+from mcftensor.meters.auditing import audit as audit
+from mcftensor.meters.edq import EDQ as EDQ
+from mcftensor.meters.edq import FrozenWeightWarning as FrozenWeightWarning
 from mcftensor.passes import expansion as expansion
 from mcftensor.patches import PatchWarning as PatchWarning
 from mcftensor.selfcheck import SelfCheckError as SelfCheckError
 from mcftensor.selfcheck import selfcheck as selfcheck
 from mcftensor.tensor import MCFTensor as MCFTensor
+from mcftensor.training.accumulation import accumulate_gradients as accumulate_gradients
+from mcftensor.training.collage import collage as collage
 
 __version__ = "0.1.0"

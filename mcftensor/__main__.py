@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from mcftensor.auditing import Audit, audit
 from mcftensor.checkpoint.errors import CheckpointError
+from mcftensor.meters.auditing import Audit, audit
 from mcftensor.selfcheck import SelfCheckError, selfcheck
 
 

@@ -13,20 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mcftensor.accumulation import Accumulation
 from mcftensor.dispatch.operands import value_of
-from mcftensor.dispatch.table import implements
-from mcftensor.distributed import format_of, local, on_local, require_unsharded
+from mcftensor.dispatch.registry import implements
 from mcftensor.formats import Format, bf16x2, default_format, require_format
 from mcftensor.kernels.opaque import opaque
-from mcftensor.passes import conversions
-from mcftensor.patches.modules import (
+from mcftensor.passes import recoding
+from mcftensor.patches.module_hooks import (
     register_load_hook_once,
     remove_load_hook,
     without_weight_references,
 )
 from mcftensor.patches.tensors import exchange
 from mcftensor.tensor import MCFTensor
+from mcftensor.tensor.sharded import format_of, local, on_local, require_unsharded
+from mcftensor.training.accumulation import Accumulation
 
 M = TypeVar("M", bound=nn.Module)
 Overrides = Mapping[str, Format | None]
@@ -151,8 +151,8 @@ def _value(x: Tensor, format: Format) -> MCFTensor:
 
     def convert(x: Tensor) -> MCFTensor:
         if isinstance(x, MCFTensor):
-            key = conversions.key_for(format, x.device)
-            made = conversions.convert(list(x._read()), x.format.name, format.name, key)
+            key = recoding.key_for(format, x.device)
+            made = recoding.recode(list(x._read()), x.format.name, format.name, key)
             return MCFTensor.of(made, format, own=True)
         return value_of(x.detach(), format)
 

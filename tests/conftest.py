@@ -46,7 +46,7 @@ def seed() -> None:
 @pytest.fixture
 def one_by_one(monkeypatch) -> None:
     """Have EDQ measure the small parameters of tests one by one, as large ones are."""
-    monkeypatch.setattr("mcftensor.edq.meter._SMALL", 1)
+    monkeypatch.setattr("mcftensor.meters.edq.meter._SMALL", 1)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def at_once(monkeypatch):
 
     def call(function, *args):
         with monkeypatch.context() as patch:
-            patch.setattr("mcftensor.dispatch.arithmetic._Part.may_wait", lambda part: False)
+            patch.setattr("mcftensor.dispatch.elementwise._Part.may_wait", lambda part: False)
             return function(*args)
 
     return call

@@ -6,5 +6,5 @@ from mcftensor.checkpoint.errors import CheckpointError as CheckpointError
 from mcftensor.checkpoint.loading import load_file as load_file
 from mcftensor.checkpoint.modules import store_as_terms as store_as_terms
 from mcftensor.checkpoint.saving import save_file as save_file
-from mcftensor.checkpoint.terms import as_terms as as_terms
-from mcftensor.checkpoint.terms import from_terms as from_terms
+from mcftensor.checkpoint.state_dicts import as_terms as as_terms
+from mcftensor.checkpoint.state_dicts import from_terms as from_terms

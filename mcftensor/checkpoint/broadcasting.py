@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcftensor.checkpoint.terms import as_terms, from_terms
-from mcftensor.distributed import format_of, local
+from mcftensor.checkpoint.state_dicts import as_terms, from_terms
 from mcftensor.patches.distributed import around_broadcasts
+from mcftensor.tensor.sharded import format_of, local
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from mcftensor.checkpoint.digests import KEY, digest, looks_sealed, unsealed
 from mcftensor.checkpoint.errors import CheckpointError, reading, some
 from mcftensor.checkpoint.reading import SafetensorsFile
 from mcftensor.checkpoint.shards import files_in, index_of
-from mcftensor.checkpoint.terms import from_terms, is_sharded
+from mcftensor.checkpoint.state_dicts import from_terms, is_sharded
 from mcftensor.checkpoint.ties import ties
 from mcftensor.formats import ExpansionFormat
 from mcftensor.passes import expansion

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from mcftensor.checkpoint.terms import as_terms, from_terms, names_of_terms
-from mcftensor.distributed import format_of
-from mcftensor.patches.modules import register_first_load_hook
+from mcftensor.checkpoint.state_dicts import as_terms, from_terms, names_of_terms
+from mcftensor.patches.module_hooks import register_first_load_hook
+from mcftensor.tensor.sharded import format_of
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from mcftensor.checkpoint.errors import CheckpointError, reading, some
+from mcftensor.checkpoint.extras import extra
 from mcftensor.checkpoint.shards import files_in
-from mcftensor.checkpoint.terms import from_terms, names_of_terms
-from mcftensor.extras import extra
+from mcftensor.checkpoint.state_dicts import from_terms, names_of_terms
 
 Checkpoint = str | os.PathLike[str] | Mapping[str, Any]
 

@@ -27,7 +27,7 @@ from mcftensor.checkpoint.shards import (
     shard_name,
     size_in_bytes,
 )
-from mcftensor.checkpoint.terms import as_terms, from_terms, is_sharded, names_of_terms
+from mcftensor.checkpoint.state_dicts import as_terms, from_terms, is_sharded, names_of_terms
 from mcftensor.checkpoint.ties import ties
 from mcftensor.tensor import MCFTensor
 

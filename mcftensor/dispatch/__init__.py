@@ -14,23 +14,23 @@ from typing import Any
 
 import torch
 
-from mcftensor.dispatch import arithmetic as arithmetic
 from mcftensor.dispatch import collectives as collectives
+from mcftensor.dispatch import elementwise as elementwise
 from mcftensor.dispatch import fused as fused
 from mcftensor.dispatch import models as models
-from mcftensor.dispatch import neighbours as neighbours
-from mcftensor.dispatch import order as order
+from mcftensor.dispatch import nextafter as nextafter
 from mcftensor.dispatch import placement as placement
+from mcftensor.dispatch import ranks as ranks
 from mcftensor.dispatch import scaling as scaling
 from mcftensor.dispatch import select as select
 from mcftensor.dispatch import stored as stored
 from mcftensor.dispatch import structure as structure
 from mcftensor.dispatch.compute import compute
+from mcftensor.dispatch.float64 import is_view
 from mcftensor.dispatch.foreach import foreach
 from mcftensor.dispatch.functions import WHOLE, evaluate_whole
-from mcftensor.dispatch.table import SHORTCUTS, TABLE, Handler
+from mcftensor.dispatch.registry import SHORTCUTS, TABLE, Handler
 from mcftensor.dispatch.variants import evaluate_into, functional, write
-from mcftensor.dispatch.wide import is_view
 from mcftensor.tensor import MCFTensor
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -40,7 +40,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Carry out one of PyTorch's operators on arguments that hold an expansion."""
     handler = _handler(func)
     if handler in stored.OF_TERMS and stored.are_among((args, kwargs)):
-        return stored.evaluate(func, args, kwargs)
+        return stored.on_numbers(func, args, kwargs)
     return handler(func, *args, **kwargs)
 
 

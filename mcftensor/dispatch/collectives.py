@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mcftensor.dispatch.operands import expansions, leading
-from mcftensor.dispatch.table import implements
+from mcftensor.dispatch.registry import implements
 from mcftensor.dispatch.writing import refusal
 from mcftensor.formats import Format
 from mcftensor.tensor import MCFTensor

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from mcftensor.dispatch import long, stored, wide
+from mcftensor.dispatch import float64, long, stored
 from mcftensor.dispatch.operands import (
     common_format,
     expansions,
@@ -15,7 +15,7 @@ from mcftensor.dispatch.operands import (
     only_stores,
     with_leading,
 )
-from mcftensor.dispatch.table import implements
+from mcftensor.dispatch.registry import implements
 from mcftensor.dispatch.writing import written_to
 from mcftensor.tensor import MCFTensor
 
@@ -42,10 +42,10 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(f"{func}: takes the terms of expansions, and got an expansion")
     format = common_format(str(func), found)
     if only_stores(format):
-        return stored.evaluate(func, args, kwargs)
-    if format.precision > wide.PRECISION:
-        return long.evaluate(func, format, *args, **kwargs)
-    return wide.evaluate(func, format, *args, **kwargs)
+        return stored.on_numbers(func, args, kwargs)
+    if format.precision > float64.PRECISION:
+        return long.by_algorithm(func, format, *args, **kwargs)
+    return float64.in_float64(func, format, *args, **kwargs)
 
 
 def _plainly(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mcftensor.dispatch.arithmetic import evaluated, write
+from mcftensor.dispatch.elementwise import evaluated, evaluated_into
 from mcftensor.dispatch.operands import computes_plainly
 from mcftensor.dispatch.plans import FORMULAS
 from mcftensor.tensor.tensor import MCFTensor
@@ -87,7 +87,7 @@ class _Rows:
         """Write into the first column, all at once where that is possible."""
         if self.name in FORMULAS and all(isinstance(x, MCFTensor) for x in self.columns[0]):
             every = self._only(range(self.count))
-            if write(self.name, every, (*self.named,), self.count):
+            if evaluated_into(self.name, every, (*self.named,), self.count):
                 return
         for i in range(self.count):
             self._single(i)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
+from mcftensor.dispatch.float64 import PRECISION, WIDE
 from mcftensor.dispatch.operands import (
     common_format,
     expansions,
@@ -23,7 +24,6 @@ from mcftensor.dispatch.operands import (
     value_of,
 )
 from mcftensor.dispatch.stored import decoded
-from mcftensor.dispatch.wide import PRECISION, WIDE
 from mcftensor.dispatch.writing import assign_tree, refusal, require_no_grad
 from mcftensor.formats import Format
 from mcftensor.tensor import MCFTensor

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mcftensor.arithmetic.noise import draw_key
 from mcftensor.dispatch.operands import component_columns, require_one_base
-from mcftensor.dispatch.table import SHORTCUTS, TABLE, implements
+from mcftensor.dispatch.registry import SHORTCUTS, TABLE, implements
 from mcftensor.formats import PLAIN, Format, PlainFormat
 from mcftensor.kernels.lists import places_of
 from mcftensor.kernels.opaque import is_bare

@@ -28,7 +28,7 @@ _PRODUCTS = 1 << 20
 """Elementwise products that a matrix product holds at a time."""
 
 
-def evaluate(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
+def by_algorithm(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
     """Run an operation by its algorithm; plain tensors enter as expansions.
 
     Raises:
@@ -37,8 +37,8 @@ def evaluate(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
     name = func.overloadpacket.__name__
     found = expansions((args, kwargs))
     targets = [x for _, x in written_to(func, args, kwargs)]
-    algorithm = ALGORITHMS.get(name.removesuffix("_") if targets else name)
-    if algorithm is None or len(targets) > 1:
+    found_for = ALGORITHMS.get(name.removesuffix("_") if targets else name)
+    if found_for is None or len(targets) > 1:
         raise refusal(func, found, f"it has no algorithm for {format.precision} bits")
     dtype, _ = kwargs.pop("dtype", None), kwargs.pop("out", None)
     device = found[0].device
@@ -48,7 +48,7 @@ def evaluate(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
             return x
         return MCFTensor.of(stored_in(x, format, device), format)
 
-    result = algorithm(*tree_map(enter, args), **tree_map(enter, kwargs))
+    result = found_for(*tree_map(enter, args), **tree_map(enter, kwargs))
     if targets:
         assign(func, targets, [result])
         return targets[0]
@@ -57,12 +57,12 @@ def evaluate(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def implements(*names: str) -> Callable[[Algorithm], Algorithm]:
+def algorithm(*names: str) -> Callable[[Algorithm], Algorithm]:
     """Register an algorithm for aten operators of these names."""
 
-    def register(algorithm: Algorithm) -> Algorithm:
-        ALGORITHMS.update(dict.fromkeys(names, algorithm))
-        return algorithm
+    def register(function: Algorithm) -> Algorithm:
+        ALGORITHMS.update(dict.fromkeys(names, function))
+        return function
 
     return register
 
@@ -95,28 +95,28 @@ def _reduce(
     return result
 
 
-@implements("sum")
+@algorithm("sum")
 def _sum(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
     return _reduce(torch.add, x, dim, keepdim, 0.0)
 
 
-@implements("prod")
+@algorithm("prod")
 def _prod(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
     return _reduce(torch.mul, x, dim, keepdim, 1.0)
 
 
-@implements("mean")
+@algorithm("mean")
 def _mean(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
     total = _sum(x, dim, keepdim)
     return total / (x.numel() / max(total.numel(), 1))
 
 
-@implements("cumsum")
+@algorithm("cumsum")
 def _cumsum(x: Tensor, dim: int) -> Tensor:
     return _scan(torch.add, x, dim)
 
 
-@implements("cumprod")
+@algorithm("cumprod")
 def _cumprod(x: Tensor, dim: int) -> Tensor:
     return _scan(torch.mul, x, dim)
 
@@ -132,7 +132,7 @@ def _scan(combine: Callable[[Tensor, Tensor], Tensor], x: Tensor, dim: int) -> T
     return x.clone()
 
 
-@implements("var")
+@algorithm("var")
 def _var(
     x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
 ) -> Tensor:
@@ -142,12 +142,12 @@ def _var(
     return total / max(count, 0.0)
 
 
-@implements("std")
+@algorithm("std")
 def _std(x: Tensor, dim: Any = None, **options: Any) -> Tensor:
     return torch.sqrt(_var(x, dim, **options))
 
 
-@implements("linalg_vector_norm")
+@algorithm("linalg_vector_norm")
 def _norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False) -> Tensor:
     if ord in (math.inf, -math.inf):
         dims = list(range(x.dim())) if dim is None else dim
@@ -162,7 +162,7 @@ def _norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False) -> 
 # ------------------------------------------------------------------------------------ products
 
 
-@implements("mm", "bmm")
+@algorithm("mm", "bmm")
 def _matmul(x: Tensor, y: Tensor) -> Tensor:
     columns = max(1, _PRODUCTS // max(1, x.numel() // max(1, x.shape[-1]) * y.shape[-1]))
     parts = [
@@ -172,22 +172,22 @@ def _matmul(x: Tensor, y: Tensor) -> Tensor:
     return _sum(torch.stack(parts), 0) if len(parts) > 1 else parts[0]
 
 
-@implements("dot", "vdot")
+@algorithm("dot", "vdot")
 def _dot(x: Tensor, y: Tensor) -> Tensor:
     return _sum(x * y)
 
 
-@implements("mv")
+@algorithm("mv")
 def _mv(x: Tensor, y: Tensor) -> Tensor:
     return _sum(x * y, 1)
 
 
 def _added(product: Callable[[Tensor, Tensor], Tensor]) -> Algorithm:
-    def algorithm(z: Tensor, x: Tensor, y: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    def added(z: Tensor, x: Tensor, y: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
         result = product(x, y) if alpha == 1 else product(x, y) * alpha
         return result if beta == 0 else result + (z if beta == 1 else z * beta)
 
-    return algorithm
+    return added
 
 
 for _name, _product in {
@@ -224,7 +224,7 @@ def _places(x: Tensor) -> Tensor:
     return torch.arange(x.numel(), device=x.device).view(x.shape)
 
 
-@implements("index_put", "_index_put_impl", "_unsafe_index_put")
+@algorithm("index_put", "_index_put_impl", "_unsafe_index_put")
 def _index_put(
     x: Tensor, indices: list[Any], values: Tensor, accumulate: bool = True, unsafe: bool = False
 ) -> Tensor:
@@ -232,13 +232,13 @@ def _index_put(
     return _accumulate(x, positions, values.expand(positions.shape))
 
 
-@implements("index_add")
+@algorithm("index_add")
 def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
     positions = _places(x).index_select(dim, index)
     return _accumulate(x, positions, source if alpha == 1 else source * alpha)
 
 
-@implements("scatter_add")
+@algorithm("scatter_add")
 def _scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     part = source[tuple(slice(0, n) for n in index.shape)]
     slices = tuple(
@@ -250,24 +250,24 @@ def _scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------- elementwise
 
 
-@implements("sign", "sgn")
+@algorithm("sign", "sgn")
 def _sign(x: MCFTensor) -> MCFTensor:
     leading, *tails = x._read()
     return x._like([torch.sign(leading), *map(torch.zeros_like, tails)])
 
 
-@implements("rsqrt")
+@algorithm("rsqrt")
 def _rsqrt(x: Tensor) -> Tensor:
     return 1 / torch.sqrt(x)
 
 
-@implements("copysign")
+@algorithm("copysign")
 def _copysign(x: MCFTensor, sign: Any) -> Tensor:
     number = sign if isinstance(sign, Tensor) else torch.tensor(float(sign))
     return torch.where(torch.signbit(x) == torch.signbit(number), x, -x)
 
 
-@implements("isclose")
+@algorithm("isclose")
 def _isclose(
     x: Tensor, y: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
 ) -> Tensor:
@@ -275,12 +275,12 @@ def _isclose(
     return close | (torch.isnan(x) & torch.isnan(y)) if equal_nan else close
 
 
-@implements("allclose")
+@algorithm("allclose")
 def _allclose(x: Tensor, y: Tensor, *tolerances: Any, **options: Any) -> bool:
     return bool(_isclose(x, y, *tolerances, **options).all())
 
 
-@implements("pow")
+@algorithm("pow")
 def _pow(x: Any, exponent: Any) -> Tensor:
     """Whole powers by repeated squaring, and halves of them by the root."""
     twice = None if isinstance(exponent, Tensor) or isinstance(x, (int, float)) else 2 * exponent

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from mcftensor.dispatch.operands import with_leading
-from mcftensor.dispatch.table import SHORTCUTS
+from mcftensor.dispatch.registry import SHORTCUTS
 from mcftensor.kernels.opaque import is_bare
 
 # What changes none of its arguments. Embeddings may, and see dispatch only once as they are.
@@ -28,7 +28,7 @@ FUNCTIONS: set[Callable[..., Any]] = {
 }
 
 
-def compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def at_once(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a function of parameters and plain tensors; NotImplemented of other operands,
     and where anything but eager PyTorch looks on."""
     if "out" in kwargs or torch.is_grad_enabled() or not is_bare() or _is_watched():
@@ -49,4 +49,4 @@ def _is_watched() -> bool:
     )
 
 
-SHORTCUTS.update(dict.fromkeys(FUNCTIONS, compute))
+SHORTCUTS.update(dict.fromkeys(FUNCTIONS, at_once))

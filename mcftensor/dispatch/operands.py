@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.formats import MAX_TERMS, PLAIN, ExpansionFormat, Format
-from mcftensor.passes.conversions import collapse, convert, key_for
+from mcftensor.passes.recoding import collapse, key_for, recode
 from mcftensor.tensor.tensor import COMPONENTS, MCFTensor, Role
 
 Number = (int, float, torch.SymInt, torch.SymFloat)
@@ -133,25 +133,33 @@ def require_dense(operand: Tensor) -> None:
         )
 
 
+def require_numbers(operands: Iterable[Any]) -> None:
+    """Raise ValueError for what is no real number of Python's."""
+    for x in operands:
+        if not isinstance(x, Number):
+            raise ValueError(
+                f"an expansion meets {x!r}, which is neither a tensor nor a real number"
+            )
+
+
 def plain(operand: Any) -> Tensor:
     """What is no expansion, as a tensor; a number enters as float64, with all its bits."""
     if isinstance(operand, Tensor):
         require_dense(operand)
         return operand
-    if isinstance(operand, Number):
-        return torch.scalar_tensor(operand, dtype=torch.float64)  # type: ignore[arg-type]
-    raise ValueError(f"an expansion meets {operand!r}, which is neither a tensor nor a real number")
+    require_numbers([operand])
+    return torch.scalar_tensor(operand, dtype=torch.float64)
 
 
 _layout = attrgetter("layout")
+_GETTERS = list(map(attrgetter, COMPONENTS))
 
 
 def component_columns(column: Sequence[Tensor], format: Format) -> list[Sequence[Tensor]]:
     """The components of tensors that are all in a format, plain ones too: the leading ones of all,
     then their second ones, and so on."""
     if isinstance(column[0], MCFTensor):
-        names = COMPONENTS[: len(format.components)]
-        return [list(map(attrgetter(name), column)) for name in names]
+        return [list(map(get, column)) for get in _GETTERS[: len(format.components)]]
     if not format.dtype.is_floating_point or set(map(_layout, column)) != {torch.strided}:
         for x in column:
             require_dense(x)
@@ -180,7 +188,7 @@ def stored_in(
     else:
         x = plain(operand)
         source, found = PLAIN[x.dtype], [x.to(device) if x.dim() == 0 else x]
-    return convert(found, source.name, target.name, key_for(target, found[0].device))
+    return recode(found, source.name, target.name, key_for(target, found[0].device))
 
 
 def plainly(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -193,7 +201,7 @@ def plainly(x: Tensor, dtype: torch.dtype) -> Tensor:
 def value_of(x: Tensor, format: Format) -> MCFTensor:
     """A plain tensor as a value of a format, rounded as the format does."""
     key = key_for(format, x.device)
-    return MCFTensor.of(convert([x], PLAIN[x.dtype].name, format.name, key), format, own=True)
+    return MCFTensor.of(recode([x], PLAIN[x.dtype].name, format.name, key), format, own=True)
 
 
 def require_castable(dtype: torch.dtype, target: Tensor) -> None:

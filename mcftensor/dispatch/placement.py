@@ -20,7 +20,7 @@ from mcftensor.dispatch.operands import (
     leading,
     stored_in,
 )
-from mcftensor.dispatch.table import implements
+from mcftensor.dispatch.registry import implements
 from mcftensor.formats import Format
 from mcftensor.tensor import MCFTensor
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch.table import implements
+from mcftensor.dispatch.registry import implements
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten

@@ -22,8 +22,8 @@ from mcftensor.dispatch.operands import (
     store,
     stored_in,
 )
+from mcftensor.dispatch.registry import implements, register_forms
 from mcftensor.dispatch.stored import of_terms
-from mcftensor.dispatch.table import implements, register_forms
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mcftensor.dispatch.compute import compute
-from mcftensor.dispatch.table import implements
-from mcftensor.dispatch.wide import PRECISION, WIDE
+from mcftensor.dispatch.float64 import PRECISION, WIDE
+from mcftensor.dispatch.registry import implements
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten

@@ -17,7 +17,7 @@ from mcftensor.dispatch.operands import (
     only_stores,
     require_castable,
 )
-from mcftensor.dispatch.table import Handler
+from mcftensor.dispatch.registry import Handler
 from mcftensor.dispatch.writing import written_to
 from mcftensor.tensor.tensor import MCFTensor
 
@@ -36,7 +36,7 @@ def are_among(operands: Any) -> bool:
     return any(only_stores(x._format) for x in expansions(operands))
 
 
-def evaluate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on numbers as plain tensors; those that it writes to are stored again."""
     if computes_plainly((*args, *kwargs.values())):
         return func(*leading(args), **leading(kwargs))
@@ -47,7 +47,7 @@ def evaluate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not (isinstance(x, MCFTensor) and only_stores(x._format)):
             return x
         if id(x) not in copies:
-            copies[id(x)] = numbers(x)
+            copies[id(x)] = plain_numbers(x)
         return copies[id(x)]
 
     result = func(*tree_map(decoded, args), **tree_map(decoded, kwargs))
@@ -59,7 +59,7 @@ def evaluate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tree_map(lambda x: originals.get(id(x), x), result)
 
 
-def numbers(x: MCFTensor) -> Tensor:
+def plain_numbers(x: MCFTensor) -> Tensor:
     """What is stored, as a plain tensor."""
     return x._collapsed(x._format.result.dtype)
 
@@ -67,5 +67,6 @@ def numbers(x: MCFTensor) -> Tensor:
 def decoded(tree: Any) -> Any:
     """The arguments with numbers in the place of what only stores them."""
     return tree_map(
-        lambda x: numbers(x) if isinstance(x, MCFTensor) and only_stores(x._format) else x, tree
+        lambda x: plain_numbers(x) if isinstance(x, MCFTensor) and only_stores(x._format) else x,
+        tree,
     )

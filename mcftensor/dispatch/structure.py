@@ -22,7 +22,7 @@ from mcftensor.dispatch.operands import (
     leading,
     stored_in,
 )
-from mcftensor.dispatch.table import SHORTCUTS, implements
+from mcftensor.dispatch.registry import SHORTCUTS, implements
 from mcftensor.dispatch.writing import refusal
 from mcftensor.tensor import MCFTensor, Role
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.operands import expansions
-from mcftensor.dispatch.table import TABLE
+from mcftensor.dispatch.registry import TABLE
 from mcftensor.dispatch.writing import assign_tree, require_no_grad, written_to
 from mcftensor.tensor import MCFTensor
 

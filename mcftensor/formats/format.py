@@ -88,7 +88,7 @@ class Format:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if _REGISTRY.get(getattr(self, "name", "")) is self:
-            raise AttributeError(f"Format: {self.name} is fixed; make another format")
+            raise AttributeError(f"Format: {name} of {self.name} is fixed; make another format")
         super().__setattr__(name, value)
 
     @staticmethod
@@ -102,8 +102,9 @@ class Format:
             return _REGISTRY[name]
         except (KeyError, TypeError):
             raise ValueError(
-                f"Format: {name!r} is not the name of a format; names look like 'bf16x2': "
-                "bf16, fp16, fp32 or fp64, an x, and the number of terms"
+                f"Format: {name!r} is not the name of a format; names look like 'bf16x2': bf16, "
+                "fp16, fp32 or fp64, an x, and 2 to 6 terms. Formats of other modules are known "
+                "once these are imported"
             ) from None
 
     @staticmethod

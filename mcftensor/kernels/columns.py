@@ -66,33 +66,34 @@ class Columns:
         return [*self.scalars, self.keys] if self.keys else [*self.scalars]
 
 
-@dataclass(eq=False, slots=True)
-class Facts:
-    """What kernels have to know of the tensors of a column; None where they are not alike."""
+Facts = tuple[torch.dtype | None, int | None, list[int], list[int], bool]
+"""What kernels have to know of a column: dtype and index of the device (the CPU has -1), None where
+they are not alike; numbers of elements, addresses, and whether all are contiguous."""
 
-    dtype: torch.dtype | None
-    device: int | None  # its index; the CPU has -1
-    lengths: list[int]
-    addresses: list[int]
-    are_contiguous: bool
 
-    @classmethod
-    def of(cls, column: Column) -> Facts:
-        """Asked while a few tensors at a time are in the caches: there may be thousands."""
-        if len(column) == 1:
-            (x,) = column
-            return cls(x.dtype, x.get_device(), [x.numel()], [x.data_ptr()], x.is_contiguous())
-        facts = cls(column[0].dtype, column[0].get_device(), [], [], True)
-        for i in range(0, len(column), _FEW):
-            part = column[i : i + _FEW]
-            if set(map(_dtype, part)) != {facts.dtype}:
-                facts.dtype = None
-            if set(map(Tensor.get_device, part)) != {facts.device}:
-                facts.device = None
-            facts.lengths += map(Tensor.numel, part)
-            facts.addresses += map(Tensor.data_ptr, part)
-            facts.are_contiguous &= all(map(Tensor.is_contiguous, part))
-        return facts
+def facts_of(column: Column) -> Facts:
+    """Asked while a few tensors at a time are in the caches: there may be thousands."""
+    first = column[0]
+    dtype, device = first.dtype, first.get_device()
+    if len(column) == 1:
+        return dtype, device, [first.numel()], [first.data_ptr()], first.is_contiguous()
+    lengths: list[int] = []
+    addresses: list[int] = []
+    dtypes, devices, are_contiguous = {dtype}, {device}, True
+    for i in range(0, len(column), _FEW):
+        part = column[i : i + _FEW]
+        dtypes.update(map(_dtype, part))
+        devices.update(map(Tensor.get_device, part))
+        lengths += map(Tensor.numel, part)
+        addresses += map(Tensor.data_ptr, part)
+        are_contiguous &= all(map(Tensor.is_contiguous, part))
+    return (
+        dtype if len(dtypes) == 1 else None,
+        device if len(devices) == 1 else None,
+        lengths,
+        addresses,
+        are_contiguous,
+    )
 
 
 def places(

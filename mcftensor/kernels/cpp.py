@@ -24,23 +24,15 @@ _BLOCKS = 8
 _LONGEST = 300
 
 _TYPES = {
-    torch.float32: "F",
-    torch.float64: "D",
-    torch.int32: "I",
-    torch.int64: "L",
-    torch.bool: "I",
-}
+    torch.float32: "F", torch.float64: "D", torch.int32: "I", torch.int64: "L", torch.bool: "I"
+}  # fmt: skip
 
 
 def _constant(number: float, dtype: torch.dtype) -> str:
     if dtype == torch.bool:
-        return f"all<I>({-number})"
-    type_ = _TYPES[COMPUTED[dtype]]
-    return (
-        f"all<{type_}>({number!r})"
-        if dtype.is_floating_point
-        else f"all<{type_}>({number % 2**64}ull)"
-    )
+        number = -number
+    spelled = repr(number) if dtype.is_floating_point else f"{number % 2**64}ull"
+    return f"all<{_TYPES[COMPUTED[dtype]]}>({spelled})"
 
 
 _DIALECT = Dialect(
@@ -49,7 +41,9 @@ _DIALECT = Dialect(
     assignment="const auto {name} = {value};",
     operations=COMMON
     | {
-        "vector": "load(in{0} + i, n)",
+        "vector": "load<U>(in{0} + i, n)",
+        ("vector", torch.int64): "load<UL>(in{0} + i, n)",
+        ("vector", torch.float64): "load<UL>(in{0} + i, n)",
         "scalar": "entered<{type}>(scalar{0})",
         "index": "counted<L>() + i",
         "to": "to<{type}>({0})",
@@ -84,10 +78,6 @@ using I = Lanes<int32_t>::type;
 using U = Lanes<uint32_t>::type;
 using L = Lanes<int64_t>::type;
 using UL = Lanes<uint64_t>::type;
-template <class T>
-struct Pattern { using type = U; };
-template <>
-struct Pattern<uint64_t> { using type = UL; };
 
 template <class V, class T>
 INLINE V all(T x) {
@@ -111,11 +101,11 @@ INLINE To as(From x) {
 template <class To, class From>
 INLINE To to(From x) { return __builtin_convertvector(x, To); }
 
-template <class T>
-INLINE typename Pattern<T>::type load(const T *p, int n) {
+template <class V, class T>
+INLINE V load(const T *p, int n) {
   typename Lanes<T>::type x = {};
   __builtin_memcpy(&x, p, n * sizeof(T));
-  return to<typename Pattern<T>::type>(x);
+  return to<V>(x);
 }
 template <class T, class V>
 INLINE void store(T *p, V pattern, int n) {
@@ -127,38 +117,32 @@ INLINE F quiet(F x) { return x == x ? x : all<F>(nan); }
 INLINE D quiet(D x) { return x == x ? x : all<D>(nan); }
 
 // Of a pattern of fewer bits than its lane the others say nothing.
+#define INTEGER(name, V, P, value) \\
+  INLINE V name##_value(P bits) { return value; } \\
+  INLINE P name##_bits(V x) { return as<P>(x); } \\
+  INLINE V to_##name(V x) { return name##_value(as<P>(x)); }
+INTEGER(int8, I, U, as<I>(bits << 24) >> 24)
+INTEGER(uint8, I, U, as<I>(bits & 0xff))
+INTEGER(int16, I, U, as<I>(bits << 16) >> 16)
+INTEGER(uint16, I, U, as<I>(bits & 0xffff))
+INTEGER(int32, I, U, as<I>(bits))
+INTEGER(int64, L, UL, as<L>(bits))
+INLINE F float32_value(U bits) { return quiet(as<F>(bits)); }
+INLINE U float32_bits(F x) { return as<U>(x); }
+INLINE D float64_value(UL bits) { return quiet(as<D>(bits)); }
+INLINE UL float64_bits(D x) { return as<UL>(x); }
 INLINE I bool_value(U bits) { return as<I>(bits & 0xff) != 0; }
-INLINE I int8_value(U bits) { return as<I>(bits << 24) >> 24; }
-INLINE I uint8_value(U bits) { return as<I>(bits & 0xff); }
-INLINE I int16_value(U bits) { return as<I>(bits << 16) >> 16; }
-INLINE I uint16_value(U bits) { return as<I>(bits & 0xffff); }
-INLINE I int32_value(U bits) { return as<I>(bits); }
-INLINE L int64_value(UL bits) { return as<L>(bits); }
-INLINE F fp32_value(U bits) { return quiet(as<F>(bits)); }
-INLINE D fp64_value(UL bits) { return quiet(as<D>(bits)); }
 template <class V>
 INLINE U bool_bits(V x) { return to<U>(-x); }
-INLINE U int8_bits(I x) { return as<U>(x); }
-INLINE U uint8_bits(I x) { return as<U>(x); }
-INLINE U int16_bits(I x) { return as<U>(x); }
-INLINE U uint16_bits(I x) { return as<U>(x); }
-INLINE U int32_bits(I x) { return as<U>(x); }
-INLINE UL int64_bits(L x) { return as<UL>(x); }
-INLINE U fp32_bits(F x) { return as<U>(x); }
-INLINE UL fp64_bits(D x) { return as<UL>(x); }
-INLINE I to_int8(I x) { return int8_value(as<U>(x)); }
-INLINE I to_uint8(I x) { return uint8_value(as<U>(x)); }
-INLINE I to_int16(I x) { return int16_value(as<U>(x)); }
-INLINE I to_uint16(I x) { return uint16_value(as<U>(x)); }
 
-INLINE F bf16_value(U bits) { return as<F>(bits << 16); }
-INLINE U bf16_bits(F x) { return as<U>(x) >> 16; }
-INLINE F to_bf16(F x) {  // of a NaN too, whose last bits `quiet` has cleared
+INLINE F bfloat16_value(U bits) { return as<F>(bits << 16); }
+INLINE U bfloat16_bits(F x) { return as<U>(x) >> 16; }
+INLINE F to_bfloat16(F x) {  // of a NaN too, whose last bits `quiet` has cleared
   U bits = as<U>(x);
   return as<F>((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000);
 }
 
-INLINE F fp16_value(U bits) {
+INLINE F float16_value(U bits) {
   U magnitude = (bits & 0x7fff) << 13;
   U normal = magnitude + (112u << 23);
   U subnormal = as<U>(to<F>(bits & 0x7fff) * 0x1p-24f);
@@ -167,7 +151,7 @@ INLINE F fp16_value(U bits) {
   value = magnitude > (31u << 23) ? all<U>(0x7fc00000u) : value;  // quiet
   return as<F>(value | (bits & 0x8000) << 16);
 }
-INLINE F to_fp16(F x) {
+INLINE F to_float16(F x) {
   U bits = as<U>(x);
   U magnitude = bits & 0x7fffffff;
   U normal = (magnitude + 0xfff + ((magnitude >> 13) & 1)) & 0xffffe000;
@@ -177,7 +161,7 @@ INLINE F to_fp16(F x) {
   value = magnitude > 0x7f800000u ? all<U>(0x7fc00000u) : value;
   return as<F>(value | (bits & 0x80000000));
 }
-INLINE U fp16_bits(F x) {
+INLINE U float16_bits(F x) {
   U bits = as<U>(x);
   U magnitude = bits & 0x7fffffff;
   U normal = (magnitude - (112u << 23)) >> 13;

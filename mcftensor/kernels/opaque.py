@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -101,7 +102,7 @@ def is_bare(*lists: Sequence[Any]) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and not torch.autograd._profiler_enabled()
-        and set().union(*[set(map(type, elements)) for elements in lists]) <= _BARE
+        and _BARE.issuperset(map(type, itertools.chain.from_iterable(lists)))
     )
 
 

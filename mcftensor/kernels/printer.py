@@ -17,45 +17,22 @@ import torch
 
 from mcftensor.kernels.program import COMPUTED, Instruction, Place, Program
 
-NAMES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-    torch.int8: "int8",
-    torch.int16: "int16",
-    torch.int32: "int32",
-    torch.int64: "int64",
-    torch.uint8: "uint8",
-    torch.uint16: "uint16",
-    torch.bool: "bool",
-}
-
 Key = str | tuple[str, torch.dtype]
 
 # Operations whose results a narrower type may not hold.
 _INEXACT = {"add", "sub", "mul", "div", "sqrt", "to"}
 _OVERFLOWING = _INEXACT | {"neg", "abs", "not", "shift_left"}  # of integers
 
+_INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "and": "&", "or": "|", "xor": "^",
+    "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
+    "shift_left": "<<", "shift_right": ">>",
+}  # fmt: skip
 # What languages write alike.
 COMMON: dict[Key, str] = {
-    "add": "{0} + {1}",
-    "sub": "{0} - {1}",
-    "mul": "{0} * {1}",
-    "div": "{0} / {1}",
+    **{name: f"{{0}} {sign} {{1}}" for name, sign in _INFIX.items()},
     "neg": "-{0}",
     "not": "~{0}",
-    "and": "{0} & {1}",
-    "or": "{0} | {1}",
-    "xor": "{0} ^ {1}",
-    "shift_left": "{0} << {1}",
-    "shift_right": "{0} >> {1}",
-    "eq": "{0} == {1}",
-    "ne": "{0} != {1}",
-    "lt": "{0} < {1}",
-    "le": "{0} <= {1}",
-    "gt": "{0} > {1}",
-    "ge": "{0} >= {1}",
     "copysign": "copysign({0}, {1})",
     "finite_or_zero": "finite_or_zero({0})",
     "maximum": "greater({0}, {1})",
@@ -99,7 +76,7 @@ class Printer:
             pattern = self._operation("vector", x.dtype, x.dtype, str(x.operands[0]))
         else:
             pattern = self.pattern(x.operands[0])
-        value = f"{NAMES[x.dtype]}_value(p{place})"
+        value = f"{name_of(x.dtype)}_value(p{place})"
         return [self._assign(f"p{place}", pattern), self._assign(f"v{place}", value)]
 
     def pattern(self, place: Place) -> str:
@@ -108,7 +85,7 @@ class Printer:
         x = self.instructions[place.index]
         if x.name in ("vector", "bits"):
             return f"p{place.index}"
-        return f"{NAMES[x.dtype]}_bits(v{place.index})"
+        return f"{name_of(x.dtype)}_bits(v{place.index})"
 
     def _assign(self, name: str, value: str) -> str:
         return self.dialect.assignment.format(name=name, value=value)
@@ -130,7 +107,7 @@ class Printer:
             value = self._operation("to", of, x.dtype, *operands)
         held = _INEXACT if x.dtype.is_floating_point else _OVERFLOWING
         narrower = x.dtype.itemsize < COMPUTED[x.dtype].itemsize
-        return f"to_{NAMES[x.dtype]}({value})" if narrower and x.name in held else value
+        return f"to_{name_of(x.dtype)}({value})" if narrower and x.name in held else value
 
     def _operation(self, name: str, of: torch.dtype, dtype: torch.dtype, *operands: str) -> str:
         operations = self.dialect.operations
@@ -141,6 +118,11 @@ class Printer:
         if isinstance(operand, Place):
             return f"v{operand.index}"
         return self.dialect.constant(_rounded(operand, dtype), dtype)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Without the module."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _rounded(x: float, dtype: torch.dtype) -> float:

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from mcftensor.kernels import blocks, compiler, cpp, cpu, cuda
 from mcftensor.kernels.caches import Bounded
-from mcftensor.kernels.columns import Columns, Facts, Scalar, are_same, dtype_of, places, repeated
+from mcftensor.kernels.columns import (
+    Columns,
+    Scalar,
+    are_same,
+    dtype_of,
+    facts_of,
+    places,
+    repeated,
+)
 from mcftensor.kernels.lists import places_of
 from mcftensor.kernels.program import Body, Program, Signature, record
 
@@ -77,40 +85,47 @@ def run(body: Body, columns: Columns) -> None:
     same object at every call.
     """
     tensors, outputs = places(columns.vectors, columns.outputs, are_same)
-    facts = [Facts.of(column) for column in tensors]
+    dtypes, devices, lengths, addresses, are_contiguous = zip(*map(facts_of, tensors), strict=True)
     scalars = columns.every_scalar()
     kinds = [_kind(column) for column in scalars]
-    device = facts[0].device
-    if device is None or None in kinds or any(x.dtype is None or x.device != device for x in facts):
+    if None in dtypes or None in kinds or None in devices or len(set(devices)) > 1:
         _run_by_kind(body, columns)
         return
-    dtypes = [x.dtype for x in facts]
-    key = (body, *dtypes, *outputs, *kinds, device)
-    kernel = KERNELS.get(key)
-    if kernel is None:
-        signature = Signature(
-            tuple(dtypes[: len(columns.vectors)]),  # type: ignore[arg-type]
-            tuple(dtype_of(x[0]) for x in scalars),
-            tuple(dtypes[i] for i in outputs),  # type: ignore[misc]
-        )
-        kernel = KERNELS.put(key, Kernel(body, signature))
-    lengths = facts[outputs[0]].lengths
-    addresses = [
-        x.addresses for x in (*facts[: len(columns.vectors)], *(facts[i] for i in outputs))
-    ]
-    if 0 not in lengths and all(x.are_contiguous and x.lengths == lengths for x in facts):
-        kernel.run(columns, lengths, addresses)
+    key = (body, dtypes, *outputs, *kinds, devices[0])
+    kernel = KERNELS.get(key) or _made(key, body, columns, dtypes, outputs)
+    own = lengths[outputs[0]]
+    asked = [*addresses[: len(columns.vectors)], *[addresses[i] for i in outputs]]
+    if 0 not in own and all(are_contiguous) and all(x == own for x in lengths):
+        kernel.run(columns, own, asked)
         return
     flat: list[int] = []
     others: list[int] = []
     for i, row in enumerate(zip(*tensors, strict=True)):
-        if lengths[i]:
+        if own[i]:
             (flat if _lie_alike(row, in_order=bool(columns.keys)) else others).append(i)
     if others:
         blocks.run_whole(body, columns.only(others))
     if flat:
-        lengths, *addresses = ([column[i] for i in flat] for column in (lengths, *addresses))
-        kernel.run(columns.only(flat), lengths, addresses)
+        own, *asked = ([column[i] for i in flat] for column in (own, *asked))
+        kernel.run(columns.only(flat), own, asked)
+
+
+def _made(
+    key: object,
+    body: Body,
+    columns: Columns,
+    dtypes: Sequence[torch.dtype],
+    outputs: Sequence[int],
+) -> Kernel:
+    signature = Signature(
+        tuple(dtypes[: len(columns.vectors)]),
+        tuple(dtype_of(x[0]) for x in columns.every_scalar()),
+        tuple(dtypes[i] for i in outputs),
+    )
+    return KERNELS.put(key, Kernel(body, signature))
+
+
+_FLOAT = (torch.float64, None)
 
 
 def _run_by_kind(body: Body, columns: Columns) -> None:
@@ -128,6 +143,9 @@ def _run_by_kind(body: Body, columns: Columns) -> None:
 
 def _kind(column: Sequence[Scalar]) -> tuple[torch.dtype, torch.device | None] | None:
     """Dtype and device of a column of scalars; None where they are not alike."""
+    first = column[0]
+    if type(first) is float and len(column) == 1:
+        return _FLOAT
     kinds = {(dtype_of(x), x.device if isinstance(x, Tensor) else None) for x in column}
     return kinds.pop() if len(kinds) == 1 else None
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mcftensor.kernels.printer import COMMON, NAMES, Dialect, Printer
+from mcftensor.kernels.printer import COMMON, Dialect, Printer, name_of
 from mcftensor.kernels.program import COMPUTED, Program, varying
 
 # Elements that a block of threads works on.
@@ -24,13 +24,7 @@ MOST_WARPS = 16
 # counted three times; and those after which four do not.
 _HEAVY, _HEAVIEST = 500, 1200
 
-_TYPES = {
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.int32: "int32",
-    torch.int64: "int64",
-    torch.bool: "int1",
-}
+_TYPES = {x: name_of(x) for x in COMPUTED.values()} | {torch.bool: "int1"}
 
 
 def _constant(number: float, dtype: torch.dtype) -> str:
@@ -44,7 +38,8 @@ _DIALECT = Dialect(
     assignment="{name} = {value}",
     operations=COMMON
     | {
-        "vector": "loaded(in{0} + offsets, mask, WHOLE)",
+        "vector": "(tl.load(in{0} + offsets) if WHOLE else "
+        "tl.load(in{0} + offsets, mask=mask, other=0))",
         "scalar": "scalar{0}.to(tl.{type})",
         "index": "offsets",
         "to": "{0}.to(tl.{type})",
@@ -70,14 +65,6 @@ def quiet(x):
 
 
 @triton.jit
-def loaded(pointers, mask, WHOLE: tl.constexpr):
-    if WHOLE:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=mask, other=0)
-
-
-@triton.jit
 def stored(pointers, pattern, mask, WHOLE: tl.constexpr):
     pattern = tl.broadcast_to(pattern, mask.shape)
     if WHOLE:
@@ -87,47 +74,17 @@ def stored(pointers, pattern, mask, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def bool_value(bits):
-    return bits != 0
-
-
-@triton.jit
-def bool_bits(x):
-    return x.to(tl.uint8)
-
-
-@triton.jit
-def fp32_value(bits):
-    return quiet(bits.to(tl.float32, bitcast=True))
-
-
-@triton.jit
-def fp32_bits(x):
-    return x.to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def fp64_value(bits):
-    return quiet(bits.to(tl.float64, bitcast=True))
-
-
-@triton.jit
-def fp64_bits(x):
-    return x.to(tl.uint64, bitcast=True)
-
-
-@triton.jit
-def bf16_value(bits):
+def bfloat16_value(bits):
     return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def bf16_bits(x):
+def bfloat16_bits(x):
     return (x.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)
 
 
 @triton.jit
-def to_bf16(x):
+def to_bfloat16(x):
     bits = x.to(tl.uint32, bitcast=True)
     nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
     # The NaN that GPUs compute has all bits set, and would be rounded to a zero.
@@ -135,7 +92,7 @@ def to_bf16(x):
 
 
 @triton.jit
-def fp16_value(bits):
+def float16_value(bits):
     bits = bits.to(tl.uint32)
     magnitude = (bits & 0x7FFF) << 13
     normal = magnitude + (112 << 23)
@@ -147,7 +104,7 @@ def fp16_value(bits):
 
 
 @triton.jit
-def to_fp16(x):
+def to_float16(x):
     bits = x.to(tl.uint32, bitcast=True)
     size = bits & 0x7FFFFFFF
     normal = (size + 0xFFF + ((size >> 13) & 1)) & 0xFFFFE000
@@ -159,7 +116,7 @@ def to_fp16(x):
 
 
 @triton.jit
-def fp16_bits(x):
+def float16_bits(x):
     bits = x.to(tl.uint32, bitcast=True)
     size = bits & 0x7FFFFFFF
     normal = (size - (112 << 23)) >> 13
@@ -186,9 +143,9 @@ def finite_or_zero(x):
 @triton.jit
 def copysign(x, y):
     if x.dtype == tl.float64:
-        bits = fp64_bits(tl.abs(x)) | (fp64_bits(y) >> 63 << 63)
+        bits = float64_bits(tl.abs(x)) | (float64_bits(y) >> 63 << 63)
     else:
-        bits = fp32_bits(tl.abs(x)) | (fp32_bits(y) >> 31 << 31)
+        bits = float32_bits(tl.abs(x)) | (float32_bits(y) >> 31 << 31)
     return bits.to(x.dtype, bitcast=True)
 
 
@@ -203,22 +160,22 @@ def sign_of(x):
     return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
 """
 
-# Of integers, which are computed with in a type that may be wider.
-_INTEGER = """
+# Of all types but those of the prelude.
+_TYPE = """
 
 @triton.jit
-def {0}_value(bits):
-    return bits.to(tl.{0}, bitcast=True).to(tl.{computed})
-
-
-@triton.jit
-def {0}_bits(x):
-    return x.to({memory})
+def {name}_value(bits):
+    return {value}
 
 
 @triton.jit
-def to_{0}(x):
-    return x.to(tl.{0}).to(tl.{computed})
+def {name}_bits(x):
+    return x.to({memory}{bitcast})
+
+
+@triton.jit
+def to_{name}(x):
+    return x.to(tl.{own}).to(tl.{type})
 """
 
 _KERNEL = """
@@ -287,12 +244,19 @@ def source(program: Program, on_device: Sequence[bool]) -> str:
     for i, place in enumerate(program.results):
         lines.append(f"stored(out{i} + offsets, {printer.pattern(place)}, mask, WHOLE)")
     body = "\n".join("    " + line for line in lines)
-    integers = [
-        _INTEGER.format(NAMES[dtype], computed=_TYPES[computed], memory=_memory(dtype))
-        for dtype, computed in COMPUTED.items()
-        if computed in (torch.int32, torch.int64)
-    ]
-    return "".join([_PRELUDE, *integers, _KERNEL.format(body=body, words=word)])
+    types = [_functions(x) for x in COMPUTED if f"to_{name_of(x)}" not in _PRELUDE]
+    return "".join([_PRELUDE, *types, _KERNEL.format(body=body, words=word)])
+
+
+def _functions(dtype: torch.dtype) -> str:
+    """What leads from the patterns of a type to its values and back."""
+    name, type_, memory = name_of(dtype), _TYPES[COMPUTED[dtype]], _memory(dtype)
+    own = _TYPES.get(dtype, name)
+    if dtype.is_floating_point:
+        value, bitcast = f"quiet(bits.to(tl.{own}, bitcast=True))", ", bitcast=True"
+    else:  # may be computed with in a wider type
+        value, bitcast = f"bits.to(tl.{own}).to(tl.{type_})", ""
+    return _TYPE.format(name=name, own=own, type=type_, memory=memory, value=value, bitcast=bitcast)
 
 
 def _memory(dtype: torch.dtype) -> str:
@@ -302,6 +266,6 @@ def _memory(dtype: torch.dtype) -> str:
 def _scalar(number: int, dtype: torch.dtype, on_device: bool) -> str:
     word = f"numbers + {number}"
     if on_device:
-        return f"{NAMES[dtype]}_value(tl.load(address({word}, {_memory(dtype)}, False)))"
+        return f"{name_of(dtype)}_value(tl.load(address({word}, {_memory(dtype)}, False)))"
     bits = f"tl.load({word})"
     return bits if dtype == torch.int64 else f"quiet({bits}.to(tl.float64, bitcast=True))"

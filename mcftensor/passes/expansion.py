@@ -28,9 +28,9 @@ from mcftensor.arithmetic.eft import same_float_dtype
 from mcftensor.formats import MAX_TERMS, PLAIN, Format, require_expansion_format
 from mcftensor.kernels.layout import empty_terms
 from mcftensor.kernels.opaque import opaque
-from mcftensor.passes import conversions
-from mcftensor.passes.conversions import key_for
+from mcftensor.passes import recoding
 from mcftensor.passes.expressions import evaluate
+from mcftensor.passes.recoding import key_for
 
 Terms = tuple[Tensor, ...]
 
@@ -69,7 +69,7 @@ def convert(x: Sequence[Tensor], format: Format) -> Terms:
         (tensor(0.3340, dtype=torch.bfloat16), tensor(-0.0007, dtype=torch.bfloat16))
     """
     key = key_for(require_expansion_format(format, "convert"), x[0].device)
-    return tuple(conversions.convert(list(x), PLAIN[x[0].dtype].name, format.name, key))
+    return tuple(recoding.recode(list(x), PLAIN[x[0].dtype].name, format.name, key))
 
 
 def expand(x: Tensor, format: Format) -> Terms:
@@ -104,7 +104,7 @@ def collapse(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         >>> mcf.expansion.collapse(terms, torch.float32)
         tensor(0.9990)
     """
-    return conversions.collapse(list(terms), PLAIN[terms[0].dtype].name, dtype)
+    return recoding.collapse(list(terms), PLAIN[terms[0].dtype].name, dtype)
 
 
 @opaque(lambda values, terms: empty_terms(values, values[0].dtype, terms))

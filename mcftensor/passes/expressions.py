@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -62,8 +62,7 @@ class Expression:
         return OPERATIONS[self.operation](*numbers)
 
 
-@dataclass(frozen=True, slots=True)
-class Operand:
+class Operand(NamedTuple):
     """Operands of one format in many calls: the column of each of its components. A number of
     Python's stands for itself."""
 
@@ -81,7 +80,7 @@ def carry_out(
     columns = [column for operand in operands for column in operand.components]
     flags = [_are_scalars(column, outputs[0]) for column in columns]
     count = len(outputs[0])
-    if any(len(flag) > 1 for flag in flags):  # some of a column broadcast
+    if count > 1 and any(len(flag) > 1 for flag in flags):  # some of a column broadcast
         for rows in places_of(zip(*[repeated(x, count) for x in flags], strict=True)).values():
             part = [
                 Operand(x.format, [[repeated(y, count)[i] for i in rows] for y in x.components])
@@ -91,12 +90,12 @@ def carry_out(
             carry_out(expression, part, written, [keys[i] for i in rows] if keys else ())
         return
     are_scalars = tuple([flag[0] for flag in flags])
-    vectors = [
-        repeated(x, count)
-        for x, is_scalar in zip(columns, are_scalars, strict=True)
-        if not is_scalar
-    ]
-    scalars = [_shared(x) for x, is_scalar in zip(columns, are_scalars, strict=True) if is_scalar]
+    vectors, scalars = [], []
+    for column, is_scalar in zip(columns, are_scalars, strict=True):
+        if is_scalar:
+            scalars.append(_shared(column))
+        else:
+            vectors.append(repeated(column, count))
     body = _body(expression, tuple([x.format for x in operands]), are_scalars)
     run(body, Columns(vectors, scalars, outputs, keys))  # type: ignore[arg-type]
 

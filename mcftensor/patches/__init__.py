@@ -6,11 +6,11 @@ who need the patch: this folder imports the tensor and its dispatch, and nothing
 """
 
 from mcftensor.patches import collating as collating
-from mcftensor.patches import compiler as compiler
 from mcftensor.patches import distributed as distributed
-from mcftensor.patches import modules as modules
+from mcftensor.patches import dynamo as dynamo
+from mcftensor.patches import module_hooks as module_hooks
 from mcftensor.patches import optimizers as optimizers
-from mcftensor.patches import steps as steps
+from mcftensor.patches import stepping as stepping
 from mcftensor.patches import tensors as tensors
 from mcftensor.patches.table import PatchWarning as PatchWarning
 from mcftensor.patches.table import install

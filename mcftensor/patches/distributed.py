@@ -11,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mcftensor.distributed import format_of, local
 from mcftensor.patches.table import row
 from mcftensor.tensor import MCFTensor
+from mcftensor.tensor.sharded import format_of, local
 
 States = dict[str, Any]
 

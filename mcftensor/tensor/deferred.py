@@ -49,7 +49,7 @@ def deferring() -> Iterator[None]:
     finally:
         found, _step.results = _step.results, outer
         for reference in found:
-            compute(reference())
+            finish(reference())
 
 
 def is_deferring() -> bool:
@@ -87,7 +87,7 @@ def _waits(x: Any) -> bool:
     return x is not None and x._deferred is not None
 
 
-def compute(x: Any) -> None:
+def finish(x: Any) -> None:
     """Compute a result, if it is still there and waits."""
     if _waits(x):
         x.compute_components()
@@ -98,4 +98,4 @@ def compute_readers(x: Any) -> None:
     if x._readers:
         references, x._readers = x._readers, []
         for reference in references:
-            compute(reference())
+            finish(reference())

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from mcftensor.formats import MAX_TERMS, Format, require_format
 from mcftensor.formats.format import format_named
-from mcftensor.passes.conversions import collapse, convert
+from mcftensor.passes.recoding import collapse, recode
 from mcftensor.tensor.deferred import Deferred, compute_readers, watch
 
 Role = Literal["value", "parameter"]
@@ -516,15 +516,15 @@ def check_components(components: Sequence[Tensor], format: Format) -> None:
     for component, x in zip(wanted, components, strict=True):
         if x.dtype != component.dtype:
             raise TypeError(
-                f"MCFTensor: a component of {x.dtype} where the {component.name} of {format.name} "
-                f"is of {component.dtype}"
+                f"MCFTensor: a component of {x.dtype} in a format of {component.dtype}: the "
+                f"{component.name} of {format.name}"
             )
         if x.shape != component.shape(leading.shape) or (
             x.shape == leading.shape and x.stride() != leading.stride()
         ):
             raise ValueError(
                 f"MCFTensor: components of shapes {[tuple(t.shape) for t in components]} and "
-                f"strides {[t.stride() for t in components]}, which do not belong together"
+                f"strides {[t.stride() for t in components]}; all must be alike"
             )
         if x.device != leading.device:
             raise ValueError(
@@ -549,7 +549,7 @@ def _where(condition: Tensor, input: Any = None, other: Any = None, **kwargs: An
 def number_in(x: float, format: Format, device: torch.device | None = None) -> Sequence[Tensor]:
     """The components of a number, to nearest."""
     number = torch.tensor(x, dtype=torch.float64, device=device)
-    return convert([number], "float64", format.nearest.name, None)
+    return recode([number], "float64", format.nearest.name, None)
 
 
 def _where_method(input: Any, condition: Tensor, other: Any = None) -> Any:

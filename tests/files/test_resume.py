@@ -78,23 +78,34 @@ class TestTorchSave:
             assert loaded["view"].tolist() == [0, 0]
 
     @pytest.mark.parametrize(
-        "change",
+        ("place", "wrong"),
         [
-            {"_term1": torch.ones(2).bfloat16()},
-            {"_term1": torch.ones(3)},
-            {"_term0": torch.ones(4).bfloat16(), "_term1": torch.ones(4).bfloat16()},
-            {"_role": "nurse"},
-            {"_format": mcf.bf16x3},
-            {"_format": "bf16x2"},
-            {"_format": mcf.fp16x2},
+            (0, (torch.ones(3).bfloat16(), torch.ones(2).bfloat16())),
+            (0, (torch.ones(3).bfloat16(), torch.ones(3))),
+            (0, (torch.ones(4).bfloat16(), torch.ones(4).bfloat16())),
+            (0, torch.ones(3).bfloat16()),
+            (0, ()),
+            (0, None),
+            (1, "bf16x3"),
+            (1, "fp16x2"),
+            (1, "bfloat16"),
+            (1, "bf16x9"),
+            (1, 2),
+            (2, "nurse"),
         ],
         ids=str,
     )
-    def test_a_file_that_says_what_cannot_be(self, change, tmp_path):
+    def test_a_file_that_says_what_cannot_be(self, place, wrong, tmp_path, monkeypatch):
+        reduce = mcf.MCFTensor.__reduce_ex__
+
+        def altered(x, protocol):
+            rebuild, arguments, state = reduce(x, protocol)
+            return rebuild, (*arguments[:place], wrong, *arguments[place + 1 :]), state
+
+        monkeypatch.setattr(mcf.MCFTensor, "__reduce_ex__", altered)
         x = mcf.as_expansion(torch.ones(3), mcf.bf16x2)
-        x.__dict__.update(change)
         torch.save({"x": x}, tmp_path / "x.pt")
-        with pytest.raises(ValueError, match="damaged terms, format or role"):
+        with pytest.raises(ValueError, match="damaged components, format or role"):
             torch.load(tmp_path / "x.pt", weights_only=True)
         with pytest.raises(mcf.CheckpointError, match="damaged"):
             mcf.audit(tmp_path / "x.pt", {"x": torch.ones(3)})

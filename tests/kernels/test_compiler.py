@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mcftensor as mcf
-from mcftensor.kernels import blocks, compiler, running
+from mcftensor.kernels import blocks, compiler, directory, running
 from support.helpers import small_model
 from support.kernel_cases import assert_same_bits, expression, operand, run, way
 
@@ -122,6 +122,42 @@ def test_work_that_adds_up_is_compiled(monkeypatch, tmp_path):
         run(expression("add", mcf.bf16x2), *operands)
         (kernel,) = running.KERNELS.values()
         assert (kernel.launch is not None) == (step << 18 >= running.BUILD_AFTER)
+
+
+def test_a_directory_that_is_full(monkeypatch, tmp_path):
+    """What was used longest ago goes, and nothing that was not put there."""
+    monkeypatch.setattr(directory, "MOST_BYTES", 1000)
+    other = tmp_path / "cache" / "letters.txt"
+    other.parent.mkdir()
+    other.write_text("x" * 2000)
+
+    def make(scratch):
+        (scratch / "draft").write_text("x" * 300)
+        return scratch / "draft"
+
+    paths = [directory.path_of(i, suffix=".so") for i in range(5)]
+    for i, path in enumerate(paths):
+        directory.keep(path, make)
+        os.utime(path, (i, i))
+        if i == 2:
+            assert directory.is_kept(paths[0])
+    assert [path.exists() for path in paths] == [True, False, False, True, True]
+    assert other.exists()
+    monkeypatch.setattr(directory, "MOST_BYTES", 0)
+    directory.keep(paths[1], make)
+    assert [path.exists() for path in paths] == [False, True, False, False, False]
+    assert sorted(path.name for path in other.parent.iterdir()) == sorted(
+        [other.name, paths[1].name]
+    )
+
+
+@needs_compiler
+def test_code_that_was_removed_is_compiled_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(directory, "MOST_BYTES", 0)
+    for operation in ("add", "mul", "add"):
+        expected = compute("eager", operation, monkeypatch)
+        assert_same_bits(compute("cpp", operation, monkeypatch), expected)
+        assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
 PROGRAM = """

@@ -5,10 +5,10 @@ import itertools
 
 import pytest
 import torch
-from kernel_cases import guarded, needs_mprotect, patterns, way
 
-from mcftensor.kernels import compiler, running
+from mcftensor.kernels import compiler
 from mcftensor.kernels.program import Signature, record
+from support.kernel_cases import guarded, needs_mprotect, patterns, run_one, way
 
 INTEGERS = [torch.int8, torch.int16, torch.uint8, torch.int32, torch.int64]
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -54,9 +54,9 @@ def same_bits(kernels, body, vectors, outputs):
         got.append(buffer[32 : 32 + length])
     expected = [torch.empty_like(x) for x in got]
     with way("eager"):
-        running.run_one(body, vectors, [], expected)
+        run_one(body, vectors, [], expected)
     with way(kernels):
-        running.run_one(body, vectors, [], got)
+        run_one(body, vectors, [], got)
     for x, y, (buffer, before) in zip(got, expected, whole, strict=True):
         if x.is_floating_point():  # one NaN that was computed is as good as another
             nan = x.isnan() & y.isnan()
@@ -152,7 +152,7 @@ def test_memory_beyond_the_ends_is_not_touched(dtype, at_end):
         outputs = [guarded(vectors[0].to(x), at_end) for x in (dtype, torch.int32)]
         expected = body(vectors, [], None)
         with way("cpp"):
-            running.run_one(body, vectors, [], outputs)
+            run_one(body, vectors, [], outputs)
         for got, wanted in zip(outputs, expected, strict=True):
             assert torch.equal(got, wanted)
 
@@ -167,7 +167,7 @@ def test_a_result_may_take_the_place_of_an_operand(kernels):
     x, y = torch.randn(1027), torch.randn(1027)
     before = x.clone(), y.clone()
     with way(kernels):
-        running.run_one(lambda xs, *_: [xs[1], xs[0]], [x, y], [], [x, y])
+        run_one(lambda xs, *_: [xs[1], xs[0]], [x, y], [], [x, y])
     assert torch.equal(x, before[1])
     assert torch.equal(y, before[0])
 
@@ -233,7 +233,7 @@ def test_floats_with_integer_tails(kernels, encode, decode, tail, length):
     high, low = same_bits(kernels, encode, [x], [torch.bfloat16, tail])
     with way("eager"):
         expected = torch.empty_like(high)
-        running.run_one(encode, [x], [], [expected, torch.empty_like(low)])
+        run_one(encode, [x], [], [expected, torch.empty_like(low)])
     assert torch.equal(bits(high), bits(expected))
     (back,) = same_bits(kernels, decode, [high, low], [torch.float32])
     pattern = x.view(torch.int32)

@@ -31,6 +31,7 @@ from support.kernel_cases import (
     operand,
     patterns,
     run,
+    run_one,
     run_sets,
     same,
     step,
@@ -200,7 +201,7 @@ def test_tables_take_so_many_bytes(launch, monkeypatch):
     x = [torch.randn(5) for _ in range(20)]
     for t in x:
         with torch.no_grad():
-            running.run_one(twice, [t], [], [t])
+            run_one(twice, [t], [], [t])
         assert 0 < cuda._TABLES.total <= 100
 
 
@@ -214,7 +215,7 @@ def test_so_many_kernels_are_kept(launch, monkeypatch):
     before, kernels = len(sys.modules), weakref.WeakSet()
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32):
         x = torch.ones(5, dtype=dtype)
-        running.run_one(twice, [x], [], [x])
+        run_one(twice, [x], [], [x])
         assert (x == 2).all()
         kernels.update(cuda._KERNELS._entries.values())
     assert len(cuda._KERNELS) == 2

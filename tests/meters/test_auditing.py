@@ -15,9 +15,9 @@ from torch import nn
 import mcftensor as mcf
 from mcftensor import auditing
 from mcftensor.__main__ import main
-from mcftensor.auditing import TensorAudit, audit
 from mcftensor.checkpoint import reading
 from mcftensor.checkpoint.errors import CheckpointError
+from mcftensor.meters.auditing import TensorAudit, audit
 from support.helpers import sample
 
 safetensors = pytest.importorskip("safetensors.torch")

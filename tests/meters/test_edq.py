@@ -374,14 +374,14 @@ def test_a_resumed_meter_knows_that_parameters_are_coupled():
 
 
 def test_small_parameters_are_measured_together(monkeypatch):
-    monkeypatch.setattr("mcftensor.edq.meter._SMALL", 100)
+    monkeypatch.setattr("mcftensor.meters.edq.meter._SMALL", 100)
     model = small_model().bfloat16()  # 32, 8, 8, 8, 16 and 2 elements
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     edq = mcf.EDQ(optimizer)
     gradients(model.parameters(), 0)
     together = [[place.name for place in batch] for batch in edq._batches(optimizer)]
     assert together == [["0.0", "0.1", "0.2", "0.3", "0.4", "0.5"]]
-    monkeypatch.setattr("mcftensor.edq.meter._SMALL", 1)
+    monkeypatch.setattr("mcftensor.meters.edq.meter._SMALL", 1)
     alone = [[place.name for place in batch] for batch in edq._batches(optimizer)]
     assert alone == [["0.0"], ["0.1", "0.2", "0.3"], ["0.4", "0.5"]]
     optimizer.step()
@@ -516,7 +516,7 @@ def test_an_optimizer_without_hooks():
 
 MEMORY = """
 import sys, torch, mcftensor as mcf
-from mcftensor.edq import EDQ
+from mcftensor.meters.edq import EDQ
 
 def peak():
     with open("/proc/self/status") as status:

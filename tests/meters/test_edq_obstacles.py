@@ -199,7 +199,7 @@ def test_a_compiled_step():
 
 
 def test_a_failure_in_a_batch_is_that_of_one_parameter(monkeypatch):
-    monkeypatch.setattr("mcftensor.edq.meter._SMALL", 100)
+    monkeypatch.setattr("mcftensor.meters.edq.meter._SMALL", 100)
 
     class Picky(Stepper):
         def update(self, p, group):

@@ -46,7 +46,7 @@ def test_every_named_format_is_listed():
 
 def test_equality_names_and_pickles():
     for f in FORMATS:
-        assert Format(f.base, f.terms) == f == Format.from_name(f.name) == eval(f"formats.{f.name}")
+        assert Format(f.base, f.terms) == f == Format.from_name(f.name) == getattr(mcf, f.name)
         assert pickle.loads(pickle.dumps(f)) == f
         assert hash(Format(f.base, f.terms)) == hash(f)
         assert repr(f) == f"mcf.{f.name}"
@@ -108,6 +108,8 @@ def test_names_that_are_refused(name):
 
 def test_from_name_refuses_numbers_of_terms_like_the_constructor():
     with pytest.raises(ValueError, match="7 terms given"):
+        Format(torch.bfloat16, 7)
+    with pytest.raises(ValueError, match=r"'bf16x7' is not .* 2 to 6 terms"):
         Format.from_name("bf16x7")
 
 

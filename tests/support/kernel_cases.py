@@ -14,7 +14,7 @@ from torch import Tensor
 
 import mcftensor as mcf
 from mcftensor.formats import PLAIN
-from mcftensor.kernels import blocks, cuda, running
+from mcftensor.kernels import Body, Columns, blocks, cuda, running
 from mcftensor.kernels.caches import Bounded
 from mcftensor.kernels.program import Program
 from mcftensor.passes import expansion
@@ -172,6 +172,16 @@ def run_sets(expression: Expression, *sets: Sequence[Sequence[Tensor]]) -> list[
     outputs = empty(expression.format, operands, len(sets))
     carry_out(expression, operands, outputs, keys)
     return [x for column in outputs for x in column]
+
+
+def run_one(
+    body: Body,
+    vectors: Sequence[Tensor],
+    scalars: Sequence[Tensor | float],
+    outputs: Sequence[Tensor],
+) -> None:
+    """A single call of an elementwise function."""
+    running.run(body, Columns(*[[[x] for x in part] for part in (vectors, scalars, outputs)]))
 
 
 def _format_of(terms: Sequence[Tensor]) -> mcf.Format:

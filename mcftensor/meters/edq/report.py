@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mcftensor.edq.reading import Reading
-from mcftensor.extras import extra
+from mcftensor.checkpoint.extras import extra
+from mcftensor.meters.edq.readings import Reading
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table
 
-    from mcftensor.edq.meter import EDQ
+    from mcftensor.meters.edq.meter import EDQ
 
 
 def table(last: Reading | None, readings: Mapping[str, Reading], limit: int | None) -> Table:

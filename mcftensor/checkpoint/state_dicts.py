@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from mcftensor.checkpoint.errors import CheckpointError, some
-from mcftensor.distributed import format_of, local, on_local
 from mcftensor.formats import Format
+from mcftensor.tensor.sharded import format_of, local, on_local
 from mcftensor.tensor.tensor import MCFTensor, check_components
 
 
@@ -33,9 +33,9 @@ def _tail(name: Any) -> tuple[str, Format] | None:
     if len(parts) < 3 or not parts[0]:
         return None
     owner, format, component = parts
-    if _OF_NO_FORMAT.fullmatch(f"{format}.{component}"):
+    if _LIKE_A_TERM.fullmatch(f"{format}.{component}"):
         try:
-            Format.from_name(format)
+            return owner, Format.from_name(format)
         except ValueError as error:
             raise CheckpointError(f"{name} is a term of no format ({error})") from error
     known = Format.known(format)
@@ -45,7 +45,7 @@ def _tail(name: Any) -> tuple[str, Format] | None:
 
 
 # What looks like a term of an expansion, though perhaps of one that there cannot be.
-_OF_NO_FORMAT = re.compile(r"(?:bf16|fp16|fp32|fp64)x\d(?:sr)?\.term\d")
+_LIKE_A_TERM = re.compile(r"(?:bf16|fp16|fp32|fp64)x\d(?:sr)?\.term\d")
 
 
 def as_terms(state_dict: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -22,7 +22,7 @@ PRECISION = 48
 """Bits of the longest format that float64 serves; its five others cover the error of evaluating."""
 
 
-def evaluate(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
+def in_float64(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
     """Run an operation on float64 copies; its floating results become values.
 
     Tensors that it writes to, expansions or plain, get their results by one rounding.

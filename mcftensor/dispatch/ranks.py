@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map
 
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.operands import expansions
+from mcftensor.dispatch.registry import implements
 from mcftensor.dispatch.stored import of_terms
-from mcftensor.dispatch.table import implements
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten

@@ -26,33 +26,33 @@ from mcftensor.dispatch.operands import (
     plain,
     plainly,
     require_castable,
+    require_numbers,
     store,
 )
 from mcftensor.dispatch.plans import FORMULAS, Kind, Plan, kind_of, plan
-from mcftensor.dispatch.table import TABLE, register_forms
-from mcftensor.formats import PlainFormat
+from mcftensor.dispatch.registry import TABLE, register_forms
+from mcftensor.formats import PLAIN, PlainFormat
 from mcftensor.kernels.columns import repeated
 from mcftensor.kernels.lists import places_of
 from mcftensor.kernels.opaque import is_bare
 from mcftensor.passes.expressions import NUMBER, Operand, carry_out, empty, evaluate
-from mcftensor.tensor.deferred import Deferred, compute_readers, is_deferring
+from mcftensor.tensor.deferred import Deferred, compute_readers, finish, is_deferring
 from mcftensor.tensor.tensor import DeferredTensor, MCFTensor
 
 aten = torch.ops.aten
 
 Rows = Sequence[int]
-Columns = Sequence[Sequence[Any]]
+Lists = Sequence[Sequence[Any]]
 
 
-def evaluated(name: str, columns: Columns, keywords: tuple[str, ...], count: int) -> list[Tensor]:
+def evaluated(name: str, columns: Lists, keywords: tuple[str, ...], count: int) -> list[Tensor]:
     """The results of an operation on rows of operands, the last of which are given by keywords."""
     results: list[Any] = [None] * count
-    keys: dict[int, Tensor] = {}
     parts = [
         _Part.of(name, _only(columns, rows, count), keywords, kinds, rows)
         for kinds, rows in _by_kind(columns, count)
     ]
-    _draw(keys, parts, columns)
+    keys = _keys(parts, columns)
     for part in parts:
         found = part.deferred() if part.may_wait() else part.evaluated(keys)
         for i, result in zip(part.rows, found, strict=True):
@@ -60,19 +60,18 @@ def evaluated(name: str, columns: Columns, keywords: tuple[str, ...], count: int
     return results
 
 
-def write(name: str, columns: Columns, keywords: tuple[str, ...], count: int) -> bool:
+def evaluated_into(name: str, columns: Lists, keywords: tuple[str, ...], count: int) -> bool:
     """Write the results into the first column, which holds expansions, or do nothing and return
     False: where results cannot be written element by element while operands are read."""
     parts = [
         _Part.of(name, _only(columns, rows, count), keywords, kinds, rows, in_place=True)
         for kinds, rows in _by_kind(columns, count)
     ]
-    waiting = [part for part in parts if part.may_wait() and part.waits_already()]
-    others = [part for part in parts if part not in waiting]
-    if not (others[0].fits_alone() if count == 1 and others else _fit(others)):
+    waiting = [part for part in parts if part.waits_already() and part.may_wait()]
+    others = [part for part in parts if part not in waiting] if waiting else parts
+    if others and not (others[0].fits_alone() if count == 1 else _fit(others)):
         return False
-    keys: dict[int, Tensor] = {}
-    _draw(keys, others, columns)
+    keys = _keys(others, columns)
     for part in waiting:
         part.defer()
     for part in others:
@@ -83,18 +82,21 @@ def write(name: str, columns: Columns, keywords: tuple[str, ...], count: int) ->
 class _Part:
     """Rows whose operands are of the same kinds."""
 
-    def __init__(self, plan: Plan, columns: Columns, rows: Rows) -> None:
+    def __init__(self, plan: Plan, columns: Lists, rows: Rows) -> None:
         self.plan = plan
         self.columns = columns
         self.rows = rows
         self.reads = [columns[i] if type(i) is int else [i] for i in plan.order]
-        self.operands = [x for column in self.reads for x in _operands(column)]
+        self.operands: list[Operand] = []
+        for column in self.reads:
+            self.operands += _operands(column)
+        self.read = [x for operand in self.operands for x in operand.components]
 
     @classmethod
     def of(
         cls,
         name: str,
-        columns: Columns,
+        columns: Lists,
         keywords: tuple[str, ...],
         kinds: tuple[Kind, ...],
         rows: Rows,
@@ -149,13 +151,10 @@ class _Part:
 
     # --------------------------------------------------------------------------- what does not
 
-    def keys(self, keys: dict[int, Tensor]) -> list[Tensor]:
-        return [keys[i] for i in self.rows if i in keys]
-
     def evaluated(self, keys: dict[int, Tensor]) -> list[Tensor]:
         """New results."""
         expression, role = self.plan.expression, self.plan.role
-        outputs = self._outputs(self.keys(keys))
+        outputs = self._outputs([keys[i] for i in self.rows if i in keys])
         if isinstance(expression.format, PlainFormat):
             return list(outputs[0])
         return [
@@ -165,12 +164,11 @@ class _Part:
 
     def _outputs(self, keys: list[Tensor]) -> Sequence[Sequence[Tensor]]:
         expression, count = self.plan.expression, len(self.rows)
-        columns = self._read_columns()
-        if is_bare(*columns, keys):
+        if is_bare(*self.read, keys):
             outputs = empty(expression.format, self.operands, count)
             carry_out(expression, self.operands, outputs, keys)
             return outputs
-        flat = [repeated([plain(x) for x in column], count) for column in columns]
+        flat = [repeated([plain(x) for x in column], count) for column in self.read]
         found = evaluate(
             expression.operation,
             expression.format.name,
@@ -186,50 +184,53 @@ class _Part:
 
     def fits_alone(self) -> bool:
         """Whether the result of a single row can be written while its operands are read."""
-        (target,), written = self.columns[0], [x for (x,) in self.targets()]
-        if not any(x is target for (x, *_) in self.reads):
+        target = self.columns[0][0]
+        if not any(column[0] is target for column in self.reads):
             return False
-        places: dict[int, Any] = {}
-        for operand in self.operands:
-            for (x,) in operand.components:
-                if type(x) is float or x.dim() == 0 or any(x is y for y in written):  # type: ignore[union-attr]
-                    continue
-                if x.shape != target.shape:  # type: ignore[union-attr]
-                    return False
-                places = places or {_memory(y): (y.data_ptr(), y.stride()) for y in written}
-                place = places.get(_memory(x))  # type: ignore[arg-type]
-                if place not in (None, (x.data_ptr(), x.stride())):  # type: ignore[union-attr]
-                    return False
-        return True
+        written = [column[0] for column in self.targets()]
+        if any(type(x) is not Tensor for x in written):  # a compiler's, which lie nowhere
+            return False
+        own = [id(x) for x in written]
+        others: list[Any] = [x[0] for x in self.read if type(x[0]) is not float]
+        others = [x for x in others if id(x) not in own and x.dim()]
+        if not others:
+            return True
+        places = {_memory(y): (y.data_ptr(), y.stride()) for y in written}
+        return all(
+            x.shape == target.shape and places.get(_memory(x)) in (None, (x.data_ptr(), x.stride()))
+            for x in others
+        )
 
     def write(self, keys: dict[int, Tensor]) -> None:
         """Write into the targets."""
         for x in self.columns[0]:
             if x._readers:
                 compute_readers(x)
-        written = self.targets()
-        if is_bare(*written, *self._read_columns(), self.keys(keys)):
-            carry_out(self.plan.expression, self.operands, written, self.keys(keys))
+        written, own_keys = self.targets(), [keys[i] for i in self.rows if i in keys]
+        if is_bare(*written, *self.read, own_keys):
+            carry_out(self.plan.expression, self.operands, written, own_keys)
             return
         # A compiler's: operators that write take it long to see through.
-        for column, new in zip(written, self._outputs(self.keys(keys)), strict=True):
+        for column, new in zip(written, self._outputs(own_keys), strict=True):
             for x, y in zip(column, new, strict=True):
                 x.copy_(y)
 
-    def _read_columns(self) -> list[Sequence[Any]]:
-        return [column for operand in self.operands for column in operand.components]
 
-
-def _only(columns: Columns, rows: Rows, count: int) -> Columns:
+def _only(columns: Lists, rows: Rows, count: int) -> Lists:
     """Some rows; a column of one element is for all."""
     if len(rows) == count:
         return columns
     return [[x[i] for i in rows] if len(x) == count else x for x in columns]
 
 
-def _by_kind(columns: Columns, count: int) -> Iterable[tuple[tuple[Kind, ...], Rows]]:
+def _by_kind(columns: Lists, count: int) -> Iterable[tuple[tuple[Kind, ...], Rows]]:
     """Rows whose operands are of the same kinds."""
     kinds = [[kind_of(x) for x in column] for column in columns]
+    if any(x.waits for column in kinds for x in column) and not is_bare():
+        for x in itertools.chain(*columns):  # operators, which others look at, are single ones
+            if isinstance(x, MCFTensor):
+                finish(x)
+        kinds = [[kind_of(x) for x in column] for column in columns]
     if count == 1 or all(len(set(x)) == 1 for x in kinds):
         return [(tuple([x[0] for x in kinds]), range(count))]
     every = zip(*[x if len(x) == count else x * count for x in kinds], strict=True)
@@ -240,10 +241,11 @@ def _operands(column: Sequence[Any]) -> list[Operand]:
     """A column of one kind; what waits becomes the operands of its expression."""
     first = column[0]
     if not isinstance(first, Tensor):
+        require_numbers(column)
         return [Operand(NUMBER, [list(map(float, column))])]
     if not isinstance(first, MCFTensor) or first._deferred is None:
-        kind = kind_of(first)
-        return [Operand(kind.format, component_columns(column, kind.format))]
+        format = first._format if isinstance(first, MCFTensor) else PLAIN[first.dtype]
+        return [Operand(format, component_columns(column, format))]
     inner = zip(*[x._deferred.operands for x in column], strict=True)
     return [
         Operand(row[0].format, [[x for (x,) in parts] for parts in _components(row)])
@@ -255,12 +257,15 @@ def _components(row: Sequence[Operand]) -> Iterator[tuple[Any, ...]]:
     return zip(*[x.components for x in row], strict=True)
 
 
-def _draw(keys: dict[int, Tensor], parts: Sequence[_Part], columns: Columns) -> None:
-    """A key for each row that rounds stochastically, in the order of rows, whatever is alike."""
+def _keys(parts: Sequence[_Part], columns: Lists) -> dict[int, Tensor]:
+    """A key for each row that rounds stochastically, drawn in the order of rows, whatever is
+    alike."""
+    keys = {}
     drawing = [p.rows for p in parts if p.plan.expression.format.rounding == "stochastic"]
-    for i in sorted(itertools.chain(*drawing)):
+    for i in sorted(itertools.chain(*drawing)) if drawing else ():
         row = [column[i if len(column) > 1 else 0] for column in columns]
         keys[i] = draw_key(next(x.device for x in row if isinstance(x, Tensor)))
+    return keys
 
 
 def _fit(parts: Sequence[_Part]) -> bool:
@@ -272,9 +277,8 @@ def _fit(parts: Sequence[_Part]) -> bool:
     for part in parts:
         shapes = list(map(Tensor.size, part.columns[0]))
         targets = {id(x) for column in part.targets() for x in column}
-        for column in part._read_columns():
-            if type(column[0]) is float:
-                continue
+        vectors: list[Sequence[Any]] = [x for x in part.read if type(x[0]) is not float]
+        for column in vectors:
             found = list(map(Tensor.size, repeated(column, len(shapes))))
             if found != shapes and not all(
                 x in (shape, ()) for x, shape in zip(found, shapes, strict=True)
@@ -326,21 +330,19 @@ def arithmetic_into(
         sign = 1 if name == "add" else -1
         return sparse.add_(target, args[1], sign * kwargs.get("alpha", 1))
     columns = [[x] for x in operands]
-    if target is not args[0] or not write(name, columns, tuple(kwargs), 1):
+    if target is not args[0] or not evaluated_into(name, columns, tuple(kwargs), 1):
         found = _evaluated_for(target, name, columns, tuple(kwargs))
         store(target, found)
     return target
 
 
 def _evaluated_for(
-    target: MCFTensor, name: str, columns: Columns, keywords: tuple[str, ...]
+    target: MCFTensor, name: str, columns: Lists, keywords: tuple[str, ...]
 ) -> MCFTensor:
     """The result of one row in the format of a target."""
     kinds = tuple([kind_of(x) for (x,) in columns])
     part = _Part(plan(name, kinds, keywords, target._format), columns, [0])
-    keys: dict[int, Tensor] = {}
-    _draw(keys, [part], columns)
-    (found,) = part.evaluated(keys)
+    (found,) = part.evaluated(_keys([part], columns))
     assert isinstance(found, MCFTensor)
     return found
 

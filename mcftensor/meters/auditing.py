@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from mcftensor.checkpoint.errors import CheckpointError, some
+from mcftensor.checkpoint.extras import extra
 from mcftensor.checkpoint.reading import Checkpoint
 from mcftensor.checkpoint.reading import tensors as tensors_of
-from mcftensor.extras import extra
 from mcftensor.tensor.tensor import MCFTensor, check_components
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mcftensor.convert import as_expansion, as_plain
-from mcftensor.distributed import format_of
 from mcftensor.formats import Format, require_format
 from mcftensor.patches.optimizers import as_loaded, have_states_made_by_plan
-from mcftensor.patches.steps import breaks_graphs, untraced
-from mcftensor.shadow import CannotShadow, attributes, plain_step
+from mcftensor.patches.stepping import breaks_graphs, untraced
+from mcftensor.tensor.sharded import format_of
+from mcftensor.training.shadow import CannotShadow, attributes, plain_step
 
 Opt = TypeVar("Opt", bound=Optimizer)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch.arithmetic import register_in_place
+from mcftensor.dispatch.elementwise import register_in_place
 from mcftensor.patches.table import patch
 from mcftensor.tensor import MCFTensor
 

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from mcftensor.convert import as_plain
 from mcftensor.formats import ExpansionFormat
-from mcftensor.shadow import (
+from mcftensor.tensor import MCFTensor
+from mcftensor.training.shadow import (
     CannotShadow,
     Original,
     same,
@@ -22,7 +23,6 @@ from mcftensor.shadow import (
     widened,
     widened_parameters,
 )
-from mcftensor.tensor import MCFTensor
 
 
 class Reading(TypedDict):

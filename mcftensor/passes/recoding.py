@@ -19,7 +19,7 @@ from mcftensor.kernels.opaque import opaque
 @opaque(
     lambda stored, source, format, key: Format.from_name(format).empty_like(template_of(stored))
 )
-def convert(stored: Sequence[Tensor], source: str, format: str, key: Tensor | None) -> list[Tensor]:
+def recode(stored: Sequence[Tensor], source: str, format: str, key: Tensor | None) -> list[Tensor]:
     """Components of one format as those of another."""
     f = Format.from_name(format)
     noise = None if key is None else uniform(key, indices(stored[0]))

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from mcftensor.convert import as_plain
 from mcftensor.dispatch.operands import stored_in
-from mcftensor.distributed import format_of, on_local
 from mcftensor.formats import Format, fp64x2
+from mcftensor.tensor.sharded import format_of, on_local
 from mcftensor.tensor.tensor import COMPONENTS, MCFTensor
 
 Wide: TypeAlias = torch.dtype | Format

@@ -15,8 +15,8 @@ from torch import Tensor
 from mcftensor.arithmetic.ordering import equal, less
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.operands import common_format, expansions, stored_in
+from mcftensor.dispatch.registry import implements
 from mcftensor.dispatch.stored import of_terms
-from mcftensor.dispatch.table import implements
 from mcftensor.kernels.opaque import opaque
 from mcftensor.passes import expansion
 from mcftensor.tensor import MCFTensor

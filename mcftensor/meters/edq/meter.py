@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
-from mcftensor.distributed import format_of
-from mcftensor.edq import report
-from mcftensor.edq.reading import (
+from mcftensor.meters.edq import report
+from mcftensor.meters.edq.readings import (
     DIFFERS,
     FAILED,
     Place,
@@ -26,8 +25,9 @@ from mcftensor.edq.reading import (
     take_samples,
     totals,
 )
-from mcftensor.patches.steps import untraced
-from mcftensor.shadow import Original, reaches_parameters
+from mcftensor.patches.stepping import untraced
+from mcftensor.tensor.sharded import format_of
+from mcftensor.training.shadow import Original, reaches_parameters
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

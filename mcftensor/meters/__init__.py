@@ -1,0 +1,1 @@
+"""Meters: what updates lose, and which weights are frozen."""

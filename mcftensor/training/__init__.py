@@ -1,0 +1,1 @@
+"""Training: which states of an optimizer are expansions, sums of gradients, steps on copies."""
