@@ -388,6 +388,7 @@ MUTATIONS = [
     *_of(
         "convert.py",
         "tests/tensor/test_convert.py",
+        "tests/tensor/test_modules.py",
         "tests/training/test_accumulation.py",
         module_in_use=("            if not _is_free(x):", "            if False:"),
         sums_of_gradients_end=(
@@ -565,9 +566,9 @@ MUTATIONS = [
         "digests.py",
         "tests/files/test_save_file.py",
         "tests/files/test_checkpoint_fuzz.py",
-        digest_without_name=(
+        digest_without_shape=(
             'kind = f"{name} {x.dtype} {tuple(x.shape)}"',
-            'kind = f"{x.dtype} {tuple(x.shape)}"',
+            'kind = f"{name} {x.dtype}"',
         ),
         later_versions=('if content["version"] != _VERSION:', "if False:"),
         metadata_unsealed=("    if seal != _of(content):", "    if False:"),
