@@ -82,6 +82,12 @@ def test_views_of_parameters_update_them():
 
 
 class TestFactories:
+    def test_what_is_to_hold_a_part_of_a_parameter_is_one(self):
+        """As `distribute_tensor` makes it; states of optimizers are values."""
+        p = parameter(mcf.bf16x2, 4)
+        assert torch.empty_like(p.detach()).role == "parameter"
+        assert torch.empty_like(p).role == torch.zeros_like(p.detach()).role == "value"
+
     def test_like(self, format, device):
         x = sample(format, 3, device=device)
         assert exact(torch.zeros_like(x)).tolist() == [0, 0, 0]
