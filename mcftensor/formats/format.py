@@ -76,6 +76,14 @@ class Format:
             return _of_floats[0](*args, **kwargs)
         return super().__new__(cls)
 
+    def __init__(
+        self,
+        base: torch.dtype | None = None,
+        terms: int | None = None,
+        rounding: Rounding = "nearest",
+    ) -> None:
+        """What `Format(base, terms)` is called with; it is looked up, and subclasses need none."""
+
     def register(self: F) -> F:
         """Make the format known by its name, from when on it stays as it is, and return it.
 

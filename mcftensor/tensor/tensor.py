@@ -88,7 +88,14 @@ class MCFTensor(torch.Tensor):
         check_components(components, format)
         return _made(components, format, role, own=False)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        components: Sequence[Tensor],
+        format: Format | None = None,
+        role: Role = "value",
+        *,
+        _name: str | None = None,
+    ) -> None:
         pass
 
     @staticmethod
