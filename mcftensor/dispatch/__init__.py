@@ -44,7 +44,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return handler(func, *args, **kwargs)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _handler(func: Any) -> Handler:
     handler = TABLE.get(func) or TABLE.get(func.name())
     if handler is not None:

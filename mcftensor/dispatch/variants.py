@@ -21,7 +21,7 @@ from mcftensor.tensor import MCFTensor
 aten = torch.ops.aten
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def functional(func: Any) -> Any:
     """The operator that returns what `func` writes into its first argument, or into `out`.
 
