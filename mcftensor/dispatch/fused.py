@@ -134,7 +134,7 @@ def _groups(quantities: Sequence[list[Tensor]]) -> dict[Formats, list[int]]:
     return places_of(zip(*columns, strict=True))
 
 
-@implements(aten._fused_adam_, aten._fused_adamw_)
+@implements(aten._fused_adam_, aten._fused_adamw_)  # Adam and AdamW with fused=True
 def fused_adam(
     func: Any,
     params: list[Tensor],
@@ -158,7 +158,7 @@ def fused_adam(
     )
 
 
-@implements(aten._fused_sgd_)
+@implements(aten._fused_sgd_)  # SGD with fused=True
 def fused_sgd(
     func: Any, params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], **options: Any
 ) -> None:
@@ -174,7 +174,7 @@ def fused_sgd(
     )
 
 
-@implements(aten._fused_adagrad_)
+@implements(aten._fused_adagrad_)  # Adagrad with fused=True
 def fused_adagrad(
     func: Any,
     params: list[Tensor],
