@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import mcftensor as mcf
+from mcftensor.checkpoint.digests import KEY, sealed
 from mcftensor.checkpoint.safetensors import DTYPES
 from mcftensor.checkpoint.shards import size_in_bytes
 from support.helpers import assert_same_terms, sample, small_model
@@ -102,6 +103,23 @@ class TestStateDicts:
         ):
             mcf.load_file(tmp_path)
         assert mcf.load_file(tmp_path, verify=False)["x"].tolist() == [1, 0]
+
+    def test_a_tensor_that_another_program_has_left_out(self, tmp_path):
+        mcf.save_file({"x": torch.ones(2), "y": torch.zeros(2)}, tmp_path)
+        file = tmp_path / "model.safetensors"
+        with safe_open(file, "pt") as content:
+            metadata = content.metadata()
+        safetensors.save_file({"x": torch.ones(2)}, file, metadata)
+        with pytest.raises(mcf.CheckpointError, match="the digests of y are not"):
+            mcf.load_file(file)
+        assert mcf.load_file(file, verify=False).keys() == {"x"}
+
+    def test_a_file_of_a_later_version(self, tmp_path):
+        file = tmp_path / "model.safetensors"
+        metadata = {KEY: json.dumps(sealed({"version": 2, "tied": {}, "tensors": {}}))}
+        safetensors.save_file({"x": torch.ones(2)}, file, metadata)
+        with pytest.raises(mcf.CheckpointError, match="by a later version of mcftensor"):
+            mcf.load_file(file)
 
     def test_views_and_strides(self, tmp_path):
         x, plain = sample(mcf.bf16x3, 6, 4), torch.arange(24.0).reshape(6, 4)

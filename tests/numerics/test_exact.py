@@ -71,6 +71,14 @@ def test_special_values(format):
         mcf.to_fraction(x)
 
 
+def test_the_largest_numbers_and_beyond(format):
+    limit = Fraction(2) ** (format.max_exponent + 1)
+    largest = limit - limit / 2**format.base_precision
+    x = mcf.from_exact([largest, -largest, limit, -limit], format)
+    assert x.components[0].tolist() == [float(largest), -float(largest), math.inf, -math.inf]
+    assert all((tail == 0).all() for tail in x.components[1:])
+
+
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [

@@ -171,6 +171,12 @@ class TestModules:
         assert {p.format for p in model.parameters()} == {format}
         assert model(torch.ones(1, 4, dtype=format.base)).dtype == format.base
 
+    def test_the_first_override_that_matches_decides(self):
+        for patterns in (["0.*", "*weight"], ["*weight", "0.*"]):
+            formats = dict(zip(patterns, (mcf.bf16x2, mcf.bf16x3), strict=True))
+            model = mcf.as_expansion(small_model(), overrides=formats)
+            assert model[0].weight.format == mcf.bf16x2
+
     def test_overrides(self):
         model = mcf.as_expansion(
             Tied(),

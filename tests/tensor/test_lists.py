@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import mcftensor as mcf
+from mcftensor.kernels import running
 from support.helpers import assert_same_terms, sample
 
 FORMATS = (mcf.bf16x2, mcf.bf16x3)
@@ -250,3 +251,13 @@ def test_steps_in_several_formats_draw_in_the_order_of_parameters(path):
         found.append([weights[0], weights[-1]])
     for one, other in zip(*found, strict=True):
         assert_same_terms(one, other)
+
+
+def test_one_transposed_tensor_among_many(monkeypatch):
+    """Kernels are asked for what is laid out alike; facts are found some hundred at a time."""
+    monkeypatch.setattr(running, "LOOK_AFTER", 0)
+    monkeypatch.setattr(running, "BUILD_AFTER", 0)
+    x = [sample(mcf.bf16x2, 3, 2).t(), *(sample(mcf.bf16x2, 2, 3, seed=i) for i in range(1, 300))]
+    y = [sample(mcf.bf16x2, 2, 3, seed=1000 + i) for i in range(300)]
+    for found, a, b in zip(torch._foreach_mul(x, y), x, y, strict=True):
+        assert_same_terms(found, a * b)

@@ -55,6 +55,9 @@ def test_dimensions_of_reductions(format):
     for name in ("mean", "prod", "var", "std", "norm", "amax"):
         found, expected = getattr(x, name)(dim=1), getattr(wide, name)(dim=1)
         torch.testing.assert_close(mcf.as_plain(found, torch.float64), expected)
+    for correction in (None, 0, 2):
+        found, expected = (torch.var(y, 1, correction=correction) for y in (x, wide))
+        torch.testing.assert_close(mcf.as_plain(found, torch.float64), expected)
     assert x[:, :0].sum(1).eq(0).all()
     assert x[:, :0].prod(1).eq(1).all()
 
@@ -143,3 +146,11 @@ def test_what_has_no_algorithm_says_so(format):
     for call in (x.exp, x.sin_, lambda: x.softmax(0), lambda: x**0.3, lambda: x.norm(3)):
         with pytest.raises(NotImplementedError):
             call()
+
+
+@pytest.mark.parametrize("number", [1.0, math.inf, -math.inf, math.nan])
+def test_infinities_are_close_to_themselves_alone(format, number):
+    x, y = (torch.tensor([z], dtype=torch.float64) for z in (number, math.inf))
+    for compare in (torch.allclose, torch.isclose):
+        found = compare(mcf.as_expansion(x, format), mcf.as_expansion(y, format))
+        assert bool(found) == bool(compare(x, y))

@@ -35,6 +35,13 @@ def test_comparisons_below_float64():
     assert (one != torch.ones(1)).all()
 
 
+def test_equal_on_all_terms(format):
+    x = sample(format, 5)
+    y = mcf.MCFTensor([*x.components[:-1], -x.components[-1]], format)
+    assert torch.equal(x, x.clone())
+    assert not torch.equal(x, y)
+
+
 def test_not_a_number_compares_with_nothing():
     x = mcf.as_expansion(torch.tensor([float("nan"), float("inf")]), mcf.bf16x2)
     assert (x == x).tolist() == [False, True]
