@@ -76,7 +76,7 @@ def _keep_accumulation(x: MCFTensor, new: MCFTensor) -> None:
     aten.tril.default,  # x.tril, torch.linalg
     aten.triu.default,  # x.triu
     aten.index.Tensor,  # x[indices], x[mask]
-    aten._unsafe_index.Tensor,  # F.interpolate in inference mode
+    aten._unsafe_index.Tensor,  # compiled F.interpolate
     aten.index_select.default,  # x.index_select
     aten.gather.default,  # x.gather, x.take_along_dim
     aten.take.default,  # x.take
