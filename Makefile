@@ -38,10 +38,11 @@ soak: .venv/installed ## kill training runs at random and compare what they end 
 mutations: .venv/installed ## make the library wrong on purpose, and see that tests notice (ARGS="--help")
 	$(BIN)/python tests/mutations.py $(ARGS)
 
-lint: .venv/installed ## check style, format and types
+lint: .venv/installed ## check style, format, types, and who writes to torch
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/pytest -q -k writes_to_torch tests/patches
 
 docs: .venv/installed ## build the site of the documentation in out/site, warnings being errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)

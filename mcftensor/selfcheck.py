@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic import eft
-from mcftensor.formats import FORMATS, ExpansionFormat, Format
+from mcftensor.arithmetic.bases import BASES
+from mcftensor.formats import FORMATS, ExpansionFormat
 from mcftensor.passes import expansion
 
-_BASES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _COUNT = 256
 _UNITS = 10
 """Bound of the errors of expansion arithmetic, in u^n; every documented bound is below it."""
@@ -96,10 +96,10 @@ class _Check:
 
 def _checks(device: torch.device) -> Iterator[_Check]:
     exactly = Fraction(0)
-    for base in _BASES:
+    for base in BASES:
         a, b, c = (_numbers(base, seed).to(device) for seed in range(3))
         ordered = [torch.where(a.abs() >= b.abs(), *pair) for pair in ((a, b), (b, a))]
-        u = Fraction(1, 2 ** Format(base, 2).base_precision)
+        u = Fraction(1, 2 ** BASES[base].precision)
         for name, function, inputs, exact, tolerance in (
             ("two_sum", eft.two_sum, [a, b], lambda x, y: x + y, exactly),
             ("fast_two_sum", eft.fast_two_sum, ordered, lambda x, y: x + y, exactly),
@@ -134,7 +134,7 @@ def _checks(device: torch.device) -> Iterator[_Check]:
 def _numbers(base: torch.dtype, seed: int) -> Tensor:
     """Significands of all bits, with exponents near 0, where no product underflows."""
     generator = torch.Generator().manual_seed(seed)
-    bits = Format(base, 2).base_precision
+    bits = BASES[base].precision
     significands = torch.randint(2 ** (bits - 1), 2**bits, (_COUNT,), generator=generator)
     exponents = torch.randint(0, 7, (_COUNT,), generator=generator) - bits + 1
     signs = torch.randint(0, 2, (_COUNT,), generator=generator) * 2 - 1

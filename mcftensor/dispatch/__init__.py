@@ -1,10 +1,20 @@
-"""Where a tensor operation goes, by the kind it is of.
+"""Where an operation goes, by its kind, and the modules of this folder in the order it meets them.
 
-1. `structure`: views, copies, factories; the same operation on each term.
-2. `arithmetic`, `select`, and their `foreach` and `fused` forms: kernels of their own.
-3. `collectives`: between processes; every term moves.
-4. `variants`: what else writes in place or to `out=`, by way of its functional form.
-5. `compute`: whatever else a parameter meets uses its leading term; a value goes by float64.
+First of all `functions` takes a few functions whole, and `models` those of models without
+gradients. Any other operator is looked up in the table of `registry`; `operands` says what its
+tensors and numbers mean, and `stored` decodes those of formats that only store.
+
+1. Structure, on each term alike: `structure` moves, copies and makes elements, `placement` puts
+   them into places, and `collectives` moves them between processes.
+2. Arithmetic, by kernels of its own: `elementwise`, as `plans` works it out; `foreach` for lists;
+   `fused` for steps of optimizers; `scaling` for GradScaler, and `sparse` for sparse gradients.
+   What only compares elements is exact: `select` between operands, `ranks` within one,
+   `nextafter` for neighbours.
+3. Compute on a parameter: `compute`, with the leading term.
+4. All else, on a value: `compute` sends it to `float64`, or beyond 48 bits to the algorithms of
+   `long`. `variants` makes of what writes in place or to `out=` the form that returns its result,
+   and `writing` writes that, into all targets or none.
+5. What cannot carry the precision raises the refusal that `writing` words.
 """
 
 from __future__ import annotations
@@ -30,7 +40,7 @@ from mcftensor.dispatch.float64 import is_view
 from mcftensor.dispatch.foreach import foreach
 from mcftensor.dispatch.functions import WHOLE, evaluate_whole
 from mcftensor.dispatch.registry import SHORTCUTS, TABLE, Handler
-from mcftensor.dispatch.variants import evaluate_into, functional, write
+from mcftensor.dispatch.variants import by_functional_form, evaluate_into, functional
 from mcftensor.tensor import MCFTensor
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -44,7 +54,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return handler(func, *args, **kwargs)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _handler(func: Any) -> Handler:
     handler = TABLE.get(func) or TABLE.get(func.name())
     if handler is not None:
@@ -57,7 +67,7 @@ def _handler(func: Any) -> Handler:
         return _decompose
     if is_view(func):
         return structure.view
-    return write if functional(func) else compute
+    return by_functional_form if functional(func) else compute
 
 
 def _decompose(func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -46,7 +46,7 @@ def refuse(func: Any, *args: Any, **kwargs: Any) -> Any:
     raise refusal(func, expansions((args, kwargs)), reason)
 
 
-@implements("fsdp::all_gather_copy_in")
+@implements("fsdp::all_gather_copy_in")  # fully_shard
 def gather_for_compute(func: Any, *args: Any, **kwargs: Any) -> Any:
     """What `fully_shard` gathers is for compute: leading terms."""
     return func(*leading(args), **leading(kwargs))
@@ -57,13 +57,13 @@ if dist.is_available():
     _functional = torch.ops._c10d_functional
 
     @implements(
-        _c10d.broadcast_,  # ZeroRedundancyOptimizer, DTensor
-        _c10d.scatter_,  # distribute_tensor
-        _c10d.allgather_,
-        _c10d._allgather_base_,
-        _c10d.gather_,
-        _c10d.alltoall_,
-        _c10d.alltoall_base_,
+        _c10d.broadcast_,  # dist.broadcast, ZeroRedundancyOptimizer, DTensor
+        _c10d.scatter_,  # dist.scatter, distribute_tensor
+        _c10d.allgather_,  # dist.all_gather
+        _c10d._allgather_base_,  # dist.all_gather_into_tensor
+        _c10d.gather_,  # dist.gather
+        _c10d.alltoall_,  # dist.all_to_all
+        _c10d.alltoall_base_,  # dist.all_to_all_single
     )
     def move(func: Any, *args: Any, **kwargs: Any) -> Any:
         """Term by term; the one that is sent last may be waited for by the caller."""
@@ -77,8 +77,8 @@ if dist.is_available():
 
     @implements(
         _functional.all_gather_into_tensor,  # DTensor.full_tensor
-        _functional.all_to_all_single,
-        _functional.broadcast,
+        _functional.all_to_all_single,  # of functional_collectives
+        _functional.broadcast,  # of functional_collectives
         torch.ops._dtensor.shard_dim_alltoall,  # DTensor.redistribute
     )
     def move_functional(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> MCFTensor:
@@ -90,12 +90,15 @@ if dist.is_available():
             moved.append(_functional.wait_tensor(result) if x.device.type == "cpu" else result)
         return x._like(moved)
 
-    @implements(_functional.wait_tensor, "_c10d_functional::_wrap_tensor_autograd")
+    @implements(
+        _functional.wait_tensor,  # DTensor.full_tensor, DTensor.redistribute
+        "_c10d_functional::_wrap_tensor_autograd",  # gradients of the same
+    )
     def wait(func: Any, x: MCFTensor) -> MCFTensor:
         """Waits at once, where torch does so when the result is used."""
         return x._like([_functional.wait_tensor(term) for term in x.components])
 
-    @implements(_c10d.allreduce_)
+    @implements(_c10d.allreduce_)  # dist.all_reduce
     def all_reduce_(
         func: Any, tensors: list[MCFTensor], group: Any, op: Any, *unused: Any, **keywords: Any
     ) -> Any:
@@ -109,7 +112,7 @@ if dist.is_available():
         x.copy_(_reduced(func, parts, dist.ReduceOp.RedOpType(op.op()).name.lower()))
         return tensors, work
 
-    @implements(_functional.all_reduce)
+    @implements(_functional.all_reduce)  # DTensor.sum, clip_grad_norm_
     def all_reduce(func: Any, x: MCFTensor, op: str, group: Any) -> Tensor:
         """Sums and norms of DTensors."""
         size = (group if isinstance(group, dist.ProcessGroup) else _resolve(group)).size()

@@ -72,18 +72,21 @@ def _plainly(
 
 
 @implements(
-    aten.isnan.default,
-    aten.isinf.default,
-    aten.isposinf.default,
-    aten.isneginf.default,
-    aten.signbit.default,
+    aten.isnan.default,  # x.isnan
+    aten.isinf.default,  # x.isinf
+    aten.isposinf.default,  # x.isposinf
+    aten.isneginf.default,  # x.isneginf
+    aten.signbit.default,  # x.signbit, torch.copysign beyond 48 bits
 )
 def of_leading_term(func: Any, x: MCFTensor) -> Any:
     """The leading term alone decides these."""
     return func(x.components[0])
 
 
-@implements(aten.is_pinned, aten.is_same_size, aten.sym_size, aten.sym_stride)
+@implements(
+    aten.is_pinned,  # x.is_pinned, x.pin_memory
+    aten.is_same_size,  # torch.autograd.grad
+)
 def metadata(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Questions about memory and shape, which all terms answer alike."""
     return func(*leading(args), **leading(kwargs))

@@ -32,7 +32,7 @@ from mcftensor.dispatch.operands import (
 from mcftensor.dispatch.plans import FORMULAS, Kind, Plan, kind_of, plan
 from mcftensor.dispatch.registry import TABLE, register_forms
 from mcftensor.formats import PLAIN, PlainFormat
-from mcftensor.kernels.columns import repeated
+from mcftensor.kernels.columns import are_same, repeated
 from mcftensor.kernels.lists import places_of
 from mcftensor.kernels.opaque import is_bare
 from mcftensor.passes.expressions import NUMBER, Operand, carry_out, empty, evaluate
@@ -69,6 +69,8 @@ def evaluated_into(name: str, columns: Lists, keywords: tuple[str, ...], count: 
     ]
     waiting = [part for part in parts if part.waits_already() and part.may_wait()]
     others = [part for part in parts if part not in waiting] if waiting else parts
+    if waiting and not _are_apart(columns, count):
+        return False
     if others and not (others[0].fits_alone() if count == 1 else _fit(others)):
         return False
     keys = _keys(others, columns)
@@ -276,17 +278,31 @@ def _fit(parts: Sequence[_Part]) -> bool:
         return False
     for part in parts:
         shapes = list(map(Tensor.size, part.columns[0]))
-        targets = {id(x) for column in part.targets() for x in column}
+        targets = part.targets()
         vectors: list[Sequence[Any]] = [x for x in part.read if type(x[0]) is not float]
         for column in vectors:
-            found = list(map(Tensor.size, repeated(column, len(shapes))))
+            column = repeated(column, len(shapes))
+            found = list(map(Tensor.size, column))
             if found != shapes and not all(
                 x in (shape, ()) for x, shape in zip(found, shapes, strict=True)
             ):
                 return False
-            if any(id(x) not in targets and _memory(x) in own for x in column):
+            if any(are_same(column, own_column) for own_column in targets):
+                continue
+            if not own.isdisjoint(map(_memory, column)):
                 return False
     return True
+
+
+def _are_apart(columns: Lists, count: int) -> bool:
+    """Whether no row has the target of another one, as its own or to read."""
+    targets = columns[0]
+    own = set(map(id, targets))
+    return len(own) == count and not any(
+        id(x) in own and x is not target
+        for column in columns[1:]
+        for x, target in zip(repeated(column, count), targets, strict=True)
+    )
 
 
 def _memory(x: Tensor) -> int:

@@ -43,7 +43,9 @@ def in_float64(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
         if x.layout != torch.strided:
             raise refusal(func, found, f"it meets a tensor of {x.layout}")
         if id(x) not in copies:
-            copies[id(x)] = widened(x)
+            copies[id(x)] = (
+                x._collapsed(WIDE) if isinstance(x, MCFTensor) else x.to(WIDE, copy=True)
+            )
         return copies[id(x)]
 
     written = [x for _, x in written_to(func, args, kwargs)]
@@ -66,11 +68,6 @@ def in_float64(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
         return value_of(x, format)
 
     return tree_map(narrow, result)
-
-
-def widened(x: Tensor) -> Tensor:
-    """A tensor in float64, as a copy."""
-    return x._collapsed(WIDE) if isinstance(x, MCFTensor) else x.to(WIDE, copy=True)
 
 
 def is_view(func: Any) -> bool:

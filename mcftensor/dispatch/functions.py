@@ -34,9 +34,12 @@ _METHODS = (
 )
 
 WHOLE: set[Callable[..., Any]] = {
+    # torch.quantile, x.quantile
     *(getattr(torch, name) for name in _METHODS),
     *(getattr(torch.Tensor, name) for name in _METHODS),
+    # torch.fft.rfft, torch.fft.ihfft2
     *(getattr(torch.fft, name) for name in dir(torch.fft) if re.fullmatch("i?[rh]?fft[2n]?", name)),
+    # called by these names
     torch.complex,
     torch.linalg.matrix_norm,
     torch.linalg.matrix_rank,
@@ -45,11 +48,12 @@ WHOLE: set[Callable[..., Any]] = {
     torch.rms_norm,
     torch.special.ndtr,
     torch.view_as_complex,
+    # the modules of nn that have these names
     F.fractional_max_pool2d,
     F.fractional_max_pool3d,
     F.multi_head_attention_forward,
     F.rms_norm,
-    F.scaled_dot_product_attention,
+    F.scaled_dot_product_attention,  # transformers
     *filter(None, [getattr(F, "linear_cross_entropy", None)]),  # of torch 2.13
 }  # fmt: skip
 

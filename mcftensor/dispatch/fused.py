@@ -18,7 +18,7 @@ from mcftensor.dispatch.registry import SHORTCUTS, TABLE, implements
 from mcftensor.formats import PLAIN, Format, PlainFormat
 from mcftensor.kernels.lists import places_of
 from mcftensor.kernels.opaque import is_bare
-from mcftensor.passes.steps import step_, unscale_
+from mcftensor.passes.steps import step_, take, unscale_
 from mcftensor.tensor.deferred import compute_readers
 from mcftensor.tensor.tensor import MCFTensor
 
@@ -71,22 +71,32 @@ def _fused(
         found = [x for x in own[: len(lists)] if x]
         _compute_readers(formats, found)
         parts = [component_columns(x, f) for x, f in zip(found, formats, strict=True)]
-        targets, gradients, *states = (list(chain(*part)) for part in parts)
-        scaled.append((gradients, formats[1]))
-        parameter, gradient, *others = (f.name for f in formats)
-        step_(
-            rule,
-            [gradient, parameter, *others],
-            [*targets, *chain(*states)],
-            gradients,
-            [*own[len(lists)]] if counts else [],
-            [keys[i] for i in rows if i in keys],
-            list(numbers),
-            [x if isinstance(x, Tensor) else float(x) for x in numbers.values()],
-        )
+        parameters, gradients, *states = parts
+        scaled.append(([x for column in gradients for x in column], formats[1]))
+        targets = [*parameters, *chain(*states)]
+        order = (formats[1], formats[0], *formats[2:])
+        steps = own[len(lists)] if counts else []
+        own_keys = [keys[i] for i in rows if i in keys]
+        if is_bare(*gradients, *targets, steps, own_keys, list(numbers.values())):
+            take(rule, order, gradients, targets, steps, own_keys, numbers)
+        else:
+            step_(
+                rule,
+                [f.name for f in order],
+                [*chain(*targets)],
+                [*chain(*gradients)],
+                [*steps],
+                own_keys,
+                [*numbers],
+                list(map(_as_tensor, numbers.values())),
+            )
     if scale is not None:
-        for gradients, format in scaled:
-            unscale_(gradients, format.name, scale)
+        for flat, format in scaled:
+            unscale_(flat, format.name, scale)
+
+
+def _as_tensor(x: Any) -> Tensor:
+    return x if isinstance(x, Tensor) else torch.scalar_tensor(x, dtype=torch.float64)
 
 
 def _has_effect(x: Any) -> bool:
@@ -124,7 +134,7 @@ def _groups(quantities: Sequence[list[Tensor]]) -> dict[Formats, list[int]]:
     return places_of(zip(*columns, strict=True))
 
 
-@implements(aten._fused_adam_, aten._fused_adamw_)
+@implements(aten._fused_adam_, aten._fused_adamw_)  # Adam and AdamW with fused=True
 def fused_adam(
     func: Any,
     params: list[Tensor],
@@ -148,7 +158,7 @@ def fused_adam(
     )
 
 
-@implements(aten._fused_sgd_)
+@implements(aten._fused_sgd_)  # SGD with fused=True
 def fused_sgd(
     func: Any, params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], **options: Any
 ) -> None:
@@ -164,7 +174,7 @@ def fused_sgd(
     )
 
 
-@implements(aten._fused_adagrad_)
+@implements(aten._fused_adagrad_)  # Adagrad with fused=True
 def fused_adagrad(
     func: Any,
     params: list[Tensor],

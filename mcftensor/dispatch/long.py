@@ -95,28 +95,28 @@ def _reduce(
     return result
 
 
-@algorithm("sum")
+@algorithm("sum")  # x.sum, gradients of what broadcasts
 def _sum(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
     return _reduce(torch.add, x, dim, keepdim, 0.0)
 
 
-@algorithm("prod")
+@algorithm("prod")  # x.prod
 def _prod(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
     return _reduce(torch.mul, x, dim, keepdim, 1.0)
 
 
-@algorithm("mean")
+@algorithm("mean")  # x.mean
 def _mean(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
     total = _sum(x, dim, keepdim)
     return total / (x.numel() / max(total.numel(), 1))
 
 
-@algorithm("cumsum")
+@algorithm("cumsum")  # x.cumsum
 def _cumsum(x: Tensor, dim: int) -> Tensor:
     return _scan(torch.add, x, dim)
 
 
-@algorithm("cumprod")
+@algorithm("cumprod")  # x.cumprod
 def _cumprod(x: Tensor, dim: int) -> Tensor:
     return _scan(torch.mul, x, dim)
 
@@ -132,7 +132,7 @@ def _scan(combine: Callable[[Tensor, Tensor], Tensor], x: Tensor, dim: int) -> T
     return x.clone()
 
 
-@algorithm("var")
+@algorithm("var")  # x.var
 def _var(
     x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
 ) -> Tensor:
@@ -142,12 +142,12 @@ def _var(
     return total / max(count, 0.0)
 
 
-@algorithm("std")
+@algorithm("std")  # x.std
 def _std(x: Tensor, dim: Any = None, **options: Any) -> Tensor:
     return torch.sqrt(_var(x, dim, **options))
 
 
-@algorithm("linalg_vector_norm")
+@algorithm("linalg_vector_norm")  # x.norm, clip_grad_norm_
 def _norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False) -> Tensor:
     if ord in (math.inf, -math.inf):
         dims = list(range(x.dim())) if dim is None else dim
@@ -162,7 +162,7 @@ def _norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False) -> 
 # ------------------------------------------------------------------------------------ products
 
 
-@algorithm("mm", "bmm")
+@algorithm("mm", "bmm")  # x @ y, torch.einsum
 def _matmul(x: Tensor, y: Tensor) -> Tensor:
     columns = max(1, _PRODUCTS // max(1, x.numel() // max(1, x.shape[-1]) * y.shape[-1]))
     parts = [
@@ -172,12 +172,12 @@ def _matmul(x: Tensor, y: Tensor) -> Tensor:
     return _sum(torch.stack(parts), 0) if len(parts) > 1 else parts[0]
 
 
-@algorithm("dot", "vdot")
+@algorithm("dot", "vdot")  # torch.dot, torch.linalg.vecdot
 def _dot(x: Tensor, y: Tensor) -> Tensor:
     return _sum(x * y)
 
 
-@algorithm("mv")
+@algorithm("mv")  # matrix @ vector
 def _mv(x: Tensor, y: Tensor) -> Tensor:
     return _sum(x * y, 1)
 
@@ -191,11 +191,11 @@ def _added(product: Callable[[Tensor, Tensor], Tensor]) -> Algorithm:
 
 
 for _name, _product in {
-    "addmm": _matmul,
-    "baddbmm": _matmul,
-    "addmv": _mv,
-    "addbmm": lambda x, y: _sum(_matmul(x, y), 0),
-    "addr": lambda x, y: x.unsqueeze(1) * y.unsqueeze(0),
+    "addmm": _matmul,  # torch.addmm, F.linear
+    "baddbmm": _matmul,  # torch.baddbmm
+    "addmv": _mv,  # torch.addmv
+    "addbmm": lambda x, y: _sum(_matmul(x, y), 0),  # torch.addbmm
+    "addr": lambda x, y: x.unsqueeze(1) * y.unsqueeze(0),  # torch.addr
 }.items():
     ALGORITHMS[_name] = _added(_product)
 
@@ -224,7 +224,10 @@ def _places(x: Tensor) -> Tensor:
     return torch.arange(x.numel(), device=x.device).view(x.shape)
 
 
-@algorithm("index_put", "_index_put_impl", "_unsafe_index_put")
+@algorithm(
+    "index_put",  # x.index_put with accumulate, gradients of x[i]
+    "_unsafe_index_put",  # compiled gradients of F.interpolate
+)
 def _index_put(
     x: Tensor, indices: list[Any], values: Tensor, accumulate: bool = True, unsafe: bool = False
 ) -> Tensor:
@@ -232,13 +235,13 @@ def _index_put(
     return _accumulate(x, positions, values.expand(positions.shape))
 
 
-@algorithm("index_add")
+@algorithm("index_add")  # x.index_add, gradients of x.index_select
 def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
     positions = _places(x).index_select(dim, index)
     return _accumulate(x, positions, source if alpha == 1 else source * alpha)
 
 
-@algorithm("scatter_add")
+@algorithm("scatter_add")  # x.scatter_add, gradients of x.gather
 def _scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     part = source[tuple(slice(0, n) for n in index.shape)]
     slices = tuple(
@@ -250,24 +253,23 @@ def _scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------- elementwise
 
 
-@algorithm("sign", "sgn")
+@algorithm("sign", "sgn")  # x.sign, gradients of x.abs
 def _sign(x: MCFTensor) -> MCFTensor:
     leading, *tails = x._read()
     return x._like([torch.sign(leading), *map(torch.zeros_like, tails)])
 
 
-@algorithm("rsqrt")
+@algorithm("rsqrt")  # x.rsqrt
 def _rsqrt(x: Tensor) -> Tensor:
     return 1 / torch.sqrt(x)
 
 
-@algorithm("copysign")
+@algorithm("copysign")  # torch.copysign
 def _copysign(x: MCFTensor, sign: Any) -> Tensor:
     number = sign if isinstance(sign, Tensor) else torch.tensor(float(sign))
     return torch.where(torch.signbit(x) == torch.signbit(number), x, -x)
 
 
-@algorithm("isclose")
 def _isclose(
     x: Tensor, y: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
 ) -> Tensor:
@@ -275,12 +277,12 @@ def _isclose(
     return close | (torch.isnan(x) & torch.isnan(y)) if equal_nan else close
 
 
-@algorithm("allclose")
+@algorithm("allclose")  # torch.allclose
 def _allclose(x: Tensor, y: Tensor, *tolerances: Any, **options: Any) -> bool:
     return bool(_isclose(x, y, *tolerances, **options).all())
 
 
-@algorithm("pow")
+@algorithm("pow")  # x ** 4
 def _pow(x: Any, exponent: Any) -> Tensor:
     """Whole powers by repeated squaring, and halves of them by the root."""
     twice = None if isinstance(exponent, Tensor) or isinstance(x, (int, float)) else 2 * exponent

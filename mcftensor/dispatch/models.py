@@ -20,9 +20,11 @@ from mcftensor.kernels.opaque import is_bare
 
 # What changes none of its arguments. Embeddings may, and see dispatch only once as they are.
 FUNCTIONS: set[Callable[..., Any]] = {
+    # nn.Linear, nn.LayerNorm, and the other modules of these names
     *(F.linear, F.bilinear, F.layer_norm, F.group_norm, F.rms_norm, F.prelu),
     *(F.conv1d, F.conv2d, F.conv3d),
     *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+    # x @ weight, torch.matmul, x.mm
     *(torch.addmm, torch.baddbmm, torch.bmm, torch.matmul, torch.mm, torch.mv),
     *(Tensor.__matmul__, Tensor.__rmatmul__, Tensor.bmm, Tensor.matmul, Tensor.mm, Tensor.mv),
 }

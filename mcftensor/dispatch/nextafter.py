@@ -31,7 +31,7 @@ def _neighbour(x: Tensor, towards: Tensor) -> Tensor:
     return torch.nextafter(x, towards)
 
 
-@implements(aten.nextafter.default)
+@implements(aten.nextafter.default)  # torch.nextafter
 @of_terms
 def nextafter(func: Any, x: Any, y: Any) -> Any:
     """The next number after x towards y."""

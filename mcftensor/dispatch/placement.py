@@ -39,26 +39,24 @@ def _elements(source: Any, format: Format, device: torch.device) -> Sequence[Any
 
 
 @implements(
-    aten.index_put,  # x[i] = value
-    aten.index_put_,
-    aten._index_put_impl_,
-    aten._unsafe_index_put,
-    aten.put,
-    aten.put_,
-    aten.scatter.src,
-    aten.scatter.value,
-    aten.scatter_.src,
-    aten.scatter_.value,
-    aten.masked_scatter,
-    aten.masked_scatter_,
-    aten.index_copy,
-    aten.index_copy_,
-    aten.index_fill,
-    aten.index_fill_,
-    aten.select_scatter,
-    aten.slice_scatter,
-    aten.diagonal_scatter,
-    aten.as_strided_scatter,
+    aten.index_put,  # x.index_put, vmap of x[i] = value
+    aten.index_put_,  # x[i] = value, x[mask] = value
+    aten.put,  # x.put
+    aten.put_,  # x.put_
+    aten.scatter.src,  # x.scatter(0, i, tensor)
+    aten.scatter.value,  # x.scatter(0, i, 1.0)
+    aten.scatter_.src,  # x.scatter_(0, i, tensor)
+    aten.scatter_.value,  # x.scatter_(0, i, 1.0)
+    aten.masked_scatter,  # x.masked_scatter
+    aten.masked_scatter_,  # x.masked_scatter_
+    aten.index_copy,  # x.index_copy
+    aten.index_copy_,  # x.index_copy_
+    aten.index_fill,  # x.index_fill
+    aten.index_fill_,  # x.index_fill_
+    aten.select_scatter,  # torch.select_scatter, functionalized x[0] = value
+    aten.slice_scatter,  # torch.slice_scatter, functionalized x[1:] = value
+    aten.diagonal_scatter,  # torch.diagonal_scatter
+    aten.as_strided_scatter,  # torch.as_strided_scatter
     aten.constant_pad_nd,  # F.pad
 )
 def place(func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -40,35 +40,33 @@ def ranks(x: MCFTensor) -> tuple[Tensor, list[Tensor]]:
 
 
 @implements(
-    aten.sort.default,
-    aten.sort.stable,
-    aten.topk.default,
-    aten.kthvalue.default,
-    aten.mode.default,
-    aten.median.default,
-    aten.median.dim,
-    aten.nanmedian.default,
-    aten.nanmedian.dim,
-    aten.max.default,
-    aten.max.dim,
-    aten.min.default,
-    aten.min.dim,
-    aten.amax.default,
-    aten.amin.default,
-    aten.aminmax.default,
-    aten.argmax.default,
-    aten.argmin.default,
-    aten.cummax.default,
-    aten.cummin.default,
-    aten._unique.default,
-    aten._unique2.default,
-    aten.unique_dim.default,
-    aten.unique_consecutive.default,
-    aten.unique_dim_consecutive.default,
-    aten.max_pool2d_with_indices.default,
-    aten.max_pool3d_with_indices.default,
-    aten.adaptive_max_pool2d.default,
-    aten.adaptive_max_pool3d.default,
+    aten.sort.default,  # x.sort, x.argsort, x.msort
+    aten.sort.stable,  # torch.sort(x, stable=True)
+    aten.topk.default,  # x.topk
+    aten.kthvalue.default,  # x.kthvalue
+    aten.mode.default,  # x.mode
+    aten.median.default,  # x.median()
+    aten.median.dim,  # x.median(0)
+    aten.nanmedian.default,  # x.nanmedian()
+    aten.nanmedian.dim,  # x.nanmedian(0)
+    aten.max.default,  # x.max()
+    aten.max.dim,  # x.max(0)
+    aten.min.default,  # x.min()
+    aten.min.dim,  # x.min(0)
+    aten.amax.default,  # x.amax, norms of order inf
+    aten.amin.default,  # x.amin, norms of order -inf
+    aten.aminmax.default,  # torch.aminmax
+    aten.argmax.default,  # x.argmax
+    aten.argmin.default,  # x.argmin
+    aten.cummax.default,  # x.cummax
+    aten.cummin.default,  # x.cummin
+    aten._unique2.default,  # torch.unique(x)
+    aten.unique_dim.default,  # torch.unique(x, dim=0)
+    aten.unique_consecutive.default,  # torch.unique_consecutive
+    aten.max_pool2d_with_indices.default,  # F.max_pool2d, F.max_pool1d
+    aten.max_pool3d_with_indices.default,  # F.max_pool3d
+    aten.adaptive_max_pool2d.default,  # F.adaptive_max_pool2d, F.adaptive_max_pool1d
+    aten.adaptive_max_pool3d.default,  # F.adaptive_max_pool3d
 )
 @of_terms
 def by_rank(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from mcftensor.tensor import MCFTensor
 aten = torch.ops.aten
 
 
-@implements(aten._amp_foreach_non_finite_check_and_unscale_.default)
+@implements(aten._amp_foreach_non_finite_check_and_unscale_.default)  # GradScaler
 def unscale_(func: Any, grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Multiply gradients in place, and note in `found_inf`, on its device, that one is infinite."""
     plain = [x for x in grads if not isinstance(x, MCFTensor)]

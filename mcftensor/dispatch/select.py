@@ -48,7 +48,7 @@ _COMPARISONS: dict[str, Callable[[Terms, Terms], Tensor]] = {
 
 
 def _register_comparison(name: str) -> None:
-    @implements(getattr(aten, name).Tensor, getattr(aten, name).Scalar)
+    @implements(getattr(aten, name).Tensor, getattr(aten, name).Scalar)  # x < y, x == 0
     @of_terms
     def compare(func: Any, x: Any, y: Any) -> Tensor:
         if computes_plainly((x, y)):
@@ -60,7 +60,7 @@ for _name in _COMPARISONS:
     _register_comparison(_name)
 
 
-@implements(aten.equal.default)
+@implements(aten.equal.default)  # torch.equal
 @of_terms
 def all_equal(func: Any, x: Any, y: Any) -> bool:
     """torch.equal."""
@@ -81,13 +81,13 @@ def _neg(x: Terms) -> list[Tensor]:
 
 # aten's name: the choice between operands, each a list of terms of one format.
 _CHOICES: dict[str, Callable[..., list[Tensor]]] = {
-    "maximum": maximum,  # amsgrad
-    "minimum": minimum,
-    "clamp": clamp,
-    "clamp_min": clamp,
-    "clamp_max": lambda x, high: clamp(x, None, high),
-    "abs": _abs,  # Adamax
-    "neg": _neg,  # maximize
+    "maximum": maximum,  # torch.maximum, amsgrad
+    "minimum": minimum,  # torch.minimum, all_reduce
+    "clamp": clamp,  # x.clamp
+    "clamp_min": clamp,  # x.clamp_min, torch._foreach_maximum_
+    "clamp_max": lambda x, high: clamp(x, None, high),  # x.clamp_max, torch._foreach_minimum_
+    "abs": _abs,  # x.abs, Adamax
+    "neg": _neg,  # -x, maximize
 }
 
 
@@ -115,7 +115,7 @@ for _name in _CHOICES:
     _register_choice(_name)
 
 
-@implements(aten.where.self)
+@implements(aten.where.self)  # torch.where, x.where
 @of_terms
 def where(func: Any, condition: Tensor, x: Any, y: Any) -> Any:
     """torch.where between expansions, and between an expansion and a plain tensor."""

@@ -28,12 +28,13 @@ from mcftensor.tensor import MCFTensor, Role
 
 aten = torch.ops.aten
 
-# The forms of views that copy: torch.func, functionalization.
+# The forms of views that copy.
 _VIEW_COPIES = [
     f"{name}_copy"
     for name in (
         *("alias", "as_strided", "detach", "diagonal", "expand", "permute", "select", "slice"),
-        *("split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view"),
+        *("split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold"),
+        *("unsqueeze", "view"),
     )
 ]
 
@@ -47,32 +48,9 @@ def _on_components(func: Any, x: MCFTensor, args: Any, kwargs: Any, *, own: bool
     return type(results[0])(x._like(pieces, own=own) for pieces in zip(*results, strict=True))
 
 
-@implements(
-    aten.alias.default,  # autograd, AOTAutograd
-    aten.detach.default,  # nn.Parameter, .data, optimizers
-    aten.view.default,  # reshape, FSDP
-    aten._unsafe_view.default,
-    aten._reshape_alias.default,
-    aten.as_strided.default,  # AOTAutograd, FSDP
-    aten.t.default,  # F.linear
-    aten.transpose.int,
-    aten.permute.default,
-    aten.select.int,  # x[0]
-    aten.slice.Tensor,  # x[1:3]
-    aten.split.Tensor,  # chunk, FSDP
-    aten.split_with_sizes.default,
-    aten.unbind.int,  # iteration
-    aten.expand.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.unsqueeze.default,
-    aten.unfold.default,
-    aten.diagonal.default,
-    aten.lift_fresh.default,
-)
+@implements(aten._unsafe_view.default)  # products of stacks of matrices, x.t().reshape
 def view(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
-    """Views: the terms of the result share memory with those of x."""
+    """Views, which PyTorch's schemas tell: the terms of the result share memory with those of x."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(x.is_inference()):  # a view is of the kind of its base
             return _on_components(func, x, args, kwargs, own=False)
@@ -90,31 +68,31 @@ def _keep_accumulation(x: MCFTensor, new: MCFTensor) -> None:
 
 @implements(
     aten.clone.default,  # deepcopy, LBFGS, contiguous
-    aten.diag_embed.default,
-    aten.flip.default,
-    aten.roll.default,
-    aten.repeat.default,
-    aten.rot90.default,
-    aten.tril.default,
-    aten.triu.default,
+    aten.diag_embed.default,  # torch.diag_embed
+    aten.flip.default,  # x.flip, x.fliplr
+    aten.roll.default,  # x.roll
+    aten.repeat.default,  # x.repeat, x.tile
+    aten.rot90.default,  # x.rot90
+    aten.tril.default,  # x.tril, torch.linalg
+    aten.triu.default,  # x.triu
     aten.index.Tensor,  # x[indices], x[mask]
-    aten._unsafe_index.Tensor,
-    aten.index_select.default,
-    aten.gather.default,
-    aten.take.default,
-    aten.masked_select.default,
-    aten.unfold_copy.default,
+    aten._unsafe_index.Tensor,  # compiled F.interpolate
+    aten.index_select.default,  # x.index_select
+    aten.gather.default,  # x.gather, x.take_along_dim
+    aten.take.default,  # x.take
+    aten.masked_select.default,  # x.masked_select, torch.combinations
+    # torch.t_copy and its like, x.diag, torch.func.functionalize
     *(
         getattr(packet, overload)
         for packet in (getattr(aten, name) for name in _VIEW_COPIES)
         for overload in packet.overloads()
         if "out" not in overload
     ),
-    aten.slice_backward.default,  # gradients of values
-    aten.select_backward.default,
-    aten._pin_memory.default,  # data loaders, offloading
+    aten.slice_backward.default,  # gradients of x[1:]
+    aten.select_backward.default,  # gradients of x[0]
+    aten._pin_memory.default,  # x.pin_memory, data loaders, offloading
 )
-def move(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+def move_elements(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Copies and selections of elements."""
     if not isinstance(x, MCFTensor) or _holds_expansion(args):
         return compute(func, x, *args, **kwargs)
@@ -122,16 +100,18 @@ def move(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @implements(
-    aten.embedding.default,
+    aten.embedding.default,  # F.embedding of a value
     aten.im2col.default,  # F.unfold
-    aten.pixel_shuffle.default,
-    aten.pixel_unshuffle.default,
+    aten.pixel_shuffle.default,  # F.pixel_shuffle
+    aten.pixel_unshuffle.default,  # F.pixel_unshuffle
+    # F.pad with a mode
     aten.reflection_pad1d.default,
     aten.reflection_pad2d.default,
     aten.reflection_pad3d.default,
     aten.replication_pad1d.default,
     aten.replication_pad2d.default,
     aten.replication_pad3d.default,
+    # F.interpolate with mode="nearest" and "nearest-exact"
     aten.upsample_nearest1d.default,
     aten.upsample_nearest2d.default,
     aten.upsample_nearest3d.default,
@@ -142,17 +122,15 @@ def move(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 def layer(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Layers that move elements: of a value all terms, of a parameter the leading one."""
     is_value = isinstance(x, MCFTensor) and x.role == "value"
-    return (move if is_value else compute)(func, x, *args, **kwargs)
+    return (move_elements if is_value else compute)(func, x, *args, **kwargs)
 
 
 @implements(
-    aten.squeeze_,
-    aten.unsqueeze_,
-    aten.t_,
-    aten.transpose_.default,
-    aten.as_strided_.default,
-    aten.swapaxes_,
-    aten.swapdims_,
+    aten.squeeze_,  # x.squeeze_
+    aten.unsqueeze_,  # x.unsqueeze_
+    aten.t_,  # x.t_
+    aten.transpose_.default,  # x.transpose_, x.swapaxes_
+    aten.as_strided_.default,  # x.as_strided_
 )
 def view_(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> MCFTensor:
     """Another shape for the same tensor object."""
@@ -208,8 +186,10 @@ def like(func: Any, x: MCFTensor, **kwargs: Any) -> Any:
 
 
 @implements(
-    aten.new_zeros.default, aten.new_empty.default, aten.new_empty_strided.default
-)  # spectral norm, FSDP
+    aten.new_zeros.default,  # x.new_zeros, spectral norm
+    aten.new_empty.default,  # x.new_empty, padding by mode="circular"
+    aten.new_empty_strided.default,  # x.new_empty_strided, FSDP
+)
 def new(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
     """As `like`, of another shape; the role stays."""
     if kwargs.get("dtype") not in (None, x.dtype):
@@ -236,7 +216,7 @@ def filled_like(func: Any, x: MCFTensor, value: Any = 1.0, **kwargs: Any) -> Any
     return _filled(lambda t: torch.empty_like(t, **kwargs), x, value, "value")
 
 
-@implements(aten.new_ones.default, aten.new_full.default)
+@implements(aten.new_ones.default, aten.new_full.default)  # x.new_ones, x.new_full
 def new_filled(func: Any, x: MCFTensor, size: Any, value: Any = 1.0, **kwargs: Any) -> Any:
     """As `filled_like`, of another shape; the role stays."""
     if kwargs.get("dtype") not in (None, x.dtype):
@@ -248,7 +228,7 @@ def new_filled(func: Any, x: MCFTensor, size: Any, value: Any = 1.0, **kwargs: A
 # ------------------------------------------------------------------------------- copies, writes
 
 
-@implements(aten.view.dtype)
+@implements(aten.view.dtype)  # x.view(torch.int16), FSDP
 def view_bits(func: Any, x: MCFTensor, dtype: torch.dtype) -> Any:
     """Refused: the bits of an expansion are those of several tensors."""
     raise TypeError(
@@ -259,7 +239,7 @@ def view_bits(func: Any, x: MCFTensor, dtype: torch.dtype) -> Any:
     )
 
 
-@implements(aten.view_as_complex.default)
+@implements(aten.view_as_complex.default)  # torch.view_as_complex beyond 48 bits
 def view_as_complex(func: Any, x: MCFTensor) -> Any:
     """Refused: there are no complex expansions."""
     raise refusal(func, [x], "its result is complex")
@@ -308,10 +288,10 @@ def fill_(func: Any, target: Tensor, value: Any = 0.0) -> Tensor:
 
 
 @implements(
-    aten.masked_fill.Scalar,
-    aten.masked_fill.Tensor,
-    aten.masked_fill_.Scalar,
-    aten.masked_fill_.Tensor,
+    aten.masked_fill.Scalar,  # x.masked_fill(mask, 0.0)
+    aten.masked_fill.Tensor,  # x.masked_fill(mask, tensor)
+    aten.masked_fill_.Scalar,  # x.masked_fill_(mask, 0.0)
+    aten.masked_fill_.Tensor,  # x.masked_fill_(mask, tensor)
 )
 def masked_fill(func: Any, x: Any, mask: Tensor, value: Any) -> Any:
     """Elements under a mask set to one number, at full precision."""
@@ -340,7 +320,7 @@ def item(func: Any, x: MCFTensor) -> Any:
     return func(x._collapsed())
 
 
-@implements(aten.set_.source_Tensor)
+@implements(aten.set_.source_Tensor)  # plain.set_(x)
 def set_(func: Any, target: Tensor, source: Any) -> Any:
     """Refused: there is no storage that a plain tensor could share."""
     raise TypeError(

@@ -21,7 +21,7 @@ from mcftensor.tensor import MCFTensor
 aten = torch.ops.aten
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def functional(func: Any) -> Any:
     """The operator that returns what `func` writes into its first argument, or into `out`.
 
@@ -50,7 +50,7 @@ def _draws(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
-def write(func: Any, *args: Any, **kwargs: Any) -> Any:
+def by_functional_form(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Carry out one of aten's operators that write by way of its functional form."""
     targets = [x for _, x in written_to(func, args, kwargs)]
     names = {a.name for a in _inputs(func)}

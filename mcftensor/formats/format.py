@@ -76,6 +76,14 @@ class Format:
             return _of_floats[0](*args, **kwargs)
         return super().__new__(cls)
 
+    def __init__(
+        self,
+        base: torch.dtype | None = None,
+        terms: int | None = None,
+        rounding: Rounding = "nearest",
+    ) -> None:
+        """What `Format(base, terms)` is called with; it is looked up, and subclasses need none."""
+
     def register(self: F) -> F:
         """Make the format known by its name, from when on it stays as it is, and return it.
 
@@ -87,9 +95,16 @@ class Format:
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
+        self._require_open(name)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._require_open(name)
+        super().__delattr__(name)
+
+    def _require_open(self, name: str) -> None:
         if _REGISTRY.get(getattr(self, "name", "")) is self:
             raise AttributeError(f"Format: {name} of {self.name} is fixed; make another format")
-        super().__setattr__(name, value)
 
     @staticmethod
     def from_name(name: str) -> Format:

@@ -38,16 +38,13 @@ def opaque(
     *,
     mutates: Sequence[str] = (),
     lays_out: bool = False,
-    direct: bool = False,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register a function as the operator `mcftensor::<name>`, and return a caller of it.
 
     The arguments and results are tensors, lists of tensors, numbers and strings. The function must
     not return its inputs, and mutates those named in `mutates` alone. `fake` has the same arguments
     and says shape, layout and dtype of the results, by tensors without data. `lays_out` says that
-    the function itself sees to the layout, and `direct` that it is only called below autograd, so
-    that without compilers, transformations and modes it may be called as it is: lists of thousands
-    of tensors take PyTorch longer to pass on than the function to work.
+    the function itself sees to the layout.
     """
 
     def register(function: Callable[P, R]) -> Callable[P, R]:
@@ -62,11 +59,7 @@ def opaque(
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not direct:
-                return cast(R, operator(*args, **kwargs))
-            if is_bare(*[x if isinstance(x, list) else (x,) for x in args]):
-                return cast(Callable[..., R], function)(*args)
-            return cast(R, operator(*map(_entered, args)))
+            return cast(R, operator(*args, **kwargs))
 
         return call
 
@@ -104,13 +97,6 @@ def is_bare(*lists: Sequence[Any]) -> bool:
         and not torch.autograd._profiler_enabled()
         and _BARE.issuperset(map(type, itertools.chain.from_iterable(lists)))
     )
-
-
-def _entered(x: Any) -> Any:
-    """A list of tensors and numbers as one of tensors."""
-    if not isinstance(x, list) or float not in map(type, x):
-        return x
-    return [torch.scalar_tensor(y, dtype=torch.float64) if type(y) is float else y for y in x]
 
 
 def inline(function: Callable[P, R]) -> Callable[P, R]:

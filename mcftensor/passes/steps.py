@@ -255,7 +255,34 @@ def _at_hand(x: Scalar) -> Scalar:
     return x.item() if x.device.type == "cpu" else x.to(torch.float64)
 
 
-@opaque(lambda *args: None, mutates=["targets"], direct=True)
+def take(
+    rule: str,
+    formats: Sequence[Format],
+    gradients: Sequence[Column],
+    targets: Sequence[Column],
+    steps: Column,
+    keys: Column,
+    settings: Settings,
+) -> None:
+    """A step of tensors in the same formats, given by columns of components.
+
+    Args:
+        rule: its name.
+        formats: those of gradients, parameters and each of the states.
+        gradients: their components.
+        targets: the components of the parameters, then those of each of the states.
+        steps: how many steps each parameter has taken, this one counted; or nothing.
+        keys: one for each parameter, if something rounds stochastically.
+        settings: numbers that have an effect. `maximize` and its like have it by being there.
+    """
+    on_device = ("grad_scale", "found_inf")
+    s = {name: x if name in on_device else _at_hand(x) for name, x in settings.items()}
+    names, numbers = _numbers(RULES[rule], s, steps)
+    body = _body(rule, "maximize" in s, tuple(formats), tuple(names))
+    run(body, Columns([*gradients, *targets], numbers, targets, keys))
+
+
+@opaque(lambda *args: None, mutates=["targets"])
 def step_(
     rule: str,
     formats: Sequence[str],
@@ -266,33 +293,14 @@ def step_(
     names: Sequence[str],
     settings: Sequence[Tensor],
 ) -> None:
-    """A step of tensors in the same formats.
-
-    Args:
-        rule: its name.
-        formats: those of gradients, parameters and each of the states; of plain tensors the dtype.
-        targets: the components of the parameters: the leading ones of all, then their second ones,
-            and so on; then in the same way those of the first state, of the second.
-        gradients: theirs.
-        steps: how many steps each parameter has taken, this one counted; or nothing.
-        keys: one for each parameter, if something rounds stochastically.
-        names: of the settings that have an effect. `maximize` and its like have it by being named.
-        settings: numbers, that of `lr` and what stays on a device as tensors without dimensions.
-    """
-    found = tuple([Format.from_name(name) for name in formats])
+    """`take` as an operator: column after column in one list, and settings as tensors."""
+    found = [Format.from_name(name) for name in formats]
     count = len(gradients) // len(found[0].components)
-    on_device = ("grad_scale", "found_inf")
-    s = {
-        name: x if name in on_device else _at_hand(x)
-        for name, x in zip(names, settings, strict=True)
-    }
-    named, numbers = _numbers(RULES[rule], s, steps)
-    outputs = columns_of(targets, count)
-    body = _body(rule, "maximize" in s, found, tuple(named))
-    run(body, Columns([*columns_of(gradients, count), *outputs], numbers, outputs, keys))
+    given = dict(zip(names, settings, strict=True))
+    take(rule, found, columns_of(gradients, count), columns_of(targets, count), steps, keys, given)
 
 
-@opaque(lambda *args: None, mutates=["gradients"], direct=True)
+@opaque(lambda *args: None, mutates=["gradients"])
 def unscale_(gradients: Sequence[Tensor], format: str, grad_scale: Tensor) -> None:
     """Gradients in a format over the scale of a loss."""
     f = Format.from_name(format)

@@ -58,7 +58,7 @@ def _whole_over_expansions(call_method: Callable[..., Any]) -> Callable[..., Any
     when=COMPILER,
 )
 def _sparing_expansions(get_handlers: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.cache
+    @functools.lru_cache(maxsize=1)
     def handlers(*args: Any, **kwargs: Any) -> Any:
         found = get_handlers(*args, **kwargs)
         if torch.addcdiv not in found:

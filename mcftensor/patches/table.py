@@ -120,6 +120,6 @@ def install() -> None:
             after_import(module, each.install)
 
 
-@functools.cache  # a warning that is made an error comes again
+@functools.lru_cache(maxsize=256)  # a warning that is made an error comes again
 def _warn(name: str, loss: str) -> None:
     warnings.warn(f"this torch has no {name} as mcftensor knows it: {loss}", PatchWarning, 2)

@@ -77,18 +77,24 @@ class MCFTensor(torch.Tensor):
         components: Sequence[Tensor],
         format: Format | None = None,
         role: Role = "value",
+        *,
+        _name: str | None = None,
     ) -> MCFTensor:
         """Make a tensor of components that are checked."""
+        if _name is not None:
+            format = Format.from_name(_name)
         if format is None:
             format = Format(components[0].dtype, len(components))
         check_components(components, format)
-        return MCFTensor.of(components, format, role)
+        return _made(components, format, role, own=False)
 
     def __init__(
         self,
         components: Sequence[Tensor],
         format: Format | None = None,
         role: Role = "value",
+        *,
+        _name: str | None = None,
     ) -> None:
         pass
 
@@ -100,9 +106,9 @@ class MCFTensor(torch.Tensor):
 
         `own` says that nobody else has, or will have, the memory of the components.
         """
-        made = _wrapper(MCFTensor, components[0], format)
-        made._hold(components, format, role, own)
-        return made
+        if is_compiling():  # graphs hold calls of the class, of tensors and texts
+            return MCFTensor(list(components), role=role, _name=format.name)
+        return _made(components, format, role, own)
 
     def _hold(self, components: Sequence[Tensor], format: Format, role: Role, own: bool) -> None:
         for name, component in zip(COMPONENTS, components, strict=False):
@@ -456,6 +462,12 @@ class DeferredTensor(MCFTensor):
         """0; what copies a tensor attribute by attribute asks for it before (DCP's stager does)."""
         self.compute_components()
         return 0
+
+
+def _made(components: Sequence[Tensor], format: Format, role: Role, own: bool) -> MCFTensor:
+    made = _wrapper(MCFTensor, components[0], format)
+    made._hold(components, format, role, own)
+    return made
 
 
 T = TypeVar("T", bound=MCFTensor)

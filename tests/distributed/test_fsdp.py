@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import mcftensor as mcf
+from mcftensor.tensor.sharded import format_of
 from support.helpers import assert_same_terms
 from support.ranks import Wire, on_ranks
 
@@ -566,7 +567,7 @@ def test_on_gpus(name):
         sharded(model, **options)
         model(tokens).float().square().mean().backward()
         results.append([whole(p.grad.cuda()) for p in model.parameters()])
-        if mcf.distributed.format_of(model.gain):
+        if format_of(model.gain):
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
             mcf.collage(optimizer, "plus").step()
     for x, y in zip(*results, strict=True):

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import mcftensor as mcf
+from mcftensor.tensor.sharded import format_of
 from support.helpers import assert_same_terms
 from support.ranks import on_ranks
 
@@ -52,7 +53,7 @@ def whole(x) -> torch.Tensor:
 def trained(model: nn.Module, x: torch.Tensor, fused: bool = True) -> list[torch.Tensor]:
     """One step of AdamW: the output before it, and the gradients."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused, foreach=not fused)
-    if any(mcf.distributed.format_of(p) for p in model.parameters()):
+    if any(format_of(p) for p in model.parameters()):
         mcf.collage(optimizer, "plus")
     y = model(x)
     y.float().square().mean().backward()

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import mcftensor as mcf
-from mcftensor import auditing
 from mcftensor.__main__ import main
 from mcftensor.checkpoint import reading
 from mcftensor.checkpoint.errors import CheckpointError
+from mcftensor.meters import auditing
 from mcftensor.meters.auditing import TensorAudit, audit
 from support.helpers import sample
 
@@ -352,7 +352,7 @@ STREAMING = """
 import json, re, sys
 from pathlib import Path
 import torch
-from mcftensor import auditing
+from mcftensor.meters import auditing
 
 folder = Path(sys.argv[1])
 

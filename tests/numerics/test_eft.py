@@ -399,23 +399,22 @@ def operator_samples():
     yield ops.sqrt, (a,)
     key = torch.tensor(7)
     yield ops.draw_key, (torch.device("cpu"),)
+    bf16, double = "bfloat16", "float64"
     for format, drawn in (("bf16x3", None), ("fp64x2", None), ("bf16x2sr", key)):
-        yield ops._convert, ([wide], format, drawn)
-        yield ops._convert, (pair, format, drawn)
-    yield ops._collapse, (pair, torch.float32)
-    yield ops._collapse, (pair, torch.bfloat16)
+        yield ops.recode, ([wide], double, format, drawn)
+        yield ops.recode, (pair, "bf16x2", format, drawn)
+    yield ops.collapse, (pair, "bf16x2", torch.float32)
+    yield ops.collapse, (pair, "bf16x2", torch.bfloat16)
     yield ops._renormalize, ([a, b, c], 2)
     yield ops._renormalize, ([a, b], 3)
     for format in ("bf16x2", "bf16x3", "fp32x2"):
-        yield ops.evaluate, (f"('add', '{format}', 0, 1)", [*pair, wide], [2, 1], [])
-    yield ops.evaluate, ("('add', 'bf16x2sr', 0, 1)", [*pair, wide], [2, 1], [key])
-    yield ops.evaluate, ("('mul', 'bf16x2', 0, 1)", [a, b], [1, 1], [])
-    yield ops.evaluate, ("('lerp', 'fp32x2', 0, 1, 2)", [*pair, *pair, wide[0]], [2, 2, 1], [])
+        yield ops.evaluate, ("add", format, [*pair, wide], ["bf16x2", double], [])
+    yield ops.evaluate, ("add", "bf16x2sr", [*pair, wide], ["bf16x2", double], [key])
+    yield ops.evaluate, ("mul", "bf16x2", [a, b], [bf16, bf16], [])
+    three = ["bf16x2", "bf16x2", double]
+    yield ops.evaluate, ("lerp", "fp32x2", [*pair, *pair, wide[0]], three, [])
     two_sets = [pair[0], pair[0] * 2, pair[1], pair[1] * 2, wide, wide[:1]]
-    nested = "('add', 'bf16x3', ('sqrt', 'bf16x2', 0), 1)"
-    yield ops.evaluate, (nested, two_sets, [2, 1], [])
-    target = [x.clone() for x in pair]
-    yield ops.evaluate_, ("('add', 'bf16x2', 0, 1)", target, [*pair, wide], [2, 1], [])
+    yield ops.evaluate, ("add", "bf16x3", two_sets, ["bf16x2", double], [])
     yield from step_samples(ops)
 
 
@@ -424,28 +423,30 @@ def step_samples(ops):
         first = torch.rand(5).bfloat16() + 1
         return [first * 2.0 ** (-9 * i) for i in range(terms)]
 
+    def settings(**given):
+        numbers = [torch.as_tensor(x, dtype=torch.float64) for x in given.values()]
+        return [*given], numbers
+
     p, m, v, sums = (quantity(terms) for terms in (3, 1, 2, 2))
-    g, step, lr = torch.randn(5).bfloat16(), torch.tensor(3.0), torch.tensor(1e-3)
+    g, step = torch.randn(5).bfloat16(), torch.tensor(3.0)
     scale, bad, key = torch.tensor(2.0), torch.tensor(0.0), torch.tensor(7)
-    adam = (0.9, 0.99, 0.1, 1e-8, False, True)
-    nearest = ([1, 3, 1, 2], [], [False, False, False])
-    yield ops.adam_, ([*p, *m, *v], [g], *nearest, [step], lr, None, None, *adam)
-    yield ops.adam_, ([*p, *m, *v], [g], *nearest, [step], lr, scale, bad, *adam)
-    drawn = ([1, 2, 1, 2], [key], [True, False, True])
-    yield ops.adam_, ([*p[:2], *m, *v], [g], *drawn, [step], lr, None, None, *adam)
+    adam = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "decay": 0.1}
+    nearest = ["bfloat16", "bf16x3", "bfloat16", "bf16x2"]
+    yield ops.step_, ("adam", nearest, [*p, *m, *v], [g], [step], [], *settings(**adam))
+    scaled = settings(**adam, grad_scale=scale, found_inf=bad)
+    yield ops.step_, ("adam", nearest, [*p, *m, *v], [g], [step], [], *scaled)
+    drawn = ["bfloat16", "bf16x2sr", "bfloat16", "bf16x2sr"]
+    yield ops.step_, ("adam", drawn, [*p[:2], *m, *v], [g], [step], [key], *settings(**adam))
     several = [x.clone() * n for x in (*p[:2], *m, *v) for n in (1, 2)]
-    drawn = ([1, 2, 1, 2], [key, key + 1], [True, False, True])
-    counts = [step, step + 1]
-    yield ops.adam_, (several, [g, g * 2], *drawn, counts, lr, None, None, *adam)
-    sgd = (0.9, 0.0, 0.1, True, False, False)
-    yield ops.sgd_, ([*p, *v], [g], [1, 3, 2], [], [False] * 2, lr, None, None, *sgd)
-    adagrad = (0.1, 0.1, 1e-8, False)
-    yield (
-        ops.adagrad_,
-        ([*p, *sums], [g], [1, 3, 2], [], [False] * 2, [step], lr, None, None, *adagrad),
-    )
-    yield ops.unscale_, ([g, g * 2], 1, scale)
-    yield ops.unscale_, ([*v], 2, scale)
+    rows = ([g, g * 2], [step, step + 1], [key, key + 1])
+    yield ops.step_, ("adam", drawn, several, *rows, *settings(**adam))
+    sgd = settings(lr=1e-3, momentum=0.9, l2=0.1, nesterov=1.0)
+    yield ops.step_, ("sgd", ["bfloat16", "bf16x3", "bf16x2"], [*p, *v], [g], [], [], *sgd)
+    adagrad = settings(lr=1e-3, lr_decay=0.1, l2=0.1, eps=1e-8)
+    formats = ["bfloat16", "bf16x3", "bf16x2"]
+    yield ops.step_, ("adagrad", formats, [*p, *sums], [g], [step], [], *adagrad)
+    yield ops.unscale_, ([g, g * 2], "bfloat16", scale)
+    yield ops.unscale_, ([*v], "bf16x2", scale)
 
 
 @pytest.mark.parametrize(("operator", "arguments"), [*operator_samples()])

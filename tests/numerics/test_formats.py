@@ -58,6 +58,8 @@ def test_equality_names_and_pickles():
 def test_formats_do_not_change():
     with pytest.raises(AttributeError, match="terms"):
         bf16x2.terms = 3
+    with pytest.raises(AttributeError, match="terms"):
+        del bf16x2.terms
 
 
 @pytest.mark.parametrize("base", [torch.int32, torch.float8_e4m3fn, torch.complex64, "bfloat16"])

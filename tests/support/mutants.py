@@ -221,7 +221,7 @@ MUTATIONS = [
         "tests/training/test_optimizers.py",
         given_twice_steps_once=("if len(set(map(id, lists[0]))) < len(lists[0]):", "if False:"),
         gradients_stay_scaled=(
-            "            unscale_(gradients, format.name, scale)",
+            "            unscale_(flat, format.name, scale)",
             "            pass",
         ),
         decay_is_l2=(

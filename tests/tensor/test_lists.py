@@ -1,5 +1,6 @@
 """`torch._foreach_*` and fused steps: as one tensor after the other, whatever the tensors share."""
 
+import contextlib
 import random
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 
 import mcftensor as mcf
 from mcftensor.kernels import running
+from mcftensor.tensor.deferred import deferring
 from support.helpers import assert_same_terms, sample
 
 FORMATS = (mcf.bf16x2, mcf.bf16x3)
@@ -261,3 +263,36 @@ def test_one_transposed_tensor_among_many(monkeypatch):
     y = [sample(mcf.bf16x2, 2, 3, seed=1000 + i) for i in range(300)]
     for found, a, b in zip(torch._foreach_mul(x, y), x, y, strict=True):
         assert_same_terms(found, a * b)
+
+
+ONE_AFTER_THE_OTHER = {
+    "a target twice": lambda x, d: ([d, d], [x, x]),
+    "each the other's operand": lambda x, d: ([d, x], [x, d]),
+    "what the next one reads": lambda x, d: ([x, d], [d, x]),
+    "what two of a kind read": lambda x, d: ((e := x + 1, d), (d, e)),
+    "a plain view of the next": lambda x, d: ([x, x[:]], [x[:], x]),
+    "of other layouts": lambda x, d: (
+        [x, (e := x.t().contiguous().t() * 1.0), d],
+        [d, x, e],
+    ),
+    "the transposed next to it": lambda x, d: ([(y := x.mT.clone().mT), x, d], [x, y, y]),
+}
+
+
+@pytest.mark.usefixtures("no_grad")
+@pytest.mark.parametrize("in_step", [True, False])
+@pytest.mark.parametrize("case", ONE_AFTER_THE_OTHER)
+def test_rows_that_read_the_targets_of_others(case, in_step):
+    found = []
+    for in_list in (True, False):
+        with deferring() if in_step else contextlib.nullcontext():
+            x = sample(mcf.bf16x2, 3, 3) * 1.0
+            targets, operands = map(list, ONE_AFTER_THE_OTHER[case](x, x * 2))
+            if in_list:
+                torch._foreach_mul_(targets, operands)
+            else:
+                for target, operand in zip(targets, operands, strict=True):
+                    target.mul_(operand)
+            found.append([x, *targets])
+    for together, one_by_one in zip(*found, strict=True):
+        assert_same_terms(together, one_by_one)

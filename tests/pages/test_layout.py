@@ -1,0 +1,105 @@
+"""The package is laid out as its pages say: one concept a file, and each entry with a caller."""
+
+import ast
+import io
+import re
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "mcftensor"
+DISPATCH = PACKAGE / "dispatch"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+_ALIKE = "one operation: on floats, on the terms of a number, on tensors of terms"
+_BACK_ENDS = "one operation, for two back ends"
+SHARED = {
+    "fma": _ALIKE,
+    "sqrt": _ALIKE,
+    "add": _ALIKE,
+    "mul": _ALIKE,
+    "div": _ALIKE,
+    "source": _BACK_ENDS,
+    "launch": _BACK_ENDS,
+    "run": "an elementwise function over columns: eagerly, or by the best way there is",
+    "collapse": "the rounded sum: of terms, or of what a format stores",
+    "unscale_": "PyTorch's name: of one column, or of all gradients of a GradScaler",
+    "Place": "two meanings: of an instruction in a program, of a parameter in an optimizer",
+    "reading": "two meanings: errors of a checkpoint while it is read; figures of EDQ",
+}
+"""Public names of more than one module, and why."""
+
+
+def test_the_map_of_dispatch_names_each_of_its_modules():
+    named = re.findall("`([a-z0-9_]+)`", ast.get_docstring(ast.parse(_text("__init__"))))
+    assert set(named) == {path.stem for path in DISPATCH.glob("*.py")} - {"__init__"}
+
+
+def test_files_have_names_of_their_own():
+    found = [path.name for path in MODULES if path.name != "__init__.py"]
+    assert len(found) == len(set(found))
+
+
+def test_public_names_have_one_meaning():
+    places = defaultdict(set)
+    for path in MODULES:
+        for statement in ast.parse(path.read_text()).body:
+            is_definition = isinstance(statement, ast.FunctionDef | ast.ClassDef)
+            if is_definition and not statement.name.startswith("_"):
+                places[statement.name].add(path)
+    assert {name for name, paths in places.items() if len(paths) > 1} == SHARED.keys()
+
+
+def test_the_page_on_design_names_each_folder():
+    page = (ROOT / "docs/design/index.md").read_text()
+    folders = [path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()]
+    assert [name for name in folders if f"`{name}/`" not in page] == []
+
+
+def test_few_modules_stand_at_the_top():
+    top = {path.stem for path in PACKAGE.glob("*.py")}
+    assert top == {"__init__", "__main__", "convert", "exact", "functional", "selfcheck"}
+
+
+@pytest.mark.parametrize("module", sorted(path.stem for path in DISPATCH.glob("*.py")))
+def test_each_entry_names_its_caller(module):
+    source = _text(module)
+    comments, headings = _comments(source)
+    missing = [
+        ast.unparse(entry)
+        for call, entry in _entries(ast.parse(source))
+        if entry.end_lineno not in comments
+        and not headings.intersection(range(call.lineno, entry.lineno))
+    ]
+    assert missing == []
+
+
+def _text(module: str) -> str:
+    return (DISPATCH / f"{module}.py").read_text()
+
+
+def _entries(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.expr]]:
+    """What is registered, and the call or set that it stands in."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id="implements" | "algorithm")):
+                yield from ((node, entry) for entry in node.args)
+            case ast.AnnAssign(target=ast.Name(id="FUNCTIONS" | "WHOLE"), value=ast.Set(elts=all_)):
+                yield from ((node, entry) for entry in all_)
+            case ast.AnnAssign(target=ast.Name(id="_CHOICES"), value=ast.Dict(values=all_)):
+                yield from ((node, entry) for entry in all_)
+
+
+def _comments(source: str) -> tuple[set[int], set[int]]:
+    """The lines that end in a comment, and those that are one."""
+    found = [
+        token
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    ]
+    headings = {token.start[0] for token in found if token.line.lstrip().startswith("#")}
+    return {token.start[0] for token in found} - headings, headings
