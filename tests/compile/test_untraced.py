@@ -128,7 +128,8 @@ mcf.as_expansion(model)
 for p in model.parameters():
     p.grad = torch.ones(p.shape).bfloat16()
 derived = with_calls(Derived(model.parameters()))
-for optimizer in (earlier, derived):
+later = with_calls(torch.optim.AdamW(model.parameters()))
+for optimizer in (earlier, derived, later):
     graphs = CompileCounter()
     torch.compile(optimizer.step, backend=graphs)()
     assert graphs.frame_count == 0

@@ -429,6 +429,13 @@ def fuzz_pickles(rounds, seed):
     assert loaded
 
 
+def test_a_pickle_with_another_role():
+    rebuild, (terms, format, role, *rest), _ = SAVED.a.detach().__reduce_ex__(2)
+    assert role == "parameter"
+    with pytest.raises(ValueError, match="damaged components, format or role"):
+        rebuild(terms, format, "neither", *rest)
+
+
 def test_altered_pickles():
     fuzz_pickles(300, seed=0)
 

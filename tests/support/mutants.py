@@ -359,6 +359,8 @@ MUTATIONS = [
         "tensor.py",
         "tests/tensor/test_tensor.py",
         "tests/tensor/test_hazards.py",
+        "tests/tensor/test_structure.py",
+        "tests/files/test_checkpoint_fuzz.py",
         strides_unlike=(
             "x.shape == leading.shape and x.stride() != leading.stride()",
             "False",

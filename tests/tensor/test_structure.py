@@ -164,7 +164,7 @@ class TestWrites:
         mask = torch.tensor([True, False, True], device=device)
         tolerance = 1.2 * max(format.u**format.terms, 2.0**-53)
         x = sample(format, 3, device=device)
-        kept = exact(x)[1].item()
+        before, kept = x.clone(), exact(x)[1].item()
         y = x.clone()
         y[mask] = 1.2
         z = x.clone()
@@ -183,6 +183,7 @@ class TestWrites:
             assert w.format == format
             assert abs(exact(w)[[0, 2]] - 1.2).max() <= tolerance
             assert exact(w)[1] == kept
+        assert_same_terms(x, before)
 
     def test_index_put(self):
         x, values = sample(mcf.bf16x3, 4), sample(mcf.bf16x3, 2, seed=1)

@@ -33,6 +33,11 @@ class TestWhatItIs:
             mcf.MCFTensor([ones, torch.zeros(3)], mcf.bf16x2)
         with pytest.raises(ValueError, match="must be alike"):
             mcf.MCFTensor([ones, torch.zeros(4, dtype=torch.bfloat16)], mcf.bf16x2)
+        square = torch.ones(3, 3, dtype=torch.bfloat16)
+        with pytest.raises(ValueError, match="must be alike"):
+            mcf.MCFTensor([square, square.t()], mcf.bf16x2)
+        with pytest.raises(ValueError, match="components on cpu and meta"):
+            mcf.MCFTensor([ones, ones.to("meta")], mcf.bf16x2)
         with pytest.raises(TypeError, match="'bf16x2' is not a format"):
             mcf.MCFTensor([ones, ones], "bf16x2")
 
