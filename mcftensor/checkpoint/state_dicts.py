@@ -38,10 +38,11 @@ def _tail(name: Any) -> tuple[str, Format] | None:
             return owner, Format.from_name(format)
         except ValueError as error:
             raise CheckpointError(f"{name} is a term of no format ({error})") from error
-    known = Format.known(format)
-    if known is None or component not in [x.name for x in known.components]:
+    try:
+        known = Format.from_name(format)
+    except ValueError:
         return None
-    return owner, known
+    return (owner, known) if component in [x.name for x in known.components] else None
 
 
 # What looks like a term of an expansion, though perhaps of one that there cannot be.

@@ -20,3 +20,4 @@ from mcftensor.formats.floats import require_expansion_format as require_expansi
 from mcftensor.formats.floats import require_format as require_format
 from mcftensor.formats.format import Component as Component
 from mcftensor.formats.format import Format as Format
+from mcftensor.formats.format import named as named

@@ -22,6 +22,8 @@ MAX_TERMS = 6
 class PlainFormat(Format):
     """A plain tensor: one float, or whatever else a dtype holds."""
 
+    is_plain = True
+
     def __init__(self, dtype: torch.dtype) -> None:
         self.name = str(dtype).removeprefix("torch.")
         self.components = (Component("values", dtype),)

@@ -69,6 +69,8 @@ class Format:
     components: tuple[Component, ...]
     numbers: Numbers
     rounding: Rounding = "nearest"
+    is_plain = False
+    """Whether it is that of plain tensors of a dtype, which has the dtype's name."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """One of the formats made of floats, if no other class is asked for."""
@@ -88,8 +90,12 @@ class Format:
         """Make the format known by its name, from when on it stays as it is, and return it.
 
         Raises:
+            TypeError: it does not say its name, its components or its numbers.
             ValueError: another one has the name.
         """
+        for attribute in ("name", "components", "numbers"):
+            if not hasattr(self, attribute):
+                raise TypeError(f"Format: {type(self).__name__} does not say its {attribute}")
         if _REGISTRY.setdefault(self.name, self) is not self:
             raise ValueError(f"Format: there is a format called {self.name!r} already")
         return self
@@ -113,20 +119,14 @@ class Format:
         Raises:
             ValueError: no format has this name.
         """
-        try:
-            return _REGISTRY[name]
-        except (KeyError, TypeError):
+        found = _REGISTRY.get(name) if isinstance(name, str) else None
+        if found is None or found.is_plain:
             raise ValueError(
                 f"Format: {name!r} is not the name of a format; names look like 'bf16x2': bf16, "
                 "fp16, fp32 or fp64, an x, and 2 to 6 terms. Formats of other modules are known "
-                "once these are imported"
-            ) from None
-
-    @staticmethod
-    def known(name: str) -> Format | None:
-        """The format of a name other than a dtype's, if there is one."""
-        found = _REGISTRY.get(name)
-        return None if found is None or len(found.components) < 2 else found
+                "once register() has been called there"
+            )
+        return found
 
     def __reduce__(self) -> tuple[Callable[[str], Format], tuple[str]]:
         return format_named, (self.name,)
@@ -167,7 +167,7 @@ class Format:
 
         One that only stores numbers gives plain tensors of the type that it computes in.
         """
-        return Format.from_name(str(self.numbers.dtype).removeprefix("torch."))
+        return named(str(self.numbers.dtype).removeprefix("torch."))
 
     @property
     def nearest(self) -> Format:
@@ -190,6 +190,11 @@ class Format:
 
 _REGISTRY: dict[str, Format] = {}
 _of_floats: list[type[Format]] = []  # the class that makes `Format(base, terms)`, defined later
+
+
+def named(name: str) -> Format:
+    """The format of a name, or of plain tensors of the dtype that has this name."""
+    return _REGISTRY.get(name) or Format.from_name(name)
 
 
 def format_named(name: str) -> Format:

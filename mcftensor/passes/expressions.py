@@ -18,7 +18,7 @@ from torch import Tensor
 from mcftensor.arithmetic.formulas import OPERATIONS
 from mcftensor.arithmetic.noise import uniform
 from mcftensor.arithmetic.numbers import Floats, Number
-from mcftensor.formats import PLAIN, ExpansionFormat, Format
+from mcftensor.formats import PLAIN, ExpansionFormat, Format, named
 from mcftensor.kernels import Body, Column, Columns, Scalar, run
 from mcftensor.kernels.columns import repeated
 from mcftensor.kernels.layout import template_of
@@ -160,7 +160,7 @@ def empty(format: Format, operands: Sequence[Operand], count: int) -> list[list[
 
 def _operands(flat: Sequence[Any], formats: Sequence[str]) -> tuple[list[Operand], int]:
     """A flat list as operands, and the number of calls."""
-    found = [Format.from_name(name) for name in formats]
+    found = [named(name) for name in formats]
     lengths = [len(f.components) for f in found]
     count = len(flat) // sum(lengths)
     columns = regroup(columns_of(flat, count), lengths)
@@ -170,7 +170,7 @@ def _operands(flat: Sequence[Any], formats: Sequence[str]) -> tuple[list[Operand
 def _fake(
     operation: str, format: str, operands: list[Tensor], formats: list[str], keys: list[Tensor]
 ) -> list[Tensor]:
-    return [*itertools.chain(*empty(Format.from_name(format), *_operands(operands, formats)))]
+    return [*itertools.chain(*empty(named(format), *_operands(operands, formats)))]
 
 
 @opaque(_fake, lays_out=True)
@@ -195,7 +195,7 @@ def evaluate(
         The leading components of all results, then their second ones, and so on.
     """
     found, count = _operands(operands, formats)
-    result = Format.from_name(format)
+    result = named(format)
     outputs = empty(result, found, count)
     carry_out(Expression(operation, result, tuple(range(len(found)))), found, outputs, keys)
     return list(itertools.chain(*outputs))

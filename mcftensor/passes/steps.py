@@ -21,7 +21,7 @@ from mcftensor.arithmetic.noise import uniform
 from mcftensor.arithmetic.numbers import Number, Numbers
 from mcftensor.arithmetic.terms import Network
 from mcftensor.arithmetic.wide import Machine
-from mcftensor.formats import Format, PlainFormat
+from mcftensor.formats import Format, PlainFormat, named
 from mcftensor.kernels import Body, Column, Columns, Scalar, run
 from mcftensor.kernels.lists import columns_of, regroup
 from mcftensor.kernels.opaque import opaque
@@ -294,7 +294,7 @@ def step_(
     settings: Sequence[Tensor],
 ) -> None:
     """`take` as an operator: column after column in one list, and settings as tensors."""
-    found = [Format.from_name(name) for name in formats]
+    found = [named(name) for name in formats]
     count = len(gradients) // len(found[0].components)
     given = dict(zip(names, settings, strict=True))
     take(rule, found, columns_of(gradients, count), columns_of(targets, count), steps, keys, given)
@@ -303,7 +303,7 @@ def step_(
 @opaque(lambda *args: None, mutates=["gradients"])
 def unscale_(gradients: Sequence[Tensor], format: str, grad_scale: Tensor) -> None:
     """Gradients in a format over the scale of a loss."""
-    f = Format.from_name(format)
+    f = named(format)
     own = columns_of(gradients, len(gradients) // len(f.components))
     run(_unscaled(f), Columns(own, [[grad_scale]], own))
 
