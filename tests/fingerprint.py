@@ -431,6 +431,10 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, str], dict[st
 PATHS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
+class RefusedByTorch(Exception):
+    """Lists of unlike dtypes, which releases before 2.13 do not group."""
+
+
 def steps(name: str, path: str, mix: Mix) -> Results:
     """Weights and states with all options."""
     for option, values in OPTIMIZERS[name][2].items():
@@ -469,7 +473,12 @@ def stepped(
         if scaled:
             optimizer.grad_scale = torch.tensor(128.0)
             optimizer.found_inf = torch.tensor(float(k == 2))
-        optimizer.step()
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            if "the same dtype" in str(error):
+                raise RefusedByTorch(str(error)) from error
+            raise
     yield f"{option}/step3/weight", params
     for state in optimizer.state[params[0]].keys() - {"step"}:
         yield f"{option}/step3/{state}", [optimizer.state[p][state] for p in params]
@@ -566,7 +575,12 @@ def main() -> int:
     expected, differing = recorded(), 0
     for name, group in groups().items():
         if name.startswith(tuple(args.groups)) and not (args.fast and group.slow):
-            for result in differences(group.digests(), expected.get(name, {})):
+            try:
+                found = group.digests()
+            except RefusedByTorch:
+                print(f"{name}: refused by torch {torch.__version__}", flush=True)
+                continue
+            for result in differences(found, expected.get(name, {})):
                 print(f"{name}: {result}", flush=True)
                 differing += 1
     print(f"{differing} results differ")

@@ -14,7 +14,11 @@ RECORDED = fingerprint.recorded()
 )
 @pytest.mark.filterwarnings("ignore:mcftensor runs without compiled code")
 def test_bits_are_those_recorded(name):
-    assert not fingerprint.differences(GROUPS[name].digests(), RECORDED.get(name, {}))
+    try:
+        found = GROUPS[name].digests()
+    except fingerprint.RefusedByTorch as refusal:
+        pytest.skip(str(refusal))
+    assert not fingerprint.differences(found, RECORDED.get(name, {}))
 
 
 def test_nothing_recorded_is_left_out():
