@@ -305,7 +305,8 @@ def _trial_names(optimizer: Optimizer) -> set[str]:
             warnings.simplefilter("ignore")
             try:
                 step(trial)
-            except (RuntimeError, TypeError):  # LBFGS wants a closure, SparseAdam sparse gradients
+            # LBFGS wants a closure, SparseAdam sparse gradients, Adagrad of torch 2.11 its states.
+            except (LookupError, RuntimeError, TypeError):
                 return set()
         names |= set(trial.state.pop(dummy, {}))
     return names
