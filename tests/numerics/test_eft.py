@@ -1,6 +1,7 @@
 """Error-free transformations: exact for every bit pattern, in eager and in compiled code."""
 
 import itertools
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -173,6 +174,14 @@ def test_two_prod_of_large_float64():
         p, e = eft.two_prod(a, b)
         scale = 2 * scale_of(torch.float64)
         assert (integers(p, scale) + integers(e, scale) == integers(a) * integers(b)).all()
+
+
+def test_two_prod_of_which_only_the_halves_overflow():
+    below = torch.nextafter(torch.tensor([2.0**512]).double(), torch.zeros(1).double())
+    for a, b in ((below, below), (below * 2.0**500, below * 2.0**-500), (-below, below)):
+        p, e = eft.two_prod(a, b)
+        exact = Fraction(a.item()) * Fraction(b.item())
+        assert Fraction(p.item()) + Fraction(e.item()) == exact
 
 
 @every_dtype
