@@ -177,7 +177,8 @@ def test_two_prod_of_large_float64():
 
 
 def test_two_prod_of_which_only_the_halves_overflow():
-    below = torch.nextafter(torch.tensor([2.0**512]).double(), torch.zeros(1).double())
+    start = torch.tensor([2.0**512], dtype=torch.float64)
+    below = torch.nextafter(start, torch.zeros_like(start))
     for a, b in ((below, below), (below * 2.0**500, below * 2.0**-500), (-below, below)):
         p, e = eft.two_prod(a, b)
         exact = Fraction(a.item()) * Fraction(b.item())
