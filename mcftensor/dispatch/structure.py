@@ -23,6 +23,7 @@ from mcftensor.dispatch.operands import (
     stored_in,
 )
 from mcftensor.dispatch.registry import SHORTCUTS, implements
+from mcftensor.dispatch.stored import plain_numbers
 from mcftensor.dispatch.writing import refusal
 from mcftensor.tensor import MCFTensor, Role
 
@@ -41,7 +42,9 @@ _VIEW_COPIES = [
 
 def _on_components(func: Any, x: MCFTensor, args: Any, kwargs: Any, *, own: bool) -> Any:
     """One operation on each component, the results of which are tensors or lists of tensors, in
-    memory of their own or not."""
+    memory of their own or not; a format whose components do not move so gives plain numbers."""
+    if not x._format.moves(func):
+        return func(plain_numbers(x), *args, **kwargs)
     results = [func(t, *args, **kwargs) for t in (x._read() if own else x.components)]
     if isinstance(results[0], Tensor):
         return x._like(results, own=own)

@@ -202,6 +202,20 @@ def test_meters():
     assert edq.last["lost_leading"] > 0.5 > edq.last["lost"]
 
 
+def test_what_a_format_does_not_move_is_plain():
+    class Fixed(type(halves)):
+        name = "fixed"
+
+        def moves(self, func):
+            return func is not torch.ops.aten.flip.default
+
+    x = mcf.as_expansion(torch.randn(3, 4), Fixed().register())
+    assert x[1:].format.name == x.clone().format.name == "fixed"
+    flipped = x.flip(0)
+    assert type(flipped) is torch.Tensor
+    assert torch.equal(flipped, plain(x).flip(0))
+
+
 def test_names_are_one_of_a_kind():
     class Other(type(halves)):
         pass
