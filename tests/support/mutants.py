@@ -121,9 +121,9 @@ MUTATIONS = [
         ),
         sign_of_zero=("torch.copysign(_total(self.levels), leading) if", "_total(self.levels) if"),
         float64_as_one_float32=("x.dtype not in (*NARROW, torch.float32):", "False:"),
-        change_meets_the_whole=(
+        change_without_tails=(
             "return Wide([leading + (_total(tails) + moved if tails else moved)])",
-            "return Wide([(leading + moved) + _total(tails) if tails else leading + moved])",
+            "return Wide([leading + moved])",
         ),
     ),
     *_of(
