@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
 
 from mcftensor.formats import MAX_TERMS, Format, require_format
-from mcftensor.formats.format import format_named
+from mcftensor.formats.format import named
 from mcftensor.passes.recoding import collapse, recode
 from mcftensor.tensor.deferred import Deferred, compute_readers, watch
 
@@ -580,4 +580,4 @@ def _has_value(tree: Any) -> bool:
     return any(isinstance(x, MCFTensor) and x.role == "value" for x in tree_leaves(tree))
 
 
-torch.serialization.add_safe_globals([MCFTensor, format_named, _rebuild])
+torch.serialization.add_safe_globals([MCFTensor, named, _rebuild])

@@ -155,7 +155,7 @@ MUTATIONS = [
         quotient_before_product=("x + value * a / b", "x + value * (a / b)"),
     ),
     *_of(
-        "floats.py",
+        "format.py",
         "tests/numerics/test_stochastic.py",
         "tests/numerics/test_formats.py",
         "tests/tensor/test_convert.py",
