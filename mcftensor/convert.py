@@ -18,12 +18,12 @@ from mcftensor.dispatch.registry import implements
 from mcftensor.formats import Format, bf16x2, default_format, require_format
 from mcftensor.kernels.opaque import opaque
 from mcftensor.passes import recoding
-from mcftensor.patches.module_hooks import (
-    register_load_hook_once,
+from mcftensor.patches.objects import (
+    exchange,
+    register_load_hook,
     remove_load_hook,
     without_weight_references,
 )
-from mcftensor.patches.tensors import exchange
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.sharded import format_of, local, on_local, require_unsharded
 from mcftensor.training.accumulation import Accumulation
@@ -218,7 +218,7 @@ def _module_as_expansion(module: M, format: Format | None, overrides: Overrides)
             _exchange(x, as_plain(x, base) if wanted is None else _value(x, wanted))
     for part in module.modules():
         if any(format_of(x) for x in _own_tensors(part).values()):
-            register_load_hook_once(part, _keep_expansions)
+            register_load_hook(part, _keep_expansions)
     return module
 
 

@@ -34,15 +34,15 @@ class Patch:
     """Who needs the change."""
     loss: str
     """What users lose without it, in a sentence."""
-    releases: str
-    """Releases of torch that were seen to have the name."""
-    when: str
+    when: str = "import mcftensor"
     """An import, or the call that installs it or makes the change to its arguments alone."""
-    change: Callable[[Any], Any] | None
+    releases: str = "2.11 to 2.15"
+    """Releases of torch that were seen to have the name."""
+    change: Callable[[Any], Any] | None = None
     """From what torch has to what takes its place; None of a change to single objects."""
-    kind: Any
+    kind: Any = Callable
     """The type of what is expected under the name."""
-    takes: tuple[str, ...]
+    takes: tuple[str, ...] = ()
     """Arguments that are asked for by name."""
 
     def install(self, owner: object = None) -> None:
@@ -86,20 +86,14 @@ class Patch:
 TABLE: list[Patch] = []
 
 
-def row(
-    name: str,
-    *,
-    why: str,
-    loss: str,
-    when: str = "import mcftensor",
-    releases: str = "2.11 to 2.15",
-    change: Callable[[Any], Any] | None = None,
-    kind: Any = Callable,
-    takes: tuple[str, ...] = (),
-) -> Patch:
-    """Add a row to the table."""
-    TABLE.append(Patch(name, why, loss, releases, when, change, kind, takes))
-    return TABLE[-1]
+def row(name: str, **columns: Any) -> Patch:
+    """Add a row to the table, and make its change as soon as torch has what it needs."""
+    new = Patch(name, **columns)
+    TABLE.append(new)
+    action, _, module = new.when.partition(" ")
+    if action == "import":
+        after_import(module, new.install)
+    return new
 
 
 def patch(name: str, **columns: Any) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
@@ -112,12 +106,23 @@ def patch(name: str, **columns: Any) -> Callable[[Callable[[Any], Any]], Callabl
     return decorate
 
 
-def install() -> None:
-    """Install each patch as soon as torch has imported the module that it needs."""
-    for each in TABLE:
-        action, _, module = each.when.partition(" ")
-        if action == "import":
-            after_import(module, each.install)
+def by_name(
+    function: Callable[[Callable[[], Any], dict[str, Any]], Any],
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The change of a function to one that is given it as a call to be made, and the arguments by
+    name, which it may replace."""
+
+    def change(found: Callable[..., Any]) -> Callable[..., Any]:
+        bind = inspect.signature(found).bind
+
+        @functools.wraps(found)
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            given = bind(*args, **kwargs)
+            return function(lambda: found(*given.args, **given.kwargs), given.arguments)
+
+        return changed
+
+    return change
 
 
 @functools.lru_cache(maxsize=256)  # a warning that is made an error comes again

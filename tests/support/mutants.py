@@ -467,11 +467,12 @@ MUTATIONS = [
             'if keyword not in given["kwargs"] or not _is_expansion(given["self"]):',
             "if True:",
         ),
+        addcdiv_taken_apart=("if decompose is None:", "if found:"),
+    ),
+    *_of(
+        "registries.py",
+        "tests/numerics/test_stochastic.py",
         draws_merged=("    operators.append(torch.ops.mcftensor.draw_key)", "    pass"),
-        addcdiv_taken_apart=(
-            "if torch.addcdiv not in found:",
-            "if found:",
-        ),
     ),
     *_of(
         "collage.py",
@@ -494,7 +495,7 @@ MUTATIONS = [
         unknown_states=("            self._check_names(optimizer)", "            pass"),
     ),
     *_of(
-        "stepping.py",
+        "optimizers.py",
         "tests/compile/test_untraced.py",
         "tests/compile/test_compile.py::TestOptimizerSteps",
         steps_are_traced=("if any(isinstance(p, MCFTensor) for p in parameters):", "if False:"),
