@@ -223,10 +223,7 @@ def _module_as_expansion(module: M, format: Format | None, overrides: Overrides)
 
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    own = itertools.chain(
-        module.named_parameters(recurse=False), module.named_buffers(recurse=False)
-    )
-    return dict(own)
+    return dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
 
 
 def _keep_expansions(

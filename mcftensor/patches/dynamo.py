@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mcftensor.dispatch.elementwise import register_in_place
 from mcftensor.patches.table import by_name, patch
@@ -78,10 +77,7 @@ def _lerp_one_by_one(decompose: Callable[..., Any]) -> Callable[..., Any]:
             return decompose(*args)
         starts, ends, weight = args
         for x, y in zip(starts, ends, strict=True):
-            if isinstance(weight, Tensor):
-                torch.ops.aten.lerp_.Tensor(x, y, weight)
-            else:
-                torch.ops.aten.lerp_.Scalar(x, y, weight)
+            torch.ops.aten.lerp_(x, y, weight)
         return starts
 
     return foreach_lerp_inplace

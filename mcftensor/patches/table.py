@@ -51,14 +51,14 @@ class Patch:
         try:
             owner = owner or pkgutil.resolve_name(self.name.rpartition(".")[0])
             declared = vars(owner)[self.attribute]
-            found = declared.__func__ if isinstance(declared, staticmethod) else declared
+            is_static = isinstance(declared, staticmethod)
+            found = declared.__func__ if is_static else declared
             self._check(found)
             changed = self.change(found)
         except (AttributeError, ImportError, LookupError, TypeError, ValueError):
             _warn(self.name, self.loss)
             return
         if changed is not found:
-            is_static = isinstance(declared, staticmethod)
             setattr(owner, self.attribute, staticmethod(changed) if is_static else changed)
 
     def found_in(self, owner: object) -> Any:

@@ -379,7 +379,7 @@ MUTATIONS = [
             "if isinstance(value, float) and value != value:",
         ),
         array_of_leading_terms=(
-            "return plain.cpu().numpy()",
+            "return self._collapsed().cpu().numpy()",
             "return self.components[0].detach().double().cpu().numpy()",
         ),
         damaged_pickles=(
