@@ -300,7 +300,7 @@ class MCFTensor(torch.Tensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         # torch rounds a number to the base dtype before dispatch.
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            value = MCFTensor.of(number_in(value, self._format, self.device), self._format)
+            value = number_in(value, self._format, device=self.device)
         super().__setitem__(index, value)
 
     def new_tensor(  # type: ignore[override]
@@ -542,16 +542,17 @@ def _where(condition: Tensor, input: Any = None, other: Any = None, **kwargs: An
         return torch.where(condition, *chosen, **kwargs)
     format, role = expansions[0].format, expansions[0].role
     input, other = (
-        MCFTensor.of(number_in(x, format), format, role) if isinstance(x, (int, float)) else x
-        for x in (input, other)
+        number_in(x, format, role) if isinstance(x, (int, float)) else x for x in (input, other)
     )
     return torch.where(condition, input, other, **kwargs)
 
 
-def number_in(x: float, format: Format, device: torch.device | None = None) -> Sequence[Tensor]:
-    """The components of a number, to nearest."""
+def number_in(
+    x: float, format: Format, role: Role = "value", device: torch.device | None = None
+) -> MCFTensor:
+    """A number as an expansion without dimensions, to nearest."""
     number = torch.tensor(x, dtype=torch.float64, device=device)
-    return recode([number], "float64", format.nearest.name, None)
+    return MCFTensor.of(recode([number], "float64", format.nearest.name, None), format, role)
 
 
 # torch rounds a number to the base dtype before dispatch.

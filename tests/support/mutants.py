@@ -371,8 +371,8 @@ MUTATIONS = [
             "            if",
         ),
         numbers_rounded_by_where=(
-            "number_in(x, format), format, role) if isinstance(x, (int, float)) else x",
-            "number_in(x, format), format, role) if False else x",
+            "number_in(x, format, role) if isinstance(x, (int, float)) else x",
+            "number_in(x, format, role) if False else x",
         ),
         numbers_rounded_by_assignment=(
             "if isinstance(value, (int, float)) and not isinstance(value, bool):",
