@@ -99,7 +99,11 @@ def screen(found: Audit, *, moving: bool) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = parse(arguments)
-    return run_selfcheck(options) if options.command == "selfcheck" else run_audit(options)
+    try:
+        return run_selfcheck(options) if options.command == "selfcheck" else run_audit(options)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def run_selfcheck(options: argparse.Namespace) -> int:
@@ -113,9 +117,6 @@ def run_selfcheck(options: argparse.Namespace) -> int:
         reason = str(error).partition("\n")[0]
         print(f"python -m mcftensor selfcheck: {options.device}: {reason}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
     print(f"{count} checks passed on {options.device}")
     return 0
 
@@ -131,9 +132,6 @@ def run_audit(options: argparse.Namespace) -> int:
         reason = str(error).removeprefix("audit: ")
         print(f"python -m mcftensor audit: {reason}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
     try:
         sys.stdout.write(output)
         sys.stdout.flush()

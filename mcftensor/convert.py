@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar, overload
 
@@ -18,18 +17,20 @@ from mcftensor.dispatch.registry import implements
 from mcftensor.formats import Format, bf16x2, default_format, require_format
 from mcftensor.kernels.opaque import opaque
 from mcftensor.passes import recoding
-from mcftensor.patches.module_hooks import (
-    register_load_hook_once,
+from mcftensor.patches.objects import (
+    exchange,
+    register_load_hook,
     remove_load_hook,
     without_weight_references,
 )
-from mcftensor.patches.tensors import exchange
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.sharded import format_of, local, on_local, require_unsharded
 from mcftensor.training.accumulation import Accumulation
 
 M = TypeVar("M", bound=nn.Module)
 Overrides = Mapping[str, Format | None]
+Plans = dict[str, tuple[Tensor, Format | None]]
+"""Of tensors, by name: their format, or None of what is to be plain."""
 
 
 @overload
@@ -195,7 +196,7 @@ def _module_as_expansion(module: M, format: Format | None, overrides: Overrides)
             )
     present = (x.dtype for _, _, x in found if format_of(x))
     base = format.dtype if format else next(present, bf16x2.dtype)
-    plans: dict[str, tuple[Tensor, Format | None]] = {}
+    plans: Plans = {}
     for name, aliases, x in found:
         matching = [p for p in overrides if any(fnmatchcase(alias, p) for alias in aliases)]
         integer = not (x.is_floating_point() or x.is_complex())
@@ -213,20 +214,15 @@ def _module_as_expansion(module: M, format: Format | None, overrides: Overrides)
             continue
         if wanted is None or format_of(x) != wanted:
             plans[name] = x, wanted
-    with _exchangeable("as_expansion", module, {name: x for name, (x, _) in plans.items()}):
-        for x, wanted in plans.values():
-            _exchange(x, as_plain(x, base) if wanted is None else _value(x, wanted))
+    _carry_out("as_expansion", module, plans, base)
     for part in module.modules():
         if any(format_of(x) for x in _own_tensors(part).values()):
-            register_load_hook_once(part, _keep_expansions)
+            register_load_hook(part, _keep_expansions)
     return module
 
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    own = itertools.chain(
-        module.named_parameters(recurse=False), module.named_buffers(recurse=False)
-    )
-    return dict(own)
+    return dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
 
 
 def _keep_expansions(
@@ -252,10 +248,8 @@ def _keep_expansions(
 
 def _module_as_plain(module: M, dtype: torch.dtype | None) -> M:
     require_unsharded("as_plain", module)
-    found = {name: x for name, _, x in _tensors(module) if format_of(x)}
-    with _exchangeable("as_plain", module, found):
-        for x in found.values():
-            _exchange(x, as_plain(x, dtype))
+    plans: Plans = {name: (x, None) for name, _, x in _tensors(module) if format_of(x)}
+    _carry_out("as_plain", module, plans, dtype)
     for part in module.modules():
         remove_load_hook(part, _keep_expansions)
     return module
@@ -274,11 +268,10 @@ def _tensors(module: nn.Module) -> list[tuple[str, list[str], Tensor]]:
     return list(found.values())
 
 
-@contextlib.contextmanager
-def _exchangeable(where: str, module: nn.Module, found: Mapping[str, Tensor]) -> Iterator[None]:
-    """Check that the contents of tensors can be exchanged."""
+def _carry_out(where: str, module: nn.Module, plans: Plans, dtype: torch.dtype | None) -> None:
+    """Exchange the contents of all tensors, plain ones for such of a dtype, or of none."""
     with without_weight_references(module):
-        for name, x in found.items():
+        for name, (x, _) in plans.items():
             if weakref.getweakrefs(x):
                 raise RuntimeError(
                     f"{where}: {name} of shape {tuple(x.shape)} has weak references to it, which "
@@ -290,7 +283,8 @@ def _exchangeable(where: str, module: nn.Module, found: Mapping[str, Tensor]) ->
                     f"{where}: {name} of shape {tuple(x.shape)} is in use by an autograd graph or "
                     "a view; run backward, or delete the outputs and losses that hold it, first"
                 )
-        yield
+        for x, wanted in plans.values():
+            _exchange(x, as_plain(x, dtype) if wanted is None else _value(x, wanted))
 
 
 def _is_free(x: Tensor) -> bool:

@@ -103,15 +103,11 @@ def to_fraction(x: Tensor) -> Any:
 def _terms(x: object, format: ExpansionFormat) -> list[float]:
     """The number rounded to the base, what remains rounded, and so on."""
     special = _special(x)
-    if special is not None:
-        return [special] + [0.0] * (format.terms - 1)
-    rest = _fraction(x)
-    terms = []
-    for _ in range(format.terms):
+    terms = [] if special is None else [special]
+    rest = _fraction(x) if special is None else Fraction(0)
+    while len(terms) < format.terms:
         terms.append(_rounded(rest, format))
-        if math.isinf(terms[-1]):
-            return [*terms, *[0.0] * (format.terms - len(terms))]
-        rest -= Fraction(terms[-1])
+        rest = rest - Fraction(terms[-1]) if math.isfinite(terms[-1]) else Fraction(0)
     return terms
 
 

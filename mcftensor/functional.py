@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.dispatch.operands import common_format, common_role, expansions
-from mcftensor.tensor.tensor import MCFTensor, number_in
+from mcftensor.tensor.tensor import number_in
 
 
 def fma(x: Tensor | float, y: Tensor | float, z: Tensor | float) -> Tensor:
@@ -46,6 +46,6 @@ def fma(x: Tensor | float, y: Tensor | float, z: Tensor | float) -> Tensor:
         device = found[0].device
         if dimensions > 0:
             return torch.scalar_tensor(operand, dtype=torch.float64, device=device)
-        return MCFTensor.of(number_in(operand, format, device), format, role)
+        return number_in(operand, format, role, device)
 
     return torch.addcmul(entered(z), entered(x), entered(y))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from mcftensor.arithmetic import eft
 from mcftensor.arithmetic.bases import BASES
 from mcftensor.formats import FORMATS, ExpansionFormat
 from mcftensor.passes import expansion
+from mcftensor.passes.expansion import Terms
 
 _COUNT = 256
 _UNITS = 10
@@ -48,13 +50,13 @@ def selfcheck(device: str | torch.device = "cpu", *, compiled: bool = True) -> i
     failures = []
     count = 0
     for check in _checks(torch.device(device)):
-        eager = check.function(*check.inputs)
+        eager = check.function(*check.numbers)
         count += 1
         if not check.is_right(eager):
             failures.append(check.name)
         if compiled:
             torch.compiler.reset()
-            inlined = torch.compile(check.function, fullgraph=True)(*check.inputs)
+            inlined = torch.compile(check.function, fullgraph=True)(*check.numbers)
             count += 1
             if not all(torch.equal(a, b) for a, b in zip(eager, inlined, strict=True)):
                 failures.append(f"{check.name}, compiled")
@@ -69,26 +71,23 @@ def selfcheck(device: str | torch.device = "cpu", *, compiled: bool = True) -> i
 
 @dataclass
 class _Check:
-    """A function of numbers, each held as `terms` tensors, and what it has to come to."""
+    """A function of numbers, each held as its terms, and what it has to come to."""
 
     name: str
-    function: Callable[..., tuple[Tensor, ...]]
-    inputs: list[Tensor]
-    terms: int
+    function: Callable[..., Terms]
+    numbers: list[Terms]
     exact: Callable[..., Fraction]
+    """The result as a rational; of a root its square."""
     tolerance: Fraction
-    of_square: bool = False
-    """Whether `exact` is of the square of the result, which for roots is rational."""
     smallest: Fraction = Fraction(0)
     """Magnitude below which the tolerance is absolute."""
 
-    def is_right(self, result: tuple[Tensor, ...]) -> bool:
+    def is_right(self, result: Terms) -> bool:
         """Whether all elements are within the tolerance, relative to the exact result."""
-        groups = [self.inputs[i : i + self.terms] for i in range(0, len(self.inputs), self.terms)]
-        numbers = [_rationals(group) for group in groups]
-        for found, *operands in zip(_rationals(result), *numbers, strict=True):
+        columns = map(_rationals, (result, *self.numbers))
+        for found, *operands in zip(*columns, strict=True):
             exact = self.exact(*operands)
-            found = found * found if self.of_square else found
+            found = found * found if self.name.startswith("sqrt") else found
             if abs(found - exact) > self.tolerance * max(abs(exact), self.smallest):
                 return False
         return True
@@ -100,35 +99,29 @@ def _checks(device: torch.device) -> Iterator[_Check]:
         a, b, c = (_numbers(base, seed).to(device) for seed in range(3))
         ordered = [torch.where(a.abs() >= b.abs(), *pair) for pair in ((a, b), (b, a))]
         u = Fraction(1, 2 ** BASES[base].precision)
-        for name, function, inputs, exact, tolerance in (
-            ("two_sum", eft.two_sum, [a, b], lambda x, y: x + y, exactly),
-            ("fast_two_sum", eft.fast_two_sum, ordered, lambda x, y: x + y, exactly),
-            ("two_prod", eft.two_prod, [a, b], lambda x, y: x * y, exactly),
-            ("split", eft.split, [a], lambda x: x, exactly),
-            ("fma", _as_tuple(eft.fma), [a, b, c], lambda x, y, z: x * y + z, u),
-            ("sqrt", _as_tuple(eft.sqrt), [a.abs()], lambda x: x, 2 * u * (1 + u)),
+        for name, inputs, exact, tolerance in (
+            ("two_sum", [a, b], lambda x, y: x + y, exactly),
+            ("fast_two_sum", ordered, lambda x, y: x + y, exactly),
+            ("two_prod", [a, b], lambda x, y: x * y, exactly),
+            ("split", [a], lambda x: x, exactly),
+            ("fma", [a, b, c], lambda x, y, z: x * y + z, u),
+            ("sqrt", [a.abs()], lambda x: x, 2 * u * (1 + u)),
         ):
             label = f"{name} in {str(base).removeprefix('torch.')}"
-            yield _Check(label, function, inputs, 1, exact, tolerance, of_square=name == "sqrt")
+            function = _of_single_terms(getattr(eft, name))
+            yield _Check(label, function, [(x,) for x in inputs], exact, tolerance)
     for format in FORMATS:
         x, y = (_expansion(format, seed, device) for seed in range(2))
         bound = Fraction(_UNITS, 2**format.precision)
-        for name, inputs, exact in (
-            ("add", [*x, *y], lambda p, q: p + q),
-            ("mul", [*x, *y], lambda p, q: p * q),
-            ("div", [*x, *y], lambda p, q: p / q),
-            ("sqrt", [t * x[0].sign() for t in x], lambda p: p),
+        smallest = Fraction(format.full_precision_min)
+        for name, numbers, exact in (
+            ("add", [x, y], lambda p, q: p + q),
+            ("mul", [x, y], lambda p, q: p * q),
+            ("div", [x, y], lambda p, q: p / q),
+            ("sqrt", [tuple(t * x[0].sign() for t in x)], lambda p: p),
         ):
-            yield _Check(
-                f"{name} in {format.name}",
-                _on_terms(name, format.terms),
-                inputs,
-                format.terms,
-                exact,
-                bound,
-                of_square=name == "sqrt",
-                smallest=Fraction(format.full_precision_min),
-            )
+            label = f"{name} in {format.name}"
+            yield _Check(label, getattr(expansion, name), numbers, exact, bound, smallest)
 
 
 def _numbers(base: torch.dtype, seed: int) -> Tensor:
@@ -141,23 +134,22 @@ def _numbers(base: torch.dtype, seed: int) -> Tensor:
     return (signs * significands * torch.exp2(exponents.double())).to(base)
 
 
-def _expansion(format: ExpansionFormat, seed: int, device: torch.device) -> tuple[Tensor, ...]:
+def _expansion(format: ExpansionFormat, seed: int, device: torch.device) -> Terms:
     terms = [_numbers(format.base, 3 * seed + i) * format.u**i / 16 for i in range(format.terms)]
     return tuple(t.to(device) for t in expansion.renormalize([terms[0] * 16, *terms[1:]]))
 
 
-def _rationals(terms: list[Tensor] | tuple[Tensor, ...]) -> list[Fraction]:
+def _rationals(terms: Terms) -> list[Fraction]:
     """Elements of the sum of terms, as rationals."""
     columns = zip(*(term.double().tolist() for term in terms), strict=True)
     return [sum(map(Fraction, column), Fraction(0)) for column in columns]
 
 
-def _as_tuple(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-    return lambda *operands: (function(*operands),)
+def _of_single_terms(function: Callable[..., Any]) -> Callable[..., Terms]:
+    """A function of floats as one of numbers of one term each."""
 
+    def on_numbers(*numbers: Terms) -> Terms:
+        result = function(*[x for (x,) in numbers])
+        return (result,) if isinstance(result, Tensor) else result
 
-def _on_terms(name: str, terms: int) -> Callable[..., tuple[Tensor, ...]]:
-    operation = getattr(expansion, name)
-    return lambda *tensors: operation(
-        *(tensors[i : i + terms] for i in range(0, len(tensors), terms))
-    )
+    return on_numbers

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from mcftensor.checkpoint.state_dicts import as_terms, from_terms, names_of_terms
-from mcftensor.patches.module_hooks import register_first_load_hook
+from mcftensor.patches.objects import register_load_hook
 from mcftensor.tensor.sharded import format_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -39,7 +39,7 @@ def store_as_terms(module: M) -> M:
     """
     if _store not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(_store)
-        register_first_load_hook(module, _load)  # others need expansions
+        register_load_hook(module, _load, first=True)  # others need expansions
     return module
 
 

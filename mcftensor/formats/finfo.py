@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mcftensor.formats.floats import ExpansionFormat, require_format
-from mcftensor.formats.format import Format
+from mcftensor.formats.format import ExpansionFormat, Format, require_format
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,18 @@ def finfo(format: Format) -> FInfo:
         1e-14
     """
     require_format(format, "finfo")
-    if not isinstance(format, ExpansionFormat):
-        return _of_stored(format)
-    base = torch.finfo(format.base)
-    eps = 4 * (format.u / 2) ** format.terms
-    largest = math.fsum(base.max * (format.u / 2) ** i for i in range(format.terms))
+    if isinstance(format, ExpansionFormat):
+        base = torch.finfo(format.base)
+        eps = 4 * (format.u / 2) ** format.terms
+        largest = math.fsum(base.max * (format.u / 2) ** i for i in range(format.terms))
+        full_precision_min = format.full_precision_min
+        smallest = base.smallest_normal * 2 * format.u
+    else:  # it stores as many bits as it keeps of a machine type
+        base = torch.finfo(format.numbers.dtype)
+        eps = 2.0 ** (1 - format.precision)
+        largest = base.max
+        full_precision_min = base.smallest_normal
+        smallest = base.smallest_normal * eps
     return FInfo(
         dtype=format.name,
         bits=8 * format.bytes,
@@ -72,24 +78,7 @@ def finfo(format: Format) -> FInfo:
         max=largest,
         min=-largest,
         smallest_normal=base.smallest_normal,
-        full_precision_min=format.full_precision_min,
-        smallest_subnormal=base.smallest_normal * 2 * format.u,
-        resolution=10.0 ** -math.floor(-math.log10(eps)),
-    )
-
-
-def _of_stored(format: Format) -> FInfo:
-    """Of a format that only stores numbers of a machine type: as many bits as it keeps of them."""
-    limits = torch.finfo(format.numbers.dtype)
-    eps = 2.0 ** (1 - format.precision)
-    return FInfo(
-        dtype=format.name,
-        bits=8 * format.bytes,
-        eps=eps,
-        max=limits.max,
-        min=limits.min,
-        smallest_normal=limits.smallest_normal,
-        full_precision_min=limits.smallest_normal,
-        smallest_subnormal=limits.smallest_normal * eps,
+        full_precision_min=full_precision_min,
+        smallest_subnormal=smallest,
         resolution=10.0 ** -math.floor(-math.log10(eps)),
     )

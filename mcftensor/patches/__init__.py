@@ -5,14 +5,9 @@ to what takes its place. What these call is theirs to look up at the time, or is
 who need the patch: this folder imports the tensor and its dispatch, and nothing built on them.
 """
 
-from mcftensor.patches import collating as collating
 from mcftensor.patches import distributed as distributed
 from mcftensor.patches import dynamo as dynamo
-from mcftensor.patches import module_hooks as module_hooks
+from mcftensor.patches import objects as objects
 from mcftensor.patches import optimizers as optimizers
-from mcftensor.patches import stepping as stepping
-from mcftensor.patches import tensors as tensors
+from mcftensor.patches import registries as registries
 from mcftensor.patches.table import PatchWarning as PatchWarning
-from mcftensor.patches.table import install
-
-install()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mcftensor.patches.table import row
+from mcftensor.patches.table import by_name, row
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.sharded import format_of, local
 
@@ -23,39 +22,27 @@ around_broadcasts = []
 holds, which is to become like it, and say what stands for the two on the way."""
 
 
-class _Conversion:
-    """What `Module.to` does to each tensor; DTensors of expansions have to stay such.
+@by_name
+def _keeping_expansions(apply: Callable[[], nn.Module], given: dict[str, Any]) -> nn.Module:
+    if getattr(given["fn"], "func", None) is not _converted:  # that of a module around it
+        given["fn"] = functools.partial(_converted, given["fn"])
+    return apply()
+
+
+def _converted(convert: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """What `Module.to` makes of a tensor; DTensors of expansions have to stay such.
 
     Module puts what it gets in their place, and asks them nothing; expansions themselves refuse.
     """
-
-    def __init__(self, convert: Callable[[Tensor], Tensor]) -> None:
-        self.convert = convert
-
-    def __call__(self, x: Tensor) -> Tensor:
-        new = self.convert(x)
-        format = format_of(x)
-        if format is not None and local(x) is not x and format_of(new) is None:
-            raise TypeError(
-                f"to: a sharded expansion in {format.name} of shape {tuple(x.shape)} cannot become "
-                f"{new.dtype} with its module. Convert with mcf.as_plain(module, dtype) before it "
-                "is sharded; a MixedPrecisionPolicy(param_dtype=...) computes in another dtype"
-            )
-        return new
-
-
-def _keeping_expansions(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    bind = inspect.signature(apply).bind
-
-    @functools.wraps(apply)
-    def apply_to_tensors(*args: Any, **kwargs: Any) -> nn.Module:
-        call = bind(*args, **kwargs)
-        function = call.arguments["fn"]
-        if not isinstance(function, _Conversion):
-            call.arguments["fn"] = _Conversion(function)
-        return apply(*call.args, **call.kwargs)
-
-    return apply_to_tensors
+    new = convert(x)
+    format = format_of(x)
+    if format is not None and local(x) is not x and format_of(new) is None:
+        raise TypeError(
+            f"to: a sharded expansion in {format.name} of shape {tuple(x.shape)} cannot become "
+            f"{new.dtype} with its module. Convert with mcf.as_plain(module, dtype) before it "
+            "is sharded; a MixedPrecisionPolicy(param_dtype=...) computes in another dtype"
+        )
+    return new
 
 
 def _by_terms(broadcast: Callable[..., None]) -> Callable[..., None]:
@@ -75,20 +62,13 @@ def _by_terms(broadcast: Callable[..., None]) -> Callable[..., None]:
     return broadcast_terms
 
 
-def _within_contexts(broadcast: Callable[..., None]) -> Callable[..., None]:
-    bind = inspect.signature(broadcast).bind
-
-    @functools.wraps(broadcast)
-    def broadcast_state_dict(*args: Any, **kwargs: Any) -> None:
-        call = bind(*args, **kwargs)
-        given = call.arguments
-        with ExitStack() as stack:
-            for context in around_broadcasts:
-                states = context(given["full_state_dict"], given["local_state_dict"])
-                given["full_state_dict"], given["local_state_dict"] = stack.enter_context(states)
-            broadcast(*call.args, **call.kwargs)
-
-    return broadcast_state_dict
+@by_name
+def _within_contexts(broadcast: Callable[[], None], given: dict[str, Any]) -> None:
+    with ExitStack() as stack:
+        for context in around_broadcasts:
+            states = context(given["full_state_dict"], given["local_state_dict"])
+            given["full_state_dict"], given["local_state_dict"] = stack.enter_context(states)
+        broadcast()
 
 
 if dist.is_available():

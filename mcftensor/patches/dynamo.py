@@ -4,22 +4,19 @@ The front end of the compiler writes `add_` with a number as `alpha`, `addcmul_`
 `addcdiv` with one as `value`, and `_foreach_lerp_`, as sequences of operations; which of them
 depends on the release. On plain gradients the first of these rounds to bf16, and the result differs
 from the eager one. Here these calls are kept whole for expansions, and left to the compiler for all
-else. It also merges equal calls, which must not happen to draws of random numbers, and takes a
-gradient to have the terms of its parameter.
+else. It also takes a gradient to have the terms of its parameter.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mcftensor.dispatch.elementwise import register_in_place
-from mcftensor.patches.table import patch
+from mcftensor.patches.table import by_name, patch
 from mcftensor.tensor import MCFTensor
 
 COMPILER = "import torch._dynamo"
@@ -32,23 +29,17 @@ COMPILER = "import torch._dynamo"
     when=COMPILER,
     takes=("self", "tx", "name", "args", "kwargs"),
 )
-def _whole_over_expansions(call_method: Callable[..., Any]) -> Callable[..., Any]:
+@by_name
+def _whole_over_expansions(call_method: Callable[[], Any], given: dict[str, Any]) -> Any:
     from torch._dynamo.variables import TorchInGraphFunctionVariable
 
-    bind = inspect.signature(call_method).bind
-
-    @functools.wraps(call_method)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        given = bind(*args, **kwargs).arguments
-        keyword, of_number, of_tensor = _WITH_A_NUMBER.get(given["name"], ("", None, None))
-        if keyword not in given["kwargs"] or not _is_expansion(given["self"]):
-            return call_method(*args, **kwargs)
-        operator: Any = of_tensor if given["kwargs"][keyword].is_tensor() else of_number
-        operands = [given["self"], *given["args"]]
-        TorchInGraphFunctionVariable(operator).call_function(given["tx"], operands, given["kwargs"])
-        return given["self"]
-
-    return method
+    keyword, of_number, of_tensor = _WITH_A_NUMBER.get(given["name"], ("", None, None))
+    if keyword not in given["kwargs"] or not _is_expansion(given["self"]):
+        return call_method()
+    operator: Any = of_tensor if given["kwargs"][keyword].is_tensor() else of_number
+    operands = [given["self"], *given["args"]]
+    TorchInGraphFunctionVariable(operator).call_function(given["tx"], operands, given["kwargs"])
+    return given["self"]
 
 
 @patch(
@@ -61,21 +52,16 @@ def _sparing_expansions(get_handlers: Callable[..., Any]) -> Callable[..., Any]:
     @functools.lru_cache(maxsize=1)
     def handlers(*args: Any, **kwargs: Any) -> Any:
         found = get_handlers(*args, **kwargs)
-        if torch.addcdiv not in found:
+        decompose = found.get(torch.addcdiv)
+        if decompose is None:
             return found
-        return {**found, torch.addcdiv: _unless_of_expansions(found[torch.addcdiv])}
+
+        def unless_of_expansions(*args: Any, **kwargs: Any) -> Any:
+            return None if any(map(_is_expansion, args)) else decompose(*args, **kwargs)
+
+        return {**found, torch.addcdiv: unless_of_expansions}
 
     return handlers
-
-
-def _unless_of_expansions(decompose: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(decompose)
-    def handler(*args: Any, **kwargs: Any) -> Any:
-        if any(map(_is_expansion, args)):
-            return None
-        return decompose(*args, **kwargs)
-
-    return handler
 
 
 @patch(
@@ -91,25 +77,10 @@ def _lerp_one_by_one(decompose: Callable[..., Any]) -> Callable[..., Any]:
             return decompose(*args)
         starts, ends, weight = args
         for x, y in zip(starts, ends, strict=True):
-            if isinstance(weight, Tensor):
-                torch.ops.aten.lerp_.Tensor(x, y, weight)
-            else:
-                torch.ops.aten.lerp_.Scalar(x, y, weight)
+            torch.ops.aten.lerp_(x, y, weight)
         return starts
 
     return foreach_lerp_inplace
-
-
-@patch(
-    "torch._functorch.compile_utils.rand_ops",
-    why="Compilers merge equal calls, except of operators that are listed as random.",
-    loss="stochastic roundings of one compiled graph may share their random numbers.",
-    when=COMPILER,
-    kind=list,
-)
-def _with_draws(operators: list[Any]) -> list[Any]:
-    operators.append(torch.ops.mcftensor.draw_key)
-    return operators
 
 
 @patch(
@@ -120,17 +91,11 @@ def _with_draws(operators: list[Any]) -> list[Any]:
     when=COMPILER,
     takes=("t", "symbolic_context"),
 )
-def _in_contexts_that_fit(convert: Callable[..., Any]) -> Callable[..., Any]:
-    bind = inspect.signature(convert).bind
-
-    @functools.wraps(convert)
-    def meta_tensor(*args: Any, **kwargs: Any) -> Any:
-        call = bind(*args, **kwargs)
-        if not _fits(call.arguments.get("symbolic_context"), call.arguments["t"]):
-            call.arguments["symbolic_context"] = None
-        return convert(*call.args, **call.kwargs)
-
-    return meta_tensor
+@by_name
+def _in_contexts_that_fit(convert: Callable[[], Any], given: dict[str, Any]) -> Any:
+    if not _fits(given.get("symbolic_context"), given["t"]):
+        given["symbolic_context"] = None
+    return convert()
 
 
 def _fits(context: Any, t: Any) -> bool:

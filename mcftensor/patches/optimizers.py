@@ -1,9 +1,8 @@
-"""What `torch.optim` looks up, or does, before an expansion is asked."""
+"""What `torch.optim` does before an expansion is asked, and its steps over expansions."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,29 +10,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mcftensor.patches.table import patch, row
+from mcftensor.patches.table import by_name, patch, row
 from mcftensor.tensor import MCFTensor
+from mcftensor.tensor.deferred import deferring
 
 as_loaded: list[Callable[[Tensor, Tensor, Any], Tensor]] = []
 """Functions of a parameter, a state of it that is being loaded, and the state's name; they give the
 state that torch is to cast to the dtype of the parameter."""
-
-
-def _with_expansions(types: list[type]) -> list[type]:
-    types.append(MCFTensor)  # in place: others have imported the list
-    return types
-
-
-for _module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
-    row(
-        f"{_module}._foreach_supported_types",
-        why="Optimizers and clipping choose foreach kernels by default, as on CUDA, for types of "
-        "parameters that are listed.",
-        loss="over expansions they take their for-loop, unless foreach=True or fused=True says "
-        "otherwise.",
-        change=_with_expansions,
-        kind=list,
-    )
 
 
 @patch(
@@ -44,18 +27,11 @@ for _module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
     "rounded to the base.",
     takes=("param", "value", "key"),
 )
-def _by_way_of_hooks(process: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    bind = inspect.signature(process).bind
-
-    @functools.wraps(process)
-    def processed(*args: Any, **kwargs: Any) -> Tensor:
-        call = bind(*args, **kwargs)
-        given = call.arguments
-        for function in as_loaded:
-            given["value"] = function(given["param"], given["value"], given.get("key"))
-        return process(*call.args, **call.kwargs)
-
-    return processed
+@by_name
+def _by_way_of_hooks(process: Callable[[], Tensor], given: dict[str, Any]) -> Tensor:
+    for function in as_loaded:
+        given["value"] = function(given["param"], given["value"], given.get("key"))
+    return process()
 
 
 def _after_the_plan(initialize: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,3 +67,60 @@ def have_states_made_by_plan(cls: type[Optimizer]) -> None:
         _MAKES_STATES.found_in(torch.optim.Adam)
     else:
         _MAKES_STATES.install(owner)
+
+
+# --------------------------------------------------------------------------------------- steps
+#
+# The kernels of a step are opaque to the compiler, so that it has nothing to make faster, and a
+# graph of some thousand calls of them takes it minutes. These steps break graphs by themselves,
+# over plain parameters too; here the break comes before a parameter has been looked at.
+
+
+@torch._disable_dynamo  # unlike torch.compiler.disable, it does not import the compiler
+def untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a function returns that compilers do not look into."""
+    return function(*args, **kwargs)
+
+
+def breaks_graphs(optimizer: Optimizer) -> bool:
+    """Whether compiled code ends at a step in any case, so that hooks of it may be left out too."""
+    return getattr(type(optimizer).step, "_breaks_graphs", False)
+
+
+def _unless_over_expansions(step: Any) -> Any:
+    """A step that compilers see only where it is over plain parameters."""
+    if getattr(step, "hooked", False):  # an optimizer of the class has been made
+        hooked: Any = Optimizer.profile_hook_step(_unless_over_expansions(step.__wrapped__))
+        hooked.hooked = True
+        return hooked
+
+    waiting_step = deferring()(step)  # within which results may wait
+
+    def choose(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        parameters = (p for group in self.param_groups for p in group["params"])
+        if any(isinstance(p, MCFTensor) for p in parameters):
+            return untraced(waiting_step, self, *args, **kwargs)
+        return step(self, *args, **kwargs)
+
+    # Nor is the choice compiled, to which every parameter would be an input.
+    chosen = torch._disable_dynamo(choose, recursive=False)
+    # What is beneath two decorators stays the step without its graph break, to compile as a whole.
+    functools.update_wrapper(chosen, getattr(step, "__wrapped__", step))
+    chosen._breaks_graphs = True  # type: ignore[attr-defined]
+    return chosen
+
+
+# Adafactor, Muon and optimizers of other packages break no graph: they can be traced as a whole.
+_BREAKING = [
+    *("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD"),
+    *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+]
+if "step" in vars(torch.optim.AdamW):  # one was made before; else it has the step of Adam
+    _BREAKING.append("AdamW")
+for _optimizer in _BREAKING:
+    row(
+        f"torch.optim.{_optimizer}.step",
+        why="Within it results wait; compiled, it runs as it is: there is nothing to make faster.",
+        loss="It is slower, and torch.compile traces it over expansions, which may take minutes.",
+        change=_unless_over_expansions,
+    )

@@ -9,12 +9,15 @@ from __future__ import annotations
 import functools
 import inspect
 import pkgutil
+import sys
 import warnings
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
-
-from mcftensor.patches.imports import after_import
 
 
 class PatchWarning(UserWarning):
@@ -34,15 +37,15 @@ class Patch:
     """Who needs the change."""
     loss: str
     """What users lose without it, in a sentence."""
-    releases: str
-    """Releases of torch that were seen to have the name."""
-    when: str
+    when: str = "import mcftensor"
     """An import, or the call that installs it or makes the change to its arguments alone."""
-    change: Callable[[Any], Any] | None
+    releases: str = "2.11 to 2.15"
+    """Releases of torch that were seen to have the name."""
+    change: Callable[[Any], Any] | None = None
     """From what torch has to what takes its place; None of a change to single objects."""
-    kind: Any
+    kind: Any = Callable
     """The type of what is expected under the name."""
-    takes: tuple[str, ...]
+    takes: tuple[str, ...] = ()
     """Arguments that are asked for by name."""
 
     def install(self, owner: object = None) -> None:
@@ -51,14 +54,14 @@ class Patch:
         try:
             owner = owner or pkgutil.resolve_name(self.name.rpartition(".")[0])
             declared = vars(owner)[self.attribute]
-            found = declared.__func__ if isinstance(declared, staticmethod) else declared
+            is_static = isinstance(declared, staticmethod)
+            found = declared.__func__ if is_static else declared
             self._check(found)
             changed = self.change(found)
         except (AttributeError, ImportError, LookupError, TypeError, ValueError):
             _warn(self.name, self.loss)
             return
         if changed is not found:
-            is_static = isinstance(declared, staticmethod)
             setattr(owner, self.attribute, staticmethod(changed) if is_static else changed)
 
     def found_in(self, owner: object) -> Any:
@@ -83,23 +86,54 @@ class Patch:
             raise TypeError(f"{self.name} does not take {', '.join(self.takes)}")
 
 
+_waiting: defaultdict[str, list[Callable[[], None]]] = defaultdict(list)
+
+
+def after_import(name: str, function: Callable[[], None]) -> None:
+    """Call a function now, if a module has been imported, or when it has been."""
+    if name in sys.modules:
+        function()
+    else:
+        _waiting[name].append(function)
+
+
+class _Finder(MetaPathFinder):
+    """Finds what is waited for as the other finders do."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _waiting:
+            return None
+        others = [finder for finder in sys.meta_path if finder is not self]
+        found = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                for function in _waiting.pop(fullname, ()):
+                    function()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+sys.meta_path.insert(0, _Finder())
+
+
 TABLE: list[Patch] = []
 
 
-def row(
-    name: str,
-    *,
-    why: str,
-    loss: str,
-    when: str = "import mcftensor",
-    releases: str = "2.11 to 2.15",
-    change: Callable[[Any], Any] | None = None,
-    kind: Any = Callable,
-    takes: tuple[str, ...] = (),
-) -> Patch:
-    """Add a row to the table."""
-    TABLE.append(Patch(name, why, loss, releases, when, change, kind, takes))
-    return TABLE[-1]
+def row(name: str, **columns: Any) -> Patch:
+    """Add a row to the table, and make its change as soon as torch has what it needs."""
+    new = Patch(name, **columns)
+    TABLE.append(new)
+    action, _, module = new.when.partition(" ")
+    if action == "import":
+        after_import(module, new.install)
+    return new
 
 
 def patch(name: str, **columns: Any) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
@@ -112,12 +146,23 @@ def patch(name: str, **columns: Any) -> Callable[[Callable[[Any], Any]], Callabl
     return decorate
 
 
-def install() -> None:
-    """Install each patch as soon as torch has imported the module that it needs."""
-    for each in TABLE:
-        action, _, module = each.when.partition(" ")
-        if action == "import":
-            after_import(module, each.install)
+def by_name(
+    function: Callable[[Callable[[], Any], dict[str, Any]], Any],
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The change of a function to one that is given it as a call to be made, and the arguments by
+    name, which it may replace."""
+
+    def change(found: Callable[..., Any]) -> Callable[..., Any]:
+        bind = inspect.signature(found).bind
+
+        @functools.wraps(found)
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            given = bind(*args, **kwargs)
+            return function(lambda: found(*given.args, **given.kwargs), given.arguments)
+
+        return changed
+
+    return change
 
 
 @functools.lru_cache(maxsize=256)  # a warning that is made an error comes again

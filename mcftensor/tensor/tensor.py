@@ -10,11 +10,12 @@ from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
 
 from mcftensor.formats import MAX_TERMS, Format, require_format
-from mcftensor.formats.format import format_named
+from mcftensor.formats.format import named
 from mcftensor.passes.recoding import collapse, recode
 from mcftensor.tensor.deferred import Deferred, compute_readers, watch
 
@@ -24,6 +25,18 @@ _GRAD: Any = torch.Tensor.grad
 _get_grad = _GRAD.__get__
 _without_function: Any = torch._C._disabled_torch_function_impl
 COMPONENTS = tuple(f"_component{i}" for i in range(MAX_TERMS))
+
+
+def _without_storage(name: str) -> Callable[..., NoReturn]:
+    """A method of torch.Tensor that would work on memory which is not there."""
+
+    def refuse(self: MCFTensor, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(
+            f"{name}: an expansion in {self._format.name} has no storage of its own; assign values "
+            "with copy_(), or take plain tensors out with mcf.as_plain(x, dtype)"
+        )
+
+    return refuse
 
 
 class MCFTensor(torch.Tensor):
@@ -205,11 +218,7 @@ class MCFTensor(torch.Tensor):
                 return func(*args)
         kwargs = kwargs or {}
         out = kwargs.get("out")
-        if (
-            out is not None
-            and _holds_expansion(out)
-            and not isinstance(func, torch._ops.OpOverload)
-        ):
+        if out is not None and not isinstance(func, OpOverload) and _holds_expansion(out):
             inputs = {name: x for name, x in kwargs.items() if name != "out"}
             if _holds_expansion((args, inputs)):
                 return cls._evaluate_into(func, args, inputs, out)
@@ -252,8 +261,7 @@ class MCFTensor(torch.Tensor):
         kind = "Parameter containing:\n" if self._is_param else ""
         if type(self._read()[0]) is not torch.Tensor:
             return f"{kind}MCFTensor(shape={tuple(self.shape)}, format={self._format.name})"
-        plain = self._collapsed()
-        text = repr(plain).removeprefix("tensor(").removesuffix(")")
+        text = repr(self._collapsed()).removeprefix("tensor(").removesuffix(")")
         text = re.sub(r",\s*dtype=torch\.float64", "", text)
         text = text.replace("\n" + " " * 7, "\n" + " " * 10)
         grad = ", requires_grad=True" if self.requires_grad else ""
@@ -269,8 +277,7 @@ class MCFTensor(torch.Tensor):
             raise RuntimeError(
                 "numpy: this expansion requires grad; call .detach().numpy(), or numpy(force=True)"
             )
-        plain = self._collapsed()
-        return plain.cpu().numpy()
+        return self._collapsed().cpu().numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         array = self.numpy()
@@ -293,7 +300,7 @@ class MCFTensor(torch.Tensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         # torch rounds a number to the base dtype before dispatch.
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            value = MCFTensor.of(number_in(value, self._format, self.device), self._format)
+            value = number_in(value, self._format, device=self.device)
         super().__setitem__(index, value)
 
     def new_tensor(  # type: ignore[override]
@@ -380,23 +387,9 @@ class MCFTensor(torch.Tensor):
         it term by term."""
         return 0
 
-    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: an expansion has no storage of its own to exchange."""
-        raise self._has_no_storage("set_")
-
-    def apply_(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: torch would call the function on memory that is not there."""
-        raise self._has_no_storage("apply_")
-
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: the protocol knows no expansions."""
-        raise self._has_no_storage("__dlpack__")
-
-    def _has_no_storage(self, name: str) -> TypeError:
-        return TypeError(
-            f"{name}: an expansion in {self._format.name} has no storage of its own; assign values "
-            "with copy_(), or take plain tensors out with mcf.as_plain(x, dtype)"
-        )
+    set_ = _without_storage("set_")
+    apply_ = _without_storage("apply_")
+    __dlpack__ = _without_storage("__dlpack__")
 
     def storage(self) -> NoReturn:
         """Refused: safetensors would read memory that is not there."""
@@ -426,16 +419,13 @@ class DeferredTensor(MCFTensor):
         format = expression.expression.format
         made = _wrapper(DeferredTensor, expression.reads[0], format)
         made._format, made._role, made._readers = format, "value", []
-        made._deferred = expression
-        watch(made, expression.reads)
+        made.defer(expression)
         return made
 
     def defer(self, expression: Deferred) -> None:
-        """Wait for the result of another expression, of what was to be here among others."""
-        assert self._deferred is not None
-        known = list(map(id, self._deferred.reads))
-        watch(self, [x for x in expression.reads if id(x) not in known])
+        """Wait for the result of an expression, also of one of what was to be here."""
         self._deferred = expression
+        watch(self, expression.reads)
 
     def compute_components(self) -> None:
         """Compute the components."""
@@ -552,24 +542,24 @@ def _where(condition: Tensor, input: Any = None, other: Any = None, **kwargs: An
         return torch.where(condition, *chosen, **kwargs)
     format, role = expansions[0].format, expansions[0].role
     input, other = (
-        MCFTensor.of(number_in(x, format), format, role) if isinstance(x, (int, float)) else x
-        for x in (input, other)
+        number_in(x, format, role) if isinstance(x, (int, float)) else x for x in (input, other)
     )
     return torch.where(condition, input, other, **kwargs)
 
 
-def number_in(x: float, format: Format, device: torch.device | None = None) -> Sequence[Tensor]:
-    """The components of a number, to nearest."""
+def number_in(
+    x: float, format: Format, role: Role = "value", device: torch.device | None = None
+) -> MCFTensor:
+    """A number as an expansion without dimensions, to nearest."""
     number = torch.tensor(x, dtype=torch.float64, device=device)
-    return recode([number], "float64", format.nearest.name, None)
-
-
-def _where_method(input: Any, condition: Tensor, other: Any = None) -> Any:
-    return _where(condition, input, other)
+    return MCFTensor.of(recode([number], "float64", format.nearest.name, None), format, role)
 
 
 # torch rounds a number to the base dtype before dispatch.
-_CHOICES: dict[Any, Callable[..., Any]] = {torch.where: _where, torch.Tensor.where: _where_method}
+_CHOICES: dict[Any, Callable[..., Any]] = {
+    torch.where: _where,
+    torch.Tensor.where: lambda input, condition, other: _where(condition, input, other),
+}
 
 
 def _holds_expansion(tree: Any) -> bool:
@@ -580,4 +570,4 @@ def _has_value(tree: Any) -> bool:
     return any(isinstance(x, MCFTensor) and x.role == "value" for x in tree_leaves(tree))
 
 
-torch.serialization.add_safe_globals([MCFTensor, format_named, _rebuild])
+torch.serialization.add_safe_globals([MCFTensor, named, _rebuild])

@@ -15,8 +15,12 @@ from torch.optim import Optimizer
 
 from mcftensor.convert import as_expansion, as_plain
 from mcftensor.formats import Format, require_format
-from mcftensor.patches.optimizers import as_loaded, have_states_made_by_plan
-from mcftensor.patches.stepping import breaks_graphs, untraced
+from mcftensor.patches.optimizers import (
+    as_loaded,
+    breaks_graphs,
+    have_states_made_by_plan,
+    untraced,
+)
 from mcftensor.tensor.sharded import format_of
 from mcftensor.training.shadow import CannotShadow, attributes, plain_step
 

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import mcftensor as mcf
-from mcftensor.patches.imports import after_import
-from mcftensor.patches.table import TABLE, Patch
+from mcftensor.patches.table import TABLE, Patch, after_import
 from support.writes_to_torch import writes
 
 PACKAGE = Path(mcf.__file__).parent

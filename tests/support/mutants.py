@@ -155,7 +155,7 @@ MUTATIONS = [
         quotient_before_product=("x + value * a / b", "x + value * (a / b)"),
     ),
     *_of(
-        "floats.py",
+        "format.py",
         "tests/numerics/test_stochastic.py",
         "tests/numerics/test_formats.py",
         "tests/tensor/test_convert.py",
@@ -371,15 +371,15 @@ MUTATIONS = [
             "            if",
         ),
         numbers_rounded_by_where=(
-            "number_in(x, format), format, role) if isinstance(x, (int, float)) else x",
-            "number_in(x, format), format, role) if False else x",
+            "number_in(x, format, role) if isinstance(x, (int, float)) else x",
+            "number_in(x, format, role) if False else x",
         ),
         numbers_rounded_by_assignment=(
             "if isinstance(value, (int, float)) and not isinstance(value, bool):",
             "if isinstance(value, float) and value != value:",
         ),
         array_of_leading_terms=(
-            "return plain.cpu().numpy()",
+            "return self._collapsed().cpu().numpy()",
             "return self.components[0].detach().double().cpu().numpy()",
         ),
         damaged_pickles=(
@@ -467,11 +467,12 @@ MUTATIONS = [
             'if keyword not in given["kwargs"] or not _is_expansion(given["self"]):',
             "if True:",
         ),
+        addcdiv_taken_apart=("if decompose is None:", "if found:"),
+    ),
+    *_of(
+        "registries.py",
+        "tests/numerics/test_stochastic.py",
         draws_merged=("    operators.append(torch.ops.mcftensor.draw_key)", "    pass"),
-        addcdiv_taken_apart=(
-            "if torch.addcdiv not in found:",
-            "if found:",
-        ),
     ),
     *_of(
         "collage.py",
@@ -494,7 +495,7 @@ MUTATIONS = [
         unknown_states=("            self._check_names(optimizer)", "            pass"),
     ),
     *_of(
-        "stepping.py",
+        "optimizers.py",
         "tests/compile/test_untraced.py",
         "tests/compile/test_compile.py::TestOptimizerSteps",
         steps_are_traced=("if any(isinstance(p, MCFTensor) for p in parameters):", "if False:"),

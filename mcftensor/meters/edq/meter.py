@@ -25,7 +25,7 @@ from mcftensor.meters.edq.readings import (
     take_samples,
     totals,
 )
-from mcftensor.patches.stepping import untraced
+from mcftensor.patches.optimizers import untraced
 from mcftensor.tensor.sharded import format_of
 from mcftensor.training.shadow import Original, reaches_parameters
 

@@ -1,4 +1,4 @@
-"""What modules hold of their own: hooks on loading, and weak references to weights."""
+"""What single tensors and modules hold: hooks, and weak references to weights."""
 
 from __future__ import annotations
 
@@ -8,10 +8,22 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from mcftensor.patches.table import row
 
+_TENSOR_HOOKS = [
+    row(
+        f"torch.Tensor.{name}",
+        why="Hooks of a parameter are to stay when it becomes an expansion, and `swap_tensors` "
+        "takes them away.",
+        loss="parameters that are converted lose hooks of this kind; register them afterwards.",
+        when="mcf.as_expansion(module)",
+        kind=object,
+    )
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
+]
 _LOAD_HOOKS = row(
     "torch.nn.Module._load_state_dict_pre_hooks",
     why="`store_as_terms` makes expansions of terms before other hooks look at them, and "
@@ -31,18 +43,23 @@ _WEIGHT_REFERENCES = row(
 )
 
 
-def register_first_load_hook(module: nn.Module, hook: Callable[..., None]) -> None:
-    """`register_load_state_dict_pre_hook`, with a hook that runs before those that are there."""
-    handle = module.register_load_state_dict_pre_hook(hook)
-    hooks = _LOAD_HOOKS.found_in(module)
-    if hooks is not None:
-        hooks.move_to_end(handle.id, last=False)
+def exchange(x: Tensor, new: Tensor) -> None:
+    """Give the tensor object x the contents of new; its hooks stay."""
+    kept = {each.attribute: each.found_in(x) for each in _TENSOR_HOOKS}
+    torch.utils.swap_tensors(x, new)
+    for name, hooks in kept.items():
+        if hooks is not None:
+            setattr(x, name, hooks)
 
 
-def register_load_hook_once(module: nn.Module, hook: Callable[..., None]) -> None:
-    """`register_load_state_dict_pre_hook`, unless that has been done."""
+def register_load_hook(
+    module: nn.Module, hook: Callable[..., None], *, first: bool = False
+) -> None:
+    """`register_load_state_dict_pre_hook`, once; a first one runs before those that are there."""
     if not _keys_of(module, hook):
-        module.register_load_state_dict_pre_hook(hook)
+        handle = module.register_load_state_dict_pre_hook(hook)
+        if first and (hooks := _LOAD_HOOKS.found_in(module)) is not None:
+            hooks.move_to_end(handle.id, last=False)
 
 
 def remove_load_hook(module: nn.Module, hook: Callable[..., None]) -> None:

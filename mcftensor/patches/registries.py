@@ -1,0 +1,56 @@
+"""Lists and tables of torch, in which types and operators have to stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor.patches.table import patch, row
+from mcftensor.tensor import MCFTensor
+
+
+def _with_expansions(types: list[type]) -> list[type]:
+    types.append(MCFTensor)  # in place: others have imported the list
+    return types
+
+
+for _module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+    row(
+        f"{_module}._foreach_supported_types",
+        why="Optimizers and clipping choose foreach kernels by default, as on CUDA, for types of "
+        "parameters that are listed.",
+        loss="over expansions they take their for-loop, unless foreach=True or fused=True says "
+        "otherwise.",
+        change=_with_expansions,
+        kind=list,
+    )
+
+
+def _stack(batch: Sequence[Tensor], **unused: Any) -> Tensor:
+    return torch.stack(list(batch))
+
+
+@patch(
+    "torch.utils.data._utils.collate.default_collate_fn_map",
+    why="The workers of data loaders would stack expansions into plain tensors in shared memory.",
+    loss="data loaders with workers cannot collate expansions; give them a collate_fn.",
+    kind=dict,
+)
+def _stacking_expansions(functions: dict[Any, Callable[..., Any]]) -> dict[Any, Any]:
+    functions[MCFTensor] = _stack
+    return functions
+
+
+@patch(
+    "torch._functorch.compile_utils.rand_ops",
+    why="Compilers merge equal calls, except of operators that are listed as random.",
+    loss="stochastic roundings of one compiled graph may share their random numbers.",
+    when="import torch._dynamo",
+    kind=list,
+)
+def _with_draws(operators: list[Any]) -> list[Any]:
+    operators.append(torch.ops.mcftensor.draw_key)
+    return operators
