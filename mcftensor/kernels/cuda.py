@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 import itertools
+import linecache
 import struct
+import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +20,6 @@ from torch import Tensor
 from mcftensor.kernels import triton
 from mcftensor.kernels.caches import Bounded
 from mcftensor.kernels.columns import by_rows, number_of, repeated
-from mcftensor.kernels.directory import is_kept, keep, path_of
 from mcftensor.kernels.program import Program
 
 # Tables on a device, by what is in them and the stream that they were copied on. With its key each
@@ -149,25 +150,14 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def _kernel(program: Program, there: tuple[bool, ...]) -> _Kernel:
-    """The kernel of a program, from a module in the cache: Triton reads the source of functions."""
+    """The kernel of a program, in no file: Triton reads the source of functions by `linecache`."""
     kernel = _KERNELS.get((program, there))
     if kernel is None:
-        path = _module(triton.source(program, there))
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        kernel = _KERNELS.put((program, there), _Kernel(module.kernel, triton.warps(program)))
+        source = triton.source(program, there)
+        name = f"<mcftensor kernel {hashlib.sha256(source.encode()).hexdigest()}>"
+        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+        names: dict[str, Any] = {"__name__": "mcftensor.kernels.made"}
+        exec(compile(source, name, "exec"), names)
+        kernel = _KERNELS.put((program, there), _Kernel(names["kernel"], triton.warps(program)))
+        weakref.finalize(kernel, linecache.cache.pop, name, None)
     return kernel
-
-
-def _module(source: str) -> Path:
-    def make(scratch: Path) -> Path:
-        (scratch / "kernel.py").write_text(source)
-        return scratch / "kernel.py"
-
-    path = path_of(source, suffix=".py")
-    if not is_kept(path):
-        keep(path, make)
-    return path

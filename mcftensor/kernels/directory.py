@@ -1,11 +1,19 @@
-"""The directory of compiled code, which later processes find, and which does not grow for ever."""
+"""The directory of compiled code, which later processes find, and which does not grow for ever.
+
+What is found there is executed. So it is taken only from folders and files that nobody but this
+user and root can write, and only if it is whole: a file's name ends in a digest of what is in it.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import os
+import shutil
+import stat
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +21,49 @@ from pathlib import Path
 MOST_BYTES = 1 << 28
 
 _PREFIX = "mcftensor_kernel_"
+_PRIVATE: list[Path] = []
 
 
-def directory() -> Path:
+def key_of(*parts: object) -> str:
+    """What a file is found by that is made of these parts."""
+    return _digest("\n".join(map(str, parts)).encode())
+
+
+def find(key: str) -> Path | None:
+    """A file that was kept, if it is to be trusted; it is now the last to go."""
+    for path in _directory().glob(f"{_PREFIX}{key}_*"):
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            is_safe = stat.S_ISREG(status.st_mode) and _is_safe(status)
+            if is_safe and path.stem.endswith(f"_{_digest(path.read_bytes())}"):
+                os.utime(path)
+                return path
+    return None
+
+
+def keep(key: str, make: Callable[[Path], Path]) -> Path:
+    """Have a file made in an empty folder, and appear whole or not at all, other processes being
+    at it too. Where the directory cannot be written, it is kept as long as this process lives.
+
+    Raises:
+        OSError: nothing can be written.
+    """
+    try:
+        _named().mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = _directory()
+        scratch = tempfile.TemporaryDirectory(dir=folder)
+    except OSError as error:
+        folder = _private(str(error))
+        scratch = tempfile.TemporaryDirectory(dir=folder)
+    with scratch as empty:
+        made = make(Path(empty))
+        path = folder / f"{_PREFIX}{key}_{_digest(made.read_bytes())}{made.suffix}"
+        made.replace(path)
+    _tidy(path)
+    return path
+
+
+def _named() -> Path:
     """MCFTENSOR_CACHE_DIR, or mcftensor in the user's cache."""
     named = os.environ.get("MCFTENSOR_CACHE_DIR")
     if named:
@@ -24,28 +72,57 @@ def directory() -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "mcftensor"
 
 
-def path_of(*parts: object, suffix: str) -> Path:
-    """Where the file stands that is made of these parts."""
-    digest = hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32]
-    return directory() / f"{_PREFIX}{digest}{suffix}"
+def _directory() -> Path:
+    """The named directory; a private one, if others can write there or put another in its place."""
+    directory = _named().resolve()
+    for folder in (directory, *directory.parents):
+        with contextlib.suppress(OSError):  # as it may not be there
+            status = folder.stat()
+            is_sticky = folder != directory and status.st_mode & stat.S_ISVTX
+            if not (_is_safe(status) or (is_sticky and _is_own(status))):
+                return _private(f"other users can write to {folder}")
+    return directory
 
 
-def is_kept(path: Path) -> bool:
-    """Whether a file is there; if so, it is now the last to go."""
+def _is_safe(status: os.stat_result) -> bool:
+    """Whether it belongs to this user or root, and nobody else can write it."""
+    if os.name != "posix":  # where each user's folders are closed to others
+        return True
+    is_shared = status.st_mode & stat.S_IWGRP and not _is_of_this_user_alone(status.st_gid)
+    return _is_own(status) and not is_shared and not status.st_mode & stat.S_IWOTH
+
+
+def _is_own(status: os.stat_result) -> bool:
+    return status.st_uid in (0, os.geteuid())
+
+
+def _is_of_this_user_alone(group: int) -> bool:
+    """Some systems give each user a group, and let it write."""
+    import grp  # noqa: PLC0415  # POSIX has these two
+    import pwd  # noqa: PLC0415
+
     try:
-        os.utime(path)
-    except OSError:
-        return path.exists()  # in a directory of another user
-    return True
+        user, entry = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
+    except KeyError:
+        return False
+    return entry.gr_name == user and set(entry.gr_mem) <= {user}
 
 
-def keep(path: Path, make: Callable[[Path], Path]) -> None:
-    """Have a file made in an empty folder, and appear whole or not at all, other processes being
-    at it too."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        make(Path(scratch)).replace(path)
-    _tidy(path)
+def _private(reason: str) -> Path:
+    """A directory that this process alone knows, until it ends."""
+    if not _PRIVATE:
+        _PRIVATE.append(Path(tempfile.mkdtemp(prefix="mcftensor_")))
+        atexit.register(shutil.rmtree, _PRIVATE[0], ignore_errors=True)
+        warnings.warn(
+            f"mcftensor compiles anew in each process, as it does not use {_named()} for compiled "
+            f"code: {reason}. MCFTENSOR_CACHE_DIR can name a directory that is yours alone",
+            stacklevel=2,
+        )
+    return _PRIVATE[0]
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
 
 
 def _tidy(newest: Path) -> None:

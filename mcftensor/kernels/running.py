@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.kernels import blocks, compiler, cpp, cpu, cuda
+from mcftensor.kernels import blocks, compiler, cpp, cpu, cuda, hard
 from mcftensor.kernels.caches import Bounded
 from mcftensor.kernels.columns import (
     Columns,
@@ -65,8 +65,22 @@ class Kernel:
             build = self.worked >= BUILD_AFTER and not self.built
             if build or (self.worked >= LOOK_AFTER and not self.looked):
                 self.looked, self.built = True, build
-                self.launch = compiler.load(cpp.source(self.program), build=build)
+                self.launch = compiler.load(
+                    cpp.source(self.program), build=build, is_right=self._is_right
+                )
         return self.launch
+
+    def _is_right(self, launch: compiler.Launch) -> bool:
+        """Whether compiled code gives eager PyTorch's bits on operands that are hard."""
+        vectors = [hard.vector(dtype, i) for i, dtype in enumerate(self.signature.vectors)]
+        scalars = [hard.scalar(dtype, i) for i, dtype in enumerate(self.signature.scalars)]
+        expected = self.body(vectors, scalars, torch.arange(hard.COUNT, device="cpu"))
+        expected = [x.to(d) for x, d in zip(expected, self.signature.outputs, strict=True)]
+        got = [torch.empty_like(x) for x in expected]
+        addresses = [[x.data_ptr()] for x in (*vectors, *got)]
+        columns = [[x] for x in scalars]
+        cpu.launch(launch, [hard.COUNT], addresses, columns, self.signature.scalars)
+        return all(map(hard.are_alike, got, expected))
 
     @functools.cached_property
     def program(self) -> Program:

@@ -27,6 +27,7 @@ def fresh(monkeypatch, tmp_path):
     """As in a new process with nothing compiled."""
     compiler.find.cache_clear()
     monkeypatch.setattr(compiler, "_REASONS", [])
+    monkeypatch.setattr(directory, "_PRIVATE", [])
     monkeypatch.setenv("MCFTENSOR_CACHE_DIR", str(tmp_path / "cache"))
     yield
     compiler.find.cache_clear()
@@ -38,16 +39,17 @@ def script(path, text):
     return str(path)
 
 
-def compute(name, operation, monkeypatch):
+def compute(name, operation, monkeypatch, format="bf16x2"):
     """The result of an operation on the same operands in one of the ways, eager code at hand."""
     torch.manual_seed(5)
-    operands = [operand(mcf.bf16x2, 501) for _ in range(2)]
+    format = mcf.Format.from_name(format)
+    operands = [operand(format, 501) for _ in range(2)]
     with way(name):
         monkeypatch.setattr(blocks, "run", BLOCKS)
-        return run(expression(operation, mcf.bf16x2), *operands)
+        return run(expression(operation, format), *operands)
 
 
-def assert_one_warning_and_right_results(monkeypatch, match):
+def assert_one_warning_and_right_results(monkeypatch, match, reason=REASON):
     for operation in ("add", "mul"):  # each a program of its own
         expected = compute("eager", operation, monkeypatch)
         with warnings.catch_warnings(record=True) as caught:
@@ -56,7 +58,7 @@ def assert_one_warning_and_right_results(monkeypatch, match):
         assert_same_bits(got, expected)
         assert len(caught) == (operation == "add")
         for warning in caught:
-            assert REASON in str(warning.message)
+            assert reason in str(warning.message)
             assert match in str(warning.message)
 
 
@@ -82,15 +84,7 @@ def test_a_compiler_that_makes_nonsense(monkeypatch, tmp_path):
 
 def test_a_compiler_that_makes_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", script(tmp_path / "cxx", "exit 0"))
-    assert_one_warning_and_right_results(monkeypatch, "cannot keep compiled code")
-
-
-def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("MCFTENSOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    if compiler.find() is None:
-        pytest.skip("needs a C++ compiler")
-    assert_one_warning_and_right_results(monkeypatch, "MCFTENSOR_CACHE_DIR")
+    assert_one_warning_and_right_results(monkeypatch, "cannot open shared object file")
 
 
 @needs_compiler
@@ -135,16 +129,17 @@ def test_a_directory_that_is_full(monkeypatch, tmp_path):
         (scratch / "draft").write_text("x" * 300)
         return scratch / "draft"
 
-    paths = [directory.path_of(i, suffix=".so") for i in range(5)]
-    for i, path in enumerate(paths):
-        directory.keep(path, make)
-        os.utime(path, (i, i))
+    keys = [directory.key_of(i) for i in range(5)]
+    paths = []
+    for i, key in enumerate(keys):
+        paths.append(directory.keep(key, make))
+        os.utime(paths[i], (i, i))
         if i == 2:
-            assert directory.is_kept(paths[0])
+            assert directory.find(keys[0]) == paths[0]
     assert [path.exists() for path in paths] == [True, False, False, True, True]
     assert other.exists()
     monkeypatch.setattr(directory, "MOST_BYTES", 0)
-    directory.keep(paths[1], make)
+    assert directory.keep(keys[1], make) == paths[1]
     assert [path.exists() for path in paths] == [False, True, False, False, False]
     assert sorted(path.name for path in other.parent.iterdir()) == sorted(
         [other.name, paths[1].name]
@@ -195,3 +190,196 @@ def test_processes_share_what_is_compiled(monkeypatch, tmp_path):
     later = start()
     assert {later.communicate(timeout=120)[0]} == results
     assert len(log.read_text().splitlines()) == compilations
+
+
+# ------------------------------------------------------------------- what others put in its place
+
+
+PLANTED = """
+#include <cstdint>
+#include <cstdio>
+__attribute__((constructor)) static void found() { std::fclose(std::fopen("{path}", "w")); }
+extern "C" void launch(std::int64_t*, double*, std::int64_t, std::int64_t) {{}}
+"""
+
+
+@pytest.fixture
+def planted(monkeypatch, tmp_path):
+    """The one file of the cache, with code in it that leaves a trace; and the place of the trace.
+
+    Its name fits what is in it.
+    """
+    compute("cpp", "add", monkeypatch)
+    (library,) = (tmp_path / "cache").iterdir()
+    trace = tmp_path / "trace"
+    source = tmp_path / "planted.cpp"
+    source.write_text(PLANTED.replace("{{}}", "{}").replace("{path}", str(trace)))
+    made = tmp_path / "planted.so"
+    subprocess.run([*compiler.find(), "-shared", "-fPIC", str(source), "-o", str(made)], check=True)
+    stem = library.stem.rpartition("_")[0]
+    library.unlink()
+    place = library.with_name(f"{stem}_{directory._digest(made.read_bytes())}.so")
+    return made.rename(place), trace
+
+
+def belong_to_a_stranger(path, monkeypatch):
+    if os.geteuid() == 0:
+        os.chown(path, 12345, -1)
+    else:  # who cannot give files away
+        is_own, file = directory._is_own, path.stat().st_ino
+        monkeypatch.setattr(directory, "_is_own", lambda x: x.st_ino != file and is_own(x))
+
+
+@needs_compiler
+def test_files_of_this_user_are_executed(planted, monkeypatch):
+    """So that the next tests can fail."""
+    _, trace = planted
+    compute("cpp", "add", monkeypatch)
+    assert trace.exists()
+
+
+@needs_compiler
+@pytest.mark.parametrize("what", ["file", "directory", "parent"])
+@pytest.mark.parametrize("how", ["owner", "group", "all"])
+def test_what_others_can_write_is_not_executed(planted, what, how, monkeypatch, tmp_path):
+    library, trace = planted
+    place = {"file": library, "directory": library.parent, "parent": tmp_path / "shared"}[what]
+    if what == "parent":
+        place.mkdir()
+        (tmp_path / "cache").rename(place / "cache")
+        monkeypatch.setenv("MCFTENSOR_CACHE_DIR", str(place / "cache"))
+    if how == "owner":
+        belong_to_a_stranger(place, monkeypatch)
+    elif how == "group":
+        monkeypatch.setattr(directory, "_is_of_this_user_alone", lambda group: False)
+        place.chmod(0o770)
+    else:
+        place.chmod(0o777)
+    expected = compute("eager", "add", monkeypatch)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert_same_bits(compute("cpp", "add", monkeypatch), expected)
+    said = [str(warning.message) for warning in caught]
+    if what == "file":
+        assert said == []
+    else:
+        (text,) = said
+        assert f"other users can write to {place}." in text
+        assert "MCFTENSOR_CACHE_DIR" in text
+        (private,) = directory._PRIVATE
+        assert private.stat().st_mode & 0o077 == 0
+        assert len(list(private.iterdir())) == 1  # compiled once
+    assert not trace.exists()
+
+
+@needs_compiler
+def test_a_directory_among_those_of_others(monkeypatch, tmp_path):
+    """As in /tmp: each can remove what is his."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    monkeypatch.setenv("MCFTENSOR_CACHE_DIR", str(shared / "cache"))
+    compute("cpp", "add", monkeypatch)
+    assert len(list((shared / "cache").iterdir())) == 1
+    assert directory._PRIVATE == []
+
+
+@needs_compiler
+def test_a_group_of_this_user_alone(monkeypatch, tmp_path):
+    """As with a umask of 002, which some systems have."""
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o775)
+    monkeypatch.setattr(directory, "_is_of_this_user_alone", lambda group: True)
+    compute("cpp", "add", monkeypatch)
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+@needs_compiler
+def test_symbolic_links(planted, monkeypatch, tmp_path):
+    """Of files they are not followed; the directory may be one."""
+    library, trace = planted
+    other = library.rename(tmp_path / "other.so")
+    library.symlink_to(other)
+    (tmp_path / "link").symlink_to(tmp_path / "cache")
+    monkeypatch.setenv("MCFTENSOR_CACHE_DIR", str(tmp_path / "link"))
+    expected = compute("eager", "add", monkeypatch)
+    assert_same_bits(compute("cpp", "add", monkeypatch), expected)
+    assert not trace.exists()
+    kept = [x for x in (tmp_path / "cache").iterdir() if not x.is_symlink()]
+    assert len(kept) == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["truncated", "empty", "changed"])
+def test_damaged_files_are_made_anew(damage, monkeypatch, tmp_path):
+    expected = compute("cpp", "add", monkeypatch)
+    (library,) = (tmp_path / "cache").iterdir()
+    whole = library.read_bytes()
+    broken = {"truncated": whole[:-1000], "empty": b"", "changed": whole[:-1] + b"x"}[damage]
+    library.unlink()  # it is mapped into this process
+    library.write_bytes(broken)
+    assert_same_bits(compute("cpp", "add", monkeypatch), expected)
+    assert library.read_bytes() == whole
+    assert list((tmp_path / "cache").iterdir()) == [library]
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
+    """Code is compiled, and kept as long as the process lives."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MCFTENSOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    assert_one_warning_and_right_results(monkeypatch, "MCFTENSOR_CACHE_DIR", "compiles anew")
+    assert len(list(directory._PRIVATE[0].iterdir())) == 2
+
+
+@needs_compiler
+def test_a_disk_that_is_full(monkeypatch, tmp_path):
+    def full(self, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(directory.Path, "replace", full)
+    assert_one_warning_and_right_results(monkeypatch, "No space left on device")
+
+
+# ---------------------------------------------------------------- compilers that are not IEEE's
+
+
+FAST = ["-ffast-math", "-Ofast", "-funsafe-math-optimizations", "-ffp-contract=fast"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("flag", FAST)
+def test_flags_for_fast_arithmetic_are_undone(flag, monkeypatch):
+    monkeypatch.setenv("CXX", f"c++ {flag}")
+    for operation in ("add", "mul", "div"):
+        expected = compute("eager", operation, monkeypatch)
+        assert_same_bits(compute("cpp", operation, monkeypatch), expected)
+    assert sys.float_info.min / 2 > 0
+
+
+@needs_compiler
+@pytest.mark.parametrize("flag", FAST)
+@pytest.mark.parametrize("name", ["bf16x2", "fp32x2"])
+def test_compilers_that_insist_on_fast_arithmetic(name, flag, monkeypatch, tmp_path):
+    """What they make is not kept where it has other bits, and subnormal numbers survive it."""
+    monkeypatch.setenv("CXX", script(tmp_path / "cxx", f'exec c++ "$@" {flag}'))
+    expected = compute("eager", "mul", monkeypatch, name)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert_same_bits(compute("cpp", "mul", monkeypatch, name), expected)
+    assert all("other bits than PyTorch" in str(warning.message) for warning in caught)
+    assert len(list((tmp_path / "cache").iterdir())) == 1 - len(caught)
+    assert sys.float_info.min / 2 > 0
+    assert caught or flag != "-ffast-math"
+
+
+@needs_compiler
+def test_a_process_that_flushes_stays_so(monkeypatch):
+    if not torch.set_flush_denormal(True):
+        pytest.skip("needs a processor that flushes")
+    try:
+        compute("cpp", "mul", monkeypatch)
+        assert sys.float_info.min / 2 == 0
+    finally:
+        torch.set_flush_denormal(False)
