@@ -212,7 +212,7 @@ def require_castable(dtype: torch.dtype, target: Tensor) -> None:
         )
 
 
-def store(target: Tensor, result: MCFTensor) -> None:
+def store(target: Tensor, result: Tensor) -> None:
     """Write a result into an expansion, to nearest, or rounded once into a plain tensor."""
     require_castable(result.dtype, target)
     if isinstance(target, MCFTensor):

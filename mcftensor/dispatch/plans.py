@@ -34,30 +34,22 @@ def _sub(x: Any, y: Any, alpha: Any = 1) -> Formula:
     return ("sub", (x, y)) if _is_one(alpha) else ("fnma", (y, alpha, x))
 
 
-def _rsub(x: Any, y: Any, alpha: Any = 1) -> Formula:
-    return _sub(y, x, alpha)
-
-
 def _addcmul(x: Any, a: Any, b: Any, value: Any = 1) -> Formula:
     return ("fma", (a, b, x)) if _is_one(value) else ("addcmul", (x, a, b, value))
-
-
-def _addcdiv(x: Any, a: Any, b: Any, value: Any = 1) -> Formula:
-    return "addcdiv", (x, a, b, value)
 
 
 # aten's name: how expansions carry it out. Operators that exist as name, name_ and name.out.
 FORMULAS: dict[str, Callable[..., Formula]] = {
     "add": _add,  # every optimizer; residual connections of values
     "sub": _sub,
-    "rsub": _rsub,  # 1 - x
+    "rsub": lambda x, y, alpha=1: _sub(y, x, alpha),  # 1 - x
     "mul": lambda x, y: ("mul", (x, y)),  # weight decay, decay of moments
     "div": lambda x, y: ("div", (x, y)),  # bias corrections
     "reciprocal": lambda x: ("div", (1.0, x)),
     "sqrt": lambda x: ("sqrt", (x,)),  # Adam's denominator
     "square": lambda x: ("square", (x,)),
     "addcmul": _addcmul,  # second moments
-    "addcdiv": _addcdiv,  # Adam's update
+    "addcdiv": lambda x, a, b, value=1: ("addcdiv", (x, a, b, value)),  # Adam's update
     "lerp": lambda x, end, weight: ("lerp", (x, end, weight)),  # first moments
 }
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch.compute import compute
-from mcftensor.dispatch.float64 import PRECISION, WIDE
+from mcftensor.dispatch.compute import PRECISION, WIDE, compute
 from mcftensor.dispatch.registry import implements
 from mcftensor.tensor import MCFTensor
 
