@@ -18,14 +18,11 @@ from mcftensor.arithmetic.noise import draw_key
 from mcftensor.dispatch import sparse
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.operands import (
-    common_format,
+    common_role,
     component_columns,
     computes_plainly,
-    expansions,
     leading,
     plain,
-    plainly,
-    require_castable,
     require_numbers,
     store,
 )
@@ -58,7 +55,11 @@ def evaluated(
     parts = _parts(name, columns, keywords, count, target)
     keys = _keys(parts, columns)
     for part in parts:
-        found = part.deferred() if part.may_wait() else part.evaluated(keys)
+        found: Iterable[Tensor] = (
+            map(DeferredTensor.that_waits, part.expressions())
+            if part.may_wait()
+            else part.evaluated(keys)
+        )
         for i, result in zip(part.rows, found, strict=True):
             results[i] = result
     return results
@@ -68,7 +69,11 @@ def evaluated_into(name: str, columns: Lists, keywords: tuple[str, ...], count: 
     """Write the results into the first column, which holds expansions, or do nothing and return
     False: where results cannot be written element by element while operands are read."""
     parts = _parts(name, columns, keywords, count, in_place=True)
-    waiting = [part for part in parts if part.waits_already() and part.may_wait()]
+    waiting = [
+        part
+        for part in parts
+        if all(isinstance(x, DeferredTensor) for x in part.columns[0]) and part.may_wait()
+    ]
     others = [part for part in parts if part not in waiting] if waiting else parts
     if waiting and not _are_apart(columns, count):
         return False
@@ -76,7 +81,8 @@ def evaluated_into(name: str, columns: Lists, keywords: tuple[str, ...], count: 
         return False
     keys = _keys(others, columns)
     for part in waiting:
-        part.defer()
+        for x, expression in zip(part.columns[0], part.expressions(), strict=True):
+            x.defer(expression)
     for part in others:
         part.write(keys)
     return True
@@ -113,11 +119,8 @@ class _Part:
             )
         )
 
-    def waits_already(self) -> bool:
-        """Whether the targets are results that wait."""
-        return all(isinstance(x, DeferredTensor) for x in self.columns[0])
-
-    def _expressions(self) -> Iterator[Deferred]:
+    def expressions(self) -> Iterator[Deferred]:
+        """What each result would wait for."""
         count = len(self.rows)
         for i in range(count):
             row = [column[i % len(column)] for column in self.reads]
@@ -128,15 +131,6 @@ class _Part:
                 for x in self.operands
             ]
             yield Deferred(self.plan.expression, operands, reads)
-
-    def deferred(self) -> list[Tensor]:
-        """New results, that wait."""
-        return [DeferredTensor.that_waits(x) for x in self._expressions()]
-
-    def defer(self) -> None:
-        """Let the targets wait for more than they do."""
-        for target, expression in zip(self.columns[0], self._expressions(), strict=True):
-            target.defer(expression)
 
     # --------------------------------------------------------------------------- what does not
 
@@ -309,9 +303,7 @@ def _memory(x: Tensor) -> int:
 
 def _is_whole(x: MCFTensor) -> bool:
     """Whether a value is in memory that nobody else has."""
-    if x._deferred is not None:
-        return True
-    return x._readers != () and x.is_contiguous()
+    return x._deferred is not None or (x._readers != () and x.is_contiguous())
 
 
 # ------------------------------------------------------------------------------- one tensor
@@ -322,22 +314,19 @@ def arithmetic_into(
 ) -> Tensor:
     """Store the result in `target`: all of an expansion, or a plain tensor, rounded once."""
     operands = (*args, *kwargs.values())
-    columns = [[x] for x in operands]
-    if not isinstance(target, MCFTensor):
-        if all(x._role == "parameter" for x in expansions(operands)):
-            func(*leading(args), **leading(kwargs))
-        else:
-            format = common_format(name, (target, *operands))
-            require_castable(format.dtype, target)
-            (result,) = evaluated(name, columns, tuple(kwargs), 1)
-            target.copy_(plainly(result, target.dtype))
+    columns, keywords, format = [[x] for x in operands], tuple(kwargs), None
+    if isinstance(target, MCFTensor):
+        if name in ("add", "sub") and getattr(args[1], "layout", None) == torch.sparse_coo:
+            sign = 1 if name == "add" else -1
+            return sparse.add_(target, args[1], sign * kwargs.get("alpha", 1))
+        if target is args[0] and evaluated_into(name, columns, keywords, 1):
+            return target
+        format = target._format
+    elif common_role(operands) == "parameter":
+        func(*leading(args), **leading(kwargs))
         return target
-    if name in ("add", "sub") and sparse.is_sparse(args[1]):
-        sign = 1 if name == "add" else -1
-        return sparse.add_(target, args[1], sign * kwargs.get("alpha", 1))
-    if target is not args[0] or not evaluated_into(name, columns, tuple(kwargs), 1):
-        (result,) = evaluated(name, columns, tuple(kwargs), 1, target._format)
-        store(target, result)
+    (result,) = evaluated(name, columns, keywords, 1, format)
+    store(target, result)
     return target
 
 

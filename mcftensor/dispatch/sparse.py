@@ -14,11 +14,6 @@ from mcftensor.tensor import MCFTensor
 aten = torch.ops.aten
 
 
-def is_sparse(x: Any) -> bool:
-    """Whether an operand is a sparse tensor in coordinates."""
-    return isinstance(x, Tensor) and x.layout == torch.sparse_coo
-
-
 def add_(target: MCFTensor, source: Tensor, alpha: Any = 1) -> MCFTensor:
     """Add alpha times a sparse tensor in place; other elements stay as they are.
 

@@ -198,12 +198,11 @@ def numbers_for(formats: Sequence[Format]) -> Numbers:
     networks = [f.numbers for f in own if isinstance(f.numbers, Network)]
     if networks:
         return max(networks, key=lambda x: x.terms)
-    plain = [f.dtype for f in formats[1:] if isinstance(f, PlainFormat)]
     # Bytes of plain tensors that float32 serves: beside terms those of 16 bits, and beside what is
     # a float32 itself others, too.
     limit = 4 if all(f.result is not f for f in own) else 2
     narrow = all(f.numbers.dtype == torch.float32 for f in own) and all(
-        dtype.itemsize <= limit for dtype in plain
+        f.dtype.itemsize <= limit for f in formats[1:] if isinstance(f, PlainFormat)
     )
     return Machine(torch.float32 if own and narrow else torch.float64)
 

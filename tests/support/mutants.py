@@ -451,10 +451,7 @@ MUTATIONS = [
             "return (-lr / (1 + (step - 1) * lr_decay),)",
             "return (-lr / (1 + step * lr_decay),)",
         ),
-        float32_beside_float64=(
-            "dtype.itemsize <= _plain_limit(own) for dtype in plain",
-            "True for dtype in plain",
-        ),
+        float32_beside_float64=("f.dtype.itemsize <= limit for f", "True for f"),
     ),
     *_of(
         "dynamo.py",
