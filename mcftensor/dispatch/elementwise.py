@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.noise import draw_key
-from mcftensor.dispatch import sparse
-from mcftensor.dispatch.compute import compute
+from mcftensor.dispatch.compute import PRECISION, WIDE, compute
 from mcftensor.dispatch.operands import (
     common_role,
     component_columns,
@@ -27,7 +26,7 @@ from mcftensor.dispatch.operands import (
     store,
 )
 from mcftensor.dispatch.plans import FORMULAS, Kind, Plan, kind_of, plan
-from mcftensor.dispatch.registry import TABLE, register_forms
+from mcftensor.dispatch.registry import TABLE, implements, register_forms
 from mcftensor.formats import PLAIN, Format, PlainFormat
 from mcftensor.kernels.columns import are_same, repeated
 from mcftensor.kernels.lists import places_of
@@ -318,7 +317,7 @@ def arithmetic_into(
     if isinstance(target, MCFTensor):
         if name in ("add", "sub") and getattr(args[1], "layout", None) == torch.sparse_coo:
             sign = 1 if name == "add" else -1
-            return sparse.add_(target, args[1], sign * kwargs.get("alpha", 1))
+            return _add_sparse(target, args[1], sign * kwargs.get("alpha", 1))
         if target is args[0] and evaluated_into(name, columns, keywords, 1):
             return target
         format = target._format
@@ -359,7 +358,8 @@ def register_in_place(operator: str, name: str) -> None:
     TABLE[operator] = in_place
 
 
-def _power(func: Any, x: Any, exponent: Any) -> Any:
+@implements(aten.pow.Tensor_Scalar)  # x ** 2
+def power(func: Any, x: Any, exponent: Any) -> Any:
     """The powers that are one or two of the operations above."""
     if exponent == 2:
         return torch.square(x)
@@ -372,4 +372,25 @@ def _power(func: Any, x: Any, exponent: Any) -> Any:
     return compute(func, x, exponent)
 
 
-TABLE[aten.pow.Tensor_Scalar] = _power
+# ---------------------------------------------------- sparse gradients, as embeddings make them
+
+
+def _add_sparse(target: MCFTensor, source: Tensor, alpha: Any) -> MCFTensor:
+    """Add alpha times a sparse tensor in place; other elements stay as they are.
+
+    Rows of the same place are summed first, exactly but for rounding in float64.
+    """
+    source = source.to(WIDE).coalesce()
+    places = tuple(source.indices())
+    rows = target[places] if places else target.clone()
+    rows.add_(source.values(), alpha=alpha)
+    target[places] = rows
+    return target
+
+
+@implements(aten.sparse_mask.default)  # SparseAdam
+def sparse_mask(func: Any, x: Any, mask: Tensor) -> Tensor:
+    """The elements where a sparse tensor has some, sparse and in float64."""
+    if not isinstance(x, MCFTensor) or x.format.precision > PRECISION:
+        return compute(func, x, mask)
+    return func(x._collapsed(WIDE), mask.to(WIDE))

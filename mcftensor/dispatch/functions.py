@@ -148,22 +148,20 @@ FUNCTIONS: set[Callable[..., Any]] = {
 def at_once(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a function of parameters and plain tensors; NotImplemented of other operands,
     and where anything but eager PyTorch looks on."""
-    if "out" in kwargs or torch.is_grad_enabled() or not is_bare() or _is_watched():
+    if (
+        "out" in kwargs
+        or torch.is_grad_enabled()
+        or not is_bare()
+        or forward_ad._current_level >= 0  # tangents are carried on
+        or torch._C._get_tracing_state() is not None
+        or torch._C._is_any_autocast_enabled()  # casts of parameters are kept
+    ):
         return NotImplemented
     plain = with_leading((*args, *kwargs.values()))
     if plain is None:
         return NotImplemented
     count = len(args)
     return func(*plain[:count], **dict(zip(kwargs, plain[count:], strict=True)))
-
-
-def _is_watched() -> bool:
-    """Whether tangents are carried on, a graph is traced, or casts of parameters are kept."""
-    return (
-        forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-        or torch._C._is_any_autocast_enabled()
-    )
 
 
 SHORTCUTS.update(dict.fromkeys(FUNCTIONS, at_once))

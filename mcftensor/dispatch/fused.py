@@ -76,7 +76,9 @@ def fused_step(func: Any, *lists: list[Tensor], **options: Any) -> None:
             func(*own, **options)
             continue
         found = [x for x in own[: len(quantities)] if x]
-        _compute_readers(formats, found)
+        for x in chain(*found):  # gradients too are written to, where they are unscaled
+            if isinstance(x, MCFTensor) and x._readers:
+                compute_readers(x)
         parts = [component_columns(x, f) for x, f in zip(found, formats, strict=True)]
         parameters, gradients, *states = parts
         scaled.append(([x for column in gradients for x in column], formats[1]))
@@ -100,15 +102,6 @@ def fused_step(func: Any, *lists: list[Tensor], **options: Any) -> None:
     if scale is not None:
         for flat, format in scaled:
             unscale_(flat, format.name, scale)
-
-
-def _compute_readers(formats: Formats, lists: Sequence[list[Tensor]]) -> None:
-    """Compute what waits for tensors that are to be written to, gradients too."""
-    for format, found in zip(formats, lists, strict=True):
-        if not isinstance(format, PlainFormat):
-            for x in found:
-                if x._readers:  # type: ignore[attr-defined]
-                    compute_readers(x)
 
 
 def _keys(groups: dict[Formats, list[int]], params: Sequence[Tensor]) -> dict[int, Tensor]:

@@ -7,6 +7,7 @@ up.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -114,17 +115,9 @@ def plan(
         format = target
     role: Role = "parameter" if all(x.role == "parameter" for x in own) else "value"
     read = [kinds[x.number] if isinstance(x, _Place) else _ONE for x in found]
-    places: list[int | Expression] = []  # of the operands, or their expressions
-    next_place = 0
-    for kind in read:
-        if kind.waits is None:
-            places.append(next_place)
-            next_place += 1
-        else:
-            width = 1 + max(_leaves(kind.waits))
-            places.append(kind.waits.at(range(next_place, next_place + width)))
-            next_place += width
-    expression = Expression(operation, format, tuple(range(len(read)))).at(places)
+    places = itertools.count()
+    operands = [next(places) if x.waits is None else x.waits.at(places) for x in read]
+    expression = Expression(operation, format, tuple(operands))
     may_wait = (
         role == "value"
         and format.rounding == "nearest"
@@ -135,10 +128,3 @@ def plan(
     )
     order = tuple(x.number if isinstance(x, _Place) else float(x) for x in found)
     return Plan(expression, order, role, may_wait)
-
-
-def _leaves(expression: Expression) -> list[int]:
-    found: list[int] = []
-    for x in expression.operands:
-        found += [x] if isinstance(x, int) else _leaves(x)
-    return found
