@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mcftensor.dispatch.operands import expansions, leading
+from mcftensor.dispatch.operands import expansions
 from mcftensor.dispatch.registry import implements
 from mcftensor.dispatch.writing import refusal
 from mcftensor.formats import Format
@@ -44,12 +44,6 @@ def refuse(func: Any, *args: Any, **kwargs: Any) -> Any:
         "x.components"
     )
     raise refusal(func, expansions((args, kwargs)), reason)
-
-
-@implements("fsdp::all_gather_copy_in")  # fully_shard
-def gather_for_compute(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """What `fully_shard` gathers is for compute: leading terms."""
-    return func(*leading(args), **leading(kwargs))
 
 
 if dist.is_available():

@@ -1,25 +1,37 @@
-"""Everything else: a parameter computes as its leading term, a value on all its terms."""
+"""Everything else: a parameter computes as its leading term, a value on all its terms.
+
+float64 holds every value of formats up to 48 bits to more bits than they promise, so that one
+evaluation and one rounding give the format's precision.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from mcftensor.dispatch import float64, long, stored
+from mcftensor.dispatch import long, stored
 from mcftensor.dispatch.operands import (
     common_format,
     expansions,
     leading,
     only_stores,
+    plainly,
+    value_of,
     with_leading,
 )
 from mcftensor.dispatch.registry import implements
-from mcftensor.dispatch.writing import written_to
+from mcftensor.dispatch.writing import assign, refusal, written_to
+from mcftensor.formats import Format
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten
+
+WIDE = torch.float64
+PRECISION = 48
+"""Bits of the longest format that float64 serves; its five others cover the error of evaluating."""
 
 
 def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -43,9 +55,9 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
     format = common_format(str(func), found)
     if only_stores(format):
         return stored.on_numbers(func, args, kwargs)
-    if format.precision > float64.PRECISION:
+    if format.precision > PRECISION:
         return long.by_algorithm(func, format, *args, **kwargs)
-    return float64.in_float64(func, format, *args, **kwargs)
+    return _in_float64(func, format, found, args, kwargs)
 
 
 def _plainly(
@@ -65,10 +77,63 @@ def _plainly(
             raise
 
         def cast(dtype: torch.dtype, new: torch.dtype) -> Any:
-            return lambda x: x.to(new) if isinstance(x, torch.Tensor) and x.dtype == dtype else x
+            return lambda x: x.to(new) if isinstance(x, Tensor) and x.dtype == dtype else x
 
         args, kwargs = tree_map(cast(base, torch.float32), leading((args, kwargs)))
         return tree_map(cast(torch.float32, base), func(*args, **kwargs))
+
+
+def _in_float64(
+    func: Any,
+    format: Format,
+    found: list[MCFTensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """The operation on float64 copies; its floating results become values.
+
+    Tensors that it writes to, expansions or plain, get their results by one rounding.
+
+    Raises:
+        NotImplementedError: a result that is complex, or of another shape than where it goes.
+    """
+    copies: dict[int, Tensor] = {}
+    asked: list[torch.dtype] = []
+
+    def widen(x: Any) -> Any:
+        if isinstance(x, torch.dtype) and x.is_floating_point:
+            asked.append(x)
+            return WIDE
+        if not isinstance(x, Tensor) or not (isinstance(x, MCFTensor) or x.is_floating_point()):
+            return x
+        if x.layout != torch.strided:
+            raise refusal(func, found, f"it meets a tensor of {x.layout}")
+        if id(x) not in copies:
+            copies[id(x)] = (
+                x._collapsed(WIDE) if isinstance(x, MCFTensor) else x.to(WIDE, copy=True)
+            )
+        return copies[id(x)]
+
+    written = [x for _, x in written_to(func, args, kwargs)]
+    result = func(*tree_map(widen, args), **tree_map(widen, kwargs))
+    written = [x for x in written if id(x) in copies]  # integers are written to as they are
+    assign(func, written, [copies[id(x)] for x in written])
+    originals = {id(copies[id(x)]): x for x in written}
+
+    def narrow(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) in originals:
+            return originals[id(x)]
+        if x.is_complex():
+            raise refusal(func, found, "its result is complex")
+        if not x.is_floating_point():
+            return x
+        if asked and asked[-1] != format.dtype:
+            return plainly(x, asked[-1])
+        return value_of(x, format)
+
+    return tree_map(narrow, result)
 
 
 @implements(
@@ -77,16 +142,10 @@ def _plainly(
     aten.isposinf.default,  # x.isposinf
     aten.isneginf.default,  # x.isneginf
     aten.signbit.default,  # x.signbit, torch.copysign beyond 48 bits
-)
-def of_leading_term(func: Any, x: MCFTensor) -> Any:
-    """The leading term alone decides these."""
-    return func(x.components[0])
-
-
-@implements(
     aten.is_pinned,  # x.is_pinned, x.pin_memory
     aten.is_same_size,  # torch.autograd.grad
+    "fsdp::all_gather_copy_in",  # fully_shard, which gathers for compute
 )
-def metadata(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Questions about memory and shape, which all terms answer alike."""
+def of_leading_term(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """The leading term alone decides these."""
     return func(*leading(args), **leading(kwargs))

@@ -15,23 +15,19 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.noise import draw_key
-from mcftensor.dispatch import sparse
-from mcftensor.dispatch.compute import compute
+from mcftensor.dispatch.compute import PRECISION, WIDE, compute
 from mcftensor.dispatch.operands import (
-    common_format,
+    common_role,
     component_columns,
     computes_plainly,
-    expansions,
     leading,
     plain,
-    plainly,
-    require_castable,
     require_numbers,
     store,
 )
 from mcftensor.dispatch.plans import FORMULAS, Kind, Plan, kind_of, plan
-from mcftensor.dispatch.registry import TABLE, register_forms
-from mcftensor.formats import PLAIN, PlainFormat
+from mcftensor.dispatch.registry import TABLE, implements, register_forms
+from mcftensor.formats import PLAIN, Format, PlainFormat
 from mcftensor.kernels.columns import are_same, repeated
 from mcftensor.kernels.lists import places_of
 from mcftensor.kernels.opaque import is_bare
@@ -45,16 +41,24 @@ Rows = Sequence[int]
 Lists = Sequence[Sequence[Any]]
 
 
-def evaluated(name: str, columns: Lists, keywords: tuple[str, ...], count: int) -> list[Tensor]:
-    """The results of an operation on rows of operands, the last of which are given by keywords."""
+def evaluated(
+    name: str,
+    columns: Lists,
+    keywords: tuple[str, ...],
+    count: int,
+    target: Format | None = None,
+) -> list[Tensor]:
+    """The results of an operation on rows of operands, the last of which are given by keywords; in
+    the format of a target, if there is one."""
     results: list[Any] = [None] * count
-    parts = [
-        _Part.of(name, _only(columns, rows, count), keywords, kinds, rows)
-        for kinds, rows in _by_kind(columns, count)
-    ]
+    parts = _parts(name, columns, keywords, count, target)
     keys = _keys(parts, columns)
     for part in parts:
-        found = part.deferred() if part.may_wait() else part.evaluated(keys)
+        found: Iterable[Tensor] = (
+            map(DeferredTensor.that_waits, part.expressions())
+            if part.may_wait()
+            else part.evaluated(keys)
+        )
         for i, result in zip(part.rows, found, strict=True):
             results[i] = result
     return results
@@ -63,11 +67,12 @@ def evaluated(name: str, columns: Lists, keywords: tuple[str, ...], count: int) 
 def evaluated_into(name: str, columns: Lists, keywords: tuple[str, ...], count: int) -> bool:
     """Write the results into the first column, which holds expansions, or do nothing and return
     False: where results cannot be written element by element while operands are read."""
-    parts = [
-        _Part.of(name, _only(columns, rows, count), keywords, kinds, rows, in_place=True)
-        for kinds, rows in _by_kind(columns, count)
+    parts = _parts(name, columns, keywords, count, in_place=True)
+    waiting = [
+        part
+        for part in parts
+        if all(isinstance(x, DeferredTensor) for x in part.columns[0]) and part.may_wait()
     ]
-    waiting = [part for part in parts if part.waits_already() and part.may_wait()]
     others = [part for part in parts if part not in waiting] if waiting else parts
     if waiting and not _are_apart(columns, count):
         return False
@@ -75,7 +80,8 @@ def evaluated_into(name: str, columns: Lists, keywords: tuple[str, ...], count: 
         return False
     keys = _keys(others, columns)
     for part in waiting:
-        part.defer()
+        for x, expression in zip(part.columns[0], part.expressions(), strict=True):
+            x.defer(expression)
     for part in others:
         part.write(keys)
     return True
@@ -93,20 +99,6 @@ class _Part:
         for column in self.reads:
             self.operands += _operands(column)
         self.read = [x for operand in self.operands for x in operand.components]
-
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        columns: Lists,
-        keywords: tuple[str, ...],
-        kinds: tuple[Kind, ...],
-        rows: Rows,
-        in_place: bool = False,
-    ) -> _Part:
-        return cls(
-            plan(name, kinds, keywords, kinds[0].format if in_place else None), columns, rows
-        )
 
     # ------------------------------------------------------------------------ what may wait
 
@@ -126,11 +118,8 @@ class _Part:
             )
         )
 
-    def waits_already(self) -> bool:
-        """Whether the targets are results that wait."""
-        return all(isinstance(x, DeferredTensor) for x in self.columns[0])
-
-    def _expressions(self) -> Iterator[Deferred]:
+    def expressions(self) -> Iterator[Deferred]:
+        """What each result would wait for."""
         count = len(self.rows)
         for i in range(count):
             row = [column[i % len(column)] for column in self.reads]
@@ -141,15 +130,6 @@ class _Part:
                 for x in self.operands
             ]
             yield Deferred(self.plan.expression, operands, reads)
-
-    def deferred(self) -> list[Tensor]:
-        """New results, that wait."""
-        return [DeferredTensor.that_waits(x) for x in self._expressions()]
-
-    def defer(self) -> None:
-        """Let the targets wait for more than they do."""
-        for target, expression in zip(self.columns[0], self._expressions(), strict=True):
-            target.defer(expression)
 
     # --------------------------------------------------------------------------- what does not
 
@@ -218,25 +198,39 @@ class _Part:
                 x.copy_(y)
 
 
-def _only(columns: Lists, rows: Rows, count: int) -> Lists:
+def some_rows(columns: Lists, rows: Rows, count: int) -> Lists:
     """Some rows; a column of one element is for all."""
     if len(rows) == count:
         return columns
     return [[x[i] for i in rows] if len(x) == count else x for x in columns]
 
 
-def _by_kind(columns: Lists, count: int) -> Iterable[tuple[tuple[Kind, ...], Rows]]:
-    """Rows whose operands are of the same kinds."""
+def _parts(
+    name: str,
+    columns: Lists,
+    keywords: tuple[str, ...],
+    count: int,
+    target: Format | None = None,
+    in_place: bool = False,
+) -> list[_Part]:
+    """Rows whose operands are of the same kinds go together."""
     kinds = [[kind_of(x) for x in column] for column in columns]
     if any(x.waits for column in kinds for x in column) and not is_bare():
         for x in itertools.chain(*columns):  # operators, which others look at, are single ones
             if isinstance(x, MCFTensor):
                 finish(x)
         kinds = [[kind_of(x) for x in column] for column in columns]
+    groups: Iterable[tuple[tuple[Kind, ...], Rows]]
     if count == 1 or all(len(set(x)) == 1 for x in kinds):
-        return [(tuple([x[0] for x in kinds]), range(count))]
-    every = zip(*[x if len(x) == count else x * count for x in kinds], strict=True)
-    return places_of(every).items()
+        groups = [(tuple([x[0] for x in kinds]), range(count))]
+    else:
+        every = zip(*[x if len(x) == count else x * count for x in kinds], strict=True)
+        groups = places_of(every).items()
+    parts = []
+    for own, rows in groups:
+        found = plan(name, own, keywords, own[0].format if in_place else target)
+        parts.append(_Part(found, some_rows(columns, rows, count), rows))
+    return parts
 
 
 def _operands(column: Sequence[Any]) -> list[Operand]:
@@ -248,15 +242,11 @@ def _operands(column: Sequence[Any]) -> list[Operand]:
     if not isinstance(first, MCFTensor) or first._deferred is None:
         format = first._format if isinstance(first, MCFTensor) else PLAIN[first.dtype]
         return [Operand(format, component_columns(column, format))]
-    inner = zip(*[x._deferred.operands for x in column], strict=True)
-    return [
-        Operand(row[0].format, [[x for (x,) in parts] for parts in _components(row)])
-        for row in inner
-    ]
-
-
-def _components(row: Sequence[Operand]) -> Iterator[tuple[Any, ...]]:
-    return zip(*[x.components for x in row], strict=True)
+    found = []
+    for row in zip(*[x._deferred.operands for x in column], strict=True):
+        parts: Any = zip(*[x.components for x in row], strict=True)
+        found.append(Operand(row[0].format, [[x for (x,) in part] for part in parts]))
+    return found
 
 
 def _keys(parts: Sequence[_Part], columns: Lists) -> dict[int, Tensor]:
@@ -312,60 +302,39 @@ def _memory(x: Tensor) -> int:
 
 def _is_whole(x: MCFTensor) -> bool:
     """Whether a value is in memory that nobody else has."""
-    if x._deferred is not None:
-        return True
-    return x._readers != () and x.is_contiguous()
+    return x._deferred is not None or (x._readers != () and x.is_contiguous())
 
 
 # ------------------------------------------------------------------------------- one tensor
 
 
-def arithmetic(name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An expansion of the common format and role, or a plain tensor where parameters compute."""
-    operands = (*args, *kwargs.values())
-    if computes_plainly(operands):
-        return func(*leading(args), **leading(kwargs))
-    return evaluated(name, [[x] for x in operands], tuple(kwargs), 1)[0]
-
-
 def arithmetic_into(
     name: str, target: Tensor, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Tensor:
-    """The same, stored in `target`: all of an expansion, or a plain tensor, rounded once."""
+    """Store the result in `target`: all of an expansion, or a plain tensor, rounded once."""
     operands = (*args, *kwargs.values())
-    if not isinstance(target, MCFTensor):
-        if all(x._role == "parameter" for x in expansions(operands)):
-            func(*leading(args), **leading(kwargs))
-        else:
-            format = common_format(name, (target, *operands))
-            require_castable(format.dtype, target)
-            (result,) = evaluated(name, [[x] for x in operands], tuple(kwargs), 1)
-            target.copy_(plainly(result, target.dtype))
+    columns, keywords, format = [[x] for x in operands], tuple(kwargs), None
+    if isinstance(target, MCFTensor):
+        if name in ("add", "sub") and getattr(args[1], "layout", None) == torch.sparse_coo:
+            sign = 1 if name == "add" else -1
+            return _add_sparse(target, args[1], sign * kwargs.get("alpha", 1))
+        if target is args[0] and evaluated_into(name, columns, keywords, 1):
+            return target
+        format = target._format
+    elif common_role(operands) == "parameter":
+        func(*leading(args), **leading(kwargs))
         return target
-    if name in ("add", "sub") and sparse.is_sparse(args[1]):
-        sign = 1 if name == "add" else -1
-        return sparse.add_(target, args[1], sign * kwargs.get("alpha", 1))
-    columns = [[x] for x in operands]
-    if target is not args[0] or not evaluated_into(name, columns, tuple(kwargs), 1):
-        found = _evaluated_for(target, name, columns, tuple(kwargs))
-        store(target, found)
+    (result,) = evaluated(name, columns, keywords, 1, format)
+    store(target, result)
     return target
-
-
-def _evaluated_for(
-    target: MCFTensor, name: str, columns: Lists, keywords: tuple[str, ...]
-) -> MCFTensor:
-    """The result of one row in the format of a target."""
-    kinds = tuple([kind_of(x) for (x,) in columns])
-    part = _Part(plan(name, kinds, keywords, target._format), columns, [0])
-    (found,) = part.evaluated(_keys([part], columns))
-    assert isinstance(found, MCFTensor)
-    return found
 
 
 def _register(name: str) -> None:
     def out_of_place(func: Any, *args: Any, **kwargs: Any) -> Any:
-        return arithmetic(name, func, args, kwargs)
+        operands = (*args, *kwargs.values())
+        if computes_plainly(operands):
+            return func(*leading(args), **leading(kwargs))
+        return evaluated(name, [[x] for x in operands], tuple(kwargs), 1)[0]
 
     def in_place(func: Any, *args: Any, **kwargs: Any) -> Tensor:
         return arithmetic_into(name, args[0], func, args, kwargs)
@@ -389,7 +358,8 @@ def register_in_place(operator: str, name: str) -> None:
     TABLE[operator] = in_place
 
 
-def _power(func: Any, x: Any, exponent: Any) -> Any:
+@implements(aten.pow.Tensor_Scalar)  # x ** 2
+def power(func: Any, x: Any, exponent: Any) -> Any:
     """The powers that are one or two of the operations above."""
     if exponent == 2:
         return torch.square(x)
@@ -402,4 +372,25 @@ def _power(func: Any, x: Any, exponent: Any) -> Any:
     return compute(func, x, exponent)
 
 
-TABLE[aten.pow.Tensor_Scalar] = _power
+# ---------------------------------------------------- sparse gradients, as embeddings make them
+
+
+def _add_sparse(target: MCFTensor, source: Tensor, alpha: Any) -> MCFTensor:
+    """Add alpha times a sparse tensor in place; other elements stay as they are.
+
+    Rows of the same place are summed first, exactly but for rounding in float64.
+    """
+    source = source.to(WIDE).coalesce()
+    places = tuple(source.indices())
+    rows = target[places] if places else target.clone()
+    rows.add_(source.values(), alpha=alpha)
+    target[places] = rows
+    return target
+
+
+@implements(aten.sparse_mask.default)  # SparseAdam
+def sparse_mask(func: Any, x: Any, mask: Tensor) -> Tensor:
+    """The elements where a sparse tensor has some, sparse and in float64."""
+    if not isinstance(x, MCFTensor) or x.format.precision > PRECISION:
+        return compute(func, x, mask)
+    return func(x._collapsed(WIDE), mask.to(WIDE))

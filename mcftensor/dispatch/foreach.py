@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mcftensor.dispatch.elementwise import evaluated, evaluated_into
+from mcftensor.dispatch.elementwise import evaluated, evaluated_into, some_rows
 from mcftensor.dispatch.operands import computes_plainly
 from mcftensor.dispatch.plans import FORMULAS
 from mcftensor.tensor.tensor import MCFTensor
@@ -40,81 +40,37 @@ def foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
     lengths = [len(a) for a in args if isinstance(a, Sequence)]
     if len(set(lengths)) > 1:
         raise ValueError(f"{func}: lists of lengths {lengths}; all must be alike")
-    columns: list[Sequence[Any]] = [a if isinstance(a, Sequence) else [a] for a in args]
-    named: dict[str, Sequence[Any]] = {key: [x] for key, x in kwargs.items()}
-    if name in _VALUED and len(columns) == 4:
-        named["value"] = columns.pop()
-    rows = _Rows(name, full_name, columns, named, lengths[0])
+    count = lengths[0]
+    keywords = ("value",) if name in _VALUED and len(args) == 4 else tuple(kwargs)
+    columns = [a if isinstance(a, Sequence) else [a] for a in (*args, *kwargs.values())]
+
+    def row(i: int) -> list[Any]:
+        return [x[i % len(x)] for x in columns]
+
+    def single(i: int) -> Any:
+        operands = row(i)
+        own = operands[: len(operands) - len(keywords)]
+        named = dict(zip(keywords, operands[len(own) :], strict=True))
+        if hasattr(aten, full_name):
+            return getattr(aten, full_name)(*own, **named)
+        # _foreach_maximum_ exists, maximum_ does not
+        return own[0].copy_(getattr(aten, name)(*own, **named))
+
     if not in_place:
-        return rows.results()
-    rows.write()
+        ours = [i for i in range(count) if name in FORMULAS and _are_ours(row(i))]
+        if not ours:
+            return [single(i) for i in range(count)]
+        results = evaluated(name, some_rows(columns, ours, count), keywords, len(ours))
+        found = dict(zip(ours, results, strict=True))
+        return [found[i] if i in found else single(i) for i in range(count)]
+    are_ours = name in FORMULAS and all(isinstance(x, MCFTensor) for x in columns[0])
+    if not (are_ours and evaluated_into(name, columns, keywords, count)):
+        for i in range(count):
+            single(i)
     if torch._C._len_torch_dispatch_stack() == 0:  # lists do not do it by themselves
         torch.autograd.graph.increment_version(args[0])
     return None
 
 
-class _Rows:
-    """What an operation is to be applied to, row by row, by columns."""
-
-    def __init__(
-        self,
-        name: str,
-        full_name: str,
-        columns: list[Sequence[Any]],
-        named: dict[str, Sequence[Any]],
-        count: int,
-    ) -> None:
-        self.name, self.full_name = name, full_name
-        self.columns, self.named, self.count = columns, named, count
-
-    def results(self) -> list[Any]:
-        """New results, all that are expansions at once."""
-        own = [i for i in range(self.count) if self._is_ours(i)]
-        results = (
-            [None if i in own else self._single(i) for i in range(self.count)]
-            if (len(own) < self.count)
-            else [None] * self.count
-        )
-        if own:
-            every = self._only(own)
-            for i, x in zip(
-                own, evaluated(self.name, every, (*self.named,), len(own)), strict=True
-            ):
-                results[i] = x  # type: ignore[call-overload]
-        return results
-
-    def write(self) -> None:
-        """Write into the first column, all at once where that is possible."""
-        if self.name in FORMULAS and all(isinstance(x, MCFTensor) for x in self.columns[0]):
-            every = self._only(range(self.count))
-            if evaluated_into(self.name, every, (*self.named,), self.count):
-                return
-        for i in range(self.count):
-            self._single(i)
-
-    def _is_ours(self, i: int) -> bool:
-        if self.name not in FORMULAS:
-            return False
-        args, kwargs = self._row(i)
-        return any(isinstance(x, MCFTensor) for x in args) and not computes_plainly(
-            (*args, *kwargs.values())
-        )
-
-    def _only(self, rows: Sequence[int]) -> list[Sequence[Any]]:
-        every = [*self.columns, *self.named.values()]
-        if len(rows) == self.count:
-            return every
-        return [[x[i] for i in rows] if len(x) == self.count else x for x in every]
-
-    def _row(self, i: int) -> tuple[list[Any], dict[str, Any]]:
-        """The operands of a row, and its keywords."""
-        args = [x[i % len(x)] for x in self.columns]
-        return args, {name: x[i % len(x)] for name, x in self.named.items()}
-
-    def _single(self, i: int) -> Any:
-        args, kwargs = self._row(i)
-        single = getattr(aten, self.full_name, None)
-        if single is not None:
-            return single(*args, **kwargs)
-        # _foreach_maximum_ exists, maximum_ does not
-        return args[0].copy_(getattr(aten, self.name)(*args, **kwargs))
+def _are_ours(operands: Sequence[Any]) -> bool:
+    return any(isinstance(x, MCFTensor) for x in operands) and not computes_plainly(operands)

@@ -1,7 +1,10 @@
-"""Functions that must be met whole, before PyTorch takes them apart.
+"""Functions that are met whole, before PyTorch takes them apart or sends them to dispatch.
 
-Some look at the dtype of their arguments and refuse 16 bits, some convert to float32 by
+Of values, some look at the dtype of their arguments and refuse 16 bits, some convert to float32 by
 themselves, and in some the rounding of each part would be magnified by the next.
+
+Of parameters, those of models would use the leading terms operator by operator. Where nobody looks
+on, neither autograd nor a compiler nor a tracer, PyTorch's own code is given these at once.
 """
 
 from __future__ import annotations
@@ -12,21 +15,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from mcftensor.dispatch.float64 import PRECISION, WIDE
+from mcftensor.dispatch.compute import PRECISION, WIDE
 from mcftensor.dispatch.operands import (
     common_format,
     expansions,
     only_stores,
     plainly,
     value_of,
+    with_leading,
 )
+from mcftensor.dispatch.registry import SHORTCUTS
 from mcftensor.dispatch.stored import decoded
 from mcftensor.dispatch.writing import assign_tree, refusal, require_no_grad
 from mcftensor.formats import Format
+from mcftensor.kernels.opaque import is_bare
 from mcftensor.tensor import MCFTensor
+
+# ----------------------------------------------------------------------------------- of values
 
 _METHODS = (
     *("quantile", "nanquantile", "nanmean", "logdet", "slogdet", "norm", "stft", "istft"),
@@ -99,9 +108,8 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
     name = getattr(func, "__name__", str(func))
     format = common_format(name, found)
     if only_stores(format):
-        args, kwargs = decoded((args, kwargs))
-        return func(*args, **kwargs, **({} if out is None else {"out": out}))
-    if format.precision > PRECISION:
+        (args, kwargs), _ = decoded((args, kwargs))
+    if only_stores(format) or format.precision > PRECISION:
         return func(*args, **kwargs, **({} if out is None else {"out": out}))
 
     def widen(x: Any) -> Any:
@@ -121,3 +129,39 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
         return tree_map(narrow, result)
     require_no_grad(name, (args, kwargs, out))
     return assign_tree(name, out, result)
+
+
+# ------------------------------------------------------------------------------- of parameters
+
+# What changes none of its arguments. Embeddings may, and see dispatch only once as they are.
+FUNCTIONS: set[Callable[..., Any]] = {
+    # nn.Linear, nn.LayerNorm, and the other modules of these names
+    *(F.linear, F.bilinear, F.layer_norm, F.group_norm, F.rms_norm, F.prelu),
+    *(F.conv1d, F.conv2d, F.conv3d),
+    *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+    # x @ weight, torch.matmul, x.mm
+    *(torch.addmm, torch.baddbmm, torch.bmm, torch.matmul, torch.mm, torch.mv),
+    *(Tensor.__matmul__, Tensor.__rmatmul__, Tensor.bmm, Tensor.matmul, Tensor.mm, Tensor.mv),
+}
+
+
+def at_once(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a function of parameters and plain tensors; NotImplemented of other operands,
+    and where anything but eager PyTorch looks on."""
+    if (
+        "out" in kwargs
+        or torch.is_grad_enabled()
+        or not is_bare()
+        or forward_ad._current_level >= 0  # tangents are carried on
+        or torch._C._get_tracing_state() is not None
+        or torch._C._is_any_autocast_enabled()  # casts of parameters are kept
+    ):
+        return NotImplemented
+    plain = with_leading((*args, *kwargs.values()))
+    if plain is None:
+        return NotImplemented
+    count = len(args)
+    return func(*plain[:count], **dict(zip(kwargs, plain[count:], strict=True)))
+
+
+SHORTCUTS.update(dict.fromkeys(FUNCTIONS, at_once))

@@ -1,6 +1,6 @@
 """torch's fused steps, `_fused_adam_` and its like: those of `steps.py` where expansions take part.
 
-Lists may mix formats, plain parameters and plain states.
+Lists may mix formats, plain parameters and plain states. Gradients are unscaled here too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.noise import draw_key
-from mcftensor.dispatch.operands import component_columns, require_one_base
+from mcftensor.dispatch.operands import component_columns, plain, require_one_base
 from mcftensor.dispatch.registry import SHORTCUTS, TABLE, implements
 from mcftensor.formats import PLAIN, Format, PlainFormat
 from mcftensor.kernels.lists import places_of
@@ -24,58 +24,67 @@ from mcftensor.tensor.tensor import MCFTensor
 
 aten = torch.ops.aten
 
-
 # The formats of a parameter, its gradient and its states.
 Formats = tuple[Format, ...]
 
+# By torch's name: the rule of ours, and what it calls torch's decay of weights.
+_RULES = {
+    "_fused_adam_": ("adam", "l2"),
+    "_fused_adamw_": ("adam", "decay"),
+    "_fused_sgd_": ("sgd", "l2"),
+    "_fused_adagrad_": ("adagrad", "l2"),
+}
 
-def _fused(
-    func: Any,
-    rule: str,
-    lists: Sequence[list[Tensor]],
-    counts: list[Tensor],
-    options: dict[str, Any],
-    settings: dict[str, Any],
-) -> None:
+
+@implements(
+    aten._fused_adam_,  # Adam with fused=True
+    aten._fused_adamw_,  # AdamW with fused=True
+    aten._fused_sgd_,  # SGD with fused=True
+    aten._fused_adagrad_,  # Adagrad with fused=True
+)
+def fused_step(func: Any, *lists: list[Tensor], **options: Any) -> None:
     """A step of ours for what holds an expansion, and torch's own for the rest.
 
-    Args:
-        func: torch's operator.
-        rule: that of ours.
-        lists: parameters, gradients and lists of states, which are empty where there are none.
-        counts: step counts, or nothing.
-        options: the keywords of the operator.
-        settings: what the rule makes of them; zeros and falsehoods have no effect.
+    The lists are of parameters, gradients, states and, but for SGD, counts of steps.
     """
-    columns = [*lists, counts] if counts else [*lists]
-    if len(set(map(id, lists[0]))) < len(lists[0]):  # a parameter given twice takes two steps
-        for i in range(len(lists[0])):
-            one, count = [[x[i : i + 1] for x in lists], counts[i : i + 1]]
-            _fused(func, rule, one, count, options, settings)
+    params = lists[0]
+    if len(set(map(id, params))) < len(params):  # a parameter given twice takes two steps
+        for i in range(len(params)):
+            fused_step(func, *[x[i : i + 1] for x in lists], **options)
         return
-    groups = _groups([x for x in lists if x])
+    rule, decay = _RULES[func.overloadpacket.__name__]
+    if options.get("amsgrad") is False:
+        lists = (*lists[:4], [], lists[-1])
+    quantities = lists if rule == "sgd" else lists[:-1]
+    groups = _groups([x for x in quantities if x])
     for formats in groups:  # before anything is written
         require_one_base("fused step", [f for f in formats if not isinstance(f, PlainFormat)])
-    keys = _keys(groups, lists[0])
+    keys = _keys(groups, params)
+    names = {"weight_decay": decay, "is_first_step": "first"}
+    numbers = {
+        names.get(name, name): x
+        for name, x in options.items()
+        if name == "lr" or isinstance(x, Tensor) or x not in (None, 0)  # others have no effect
+    }
     scale = options.get("grad_scale")
-    given = settings | {"grad_scale": scale, "found_inf": options.get("found_inf")}
-    numbers = {"lr": options["lr"]} | {name: x for name, x in given.items() if _has_effect(x)}
     scaled: list[tuple[list[Tensor], Format]] = []
     for formats, rows in groups.items():
-        own = columns
+        own = lists
         if len(groups) > 1:
-            own = [[x[i] for i in rows] if x else [] for x in columns]
+            own = tuple([x[i] for i in rows] if x else [] for x in lists)
         if all(isinstance(f, PlainFormat) for f in formats):
             func(*own, **options)
             continue
-        found = [x for x in own[: len(lists)] if x]
-        _compute_readers(formats, found)
+        found = [x for x in own[: len(quantities)] if x]
+        for x in chain(*found):  # gradients too are written to, where they are unscaled
+            if isinstance(x, MCFTensor) and x._readers:
+                compute_readers(x)
         parts = [component_columns(x, f) for x, f in zip(found, formats, strict=True)]
         parameters, gradients, *states = parts
         scaled.append(([x for column in gradients for x in column], formats[1]))
         targets = [*parameters, *chain(*states)]
         order = (formats[1], formats[0], *formats[2:])
-        steps = own[len(lists)] if counts else []
+        steps = [] if rule == "sgd" else own[-1]
         own_keys = [keys[i] for i in rows if i in keys]
         if is_bare(*gradients, *targets, steps, own_keys, list(numbers.values())):
             take(rule, order, gradients, targets, steps, own_keys, numbers)
@@ -85,31 +94,14 @@ def _fused(
                 [f.name for f in order],
                 [*chain(*targets)],
                 [*chain(*gradients)],
-                [*steps],
+                steps,
                 own_keys,
                 [*numbers],
-                list(map(_as_tensor, numbers.values())),
+                list(map(plain, numbers.values())),
             )
     if scale is not None:
         for flat, format in scaled:
             unscale_(flat, format.name, scale)
-
-
-def _as_tensor(x: Any) -> Tensor:
-    return x if isinstance(x, Tensor) else torch.scalar_tensor(x, dtype=torch.float64)
-
-
-def _has_effect(x: Any) -> bool:
-    return isinstance(x, Tensor) or x not in (None, 0)
-
-
-def _compute_readers(formats: Formats, lists: Sequence[list[Tensor]]) -> None:
-    """Compute what waits for tensors that are to be written to, gradients too."""
-    for format, found in zip(formats, lists, strict=True):
-        if not isinstance(format, PlainFormat):
-            for x in found:
-                if x._readers:  # type: ignore[attr-defined]
-                    compute_readers(x)
 
 
 def _keys(groups: dict[Formats, list[int]], params: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -134,67 +126,6 @@ def _groups(quantities: Sequence[list[Tensor]]) -> dict[Formats, list[int]]:
     return places_of(zip(*columns, strict=True))
 
 
-@implements(aten._fused_adam_, aten._fused_adamw_)  # Adam and AdamW with fused=True
-def fused_adam(
-    func: Any,
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    max_exp_avg_sqs: list[Tensor],
-    steps: list[Tensor],
-    **options: Any,
-) -> None:
-    """torch.optim.Adam and AdamW with fused=True."""
-    decay = "decay" if func.overloadpacket is aten._fused_adamw_ else "l2"
-    _fused(
-        func,
-        "adam",
-        [params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs if options["amsgrad"] else []],
-        steps,
-        options,
-        {name: options[name] for name in ("beta1", "beta2", "eps", "maximize")}
-        | {decay: options["weight_decay"]},
-    )
-
-
-@implements(aten._fused_sgd_)  # SGD with fused=True
-def fused_sgd(
-    func: Any, params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], **options: Any
-) -> None:
-    """torch.optim.SGD with fused=True."""
-    _fused(
-        func,
-        "sgd",
-        [params, grads, buffers],
-        [],
-        options,
-        {name: options[name] for name in ("momentum", "dampening", "nesterov", "maximize")}
-        | {"l2": options["weight_decay"], "first": options["is_first_step"]},
-    )
-
-
-@implements(aten._fused_adagrad_)  # Adagrad with fused=True
-def fused_adagrad(
-    func: Any,
-    params: list[Tensor],
-    grads: list[Tensor],
-    sums: list[Tensor],
-    steps: list[Tensor],
-    **options: Any,
-) -> None:
-    """torch.optim.Adagrad with fused=True."""
-    _fused(
-        func,
-        "adagrad",
-        [params, grads, sums],
-        steps,
-        options,
-        {name: options[name] for name in ("lr_decay", "eps", "maximize")}
-        | {"l2": options["weight_decay"]},
-    )
-
-
 def _directly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The handler of a step without PyTorch's dispatcher, which takes long over long lists;
     NotImplemented where that has something to do."""
@@ -214,3 +145,16 @@ def _directly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 for _step in (torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_):
     SHORTCUTS[_step] = _directly
+
+
+@implements(aten._amp_foreach_non_finite_check_and_unscale_.default)  # GradScaler
+def unscale(func: Any, grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Multiply gradients in place, and note in `found_inf`, on its device, that one is infinite."""
+    others = [x for x in grads if not isinstance(x, MCFTensor)]
+    if others:
+        func(others, found_inf, inv_scale)
+    for x in grads:
+        if isinstance(x, MCFTensor):
+            infinite = ~x.components[0].isfinite().all()
+            found_inf.copy_(torch.maximum(found_inf, infinite.to(found_inf.dtype)))
+            x.mul_(inv_scale)

@@ -59,13 +59,12 @@ def with_leading(args: Iterable[Any]) -> list[Any] | None:
     return plain
 
 
-def computes_plainly(operands: Iterable[Any]) -> bool:
+def computes_plainly(operands: Sequence[Any]) -> bool:
     """Whether an operation uses leading components: parameters only, and some plain tensor among
     them.
 
     A plain tensor without dimensions counts as a number beside an expansion that has some.
     """
-    operands = list(operands)
     found = expansions(operands)
     if any(x._role == "value" for x in found):
         return False
@@ -76,9 +75,9 @@ def computes_plainly(operands: Iterable[Any]) -> bool:
     )
 
 
-def common_role(operands: Iterable[Any]) -> Role:
+def common_role(operands: Sequence[Any]) -> Role:
     """The role of a result: parameter where every expansion is one."""
-    parameters = all(x._role == "parameter" for x in expansions(list(operands)))
+    parameters = all(x._role == "parameter" for x in expansions(operands))
     return "parameter" if parameters else "value"
 
 
@@ -99,7 +98,7 @@ def require_one_base(name: str, formats: Sequence[Format]) -> None:
         )
 
 
-def common_format(name: str, operands: Iterable[Any]) -> Format:
+def common_format(name: str, operands: Sequence[Any]) -> Format:
     """The format of a result: of one base, most terms, and stochastic rounding if one has it.
 
     The longest formats have none. What is only stored counts as a plain tensor beside others.
@@ -107,7 +106,7 @@ def common_format(name: str, operands: Iterable[Any]) -> Format:
     Raises:
         ValueError: expansions of unlike bases.
     """
-    return longest_format(name, [x._format for x in expansions(list(operands))])
+    return longest_format(name, [x._format for x in expansions(operands)])
 
 
 def longest_format(name: str, formats: Sequence[Format]) -> Format:
@@ -212,7 +211,7 @@ def require_castable(dtype: torch.dtype, target: Tensor) -> None:
         )
 
 
-def store(target: Tensor, result: MCFTensor) -> None:
+def store(target: Tensor, result: Tensor) -> None:
     """Write a result into an expansion, to nearest, or rounded once into a plain tensor."""
     require_castable(result.dtype, target)
     if isinstance(target, MCFTensor):

@@ -7,6 +7,7 @@ up.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -34,30 +35,22 @@ def _sub(x: Any, y: Any, alpha: Any = 1) -> Formula:
     return ("sub", (x, y)) if _is_one(alpha) else ("fnma", (y, alpha, x))
 
 
-def _rsub(x: Any, y: Any, alpha: Any = 1) -> Formula:
-    return _sub(y, x, alpha)
-
-
 def _addcmul(x: Any, a: Any, b: Any, value: Any = 1) -> Formula:
     return ("fma", (a, b, x)) if _is_one(value) else ("addcmul", (x, a, b, value))
-
-
-def _addcdiv(x: Any, a: Any, b: Any, value: Any = 1) -> Formula:
-    return "addcdiv", (x, a, b, value)
 
 
 # aten's name: how expansions carry it out. Operators that exist as name, name_ and name.out.
 FORMULAS: dict[str, Callable[..., Formula]] = {
     "add": _add,  # every optimizer; residual connections of values
     "sub": _sub,
-    "rsub": _rsub,  # 1 - x
+    "rsub": lambda x, y, alpha=1: _sub(y, x, alpha),  # 1 - x
     "mul": lambda x, y: ("mul", (x, y)),  # weight decay, decay of moments
     "div": lambda x, y: ("div", (x, y)),  # bias corrections
     "reciprocal": lambda x: ("div", (1.0, x)),
     "sqrt": lambda x: ("sqrt", (x,)),  # Adam's denominator
     "square": lambda x: ("square", (x,)),
     "addcmul": _addcmul,  # second moments
-    "addcdiv": _addcdiv,  # Adam's update
+    "addcdiv": lambda x, a, b, value=1: ("addcdiv", (x, a, b, value)),  # Adam's update
     "lerp": lambda x, end, weight: ("lerp", (x, end, weight)),  # first moments
 }
 
@@ -122,17 +115,9 @@ def plan(
         format = target
     role: Role = "parameter" if all(x.role == "parameter" for x in own) else "value"
     read = [kinds[x.number] if isinstance(x, _Place) else _ONE for x in found]
-    places: list[int | Expression] = []  # of the operands, or their expressions
-    next_place = 0
-    for kind in read:
-        if kind.waits is None:
-            places.append(next_place)
-            next_place += 1
-        else:
-            width = 1 + max(_leaves(kind.waits))
-            places.append(kind.waits.at(range(next_place, next_place + width)))
-            next_place += width
-    expression = Expression(operation, format, tuple(range(len(read)))).at(places)
+    places = itertools.count()
+    operands = [next(places) if x.waits is None else x.waits.at(places) for x in read]
+    expression = Expression(operation, format, tuple(operands))
     may_wait = (
         role == "value"
         and format.rounding == "nearest"
@@ -143,10 +128,3 @@ def plan(
     )
     order = tuple(x.number if isinstance(x, _Place) else float(x) for x in found)
     return Plan(expression, order, role, may_wait)
-
-
-def _leaves(expression: Expression) -> list[int]:
-    found: list[int] = []
-    for x in expression.operands:
-        found += [x] if isinstance(x, int) else _leaves(x)
-    return found

@@ -21,18 +21,19 @@ from mcftensor.dispatch.registry import Handler
 from mcftensor.dispatch.writing import written_to
 from mcftensor.tensor.tensor import MCFTensor
 
-OF_TERMS: set[Handler] = set()
-"""Handlers that work on terms, and so on no other components."""
-
 
 def of_terms(handler: Handler) -> Handler:
-    """Mark a handler as one of these."""
-    OF_TERMS.add(handler)
-    return handler
+    """A handler that works on terms, and so leaves other components to `on_numbers`."""
+
+    def on_terms(func: Any, *args: Any, **kwargs: Any) -> Any:
+        if _are_among((args, kwargs)):
+            return on_numbers(func, args, kwargs)
+        return handler(func, *args, **kwargs)
+
+    return on_terms
 
 
-def are_among(operands: Any) -> bool:
-    """Whether some operand only stores numbers."""
+def _are_among(operands: Any) -> bool:
     return any(only_stores(x._format) for x in expansions(operands))
 
 
@@ -40,17 +41,9 @@ def on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on numbers as plain tensors; those that it writes to are stored again."""
     if computes_plainly((*args, *kwargs.values())):
         return func(*leading(args), **leading(kwargs))
-    written = {id(x): x for _, x in written_to(func, args, kwargs) if are_among([x])}
-    copies: dict[int, Tensor] = {}
-
-    def decoded(x: Any) -> Any:
-        if not (isinstance(x, MCFTensor) and only_stores(x._format)):
-            return x
-        if id(x) not in copies:
-            copies[id(x)] = plain_numbers(x)
-        return copies[id(x)]
-
-    result = func(*tree_map(decoded, args), **tree_map(decoded, kwargs))
+    written = {id(x): x for _, x in written_to(func, args, kwargs) if _are_among([x])}
+    (args, kwargs), copies = decoded((args, kwargs))
+    result = func(*args, **kwargs)
     originals = {}
     for i, x in written.items():
         require_castable(copies[i].dtype, x)
@@ -59,14 +52,21 @@ def on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tree_map(lambda x: originals.get(id(x), x), result)
 
 
+def decoded(tree: Any) -> tuple[Any, dict[int, Tensor]]:
+    """The arguments with numbers in the place of what only stores them, and these numbers by the
+    id of what stores them."""
+    numbers: dict[int, Tensor] = {}
+
+    def decode(x: Any) -> Any:
+        if not (isinstance(x, MCFTensor) and only_stores(x._format)):
+            return x
+        if id(x) not in numbers:
+            numbers[id(x)] = plain_numbers(x)
+        return numbers[id(x)]
+
+    return tree_map(decode, tree), numbers
+
+
 def plain_numbers(x: MCFTensor) -> Tensor:
     """What is stored, as a plain tensor."""
     return x._collapsed(x._format.result.dtype)
-
-
-def decoded(tree: Any) -> Any:
-    """The arguments with numbers in the place of what only stores them."""
-    return tree_map(
-        lambda x: plain_numbers(x) if isinstance(x, MCFTensor) and only_stores(x._format) else x,
-        tree,
-    )

@@ -1,6 +1,7 @@
-"""Operations that move, copy or make elements: the same operation on each term, nothing rounded.
+"""Operations that move, copy, make or place elements: the same operation on each term.
 
-The comment beside an operator says who calls it.
+Nothing is rounded, and numbers and plain tensors enter at full precision. The comment beside an
+operator says who calls it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from mcftensor.dispatch.operands import (
     common_format,
     common_role,
     computes_plainly,
+    expansions,
     fill,
     leading,
     stored_in,
@@ -25,19 +27,16 @@ from mcftensor.dispatch.operands import (
 from mcftensor.dispatch.registry import SHORTCUTS, implements
 from mcftensor.dispatch.stored import plain_numbers
 from mcftensor.dispatch.writing import refusal
+from mcftensor.formats import Format
 from mcftensor.tensor import MCFTensor, Role
 
 aten = torch.ops.aten
 
-# The forms of views that copy.
-_VIEW_COPIES = [
-    f"{name}_copy"
-    for name in (
-        *("alias", "as_strided", "detach", "diagonal", "expand", "permute", "select", "slice"),
-        *("split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold"),
-        *("unsqueeze", "view"),
-    )
-]
+_VIEW_COPIES = (
+    *("alias", "as_strided", "detach", "diagonal", "expand", "permute", "select", "slice"),
+    *("split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold"),
+    *("unsqueeze", "view"),
+)
 
 
 def _on_components(func: Any, x: MCFTensor, args: Any, kwargs: Any, *, own: bool) -> Any:
@@ -85,19 +84,14 @@ def _keep_accumulation(x: MCFTensor, new: MCFTensor) -> None:
     aten.take.default,  # x.take
     aten.masked_select.default,  # x.masked_select, torch.combinations
     # torch.t_copy and its like, x.diag, torch.func.functionalize
-    *(
-        getattr(packet, overload)
-        for packet in (getattr(aten, name) for name in _VIEW_COPIES)
-        for overload in packet.overloads()
-        if "out" not in overload
-    ),
+    *(getattr(aten, f"{name}_copy") for name in _VIEW_COPIES),
     aten.slice_backward.default,  # gradients of x[1:]
     aten.select_backward.default,  # gradients of x[0]
     aten._pin_memory.default,  # x.pin_memory, data loaders, offloading
 )
 def move_elements(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Copies and selections of elements."""
-    if not isinstance(x, MCFTensor) or _holds_expansion(args):
+    if not isinstance(x, MCFTensor) or any(isinstance(a, MCFTensor) for a in args):  # as indices
         return compute(func, x, *args, **kwargs)
     return _on_components(func, x, args, kwargs, own=True)
 
@@ -142,11 +136,6 @@ def view_(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> MCFTensor:
     with no_dispatch():
         func(x, *args, **kwargs)
     return x
-
-
-def _holds_expansion(args: Sequence[Any]) -> bool:
-    """Whether an expansion stands where only indices belong."""
-    return any(isinstance(a, MCFTensor) for a in args)
 
 
 @implements(aten.cat.default, aten.stack.default)  # parameters_to_vector, DDP, class tokens
@@ -200,32 +189,32 @@ def new(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
     return x._like([func(t, *args, **kwargs) for t in x._read()], own=True)
 
 
-def _filled(make: Callable[..., Tensor], x: MCFTensor, value: Any, role: Role) -> MCFTensor:
+def _filled(
+    make: Callable[[Tensor], Tensor], x: MCFTensor, role: Role, value: Any = 1.0
+) -> MCFTensor:
     numbers = stored_in(value, x.format, x.device)
     made = [make(t).copy_(n) for t, n in zip(x._read(), numbers, strict=True)]
     return MCFTensor.of(made, x.format, role, own=True)
 
 
 @implements(aten.ones_like.default, aten.full_like.default)  # states of optimizers
-def filled_like(func: Any, x: MCFTensor, value: Any = 1.0, **kwargs: Any) -> Any:
+def filled_like(func: Any, x: MCFTensor, *value: Any, **kwargs: Any) -> Any:
     """A value filled with a number at full precision.
 
     The ones that start a backward pass from a parameter are plain, since gradients of parameters
     are.
     """
     if kwargs.get("dtype") not in (None, x.dtype) or _within_graph(x):
-        numbers = (value,) if func.overloadpacket is aten.full_like else ()
-        return func(x._component0, *numbers, **kwargs)
-    return _filled(lambda t: torch.empty_like(t, **kwargs), x, value, "value")
+        return func(x._component0, *value, **kwargs)
+    return _filled(lambda t: torch.empty_like(t, **kwargs), x, "value", *value)
 
 
 @implements(aten.new_ones.default, aten.new_full.default)  # x.new_ones, x.new_full
-def new_filled(func: Any, x: MCFTensor, size: Any, value: Any = 1.0, **kwargs: Any) -> Any:
+def new_filled(func: Any, x: MCFTensor, size: Any, *value: Any, **kwargs: Any) -> Any:
     """As `filled_like`, of another shape; the role stays."""
     if kwargs.get("dtype") not in (None, x.dtype):
-        numbers = (value,) if func.overloadpacket is aten.new_full else ()
-        return func(x._component0, size, *numbers, **kwargs)
-    return _filled(lambda t: t.new_empty(size, **kwargs), x, value, x.role)
+        return func(x._component0, size, *value, **kwargs)
+    return _filled(lambda t: t.new_empty(size, **kwargs), x, x.role, *value)
 
 
 # ------------------------------------------------------------------------------- copies, writes
@@ -308,6 +297,59 @@ def masked_fill(func: Any, x: Any, mask: Tensor, value: Any) -> Any:
         return x._like(filled, own=True)
     fill(x, filled)
     return x
+
+
+# What these call the elements that are put into `self`.
+_SOURCES = ("src", "source", "values", "value")
+
+
+def _elements(source: Any, format: Format, device: torch.device) -> Sequence[Any]:
+    """What goes into each term; of a number Python floats, which compilers leave alone too."""
+    if isinstance(source, torch.Tensor):
+        return stored_in(source, format, device)
+    with no_dispatch():
+        return [term.item() for term in stored_in(float(source), format, torch.device("cpu"))]
+
+
+@implements(
+    aten.index_put,  # x.index_put, vmap of x[i] = value
+    aten.index_put_,  # x[i] = value, x[mask] = value
+    aten.put,  # x.put
+    aten.put_,  # x.put_
+    aten.scatter.src,  # x.scatter(0, i, tensor)
+    aten.scatter.value,  # x.scatter(0, i, 1.0)
+    aten.scatter_.src,  # x.scatter_(0, i, tensor)
+    aten.scatter_.value,  # x.scatter_(0, i, 1.0)
+    aten.masked_scatter,  # x.masked_scatter
+    aten.masked_scatter_,  # x.masked_scatter_
+    aten.index_copy,  # x.index_copy
+    aten.index_copy_,  # x.index_copy_
+    aten.index_fill,  # x.index_fill
+    aten.index_fill_,  # x.index_fill_
+    aten.select_scatter,  # torch.select_scatter, functionalized x[0] = value
+    aten.slice_scatter,  # torch.slice_scatter, functionalized x[1:] = value
+    aten.diagonal_scatter,  # torch.diagonal_scatter
+    aten.as_strided_scatter,  # torch.as_strided_scatter
+    aten.constant_pad_nd,  # F.pad
+)
+def place(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Elements put into places of a tensor."""
+    named = {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
+    x = named.pop("self")
+    name = next((name for name in _SOURCES if name in named), "value")
+    source = named.pop(name, 0)
+    in_place = func._schema.name.endswith("_")
+    if not in_place and computes_plainly((x, source)):
+        return func(*leading(args), **leading(kwargs))
+    if expansions(named) or named.get("accumulate") or (in_place and not isinstance(x, MCFTensor)):
+        return compute(func, *args, **kwargs)
+    format = x.format if in_place else common_format(func.overloadpacket.__name__, (x, source))
+    terms = x.components if in_place else stored_in(x, format, x.device)
+    numbers = _elements(source, format, x.device)
+    results = [
+        func(term, **named, **{name: number}) for term, number in zip(terms, numbers, strict=True)
+    ]
+    return x if in_place else MCFTensor.of(results, format, common_role((x, source)), own=True)
 
 
 @implements(aten.record_stream.default)  # FSDP, offloading

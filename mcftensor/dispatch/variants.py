@@ -30,7 +30,8 @@ def functional(func: Any) -> Any:
     arguments, inputs = func._schema.arguments, _inputs(func)
     in_place = len(inputs) == len(arguments)
     written = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    if not written or (in_place and (written != arguments[:1] or _draws(func))):
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    if not written or (in_place and (written != arguments[:1] or draws)):
         return None
     packet = getattr(aten, func.overloadpacket.__name__.removesuffix("_"), None)
     for name in packet.overloads() if packet is not None else ():
@@ -44,10 +45,6 @@ def functional(func: Any) -> Any:
 def _inputs(func: Any) -> list[Any]:
     """The arguments of an operator but those for its results."""
     return [a for a in func._schema.arguments if not (a.kwarg_only and a.alias_info is not None)]
-
-
-def _draws(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def by_functional_form(func: Any, *args: Any, **kwargs: Any) -> Any:

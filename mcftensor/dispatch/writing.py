@@ -40,7 +40,8 @@ def assign(func: Any, targets: Sequence[Tensor], results: Sequence[Tensor]) -> N
     """
     for target, result in zip(targets, results, strict=True):
         require_castable(result.dtype, target)
-        if target.shape != result.shape and not _takes_any_shape(target):
+        takes_any_shape = target.numel() == 0 and not isinstance(target, MCFTensor)
+        if target.shape != result.shape and not takes_any_shape:
             reason = (
                 f"its result is of shape {tuple(result.shape)}, and where it goes of "
                 f"{tuple(target.shape)}"
@@ -70,10 +71,6 @@ def require_no_grad(name: str, tree: Any) -> None:
             f"{name}: out= does not support differentiation, and one of the arguments requires "
             "grad; call it within torch.no_grad()"
         )
-
-
-def _takes_any_shape(target: Tensor) -> bool:
-    return target.numel() == 0 and not isinstance(target, MCFTensor)
 
 
 def refusal(func: Any, found: Sequence[MCFTensor], reason: str) -> NotImplementedError:

@@ -45,9 +45,11 @@ class Expression:
         """How many operations it has."""
         return 1 + sum(x.length for x in self.operands if isinstance(x, Expression))
 
-    def at(self, places: Sequence[int | Expression]) -> Expression:
-        """The same of what is in these places."""
-        operands = (x.at(places) if isinstance(x, Expression) else places[x] for x in self.operands)
+    def at(self, places: Iterator[int]) -> Expression:
+        """The same of what is in the next of these places, operands in their order."""
+        operands = [
+            x.at(places) if isinstance(x, Expression) else next(places) for x in self.operands
+        ]
         return Expression(self.operation, self.format, tuple(operands))
 
     def number(self, operands: Sequence[Floats]) -> Number:

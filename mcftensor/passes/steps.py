@@ -10,8 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -120,22 +119,20 @@ def _of_sgd(s: Settings) -> dict[str, Any]:
     found = {"-rate": -s["lr"]}
     if "first" not in s:
         found |= {"momentum": s.get("momentum", 0.0), "1 - dampening": 1 - s.get("dampening", 0.0)}
-    return found | {name: s["momentum"] for name in ("nesterov",) if name in s}
+    if "nesterov" in s:
+        found["nesterov"] = s["momentum"]
+    return found
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A step, and where its numbers come from."""
+class Rule(NamedTuple):
+    """A step, and where its numbers come from: fixed ones from the settings, varying ones, by their
+    names, from the step count and the settings that it reads for them."""
 
     update: Callable[[Number, Number, Sequence[Number], Settings], Change]
     fixed: Callable[[Settings], dict[str, Any]]
-    """Numbers from the settings."""
     by_step: Callable[..., Sequence[Any]] | None = None
-    """Numbers from the step count and some settings."""
     varying: tuple[str, ...] = ()
-    """Their names."""
     reads: tuple[str, ...] = ()
-    """The settings that they are made of."""
 
 
 RULES = {
@@ -198,17 +195,13 @@ def numbers_for(formats: Sequence[Format]) -> Numbers:
     networks = [f.numbers for f in own if isinstance(f.numbers, Network)]
     if networks:
         return max(networks, key=lambda x: x.terms)
-    plain = [f.dtype for f in formats[1:] if isinstance(f, PlainFormat)]
+    # Bytes of plain tensors that float32 serves: beside terms those of 16 bits, and beside what is
+    # a float32 itself others, too.
+    limit = 4 if all(f.result is not f for f in own) else 2
     narrow = all(f.numbers.dtype == torch.float32 for f in own) and all(
-        dtype.itemsize <= _plain_limit(own) for dtype in plain
+        f.dtype.itemsize <= limit for f in formats[1:] if isinstance(f, PlainFormat)
     )
     return Machine(torch.float32 if own and narrow else torch.float64)
-
-
-def _plain_limit(own: Sequence[Format]) -> int:
-    """Bytes of plain tensors that float32 serves: beside terms those of 16 bits, and beside what is
-    a float32 itself others, too."""
-    return 4 if all(f.result is not f for f in own) else 2
 
 
 @functools.lru_cache(maxsize=1024)

@@ -27,7 +27,6 @@ SHARED = {
     "launch": _BACK_ENDS,
     "run": "an elementwise function over columns: eagerly, or by the best way there is",
     "collapse": "the rounded sum: of terms, or of what a format stores",
-    "unscale_": "PyTorch's name: of one column, or of all gradients of a GradScaler",
     "Place": "two meanings: of an instruction in a program, of a parameter in an optimizer",
     "reading": "two meanings: errors of a checkpoint while it is read; figures of EDQ",
 }
@@ -86,11 +85,13 @@ def _entries(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.expr]]:
     """What is registered, and the call or set that it stands in."""
     for node in ast.walk(tree):
         match node:
-            case ast.Call(func=ast.Name(id="implements" | "algorithm")):
+            case ast.Call(func=ast.Name(id="implements")):
                 yield from ((node, entry) for entry in node.args)
             case ast.AnnAssign(target=ast.Name(id="FUNCTIONS" | "WHOLE"), value=ast.Set(elts=all_)):
                 yield from ((node, entry) for entry in all_)
-            case ast.AnnAssign(target=ast.Name(id="_CHOICES"), value=ast.Dict(values=all_)):
+            case ast.AnnAssign(
+                target=ast.Name(id="_CHOICES" | "ALGORITHMS"), value=ast.Dict(values=all_)
+            ):
                 yield from ((node, entry) for entry in all_)
 
 

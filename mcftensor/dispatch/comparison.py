@@ -1,0 +1,234 @@
+"""Operations that only compare elements: exact on all terms.
+
+Normalized expansions compare as their terms do, leading terms first. A number or plain tensor
+enters rounded to the format, as it does beside a tensor of any other dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from mcftensor.arithmetic.ordering import choose, clamp, equal, less, maximum, minimum
+from mcftensor.dispatch.compute import compute
+from mcftensor.dispatch.operands import (
+    common_format,
+    common_role,
+    computes_plainly,
+    expansions,
+    leading,
+    store,
+    stored_in,
+)
+from mcftensor.dispatch.registry import implements, register_forms
+from mcftensor.dispatch.stored import of_terms
+from mcftensor.formats import Format
+from mcftensor.kernels.opaque import opaque
+from mcftensor.passes import expansion
+from mcftensor.tensor import MCFTensor
+
+aten = torch.ops.aten
+Terms = Sequence[Tensor]
+
+
+# ------------------------------------------------------------------------------ between operands
+
+
+def _enter(name: str, operands: Sequence[Any]) -> tuple[Format, list[Any]]:
+    """The common format of operands, and their terms; None, a limit not given, stays None."""
+    format = common_format(name, operands)
+    device = next(x.device for x in operands if isinstance(x, MCFTensor))
+    return format, [None if x is None else stored_in(x, format, device) for x in operands]
+
+
+_COMPARISONS: dict[str, Callable[[Terms, Terms], Tensor]] = {
+    "eq": equal,
+    "ne": lambda x, y: ~equal(x, y),
+    "lt": less,
+    "gt": lambda x, y: less(y, x),
+    "le": lambda x, y: less(x, y) | equal(x, y),
+    "ge": lambda x, y: less(y, x) | equal(x, y),
+}
+
+
+@implements(*(getattr(aten, name) for name in _COMPARISONS))  # x < y, x == 0
+@of_terms
+def compare(func: Any, x: Any, y: Any) -> Tensor:
+    """Comparisons, elementwise."""
+    if computes_plainly((x, y)):
+        return func(*leading((x, y)))
+    name = func.overloadpacket.__name__
+    _, terms = _enter(name, (x, y))
+    return _COMPARISONS[name](*terms)
+
+
+@implements(aten.equal.default)  # torch.equal
+@of_terms
+def all_equal(func: Any, x: Any, y: Any) -> bool:
+    """torch.equal."""
+    if x.shape != y.shape:
+        return False
+    if computes_plainly((x, y)):
+        return func(*leading((x, y)))
+    _, terms = _enter("equal", (x, y))
+    return bool(equal(*terms).all())
+
+
+# aten's name: the choice between operands, each a list of terms of one format.
+_CHOICES: dict[str, Callable[..., list[Tensor]]] = {
+    "maximum": maximum,  # torch.maximum, amsgrad
+    "minimum": minimum,  # torch.minimum, all_reduce
+    "clamp": clamp,  # x.clamp
+    "clamp_min": clamp,  # x.clamp_min, torch._foreach_maximum_
+    "clamp_max": lambda x, high: clamp(x, None, high),  # x.clamp_max, torch._foreach_minimum_
+    "abs": lambda x: choose(torch.signbit(x[0]), [-t for t in x], x),  # x.abs, Adamax
+    "neg": lambda x: [-t for t in x],  # -x, maximize
+}
+
+
+def _chosen(name: str, operands: Sequence[Any], select: Callable[..., list[Tensor]]) -> MCFTensor:
+    format, terms = _enter(name, operands)
+    return MCFTensor.of(select(*terms), format, common_role(operands), own=True)
+
+
+def _register_choice(name: str, select: Callable[..., list[Tensor]]) -> None:
+    @of_terms
+    def choice(func: Any, *args: Any) -> Any:
+        return func(*leading(args)) if computes_plainly(args) else _chosen(name, args, select)
+
+    @of_terms
+    def choice_into(func: Any, *args: Any, out: Tensor | None = None) -> Any:
+        target = args[0] if out is None else out
+        store(target, _chosen(name, args, select))
+        return target
+
+    register_forms(name, choice, choice_into, choice_into)
+
+
+for _name, _select in _CHOICES.items():
+    _register_choice(_name, _select)
+
+
+@implements(aten.where.self)  # torch.where, x.where
+@of_terms
+def where(func: Any, condition: Tensor, x: Any, y: Any) -> Any:
+    """torch.where between expansions, and between an expansion and a plain tensor."""
+    if isinstance(condition, MCFTensor):
+        return compute(func, condition, x, y)
+    if computes_plainly((x, y)):
+        return func(condition, *leading((x, y)))
+    return _chosen("where", (x, y), lambda x, y: choose(condition, x, y))
+
+
+# ------------------------------------------------------------------------------------ neighbours
+
+
+@opaque(lambda x, towards: torch.empty_like(x))
+def _neighbour(x: Tensor, towards: Tensor) -> Tensor:
+    """torch.nextafter, which compilers evaluate in float32 for a base of 16 bits."""
+    return torch.nextafter(x, towards)
+
+
+@implements(aten.nextafter.default)  # torch.nextafter
+@of_terms
+def nextafter(func: Any, x: Any, y: Any) -> Any:
+    """The next number after x towards y among those that the format holds.
+
+    The precision of a format is not fixed: the neighbour of 1 in `bf16x2` is 1 + 2^-133, with the
+    smallest number of the base as its tail.
+    """
+    if common_role((x, y)) == "parameter":
+        return compute(func, x, y)
+    format, (x, y) = _enter("nextafter", (x, y))
+    x, y = zip(*(torch.broadcast_tensors(a, b) for a, b in zip(x, y, strict=True)), strict=True)
+    up = less(x, y)
+    towards = torch.where(up, torch.inf, -torch.inf).to(format.dtype)
+    near = _stepped(x, towards)
+    for _ in range(len(x) - 1):  # where the leading terms have changed, gaps may be halved
+        nearer = _stepped(near, -towards)
+        near = choose(torch.where(up, less(x, nearer), less(nearer, x)), nearer, near)
+    plain = [_neighbour(x[0], y[0]), *(torch.zeros_like(t) for t in x[1:])]
+    stays = equal(x, y) | torch.isnan(x[0]) | torch.isnan(y[0])
+    moved = choose(torch.isfinite(x[0]), near, plain)
+    return MCFTensor.of(choose(stays, choose(torch.isnan(x[0]), plain, y), moved), format)
+
+
+def _stepped(x: Terms, towards: Tensor) -> list[Tensor]:
+    """The last term moved on to its neighbour, and the whole normalized."""
+    return list(expansion.renormalize([*x[:-1], _neighbour(x[-1], towards)], len(x)))
+
+
+# ------------------------------------------------------------------------------ within one operand
+
+
+def _ranks(x: MCFTensor) -> tuple[Tensor, list[Tensor]]:
+    """The rank of each element in float64, and the terms of the elements of each rank.
+
+    Equal elements have equal ranks, larger ones larger ranks, and NaN stays NaN.
+    """
+    terms = [t.reshape(-1) for t in x._read()]
+    order = torch.arange(terms[0].numel(), device=x.device)
+    for term in reversed(terms):
+        order = order[torch.argsort(term[order], stable=True)]
+    terms = [term[order] for term in terms]
+    is_new = torch.zeros_like(order, dtype=torch.bool)
+    for term in terms:
+        is_new[1:] |= term[1:] != term[:-1]
+    rank = is_new.cumsum(0)
+    first = torch.zeros_like(order).index_put((rank,), torch.arange(len(order), device=x.device))
+    ranked = torch.empty(len(order), dtype=torch.float64, device=x.device)
+    ranked[order] = rank.double().masked_fill(torch.isnan(terms[0]), torch.nan)
+    return ranked.view(x.shape), [term[first] for term in terms]
+
+
+@implements(
+    aten.sort.default,  # x.sort, x.argsort, x.msort
+    aten.sort.stable,  # torch.sort(x, stable=True)
+    aten.topk.default,  # x.topk
+    aten.kthvalue.default,  # x.kthvalue
+    aten.mode.default,  # x.mode
+    aten.median.default,  # x.median()
+    aten.median.dim,  # x.median(0)
+    aten.nanmedian.default,  # x.nanmedian()
+    aten.nanmedian.dim,  # x.nanmedian(0)
+    aten.max.default,  # x.max()
+    aten.max.dim,  # x.max(0)
+    aten.min.default,  # x.min()
+    aten.min.dim,  # x.min(0)
+    aten.amax.default,  # x.amax, norms of order inf
+    aten.amin.default,  # x.amin, norms of order -inf
+    aten.aminmax.default,  # torch.aminmax
+    aten.argmax.default,  # x.argmax
+    aten.argmin.default,  # x.argmin
+    aten.cummax.default,  # x.cummax
+    aten.cummin.default,  # x.cummin
+    aten._unique2.default,  # torch.unique(x)
+    aten.unique_dim.default,  # torch.unique(x, dim=0)
+    aten.unique_consecutive.default,  # torch.unique_consecutive
+    aten.max_pool2d_with_indices.default,  # F.max_pool2d, F.max_pool1d
+    aten.max_pool3d_with_indices.default,  # F.max_pool3d
+    aten.adaptive_max_pool2d.default,  # F.adaptive_max_pool2d, F.adaptive_max_pool1d
+    aten.adaptive_max_pool3d.default,  # F.adaptive_max_pool3d
+)
+@of_terms
+def by_rank(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """The operation on ranks, which are exchanged for the elements; indices are as they are."""
+    if not isinstance(x, MCFTensor) or x.role == "parameter" or expansions((args, kwargs)):
+        return compute(func, x, *args, **kwargs)
+    rank, elements = _ranks(x)
+
+    def element(result: Any) -> Any:
+        if not (isinstance(result, Tensor) and result.is_floating_point()):
+            return result
+        absent = ~torch.isfinite(result)  # NaN, or the padding of an empty window
+        place = result.masked_fill(absent, 0).long()
+        chosen = [term.index_select(0, place.reshape(-1)).view(place.shape) for term in elements]
+        terms = [term.masked_fill(absent, 0) for term in chosen]
+        terms[0] = torch.where(absent, result.to(terms[0].dtype), terms[0])
+        return MCFTensor.of(terms, x.format, own=True)
+
+    return tree_map(element, func(rank, *args, **kwargs))
