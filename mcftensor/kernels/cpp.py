@@ -4,7 +4,7 @@ Every value is a vector of lanes, of a type that compilers turn into the machine
 that nothing is left to automatic vectorization. bfloat16 and float16 numbers are computed with as
 float32 values that hold them exactly, and rounded on the bit pattern; a truth value is an integer
 of 32 or 64 bits, 0 or -1. Integers wrap around, and products and sums must not be contracted: see
-`compiler.FLAGS`.
+`cpu.FLAGS`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from mcftensor.arithmetic.terms import Network
 from mcftensor.arithmetic.wide import Machine
 from mcftensor.formats import Format, PlainFormat, named
 from mcftensor.kernels import Body, Column, Columns, Scalar, run
-from mcftensor.kernels.lists import columns_of, regroup
+from mcftensor.kernels.columns import columns_of, regroup
 from mcftensor.kernels.opaque import opaque
 
 Settings = Mapping[str, Any]

@@ -3,11 +3,11 @@
 Nothing here needs a GPU.
 """
 
+import functools
 import gc
-import importlib.util
+import linecache
 import re
 import subprocess
-import sys
 import weakref
 from types import SimpleNamespace
 
@@ -17,7 +17,6 @@ import torch
 import mcftensor as mcf
 from mcftensor.kernels import Columns, cuda, running
 from mcftensor.kernels import triton as programs
-from mcftensor.kernels.caches import Bounded
 from support.kernel_cases import (
     CASES,
     MIXTURES,
@@ -157,7 +156,7 @@ def launch(monkeypatch):
         running.run(body, Columns([[x]], [[scalar]], [[output]]))
         assert torch.equal(output, (x.double() * scalar).float())
 
-    monkeypatch.setattr(cuda, "_TABLES", Bounded(1 << 20, cost=cuda._TABLES.cost))
+    monkeypatch.setattr(cuda, "_TABLES", cuda._Tables(1 << 20))
     with way("triton"):
         yield call
 
@@ -181,7 +180,7 @@ def test_tables_are_kept_but_for_numbers(launch, made):
     for number in range(1, 30):
         launch(number / 7)
     assert len(made) == 2 + 29  # rows and their owners, and the numbers of each launch
-    assert sum(table() is not None for table in made) == len(cuda._TABLES) == 2
+    assert sum(table() is not None for table in made) == len(cuda._TABLES.kept) == 2
 
 
 def test_tables_of_a_graph_are_its_own(launch, made, monkeypatch):
@@ -193,7 +192,7 @@ def test_tables_of_a_graph_are_its_own(launch, made, monkeypatch):
         launch(number)
     assert len(made) == 6
     assert not any(table() is not None for table in made)
-    assert len(cuda._TABLES) == 2
+    assert len(cuda._TABLES.kept) == 2
 
 
 def test_tables_take_so_many_bytes(launch, monkeypatch):
@@ -209,35 +208,41 @@ def twice(vectors, scalars, index):
     return [vectors[0] + vectors[0]]
 
 
+def sources():
+    return sum(name.startswith("<mcftensor") for name in linecache.cache)
+
+
 def test_so_many_kernels_are_kept(launch, monkeypatch):
-    """With their modules, which nothing else holds."""
-    monkeypatch.setattr(cuda._KERNELS, "most", 2)
-    before, kernels = len(sys.modules), weakref.WeakSet()
+    """With their sources, which nothing else holds."""
+    make, kernels, before = cuda._Kernel, weakref.WeakSet(), sources()
+
+    def spy(*args):
+        kernel = make(*args)
+        kernels.add(kernel)
+        return kernel
+
+    monkeypatch.setattr(cuda, "_Kernel", spy)
+    kernel_of = functools.lru_cache(maxsize=2)(cuda._kernel.__wrapped__)
+    monkeypatch.setattr(cuda, "_kernel", kernel_of)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32):
         x = torch.ones(5, dtype=dtype)
         run_one(twice, [x], [], [x])
         assert (x == 2).all()
-        kernels.update(cuda._KERNELS._entries.values())
-    assert len(cuda._KERNELS) == 2
-    assert len(sys.modules) == before
     gc.collect()
     assert len(kernels) == 2
+    assert sources() == before + 2
 
 
 # --------------------------------------------------------------------------------- machine code
 
 
-def compiled(program, tmp_path, warps):
+def compiled(program, warps):
     """PTX and more for a GPU of compute capability 9.0, as a launch with aligned pointers makes
     it."""
-    path = tmp_path / f"kernel_{id(program)}.py"
-    path.write_text(programs.source(program, [False] * len(program.signature.scalars)))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    kernel = cuda._kernel(program, (False,) * len(program.signature.scalars))
     divisible = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(
-        fn=module.kernel,
+        fn=kernel.function,
         signature={"rows": "*i64", "owners": "*i32", "numbers": "*i64"}
         | dict.fromkeys(("STEP", "BLOCK", "ALIGNED"), "constexpr"),
         constexprs={"STEP": 0, "BLOCK": programs.BLOCK, "ALIGNED": True},
@@ -260,10 +265,10 @@ def spilled(cubin, tmp_path):
 def check(program, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     warps = programs.warps(program)
-    asm = compiled(program, tmp_path, warps)
+    asm = compiled(program, warps)
     while spilled(asm["cubin"], tmp_path) != [0, 0] and warps < programs.MOST_WARPS:
         warps *= 2  # as launches do
-        asm = compiled(program, tmp_path, warps)
+        asm = compiled(program, warps)
     assert spilled(asm["cubin"], tmp_path) == [0, 0]
     ptx = asm["ptx"]
     names = {x.name for x in program.instructions}

@@ -256,7 +256,7 @@ MUTATIONS = [
         ),
     ),
     *_of(
-        "compiler.py",
+        "cpu.py",
         "tests/kernels/test_kernels.py",
         contracted=("-ffp-contract=off", "-ffp-contract=fast"),
     ),
