@@ -269,8 +269,8 @@ def source(program: Program) -> str:
     names, word, scalars = [], 1, 0
     for kind, dtypes in (("in", signature.vectors), ("out", signature.outputs)):
         for i, dtype in enumerate(dtypes):
-            memory = ("const " if kind == "in" else "") + f"uint{8 * dtype.itemsize}_t"
-            names.append(f"{memory} *{kind}{i} = ({memory} *)word[{word} * count];")
+            pointer = f"uint{8 * dtype.itemsize}_t *"
+            names.append(f"{pointer}{kind}{i} = ({pointer})word[{word} * count];")
             word += 1
     for i, dtype in enumerate(signature.scalars):
         if dtype == torch.int64:

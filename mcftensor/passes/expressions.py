@@ -172,7 +172,12 @@ def _fake(
     return [*itertools.chain(*empty(named(format), *_operands(operands, formats)))]
 
 
-@opaque(_fake, lays_out=True)
+@opaque(
+    _fake,
+    schema="(str operation, str format, Tensor[] operands, str[] formats, Tensor[] keys)"
+    " -> Tensor[]",
+    lays_out=True,
+)
 def evaluate(
     operation: str,
     format: str,

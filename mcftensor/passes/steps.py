@@ -282,7 +282,12 @@ def take(
     run(body, Columns([*gradients, *targets], numbers, targets, keys))
 
 
-@opaque(lambda *args: None, mutates=["targets"])
+@opaque(
+    lambda *args: None,
+    schema="(str rule, str[] formats, Tensor(a!)[] targets, Tensor[] gradients, Tensor[] steps, "
+    "Tensor[] keys, str[] names, Tensor[] settings) -> ()",
+    lays_out=True,
+)
 def step_(
     rule: str,
     formats: Sequence[str],
@@ -300,7 +305,11 @@ def step_(
     take(rule, found, columns_of(gradients, count), columns_of(targets, count), steps, keys, given)
 
 
-@opaque(lambda *args: None, mutates=["gradients"])
+@opaque(
+    lambda *args: None,
+    schema="(Tensor(a!)[] gradients, str format, Tensor grad_scale) -> ()",
+    lays_out=True,
+)
 def unscale_(gradients: Sequence[Tensor], format: str, grad_scale: Tensor) -> None:
     """Gradients in a format over the scale of a loss."""
     f = named(format)

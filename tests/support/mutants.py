@@ -142,8 +142,8 @@ MUTATIONS = [
             "networks.distill(entered, terms + 1)",
         ),
         leading_terms_rounded_alone=(
-            "peeled.append(collapse_terms(rest, base))",
-            "peeled.append(rest[0].to(base))",
+            "peeled.append(collapse_terms(entered, base))",
+            "peeled.append(entered[0].to(base))",
         ),
     ),
     *_of(
