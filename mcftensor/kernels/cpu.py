@@ -59,13 +59,13 @@ def load(source: str, *, build: bool) -> Launch | None:
     if not is_kept(library) and not (build and _compile(source, compiler, library)):
         return None
     try:
-        launch = ctypes.CDLL(str(library)).launch
+        function = ctypes.CDLL(str(library)).launch
     except OSError as error:
         _give_up(str(error))
         return None
-    launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-    launch.restype = None
-    return launch
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    function.restype = None
+    return function
 
 
 @functools.cache
