@@ -18,7 +18,6 @@ class Base:
         min_exponent: e of the smallest normal number 2^e.
         max_exponent: e of the largest numbers: every finite one is below 2^(e+1).
         integer: the integers of the same width.
-        low_bits: bits that Veltkamp's splitting moves to the low half: half of them, rounded up.
         wider: the type in which a product of two numbers is exact; None for the widest.
     """
 
@@ -28,17 +27,16 @@ class Base:
     min_exponent: int
     max_exponent: int
     integer: torch.dtype
-    low_bits: int
     wider: torch.dtype | None
 
 
 BASES = {
     base.dtype: base
     for base in (
-        Base(torch.bfloat16, "bf16", 8, -126, 127, torch.int16, 4, torch.float32),
-        Base(torch.float16, "fp16", 11, -14, 15, torch.int16, 6, torch.float32),
-        Base(torch.float32, "fp32", 24, -126, 127, torch.int32, 12, torch.float64),
-        Base(torch.float64, "fp64", 53, -1022, 1023, torch.int64, 27, None),
+        Base(torch.bfloat16, "bf16", 8, -126, 127, torch.int16, torch.float32),
+        Base(torch.float16, "fp16", 11, -14, 15, torch.int16, torch.float32),
+        Base(torch.float32, "fp32", 24, -126, 127, torch.int32, torch.float64),
+        Base(torch.float64, "fp64", 53, -1022, 1023, torch.int64, None),
     )
 }
 

@@ -113,7 +113,7 @@ def split(a: Tensor) -> tuple[Tensor, Tensor]:
         >>> mcf.eft.split(torch.tensor(1.0 + 2.0**-20))
         (tensor(1.), tensor(9.5367e-07))
     """
-    low_bits = BASES[same_float_dtype("split", a)].low_bits
+    low_bits = (BASES[same_float_dtype("split", a)].precision + 1) // 2
     large = a.abs() > torch.finfo(a.dtype).max * 2.0 ** -(low_bits + 1)
     x = torch.where(large, a * 2.0 ** -(low_bits + 2), a)
     c = x * (2.0**low_bits + 1)

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic import networks
+from mcftensor.arithmetic import networks, ordering
 from mcftensor.arithmetic.rounding import collapse_terms, move, split_terms
 
 Floats: TypeAlias = Sequence[Tensor]
@@ -34,10 +34,28 @@ class Sum:
 
     def split(self, base: torch.dtype, terms: int, noise: Tensor | None = None) -> Floats:
         """Normalized terms of a base, the last of them rounded to nearest, or stochastically where
-        there is noise."""
-        if len(self.floats) == 1:
-            return split_terms(self.floats[0], base, terms, noise)
-        return convert_terms(self.floats, base, terms, noise)
+        there is noise.
+
+        A wider base takes every float as it is, and the network gathers them. A narrower one takes
+        the whole rounded, then what remains rounded, each remainder exactly.
+        """
+        leading, *tails = self.floats
+        if not tails:
+            return split_terms(leading, base, terms, noise)
+        if leading.dtype == base and len(tails) < terms:
+            return *self.floats, *(torch.zeros_like(leading) for _ in range(terms - 1 - len(tails)))
+        holds_both = torch.promote_types(leading.dtype, base)
+        entered = tuple(x.to(holds_both) for x in self.floats)
+        if holds_both == base:
+            longer = networks.settle(networks.distill(entered, terms + 1), entered[0])
+            return networks.shorten(longer, noise)
+        peeled = []
+        for _ in range(terms):
+            peeled.append(collapse_terms(entered, base))
+            entered = networks.distill([*entered, -peeled[-1].to(holds_both)], len(entered))
+        if noise is not None:
+            peeled[-1] = move(peeled[-1], entered[0], noise)
+        return networks.settle(networks.distill(peeled, terms), peeled[0])
 
 
 class Number(Sum, ABC):
@@ -70,21 +88,21 @@ class Number(Sum, ABC):
     def maximum(self, other: Number) -> Number:
         """The larger of two numbers."""
 
-    @abstractmethod
     def where(self, condition: Tensor, other: Number) -> Number:
         """This number where a condition holds, else another."""
+        return type(self)(ordering.choose(condition, self.floats, other.floats))
 
-    @abstractmethod
     def is_below(self, limit: float) -> Tensor:
         """Whether the magnitude is below a limit, as the leading float says."""
+        return self.floats[0].abs() < limit
 
-    @abstractmethod
     def moved_by(self, change: Number) -> Number:
-        """self + change, where the change is small: it meets the tails first."""
+        """self + change, where the change is small."""
+        return self + change
 
-    @abstractmethod
     def summed(self) -> Number:
         """The same as one float, where one holds it."""
+        return self
 
 
 class Numbers(ABC):
@@ -96,26 +114,3 @@ class Numbers(ABC):
     @abstractmethod
     def of(self, floats: Floats) -> Number:
         """The number that is the sum of floats of any type, leading one first."""
-
-
-def convert_terms(x: Floats, base: torch.dtype, terms: int, noise: Tensor | None) -> Floats:
-    """Normalized terms as `terms` normalized terms of another base, with one rounding.
-
-    A wider base takes every term as it is, and the network gathers them. A narrower one takes the
-    whole rounded, then what remains rounded, each remainder exactly.
-    """
-    if x[0].dtype == base and len(x) <= terms:
-        return *x, *(torch.zeros_like(x[0]) for _ in range(terms - len(x)))
-    holds_both = torch.promote_types(x[0].dtype, base)
-    if holds_both == base:
-        entered = [t.to(base) for t in x]
-        longer = networks.settle(networks.distill(entered, terms + 1), entered[0])
-        return networks.shorten(longer, noise)
-    rest = tuple(t.to(holds_both) for t in x)
-    peeled = []
-    for _ in range(terms):
-        peeled.append(collapse_terms(rest, base))
-        rest = networks.distill([*rest, -peeled[-1].to(holds_both)], len(rest))
-    if noise is not None:
-        peeled[-1] = move(peeled[-1], rest[0], noise)
-    return networks.settle(networks.distill(peeled, terms), peeled[0])

@@ -61,8 +61,10 @@ def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
 def collapse_terms(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """The sum of normalized terms, rounded once to `dtype`."""
     leading, *tails = terms
-    if not tails or dtype == leading.dtype:
-        return round_to(leading, dtype) if dtype != leading.dtype else leading.clone()
+    if dtype == leading.dtype:
+        return leading.clone()
+    if not tails:
+        return round_to(leading, dtype)
     total = tails[-1].to(torch.float64)
     for term in reversed(tails[:-1]):
         total = add_odd(term.to(torch.float64), total)

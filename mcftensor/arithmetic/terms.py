@@ -25,17 +25,13 @@ class Network(Numbers):
         if any(x.dtype != self.dtype for x in floats):
             floats = [part for x in floats for part in split_terms(x, self.dtype, self.terms)]
         if len(floats) > self.terms:
-            return Terms(networks.settle(networks.distill(floats, self.terms), floats[0]), self)
+            return Terms(networks.settle(networks.distill(floats, self.terms), floats[0]))
         zeros = [torch.zeros_like(floats[0])] * (self.terms - len(floats))
-        return Terms([*floats, *zeros], self)
+        return Terms([*floats, *zeros])
 
 
 class Terms(Number):
     """A number as normalized terms."""
-
-    def __init__(self, floats: Floats, kind: Network) -> None:
-        super().__init__(floats)
-        self.kind = kind
 
     def _by(
         self,
@@ -45,23 +41,24 @@ class Terms(Number):
     ) -> Terms:
         """The result of a network on this number and others."""
         operands = [x.floats for x in (self, *map(self._entered, others))]
-        return Terms((two if self.kind.terms == 2 else more)(*operands), self.kind)
+        return Terms((two if len(self.floats) == 2 else more)(*operands))
 
     def split(self, base: torch.dtype, terms: int, noise: Tensor | None = None) -> Floats:
         """Normalized terms of a base: where one too many was computed, that is rounded off."""
-        if (base, terms) == (self.kind.dtype, self.kind.terms - 1):
+        if (base, terms) == (self.floats[0].dtype, len(self.floats) - 1):
             return networks.shorten(self.floats, noise)
         return super().split(base, terms, noise)
 
     def _entered(self, x: Number | Tensor | float) -> Number:
         if isinstance(x, Number):
             return x
+        leading = self.floats[0]
         if not isinstance(x, Tensor):
-            x = torch.scalar_tensor(x, dtype=torch.float64, device=self.floats[0].device)
-        return self.kind.of([x])
+            x = torch.scalar_tensor(x, dtype=torch.float64, device=leading.device)
+        return Network(leading.dtype, len(self.floats)).of([x])
 
     def __neg__(self) -> Terms:
-        return Terms(networks.neg(self.floats), self.kind)
+        return Terms(networks.neg(self.floats))
 
     def __add__(self, other: Number | Tensor | float) -> Terms:
         return self._by(networks.add2, networks.add, other)
@@ -82,20 +79,4 @@ class Terms(Number):
 
     def maximum(self, other: Number) -> Terms:
         """The larger of two numbers."""
-        return Terms(ordering.maximum(self.floats, other.floats), self.kind)
-
-    def where(self, condition: Tensor, other: Number) -> Terms:
-        """This number where a condition holds, else another."""
-        return Terms(ordering.choose(condition, self.floats, other.floats), self.kind)
-
-    def is_below(self, limit: float) -> Tensor:
-        """Whether the magnitude is below a limit, as the leading term says."""
-        return self.floats[0].abs() < limit
-
-    def moved_by(self, change: Number) -> Terms:
-        """self + change."""
-        return self + change
-
-    def summed(self) -> Terms:
-        """Itself: no float holds it."""
-        return self
+        return Terms(ordering.maximum(self.floats, other.floats))

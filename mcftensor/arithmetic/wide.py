@@ -9,7 +9,6 @@ first, `(xh + yh) + (xl + yl)`, so that a cancellation of leading terms is exact
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -46,7 +45,7 @@ class Wide(Number):
     What is read from memory has as many as its terms, or more; what is computed has one.
     """
 
-    def __init__(self, levels: Sequence[Tensor | float], value: Tensor | None = None) -> None:
+    def __init__(self, levels: Floats, value: Tensor | None = None) -> None:
         self.levels = levels
         self._value = value
 
@@ -55,8 +54,8 @@ class Wide(Number):
         """The sum of the levels, last ones first, with the sign of the leading one, zeros too."""
         if self._value is None:
             leading, *tails = self.levels
-            self._value = torch.copysign(_total(self.levels), leading) if tails else leading  # type: ignore[assignment]
-        return self._value  # type: ignore[return-value]
+            self._value = torch.copysign(_total(self.levels), leading) if tails else leading
+        return self._value
 
     @property
     def floats(self) -> tuple[Tensor, ...]:  # type: ignore[override]
@@ -73,7 +72,7 @@ class Wide(Number):
             return Wide([self.value + other])  # type: ignore[operator]
         pairs = zip_longest(self.levels, other.levels)
         leading, *tails = [a if b is None else b if a is None else a + b for a, b in pairs]
-        return Wide([add_signed(leading, _total(tails)) if tails else leading])  # type: ignore[arg-type]
+        return Wide([add_signed(leading, _total(tails)) if tails else leading])
 
     def __mul__(self, other: Number | Tensor | float) -> Wide:
         """Three roundings."""
@@ -95,16 +94,8 @@ class Wide(Number):
         """The larger of two numbers."""
         return Wide([torch.maximum(self.value, _value(other))])
 
-    def where(self, condition: Tensor, other: Number) -> Wide:
-        """This number where a condition holds, else another."""
-        return Wide([torch.where(condition, self.value, _value(other))])
-
-    def is_below(self, limit: float) -> Tensor:
-        """Whether the magnitude is below a limit."""
-        return self.value.abs() < limit
-
     def moved_by(self, change: Number) -> Wide:
-        """self + change, where the change is small."""
+        """self + change: the change meets the tails first."""
         leading, *tails = self.levels
         moved = _value(change)
         return Wide([leading + (_total(tails) + moved if tails else moved)])
@@ -114,12 +105,12 @@ class Wide(Number):
         return Wide([_total(self.levels)])
 
 
-def _total(levels: Sequence[Tensor | float]) -> Tensor:
+def _total(levels: Floats) -> Tensor:
     """The sum of levels, last ones first."""
     result = levels[-1]
     for level in reversed(levels[:-1]):
         result = level + result
-    return result  # type: ignore[return-value]
+    return result
 
 
 def _value(x: Number | Tensor | float) -> Tensor:

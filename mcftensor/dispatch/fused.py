@@ -16,7 +16,7 @@ from mcftensor.arithmetic.noise import draw_key
 from mcftensor.dispatch.operands import component_columns, plain, require_one_base
 from mcftensor.dispatch.registry import SHORTCUTS, TABLE, implements
 from mcftensor.formats import PLAIN, Format, PlainFormat
-from mcftensor.kernels.lists import places_of
+from mcftensor.kernels.columns import places_of
 from mcftensor.kernels.opaque import is_bare
 from mcftensor.passes.steps import step_, take, unscale_
 from mcftensor.tensor.deferred import compute_readers

@@ -1,7 +1,7 @@
 """Elementwise functions of many tensors in one pass over memory.
 
 `run` is given a function written in PyTorch and columns of tensors. Where there is much to do the
-function becomes a `program`, in C++ (`cpp`, `compiler`) or in Triton (`triton`), which gives the
+function becomes a `program`, in C++ (`cpp`, `cpu`) or in Triton (`triton`, `cuda`), which gives the
 bits of the function itself; otherwise the function runs as it is, block by block (`blocks`).
 """
 

@@ -24,7 +24,8 @@ def run(body: Body, columns: Columns) -> None:
             run_whole(body, call)
             continue
         vectors, outputs = (
-            [_flattened(x) for (x,) in part] for part in (call.vectors, call.outputs)
+            [x.as_strided((length,), (1,)) for (x,) in part]
+            for part in (call.vectors, call.outputs)
         )
         for start in range(0, length, BLOCK):
             part = slice(start, start + BLOCK)
@@ -43,11 +44,6 @@ def run_whole(body: Body, columns: Columns, start: int = 0) -> None:
         results = body([x for (x,) in call.vectors], scalars, index)
         for output, result in zip(outputs, results, strict=True):
             output.copy_(result)
-
-
-def _flattened(x: Tensor) -> Tensor:
-    """Dense elements in the order of memory."""
-    return x.as_strided((x.numel(),), (1,))
 
 
 def indices(x: Tensor) -> Tensor:

@@ -8,15 +8,16 @@ asked of a tensor is asked of a column.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import islice
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 Column = Sequence[Tensor]
 Scalar = Tensor | float
@@ -96,10 +97,8 @@ def facts_of(column: Column) -> Facts:
     )
 
 
-def places(
-    vectors: Sequence[T], outputs: Sequence[T], are_same: Callable[[T, T], bool]
-) -> tuple[list[T], list[int]]:
-    """Vectors and outputs without repetition, and which of them the outputs are."""
+def places(vectors: Sequence[Column], outputs: Sequence[Column]) -> tuple[list[Column], list[int]]:
+    """Columns of vectors and of outputs without repetition, and which of them the outputs are."""
     found = list(vectors)
     where = []
     for output in outputs:
@@ -122,16 +121,25 @@ def repeated(column: Sequence[T], count: int) -> Sequence[T]:
     return column if len(column) == count else [*column] * count
 
 
-def dtype_of(scalar: Scalar) -> torch.dtype:
-    """The dtype of a scalar; a number of Python's is a float64."""
-    return scalar.dtype if isinstance(scalar, Tensor) else torch.float64
-
-
 def number_of(scalar: Scalar) -> float:
     """A scalar as a number of Python's; that of a device is waited for."""
     return scalar.item() if isinstance(scalar, Tensor) else scalar
 
 
-def by_rows(columns: Sequence[Sequence[T]]) -> Iterator[T]:
-    """The elements of columns, row by row."""
-    return chain.from_iterable(zip(*columns, strict=True))
+def regroup(flat: Sequence[T], lengths: Sequence[int]) -> list[list[T]]:
+    """A flat list as consecutive lists of these lengths."""
+    rest = iter(flat)
+    return [list(islice(rest, length)) for length in lengths]
+
+
+def columns_of(flat: Sequence[T], length: int) -> list[Sequence[T]]:
+    """A flat list as consecutive lists of this length."""
+    return [flat[i : i + length] for i in range(0, len(flat), length)]
+
+
+def places_of(keys: Iterable[K]) -> dict[K, list[int]]:
+    """Where each key stands in a list of them."""
+    found: dict[K, list[int]] = {}
+    for i, key in enumerate(keys):
+        found.setdefault(key, []).append(i)
+    return found

@@ -4,7 +4,7 @@ Every value is a vector of lanes, of a type that compilers turn into the machine
 that nothing is left to automatic vectorization. bfloat16 and float16 numbers are computed with as
 float32 values that hold them exactly, and rounded on the bit pattern; a truth value is an integer
 of 32 or 64 bits, 0 or -1. Integers wrap around, and products and sums must not be contracted: see
-`compiler.FLAGS`.
+`cpu.FLAGS`.
 """
 
 from __future__ import annotations
@@ -269,8 +269,8 @@ def source(program: Program) -> str:
     names, word, scalars = [], 1, 0
     for kind, dtypes in (("in", signature.vectors), ("out", signature.outputs)):
         for i, dtype in enumerate(dtypes):
-            memory = ("const " if kind == "in" else "") + f"uint{8 * dtype.itemsize}_t"
-            names.append(f"{memory} *{kind}{i} = ({memory} *)word[{word} * count];")
+            pointer = f"uint{8 * dtype.itemsize}_t *"
+            names.append(f"{pointer}{kind}{i} = ({pointer})word[{word} * count];")
             word += 1
     for i, dtype in enumerate(signature.scalars):
         if dtype == torch.int64:

@@ -1,25 +1,145 @@
-"""Compiled C++ given its tables, and launched."""
+"""C++ for the CPU at hand: compiled at first use, kept for later processes, and launched."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import warnings
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from mcftensor.kernels.columns import number_of
-from mcftensor.kernels.compiler import Launch
+from mcftensor.kernels import directory
+from mcftensor.kernels.columns import Scalar, number_of
+
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fno-fast-math",  # this and the next undo what CXX may ask for
+    "-fno-unsafe-math-optimizations",
+    "-fno-associative-math",
+    "-fno-reciprocal-math",
+    "-fno-finite-math-only",
+    "-fsigned-zeros",
+    "-ffp-contract=off",  # a product and a sum are two roundings
+    "-fwrapv",  # integers wrap around
+    "-fno-math-errno",  # without this and the next, loops with roots and choices stay scalar
+    "-fno-trapping-math",
+    "-Wno-psabi",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+)
 
 # Elements a thread is worth starting for.
 _GRAIN = 1 << 15
+
+Launch = Callable[[int, int, int, int], None]
+
+
+def load(source: str, *, build: bool, is_right: Callable[[Launch], bool]) -> Launch | None:
+    """The function `launch` of a translation unit; None where there is none, or no compiler.
+
+    With `build=False` only what an earlier call has compiled, in whatever process, is loaded. What
+    is compiled is kept if it `is_right`.
+    """
+    command = find()
+    if command is None:
+        return None
+    status = Path(command[0]).resolve().stat()
+    key = directory.key_of(
+        source, *FLAGS, *command, status.st_size, status.st_mtime_ns, _processor()
+    )
+
+    def make(scratch: Path) -> Path:
+        (scratch / "kernel.cpp").write_text(source)
+        whole = [*command, *FLAGS, "kernel.cpp", "-o", "kernel.so"]
+        subprocess.run(whole, cwd=scratch, check=True, capture_output=True, text=True)
+        if not is_right(_opened(scratch / "kernel.so")):
+            raise ArithmeticError(f"what {shlex.join(command)} makes has other bits than PyTorch")
+        return scratch / "kernel.so"
+
+    try:
+        library = directory.find(key) or (directory.keep(key, make) if build else None)
+        return _opened(library) if library else None
+    except subprocess.CalledProcessError as error:
+        _give_up(f"{shlex.join(command)} failed: {error.stderr.strip()[:500]}")
+    except (ArithmeticError, OSError) as error:
+        _give_up(str(error))
+    return None
+
+
+def _opened(library: Path) -> Launch:
+    with _same_rounding():
+        launch = ctypes.CDLL(str(library)).launch
+    launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    launch.restype = None
+    return launch
+
+
+@contextlib.contextmanager
+def _same_rounding() -> Iterator[None]:
+    """Libraries that were linked for fast arithmetic have the processor flush subnormal numbers
+    from then on."""
+    flushes = _flushes_subnormals()
+    yield
+    if _flushes_subnormals() != flushes:
+        torch.set_flush_denormal(flushes)
+
+
+def _flushes_subnormals() -> bool:
+    return sys.float_info.min / 2 == 0
+
+
+@functools.cache
+def find() -> list[str] | None:
+    """The command of a C++ compiler: what the environment's CXX says, or the system's own."""
+    for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
+        program, *options = shlex.split(name) or [""]
+        path = shutil.which(program)
+        if path:
+            return [str(Path(path).absolute()), *options]  # it runs in another directory
+    _give_up("found neither c++, g++ nor clang++; the environment variable CXX can name one")
+    return None
+
+
+@functools.cache
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return " ".join(os.uname())
+    return next((x for x in lines if x.startswith(("flags", "Features"))), os.uname().machine)
+
+
+_REASONS: list[str] = []
+
+
+def _give_up(reason: str) -> None:
+    """Warn, but once: reasons differ in the names of temporary files."""
+    if _REASONS:
+        return
+    _REASONS.append(reason)
+    warnings.warn(
+        f"mcftensor runs without compiled code on the CPU, several times slower: {reason}",
+        stacklevel=2,
+    )
 
 
 def launch(
     function: Launch,
     lengths: list[int],
     addresses: Sequence[list[int]],
-    scalars: Sequence[Sequence[Tensor | float]],
+    scalars: Sequence[Sequence[Scalar]],
     dtypes: Sequence[torch.dtype],
 ) -> None:
     """Run compiled code on dense tensors of these lengths and addresses, given by columns, and on

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.util
 import itertools
 import linecache
 import struct
+import threading
 import weakref
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +19,40 @@ import torch
 from torch import Tensor
 
 from mcftensor.kernels import triton
-from mcftensor.kernels.caches import Bounded
-from mcftensor.kernels.columns import by_rows, number_of, repeated
+from mcftensor.kernels.columns import Scalar, number_of, repeated
 from mcftensor.kernels.program import Program
 
-# Tables on a device, by what is in them and the stream that they were copied on. With its key each
-# takes as much of the host's memory again.
-_TABLES: Bounded[Any, Tensor] = Bounded(1 << 28, cost=lambda table: 2 * table.nbytes)
-_KERNELS: Bounded[Any, _Kernel] = Bounded(1024)
+_NUMBERS = itertools.count()
+
+
+class _Tables:
+    """Tables on a device, by what is in them and the stream that they were copied on: those used
+    last, as long as they take no more than `most` bytes together."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.total = 0
+        self.kept: OrderedDict[object, Tensor] = OrderedDict()
+        self.lock = threading.Lock()
+
+    def get(self, key: object, make: Callable[[], Tensor]) -> Tensor:
+        """The table of a key, which is then the last to go."""
+        with self.lock:
+            if key not in self.kept:
+                self.kept[key] = make()
+                self.total += _bytes(self.kept[key])
+            self.kept.move_to_end(key)
+            table = self.kept[key]
+            while self.total > self.most:
+                self.total -= _bytes(self.kept.popitem(last=False)[1])
+        return table
+
+
+def _bytes(table: Tensor) -> int:
+    return 2 * table.nbytes  # its key takes as much of the host's memory
+
+
+_TABLES = _Tables(1 << 28)
 
 
 @dataclass(eq=False)
@@ -56,7 +83,7 @@ def launch(
     program: Program,
     lengths: list[int],
     addresses: Sequence[list[int]],
-    scalars: Sequence[Sequence[Tensor | float]],
+    scalars: Sequence[Sequence[Scalar]],
     device: torch.device,
 ) -> None:
     """Run a program on dense tensors of these lengths and addresses, given by columns, and on
@@ -80,35 +107,28 @@ def launch(
 
 
 def _numbers(
-    program: Program, scalars: Sequence[Sequence[Tensor | float]], there: Sequence[bool]
+    program: Program, scalars: Sequence[Sequence[Scalar]], there: Sequence[bool]
 ) -> list[Sequence[int]]:
     """Scalars, or their addresses on the device, by columns: of one for all sets, or one for each.
 
     They change from launch to launch, and so are in no table that is kept.
     """
     rows = max(map(len, scalars), default=0)
-    columns = []
-    for column, is_there, dtype in zip(scalars, there, program.signature.scalars, strict=True):
-        columns.append(
-            repeated([_address(x) if is_there else _bits(x, dtype) for x in column], rows)
-        )
-    return columns
+    return [
+        repeated([_word(x, is_there, dtype) for x in column], rows)
+        for column, is_there, dtype in zip(scalars, there, program.signature.scalars, strict=True)
+    ]
 
 
-def _address(x: Tensor | float) -> int:
-    assert isinstance(x, Tensor)
-    return x.data_ptr()
-
-
-def _bits(x: Tensor | float, dtype: torch.dtype) -> int:
+def _word(x: Scalar, is_there: bool, dtype: torch.dtype) -> int:
+    if is_there:
+        return x.data_ptr()  # type: ignore[union-attr]
     value = number_of(x)
-    if dtype == torch.int64:
-        return int(value)
-    return struct.unpack("q", struct.pack("d", value))[0]
+    return int(value) if dtype == torch.int64 else struct.unpack("q", struct.pack("d", value))[0]
 
 
 def _words(columns: Sequence[Sequence[int]]) -> array[int]:
-    return array("q", by_rows(columns))
+    return array("q", itertools.chain.from_iterable(zip(*columns, strict=True)))
 
 
 def _tensor(words: array[int]) -> Tensor:
@@ -129,9 +149,9 @@ def _kept(words: array[int], make: Callable[[array[int]], Tensor], device: torch
     """
     if is_capturing(device):
         return _on_device(make(words), device)
-    key = (make, words.tobytes(), device, current_stream(device))
-    table = _TABLES.get(key)
-    return _TABLES.put(key, _on_device(make(words), device)) if table is None else table
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+    key = (make, words.tobytes(), device, stream)
+    return _TABLES.get(key, lambda: _on_device(make(words), device))
 
 
 def _on_device(table: Tensor, device: torch.device) -> Tensor:
@@ -139,25 +159,18 @@ def _on_device(table: Tensor, device: torch.device) -> Tensor:
     return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
 
 
-def current_stream(device: torch.device) -> int | None:
-    """The stream of a GPU that is now launched on."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
-
-
 def is_capturing(device: torch.device) -> bool:
     """Whether launches are written into a CUDA graph, to be carried out later."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+@functools.lru_cache(maxsize=1024)
 def _kernel(program: Program, there: tuple[bool, ...]) -> _Kernel:
-    """The kernel of a program, in no file: Triton reads the source of functions by `linecache`."""
-    kernel = _KERNELS.get((program, there))
-    if kernel is None:
-        source = triton.source(program, there)
-        name = f"<mcftensor kernel {hashlib.sha256(source.encode()).hexdigest()}>"
-        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-        names: dict[str, Any] = {"__name__": "mcftensor.kernels.made"}
-        exec(compile(source, name, "exec"), names)
-        kernel = _KERNELS.put((program, there), _Kernel(names["kernel"], triton.warps(program)))
-        weakref.finalize(kernel, linecache.cache.pop, name, None)
+    """The kernel of a program. Triton reads the source of its functions, which is in no file."""
+    source, name = triton.source(program, there), f"<mcftensor kernel {next(_NUMBERS)}>"
+    linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
+    module = {"__name__": "mcftensor_kernel"}
+    exec(compile(source, name, "exec"), module)
+    kernel = _Kernel(module["kernel"], triton.warps(program))
+    weakref.finalize(kernel, linecache.cache.pop, name, None)
     return kernel

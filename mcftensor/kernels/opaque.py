@@ -10,7 +10,6 @@ user's compiled function give the same bits.
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
@@ -36,23 +35,24 @@ def opaque(
     fake: Callable[P, R],
     tags: Sequence[torch.Tag] = (),
     *,
-    mutates: Sequence[str] = (),
+    schema: str | None = None,
     lays_out: bool = False,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register a function as the operator `mcftensor::<name>`, and return a caller of it.
 
     The arguments and results are tensors, lists of tensors, numbers and strings. The function must
-    not return its inputs, and mutates those named in `mutates` alone. `fake` has the same arguments
-    and says shape, layout and dtype of the results, by tensors without data. `lays_out` says that
-    the function itself sees to the layout.
+    not return its inputs. `fake` has the same arguments and says shape, layout and dtype of the
+    results, by tensors without data. `schema` is PyTorch's text for the signature, where arguments
+    are mutated or lists of strings, of which it infers none. `lays_out` says that the function
+    itself sees to the layout.
     """
 
     def register(function: Callable[P, R]) -> Callable[P, R]:
         name = function.__name__
         DEFINITIONS[name] = function
-        schema = _schema(function, mutates)
-        _LIBRARY.define(name + schema, tags=tags)
-        kernel = function if lays_out or mutates else laid_out(function)
+        signature = schema or torch.library.infer_schema(function, mutates_args=())
+        _LIBRARY.define(name + signature, tags=tags)
+        kernel = function if lays_out else laid_out(function)
         _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"mcftensor::{name}", fake, lib=_LIBRARY)
         operator = getattr(torch.ops.mcftensor, name).default
@@ -64,28 +64,6 @@ def opaque(
         return call
 
     return register
-
-
-def _schema(function: Callable[..., Any], mutates: Sequence[str]) -> str:
-    """PyTorch's text for the signature of a function; it infers none for lists of strings."""
-    parameters = inspect.signature(function).parameters
-    names = [name for name, x in parameters.items() if x.annotation == "Sequence[str]"]
-
-    @functools.wraps(function, updated=())
-    def prototype() -> None: ...
-
-    annotations = dict.fromkeys(names, "Sequence[int]")
-    prototype.__annotations__ = {**function.__annotations__, **annotations}
-    prototype.__signature__ = inspect.signature(function).replace(  # type: ignore[attr-defined]
-        parameters=[
-            x.replace(annotation=annotations.get(name, x.annotation))
-            for name, x in parameters.items()
-        ]
-    )
-    schema = torch.library.infer_schema(prototype, mutates_args=tuple(mutates))
-    for name in names:
-        schema = schema.replace(f"SymInt[] {name}", f"str[] {name}")
-    return schema
 
 
 def is_bare(*lists: Sequence[Any]) -> bool:

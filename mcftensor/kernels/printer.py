@@ -9,7 +9,7 @@ narrower than the one computed with, or wraps it around.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,18 +66,19 @@ class Printer:
         """Those that are the same for all elements, and those that are not."""
         parts: tuple[list[str], list[str]] = [], []
         for i, x in enumerate(self.instructions):
-            parts[varies[i]].extend(self._lines(i, x))
+            for name, value in self._values(i, x):
+                parts[varies[i]].append(self.dialect.assignment.format(name=name, value=value))
         return parts
 
-    def _lines(self, place: int, x: Instruction) -> list[str]:
+    def _values(self, place: int, x: Instruction) -> Iterator[tuple[str, str]]:
         if x.name not in ("vector", "bits"):
-            return [self._assign(f"v{place}", self._value(x))]
+            yield f"v{place}", self._value(x)
+            return
         if x.name == "vector":
-            pattern = self._operation("vector", x.dtype, x.dtype, str(x.operands[0]))
+            yield f"p{place}", self._operation("vector", x.dtype, x.dtype, str(x.operands[0]))
         else:
-            pattern = self.pattern(x.operands[0])
-        value = f"{name_of(x.dtype)}_value(p{place})"
-        return [self._assign(f"p{place}", pattern), self._assign(f"v{place}", value)]
+            yield f"p{place}", self.pattern(x.operands[0])
+        yield f"v{place}", f"{name_of(x.dtype)}_value(p{place})"
 
     def pattern(self, place: Place) -> str:
         """The bits of a result as memory holds them; those that were never computed with as they
@@ -86,9 +87,6 @@ class Printer:
         if x.name in ("vector", "bits"):
             return f"p{place.index}"
         return f"{name_of(x.dtype)}_bits(v{place.index})"
-
-    def _assign(self, name: str, value: str) -> str:
-        return self.dialect.assignment.format(name=name, value=value)
 
     def _value(self, x: Instruction) -> str:
         if x.name in ("scalar", "index"):
@@ -117,15 +115,11 @@ class Printer:
     def _text(self, operand: Any, dtype: torch.dtype) -> str:
         if isinstance(operand, Place):
             return f"v{operand.index}"
-        return self.dialect.constant(_rounded(operand, dtype), dtype)
+        wide = torch.float64 if dtype.is_floating_point else torch.int64
+        # As eager PyTorch would round it, or wrap it around.
+        return self.dialect.constant(torch.tensor(operand, dtype=wide).to(dtype).item(), dtype)
 
 
 def name_of(dtype: torch.dtype) -> str:
     """Without the module."""
     return str(dtype).removeprefix("torch.")
-
-
-def _rounded(x: float, dtype: torch.dtype) -> float:
-    """A number in a dtype, as eager PyTorch would round it, or wrap it around."""
-    wide = torch.float64 if dtype.is_floating_point else torch.int64
-    return torch.tensor(x, dtype=wide).to(dtype).item()

@@ -118,15 +118,9 @@ def varying(instructions: Sequence[Instruction]) -> list[bool]:
 
 # aten's name: the name of an instruction whose operands all enter in the type of the result.
 _ARITHMETIC = {
-    aten.add: "add",
-    aten.sub: "sub",
-    aten.mul: "mul",
-    aten.div: "div",
-    aten.neg: "neg",
-    aten.abs: "abs",
-    aten.sqrt: "sqrt",
-    aten.maximum: "maximum",
-    aten.copysign: "copysign",
+    getattr(aten, name): name
+    for name in ("add", "sub", "mul", "div", "neg", "abs", "sqrt", "maximum", "copysign", "sign")
+} | {
     aten.bitwise_and: "and",
     aten.__and__: "and",
     aten.bitwise_or: "or",
@@ -135,7 +129,6 @@ _ARITHMETIC = {
     aten.__xor__: "xor",
     aten.bitwise_not: "not",
     aten.logical_not: "not",
-    aten.sign: "sign",
     aten.__rshift__: "shift_right",
     aten.bitwise_right_shift: "shift_right",
     aten.__lshift__: "shift_left",
@@ -143,13 +136,7 @@ _ARITHMETIC = {
 }
 # Those whose operands enter in their common type, and whose result is a truth value.
 _COMPARISONS = {
-    aten.eq: "eq",
-    aten.ne: "ne",
-    aten.lt: "lt",
-    aten.le: "le",
-    aten.gt: "gt",
-    aten.ge: "ge",
-    aten.signbit: "signbit",
+    getattr(aten, name): name for name in ("eq", "ne", "lt", "le", "gt", "ge", "signbit")
 }
 # What arithmetic with truth values is; `where` and `eq` take them as they are.
 _LOGIC = {"add": "or", "mul": "and", "maximum": "or", "ne": "xor"} | {
@@ -157,17 +144,9 @@ _LOGIC = {"add": "or", "mul": "and", "maximum": "or", "ne": "xor"} | {
 }
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Operators of ours that machines have; the others are recorded by their definitions.
-_NATIVE = {
-    "sqrt": _FLOATS,
-    "narrow": _FLOATS,
-    "fma": (torch.float32,),
-}
+_NATIVE = {"sqrt": _FLOATS, "narrow": _FLOATS, "fma": (torch.float32,)}
 _SAME = (aten.clone, aten.detach, aten.alias, aten.lift_fresh)
 _CONSTANTS = {aten.zeros_like: 0, aten.ones_like: 1}
-
-
-def _is_within(x: Any, count: int) -> bool:
-    return isinstance(x, int) and 0 <= x < count
 
 
 class _Recorder(TorchDispatchMode):
@@ -216,8 +195,10 @@ class _Recorder(TorchDispatchMode):
             if name not in _LOGIC:
                 raise NotImplementedError(f"programs have no {name} of truth values")
             name = _LOGIC[name]
-        if name.startswith("shift") and not _is_within(args[1], 8 * dtype.itemsize):
-            raise NotImplementedError(f"programs have no shift of {dtype} by {args[1]}")
+        if name.startswith("shift"):
+            count = args[1]
+            if not isinstance(count, int) or count not in range(8 * dtype.itemsize):
+                raise NotImplementedError(f"programs have no shift of {dtype} by {count}")
         return self._add(name, tuple(self.cast(x, dtype) for x in args), result)
 
     def __torch_dispatch__(

@@ -10,18 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.kernels import blocks, compiler, cpp, cpu, cuda, hard
-from mcftensor.kernels.caches import Bounded
+from mcftensor.kernels import blocks, cpp, cpu, cuda, hard
 from mcftensor.kernels.columns import (
     Columns,
     Scalar,
-    are_same,
-    dtype_of,
     facts_of,
     places,
+    places_of,
     repeated,
 )
-from mcftensor.kernels.lists import places_of
 from mcftensor.kernels.program import Body, Program, Signature, record
 
 # Elements after which the time to look for compiled code, and to make it, is well spent.
@@ -39,9 +36,7 @@ class Kernel:
     body: Body
     signature: Signature
     worked: int = 0
-    looked: bool = False
-    built: bool = False
-    launch: compiler.Launch | None = None
+    launch: cpu.Launch | None = None
 
     def run(self, columns: Columns, lengths: list[int], addresses: Sequence[list[int]]) -> None:
         """Run on dense tensors of these lengths, at these addresses by columns."""
@@ -58,19 +53,17 @@ class Kernel:
             return
         blocks.run(self.body, columns)
 
-    def _compiled(self, elements: int) -> compiler.Launch | None:
+    def _compiled(self, elements: int) -> cpu.Launch | None:
         """The compiled form, if work so far is worth it and there is a compiler."""
         if self.launch is None:
-            self.worked += elements
-            build = self.worked >= BUILD_AFTER and not self.built
-            if build or (self.worked >= LOOK_AFTER and not self.looked):
-                self.looked, self.built = True, build
-                self.launch = compiler.load(
-                    cpp.source(self.program), build=build, is_right=self._is_right
-                )
+            before, self.worked = self.worked, self.worked + elements
+            build = before < BUILD_AFTER <= self.worked
+            if build or before < LOOK_AFTER <= self.worked:
+                source = cpp.source(self.program)
+                self.launch = cpu.load(source, build=build, is_right=self._is_right)
         return self.launch
 
-    def _is_right(self, launch: compiler.Launch) -> bool:
+    def _is_right(self, launch: cpu.Launch) -> bool:
         """Whether compiled code gives eager PyTorch's bits on operands that are hard."""
         vectors = [hard.vector(dtype, i) for i, dtype in enumerate(self.signature.vectors)]
         scalars = [hard.scalar(dtype, i) for i, dtype in enumerate(self.signature.scalars)]
@@ -88,8 +81,15 @@ class Kernel:
         return record(self.body, self.signature)
 
 
-# By function, dtypes, which vectors are outputs, and devices. More kinds than any training has.
-KERNELS: Bounded[object, Kernel] = Bounded(1024)
+@functools.lru_cache(maxsize=1024)  # more than any training has
+def kernel_of(
+    body: Body,
+    vectors: tuple[torch.dtype, ...],
+    scalars: tuple[torch.dtype, ...],
+    outputs: tuple[torch.dtype, ...],
+) -> Kernel:
+    """The one kernel of a function for operands and results of these dtypes."""
+    return Kernel(body, Signature(vectors, scalars, outputs))
 
 
 def run(body: Body, columns: Columns) -> None:
@@ -98,17 +98,17 @@ def run(body: Body, columns: Columns) -> None:
     A function is recorded and compiled once for each combination of dtypes, so it has to be the
     same object at every call.
     """
-    tensors, outputs = places(columns.vectors, columns.outputs, are_same)
+    tensors, outputs = places(columns.vectors, columns.outputs)
     dtypes, devices, lengths, addresses, are_contiguous = zip(*map(facts_of, tensors), strict=True)
-    scalars = columns.every_scalar()
-    kinds = [_kind(column) for column in scalars]
+    kinds = [_kind(column) for column in columns.every_scalar()]
     if None in dtypes or None in kinds or None in devices or len(set(devices)) > 1:
         _run_by_kind(body, columns)
         return
-    key = (body, dtypes, *outputs, *kinds, devices[0])
-    kernel = KERNELS.get(key) or _made(key, body, columns, dtypes, outputs)
+    count = len(columns.vectors)
+    scalars = tuple([dtype for dtype, _ in kinds])  # type: ignore[misc]
+    kernel = kernel_of(body, dtypes[:count], scalars, tuple([dtypes[i] for i in outputs]))
     own = lengths[outputs[0]]
-    asked = [*addresses[: len(columns.vectors)], *[addresses[i] for i in outputs]]
+    asked = [*addresses[:count], *[addresses[i] for i in outputs]]
     if 0 not in own and all(are_contiguous) and all(x == own for x in lengths):
         kernel.run(columns, own, asked)
         return
@@ -122,21 +122,6 @@ def run(body: Body, columns: Columns) -> None:
     if flat:
         own, *asked = ([column[i] for i in flat] for column in (own, *asked))
         kernel.run(columns.only(flat), own, asked)
-
-
-def _made(
-    key: object,
-    body: Body,
-    columns: Columns,
-    dtypes: Sequence[torch.dtype],
-    outputs: Sequence[int],
-) -> Kernel:
-    signature = Signature(
-        tuple(dtypes[: len(columns.vectors)]),
-        tuple(dtype_of(x[0]) for x in columns.every_scalar()),
-        tuple(dtypes[i] for i in outputs),
-    )
-    return KERNELS.put(key, Kernel(body, signature))
 
 
 _FLOAT = (torch.float64, None)
@@ -160,7 +145,7 @@ def _kind(column: Sequence[Scalar]) -> tuple[torch.dtype, torch.device | None] |
     first = column[0]
     if type(first) is float and len(column) == 1:
         return _FLOAT
-    kinds = {(dtype_of(x), x.device if isinstance(x, Tensor) else None) for x in column}
+    kinds = {(x.dtype, x.device) if isinstance(x, Tensor) else _FLOAT for x in column}
     return kinds.pop() if len(kinds) == 1 else None
 
 

@@ -1,8 +1,9 @@
 """Programs in Triton: one launch for all tensors of a call.
 
-bfloat16 and float16 numbers are computed with as float32 values that hold them exactly, and rounded
-on the bit pattern, since Triton's interpreter truncates where GPUs round. Division and square roots
-are the correctly rounded ones; products and sums are not contracted, for which the launch asks.
+bfloat16 and float16 numbers are computed with as float32 values that hold them exactly; bfloat16 is
+rounded on the bit pattern, since Triton's interpreter truncates where GPUs round. Division and
+square roots are the correctly rounded ones; products and sums are not contracted, for which the
+launch asks.
 """
 
 from __future__ import annotations
@@ -92,42 +93,6 @@ def to_bfloat16(x):
 
 
 @triton.jit
-def float16_value(bits):
-    bits = bits.to(tl.uint32)
-    magnitude = (bits & 0x7FFF) << 13
-    normal = magnitude + (112 << 23)
-    subnormal = ((bits & 0x7FFF).to(tl.int32).to(tl.float32) * 2.0**-24).to(tl.uint32, bitcast=True)
-    value = tl.where(magnitude < (1 << 23), subnormal, normal)
-    value = tl.where(magnitude == (31 << 23), 0x7F800000, value)
-    value = tl.where(magnitude > (31 << 23), 0x7FC00000, value)  # quiet
-    return (value | ((bits & 0x8000) << 16)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def to_float16(x):
-    bits = x.to(tl.uint32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    normal = (size + 0xFFF + ((size >> 13) & 1)) & 0xFFFFE000
-    subnormal = ((size.to(tl.float32, bitcast=True) + 0.5) - 0.5).to(tl.uint32, bitcast=True)
-    value = tl.where(size < (113 << 23), subnormal, normal)
-    value = tl.where(value >= (143 << 23), 0x7F800000, value)
-    value = tl.where(size > 0x7F800000, 0x7FC00000, value)
-    return (value | (bits & 0x80000000)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def float16_bits(x):
-    bits = x.to(tl.uint32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    normal = (size - (112 << 23)) >> 13
-    small = tl.where(size < (113 << 23), size, 0).to(tl.float32, bitcast=True)
-    value = tl.where(size < (113 << 23), (small * 2.0**24).to(tl.int32).to(tl.uint32), normal)
-    value = tl.where(size == 0x7F800000, 0x7C00, value)
-    value = tl.where(size > 0x7F800000, 0x7E00, value)
-    return (value | ((bits >> 16) & 0x8000)).to(tl.uint16)
-
-
-@triton.jit
 def negative(x):
     if x.dtype.primitive_bitwidth == 64:
         return x.to(tl.int64, bitcast=True) < 0
@@ -170,7 +135,7 @@ def {name}_value(bits):
 
 @triton.jit
 def {name}_bits(x):
-    return x.to({memory}{bitcast})
+    return {bits}
 
 
 @triton.jit
@@ -253,10 +218,11 @@ def _functions(dtype: torch.dtype) -> str:
     name, type_, memory = name_of(dtype), _TYPES[COMPUTED[dtype]], _memory(dtype)
     own = _TYPES.get(dtype, name)
     if dtype.is_floating_point:
-        value, bitcast = f"quiet(bits.to(tl.{own}, bitcast=True))", ", bitcast=True"
-    else:  # may be computed with in a wider type
-        value, bitcast = f"bits.to(tl.{own}).to(tl.{type_})", ""
-    return _TYPE.format(name=name, own=own, type=type_, memory=memory, value=value, bitcast=bitcast)
+        value = f"quiet(bits.to(tl.{own}, bitcast=True).to(tl.{type_}))"
+        bits = f"x.to(tl.{own}).to({memory}, bitcast=True)"
+    else:
+        value, bits = f"bits.to(tl.{own}).to(tl.{type_})", f"x.to({memory})"
+    return _TYPE.format(name=name, own=own, type=type_, value=value, bits=bits)
 
 
 def _memory(dtype: torch.dtype) -> str:

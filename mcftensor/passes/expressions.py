@@ -20,9 +20,8 @@ from mcftensor.arithmetic.noise import uniform
 from mcftensor.arithmetic.numbers import Floats, Number
 from mcftensor.formats import PLAIN, ExpansionFormat, Format, named
 from mcftensor.kernels import Body, Column, Columns, Scalar, run
-from mcftensor.kernels.columns import repeated
+from mcftensor.kernels.columns import columns_of, places_of, regroup, repeated
 from mcftensor.kernels.layout import template_of
-from mcftensor.kernels.lists import columns_of, places_of, regroup
 from mcftensor.kernels.opaque import opaque
 
 T = TypeVar("T")
@@ -175,7 +174,12 @@ def _fake(
     return [*itertools.chain(*empty(named(format), *_operands(operands, formats)))]
 
 
-@opaque(_fake, lays_out=True)
+@opaque(
+    _fake,
+    schema="(str operation, str format, Tensor[] operands, str[] formats, Tensor[] keys)"
+    " -> Tensor[]",
+    lays_out=True,
+)
 def evaluate(
     operation: str,
     format: str,

@@ -22,7 +22,7 @@ from mcftensor.arithmetic.terms import Network
 from mcftensor.arithmetic.wide import Machine
 from mcftensor.formats import Format, PlainFormat, named
 from mcftensor.kernels import Body, Column, Columns, Scalar, run
-from mcftensor.kernels.lists import columns_of, regroup
+from mcftensor.kernels.columns import columns_of, regroup
 from mcftensor.kernels.opaque import opaque
 
 Settings = Mapping[str, Any]
@@ -275,7 +275,12 @@ def take(
     run(body, Columns([*gradients, *targets], numbers, targets, keys))
 
 
-@opaque(lambda *args: None, mutates=["targets"])
+@opaque(
+    lambda *args: None,
+    schema="(str rule, str[] formats, Tensor(a!)[] targets, Tensor[] gradients, Tensor[] steps, "
+    "Tensor[] keys, str[] names, Tensor[] settings) -> ()",
+    lays_out=True,
+)
 def step_(
     rule: str,
     formats: Sequence[str],
@@ -293,7 +298,11 @@ def step_(
     take(rule, found, columns_of(gradients, count), columns_of(targets, count), steps, keys, given)
 
 
-@opaque(lambda *args: None, mutates=["gradients"])
+@opaque(
+    lambda *args: None,
+    schema="(Tensor(a!)[] gradients, str format, Tensor grad_scale) -> ()",
+    lays_out=True,
+)
 def unscale_(gradients: Sequence[Tensor], format: str, grad_scale: Tensor) -> None:
     """Gradients in a format over the scale of a loss."""
     f = named(format)

@@ -1,6 +1,7 @@
 """Caches that do not grow without end."""
 
 import ast
+import functools
 import itertools
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -12,53 +13,56 @@ import mcftensor as mcf
 from mcftensor.dispatch import plans
 from mcftensor.dispatch.plans import Kind
 from mcftensor.formats import FORMATS, Format
-from mcftensor.kernels import Columns, running
-from mcftensor.kernels.caches import Bounded
+from mcftensor.kernels import Columns, cuda, running
 from mcftensor.passes import expressions, steps
 from mcftensor.passes.expressions import Expression
 
 
+def tables(most):
+    """A cache, and a function that asks it for a table of so many bytes, half of what it takes."""
+    cache = cuda._Tables(most)
+
+    def table(key, bytes=1):
+        return cache.get(key, lambda: torch.full((bytes,), ord(key), dtype=torch.uint8))
+
+    return cache, table
+
+
 def test_what_was_used_longest_ago_goes():
-    cache = Bounded(2)
-    assert [cache.put(key, key.upper()) for key in "ab"] == ["A", "B"]
-    assert cache.get("a") == "A"
-    cache.put("c", "C")
-    assert [cache.get(key) for key in "abc"] == ["A", None, "C"]
-    assert len(cache) == cache.total == 2
+    cache, table = tables(4)
+    first = table("a")
+    table("b")
+    assert table("a") is first
+    assert table("c").tolist() == [ord("c")]
+    assert list(cache.kept) == ["a", "c"]
+    assert cache.total == 4
 
 
 def test_costs():
-    cache = Bounded(10, cost=len)
-    for key in range(5):
-        cache.put(key, "x" * 3)
-    assert (len(cache), cache.total) == (3, 9)
-    cache.put(4, "x")
-    assert (len(cache), cache.total) == (3, 7)
-    assert cache.put(5, "x" * 11) == "x" * 11  # which is not kept, nor drives others out
-    assert [cache.get(key) is not None for key in range(6)] == [False] * 2 + [True] * 3 + [False]
-    cache.put(4, "x" * 11)
-    assert cache.get(4) is None
-    cache.clear()
-    assert (len(cache), cache.total) == (0, 0)
+    cache, table = tables(20)
+    for key in "abcde":
+        table(key, 3)
+    assert (list(cache.kept), cache.total) == (["c", "d", "e"], 18)
+    assert len(table("f", 11)) == 11  # which is not kept
+    assert (len(cache.kept), cache.total) == (0, 0)
 
 
 def test_several_threads():
-    cache = Bounded(50, cost=abs)
+    cache, table = tables(50)
 
     def work(seed):
         for i in range(3000):
-            key = (seed * i) % 97
-            value = cache.get(key)
-            assert value in (None, key % 7)
-            cache.put(key, key % 7)
+            key = chr((seed * i) % 97)
+            assert table(key).item() == ord(key)
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(1, 9)))
-    assert cache.total == sum(cache._entries.values()) <= 50
+    assert cache.total == 2 * len(cache.kept) <= 50
 
 
 def test_kernels_are_kept_up_to_a_number(monkeypatch):
-    monkeypatch.setattr(running, "KERNELS", Bounded(3))
+    kernel_of = functools.lru_cache(maxsize=3)(running.kernel_of.__wrapped__)
+    monkeypatch.setattr(running, "kernel_of", kernel_of)
     x = torch.arange(5.0, dtype=torch.float64)
     for scale in range(8):
 
@@ -68,8 +72,8 @@ def test_kernels_are_kept_up_to_a_number(monkeypatch):
         output = torch.empty_like(x)
         running.run(body, Columns([[x]], [], [[output]]))
         assert torch.equal(output, x * scale)
-        assert len(running.KERNELS) <= 3
-    assert len(running.KERNELS) == 3
+    info = kernel_of.cache_info()
+    assert (info.currsize, info.misses) == (3, 8)
 
 
 def cached_functions():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mcftensor as mcf
-from mcftensor.kernels import blocks, compiler, directory, running
+from mcftensor.kernels import blocks, cpu, running
 from support.helpers import small_model
 from support.kernel_cases import assert_same_bits, expression, operand, run, way
 
@@ -25,12 +25,12 @@ needs_compiler = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
     """As in a new process with nothing compiled."""
-    compiler.find.cache_clear()
-    monkeypatch.setattr(compiler, "_REASONS", [])
+    cpu.find.cache_clear()
+    monkeypatch.setattr(cpu, "_REASONS", [])
     monkeypatch.setattr(directory, "_PRIVATE", [])
     monkeypatch.setenv("MCFTENSOR_CACHE_DIR", str(tmp_path / "cache"))
     yield
-    compiler.find.cache_clear()
+    cpu.find.cache_clear()
 
 
 def script(path, text):
@@ -100,7 +100,7 @@ def test_relative_paths(monkeypatch, tmp_path, directory):
 
 
 def test_small_work_is_not_compiled(monkeypatch, tmp_path):
-    running.KERNELS.clear()
+    running.kernel_of.cache_clear()
     model = mcf.as_expansion(small_model())
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
@@ -108,19 +108,32 @@ def test_small_work_is_not_compiled(monkeypatch, tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
+def made(monkeypatch):
+    """A list that kernels are put into when they are made."""
+    kernels, make = [], running.Kernel
+
+    def spy(*args):
+        kernels.append(make(*args))
+        return kernels[-1]
+
+    monkeypatch.setattr(running, "Kernel", spy)
+    return kernels
+
+
 @needs_compiler
 def test_work_that_adds_up_is_compiled(monkeypatch, tmp_path):
-    running.KERNELS.clear()
+    running.kernel_of.cache_clear()
     operands = [operand(mcf.bf16x2, 1 << 18) for _ in range(2)]
+    kernels = made(monkeypatch)
     for step in range(1, 6):
         run(expression("add", mcf.bf16x2), *operands)
-        (kernel,) = running.KERNELS.values()
+        (kernel,) = kernels
         assert (kernel.launch is not None) == (step << 18 >= running.BUILD_AFTER)
 
 
 def test_a_directory_that_is_full(monkeypatch, tmp_path):
     """What was used longest ago goes, and nothing that was not put there."""
-    monkeypatch.setattr(directory, "MOST_BYTES", 1000)
+    monkeypatch.setattr(cpu, "MOST_BYTES", 1000)
     other = tmp_path / "cache" / "letters.txt"
     other.parent.mkdir()
     other.write_text("x" * 2000)
@@ -148,7 +161,7 @@ def test_a_directory_that_is_full(monkeypatch, tmp_path):
 
 @needs_compiler
 def test_code_that_was_removed_is_compiled_again(monkeypatch, tmp_path):
-    monkeypatch.setattr(directory, "MOST_BYTES", 0)
+    monkeypatch.setattr(cpu, "MOST_BYTES", 0)
     for operation in ("add", "mul", "add"):
         expected = compute("eager", operation, monkeypatch)
         assert_same_bits(compute("cpp", operation, monkeypatch), expected)
@@ -158,10 +171,12 @@ def test_code_that_was_removed_is_compiled_again(monkeypatch, tmp_path):
 PROGRAM = """
 import mcftensor as mcf, torch
 from mcftensor.kernels import running
+kernels, make = [], running.Kernel
+running.Kernel = lambda *args: kernels.append(make(*args)) or kernels[-1]
 torch.manual_seed(0)
 x, y = (mcf.as_expansion(torch.randn(4096, 300, dtype=torch.float64), mcf.bf16x2) for _ in "xy")
 z = x * y + x
-kernel = [k for k in running.KERNELS.values() if k.worked or k.launch][-1]
+kernel = [k for k in kernels if k.worked or k.launch][-1]
 assert kernel.launch is not None
 print(mcf.as_plain(z, torch.float64).sum().item())
 """
@@ -215,7 +230,7 @@ def planted(monkeypatch, tmp_path):
     source = tmp_path / "planted.cpp"
     source.write_text(PLANTED.replace("{{}}", "{}").replace("{path}", str(trace)))
     made = tmp_path / "planted.so"
-    subprocess.run([*compiler.find(), "-shared", "-fPIC", str(source), "-o", str(made)], check=True)
+    subprocess.run([*cpu.find(), "-shared", "-fPIC", str(source), "-o", str(made)], check=True)
     stem = library.stem.rpartition("_")[0]
     library.unlink()
     place = library.with_name(f"{stem}_{directory._digest(made.read_bytes())}.so")

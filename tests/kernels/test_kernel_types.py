@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from mcftensor.kernels import compiler
+from mcftensor.kernels import cpu
 from mcftensor.kernels.program import Signature, record
 from support.kernel_cases import guarded, needs_mprotect, patterns, run_one, way
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings(
 @pytest.fixture(params=["cpp", "triton"])
 def kernels(request):
     """The name of a language whose programs can run here."""
-    if request.param == "cpp" and compiler.find() is None:
+    if request.param == "cpp" and cpu.find() is None:
         pytest.skip("no C++ compiler")
     if request.param == "triton" and importlib.util.find_spec("triton") is None:
         pytest.skip("no Triton")
@@ -141,7 +141,7 @@ def test_patterns_in_another_type(kernels, size):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.bool], ids=str)
 def test_memory_beyond_the_ends_is_not_touched(dtype, at_end):
     """The process is ended where it is."""
-    if compiler.find() is None:
+    if cpu.find() is None:
         pytest.skip("no C++ compiler")
 
     def body(vectors, scalars, index):

@@ -27,9 +27,9 @@ from support.kernel_cases import (
 
 @pytest.fixture(autouse=True)
 def compiler_at_hand() -> None:
-    from mcftensor.kernels import compiler  # noqa: PLC0415
+    from mcftensor.kernels import cpu  # noqa: PLC0415
 
-    if compiler.find() is None:
+    if cpu.find() is None:
         pytest.skip("no C++ compiler")
 
 

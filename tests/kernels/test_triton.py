@@ -3,6 +3,7 @@
 Nothing here needs a GPU.
 """
 
+import functools
 import gc
 import linecache
 import re
@@ -16,7 +17,6 @@ import torch
 import mcftensor as mcf
 from mcftensor.kernels import Columns, cuda, running
 from mcftensor.kernels import triton as programs
-from mcftensor.kernels.caches import Bounded
 from support.kernel_cases import (
     CASES,
     MIXTURES,
@@ -156,7 +156,7 @@ def launch(monkeypatch):
         running.run(body, Columns([[x]], [[scalar]], [[output]]))
         assert torch.equal(output, (x.double() * scalar).float())
 
-    monkeypatch.setattr(cuda, "_TABLES", Bounded(1 << 20, cost=cuda._TABLES.cost))
+    monkeypatch.setattr(cuda, "_TABLES", cuda._Tables(1 << 20))
     with way("triton"):
         yield call
 
@@ -180,7 +180,7 @@ def test_tables_are_kept_but_for_numbers(launch, made):
     for number in range(1, 30):
         launch(number / 7)
     assert len(made) == 2 + 29  # rows and their owners, and the numbers of each launch
-    assert sum(table() is not None for table in made) == len(cuda._TABLES) == 2
+    assert sum(table() is not None for table in made) == len(cuda._TABLES.kept) == 2
 
 
 def test_tables_of_a_graph_are_its_own(launch, made, monkeypatch):
@@ -192,7 +192,7 @@ def test_tables_of_a_graph_are_its_own(launch, made, monkeypatch):
         launch(number)
     assert len(made) == 6
     assert not any(table() is not None for table in made)
-    assert len(cuda._TABLES) == 2
+    assert len(cuda._TABLES.kept) == 2
 
 
 def test_tables_take_so_many_bytes(launch, monkeypatch):
@@ -208,19 +208,29 @@ def twice(vectors, scalars, index):
     return [vectors[0] + vectors[0]]
 
 
+def sources():
+    return sum(name.startswith("<mcftensor") for name in linecache.cache)
+
+
 def test_so_many_kernels_are_kept(launch, monkeypatch):
     """With their sources, which nothing else holds."""
-    monkeypatch.setattr(cuda._KERNELS, "most", 2)
-    before, kernels = len(linecache.cache), weakref.WeakSet()
+    make, kernels, before = cuda._Kernel, weakref.WeakSet(), sources()
+
+    def spy(*args):
+        kernel = make(*args)
+        kernels.add(kernel)
+        return kernel
+
+    monkeypatch.setattr(cuda, "_Kernel", spy)
+    kernel_of = functools.lru_cache(maxsize=2)(cuda._kernel.__wrapped__)
+    monkeypatch.setattr(cuda, "_kernel", kernel_of)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32):
         x = torch.ones(5, dtype=dtype)
         run_one(twice, [x], [], [x])
         assert (x == 2).all()
-        kernels.update(cuda._KERNELS._entries.values())
-    assert len(cuda._KERNELS) == 2
     gc.collect()
     assert len(kernels) == 2
-    assert len(linecache.cache) == before + 2
+    assert sources() == before + 2
 
 
 # --------------------------------------------------------------------------------- machine code

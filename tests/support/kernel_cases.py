@@ -2,6 +2,7 @@
 
 import ctypes
 import ctypes.util
+import functools
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ from torch import Tensor
 import mcftensor as mcf
 from mcftensor.formats import PLAIN
 from mcftensor.kernels import Body, Columns, blocks, cuda, running
-from mcftensor.kernels.caches import Bounded
 from mcftensor.kernels.program import Program
 from mcftensor.passes import expansion
 from mcftensor.passes.expressions import Expression, Operand, carry_out, empty
@@ -47,9 +47,10 @@ def way(name: str) -> Iterator[list[Program]]:
     Yields a list that Triton's programs are put into.
     """
     programs: list[Program] = []
-    after = 0 if name == "cpp" else 1 << 60
+    after = 1 if name == "cpp" else 1 << 60
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "KERNELS", Bounded(1024))
+        fresh = functools.lru_cache(maxsize=1024)(running.kernel_of.__wrapped__)
+        patch.setattr(running, "kernel_of", fresh)
         patch.setattr(running, "LOOK_AFTER", after)
         patch.setattr(running, "BUILD_AFTER", after)
         if name != "eager":
@@ -69,9 +70,9 @@ def way(name: str) -> Iterator[list[Program]]:
             patch.setattr(triton.knobs.runtime, "interpret", True)
             if not hasattr(interpreter._interpreter, "fma_fp32"):  # Triton 3.6
                 patch.setattr(interpreter.InterpreterBuilder, "create_fma", _fma)
-            cuda._KERNELS.clear()
+            cuda._kernel.cache_clear()
         yield programs
-        cuda._KERNELS.clear()
+        cuda._kernel.cache_clear()
 
 
 def _fma(builder: object, *operands: Any) -> Any:

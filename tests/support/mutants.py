@@ -142,8 +142,8 @@ MUTATIONS = [
             "networks.distill(entered, terms + 1)",
         ),
         leading_terms_rounded_alone=(
-            "peeled.append(collapse_terms(rest, base))",
-            "peeled.append(rest[0].to(base))",
+            "peeled.append(collapse_terms(entered, base))",
+            "peeled.append(entered[0].to(base))",
         ),
     ),
     *_of(
@@ -253,7 +253,7 @@ MUTATIONS = [
         ),
     ),
     *_of(
-        "compiler.py",
+        "cpu.py",
         "tests/kernels/test_kernels.py",
         contracted=("-ffp-contract=off", "-ffp-contract=fast"),
     ),
