@@ -26,8 +26,8 @@ from mcftensor.dispatch.operands import (
     store,
 )
 from mcftensor.dispatch.plans import FORMULAS, Kind, Plan, kind_of, plan
-from mcftensor.dispatch.registry import TABLE, register_forms
-from mcftensor.formats import PLAIN, PlainFormat
+from mcftensor.dispatch.registry import TABLE, implements, register_forms
+from mcftensor.formats import PLAIN, Format, PlainFormat
 from mcftensor.kernels.columns import are_same, places_of, repeated
 from mcftensor.kernels.opaque import is_bare
 from mcftensor.passes.expressions import NUMBER, Operand, carry_out, empty, evaluate

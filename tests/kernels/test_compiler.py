@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mcftensor as mcf
-from mcftensor.kernels import blocks, cpu, running
+from mcftensor.kernels import blocks, cpu, directory, running
 from support.helpers import small_model
 from support.kernel_cases import assert_same_bits, expression, operand, run, way
 
