@@ -133,7 +133,7 @@ def test_work_that_adds_up_is_compiled(monkeypatch, tmp_path):
 
 def test_a_directory_that_is_full(monkeypatch, tmp_path):
     """What was used longest ago goes, and nothing that was not put there."""
-    monkeypatch.setattr(cpu, "MOST_BYTES", 1000)
+    monkeypatch.setattr(directory, "MOST_BYTES", 1000)
     other = tmp_path / "cache" / "letters.txt"
     other.parent.mkdir()
     other.write_text("x" * 2000)
@@ -161,7 +161,7 @@ def test_a_directory_that_is_full(monkeypatch, tmp_path):
 
 @needs_compiler
 def test_code_that_was_removed_is_compiled_again(monkeypatch, tmp_path):
-    monkeypatch.setattr(cpu, "MOST_BYTES", 0)
+    monkeypatch.setattr(directory, "MOST_BYTES", 0)
     for operation in ("add", "mul", "add"):
         expected = compute("eager", operation, monkeypatch)
         assert_same_bits(compute("cpp", operation, monkeypatch), expected)
