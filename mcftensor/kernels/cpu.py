@@ -69,7 +69,7 @@ def load(source: str, *, build: bool, is_right: Callable[[Launch], bool]) -> Lau
         return scratch / "kernel.so"
 
     try:
-        library = directory.find(key) or (directory.keep(key, make) if build else None)
+        library = directory.kept(key) or (directory.keep(key, make) if build else None)
         return _opened(library) if library else None
     except subprocess.CalledProcessError as error:
         _give_up(f"{shlex.join(command)} failed: {error.stderr.strip()[:500]}")

@@ -29,7 +29,7 @@ def key_of(*parts: object) -> str:
     return _digest("\n".join(map(str, parts)).encode())
 
 
-def find(key: str) -> Path | None:
+def kept(key: str) -> Path | None:
     """A file that was kept, if it is to be trusted; it is now the last to go."""
     for path in _directory().glob(f"{_PREFIX}{key}_*"):
         with contextlib.suppress(OSError):

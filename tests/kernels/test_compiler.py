@@ -148,7 +148,7 @@ def test_a_directory_that_is_full(monkeypatch, tmp_path):
         paths.append(directory.keep(key, make))
         os.utime(paths[i], (i, i))
         if i == 2:
-            assert directory.find(keys[0]) == paths[0]
+            assert directory.kept(keys[0]) == paths[0]
     assert [path.exists() for path in paths] == [True, False, False, True, True]
     assert other.exists()
     monkeypatch.setattr(directory, "MOST_BYTES", 0)
