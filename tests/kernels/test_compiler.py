@@ -44,8 +44,8 @@ def compute(name, operation, monkeypatch, format="bf16x2"):
     torch.manual_seed(5)
     format = mcf.Format.from_name(format)
     operands = [operand(format, 501) for _ in range(2)]
-    with way(name):
-        monkeypatch.setattr(blocks, "run", BLOCKS)
+    with way(name), monkeypatch.context() as patch:
+        patch.setattr(blocks, "run", BLOCKS)
         return run(expression(operation, format), *operands)
 
 
