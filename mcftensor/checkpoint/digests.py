@@ -61,10 +61,5 @@ def unsealed(where: object, content: Any) -> dict[str, Any]:
     return content
 
 
-def looks_sealed(text: str) -> bool:
-    """Whether this is what `sealed` has made, as when the name it was under has been altered."""
-    return '"crc32": "' in text
-
-
 def _of(content: Any) -> str:
     return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"

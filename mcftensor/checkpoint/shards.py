@@ -7,15 +7,17 @@ until the index names the new ones.
 
 from __future__ import annotations
 
-import functools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from mcftensor.checkpoint.atomic import remove_abandoned, synchronize
 from mcftensor.checkpoint.errors import CheckpointError, some
+from mcftensor.checkpoint.state_dicts import names_of_terms
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{unit}I": 2 ** (10 * i) for i, unit in enumerate("KMGT", 1)}
@@ -38,14 +40,15 @@ def size_in_bytes(size: int | str) -> int:
     return found
 
 
-def divide(groups: Iterable[tuple[int, Sequence[str]]], most: int | None) -> list[list[str]]:
-    """Groups of names, with the size of each in bytes, in shards of at most so many bytes.
+def divide(terms: Mapping[str, Tensor], most: int | None) -> list[list[str]]:
+    """Names of terms, in their order, in shards of at most so many bytes.
 
-    Order is kept, and a group stays together: one that is larger than a shard makes one by itself.
+    The terms of one number stay together, also where they are more than that.
     """
     shards: list[list[str]] = [[]]
     filled = 0
-    for size, names in groups:
+    for names in names_of_terms(terms).values():
+        size = sum(terms[name].nbytes for name in names)
         if most is not None and shards[-1] and filled + size > most:
             shards.append([])
             filled = 0
@@ -57,11 +60,6 @@ def divide(groups: Iterable[tuple[int, Sequence[str]]], most: int | None) -> lis
 def index_of(path: Path) -> Path:
     """Where the index of a checkpoint is that is in several files."""
     return path.with_name(f"{path.name}.index.json")
-
-
-def shard_name(path: Path, token: str, i: int, count: int) -> str:
-    """The name of shard i of so many, counted from 0."""
-    return f"{path.stem}-{token}-{i + 1:05}-of-{count:05}{path.suffix}"
 
 
 def files_in(index: Path, content: Any) -> dict[str, str]:
@@ -100,7 +98,7 @@ def remove_stale(path: Path, previous: Iterable[str]) -> None:
         if match and file.name in previous and not is_named(file):
             file.unlink(missing_ok=True)
         elif (match and match[1]) or unfinished.fullmatch(file.name):
-            remove_abandoned(file, functools.partial(is_named, file))
+            remove_abandoned(file, is_named)
     synchronize(path.parent)
 
 

@@ -536,7 +536,10 @@ MUTATIONS = [
             "        self.temporary.replace(self.path)",
             "        self.path.write_bytes(self.temporary.read_bytes())",
         ),
-        leftovers_of_the_living=("if _lock(file) and not is_needed():", "if not is_needed():"),
+        leftovers_of_the_living=(
+            "if _lock(file) and not is_needed(path):",
+            "if not is_needed(path):",
+        ),
         leftovers_stay=("            remove_abandoned(leftover)", "            pass"),
     ),
     *_of(
@@ -554,6 +557,7 @@ MUTATIONS = [
         "state_dicts.py",
         "tests/files/test_terms.py",
         "tests/files/test_store_as_terms.py",
+        "tests/files/test_save_file.py",
         terms_that_are_copies=(
             "part.components[i].detach()",
             "part.components[i].detach().clone()",
@@ -563,6 +567,7 @@ MUTATIONS = [
             "if name not in groups:",
         ),
         names_taken=("            if beside in state_dict:", "            if False:"),
+        transposed_is_tied=(", t.shape, t.stride())", ")"),
     ),
     *_of(
         "digests.py",
@@ -574,11 +579,6 @@ MUTATIONS = [
         ),
         later_versions=('if content["version"] != _VERSION:', "if False:"),
         metadata_unsealed=("    if seal != _of(content):", "    if False:"),
-    ),
-    *_of(
-        "ties.py",
-        "tests/files/test_save_file.py",
-        transposed_is_tied=(", t.shape, t.stride())", ")"),
     ),
     # --------------------------------------------------------------------------------- meters
     *_of(
