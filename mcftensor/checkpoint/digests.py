@@ -40,11 +40,7 @@ def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsealed(where: object, content: Any) -> dict[str, Any]:
-    """Metadata that `sealed` has made, checked.
-
-    Raises:
-        CheckpointError: they are of a later version, or altered.
-    """
+    """Metadata that `sealed` has made; CheckpointError if altered, or of a later version."""
     if not isinstance(content, dict):
         raise CheckpointError(f"{where}: the metadata under {KEY} are damaged")
     content = dict(content)

@@ -29,15 +29,8 @@ _IN_FOLDERS = (
 
 # Where training scripts keep the state dict of the model, beside that of the optimizer.
 _NESTED = (
-    "state_dict",
-    "model_state_dict",
-    "model_state",
-    "model",
-    "module",
-    "network",
-    "net",
-    "weights",
-    "params",
+    *("state_dict", "model_state_dict", "model_state", "model", "module"),
+    *("network", "net", "weights", "params"),
 )
 
 

@@ -47,13 +47,9 @@ _HEADER_MOST = 100_000_000  # of which the package reads no longer ones
 def write(
     file: BinaryIO, tensors: Mapping[str, Tensor], tied: dict[str, str], metadata: dict[str, str]
 ) -> str:
-    """Write tensors, plain ones of these dtypes, to an empty file, one in memory at a time.
+    """Write plain tensors to an empty file, one in memory at a time.
 
-    Returns:
-        The digest of what the metadata say of ties and tensors, whose digests are among it.
-
-    Raises:
-        ValueError: too many names for one file.
+    Returns the digest of what the metadata say of them, their own digests included.
     """
     # Every tensor starts at a multiple of the size of its elements.
     names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)

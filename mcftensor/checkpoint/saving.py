@@ -18,13 +18,7 @@ from mcftensor.checkpoint.atomic import Replacement, replacing, synchronize
 from mcftensor.checkpoint.digests import KEY, sealed
 from mcftensor.checkpoint.errors import CheckpointError
 from mcftensor.checkpoint.safetensors import DTYPES, RESERVED, write
-from mcftensor.checkpoint.shards import (
-    divide,
-    files_named,
-    index_of,
-    remove_stale,
-    size_in_bytes,
-)
+from mcftensor.checkpoint.shards import divide, files_named, index_of, remove_stale, size_in_bytes
 from mcftensor.checkpoint.state_dicts import as_terms, from_terms, is_sharded, ties
 from mcftensor.tensor import MCFTensor
 

@@ -24,11 +24,7 @@ _UNITS |= {f"{unit}I": 2 ** (10 * i) for i, unit in enumerate("KMGT", 1)}
 
 
 def size_in_bytes(size: int | str) -> int:
-    """A size such as 5_000_000_000, "5GB" or "512MiB".
-
-    Raises:
-        ValueError: it is no size, or not positive.
-    """
+    """Of a size such as 5_000_000_000, "5GB" or "512MiB"; ValueError for what is none."""
     text = str(size).strip().upper()
     match = re.fullmatch(r"(\d+)|(\d+(?:\.\d+)?)\s*([KMGT]I?)B", text)
     number, unit = (match[1] or match[2], match[3] or "") if match else ("0", "")
@@ -63,11 +59,7 @@ def index_of(path: Path) -> Path:
 
 
 def files_in(index: Path, content: Any) -> dict[str, str]:
-    """In which file, beside the index, each tensor is.
-
-    Raises:
-        CheckpointError: it is no index, a file is missing, or is named that is not in this folder.
-    """
+    """In which file, beside the index, each tensor is; CheckpointError unless all are there."""
     files = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
         raise CheckpointError(f"{index} is no index of a checkpoint: it has no weight_map of names")

@@ -29,25 +29,20 @@ def tail_names(name: str, format: Format) -> list[str]:
 
 
 def _tail(name: Any) -> tuple[str, Format] | None:
-    """Whose component a name is that of, and the format that it says; None of other names.
-
-    Raises:
-        CheckpointError: it says a format that is not known here.
-    """
+    """Whose component a name is that of, and the format that it says; None of other names."""
     parts = name.rsplit(".", 2) if isinstance(name, str) else []
     if len(parts) < 3 or not parts[0]:
         return None
     owner, format, component = parts
-    if _LIKE_A_TERM.fullmatch(f"{format}.{component}"):
-        try:
-            return owner, Format.from_name(format)
-        except ValueError as error:
-            raise CheckpointError(f"{name} is a term of no format ({error})") from error
+    is_like_a_term = _LIKE_A_TERM.fullmatch(f"{format}.{component}")
     try:
         known = Format.from_name(format)
-    except ValueError:
+    except ValueError as error:
+        if is_like_a_term:
+            raise CheckpointError(f"{name} is a term of no format ({error})") from error
         return None
-    return (owner, known) if component in [x.name for x in known.components] else None
+    is_component = is_like_a_term or component in [x.name for x in known.components]
+    return (owner, known) if is_component else None
 
 
 # What looks like a term of an expansion, though perhaps of one that there cannot be.
@@ -138,11 +133,7 @@ def from_terms(terms: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def names_of_terms(names: Iterable[Any]) -> dict[Any, list[Any]]:
-    """For each name, those of tails aside, the names of its terms: its own is the first.
-
-    Raises:
-        CheckpointError: terms that are missing, or too many.
-    """
+    """For each name, those of tails aside, the names of its terms: its own is the first."""
     groups: dict[Any, list[Any]] = {}
     tails: dict[str, dict[str, Format]] = {}
     for name in names:

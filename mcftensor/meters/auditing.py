@@ -29,6 +29,7 @@ Verdict = Literal["frozen", "mostly frozen", "moving"]
 _BLOCK = 1 << 17
 """Elements that are compared at a time: few enough for temporary copies to stay in the cache."""
 
+_LEFT_OUT = {"not_floating": "integer or boolean", "empty": "empty", "ignored": "ignored"}
 _STYLES: dict[Verdict, str] = {"frozen": "red", "mostly frozen": "yellow", "moving": ""}
 
 
@@ -98,16 +99,12 @@ class Audit:
 
     def summary(self) -> str:
         """All of it in one line."""
-        frozen = sum(t.verdict == "frozen" for t in self.tensors)
-        mostly = len(self.suspicious) - frozen
-        left_out = {
-            "integer or boolean": self.not_floating,
-            "empty": self.empty,
-            "ignored": self.ignored,
-        }
-        named = ", ".join(f"{count} {what}" for what, count in left_out.items() if count)
+        verdicts = [t.verdict for t in self.tensors]
+        left_out = {words: getattr(self, name) for name, words in _LEFT_OUT.items()}
+        named = ", ".join(f"{count} {words}" for words, count in left_out.items() if count)
         return (
-            f"{len(self.tensors)} tensors: {frozen} frozen, {mostly} mostly frozen; "
+            f"{len(self.tensors)} tensors: {verdicts.count('frozen')} frozen, "
+            f"{verdicts.count('mostly frozen')} mostly frozen; "
             f"{_percent(self.unchanged)} of {self.elements:,} elements unchanged"
             + (f"; left out: {named}" if named else "")
         )
@@ -154,11 +151,7 @@ class Audit:
             "mostly_frozen": verdicts.count("mostly frozen"),
             "elements": self.elements,
             "unchanged": self.unchanged,
-            "left_out": {
-                "not_floating": self.not_floating,
-                "empty": self.empty,
-                "ignored": self.ignored,
-            },
+            "left_out": {name: getattr(self, name) for name in _LEFT_OUT},
             "tensors": [asdict(t) | {"shape": list(t.shape)} for t in self.tensors],
         }
 
@@ -303,18 +296,13 @@ def _require_comparable(name: str, x: Tensor, y: Tensor) -> None:
                 "it, or ignore it"
             )
         if isinstance(t, MCFTensor):
-            _require_whole(name, t)
+            try:  # Unpickling sets attributes, and checks none of them.
+                check_components(t.components, t.format)
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                raise CheckpointError(f"{name} is a damaged expansion ({error})") from error
     for what, a, b in (("shape", tuple(x.shape), tuple(y.shape)), ("dtype", _dtype(x), _dtype(y))):
         if a != b:
             raise CheckpointError(f"{name} has {what} {a} in before and {b} in after")
-
-
-def _require_whole(name: str, x: MCFTensor) -> None:
-    """Unpickling sets attributes, and checks none of them."""
-    try:
-        check_components(x.components, x.format)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{name} is a damaged expansion ({error})") from error
 
 
 def _dtype(x: Tensor) -> str:

@@ -486,8 +486,8 @@ MUTATIONS = [
             "if False else x",
         ),
         momentum_from_the_gradient=(
-            "            if isinstance(wanted, Format):\n                zeros",
-            "            if False:\n                zeros",
+            "                if isinstance(wanted, Format):",
+            "                if False:",
         ),
         dampened_momentum=('group["momentum"] and not group["dampening"]', 'group["momentum"]'),
         modes_pile_up=("        previous.remove()", "        pass"),
@@ -585,8 +585,8 @@ MUTATIONS = [
         "readings.py",
         "tests/meters/test_edq.py",
         "tests/meters/test_edq_obstacles.py",
-        along_itself=("intended @ moved,", "moved @ moved,"),
-        lost_in_the_last_term=("stays[0].sum()]", "stays[-1].sum()]"),
+        along_itself=("= intended @ moved\n", "= moved @ moved\n"),
+        lost_in_the_last_term=("stays[0].sum()", "stays[-1].sum()"),
         nan_has_moved=("((new == old) | (torch.isnan(new) & torch.isnan(old)))", "(new == old)"),
         parts_of_one_rank=(
             "            torch.distributed.all_reduce(rows, group=mesh.get_group(dim))",
