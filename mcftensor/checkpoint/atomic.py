@@ -46,40 +46,36 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         ...     torch.load(f"{folder}/training.pt", weights_only=True)["step"]
         3
     """
-    with Replacement(Path(path)) as replacement:
-        yield replacement.temporary
-        replacement.put()
-        synchronize(replacement.path.parent)
+    path = Path(path)
+    with beside(path) as (temporary, put):
+        yield temporary
+        put()
+        synchronize(path.parent)
 
 
-class Replacement:
-    """A file beside its place, locked until it is closed."""
+@contextlib.contextmanager
+def beside(path: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
+    """A file beside its place, locked within the block, and what moves it there once on disk."""
+    if path.exists() and not path.is_file():
+        raise FileExistsError(f"{path} is no file that could be replaced")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no folder {path.parent}; make it first")
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        remove_abandoned(leftover)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    with temporary.open("xb") as file:
+        _lock(file)
 
-    def __init__(self, path: Path) -> None:
-        if path.exists() and not path.is_file():
-            raise FileExistsError(f"{path} is no file that could be replaced")
-        if not path.parent.is_dir():
-            raise FileNotFoundError(f"{path}: there is no folder {path.parent}; make it first")
-        self.path = path
-        for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-            remove_abandoned(leftover)
-        self.temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-        self._file = self.temporary.open("xb")
-        _lock(self._file)
+        def put() -> None:
+            synchronize(temporary)
+            if fcntl is None:
+                file.close()  # Windows renames no open file.
+            temporary.replace(path)
 
-    def __enter__(self) -> Replacement:
-        return self
-
-    def put(self) -> None:
-        """Move the file to its place, once what was written is on disk."""
-        synchronize(self.temporary)
-        if fcntl is None:
-            self._file.close()  # Windows renames no open file.
-        self.temporary.replace(self.path)
-
-    def __exit__(self, *error: object) -> None:
-        self.temporary.unlink(missing_ok=True)
-        self._file.close()
+        try:
+            yield temporary, put
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def remove_abandoned(path: Path, is_needed: Callable[[Path], bool] = lambda path: False) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from mcftensor.checkpoint.atomic import Replacement, replacing, synchronize
+from mcftensor.checkpoint.atomic import beside, replacing, synchronize
 from mcftensor.checkpoint.digests import KEY, sealed
 from mcftensor.checkpoint.errors import CheckpointError
 from mcftensor.checkpoint.safetensors import DTYPES, RESERVED, write
@@ -99,18 +99,18 @@ def _save_shards(
     try:
         # Locked until the index names them, so that no other writer takes them for abandoned.
         with contextlib.ExitStack() as locks:
-            replacements = []
+            moves = []
             for i, names in enumerate(shards, 1):
                 file = f"{path.stem}-{token}-{i:05}-of-{len(shards):05}{path.suffix}"
-                replacement = locks.enter_context(Replacement(path.with_name(file)))
-                replacements.append(replacement)
+                temporary, put = locks.enter_context(beside(path.with_name(file)))
+                moves.append(put)
                 shard = {name: terms[name] for name in names}
                 its_ties = {alias: name for alias, name in tied.items() if name in shard}
-                with replacement.temporary.open("wb") as opened:
+                with temporary.open("wb") as opened:
                     seals[file] = write(opened, shard, its_ties, metadata)
                 where |= dict.fromkeys(names, file)
-            for replacement in replacements:
-                replacement.put()
+            for put in moves:
+                put()
             synchronize(path.parent)
             seal = sealed({"shards": seals, "weight_map": where})
             del seal["weight_map"]  # It stands beside.

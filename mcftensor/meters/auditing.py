@@ -169,31 +169,24 @@ def audit(
 ) -> Audit:
     """Find weights that silently froze between two checkpoints of one training run.
 
-    A bf16 weight keeps 8 bits: an update smaller than 2^-9 of it rounds away, in every step
-    anew. Norm weights then stay at exactly 1.0, and much of the matrices where it started, while
-    the loss still falls. Here such tensors are told by the share of their elements that is equal
-    in both checkpoints.
+    An update smaller than 2^-9 of a bf16 weight rounds away, in every step anew, while the loss
+    still falls. Such tensors are told by the share of their elements that is equal in both
+    checkpoints.
 
     A checkpoint is a state dict, or the path of
 
     - a file of `torch.save`, which is loaded with `weights_only=True`; a state dict that it
       nests under a usual key, such as `"state_dict"` or `"model"`, is found;
-    - a safetensors file (these need the package safetensors);
-    - the index of a sharded checkpoint (`model.safetensors.index.json`,
-      `pytorch_model.bin.index.json`), beside its shards;
+    - a safetensors file, or the index of a sharded checkpoint beside its shards;
     - a folder that holds one of these under the names that Hugging Face gives them.
 
-    Files are mapped, not read, and compared tensor by tensor in small blocks: checkpoints may be
-    larger than memory, as long as each single file is not. Files that torch wrote before 1.6 are
-    the exception; they are read as a whole.
+    Files are mapped, and compared in small blocks: checkpoints may be larger than memory, as long
+    as each single file is not. Files that torch wrote before 1.6 are read as a whole.
 
-    What counts is whether a tensor moved, not why it did not:
-
-    - Tensors that are frozen on purpose (`requires_grad=False`, constant buffers such as rotary
-      frequencies) look frozen too. Leave them out: `ignore=["*.inv_freq"]`.
-    - Rows of an embedding whose tokens never occurred stay without fault.
-    - Checkpoints a few steps apart show far more unchanged elements than ones far apart. Take
-      two with a good part of the training between them.
+    What counts is whether a tensor moved, not why it did not. Those that are frozen on purpose or
+    constant look frozen too (leave them out: `ignore=["*.inv_freq"]`), rows of an embedding whose
+    tokens never occurred stay without fault, and checkpoints a few steps apart show far more
+    unchanged elements than ones with a good part of the training between them.
 
     Args:
         before: the earlier checkpoint. A state dict in memory must be a copy: that of a module

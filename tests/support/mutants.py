@@ -531,16 +531,16 @@ MUTATIONS = [
     *_of(
         "atomic.py",
         "tests/files/test_atomic.py",
-        renamed_before_it_is_on_disk=("        synchronize(self.temporary)\n", ""),
+        renamed_before_it_is_on_disk=("            synchronize(temporary)\n", ""),
         written_in_place=(
-            "        self.temporary.replace(self.path)",
-            "        self.path.write_bytes(self.temporary.read_bytes())",
+            "            temporary.replace(path)",
+            "            path.write_bytes(temporary.read_bytes())",
         ),
         leftovers_of_the_living=(
             "if _lock(file) and not is_needed(path):",
             "if not is_needed(path):",
         ),
-        leftovers_stay=("            remove_abandoned(leftover)", "            pass"),
+        leftovers_stay=("        remove_abandoned(leftover)", "        pass"),
     ),
     *_of(
         "shards.py",
