@@ -79,17 +79,16 @@ def remove_stale(path: Path, previous: Iterable[str]) -> None:
     """Remove what no index names: shards of the last one, and what killed writers have left."""
     stem, suffix = re.escape(path.stem), re.escape(path.suffix)
     shard = rf"{stem}-([0-9a-f]{{8}}-)?\d{{5}}-of-\d{{5}}{suffix}"
-    shards = re.compile(shard)
-    unfinished = re.compile(rf"\.({shard}|{stem}{suffix}(\.index\.json)?)\.[0-9a-f]{{8}}\.tmp")
+    unfinished = rf"\.({shard}|{stem}{suffix}(\.index\.json)?)\.[0-9a-f]{{8}}\.tmp"
 
     def is_named(file: Path) -> bool:
         return file.name in files_named(index_of(path))
 
     for file in path.parent.iterdir():
-        match = shards.fullmatch(file.name)
+        match = re.fullmatch(shard, file.name)
         if match and file.name in previous and not is_named(file):
             file.unlink(missing_ok=True)
-        elif (match and match[1]) or unfinished.fullmatch(file.name):
+        elif (match and match[1]) or re.fullmatch(unfinished, file.name):
             remove_abandoned(file, is_named)
     synchronize(path.parent)
 

@@ -117,8 +117,8 @@ class _Plan:
     """One mode, and the hooks by which it reaches states that come later."""
 
     def __init__(self, optimizer: Optimizer, mode: str | Mapping[str, Format | None]) -> None:
-        parameters = [p for p in _parameters(optimizer) if format_of(p)]
-        if not parameters:
+        formats = [format for format in map(format_of, _parameters(optimizer)) if format]
+        if not formats:
             raise ValueError(
                 "collage: no parameter of this optimizer is an expansion; call "
                 "mcf.as_expansion(model) first"
@@ -130,7 +130,7 @@ class _Plan:
             for name, format in mode.items():
                 if format is not None:
                     require_format(format, f"collage: mode[{name!r}]")
-                    _require_base(name, format, parameters)
+                    _require_base(name, format, formats)
             self.named = dict(mode)
             self._check_names(optimizer)
         elif isinstance(mode, str) and mode in _MODES:
@@ -252,14 +252,12 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _require_base(name: str, format: Format, parameters: list[Tensor]) -> None:
-    for p in parameters:
-        if p.dtype != format.dtype:
-            own = format_of(p)
-            assert own is not None
+def _require_base(name: str, format: Format, formats: list[Format]) -> None:
+    for own in formats:
+        if own.dtype != format.dtype:
             raise ValueError(
                 f"collage: mode[{name!r}] is {format.name}, beside parameters in {own.name}; a "
-                f"state has terms of the parameter's dtype, {p.dtype}"
+                f"state has terms of the parameter's dtype, {own.dtype}"
             )
 
 

@@ -524,7 +524,7 @@ MUTATIONS = [
             "if False:",
         ),
         shards_of_another=(
-            "if verify and seals.get(file) != (shard.seal if seals else None):",
+            "if verify and seals.get(file) != (its_seal if seals else None):",
             "if False:",
         ),
     ),
