@@ -215,16 +215,13 @@ class EDQ:
     def __exit__(self, *error: object) -> None:
         self.remove()
 
-    def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return untraced(self._begin, optimizer, args, kwargs, True)
         return self._begin(optimizer, args, kwargs, False)
 
-    def _begin(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any, compiled: bool) -> Any:
+        """Take a sample, or return arguments of the step with a closure that takes it."""
         if self._bases and _is_nested(optimizer, self._bases):
             return None
         self._samples = None
@@ -252,9 +249,7 @@ class EDQ:
             return (args[0], measured_closure), kwargs
         return args, {**kwargs, "closure": measured_closure}
 
-    def _after_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             untraced(self._end, optimizer)
         else:

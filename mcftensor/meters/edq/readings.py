@@ -85,16 +85,12 @@ def take_samples(
     """
     parameters = [place.parameter for place in batch]
     measured = [place for place in batch if place.parameter.grad is not None]
+    failure = DIFFERS  # The real step is taken with the other parameters, and may be another.
     try:
         for place in measured:
             wide_type(place.parameter)
         after = original.step(parameters, same, loss)
-    except CannotShadow as error:
-        return [_failed(place, FAILED, error) for place in measured]
-    except Exception as error:  # noqa: BLE001 (a meter that fails must not stop the training)
-        # The real step will be taken with the other parameters, and may differ.
-        return [_failed(place, DIFFERS, error) for place in measured]
-    try:
+        failure = FAILED
         wide = _wide_step(original, parameters, loss)
         with torch.no_grad():
             return [
@@ -102,16 +98,15 @@ def take_samples(
                 for place, (p, state), (w, _) in zip(batch, after, wide, strict=True)
                 if place.parameter.grad is not None
             ]
-    except Exception as error:  # noqa: BLE001
-        return [_failed(place, FAILED, error) for place in measured]
-
-
-def _failed(place: Place, column: int, error: Exception) -> Sample:
-    sums = torch.zeros(_COLUMNS, dtype=torch.float64, device=place.parameter.device)
-    sums[column] = 1
-    line = str(error).strip().partition("\n")[0]
-    known = isinstance(error, CannotShadow)
-    return Sample(place, sums, error=line if known else f"{type(error).__name__}: {line}")
+    except Exception as error:  # noqa: BLE001 (a meter that fails must not stop the training)
+        reason = str(error).strip().partition("\n")[0]
+        if isinstance(error, CannotShadow):
+            failure = FAILED
+        else:
+            reason = f"{type(error).__name__}: {reason}"
+        sums = torch.zeros(_COLUMNS, dtype=torch.float64)
+        sums[failure] = 1
+        return [Sample(p, sums.to(p.parameter.device, copy=True), error=reason) for p in measured]
 
 
 def _wide_step(
