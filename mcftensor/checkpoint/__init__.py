@@ -1,6 +1,5 @@
 """Checkpoints: expansions as plain tensors, in files that are replaced whole or not at all."""
 
-from mcftensor.checkpoint import broadcasting as broadcasting
 from mcftensor.checkpoint.atomic import replacing as replacing
 from mcftensor.checkpoint.errors import CheckpointError as CheckpointError
 from mcftensor.checkpoint.loading import load_file as load_file

@@ -8,11 +8,13 @@ from what another one is about to finish, and goes when the file is next written
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import BinaryIO
 
 fcntl: ModuleType | None
 try:
@@ -44,56 +46,44 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         ...     torch.load(f"{folder}/training.pt", weights_only=True)["step"]
         3
     """
-    with Replacement(Path(path)) as replacement:
-        yield replacement.temporary
-        replacement.put()
-        synchronize(replacement.path.parent)
+    path = Path(path)
+    with beside(path) as (temporary, put):
+        yield temporary
+        put()
+        synchronize(path.parent)
 
 
-class Replacement:
-    """A file beside its place, locked until it is closed."""
+@contextlib.contextmanager
+def beside(path: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
+    """A file beside its place, locked within the block, and what moves it there once on disk."""
+    if path.exists() and not path.is_file():
+        raise FileExistsError(f"{path} is no file that could be replaced")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no folder {path.parent}; make it first")
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        remove_abandoned(leftover)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    with temporary.open("xb") as file:
+        _lock(file)
 
-    def __init__(self, path: Path) -> None:
-        if path.exists() and not path.is_file():
-            raise FileExistsError(f"{path} is no file that could be replaced")
-        if not path.parent.is_dir():
-            raise FileNotFoundError(f"{path}: there is no folder {path.parent}; make it first")
-        self.path = path
-        for leftover in path.parent.glob(f".{_escaped(path.name)}.*.tmp"):
-            remove_abandoned(leftover)
-        self.temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-        self._file = os.open(self.temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
-        _lock(self._file)
+        def put() -> None:
+            synchronize(temporary)
+            if fcntl is None:
+                file.close()  # Windows renames no open file.
+            temporary.replace(path)
 
-    def __enter__(self) -> Replacement:
-        return self
-
-    def put(self) -> None:
-        """Move the file to its place, once what was written is on disk."""
-        synchronize(self.temporary)
-        if fcntl is None:
-            self._close()  # Windows renames no open file.
-        self.temporary.replace(self.path)
-
-    def __exit__(self, *error: object) -> None:
-        self.temporary.unlink(missing_ok=True)
-        self._close()
-
-    def _close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-
-def remove_abandoned(path: Path, is_needed: Callable[[], bool] = lambda: False) -> None:
-    """Remove a file, unless its writer is at work, or has finished and it is needed."""
-    with contextlib.suppress(OSError):  # Another process has removed it, or may do so.
-        file = os.open(path, os.O_RDWR)
         try:
-            if _lock(file) and not is_needed():
-                path.unlink()
+            yield temporary, put
         finally:
-            os.close(file)
+            temporary.unlink(missing_ok=True)
+
+
+def remove_abandoned(path: Path, is_needed: Callable[[Path], bool] = lambda path: False) -> None:
+    """Remove a file, unless its writer is at work, or has finished and it is needed."""
+    # Another process has removed it, or may do so.
+    with contextlib.suppress(OSError), path.open("rb+") as file:
+        if _lock(file) and not is_needed(path):
+            path.unlink()
 
 
 def synchronize(path: Path) -> None:
@@ -107,7 +97,7 @@ def synchronize(path: Path) -> None:
         os.close(file)
 
 
-def _lock(file: int) -> bool:
+def _lock(file: BinaryIO) -> bool:
     if fcntl is None:
         return False
     try:
@@ -115,8 +105,3 @@ def _lock(file: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _escaped(name: str) -> str:
-    """A name as a pattern of itself alone."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)

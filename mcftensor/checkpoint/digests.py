@@ -40,11 +40,7 @@ def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsealed(where: object, content: Any) -> dict[str, Any]:
-    """Metadata that `sealed` has made, checked.
-
-    Raises:
-        CheckpointError: they are of a later version, or altered.
-    """
+    """Metadata that `sealed` has made; CheckpointError if altered, or of a later version."""
     if not isinstance(content, dict):
         raise CheckpointError(f"{where}: the metadata under {KEY} are damaged")
     content = dict(content)
@@ -59,11 +55,6 @@ def unsealed(where: object, content: Any) -> dict[str, Any]:
             f"{where} was written by a later version of mcftensor; install a newer one"
         )
     return content
-
-
-def looks_sealed(text: str) -> bool:
-    """Whether this is what `sealed` has made, as when the name it was under has been altered."""
-    return '"crc32": "' in text
 
 
 def _of(content: Any) -> str:

@@ -7,11 +7,7 @@ from typing import Any
 
 
 def extra(module: str, caller: str) -> Any:
-    """A module of an optional package.
-
-    Raises:
-        ImportError: it is not installed; the message says how to install it.
-    """
+    """A module of an optional package; ImportError says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
@@ -12,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mcftensor.checkpoint.digests import KEY, digest, looks_sealed, unsealed
+from mcftensor.checkpoint.digests import KEY, digest, unsealed
 from mcftensor.checkpoint.errors import CheckpointError, reading, some
-from mcftensor.checkpoint.reading import SafetensorsFile
+from mcftensor.checkpoint.reading import open_safetensors
 from mcftensor.checkpoint.shards import files_in, index_of
-from mcftensor.checkpoint.state_dicts import from_terms, is_sharded
-from mcftensor.checkpoint.ties import ties
+from mcftensor.checkpoint.state_dicts import from_terms, is_sharded, ties
 from mcftensor.formats import ExpansionFormat
 from mcftensor.passes import expansion
 from mcftensor.tensor import MCFTensor
@@ -76,11 +74,11 @@ def load_file(
         ([], [])
         ['bias', 'weight']
     """
+    if model is not None and device is not None:
+        raise ValueError("load_file: device is for loading without a model; move the model itself")
     path = Path(path)
     with reading(path):
         state_dict = _read(path, verify)
-    if model is not None and device is not None:
-        raise ValueError("load_file: device is for loading without a model; move the model itself")
     if model is not None:
         return _load(model, state_dict, strict, path)
     device = "cpu" if device is None else device
@@ -91,13 +89,8 @@ def load_file(
 # --------------------------------------------------------------------------------- the file
 
 
-@dataclass
-class _Content:
-    """Terms by name, names that stand for the tensor of another one, and the digest of both."""
-
-    terms: dict[str, Tensor]
-    ties: dict[str, str]
-    seal: str | None = None
+_Content = tuple[dict[str, Tensor], dict[str, str], str | None]
+"""Terms by name, names that stand for the tensor of another one, and the digest of both."""
 
 
 def _read(path: Path, verify: bool) -> dict[str, Tensor]:
@@ -106,14 +99,14 @@ def _read(path: Path, verify: bool) -> dict[str, Tensor]:
         path = path / "model.safetensors"
     if index_of(path).is_file():
         path = index_of(path)
-    content = (_read_shards if path.suffix == ".json" else _read_file)(path, verify)
-    state_dict = from_terms(content.terms)
-    if content.seal is None:
+    terms, tied, seal = (_read_shards if path.suffix == ".json" else _read_file)(path, verify)
+    state_dict = from_terms(terms)
+    if seal is None:
         state_dict = {name: _normalized(x) for name, x in state_dict.items()}
-    for alias, name in content.ties.items():
+    for alias, name in tied.items():
         if alias in state_dict or name not in state_dict:
             raise CheckpointError(f"{path} says that {alias} is tied to {name}, which cannot be")
-    return state_dict | {alias: state_dict[name] for alias, name in content.ties.items()}
+    return state_dict | {alias: state_dict[name] for alias, name in tied.items()}
 
 
 def _read_file(path: Path, verify: bool) -> _Content:
@@ -122,16 +115,15 @@ def _read_file(path: Path, verify: bool) -> _Content:
             raise CheckpointError(
                 f"{path} is a file of torch.save; load it with torch.load(path, weights_only=True)"
             )
-    file = SafetensorsFile(path, "load_file")
-    terms = {name: file[name] for name in file}
-    if KEY not in file.metadata:
-        if verify and any(looks_sealed(text) for text in file.metadata.values()):
+    file, metadata = open_safetensors(path, "load_file")
+    terms = dict(file)
+    if KEY not in metadata:
+        if verify and any('"crc32": "' in text for text in metadata.values()):
             raise CheckpointError(f"{path} is damaged: its digests are not under {KEY}")
-        return _Content(terms, {})
-    metadata = json.loads(file.metadata[KEY])
+        return terms, {}, None
+    sealed = json.loads(metadata[KEY])
     if verify:
-        unsealed(path, metadata)
-        digests = metadata["tensors"]
+        digests = unsealed(path, sealed)["tensors"]
         altered = [name for name, x in terms.items() if digests.get(name) != digest(name, x)]
         altered += [name for name in digests if name not in terms]
         if altered:
@@ -139,7 +131,7 @@ def _read_file(path: Path, verify: bool) -> _Content:
                 f"{path} is damaged, or was altered: the digests of {some(altered)} are not what "
                 "it says. verify=False reads it all the same"
             )
-    return _Content(terms, metadata["tied"], metadata["crc32"])
+    return terms, sealed["tied"], sealed["crc32"]
 
 
 def _read_shards(index: Path, verify: bool) -> _Content:
@@ -148,25 +140,27 @@ def _read_shards(index: Path, verify: bool) -> _Content:
     metadata = content.get("metadata")
     seal, seals = None, {}
     if isinstance(metadata, dict) and KEY in metadata:
-        seal, seals = metadata[KEY]["crc32"], metadata[KEY]["shards"]
+        sealed = metadata[KEY]
+        seal, seals = sealed["crc32"], sealed["shards"]
         if verify:
-            unsealed(index, metadata[KEY] | {"weight_map": files})
-    whole = _Content({}, {}, seal)
+            unsealed(index, sealed | {"weight_map": files})
+    terms: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
     for file in dict.fromkeys(files.values()):
-        shard = _read_file(index.parent / file, verify)
-        if verify and seals.get(file) != (shard.seal if seals else None):
+        shard, its_ties, its_seal = _read_file(index.parent / file, verify)
+        if verify and seals.get(file) != (its_seal if seals else None):
             raise CheckpointError(
                 f"{index.parent / file} is not the file that {index} was written for"
             )
-        named = {name for name, place in files.items() if place == file}
-        missing = [name for name in files if name in named and name not in shard.terms]
+        named = {name: None for name, place in files.items() if place == file}
+        missing = [name for name in named if name not in shard]
         if missing:
             raise CheckpointError(
                 f"{index} says that {some(missing)} is in {file}, which does not hold it"
             )
-        whole.terms |= {name: x for name, x in shard.terms.items() if name in named}
-        whole.ties |= shard.ties
-    return whole
+        terms |= {name: x for name, x in shard.items() if name in named}
+        tied |= its_ties
+    return terms, tied, seal
 
 
 def _normalized(x: Tensor) -> Tensor:
@@ -175,10 +169,9 @@ def _normalized(x: Tensor) -> Tensor:
         return x
     leading, *tails = x.components
     if len(tails) == 1 and torch.equal(leading + tails[0], leading):
-        return x
+        return x  # without 30 times as much arithmetic
     terms = expansion.renormalize(x.components)
-    same = all(torch.equal(a, b) for a, b in zip(terms, x.components, strict=True))
-    return x if same else MCFTensor.of(terms, x.format)
+    return x if all(map(torch.equal, terms, x.components)) else MCFTensor.of(terms, x.format)
 
 
 # -------------------------------------------------------------------------------- the model
@@ -191,10 +184,10 @@ def _load(
     for name, x in own.items():
         if name in state_dict:
             _require_loadable(name, state_dict[name], x, path)
-    groups: dict[str, list[str]] = {}
+    tied: dict[str, list[str]] = {}
     for alias, name in ties(own).items():
-        groups.setdefault(name, [name]).append(alias)
-    for names in groups.values():
+        tied.setdefault(name, [name]).append(alias)
+    for names in tied.values():
         _tie(state_dict, names, path)
     missing = [name for name in own if name not in state_dict]
     unexpected = [name for name in state_dict if name not in own]
@@ -228,24 +221,22 @@ def _require_loadable(name: str, new: Tensor, old: Any, path: Path) -> None:
             f"load_file: {name} is of shape {tuple(new.shape)} in {path}, and of "
             f"{tuple(old.shape)} in the model"
         )
-    if _kind(new) != _kind(old):
+    if (new.is_floating_point(), new.is_complex()) != (old.is_floating_point(), old.is_complex()):
         raise CheckpointError(
             f"load_file: {name} is of {new.dtype} in {path}, and of {old.dtype} in the model"
         )
 
 
-def _kind(x: Tensor) -> tuple[bool, bool]:
-    return x.is_floating_point(), x.is_complex()
-
-
 def _tie(state_dict: dict[str, Tensor], names: list[str], path: Path) -> None:
     """Have all names of one tensor of the model where the file has some of them."""
     present = [name for name in names if name in state_dict]
+    if not present:
+        return
+    first, x = present[0], state_dict[present[0]]
     for name in present[1:]:
-        x, y = state_dict[present[0]], state_dict[name]
+        y = state_dict[name]
         if x is not y and not (type(x) is type(y) and torch.equal(x, y)):
             raise CheckpointError(
-                f"load_file: {present[0]} and {name} are tied in the model, and differ in {path}"
+                f"load_file: {first} and {name} are tied in the model, and differ in {path}"
             )
-    if present:
-        state_dict.update((name, state_dict[present[0]]) for name in names)
+    state_dict.update(dict.fromkeys(names, x))

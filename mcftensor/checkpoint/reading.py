@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,8 @@ _IN_FOLDERS = (
 
 # Where training scripts keep the state dict of the model, beside that of the optimizer.
 _NESTED = (
-    "state_dict",
-    "model_state_dict",
-    "model_state",
-    "model",
-    "module",
-    "network",
-    "net",
-    "weights",
-    "params",
+    *("state_dict", "model_state_dict", "model_state", "model", "module"),
+    *("network", "net", "weights", "params"),
 )
 
 
@@ -46,7 +39,7 @@ def tensors(checkpoint: Checkpoint, side: str) -> Mapping[str, Tensor]:
     if isinstance(checkpoint, Mapping):
         return _state_dict(checkpoint, side)
     if isinstance(checkpoint, (str, os.PathLike)):
-        return _Whole(_read(Path(checkpoint)))
+        return _whole(_read(Path(checkpoint)))
     raise TypeError(
         f"audit: {side} is a {type(checkpoint).__name__}; give a state dict, as of "
         "module.state_dict(), or a path"
@@ -91,7 +84,7 @@ def _read(path: Path) -> Mapping[str, Tensor]:
             raise CheckpointError(
                 f"the folder {path} holds none of {', '.join(_IN_FOLDERS)}; name the file itself"
             )
-        return _Shards(path) if path.suffix == ".json" else _read_file(path)
+        return _shards(path) if path.suffix == ".json" else _read_file(path)
 
 
 def _read_file(path: Path) -> Mapping[str, Tensor]:
@@ -100,7 +93,7 @@ def _read_file(path: Path) -> Mapping[str, Tensor]:
             head = file.read(9)
         # A safetensors file starts with the length of its header in eight bytes; that is JSON.
         if path.suffix == ".safetensors" or head[4:] == b"\0\0\0\0{":
-            return SafetensorsFile(path, "audit")
+            return open_safetensors(path, "audit")[0]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Of pickle protocols, which are no concern here.
             # Before torch 1.6 files were no zip archives, and such cannot be mapped.
@@ -110,9 +103,14 @@ def _read_file(path: Path) -> Mapping[str, Tensor]:
 
 
 class _Lazy(Mapping[str, Tensor]):
-    """Tensors that are read when they are asked for."""
+    """Tensors by name, each read when it is asked for."""
 
-    names: Mapping[str, Any]
+    def __init__(self, names: Iterable[str], read: Callable[[str], Tensor]) -> None:
+        self.names = dict.fromkeys(names)
+        self.read = read
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.read(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -124,55 +122,36 @@ class _Lazy(Mapping[str, Tensor]):
         return name in self.names  # Mapping's own would read the tensor.
 
 
-class SafetensorsFile(_Lazy):
-    """A safetensors file as it is: each term by itself."""
+def open_safetensors(path: Path, caller: str) -> tuple[Mapping[str, Tensor], dict[str, str]]:
+    """The tensors of a safetensors file as they are, each term by itself, and its metadata."""
 
-    def __init__(self, path: Path, caller: str) -> None:
+    def read(name: str) -> Tensor:
         with reading(path):
-            safetensors = extra("safetensors", caller)
-            self.path = path
-            self.file = safetensors.safe_open(path, framework="pt", device="cpu")
-            self.names = dict.fromkeys(self.file.keys())
-            self.metadata: dict[str, str] = self.file.metadata() or {}
+            return file.get_tensor(name)
 
-    def __getitem__(self, name: str) -> Tensor:
-        with reading(self.path):
-            tensor: Tensor = self.file.get_tensor(name)
-            return tensor
+    with reading(path):
+        file = extra("safetensors", caller).safe_open(path, framework="pt", device="cpu")
+        return _Lazy(file.keys(), read), file.metadata() or {}
 
 
-class _Shards(_Lazy):
+def _shards(index: Path) -> Mapping[str, Tensor]:
     """Several files and the index that says what is where; one of them is open at a time."""
+    files = files_in(index, json.loads(index.read_text(encoding="utf-8")))
+    opened: dict[str, Mapping[str, Tensor]] = {}
 
-    names: dict[str, str]
+    def read(name: str) -> Tensor:
+        file = files[name]
+        if file not in opened:
+            opened.clear()  # The last shard goes before the next one comes.
+            opened[file] = _read_file(index.parent / file)
+        if name not in opened[file]:
+            raise CheckpointError(f"{index} says that {name} is in {file}, which does not hold it")
+        return opened[file][name]
 
-    def __init__(self, index: Path) -> None:
-        files = files_in(index, json.loads(index.read_text(encoding="utf-8")))
-        self.index = index
-        self.names = dict(sorted(files.items(), key=lambda item: item[1]))  # Shard by shard.
-        self.open: tuple[str, Mapping[str, Tensor]] = "", {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        file = self.names[name]
-        if self.open[0] != file:
-            self.open = "", {}  # The last shard goes before the next one comes.
-            self.open = file, _read_file(self.index.parent / file)
-        shard = self.open[1]
-        if name not in shard:
-            raise CheckpointError(
-                f"{self.index} says that {name} is in {file}, which does not hold it"
-            )
-        return shard[name]
+    return _Lazy(sorted(files, key=lambda name: files[name]), read)  # Shard by shard.
 
 
-class _Whole(_Lazy):
+def _whole(terms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Expansions of which the terms are stored."""
-
-    def __init__(self, terms: Mapping[str, Tensor]) -> None:
-        self.terms = terms
-        self.names = names_of_terms(terms)
-
-    def __getitem__(self, name: str) -> Tensor:
-        terms = {term: self.terms[term] for term in self.names[name]}
-        whole: Tensor = from_terms(terms)[name]
-        return whole
+    names = names_of_terms(terms)
+    return _Lazy(names, lambda name: from_terms({n: terms[n] for n in names[name]})[name])

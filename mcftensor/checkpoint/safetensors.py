@@ -8,13 +8,13 @@ to a file of its own making, which it renames, so that neither its mode nor its 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from mcftensor.checkpoint.digests import content_of, digest
+from mcftensor.checkpoint.digests import KEY, content_of, digest, sealed
 
 DTYPES = {
     torch.float64: "F64",
@@ -45,20 +45,11 @@ _HEADER_MOST = 100_000_000  # of which the package reads no longer ones
 
 
 def write(
-    file: BinaryIO,
-    tensors: Mapping[str, Tensor],
-    describe: Callable[[Mapping[str, str]], Mapping[str, str]],
-) -> None:
-    """Write tensors to an empty file, one in memory at a time.
+    file: BinaryIO, tensors: Mapping[str, Tensor], tied: dict[str, str], metadata: dict[str, str]
+) -> str:
+    """Write plain tensors to an empty file, one in memory at a time.
 
-    Args:
-        file: open for writing.
-        tensors: plain ones, of these dtypes.
-        describe: makes the metadata from the digests of the tensors, which are known when all is
-            written; of the same length for whatever digests.
-
-    Raises:
-        ValueError: too many names for one file.
+    Returns the digest of what the metadata say of them, their own digests included.
     """
     # Every tensor starts at a multiple of the size of its elements.
     names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
@@ -72,7 +63,16 @@ def write(
             "shape": list(x.shape),
             "data_offsets": [start, end],
         }
-    length = len(_header(entries, describe(dict.fromkeys(names, "0" * 8))))
+
+    def header(digests: dict[str, str]) -> tuple[bytes, str]:
+        seal = sealed({"tied": tied, "tensors": digests})
+        content = {RESERVED: {**metadata, KEY: json.dumps(seal)}, **entries}
+        text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text, seal["crc32"]
+
+    # Digests are known when all is written, and do not change its length.
+    length = len(header(dict.fromkeys(names, "0" * 8))[0])
     if length > _HEADER_MOST:
         raise ValueError(
             f"save_file: the names of {len(names)} tensors are too many for one file; divide it "
@@ -84,12 +84,7 @@ def write(
         x = tensors[name].detach().cpu().contiguous()
         digests[name] = digest(name, x)
         file.write(content_of(x))
+    first, seal = header(digests)
     file.seek(0)
-    file.write(_header(entries, describe(digests)))
-
-
-def _header(entries: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
-    content = {RESERVED: dict(metadata), **entries}
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    file.write(first)
+    return seal

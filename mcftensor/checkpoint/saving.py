@@ -8,27 +8,18 @@ import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from mcftensor.checkpoint.atomic import Replacement, replacing, synchronize
+from mcftensor.checkpoint.atomic import beside, replacing, synchronize
 from mcftensor.checkpoint.digests import KEY, sealed
 from mcftensor.checkpoint.errors import CheckpointError
 from mcftensor.checkpoint.safetensors import DTYPES, RESERVED, write
-from mcftensor.checkpoint.shards import (
-    divide,
-    files_named,
-    index_of,
-    remove_stale,
-    shard_name,
-    size_in_bytes,
-)
-from mcftensor.checkpoint.state_dicts import as_terms, from_terms, is_sharded, names_of_terms
-from mcftensor.checkpoint.ties import ties
+from mcftensor.checkpoint.shards import divide, files_named, index_of, remove_stale, size_in_bytes
+from mcftensor.checkpoint.state_dicts import as_terms, from_terms, is_sharded, ties
 from mcftensor.tensor import MCFTensor
 
 
@@ -82,75 +73,54 @@ def save_file(
         _require_storable(name, x)
     state_dict = from_terms(as_terms(state_dict))  # what is tied is so with all its terms
     tied = ties(state_dict)
-    stored = {name: x for name, x in state_dict.items() if name not in tied}
-    terms = as_terms(stored)
-    groups = names_of_terms(terms).values()
-    shards = divide(((sum(terms[n].nbytes for n in names), names) for names in groups), most)
-    if len(shards) == 1:
-        with replacing(path) as temporary:
-            _write(terms, tied, metadata, temporary)
-        previous = files_named(index_of(path))
-        index_of(path).unlink(missing_ok=True)
-        remove_stale(path, previous)
-    else:
-        _save_shards(terms, shards, tied, metadata, path)
+    terms = as_terms({name: x for name, x in state_dict.items() if name not in tied})
+    shards = divide(terms, most)
+    previous = files_named(index_of(path))
+    if len(shards) > 1:
+        _save_shards(terms, shards, tied, metadata, path, previous)
+        return
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        write(file, terms, tied, metadata)
+    index_of(path).unlink(missing_ok=True)
+    remove_stale(path, previous)
 
 
 def _save_shards(
     terms: Mapping[str, Tensor],
     shards: list[list[str]],
     tied: Mapping[str, str],
-    metadata: Mapping[str, str],
+    metadata: dict[str, str],
     path: Path,
+    previous: set[str],
 ) -> None:
     token = secrets.token_hex(4)
-    files = [shard_name(path, token, i, len(shards)) for i in range(len(shards))]
-    previous = files_named(index_of(path))
+    seals: dict[str, str] = {}
+    where: dict[str, str] = {}
     try:
         # Locked until the index names them, so that no other writer takes them for abandoned.
         with contextlib.ExitStack() as locks:
-            replacements, seals = [], {}
-            for file, names in zip(files, shards, strict=True):
-                replacement = locks.enter_context(Replacement(path.with_name(file)))
-                replacements.append(replacement)
+            moves = []
+            for i, names in enumerate(shards, 1):
+                file = f"{path.stem}-{token}-{i:05}-of-{len(shards):05}{path.suffix}"
+                temporary, put = locks.enter_context(beside(path.with_name(file)))
+                moves.append(put)
                 shard = {name: terms[name] for name in names}
                 its_ties = {alias: name for alias, name in tied.items() if name in shard}
-                seals[file] = _write(shard, its_ties, metadata, replacement.temporary)
-            for replacement in replacements:
-                replacement.put()
+                with temporary.open("wb") as opened:
+                    seals[file] = write(opened, shard, its_ties, metadata)
+                where |= dict.fromkeys(names, file)
+            for put in moves:
+                put()
             synchronize(path.parent)
-            where = {n: file for file, names in zip(files, shards, strict=True) for n in names}
+            seal = sealed({"shards": seals, "weight_map": where})
+            del seal["weight_map"]  # It stands beside.
             size = sum(x.nbytes for x in terms.values())
+            content = {"metadata": {**metadata, "total_size": size, KEY: seal}, "weight_map": where}
             with replacing(index_of(path)) as temporary:
-                content = _index(where, seals, {**metadata, "total_size": size})
-                temporary.write_text(content, encoding="utf-8")
+                temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
             path.unlink(missing_ok=True)
     finally:
-        remove_stale(path, {*previous, *files})
-
-
-def _index(
-    where: Mapping[str, str], seals: Mapping[str, str], metadata: Mapping[str, str | int]
-) -> str:
-    seal = sealed({"shards": seals, "weight_map": where})
-    del seal["weight_map"]  # It stands beside.
-    content = {"metadata": {**metadata, KEY: seal}, "weight_map": where}
-    return json.dumps(content, indent=2) + "\n"
-
-
-def _write(
-    terms: Mapping[str, Tensor], tied: Mapping[str, str], metadata: Mapping[str, str], path: Path
-) -> str:
-    """Write one file, and return the digest of its metadata, those of its tensors among them."""
-    seal: dict[str, Any] = {}
-
-    def describe(digests: Mapping[str, str]) -> dict[str, str]:
-        seal.update(sealed({"tied": dict(tied), "tensors": dict(digests)}))
-        return {**metadata, KEY: json.dumps(seal)}
-
-    with path.open("wb") as file:
-        write(file, terms, describe)
-    return str(seal["crc32"])
+        remove_stale(path, {*previous, *seals})
 
 
 def _require_storable(name: object, x: object) -> None:
@@ -159,34 +129,31 @@ def _require_storable(name: object, x: object) -> None:
             f"save_file: {name!r} is a {type(x).__name__}, and safetensors holds tensors by name; "
             "leave it out, or use torch.save"
         )
+    if name == RESERVED:
+        raise CheckpointError(f"save_file: no tensor can be called {RESERVED} in safetensors")
     if is_lazy(x):
         raise CheckpointError(
             f"save_file: {name} has no shape yet; run the module once before it is saved"
         )
+    obstacle = None
     if is_sharded(x):
-        raise CheckpointError(
-            f"save_file: {name} of shape {tuple(x.shape)} is sharded over processes (a DTensor); "
-            "use torch.distributed.checkpoint, or gather it first, as by "
-            "torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True"
+        obstacle = (
+            "sharded over processes (a DTensor); use torch.distributed.checkpoint, or gather it "
+            "first, as by torch.distributed.checkpoint.state_dict.get_model_state_dict with "
+            "full_state_dict=True"
         )
-    if x.layout != torch.strided or x.is_quantized or x.is_nested or x.is_meta:
+    elif x.layout != torch.strided or x.is_quantized or x.is_nested or x.is_meta:
         kind = "on the meta device" if x.is_meta else f"of {x.layout}"
-        raise CheckpointError(
-            f"save_file: {name} of shape {tuple(x.shape)} is {kind}; only dense tensors that have "
-            "memory can be stored"
+        obstacle = f"{kind}; only dense tensors that have memory can be stored"
+    elif is_traceable_wrapper_subclass(x) and not isinstance(x, MCFTensor):
+        obstacle = f"a {type(x).__name__}; only plain tensors and expansions can be stored"
+    elif x.dtype not in DTYPES:
+        obstacle = (
+            f"of {x.dtype}, which safetensors does not store; save it in another form, as "
+            "torch.view_as_real gives it"
         )
-    if is_traceable_wrapper_subclass(x) and not isinstance(x, MCFTensor):
-        raise CheckpointError(
-            f"save_file: {name} of shape {tuple(x.shape)} is a {type(x).__name__}; only plain "
-            "tensors and expansions can be stored"
-        )
-    if x.dtype not in DTYPES:
-        raise CheckpointError(
-            f"save_file: {name} of shape {tuple(x.shape)} is of {x.dtype}, which safetensors does "
-            "not store; save it in another form, as torch.view_as_real gives it"
-        )
-    if name == RESERVED:
-        raise CheckpointError(f"save_file: no tensor can be called {RESERVED} in safetensors")
+    if obstacle:
+        raise CheckpointError(f"save_file: {name} of shape {tuple(x.shape)} is {obstacle}")
 
 
 def _metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:

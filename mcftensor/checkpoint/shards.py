@@ -7,26 +7,24 @@ until the index names the new ones.
 
 from __future__ import annotations
 
-import functools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from mcftensor.checkpoint.atomic import remove_abandoned, synchronize
 from mcftensor.checkpoint.errors import CheckpointError, some
+from mcftensor.checkpoint.state_dicts import names_of_terms
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{unit}I": 2 ** (10 * i) for i, unit in enumerate("KMGT", 1)}
 
 
 def size_in_bytes(size: int | str) -> int:
-    """A size such as 5_000_000_000, "5GB" or "512MiB".
-
-    Raises:
-        ValueError: it is no size, or not positive.
-    """
+    """Of a size such as 5_000_000_000, "5GB" or "512MiB"; ValueError for what is none."""
     text = str(size).strip().upper()
     match = re.fullmatch(r"(\d+)|(\d+(?:\.\d+)?)\s*([KMGT]I?)B", text)
     number, unit = (match[1] or match[2], match[3] or "") if match else ("0", "")
@@ -38,14 +36,15 @@ def size_in_bytes(size: int | str) -> int:
     return found
 
 
-def divide(groups: Iterable[tuple[int, Sequence[str]]], most: int | None) -> list[list[str]]:
-    """Groups of names, with the size of each in bytes, in shards of at most so many bytes.
+def divide(terms: Mapping[str, Tensor], most: int | None) -> list[list[str]]:
+    """Names of terms, in their order, in shards of at most so many bytes.
 
-    Order is kept, and a group stays together: one that is larger than a shard makes one by itself.
+    The terms of one number stay together, also where they are more than that.
     """
     shards: list[list[str]] = [[]]
     filled = 0
-    for size, names in groups:
+    for names in names_of_terms(terms).values():
+        size = sum(terms[name].nbytes for name in names)
         if most is not None and shards[-1] and filled + size > most:
             shards.append([])
             filled = 0
@@ -59,17 +58,8 @@ def index_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.index.json")
 
 
-def shard_name(path: Path, token: str, i: int, count: int) -> str:
-    """The name of shard i of so many, counted from 0."""
-    return f"{path.stem}-{token}-{i + 1:05}-of-{count:05}{path.suffix}"
-
-
 def files_in(index: Path, content: Any) -> dict[str, str]:
-    """In which file, beside the index, each tensor is.
-
-    Raises:
-        CheckpointError: it is no index, a file is missing, or is named that is not in this folder.
-    """
+    """In which file, beside the index, each tensor is; CheckpointError unless all are there."""
     files = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
         raise CheckpointError(f"{index} is no index of a checkpoint: it has no weight_map of names")
@@ -89,18 +79,17 @@ def remove_stale(path: Path, previous: Iterable[str]) -> None:
     """Remove what no index names: shards of the last one, and what killed writers have left."""
     stem, suffix = re.escape(path.stem), re.escape(path.suffix)
     shard = rf"{stem}-([0-9a-f]{{8}}-)?\d{{5}}-of-\d{{5}}{suffix}"
-    shards = re.compile(shard)
-    unfinished = re.compile(rf"\.({shard}|{stem}{suffix}(\.index\.json)?)\.[0-9a-f]{{8}}\.tmp")
+    unfinished = rf"\.({shard}|{stem}{suffix}(\.index\.json)?)\.[0-9a-f]{{8}}\.tmp"
 
     def is_named(file: Path) -> bool:
         return file.name in files_named(index_of(path))
 
     for file in path.parent.iterdir():
-        match = shards.fullmatch(file.name)
+        match = re.fullmatch(shard, file.name)
         if match and file.name in previous and not is_named(file):
             file.unlink(missing_ok=True)
-        elif (match and match[1]) or unfinished.fullmatch(file.name):
-            remove_abandoned(file, functools.partial(is_named, file))
+        elif (match and match[1]) or re.fullmatch(unfinished, file.name):
+            remove_abandoned(file, is_named)
     synchronize(path.parent)
 
 

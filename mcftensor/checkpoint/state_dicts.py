@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from mcftensor.checkpoint.errors import CheckpointError, some
 from mcftensor.formats import Format
+from mcftensor.patches.distributed import around_broadcasts
 from mcftensor.tensor.sharded import format_of, local, on_local
 from mcftensor.tensor.tensor import MCFTensor, check_components
 
@@ -24,25 +29,20 @@ def tail_names(name: str, format: Format) -> list[str]:
 
 
 def _tail(name: Any) -> tuple[str, Format] | None:
-    """Whose component a name is that of, and the format that it says; None of other names.
-
-    Raises:
-        CheckpointError: it says a format that is not known here.
-    """
+    """Whose component a name is that of, and the format that it says; None of other names."""
     parts = name.rsplit(".", 2) if isinstance(name, str) else []
     if len(parts) < 3 or not parts[0]:
         return None
     owner, format, component = parts
-    if _LIKE_A_TERM.fullmatch(f"{format}.{component}"):
-        try:
-            return owner, Format.from_name(format)
-        except ValueError as error:
-            raise CheckpointError(f"{name} is a term of no format ({error})") from error
+    is_like_a_term = _LIKE_A_TERM.fullmatch(f"{format}.{component}")
     try:
         known = Format.from_name(format)
-    except ValueError:
+    except ValueError as error:
+        if is_like_a_term:
+            raise CheckpointError(f"{name} is a term of no format ({error})") from error
         return None
-    return (owner, known) if component in [x.name for x in known.components] else None
+    is_component = is_like_a_term or component in [x.name for x in known.components]
+    return (owner, known) if is_component else None
 
 
 # What looks like a term of an expansion, though perhaps of one that there cannot be.
@@ -83,7 +83,11 @@ def as_terms(state_dict: Mapping[Any, Any]) -> dict[Any, Any]:
         if isinstance(x, Mapping):
             terms[name] = as_terms(x)
             continue
-        _require_no_expansion_within(name, x)
+        if not isinstance(x, Tensor) and any(map(format_of, tree_leaves(x))):
+            raise CheckpointError(
+                f"as_terms: {name!r} is a {type(x).__name__} that holds expansions, whose terms "
+                "need names; torch.save and torch.distributed.checkpoint take it as it is"
+            )
         format = format_of(x)
         if format is None:
             terms[name] = x
@@ -92,10 +96,9 @@ def as_terms(state_dict: Mapping[Any, Any]) -> dict[Any, Any]:
             on_local(lambda part, i: part.components[i].detach(), x.detach(), i)
             for i in range(len(format.components))
         )
-        for i, tail in enumerate(tails):
+        for beside, tail in zip(tail_names(name, format), tails, strict=True):
             if not isinstance(name, str):
                 raise CheckpointError(f"as_terms: an expansion is under {name!r}, which is no name")
-            beside = tail_names(name, format)[i]
             if beside in state_dict:
                 raise CheckpointError(
                     f"as_terms: {name} is an expansion in {format.name}, and the name of a "
@@ -130,11 +133,7 @@ def from_terms(terms: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def names_of_terms(names: Iterable[Any]) -> dict[Any, list[Any]]:
-    """For each name, those of tails aside, the names of its terms: its own is the first.
-
-    Raises:
-        CheckpointError: terms that are missing, or too many.
-    """
+    """For each name, those of tails aside, the names of its terms: its own is the first."""
     groups: dict[Any, list[Any]] = {}
     tails: dict[str, dict[str, Format]] = {}
     for name in names:
@@ -164,14 +163,47 @@ def _joined(name: str, terms: list[Any], format: Format) -> Any:
     return on_local(lambda leading: MCFTensor.of(parts, format), terms[0])
 
 
+def ties(state_dict: Mapping[str, Any]) -> dict[str, str]:
+    """For each name whose tensor is that of an earlier name, the first of these."""
+    first: dict[Any, str] = {}
+    found: dict[str, str] = {}
+    for name, x in state_dict.items():
+        if isinstance(x, Tensor) and not is_lazy(x) and not x.is_meta and x.numel():
+            terms = x.components if isinstance(x, MCFTensor) else (x,)
+            memory = tuple((t.data_ptr(), t.device, t.dtype, t.shape, t.stride()) for t in terms)
+            earlier = first.setdefault(memory, name)
+            if earlier != name:
+                found[name] = earlier
+    return found
+
+
 def is_sharded(x: Any) -> bool:
     """Whether it is a DTensor."""
     return local(x) is not x
 
 
-def _require_no_expansion_within(name: object, x: object) -> None:
-    if not isinstance(x, Tensor) and any(map(format_of, tree_leaves(x))):
-        raise CheckpointError(
-            f"as_terms: {name!r} is a {type(x).__name__} that holds expansions, whose terms need "
-            "names; torch.save and torch.distributed.checkpoint take it as it is"
-        )
+@contextlib.contextmanager
+def _broadcast_as_terms(
+    given: dict[str, Any], own: dict[str, Any]
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Of a state dict that the first rank alone has, terms travel: `broadcast_from_rank0`.
+
+    The other ranks wait for plain tensors, of the dtypes that the first one names.
+    """
+    if dist.get_rank() == 0:
+        given = as_terms({name: _in_format_of(own.get(name), x) for name, x in given.items()})
+    terms = as_terms(own)
+    yield given, terms
+    own.clear()
+    own.update(from_terms(terms))
+
+
+@torch.no_grad()
+def _in_format_of(own: Any, x: Any) -> Any:
+    """What the first rank has as what all ranks hold, rounded once where these differ."""
+    if not (isinstance(own, Tensor) and isinstance(x, Tensor)) or format_of(own) == format_of(x):
+        return x
+    return local(own).new_empty(x.shape, device=x.device).copy_(x)
+
+
+around_broadcasts.append(_broadcast_as_terms)

@@ -29,6 +29,7 @@ Verdict = Literal["frozen", "mostly frozen", "moving"]
 _BLOCK = 1 << 17
 """Elements that are compared at a time: few enough for temporary copies to stay in the cache."""
 
+_LEFT_OUT = {"not_floating": "integer or boolean", "empty": "empty", "ignored": "ignored"}
 _STYLES: dict[Verdict, str] = {"frozen": "red", "mostly frozen": "yellow", "moving": ""}
 
 
@@ -98,16 +99,12 @@ class Audit:
 
     def summary(self) -> str:
         """All of it in one line."""
-        frozen = sum(t.verdict == "frozen" for t in self.tensors)
-        mostly = len(self.suspicious) - frozen
-        left_out = {
-            "integer or boolean": self.not_floating,
-            "empty": self.empty,
-            "ignored": self.ignored,
-        }
-        named = ", ".join(f"{count} {what}" for what, count in left_out.items() if count)
+        verdicts = [t.verdict for t in self.tensors]
+        left_out = {words: getattr(self, name) for name, words in _LEFT_OUT.items()}
+        named = ", ".join(f"{count} {words}" for words, count in left_out.items() if count)
         return (
-            f"{len(self.tensors)} tensors: {frozen} frozen, {mostly} mostly frozen; "
+            f"{len(self.tensors)} tensors: {verdicts.count('frozen')} frozen, "
+            f"{verdicts.count('mostly frozen')} mostly frozen; "
             f"{_percent(self.unchanged)} of {self.elements:,} elements unchanged"
             + (f"; left out: {named}" if named else "")
         )
@@ -154,11 +151,7 @@ class Audit:
             "mostly_frozen": verdicts.count("mostly frozen"),
             "elements": self.elements,
             "unchanged": self.unchanged,
-            "left_out": {
-                "not_floating": self.not_floating,
-                "empty": self.empty,
-                "ignored": self.ignored,
-            },
+            "left_out": {name: getattr(self, name) for name in _LEFT_OUT},
             "tensors": [asdict(t) | {"shape": list(t.shape)} for t in self.tensors],
         }
 
@@ -176,31 +169,24 @@ def audit(
 ) -> Audit:
     """Find weights that silently froze between two checkpoints of one training run.
 
-    A bf16 weight keeps 8 bits: an update smaller than 2^-9 of it rounds away, in every step
-    anew. Norm weights then stay at exactly 1.0, and much of the matrices where it started, while
-    the loss still falls. Here such tensors are told by the share of their elements that is equal
-    in both checkpoints.
+    An update smaller than 2^-9 of a bf16 weight rounds away, in every step anew, while the loss
+    still falls. Such tensors are told by the share of their elements that is equal in both
+    checkpoints.
 
     A checkpoint is a state dict, or the path of
 
     - a file of `torch.save`, which is loaded with `weights_only=True`; a state dict that it
       nests under a usual key, such as `"state_dict"` or `"model"`, is found;
-    - a safetensors file (these need the package safetensors);
-    - the index of a sharded checkpoint (`model.safetensors.index.json`,
-      `pytorch_model.bin.index.json`), beside its shards;
+    - a safetensors file, or the index of a sharded checkpoint beside its shards;
     - a folder that holds one of these under the names that Hugging Face gives them.
 
-    Files are mapped, not read, and compared tensor by tensor in small blocks: checkpoints may be
-    larger than memory, as long as each single file is not. Files that torch wrote before 1.6 are
-    the exception; they are read as a whole.
+    Files are mapped, and compared in small blocks: checkpoints may be larger than memory, as long
+    as each single file is not. Files that torch wrote before 1.6 are read as a whole.
 
-    What counts is whether a tensor moved, not why it did not:
-
-    - Tensors that are frozen on purpose (`requires_grad=False`, constant buffers such as rotary
-      frequencies) look frozen too. Leave them out: `ignore=["*.inv_freq"]`.
-    - Rows of an embedding whose tokens never occurred stay without fault.
-    - Checkpoints a few steps apart show far more unchanged elements than ones far apart. Take
-      two with a good part of the training between them.
+    What counts is whether a tensor moved, not why it did not. Those that are frozen on purpose or
+    constant look frozen too (leave them out: `ignore=["*.inv_freq"]`), rows of an embedding whose
+    tokens never occurred stay without fault, and checkpoints a few steps apart show far more
+    unchanged elements than ones with a good part of the training between them.
 
     Args:
         before: the earlier checkpoint. A state dict in memory must be a copy: that of a module
@@ -303,18 +289,13 @@ def _require_comparable(name: str, x: Tensor, y: Tensor) -> None:
                 "it, or ignore it"
             )
         if isinstance(t, MCFTensor):
-            _require_whole(name, t)
+            try:  # Unpickling sets attributes, and checks none of them.
+                check_components(t.components, t.format)
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                raise CheckpointError(f"{name} is a damaged expansion ({error})") from error
     for what, a, b in (("shape", tuple(x.shape), tuple(y.shape)), ("dtype", _dtype(x), _dtype(y))):
         if a != b:
             raise CheckpointError(f"{name} has {what} {a} in before and {b} in after")
-
-
-def _require_whole(name: str, x: MCFTensor) -> None:
-    """Unpickling sets attributes, and checks none of them."""
-    try:
-        check_components(x.components, x.format)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{name} is a damaged expansion ({error})") from error
 
 
 def _dtype(x: Tensor) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from mcftensor.dispatch.operands import value_of
 from mcftensor.formats import Format, require_format
 from mcftensor.tensor import MCFTensor
+from mcftensor.tensor.sharded import local, on_local
 
 
 class Accumulation:
@@ -112,19 +113,9 @@ def _whole(grad: Tensor, format: Format | None) -> Tensor:
     """A gradient as an expansion, if it is not one already and can be."""
     if grad.requires_grad or grad.is_complex() or isinstance(grad, MCFTensor):
         return grad
-    distributed = sys.modules.get("torch.distributed.tensor")
-    if distributed and isinstance(grad, distributed.DTensor):
-        local = _whole(grad._local_tensor, format)
-        if local is grad._local_tensor:
-            return grad
-        return distributed.DTensor.from_local(
-            local,
-            grad.device_mesh,
-            grad.placements,
-            run_check=False,
-            shape=grad.shape,
-            stride=grad.stride(),
-        )
+    if local(grad) is not grad:
+        whole = _whole(local(grad), format)
+        return grad if whole is local(grad) else on_local(lambda _: whole, grad)
     if format is None or format.dtype != grad.dtype:
         format = Format(grad.dtype, 2)
     start = torch.zeros_like(grad, layout=torch.strided) if grad.is_sparse else grad

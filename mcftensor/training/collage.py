@@ -34,12 +34,13 @@ SECOND_MOMENTS = frozenset(
 )
 """Names of states that follow the square or magnitude of the gradient or of updates."""
 
-# What a state becomes: an expansion in its parameter's format, plain, or in a given format.
+# What a state becomes, beside plain (None) or an expansion in a given format.
 _OWN = "expansion in the format of the parameter"
 _AS_IT_IS = "what the optimizer makes it"
 _MODES: dict[str, dict[str, Any]] = {
     "light": dict.fromkeys(FIRST_MOMENTS | SECOND_MOMENTS),
     "plus": dict.fromkeys(FIRST_MOMENTS) | dict.fromkeys(SECOND_MOMENTS, _OWN),
+    "full": {},
 }
 
 
@@ -120,34 +121,28 @@ class _Plan:
     """One mode, and the hooks by which it reaches states that come later."""
 
     def __init__(self, optimizer: Optimizer, mode: str | Mapping[str, Format | None]) -> None:
-        parameters = [p for p in _parameters(optimizer) if format_of(p)]
-        if not parameters:
+        formats = [format for format in map(format_of, _parameters(optimizer)) if format]
+        if not formats:
             raise ValueError(
                 "collage: no parameter of this optimizer is an expansion; call "
                 "mcf.as_expansion(model) first"
             )
-        self.full = mode == "full"
-        self.named: Mapping[str, Any] = {}
+        self.others: Any = _OWN if mode == "full" else _AS_IT_IS  # of states that are not named
         self.unchecked: set[str] = set()
         self.settled: list[int] = []  # identities of states
-        if isinstance(mode, str):
-            if not self.full and mode not in _MODES:
-                raise ValueError(
-                    f"collage: unknown mode {mode!r}; use 'light', 'plus', 'full', or a dict from "
-                    "names of states to formats"
-                )
-            self.named = _MODES.get(mode, {})
-        elif isinstance(mode, Mapping):
+        if isinstance(mode, Mapping):
             for name, format in mode.items():
                 if format is not None:
                     require_format(format, f"collage: mode[{name!r}]")
-                    _require_base(name, format, parameters)
+                    _require_base(name, format, formats)
             self.named = dict(mode)
             self._check_names(optimizer)
+        elif isinstance(mode, str) and mode in _MODES:
+            self.named = _MODES[mode]
         else:
-            raise TypeError(
-                f"collage: mode {mode!r}; use 'light', 'plus', 'full', or a dict from names of "
-                "states to formats"
+            raise (ValueError if isinstance(mode, str) else TypeError)(
+                f"collage: unknown mode {mode!r}; use 'light', 'plus', 'full', or a dict from "
+                "names of states to formats"
             )
 
     def _check_names(self, optimizer: Optimizer) -> None:
@@ -185,28 +180,24 @@ class _Plan:
         """Have the states of a group made, those of one parameter after another's conversion, so
         that the first step needs no more memory than the others."""
         states = optimizer.state
-        if sum(map(bool, states.values())) >= len(
-            _parameters(optimizer)
-        ):  # as after the first step
+        made = sum(map(bool, states.values()))
+        if made >= len(_parameters(optimizer)):  # as after the first step
             return
+        is_sgd = isinstance(optimizer, torch.optim.SGD)
         for p in group["params"]:
             format = format_of(p)
-            if format is not None and not states.get(p) and p.grad is not None:
-                unused = [[] if isinstance(a, list) else a for a in args]
-                initialize(optimizer, {**group, "params": [p]}, *unused, **kwargs)
-                self._convert(p, format, optimizer.state[p])
-                self._prepare_momentum(optimizer, p, group)
-
-    def _prepare_momentum(self, optimizer: Optimizer, p: Tensor, group: dict[str, Any]) -> None:
-        """SGD makes its buffer from the first gradient, plain: give it a zero to add that to.
-
-        With dampening the two are not the same.
-        """
-        if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
-            wanted = format_of(p) if self.full else self.named.get("momentum_buffer")
-            if isinstance(wanted, Format):
-                zeros = as_expansion(torch.zeros_like(p), wanted)
-                optimizer.state[p]["momentum_buffer"] = zeros
+            if format is None or states.get(p) or p.grad is None:
+                continue
+            unused = [[] if isinstance(a, list) else a for a in args]
+            initialize(optimizer, {**group, "params": [p]}, *unused, **kwargs)
+            self._convert(p, format, states[p])
+            # SGD makes its buffer from the first gradient, plain: give it a zero to add that to.
+            # With dampening the two are not the same.
+            if is_sgd and group["momentum"] and not group["dampening"]:
+                wanted = self.named.get("momentum_buffer", self.others)
+                wanted = format if wanted is _OWN else wanted
+                if isinstance(wanted, Format):
+                    states[p]["momentum_buffer"] = as_expansion(torch.zeros_like(p), wanted)
 
     def apply(self, optimizer: Optimizer) -> None:
         """Bring every state to what the mode says."""
@@ -228,7 +219,7 @@ class _Plan:
             _require_known(self.unchecked, set(state))
             self.unchecked = set()
         for name, x in state.items():
-            wanted = own if self.full else self.named.get(name, _AS_IT_IS)
+            wanted = self.named.get(name, self.others)
             if wanted is _AS_IT_IS or name == "step":
                 continue
             if wanted is _OWN:
@@ -265,14 +256,12 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _require_base(name: str, format: Format, parameters: list[Tensor]) -> None:
-    for p in parameters:
-        if p.dtype != format.dtype:
-            own = format_of(p)
-            assert own is not None
+def _require_base(name: str, format: Format, formats: list[Format]) -> None:
+    for own in formats:
+        if own.dtype != format.dtype:
             raise ValueError(
                 f"collage: mode[{name!r}] is {format.name}, beside parameters in {own.name}; a "
-                f"state has terms of the parameter's dtype, {p.dtype}"
+                f"state has terms of the parameter's dtype, {own.dtype}"
             )
 
 

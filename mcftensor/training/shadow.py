@@ -7,7 +7,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from mcftensor.formats import Format, fp64x2
 from mcftensor.tensor.sharded import format_of, on_local
 from mcftensor.tensor.tensor import COMPONENTS, MCFTensor
 
-Wide: TypeAlias = torch.dtype | Format
 Conversion = Callable[[Tensor, Tensor, str], Tensor]
 """What becomes of a tensor, the parameter that it belongs to, and the tensor's name."""
 
@@ -61,18 +60,8 @@ class Original:
     ) -> list[tuple[Tensor, dict[str, Any]]]:
         """Take the step that the optimizer is about to take, on copies of some parameters.
 
-        Args:
-            parameters: those to step, of any of its groups.
-            conversion: `same`, `widened` or `widened_parameters`.
-            loss: what the step gets for its closure, if it takes one; gradients are there already.
-
-        Returns:
-            The copies of the parameters after the step, and of their states.
-
-        Raises:
-            CannotShadow: it asks for its closure more than once, has attributes that cannot be
-                copied, or writes to parameters all the same.
-            Exception: whatever the step raises on the copies.
+        `loss` becomes its closure, if it takes one; gradients are there already. Returns the
+        copies of the parameters after the step, and of their states.
         """
         optimizer = self.optimizer
         shadow = object.__new__(type(optimizer))
@@ -85,8 +74,12 @@ class Original:
             shadow.state = copy.copy(optimizer.state)
             shadow.state.clear()
             for p, twin in twins.items():
-                if p in optimizer.state:
-                    shadow.state[twin] = _state(optimizer.state[p], p, conversion, memo)
+                if isinstance(optimizer.state.get(p), dict):
+                    shadow.state[twin] = copy.copy(optimizer.state[p])
+                    for name, value in optimizer.state[p].items():
+                        shadow.state[twin][name] = _converted(value, p, name, conversion, memo)
+                elif p in optimizer.state:
+                    shadow.state[twin] = deepcopied(optimizer.state[p], memo)
             for key in self.other_states:
                 shadow.state[deepcopied(key, memo)] = deepcopied(optimizer.state[key], memo)
             plan = optimizer.__dict__.get("_collage") if conversion is same else None
@@ -115,19 +108,16 @@ class Original:
             chosen = [i for i, p in enumerate(group["params"]) if p in twins]
             options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
             copied = {k: deepcopied(v, memo) for k, v in options.items()}
-            self._set_limits(group, copied)
+            if isinstance(self.optimizer, torch.optim.Adafactor) and copied["eps"][0] is None:
+                # The default is that of a dtype: have it the same in every precision.
+                dtypes = [p.dtype for p in group["params"] if p.grad is not None]
+                if dtypes:
+                    copied["eps"] = (torch.finfo(dtypes[0]).eps, *copied["eps"][1:])
             copied["params"] = [twins[group["params"][i]] for i in chosen]
             if len(group.get("param_names", ())) == len(group["params"]):
                 copied["param_names"] = [group["param_names"][i] for i in chosen]
             groups.append(copied)
         return groups
-
-    def _set_limits(self, group: dict[str, Any], copied: dict[str, Any]) -> None:
-        """Adafactor's default eps is that of a dtype: have it the same in every precision."""
-        if isinstance(self.optimizer, torch.optim.Adafactor) and copied["eps"][0] is None:
-            dtype = next((p.dtype for p in group["params"] if p.grad is not None), None)
-            if dtype is not None:
-                copied["eps"] = (torch.finfo(dtype).eps, *copied["eps"][1:])
 
     def _versions(self, parameters: Sequence[Tensor]) -> list[int]:
         states = [self.optimizer.state.get(p) for p in parameters]
@@ -144,9 +134,6 @@ def widened(x: Tensor, parameter: Tensor, name: str) -> Tensor:
     """A copy in the format that resolves what updates of the parameter lose.
 
     Integers stay integers, and step counts what they are: fused kernels require float32.
-
-    Raises:
-        CannotShadow: no format is wide enough.
     """
     x = x.detach()
     if x.is_complex():
@@ -173,12 +160,8 @@ def widened_parameters(x: Tensor, parameter: Tensor, name: str) -> Tensor:
     return (widened if name in ("parameter", "grad") else same)(x, parameter, name)
 
 
-def wide_type(parameter: Tensor) -> Wide:
-    """The type with bits enough beyond those of a parameter: float64, or terms of it.
-
-    Raises:
-        CannotShadow: there is none.
-    """
+def wide_type(parameter: Tensor) -> torch.dtype | Format:
+    """The type with bits enough beyond those of a parameter: float64, or terms of it."""
     format = format_of(parameter)
     name = format.name if format else str(parameter.dtype)
     if parameter.dtype.itemsize < 2:
@@ -201,11 +184,7 @@ def plain_step(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 def attributes(optimizer: Optimizer, memo: dict[int, Any]) -> dict[str, Any]:
-    """Copies of the attributes of an optimizer, without hooks and what is bound to it.
-
-    Raises:
-        CannotShadow: an attribute that cannot be copied, or a function that knows the optimizer.
-    """
+    """Copies of the attributes of an optimizer, without hooks and what is bound to it."""
     copied = {}
     for name, value in optimizer.__dict__.items():
         if name in _BOUND:
@@ -223,11 +202,7 @@ def attributes(optimizer: Optimizer, memo: dict[int, Any]) -> dict[str, Any]:
 
 
 def deepcopied(value: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy; what stands for processes and devices stays the same.
-
-    Raises:
-        CannotShadow: it cannot be copied.
-    """
+    """A deep copy; what stands for processes and devices stays the same."""
     if isinstance(value, _SHARED):
         return value
     try:
@@ -258,15 +233,6 @@ def _twin(p: Tensor, conversion: Conversion, memo: dict[int, Any]) -> Tensor:
             twin.grad_dtype = None
         twin.grad = conversion(p.grad, p, "grad")
     return twin
-
-
-def _state(state: Any, p: Tensor, conversion: Conversion, memo: dict[int, Any]) -> Any:
-    if not isinstance(state, dict):
-        return deepcopied(state, memo)
-    copied = copy.copy(state)
-    for name, value in state.items():
-        copied[name] = _converted(value, p, name, conversion, memo)
-    return copied
 
 
 def _converted(

@@ -76,9 +76,15 @@ def instrument(patch, before):
             self.file, self.write, self.seek = file, write_half(file), file.seek
 
     def write(file, *args):
-        write_file(File(file), *args)
+        return write_file(File(file), *args)
 
-    write_file = saving.write
+    def open_path(path, mode="r", **kwargs):
+        if set(mode) & set("wx+"):
+            before()
+        return open_file(path, mode, **kwargs)
+
+    write_file, open_file = saving.write, Path.open
+    patch.setattr(Path, "open", open_path)
     patch.setattr(saving, "write", write)
     for owner, name in [
         (os, "open"),

@@ -481,8 +481,8 @@ MUTATIONS = [
             "if False else x",
         ),
         momentum_from_the_gradient=(
-            "            if isinstance(wanted, Format):\n                zeros",
-            "            if False:\n                zeros",
+            "                if isinstance(wanted, Format):",
+            "                if False:",
         ),
         dampened_momentum=('group["momentum"] and not group["dampening"]', 'group["momentum"]'),
         modes_pile_up=("        previous.remove()", "        pass"),
@@ -519,20 +519,23 @@ MUTATIONS = [
             "if False:",
         ),
         shards_of_another=(
-            "if verify and seals.get(file) != (shard.seal if seals else None):",
+            "if verify and seals.get(file) != (its_seal if seals else None):",
             "if False:",
         ),
     ),
     *_of(
         "atomic.py",
         "tests/files/test_atomic.py",
-        renamed_before_it_is_on_disk=("        synchronize(self.temporary)\n", ""),
+        renamed_before_it_is_on_disk=("            synchronize(temporary)\n", ""),
         written_in_place=(
-            "        self.temporary.replace(self.path)",
-            "        self.path.write_bytes(self.temporary.read_bytes())",
+            "            temporary.replace(path)",
+            "            path.write_bytes(temporary.read_bytes())",
         ),
-        leftovers_of_the_living=("if _lock(file) and not is_needed():", "if not is_needed():"),
-        leftovers_stay=("            remove_abandoned(leftover)", "            pass"),
+        leftovers_of_the_living=(
+            "if _lock(file) and not is_needed(path):",
+            "if not is_needed(path):",
+        ),
+        leftovers_stay=("        remove_abandoned(leftover)", "        pass"),
     ),
     *_of(
         "shards.py",
@@ -549,6 +552,7 @@ MUTATIONS = [
         "state_dicts.py",
         "tests/files/test_terms.py",
         "tests/files/test_store_as_terms.py",
+        "tests/files/test_save_file.py",
         terms_that_are_copies=(
             "part.components[i].detach()",
             "part.components[i].detach().clone()",
@@ -558,6 +562,7 @@ MUTATIONS = [
             "if name not in groups:",
         ),
         names_taken=("            if beside in state_dict:", "            if False:"),
+        transposed_is_tied=(", t.shape, t.stride())", ")"),
     ),
     *_of(
         "digests.py",
@@ -570,18 +575,13 @@ MUTATIONS = [
         later_versions=('if content["version"] != _VERSION:', "if False:"),
         metadata_unsealed=("    if seal != _of(content):", "    if False:"),
     ),
-    *_of(
-        "ties.py",
-        "tests/files/test_save_file.py",
-        transposed_is_tied=(", t.shape, t.stride())", ")"),
-    ),
     # --------------------------------------------------------------------------------- meters
     *_of(
         "readings.py",
         "tests/meters/test_edq.py",
         "tests/meters/test_edq_obstacles.py",
-        along_itself=("intended @ moved,", "moved @ moved,"),
-        lost_in_the_last_term=("stays[0].sum()]", "stays[-1].sum()]"),
+        along_itself=("= intended @ moved\n", "= moved @ moved\n"),
+        lost_in_the_last_term=("stays[0].sum()", "stays[-1].sum()"),
         nan_has_moved=("((new == old) | (torch.isnan(new) & torch.isnan(old)))", "(new == old)"),
         parts_of_one_rank=(
             "            torch.distributed.all_reduce(rows, group=mesh.get_group(dim))",

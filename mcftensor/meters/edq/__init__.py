@@ -1,9 +1,4 @@
-"""EDQ, effective descent quality: what updates lose, measured on any optimizer.
-
-1. `meter`: the hooks, and when to measure.
-2. `reading`: one measurement, from the step on copies to the figures.
-3. `report`: a table, a figure, TensorBoard.
-"""
+"""EDQ, effective descent quality: what updates lose, measured on any optimizer."""
 
 from mcftensor.meters.edq.meter import EDQ as EDQ
 from mcftensor.meters.edq.meter import FrozenWeightWarning as FrozenWeightWarning

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FrameType, TracebackType
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -158,13 +159,10 @@ class EDQ:
         return self.history[-1] if self.history else None
 
     def table(self, limit: int | None = None) -> Table:
-        """The latest reading of each parameter, what is lost most first.
+        """The latest reading of each parameter, what is lost most first, for `rich.print`.
 
         Args:
             limit: number of rows, by default all.
-
-        Returns:
-            A `rich.table.Table`, for `rich.print`.
 
         Raises:
             ImportError: rich is not installed.
@@ -173,9 +171,6 @@ class EDQ:
 
     def figure(self) -> Figure:
         """The ratio and the lost share over the steps, of the whole and of leading terms.
-
-        Returns:
-            A `matplotlib.figure.Figure`, to be saved with `savefig`.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -203,51 +198,30 @@ class EDQ:
 
     def state_dict(self) -> dict[str, Any]:
         """What has been measured, and where: numbers and names, for `torch.save`."""
+        state = {name.lstrip("_"): getattr(self, name) for name in _STATE}
         return {
-            "steps": self._steps,
-            "history": [*self.history],
-            "per_group": [*self.per_group],
-            "per_parameter": {**self.per_parameter},
-            "not_metered": {**self.not_metered},
-            "coupled": self._coupled,
-            "again": self._again,
-            "frozen_for": {**self._frozen_for},
-            "rung": sorted(self._rung),
-            "refused": sorted(self._refused),
+            name: sorted(x) if isinstance(x, set) else copy.copy(x) for name, x in state.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a meter stopped, with the next sample at the step where its would be."""
-        self._steps = state["steps"]
-        self.history = [*state["history"]]
-        self.per_group = [*state["per_group"]]
-        self.per_parameter = {**state["per_parameter"]}
-        self.not_metered = {**state["not_metered"]}
-        self._coupled, self._again = state["coupled"], state["again"]
-        self._frozen_for = {**state["frozen_for"]}
-        self._rung, self._refused = set(state["rung"]), set(state["refused"])
+        for name in _STATE:
+            kind = type(getattr(self, name))  # sets are lists there
+            setattr(self, name, kind(state[name.lstrip("_")]))
 
     def __enter__(self) -> EDQ:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
-    def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return untraced(self._begin, optimizer, args, kwargs, True)
         return self._begin(optimizer, args, kwargs, False)
 
-    def _begin(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any, compiled: bool) -> Any:
+        """Take a sample, or return arguments of the step with a closure that takes it."""
         if self._bases and _is_nested(optimizer, self._bases):
             return None
         self._samples = None
@@ -275,9 +249,7 @@ class EDQ:
             return (args[0], measured_closure), kwargs
         return args, {**kwargs, "closure": measured_closure}
 
-    def _after_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             untraced(self._end, optimizer)
         else:
@@ -292,7 +264,7 @@ class EDQ:
             self._conclude(optimizer, samples)
         elif self._due and samples is None:
             self._refuse_all(optimizer, "its step did not call its closure")
-        elif self._due and any(True for _ in _gradients(optimizer)):
+        elif self._due and _gradients(optimizer):
             self._refuse_all(optimizer, "its step makes its gradients by itself")
 
     # ----------------------------------------------------------------------------------- measure
@@ -315,13 +287,13 @@ class EDQ:
     def _batches(self, optimizer: Optimizer) -> list[list[Place]]:
         """Parameters to be stepped together: all, or as many as have the size of the largest."""
         places = self._places(optimizer)
+        measured = [place for place in places if place.parameter.grad is not None]
         if self._coupled:
-            return [places] if any(p.parameter.grad is not None for p in places) else []
-        places = [place for place in places if place.parameter.grad is not None]
-        limit = max([_SMALL, *(place.parameter.numel() for place in places)])
+            return [places] if measured else []
+        limit = max([_SMALL, *(place.parameter.numel() for place in measured)])
         batches: list[list[Place]] = []
         room = 0
-        for place in places:
+        for place in measured:
             room -= place.parameter.numel()
             if room < 0 or not batches:
                 batches.append([])
@@ -342,18 +314,17 @@ class EDQ:
     def _conclude(self, optimizer: Optimizer, samples: list[Sample]) -> None:
         """Make readings of a sample, if the real step was the one on copies."""
         rows = totals(samples, optimizer.state)
-        again, self._again = self._again, False
+        self._again = False
         if any(row[DIFFERS] for row in rows):
             error = next((s.error for s in samples if s.error), None)
+            if not (self._compiled or self._coupled):
+                self._coupled = self._again = True
+                self._warn_of_coupling(optimizer, error)
+                return
+            reason = error or "its steps cannot be repeated on copies to the bit"
             if self._compiled:
                 reason = "its compiled step rounds otherwise than the one on copies"
-                self._refuse(optimizer, {s.place.name: reason for s in samples})
-            elif self._coupled:
-                reason = "its steps cannot be repeated on copies to the bit"
-                self._refuse(optimizer, {s.place.name: error or reason for s in samples})
-            else:
-                self._coupled, self._again = True, not again
-                self._warn_of_coupling(optimizer, error)
+            self._refuse(optimizer, {s.place.name: reason for s in samples})
             return
         failed = [s for s, row in zip(samples, rows, strict=True) if row[FAILED]]
         if failed:
@@ -371,33 +342,28 @@ class EDQ:
         self.history.append(reading(step, [row for _, row in measured]))
         for place, _ in measured:
             self.not_metered.pop(place.name, None)
-            if self.alarm is not None:
-                self._watch(place)
+            self._watch(place)
         if self.callback is not None:
             self.callback(self)
 
     def _watch(self, place: Place) -> None:
         """Ring the alarm for a parameter that stays frozen."""
         lost = self.per_parameter[place.name]["lost"]
-        if lost is None:
+        if self.alarm is None or lost is None:
             return
-        assert self.alarm is not None
         count = self._frozen_for.get(place.name, 0) + 1 if lost >= self.alarm else 0
         self._frozen_for[place.name] = count
         if count >= self.patience and place.name not in self._rung:
             self._rung.add(place.name)
             p = place.parameter
             format = format_of(p)
+            advice = "Keep it as an expansion: mcf.as_expansion(model)"
+            if format:
+                advice = "Give it a format with more terms, by overrides of mcf.as_expansion"
             warnings.warn(
                 f"EDQ: {place.name} of shape {tuple(p.shape)}, "
-                f"{format.name if format else p.dtype}, is frozen: "
-                f"{report.percent(lost)} of its elements lost their update, the last of {count} "
-                "samples in a row. "
-                + (
-                    "Give it a format with more terms, by overrides of mcf.as_expansion"
-                    if format
-                    else "Keep it as an expansion: mcf.as_expansion(model)"
-                ),
+                f"{format.name if format else p.dtype}, is frozen: {report.percent(lost)} of its "
+                f"elements lost their update, the last of {count} samples in a row. {advice}",
                 FrozenWeightWarning,
                 stacklevel=6,
             )
@@ -420,9 +386,9 @@ class EDQ:
         self._refuse(optimizer, {place.name: reason for place in self._places(optimizer)})
 
     def _warn_of_coupling(self, optimizer: Optimizer, error: str | None) -> None:
-        tensors = tree_leaves([list(optimizer.state.values()), [*_gradients(optimizer)]])
-        elements = sum(x.numel() for x in tensors if isinstance(x, Tensor))
-        elements += sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        held = [parameters, _gradients(optimizer), list(optimizer.state.values())]
+        elements = sum(x.numel() for x in tree_leaves(held) if isinstance(x, Tensor))
         warnings.warn(
             f"EDQ: {type(optimizer).__name__} does not treat parameters one by one"
             f"{f' ({error})' if error else ''}. From its next step on they are measured all at "
@@ -436,10 +402,16 @@ class EDQ:
 # Parameters are measured together until they have so many elements, or those of the largest.
 _SMALL = 1 << 20
 
+# What a resumed meter goes on with.
+_STATE = (
+    *("_steps", "history", "per_group", "per_parameter", "not_metered"),
+    *("_coupled", "_again", "_frozen_for", "_rung", "_refused"),
+)
 
-def _gradients(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from (p.grad for p in group["params"] if p.grad is not None)
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return [p.grad for p in parameters if p.grad is not None]
 
 
 def _is_nested(optimizer: Optimizer, bases: Sequence[type]) -> bool:

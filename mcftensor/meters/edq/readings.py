@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from mcftensor.convert import as_plain
 from mcftensor.formats import ExpansionFormat
 from mcftensor.tensor import MCFTensor
+from mcftensor.tensor.sharded import local
 from mcftensor.training.shadow import (
     CannotShadow,
     Original,
@@ -64,7 +65,7 @@ class Sample:
 
     place: Place
     sums: Tensor
-    fingerprints: dict[str, Tensor] = field(default_factory=dict)
+    fingerprints: dict[object, Tensor] = field(default_factory=dict)
     error: str | None = None
 
 
@@ -84,16 +85,12 @@ def take_samples(
     """
     parameters = [place.parameter for place in batch]
     measured = [place for place in batch if place.parameter.grad is not None]
+    failure = DIFFERS  # The real step is taken with the other parameters, and may be another.
     try:
         for place in measured:
             wide_type(place.parameter)
         after = original.step(parameters, same, loss)
-    except CannotShadow as error:
-        return [_failed(place, FAILED, error) for place in measured]
-    except Exception as error:  # noqa: BLE001 (a meter that fails must not stop the training)
-        # The real step will be taken with the other parameters, and may differ.
-        return [_failed(place, DIFFERS, error) for place in measured]
-    try:
+        failure = FAILED
         wide = _wide_step(original, parameters, loss)
         with torch.no_grad():
             return [
@@ -101,16 +98,15 @@ def take_samples(
                 for place, (p, state), (w, _) in zip(batch, after, wide, strict=True)
                 if place.parameter.grad is not None
             ]
-    except Exception as error:  # noqa: BLE001
-        return [_failed(place, FAILED, error) for place in measured]
-
-
-def _failed(place: Place, column: int, error: Exception) -> Sample:
-    sums = torch.zeros(_COLUMNS, dtype=torch.float64, device=place.parameter.device)
-    sums[column] = 1
-    line = str(error).strip().partition("\n")[0]
-    known = isinstance(error, CannotShadow)
-    return Sample(place, sums, error=line if known else f"{type(error).__name__}: {line}")
+    except Exception as error:  # noqa: BLE001 (a meter that fails must not stop the training)
+        reason = str(error).strip().partition("\n")[0]
+        if isinstance(error, CannotShadow):
+            failure = FAILED
+        else:
+            reason = f"{type(error).__name__}: {reason}"
+        sums = torch.zeros(_COLUMNS, dtype=torch.float64)
+        sums[failure] = 1
+        return [Sample(p, sums.to(p.parameter.device, copy=True), error=reason) for p in measured]
 
 
 def _wide_step(
@@ -133,7 +129,7 @@ _BLOCK = 1 << 24
 def _sums(before: Tensor, after: Tensor, wide: Tensor) -> Tensor:
     """The columns of a parameter, of the elements on this rank."""
     size = _CPU_BLOCK if before.device.type == "cpu" else _BLOCK
-    blocks = zip(*(_local(x).reshape(-1).split(size) for x in (before, after, wide)), strict=True)
+    blocks = zip(*(local(x).reshape(-1).split(size) for x in (before, after, wide)), strict=True)
     return torch.stack([_block_sums(*block) for block in blocks]).sum(0)
 
 
@@ -141,54 +137,42 @@ def _block_sums(before: Tensor, after: Tensor, wide: Tensor) -> Tensor:
     difference = wide - widened(before, before, "parameter")
     difference = torch.view_as_real(difference) if difference.is_complex() else difference
     intended = as_plain(difference, torch.float64).flatten()
-    pairs = [
-        (old.flatten().double(), new.flatten().double())
-        for old, new in zip(_parts(before), _parts(after), strict=True)
-    ]
-    moves = [new - old for old, new in pairs]
-    moved = sum(moves[1:], start=moves[0])
     is_intended = intended != 0
-    stayed = is_intended
-    stays = []
-    for old, new in pairs:
+    moves, stays, stayed = [], [], is_intended
+    for old, new in zip(_parts(before), _parts(after), strict=True):
+        old, new = old.flatten().double(), new.flatten().double()
+        moves.append(new - old)
         stayed = stayed & ((new == old) | (torch.isnan(new) & torch.isnan(old)))
         stays.append(stayed)
-    counts = [is_intended.sum(), stayed.sum(), stays[0].sum()]
-    zero = torch.zeros((), dtype=torch.float64, device=intended.device)
-    return torch.stack(
-        [
-            intended @ intended,
-            intended @ moved,
-            intended @ moves[0],
-            *(count.double() for count in counts),
-            zero + before.numel(),
-            zero,
-            zero,
-        ]
-    )
+    moved = sum(moves[1:], start=moves[0])
+    sums = torch.zeros(_COLUMNS, dtype=torch.float64, device=intended.device)
+    sums[_UPDATE] = intended @ intended
+    sums[_ALONG] = intended @ moved
+    sums[_ALONG_LEADING] = intended @ moves[0]
+    sums[_INTENDED] = is_intended.sum()
+    sums[_LOST] = stayed.sum()
+    sums[_LOST_LEADING] = stays[0].sum()
+    sums[_NUMEL] = before.numel()
+    return sums
 
 
 _PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _fingerprints(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
+def _fingerprints(parameter: Tensor, state: Mapping[str, Any]) -> dict[object, Tensor]:
     """The sums of the bit patterns of a parameter and its states, term by term.
 
     Tensors that differ have others, by all odds.
     """
-    tensors = {"parameter": parameter}
-    for name, value in state.items():
+    found: dict[object, Tensor] = {}
+    for name, value in [(None, parameter), *state.items()]:
         for i, x in enumerate(tree_leaves(value)):
             if isinstance(x, Tensor) and x.layout == torch.strided:
-                tensors[f"{name}.{i}"] = x
-    return {
-        f"{name}, term {i} of {len(terms)}": t.detach()
-        .view(_PATTERNS[t.element_size()])
-        .sum(dtype=torch.int64)
-        for name, x in tensors.items()
-        for terms in (_components(_local(x)),)
-        for i, t in enumerate(terms)
-    }
+                terms = _components(local(x))
+                for j, t in enumerate(terms):
+                    bits = t.detach().view(_PATTERNS[t.element_size()])
+                    found[name, i, j, len(terms)] = bits.sum(dtype=torch.int64)
+    return found
 
 
 def totals(samples: list[Sample], states: Mapping[Tensor, Any]) -> list[list[float]]:
@@ -230,11 +214,6 @@ def reading(step: int, rows: list[list[float]]) -> Reading:
         update_norm=norm,
         numel=int(total[_NUMEL]),
     )
-
-
-def _local(x: Tensor) -> Tensor:
-    """The part of a distributed tensor that is on this rank."""
-    return x.to_local() if hasattr(x, "to_local") else x
 
 
 def _components(x: Tensor) -> tuple[Tensor, ...]:
