@@ -325,3 +325,25 @@ def test_a_step_between_forward_and_backward_is_noticed(foreach):
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+def test_parameters_that_began_at_different_steps(cls):
+    """Each in one fused call with another takes the step that it takes alone."""
+
+    def trained(rows):
+        torch.manual_seed(1)
+        start, gradients = torch.randn(2, 40), torch.randn(3, 2, 40).bfloat16()
+        parameters = [nn.Parameter(mcf.as_expansion(start[row], mcf.bf16x2)) for row in rows]
+        optimizer = cls(parameters, lr=0.1, fused=True, **options)
+        for step in range(3):
+            for p, row in zip(parameters, rows, strict=True):
+                p.grad = None if row and not step else gradients[step, row]
+            optimizer.step()
+        return parameters
+
+    options = {"lr_decay": 0.5} if cls is torch.optim.Adagrad else {}
+    together = trained([0, 1])
+    for row, p in enumerate(together):
+        (alone,) = trained([row])
+        assert_same_terms(p.detach(), alone.detach())
