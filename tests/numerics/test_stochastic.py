@@ -243,6 +243,25 @@ def test_the_numbers_are_uniform_and_independent():
     assert correlation.abs().max() < 5 / n**0.5
 
 
+def test_what_one_step_writes_is_rounded_independently():
+    """A parameter and its state do not move up and down together."""
+    count, lr, momentum = 1 << 14, 2.0**-12, 0.875
+    start, buffer, gradient = torch.rand(3, count, dtype=torch.float64) + 1
+    gradient = gradient.bfloat16()
+    p = nn.Parameter(mcf.as_expansion(start, bf16x2sr))
+    optimizer = torch.optim.SGD([p], lr=lr, momentum=momentum, fused=True)
+    state = optimizer.state[p]["momentum_buffer"] = mcf.as_expansion(buffer, bf16x2sr)
+    p.grad = gradient
+    before, at_rest = (mcf.as_plain(x.detach(), torch.float64) for x in (p, state))
+    optimizer.step()
+    exact = momentum * at_rest + gradient
+    went_up = mcf.as_plain(state, torch.float64) > exact
+    p_went_up = mcf.as_plain(p.detach(), torch.float64) > before - lr * exact
+    both = torch.stack([went_up, p_went_up]).double()
+    assert (both.mean(1) - 0.5).abs().max() < 0.1  # some sums are exact
+    assert torch.corrcoef(both)[0, 1].abs() < 4 / count**0.5
+
+
 def test_neither_layout_nor_blocks_matter(monkeypatch):
     x, y = sample(bf16x2sr, 64, 33), sample(bf16x2sr, 64, 33, seed=1)
     torch.manual_seed(2)
