@@ -16,9 +16,6 @@ from mcftensor.checkpoint.errors import CheckpointError, reading, some
 from mcftensor.checkpoint.reading import open_safetensors
 from mcftensor.checkpoint.shards import files_in, index_of
 from mcftensor.checkpoint.state_dicts import from_terms, is_sharded, ties
-from mcftensor.formats import ExpansionFormat
-from mcftensor.passes import expansion
-from mcftensor.tensor import MCFTensor
 
 FilePath = str | os.PathLike[str]
 Device = torch.device | str | int
@@ -26,11 +23,16 @@ Device = torch.device | str | int
 
 @overload
 def load_file(
-    path: FilePath, model: None = ..., *, device: Device | None = ..., verify: bool = ...
+    path: FilePath,
+    model: None = ...,
+    *,
+    device: Device | None = ...,
+    verify: bool = ...,
+    tails: bool = ...,
 ) -> dict[str, Tensor]: ...
 @overload
 def load_file(
-    path: FilePath, model: nn.Module, *, strict: bool = ..., verify: bool = ...
+    path: FilePath, model: nn.Module, *, strict: bool = ..., verify: bool = ..., tails: bool = ...
 ) -> tuple[list[str], list[str]]: ...
 def load_file(
     path: FilePath,
@@ -39,6 +41,7 @@ def load_file(
     device: Device | None = None,
     strict: bool = True,
     verify: bool = True,
+    tails: bool = True,
 ) -> dict[str, Tensor] | tuple[list[str], list[str]]:
     """Load a safetensors file, by `save_file` or any other program, into a model or a state dict.
 
@@ -53,7 +56,10 @@ def load_file(
         model: the module whose parameters and buffers are loaded, where they are.
         device: where tensors are put that are loaded without a model, by default the CPU.
         strict: whether names in only one of file and model are an error.
-        verify: whether digests are checked, which files of `save_file` hold.
+        verify: whether digests are checked, which files of `save_file` hold, and whether terms
+            belong together.
+        tails: whether terms after the leading one are taken. This and `verify` are as in
+            `from_terms`, for files in which another program has changed terms.
 
     Returns:
         With a model, the names that the file lacks and those that the model lacks; without one,
@@ -61,7 +67,8 @@ def load_file(
 
     Raises:
         CheckpointError: a file that is missing, damaged, altered, or no safetensors file; terms
-            that make no expansion; names, shapes or kinds that differ from those of the model.
+            that make no expansion, or do not belong together; names, shapes or kinds that differ
+            from those of the model.
         ImportError: safetensors is not installed.
 
     Examples:
@@ -78,7 +85,7 @@ def load_file(
         raise ValueError("load_file: device is for loading without a model; move the model itself")
     path = Path(path)
     with reading(path):
-        state_dict = _read(path, verify)
+        state_dict = _read(path, verify, tails)
     if model is not None:
         return _load(model, state_dict, strict, path)
     device = "cpu" if device is None else device
@@ -93,16 +100,14 @@ _Content = tuple[dict[str, Tensor], dict[str, str], str | None]
 """Terms by name, names that stand for the tensor of another one, and the digest of both."""
 
 
-def _read(path: Path, verify: bool) -> dict[str, Tensor]:
+def _read(path: Path, verify: bool, tails: bool) -> dict[str, Tensor]:
     """All of a checkpoint, checked."""
     if path.is_dir():
         path = path / "model.safetensors"
     if index_of(path).is_file():
         path = index_of(path)
-    terms, tied, seal = (_read_shards if path.suffix == ".json" else _read_file)(path, verify)
-    state_dict = from_terms(terms)
-    if seal is None:
-        state_dict = {name: _normalized(x) for name, x in state_dict.items()}
+    terms, tied, _ = (_read_shards if path.suffix == ".json" else _read_file)(path, verify)
+    state_dict = from_terms(terms, tails=tails, verify=verify)
     for alias, name in tied.items():
         if alias in state_dict or name not in state_dict:
             raise CheckpointError(f"{path} says that {alias} is tied to {name}, which cannot be")
@@ -161,17 +166,6 @@ def _read_shards(index: Path, verify: bool) -> _Content:
         terms |= {name: x for name, x in shard.items() if name in named}
         tied |= its_ties
     return terms, tied, seal
-
-
-def _normalized(x: Tensor) -> Tensor:
-    """Terms as they should be, where a program that knows nothing of them has changed them."""
-    if not isinstance(x, MCFTensor) or not isinstance(x.format, ExpansionFormat):
-        return x
-    leading, *tails = x.components
-    if len(tails) == 1 and torch.equal(leading + tails[0], leading):
-        return x  # without 30 times as much arithmetic
-    terms = expansion.renormalize(x.components)
-    return x if all(map(torch.equal, terms, x.components)) else MCFTensor.of(terms, x.format)
 
 
 # -------------------------------------------------------------------------------- the model

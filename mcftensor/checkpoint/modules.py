@@ -58,7 +58,7 @@ def _load(
 ) -> None:
     given = set(state_dict)
     _exchange(state_dict, prefix, from_terms)
-    has_terms = len(state_dict) < len(given)
+    has_terms = any(len(names) > 1 for names in names_of_terms(given).values())
     own = module.state_dict(prefix=prefix)
     for name, names in names_of_terms(own).items():
         x = state_dict.get(name)
@@ -66,7 +66,7 @@ def _load(
         # look for what is tied and was not stored expect all its terms here.
         is_alone = has_terms and isinstance(x, Tensor) and x.dtype == own[name].dtype
         if name not in given or (is_alone and format_of(x) is None):
-            missing_keys += names[1:]
+            missing_keys += [n for n in names[1:] if n not in given]
 
 
 def _exchange(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from mcftensor.checkpoint.errors import CheckpointError, some
 from mcftensor.formats import Format
 from mcftensor.patches.distributed import around_broadcasts
 from mcftensor.tensor.sharded import format_of, local, on_local
-from mcftensor.tensor.tensor import MCFTensor, check_components
+from mcftensor.tensor.tensor import MCFTensor, check_components, normalized
 
 
 def tail_names(name: str, format: Format) -> list[str]:
@@ -28,8 +28,20 @@ def tail_names(name: str, format: Format) -> list[str]:
     return [f"{name}.{format.name}.{x.name}" for x in format.components[1:]]
 
 
+_SUM = "sum"
+"""The name of what stands beside tails: the sum of the leading term's bit patterns."""
+
+_PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _sum_of(leading: Tensor) -> Tensor:
+    """What tells whether a leading term is still the one that its tails were computed for."""
+    return leading.detach().view(_PATTERNS[leading.dtype.itemsize]).sum(dtype=torch.int64)
+
+
 def _tail(name: Any) -> tuple[str, Format] | None:
-    """Whose component a name is that of, and the format that it says; None of other names."""
+    """Whose component a name is that of, or whose sum, and the format that it says; None of other
+    names."""
     parts = name.rsplit(".", 2) if isinstance(name, str) else []
     if len(parts) < 3 or not parts[0]:
         return None
@@ -41,7 +53,7 @@ def _tail(name: Any) -> tuple[str, Format] | None:
         if is_like_a_term:
             raise CheckpointError(f"{name} is a term of no format ({error})") from error
         return None
-    is_component = is_like_a_term or component in [x.name for x in known.components]
+    is_component = is_like_a_term or component in [_SUM, *(x.name for x in known.components)]
     return (owner, known) if is_component else None
 
 
@@ -58,6 +70,11 @@ def as_terms(state_dict: Mapping[Any, Any]) -> dict[Any, Any]:
     memory with the expansion: what is written to them, as by `torch.distributed.checkpoint.load`,
     is written to it. Sharded expansions give sharded terms (DTensors).
 
+    Beside the terms stands one number, `weight.bf16x3.sum`, the sum of the leading term's bit
+    patterns. By it `from_terms` notices that another program has changed the leading term, as one
+    does that merges or prunes models, and left the others as they were. Sharded terms, and those
+    without memory (meta), have none.
+
     Use it where a program that stores tensors takes nothing but plain ones, and `from_terms` for
     the way back. `save_file`, `torch.save` and `torch.distributed.checkpoint` need no help.
 
@@ -71,17 +88,21 @@ def as_terms(state_dict: Mapping[Any, Any]) -> dict[Any, Any]:
 
     Examples:
         >>> import torch, mcftensor as mcf
-        >>> model = mcf.as_expansion(torch.nn.Linear(3, 2))
+        >>> model = mcf.as_expansion(torch.nn.Linear(3, 2, bias=False))
         >>> terms = mcf.as_terms(model.state_dict())
         >>> list(terms)
-        ['weight', 'weight.bf16x2.term1', 'bias', 'bias.bf16x3.term1', 'bias.bf16x3.term2']
+        ['weight', 'weight.bf16x2.term1', 'weight.bf16x2.sum']
         >>> mcf.from_terms(terms)["weight"].format
         mcf.bf16x2
     """
+    return _split(state_dict, with_sums=True)
+
+
+def _split(state_dict: Mapping[Any, Any], *, with_sums: bool) -> dict[Any, Any]:
     terms: dict[Any, Any] = {}
     for name, x in state_dict.items():
         if isinstance(x, Mapping):
-            terms[name] = as_terms(x)
+            terms[name] = _split(x, with_sums=with_sums)
             continue
         if not isinstance(x, Tensor) and any(map(format_of, tree_leaves(x))):
             raise CheckpointError(
@@ -96,7 +117,10 @@ def as_terms(state_dict: Mapping[Any, Any]) -> dict[Any, Any]:
             on_local(lambda part, i: part.components[i].detach(), x.detach(), i)
             for i in range(len(format.components))
         )
-        for beside, tail in zip(tail_names(name, format), tails, strict=True):
+        beside_it = dict(zip(tail_names(name, format), tails, strict=True))
+        if with_sums and tails and not is_sharded(x) and not x.is_meta:
+            beside_it[f"{name}.{format.name}.{_SUM}"] = _sum_of(terms[name])
+        for beside, tail in beside_it.items():
             if not isinstance(name, str):
                 raise CheckpointError(f"as_terms: an expansion is under {name!r}, which is no name")
             if beside in state_dict:
@@ -109,11 +133,25 @@ def as_terms(state_dict: Mapping[Any, Any]) -> dict[Any, Any]:
     return terms
 
 
-def from_terms(terms: Mapping[Any, Any]) -> dict[Any, Any]:
+def from_terms(
+    terms: Mapping[Any, Any], *, tails: bool = True, verify: bool = True
+) -> dict[Any, Any]:
     """The state dict that `as_terms` made these of; expansions share memory with their terms.
 
+    Other programs may have changed terms. Those that are not normalized and yet a number, as on
+    ties, are normalized, in memory of their own.
+
+    Args:
+        terms: leading terms by name, and what stands beside them.
+        tails: whether terms after the leading one are taken; if not, they are zeros, which is right
+            where another program has changed leading terms alone, on purpose.
+        verify: whether terms have to belong together; if not, whatever they sum to is taken, which
+            is right where another program has changed all of them alike, as by a mean of models.
+
     Raises:
-        CheckpointError: terms that are missing, or differ in shape or dtype.
+        CheckpointError: terms that are missing, not finite beside a leading one that is, or differ
+            in shape or dtype; terms that do not belong together, since one is more than half an ulp
+            of the one before it, or since leading ones do not have the sum that stands beside them.
 
     Examples:
         >>> import torch, mcftensor as mcf
@@ -125,11 +163,37 @@ def from_terms(terms: Mapping[Any, Any]) -> dict[Any, Any]:
     for name, names in names_of_terms(terms).items():
         x = terms[name]
         if len(names) > 1:
-            x = _joined(name, [terms[n] for n in names], _tail(names[1])[1])  # type: ignore[index]
+            format = _tail(names[1])[1]  # type: ignore[index]
+            x = _joined(name, {n: terms[n] for n in names}, format, tails, verify)
         elif isinstance(x, Mapping):
-            x = from_terms(x)
+            x = from_terms(x, tails=tails, verify=verify)
         state_dict[name] = x
     return state_dict
+
+
+def _joined(name: str, terms: dict[str, Any], format: Format, tails: bool, verify: bool) -> Any:
+    known = terms.pop(f"{name}.{format.name}.{_SUM}", None)
+    parts: Sequence[Any] = [local(term) for term in terms.values()]
+    try:
+        check_components(parts, format)
+        if tails:
+            parts, misfits = normalized(parts, format)
+        else:
+            parts, misfits = [parts[0], *map(torch.zeros_like, parts[1:])], 0
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the terms of {name} make no expansion ({error})") from error
+    found = None
+    if misfits:
+        found = f"{misfits} of {parts[0].numel()} elements have terms that do not fit together"
+    elif tails and known is not None and not known.is_meta and _sum_of(parts[0]) != known:
+        found = "the sum beside them is not that of its leading term"
+    if verify and found:
+        raise CheckpointError(
+            f"the terms of {name} in {format.name} were changed by a program that does not know "
+            f"them: {found}. If it changed the leading term alone, pass tails=False, which takes "
+            "that one; if it changed all of them alike, verify=False"
+        )
+    return on_local(lambda leading: MCFTensor.of(parts, format), terms[name])
 
 
 def names_of_terms(names: Iterable[Any]) -> dict[Any, list[Any]]:
@@ -145,22 +209,17 @@ def names_of_terms(names: Iterable[Any]) -> dict[Any, list[Any]]:
     for name, its_tails in tails.items():
         format = next(iter(its_tails.values()))
         expected = tail_names(name, format)
-        if name not in groups or its_tails.keys() != set(expected):
+        sums = [n for n in its_tails if n == f"{name}.{format.name}.{_SUM}"]
+        present = [n for n in its_tails if n not in sums]
+        if not present:
+            continue  # somebody has left the terms out
+        if name not in groups or set(present) != set(expected):
             raise CheckpointError(
-                f"{some(its_tails)} would be terms of {name}; an expansion in {format.name} "
+                f"{some(present)} would be terms of {name}; an expansion in {format.name} "
                 f"consists of {', '.join([name, *expected])}"
             )
-        groups[name] += expected
+        groups[name] += [*expected, *sums]
     return groups
-
-
-def _joined(name: str, terms: list[Any], format: Format) -> Any:
-    parts = [local(term) for term in terms]
-    try:
-        check_components(parts, format)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"the terms of {name} make no expansion ({error})") from error
-    return on_local(lambda leading: MCFTensor.of(parts, format), terms[0])
 
 
 def ties(state_dict: Mapping[str, Any]) -> dict[str, str]:
@@ -191,8 +250,9 @@ def _broadcast_as_terms(
     The other ranks wait for plain tensors, of the dtypes that the first one names.
     """
     if dist.get_rank() == 0:
-        given = as_terms({name: _in_format_of(own.get(name), x) for name, x in given.items()})
-    terms = as_terms(own)
+        given = {name: _in_format_of(own.get(name), x) for name, x in given.items()}
+        given = _split(given, with_sums=False)
+    terms = _split(own, with_sums=False)
     yield given, terms
     own.clear()
     own.update(from_terms(terms))

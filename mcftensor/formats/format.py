@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
+from mcftensor.arithmetic import networks
 from mcftensor.arithmetic.bases import BASES
 from mcftensor.arithmetic.numbers import Floats, Number, Numbers, Sum
 from mcftensor.arithmetic.rounding import peel, round_to_terms
@@ -188,6 +189,11 @@ class Format:
             for component in self.components
         ]
 
+    def normalized(self, stored: Floats) -> tuple[Floats, int]:
+        """Components that come from elsewhere in the one form that their numbers have, and how many
+        elements have some that cannot belong together."""
+        return stored, 0
+
     def moves(self, func: Any) -> bool:
         """Whether an operator that moves elements may act on each component by itself."""
         return True
@@ -314,6 +320,19 @@ class ExpansionFormat(Format):
     def encode(self, number: Sum, noise: Tensor | None) -> Floats:
         """Normalized terms."""
         return number.split(self.base, self.terms, noise)
+
+    def normalized(self, stored: Floats) -> tuple[Floats, int]:
+        """Normalized terms; those do not belong together of which one is more than half an ulp of
+        the one before it."""
+        pairs = list(itertools.pairwise(stored))
+        if all(torch.equal(a + b, a) for a, b in pairs):
+            return stored, 0
+        fits = torch.ones_like(stored[0], dtype=torch.bool)
+        for a, b in pairs:
+            moved = a + b - a  # by nothing or, on a tie, by an ulp
+            fits &= (b == 0) | (b.isfinite() & ((moved == 0) | (moved == b + b)))
+        terms = networks.settle(networks.distill(stored, self.terms), stored[0])
+        return terms, int(fits.numel() - fits.count_nonzero())
 
     def rounded(self, number: Number) -> Number:
         """A number rounded to nearest in this format, to go on with."""

@@ -72,6 +72,14 @@ class Program:
     instructions: tuple[Instruction, ...]
     results: tuple[Place, ...]
 
+    def is_undefined(self, x: Instruction) -> bool:
+        """Whether a machine may do as it likes where operands are large, or no numbers."""
+        return (
+            x.name == "to"
+            and not x.dtype.is_floating_point
+            and self.instructions[x.operands[0].index].dtype.is_floating_point
+        )
+
 
 def record(body: Body, signature: Signature) -> Program:
     """The program of a function for operands of these dtypes.

@@ -494,6 +494,7 @@ def _rebuild(
         check_components(components, found)
         if components[0].shape != shape or role not in ("value", "parameter"):
             raise ValueError(f"shape {shape}, {role!r}, components of {components[0].shape}")
+        components, _ = normalized(components, found)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"MCFTensor: damaged components, format or role ({error})") from error
     x = MCFTensor.of(components, found, role)
@@ -501,6 +502,23 @@ def _rebuild(
     if is_param:
         x.__dict__["_parameter"] = True
     return x
+
+
+def normalized(components: Sequence[Tensor], format: Format) -> tuple[Sequence[Tensor], int]:
+    """Components that come from elsewhere, as `Format.normalized` gives them; those of fake tensors
+    and on meta, which have no elements, as they are.
+
+    Raises:
+        ValueError: one is not finite beside a leading one that is.
+    """
+    if any(type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta for x in components):
+        return components, 0
+    found, misfits = format.normalized(components)
+    if misfits:
+        finite, *others = (x.isfinite() for x in components)
+        if any((finite & ~other).any() for other in others):
+            raise ValueError(f"a {format.components[-1].name} is not finite beside one that is")
+    return found, misfits
 
 
 def check_components(components: Sequence[Tensor], format: Format) -> None:

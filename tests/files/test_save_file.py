@@ -74,6 +74,9 @@ class TestStateDicts:
             assert torch.equal(plain.pop(name), leading)
             for i, tail in enumerate(tails, 1):
                 assert torch.equal(plain.pop(f"{name}.{x.format.name}.term{i}"), tail)
+            if tails:
+                patterns = leading.view(torch.int16).long()
+                assert plain.pop(f"{name}.{x.format.name}.sum") == patterns.sum()
         assert not plain
         with safe_open(tmp_path / "x.safetensors", "pt") as file:
             assert file.metadata().keys() == {"format", "author", "mcftensor"}
@@ -313,7 +316,7 @@ class TestShards:
             {"embedding.weight": model.embedding.weight, "head.bias": model.head.bias}
         )
         assert index["weight_map"].keys() == terms.keys()
-        assert index["metadata"]["total_size"] == sum(x.nbytes for x in terms.values()) == 90
+        assert index["metadata"]["total_size"] == sum(x.nbytes for x in terms.values()) == 106
         assert index["metadata"]["author"] == "me"
         files = set(index["weight_map"].values())
         assert {f.name for f in tmp_path.iterdir()} == files | {"model.safetensors.index.json"}
@@ -469,13 +472,17 @@ class TestRefusals:
 
 
 class TestForeignTerms:
-    def test_terms_that_another_program_has_changed_are_normalized(self, tmp_path):
+    def test_terms_that_another_program_has_changed(self, tmp_path):
         terms = mcf.as_terms({"x": sample(mcf.bf16x2, 50), "y": sample(mcf.bf16x3, 50)})
-        halves = {name: t * 0.7 for name, t in terms.items()}
+        halves = {name: t * 0.7 if "sum" not in name else t for name, t in terms.items()}
         halves["x.bf16x2.term1"] *= 300
         safetensors.save_file(halves, tmp_path / "model.safetensors")
-        for name, x in mcf.load_file(tmp_path).items():
-            parts = [t for n, t in halves.items() if n[0] == name]
+        with pytest.raises(mcf.CheckpointError, match="terms of x in bf16x2 were changed"):
+            mcf.load_file(tmp_path)
+        for name, x in mcf.load_file(tmp_path, tails=False).items():
+            assert torch.equal(mcf.as_plain(x, torch.bfloat16), halves[name])
+        for name, x in mcf.load_file(tmp_path, verify=False).items():
+            parts = [t for n, t in halves.items() if n[0] == name and "sum" not in n]
             assert_same_terms(mcf.MCFTensor(mcf.expansion.renormalize(parts)), x)
 
 

@@ -1,5 +1,7 @@
 """State dicts as terms, and what torch.distributed.checkpoint makes of both in one process."""
 
+import io
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -63,9 +65,9 @@ class TestAsTerms:
 
     def test_memory_is_shared(self):
         x = sample(mcf.bf16x2, 3)
-        terms = mcf.as_terms({"x": x})
+        leading, tail, _ = (terms := mcf.as_terms({"x": x})).values()
         mcf.from_terms(terms)["x"].mul_(3)
-        for term, other in zip(x.components, terms.values(), strict=True):
+        for term, other in zip(x.components, (leading, tail), strict=True):
             assert term.data_ptr() == other.data_ptr()
         assert_same_terms(x, sample(mcf.bf16x2, 3) * 3)
 
@@ -111,6 +113,107 @@ class TestAsTerms:
             mcf.from_terms(terms)
 
 
+def changed(format, change, count=256):
+    """Terms of which another program has changed the leading one alone."""
+    terms = copied(mcf.as_terms({"x": sample(format, count)}))
+    terms["x"] = change(terms["x"])
+    return terms
+
+
+HALF = torch.arange(256) % 2 == 0
+CHANGES = {
+    "pruned": lambda x: x * HALF,
+    "replaced": lambda x: x.flip(0),
+    "merged": lambda x: x * 0.75 + 0.1,
+    "an ulp": lambda x: torch.where(HALF, x, x.nextafter(2 * x)),
+    "one ulp of one": lambda x: torch.where(torch.arange(256) == 3, x.nextafter(2 * x), x),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.parametrize("format", [*mcf.FORMATS, STOCHASTIC], ids=lambda f: f.name)
+class TestTermsThatAnotherProgramHasChanged:
+    def test_are_refused(self, format, how):
+        terms = changed(format, CHANGES[how])
+        with pytest.raises(mcf.CheckpointError, match=r"the terms of x in .*tails=False"):
+            mcf.from_terms(terms)
+
+    def test_leading_ones_are_taken_if_asked_for(self, format, how):
+        terms = changed(format, CHANGES[how])
+        x = mcf.from_terms(terms, tails=False)["x"]
+        assert torch.equal(x.components[0], terms["x"])
+        assert not any(tail.any() for tail in x.components[1:])
+
+    def test_or_all(self, format, how):
+        """Which are normalized then."""
+        terms = changed(format, CHANGES[how])
+        x = mcf.from_terms(terms, verify=False)["x"]
+        parts = [t for name, t in terms.items() if not name.endswith("sum")]
+        assert_same_terms(x, mcf.MCFTensor(mcf.expansion.renormalize(parts), format))
+
+
+@pytest.mark.parametrize("format", mcf.FORMATS, ids=lambda f: f.name)
+class TestTermsThatAreNotNormalized:
+    def test_without_a_sum_those_that_do_not_fit_are_refused(self, format):
+        terms = changed(format, CHANGES["pruned"])
+        del terms[f"x.{format.name}.sum"]
+        with pytest.raises(mcf.CheckpointError, match=r"\d\d of 256 elements"):
+            mcf.from_terms(terms)
+
+    @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+    @pytest.mark.parametrize("verify", [True, False])
+    def test_tails_that_are_no_numbers(self, format, wrong, verify):
+        terms = copied(mcf.as_terms({"x": sample(format, 5)}))
+        terms[f"x.{format.name}.term1"][2] = wrong
+        with pytest.raises(mcf.CheckpointError, match="terms of x"):
+            mcf.from_terms(terms, verify=verify)
+
+    def test_numbers_of_two_forms(self, format):
+        """1 and an ulp is two floats, and the leading one is the even one."""
+        ulp = torch.finfo(format.dtype).eps
+        one, next_, after = (torch.tensor([1 + i * ulp], dtype=format.dtype) for i in range(3))
+        half = torch.full_like(one, ulp / 2)
+        zeros = [torch.zeros_like(one)] * (format.terms - 2)
+        names = [f"x.{format.name}.term{i}" for i in range(1, format.terms)]
+        odd, even = (
+            mcf.from_terms({"x": leading, **dict(zip(names, [tail, *zeros], strict=True))})["x"]
+            for leading, tail in ((next_, half), (after, -half))
+        )
+        assert torch.equal(odd, even)
+        assert torch.equal(odd.components[0], after)
+        assert one.item() == 1
+
+    def test_special_values(self, format):
+        x = sample(format, 4)
+        x[0], x[1], x[2] = torch.inf, -torch.inf, torch.nan
+        back = mcf.from_terms(copied(mcf.as_terms({"x": x})))["x"]
+        assert_same_terms(back, x)
+
+    def test_sums_of_terms_that_were_left_out_are_left_out(self, format):
+        terms = mcf.as_terms({"x": sample(format, 4)})
+        sums = {name: x for name, x in terms.items() if "term" not in name}
+        assert mcf.from_terms(sums) == {"x": terms["x"]}
+
+
+@pytest.mark.parametrize("format", mcf.FORMATS, ids=lambda f: f.name)
+class TestPickles:
+    def reloaded(self, components, format):
+        content = io.BytesIO()
+        torch.save(mcf.MCFTensor(components, format), content)
+        content.seek(0)
+        return torch.load(content, weights_only=True)
+
+    def test_are_normalized(self, format):
+        parts = [x * 2.0**i for i, x in enumerate(sample(format, 50).components)]
+        x = self.reloaded(parts, format)
+        assert_same_terms(x, mcf.MCFTensor(mcf.expansion.renormalize(parts), format))
+
+    def test_tails_that_are_no_numbers(self, format):
+        first, *others = sample(format, 3).components
+        with pytest.raises(ValueError, match="not finite beside"):
+            self.reloaded([first, *others[:-1], torch.full_like(first, torch.nan)], format)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 class TestDistributedCheckpoint:
     def test_saved_as_it_is(self, tmp_path):
@@ -144,7 +247,7 @@ class TestDistributedCheckpoint:
     def test_terms_of_another_format_are_missing(self, tmp_path):
         dcp.save(mcf.as_terms({"x": sample(mcf.bf16x3, 5)}), checkpoint_id=tmp_path)
         x = sample(mcf.bf16x2, 5)
-        with pytest.raises(CheckpointException, match=r"Missing key.* x\.bf16x2\.term1"):
+        with pytest.raises(CheckpointException, match=r"Missing key.* x\.bf16x2\.(term1|sum)"):
             dcp.load(mcf.as_terms({"x": x}), checkpoint_id=tmp_path)
         assert_same_terms(x, sample(mcf.bf16x2, 5))
 
