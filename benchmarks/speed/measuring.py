@@ -102,6 +102,7 @@ def measure(
         for turn in range(rounds):
             progress(f"{workload.name}: round {turn + 1} of {rounds}, {len(group.running)} at once")
             group.round(turn)
+        group.weigh()
         group.running.clear()
         memory.release(device)
     return {
@@ -152,7 +153,7 @@ class Group:
         return memory.available(self.device) < self.spare + needed
 
     def start(self, contender: Contender) -> None:
-        """Set up one, take its first steps, and see what it holds."""
+        """Set up one, and take its first steps."""
         measurement = self.measurements.setdefault(contender.name, Measurement(contender))
         with self.failing(contender.name), patience(self.limit), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -166,10 +167,6 @@ class Group:
                 running.step()
             running.prepare()
             measurement.peak = memory.peak(self.device, running.step)
-            running.prepare()
-            measurement.held = running.held()
-            measurement.added = running.added()
-            measurement.moved = running.moved()
             self.running[contender.name] = running
 
     def wall_seconds(self, running: Running) -> float:
@@ -198,6 +195,16 @@ class Group:
             baseline = BASELINES[measurement.contender.kind].name
             if baseline in found:
                 measurement.ratios.append(seconds / found[baseline])
+
+    def weigh(self) -> None:
+        """See what each holds and moves: in the end, since whoever was given the memory of an
+        expansion may write to it, so that nothing waits to be computed from it any more."""
+        for name, running in self.running.items():
+            measurement = self.measurements[name]
+            running.prepare()
+            measurement.held = running.held()
+            measurement.added = running.added()
+            measurement.moved = running.moved()
 
     def failing(self, name: str) -> Failing:
         """Note what goes wrong, and go on without this one."""

@@ -16,6 +16,7 @@ from mcftensor.checkpoint.errors import CheckpointError, reading, some
 from mcftensor.checkpoint.reading import open_safetensors
 from mcftensor.checkpoint.shards import files_in, index_of
 from mcftensor.checkpoint.state_dicts import from_terms, is_sharded, ties
+from mcftensor.tensor import MCFTensor
 
 FilePath = str | os.PathLike[str]
 Device = torch.device | str | int
@@ -192,6 +193,9 @@ def _load(
             + "; ".join(f"only {side} {some(names)}" for side, names in lone.items() if names)
             + ". strict=False loads what both have"
         )
+    for name, x in own.items():  # which need not be said, as of other state dicts
+        if name in state_dict and isinstance(state_dict[name], MCFTensor) and type(x) is Tensor:
+            state_dict[name] = x.new_empty(x.shape, device="cpu").copy_(state_dict[name])
     result = model.load_state_dict(state_dict, strict=False)
     return result.missing_keys, result.unexpected_keys
 

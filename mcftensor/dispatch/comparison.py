@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from mcftensor.arithmetic.ordering import choose, clamp, equal, less, maximum, minimum
+from mcftensor.arithmetic.rounding import quiet
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.operands import (
     common_format,
@@ -86,7 +87,7 @@ _CHOICES: dict[str, Callable[..., list[Tensor]]] = {
     "clamp_min": clamp,  # x.clamp_min, torch._foreach_maximum_
     "clamp_max": lambda x, high: clamp(x, None, high),  # x.clamp_max, torch._foreach_minimum_
     "abs": lambda x: choose(torch.signbit(x[0]), [-t for t in x], x),  # x.abs, Adamax
-    "neg": lambda x: [-t for t in x],  # -x, maximize
+    "neg": lambda x: [quiet(-x[0]), *(-t for t in x[1:])],  # -x, maximize
 }
 
 
@@ -228,7 +229,7 @@ def by_rank(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         place = result.masked_fill(absent, 0).long()
         chosen = [term.index_select(0, place.reshape(-1)).view(place.shape) for term in elements]
         terms = [term.masked_fill(absent, 0) for term in chosen]
-        terms[0] = torch.where(absent, result.to(terms[0].dtype), terms[0])
+        terms[0] = torch.where(absent, quiet(result.to(terms[0].dtype)), terms[0])
         return MCFTensor.of(terms, x.format, own=True)
 
     return tree_map(element, func(rank, *args, **kwargs))

@@ -220,7 +220,6 @@ def store(target: Tensor, result: Tensor) -> None:
         target.copy_(plainly(result, target.dtype))
 
 
-def fill(target: MCFTensor, components: Iterable[Tensor]) -> None:
-    """Write components into those of an expansion."""
-    for component, new in zip(target.components, components, strict=True):
-        component.copy_(new)
+def fill(target: MCFTensor, components: Iterable[Tensor], non_blocking: bool = False) -> None:
+    """Write components into those of an expansion, by one call, which no signal interrupts."""
+    torch._foreach_copy_(list(target.components), list(components), non_blocking)

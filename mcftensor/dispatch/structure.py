@@ -264,8 +264,7 @@ def copy_(func: Any, target: Tensor, source: Any, non_blocking: bool = False) ->
     if source.is_complex():
         raise TypeError(f"copy_: {source.dtype} into an expansion in {target.format.name}")
     new = stored_in(source, target.format, target.device, rounding=True)
-    for x, y in zip(target.components, new, strict=True):
-        func(x, y, non_blocking)
+    fill(target, new, non_blocking)
     return target
 
 

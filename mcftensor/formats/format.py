@@ -14,7 +14,7 @@ from torch import Tensor
 from mcftensor.arithmetic import networks
 from mcftensor.arithmetic.bases import BASES
 from mcftensor.arithmetic.numbers import Floats, Number, Numbers, Sum
-from mcftensor.arithmetic.rounding import peel, round_to_terms
+from mcftensor.arithmetic.rounding import peel, quiet, round_to_terms
 from mcftensor.arithmetic.terms import Network
 from mcftensor.arithmetic.wide import Machine, Wide
 
@@ -319,7 +319,8 @@ class ExpansionFormat(Format):
 
     def encode(self, number: Sum, noise: Tensor | None) -> Floats:
         """Normalized terms."""
-        return number.split(self.base, self.terms, noise)
+        leading, *tails = number.split(self.base, self.terms, noise)
+        return [quiet(leading), *tails]
 
     def normalized(self, stored: Floats) -> tuple[Floats, int]:
         """Normalized terms; those do not belong together of which one is more than half an ulp of

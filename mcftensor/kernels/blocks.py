@@ -42,8 +42,7 @@ def run_whole(body: Body, columns: Columns, start: int = 0) -> None:
         index = indices(outputs[0]) + start if call.keys else torch.empty(0)
         scalars = [x for (x,) in call.every_scalar()]
         results = body([x for (x,) in call.vectors], scalars, index)
-        for output, result in zip(outputs, results, strict=True):
-            output.copy_(result)
+        torch._foreach_copy_(outputs, list(results))  # by one call, which no signal interrupts
 
 
 def indices(x: Tensor) -> Tensor:

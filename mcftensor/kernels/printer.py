@@ -35,6 +35,7 @@ COMMON: dict[Key, str] = {
     "not": "~{0}",
     "copysign": "copysign({0}, {1})",
     "finite_or_zero": "finite_or_zero({0})",
+    "quiet": "quiet({0})",
     "maximum": "greater({0}, {1})",
     "sign": "sign_of({0})",
     "signbit": "negative({0})",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -244,6 +245,8 @@ class _Recorder(TorchDispatchMode):
             return self._add("where", (self.operand(args[0]), *chosen), dtype)
         if func is aten.nan_to_num.default and args[1:] == (0.0, 0.0, 0.0):
             return self._add("finite_or_zero", (self.operand(args[0]),), dtype)
+        if func is aten.nan_to_num.default and args[1] != args[1] and args[2] == -args[3] == inf:
+            return self._add("quiet", (self.operand(args[0]),), dtype)
         if packet is aten._to_copy:
             return self.cast(args[0], dtype)
         if func is aten.view.dtype and dtype.itemsize == args[0].dtype.itemsize:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -11,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcftensor.patches.table import row
+from mcftensor.arithmetic.bases import BASES
+from mcftensor.patches.table import by_name, patch, row
+from mcftensor.tensor.sharded import format_of
 
 _TENSOR_HOOKS = [
     row(
@@ -87,3 +90,34 @@ def without_weight_references(module: nn.Module) -> Iterator[None]:
         for layer, own in weights.items():
             layer._flat_weight_refs = [weakref.ref(p) if p is not None else None for p in own]
             layer.flatten_parameters()
+
+
+@patch(
+    "torch.nn.Module.load_state_dict",
+    why="A plain model that loads expansions rounds them, and the run that goes on from there is "
+    "another one: that is to be said.",
+    loss="plain models that load expansions drop their tails without a warning.",
+    takes=("self", "state_dict"),
+)
+@by_name
+def _saying_what_is_rounded(load: Callable[[], Any], given: dict[str, Any]) -> Any:
+    result = load()
+    formats = {name: format_of(x) for name, x in given["state_dict"].items()}
+    if any(formats.values()) and not given.get("assign"):
+        model = given["self"]
+        own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        rounded = [
+            name
+            for name, format in formats.items()
+            if format and name in own and not format_of(own[name])
+            if own[name].dtype not in BASES or BASES[own[name].dtype].precision < format.precision
+        ]
+        if rounded:
+            others = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
+            warnings.warn(
+                f"load_state_dict: {rounded[0]}{others} are expansions in the state dict and plain "
+                f"{own[rounded[0]].dtype} in the model, so they were rounded. To go on with all "
+                "terms, call mcf.as_expansion(model) before load_state_dict",
+                stacklevel=3,
+            )
+    return result

@@ -18,19 +18,26 @@ as_loaded: list[Callable[[Tensor, Tensor, Any], Tensor]] = []
 """Functions of a parameter, a state of it that is being loaded, and the state's name; they give the
 state that torch is to cast to the dtype of the parameter."""
 
+# States of another shape than their parameter, which otherwise stay in the dtype they were saved
+# in: those of Adafactor meet means of gradients.
+_AS_GRADIENTS = ("row_var", "col_var")
+
 
 @patch(
     "torch.optim.Optimizer._process_value_according_to_param_policy",
     why="`load_state_dict` gives each state the dtype of its parameter, which is the base of an "
     "expansion; hooks on loading are those of single optimizers.",
     loss="states of another dtype do not become expansions when an optimizer loads them; they are "
-    "rounded to the base.",
+    "rounded to the base, and so are numbers of float32 such as NAdam's mu_product.",
     takes=("param", "value", "key"),
 )
 @by_name
 def _by_way_of_hooks(process: Callable[[], Tensor], given: dict[str, Any]) -> Tensor:
+    p, name = given["param"], given.get("key")
+    if isinstance(p, MCFTensor) and given["value"].shape != p.shape and name not in _AS_GRADIENTS:
+        return given["value"].to(process().device)
     for function in as_loaded:
-        given["value"] = function(given["param"], given["value"], given.get("key"))
+        given["value"] = function(p, given["value"], name)
     return process()
 
 

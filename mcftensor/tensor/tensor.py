@@ -252,7 +252,9 @@ class MCFTensor(torch.Tensor):
         # finds it.
         torch.utils.hooks.warn_if_has_hooks(self)
         state = {name: x for name, x in self.__dict__.items() if name not in _OWN}
-        whole = (self.components, self._format.name, self._role, tuple(self.shape))
+        # By the protocol of torch.save nobody gets the memory itself.
+        components = self._read() if protocol == 2 else self.components
+        whole = (components, self._format.name, self._role, tuple(self.shape))
         return _rebuild, (*whole, self.requires_grad, self._is_param), state or None
 
     # ----------------------------------------------------------------------- leaving the format
