@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
@@ -151,6 +152,9 @@ class MCFTensor(torch.Tensor):
         if len(self._format.components) == 2:  # the commonest, and asked for at every turn
             return self._component0, self._component1
         return tuple([getattr(self, name) for name in COMPONENTS[: len(self._format.components)]])
+
+    def compute_components(self) -> None:
+        """They are here."""
 
     def hand_out(self) -> None:
         """From now on somebody else may write to the memory."""
@@ -412,6 +416,9 @@ class MCFTensor(torch.Tensor):
         return all(x.is_shared() for x in self._read())
 
 
+_COMPUTING = threading.RLock()
+
+
 class DeferredTensor(MCFTensor):
     """A value whose components are computed when they are read; then it is an MCFTensor."""
 
@@ -430,11 +437,13 @@ class DeferredTensor(MCFTensor):
         watch(self, expression.reads)
 
     def compute_components(self) -> None:
-        """Compute the components."""
-        assert self._deferred is not None
-        self._hold(self._deferred.components(), self._format, self._role, own=True)
-        self._deferred = None
-        self.__class__ = MCFTensor  # type: ignore[assignment]
+        """Compute the components, unless another thread has."""
+        with _COMPUTING:
+            if self._deferred is None:
+                return
+            self._hold(self._deferred.components(), self._format, self._role, own=True)
+            self._deferred = None
+            self.__class__ = MCFTensor  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:  # called for what is missing
         if name not in COMPONENTS:

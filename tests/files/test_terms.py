@@ -1,6 +1,7 @@
 """State dicts as terms, and what torch.distributed.checkpoint makes of both in one process."""
 
 import io
+import warnings
 
 import pytest
 import torch
@@ -281,3 +282,47 @@ class TestDistributedCheckpoint:
             found = {"x": torch.zeros_like(x)}
             dcp.load(found, checkpoint_id=tmp_path / name)
             assert_same_terms(found["x"], sample(mcf.bf16x2, 4) * 3)
+
+
+class TestPlainModelsThatLoadExpansions:
+    def load(self, dtype, format, **options):
+        state = mcf.as_expansion(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), format)
+        plain = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).to(dtype)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            plain.load_state_dict(state.state_dict(), **options)
+        return plain, [str(w.message) for w in caught]
+
+    @pytest.mark.parametrize("format", [mcf.bf16x2, mcf.bf16x3], ids=lambda f: f.name)
+    def test_it_is_said_by_name(self, format):
+        _, (said,) = self.load(torch.bfloat16, format)
+        assert "0.weight and 3 more are expansions in the state dict" in said
+        assert "mcf.as_expansion(model) before load_state_dict" in said
+
+    def test_to_the_line_that_loads(self):
+        state = mcf.as_expansion(nn.Linear(3, 2)).state_dict()
+        with pytest.warns(UserWarning) as caught:
+            nn.Linear(3, 2).bfloat16().load_state_dict(state)
+        assert caught[0].filename == __file__
+
+    @pytest.mark.parametrize(
+        ("dtype", "format", "options"),
+        [
+            (torch.float32, mcf.bf16x2, {}),  # which holds all terms
+            (torch.float32, mcf.bf16x3, {}),
+            (torch.float64, mcf.fp32x2, {}),
+            (torch.bfloat16, mcf.bf16x2, {"assign": True}),  # the expansions themselves
+        ],
+        ids=str,
+    )
+    def test_where_nothing_is_lost_nothing_is_said(self, dtype, format, options):
+        _, said = self.load(dtype, format, **options)
+        assert said == []
+
+    def test_files_are_rounded_as_their_page_says(self, tmp_path):
+        model, plain = mcf.as_expansion(nn.Linear(3, 2)), nn.Linear(3, 2).bfloat16()
+        mcf.save_file(model, tmp_path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            mcf.load_file(tmp_path, plain)
+        assert torch.equal(plain.weight, model.weight.components[0])

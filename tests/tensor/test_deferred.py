@@ -4,7 +4,9 @@ import copy
 import gc
 import io
 import pickle
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -292,3 +294,40 @@ def test_adamw_never_computes_its_denominator(foreach, monkeypatch):
             w.grad = torch.randn(w.shape).bfloat16()
         optimizer.step()
     assert len(made) >= 3 * len(weights)
+
+
+def test_threads_that_read_and_write():
+    """What one thread has computed is not what another writes afterwards."""
+    x = mcf.as_expansion(torch.full((2**20,), 2.0), mcf.bf16x2)
+    with torch.no_grad():
+        y = x * 3
+    together = threading.Barrier(2)
+
+    def write():
+        together.wait()
+        with torch.no_grad():
+            x.mul_(100)
+
+    def read():
+        together.wait()
+        return mcf.as_plain(y, torch.float64).clone()
+
+    with ThreadPoolExecutor(2) as pool:
+        found, _ = pool.submit(read), pool.submit(write).result()
+    assert (found.result() == 6).all()
+
+
+def test_two_readers_of_one_result():
+    x = mcf.as_expansion(torch.full((2**18,), 2.0), mcf.bf16x2)
+    for _ in range(20):
+        with torch.no_grad(), deferring():
+            y = x * 3
+            with ThreadPoolExecutor(4) as pool:
+                together = threading.Barrier(4)
+
+                def read(y=y, together=together):
+                    together.wait()
+                    return mcf.as_plain(y, torch.float64)
+
+                found = [pool.submit(read) for _ in range(4)]
+            assert all((f.result() == 6).all() for f in found)

@@ -1,0 +1,71 @@
+"""Optimizers that keep narrow states beside expansions are told of, once and by name."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import mcftensor as mcf
+
+
+class Preconditioned(torch.optim.Optimizer):
+    """Keeps a matrix of another shape than its parameter, in the dtype it is told."""
+
+    def __init__(self, parameters, dtype=None):
+        super().__init__(parameters, {"lr": 0.1, "dtype": dtype})
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    size = len(p) + 1
+                    dtype = group["dtype"] or p.dtype
+                    state["step"] = 0
+                    state["preconditioners"] = [torch.zeros(size, size, dtype=dtype)]
+                    state["exp_avg"] = torch.zeros_like(p)
+
+
+def steps(optimizer, count=3):
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.ones(p.shape, dtype=p.dtype)
+    for _ in range(count):
+        optimizer.step()
+
+
+def model(format=mcf.bf16x3):
+    return mcf.as_expansion(nn.Linear(4, 3), format)
+
+
+@pytest.mark.parametrize("format", [mcf.bf16x2, mcf.bf16x3, mcf.fp16x2], ids=lambda f: f.name)
+def test_it_is_said_once(format):
+    optimizer = Preconditioned(model(format).parameters())
+    with pytest.warns(UserWarning, match=r"Preconditioned keeps .*preconditioners \(b?float16\)"):
+        steps(optimizer, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        steps(optimizer)
+
+
+def test_of_torchs_own():
+    optimizer = torch.optim.Adafactor(model().parameters())
+    with pytest.warns(UserWarning, match=r"col_var \(bfloat16\), row_var \(bfloat16\)"):
+        steps(optimizer)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Preconditioned(model().parameters(), torch.float32),
+        lambda: Preconditioned(model(mcf.fp32x2).parameters()),
+        lambda: Preconditioned(nn.Linear(4, 3).bfloat16().parameters()),
+        lambda: torch.optim.NAdam(model().parameters()),
+        lambda: mcf.collage(torch.optim.AdamW(model().parameters()), "light"),
+    ],
+)
+def test_what_is_wide_enough_or_meant_is_not_told(make):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        steps(make())
