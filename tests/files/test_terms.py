@@ -301,7 +301,7 @@ class TestPlainModelsThatLoadExpansions:
 
     def test_to_the_line_that_loads(self):
         state = mcf.as_expansion(nn.Linear(3, 2)).state_dict()
-        with pytest.warns(UserWarning) as caught:
+        with pytest.warns(UserWarning, match="weight") as caught:
             nn.Linear(3, 2).bfloat16().load_state_dict(state)
         assert caught[0].filename == __file__
 

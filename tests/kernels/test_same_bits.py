@@ -19,7 +19,7 @@ STEPS = {
     "Adagrad-fused": lambda p: torch.optim.Adagrad(p, 0.1, fused=True),
 }
 LAYOUTS = {
-    "contiguous": lambda x, f: mcf.as_expansion(x, f),
+    "contiguous": mcf.as_expansion,
     "transposed": lambda x, f: mcf.as_expansion(x.mT.contiguous(), f).mT,
     "strided": lambda x, f: mcf.as_expansion(x.repeat_interleave(2, -1), f)[:, ::2],
     "not aligned": lambda x, f: mcf.as_expansion(nn.functional.pad(x, (0, 0, 1, 0)), f)[1:],
@@ -30,7 +30,8 @@ FORMATS = [mcf.bf16x2, mcf.bf16x3, mcf.fp32x2, mcf.Format(torch.bfloat16, 2, rou
 def trained(kind, format, layout, name, threads):
     """What two steps make of parameters of several sizes, and of their states."""
     torch.manual_seed(3)
-    numbers = [torch.randn(2, n, dtype=torch.float64) for n in (COUNT // 2, 5)]
+    # What every format holds, so that no layout draws random numbers for it.
+    numbers = [torch.randn(2, n).bfloat16().double() for n in (COUNT // 2, 5)]
     gradients = [[torch.randn_like(x) for x in numbers] for _ in range(2)]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -22,7 +22,7 @@ OPERATIONS = {
     "put": lambda x, nan: torch.where(x == x, nan, x),
     "largest": lambda x, nan: nan.amax(),
     "sum": lambda x, nan: nan.sum(),
-    "exp": lambda x, nan: torch.exp(nan),
+    "mean": lambda x, nan: nan.mean(),
     "list": lambda x, nan: torch._foreach_mul([nan, x], [x, nan])[1],
     "plain": lambda x, nan: mcf.as_expansion(
         torch.full(x.shape, -1, dtype=PATTERNS[x.dtype.itemsize]).view(x.dtype), x.format
