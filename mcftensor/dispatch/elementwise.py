@@ -159,6 +159,7 @@ class _Part:
         )
         return [found[i : i + count] for i in range(0, len(found), count)]
 
+    @functools.cached_property
     def targets(self) -> list[Sequence[Tensor]]:
         """The components of the targets."""
         return component_columns(self.columns[0], self.plan.expression.format)
@@ -168,8 +169,8 @@ class _Part:
         target = self.columns[0][0]
         if not any(column[0] is target for column in self.reads):
             return False
-        written = [column[0] for column in self.targets()]
-        if any(type(x) is not Tensor for x in written):  # a compiler's, which lie nowhere
+        written = [column[0] for column in self.targets]
+        if set(map(type, written)) != {Tensor}:  # a compiler's, which lie nowhere
             return False
         own = [id(x) for x in written]
         others: list[Any] = [x[0] for x in self.read if type(x[0]) is not float]
@@ -187,7 +188,7 @@ class _Part:
         for x in self.columns[0]:
             if x._readers:
                 compute_readers(x)
-        written, own_keys = self.targets(), [keys[i] for i in self.rows if i in keys]
+        written, own_keys = self.targets, [keys[i] for i in self.rows if i in keys]
         if is_bare(*written, *self.read, own_keys):
             carry_out(self.plan.expression, self.operands, written, own_keys)
             return
@@ -261,13 +262,13 @@ def _keys(parts: Sequence[_Part], columns: Lists) -> dict[int, Tensor]:
 
 def _fit(parts: Sequence[_Part]) -> bool:
     """Whether the memory of targets is shared by nothing else, and operands have their shapes."""
-    written = [_memory(x) for part in parts for column in part.targets() for x in column]
+    written = [_memory(x) for part in parts for column in part.targets for x in column]
     own = set(written)
     if len(own) < len(written):
         return False
     for part in parts:
         shapes = list(map(Tensor.size, part.columns[0]))
-        targets = part.targets()
+        targets = part.targets
         vectors: list[Sequence[Any]] = [x for x in part.read if type(x[0]) is not float]
         for column in vectors:
             column = repeated(column, len(shapes))

@@ -157,7 +157,10 @@ _GETTERS = list(map(attrgetter, COMPONENTS))
 def component_columns(column: Sequence[Tensor], format: Format) -> list[Sequence[Tensor]]:
     """The components of tensors that are all in a format, plain ones too: the leading ones of all,
     then their second ones, and so on."""
-    if isinstance(column[0], MCFTensor):
+    first = column[0]
+    if isinstance(first, MCFTensor):
+        if len(column) == 1:
+            return [[x] for x in first._read()]
         return [list(map(get, column)) for get in _GETTERS[: len(format.components)]]
     if not format.dtype.is_floating_point or set(map(_layout, column)) != {torch.strided}:
         for x in column:

@@ -147,13 +147,14 @@ def launch(
     count = len(lengths)
     words, numbers = array("q", lengths), array("d")
     for addresses_of_one in addresses:
-        words += array("q", addresses_of_one)
+        words.fromlist(addresses_of_one)
     for dtype, column in zip(dtypes, scalars, strict=True):
         values = [x if type(x) is float else number_of(x) for x in column]
         times = count // len(values)  # one for each set, or one for all
         if dtype == torch.int64:
-            words += array("q", map(int, values)) * times
+            words.fromlist([*map(int, values)] * times)
         else:
-            numbers += array("d", values) * times
-    threads = max(1, min(torch.get_num_threads(), sum(lengths) // _GRAIN))
+            numbers.fromlist(values * times)
+    worth = sum(lengths) // _GRAIN
+    threads = min(torch.get_num_threads(), worth) if worth > 1 else 1
     function(words.buffer_info()[0], numbers.buffer_info()[0], count, threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,7 @@ class Kernel:
         """Run on dense tensors of these lengths, at these addresses by columns."""
         device = columns.outputs[0][0].device
         scalars = columns.every_scalar()
-        has_data = not any(0 in column for column in addresses)  # as it has not on meta
+        has_data = 0 not in itertools.chain.from_iterable(addresses)  # as it has not on meta
         if has_data and device.type == "cpu" and "cpu" not in TRITON_DEVICES:
             launch = self._compiled(sum(lengths))
             if launch is not None:
@@ -111,7 +112,7 @@ def run(body: Body, columns: Columns) -> None:
     kernel = kernel_of(body, dtypes[:count], scalars, tuple([dtypes[i] for i in outputs]))
     own = lengths[outputs[0]]
     asked = [*addresses[:count], *[addresses[i] for i in outputs]]
-    if 0 not in own and all(are_contiguous) and all(x == own for x in lengths):
+    if 0 not in own and all(are_contiguous) and lengths.count(own) == len(lengths):
         kernel.run(columns, own, asked)
         return
     flat: list[int] = []

@@ -79,8 +79,12 @@ def carry_out(
 ) -> None:
     """Write an expression of operands into the components of its format, for all calls."""
     columns = [column for operand in operands for column in operand.components]
-    flags = [_are_scalars(column, outputs[0]) for column in columns]
     count = len(outputs[0])
+    if count == 1:
+        has_dims = outputs[0][0].dim() > 0
+        flags = [[type(x) is float or (has_dims and x.dim() == 0)] for (x,) in columns]  # type: ignore[union-attr]
+    else:
+        flags = [_are_scalars(column, outputs[0]) for column in columns]
     if count > 1 and any(len(flag) > 1 for flag in flags):  # some of a column broadcast
         for rows in places_of(zip(*[repeated(x, count) for x in flags], strict=True)).values():
             part = [
@@ -90,13 +94,13 @@ def carry_out(
             written = [[column[i] for i in rows] for column in outputs]
             carry_out(expression, part, written, [keys[i] for i in rows] if keys else ())
         return
-    are_scalars = tuple([flag[0] for flag in flags])
-    vectors, scalars = [], []
-    for column, is_scalar in zip(columns, are_scalars, strict=True):
-        if is_scalar:
-            scalars.append(_shared(column))
-        else:
-            vectors.append(repeated(column, count))
+    are_scalars = tuple([flag for flag, *_ in flags])
+    scalars = [_shared(x) for x in itertools.compress(columns, are_scalars)]
+    vectors = [
+        repeated(x, count)
+        for x, is_scalar in zip(columns, are_scalars, strict=True)
+        if not is_scalar
+    ]
     body = _body(expression, tuple([x.format for x in operands]), are_scalars)
     run(body, Columns(vectors, scalars, outputs, keys))  # type: ignore[arg-type]
 
