@@ -15,7 +15,7 @@ from mcftensor.checkpoint.digests import KEY, digest, unsealed
 from mcftensor.checkpoint.errors import CheckpointError, reading, some
 from mcftensor.checkpoint.reading import open_safetensors
 from mcftensor.checkpoint.shards import files_in, index_of
-from mcftensor.checkpoint.state_dicts import from_terms, is_sharded, ties
+from mcftensor.checkpoint.state_dicts import from_terms, is_sharded, joined, ties
 from mcftensor.tensor import MCFTensor
 
 FilePath = str | os.PathLike[str]
@@ -107,8 +107,8 @@ def _read(path: Path, verify: bool, tails: bool) -> dict[str, Tensor]:
         path = path / "model.safetensors"
     if index_of(path).is_file():
         path = index_of(path)
-    terms, tied, _ = (_read_shards if path.suffix == ".json" else _read_file)(path, verify)
-    state_dict = from_terms(terms, tails=tails, verify=verify)
+    terms, tied, seal = (_read_shards if path.suffix == ".json" else _read_file)(path, verify)
+    state_dict = joined(terms, tails, verify, known=verify and seal is not None)
     for alias, name in tied.items():
         if alias in state_dict or name not in state_dict:
             raise CheckpointError(f"{path} says that {alias} is tied to {name}, which cannot be")

@@ -159,41 +159,58 @@ def from_terms(
         >>> mcf.from_terms({"x": hi, "x.bf16x2.term1": lo, "y": hi})["x"]
         MCFTensor([1.0020, 2.0000], format=bf16x2)
     """
+    return joined(terms, tails, verify)
+
+
+def joined(
+    terms: Mapping[Any, Any], tails: bool, verify: bool, known: bool = False
+) -> dict[Any, Any]:
+    """The same; terms that are known to be those that were written are not looked at."""
     state_dict: dict[Any, Any] = {}
     for name, names in names_of_terms(terms).items():
         x = terms[name]
         if len(names) > 1:
             format = _tail(names[1])[1]  # type: ignore[index]
-            x = _joined(name, {n: terms[n] for n in names}, format, tails, verify)
+            whole = {n: terms[n] for n in names}
+            told = whole.pop(f"{name}.{format.name}.{_SUM}", None)
+            parts, misfits = _components(name, list(whole.values()), format, tails, known)
+            if verify and tails and not known:
+                _require_unchanged(name, format, parts, misfits, told)
+            x = on_local(lambda leading, p=parts, f=format: MCFTensor.of(p, f), x)
         elif isinstance(x, Mapping):
-            x = from_terms(x, tails=tails, verify=verify)
+            x = joined(x, tails, verify, known)
         state_dict[name] = x
     return state_dict
 
 
-def _joined(name: str, terms: dict[str, Any], format: Format, tails: bool, verify: bool) -> Any:
-    known = terms.pop(f"{name}.{format.name}.{_SUM}", None)
-    parts: Sequence[Any] = [local(term) for term in terms.values()]
+def _components(
+    name: str, terms: Sequence[Any], format: Format, tails: bool, known: bool
+) -> tuple[Sequence[Tensor], int]:
+    """Terms on this rank as they are to be, and how many elements have some that do not fit."""
+    parts = [local(term) for term in terms]
     try:
         check_components(parts, format)
-        if tails:
-            parts, misfits = normalized(parts, format)
-        else:
-            parts, misfits = [parts[0], *map(torch.zeros_like, parts[1:])], 0
+        if not tails:
+            return [parts[0], *map(torch.zeros_like, parts[1:])], 0
+        return (parts, 0) if known else normalized(parts, format)
     except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"the terms of {name} make no expansion ({error})") from error
-    found = None
+
+
+def _require_unchanged(
+    name: str, format: Format, parts: Sequence[Tensor], misfits: int, told: Tensor | None
+) -> None:
     if misfits:
         found = f"{misfits} of {parts[0].numel()} elements have terms that do not fit together"
-    elif tails and known is not None and not known.is_meta and _sum_of(parts[0]) != known:
+    elif told is not None and not told.is_meta and _sum_of(parts[0]) != told:
         found = "the sum beside them is not that of its leading term"
-    if verify and found:
-        raise CheckpointError(
-            f"the terms of {name} in {format.name} were changed by a program that does not know "
-            f"them: {found}. If it changed the leading term alone, pass tails=False, which takes "
-            "that one; if it changed all of them alike, verify=False"
-        )
-    return on_local(lambda leading: MCFTensor.of(parts, format), terms[name])
+    else:
+        return
+    raise CheckpointError(
+        f"the terms of {name} in {format.name} were changed by a program that does not know them: "
+        f"{found}. If it changed the leading term alone, pass tails=False, which takes that one; "
+        "if it changed all of them alike, verify=False"
+    )
 
 
 def names_of_terms(names: Iterable[Any]) -> dict[Any, list[Any]]:

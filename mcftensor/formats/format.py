@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
@@ -325,15 +326,13 @@ class ExpansionFormat(Format):
     def normalized(self, stored: Floats) -> tuple[Floats, int]:
         """Normalized terms; those do not belong together of which one is more than half an ulp of
         the one before it."""
-        pairs = list(itertools.pairwise(stored))
-        if all(torch.equal(a + b, a) for a, b in pairs):
+        parts = [stored]
+        if all(x.is_contiguous() and x.numel() > _BLOCK for x in stored):  # memory is read once
+            parts = list(zip(*(x.view(-1).split(_BLOCK) for x in stored), strict=True))
+        found, misfits = zip(*map(_normalized, parts), strict=True)
+        if all(map(operator.is_, found, parts)):
             return stored, 0
-        fits = torch.ones_like(stored[0], dtype=torch.bool)
-        for a, b in pairs:
-            moved = a + b - a  # by nothing or, on a tie, by an ulp
-            fits &= (b == 0) | (b.isfinite() & ((moved == 0) | (moved == b + b)))
-        terms = networks.settle(networks.distill(stored, self.terms), stored[0])
-        return terms, int(fits.numel() - fits.count_nonzero())
+        return [torch.cat(x).view_as(stored[0]) for x in zip(*found, strict=True)], sum(misfits)
 
     def rounded(self, number: Number) -> Number:
         """A number rounded to nearest in this format, to go on with."""
@@ -341,6 +340,30 @@ class ExpansionFormat(Format):
             return number  # networks have rounded it
         total = round_to_terms(number.value, self.base, self.terms)
         return Wide([x.to(total.dtype) for x in peel(total, self.base, self.terms)], total)
+
+
+_BLOCK = 1 << 16
+
+
+def _normalized(stored: Floats) -> tuple[Floats, int]:
+    """`Format.normalized` of some elements; the same object where nothing is to be done."""
+    fits, is_settled = torch.ones_like(stored[0], dtype=torch.bool), True
+    for i, (a, b) in enumerate(itertools.pairwise(stored)):
+        total = a + b
+        if torch.equal(total, a):
+            continue
+        where = (total != a).nonzero(as_tuple=True)
+        a, b = a[where], b[where]
+        moved = total[where] - a  # by an ulp on a tie
+        stays, is_tie = b == 0, b.isfinite() & (moved == b + b)
+        fits[where] &= stays | is_tie
+        if i + 2 < len(stored):  # a tie is settled where what follows says that a is the nearer one
+            stays |= is_tie & (stored[i + 2][where].sign() == -b.sign())
+        is_settled &= bool(stays.all())
+    if is_settled:
+        return stored, 0
+    terms = networks.settle(networks.distill(stored, len(stored)), stored[0])
+    return terms, int(fits.numel() - fits.count_nonzero())
 
 
 def _check(base: Any, terms: Any, rounding: Any) -> None:

@@ -504,10 +504,6 @@ MUTATIONS = [
         "loading.py",
         "tests/files/test_save_file.py",
         "tests/files/test_checkpoint_fuzz.py",
-        terms_of_others_as_they_are=(
-            "if not isinstance(x, MCFTensor) or not isinstance(x.format, ExpansionFormat):",
-            "if True:",
-        ),
         tensors_that_are_gone=(
             "altered += [name for name in digests if name not in terms]",
             "altered += []",
@@ -558,7 +554,7 @@ MUTATIONS = [
             "part.components[i].detach().clone()",
         ),
         terms_missing=(
-            "if name not in groups or its_tails.keys() != set(expected):",
+            "if name not in groups or set(present) != set(expected):",
             "if name not in groups:",
         ),
         names_taken=("            if beside in state_dict:", "            if False:"),
@@ -600,5 +596,64 @@ MUTATIONS = [
         zeros_in_the_leading_term=("[tail == 0 for tail in tails], same)", "[], same)"),
         nearly_all_is_all=("min(max(round(100 * share, 2), 0.01), 99.99)", "round(100 * share, 2)"),
         nan_has_moved=("same | (np.isnan(leading) & np.isnan(y[0]))", "same"),
+    ),
+    # -------------------------------------------------------------------- what comes from elsewhere
+    *_of(
+        "directory.py",
+        "tests/kernels/test_compiler.py",
+        strangers_are_trusted=("return status.st_uid in (0, os.geteuid())", "return True"),
+        open_folders_are_trusted=(
+            "return _is_own(status) and not is_shared and not status.st_mode & stat.S_IWOTH",
+            "return _is_own(status) and not is_shared",
+        ),
+        links_are_followed=("status = path.lstat()", "status = path.stat()"),
+        contents_unread=(
+            'if is_safe and path.stem.endswith(f"_{_digest(path.read_bytes())}"):',
+            "if is_safe:",
+        ),
+    ),
+    *_of(
+        "cpu.py",
+        "tests/kernels/test_compiler.py",
+        flushing_stays=("if _flushes_subnormals() != flushes:", "if False:"),
+        untried=('if not is_right(_opened(scratch / "kernel.so")):', "if False:"),
+    ),
+    *_of(
+        "operands.py",
+        "tests/tensor/test_interrupts.py",
+        terms_one_by_one=(
+            "torch._foreach_copy_(list(target.components), list(components), non_blocking)",
+            "[a.copy_(b) for a, b in zip(target.components, components, strict=True)]",
+        ),
+    ),
+    *_of(
+        "format.py",
+        "tests/files/test_terms.py",
+        "tests/tensor/test_nan_bits.py",
+        misfits_unseen=("fits[where] &= stays | is_tie", "pass"),
+        any_nan=("return [quiet(leading), *tails]", "return [leading, *tails]"),
+    ),
+    *_of(
+        "state_dicts.py",
+        "tests/files/test_terms.py",
+        sums_unread=("_sum_of(parts[0]) != told", "False"),
+        tails_kept=("return [parts[0], *map(torch.zeros_like, parts[1:])], 0", "return parts, 0"),
+    ),
+    *_of(
+        "optimizers.py",
+        "tests/training/test_resuming_every_optimizer.py",
+        numbers_are_rounded=("p.shape and name not in _AS_GRADIENTS", "p.shape and False"),
+    ),
+    *_of(
+        "narrow_states.py",
+        "tests/training/test_narrow_states.py",
+        said_again=("or _SEEN in optimizer.__dict__ ", ""),
+        said_of_all=("and x.shape != p.shape", ""),
+    ),
+    *_of(
+        "objects.py",
+        "tests/files/test_terms.py",
+        rounded_in_silence=("        if rounded:\n", "        if False:\n"),
+        said_of_what_fits=("< format.precision", "< 1000"),
     ),
 ]
