@@ -37,5 +37,6 @@ from mcftensor.selfcheck import selfcheck as selfcheck
 from mcftensor.tensor import MCFTensor as MCFTensor
 from mcftensor.training.accumulation import accumulate_gradients as accumulate_gradients
 from mcftensor.training.collage import collage as collage
+from mcftensor.training.narrow_states import NarrowStateWarning as NarrowStateWarning
 
 __version__ = "0.1.0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -33,7 +34,7 @@ def store_as_terms(module: M) -> M:
         >>> import torch, mcftensor as mcf
         >>> model = mcf.store_as_terms(mcf.as_expansion(torch.nn.Linear(3, 2, bias=False)))
         >>> list(model.state_dict())
-        ['weight', 'weight.bf16x2.term1']
+        ['weight', 'weight.bf16x2.term1', 'weight.bf16x2.sum']
         >>> model.load_state_dict(model.state_dict())
         <All keys matched successfully>
     """
@@ -44,7 +45,7 @@ def store_as_terms(module: M) -> M:
 
 
 def _store(module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
-    _exchange(state_dict, prefix, as_terms)
+    _exchange(state_dict, prefix, functools.partial(as_terms, sums=True))
 
 
 def _load(

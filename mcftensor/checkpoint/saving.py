@@ -73,7 +73,7 @@ def save_file(
         _require_storable(name, x)
     state_dict = from_terms(as_terms(state_dict))  # what is tied is so with all its terms
     tied = ties(state_dict)
-    terms = as_terms({name: x for name, x in state_dict.items() if name not in tied})
+    terms = as_terms({n: x for n, x in state_dict.items() if n not in tied}, sums=True)
     shards = divide(terms, most)
     previous = files_named(index_of(path))
     if len(shards) > 1:

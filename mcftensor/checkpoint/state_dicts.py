@@ -61,7 +61,7 @@ def _tail(name: Any) -> tuple[str, Format] | None:
 _LIKE_A_TERM = re.compile(r"(?:bf16|fp16|fp32|fp64)x\d(?:sr)?\.term\d")
 
 
-def as_terms(state_dict: Mapping[Any, Any]) -> dict[Any, Any]:
+def as_terms(state_dict: Mapping[Any, Any], *, sums: bool = False) -> dict[Any, Any]:
     """A state dict in which every expansion is plain tensors: one for each term.
 
     The leading term has the name of the expansion, so whoever knows nothing of expansions finds
@@ -70,17 +70,16 @@ def as_terms(state_dict: Mapping[Any, Any]) -> dict[Any, Any]:
     memory with the expansion: what is written to them, as by `torch.distributed.checkpoint.load`,
     is written to it. Sharded expansions give sharded terms (DTensors).
 
-    Beside the terms stands one number, `weight.bf16x3.sum`, the sum of the leading term's bit
-    patterns. By it `from_terms` notices that another program has changed the leading term, as one
-    does that merges or prunes models, and left the others as they were. Sharded terms, and those
-    without memory (meta), have none.
-
     Use it where a program that stores tensors takes nothing but plain ones, and `from_terms` for
     the way back. `save_file`, `torch.save` and `torch.distributed.checkpoint` need no help.
 
     Args:
         state_dict: as of `module.state_dict()`; it may hold other state dicts, as that of an
             optimizer does.
+        sums: whether one number stands beside the terms, `weight.bf16x3.sum`, the sum of the
+            leading term's bit patterns. By it `from_terms` notices that another program has changed
+            the leading term, as one does that merges or prunes models, and left the others as they
+            were. Sharded terms, and those without memory (meta), have none.
 
     Raises:
         CheckpointError: a name that a term needs is there already, or what has such a name is none;
@@ -91,18 +90,14 @@ def as_terms(state_dict: Mapping[Any, Any]) -> dict[Any, Any]:
         >>> model = mcf.as_expansion(torch.nn.Linear(3, 2, bias=False))
         >>> terms = mcf.as_terms(model.state_dict())
         >>> list(terms)
-        ['weight', 'weight.bf16x2.term1', 'weight.bf16x2.sum']
+        ['weight', 'weight.bf16x2.term1']
         >>> mcf.from_terms(terms)["weight"].format
         mcf.bf16x2
     """
-    return _split(state_dict, with_sums=True)
-
-
-def _split(state_dict: Mapping[Any, Any], *, with_sums: bool) -> dict[Any, Any]:
     terms: dict[Any, Any] = {}
     for name, x in state_dict.items():
         if isinstance(x, Mapping):
-            terms[name] = _split(x, with_sums=with_sums)
+            terms[name] = as_terms(x, sums=sums)
             continue
         if not isinstance(x, Tensor) and any(map(format_of, tree_leaves(x))):
             raise CheckpointError(
@@ -118,7 +113,7 @@ def _split(state_dict: Mapping[Any, Any], *, with_sums: bool) -> dict[Any, Any]:
             for i in range(len(format.components))
         )
         beside_it = dict(zip(tail_names(name, format), tails, strict=True))
-        if with_sums and tails and not is_sharded(x) and not x.is_meta:
+        if sums and tails and not is_sharded(x) and not x.is_meta:
             beside_it[f"{name}.{format.name}.{_SUM}"] = _sum_of(terms[name])
         for beside, tail in beside_it.items():
             if not isinstance(name, str):
@@ -268,8 +263,8 @@ def _broadcast_as_terms(
     """
     if dist.get_rank() == 0:
         given = {name: _in_format_of(own.get(name), x) for name, x in given.items()}
-        given = _split(given, with_sums=False)
-    terms = _split(own, with_sums=False)
+        given = as_terms(given)
+    terms = as_terms(own)
     yield given, terms
     own.clear()
     own.update(from_terms(terms))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.formats import MAX_TERMS, PLAIN, ExpansionFormat, Format
+from mcftensor.kernels.opaque import is_bare
 from mcftensor.passes.recoding import collapse, key_for, recode
 from mcftensor.tensor.tensor import COMPONENTS, MCFTensor, Role
 
@@ -225,4 +226,9 @@ def store(target: Tensor, result: Tensor) -> None:
 
 def fill(target: MCFTensor, components: Iterable[Tensor], non_blocking: bool = False) -> None:
     """Write components into those of an expansion, by one call, which no signal interrupts."""
-    torch._foreach_copy_(list(target.components), list(components), non_blocking)
+    own, new = list(target.components), list(components)
+    if is_bare(own, new):
+        torch._foreach_copy_(own, new, non_blocking)
+        return
+    for x, y in zip(own, new, strict=True):
+        x.copy_(y, non_blocking)

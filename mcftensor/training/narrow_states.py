@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -13,17 +14,23 @@ from torch.utils._pytree import tree_leaves
 
 from mcftensor.tensor.sharded import format_of
 
-_SEEN = "_narrow_states_seen"
+_seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+class NarrowStateWarning(UserWarning):
+    """An optimizer keeps states in 16 bits beside parameters that are expansions.
+
+    Raised after its first step, of plain states of another shape than their parameter: an optimizer
+    makes them of the parameter's dtype, though what they sum or average needs more, as the
+    preconditioners of Shampoo or the rows and columns of Adafactor.
+    """
 
 
 def _warn_after_first_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Say once by name which states of another shape than their parameter are plain and narrow.
-
-    What has the shape of its parameter is an expansion, or plain because a mode says so.
-    """
-    if torch.compiler.is_compiling() or _SEEN in optimizer.__dict__ or not optimizer.state:
+    """What has the shape of its parameter is an expansion, or plain because a mode says so."""
+    if torch.compiler.is_compiling() or optimizer in _seen or not optimizer.state:
         return
-    optimizer.__dict__[_SEEN] = True
+    _seen.add(optimizer)
     found = {
         name: x.dtype
         for p, state in optimizer.state.items()
@@ -38,6 +45,7 @@ def _warn_after_first_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None
             f"{type(optimizer).__name__} keeps states in 16 bits beside parameters that are "
             f"expansions: {names}. It makes them of the dtype of its parameters, and what they sum "
             "or average loses small changes. If it has an option for their dtype, give float32",
+            NarrowStateWarning,
             stacklevel=2,
         )
 

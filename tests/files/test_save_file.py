@@ -313,7 +313,7 @@ class TestShards:
         model = mcf.as_expansion(Tied())
         index = self.save(model, tmp_path, metadata={"author": "me"})
         terms = mcf.as_terms(
-            {"embedding.weight": model.embedding.weight, "head.bias": model.head.bias}
+            {"embedding.weight": model.embedding.weight, "head.bias": model.head.bias}, sums=True
         )
         assert index["weight_map"].keys() == terms.keys()
         assert index["metadata"]["total_size"] == sum(x.nbytes for x in terms.values()) == 106

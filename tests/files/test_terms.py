@@ -66,7 +66,7 @@ class TestAsTerms:
 
     def test_memory_is_shared(self):
         x = sample(mcf.bf16x2, 3)
-        leading, tail, _ = (terms := mcf.as_terms({"x": x})).values()
+        leading, tail = (terms := mcf.as_terms({"x": x})).values()
         mcf.from_terms(terms)["x"].mul_(3)
         for term, other in zip(x.components, (leading, tail), strict=True):
             assert term.data_ptr() == other.data_ptr()
@@ -116,7 +116,7 @@ class TestAsTerms:
 
 def changed(format, change, count=256):
     """Terms of which another program has changed the leading one alone."""
-    terms = copied(mcf.as_terms({"x": sample(format, count)}))
+    terms = copied(mcf.as_terms({"x": sample(format, count)}, sums=True))
     terms["x"] = change(terms["x"])
     return terms
 
@@ -191,7 +191,7 @@ class TestTermsThatAreNotNormalized:
         assert_same_terms(back, x)
 
     def test_sums_of_terms_that_were_left_out_are_left_out(self, format):
-        terms = mcf.as_terms({"x": sample(format, 4)})
+        terms = mcf.as_terms({"x": sample(format, 4)}, sums=True)
         sums = {name: x for name, x in terms.items() if "term" not in name}
         assert mcf.from_terms(sums) == {"x": terms["x"]}
 
@@ -248,7 +248,7 @@ class TestDistributedCheckpoint:
     def test_terms_of_another_format_are_missing(self, tmp_path):
         dcp.save(mcf.as_terms({"x": sample(mcf.bf16x3, 5)}), checkpoint_id=tmp_path)
         x = sample(mcf.bf16x2, 5)
-        with pytest.raises(CheckpointException, match=r"Missing key.* x\.bf16x2\.(term1|sum)"):
+        with pytest.raises(CheckpointException, match=r"Missing key.* x\.bf16x2\.term1"):
             dcp.load(mcf.as_terms({"x": x}), checkpoint_id=tmp_path)
         assert_same_terms(x, sample(mcf.bf16x2, 5))
 

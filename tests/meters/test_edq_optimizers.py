@@ -10,7 +10,10 @@ import mcftensor as mcf
 from support.metering import MATRICES, PLAIN, SHAPES, assert_metered, bits, gradients, make
 from support.optimizers import CASES, OPTIMIZERS
 
-pytestmark = pytest.mark.usefixtures("one_by_one")
+pytestmark = [
+    pytest.mark.usefixtures("one_by_one"),
+    pytest.mark.filterwarnings("ignore::mcftensor.NarrowStateWarning"),
+]
 
 
 def test_all_classes_of_torch_are_here():

@@ -11,7 +11,10 @@ prodigyopt = pytest.importorskip("prodigyopt")
 pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
 schedulefree = pytest.importorskip("schedulefree")
 
-pytestmark = pytest.mark.usefixtures("one_by_one")
+pytestmark = [
+    pytest.mark.usefixtures("one_by_one"),
+    pytest.mark.filterwarnings("ignore::mcftensor.NarrowStateWarning"),
+]
 
 
 PACKAGE = [

@@ -622,8 +622,8 @@ MUTATIONS = [
         "operands.py",
         "tests/tensor/test_interrupts.py",
         terms_one_by_one=(
-            "torch._foreach_copy_(list(target.components), list(components), non_blocking)",
-            "[a.copy_(b) for a, b in zip(target.components, components, strict=True)]",
+            "    if is_bare(own, new):\n        torch._foreach_copy_",
+            "    if False:\n        torch._foreach_copy_",
         ),
     ),
     *_of(
@@ -647,7 +647,7 @@ MUTATIONS = [
     *_of(
         "narrow_states.py",
         "tests/training/test_narrow_states.py",
-        said_again=("or _SEEN in optimizer.__dict__ ", ""),
+        said_again=("or optimizer in _seen ", ""),
         said_of_all=("and x.shape != p.shape", ""),
     ),
     *_of(

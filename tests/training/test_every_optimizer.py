@@ -8,6 +8,8 @@ import mcftensor as mcf
 from support.helpers import exact
 from support.optimizers import CASES
 
+pytestmark = pytest.mark.filterwarnings("ignore::mcftensor.NarrowStateWarning")
+
 STEPS = 30
 
 # Adafactor's default eps is that of the dtype of its parameters.

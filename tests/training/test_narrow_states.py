@@ -42,7 +42,9 @@ def model(format=mcf.bf16x3):
 @pytest.mark.parametrize("format", [mcf.bf16x2, mcf.bf16x3, mcf.fp16x2], ids=lambda f: f.name)
 def test_it_is_said_once(format):
     optimizer = Preconditioned(model(format).parameters())
-    with pytest.warns(UserWarning, match=r"Preconditioned keeps .*preconditioners \(b?float16\)"):
+    with pytest.warns(
+        mcf.NarrowStateWarning, match=r"Preconditioned keeps .*preconditioners \(b?float16\)"
+    ):
         steps(optimizer, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -51,7 +53,7 @@ def test_it_is_said_once(format):
 
 def test_of_torchs_own():
     optimizer = torch.optim.Adafactor(model().parameters())
-    with pytest.warns(UserWarning, match=r"col_var \(bfloat16\), row_var \(bfloat16\)"):
+    with pytest.warns(mcf.NarrowStateWarning, match=r"col_var \(bfloat16\), row_var \(bfloat16\)"):
         steps(optimizer)
 
 
