@@ -75,7 +75,7 @@ def save_file(
     tied = ties(state_dict)
     terms = as_terms({n: x for n, x in state_dict.items() if n not in tied}, sums=True)
     shards = divide(terms, most)
-    previous = files_named(index_of(path))
+    previous = files_named(index_of(path)) or set()
     if len(shards) > 1:
         _save_shards(terms, shards, tied, metadata, path, previous)
         return

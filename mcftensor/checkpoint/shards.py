@@ -82,7 +82,8 @@ def remove_stale(path: Path, previous: Iterable[str]) -> None:
     unfinished = rf"\.({shard}|{stem}{suffix}(\.index\.json)?)\.[0-9a-f]{{8}}\.tmp"
 
     def is_named(file: Path) -> bool:
-        return file.name in files_named(index_of(path))
+        named = files_named(index_of(path))
+        return named is None or file.name in named
 
     for file in path.parent.iterdir():
         match = re.fullmatch(shard, file.name)
@@ -93,9 +94,12 @@ def remove_stale(path: Path, previous: Iterable[str]) -> None:
     synchronize(path.parent)
 
 
-def files_named(index: Path) -> set[str]:
-    """The files that an index names; none where there is none, or none that can be read."""
+def files_named(index: Path) -> set[str] | None:
+    """The files that an index names, also one that is not there or damaged; None where it cannot be
+    read, as with too many files open, so that nobody can say."""
     try:
         return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
         return set()
+    except OSError:
+        return None

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -356,6 +357,23 @@ class TestShards:
             mcf.load_file(tmp_path, other)
             assert_same_state(model, other)
         assert bystander.exists()
+
+    def test_nothing_is_removed_while_the_index_cannot_be_read(self, tmp_path, monkeypatch):
+        first, second = mcf.as_expansion(Tied()), mcf.as_expansion(Tied())
+        self.save(first, tmp_path)
+        read = Path.read_text
+
+        def failing(path, *args, **kwargs):
+            if path.name.endswith("index.json"):
+                raise OSError(24, "Too many open files")
+            return read(path, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_text", failing)
+            mcf.save_file(second, tmp_path / "model.safetensors", max_shard_size=60)
+        other = mcf.as_expansion(Tied())
+        mcf.load_file(tmp_path, other)
+        assert_same_state(second, other)
 
     def test_replaces_shards_of_another_program(self, tmp_path):
         for i in (1, 2):
