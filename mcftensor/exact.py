@@ -117,7 +117,7 @@ def _special(x: object) -> float | None:
         number = float(x)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         return None
-    is_zero = number == 0 and (isinstance(x, float) or (isinstance(x, Decimal) and not x))
+    is_zero = number == 0 and not _fraction(x)  # not what is too small for a float
     return number if is_zero or (not math.isfinite(number) and not _is_large(x)) else None
 
 

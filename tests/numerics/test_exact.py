@@ -4,6 +4,7 @@ import math
 from decimal import Decimal
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -99,3 +100,15 @@ def test_mistakes(values, error, message):
 def test_integers_have_no_fractions():
     with pytest.raises(TypeError, match="int64"):
         mcf.to_fraction(torch.tensor(1))
+
+
+@pytest.mark.parametrize("zero", ["-0.0", "-0", -0.0, np.float32(-0.0), Decimal("-0.0")], ids=repr)
+def test_zeros_have_their_signs(zero, format):
+    leading = mcf.from_exact(zero, format).components[0]
+    assert leading == 0
+    assert leading.signbit()
+
+
+@pytest.mark.parametrize("number", ["-1e-400", Fraction(-1, 10**400), Decimal("-1e-400")], ids=repr)
+def test_what_is_too_small_for_a_float_is_no_zero(number):
+    assert mcf.exact._special(number) is None
