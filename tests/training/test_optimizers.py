@@ -347,3 +347,28 @@ def test_parameters_that_began_at_different_steps(cls):
     for row, p in enumerate(together):
         (alone,) = trained([row])
         assert_same_terms(p.detach(), alone.detach())
+
+
+def test_the_rate_of_adagrad_decays_as_torchs():
+    start, gradients = torch.rand(20, dtype=torch.float64) + 1, torch.randn(3, 20).double()
+    p, q = nn.Parameter(mcf.as_expansion(start, mcf.fp32x2)), nn.Parameter(start.clone())
+    fused = torch.optim.Adagrad([p], lr=0.1, lr_decay=0.5, fused=True)
+    reference = torch.optim.Adagrad([q], lr=0.1, lr_decay=0.5)
+    for gradient in gradients:
+        p.grad, q.grad = gradient.float(), gradient.float().double()
+        fused.step()
+        reference.step()
+    torch.testing.assert_close(exact(p.detach()), q.detach(), rtol=1e-12, atol=0)
+
+
+def test_a_state_of_float64_is_computed_in_float64():
+    p = nn.Parameter(mcf.as_expansion(torch.ones(20, dtype=torch.float64), mcf.bf16x2))
+    optimizer = torch.optim.AdamW([p], lr=0.1, betas=(0.75, 0.75), fused=True)
+    p.grad = torch.full((20,), 0.5, dtype=torch.bfloat16)
+    optimizer.step()
+    optimizer.state[p]["exp_avg"] = torch.full((20,), 1 / 7, dtype=torch.float64)
+    optimizer.step()
+    found = optimizer.state[p]["exp_avg"]
+    assert found.dtype == torch.float64
+    expected = torch.full_like(found, 0.75 / 7 + 0.25 * 0.5)
+    torch.testing.assert_close(found, expected, rtol=1e-15, atol=0)
