@@ -331,3 +331,13 @@ def test_two_readers_of_one_result():
 
                 found = [pool.submit(read) for _ in range(4)]
             assert all((f.result() == 6).all() for f in found)
+
+
+def test_saving_a_tensor_gives_its_memory_to_nobody():
+    """So that what is computed from it afterwards may wait as before."""
+    (x, _) = values()
+    assert waiting(x * 3)
+    torch.save(x, io.BytesIO())
+    assert waiting(x * 3)
+    copy.copy(x)  # which shares it
+    assert not waiting(x * 3)

@@ -372,3 +372,26 @@ def test_a_state_of_float64_is_computed_in_float64():
     assert found.dtype == torch.float64
     expected = torch.full_like(found, 0.75 / 7 + 0.25 * 0.5)
     torch.testing.assert_close(found, expected, rtol=1e-15, atol=0)
+
+
+def test_a_fused_step_that_cannot_be_taken_moves_nothing():
+    """torch's own reads beyond the end of such a gradient."""
+    parameters = [nn.Parameter(mcf.as_expansion(torch.ones(n), mcf.bf16x2)) for n in (4, 5, 6)]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True)
+    for p in parameters:
+        p.grad = torch.ones(p.shape, dtype=p.dtype)
+    optimizer.step()
+    states = [x for p in parameters for x in (p, *optimizer.state[p].values()) if x.dim()]
+    before = [x.detach().clone() for x in states]
+    parameters[1].grad.data = torch.ones(2, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"size of tensor a \(2\)"):
+        optimizer.step()
+    for x, y in zip(states, before, strict=True):
+        assert_same_terms(x.detach(), y)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
+def test_fused_steps_on_meta_are_refused_by_torch(name):
+    model = mcf.as_expansion(nn.Linear(3, 2).to("meta"))
+    with pytest.raises(RuntimeError, match="`fused=True` requires all the params"):
+        getattr(torch.optim, name)(model.parameters(), lr=0.1, fused=True)
