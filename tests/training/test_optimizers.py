@@ -392,6 +392,9 @@ def test_a_fused_step_that_cannot_be_taken_moves_nothing():
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
 def test_fused_steps_on_meta_are_refused_by_torch(name):
-    model = mcf.as_expansion(nn.Linear(3, 2).to("meta"))
+    model = mcf.as_expansion(nn.Linear(3, 2)).to("meta")
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, fused=True)
+    for p in model.parameters():
+        p.grad = torch.ones(p.shape, dtype=p.dtype, device="meta")
     with pytest.raises(RuntimeError, match="`fused=True` requires all the params"):
-        getattr(torch.optim, name)(model.parameters(), lr=0.1, fused=True)
+        optimizer.step()
