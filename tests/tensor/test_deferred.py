@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -317,20 +318,25 @@ def test_threads_that_read_and_write():
     assert (found.result() == 6).all()
 
 
-def test_two_readers_of_one_result():
-    x = mcf.as_expansion(torch.full((2**18,), 2.0), mcf.bf16x2)
-    for _ in range(20):
-        with torch.no_grad(), deferring():
-            y = x * 3
-            with ThreadPoolExecutor(4) as pool:
-                together = threading.Barrier(4)
+def test_readers_of_one_result_in_threads():
+    x = mcf.as_expansion(torch.full((64,), 2.0), mcf.bf16x2)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for _ in range(300):
+                with torch.no_grad(), deferring():
+                    y = x * 3
+                    together = threading.Barrier(4)
 
-                def read(y=y, together=together):
-                    together.wait()
-                    return mcf.as_plain(y, torch.float64)
+                    def read(y=y, together=together):
+                        together.wait()
+                        return y._read()[0].sum()
 
-                found = [pool.submit(read) for _ in range(4)]
-            assert all((f.result() == 6).all() for f in found)
+                    found = [pool.submit(read) for _ in range(4)]
+                    assert all(f.result() == 6 * 64 for f in found)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_saving_a_tensor_gives_its_memory_to_nobody():
