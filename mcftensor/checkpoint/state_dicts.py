@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from mcftensor.checkpoint.errors import CheckpointError, some
 from mcftensor.formats import Format
+from mcftensor.kernels.program import PATTERNS
 from mcftensor.patches.distributed import around_broadcasts
 from mcftensor.tensor.sharded import format_of, local, on_local
 from mcftensor.tensor.tensor import MCFTensor, check_components, normalized
@@ -31,12 +32,10 @@ def tail_names(name: str, format: Format) -> list[str]:
 _SUM = "sum"
 """The name of what stands beside tails: the sum of the leading term's bit patterns."""
 
-_PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 def _sum_of(leading: Tensor) -> Tensor:
     """What tells whether a leading term is still the one that its tails were computed for."""
-    return leading.detach().view(_PATTERNS[leading.dtype.itemsize]).sum(dtype=torch.int64)
+    return leading.detach().view(PATTERNS[leading.dtype.itemsize]).sum(dtype=torch.int64)
 
 
 def _tail(name: Any) -> tuple[str, Format] | None:

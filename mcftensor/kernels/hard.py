@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mcftensor.kernels.program import PATTERNS
+
 COUNT = 512
 """Elements of a vector."""
-
-_PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def vector(dtype: torch.dtype, number: int) -> Tensor:
@@ -21,7 +21,7 @@ def vector(dtype: torch.dtype, number: int) -> Tensor:
     bits = torch.randint(-(2**63), 2**63 - 1, (COUNT,), generator=generator, device="cpu")
     if dtype == torch.bool:
         return bits > 0
-    x = bits.to(_PATTERNS[dtype.itemsize]).view(dtype)
+    x = bits.to(PATTERNS[dtype.itemsize]).view(dtype)
     if dtype.is_floating_point:
         exponents = bits[::2] % 16 - 8
         x[::2] = torch.ldexp(bits[1::2].double() * 2.0**-63, exponents)

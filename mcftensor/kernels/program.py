@@ -36,6 +36,9 @@ COMPUTED = {
     torch.bool: torch.bool,
 }
 
+PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of a number: the integers as which its bits are seen."""
+
 # vectors, scalars, index of each element -> results
 Body = Callable[[Sequence[Tensor], Sequence[Any], Tensor], Sequence[Tensor]]
 

@@ -80,11 +80,7 @@ def carry_out(
     """Write an expression of operands into the components of its format, for all calls."""
     columns = [column for operand in operands for column in operand.components]
     count = len(outputs[0])
-    if count == 1:
-        has_dims = outputs[0][0].dim() > 0
-        flags = [[type(x) is float or (has_dims and x.dim() == 0)] for (x,) in columns]  # type: ignore[union-attr]
-    else:
-        flags = [_are_scalars(column, outputs[0]) for column in columns]
+    flags = [_are_scalars(column, outputs[0]) for column in columns]
     if count > 1 and any(len(flag) > 1 for flag in flags):  # some of a column broadcast
         for rows in places_of(zip(*[repeated(x, count) for x in flags], strict=True)).values():
             part = [
