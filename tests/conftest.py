@@ -19,6 +19,7 @@ import torch
 from hypothesis import settings
 
 import mcftensor as mcf
+from mcftensor.tensor import deferred
 from mcftensor.tensor.deferred import deferring
 from support.helpers import requires_cuda
 from support.ranks import RankPool
@@ -56,7 +57,13 @@ def no_grad():
 
 
 @pytest.fixture
-def within_a_step():
+def waiting_is_worth_it(monkeypatch):
+    """Results of all sizes wait where they may."""
+    monkeypatch.setattr(deferred, "WORTH", 0)
+
+
+@pytest.fixture
+def within_a_step(waiting_is_worth_it):
     """Results may wait, as they may within a step of an optimizer."""
     with torch.no_grad(), deferring():
         yield

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.noise import draw_key
+from mcftensor.dispatch.alone import evaluated_alone, evaluated_alone_into
 from mcftensor.dispatch.compute import PRECISION, WIDE, compute
 from mcftensor.dispatch.operands import (
     common_role,
@@ -31,7 +32,7 @@ from mcftensor.formats import PLAIN, Format, PlainFormat
 from mcftensor.kernels.columns import are_same, places_of, repeated
 from mcftensor.kernels.opaque import is_bare
 from mcftensor.passes.expressions import NUMBER, Operand, carry_out, empty, evaluate
-from mcftensor.tensor.deferred import Deferred, compute_readers, finish, is_deferring
+from mcftensor.tensor.deferred import Deferred, compute_readers, finish, is_worth_deferring
 from mcftensor.tensor.tensor import DeferredTensor, MCFTensor
 
 aten = torch.ops.aten
@@ -103,11 +104,12 @@ class _Part:
 
     def may_wait(self) -> bool:
         """Whether results may be deferred: values of whole values and numbers, within a step."""
-        if not self.plan.may_wait or not is_deferring() or torch.is_grad_enabled():
+        if not self.plan.may_wait or torch.is_grad_enabled():
             return False
         tensors: list[Sequence[Any]] = [x for x in self.reads if isinstance(x[0], MCFTensor)]
         return (
-            is_bare()
+            is_worth_deferring(tensors[0])
+            and is_bare()
             and not torch.is_inference_mode_enabled()
             and all(_is_whole(x) for column in tensors for x in column)
             and all(
@@ -318,7 +320,10 @@ def arithmetic_into(
         if name in ("add", "sub") and getattr(args[1], "layout", None) == torch.sparse_coo:
             sign = 1 if name == "add" else -1
             return _add_sparse(target, args[1], sign * kwargs.get("alpha", 1))
-        if target is args[0] and evaluated_into(name, columns, keywords, 1):
+        if target is args[0] and (
+            evaluated_alone_into(name, operands, keywords)
+            or evaluated_into(name, columns, keywords, 1)
+        ):
             return target
         format = target._format
     elif common_role(operands) == "parameter":
@@ -334,6 +339,9 @@ def _register(name: str) -> None:
         operands = (*args, *kwargs.values())
         if computes_plainly(operands):
             return func(*leading(args), **leading(kwargs))
+        result = evaluated_alone(name, operands, tuple(kwargs))
+        if result is not None:
+            return result
         return evaluated(name, [[x] for x in operands], tuple(kwargs), 1)[0]
 
     def in_place(func: Any, *args: Any, **kwargs: Any) -> Tensor:

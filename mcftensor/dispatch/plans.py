@@ -15,7 +15,8 @@ from torch import Tensor
 
 from mcftensor.dispatch.operands import Number, longest_format, require_one_base
 from mcftensor.formats import PLAIN, ExpansionFormat, Format
-from mcftensor.passes.expressions import NUMBER, Expression
+from mcftensor.kernels import Body, Signature
+from mcftensor.passes.expressions import NUMBER, Expression, on_whole
 from mcftensor.tensor.deferred import LONGEST
 from mcftensor.tensor.tensor import MCFTensor, Role
 
@@ -87,6 +88,8 @@ class Plan(NamedTuple):
     """Of the operands; a float stands for itself."""
     role: Role
     may_wait: bool
+    on_whole: tuple[Body, Signature] | None
+    """What runs on tensors of the result's shape and numbers of Python's; nothing where some wait."""
 
 
 class _Place(NamedTuple):
@@ -127,4 +130,6 @@ def plan(
         and all(x.has_dims if x.role == "value" else x.number is not None for x in read)
     )
     order = tuple(x.number if isinstance(x, _Place) else float(x) for x in found)
-    return Plan(expression, order, role, may_wait)
+    waits = any(x.waits for x in read)
+    flat = [(x.format, x.number is not None) for x in read]
+    return Plan(expression, order, role, may_wait, None if waits else on_whole(expression, flat))

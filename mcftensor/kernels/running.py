@@ -85,14 +85,20 @@ class Kernel:
 
 
 @functools.lru_cache(maxsize=1024)  # more than any training has
-def kernel_of(
-    body: Body,
-    vectors: tuple[torch.dtype, ...],
-    scalars: tuple[torch.dtype, ...],
-    outputs: tuple[torch.dtype, ...],
-) -> Kernel:
+def kernel_of(body: Body, signature: Signature) -> Kernel:
     """The one kernel of a function for operands and results of these dtypes."""
-    return Kernel(body, Signature(vectors, scalars, outputs))
+    return Kernel(body, signature)
+
+
+def run_alike(
+    body: Body,
+    signature: Signature,
+    columns: Columns,
+    lengths: list[int],
+    addresses: Sequence[list[int]],
+) -> None:
+    """`run` on contiguous tensors of one device, whose dtypes, lengths and addresses are known."""
+    kernel_of(body, signature).run(columns, lengths, addresses)
 
 
 def run(body: Body, columns: Columns) -> None:
@@ -109,7 +115,8 @@ def run(body: Body, columns: Columns) -> None:
         return
     count = len(columns.vectors)
     scalars = tuple([dtype for dtype, _ in kinds])  # type: ignore[misc]
-    kernel = kernel_of(body, dtypes[:count], scalars, tuple([dtypes[i] for i in outputs]))
+    written = tuple([dtypes[i] for i in outputs])
+    kernel = kernel_of(body, Signature(dtypes[:count], scalars, written))
     own = lengths[outputs[0]]
     asked = [*addresses[:count], *[addresses[i] for i in outputs]]
     if 0 not in own and all(are_contiguous) and lengths.count(own) == len(lengths):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -19,7 +20,7 @@ from mcftensor.arithmetic.formulas import OPERATIONS
 from mcftensor.arithmetic.noise import uniform
 from mcftensor.arithmetic.numbers import Floats, Number
 from mcftensor.formats import PLAIN, ExpansionFormat, Format, named
-from mcftensor.kernels import Body, Column, Columns, Scalar, run
+from mcftensor.kernels import Body, Column, Columns, Scalar, Signature, run
 from mcftensor.kernels.columns import columns_of, places_of, regroup, repeated
 from mcftensor.kernels.layout import template_of
 from mcftensor.kernels.opaque import opaque
@@ -119,6 +120,22 @@ def _body(
         return format.encode(expression.number(floats), noise)
 
     return body
+
+
+def on_whole(
+    expression: Expression, operands: Sequence[tuple[Format, bool]]
+) -> tuple[Body, Signature]:
+    """An expression as a function of operands that are all tensors of the shape of its result, but
+    for numbers of Python's: given the format of each, and whether it is a number."""
+    flags = [flag for format, flag in operands for _ in format.components]
+    dtypes = [x.dtype for format, _ in operands for x in format.components]
+    scalars = list(itertools.compress(dtypes, flags))
+    if expression.format.rounding == "stochastic":
+        scalars.append(torch.int64)
+    vectors = itertools.compress(dtypes, map(operator.not_, flags))
+    outputs = [x.dtype for x in expression.format.components]
+    body = _body(expression, tuple([format for format, _ in operands]), tuple(flags))
+    return body, Signature(tuple(vectors), tuple(scalars), tuple(outputs))
 
 
 def _as_tensor(x: Any) -> Tensor:

@@ -30,6 +30,9 @@ LONGEST = 4
 
 _FEW = 8
 
+# Elements for which a pass over memory takes longer than to find out that it can be spared.
+WORTH = 1 << 17
+
 
 class _Step(threading.local):
     """What waits within the step that this thread is in; None outside of steps."""
@@ -52,9 +55,9 @@ def deferring() -> Iterator[None]:
             finish(reference())
 
 
-def is_deferring() -> bool:
-    """Whether results may wait in this thread now."""
-    return _step.results is not None
+def is_worth_deferring(tensors: Sequence[Tensor]) -> bool:
+    """Whether results of the sizes of these may wait in this thread now, and are large enough."""
+    return _step.results is not None and sum(map(Tensor.numel, tensors)) >= WORTH
 
 
 @dataclass(frozen=True, eq=False, slots=True)
