@@ -130,7 +130,7 @@ def _row(
     vectors: list[Tensor] = []
     scalars: list[float] = []
     for i in found.order:
-        if type(i) is float:
+        if isinstance(i, float):
             scalars.append(i)
         elif components[i]:
             vectors += components[i]

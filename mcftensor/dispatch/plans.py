@@ -89,7 +89,7 @@ class Plan(NamedTuple):
     role: Role
     may_wait: bool
     on_whole: tuple[Body, Signature] | None
-    """What runs on tensors of the result's shape and numbers of Python's; nothing where some wait."""
+    """What runs on tensors of the result's shape and on numbers; nothing where some wait."""
 
 
 class _Place(NamedTuple):

@@ -191,6 +191,14 @@ MUTATIONS = [
         unlike_bases=("        require_one_base(name, [target, *(x.format for x in own)])\n", ""),
     ),
     *_of(
+        "alone.py",
+        "tests/tensor/test_alone.py",
+        memory_is_shared=("    if row.overlaps(written, places):\n        return False\n", ""),
+        the_same_place_is_enough=("if address == place and own == width:", "if address == place:"),
+        readers_wait_on=("    if target._readers:\n        compute_readers(target)\n", ""),
+        small_results_wait=("is_worth_deferring([like])", "True"),
+    ),
+    *_of(
         "expressions.py",
         "tests/tensor/test_lists.py",
         "tests/tensor/test_deferred.py",

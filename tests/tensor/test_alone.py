@@ -1,0 +1,154 @@
+"""Operations on one row go without columns where tensors lie alike, and give the same bits."""
+
+import pytest
+import torch
+
+import mcftensor as mcf
+from mcftensor.dispatch import alone, elementwise
+from mcftensor.tensor import deferred
+from support.deferring import values, waiting
+from support.helpers import assert_same_terms, sample
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+NEW = {
+    "add": lambda x, y, g: x + y,
+    "add alpha": lambda x, y, g: x.add(g, alpha=0.1),
+    "sub": lambda x, y, g: x - g,
+    "rsub": lambda x, y, g: 1 - x,
+    "mul": lambda x, y, g: x * 0.999,
+    "div": lambda x, y, g: g / x,
+    "sqrt": lambda x, y, g: x.square().sqrt(),
+    "addcmul": lambda x, y, g: x.addcmul(g, g, value=0.001),
+    "addcdiv": lambda x, y, g: x.addcdiv(y, g, value=-0.1),
+    "lerp": lambda x, y, g: x.lerp(g, 0.1),
+    "itself": lambda x, y, g: x * x,
+}
+IN_PLACE = {
+    "add_": lambda x, y, g: x.add_(g, alpha=-0.1),
+    "mul_": lambda x, y, g: x.mul_(0.999),
+    "lerp_": lambda x, y, g: x.lerp_(g, 0.1),
+    "addcmul_": lambda x, y, g: x.addcmul_(g, y, value=0.1),
+    "addcdiv_": lambda x, y, g: x.addcdiv_(x, y),
+    "itself": lambda x, y, g: x.mul_(x),
+}
+
+
+@pytest.fixture
+def by_columns(monkeypatch):
+    """A function that computes a function's results by columns."""
+
+    def call(function, *args):
+        with monkeypatch.context() as patch:
+            patch.setattr(alone, "_row", lambda *args: None)
+            return function(*args)
+
+    return call
+
+
+@pytest.fixture
+def columns(monkeypatch):
+    """What operations go by columns, by name."""
+    found = []
+    for name in ("evaluated", "evaluated_into"):
+        original = getattr(elementwise, name)
+
+        def spy(operation, *args, original=original):
+            found.append(operation)
+            return original(operation, *args)
+
+        monkeypatch.setattr(elementwise, name, spy)
+    return found
+
+
+def operands(format):
+    torch.manual_seed(2)
+    return sample(format, 3, 5), sample(format, 3, 5), torch.randn(3, 5).to(format.dtype)
+
+
+@pytest.mark.parametrize("operation", [*NEW, *IN_PLACE])
+@pytest.mark.parametrize("role", ["value", "parameter"])
+def test_the_same_bits(operation, format, role, by_columns, columns):
+    function = {**NEW, **IN_PLACE}[operation]
+    results = []
+    for call in (by_columns, lambda function, *args: function(*args)):
+        columns.clear()
+        x, y, g = operands(format)
+        if role == "parameter":
+            x, y = (mcf.MCFTensor(t.components, format, "parameter") for t in (x, y))
+        torch.manual_seed(5)
+        results.append(call(function, x, y, g))
+    assert columns == []
+    by_column, got = results
+    assert (type(got), got.shape) == (type(by_column), by_column.shape)
+    if isinstance(got, mcf.MCFTensor):
+        assert got.role == by_column.role
+        assert_same_terms(got, by_column)
+    else:
+        assert torch.equal(got, by_column)
+
+
+def overlapping():
+    memory = [torch.randn(20).bfloat16() * scale for scale in (1, 0.001)]
+    return [mcf.MCFTensor([x[i : i + 15].view(3, 5) for x in memory]) for i in (0, 5)]
+
+
+OTHERWISE = {
+    "a shape that broadcasts": lambda x, y, g: x.mul_(y[0]),
+    "a scalar": lambda x, y, g: x.mul_(torch.tensor(0.3)),
+    "without dimensions": lambda x, y, g: x[0, 0].mul_(y[0, 0]),
+    "turned": lambda x, y, g: x.mul_(y.t().contiguous().t()),
+    "turned targets": lambda x, y, g: x.t().mul_(0.3),
+    "whole numbers": lambda x, y, g: x.mul_(torch.full((3, 5), 3)),
+    "a boolean": lambda x, y, g: x.mul_(True),
+    "a part of itself": lambda x, y, g: x[1:].mul_(x[:2]),
+    "what lies before it": lambda x, y, g: (z := overlapping())[0].mul_(z[1]),
+    "what lies behind it": lambda x, y, g: (z := overlapping())[1].mul_(z[0]),
+    "wider numbers in its memory": lambda x, y, g: x.mul_(
+        x.components[0].untyped_storage().resize_(60) and wider(x)
+    ),
+}
+
+
+def wider(x):
+    return torch.empty(0).set_(x.components[0].untyped_storage(), 0, (3, 5)).fill_(0.3)
+
+
+@pytest.mark.parametrize("case", OTHERWISE)
+def test_what_does_not_lie_alike_goes_by_columns(case, by_columns, columns):
+    results = []
+    for call in (by_columns, lambda function, *args: function(*args)):
+        columns.clear()
+        results.append(call(OTHERWISE[case], *operands(mcf.bf16x2)))
+    assert set(columns) == {"mul"}
+    assert_same_terms(*results)
+
+
+def test_one_term_beside_another_is_element_by_element(by_columns, columns):
+    results = []
+    for call in (by_columns, lambda function, *args: function(*args)):
+        columns.clear()
+        x, _, _ = operands(mcf.bf16x2)
+        results.append(call(lambda x: x.mul_(x.components[1]), x))
+    assert columns == []
+    assert_same_terms(*results)
+
+
+def test_what_waits_for_a_target_is_computed_before(monkeypatch, within_a_step, at_once):
+    x, y = values()
+    expected = at_once(torch.mul, x, y)
+    z = x * y
+    assert waiting(z)
+    monkeypatch.setattr(deferred, "WORTH", 1 << 40)
+    x.mul_(0)
+    assert_same_terms(z, expected)
+    assert not x.components[0].any()
+
+
+def test_results_wait_where_there_is_much_to_do(within_a_step, monkeypatch):
+    x, y = values()
+    monkeypatch.setattr(deferred, "WORTH", x.numel() + 1)
+    assert not waiting(x * y)
+    assert all(map(waiting, torch._foreach_mul([x, y], 0.3)))
+    monkeypatch.setattr(deferred, "WORTH", x.numel())
+    assert waiting(x * y)
