@@ -20,7 +20,7 @@ from hypothesis import settings
 
 import mcftensor as mcf
 from mcftensor.tensor import deferred
-from mcftensor.tensor.deferred import deferring
+from mcftensor.tensor.stepping import stepping
 from support.helpers import requires_cuda
 from support.ranks import RankPool
 
@@ -65,7 +65,7 @@ def waiting_is_worth_it(monkeypatch):
 @pytest.fixture
 def within_a_step(waiting_is_worth_it):
     """Results may wait, as they may within a step of an optimizer."""
-    with torch.no_grad(), deferring():
+    with torch.no_grad(), stepping():
         yield
 
 

@@ -20,7 +20,7 @@ from mcftensor.formats import Format, PlainFormat
 from mcftensor.kernels import Columns, run_alike
 from mcftensor.kernels.opaque import is_bare
 from mcftensor.tensor.deferred import compute_readers, is_worth_deferring
-from mcftensor.tensor.tensor import MCFTensor
+from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _NUMBERS = (float, int)
@@ -83,6 +83,8 @@ def evaluated_alone_into(name: str, operands: Sequence[Any], keywords: tuple[str
     row = _row(name, operands, keywords, target._format)
     if row is None:
         return False
+    if type(target) is LiftedTensor:
+        target.grow_tails()
     written = target._read()
     places = [x.data_ptr() for x in written]
     if row.overlaps(written, places):
@@ -103,6 +105,8 @@ def _row(
         kind = type(x)
         if kind is MCFTensor:
             components.append(x._read())
+        elif kind is LiftedTensor:
+            components.append((x._component0,))
         elif kind in _PLAIN:
             components.append((x,))
         elif kind in _NUMBERS:
@@ -125,7 +129,7 @@ def _row(
         ):
             return None
     found = plan(name, tuple([kind_of(x) for x in operands]), keywords, target)
-    if found.may_wait and is_worth_deferring([like]) and not torch.is_grad_enabled():
+    if found.may_wait and is_worth_deferring([like]):
         return None
     vectors: list[Tensor] = []
     scalars: list[float] = []

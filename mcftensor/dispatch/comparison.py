@@ -218,7 +218,7 @@ def _ranks(x: MCFTensor) -> tuple[Tensor, list[Tensor]]:
 @of_terms
 def by_rank(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """The operation on ranks, which are exchanged for the elements; indices are as they are."""
-    if not isinstance(x, MCFTensor) or x.role == "parameter" or expansions((args, kwargs)):
+    if not isinstance(x, MCFTensor) or x.acts_as == "parameter" or expansions((args, kwargs)):
         return compute(func, x, *args, **kwargs)
     rank, elements = _ranks(x)
 

@@ -48,7 +48,7 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
     writes = func._schema.is_mutable and any(
         isinstance(x, MCFTensor) for _, x in written_to(func, args, kwargs)
     )
-    if not writes and all(x.role == "parameter" for x in found):
+    if not writes and all(x.acts_as == "parameter" for x in found):
         return _plainly(func, args, kwargs)
     if func.namespace == "mcftensor":
         raise TypeError(f"{func}: takes the terms of expansions, and got an expansion")

@@ -33,7 +33,7 @@ from mcftensor.kernels.columns import are_same, places_of, repeated
 from mcftensor.kernels.opaque import is_bare
 from mcftensor.passes.expressions import NUMBER, Operand, carry_out, empty, evaluate
 from mcftensor.tensor.deferred import Deferred, compute_readers, finish, is_worth_deferring
-from mcftensor.tensor.tensor import DeferredTensor, MCFTensor
+from mcftensor.tensor.tensor import DeferredTensor, LiftedTensor, MCFTensor
 
 aten = torch.ops.aten
 
@@ -104,7 +104,7 @@ class _Part:
 
     def may_wait(self) -> bool:
         """Whether results may be deferred: values of whole values and numbers, within a step."""
-        if not self.plan.may_wait or torch.is_grad_enabled():
+        if not self.plan.may_wait:
             return False
         tensors: list[Sequence[Any]] = [x for x in self.reads if isinstance(x[0], MCFTensor)]
         return (
@@ -241,6 +241,8 @@ def _operands(column: Sequence[Any]) -> list[Operand]:
     if not isinstance(first, Tensor):
         require_numbers(column)
         return [Operand(NUMBER, [list(map(float, column))])]
+    if type(first) is LiftedTensor:
+        return [Operand(PLAIN[first.dtype], [[x._component0 for x in column]])]
     if not isinstance(first, MCFTensor) or first._deferred is None:
         format = first._format if isinstance(first, MCFTensor) else PLAIN[first.dtype]
         return [Operand(format, component_columns(column, format))]

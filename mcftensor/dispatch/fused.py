@@ -20,7 +20,7 @@ from mcftensor.kernels.columns import places_of
 from mcftensor.kernels.opaque import is_bare
 from mcftensor.passes.steps import step_, take, unscale_
 from mcftensor.tensor.deferred import compute_readers
-from mcftensor.tensor.tensor import MCFTensor
+from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
 aten = torch.ops.aten
 
@@ -47,7 +47,9 @@ def fused_step(func: Any, *lists: list[Tensor], **options: Any) -> None:
 
     The lists are of parameters, gradients, states and, but for SGD, counts of steps.
     """
-    params = lists[0]
+    params, gradients, *others = lists
+    if LiftedTensor in map(type, gradients):
+        lists = (params, [_plain_gradient(x) for x in gradients], *others)
     if len(set(map(id, params))) < len(params):  # a parameter given twice takes two steps
         for i in range(len(params)):
             fused_step(func, *[x[i : i + 1] for x in lists], **options)
@@ -102,6 +104,11 @@ def fused_step(func: Any, *lists: list[Tensor], **options: Any) -> None:
     if scale is not None:
         for flat, format in scaled:
             unscale_(flat, format.name, scale)
+
+
+def _plain_gradient(x: Tensor) -> Tensor:
+    """A gradient as it was before the step, if that has not written to it."""
+    return x._component0 if isinstance(x, LiftedTensor) else x
 
 
 def _keys(groups: dict[Formats, list[int]], params: Sequence[Tensor]) -> dict[int, Tensor]:

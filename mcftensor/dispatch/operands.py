@@ -51,7 +51,7 @@ def with_leading(args: Iterable[Any]) -> list[Any] | None:
     plain = []
     for x in args:
         if isinstance(x, MCFTensor):
-            if x._role != "parameter":
+            if x.acts_as != "parameter":
                 return None
             x = x._component0
         elif isinstance(x, (list, tuple, dict)) and expansions(x):
@@ -67,7 +67,7 @@ def computes_plainly(operands: Sequence[Any]) -> bool:
     A plain tensor without dimensions counts as a number beside an expansion that has some.
     """
     found = expansions(operands)
-    if any(x._role == "value" for x in found):
+    if any(x.acts_as == "value" for x in found):
         return False
     dimensions = max((x.dim() for x in found), default=0)
     return any(
@@ -78,7 +78,7 @@ def computes_plainly(operands: Sequence[Any]) -> bool:
 
 def common_role(operands: Sequence[Any]) -> Role:
     """The role of a result: parameter where every expansion is one."""
-    parameters = all(x._role == "parameter" for x in expansions(operands))
+    parameters = all(x.acts_as == "parameter" for x in expansions(operands))
     return "parameter" if parameters else "value"
 
 

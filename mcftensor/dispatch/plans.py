@@ -18,7 +18,7 @@ from mcftensor.formats import PLAIN, ExpansionFormat, Format
 from mcftensor.kernels import Body, Signature
 from mcftensor.passes.expressions import NUMBER, Expression, on_whole
 from mcftensor.tensor.deferred import LONGEST
-from mcftensor.tensor.tensor import MCFTensor, Role
+from mcftensor.tensor.tensor import LiftedTensor, MCFTensor, Role
 
 # An operation of `formulas.py`, and its operands.
 Formula = tuple[str, Sequence[Any]]
@@ -64,6 +64,12 @@ class Kind(NamedTuple):
     has_dims: bool = False
     waits: Expression | None = None
     number: Literal["one", "other"] | None = None
+    is_lifted: bool = False
+
+    @property
+    def stored(self) -> Format:
+        """The format of what is read: a lifted tensor has no tails."""
+        return PLAIN[self.format.dtype] if self.is_lifted else self.format
 
 
 _NUMBER, _ONE = Kind(NUMBER, number="other"), Kind(NUMBER, number="one")
@@ -74,7 +80,8 @@ def kind_of(x: Any) -> Kind:
     if isinstance(x, MCFTensor):
         deferred = x._deferred
         waits = None if deferred is None else deferred.expression
-        return Kind(x._format, x._role, x.dim() > 0, waits)
+        is_lifted = type(x) is LiftedTensor
+        return Kind(x._format, x.acts_as, x.dim() > 0, waits, is_lifted=is_lifted)
     if isinstance(x, Tensor):
         return Kind(PLAIN[x.dtype])
     return _ONE if _is_one(x) else _NUMBER
@@ -131,5 +138,5 @@ def plan(
     )
     order = tuple(x.number if isinstance(x, _Place) else float(x) for x in found)
     waits = any(x.waits for x in read)
-    flat = [(x.format, x.number is not None) for x in read]
+    flat = [(x.stored, x.number is not None) for x in read]
     return Plan(expression, order, role, may_wait, None if waits else on_whole(expression, flat))

@@ -28,7 +28,7 @@ from mcftensor.dispatch.registry import SHORTCUTS, implements
 from mcftensor.dispatch.stored import plain_numbers
 from mcftensor.dispatch.writing import refusal
 from mcftensor.formats import Format
-from mcftensor.tensor import MCFTensor, Role
+from mcftensor.tensor import LiftedTensor, MCFTensor, Role
 
 aten = torch.ops.aten
 
@@ -44,10 +44,24 @@ def _on_components(func: Any, x: MCFTensor, args: Any, kwargs: Any, *, own: bool
     memory of their own or not; a format whose components do not move so gives plain numbers."""
     if not x._format.moves(func):
         return func(plain_numbers(x), *args, **kwargs)
+    if isinstance(x, LiftedTensor) and not own:
+        return _lifted(func, x, args, kwargs)
     results = [func(t, *args, **kwargs) for t in (x._read() if own else x.components)]
     if isinstance(results[0], Tensor):
         return x._like(results, own=own)
     return type(results[0])(x._like(pieces, own=own) for pieces in zip(*results, strict=True))
+
+
+def _lifted(func: Any, x: LiftedTensor, args: Any, kwargs: Any) -> Any:
+    """Views of a tensor that has no tails yet."""
+    views = func(x._component0, *args, **kwargs)
+    if isinstance(views, Tensor):
+        return x.viewed(views, lambda t: func(t, *args, **kwargs))
+
+    def one(i: int) -> Callable[[Tensor], Tensor]:
+        return lambda t: func(t, *args, **kwargs)[i]
+
+    return type(views)(x.viewed(view, one(i)) for i, view in enumerate(views))
 
 
 @implements(aten._unsafe_view.default)  # products of stacks of matrices, x.t().reshape
@@ -118,7 +132,7 @@ def move_elements(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 )
 def layer(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Layers that move elements: of a value all terms, of a parameter the leading one."""
-    is_value = isinstance(x, MCFTensor) and x.role == "value"
+    is_value = isinstance(x, MCFTensor) and x.acts_as == "value"
     return (move_elements if is_value else compute)(func, x, *args, **kwargs)
 
 

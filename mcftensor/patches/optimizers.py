@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch.optim import Optimizer
 
 from mcftensor.patches.table import by_name, patch, row
 from mcftensor.tensor import MCFTensor
-from mcftensor.tensor.deferred import deferring
+from mcftensor.tensor.sharded import format_of, lifted_shards
+from mcftensor.tensor.stepping import outside, stepping
 
 as_loaded: list[Callable[[Tensor, Tensor, Any], Tensor]] = []
 """Functions of a parameter, a state of it that is being loaded, and the state's name; they give the
@@ -79,8 +81,7 @@ def have_states_made_by_plan(cls: type[Optimizer]) -> None:
 # --------------------------------------------------------------------------------------- steps
 #
 # The kernels of a step are opaque to the compiler, so that it has nothing to make faster, and a
-# graph of some thousand calls of them takes it minutes. These steps break graphs by themselves,
-# over plain parameters too; here the break comes before a parameter has been looked at.
+# graph of some thousand calls of them takes it minutes. So steps over expansions run as they are.
 
 
 @torch._disable_dynamo  # unlike torch.compiler.disable, it does not import the compiler
@@ -94,40 +95,76 @@ def breaks_graphs(optimizer: Optimizer) -> bool:
     return getattr(type(optimizer).step, "_breaks_graphs", False)
 
 
-def _unless_over_expansions(step: Any) -> Any:
-    """A step that compilers see only where it is over plain parameters."""
-    if getattr(step, "hooked", False):  # an optimizer of the class has been made
-        hooked: Any = Optimizer.profile_hook_step(_unless_over_expansions(step.__wrapped__))
-        hooked.hooked = True
-        return hooked
+# These end compiled graphs by themselves. Adafactor, Muon and optimizers of other packages do not:
+# over plain parameters they can be compiled as a whole.
+_BREAKING = {
+    *("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD"),
+    *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+}
 
-    waiting_step = deferring()(step)  # within which results may wait
+
+def _of_torch(step: Callable[..., Any]) -> bool:
+    return inspect.unwrap(step).__module__.startswith("torch.optim.")
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _outside_of_it(x: Any) -> Any:
+    """An argument of a step, of which a closure is no part."""
+    return outside(x) if callable(x) and not isinstance(x, (Tensor, type)) else x
+
+
+def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step within which parameters that are expansions are numbers."""
+
+    def take(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        # torch's fused kernels are given gradients as they are.
+        is_fused = _of_torch(step) and all(group.get("fused") for group in self.param_groups)
+        args = tuple([_outside_of_it(x) for x in args])
+        kwargs = {name: _outside_of_it(x) for name, x in kwargs.items()}
+        with stepping(lifts_gradients=not is_fused) as own, lifted_shards(own, _parameters(self)):
+            return step(self, *args, **kwargs)
 
     def choose(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        parameters = (p for group in self.param_groups for p in group["params"])
-        if any(isinstance(p, MCFTensor) for p in parameters):
-            return untraced(waiting_step, self, *args, **kwargs)
+        if any(format_of(p) is not None for p in _parameters(self)):
+            return untraced(take, self, *args, **kwargs)
         return step(self, *args, **kwargs)
 
-    # Nor is the choice compiled, to which every parameter would be an input.
-    chosen = torch._disable_dynamo(choose, recursive=False)
+    chosen = choose
+    if _of_torch(step) and inspect.unwrap(step).__qualname__.partition(".")[0] in _BREAKING:
+        # Nor is the choice compiled, to which every parameter would be an input.
+        chosen = torch._disable_dynamo(choose, recursive=False)
+        chosen._breaks_graphs = True  # type: ignore[attr-defined]
     # What is beneath two decorators stays the step without its graph break, to compile as a whole.
-    functools.update_wrapper(chosen, getattr(step, "__wrapped__", step))
-    chosen._breaks_graphs = True  # type: ignore[attr-defined]
-    return chosen
+    return functools.update_wrapper(chosen, getattr(step, "__wrapped__", step))
 
 
-# Adafactor, Muon and optimizers of other packages break no graph: they can be traced as a whole.
-_BREAKING = [
-    *("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD"),
-    *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
-]
-if "step" in vars(torch.optim.AdamW):  # one was made before; else it has the step of Adam
-    _BREAKING.append("AdamW")
-for _optimizer in _BREAKING:
-    row(
-        f"torch.optim.{_optimizer}.step",
-        why="Within it results wait; compiled, it runs as it is: there is nothing to make faster.",
-        loss="It is slower, and torch.compile traces it over expansions, which may take minutes.",
-        change=_unless_over_expansions,
-    )
+def _subclasses(cls: type[Optimizer]) -> Iterator[type[Optimizer]]:
+    for each in cls.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
+@patch(
+    "torch.optim.Optimizer.profile_hook_step",
+    why="Within a step of any optimizer a parameter is its number, its gradient reads as an "
+    "expansion and results wait, until the step ends or raises; the hooks of steps are not called "
+    "where it raises.",
+    loss="steps use leading terms where parameters meet plain gradients, as forward passes do, "
+    "take longer, and torch.compile traces them, which may take minutes. fused=True is as exact "
+    "as ever.",
+)
+def _hooking_steps_over_numbers(hook: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def hook_step(step: Callable[..., Any]) -> Any:
+        return hook(_over_numbers(step))
+
+    for cls in _subclasses(Optimizer):  # of which there were optimizers before
+        step: Any = vars(cls).get("step")
+        if getattr(step, "hooked", False):
+            hooked: Any = hook_step(step.__wrapped__)
+            hooked.hooked = True
+            cls.step = hooked  # type: ignore[method-assign]
+    return hook_step

@@ -1,4 +1,5 @@
-"""`MCFTensor`, the tensor class, and results of it that wait."""
+"""`MCFTensor`, the tensor class, and what becomes of it within a step of an optimizer."""
 
+from mcftensor.tensor.tensor import LiftedTensor as LiftedTensor
 from mcftensor.tensor.tensor import MCFTensor as MCFTensor
 from mcftensor.tensor.tensor import Role as Role

@@ -1,4 +1,4 @@
-"""Results that wait until they are read, within a step of one of PyTorch's own optimizers.
+"""Results that wait until they are read, within a step of an optimizer.
 
 An optimizer that works by ordinary operations makes its denominator in three passes over memory
 and reads it once, in a fourth. Within its step such an intermediate result is an expansion that
@@ -14,16 +14,15 @@ that still waits is computed.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from mcftensor.passes.expressions import Expression, Operand, carry_out, empty
+from mcftensor.tensor.stepping import current_step
 
 # Operations in an expression; longer ones are computed.
 LONGEST = 4
@@ -34,30 +33,9 @@ _FEW = 8
 WORTH = 1 << 17
 
 
-class _Step(threading.local):
-    """What waits within the step that this thread is in; None outside of steps."""
-
-    results: list[weakref.ref[Any]] | None = None
-
-
-_step = _Step()
-
-
-@contextlib.contextmanager
-def deferring() -> Iterator[None]:
-    """Let results wait within, at most until the end."""
-    outer, _step.results = _step.results, []
-    try:
-        yield
-    finally:
-        found, _step.results = _step.results, outer
-        for reference in found:
-            finish(reference())
-
-
 def is_worth_deferring(tensors: Sequence[Tensor]) -> bool:
     """Whether results of the sizes of these may wait in this thread now, and are large enough."""
-    return _step.results is not None and sum(map(Tensor.numel, tensors)) >= WORTH
+    return current_step() is not None and sum(map(Tensor.numel, tensors)) >= WORTH
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -77,9 +55,10 @@ class Deferred:
 
 def watch(x: Any, reads: Sequence[Any]) -> None:
     """Remember that an expansion waits for others."""
-    assert _step.results is not None
+    step = current_step()
+    assert step is not None
     reference = weakref.ref(x)
-    _step.results.append(reference)
+    step.waiting.append(reference)
     for read in reads:
         if len(read._readers) >= _FEW:  # mostly of results that are gone
             read._readers = [r for r in read._readers if _waits(r())]

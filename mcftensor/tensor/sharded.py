@@ -7,13 +7,15 @@ parameters, hold expansions as what each rank has of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from mcftensor.formats import Format
-from mcftensor.tensor import MCFTensor
+from mcftensor.tensor.stepping import Step
+from mcftensor.tensor.tensor import LiftedTensor, MCFTensor, is_liftable
 
 
 def local(x: Tensor) -> Tensor:
@@ -41,6 +43,27 @@ def on_local(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
         shape=x.shape,
         stride=x.stride(),
     )
+
+
+@contextlib.contextmanager
+def lifted_shards(step: Step, parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Within a step, what `MCFTensor.grad` does for DTensors of expansions, whose gradients nobody
+    asks an expansion for."""
+    held = []
+    for p in parameters if step.lifts_gradients else ():
+        format = None if isinstance(p, MCFTensor) else format_of(p)
+        grad = p.grad if format else None
+        if format and grad is not None and is_liftable(local(grad), format):
+            lifted = on_local(LiftedTensor.over, grad, format)
+            step.gradients[id(p)] = local(grad), local(lifted)
+            held.append((p, grad, lifted))
+            p.grad = lifted
+    try:
+        yield
+    finally:
+        for p, grad, lifted in held:
+            if p.grad is lifted:
+                p.grad = grad
 
 
 def require_unsharded(where: str, module: nn.Module) -> None:

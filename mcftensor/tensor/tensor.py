@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
@@ -15,10 +16,11 @@ from torch._ops import OpOverload
 from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
 
-from mcftensor.formats import MAX_TERMS, Format, require_format
+from mcftensor.formats import MAX_TERMS, ExpansionFormat, Format, require_format
 from mcftensor.formats.format import named
 from mcftensor.passes.recoding import collapse, recode
 from mcftensor.tensor.deferred import Deferred, compute_readers, watch
+from mcftensor.tensor.stepping import current_step
 
 Role = Literal["value", "parameter"]
 
@@ -49,7 +51,8 @@ class MCFTensor(torch.Tensor):
     A tensor has one of two roles. A *value* is a number type like any other: arithmetic with
     numbers, plain tensors and expansions gives expansions. A *parameter* is a weight: it computes
     as its leading term and gives plain results wherever it meets a plain tensor, while every
-    update in place reaches all its terms. `nn.Parameter(expansion)` makes a parameter.
+    update in place reaches all its terms. `nn.Parameter(expansion)` makes a parameter. Within a
+    step of an optimizer it counts as a value.
 
     Args:
         components: the terms, leading term first, normalized; plain tensors alike in shape,
@@ -156,6 +159,10 @@ class MCFTensor(torch.Tensor):
     def compute_components(self) -> None:
         """They are here."""
 
+    def leave_gradient(self) -> None:
+        """As what a gradient has read as: no longer share memory with it."""
+        self._component0 = self._component0.clone()
+
     def hand_out(self) -> None:
         """From now on somebody else may write to the memory."""
         compute_readers(self)
@@ -169,6 +176,13 @@ class MCFTensor(torch.Tensor):
     @property
     def role(self) -> Role:
         """`"value"` or `"parameter"`."""
+        return self._role
+
+    @property
+    def acts_as(self) -> Role:
+        """The role that it has at the moment: within a step of an optimizer, that of a value."""
+        if self._role == "parameter" and current_step() is not None:
+            return "value"
         return self._role
 
     @property
@@ -339,13 +353,34 @@ class MCFTensor(torch.Tensor):
 
     @property
     def grad(self) -> Tensor | None:
-        """As of any tensor. Optimizers ask for it at every turn, and torch's own way to it goes by
-        `__torch_function__`."""
-        return _without_function(_get_grad, (), (self,))
+        """As of any tensor; within a step of an optimizer a plain gradient reads as an expansion,
+        whose changes in place reach the plain one, rounded.
+
+        Optimizers ask for it at every turn, and torch's own way to it goes by
+        `__torch_function__`.
+        """
+        found: Tensor | None = _without_function(_get_grad, (), (self,))
+        step = current_step()
+        if step is None or found is None:
+            return found
+        plain, lifted = step.gradients.get(id(self), (None, None))
+        if plain is found:
+            return lifted
+        if not step.lifts_gradients or not is_liftable(found, self._format):
+            return found
+        lifted = LiftedTensor.over(found, self._format)
+        step.gradients[id(self)] = found, lifted
+        return lifted
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
+        step = current_step()
         with torch._C.DisableTorchFunctionSubclass():
+            if step is not None and isinstance(value, MCFTensor):
+                held = _without_function(_get_grad, (), (self,))
+                if not isinstance(held, MCFTensor):  # after the step it is to be plain again
+                    step.gradients[id(self)] = value._component0, value
+                    value = value._component0
             _GRAD.__set__(self, value)
 
     @grad.deleter
@@ -463,6 +498,88 @@ class DeferredTensor(MCFTensor):
         """0; what copies a tensor attribute by attribute asks for it before (DCP's stager does)."""
         self.compute_components()
         return 0
+
+
+class LiftedTensor(MCFTensor):
+    """A plain tensor as a value without tails, until one is written to; then it is an MCFTensor
+    that has the plain tensor as its leading component."""
+
+    _view_of: LiftedTensor | None
+    _views: list[tuple[weakref.ref[LiftedTensor], Callable[[Tensor], Tensor]]]
+
+    @staticmethod
+    def over(plain: Tensor, format: Format) -> LiftedTensor:
+        """A plain tensor in a format."""
+        made = _wrapper(LiftedTensor, plain, format)
+        made._hold([plain], format.nearest, "value", own=False)
+        made._view_of, made._views = None, []
+        return made
+
+    def viewed(self, plain: Tensor, view: Callable[[Tensor], Tensor]) -> LiftedTensor:
+        """A view of it, given that of the plain tensor; they get their tails together."""
+        made = LiftedTensor.over(plain, self._format)
+        made._view_of = self
+        self._views.append((weakref.ref(made), view))
+        return made
+
+    def grow_tails(self) -> None:
+        """Make the tails, which are to be written to or handed out."""
+        self._view_of.grow_tails() if self._view_of else self._grow(self._zeros())
+
+    def _zeros(self) -> list[Tensor]:
+        rest = self._format.components[1:]
+        return [torch.zeros_like(self._component0, dtype=x.dtype) for x in rest]
+
+    def _grow(self, tails: Sequence[Tensor]) -> None:
+        self._hold([self._component0, *tails], self._format, self._role, own=False)
+        views = self._views
+        del self._view_of, self._views
+        self.__class__ = MCFTensor  # type: ignore[assignment]
+        for reference, view in views:
+            made = reference()
+            if made is not None:
+                made._grow([view(x) for x in tails])
+
+    def leave_gradient(self) -> None:
+        """It goes on as the gradient does."""
+
+    def _read(self) -> tuple[Tensor, ...]:
+        return self._component0, *self._zeros()
+
+    @property
+    def components(self) -> tuple[Tensor, ...]:
+        """As of any expansion; from now on the tails are there."""
+        self.grow_tails()
+        return self.components
+
+    def __getattr__(self, name: str) -> Any:  # called for what is missing
+        if name not in COMPONENTS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self.grow_tails()
+        return getattr(self, name)
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role]]:
+        self.grow_tails()
+        return self.__tensor_flatten__()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.grow_tails()
+        return self.__reduce_ex__(protocol)
+
+    def data_ptr(self) -> int:
+        """0, as of any expansion; who copies attribute by attribute asks for it before."""
+        self.grow_tails()
+        return 0
+
+
+def is_liftable(gradient: Tensor, format: Format) -> bool:
+    """Whether a gradient is a number of the format but for its tails."""
+    return (
+        type(gradient) is Tensor
+        and isinstance(format, ExpansionFormat)
+        and gradient.dtype == format.dtype
+        and gradient.layout == torch.strided
+    )
 
 
 def _made(components: Sequence[Tensor], format: Format, role: Role, own: bool) -> MCFTensor:
@@ -596,7 +713,7 @@ def _holds_expansion(tree: Any) -> bool:
 
 
 def _has_value(tree: Any) -> bool:
-    return any(isinstance(x, MCFTensor) and x.role == "value" for x in tree_leaves(tree))
+    return any(isinstance(x, MCFTensor) and x.acts_as == "value" for x in tree_leaves(tree))
 
 
 torch.serialization.add_safe_globals([MCFTensor, named, _rebuild])

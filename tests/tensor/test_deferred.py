@@ -15,7 +15,7 @@ from torch import nn
 
 import mcftensor as mcf
 from mcftensor.tensor import deferred
-from mcftensor.tensor.deferred import deferring
+from mcftensor.tensor.stepping import stepping
 from mcftensor.tensor.tensor import DeferredTensor, MCFTensor
 from support.deferring import expression, own, values, waiting
 from support.helpers import assert_same_terms, sample
@@ -223,7 +223,7 @@ def test_no_memory_is_kept_after_reading():
 
 def test_nothing_waits_outside_of_steps():
     x, y = values()
-    with deferring():
+    with stepping():
         z = expression(x, y)
         assert waiting(z)
     assert not waiting(z)
@@ -325,7 +325,7 @@ def test_readers_of_one_result_in_threads():
     try:
         with ThreadPoolExecutor(4) as pool:
             for _ in range(300):
-                with torch.no_grad(), deferring():
+                with torch.no_grad(), stepping():
                     y = x * 3
                     together = threading.Barrier(4)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import mcftensor as mcf
 from mcftensor.tensor import deferred
-from mcftensor.tensor.deferred import deferring
+from mcftensor.tensor.stepping import stepping
 from support.deferring import expression, values, waiting
 from support.helpers import assert_same_terms, sample
 
@@ -192,7 +192,7 @@ def test_in_several_threads():
     wrong = []
 
     @torch.no_grad()
-    @deferring()
+    @stepping()
     def work():
         try:
             operands = [mcf.as_expansion(torch.full((4,), 2.0)) for _ in range(20)]

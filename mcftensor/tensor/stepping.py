@@ -1,0 +1,94 @@
+"""The step of an optimizer that this thread is in.
+
+Within it, while no gradients are recorded, a parameter is its number: it counts as a value, its
+gradient reads as an expansion (`MCFTensor.grad`), and results may wait (`deferred.py`). A closure
+that the step calls is outside of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Step:
+    """What is known of a step only within it.
+
+    Args:
+        lifts_gradients: whether gradients read as expansions.
+        outer: the step that this one is a part of.
+    """
+
+    def __init__(self, lifts_gradients: bool, outer: Step | None) -> None:
+        self.lifts_gradients = lifts_gradients
+        # By the identity of parameters: plain gradients, and what they read as.
+        self.gradients: dict[int, tuple[Tensor, Any]] = {} if outer is None else outer.gradients
+        self.waiting: list[weakref.ref[Any]] = []
+        self.is_outermost = outer is None
+
+    def end(self) -> None:
+        """Compute what waits, and leave plain gradients to themselves."""
+        for reference in self.waiting:
+            waiting = reference()
+            if waiting is not None:
+                waiting.compute_components()
+        self.waiting.clear()
+        if self.is_outermost:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """From now on others may write to plain gradients; who goes on with what such a gradient
+        read as has it without them."""
+        read = [weakref.ref(x) for _, x in self.gradients.values()]
+        self.gradients.clear()
+        for reference in read:
+            lifted = reference()
+            if lifted is not None:
+                lifted.leave_gradient()
+
+
+class _Thread(threading.local):
+    step: Step | None = None
+
+
+_thread = _Thread()
+
+
+def current_step() -> Step | None:
+    """The step that this thread is in, unless gradients are recorded."""
+    return None if _thread.step is None or torch.is_grad_enabled() else _thread.step
+
+
+@contextlib.contextmanager
+def stepping(*, lifts_gradients: bool = True) -> Iterator[Step]:
+    """Within, this thread is in a step, which may be a part of another one."""
+    outer = _thread.step
+    step = _thread.step = Step(lifts_gradients, outer)
+    try:
+        yield step
+    finally:
+        _thread.step = outer
+        step.end()
+
+
+def outside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is not a part of the step that calls it."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        step, _thread.step = _thread.step, None
+        if step is not None:
+            step.let_go()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _thread.step = step
+
+    return called
