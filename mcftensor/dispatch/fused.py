@@ -47,9 +47,9 @@ def fused_step(func: Any, *lists: list[Tensor], **options: Any) -> None:
 
     The lists are of parameters, gradients, states and, but for SGD, counts of steps.
     """
-    params, gradients, *others = lists
-    if LiftedTensor in map(type, gradients):
-        lists = (params, [_plain_gradient(x) for x in gradients], *others)
+    params, grads, *others = lists
+    if LiftedTensor in map(type, grads):
+        lists = (params, [_plain_gradient(x) for x in grads], *others)
     if len(set(map(id, params))) < len(params):  # a parameter given twice takes two steps
         for i in range(len(params)):
             fused_step(func, *[x[i : i + 1] for x in lists], **options)

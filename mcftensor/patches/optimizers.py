@@ -20,10 +20,6 @@ as_loaded: list[Callable[[Tensor, Tensor, Any], Tensor]] = []
 """Functions of a parameter, a state of it that is being loaded, and the state's name; they give the
 state that torch is to cast to the dtype of the parameter."""
 
-# States of another shape than their parameter, which otherwise stay in the dtype they were saved
-# in: those of Adafactor meet means of gradients.
-_AS_GRADIENTS = ("row_var", "col_var")
-
 
 @patch(
     "torch.optim.Optimizer._process_value_according_to_param_policy",
@@ -35,11 +31,11 @@ _AS_GRADIENTS = ("row_var", "col_var")
 )
 @by_name
 def _by_way_of_hooks(process: Callable[[], Tensor], given: dict[str, Any]) -> Tensor:
-    p, name = given["param"], given.get("key")
-    if isinstance(p, MCFTensor) and given["value"].shape != p.shape and name not in _AS_GRADIENTS:
+    p = given["param"]
+    if isinstance(p, MCFTensor) and given["value"].shape != p.shape:
         return given["value"].to(process().device)
     for function in as_loaded:
-        given["value"] = function(p, given["value"], name)
+        given["value"] = function(p, given["value"], given.get("key"))
     return process()
 
 

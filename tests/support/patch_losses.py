@@ -37,6 +37,10 @@ def change(name: str) -> None:
         setattr(owner, attribute, renamed)
         if owner is nn.Module:
             owner._register_load_state_dict_pre_hook = register_by_the_new_name
+    elif attribute == "profile_hook_step":
+        owner._renamed = staticmethod(found)
+        owner._patch_step_function = hook_by_the_new_name
+        delattr(owner, attribute)
     elif isinstance(found, dict):
         setattr(owner, attribute, types.MappingProxyType(found))
     elif isinstance(found, list):
@@ -51,6 +55,14 @@ def register_by_the_new_name(module, hook, with_module=False):
     handle = RemovableHandle(module._renamed)
     module._renamed[handle.id] = hook
     return handle
+
+
+def hook_by_the_new_name(self):
+    self._zero_grad_profile_name = ""
+    cls = type(self)
+    if not getattr(cls.step, "hooked", False):
+        cls.step = self._renamed(cls.step)
+        cls.step.hooked = True
 
 
 def use(name: str) -> None:
