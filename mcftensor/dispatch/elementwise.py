@@ -164,6 +164,9 @@ class _Part:
     @functools.cached_property
     def targets(self) -> list[Sequence[Tensor]]:
         """The components of the targets."""
+        for x in self.columns[0]:
+            if type(x) is LiftedTensor:
+                x.grow_tails()
         return component_columns(self.columns[0], self.plan.expression.format)
 
     def fits_alone(self) -> bool:

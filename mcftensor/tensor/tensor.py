@@ -524,7 +524,10 @@ class LiftedTensor(MCFTensor):
 
     def grow_tails(self) -> None:
         """Make the tails, which are to be written to or handed out."""
-        self._view_of.grow_tails() if self._view_of else self._grow(self._zeros())
+        if self._view_of is None:
+            self._grow(self._zeros())
+        else:
+            self._view_of.grow_tails()
 
     def _zeros(self) -> list[Tensor]:
         rest = self._format.components[1:]

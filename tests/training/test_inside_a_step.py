@@ -1,0 +1,446 @@
+"""Within a step of an optimizer a parameter is its number, and nowhere else."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import mcftensor as mcf
+from mcftensor.tensor import LiftedTensor, MCFTensor
+from support.helpers import assert_same_terms, exact, sample
+
+
+class Calling(Optimizer):
+    """An optimizer whose step is a function of its parameters."""
+
+    def __init__(self, parameters, function):
+        super().__init__(parameters, {})
+        self.function = function
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        return self.function(*self.param_groups[0]["params"], *filter(None, [closure]))
+
+
+def parameter(format=mcf.bf16x3, *shape, gradient=True):
+    p = nn.Parameter(sample(format, *(shape or (3, 4))))
+    if gradient:
+        p.grad = torch.linspace(-1, 2, p.numel()).view(p.shape).to(p.dtype)
+    return p
+
+
+def in_step(function, *parameters):
+    """What a function of parameters gives within a step."""
+    return Calling(parameters, function).step()
+
+
+# ------------------------------------------------------------------------------- where it holds
+
+
+def test_a_parameter_counts_as_a_value(format):
+    p = parameter(format)
+    plain = torch.ones(3, 4, dtype=p.dtype)
+    for function in (lambda p: p * plain, lambda p: plain.add(p, alpha=0.1), lambda p: p.norm()):
+        assert type(function(p.detach())) is torch.Tensor
+        result = in_step(function, p)
+        assert (type(result), result.role, result.format.nearest) == (
+            MCFTensor,
+            "value",
+            format.nearest,
+        )
+    torch.testing.assert_close(
+        in_step(lambda p: p.norm(), p).double(), exact(p).norm(), rtol=8 * format.u, atol=0
+    )
+
+
+@pytest.mark.parametrize("name", ["closure", "with gradients", "without gradients", "forward"])
+def test_a_closure_is_outside(name):
+    p = parameter()
+    x = torch.ones(2, 4, dtype=torch.bfloat16)
+    seen = []
+
+    def closure():
+        with torch.set_grad_enabled(name == "with gradients"):
+            if name == "forward":
+                seen.append(type(nn.functional.linear(x, p)))
+            seen.append((p.acts_as, type(p * x[:1]), type(p.grad)))
+
+    Calling([p], lambda p, closure: closure()).step(closure)
+    assert seen[-1] == ("parameter", torch.Tensor, torch.Tensor)
+    assert seen[0] in (torch.Tensor, seen[-1])
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["step", "closure", "inner step", "pre hook", "post hook"])
+def test_it_ends_with_the_step_that_raises(error, where):
+    p = parameter()
+    x = torch.ones(3, 4, dtype=torch.bfloat16)
+    before = p * x
+
+    def fail(*args):
+        raise error
+
+    functions = {
+        "step": fail,
+        "closure": lambda p, closure: closure(),
+        "inner step": lambda p: Calling([p], fail).step(),
+    }
+    optimizer = Calling([p], functions.get(where, lambda p: None))
+    if where == "pre hook":
+        optimizer.register_step_pre_hook(fail)
+    if where == "post hook":
+        optimizer.register_step_post_hook(fail)
+    with pytest.raises(error):
+        optimizer.step(*[fail] * (where == "closure"))
+    assert (p.acts_as, type(p.grad)) == ("parameter", torch.Tensor)
+    assert torch.equal(p * x, before)
+
+
+def test_hooks_are_outside():
+    p, seen = parameter(), []
+    optimizer = Calling([p], lambda p: seen.append(p.acts_as))
+    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+        register(lambda *args: seen.append(p.acts_as))
+    optimizer.step()
+    assert seen == ["parameter", "value", "parameter"]
+
+
+def test_recorded_operations_within_a_step_are_outside():
+    def function(p):
+        with torch.enable_grad():
+            y = p * torch.ones(3, 4, dtype=torch.bfloat16)
+            (g,) = torch.autograd.grad(y.sum(), p)
+        return p.acts_as, type(y), type(g)
+
+    assert in_step(function, parameter()) == ("value", torch.Tensor, torch.Tensor)
+
+
+def test_nested_steps():
+    p, other = parameter(), parameter()
+    seen = []
+
+    def outer(p):
+        p.grad.mul_(1 / 3)
+        Calling([p, other], lambda p, other: seen.append((p.grad, other.acts_as))).step()
+        seen.append((p.grad, other.acts_as))
+
+    in_step(outer, p)
+    ((inner, in_inner), (after, in_outer)) = seen
+    assert inner is after
+    assert inner.components[1].any()
+    assert (in_inner, in_outer) == ("value", "value")
+
+
+def test_another_thread_is_outside():
+    p, seen = parameter(), []
+    entered, looked = threading.Event(), threading.Event()
+
+    def look():
+        with torch.no_grad():
+            entered.wait(10)
+            seen.append((p.acts_as, type(p.grad)))
+            looked.set()
+
+    def function(p):
+        entered.set()
+        looked.wait(10)
+        seen.append((p.acts_as, type(p.grad)))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    in_step(function, p)
+    thread.join()
+    assert seen == [("parameter", torch.Tensor), ("value", LiftedTensor)]
+
+
+def test_two_steps_in_two_threads():
+    parameters = [parameter() for _ in range(2)]
+    barrier, results = threading.Barrier(2), {}
+
+    def function(p):
+        barrier.wait(10)
+        p.grad.mul_(1 / 3)
+        barrier.wait(10)
+        return p.grad, p.acts_as
+
+    def run(i):
+        results[i] = in_step(function, parameters[i])
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    [x.start() for x in threads]
+    [x.join() for x in threads]
+    assert results[0][0] is not results[1][0]
+    assert [role for _, role in results.values()] == ["value", "value"]
+    assert all(type(p.grad) is torch.Tensor for p in parameters)
+
+
+def test_a_generator_that_takes_steps_leaves_nothing_behind():
+    p = parameter()
+
+    def training():
+        for _ in range(2):
+            in_step(lambda p: p.mul_(0.999), p)
+            yield
+
+    for _ in training():
+        assert p.acts_as == "parameter"
+
+
+def test_classes_that_are_made_later_and_those_with_a_step_of_their_parent():
+    class Child(Calling):
+        pass
+
+    class Grandchild(Child):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    for cls in (Child, Grandchild):
+        assert cls([parameter()], lambda p: p.acts_as).step() == "value"
+
+
+def test_steps_wrapped_by_schedulers_and_scalers():
+    p, seen = parameter(), []
+    optimizer = Calling([p], lambda p: seen.append(p.acts_as))
+    optimizer.param_groups[0]["lr"] = 1.0
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+    optimizer.step()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    assert seen == ["value"] * 2
+
+
+def test_an_optimizer_over_plain_parameters_sees_none_of_it():
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    assert in_step(lambda p: p.grad, p) is p.grad
+
+
+# ------------------------------------------------------------------------------------ gradients
+
+
+def test_a_gradient_reads_as_one_expansion_and_is_the_same_afterwards(format):
+    p = parameter(format)
+    held, bits = p.grad, p.grad.clone()
+    first, second = in_step(lambda p: (p.grad, p.grad), p)
+    assert first is second
+    assert (first.format, first.role, first.shape) == (format.nearest, "value", p.shape)
+    assert p.grad is held
+    assert torch.equal(held, bits)
+    assert torch.equal(exact(first), bits.double())
+
+
+READS = {
+    "lerp_": lambda p, g: torch.zeros_like(p).lerp_(g, 0.1),
+    "addcmul_": lambda p, g: torch.zeros_like(p).addcmul_(g, g, value=0.1),
+    "foreach lerp_": lambda p, g: torch._foreach_lerp_([torch.zeros_like(p)], [g], 0.1),
+    "add": lambda p, g: g.add(p, alpha=0.1),
+    "foreach add": lambda p, g: torch._foreach_add([g], [p], alpha=0.1),
+    "square": lambda p, g: g.square(),
+    "neg": lambda p, g: -g,
+    "clone": lambda p, g: g.clone(),
+    "norm": lambda p, g: g.norm(),
+    "float": lambda p, g: g.float(),
+    "matmul": lambda p, g: g @ g.t(),
+    "copy_": lambda p, g: torch.zeros_like(p).copy_(g),
+    "view": lambda p, g: g.view(-1).square(),
+    "chunk": lambda p, g: [x.square() for x in g.chunk(2)],
+    "zeros_like": lambda p, g: torch.zeros_like(g),
+    "maximum": lambda p, g: torch.maximum(g, p),
+    "finite": lambda p, g: g.isfinite().all(),
+}
+
+
+def by_kind(x):
+    if isinstance(x, (list, tuple)):
+        return [by_kind(y) for y in x]
+    return exact(x) if isinstance(x, MCFTensor) else x
+
+
+@pytest.mark.parametrize("read", READS)
+def test_reading_a_gradient_makes_no_tails(read):
+    p = parameter()
+
+    def function(p):
+        result = READS[read](p, p.grad)
+        assert type(p.grad) is LiftedTensor
+        return result
+
+    whole = mcf.as_expansion(p.grad, p.format)
+    value = mcf.as_expansion(p.detach(), p.format)
+    got, expected = in_step(function, p), READS[read](value, whole)
+    for a, b in zip(by_kind([got]), by_kind([expected]), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+WRITES = {
+    "add_": lambda p, g: g.add_(p, alpha=0.01),
+    "mul_": lambda p, g: g.mul_(1 / 3),
+    "foreach add_": lambda p, g: torch._foreach_add_([g], [p], alpha=0.01),
+    "foreach mul_": lambda p, g: torch._foreach_mul_([g], 1 / 3),
+    "addcmul_": lambda p, g: g.addcmul_(p, p, value=0.1),
+    "sub_ mean": lambda p, g: g.sub_(g.mean(1, keepdim=True)),
+    "clamp_": lambda p, g: g.clamp_(-1 / 3, 1 / 3),
+    "copy_": lambda p, g: g.copy_(p),
+    "zero_": lambda p, g: g.zero_(),
+    "row": lambda p, g: g[1].mul_(1 / 3),
+    "flat": lambda p, g: g.view(-1)[2:5].add_(1 / 3),
+    "setitem": lambda p, g: g.__setitem__((0, 1), 1 / 3),
+    "data": lambda p, g: g.data.mul_(1 / 3),
+    "detached": lambda p, g: g.detach().mul_(1 / 3),
+    "clip": lambda p, g: nn.utils.clip_grad_norm_([p], 0.1),
+    "out": lambda p, g: torch.mul(g, 1 / 3, out=g),
+    "component": lambda p, g: g.components[1].fill_(2**-20),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("alone", [True, False])
+def test_changes_of_a_gradient_count_with_all_terms(write, alone, monkeypatch):
+    if not alone:
+        monkeypatch.setattr("mcftensor.dispatch.alone._row", lambda *args: None)
+    p = parameter()
+    held = p.grad
+
+    def function(p):
+        WRITES[write](p, p.grad)
+        return p.grad
+
+    value = nn.Parameter(mcf.as_expansion(p.detach(), p.format))
+    value.grad = mcf.as_expansion(held, p.format)
+    with torch.no_grad():
+        WRITES[write](mcf.as_expansion(p.detach(), p.format), value.grad)
+        if write == "clip":
+            nn.utils.clip_grad_norm_([value], 0.1)
+    got = in_step(function, p)
+    assert_same_terms(got, value.grad)
+    assert p.grad is held
+    assert torch.equal(held, mcf.as_plain(value.grad, p.dtype))
+
+
+def test_views_get_their_tails_with_the_whole():
+    def function(p):
+        flat, rows = p.grad.view(-1), p.grad.unbind()
+        turned = p.grad.t()[1:]
+        p.grad.mul_(1 / 3)
+        whole = exact(p.grad)
+        assert torch.equal(exact(flat), whole.view(-1))
+        assert torch.equal(exact(rows[1]), whole[1])
+        turned.add_(1 / 3)
+        assert torch.equal(exact(p.grad)[:, 1:], exact(turned).t())
+        return exact(p.grad) != mcf.as_plain(p.grad, p.dtype).double()
+
+    assert in_step(function, parameter()).any()
+
+
+def test_gradients_given_within_a_step_are_plain_after_it():
+    p = parameter()
+    expected = exact(p.grad) / 3
+
+    def function(p):
+        p.grad = p.grad / 3
+        assert_same_terms(p.grad, mcf.as_expansion(expected, p.format))
+        return p.grad
+
+    given = in_step(function, p)
+    assert type(p.grad) is torch.Tensor
+    assert torch.equal(p.grad, expected.bfloat16())
+    p.grad.zero_()
+    assert_same_terms(given, mcf.as_expansion(expected, p.format))
+
+
+def test_other_gradients_are_what_they_were():
+    def gradient(x):
+        p = parameter(gradient=False)
+        p.grad_dtype = None
+        p.grad = x
+        return p, x
+
+    sparse = torch.ones(3, 4, dtype=torch.bfloat16).to_sparse()
+    for x in (None, sparse, torch.ones(3, 4), sample(mcf.bf16x2, 3, 4)):
+        p, given = gradient(x)
+        assert in_step(lambda p: p.grad, p) is given
+    p = parameter()
+    in_step(lambda p: setattr(p, "grad", None), p)
+    assert p.grad is None
+    assert in_step(lambda p: p.grad, p) is None
+
+
+def test_gradients_of_accumulation_stay_expansions():
+    model = mcf.as_expansion(nn.Linear(3, 2))
+    mcf.accumulate_gradients(model)
+    for _ in range(2):
+        model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+    held = model.weight.grad
+    assert isinstance(held, MCFTensor)
+    seen = in_step(lambda p: p.grad, model.weight)
+    assert seen is held
+    in_step(lambda p: setattr(p, "grad", p.grad * 2), model.weight)
+    assert_same_terms(model.weight.grad, held * 2)
+
+
+def test_what_an_optimizer_keeps_of_a_gradient_does_not_change_with_it():
+    p = parameter()
+
+    def function(p):
+        p.grad.mul_(1 / 3)
+        return p.grad, p.grad.view(-1)
+
+    kept, flat = in_step(function, p)
+    before = exact(kept)
+    p.grad.fill_(7)
+    assert torch.equal(exact(kept), before)
+    del flat
+
+
+def test_a_closure_makes_new_gradients():
+    p = parameter()
+
+    def closure():
+        p.grad.fill_(5)
+
+    def function(p, closure):
+        p.grad.mul_(1 / 3)
+        closure()
+        return p.grad
+
+    assert torch.equal(
+        exact(Calling([p], function).step(closure)), torch.full((3, 4), 5.0).double()
+    )
+
+
+def test_a_fused_step_is_given_plain_gradients(monkeypatch):
+    seen = []
+    made = LiftedTensor.over
+    monkeypatch.setattr(LiftedTensor, "over", lambda *args: seen.append(args) or made(*args))
+    p = parameter()
+    for cls in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):
+        cls([p], lr=1e-3, fused=True).step()
+    assert seen == []
+    cls([p], lr=1e-3).step()
+    assert len(seen) == 1
+
+
+def test_a_fused_kernel_called_by_another_optimizer_reads_the_plain_gradient():
+    def function(p):
+        torch._fused_sgd_(
+            [p], [p.grad], [], lr=0.1, momentum=0.0, weight_decay=0.01, dampening=0.0,
+            nesterov=False, maximize=False, is_first_step=True,
+        )  # fmt: skip
+        return type(p.grad)
+
+    p, q = parameter(), parameter()
+    assert in_step(function, p) is LiftedTensor
+    torch.optim.SGD([q], lr=0.1, weight_decay=0.01, fused=True).step()
+    assert_same_terms(p, q)
+
+
+def test_nothing_of_a_step_is_kept_after_it():
+    p = parameter()
+    (lifted,) = in_step(lambda p: [weakref.ref(p.grad)], p)
+    gc.collect()
+    assert lifted() is None
