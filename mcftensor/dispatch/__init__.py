@@ -1,6 +1,7 @@
 """Where an operation goes, by its kind, and the modules of this folder in the order it meets them.
 
-First of all `functions` takes a few functions whole. Any other operator is looked up in the table
+First of all `functions` takes a few functions whole, and `dtypes` those that ask for a dtype, within
+a step of an optimizer. Any other operator is looked up in the table
 of `registry`; `operands` says what its tensors and numbers mean, and `stored` decodes those of
 formats that only store.
 
@@ -25,6 +26,7 @@ import torch
 
 from mcftensor.dispatch import collectives as collectives
 from mcftensor.dispatch import comparison as comparison
+from mcftensor.dispatch import dtypes as dtypes
 from mcftensor.dispatch import elementwise as elementwise
 from mcftensor.dispatch import fused as fused
 from mcftensor.dispatch import structure as structure

@@ -1,0 +1,70 @@
+"""Within a step of an optimizer the dtype of an expansion is that of its number.
+
+What optimizers make or round with `p.dtype` then keeps the bits that the parameter has, and what
+they do only for parameters in 16 bits they leave out: a step is what it is over float32. So a
+conversion to this dtype is the identity there, and one to the base dtype rounds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor.dispatch.registry import SHORTCUTS
+from mcftensor.formats import Format
+from mcftensor.tensor import MCFTensor
+from mcftensor.tensor.stepping import current_step
+
+
+def dtype_of_numbers(format: Format) -> torch.dtype:
+    """float32 where that holds the numbers of a format, else float64."""
+    return torch.float32 if format.precision <= 24 else torch.float64
+
+
+def _dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return NotImplemented if current_step() is None else dtype_of_numbers(args[0]._format)
+
+
+def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`x.to(dtype)`, `x.to(device, dtype)`, `x.to(other)`, and their keywords."""
+    if current_step() is None:
+        return NotImplemented
+    x, *rest = args
+    other = kwargs.get("other", rest[0] if rest else None)
+    if isinstance(other, Tensor):
+        rest = [other.device, other.dtype, *rest["other" not in kwargs :]]
+        kwargs = {name: value for name, value in kwargs.items() if name != "other"}
+    if not isinstance(x, MCFTensor):
+        return x.to(*rest, **kwargs)
+    given = [y for y in (*rest, *kwargs.values()) if isinstance(y, torch.dtype)]
+    if given == [x._format.dtype]:
+        return x._collapsed(x._format.dtype).to(*rest, **kwargs)
+    if given == [dtype_of_numbers(x._format)]:  # as torch, which sees the base, knows the identity
+        rest = [x._format.dtype if y in given else y for y in rest]
+        kwargs = {name: x._format.dtype if y in given else y for name, y in kwargs.items()}
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.to(*rest, **kwargs)
+
+
+def _type(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`x.type(dtype)` and `x.type_as(other)`; the name of a type is that of torch."""
+    wanted = (*args[1:], *kwargs.values())[:1]
+    if not wanted or isinstance(wanted[0], str):
+        return NotImplemented
+    dtype = wanted[0].dtype if isinstance(wanted[0], Tensor) else wanted[0]
+    return _to(Tensor.to, (args[0], dtype), {})
+
+
+def _register(func: Any, dtype: torch.dtype) -> None:
+    SHORTCUTS[func] = lambda func, args, kwargs: _to(func, (args[0], dtype), kwargs)
+
+
+SHORTCUTS[Tensor.dtype.__get__] = _dtype  # type: ignore[attr-defined]
+SHORTCUTS[Tensor.to] = _to
+SHORTCUTS[Tensor.type] = SHORTCUTS[Tensor.type_as] = _type
+_register(Tensor.float, torch.float32)
+_register(Tensor.double, torch.float64)
+_register(Tensor.half, torch.float16)
+_register(Tensor.bfloat16, torch.bfloat16)
