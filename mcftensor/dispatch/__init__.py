@@ -1,9 +1,8 @@
 """Where an operation goes, by its kind, and the modules of this folder in the order it meets them.
 
-First of all `functions` takes a few functions whole, and `dtypes` those that ask for a dtype, within
-a step of an optimizer. Any other operator is looked up in the table
-of `registry`; `operands` says what its tensors and numbers mean, and `stored` decodes those of
-formats that only store.
+First of all `functions` takes a few functions whole, and `dtypes`, within a step of an optimizer,
+those that ask for a dtype. Any other operator is looked up in the table of `registry`; `operands`
+says what its tensors and numbers mean, and `stored` decodes those of formats that only store.
 
 1. Structure, on each term alike: `structure` moves, copies, makes and places elements, and
    `collectives` moves them between processes.

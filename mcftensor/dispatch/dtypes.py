@@ -13,18 +13,12 @@ import torch
 from torch import Tensor
 
 from mcftensor.dispatch.registry import SHORTCUTS
-from mcftensor.formats import Format
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.stepping import current_step
 
 
-def dtype_of_numbers(format: Format) -> torch.dtype:
-    """float32 where that holds the numbers of a format, else float64."""
-    return torch.float32 if format.precision <= 24 else torch.float64
-
-
 def _dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return NotImplemented if current_step() is None else dtype_of_numbers(args[0]._format)
+    return NotImplemented if current_step() is None else args[0]._format.dtype_of_numbers
 
 
 def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -32,16 +26,17 @@ def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if current_step() is None:
         return NotImplemented
     x, *rest = args
-    other = kwargs.get("other", rest[0] if rest else None)
-    if isinstance(other, Tensor):
-        rest = [other.device, other.dtype, *rest["other" not in kwargs :]]
-        kwargs = {name: value for name, value in kwargs.items() if name != "other"}
+    if "tensor" in kwargs:
+        rest = [kwargs["tensor"], *rest]
+        kwargs = {name: value for name, value in kwargs.items() if name != "tensor"}
+    if rest and isinstance(rest[0], Tensor):
+        rest = [rest[0].device, rest[0].dtype, *rest[1:]]
     if not isinstance(x, MCFTensor):
         return x.to(*rest, **kwargs)
     given = [y for y in (*rest, *kwargs.values()) if isinstance(y, torch.dtype)]
     if given == [x._format.dtype]:
         return x._collapsed(x._format.dtype).to(*rest, **kwargs)
-    if given == [dtype_of_numbers(x._format)]:  # as torch, which sees the base, knows the identity
+    if given == [x._format.dtype_of_numbers]:  # as torch, which sees the base, knows the identity
         rest = [x._format.dtype if y in given else y for y in rest]
         kwargs = {name: x._format.dtype if y in given else y for name, y in kwargs.items()}
     with torch._C.DisableTorchFunctionSubclass():

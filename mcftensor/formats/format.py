@@ -169,6 +169,11 @@ class Format:
         return 24
 
     @property
+    def dtype_of_numbers(self) -> torch.dtype:
+        """The machine type of as many bits as a number has: float32, or else float64."""
+        return torch.float32 if self.precision <= 24 else torch.float64
+
+    @property
     def result(self) -> Format:
         """The format of what arithmetic gives out of place.
 

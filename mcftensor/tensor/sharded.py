@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mcftensor.formats import Format
 from mcftensor.tensor.stepping import Step
-from mcftensor.tensor.tensor import LiftedTensor, MCFTensor, is_liftable
+from mcftensor.tensor.tensor import MCFTensor, lifted_gradient
 
 
 def local(x: Tensor) -> Tensor:
@@ -53,8 +53,8 @@ def lifted_shards(step: Step, parameters: Iterable[Tensor]) -> Iterator[None]:
     for p in parameters if step.lifts_gradients else ():
         format = None if isinstance(p, MCFTensor) else format_of(p)
         grad = p.grad if format else None
-        if format and grad is not None and is_liftable(local(grad), format):
-            lifted = on_local(LiftedTensor.over, grad, format)
+        if format and grad is not None and type(local(grad)) is Tensor:
+            lifted = on_local(lifted_gradient, grad, format)
             step.gradients[id(p)] = local(grad), local(lifted)
             held.append((p, grad, lifted))
             p.grad = lifted

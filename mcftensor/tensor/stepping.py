@@ -28,7 +28,7 @@ class Step:
 
     def __init__(self, lifts_gradients: bool, outer: Step | None) -> None:
         self.lifts_gradients = lifts_gradients
-        # By the identity of parameters: plain gradients, and what they read as.
+        # By the identity of parameters: gradients, and what they read as.
         self.gradients: dict[int, tuple[Tensor, Any]] = {} if outer is None else outer.gradients
         self.waiting: list[weakref.ref[Any]] = []
         self.is_outermost = outer is None
@@ -44,14 +44,23 @@ class Step:
             self.let_go()
 
     def let_go(self) -> None:
-        """From now on others may write to plain gradients; who goes on with what such a gradient
-        read as has it without them."""
-        read = [weakref.ref(x) for _, x in self.gradients.values()]
+        """From now on others may write to plain gradients: they are brought to what was made of
+        them, and who goes on with what one read as has it without them."""
+        left = [_left(*pair) for pair in self.gradients.values()]
         self.gradients.clear()
-        for reference in read:
-            lifted = reference()
-            if lifted is not None:
-                lifted.leave_gradient()
+        for reference in left:
+            read = reference()
+            if read is not None:
+                read.leave_gradient()
+
+
+def _left(plain: Tensor, read: Any) -> Callable[[], Any]:
+    """What is to leave a gradient, if anybody still has it."""
+    if hasattr(read, "leave_gradient"):
+        return weakref.ref(read)
+    if read is not plain and read._version:
+        plain.copy_(read)
+    return lambda: None
 
 
 class _Thread(threading.local):

@@ -363,24 +363,24 @@ class MCFTensor(torch.Tensor):
         step = current_step()
         if step is None or found is None:
             return found
-        plain, lifted = step.gradients.get(id(self), (None, None))
-        if plain is found:
-            return lifted
-        if not step.lifts_gradients or not is_liftable(found, self._format):
-            return found
-        lifted = LiftedTensor.over(found, self._format)
-        step.gradients[id(self)] = found, lifted
-        return lifted
+        held, read = step.gradients.get(id(self), (None, None))
+        if held is not found:
+            if not step.lifts_gradients:
+                return found
+            read = lifted_gradient(found, self._format)
+            step.gradients[id(self)] = found, read
+        return read
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         step = current_step()
+        held = None if step is None else _without_function(_get_grad, (), (self,))
+        if step is not None and value is not None and not isinstance(held, MCFTensor):
+            plain = _rounded_gradient(value, self._format)  # which it is after the step
+            if plain is not value:
+                step.gradients[id(self)] = plain, value
+                value = plain
         with torch._C.DisableTorchFunctionSubclass():
-            if step is not None and isinstance(value, MCFTensor):
-                held = _without_function(_get_grad, (), (self,))
-                if not isinstance(held, MCFTensor):  # after the step it is to be plain again
-                    step.gradients[id(self)] = value._component0, value
-                    value = value._component0
             _GRAD.__set__(self, value)
 
     @grad.deleter
@@ -575,14 +575,22 @@ class LiftedTensor(MCFTensor):
         return 0
 
 
-def is_liftable(gradient: Tensor, format: Format) -> bool:
-    """Whether a gradient is a number of the format but for its tails."""
-    return (
-        type(gradient) is Tensor
-        and isinstance(format, ExpansionFormat)
-        and gradient.dtype == format.dtype
-        and gradient.layout == torch.strided
-    )
+def lifted_gradient(gradient: Tensor, format: Format) -> Tensor:
+    """What a gradient of a parameter in some format reads as within a step: one of the base as an
+    expansion, or, where it is sparse, in the dtype of numbers; any other as itself."""
+    if type(gradient) is Tensor and gradient.dtype == format.dtype:
+        if gradient.layout != torch.strided:
+            return gradient.to(format.dtype_of_numbers)
+        if isinstance(format, ExpansionFormat):
+            return LiftedTensor.over(gradient, format)
+    return gradient
+
+
+def _rounded_gradient(read: Tensor, format: Format) -> Tensor:
+    """The plain gradient of what one is to read as."""
+    if isinstance(read, MCFTensor):
+        return read._component0
+    return read.to(format.dtype) if read.dtype == format.dtype_of_numbers else read
 
 
 def _made(components: Sequence[Tensor], format: Format, role: Role, own: bool) -> MCFTensor:

@@ -244,7 +244,7 @@ READS = {
     "neg": lambda p, g: -g,
     "clone": lambda p, g: g.clone(),
     "norm": lambda p, g: g.norm(),
-    "float": lambda p, g: g.float(),
+    "double": lambda p, g: g.double(),
     "matmul": lambda p, g: g @ g.t(),
     "copy_": lambda p, g: torch.zeros_like(p).copy_(g),
     "view": lambda p, g: g.view(-1).square(),
@@ -354,20 +354,120 @@ def test_gradients_given_within_a_step_are_plain_after_it():
 
 
 def test_other_gradients_are_what_they_were():
-    def gradient(x):
+    for x in (None, torch.ones(3, 4), torch.ones(3, 4).half(), sample(mcf.bf16x2, 3, 4)):
         p = parameter(gradient=False)
         p.grad_dtype = None
         p.grad = x
-        return p, x
-
-    sparse = torch.ones(3, 4, dtype=torch.bfloat16).to_sparse()
-    for x in (None, sparse, torch.ones(3, 4), sample(mcf.bf16x2, 3, 4)):
-        p, given = gradient(x)
-        assert in_step(lambda p: p.grad, p) is given
+        assert in_step(lambda p: p.grad, p) is x
     p = parameter()
     in_step(lambda p: setattr(p, "grad", None), p)
     assert p.grad is None
     assert in_step(lambda p: p.grad, p) is None
+
+
+def test_a_sparse_gradient_has_the_dtype_of_numbers():
+    def function(p):
+        assert (p.grad.layout, p.grad.dtype) == (torch.sparse_coo, torch.float32)
+        assert p.grad is p.grad
+        read = p.grad.to_dense()
+        p.grad.mul_(1 / 3)
+        return read
+
+    p = parameter()
+    dense = p.grad
+    p.grad = sparse = dense.to_sparse()
+    assert torch.equal(in_step(function, p), dense.float())
+    assert p.grad is sparse
+    assert torch.equal(sparse.to_dense(), (dense.float() / 3).bfloat16())
+
+
+def test_a_gradient_given_in_the_dtype_of_numbers():
+    p = parameter()
+    given = p.grad.double().div(3).float()
+
+    def function(p):
+        p.grad = given.to(p.dtype)
+        assert p.grad is given
+        p.grad.mul_(3)
+
+    in_step(function, p)
+    assert p.grad.dtype == torch.bfloat16
+    assert torch.equal(p.grad, given.bfloat16())
+
+
+# --------------------------------------------------------------------------------------- dtypes
+
+
+def test_the_dtype_is_that_of_the_number(format):
+    p = parameter(format)
+    dtypes = in_step(lambda p: (p.dtype, p.grad.dtype, (p * 2).dtype, p.data.dtype), p)
+    assert set(dtypes) == {torch.float32 if format.precision <= 24 else torch.float64}
+    assert p.dtype == format.dtype
+
+
+SAME = {
+    "to": lambda p: p.to(p.dtype),
+    "to by name": lambda p: p.to(dtype=p.dtype),
+    "to a device": lambda p: p.to("cpu", torch.float32),
+    "to itself": lambda p: p.to(p),
+    "to another": lambda p: p.to(tensor=torch.ones(2)),
+    "float": lambda p: p.float(),
+    "type": lambda p: p.type(torch.float32),
+    "type_as": lambda p: p.type_as(torch.ones(2)),
+}
+ROUNDED = {
+    "to": lambda p: p.to(torch.bfloat16),
+    "to a device": lambda p: p.to("cpu", torch.bfloat16, copy=True),
+    "to another": lambda p: p.to(torch.ones(2, dtype=torch.bfloat16)),
+    "bfloat16": lambda p: p.bfloat16(),
+    "type": lambda p: p.type(torch.bfloat16),
+    "type_as": lambda p: p.type_as(torch.ones(2, dtype=torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("convert", SAME)
+def test_a_conversion_to_its_dtype_is_the_identity(convert):
+    p = parameter()
+    assert in_step(SAME[convert], p) is p
+
+
+@pytest.mark.parametrize("convert", ROUNDED)
+def test_a_conversion_to_the_base_rounds(convert):
+    p = parameter()
+    rounded = in_step(ROUNDED[convert], p)
+    assert type(rounded) is torch.Tensor
+    assert torch.equal(rounded, mcf.as_plain(p.detach(), torch.bfloat16))
+    assert rounded.data_ptr() != p.components[0].data_ptr()
+
+
+def test_other_conversions_and_those_of_plain_tensors():
+    p, x = parameter(), torch.full((2,), 1 / 3, dtype=torch.float64)
+
+    def function(p):
+        assert torch.equal(p.double(), p.to(torch.float64))
+        assert p.to(p.dtype, copy=True) is not p
+        assert_same_terms(p.to(p.dtype, copy=True), p.detach())
+        assert x.to(p).dtype == x.type_as(p).dtype == torch.float32
+        assert p.type() == "torch.BFloat16Tensor"
+        return p.double()
+
+    assert torch.equal(in_step(function, p), exact(p))
+    assert p.float().dtype == torch.float32
+    assert p.to(p.dtype) is p
+
+
+def test_states_that_are_made_of_the_dtype_keep_their_bits():
+    def function(p):
+        norms = torch.zeros(3, dtype=p.dtype)
+        return norms.add_(p.square().sum(1)), torch.full((), 0.1, dtype=p.dtype)
+
+    p = parameter()
+    norms, number = in_step(function, p)
+    torch.testing.assert_close(norms.double(), exact(p).square().sum(1), rtol=1e-6, atol=0)
+    assert number.dtype == torch.float32
+
+
+# ------------------------------------------------------------------------- gradients, continued
 
 
 def test_gradients_of_accumulation_stay_expansions():
