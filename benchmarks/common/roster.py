@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import mcftensor as mcf
 from common.trial import MATRICES, SHAPES, Subject, Weights, by_closure, by_descent
 
 PACKAGES = ("torch.optim", "pytorch_optimizer", "schedulefree", "prodigyopt")
@@ -83,7 +84,8 @@ def _by_scaled_loss(optimizer: Any, weights: Weights, step: Callable[..., Any]) 
 
 def _by_curvature(optimizer: Any, weights: Weights, step: Callable[..., Any]) -> None:
     weights.draw()
-    step(hessian=[p.grad.square() for p in weights.tensors])
+    whole = [mcf.as_plain(p.grad, torch.float64) for p in weights.tensors]
+    step(hessian=[weights.gradient(x.square()) for x in whole])
 
 
 def _by_outputs(optimizer: Any, weights: Weights, step: Callable[..., Any]) -> None:

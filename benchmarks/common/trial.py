@@ -66,8 +66,9 @@ class Weights(nn.Module):
         held = self.way.held
         return mcf.as_expansion(x, held) if isinstance(held, mcf.Format) else x.to(held, copy=True)
 
-    def _gradient(self, x: Tensor) -> Tensor:
-        held = self.way.held
+    def gradient(self, x: Tensor) -> Tensor:
+        """A gradient as weights get it: of bfloat16 numbers."""
+        x, held = x.bfloat16().double(), self.way.held
         if self.way.gradients or not isinstance(held, mcf.Format):
             return self.enter(x)
         return x.to(held.base)
@@ -75,7 +76,7 @@ class Weights(nn.Module):
     def draw(self) -> None:
         """Give every weight its next gradient: a fixed part, and noise."""
         for p, fixed in zip(self.tensors, self._targets, strict=True):
-            p.grad = self._gradient((self._random(p.shape) + fixed).bfloat16().double())
+            p.grad = self.gradient(self._random(p.shape) + fixed)
 
     def loss(self) -> Tensor:
         """A loss whose gradients are the next ones."""
@@ -92,7 +93,7 @@ class Weights(nn.Module):
         for p, target in zip(self.tensors, self._targets, strict=True):
             slope = torch.linspace(1, 4, p.numel(), dtype=torch.float64).view(p.shape)
             apart = mcf.as_plain(p.detach(), torch.float64) - target
-            p.grad = self._gradient(slope * apart)
+            p.grad = self.gradient(slope * apart)
             total += (slope * apart.square()).sum() / 2
         return total
 

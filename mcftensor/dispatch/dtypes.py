@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.dispatch.registry import SHORTCUTS
-from mcftensor.tensor import MCFTensor
+from mcftensor.tensor import LiftedTensor, MCFTensor
 from mcftensor.tensor.stepping import current_step
 
 
@@ -36,6 +36,8 @@ def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = [y for y in (*rest, *kwargs.values()) if isinstance(y, torch.dtype)]
     if given == [x._format.dtype]:
         return x._collapsed(x._format.dtype).to(*rest, **kwargs)
+    if isinstance(x, LiftedTensor) and given:  # it may have fewer bits than the dtype that it reads
+        return x._component0.to(*rest, **kwargs)
     if given == [x._format.dtype_of_numbers]:  # as torch, which sees the base, knows the identity
         rest = [x._format.dtype if y in given else y for y in rest]
         kwargs = {name: x._format.dtype if y in given else y for name, y in kwargs.items()}

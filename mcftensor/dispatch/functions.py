@@ -50,6 +50,9 @@ WHOLE: set[Callable[..., Any]] = {
     *(getattr(torch.fft, name) for name in dir(torch.fft) if re.fullmatch("i?[rh]?fft[2n]?", name)),
     # called by these names
     torch.complex,
+    torch.linalg.multi_dot,  # this and the next two take operands of one dtype alone
+    torch.linalg.vecdot,
+    *(torch.inner, torch.Tensor.inner, torch.tensordot),
     torch.linalg.matrix_norm,
     torch.linalg.matrix_rank,
     torch.linalg.norm,
