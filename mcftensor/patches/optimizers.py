@@ -48,7 +48,10 @@ def _after_the_plan(initialize: Callable[..., Any]) -> Callable[..., Any]:
         plan = self.__dict__.get("_collage")
         if plan is not None:
             plan.make_states(self, initialize, group, *args, **kwargs)
-        return initialize(self, group, *args, **kwargs)
+        found = initialize(self, group, *args, **kwargs)
+        if plan is not None:
+            plan.after_initializing(self, group, found)
+        return found
 
     init_group._asks_plan = True  # type: ignore[attr-defined]
     return init_group
@@ -99,7 +102,8 @@ _BREAKING = {
 }
 
 
-def _of_torch(step: Callable[..., Any]) -> bool:
+def is_of_torch(step: Callable[..., Any]) -> bool:
+    """Whether a step is that of a class of torch."""
     return inspect.unwrap(step).__module__.startswith("torch.optim.")
 
 
@@ -117,7 +121,7 @@ def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:
 
     def take(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         # torch's fused kernels are given gradients as they are.
-        is_fused = _of_torch(step) and all(group.get("fused") for group in self.param_groups)
+        is_fused = is_of_torch(step) and all(group.get("fused") for group in self.param_groups)
         args = tuple([_outside_of_it(x) for x in args])
         kwargs = {name: _outside_of_it(x) for name, x in kwargs.items()}
         with stepping(lifts_gradients=not is_fused) as own, lifted_shards(own, _parameters(self)):
@@ -129,7 +133,7 @@ def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:
         return step(self, *args, **kwargs)
 
     chosen = choose
-    if _of_torch(step) and inspect.unwrap(step).__qualname__.partition(".")[0] in _BREAKING:
+    if is_of_torch(step) and inspect.unwrap(step).__qualname__.partition(".")[0] in _BREAKING:
         # Nor is the choice compiled, to which every parameter would be an input.
         chosen = torch._disable_dynamo(choose, recursive=False)
         chosen._breaks_graphs = True  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ from mcftensor.patches.optimizers import (
     as_loaded,
     breaks_graphs,
     have_states_made_by_plan,
+    is_of_torch,
     untraced,
 )
 from mcftensor.tensor.sharded import format_of
@@ -37,6 +38,7 @@ SECOND_MOMENTS = frozenset(
 # What a state becomes, beside plain (None) or an expansion in a given format.
 _OWN = "expansion in the format of the parameter"
 _AS_IT_IS = "what the optimizer makes it"
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _MODES: dict[str, dict[str, Any]] = {
     "light": dict.fromkeys(FIRST_MOMENTS | SECOND_MOMENTS),
     "plus": dict.fromkeys(FIRST_MOMENTS) | dict.fromkeys(SECOND_MOMENTS, _OWN),
@@ -57,6 +59,10 @@ def collage(optimizer: Opt, mode: str | Mapping[str, Format | None]) -> Opt:
       makes it from the gradient, as SGD does with its momentum buffer;
     - a dict from names of states to formats; None makes a state plain, and a state that is not
       named stays as the optimizer makes it.
+
+    Where the class has a fused step (Adam, AdamW, SGD, Adagrad) and neither `foreach` nor `fused` was
+    given, the step is the fused one from here on, which is exact and fastest on any device; the
+    optimizer's `repr` says `fused: True`. A group that meets a sparse gradient goes back.
 
     The mode takes effect at once for states that exist, and for others when they are made, or at
     the end of the step that makes them. It holds through `load_state_dict` and `add_param_group`,
@@ -115,6 +121,24 @@ def collage(optimizer: Opt, mode: str | Mapping[str, Format | None]) -> Opt:
     plan.attach(optimizer)
     plan.apply(optimizer)
     return optimizer
+
+
+def _choose_fused(optimizer: Optimizer) -> None:
+    """Have groups whose path is open take torch's fused one, if the class has it and the tensors
+    are all of a kind that it takes."""
+    if not (isinstance(optimizer, _FUSED) and is_of_torch(type(optimizer).step)):
+        return
+    devices = {"cpu"} if isinstance(optimizer, torch.optim.Adagrad) else {"cpu", "cuda"}
+    for group in (optimizer.defaults, *optimizer.param_groups):
+        parameters = group.get("params", ())
+        options = [group.get(name, "none") for name in ("foreach", "fused")]
+        if (
+            options == [None, None]
+            and not group.get("differentiable")
+            and len({hasattr(p, "_local_tensor") for p in parameters}) <= 1
+            and all(p.device.type in devices and p.is_floating_point() for p in parameters)
+        ):
+            group["fused"] = True
 
 
 class _Plan:
@@ -199,8 +223,16 @@ class _Plan:
                 if isinstance(wanted, Format):
                     states[p]["momentum_buffer"] = as_expansion(torch.zeros_like(p), wanted)
 
+    def after_initializing(self, optimizer: Optimizer, group: dict[str, Any], found: Any) -> None:
+        """Given what `_init_group` has found, leave the fused path where gradients are sparse."""
+        if isinstance(optimizer, torch.optim.Adagrad):
+            found = found[0]
+        if found and isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad)):
+            group["fused"] = False
+
     def apply(self, optimizer: Optimizer) -> None:
         """Bring every state to what the mode says."""
+        _choose_fused(optimizer)  # groups may have been added or loaded
         for p, state in optimizer.state.items():
             format = format_of(p)
             if state and format is not None:
