@@ -239,10 +239,10 @@ def overwrite(
         torch._foreach_copy_(own, new, non_blocking)
     else:  # single operators, which compilers see through
         copy = torch.ops.aten.copy_.default._op
-        at_once([partial(copy, x, y, non_blocking) for x, y in zip(own, new, strict=True)])
+        uninterrupted([partial(copy, x, y, non_blocking) for x, y in zip(own, new, strict=True)])
 
 
-def at_once(calls: Sequence[partial[Any]]) -> list[Any]:
+def uninterrupted(calls: Sequence[partial[Any]]) -> list[Any]:
     """The results of calls of functions in C, made by one bytecode: Python handles signals between
     two, so that none comes between the calls."""
     return list(map(partial.__call__, calls))

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.operands import (
-    at_once,
     common_format,
     common_role,
     computes_plainly,
@@ -25,6 +24,7 @@ from mcftensor.dispatch.operands import (
     fill,
     leading,
     stored_in,
+    uninterrupted,
 )
 from mcftensor.dispatch.registry import SHORTCUTS, implements
 from mcftensor.dispatch.stored import plain_numbers
@@ -136,10 +136,10 @@ def view_(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> MCFTensor:
     """Another shape for the same tensor object."""
     calls = [partial(func._op, t, *args, **kwargs) for t in (*x.components, x)]
     if not is_bare(x.components):  # a compiler's, which see what is dispatched
-        at_once(calls[:-1])
+        uninterrupted(calls[:-1])
         calls = calls[-1:]
     with no_dispatch():
-        at_once(calls)
+        uninterrupted(calls)
     return x
 
 
@@ -378,7 +378,7 @@ def place(func: Any, *args: Any, **kwargs: Any) -> Any:
     ]
     if in_place:
         _require_places(func, terms[0], named)
-    results = at_once(calls)
+    results = uninterrupted(calls)
     if by_copy:
         fill(x, results)
     return x if in_place else MCFTensor.of(results, format, common_role((x, source)), own=True)
