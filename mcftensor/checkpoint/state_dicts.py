@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from mcftensor.checkpoint.errors import CheckpointError, some
 from mcftensor.formats import Format
 from mcftensor.kernels.program import PATTERNS
-from mcftensor.patches.distributed import around_broadcasts
+from mcftensor.patches.distributed import after_loads, around_broadcasts
 from mcftensor.tensor.sharded import format_of, local, on_local
 from mcftensor.tensor.tensor import MCFTensor, check_components, normalized
 
@@ -67,7 +68,8 @@ def as_terms(state_dict: Mapping[Any, Any], *, sums: bool = False) -> dict[Any, 
     a tensor of the base dtype there, rounded to nearest. The other terms stand beside it, under
     names that say the format: `weight`, `weight.bf16x3.term1`, `weight.bf16x3.term2`. All share
     memory with the expansion: what is written to them, as by `torch.distributed.checkpoint.load`,
-    is written to it. Sharded expansions give sharded terms (DTensors).
+    is written to it, and then normalized, or refused as by `from_terms`. Sharded expansions give
+    sharded terms (DTensors).
 
     Use it where a program that stores tensors takes nothing but plain ones, and `from_terms` for
     the way back. `save_file`, `torch.save` and `torch.distributed.checkpoint` need no help.
@@ -78,7 +80,8 @@ def as_terms(state_dict: Mapping[Any, Any], *, sums: bool = False) -> dict[Any, 
         sums: whether one number stands beside the terms, `weight.bf16x3.sum`, the sum of the
             leading term's bit patterns. By it `from_terms` notices that another program has changed
             the leading term, as one does that merges or prunes models, and left the others as they
-            were. Sharded terms, and those without memory (meta), have none.
+            were. Sharded terms, whose sum all ranks would have to make together, have none, nor
+            have those without memory (meta).
 
     Raises:
         CheckpointError: a name that a term needs is there already, or what has such a name is none;
@@ -278,3 +281,42 @@ def _in_format_of(own: Any, x: Any) -> Any:
 
 
 around_broadcasts.append(_broadcast_as_terms)
+
+
+def _settling(state_dict: Mapping[Any, Any]) -> Callable[[], None] | None:
+    """What is to be done once terms have been loaded in place; None where there are none."""
+    return functools.partial(_settle, state_dict) if _has_terms(state_dict) else None
+
+
+def _has_terms(state_dict: Mapping[Any, Any]) -> bool:
+    return any(
+        _has_terms(x) if isinstance(x, Mapping) else _tail(name) is not None
+        for name, x in state_dict.items()
+    )
+
+
+def _settle(terms: Mapping[Any, Any]) -> None:
+    """Normalize terms in place, all of them; then raise the first error of `from_terms`."""
+    for error in list(_refusals(terms)):
+        raise error
+
+
+@torch.no_grad()
+def _refusals(terms: Mapping[Any, Any]) -> Iterator[CheckpointError]:
+    for name, names in names_of_terms(terms).items():
+        if isinstance(terms[name], Mapping):
+            yield from _refusals(terms[name])
+        if len(names) == 1:
+            continue
+        format = _tail(names[1])[1]  # type: ignore[index]
+        parts = [local(terms[n]) for n in (name, *tail_names(name, format))]
+        try:
+            whole: Any = local(from_terms({n: terms[n] for n in names})[name])
+            found: Sequence[Tensor] = whole.components
+        except CheckpointError as error:
+            yield error
+            found, _ = format.normalized(parts)
+        torch._foreach_copy_(parts, list(found))
+
+
+after_loads.append(_settling)

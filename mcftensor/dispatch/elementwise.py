@@ -22,6 +22,7 @@ from mcftensor.dispatch.operands import (
     component_columns,
     computes_plainly,
     leading,
+    overwrite,
     plain,
     require_numbers,
     store,
@@ -198,9 +199,9 @@ class _Part:
             carry_out(self.plan.expression, self.operands, written, own_keys)
             return
         # A compiler's: operators that write take it long to see through.
-        for column, new in zip(written, self._outputs(own_keys), strict=True):
-            for x, y in zip(column, new, strict=True):
-                x.copy_(y)
+        new = self._outputs(own_keys)
+        for target, result in zip(zip(*written, strict=True), zip(*new, strict=True), strict=True):
+            overwrite(target, result)
 
 
 def some_rows(columns: Lists, rows: Rows, count: int) -> Lists:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -226,9 +227,22 @@ def store(target: Tensor, result: Tensor) -> None:
 
 def fill(target: MCFTensor, components: Iterable[Tensor], non_blocking: bool = False) -> None:
     """Write components into those of an expansion, by one call, which no signal interrupts."""
-    own, new = list(target.components), list(components)
+    overwrite(target.components, components, non_blocking)
+
+
+def overwrite(
+    targets: Iterable[Tensor], components: Iterable[Tensor], non_blocking: bool = False
+) -> None:
+    """The same where the components of the target are at hand."""
+    own, new = list(targets), list(components)
     if is_bare(own, new):
         torch._foreach_copy_(own, new, non_blocking)
-        return
-    for x, y in zip(own, new, strict=True):
-        x.copy_(y, non_blocking)
+    else:  # single operators, which compilers see through
+        copy = torch.ops.aten.copy_.default._op
+        uninterrupted([partial(copy, x, y, non_blocking) for x, y in zip(own, new, strict=True)])
+
+
+def uninterrupted(calls: Sequence[partial[Any]]) -> list[Any]:
+    """The results of calls of functions in C, made by one bytecode: Python handles signals between
+    two, so that none comes between the calls."""
+    return list(map(partial.__call__, calls))

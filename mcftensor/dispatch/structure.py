@@ -7,6 +7,7 @@ operator says who calls it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +24,13 @@ from mcftensor.dispatch.operands import (
     fill,
     leading,
     stored_in,
+    uninterrupted,
 )
 from mcftensor.dispatch.registry import SHORTCUTS, implements
 from mcftensor.dispatch.stored import plain_numbers
 from mcftensor.dispatch.writing import refusal
 from mcftensor.formats import Format
+from mcftensor.kernels.opaque import is_bare
 from mcftensor.tensor import LiftedTensor, MCFTensor, Role
 
 aten = torch.ops.aten
@@ -145,10 +148,12 @@ def layer(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 )
 def view_(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> MCFTensor:
     """Another shape for the same tensor object."""
-    for term in x.components:
-        func(term, *args, **kwargs)
+    calls = [partial(func._op, t, *args, **kwargs) for t in (*x.components, x)]
+    if not is_bare(x.components):  # a compiler's, which see what is dispatched
+        uninterrupted(calls[:-1])
+        calls = calls[-1:]
     with no_dispatch():
-        func(x, *args, **kwargs)
+        uninterrupted(calls)
     return x
 
 
@@ -316,6 +321,26 @@ def masked_fill(func: Any, x: Any, mask: Tensor, value: Any) -> Any:
 _SOURCES = ("src", "source", "values", "value")
 
 
+# What reads the places that these write to, and raises where there are none, before any is written.
+_READS = {
+    aten.index_put_: aten.index.Tensor,
+    aten.put_: aten.take.default,
+    aten.scatter_: aten.gather.default,
+    aten.index_copy_: aten.index_select.default,
+    aten.index_fill_: aten.index_select.default,
+}
+
+
+def _require_places(func: Any, term: Tensor, named: dict[str, Any]) -> None:
+    """Raise what the write would raise in its middle, on a CPU; elsewhere nothing goes on then."""
+    read = _READS.get(func.overloadpacket)
+    if read is None or term.device.type != "cpu" or not is_bare([term]):
+        return
+    places = {name: x for name, x in named.items() if name != "accumulate"}
+    if any(x is not None and x.dtype != torch.bool for x in places.get("indices", [term])):
+        read(term, **places)  # masks have no places beyond
+
+
 def _elements(source: Any, format: Format, device: torch.device) -> Sequence[Any]:
     """What goes into each term; of a number Python floats, which compilers leave alone too."""
     if isinstance(source, torch.Tensor):
@@ -359,9 +384,17 @@ def place(func: Any, *args: Any, **kwargs: Any) -> Any:
     format = x.format if in_place else common_format(func.overloadpacket.__name__, (x, source))
     terms = x.components if in_place else stored_in(x, format, x.device)
     numbers = _elements(source, format, x.device)
-    results = [
-        func(term, **named, **{name: number}) for term, number in zip(terms, numbers, strict=True)
+    by_copy = func is aten.masked_scatter_.default  # which raises in its middle
+    write = aten.masked_scatter.default if by_copy else func
+    calls = [
+        partial(write._op, term, **named, **{name: number})
+        for term, number in zip(terms, numbers, strict=True)
     ]
+    if in_place:
+        _require_places(func, terms[0], named)
+    results = uninterrupted(calls)
+    if by_copy:
+        fill(x, results)
     return x if in_place else MCFTensor.of(results, format, common_role((x, source)), own=True)
 
 

@@ -21,6 +21,10 @@ around_broadcasts = []
 """Contexts of what one rank sends to all. They are given what the first rank has and what this rank
 holds, which is to become like it, and say what stands for the two on the way."""
 
+after_loads: list[Callable[[States], Callable[[], None] | None]] = []
+"""What is asked before `torch.distributed.checkpoint` loads into a state dict in place, and says
+what is to be done when this rank has read, if anything."""
+
 
 @by_name
 def _keeping_expansions(apply: Callable[[], nn.Module], given: dict[str, Any]) -> nn.Module:
@@ -71,6 +75,33 @@ def _within_contexts(broadcast: Callable[[], None], given: dict[str, Any]) -> No
         broadcast()
 
 
+class _ReaderOf:
+    """A reader of checkpoints, with something to be done on this rank when it has read. Where that
+    raises, all ranks do, as where reading raises."""
+
+    def __init__(self, reader: Any, actions: list[Callable[[], None]]) -> None:
+        self._reader, self._actions = reader, actions
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def read_data(self, *args: Any, **kwargs: Any) -> Any:
+        reading = self._reader.read_data(*args, **kwargs)
+        reading.wait()
+        for action in self._actions:
+            action()
+        return reading
+
+
+@by_name
+def _and_then(load: Callable[[], None], given: dict[str, Any]) -> None:
+    asked = [function(given["state_dict"]) for function in after_loads]
+    actions = [action for action in asked if action is not None]
+    if actions:
+        given["storage_reader"] = _ReaderOf(given["storage_reader"], actions)
+    load()
+
+
 if dist.is_available():
     row(
         "torch.nn.Module._apply",
@@ -96,4 +127,14 @@ if dist.is_available():
         when="import torch.distributed.checkpoint.state_dict",
         takes=("full_state_dict", "local_state_dict"),
         change=_within_contexts,
+    )
+    row(
+        "torch.distributed.checkpoint.state_dict_loader._load_state_dict",
+        why="`dcp.load` writes into terms in place, and asks nothing afterwards: what another "
+        "program has changed is to be normalized, or refused.",
+        loss="dcp.load into terms takes what another program has changed as it is; give what was "
+        "loaded to mcf.from_terms, and load what comes back.",
+        when="import torch.distributed.checkpoint.state_dict_loader",
+        takes=("state_dict", "storage_reader"),
+        change=_and_then,
     )

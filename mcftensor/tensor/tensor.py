@@ -420,8 +420,8 @@ class MCFTensor(torch.Tensor):
         assert isinstance(value, MCFTensor)
         self._read()  # no longer deferred
         self.hand_out()
-        for name, component in zip(COMPONENTS, value.components, strict=False):
-            setattr(self, name, component.detach())
+        new = [component.detach() for component in value.components]
+        self.__dict__.update(zip(COMPONENTS, new, strict=False))  # all by one call
 
     def data_ptr(self) -> int:
         """0 always, also of a slice: by it torch knows a tensor without storage, to copy and save

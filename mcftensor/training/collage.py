@@ -60,9 +60,9 @@ def collage(optimizer: Opt, mode: str | Mapping[str, Format | None]) -> Opt:
     - a dict from names of states to formats; None makes a state plain, and a state that is not
       named stays as the optimizer makes it.
 
-    Where the class has a fused step (Adam, AdamW, SGD, Adagrad) and neither `foreach` nor `fused` was
-    given, the step is the fused one from here on, which is exact and fastest on any device; the
-    optimizer's `repr` says `fused: True`. A group that meets a sparse gradient goes back.
+    Where the class has a fused step (Adam, AdamW, SGD, Adagrad) and neither `foreach` nor `fused`
+    was given, that is the path from now on, as it is the fastest and rounds least; the optimizer's
+    `repr` says `fused: True`. A group that meets a sparse gradient leaves it.
 
     The mode takes effect at once for states that exist, and for others when they are made, or at
     the end of the step that makes them. It holds through `load_state_dict` and `add_param_group`,

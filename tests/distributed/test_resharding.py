@@ -12,7 +12,9 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 import mcftensor as mcf
@@ -142,6 +144,38 @@ def goes_on_to_the_bit(mode, folder):
 @pytest.mark.parametrize("mode", ["light", "plus", "full"])
 def test_a_resumed_run_has_the_bits_of_a_whole_one(ranks, mode, tmp_path):
     goes_on_to_the_bit(ranks, mode=mode, folder=str(tmp_path))
+
+
+@on_ranks(2)
+def what_another_program_saved(folder):
+    """Terms of eight rows, of which the second rank is to have the last four."""
+    mesh = init_device_mesh("cpu", (2,))
+    zeros = mcf.as_expansion(torch.zeros(8), mcf.bf16x2)
+    x = distribute_tensor(zeros, mesh, [Shard(0)])
+    leading, tail = (torch.full((8,), v).bfloat16() for v in (1 + 2**-7, 2**-8))
+    for last, error in {
+        2**-8: None,
+        0.5: "that do not fit together",
+        torch.nan: "not finite",
+    }.items():
+        tail[-1] = last
+        saved = {"model": {"x": leading, "x.bf16x2.term1": tail}}
+        dcp.save(saved, checkpoint_id=f"{folder}/{last}")
+        state = {"model": mcf.as_terms({"x": x})}
+        if error is None:
+            dcp.load(state, checkpoint_id=f"{folder}/{last}")
+        else:
+            with pytest.raises(CheckpointException, match=f"the terms of x .*{error}") as info:
+                dcp.load(state, checkpoint_id=f"{folder}/{last}")
+            assert list(info.value.failures) == [1]
+        first, second = x.to_local().components
+        rows = 3 if dist.get_rank() else 4
+        assert first[:rows].tolist() == [1 + 2**-6] * rows
+        assert second[:rows].tolist() == [-(2**-8)] * rows
+
+
+def test_sharded_terms_that_another_program_saved(ranks, tmp_path):
+    what_another_program_saved(ranks, folder=str(tmp_path))
 
 
 def check(folder):

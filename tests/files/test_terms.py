@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.format_utils
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -251,6 +252,81 @@ class TestDistributedCheckpoint:
         with pytest.raises(CheckpointException, match=r"Missing key.* x\.bf16x2\.term1"):
             dcp.load(mcf.as_terms({"x": x}), checkpoint_id=tmp_path)
         assert_same_terms(x, sample(mcf.bf16x2, 5))
+
+    def loaded(self, saved, folder, **options):
+        """What is in expansions of zeros when terms that another program saved have been loaded."""
+        names = [name for name in saved if "." not in name]
+        state = {name: mcf.as_expansion(torch.zeros(2), mcf.bf16x2) for name in names}
+        dcp.save({"state": saved}, checkpoint_id=folder)
+        try:
+            dcp.load({"state": mcf.as_terms(state, **options)}, checkpoint_id=folder)
+        except CheckpointException as error:
+            return state, str(error)
+        return state, ""
+
+    def test_terms_loaded_in_place_are_normalized(self, tmp_path):
+        parts = torch.tensor([[1 + 2**-7, 1.0], [2**-8, -0.0]], dtype=torch.bfloat16)
+        state, error = self.loaded({"x": parts[0], "x.bf16x2.term1": parts[1]}, tmp_path)
+        assert error == ""
+        assert [t.tolist() for t in state["x"].components] == [[1 + 2**-6, 1.0], [-(2**-8), 0.0]]
+
+    @pytest.mark.parametrize(
+        ("tail", "words", "sums"),
+        [
+            (0.5, "1 of 2 elements have terms that do not fit together", [1.5, 1.0]),
+            (torch.nan, "a term1 is not finite beside one that is", [1.0, 1.0]),
+            (-torch.inf, "a term1 is not finite beside one that is", [1.0, 1.0]),
+        ],
+    )
+    def test_terms_loaded_in_place_are_refused(self, tail, words, sums, tmp_path):
+        ones = torch.ones(2).bfloat16()
+        odd = {"a": ones + 2**-7, "a.bf16x2.term1": ones * 2**-8}
+        saved = {"x": ones, "x.bf16x2.term1": torch.tensor([tail, 0.0]).bfloat16()}
+        last = {name.replace("a", "z", 1): x for name, x in odd.items()}
+        state, error = self.loaded(odd | saved | last, tmp_path)
+        assert f"CheckpointError: the terms of x {'make' if 'term1' in words else 'in'}" in error
+        assert words in error
+        # All are normalized nonetheless, those after it too.
+        assert [t.tolist() for t in state["z"].components] == [[1 + 2**-6] * 2, [-(2**-8)] * 2]
+        assert state["x"].components[0].tolist() == sums
+        assert state["x"].components[1].tolist() == [0.0, 0.0]
+
+    def test_leading_terms_that_another_program_changed(self, tmp_path):
+        terms = mcf.as_terms({"x": sample(mcf.bf16x2, 2)}, sums=True)
+        terms["x"] = torch.full((2,), 3.0).bfloat16()
+        _, error = self.loaded(terms, tmp_path / "one", sums=True)
+        assert "the sum beside them is not that of its leading term" in error
+        # On purpose:
+        dcp.format_utils.dcp_to_torch_save(tmp_path / "one", tmp_path / "one.pt")
+        state = torch.load(tmp_path / "one.pt")["state"]
+        assert mcf.from_terms(state, tails=False)["x"].tolist() == [3.0, 3.0]
+
+    def test_a_term_by_itself_is_refused(self, tmp_path):
+        terms = mcf.as_terms({"x": sample(mcf.bf16x2, 2)})
+        dcp.save(terms, checkpoint_id=tmp_path)
+        with pytest.raises(CheckpointException, match=r"x\.bf16x2\.term1 would be terms of x"):
+            dcp.load({"x.bf16x2.term1": terms["x.bf16x2.term1"]}, checkpoint_id=tmp_path)
+
+    def test_whole_expansions_are_normalized_or_refused(self, tmp_path):
+        parts = torch.tensor([[1 + 2**-7, 1.0], [2**-8, 0.0]], dtype=torch.bfloat16)
+        dcp.save({"x": mcf.MCFTensor(list(parts), mcf.bf16x2)}, checkpoint_id=tmp_path / "tie")
+        x = mcf.as_expansion(torch.zeros(2), mcf.bf16x2)
+        dcp.load({"x": x}, checkpoint_id=tmp_path / "tie")
+        assert [t.tolist() for t in x.components] == [[1 + 2**-6, 1.0], [-(2**-8), 0.0]]
+        before = x.clone()
+        parts[1, 0] = torch.nan
+        dcp.save({"x": mcf.MCFTensor(list(parts), mcf.bf16x2)}, checkpoint_id=tmp_path / "nan")
+        with pytest.raises(CheckpointException, match="a term1 is not finite beside one that is"):
+            dcp.load({"x": x}, checkpoint_id=tmp_path / "nan")
+        assert_same_terms(x, before)
+
+    def test_readers_and_planners_of_users_see_what_they_did(self, tmp_path):
+        x = sample(mcf.bf16x2, 2)
+        reader, planner = dcp.FileSystemReader(tmp_path), dcp.DefaultLoadPlanner()
+        dcp.save(mcf.as_terms({"x": x}), checkpoint_id=tmp_path)
+        terms = mcf.as_terms({"x": torch.zeros_like(x)})
+        dcp.load(terms, storage_reader=reader, planner=planner)
+        assert_same_terms(mcf.from_terms(terms)["x"], x)
 
     @pytest.mark.parametrize("form", [lambda state: state, mcf.as_terms], ids=["whole", "terms"])
     def test_async_save_is_of_the_moment_it_was_called(self, form, tmp_path, monkeypatch):

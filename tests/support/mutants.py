@@ -629,9 +629,41 @@ MUTATIONS = [
         "operands.py",
         "tests/tensor/test_interrupts.py",
         terms_one_by_one=(
-            "    if is_bare(own, new):\n        torch._foreach_copy_",
-            "    if False:\n        torch._foreach_copy_",
+            "torch._foreach_copy_(own, new, non_blocking)",
+            "[x.copy_(y) for x, y in zip(own, new)]",
         ),
+        places_one_by_one=(
+            "return list(map(partial.__call__, calls))",
+            "return [call() for call in calls]",
+        ),
+    ),
+    *_of(
+        "structure.py",
+        "tests/tensor/test_structure.py",
+        places_that_are_not_there=(
+            "    if in_place:\n        _require_places",
+            "    if False:\n        _require_places",
+        ),
+        raises_in_its_middle=("by_copy = func is aten.masked_scatter_.default", "by_copy = False"),
+    ),
+    *_of(
+        "structure.py",
+        "tests/tensor/test_interrupts.py",
+        shapes_one_by_one=("if not is_bare(x.components):", "if True:"),
+    ),
+    *_of(
+        "tensor.py",
+        "tests/tensor/test_interrupts.py",
+        data_one_by_one=(
+            "self.__dict__.update(zip(COMPONENTS, new, strict=False))",
+            "[setattr(self, n, c) for n, c in zip(COMPONENTS, new, strict=False)]",
+        ),
+    ),
+    *_of(
+        "patches/distributed.py",
+        "tests/files/test_terms.py",
+        "tests/distributed/test_resharding.py",
+        loaded_terms_unseen=("    if actions:\n", "    if False:\n"),
     ),
     *_of(
         "format.py",
@@ -645,6 +677,11 @@ MUTATIONS = [
         "tests/files/test_terms.py",
         sums_unread=("_sum_of(parts[0]) != told", "False"),
         tails_kept=("return [parts[0], *map(torch.zeros_like, parts[1:])], 0", "return parts, 0"),
+        refused_and_left=("found, _ = format.normalized(parts)", "found = parts"),
+        first_refusal_ends_it=(
+            "for error in list(_refusals(terms)):",
+            "for error in _refusals(terms):",
+        ),
     ),
     *_of(
         "optimizers.py",

@@ -1,6 +1,9 @@
 """A signal in the middle of a write leaves no element with terms of two numbers."""
 
+import functools
 import signal
+import sys
+from operator import setitem
 from time import perf_counter
 
 import pytest
@@ -13,7 +16,7 @@ from support.kernel_cases import way
 COUNT = 1 << 20
 TRIES = 12
 
-pytestmark = pytest.mark.skipif(
+needs_timers = pytest.mark.skipif(
     not hasattr(signal, "setitimer"), reason="needs a timer that sends signals"
 )
 
@@ -54,9 +57,9 @@ def assert_old_or_new(x, old, new):
     assert (is_old | is_new).all()
 
 
-def number(seed):
+def number(seed, count=COUNT):
     generator = torch.Generator().manual_seed(seed)
-    return torch.rand(COUNT, generator=generator, dtype=torch.float64) + 1
+    return torch.rand(count, generator=generator, dtype=torch.float64) + 1
 
 
 WRITES = {
@@ -73,24 +76,148 @@ WRITES = {
 }
 
 
+@needs_timers
 @pytest.mark.parametrize("compiled", ["eager", "cpp"])
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_that_is_cut(write, compiled, interrupted):
-    old, z = (mcf.as_expansion(number(seed), mcf.bf16x3) for seed in range(2))
-    with torch.no_grad(), way(compiled):
-        whole, start = old.clone(), perf_counter()
-        WRITES[write](whole, z)
-        if compiled == "cpp":  # the first call compiled it
-            whole, start = old.clone(), perf_counter()
-            WRITES[write](whole, z)
-        seconds = perf_counter() - start
-        for i in range(TRIES):
-            x = old.clone()
-            if not interrupted(lambda x=x: WRITES[write](x, z), seconds * (i + 1) / TRIES):
-                seconds *= 0.7  # the first one took longer
-            assert_old_or_new(x, old, whole)
+    with way(compiled):
+        if compiled == "cpp":  # the first call compiles it
+            WRITES[write](*numbers())
+        assert_whole_after_signals(WRITES[write], interrupted)
 
 
+def numbers(count=COUNT):
+    return [mcf.as_expansion(number(seed, count), mcf.bf16x3) for seed in range(2)]
+
+
+@torch.no_grad()
+def assert_whole_after_signals(write, interrupted):
+    old, z = numbers()
+    whole, start = old.clone(), perf_counter()
+    write(whole, z)
+    seconds = perf_counter() - start
+    for i in range(TRIES):
+        x = old.clone()
+        if not interrupted(lambda x=x: write(x, z), seconds * (i + 1) / TRIES):
+            seconds *= 0.7  # the first one took longer
+        assert_old_or_new(x, old, whole)
+
+
+def even(x):
+    return torch.arange(0, len(x), 2)
+
+
+def mask(x):
+    return torch.arange(len(x)) % 3 > 0
+
+
+def square(x):
+    side = int(len(x) ** 0.5)
+    return x[: side * side].view(side, side)
+
+
+PLACEMENTS = {
+    "x[i] = number": lambda x, z: setitem(x, 3, 0.1),
+    "x[i] = v": lambda x, z: setitem(square(x), 1, square(z)[0]),
+    "x[1:] = v": lambda x, z: setitem(x, slice(1, None), z[1:]),
+    "x[1:] = float64": lambda x, z: setitem(x, slice(1, None), mcf.as_plain(z[1:], torch.float64)),
+    "x[mask] = number": lambda x, z: setitem(x, mask(x), 0.1),
+    "x[mask] = v": lambda x, z: setitem(x, mask(x), z[mask(x)]),
+    "x[indices] = number": lambda x, z: setitem(x, even(x), 0.1),
+    "x[indices] = v": lambda x, z: setitem(x, even(x), z[even(x)]),
+    "index_put_": lambda x, z: x.index_put_((even(x),), z[0]),
+    "sums of index_put_": lambda x, z: x.index_put_((even(x),), z[0], accumulate=True),
+    "put_": lambda x, z: x.put_(even(x), z[even(x)]),
+    "scatter_": lambda x, z: x.scatter_(0, even(x), z),
+    "scatter_ of a number": lambda x, z: x.scatter_(0, even(x), 0.1),
+    "scatter_add_": lambda x, z: x.scatter_add_(0, even(x), z),
+    "masked_scatter_": lambda x, z: x.masked_scatter_(mask(x), z),
+    "index_copy_": lambda x, z: x.index_copy_(0, even(x), z[even(x)]),
+    "index_fill_": lambda x, z: x.index_fill_(0, even(x), 0.1),
+    "index_add_": lambda x, z: x.index_add_(0, even(x), z[even(x)]),
+    "copy_ of a row": lambda x, z: square(x).copy_(square(z)[0]),
+    "copy_ into a transposed view": lambda x, z: square(x).t().copy_(square(z)),
+    "tril_": lambda x, z: square(x).tril_(),
+    "fill_diagonal_": lambda x, z: square(x).fill_diagonal_(0.1),
+    "normal_": lambda x, z: x.normal_(generator=torch.Generator().manual_seed(0)),
+    "uniform_": lambda x, z: x.uniform_(generator=torch.Generator().manual_seed(0)),
+    "bernoulli_": lambda x, z: x.bernoulli_(generator=torch.Generator().manual_seed(0)),
+}
+
+
+@needs_timers
+@pytest.mark.parametrize("write", PLACEMENTS)
+def test_a_placement_that_is_cut(write, interrupted):
+    assert_whole_after_signals(PLACEMENTS[write], interrupted)
+
+
+def found_between_bytecodes(function, look):
+    """Whatever a function that looks finds while another one runs: Python handles signals between
+    two bytecodes, wherever a timer happens to strike."""
+    found = set()
+
+    def trace(frame, event, unused):
+        frame.f_trace_opcodes = True
+        found.add(look())
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return found
+
+
+def bits_of(terms):
+    return b"".join([t.view(torch.int16).numpy().tobytes() for t in terms])
+
+
+@pytest.mark.parametrize("write", WRITES | PLACEMENTS)
+def test_terms_between_the_bytecodes_of_a_write(write):
+    old, z = numbers(9)
+    x, whole = old.clone(), old.clone()
+    with torch.no_grad():
+        (WRITES | PLACEMENTS)[write](whole, z)
+        found = found_between_bytecodes(
+            lambda: (WRITES | PLACEMENTS)[write](x, z), functools.partial(bits_of, x.components)
+        )
+    assert {bits_of(old.components), bits_of(whole.components)} <= found
+    for bits in found:
+        stack = torch.frombuffer(bytearray(bits), dtype=torch.bfloat16).view(3, 9)
+        assert_old_or_new(mcf.MCFTensor(list(stack), x.format), old, whole)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.t_(),
+        lambda x: x.unsqueeze_(0),
+        lambda x: x.squeeze_(),
+        lambda x: x.as_strided_((3,), (2,)),
+    ],
+    ids=["t_", "unsqueeze_", "squeeze_", "as_strided_"],
+)
+def test_shapes_between_the_bytecodes_of_a_change(change):
+    x = numbers(9)[0].view(9, 1).clone()
+    every = [*x.components, x]
+    found = found_between_bytecodes(
+        lambda: change(x), lambda: tuple((tuple(t.shape), t.stride()) for t in every)
+    )
+    assert sorted(len(set(of_each)) for of_each in found) == [1, 1]
+
+
+def test_memory_between_the_bytecodes_of_an_exchange():
+    x, new = numbers(9)
+    old = [t.data_ptr() for t in x.components]
+    found = found_between_bytecodes(
+        lambda: setattr(x, "data", new), lambda: tuple(t.data_ptr() for t in x.components)
+    )
+    assert found == {tuple(old), tuple(t.data_ptr() for t in new.components)}
+
+
+@needs_timers
 @pytest.mark.parametrize("kind", ["for-loop", "foreach", "fused"])
 def test_a_step_that_is_cut(kind, interrupted):
     """Parameters and states hold numbers, of before or after."""

@@ -1,5 +1,7 @@
 """Structure operations: the same on every term."""
 
+from operator import setitem
+
 import pytest
 import torch
 from torch import nn
@@ -191,6 +193,28 @@ class TestWrites:
         assert_same_terms(x[torch.tensor([3, 1])], values)
         x[0] = torch.tensor(3.0)
         assert exact(x)[0] == 3
+
+    @pytest.mark.parametrize(
+        "write",
+        [
+            setitem,
+            lambda x, i, z: setitem(x, i, 0.1),
+            lambda x, i, z: x.put_(i, z),
+            lambda x, i, z: x.scatter_(0, i, z),
+            lambda x, i, z: x.scatter_(0, i, 0.1),
+            lambda x, i, z: x.index_copy_(0, i, z),
+            lambda x, i, z: x.index_fill_(0, i, 0.1),
+            lambda x, i, z: x.masked_scatter_(x > -9, z),
+            lambda x, i, z: setitem(x, x > -9, z),
+        ],
+        ids=range(9),
+    )
+    def test_places_that_are_not_there_leave_all_as_it_was(self, write, format):
+        x, z = sample(format, 5), sample(format, 3, seed=1)
+        before = x.clone()
+        with pytest.raises((IndexError, RuntimeError)):
+            write(x, torch.tensor([0, 1, 99]), z)
+        assert_same_terms(x, before)
 
 
 def test_where_keeps_the_role_and_takes_keywords():
