@@ -49,7 +49,6 @@ def matrix(results: dict[str, Any], package: str) -> str:
                 split(name)[1],
                 *(number(first[way]) for way in ("bf16", "fp32", "bf16x2")),
                 *three,
-                number(first["exact gradients"]),
                 letters(entry),
             ]
         )
@@ -60,7 +59,6 @@ def matrix(results: dict[str, Any], package: str) -> str:
         "bf16x2",
         *(f"bf16x3, {p}" for p in PATHS),
         "compiled",
-        "all exact",
         "why",
     ]
     return table(head, rows)
@@ -106,7 +104,7 @@ def switches(results: dict[str, Any]) -> str:
 
 def configurations(results: dict[str, Any]) -> str:
     """torch's database: one row for paths of a configuration that give the same figures."""
-    ways = ["fp32", "bf16x2", "bf16x2 full", "bf16x3", "bf16x3 full", "bf16x3 exact gradients"]
+    ways = ["fp32", "bf16x2", "bf16x2 full", "bf16x3", "bf16x3 full"]
     rows = []
     for name, found in results["configurations"].items():
         for configuration, paths in found.items():
@@ -115,7 +113,7 @@ def configurations(results: dict[str, Any]) -> str:
                 alike.setdefault(tuple(figure(errors, w) for w in ways), []).append(path)
             for figures, same in alike.items():
                 rows.append([name, configuration, ", ".join(same), *figures])
-    head = ["class", "configuration", "path", *ways[:-1], "bf16x3, all exact"]
+    head = ["class", "configuration", "path", *ways]
     return table(head, rows)
 
 

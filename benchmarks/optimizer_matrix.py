@@ -39,7 +39,6 @@ WAYS = {
     "fp32": Way(torch.float32),
     "bf16x2": Way(mcf.bf16x2),
     "bf16x3": Way(mcf.bf16x3),
-    "exact gradients": Way(mcf.bf16x3, gradients=True),
 }
 # What an error comes from is what has to be an expansion, too, for it to go away.
 REMEDIES = {
@@ -54,8 +53,7 @@ CONFIGURATION_WAYS = {
     "bf16x2 full": Way(mcf.bf16x2, collage="full"),
     "bf16x3": Way(mcf.bf16x3),
     "bf16x3 full": Way(mcf.bf16x3, collage="full"),
-    "bf16x3 exact gradients": Way(mcf.bf16x3, gradients=True),
-    "fp32x2 exact gradients": Way(mcf.fp32x2, gradients=True),
+    "fp32x2": Way(mcf.fp32x2),
 }
 
 

@@ -130,8 +130,8 @@ def as_plain(obj: M | Tensor, dtype: torch.dtype | None = None) -> M | Tensor:
         raise TypeError(f"as_plain: {dtype!r} is no floating dtype; give torch.float32, say")
     if isinstance(obj, nn.Module):
         return _module_as_plain(obj, dtype)
-    if isinstance(obj, Tensor) and isinstance(local(obj), MCFTensor):
-        return on_local(_as_plain, obj.detach(), dtype or obj.dtype)
+    if isinstance(obj, Tensor) and (format := format_of(obj)):
+        return on_local(_as_plain, obj.detach(), dtype or format.dtype)
     if isinstance(obj, Tensor):
         return obj.detach().to(dtype or obj.dtype)
     raise TypeError(f"as_plain: got {type(obj).__name__}; give a tensor or a module")

@@ -246,7 +246,7 @@ def _operands(column: Sequence[Any]) -> list[Operand]:
         require_numbers(column)
         return [Operand(NUMBER, [list(map(float, column))])]
     if type(first) is LiftedTensor:
-        return [Operand(PLAIN[first.dtype], [[x._component0 for x in column]])]
+        return [Operand(PLAIN[first._format.dtype], [[x._component0 for x in column]])]
     if not isinstance(first, MCFTensor) or first._deferred is None:
         format = first._format if isinstance(first, MCFTensor) else PLAIN[first.dtype]
         return [Operand(format, component_columns(column, format))]

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from mcftensor.patches.table import by_name, patch, row
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.sharded import format_of, lifted_shards
-from mcftensor.tensor.stepping import outside, stepping
+from mcftensor.tensor.stepping import closure, stepping
 
 as_loaded: list[Callable[[Tensor, Tensor, Any], Tensor]] = []
 """Functions of a parameter, a state of it that is being loaded, and the state's name; they give the
@@ -113,18 +113,30 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def _outside_of_it(x: Any) -> Any:
     """An argument of a step, of which a closure is no part."""
-    return outside(x) if callable(x) and not isinstance(x, (Tensor, type)) else x
+    return closure(x) if callable(x) and not isinstance(x, (Tensor, type)) else x
+
+
+def _is_fused(optimizer: Optimizer, step: Callable[..., Any]) -> bool:
+    """Whether all that a step does with gradients is to give them to torch's fused kernels."""
+    groups = optimizer.param_groups
+    if not (is_of_torch(step) and all(group.get("fused") for group in groups)):
+        return False
+    # SGD makes its buffers like them.
+    if isinstance(optimizer, torch.optim.SGD) and any(group["momentum"] for group in groups):
+        return len(optimizer.state) >= sum(len(group["params"]) for group in groups)
+    return True
 
 
 def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:
     """A step within which parameters that are expansions are numbers."""
 
     def take(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        # torch's fused kernels are given gradients as they are.
-        is_fused = is_of_torch(step) and all(group.get("fused") for group in self.param_groups)
         args = tuple([_outside_of_it(x) for x in args])
         kwargs = {name: _outside_of_it(x) for name, x in kwargs.items()}
-        with stepping(lifts_gradients=not is_fused) as own, lifted_shards(own, _parameters(self)):
+        with (
+            stepping(lifts_gradients=not _is_fused(self, step)) as own,
+            lifted_shards(own, _parameters(self)),
+        ):
             return step(self, *args, **kwargs)
 
     def choose(self: Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mcftensor.formats import Format
-from mcftensor.tensor.stepping import Step
+from mcftensor.tensor.stepping import Step, outside
 from mcftensor.tensor.tensor import MCFTensor, lifted_gradient
 
 
@@ -35,14 +35,15 @@ def on_local(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
     """A function of single elements, carried out on what this rank has of a DTensor."""
     if not hasattr(x, "_local_tensor"):
         return function(x, *args)
-    return type(x).from_local(  # type: ignore[attr-defined]
-        function(local(x), *args),
-        x.device_mesh,  # type: ignore[attr-defined]
-        x.placements,  # type: ignore[attr-defined]
-        run_check=False,
-        shape=x.shape,
-        stride=x.stride(),
-    )
+    with outside():  # DTensor asks for the dtype of what it holds
+        return type(x).from_local(  # type: ignore[attr-defined]
+            function(local(x), *args),
+            x.device_mesh,  # type: ignore[attr-defined]
+            x.placements,  # type: ignore[attr-defined]
+            run_check=False,
+            shape=x.shape,
+            stride=x.stride(),
+        )
 
 
 @contextlib.contextmanager

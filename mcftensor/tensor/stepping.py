@@ -87,17 +87,24 @@ def stepping(*, lifts_gradients: bool = True) -> Iterator[Step]:
         step.end()
 
 
-def outside(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is not a part of the step that calls it."""
+@contextlib.contextmanager
+def outside() -> Iterator[Step | None]:
+    """Within, this thread is not in the step that it is in."""
+    step, _thread.step = _thread.step, None
+    try:
+        yield step
+    finally:
+        _thread.step = step
+
+
+def closure(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is not a part of the step that calls it, and may write to gradients."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        step, _thread.step = _thread.step, None
-        if step is not None:
-            step.let_go()
-        try:
+        with outside() as step:
+            if step is not None:
+                step.let_go()
             return function(*args, **kwargs)
-        finally:
-            _thread.step = step
 
     return called

@@ -332,7 +332,7 @@ class MCFTensor(torch.Tensor):
         requires_grad: bool = False,
     ) -> Tensor:
         """Data in the format and role of this one; torch would round them to the base dtype."""
-        if dtype not in (None, self.dtype):
+        if dtype not in (None, self._format.dtype):
             plain = self._component0
             return plain.new_tensor(data, dtype=dtype, device=device, requires_grad=requires_grad)
         if not isinstance(data, Tensor):
@@ -402,7 +402,7 @@ class MCFTensor(torch.Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         # torch's own setter would change shape and dtype, and leave the terms as they are.
-        if not isinstance(value, MCFTensor) or value.dtype != self.dtype:
+        if not isinstance(value, MCFTensor) or value._format.dtype != self._format.dtype:
             given = value.format.name if isinstance(value, MCFTensor) else f"plain {value.dtype}"
             raise TypeError(
                 f"data: an expansion in {self._format.name} of shape {tuple(self.shape)} cannot "

@@ -262,7 +262,7 @@ class _Plan:
                 format = format_of(x)
                 is_settled = wanted is not None and (format is wanted or format == wanted)
             if not is_settled:  # after the first step all are
-                state[name] = _converted(x, p, wanted)
+                state[name] = _converted(x, p, own, wanted)
 
 
 def _in_format_of_parameter(p: Tensor, x: Tensor, name: Any) -> Tensor:
@@ -275,12 +275,12 @@ def _in_format_of_parameter(p: Tensor, x: Tensor, name: Any) -> Tensor:
 as_loaded.append(_in_format_of_parameter)
 
 
-def _converted(x: Any, p: Tensor, wanted: Format | None) -> Any:
+def _converted(x: Any, p: Tensor, own: Format, wanted: Format | None) -> Any:
     """A state as an expansion, or plain; what is no tensor of the parameter's shape stays."""
     if not (isinstance(x, Tensor) and x.shape == p.shape and x.is_floating_point()):
         return x
     if wanted is None:
-        return as_plain(x, p.dtype) if format_of(x) or x.dtype != p.dtype else x
+        return as_plain(x, own.dtype) if format_of(x) or x.dtype != own.dtype else x
     return as_expansion(x, wanted)
 
 

@@ -110,7 +110,8 @@ class Original:
             copied = {k: deepcopied(v, memo) for k, v in options.items()}
             if isinstance(self.optimizer, torch.optim.Adafactor) and copied["eps"][0] is None:
                 # The default is that of a dtype: have it the same in every precision.
-                dtypes = [p.dtype for p in group["params"] if p.grad is not None]
+                stepped = [p for p in group["params"] if p.grad is not None]
+                dtypes = [f.dtype_of_numbers if (f := format_of(p)) else p.dtype for p in stepped]
                 if dtypes:
                     copied["eps"] = (torch.finfo(dtypes[0]).eps, *copied["eps"][1:])
             copied["params"] = [twins[group["params"][i]] for i in chosen]

@@ -11,7 +11,6 @@ from torch import nn
 import mcftensor as mcf
 from common.database import configurations, paths_of
 from common.roster import PACKAGES, SWITCHES, classes, paths, subject
-from common.trial import Subject, Way, displacement, error
 from matrix_page import render
 from optimizer_matrix import CONFIGURATION_WAYS, WAYS, measure
 
@@ -108,25 +107,6 @@ def test_compiled(name):
     package, _, name = name.rpartition(".")
     found = measure(subject(package, name), {"bf16x3": WAYS["bf16x3"]}, compiled=True)
     assert_published(found, RESULTS["compiled"][f"{package}.{name}"])
-
-
-def test_a_hook_makes_the_gradients_of_any_optimizer_exact():
-    """As the page has it."""
-    (code,) = [text for text in PAGE.split("```python\n") if text.startswith("def exact_gradients")]
-    hook, _, _ = code.partition("\nopt.register")
-
-    def make(weights):
-        opt = torch.optim.Adam(list(weights.tensors), weight_decay=0.1)
-        names = {"mcf": mcf}
-        exec(hook, names)
-        opt.register_step_pre_hook(names["exact_gradients"])
-        return opt
-
-    plain = Subject(lambda w: torch.optim.Adam(list(w.tensors), weight_decay=0.1))
-    exact = displacement(plain, Way(torch.float64))
-    hooked = replace(plain, make=make)
-    assert error(displacement(plain, Way(mcf.bf16x3)), exact) > 5e-4
-    assert error(displacement(hooked, Way(mcf.bf16x3)), exact) < 5e-6
 
 
 def test_gradients_accumulate_on_exact_ones():

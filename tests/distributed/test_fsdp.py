@@ -168,6 +168,11 @@ STEPS = {
     "AdamW, foreach": (torch.optim.AdamW, {"foreach": True, "amsgrad": True}),
     "AdamW, fused": (torch.optim.AdamW, {"fused": True}),
     "SGD, foreach": (torch.optim.SGD, {"foreach": True, "momentum": 0.9, "nesterov": True}),
+    "SGD, for-loop": (
+        torch.optim.SGD,
+        {"foreach": False, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    ),
+    "Adam, foreach": (torch.optim.Adam, {"foreach": True, "weight_decay": 0.1, "maximize": True}),
     "NAdam, for-loop": (torch.optim.NAdam, {"foreach": False}),
     "RMSprop, foreach": (torch.optim.RMSprop, {"foreach": True, "momentum": 0.5}),
 }
@@ -192,6 +197,7 @@ def test_steps_give_the_bits_of_unsharded_ones(name):
                 q.grad = whole(p.grad)
             for optimizer in optimizers:
                 optimizer.step()
+        assert all(type(p.grad.to_local()) is torch.Tensor for p in model.parameters())
         assert_same_parameters(model, unsharded)
         states, references = (optimizer.state.values() for optimizer in optimizers)
         for state, reference in zip(states, references, strict=True):
