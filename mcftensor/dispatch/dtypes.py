@@ -18,7 +18,7 @@ from mcftensor.tensor.stepping import current_step
 
 
 def _dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return NotImplemented if current_step() is None else args[0]._format.dtype_of_numbers
+    return args[0]._format.dtype_of_numbers if args[0].is_inside_step else NotImplemented
 
 
 def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -26,6 +26,8 @@ def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if current_step() is None:
         return NotImplemented
     x, *rest = args
+    if isinstance(x, MCFTensor) and not x.is_inside_step:
+        return NotImplemented
     if "tensor" in kwargs:
         rest = [kwargs["tensor"], *rest]
         kwargs = {name: value for name, value in kwargs.items() if name != "tensor"}

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from mcftensor.passes.expressions import Expression, Operand, carry_out, empty
-from mcftensor.tensor.stepping import current_step
+from mcftensor.tensor.stepping import unrecorded_step
 
 # Operations in an expression; longer ones are computed.
 LONGEST = 4
@@ -35,7 +35,7 @@ WORTH = 1 << 17
 
 def is_worth_deferring(tensors: Sequence[Tensor]) -> bool:
     """Whether results of the sizes of these may wait in this thread now, and are large enough."""
-    return current_step() is not None and sum(map(Tensor.numel, tensors)) >= WORTH
+    return unrecorded_step() is not None and sum(map(Tensor.numel, tensors)) >= WORTH
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -55,7 +55,7 @@ class Deferred:
 
 def watch(x: Any, reads: Sequence[Any]) -> None:
     """Remember that an expansion waits for others."""
-    step = current_step()
+    step = unrecorded_step()
     assert step is not None
     reference = weakref.ref(x)
     step.waiting.append(reference)

@@ -55,8 +55,11 @@ def lifted_shards(step: Step, parameters: Iterable[Tensor]) -> Iterator[None]:
         format = None if isinstance(p, MCFTensor) else format_of(p)
         grad = p.grad if format else None
         if format and grad is not None and type(local(grad)) is Tensor:
-            lifted = on_local(lifted_gradient, grad, format)
-            step.gradients[id(p)] = local(grad), local(lifted)
+            placed: Any = grad
+            if any(placement.is_partial() for placement in placed.placements):  # it is summed first
+                placed = placed.redistribute(placements=p.placements)  # type: ignore[attr-defined]
+            lifted = on_local(lifted_gradient, placed, format)
+            step.gradients[id(p)] = local(placed), local(lifted)
             held.append((p, grad, lifted))
             p.grad = lifted
     try:

@@ -1,8 +1,8 @@
 """The step of an optimizer that this thread is in.
 
-Within it, while no gradients are recorded, a parameter is its number: it counts as a value, its
-gradient reads as an expansion (`MCFTensor.grad`), and results may wait (`deferred.py`). A closure
-that the step calls is outside of it.
+Within it a parameter is its number, unless what is done with it is recorded for gradients: it acts
+as a value, and its gradient reads as an expansion (`MCFTensor.grad`). Where nothing is recorded,
+results may wait (`deferred.py`). A closure that the step calls is outside of it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,12 @@ _thread = _Thread()
 
 
 def current_step() -> Step | None:
-    """The step that this thread is in, unless gradients are recorded."""
+    """The step that this thread is in."""
+    return _thread.step
+
+
+def unrecorded_step() -> Step | None:
+    """The same, where no gradients are recorded."""
     return None if _thread.step is None or torch.is_grad_enabled() else _thread.step
 
 

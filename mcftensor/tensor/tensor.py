@@ -179,11 +179,15 @@ class MCFTensor(torch.Tensor):
         return self._role
 
     @property
+    def is_inside_step(self) -> bool:
+        """Whether it is its number: within a step of an optimizer, unless gradients are recorded of
+        what is done with it."""
+        return current_step() is not None and not (torch.is_grad_enabled() and self.requires_grad)
+
+    @property
     def acts_as(self) -> Role:
-        """The role that it has at the moment: within a step of an optimizer, that of a value."""
-        if self._role == "parameter" and current_step() is not None:
-            return "value"
-        return self._role
+        """The role that it has at the moment: inside a step that of a value."""
+        return "value" if self._role == "value" or self.is_inside_step else "parameter"
 
     @property
     def _is_param(self) -> bool:

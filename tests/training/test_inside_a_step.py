@@ -119,6 +119,30 @@ def test_recorded_operations_within_a_step_are_outside():
     assert in_step(function, parameter()) == ("value", torch.Tensor, torch.Tensor)
 
 
+def test_steps_that_do_not_turn_gradients_off_work_on_data():
+    class Old(Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {})
+
+        def step(self):
+            assert torch.is_grad_enabled()
+            for p in self.param_groups[0]["params"]:
+                x = torch.ones(3, 4, dtype=torch.bfloat16)
+                assert (type(p * x), p.dtype) == (torch.Tensor, torch.bfloat16)  # a forward pass
+                assert p.data.dtype == torch.float32
+                self.change = p.grad.data.add(p.data, alpha=0.1)
+                p.data.add_(self.change, alpha=-0.1)
+
+    p = parameter()
+    held, before = p.grad, exact(p)
+    expected = p.grad.double() + before * 0.1
+    optimizer = Old([p])
+    optimizer.step()
+    torch.testing.assert_close(exact(optimizer.change), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(exact(p), before - 0.1 * expected, rtol=1e-6, atol=1e-6)
+    assert p.grad is held
+
+
 def test_nested_steps():
     p, other = parameter(), parameter()
     seen = []
