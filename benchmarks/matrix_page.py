@@ -72,8 +72,6 @@ def figure(errors: dict[str, Any] | str | None, way: str) -> str:
 def letters(entry: dict[str, Any]) -> str:
     """What the errors of a class come from."""
     found = {CAUSES[c[0]] if c else "?" for c in entry.get("causes", {}).values()}
-    if "?" in found and not isinstance(entry.get("switch", {}).get("bf16x3", "no"), str):
-        return "switch"
     return " ".join(sorted(found))
 
 
@@ -88,18 +86,6 @@ def failures(results: dict[str, Any]) -> str:
                 if isinstance(why, str):
                     rows.append([name, path, way, why.replace("|", "/").replace("<", "&lt;")])
     return table(["class", "path", "weights", "what it says"], rows)
-
-
-def switches(results: dict[str, Any]) -> str:
-    """Errors over bf16x3 with a switch as it is, and turned."""
-    rows = []
-    for name, entry in results["classes"].items():
-        switch = entry.get("switch")
-        if switch is not None:
-            default = entry["paths"]["for-loop"]["bf16x3"]
-            turned = [number(switch.get(way)) for way in ("bf16x2", "bf16x3")]
-            rows.append([name, f"`{switch['keywords']}`", number(default), *turned])
-    return table(["class", "switch", "bf16x3 as it is", "bf16x2 with it", "bf16x3 with it"], rows)
 
 
 def configurations(results: dict[str, Any]) -> str:
@@ -121,7 +107,6 @@ def render(page: str, results: dict[str, Any]) -> str:
     """The page with its tables made anew."""
     tables = {package: matrix(results, package) for package in PACKAGES}
     tables |= {
-        "switches": switches(results),
         "failures": failures(results),
         "configurations": configurations(results),
         "versions": ", ".join(f"{name} {v}" for name, v in results["versions"].items()) + ".",

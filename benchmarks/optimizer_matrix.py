@@ -26,7 +26,7 @@ import torch._inductor.config
 
 import mcftensor as mcf
 from common.database import configurations, paths_of
-from common.roster import PACKAGES, SWITCHES, classes, paths, subject
+from common.roster import PACKAGES, classes, paths, subject
 from common.trial import Subject, Way, displacement, error
 from matrix_page import render
 
@@ -123,7 +123,7 @@ def cause(tried: Subject, of_float32: float) -> tuple[str, float] | None:
 
 
 def measure_class(package: str, name: str) -> dict[str, Any]:
-    """Every eager path of a class, the cause of its error, and what its switch does."""
+    """Every eager path of a class, and the cause of its error."""
     prepare()
     tried = subject(package, name)
     result: dict[str, Any] = {"paths": {}}
@@ -135,16 +135,7 @@ def measure_class(package: str, name: str) -> dict[str, Any]:
         if not small(errors["bf16x3"], errors["fp32"]):
             found = cause(with_flags, errors["fp32"])
             result.setdefault("causes", {})[path] = found
-    switch = SWITCHES.get((package, name))
-    if switch is not None:
-        switched = replace(tried, keywords=tried.keywords | switch)
-        result["switch"] = {"keywords": repr(switch), **dict_of(measure(switched, WAYS))}
     return result
-
-
-def dict_of(found: dict[str, Any] | str) -> dict[str, Any]:
-    """Errors, or the reason under a name of its own."""
-    return {"reason": found} if isinstance(found, str) else found
 
 
 def measure_compiled(package: str, name: str) -> dict[str, Any] | str:

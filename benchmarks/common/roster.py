@@ -192,11 +192,3 @@ def paths(package: str, name: str) -> dict[str, dict[str, Any]]:
     if "fused" in known:
         found["fused"] = {"fused": True}
     return found
-
-
-# What is to be turned off over expansions, and FlashAdamW's, which does not help.
-SWITCHES: dict[tuple[str, str], dict[str, Any]] = {
-    ("pytorch_optimizer", "FlashAdamW"): {"master_weight_bits": 32},
-    ("pytorch_optimizer", "ROSE"): {"bf16_sr": False},
-    ("pytorch_optimizer", "StableAdamW"): {"kahan_sum": False},
-}

@@ -104,7 +104,7 @@ _BREAKING = {
 
 def is_of_torch(step: Callable[..., Any]) -> bool:
     """Whether a step is that of a class of torch."""
-    return inspect.unwrap(step).__module__.startswith("torch.optim.")
+    return str(inspect.unwrap(step).__module__).startswith("torch.optim.")
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:

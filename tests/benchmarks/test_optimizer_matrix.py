@@ -10,7 +10,7 @@ from torch import nn
 
 import mcftensor as mcf
 from common.database import configurations, paths_of
-from common.roster import PACKAGES, SWITCHES, classes, paths, subject
+from common.roster import PACKAGES, classes, paths, subject
 from matrix_page import render
 from optimizer_matrix import CONFIGURATION_WAYS, WAYS, measure
 
@@ -72,11 +72,6 @@ def test_classes(package, name):
     for path, flags in paths(package, name).items():
         with_flags = replace(tried, keywords=tried.keywords | flags)
         assert_published(measure(with_flags, WAYS), published["paths"][path])
-    switch = SWITCHES.get((package, name))
-    if switch is not None:
-        turned = replace(tried, keywords=tried.keywords | switch)
-        expected = {way: published["switch"][way] for way in WAYS}
-        assert_published(measure(turned, WAYS), expected)
 
 
 @pytest.mark.parametrize(
