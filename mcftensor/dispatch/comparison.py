@@ -30,7 +30,7 @@ from mcftensor.dispatch.stored import of_terms
 from mcftensor.formats import Format
 from mcftensor.kernels.opaque import opaque
 from mcftensor.passes import expansion
-from mcftensor.tensor import MCFTensor
+from mcftensor.tensor import LiftedTensor, MCFTensor
 
 aten = torch.ops.aten
 Terms = Sequence[Tensor]
@@ -92,6 +92,9 @@ _CHOICES: dict[str, Callable[..., list[Tensor]]] = {
 
 
 def _chosen(name: str, operands: Sequence[Any], select: Callable[..., list[Tensor]]) -> MCFTensor:
+    if name in ("abs", "neg") and isinstance(operands[0], LiftedTensor):  # maximize
+        (found,) = select([operands[0]._component0])
+        return LiftedTensor.over(found, operands[0]._format)
     format, terms = _enter(name, operands)
     return MCFTensor.of(select(*terms), format, common_role(operands), own=True)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from mcftensor.arithmetic.noise import draw_key
 from mcftensor.dispatch.alone import evaluated_alone, evaluated_alone_into
 from mcftensor.dispatch.compute import PRECISION, WIDE, compute
 from mcftensor.dispatch.operands import (
+    are_lifted,
     common_role,
     component_columns,
     computes_plainly,
@@ -27,7 +29,7 @@ from mcftensor.dispatch.operands import (
     require_numbers,
     store,
 )
-from mcftensor.dispatch.plans import FORMULAS, Kind, Plan, kind_of, plan
+from mcftensor.dispatch.plans import FORMULAS, Kind, Plan, kinds_of, plan
 from mcftensor.dispatch.registry import TABLE, implements, register_forms
 from mcftensor.formats import PLAIN, Format, PlainFormat
 from mcftensor.kernels.columns import are_same, places_of, repeated
@@ -183,10 +185,11 @@ class _Part:
         others = [x for x in others if id(x) not in own and x.dim()]
         if not others:
             return True
-        places = {_memory(y): (y.data_ptr(), y.stride()) for y in written}
+        lying = [(y.data_ptr(), y.stride()) for y in written]
+        places = dict(zip(_memories(written), lying, strict=True))
         return all(
-            x.shape == target.shape and places.get(_memory(x)) in (None, (x.data_ptr(), x.stride()))
-            for x in others
+            x.shape == target.shape and places.get(memory) in (None, (x.data_ptr(), x.stride()))
+            for x, memory in zip(others, _memories(others), strict=True)
         )
 
     def write(self, keys: dict[int, Tensor]) -> None:
@@ -220,12 +223,12 @@ def _parts(
     in_place: bool = False,
 ) -> list[_Part]:
     """Rows whose operands are of the same kinds go together."""
-    kinds = [[kind_of(x) for x in column] for column in columns]
+    kinds = list(map(kinds_of, columns))
     if any(x.waits for column in kinds for x in column) and not is_bare():
         for x in itertools.chain(*columns):  # operators, which others look at, are single ones
             if isinstance(x, MCFTensor):
                 finish(x)
-        kinds = [[kind_of(x) for x in column] for column in columns]
+        kinds = list(map(kinds_of, columns))
     groups: Iterable[tuple[tuple[Kind, ...], Rows]]
     if count == 1 or all(len(set(x)) == 1 for x in kinds):
         groups = [(tuple([x[0] for x in kinds]), range(count))]
@@ -270,7 +273,7 @@ def _keys(parts: Sequence[_Part], columns: Lists) -> dict[int, Tensor]:
 
 def _fit(parts: Sequence[_Part]) -> bool:
     """Whether the memory of targets is shared by nothing else, and operands have their shapes."""
-    written = [_memory(x) for part in parts for column in part.targets for x in column]
+    written = [x for part in parts for column in part.targets for x in _memories(column)]
     own = set(written)
     if len(own) < len(written):
         return False
@@ -287,7 +290,7 @@ def _fit(parts: Sequence[_Part]) -> bool:
                 return False
             if any(are_same(column, own_column) for own_column in targets):
                 continue
-            if not own.isdisjoint(map(_memory, column)):
+            if not own.isdisjoint(_memories(column)):
                 return False
     return True
 
@@ -303,9 +306,12 @@ def _are_apart(columns: Lists, count: int) -> bool:
     )
 
 
-def _memory(x: Tensor) -> int:
-    """Where a tensor lies."""
-    return x.untyped_storage()._cdata
+_address = attrgetter("_cdata")
+
+
+def _memories(column: Iterable[Tensor]) -> Iterator[int]:
+    """Where tensors lie."""
+    return map(_address, map(Tensor.untyped_storage, column))
 
 
 def _is_whole(x: MCFTensor) -> bool:
@@ -332,7 +338,7 @@ def arithmetic_into(
         ):
             return target
         format = target._format
-    elif common_role(operands) == "parameter":
+    elif are_lifted(operands) or common_role(operands) == "parameter":
         func(*leading(args), **leading(kwargs))
         return target
     (result,) = evaluated(name, columns, keywords, 1, format)

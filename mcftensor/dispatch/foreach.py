@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mcftensor.dispatch.elementwise import evaluated, evaluated_into, some_rows
-from mcftensor.dispatch.operands import computes_plainly
+from mcftensor.dispatch.operands import are_lifted, computes_plainly, leading
 from mcftensor.dispatch.plans import FORMULAS
 from mcftensor.tensor.tensor import MCFTensor
 
@@ -63,6 +63,8 @@ def foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
         results = evaluated(name, some_rows(columns, ours, count), keywords, len(ours))
         found = dict(zip(ours, results, strict=True))
         return [found[i] if i in found else single(i) for i in range(count)]
+    if are_lifted(args) and not any(isinstance(x, MCFTensor) for x in columns[0]):
+        return func(*leading(args), **leading(kwargs))
     are_ours = name in FORMULAS and all(isinstance(x, MCFTensor) for x in columns[0])
     if not (are_ours and evaluated_into(name, columns, keywords, count)):
         for i in range(count):

@@ -13,7 +13,7 @@ from torch import Tensor
 from mcftensor.formats import MAX_TERMS, PLAIN, ExpansionFormat, Format
 from mcftensor.kernels.opaque import is_bare
 from mcftensor.passes.recoding import collapse, key_for, recode
-from mcftensor.tensor.tensor import COMPONENTS, MCFTensor, Role
+from mcftensor.tensor.tensor import COMPONENTS, LiftedTensor, MCFTensor, Role
 
 Number = (int, float, torch.SymInt, torch.SymFloat)
 
@@ -75,6 +75,12 @@ def computes_plainly(operands: Sequence[Any]) -> bool:
         isinstance(x, Tensor) and not isinstance(x, MCFTensor) and (x.dim() > 0 or dimensions == 0)
         for x in operands
     )
+
+
+def are_lifted(operands: Any) -> bool:
+    """Whether every expansion is a plain tensor without tails yet: written into plain tensors,
+    operations on them are PyTorch's own."""
+    return all(isinstance(x, LiftedTensor) for x in expansions(operands))
 
 
 def common_role(operands: Sequence[Any]) -> Role:

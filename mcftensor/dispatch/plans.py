@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from mcftensor.dispatch.operands import Number, longest_format, require_one_base
@@ -18,7 +20,7 @@ from mcftensor.formats import PLAIN, ExpansionFormat, Format
 from mcftensor.kernels import Body, Signature
 from mcftensor.passes.expressions import NUMBER, Expression, on_whole
 from mcftensor.tensor.deferred import LONGEST
-from mcftensor.tensor.tensor import LiftedTensor, MCFTensor, Role
+from mcftensor.tensor.tensor import DeferredTensor, LiftedTensor, MCFTensor, Role
 
 # An operation of `formulas.py`, and its operands.
 Formula = tuple[str, Sequence[Any]]
@@ -85,6 +87,29 @@ def kind_of(x: Any) -> Kind:
     if isinstance(x, Tensor):
         return Kind(PLAIN[x.dtype])
     return _ONE if _is_one(x) else _NUMBER
+
+
+_facts = attrgetter("_format", "_role")
+_expression = attrgetter("_deferred.expression")
+
+
+def kinds_of(column: Sequence[Any]) -> list[Kind]:
+    """The kinds of a column, one for all if they are seen to be alike."""
+    return [kind_of(column[0])] if _look_alike(column) else list(map(kind_of, column))
+
+
+def _look_alike(column: Sequence[Any]) -> bool:
+    cls, *others = set(map(type, column))
+    if others or torch.is_grad_enabled():
+        return False
+    if issubclass(cls, MCFTensor):
+        are_alike = len(set(map(_facts, column))) == 1 and 0 not in map(Tensor.dim, column)
+        if cls is DeferredTensor:
+            return are_alike and len(set(map(id, map(_expression, column)))) == 1
+        return are_alike
+    if issubclass(cls, Tensor):
+        return len({x.dtype for x in column}) == 1
+    return 1 not in column
 
 
 class Plan(NamedTuple):

@@ -131,12 +131,11 @@ def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:
     """A step within which parameters that are expansions are numbers."""
 
     def take(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if _is_fused(self, step):
+            return step(self, *args, **kwargs)
         args = tuple([_outside_of_it(x) for x in args])
         kwargs = {name: _outside_of_it(x) for name, x in kwargs.items()}
-        with (
-            stepping(lifts_gradients=not _is_fused(self, step)) as own,
-            lifted_shards(own, _parameters(self)),
-        ):
+        with stepping() as own, lifted_shards(own, _parameters(self)):
             return step(self, *args, **kwargs)
 
     def choose(self: Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -51,7 +51,7 @@ def lifted_shards(step: Step, parameters: Iterable[Tensor]) -> Iterator[None]:
     """Within a step, what `MCFTensor.grad` does for DTensors of expansions, whose gradients nobody
     asks an expansion for."""
     held = []
-    for p in parameters if step.lifts_gradients else ():
+    for p in parameters:
         format = None if isinstance(p, MCFTensor) else format_of(p)
         grad = p.grad if format else None
         if format and grad is not None and type(local(grad)) is Tensor:

@@ -19,15 +19,9 @@ from torch import Tensor
 
 
 class Step:
-    """What is known of a step only within it.
+    """What is known of a step only within it, which may be a part of an outer one."""
 
-    Args:
-        lifts_gradients: whether gradients read as expansions.
-        outer: the step that this one is a part of.
-    """
-
-    def __init__(self, lifts_gradients: bool, outer: Step | None) -> None:
-        self.lifts_gradients = lifts_gradients
+    def __init__(self, outer: Step | None) -> None:
         # By the identity of parameters: gradients, and what they read as.
         self.gradients: dict[int, tuple[Tensor, Any]] = {} if outer is None else outer.gradients
         self.waiting: list[weakref.ref[Any]] = []
@@ -81,10 +75,10 @@ def unrecorded_step() -> Step | None:
 
 
 @contextlib.contextmanager
-def stepping(*, lifts_gradients: bool = True) -> Iterator[Step]:
+def stepping() -> Iterator[Step]:
     """Within, this thread is in a step, which may be a part of another one."""
     outer = _thread.step
-    step = _thread.step = Step(lifts_gradients, outer)
+    step = _thread.step = Step(outer)
     try:
         yield step
     finally:

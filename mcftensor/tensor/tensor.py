@@ -369,8 +369,6 @@ class MCFTensor(torch.Tensor):
             return found
         held, read = step.gradients.get(id(self), (None, None))
         if held is not found:
-            if not step.lifts_gradients:
-                return found
             read = lifted_gradient(found, self._format)
             step.gradients[id(self)] = found, read
         return read

@@ -301,6 +301,28 @@ def test_reading_a_gradient_makes_no_tails(read):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+INTO_PLAIN = {
+    "lerp_": lambda m, g: m.lerp_(g, 0.1),
+    "addcmul_": lambda m, g: m.addcmul_(g, g, value=0.1),
+    "foreach lerp_": lambda m, g: torch._foreach_lerp_([m], [g], 0.1),
+    "foreach addcmul_": lambda m, g: torch._foreach_addcmul_([m], [g], [g], 0.1),
+    "out": lambda m, g: torch.mul(g, g, out=m),
+}
+
+
+@pytest.mark.parametrize("write", INTO_PLAIN)
+def test_a_plain_state_takes_a_gradient_as_it_does_without_expansions(write):
+    p, moments = parameter(), torch.full((2, 3, 4), 0.3, dtype=torch.bfloat16)
+
+    def function(p):
+        INTO_PLAIN[write](moments[0], p.grad)
+        assert type(p.grad) is LiftedTensor
+
+    in_step(function, p)
+    INTO_PLAIN[write](moments[1], p.grad)
+    assert torch.equal(*moments)
+
+
 WRITES = {
     "add_": lambda p, g: g.add_(p, alpha=0.01),
     "mul_": lambda p, g: g.mul_(1 / 3),
