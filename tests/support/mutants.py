@@ -218,10 +218,6 @@ MUTATIONS = [
         "tests/tensor/test_deferred.py",
         "tests/tensor/test_deferred_writes.py",
         writes_are_not_seen=("        read._readers.append(reference)", "        pass"),
-        waits_for_ever=(
-            "        for reference in found:\n            finish(reference())",
-            "        pass",
-        ),
     ),
     *_of(
         "fused.py",
@@ -687,6 +683,51 @@ MUTATIONS = [
         "optimizers.py",
         "tests/training/test_resuming_every_optimizer.py",
         numbers_are_rounded=('given["value"].shape != p.shape:', "False:"),
+    ),
+    *_of(
+        "stepping.py",
+        "tests/training/test_inside_a_step.py",
+        "tests/tensor/test_deferred.py",
+        results_wait_for_ever=(
+            "                waiting.compute_components()",
+            "                pass",
+        ),
+        step_never_ends=("        _thread.step = outer\n        step.end()", "        step.end()"),
+        inner_steps_begin_anew=("{} if outer is None else outer.gradients", "{}"),
+        closures_inside=("step, _thread.step = _thread.step, None", "step = _thread.step"),
+        kept_gradients_follow=("                read.leave_gradient()", "                pass"),
+        sparse_changes_are_lost=("        plain.copy_(read)", "        pass"),
+    ),
+    *_of(
+        "dtypes.py",
+        "tests/training/test_inside_a_step.py",
+        base_is_the_identity=(
+            "return x._collapsed(x._format.dtype).to(*rest, **kwargs)",
+            "return x",
+        ),
+        dtype_of_numbers_rounds=("rest = [x._format.dtype if y in given else y for y in rest]", ""),
+    ),
+    *_of(
+        "tensor.py",
+        "tests/training/test_inside_a_step.py",
+        recorded_is_inside=("and not (torch.is_grad_enabled() and self.requires_grad)", ""),
+        each_look_another_gradient=("            step.gradients[id(self)] = found, read\n", ""),
+        views_without_tails=(
+            "                made._grow([view(x) for x in tails])",
+            "                pass",
+        ),
+    ),
+    *_of(
+        "sharded.py",
+        "tests/distributed/test_fsdp.py::test_steps_give_the_bits_of_unsharded_ones",
+        plain_shards=("            p.grad = lifted\n", ""),
+        lifted_for_ever=("                p.grad = grad\n", "                pass\n"),
+    ),
+    *_of(
+        "collage.py",
+        "tests/training/test_collage.py",
+        any_path_becomes_fused=("            options == [None, None]\n", "            True\n"),
+        sparse_stays_fused=('            group["fused"] = False', "            pass"),
     ),
     *_of(
         "narrow_states.py",

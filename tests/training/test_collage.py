@@ -295,3 +295,54 @@ class TestBadInput:
         mcf.collage(optimizer, {"trace": None})
         train(model, optimizer)
         assert kinds(optimizer) == {"trace": "torch.bfloat16"}
+
+
+class TestFusedPath:
+    """What is taken where the path was left open."""
+
+    @staticmethod
+    def optimizer(kind, model=None, **options):
+        model = model or mcf.as_expansion(nn.Linear(4, 3))
+        return mcf.collage(kind(model.parameters(), lr=0.1, **options), "full")
+
+    @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
+    def test_it_is_taken_and_said(self, name):
+        optimizer = self.optimizer(getattr(torch.optim, name))
+        assert "fused: True" in repr(optimizer)
+        optimizer.add_param_group({"params": [nn.Parameter(mcf.as_expansion(torch.ones(3)))]})
+        assert [group["fused"] for group in optimizer.param_groups] == [True, True]
+        saved = getattr(torch.optim, name)(nn.Linear(4, 3).parameters()).state_dict()
+        again = self.optimizer(getattr(torch.optim, name))
+        again.load_state_dict(saved)
+        assert again.param_groups[0]["fused"]
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"foreach": True}, {"foreach": False}, {"fused": False}, {"differentiable": True}],
+    )
+    def test_a_choice_is_kept(self, options):
+        optimizer = self.optimizer(torch.optim.AdamW, **options)
+        assert not optimizer.param_groups[0]["fused"]
+
+    def test_classes_without_one(self):
+        class Own(torch.optim.SGD):
+            def step(self, closure=None):
+                return super().step(closure)
+
+        assert not self.optimizer(Own).param_groups[0]["fused"]
+        assert "fused" not in self.optimizer(torch.optim.RMSprop).param_groups[0]
+
+    @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+    @pytest.mark.parametrize("name", ["SGD", "Adagrad"])
+    def test_sparse_gradients_leave_it(self, name):
+        model = mcf.as_expansion(nn.Embedding(5, 4, sparse=True))
+        optimizer = self.optimizer(getattr(torch.optim, name), model)
+        before = mcf.as_plain(model.weight.detach(), torch.float64)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.tensor([1, 2])).float().sum().backward()
+            optimizer.step()
+        assert optimizer.param_groups[0]["fused"] is False
+        moved = mcf.as_plain(model.weight.detach(), torch.float64) - before
+        assert moved[1:3].all()
+        assert not moved[[0, 3, 4]].any()
