@@ -78,8 +78,9 @@ def unrecorded_step() -> Step | None:
 def stepping() -> Iterator[Step]:
     """Within, this thread is in a step, which may be a part of another one."""
     outer = _thread.step
-    step = _thread.step = Step(outer)
+    step = Step(outer)
     try:
+        _thread.step = step
         yield step
     finally:
         _thread.step = outer
@@ -89,8 +90,9 @@ def stepping() -> Iterator[Step]:
 @contextlib.contextmanager
 def outside() -> Iterator[Step | None]:
     """Within, this thread is not in the step that it is in."""
-    step, _thread.step = _thread.step, None
+    step = _thread.step
     try:
+        _thread.step = None
         yield step
     finally:
         _thread.step = step

@@ -579,8 +579,10 @@ class LiftedTensor(MCFTensor):
 
 def lifted_gradient(gradient: Tensor, format: Format) -> Tensor:
     """What a gradient of a parameter in some format reads as within a step: one of the base as an
-    expansion, or, where it is sparse, in the dtype of numbers; any other as itself."""
-    if type(gradient) is Tensor and gradient.dtype == format.dtype:
+    expansion, or, where it is sparse, in the dtype of numbers; any other as itself, and one that is
+    a part of a graph."""
+    is_recorded = torch.is_grad_enabled() and gradient.requires_grad
+    if type(gradient) is Tensor and gradient.dtype == format.dtype and not is_recorded:
         if gradient.layout != torch.strided:
             return gradient.to(format.dtype_of_numbers)
         if isinstance(format, ExpansionFormat):

@@ -694,7 +694,7 @@ MUTATIONS = [
         ),
         step_never_ends=("        _thread.step = outer\n        step.end()", "        step.end()"),
         inner_steps_begin_anew=("{} if outer is None else outer.gradients", "{}"),
-        closures_inside=("step, _thread.step = _thread.step, None", "step = _thread.step"),
+        closures_inside=("        _thread.step = None\n", ""),
         kept_gradients_follow=("                read.leave_gradient()", "                pass"),
         sparse_changes_are_lost=("        plain.copy_(read)", "        pass"),
     ),

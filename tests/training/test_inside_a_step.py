@@ -1,6 +1,7 @@
 """Within a step of an optimizer a parameter is its number, and nowhere else."""
 
 import gc
+import signal
 import threading
 import weakref
 
@@ -98,6 +99,30 @@ def test_it_ends_with_the_step_that_raises(error, where):
         optimizer.step(*[fail] * (where == "closure"))
     assert (p.acts_as, type(p.grad)) == ("parameter", torch.Tensor)
     assert torch.equal(p * x, before)
+
+
+def test_it_ends_where_a_signal_comes():
+    p = parameter()
+    held, cut = p.grad, 0
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    optimizer = torch.optim.SGD([p], momentum=0.9, nesterov=True, weight_decay=0.1)
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for i in range(300):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + i))
+                optimizer.step()
+            except KeyboardInterrupt:
+                cut += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            assert (p.acts_as, p.grad is held) == ("parameter", True)
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    assert cut > 100
 
 
 def test_hooks_are_outside():
@@ -409,6 +434,25 @@ def test_other_gradients_are_what_they_were():
     in_step(lambda p: setattr(p, "grad", None), p)
     assert p.grad is None
     assert in_step(lambda p: p.grad, p) is None
+
+
+def test_a_gradient_that_is_a_part_of_a_graph_stays_one():
+    class Recording(Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {})
+
+        def step(self):
+            (p,) = self.param_groups[0]["params"]
+            self.changed = p - 0.1 * p.grad
+
+    p = parameter(gradient=False)
+    x = torch.ones(3, 4, dtype=torch.bfloat16, requires_grad=True)
+    (p.grad,) = torch.autograd.grad((p * x * x).sum(), p, create_graph=True)
+    optimizer = Recording([p])
+    optimizer.step()
+    (of_x,) = torch.autograd.grad(optimizer.changed.sum(), x)
+    assert torch.equal(of_x, torch.full_like(of_x, -0.2))
+    p.grad = None
 
 
 def test_a_sparse_gradient_has_the_dtype_of_numbers():
