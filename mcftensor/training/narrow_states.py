@@ -20,9 +20,10 @@ _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 class NarrowStateWarning(UserWarning):
     """An optimizer keeps states in 16 bits beside parameters that are expansions.
 
-    Raised after its first step, of plain states of another shape than their parameter: an optimizer
-    makes them of the parameter's dtype, though what they sum or average needs more, as the
-    preconditioners of Shampoo or the rows and columns of Adafactor.
+    Raised after its first step, of plain states of another shape than their parameter, as
+    preconditioners are: what they sum or average needs more. States that a step makes of the dtype
+    of its parameters are wider; these were made before it, in 16 bits by name, or of sharded
+    parameters.
     """
 
 
@@ -43,8 +44,8 @@ def _warn_after_first_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None
         names = ", ".join(f"{name} ({str(dtype)[6:]})" for name, dtype in sorted(found.items()))
         warnings.warn(
             f"{type(optimizer).__name__} keeps states in 16 bits beside parameters that are "
-            f"expansions: {names}. It makes them of the dtype of its parameters, and what they sum "
-            "or average loses small changes. If it has an option for their dtype, give float32",
+            f"expansions: {names}. What they sum or average loses small changes. If it has an "
+            "option for their dtype, give float32",
             NarrowStateWarning,
             stacklevel=2,
         )
