@@ -10,6 +10,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.parameter import is_lazy
 
 from mcftensor.dispatch.operands import value_of
@@ -130,8 +131,9 @@ def as_plain(obj: M | Tensor, dtype: torch.dtype | None = None) -> M | Tensor:
         raise TypeError(f"as_plain: {dtype!r} is no floating dtype; give torch.float32, say")
     if isinstance(obj, nn.Module):
         return _module_as_plain(obj, dtype)
-    if isinstance(obj, Tensor) and (format := format_of(obj)):
-        return on_local(_as_plain, obj.detach(), dtype or format.dtype)
+    if isinstance(obj, Tensor) and isinstance(own := local(obj), MCFTensor):
+        base = own.dtype if is_compiling() else own._format.dtype  # graphs have no formats
+        return on_local(_as_plain, obj.detach(), dtype or base)
     if isinstance(obj, Tensor):
         return obj.detach().to(dtype or obj.dtype)
     raise TypeError(f"as_plain: got {type(obj).__name__}; give a tensor or a module")

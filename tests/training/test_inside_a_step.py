@@ -546,6 +546,13 @@ def test_other_conversions_and_those_of_plain_tensors():
     assert p.to(p.dtype) is p
 
 
+def test_the_way_out_leads_to_the_base():
+    def function(p):
+        return mcf.as_plain(p).dtype, mcf.as_plain(p, torch.float32).dtype
+
+    assert in_step(function, parameter()) == (torch.bfloat16, torch.float32)
+
+
 def test_states_that_are_made_of_the_dtype_keep_their_bits():
     def function(p):
         norms = torch.zeros(3, dtype=p.dtype)
