@@ -54,6 +54,9 @@ def fused_step(func: Any, *lists: list[Tensor], **options: Any) -> None:
         for i in range(len(params)):
             fused_step(func, *[x[i : i + 1] for x in lists], **options)
         return
+    if options.get("is_first_step") and options.get("found_inf") is not None:
+        for buffer in lists[2]:  # which SGD makes without values, and a skipped step leaves so
+            buffer.zero_()
     rule, decay = _RULES[func.overloadpacket.__name__]
     if options.get("amsgrad") is False:
         lists = (*lists[:4], [], lists[-1])

@@ -398,3 +398,24 @@ def test_fused_steps_on_meta_are_refused_by_torch(name):
         p.grad = torch.ones(p.shape, dtype=p.dtype, device="meta")
     with pytest.raises(RuntimeError, match="`fused=True` requires all the params"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("mode", [None, "plus", "full"])
+def test_a_first_step_that_overflows_leaves_momentum_at_zero(mode):
+    """torch makes the buffers of its fused SGD without values, which such a step does not write."""
+    p = nn.Parameter(mcf.as_expansion(torch.ones(1000), mcf.bf16x2))
+    optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9, fused=True)
+    if mode:
+        mcf.collage(optimizer, mode)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for gradient in (float("inf"), 4.0):
+        used = [torch.full((1000,), 1e30, dtype=torch.bfloat16) for _ in range(8)]
+        del used  # what is made without values has these
+        p.grad = torch.full((1000,), gradient, dtype=torch.bfloat16)
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        scaler.update()
+        if gradient != 4.0:
+            assert not exact(optimizer.state[p]["momentum_buffer"]).any()
+            assert (exact(p) == 1).all()
+    assert torch.allclose(exact(p), torch.tensor(0.8, dtype=torch.float64), atol=1e-3)
