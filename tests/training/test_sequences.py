@@ -209,7 +209,7 @@ class Training(RuleBasedStateMachine):
             return
         scaler.scale(torch.ones(()))  # which makes its scale
         if overflows:
-            given[0].grad.view(-1)[-1] = torch.inf
+            given[0].grad[(-1,) * given[0].dim()] = torch.inf
         scaler.unscale_(self.optimizer)
         self._share_gradients()  # before a step that writes to them, as Nesterov's
         scaler.step(self.optimizer)
