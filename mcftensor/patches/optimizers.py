@@ -107,7 +107,8 @@ def is_of_torch(step: Callable[..., Any]) -> bool:
     return str(inspect.unwrap(step).__module__).startswith("torch.optim.")
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The parameters of all groups."""
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
@@ -135,11 +136,11 @@ def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(self, *args, **kwargs)
         args = tuple([_outside_of_it(x) for x in args])
         kwargs = {name: _outside_of_it(x) for name, x in kwargs.items()}
-        with stepping() as own, lifted_shards(own, _parameters(self)):
+        with stepping() as own, lifted_shards(own, parameters_of(self)):
             return step(self, *args, **kwargs)
 
     def choose(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if any(format_of(p) is not None for p in _parameters(self)):
+        if any(format_of(p) is not None for p in parameters_of(self)):
             return untraced(take, self, *args, **kwargs)
         return step(self, *args, **kwargs)
 

@@ -20,6 +20,7 @@ from mcftensor.patches.optimizers import (
     breaks_graphs,
     have_states_made_by_plan,
     is_of_torch,
+    parameters_of,
     untraced,
 )
 from mcftensor.tensor.sharded import format_of
@@ -145,7 +146,7 @@ class _Plan:
     """One mode, and the hooks by which it reaches states that come later."""
 
     def __init__(self, optimizer: Optimizer, mode: str | Mapping[str, Format | None]) -> None:
-        formats = [format for format in map(format_of, _parameters(optimizer)) if format]
+        formats = [format for format in map(format_of, parameters_of(optimizer)) if format]
         if not formats:
             raise ValueError(
                 "collage: no parameter of this optimizer is an expansion; call "
@@ -205,7 +206,7 @@ class _Plan:
         that the first step needs no more memory than the others."""
         states = optimizer.state
         made = sum(map(bool, states.values()))
-        if made >= len(_parameters(optimizer)):  # as after the first step
+        if made >= len(list(parameters_of(optimizer))):  # as after the first step
             return
         is_sgd = isinstance(optimizer, torch.optim.SGD)
         for p in group["params"]:
@@ -282,10 +283,6 @@ def _converted(x: Any, p: Tensor, own: Format, wanted: Format | None) -> Any:
     if wanted is None:
         return as_plain(x, own.dtype) if format_of(x) or x.dtype != own.dtype else x
     return as_expansion(x, wanted)
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _require_base(name: str, format: Format, formats: list[Format]) -> None:
