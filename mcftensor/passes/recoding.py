@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.noise import draw_key, uniform
+from mcftensor.arithmetic.noise import draw_key, noise_of
 from mcftensor.arithmetic.numbers import Sum
 from mcftensor.arithmetic.rounding import collapse_terms
 from mcftensor.formats import Format, named
@@ -20,7 +20,7 @@ from mcftensor.kernels.opaque import opaque
 def recode(stored: Sequence[Tensor], source: str, format: str, key: Tensor | None) -> list[Tensor]:
     """Components of one format as those of another."""
     f = named(format)
-    noise = None if key is None else uniform(key, indices(stored[0]))
+    noise = None if key is None else noise_of(f.rounding, key, indices(stored[0]))
     found = f.encode(Sum(named(source).decode(stored)), noise)
     return [x.clone() if any(x is y for y in stored) else x for x in found]
 
