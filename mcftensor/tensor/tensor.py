@@ -26,9 +26,14 @@ Role = Literal["value", "parameter"]
 
 _GRAD: Any = torch.Tensor.grad
 _get_grad = _GRAD.__get__
-_set_grad = torch._disable_dynamo(_GRAD.__set__)
-# The compiler of torch 2.14 fails where a descriptor of C is set.
-_SETS_UNTRACED = torch.__version__ >= "2.14"
+_SETS_UNTRACED = torch.__version__ >= "2.14"  # whose compiler fails where a descriptor of C is set
+
+
+@torch._disable_dynamo
+def _set_grad(x: Tensor, value: Tensor | None) -> None:
+    _GRAD.__set__(x, value)
+
+
 _without_function: Any = torch._C._disabled_torch_function_impl
 COMPONENTS = tuple(f"_component{i}" for i in range(MAX_TERMS))
 
