@@ -35,7 +35,7 @@ class Conversion:
 
     layout: str
     """Of the source."""
-    format: Format
+    format: str
     weights: int
     """Tensors that a model has."""
     states: int
@@ -137,7 +137,7 @@ def convert_checkpoint(
             }
             writer.save(state_entries, formats, {}, metadata_of(contents), folder / BESIDE[0], None)
     return Conversion(
-        contents.layout, target, len(contents.weights), len(state_entries), writer.lost
+        contents.layout, target.name, len(contents.weights), len(state_entries), writer.lost
     )
 
 

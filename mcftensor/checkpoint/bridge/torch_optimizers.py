@@ -155,8 +155,10 @@ def _add_own(contents: Contents, path: Path, request: Request) -> None:
 
 
 def restored(own: Group, theirs: Group) -> Group:
-    """Hyperparameters of a group as its optimizer has them, with values of a checkpoint."""
-    return {key: _like(x, theirs.get(key, x)) for key, x in own.items() if key != "params"}
+    """Hyperparameters that a group of an optimizer takes from that of a checkpoint."""
+    known = {key: x for key, x in theirs.items() if key != "params" and key in own}
+    known |= {key: x for key, x in theirs.items() if key == "initial_lr"}  # by schedulers
+    return {key: _like(own.get(key), x) for key, x in known.items()}
 
 
 def _like(own: Any, x: Any) -> Any:
