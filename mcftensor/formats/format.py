@@ -188,6 +188,17 @@ class Format:
         return PLAIN[self.numbers.dtype]
 
     @property
+    def of_gradients(self) -> Format | None:
+        """The format in which a plain gradient of a parameter reads within a step: its number and
+        no tail, and room for what is written to it. None where no format has that component."""
+        return named("bf16i16") if self.dtype == torch.bfloat16 else None
+
+    @property
+    def lifted(self) -> Format:
+        """The format of a gradient that nothing was written to yet: its leading component alone."""
+        return PLAIN[self.dtype]
+
+    @property
     def takes_key(self) -> bool:
         """Whether rounding takes a key: one that is drawn, or a count of writes."""
         return self.rounding != "nearest"
@@ -335,6 +346,11 @@ class ExpansionFormat(Format):
     def result(self) -> ExpansionFormat:
         """Arithmetic gives expansions."""
         return self
+
+    @property
+    def of_gradients(self) -> Format:
+        """The same terms."""
+        return self.nearest
 
     def with_rounding(self, rounding: Rounding) -> ExpansionFormat:
         """The same terms, the last of them rounded in another way."""

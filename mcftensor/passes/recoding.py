@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from mcftensor.arithmetic.noise import draw_key, noise_of
 from mcftensor.arithmetic.numbers import Sum
 from mcftensor.arithmetic.rounding import collapse_terms
 from mcftensor.formats import Format, named
+from mcftensor.kernels import Body, Column, Columns, run
 from mcftensor.kernels.blocks import indices
 from mcftensor.kernels.layout import empty_terms, template_of
 from mcftensor.kernels.opaque import opaque
@@ -25,12 +28,51 @@ def recode(stored: Sequence[Tensor], source: str, format: str, key: Tensor | Non
     return [x.clone() if any(x is y for y in stored) else x for x in found]
 
 
+def decode_columns(format: Format, components: Sequence[Column], outputs: Column) -> None:
+    """Write the numbers stored in a format, given by columns of components, into plain tensors."""
+    run(_decoding(format, outputs[0].dtype), Columns(components, [], [outputs]))
+
+
+def encode_columns(
+    format: Format,
+    numbers: Column,
+    components: Sequence[Column],
+    keys: Column = (),
+    start: int = 0,
+) -> None:
+    """Round plain numbers into components of a format; the first element has the index `start`."""
+    scalars = [[torch.tensor(start)]] if keys else []
+    run(_encoding(format, numbers[0].dtype), Columns([numbers], scalars, components, keys))
+
+
+@functools.lru_cache(maxsize=64)
+def _decoding(format: Format, dtype: torch.dtype) -> Body:
+    return lambda vectors, scalars, index: [Sum(format.decode(vectors)).to(dtype)]
+
+
+@functools.lru_cache(maxsize=64)
+def _encoding(format: Format, dtype: torch.dtype) -> Body:
+    def body(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> Sequence[Tensor]:
+        noise = None
+        if format.takes_key:
+            start, key = scalars
+            noise = noise_of(format.rounding, key, index + start)
+        return format.encode(Sum(vectors), noise)
+
+    return body
+
+
 @opaque(lambda stored, source, dtype: empty_terms(stored, dtype, 1)[0])
 def collapse(stored: Sequence[Tensor], source: str, dtype: torch.dtype) -> Tensor:
     """The numbers stored, as plain floats."""
     return collapse_terms(named(source).decode(stored), dtype)
 
 
-def key_for(format: Format, device: torch.device) -> Tensor | None:
-    """A key where the format rounds stochastically."""
-    return draw_key(device) if format.rounding == "stochastic" else None
+def key_for(format: Format, device: torch.device, writes: Tensor | None = None) -> Tensor | None:
+    """What the rounding of a format takes: a key that is drawn, or the count of the writes before
+    this one, none by default."""
+    if format.rounding == "nearest":
+        return None
+    if format.rounding == "stochastic":
+        return draw_key(device)
+    return torch.zeros((), dtype=torch.int64, device=device) if writes is None else writes
