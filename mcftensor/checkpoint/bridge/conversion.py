@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -195,8 +195,7 @@ class _Writer:
             raise CheckpointError(f"{name} is of shape {x.shape}, where {entry.shape} was said")
         if target == entry.format:
             return x
-        y = _recoded(x, target)
-        lost = _differ(x, _recoded(y, entry.format))
+        y, lost = _recoded(x, entry.format, target)
         if lost and not self.lossy:
             raise CheckpointError(
                 f"convert_checkpoint: {name} of shape {tuple(x.shape)} would lose bits in {lost} "
@@ -225,7 +224,27 @@ def _likes(name: str, shape: torch.Size, format: Format) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _recoded(x: Tensor, format: Format) -> Tensor:
+def _recoded(x: Tensor, source: Format, target: Format) -> tuple[Tensor, int]:
+    """A tensor in another format, and how many elements would not come back as they were."""
+    if any(c.shape(x.shape) != x.shape for f in (source, target) for c in f.components):
+        y = _in(target, x)
+        return y, _differ(x, _in(source, y))
+    parts = [torch.empty(x.shape, dtype=component.dtype) for component in target.components]
+    places = [part.view(-1).split(_BLOCK) for part in parts]
+    lost = 0
+    for i, block in enumerate(x.reshape(-1).split(_BLOCK)):
+        y = _in(target, block)
+        lost += _differ(block, _in(source, y))
+        for place, part in zip(places, _components_of(y), strict=True):
+            place[i].copy_(part)
+    return (parts[0] if isinstance(target, PlainFormat) else MCFTensor.of(parts, target)), lost
+
+
+_BLOCK = 1 << 20
+"""Elements that are converted at once, so that what conversions need beside them is little."""
+
+
+def _in(format: Format, x: Tensor) -> Tensor:
     if isinstance(format, PlainFormat):
         return as_plain(x, format.dtype)
     return as_expansion(x, format)
@@ -234,15 +253,17 @@ def _recoded(x: Tensor, format: Format) -> Tensor:
 def _differ(x: Tensor, y: Tensor) -> int:
     """How many elements have other bits, NaNs aside."""
     differ = torch.zeros(x.shape, dtype=torch.bool)
-    pairs = [(x, y)]
-    if isinstance(x, MCFTensor) and isinstance(y, MCFTensor):
-        pairs = list(zip(x.components, y.components, strict=True))
+    pairs = zip(_components_of(x), _components_of(y), strict=True)
     for a, b in pairs:
         other = a != b
         if a.is_floating_point():
             other = (other & ~(a.isnan() & b.isnan())) | (a.signbit() != b.signbit())
         differ |= other
     return int(differ.sum())
+
+
+def _components_of(x: Tensor) -> Sequence[Tensor]:
+    return x.components if isinstance(x, MCFTensor) else [x]
 
 
 def _repair(format: Format) -> str:

@@ -145,9 +145,10 @@ class _Unpickler(pickle.Unpickler):
         """A class that `.metadata` may hold."""
         if name in _CLASSES.get(module, ()):
             return super().find_class(module, name)
-        if module.startswith("megatron."):  # classes of its own, whose attributes are enough
+        # Where it was saved, and classes of Megatron's own, whose attributes are enough.
+        if module == "pathlib" or module.startswith("megatron."):
             return _Ignored
-        raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
+        raise CheckpointError(f".metadata holds a {module}.{name}, which is not unpickled")
 
 
 class _Ignored:

@@ -27,7 +27,7 @@ def master(weight: Entry, state: dict[str, Any], group: Group) -> tuple[Entry, d
     """The sum of weight and compensation, and the other states."""
     rest = {key: x for key, x in state.items() if key != KEY}
     if "step" in group:
-        rest.setdefault("step", torch.tensor(float(group["step"])))
+        rest.setdefault("step", float(group["step"]))
     compensation = state[KEY]
     if not isinstance(compensation, Entry) or compensation.format == PLAIN[torch.uint8]:
         return weight, rest

@@ -23,7 +23,7 @@ def master(weight: Entry, state: dict[str, Any], group: Group) -> tuple[Entry, d
     """The float32 master weight, and the other states."""
     rest = {key: x for key, x in state.items() if key != KEY}
     if "step" in group:
-        rest.setdefault("step", torch.tensor(float(group["step"])))
+        rest.setdefault("step", float(group["step"]))
     return with_master(weight, state[KEY]), rest
 
 
