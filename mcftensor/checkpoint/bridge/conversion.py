@@ -181,8 +181,12 @@ class _Writer:
 
         def produce(parts: list[str]) -> Iterator[tuple[str, Tensor]]:
             for name in dict.fromkeys(owners[part] for part in parts):
-                x = self._converted(name, entries[name], formats[name])
-                yield from as_terms({name: x}, sums=True).items()
+                converted = self._converted(name, entries[name], formats[name])
+                terms = as_terms({name: converted}, sums=True)
+                del converted
+                while terms:  # nothing of one tensor is held when the next one comes
+                    part = next(iter(terms))
+                    yield part, terms.pop(part)
                 self.done += _size(entries[name])
                 if self.progress is not None:
                     self.progress(name, self.done, self.total)
