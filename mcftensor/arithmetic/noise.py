@@ -48,7 +48,7 @@ class Random(Noise):
     generators", OOPSLA 2014.
     """
 
-    def __init__(self, key: Tensor, index: Tensor, stream: int) -> None:
+    def __init__(self, key: Tensor, index: Tensor, stream: int = 0) -> None:
         z = (index + 1) * _signed(0x9E3779B97F4A7C15) + key + _signed(stream * 0x51B54A32D192ED03)
         z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
         z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
@@ -75,7 +75,7 @@ class Balanced(Noise):
     theorem 3.3. The places are a hash of the index, with the constants of C. Wellons' lowbias32.
     """
 
-    def __init__(self, count: Tensor, index: Tensor, stream: int) -> None:
+    def __init__(self, count: Tensor, index: Tensor, stream: int = 0) -> None:
         z = index.to(torch.int32)
         z = (z ^ _shifted(z, 16)) * 0x7FEB352D
         z = (z ^ _shifted(z, 15)) * _signed(0x846CA68B, 32)

@@ -208,9 +208,10 @@ def plainly(x: Tensor, dtype: torch.dtype) -> Tensor:
     return collapse([x], PLAIN[x.dtype].name, dtype)
 
 
-def value_of(x: Tensor, format: Format) -> MCFTensor:
-    """A plain tensor as a value of a format, rounded as the format does."""
-    key = key_for(format, x.device)
+def value_of(x: Tensor, format: Format, operands: Sequence[MCFTensor] = ()) -> MCFTensor:
+    """A plain tensor as a value of a format, rounded as the format does; where it is a result, it
+    goes on from its operands."""
+    key = key_of(format, [*operands, x])
     made = recode([x], PLAIN[x.dtype].name, format.name, key)
     return MCFTensor.of(made, format, own=True, writes=after(format, key))
 

@@ -29,7 +29,12 @@ from mcftensor.dispatch.registry import Handler
 from mcftensor.dispatch.writing import written_to
 from mcftensor.kernels.columns import Column
 from mcftensor.kernels.opaque import is_bare
-from mcftensor.passes.recoding import decode_columns, encode_columns
+from mcftensor.passes.recoding import (
+    decode_columns,
+    decode_in_parts,
+    encode_columns,
+    encode_in_parts,
+)
 from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
 # Elements whose numbers, of all operands together, fit into the caches of a CPU.
@@ -172,45 +177,51 @@ def _in_blocks(
         if isinstance(x, LiftedTensor):
             x.grow_tails()
     found = {id(x): x for x in expansions((args, kwargs)) if only_stores(x._format)}
-    scratch = {
-        i: torch.empty(BLOCK, dtype=x._format.result.dtype) for i, x in found.items() if x.dim()
+    numbers = {
+        i: torch.empty(BLOCK, dtype=x._format.result.dtype) if x.dim() else plain_numbers(x)
+        for i, x in found.items()
     }
-    whole = {i: plain_numbers(x) for i, x in found.items() if not x.dim()}
-    stored = {i: _stored([found[i]]) for i in scratch}
-    flat = {i: [column[0].view(-1) for column in columns] for i, (_, columns) in stored.items()}
-    keys = {id(x): key_of(x._format, [x]) for x in written}
-    count = args[0].numel()
-    shape, result = args[0].shape, None
+    readers = [decode_in_parts(*_stored([x]), numbers[i]) for i, x in found.items() if x.dim()]
+    writers = []
+    for x in written:
+        key = key_of(x._format, [x])
+        format, components = _stored([x])
+        keys = [] if key is None else [key]
+        writers.append(encode_in_parts(format, numbers[id(x)], components, keys))
+    # Operands by their places or names: how the part of each block is had of them.
+    cuts = [_cut(x, numbers) for x in args]
+    named = {name: _cut(x, numbers) for name, x in kwargs.items()}
+    count, result = args[0].numel(), None
     for start in range(0, count, BLOCK):
-        part = slice(start, min(start + BLOCK, count))
-        numbers = {i: x[: part.stop - start] for i, x in scratch.items()}
-        for i, (format, _) in stored.items():
-            decode_columns(format, [[x[part]] for x in flat[i]], [numbers[i]])
-        piece = func(*_cut(args, part, numbers | whole), **_cut(kwargs, part, numbers | whole))
-        for x in written:
-            key = keys[id(x)]
-            columns = [[y[part]] for y in flat[id(x)]]
-            taken = [] if key is None else [key]
-            encode_columns(x._format, [numbers[id(x)]], columns, taken, start)
-        if not written and isinstance(piece, Tensor):
+        stop = min(start + BLOCK, count)
+        for read in readers:
+            read(start, stop)
+        piece = func(
+            *[cut(start, stop) for cut in cuts],
+            **{name: cut(start, stop) for name, cut in named.items()},
+        )
+        for write in writers:
+            write(start, stop)
+        if not written:
             if result is None:
                 result = piece.new_empty(count)
-            result[part] = piece
+            result[start:stop] = piece
     count_write(written)
-    return args[0] if result is None else result.view(shape)
+    return args[0] if result is None else result.view(args[0].shape)
 
 
-def _cut(tree: Any, part: slice, numbers: dict[int, Tensor]) -> Any:
-    """Arguments with blocks of tensors in their places."""
-
-    def cut(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        if id(x) in numbers:
-            return numbers[id(x)]
-        return x.view(-1)[part] if x.dim() else x
-
-    return tree_map(cut, tree)
+def _cut(x: Any, numbers: dict[int, Tensor]) -> Callable[[int, int], Any]:
+    """An argument for the block that starts and stops somewhere."""
+    if not isinstance(x, Tensor):
+        return lambda start, stop: x
+    scratch = numbers.get(id(x))
+    if not x.dim():
+        whole = x if scratch is None else scratch
+        return lambda start, stop: whole
+    if scratch is not None:
+        return lambda start, stop: scratch[: stop - start]
+    flat = x.view(-1)
+    return lambda start, stop: flat[start:stop]
 
 
 # ----------------------------------------------------------------------------------- in lists

@@ -286,13 +286,13 @@ def copy_(func: Any, target: Tensor, source: Any, non_blocking: bool = False) ->
         return target
     if source.is_complex():
         raise TypeError(f"copy_: {source.dtype} into an expansion in {target.format.name}")
-    key = key_of(target.format, [target])
+    is_alike = isinstance(source, MCFTensor) and source.format is target.format
+    key = None if is_alike else key_of(target.format, [target])
     fill(target, stored_in(source, target.format, target.device, key), non_blocking)
-    if isinstance(source, MCFTensor) and source.format is target.format:
-        if target._writes is not None:  # as if it were the source
-            target._writes.copy_(source.writes)  # type: ignore[arg-type]
-    else:
+    if not is_alike:
         count_write([target])
+    elif target._writes is not None:  # it goes on as the source does
+        target._writes.copy_(source._writes)
     return target
 
 

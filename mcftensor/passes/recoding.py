@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from mcftensor.arithmetic.noise import draw_key, noise_of
 from mcftensor.arithmetic.numbers import Sum
 from mcftensor.arithmetic.rounding import collapse_terms
 from mcftensor.formats import Format, named
-from mcftensor.kernels import Body, Column, Columns, run
+from mcftensor.kernels import Body, Column, Columns, in_parts, run
 from mcftensor.kernels.blocks import indices
 from mcftensor.kernels.layout import empty_terms, template_of
 from mcftensor.kernels.opaque import opaque
@@ -34,15 +34,45 @@ def decode_columns(format: Format, components: Sequence[Column], outputs: Column
 
 
 def encode_columns(
+    format: Format, numbers: Column, components: Sequence[Column], keys: Column = ()
+) -> None:
+    """Round plain numbers into components of a format."""
+    run(*_encoded(format, numbers, components, keys, _START))
+
+
+def decode_in_parts(
+    format: Format, components: Sequence[Column], numbers: Tensor
+) -> Callable[[int, int], None]:
+    """`decode_columns` of one tensor as `kernels.in_parts` does it, into scratch."""
+    return in_parts(_decoding(format, numbers.dtype), Columns(components, [], [[numbers]]))
+
+
+def encode_in_parts(
+    format: Format, numbers: Tensor, components: Sequence[Column], keys: Column
+) -> Callable[[int, int], None]:
+    """`encode_columns` of one tensor as `kernels.in_parts` does it, from scratch."""
+    first = torch.tensor(0)
+    encode_part = in_parts(*_encoded(format, [numbers], components, keys, first))
+
+    def encode(start: int, stop: int) -> None:
+        first.fill_(start)
+        encode_part(start, stop)
+
+    return encode if keys else encode_part
+
+
+_START = torch.tensor(0)
+
+
+def _encoded(
     format: Format,
     numbers: Column,
     components: Sequence[Column],
-    keys: Column = (),
-    start: int = 0,
-) -> None:
-    """Round plain numbers into components of a format; the first element has the index `start`."""
-    scalars = [[torch.tensor(start)]] if keys else []
-    run(_encoding(format, numbers[0].dtype), Columns([numbers], scalars, components, keys))
+    keys: Column,
+    start: Tensor,
+) -> tuple[Body, Columns]:
+    scalars = [[start]] if keys else []
+    return _encoding(format, numbers[0].dtype), Columns([numbers], scalars, components, keys)
 
 
 @functools.lru_cache(maxsize=64)
@@ -56,6 +86,8 @@ def _encoding(format: Format, dtype: torch.dtype) -> Body:
         noise = None
         if format.takes_key:
             start, key = scalars
+            if format.rounding == "balanced":  # of which int32 is enough
+                index, start = index.to(torch.int32), start.to(torch.int32)
             noise = noise_of(format.rounding, key, index + start)
         return format.encode(Sum(vectors), noise)
 

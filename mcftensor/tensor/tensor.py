@@ -26,6 +26,14 @@ Role = Literal["value", "parameter"]
 
 _GRAD: Any = torch.Tensor.grad
 _get_grad = _GRAD.__get__
+_SETS_UNTRACED = torch.__version__ >= "2.14"  # whose compiler fails where a descriptor of C is set
+
+
+@torch._disable_dynamo
+def _set_grad(x: Tensor, value: Tensor | None) -> None:
+    _GRAD.__set__(x, value)
+
+
 _without_function: Any = torch._C._disabled_torch_function_impl
 COMPONENTS = tuple(f"_component{i}" for i in range(MAX_TERMS))
 
@@ -408,7 +416,10 @@ class MCFTensor(torch.Tensor):
                 step.gradients[id(self)] = plain, value
                 value = plain
         with torch._C.DisableTorchFunctionSubclass():
-            _GRAD.__set__(self, value)
+            if _SETS_UNTRACED and is_compiling():
+                _set_grad(self, value)
+            else:
+                _GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
