@@ -30,12 +30,6 @@ def tail_names(name: str, format: Format) -> list[str]:
     return [f"{name}.{format.name}.{x.name}" for x in format.components[1:]]
 
 
-def names_with_sum(name: str, format: Format) -> list[str]:
-    """Under what names `as_terms` stores a number and the sum that goes with it."""
-    tails = tail_names(name, format)
-    return [name, *tails, *([f"{name}.{format.name}.{_SUM}"] if tails else [])]
-
-
 def format_said(names: Sequence[str]) -> Format | None:
     """The format that the names of a number's components say, those of `names_of_terms`."""
     found = _tail(names[1]) if len(names) > 1 else None

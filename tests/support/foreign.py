@@ -5,10 +5,13 @@ What a function writes holds what `MASTERS` and `MOMENTS` say, as exactly as its
 
 import json
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+
+ROOT = Path(__file__).parents[2]
 
 SHAPES = {
     "embed.weight": (11, 6),

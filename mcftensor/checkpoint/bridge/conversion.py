@@ -17,7 +17,7 @@ from mcftensor.checkpoint.bridge.torch_optimizers import BESIDE, metadata_of, na
 from mcftensor.checkpoint.errors import CheckpointError
 from mcftensor.checkpoint.saving import save_terms
 from mcftensor.checkpoint.shards import size_in_bytes
-from mcftensor.checkpoint.state_dicts import as_terms, names_with_sum
+from mcftensor.checkpoint.state_dicts import as_terms
 from mcftensor.convert import as_expansion, as_plain
 from mcftensor.formats import PLAIN, Format, PlainFormat, bf16i16, named
 from mcftensor.tensor import MCFTensor
@@ -170,14 +170,12 @@ class _Writer:
         path: Path,
         most: int | None,
     ) -> None:
-        owners = {
-            part: name for name, format in formats.items() for part in names_with_sum(name, format)
-        }
-        likes = {
-            part: like
-            for name, x in entries.items()
-            for part, like in _likes(name, x.shape, formats[name]).items()
-        }
+        likes: dict[str, Tensor] = {}
+        owners: dict[str, str] = {}
+        for name, x in entries.items():
+            parts = _likes(name, x.shape, formats[name])
+            likes |= parts
+            owners |= dict.fromkeys(parts, name)
 
         def produce(parts: list[str]) -> Iterator[tuple[str, Tensor]]:
             for name in dict.fromkeys(owners[part] for part in parts):
@@ -220,11 +218,18 @@ def _size(entry: Entry) -> int:
 
 
 def _likes(name: str, shape: torch.Size, format: Format) -> dict[str, Tensor]:
-    """What `as_terms` gives of a tensor, without data."""
-    kinds = [torch.empty(x.shape(shape), dtype=x.dtype, device="meta") for x in format.components]
-    if len(kinds) > 1:
-        kinds.append(torch.empty((), dtype=torch.int64, device="meta"))
-    return dict(zip(names_with_sum(name, format), kinds, strict=True))
+    """What `as_terms` gives of a tensor, without data: components, and what stands beside them."""
+    if isinstance(format, PlainFormat):
+        return {name: torch.empty(shape, dtype=format.dtype, device="meta")}
+    none = torch.Size([0])
+    empty = [torch.empty(x.shape(none), dtype=x.dtype) for x in format.components]
+    terms = as_terms({name: MCFTensor.of(empty, format)}, sums=True)
+    shapes = [x.shape(shape) for x in format.components]
+    shapes += [torch.Size()] * (len(terms) - len(shapes))
+    return {
+        part: torch.empty(size, dtype=x.dtype, device="meta")
+        for (part, x), size in zip(terms.items(), shapes, strict=True)
+    }
 
 
 @torch.no_grad()
@@ -244,7 +249,7 @@ def _recoded(x: Tensor, source: Format, target: Format) -> tuple[Tensor, int]:
     return (parts[0] if isinstance(target, PlainFormat) else MCFTensor.of(parts, target)), lost
 
 
-_BLOCK = 1 << 20
+_BLOCK = 1 << 18
 """Elements that are converted at once, so that what conversions need beside them is little."""
 
 
