@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from mcftensor.checkpoint.bridge.entries import Request
 from mcftensor.checkpoint.bridge.layouts import read
-from mcftensor.checkpoint.bridge.resuming import state_dict_for
+from mcftensor.checkpoint.bridge.resuming import load_states, state_dict_for
 from mcftensor.checkpoint.errors import CheckpointError, reading, some
 from mcftensor.checkpoint.state_dicts import from_terms, is_sharded, ties
 from mcftensor.tensor import MCFTensor
@@ -113,7 +113,7 @@ def load_file(
     if model is not None:
         load_model = _prepared(model, state_dict, strict, path)
         if optimizer is not None:
-            optimizer.load_state_dict(state_dict_for(optimizer, model, contents, strict, path))
+            load_states(optimizer, state_dict_for(optimizer, model, contents, strict, path), path)
         return load_model()
     device = "cpu" if device is None else device
     moved = {id(x): x.to(device) for x in state_dict.values()}

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 import mcftensor as mcf
 from mcftensor.checkpoint.bridge import flashoptim as of_flashoptim
@@ -18,16 +17,6 @@ def assert_same_bits(x, y):
 
 def in_order(tree):
     return {key: in_order(tree[key]) for key in sorted(tree)} if isinstance(tree, dict) else tree
-
-
-class Model(nn.Module):
-    """With the parameters of the checkpoints."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.layers = nn.ModuleList([nn.Linear(6, 6)])
-        self.norm = nn.RMSNorm(6)
 
 
 def plain(state_dict):
@@ -69,7 +58,7 @@ def test_states(layout, is_converted, format, tmp_path):
     if is_converted:
         mcf.convert_checkpoint(source, tmp_path / "converted", step=foreign.STEPS)
         source = tmp_path / "converted"
-    model = mcf.as_expansion(Model(), format) if format else Model()
+    model = mcf.as_expansion(foreign.Model(), format) if format else foreign.Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1)
     assert mcf.load_file(source, model, optimizer=optimizer, step=foreign.STEPS) == ([], [])
     assert_same_bits(plain(model.state_dict()), foreign.MASTERS)
@@ -93,7 +82,7 @@ def test_states(layout, is_converted, format, tmp_path):
 def test_flashoptim(bits, compressed, tmp_path):
     source = foreign.flashoptim(tmp_path, bits, compressed)
     mcf.convert_checkpoint(source, tmp_path / "converted")
-    model = mcf.as_expansion(Model(), mcf.bf16i16)
+    model = mcf.as_expansion(foreign.Model(), mcf.bf16i16)
     optimizer = torch.optim.AdamW(model.parameters())
     mcf.load_file(tmp_path / "converted", model, optimizer=optimizer)
     for name, x in plain(model.state_dict()).items():
@@ -138,7 +127,7 @@ def test_optimi(tmp_path):
 def test_optimi_itself(tmp_path):
     optimi = pytest.importorskip("optimi")
     torch.manual_seed(0)
-    model = Model().bfloat16()
+    model = foreign.Model().bfloat16()
     optimizer = optimi.AdamW(model.parameters(), lr=1e-3, triton=False)
     for _ in range(20):
         for p in model.parameters():
@@ -240,7 +229,7 @@ class TestRefusals:
             mcf.load_file(tmp_path)
 
     def test_no_states(self, tmp_path):
-        model = Model()
+        model = foreign.Model()
         source = foreign.torch_shards(tmp_path)
         with pytest.raises(mcf.CheckpointError, match="holds no states of an optimizer"):
             mcf.load_file(source, model, optimizer=torch.optim.AdamW(model.parameters()))

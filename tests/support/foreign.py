@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch import nn
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,6 +21,16 @@ SHAPES = {
     "norm.weight": (6,),
 }
 STEPS = 7
+
+
+class Model(nn.Module):
+    """With the parameters of the checkpoints."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.layers = nn.ModuleList([nn.Linear(6, 6)])
+        self.norm = nn.RMSNorm(6)
 
 
 def _values(seed, scale=1.0):

@@ -44,6 +44,20 @@ def state_dict_for(
     return {"state": state, "param_groups": groups}
 
 
+def load_states(optimizer: Optimizer, state_dict: dict[str, Any], path: Path) -> None:
+    """Have an optimizer load them, or leave it as it was."""
+    before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+    try:
+        optimizer.load_state_dict(state_dict)
+    except Exception as error:
+        # Some look at their states once they have them.
+        vars(optimizer).update(before)
+        raise CheckpointError(
+            f"load_file: {type(optimizer).__name__} does not take the states of {path} "
+            f"({type(error).__name__}: {error}); they are those of another optimizer"
+        ) from error
+
+
 def _places(
     optimizer: Optimizer, model: nn.Module, contents: Contents, path: Path
 ) -> dict[Any, tuple[int, Tensor]]:
