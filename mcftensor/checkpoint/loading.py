@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from mcftensor.checkpoint.bridge.entries import Request
-from mcftensor.checkpoint.bridge.layouts import read
+from mcftensor.checkpoint.bridge.layouts import read_checkpoint
 from mcftensor.checkpoint.bridge.resuming import load_states, state_dict_for
 from mcftensor.checkpoint.errors import CheckpointError, reading, some
 from mcftensor.checkpoint.state_dicts import from_terms, is_sharded, ties
@@ -107,7 +107,7 @@ def load_file(
     path = Path(path)
     names = None if parameters is None else list(parameters)
     with reading(path):
-        contents = read(path, Request(optimizer is not None, names, step, verify, tails))
+        contents = read_checkpoint(path, Request(optimizer is not None, names, step, verify, tails))
         state_dict = {name: entry.read() for name, entry in contents.weights.items()}
         state_dict |= {alias: state_dict[name] for alias, name in contents.tied.items()}
     if model is not None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mcftensor.checkpoint.atomic import making
 from mcftensor.checkpoint.bridge.entries import Entry, Request
-from mcftensor.checkpoint.bridge.layouts import read
-from mcftensor.checkpoint.bridge.torch_optimizers import BESIDE, metadata_of, name_of
+from mcftensor.checkpoint.bridge.layouts import read_checkpoint
+from mcftensor.checkpoint.bridge.torch_optimizers import BESIDE, metadata_of, state_name
 from mcftensor.checkpoint.errors import CheckpointError
 from mcftensor.checkpoint.saving import save_terms
 from mcftensor.checkpoint.shards import size_in_bytes
@@ -72,15 +72,15 @@ def convert_checkpoint(
 
     | layout | weights | states |
     |---|---|---|
-    | of this library | safetensors, folders of this function | any |
-    | safetensors | one file, or several and an index | |
-    | torch.save | a state dict, or one in a larger one; or several and an index | torch.optim's |
-    | folders of transformers and Accelerate | safetensors or torch.save | `optimizer.pt`, `.bin` |
+    | This library | safetensors, folders of this function | any |
+    | Safetensors | one file, or several and an index | |
+    | PyTorch, `torch.save` | a state dict, or one in a larger one; or several files | torch.optim's |
+    | Trainer of transformers, Accelerate | folders of either | `optimizer.pt`, `.bin` |
     | DeepSpeed | `zero_to_fp32.py`'s output; universal checkpoints | of the latter |
     | Megatron-Core | `torch_dist`: float32 masters, or int16 remainders | as tensors by name |
     | Transformer Engine | FusedAdam's `master_param`, float32 or int16 | moments |
-    | flashoptim | `error_bits` of 8 or 16 bits | moments, quantized or not |
-    | optimi | `kahan_comp`, as an expansion of two terms | moments |
+    | Flashoptim | `error_bits` of 8 or 16 bits | moments, quantized or not |
+    | Optimi | `kahan_comp`, as an expansion of two terms | moments |
 
     Args:
         source: a file, the index of several, or a folder.
@@ -117,9 +117,9 @@ def convert_checkpoint(
     most = None if max_shard_size is None else size_in_bytes(max_shard_size)
     destination = Path(destination)
     with making(destination) as folder:
-        contents = read(Path(source), Request(optimizer, names, step, verify))
+        contents = read_checkpoint(Path(source), Request(optimizer, names, step, verify))
         state_entries = {
-            name_of(i, key): x
+            state_name(i, key): x
             for i, state in contents.states.items()
             for key, x in state.items()
             if isinstance(x, Entry)

@@ -26,7 +26,7 @@ def _in_folder(path: Path) -> Path | None:
 
 
 def _read_folder(path: Path, request: Request) -> Contents:
-    contents = read(_in_folder(path) or path, request)
+    contents = read_checkpoint(_in_folder(path) or path, request)
     torch_optimizers.add_beside(contents, path, request)
     return contents
 
@@ -42,7 +42,7 @@ LAYOUTS = (
 """The first that matches reads."""
 
 
-def read(path: Path, request: Request) -> Contents:
+def read_checkpoint(path: Path, request: Request) -> Contents:
     """What a path stands for: a file, an index, or a folder."""
     with reading(path):
         if index_of(path).is_file():

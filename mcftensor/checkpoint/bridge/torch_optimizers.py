@@ -110,7 +110,7 @@ def _is_of_optimizer(content: Any) -> bool:
 # ---------------------------------------------------------------------- optimizer.safetensors
 
 
-def name_of(parameter: Any, key: str) -> str:
+def state_name(parameter: Any, key: str) -> str:
     """Under what name a state is in `optimizer.safetensors`."""
     return f"{_PREFIX}{parameter}.{key}"
 
