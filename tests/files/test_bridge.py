@@ -17,8 +17,6 @@ from support import foreign
 from support.helpers import assert_same_bits, sample
 from support.helpers import small_model as make
 
-pytest.importorskip("safetensors")
-
 
 def every_kind_of_float():
     """Patterns of float32 from all over."""

@@ -13,8 +13,6 @@ import mcftensor as mcf
 from support import foreign
 from support.accidents import ACCIDENTS
 
-pytest.importorskip("safetensors")
-
 
 def converted(folder):
     source = foreign.torch_file(folder)

@@ -1,13 +1,16 @@
 """Checkpoints of other programs: each layout is read to the bit, with its optimizer's states."""
 
+import os
+import pickle
+import sys
+import types
+
 import pytest
 import torch
 
 import mcftensor as mcf
 from mcftensor.checkpoint.bridge import flashoptim as of_flashoptim
 from support import foreign, helpers
-
-pytest.importorskip("safetensors")
 
 
 def assert_same_bits(x, y):
@@ -141,6 +144,41 @@ def test_optimi_itself(tmp_path):
         assert torch.equal(mcf.as_plain(loaded[name], torch.float64), expected)
 
 
+def test_transformers_itself(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=16, n_embd=8, n_layer=2, n_head=2, n_positions=4, bos_token_id=0, eos_token_id=0
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    model.save_pretrained(tmp_path / "saved", max_shard_size="2KB")
+    assert (tmp_path / "saved" / "model.safetensors.index.json").exists()
+    mcf.convert_checkpoint(tmp_path / "saved", tmp_path / "converted")
+    other = mcf.as_expansion(transformers.GPT2LMHeadModel(config), mcf.bf16i16)
+    assert mcf.load_file(tmp_path / "converted", other) == ([], [])
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, mcf.as_plain(q, torch.float32))
+
+
+def test_accelerate_itself(tmp_path):
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    model = foreign.Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    accelerator.save_state(tmp_path / "saved")
+    other = mcf.as_expansion(foreign.Model(), mcf.bf16i16)
+    loaded = torch.optim.AdamW(other.parameters())
+    mcf.load_file(tmp_path / "saved", other, optimizer=loaded)
+    assert loaded.param_groups[0]["lr"] == 0.3
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, mcf.as_plain(q, torch.float32))
+        for key in foreign.MOMENTS:
+            theirs = optimizer.optimizer.state[p][key]
+            assert torch.equal(theirs, mcf.as_plain(loaded.state[q][key], torch.float32))
+
+
 class TestMasters:
     def write(self, tmp_path, change):
         content = torch.load(foreign.transformer_engine_float32(tmp_path), weights_only=True)
@@ -192,6 +230,45 @@ class TestMasters:
         loaded = mcf.load_file(self.write(tmp_path, change))
         assert torch.equal(loaded.pop("buffer"), torch.ones(6))
         assert_same_bits(loaded, foreign.MASTERS)
+
+
+def test_how_deepspeed_had_divided_a_parameter(tmp_path, monkeypatch):
+    """A class of its own stands in its files; it need not be installed."""
+    source = foreign.deepspeed(tmp_path)
+    (file,) = source.rglob("norm.weight/fp32.pt")
+    name = "deepspeed.checkpoint.universal_checkpoint"
+    module = types.ModuleType(name)
+    module.SubparamShape = type("SubparamShape", (), {"__module__": name})
+    shape = module.SubparamShape()
+    shape.patterns, shape.shape, shape.partition_dim = ["norm"], ((3, 3),), 0
+    with monkeypatch.context() as context:
+        for part in ("deepspeed", "deepspeed.checkpoint", name):
+            context.setitem(sys.modules, part, module)
+        content = {"param": foreign.MASTERS["norm.weight"], "sub_param_shape": shape}
+        torch.save(content, file)
+    assert_same_bits(mcf.load_file(source), foreign.MASTERS)
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("layout", ["megatron", "deepspeed", "torch_file", "transformers"])
+def test_pickles_that_would_run_code(layout, tmp_path):
+    source, exploded = foreign.EXACT[layout](tmp_path), tmp_path / "exploded"
+    kinds = {"megatron": ".metadata", "deepspeed": "step.pt", "transformers": "optimizer.pt"}
+    file = source if source.is_file() else next(source.rglob(kinds[layout]))
+    if layout == "megatron":
+        file.write_bytes(pickle.dumps(Bomb(exploded)))
+    else:
+        torch.save({"state": Bomb(exploded), "param_groups": []}, file)
+    with pytest.raises(mcf.CheckpointError):
+        mcf.convert_checkpoint(source, tmp_path / "to", step=1)
+    assert not exploded.exists()
 
 
 class TestRefusals:

@@ -74,7 +74,7 @@ def convert_checkpoint(
     |---|---|---|
     | This library | safetensors, folders of this function | any |
     | Safetensors | one file, or several and an index | |
-    | PyTorch, `torch.save` | a state dict, or one in a larger one; or several files | torch.optim's |
+    | PyTorch, `torch.save` | a state dict, or one in a larger one; several files | torch.optim's |
     | Trainer of transformers, Accelerate | folders of either | `optimizer.pt`, `.bin` |
     | DeepSpeed | `zero_to_fp32.py`'s output; universal checkpoints | of the latter |
     | Megatron-Core | `torch_dist`: float32 masters, or int16 remainders | as tensors by name |

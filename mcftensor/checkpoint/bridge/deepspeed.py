@@ -52,13 +52,13 @@ def read(path: Path, request: Request) -> Contents:
     """All parameters, and the moments of their optimizer."""
     if not (path / "zero").is_dir():
         path = path / (path / _LATEST).read_text(encoding="utf-8").strip()
-    folders = sorted(file.parent for file in (path / "zero").rglob("fp32.pt"))
+    folders = sorted(file.parent for file in (path / "zero").glob("*/fp32.pt"))
     if not folders:
         raise CheckpointError(f"{path / 'zero'} holds no fp32.pt of any parameter")
     shapes = _Shapes(path)
     contents = Contents("DeepSpeed universal", {})
     for folder in folders:
-        name = ".".join(folder.relative_to(path / "zero").parts)
+        name = folder.name
         weight = _entry(name, folder / "fp32.pt", shapes, request)
         contents.weights[name] = weight
         if request.optimizer:
