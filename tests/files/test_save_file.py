@@ -12,13 +12,13 @@ import mcftensor as mcf
 from mcftensor.checkpoint.digests import KEY, sealed
 from mcftensor.checkpoint.safetensors import DTYPES
 from mcftensor.checkpoint.shards import size_in_bytes
-from support.helpers import assert_same_terms, sample, small_model
+from support.helpers import STORED, assert_same_terms, sample, small_model
 
 safetensors = pytest.importorskip("safetensors.torch")
 safe_open = pytest.importorskip("safetensors").safe_open
 
 OWN = (mcf.Format(torch.bfloat16, 4), mcf.Format(torch.bfloat16, 2, rounding="stochastic"))
-FORMATS = [*mcf.FORMATS, *OWN]
+FORMATS = [*mcf.FORMATS, *OWN, *STORED]
 
 
 def assert_same(x, y):
