@@ -91,20 +91,20 @@ def making(path: Path) -> Iterator[Path]:
         raise CheckpointError(f"{path}: there is no folder {parent}; make it first")
     for leftover in parent.glob(f".{glob.escape(path.name)}.*.tmp.lock"):
         _remove_abandoned_folder(leftover)
-    temporary = parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
-    lock = temporary.with_name(f"{temporary.name}.lock")
+    folder = parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
+    lock = folder.with_name(f"{folder.name}.lock")
     with lock.open("xb") as file:
         _lock(file)
         try:
-            temporary.mkdir()
-            yield temporary
-            synchronize(temporary)
+            folder.mkdir()
+            yield folder
+            synchronize(folder)
             if path.exists():
                 path.rmdir()
-            temporary.rename(path)
+            folder.rename(path)
             synchronize(parent)
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
             if fcntl is None:
                 file.close()  # Windows removes no open file.
             lock.unlink(missing_ok=True)
