@@ -30,6 +30,12 @@ def tail_names(name: str, format: Format) -> list[str]:
     return [f"{name}.{format.name}.{x.name}" for x in format.components[1:]]
 
 
+def format_said(names: Sequence[str]) -> Format | None:
+    """The format that the names of a number's components say, those of `names_of_terms`."""
+    found = _tail(names[1]) if len(names) > 1 else None
+    return found and found[1]
+
+
 _SUM = "sum"
 """The name of what stands beside tails: the sum of the leading term's bit patterns."""
 
@@ -195,8 +201,8 @@ def joined(
     state_dict: dict[Any, Any] = {}
     for name, names in names_of_terms(terms).items():
         x = terms[name]
-        if len(names) > 1:
-            format = _tail(names[1])[1]  # type: ignore[index]
+        format = format_said(names)
+        if format is not None:
             whole = {n: terms[n] for n in names}
             told = whole.pop(f"{name}.{format.name}.{_SUM}", None)
             writes = whole.pop(f"{name}.{format.name}.{_WRITES}", None)
@@ -347,9 +353,9 @@ def _refusals(terms: Mapping[Any, Any]) -> Iterator[CheckpointError]:
     for name, names in names_of_terms(terms).items():
         if isinstance(terms[name], Mapping):
             yield from _refusals(terms[name])
-        if len(names) == 1:
+        format = format_said(names)
+        if format is None:
             continue
-        format = _tail(names[1])[1]  # type: ignore[index]
         parts = [local(terms[n]) for n in (name, *tail_names(name, format))]
         try:
             whole: Any = local(from_terms({n: terms[n] for n in names})[name])
