@@ -22,10 +22,10 @@ from mcftensor.dispatch.operands import (
     computes_plainly,
     count_write,
     expansions,
-    key_of,
     leading,
     only_stores,
     require_castable,
+    rounding_key,
 )
 from mcftensor.dispatch.registry import Handler
 from mcftensor.dispatch.writing import written_to
@@ -180,7 +180,7 @@ def _dtype_of(x: Tensor) -> torch.dtype:
 
 
 def _key(x: Tensor) -> Tensor | None:
-    return key_of(x._format, [x]) if isinstance(x, MCFTensor) else None
+    return rounding_key(x._format, [x]) if isinstance(x, MCFTensor) else None
 
 
 # ---------------------------------------------------------------------------------- in blocks

@@ -23,8 +23,8 @@ from mcftensor.dispatch.operands import (
     count_write,
     expansions,
     fill,
-    key_of,
     leading,
+    rounding_key,
     stored_in,
     uninterrupted,
 )
@@ -287,7 +287,7 @@ def copy_(func: Any, target: Tensor, source: Any, non_blocking: bool = False) ->
     if source.is_complex():
         raise TypeError(f"copy_: {source.dtype} into an expansion in {target.format.name}")
     is_alike = isinstance(source, MCFTensor) and source.format is target.format
-    key = None if is_alike else key_of(target.format, [target])
+    key = None if is_alike else rounding_key(target.format, [target])
     fill(target, stored_in(source, target.format, target.device, key), non_blocking)
     if not is_alike:
         count_write([target])
