@@ -18,6 +18,8 @@ from mcftensor.formats import FORMATS as FORMATS
 from mcftensor.formats import Component as Component
 from mcftensor.formats import FInfo as FInfo
 from mcftensor.formats import Format as Format
+from mcftensor.formats import bf16i8 as bf16i8
+from mcftensor.formats import bf16i16 as bf16i16
 from mcftensor.formats import bf16x2 as bf16x2
 from mcftensor.formats import bf16x3 as bf16x3
 from mcftensor.formats import finfo as finfo

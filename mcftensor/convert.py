@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn.parameter import is_lazy
 
-from mcftensor.dispatch.operands import value_of
+from mcftensor.dispatch.operands import after, value_of
 from mcftensor.dispatch.registry import implements
 from mcftensor.formats import Format, bf16x2, default_format, require_format
 from mcftensor.kernels.opaque import opaque
@@ -156,7 +156,7 @@ def _value(x: Tensor, format: Format) -> MCFTensor:
         if isinstance(x, MCFTensor):
             key = recoding.key_for(format, x.device)
             made = recoding.recode(list(x._read()), x.format.name, format.name, key)
-            return MCFTensor.of(made, format, own=True)
+            return MCFTensor.of(made, format, own=True, writes=after(format, key))
         return value_of(x.detach(), format)
 
     return on_local(convert, x)  # type: ignore[return-value]

@@ -546,6 +546,8 @@ def groups() -> dict[str, Group]:
         is_slow = not name.startswith(("adamw", "sgd"))
         every[f"large/{name}"] = Group(partial(large_steps, name), is_slow)
     for name, path, (how, mix) in product(OPTIMIZERS, PATHS, MIXES.items()):
+        if how == "light/fp32x2" and path != "fused" and name != "sgd":
+            continue  # torch takes the root of a plain float32, which processors round unlike
         results = partial(steps, name, path, mix)
         every[f"{name}/{path}/{how}"] = Group(results, mix.format in LONG)
     return every

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic import eft
+from mcftensor.arithmetic.noise import Noise
 from mcftensor.arithmetic.rounding import move
 from mcftensor.kernels.opaque import inline
 
@@ -95,8 +96,8 @@ def settle(result: Terms, plain: Tensor) -> Terms:
     return leading, *(torch.where(finite, tail, 0) for tail in tails)
 
 
-def shorten(x: Terms, noise: Tensor | None) -> Terms:
-    """x without its last term: rounded to nearest, or stochastically where there is noise."""
+def shorten(x: Terms, noise: Noise | None) -> Terms:
+    """x without its last term: rounded to nearest, or by noise."""
     *kept, rest = x
     if noise is not None:
         kept[-1] = move(kept[-1], rest, noise)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic import networks, ordering
-from mcftensor.arithmetic.rounding import collapse_terms, move, split_terms
+from mcftensor.arithmetic.noise import Noise
+from mcftensor.arithmetic.rounding import collapse_odd, collapse_terms, move, split_terms
 
 Floats: TypeAlias = Sequence[Tensor]
 
@@ -32,9 +33,13 @@ class Sum:
         """The sum, rounded once."""
         return collapse_terms(self.floats, dtype)
 
-    def split(self, base: torch.dtype, terms: int, noise: Tensor | None = None) -> Floats:
-        """Normalized terms of a base, the last of them rounded to nearest, or stochastically where
-        there is noise.
+    def to_odd(self) -> Tensor:
+        """The sum in float32, rounded to odd, and so to be rounded once more."""
+        return collapse_odd(self.floats)
+
+    def split(self, base: torch.dtype, terms: int, noise: Noise | None = None) -> Floats:
+        """Normalized terms of a base, the last of them rounded to nearest, or by noise where
+        there is some.
 
         A wider base takes every float as it is, and the network gathers them. A narrower one takes
         the whole rounded, then what remains rounded, each remainder exactly.

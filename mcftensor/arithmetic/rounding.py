@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.bases import BASES, NARROW
+from mcftensor.arithmetic.noise import Noise
 from mcftensor.kernels.opaque import opaque
 
 
@@ -65,13 +66,27 @@ def collapse_terms(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         return leading.clone()
     if not tails:
         return round_to(leading, dtype)
-    total = tails[-1].to(torch.float64)
-    for term in reversed(tails[:-1]):
-        total = add_odd(term.to(torch.float64), total)
-    leading = leading.to(torch.float64)
     if dtype == torch.float64:
-        return add_signed(leading, total)
-    return round_to(torch.where(total == 0, leading, add_odd(leading, total)), dtype)
+        return add_signed(leading.to(torch.float64), _sum_odd(tails))
+    return round_to(_sum_odd(terms), dtype)
+
+
+def _sum_odd(terms: Sequence[Tensor]) -> Tensor:
+    """The sum of normalized terms in float64, rounded to odd, with the sign of the leading one."""
+    total = terms[-1].to(torch.float64)
+    for term in reversed(terms[:-1]):
+        leading = term.to(torch.float64)
+        total = torch.where(total == 0, leading, add_odd(leading, total))
+    return total
+
+
+def collapse_odd(terms: Sequence[Tensor]) -> Tensor:
+    """The sum of normalized terms in float32, rounded to odd, and so to be rounded once more."""
+    if len(terms) == 1 and terms[0].dtype in (torch.float32, *NARROW):
+        return terms[0].to(torch.float32)
+    total = _sum_odd(terms)
+    nearest = total.to(torch.float32)
+    return _make_odd(nearest, total - nearest.to(torch.float64))
 
 
 def _to_precision(x: Tensor, base: torch.dtype) -> Tensor:
@@ -85,11 +100,11 @@ def _to_precision(x: Tensor, base: torch.dtype) -> Tensor:
 
 
 def split_terms(
-    x: Tensor, base: torch.dtype, terms: int, noise: Tensor | None = None
+    x: Tensor, base: torch.dtype, terms: int, noise: Noise | None = None
 ) -> list[Tensor]:
     """x as `terms` normalized terms of dtype `base`.
 
-    The last one is rounded to nearest, or stochastically where there is noise.
+    The last one is rounded to nearest, or by noise where there is some.
     """
     if not x.is_floating_point():
         x = x.to(torch.float64)
@@ -98,7 +113,7 @@ def split_terms(
     return peel(round_to_terms(x, base, terms, noise), base, terms)
 
 
-def round_to_terms(x: Tensor, base: torch.dtype, terms: int, noise: Tensor | None = None) -> Tensor:
+def round_to_terms(x: Tensor, base: torch.dtype, terms: int, noise: Noise | None = None) -> Tensor:
     """x, of a wider type than `base`, rounded to a sum of `terms` terms, as one wide number.
 
     Each term is rounded and subtracted, exactly. These terms need not be normalized: one that
@@ -137,18 +152,18 @@ def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def move(x: Tensor, remainder: Tensor, noise: Tensor) -> Tensor:
-    """x, or its neighbour on the side of the remainder: stochastic rounding of x + remainder.
+def move(x: Tensor, remainder: Tensor, noise: Noise) -> Tensor:
+    """x, or its neighbour on the side of the remainder: x + remainder, rounded by noise.
 
-    The neighbour is taken where the noise, uniform in [0, 1), is below the remainder's share of
-    the way to it, so that the mean is x + remainder.
+    The neighbour is taken where the noise is below the remainder's share of the way to it, so that
+    the mean is x + remainder.
     """
     bits = x.view(BASES[x.dtype].integer)
     neighbour = _on_the_side_of(remainder, x, bits + 1, bits - 1).view(x.dtype)
     least = torch.ones_like(bits).view(x.dtype)
     neighbour = torch.where(x == 0, torch.copysign(least, remainder.to(x.dtype)), neighbour)
     way = neighbour.to(torch.float64) - x.to(torch.float64)
-    return torch.where(noise < remainder.to(torch.float64) / way, neighbour, x)
+    return torch.where(noise.uniform() < remainder.to(torch.float64) / way, neighbour, x)
 
 
 def quiet(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic import networks, ordering
+from mcftensor.arithmetic.noise import Noise
 from mcftensor.arithmetic.numbers import Floats, Number, Numbers
 from mcftensor.arithmetic.rounding import split_terms
 
@@ -43,7 +44,7 @@ class Terms(Number):
         operands = [x.floats for x in (self, *map(self._entered, others))]
         return Terms((two if len(self.floats) == 2 else more)(*operands))
 
-    def split(self, base: torch.dtype, terms: int, noise: Tensor | None = None) -> Floats:
+    def split(self, base: torch.dtype, terms: int, noise: Noise | None = None) -> Floats:
         """Normalized terms of a base: where one too many was computed, that is rounded off."""
         if (base, terms) == (self.floats[0].dtype, len(self.floats) - 1):
             return networks.shorten(self.floats, noise)

@@ -19,7 +19,7 @@ from mcftensor.formats import Format
 from mcftensor.kernels.program import PATTERNS
 from mcftensor.patches.distributed import after_loads, around_broadcasts
 from mcftensor.tensor.sharded import format_of, local, on_local
-from mcftensor.tensor.tensor import MCFTensor, check_components, normalized
+from mcftensor.tensor.tensor import MCFTensor, check_components, check_writes, normalized
 
 
 def tail_names(name: str, format: Format) -> list[str]:
@@ -32,6 +32,10 @@ def tail_names(name: str, format: Format) -> list[str]:
 
 _SUM = "sum"
 """The name of what stands beside tails: the sum of the leading term's bit patterns."""
+
+_WRITES = "writes"
+"""The name of what else there is of a tensor: how often it was written to, where rounding is
+balanced. Of a format without tails it stands there in any case, to say what format it is."""
 
 
 def _sum_of(leading: Tensor) -> Tensor:
@@ -53,12 +57,16 @@ def _tail(name: Any) -> tuple[str, Format] | None:
         if is_like_a_term:
             raise CheckpointError(f"{name} is a term of no format ({error})") from error
         return None
-    is_component = is_like_a_term or component in [_SUM, *(x.name for x in known.components)]
+    is_component = is_like_a_term or component in [
+        _SUM,
+        _WRITES,
+        *(x.name for x in known.components),
+    ]
     return (owner, known) if is_component else None
 
 
 # What looks like a term of an expansion, though perhaps of one that there cannot be.
-_LIKE_A_TERM = re.compile(r"(?:bf16|fp16|fp32|fp64)x\d(?:sr)?\.term\d")
+_LIKE_A_TERM = re.compile(r"(?:bf16|fp16|fp32|fp64)x\d(?:sr|br)?\.term\d")
 
 
 def as_terms(state_dict: Mapping[Any, Any], *, sums: bool = False) -> dict[Any, Any]:
@@ -117,6 +125,11 @@ def as_terms(state_dict: Mapping[Any, Any], *, sums: bool = False) -> dict[Any, 
         beside_it = dict(zip(tail_names(name, format), tails, strict=True))
         if sums and tails and not is_sharded(x) and not x.is_meta:
             beside_it[f"{name}.{format.name}.{_SUM}"] = _sum_of(terms[name])
+        if format.rounding == "balanced" or not tails:
+            writes = local(x)._writes  # type: ignore[attr-defined]
+            beside_it[f"{name}.{format.name}.{_WRITES}"] = (
+                torch.zeros((), dtype=torch.int64) if writes is None else writes
+            )
         for beside, tail in beside_it.items():
             if not isinstance(name, str):
                 raise CheckpointError(f"as_terms: an expansion is under {name!r}, which is no name")
@@ -170,10 +183,15 @@ def joined(
             format = _tail(names[1])[1]  # type: ignore[index]
             whole = {n: terms[n] for n in names}
             told = whole.pop(f"{name}.{format.name}.{_SUM}", None)
+            writes = whole.pop(f"{name}.{format.name}.{_WRITES}", None)
+            writes = writes if format.rounding == "balanced" else None
             parts, misfits = _components(name, list(whole.values()), format, tails, known)
+            _require_count(name, format, writes)
             if verify and tails and not known:
                 _require_unchanged(name, format, parts, misfits, told)
-            x = on_local(lambda leading, p=parts, f=format: MCFTensor.of(p, f), x)
+            x = on_local(
+                lambda leading, p=parts, f=format, w=writes: MCFTensor.of(p, f, writes=w), x
+            )
         elif isinstance(x, Mapping):
             x = joined(x, tails, verify, known)
         state_dict[name] = x
@@ -191,6 +209,13 @@ def _components(
             return [parts[0], *map(torch.zeros_like, parts[1:])], 0
         return (parts, 0) if known else normalized(parts, format)
     except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the terms of {name} make no expansion ({error})") from error
+
+
+def _require_count(name: str, format: Format, writes: Any) -> None:
+    try:
+        check_writes(writes, format)
+    except ValueError as error:
         raise CheckpointError(f"the terms of {name} make no expansion ({error})") from error
 
 
@@ -223,16 +248,16 @@ def names_of_terms(names: Iterable[Any]) -> dict[Any, list[Any]]:
     for name, its_tails in tails.items():
         format = next(iter(its_tails.values()))
         expected = tail_names(name, format)
-        sums = [n for n in its_tails if n == f"{name}.{format.name}.{_SUM}"]
-        present = [n for n in its_tails if n not in sums]
-        if not present:
+        others = [n for n in its_tails if n.rsplit(".", 1)[1] in (_SUM, _WRITES)]
+        present = [n for n in its_tails if n not in others]
+        if expected and not present:
             continue  # somebody has left the terms out
         if name not in groups or set(present) != set(expected):
             raise CheckpointError(
                 f"{some(present)} would be terms of {name}; an expansion in {format.name} "
                 f"consists of {', '.join([name, *expected])}"
             )
-        groups[name] += [*expected, *sums]
+        groups[name] += [*expected, *others]
     return groups
 
 

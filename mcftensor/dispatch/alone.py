@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.noise import draw_key
+from mcftensor.dispatch.operands import after, count_write, key_of
 from mcftensor.dispatch.plans import Plan, kind_of, plan
 from mcftensor.formats import Format, PlainFormat
 from mcftensor.kernels import Columns, run_alike
@@ -36,11 +36,8 @@ class _Row:
     addresses: list[int]
     """Of the vectors."""
 
-    def run(self, outputs: Sequence[Tensor], places: Sequence[int]) -> None:
+    def run(self, outputs: Sequence[Tensor], places: Sequence[int], keys: list[Tensor]) -> None:
         """Write the result into components, which lie at these places as operands do."""
-        keys = []
-        if self.plan.expression.format.rounding == "stochastic":
-            keys.append(draw_key(outputs[0].device))
         columns = Columns(
             [[x] for x in self.vectors],
             [[x] for x in self.scalars],
@@ -71,10 +68,11 @@ def evaluated_alone(name: str, operands: Sequence[Any], keywords: tuple[str, ...
         return None
     format = row.plan.expression.format
     outputs = format.empty_like(row.vectors[0])
-    row.run(outputs, [x.data_ptr() for x in outputs])
+    key = key_of(format, operands)
+    row.run(outputs, [x.data_ptr() for x in outputs], [] if key is None else [key])
     if isinstance(format, PlainFormat):
         return outputs[0]
-    return MCFTensor.of(outputs, format, row.plan.role, own=True)
+    return MCFTensor.of(outputs, format, row.plan.role, own=True, writes=after(format, key))
 
 
 def evaluated_alone_into(name: str, operands: Sequence[Any], keywords: tuple[str, ...]) -> bool:
@@ -91,7 +89,9 @@ def evaluated_alone_into(name: str, operands: Sequence[Any], keywords: tuple[str
         return False
     if target._readers:
         compute_readers(target)
-    row.run(written, places)
+    key = key_of(target._format, operands)
+    row.run(written, places, [] if key is None else [key])
+    count_write([target])
     return True
 
 

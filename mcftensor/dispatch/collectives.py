@@ -61,11 +61,13 @@ if dist.is_available():
     )
     def move(func: Any, *args: Any, **kwargs: Any) -> Any:
         """Term by term; the one that is sent last may be waited for by the caller."""
-        terms = len(_one_format(func, args).components)
-        for i in range(terms):
-            result = func(*_term(args, i), **kwargs)
+        parts = [_term(args, i) for i in range(len(_one_format(func, args).components))]
+        if func.overloadpacket is _c10d.broadcast_ and args[0][0]._writes is not None:
+            parts.append(tree_map(lambda x: x._writes if isinstance(x, MCFTensor) else x, args))
+        for i, part in enumerate(parts):
+            result = func(*part, **kwargs)
             work = result[-1] if isinstance(result, tuple) else result
-            if i < terms - 1:
+            if i < len(parts) - 1:
                 work.wait()
         return (args[0], work) if isinstance(result, tuple) else work
 
@@ -80,9 +82,10 @@ if dist.is_available():
         tensors of these operators are under way by gloo."""
         moved = []
         for term in x.components:
-            result = func(term, *args, **kwargs)
-            moved.append(_functional.wait_tensor(result) if x.device.type == "cpu" else result)
-        return x._like(moved)
+            result = func(_carried(term), *args, **kwargs)
+            result = _functional.wait_tensor(result) if x.device.type == "cpu" else result
+            moved.append(result.view(term.dtype))
+        return _moved(x, moved)
 
     @implements(
         _functional.wait_tensor,  # DTensor.full_tensor, DTensor.redistribute
@@ -90,7 +93,7 @@ if dist.is_available():
     )
     def wait(func: Any, x: MCFTensor) -> MCFTensor:
         """Waits at once, where torch does so when the result is used."""
-        return x._like([_functional.wait_tensor(term) for term in x.components])
+        return _moved(x, [_functional.wait_tensor(term) for term in x.components])
 
     @implements(_c10d.allreduce_)  # dist.all_reduce
     def all_reduce_(
@@ -120,7 +123,18 @@ if dist.is_available():
 
 def _term(tree: Any, i: int) -> Any:
     """The arguments with every expansion replaced by one of its terms."""
-    return tree_map(lambda x: x.components[i] if isinstance(x, MCFTensor) else x, tree)
+    return tree_map(lambda x: _carried(x.components[i]) if isinstance(x, MCFTensor) else x, tree)
+
+
+def _carried(term: Tensor) -> Tensor:
+    """The same bits in a type that backends carry: they know no integers of 16 bits."""
+    return term.view(torch.bfloat16) if term.dtype == torch.int16 else term
+
+
+def _moved(x: MCFTensor, components: Sequence[Tensor]) -> MCFTensor:
+    """A tensor of what has come from other ranks, which goes on counting as x does."""
+    writes = None if x._writes is None else x._writes.clone()
+    return MCFTensor.of(components, x._format, x._role, writes=writes)
 
 
 def _nearest(x: Tensor) -> MCFTensor:

@@ -15,14 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.noise import draw_key
+from mcftensor.dispatch import stored
 from mcftensor.dispatch.alone import evaluated_alone, evaluated_alone_into
 from mcftensor.dispatch.compute import PRECISION, WIDE, compute
 from mcftensor.dispatch.operands import (
+    after,
     are_lifted,
     common_role,
     component_columns,
     computes_plainly,
+    count_write,
+    key_of,
     leading,
     overwrite,
     plain,
@@ -139,13 +142,13 @@ class _Part:
 
     def evaluated(self, keys: dict[int, Tensor]) -> list[Tensor]:
         """New results."""
-        expression, role = self.plan.expression, self.plan.role
+        format, role = self.plan.expression.format, self.plan.role
         outputs = self._outputs([keys[i] for i in self.rows if i in keys])
-        if isinstance(expression.format, PlainFormat):
+        if isinstance(format, PlainFormat):
             return list(outputs[0])
         return [
-            MCFTensor.of(components, expression.format, role, own=True)
-            for components in zip(*outputs, strict=True)
+            MCFTensor.of(components, format, role, own=True, writes=after(format, keys.get(i)))
+            for i, components in zip(self.rows, zip(*outputs, strict=True), strict=True)
         ]
 
     def _outputs(self, keys: list[Tensor]) -> Sequence[Sequence[Tensor]]:
@@ -200,11 +203,15 @@ class _Part:
         written, own_keys = self.targets, [keys[i] for i in self.rows if i in keys]
         if is_bare(*written, *self.read, own_keys):
             carry_out(self.plan.expression, self.operands, written, own_keys)
-            return
-        # A compiler's: operators that write take it long to see through.
-        new = self._outputs(own_keys)
-        for target, result in zip(zip(*written, strict=True), zip(*new, strict=True), strict=True):
-            overwrite(target, result)
+        else:  # a compiler's: operators that write take it long to see through
+            new = self._outputs(own_keys)
+            for target, result in zip(_rows(written), _rows(new), strict=True):
+                overwrite(target, result)
+        count_write(self.columns[0])
+
+
+def _rows(columns: Lists) -> Iterator[tuple[Any, ...]]:
+    return zip(*columns, strict=True)
 
 
 def some_rows(columns: Lists, rows: Rows, count: int) -> Lists:
@@ -261,13 +268,13 @@ def _operands(column: Sequence[Any]) -> list[Operand]:
 
 
 def _keys(parts: Sequence[_Part], columns: Lists) -> dict[int, Tensor]:
-    """A key for each row that rounds stochastically, drawn in the order of rows, whatever is
-    alike."""
-    keys = {}
-    drawing = [p.rows for p in parts if p.plan.expression.format.rounding == "stochastic"]
-    for i in sorted(itertools.chain(*drawing)) if drawing else ():
+    """A key for each row whose rounding takes one, in the order of rows, whatever is alike."""
+    keys: dict[int, Any] = {}
+    formats = [p.plan.expression.format for p in parts]
+    taking = {i: f for f, p in zip(formats, parts, strict=True) if f.takes_key for i in p.rows}
+    for i in sorted(taking):
         row = [column[i if len(column) > 1 else 0] for column in columns]
-        keys[i] = draw_key(next(x.device for x in row if isinstance(x, Tensor)))
+        keys[i] = key_of(taking[i], row)
     return keys
 
 
@@ -349,6 +356,8 @@ def arithmetic_into(
 def _register(name: str) -> None:
     def out_of_place(func: Any, *args: Any, **kwargs: Any) -> Any:
         operands = (*args, *kwargs.values())
+        if stored.are_all(operands):
+            return stored.on_numbers(func, args, kwargs)
         if computes_plainly(operands):
             return func(*leading(args), **leading(kwargs))
         result = evaluated_alone(name, operands, tuple(kwargs))
@@ -357,9 +366,13 @@ def _register(name: str) -> None:
         return evaluated(name, [[x] for x in operands], tuple(kwargs), 1)[0]
 
     def in_place(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if stored.are_all(args):
+            return stored.on_numbers(func, args, kwargs)
         return arithmetic_into(name, args[0], func, args, kwargs)
 
     def with_out(func: Any, *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
+        if stored.are_all((*args, out)):
+            return stored.on_numbers(func, args, kwargs | {"out": out})
         return arithmetic_into(name, out, functools.partial(func, out=out), args, kwargs)
 
     register_forms(name, out_of_place, in_place, with_out)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mcftensor.dispatch import stored
 from mcftensor.dispatch.elementwise import evaluated, evaluated_into, some_rows
 from mcftensor.dispatch.operands import are_lifted, computes_plainly, leading
 from mcftensor.dispatch.plans import FORMULAS
@@ -29,6 +30,7 @@ def foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
 
     A list of tensors or of numbers supplies one element a row; all else goes to every row.
     """
+    given = args
     full_name = func.overloadpacket.__name__.removeprefix("_foreach_")
     name = full_name.removesuffix("_")
     in_place = full_name != name
@@ -56,6 +58,11 @@ def foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
         # _foreach_maximum_ exists, maximum_ does not
         return own[0].copy_(getattr(aten, name)(*own, **named))
 
+    if any(map(stored.are_among, columns)):
+        rows = [i for i in range(count) if _is_stored(row(i))]
+        found = dict(stored.foreach_on_numbers(func, rows, given, kwargs, single)) if rows else {}
+        found |= {i: single(i) for i in range(count) if i not in found}
+        return None if in_place else [found[i] for i in range(count)]
     if not in_place:
         ours = [i for i in range(count) if name in FORMULAS and _are_ours(row(i))]
         if not ours:
@@ -72,6 +79,11 @@ def foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
     if torch._C._len_torch_dispatch_stack() == 0:  # lists do not do it by themselves
         torch.autograd.graph.increment_version(args[0])
     return None
+
+
+def _is_stored(operands: Sequence[Any]) -> bool:
+    """Whether a row is for PyTorch's own operation on numbers."""
+    return stored.are_all(operands) and not computes_plainly(operands)
 
 
 def _are_ours(operands: Sequence[Any]) -> bool:

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.noise import draw_key
-from mcftensor.dispatch.operands import component_columns, plain, require_one_base
+from mcftensor.dispatch.operands import (
+    component_columns,
+    count_write,
+    key_of,
+    plain,
+    require_one_base,
+)
 from mcftensor.dispatch.registry import SHORTCUTS, TABLE, implements
 from mcftensor.formats import PLAIN, Format, PlainFormat
 from mcftensor.kernels.columns import places_of
@@ -64,7 +70,7 @@ def fused_step(func: Any, *lists: list[Tensor], **options: Any) -> None:
     groups = _groups([x for x in quantities if x])
     for formats in groups:  # before anything is written
         require_one_base("fused step", [f for f in formats if not isinstance(f, PlainFormat)])
-    keys = _keys(groups, params)
+    keys = _keys(groups, [x for x in (params, *quantities[2:]) if x])
     names = {"weight_decay": decay, "is_first_step": "first"}
     numbers = {
         names.get(name, name): x
@@ -104,6 +110,7 @@ def fused_step(func: Any, *lists: list[Tensor], **options: Any) -> None:
                 [*numbers],
                 list(map(plain, numbers.values())),
             )
+        count_write(list(chain(found[0], *found[2:])))
     if scale is not None:
         for flat, format in scaled:
             unscale_(flat, format.name, scale)
@@ -114,14 +121,25 @@ def _plain_gradient(x: Tensor) -> Tensor:
     return x._component0 if isinstance(x, LiftedTensor) else x
 
 
-def _keys(groups: dict[Formats, list[int]], params: Sequence[Tensor]) -> dict[int, Tensor]:
-    """A key for each row that rounds stochastically, drawn in the order of rows."""
+def _keys(
+    groups: dict[Formats, list[int]], targets: Sequence[Sequence[Tensor]]
+) -> dict[int, Tensor]:
+    """A key for each row whose rounding takes one, drawn in the order of rows. What is balanced
+    goes by the first count of a row, or by the key that others beside it have drawn."""
     drawing = [
         rows
         for (parameter, _, *states), rows in groups.items()
         if any(f.rounding == "stochastic" for f in (parameter, *states))
     ]
-    return {i: draw_key(params[i].device) for i in sorted(chain(*drawing))}
+    keys = {i: draw_key(targets[0][i].device) for i in sorted(chain(*drawing))}
+    for (parameter, _, *states), rows in groups.items():
+        balanced = next((f for f in (parameter, *states) if f.rounding == "balanced"), None)
+        if balanced is not None:
+            for i in rows:
+                counted = key_of(balanced, [x[i] for x in targets])
+                assert counted is not None
+                keys.setdefault(i, counted)
+    return keys
 
 
 def _format(x: Tensor) -> Format:

@@ -107,7 +107,7 @@ def require_one_base(name: str, formats: Sequence[Format]) -> None:
 
 
 def common_format(name: str, operands: Sequence[Any]) -> Format:
-    """The format of a result: of one base, most terms, and stochastic rounding if one has it.
+    """The format of a result: of one base, most terms, and the first rounding but to nearest.
 
     The longest formats have none. What is only stored counts as a plain tensor beside others.
 
@@ -127,8 +127,8 @@ def longest_format(name: str, formats: Sequence[Format]) -> Format:
     if not of_terms:
         return max(formats, key=lambda f: f.precision)
     terms = max(f.terms for f in of_terms)
-    stochastic = terms < MAX_TERMS and any(f.rounding == "stochastic" for f in of_terms)
-    return Format(of_terms[0].base, terms, "stochastic" if stochastic else "nearest")
+    roundings = [f.rounding for f in of_terms if f.takes_key and terms < MAX_TERMS]
+    return Format(of_terms[0].base, terms, *roundings[:1])
 
 
 def require_dense(operand: Tensor) -> None:
@@ -177,13 +177,13 @@ def component_columns(column: Sequence[Tensor], format: Format) -> list[Sequence
 
 
 def stored_in(
-    operand: Any, format: Format, device: torch.device, *, rounding: bool = False
+    operand: Any, format: Format, device: torch.device, key: Tensor | None = None
 ) -> list[Tensor]:
-    """An operand as components of a format; to nearest, unless it is to round as the format does.
+    """An operand as components of a format; to nearest, unless there is a key to round by.
 
     Those of an expansion may be its own.
     """
-    target = format if rounding else format.nearest
+    target = format.nearest if key is None else format
     if isinstance(operand, MCFTensor):
         source, found = operand._format, list(operand._read())
         if source.nearest is format.nearest:
@@ -198,7 +198,7 @@ def stored_in(
     else:
         x = plain(operand)
         source, found = PLAIN[x.dtype], [x.to(device) if x.dim() == 0 else x]
-    return recode(found, source.name, target.name, key_for(target, found[0].device))
+    return recode(found, source.name, target.name, key)
 
 
 def plainly(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -208,10 +208,35 @@ def plainly(x: Tensor, dtype: torch.dtype) -> Tensor:
     return collapse([x], PLAIN[x.dtype].name, dtype)
 
 
-def value_of(x: Tensor, format: Format) -> MCFTensor:
-    """A plain tensor as a value of a format, rounded as the format does."""
-    key = key_for(format, x.device)
-    return MCFTensor.of(recode([x], PLAIN[x.dtype].name, format.name, key), format, own=True)
+def value_of(x: Tensor, format: Format, operands: Sequence[MCFTensor] = ()) -> MCFTensor:
+    """A plain tensor as a value of a format, rounded as the format does; where it is a result, it
+    goes on from its operands."""
+    key = key_of(format, [*operands, x])
+    made = recode([x], PLAIN[x.dtype].name, format.name, key)
+    return MCFTensor.of(made, format, own=True, writes=after(format, key))
+
+
+def key_of(format: Format, operands: Iterable[Any]) -> Tensor | None:
+    """What rounding into a format takes, where the first operand that counts its writes is written
+    to, or the result goes on from it."""
+    tensors = [x for x in operands if isinstance(x, Tensor)]
+    counts = (x._writes for x in tensors if isinstance(x, MCFTensor) and x._writes is not None)
+    return key_for(format, tensors[0].device, next(counts, None))
+
+
+def after(format: Format, key: Tensor | None) -> Tensor | None:
+    """The count of writes of a new tensor that was rounded by a key."""
+    return None if key is None or format.rounding != "balanced" else key + 1
+
+
+def count_write(targets: Sequence[Tensor]) -> None:
+    """Count that tensors have been rounded into."""
+    counts = [x._writes for x in targets if isinstance(x, MCFTensor) and x._writes is not None]
+    if len(counts) > 1 and is_bare(counts):
+        torch._foreach_add_(counts, 1)
+    else:
+        for x in counts:
+            x.add_(1)
 
 
 def require_castable(dtype: torch.dtype, target: Tensor) -> None:
@@ -227,6 +252,7 @@ def store(target: Tensor, result: Tensor) -> None:
     require_castable(result.dtype, target)
     if isinstance(target, MCFTensor):
         fill(target, stored_in(result, target._format, target.device))
+        count_write([target])
     else:
         target.copy_(plainly(result, target.dtype))
 

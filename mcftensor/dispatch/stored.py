@@ -1,25 +1,47 @@
-"""Formats that only store numbers: operations work on the numbers, and give plain tensors.
+"""Formats that only store numbers: PyTorch's own operations work on these, and give plain tensors.
 
-What moves elements keeps the format, and what writes into such a tensor stores with one rounding.
+What moves elements keeps the format. What writes into such a tensor decodes it, computes, and
+encodes the result with one rounding: the bits are those of the same operation on plain tensors of
+the numbers. On a CPU large tensors are taken block by block, so that memory is read once.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from mcftensor.dispatch.operands import (
     computes_plainly,
+    count_write,
     expansions,
+    key_of,
     leading,
     only_stores,
     require_castable,
 )
 from mcftensor.dispatch.registry import Handler
 from mcftensor.dispatch.writing import written_to
-from mcftensor.tensor.tensor import MCFTensor
+from mcftensor.kernels.columns import Column
+from mcftensor.kernels.opaque import is_bare
+from mcftensor.passes.recoding import (
+    decode_columns,
+    decode_in_parts,
+    encode_columns,
+    encode_in_parts,
+)
+from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
+
+# Elements whose numbers, of all operands together, fit into the caches of a CPU.
+BLOCK = 1 << 16
+
+# Elements of lists that are decoded together on other devices.
+CHUNK = 1 << 24
 
 
 def of_terms(handler: Handler) -> Handler:
@@ -33,21 +55,39 @@ def of_terms(handler: Handler) -> Handler:
     return on_terms
 
 
+def are_among(column: Sequence[Any]) -> bool:
+    """Whether one of a column is only stored."""
+    ours = [x for x in column if isinstance(x, MCFTensor)]
+    return any(map(only_stores, set(map(_format, ours))))
+
+
+_format = attrgetter("_format")
+
+
 def _are_among(operands: Any) -> bool:
     return any(only_stores(x._format) for x in expansions(operands))
+
+
+def are_all(operands: Any) -> bool:
+    """Whether there are expansions, all of which are only stored."""
+    found = expansions(operands)
+    return bool(found) and all(only_stores(x._format) for x in found)
 
 
 def on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on numbers as plain tensors; those that it writes to are stored again."""
     if computes_plainly((*args, *kwargs.values())):
         return func(*leading(args), **leading(kwargs))
-    written = {id(x): x for _, x in written_to(func, args, kwargs) if _are_among([x])}
+    targets = [x for _, x in written_to(func, args, kwargs) if isinstance(x, MCFTensor)]
+    written = {id(x): x for x in targets if only_stores(x._format)}
+    if _goes_in_blocks(func, args, kwargs):
+        return _in_blocks(func, args, kwargs, list(written.values()))
     (args, kwargs), copies = decoded((args, kwargs))
     result = func(*args, **kwargs)
     originals = {}
     for i, x in written.items():
         require_castable(copies[i].dtype, x)
-        x.copy_(copies[i])
+        store_numbers([x], [copies[i]])
         originals[id(copies[i])] = x
     return tree_map(lambda x: originals.get(id(x), x), result)
 
@@ -55,18 +95,177 @@ def on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def decoded(tree: Any) -> tuple[Any, dict[int, Tensor]]:
     """The arguments with numbers in the place of what only stores them, and these numbers by the
     id of what stores them."""
-    numbers: dict[int, Tensor] = {}
-
-    def decode(x: Any) -> Any:
-        if not (isinstance(x, MCFTensor) and only_stores(x._format)):
-            return x
-        if id(x) not in numbers:
-            numbers[id(x)] = plain_numbers(x)
-        return numbers[id(x)]
-
-    return tree_map(decode, tree), numbers
+    found = {id(x): x for x in expansions(tree) if only_stores(x._format)}
+    numbers = dict(zip(found, numbers_of([*found.values()]), strict=True))
+    if not numbers:
+        return tree, numbers
+    return tree_map(lambda x: numbers.get(id(x), x), tree), numbers
 
 
 def plain_numbers(x: MCFTensor) -> Tensor:
     """What is stored, as a plain tensor."""
-    return x._collapsed(x._format.result.dtype)
+    (numbers,) = numbers_of([x])
+    return numbers
+
+
+def numbers_of(tensors: Sequence[MCFTensor]) -> list[Tensor]:
+    """What tensors store, as plain ones; those of one format are decoded together."""
+    if not is_bare(*[x._read() for x in tensors]):
+        return [x._collapsed(x._format.result.dtype) for x in tensors]
+    made = [torch.empty_like(x._component0, dtype=x._format.result.dtype) for x in tensors]
+    for rows in _alike(tensors):
+        decode_columns(*_stored([tensors[i] for i in rows]), [made[i] for i in rows])
+    return made
+
+
+def store_numbers(targets: Sequence[MCFTensor], numbers: Column) -> None:
+    """Round plain tensors into what stores numbers of their shapes."""
+    if not is_bare(*[x._read() for x in targets], numbers):
+        for x, number in zip(targets, numbers, strict=True):
+            x.copy_(number)
+        return
+    for x in targets:
+        if isinstance(x, LiftedTensor):
+            x.grow_tails()
+    keys = [key_of(x._format, [x]) for x in targets]
+    for rows in _alike(targets):
+        own = [targets[i] for i in rows]
+        taken = [key for i in rows if (key := keys[i]) is not None]
+        format, components = _stored(own)
+        encode_columns(format, [numbers[i] for i in rows], components, taken)
+    count_write(targets)
+
+
+def _alike(tensors: Sequence[MCFTensor]) -> list[list[int]]:
+    """Which rows are stored alike."""
+    found: dict[Any, list[int]] = {}
+    for i, x in enumerate(tensors):
+        found.setdefault((x._format, type(x) is LiftedTensor), []).append(i)
+    return list(found.values())
+
+
+def _stored(tensors: Sequence[MCFTensor]) -> tuple[Any, list[Column]]:
+    """The format of tensors that are alike, and columns of their components; a lifted one is a
+    plain tensor."""
+    first = tensors[0]
+    if type(first) is LiftedTensor:
+        return first._format.lifted, [[x._component0 for x in tensors]]
+    return first._format, list(zip(*[x._read() for x in tensors], strict=True))
+
+
+# ---------------------------------------------------------------------------------- in blocks
+
+
+def _goes_in_blocks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator works element by element on large tensors that lie alike on a CPU."""
+    if torch.Tag.pointwise not in func.tags or "out" in kwargs:
+        return False
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    first = tensors[0]
+    if first.numel() <= BLOCK or first.device.type != "cpu":
+        return False
+    large = [x for x in tensors if x.dim()]
+    return all(
+        x.layout == torch.strided and x.shape == first.shape and x.is_contiguous() for x in large
+    ) and is_bare(*[x._read() if isinstance(x, MCFTensor) else [x] for x in tensors])
+
+
+def _in_blocks(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: Sequence[MCFTensor]
+) -> Any:
+    for x in written:
+        if isinstance(x, LiftedTensor):
+            x.grow_tails()
+    found = {id(x): x for x in expansions((args, kwargs)) if only_stores(x._format)}
+    numbers = {
+        i: torch.empty(BLOCK, dtype=x._format.result.dtype) if x.dim() else plain_numbers(x)
+        for i, x in found.items()
+    }
+    readers = [decode_in_parts(*_stored([x]), numbers[i]) for i, x in found.items() if x.dim()]
+    writers = []
+    for x in written:
+        key = key_of(x._format, [x])
+        format, components = _stored([x])
+        keys = [] if key is None else [key]
+        writers.append(encode_in_parts(format, numbers[id(x)], components, keys))
+    # Operands by their places or names: how the part of each block is had of them.
+    cuts = [_cut(x, numbers) for x in args]
+    named = {name: _cut(x, numbers) for name, x in kwargs.items()}
+    count, result = args[0].numel(), None
+    for start in range(0, count, BLOCK):
+        stop = min(start + BLOCK, count)
+        for read in readers:
+            read(start, stop)
+        piece = func(
+            *[cut(start, stop) for cut in cuts],
+            **{name: cut(start, stop) for name, cut in named.items()},
+        )
+        for write in writers:
+            write(start, stop)
+        if not written:
+            if result is None:
+                result = piece.new_empty(count)
+            result[start:stop] = piece
+    count_write(written)
+    return args[0] if result is None else result.view(args[0].shape)
+
+
+def _cut(x: Any, numbers: dict[int, Tensor]) -> Callable[[int, int], Any]:
+    """An argument for the block that starts and stops somewhere."""
+    if not isinstance(x, Tensor):
+        return lambda start, stop: x
+    scratch = numbers.get(id(x))
+    if not x.dim():
+        whole = x if scratch is None else scratch
+        return lambda start, stop: whole
+    if scratch is not None:
+        return lambda start, stop: scratch[: stop - start]
+    flat = x.view(-1)
+    return lambda start, stop: flat[start:stop]
+
+
+# ----------------------------------------------------------------------------------- in lists
+
+
+def foreach_on_numbers(
+    func: Any,
+    rows: Sequence[int],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    single: Callable[[int], Any],
+) -> Iterator[tuple[int, Any]]:
+    """Run an operator on rows of lists; large tensors on a CPU one by one."""
+    limit = BLOCK if args[0][rows[0]].device.type == "cpu" else CHUNK
+    chunk: list[int] = []
+    room: float = limit
+    for i in (*rows, None):
+        size = math.inf if i is None else args[0][i].numel()
+        if chunk and size > room:
+            yield from zip(chunk, _chunk_on_numbers(func, chunk, args, kwargs), strict=True)
+            chunk, room = [], limit
+        if i is None:
+            return
+        if size > limit:
+            yield i, single(i)
+        else:
+            chunk.append(i)
+            room -= size
+
+
+def _chunk_on_numbers(
+    func: Any, rows: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Sequence[Any]:
+    def chosen(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.dim():  # a number for each row
+            return x[list(rows)]
+        return [x[i] for i in rows] if isinstance(x, Sequence) else x
+
+    given = tuple(map(chosen, args))
+    (own, named), copies = decoded((given, {name: chosen(x) for name, x in kwargs.items()}))
+    results = func(*own, **named)
+    if func._schema.is_mutable:
+        targets = given[0]
+        written = [x for x in targets if id(x) in copies]
+        store_numbers(written, [copies[id(x)] for x in written])
+        return targets
+    return results

@@ -20,8 +20,10 @@ from mcftensor.dispatch.operands import (
     common_format,
     common_role,
     computes_plainly,
+    count_write,
     expansions,
     fill,
+    key_of,
     leading,
     stored_in,
     uninterrupted,
@@ -165,7 +167,9 @@ def join(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
     format = common_format(func.overloadpacket.__name__, tensors)
     columns = zip(*(stored_in(x, format, x.device) for x in tensors), strict=True)
     joined = [func(list(c), *args) for c in columns]
-    return MCFTensor.of(joined, format, common_role(tensors), own=True)
+    counted = next((x._writes for x in expansions(tensors) if x._writes is not None), None)
+    writes = None if counted is None or format.rounding != "balanced" else counted.clone()
+    return MCFTensor.of(joined, format, common_role(tensors), own=True, writes=writes)
 
 
 # ---------------------------------------------------------------------------------- factories
@@ -282,8 +286,13 @@ def copy_(func: Any, target: Tensor, source: Any, non_blocking: bool = False) ->
         return target
     if source.is_complex():
         raise TypeError(f"copy_: {source.dtype} into an expansion in {target.format.name}")
-    new = stored_in(source, target.format, target.device, rounding=True)
-    fill(target, new, non_blocking)
+    is_alike = isinstance(source, MCFTensor) and source.format is target.format
+    key = None if is_alike else key_of(target.format, [target])
+    fill(target, stored_in(source, target.format, target.device, key), non_blocking)
+    if not is_alike:
+        count_write([target])
+    elif target._writes is not None:  # it goes on as the source does
+        target._writes.copy_(source._writes)
     return target
 
 

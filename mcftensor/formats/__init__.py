@@ -21,3 +21,6 @@ from mcftensor.formats.format import fp64x2 as fp64x2
 from mcftensor.formats.format import named as named
 from mcftensor.formats.format import require_expansion_format as require_expansion_format
 from mcftensor.formats.format import require_format as require_format
+from mcftensor.formats.tails import TailFormat as TailFormat
+from mcftensor.formats.tails import bf16i8 as bf16i8
+from mcftensor.formats.tails import bf16i16 as bf16i16

@@ -7,21 +7,23 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from mcftensor.arithmetic import networks
 from mcftensor.arithmetic.bases import BASES
+from mcftensor.arithmetic.noise import Noise, Rounding
 from mcftensor.arithmetic.numbers import Floats, Number, Numbers, Sum
 from mcftensor.arithmetic.rounding import peel, quiet, round_to_terms
 from mcftensor.arithmetic.terms import Network
 from mcftensor.arithmetic.wide import Machine, Wide
 
 F = TypeVar("F", bound="Format")
-Rounding = Literal["nearest", "stochastic"]
 
+SUFFIXES: dict[Rounding, str] = {"nearest": "", "stochastic": "sr", "balanced": "br"}
+"""Of the names of formats."""
 MAX_TERMS = 6
 """What float64 can evaluate of bfloat16, and what the range of float32 holds near 1."""
 
@@ -48,12 +50,16 @@ class Format:
     Args:
         base: dtype of every term: bfloat16, float16, float32 or float64.
         terms: number of terms, from 2 to 6; at most 3 for float16, whose range ends there, and at
-            most 5 with stochastic rounding, which is evaluated with one term more.
-        rounding: of the last term. `"nearest"`, ties to even; or `"stochastic"`, up or down with
+            most 5 where rounding is not to nearest, which is evaluated with one term more. One
+            bfloat16 alone, not rounded to nearest, is a format too: updates that are too small for
+            it survive in the mean.
+        rounding: of the last term. `"nearest"`, ties to even; `"stochastic"`, up or down with
             probabilities that leave no error in the mean, drawn from PyTorch's generator of the
-            device. Updates too small for the format then survive in the mean. It applies to
-            arithmetic and to conversions into the format; what an expansion meets in a comparison
-            or a choice, and what is filled in or placed by an index, is rounded to nearest.
+            device; or `"balanced"`, up as often as down where the same is written time and again,
+            by a count of writes that the tensor keeps in place of a generator. Updates too small
+            for the format then survive in the mean. It applies to arithmetic and to conversions
+            into the format; what an expansion meets in a comparison or a choice, and what is
+            filled in or placed by an index, is rounded to nearest.
 
     Attributes:
         name: short name; `Format.from_name` finds the format by it.
@@ -83,7 +89,7 @@ class Format:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An expansion, if no other class is asked for."""
-        return ExpansionFormat(*args, **kwargs) if cls is Format else super().__new__(cls)
+        return of_floats(*args, **kwargs) if cls is Format else super().__new__(cls)
 
     def __init__(
         self,
@@ -147,7 +153,7 @@ class Format:
         """The floats, leading one first, whose sum is the number stored; elementwise."""
         raise NotImplementedError(f"{type(self).__name__}: a format says how it decodes")
 
-    def encode(self, number: Sum, noise: Tensor | None) -> Sequence[Tensor]:
+    def encode(self, number: Sum, noise: Noise | None) -> Sequence[Tensor]:
         """What a number is stored as, with one rounding; elementwise."""
         raise NotImplementedError(f"{type(self).__name__}: a format says how it encodes")
 
@@ -182,9 +188,42 @@ class Format:
         return PLAIN[self.numbers.dtype]
 
     @property
+    def of_gradients(self) -> Format | None:
+        """The format in which a plain gradient of a parameter reads within a step: its number and
+        no tail, and room for what is written to it. None where no format has that component."""
+        return named("bf16i16") if self.dtype == torch.bfloat16 else None
+
+    @property
+    def lifted(self) -> Format:
+        """The format of a gradient that nothing was written to yet: its leading component alone."""
+        return PLAIN[self.dtype]
+
+    @property
+    def takes_key(self) -> bool:
+        """Whether rounding takes a key: one that is drawn, or a count of writes."""
+        return self.rounding != "nearest"
+
+    def with_rounding(self, rounding: Rounding) -> Format:
+        """The same format, rounded in another way.
+
+        Raises:
+            ValueError: a way that it is not rounded in.
+
+        Examples:
+            >>> import mcftensor as mcf
+            >>> mcf.bf16x2.with_rounding("balanced").name
+            'bf16x2br'
+        """
+        if rounding != self.rounding:
+            raise ValueError(
+                f"Format: {self.name} is rounded to {self.rounding}, and not otherwise"
+            )
+        return self
+
+    @functools.cached_property
     def nearest(self) -> Format:
         """The same format, rounded to nearest."""
-        return self
+        return self.with_rounding("nearest") if self.takes_key else self
 
     def empty_like(self, template: Tensor) -> list[Tensor]:
         """Components without data for a tensor laid out as another one."""
@@ -230,7 +269,7 @@ class PlainFormat(Format):
         """Itself."""
         return stored
 
-    def encode(self, number: Sum, noise: Tensor | None) -> Floats:
+    def encode(self, number: Sum, noise: Noise | None) -> Floats:
         """Rounded once."""
         return (number.to(self.dtype),)
 
@@ -246,13 +285,13 @@ class ExpansionFormat(Format):
     ) -> ExpansionFormat:
         """The one format of these."""
         _check(base, terms, rounding)
-        name = f"{BASES[base].name}x{terms:d}{'sr' * (rounding == 'stochastic')}"
+        name = f"{BASES[base].name}x{terms:d}{SUFFIXES[rounding]}"
         if name in _REGISTRY:
             return _REGISTRY[name]  # type: ignore[return-value]
         self: ExpansionFormat = object.__new__(cls)
         self.name, self.base, self.terms, self.rounding = name, base, terms, rounding
         self.components = tuple(Component(f"term{i}", base) for i in range(terms))
-        spare = rounding == "stochastic"  # networks compute one term more, to round it off
+        spare = self.takes_key  # networks compute one term more, to round it off
         wide = self.wide
         self.numbers = Network(base, terms + spare) if wide is None else Machine(wide)
         return self.register()
@@ -308,22 +347,26 @@ class ExpansionFormat(Format):
         """Arithmetic gives expansions."""
         return self
 
-    @functools.cached_property
-    def nearest(self) -> ExpansionFormat:
-        """The same format, rounded to nearest."""
-        return ExpansionFormat(self.base, self.terms)
+    @property
+    def of_gradients(self) -> Format:
+        """The same terms."""
+        return self.nearest
+
+    def with_rounding(self, rounding: Rounding) -> ExpansionFormat:
+        """The same terms, the last of them rounded in another way."""
+        return ExpansionFormat(self.base, self.terms, rounding)
 
     def __repr__(self) -> str:
         if self in FORMATS:
             return f"mcf.{self.name}"
-        rounding = ', rounding="stochastic"' if self.rounding == "stochastic" else ""
+        rounding = f', rounding="{self.rounding}"' if self.takes_key else ""
         return f"mcf.Format({self.base}, {self.terms}{rounding})"
 
     def decode(self, stored: Floats) -> Floats:
         """The terms themselves."""
         return stored
 
-    def encode(self, number: Sum, noise: Tensor | None) -> Floats:
+    def encode(self, number: Sum, noise: Noise | None) -> Floats:
         """Normalized terms."""
         leading, *tails = number.split(self.base, self.terms, noise)
         return [quiet(leading), *tails]
@@ -371,14 +414,25 @@ def _normalized(stored: Floats) -> tuple[Floats, int]:
     return terms, int(fits.numel() - fits.count_nonzero())
 
 
+def of_floats(
+    base: torch.dtype | None = None, terms: int | None = None, rounding: Rounding = "nearest"
+) -> Format:
+    """What `Format(base, terms, rounding)` gives."""
+    if base == torch.bfloat16 and terms == 1 and rounding in SUFFIXES and rounding != "nearest":
+        return named("bf16" + SUFFIXES[rounding])
+    return ExpansionFormat(base, terms, rounding)  # type: ignore[arg-type]
+
+
 def _check(base: Any, terms: Any, rounding: Any) -> None:
     if base not in BASES:
         raise TypeError(
             f"Format: base {base!r} is not a dtype that expansions are made of; "
             "use torch.bfloat16, float16, float32 or float64"
         )
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"Format: rounding {rounding!r} given; it is 'nearest' or 'stochastic'")
+    if rounding not in get_args(Rounding):
+        raise ValueError(
+            f"Format: rounding {rounding!r} given; it is 'nearest', 'stochastic' or 'balanced'"
+        )
     most = _most_terms(base, rounding)
     if not (isinstance(terms, int) and 2 <= terms <= most):
         raise ValueError(
@@ -388,7 +442,7 @@ def _check(base: Any, terms: Any, rounding: Any) -> None:
 
 
 def _most_terms(base: torch.dtype, rounding: Rounding) -> int:
-    return 3 if base == torch.float16 else MAX_TERMS - (rounding == "stochastic")
+    return 3 if base == torch.float16 else MAX_TERMS - (rounding != "nearest")
 
 
 PLAIN = {

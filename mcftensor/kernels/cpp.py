@@ -46,6 +46,7 @@ _DIALECT = Dialect(
         ("vector", torch.float64): "load<UL>(in{0} + i, n)",
         "scalar": "entered<{type}>(scalar{0})",
         "index": "counted<L>() + i",
+        ("index", torch.int32): "counted<I>() + int32_t(i)",
         "to": "to<{type}>({0})",
         "where": "choose({0}, {1}, {2})",
         "abs": "magnitude({0})",
@@ -101,15 +102,21 @@ INLINE To as(From x) {
 template <class To, class From>
 INLINE To to(From x) { return __builtin_convertvector(x, To); }
 
+// Bytes go by way of 16 bits, for which processors have instructions.
+template <class T>
+struct Halfway { using type = typename Lanes<T>::type; };
+template <>
+struct Halfway<uint8_t> { using type = Lanes<uint16_t>::type; };
+
 template <class V, class T>
 INLINE V load(const T *p, int n) {
   typename Lanes<T>::type x = {};
   __builtin_memcpy(&x, p, n * sizeof(T));
-  return to<V>(x);
+  return to<V>(to<typename Halfway<T>::type>(x));
 }
 template <class T, class V>
 INLINE void store(T *p, V pattern, int n) {
-  auto x = to<typename Lanes<T>::type>(pattern);
+  auto x = to<typename Lanes<T>::type>(to<typename Halfway<T>::type>(pattern));
   __builtin_memcpy(p, &x, n * sizeof(T));
 }
 

@@ -197,6 +197,8 @@ class _Recorder(TorchDispatchMode):
             return place
         if dtype == torch.bool:
             return self._add("ne", (place, 0), dtype)
+        if self.instructions[place.index].name == "index" and dtype == torch.int32:
+            return self._add("index", (0,), dtype)
         return self._add("to", (place,), dtype)
 
     def _operation(

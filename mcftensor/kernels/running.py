@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ class Kernel:
         scalars = columns.every_scalar()
         has_data = 0 not in itertools.chain.from_iterable(addresses)  # as it has not on meta
         if has_data and device.type == "cpu" and "cpu" not in TRITON_DEVICES:
-            launch = self._compiled(sum(lengths))
+            launch = self.compiled(sum(lengths))
             if launch is not None:
                 cpu.launch(launch, lengths, addresses, scalars, self.signature.scalars)
                 return
@@ -54,7 +54,7 @@ class Kernel:
             return
         blocks.run(self.body, columns)
 
-    def _compiled(self, elements: int) -> cpu.Launch | None:
+    def compiled(self, elements: int) -> cpu.Launch | None:
         """The compiled form, if work so far is worth it and there is a compiler."""
         if self.launch is None:
             before, self.worked = self.worked, self.worked + elements
@@ -99,6 +99,40 @@ def run_alike(
 ) -> None:
     """`run` on contiguous tensors of one device, whose dtypes, lengths and addresses are known."""
     kernel_of(body, signature).run(columns, lengths, addresses)
+
+
+def in_parts(body: Body, columns: Columns) -> Callable[[int, int], None]:
+    """`run` on contiguous tensors of one length on a CPU, part by part, given where each starts and
+    stops: what has to be found out is found out once.
+
+    Shorter tensors are scratch, of which every part has the beginning. The index of an element is
+    that within its part.
+    """
+    tensors = [x.view(-1) for (x,) in (*columns.vectors, *columns.outputs)]
+    count, length = len(columns.vectors), max(map(Tensor.numel, tensors))
+    dtypes = tuple([x.dtype for x in tensors])
+    scalars = columns.every_scalar()
+    kinds = tuple([_kind(column)[0] for column in scalars])  # type: ignore[index]
+    kernel = kernel_of(body, Signature(dtypes[:count], kinds, dtypes[count:]))
+    is_scratch = [x.numel() < length for x in tensors]
+    places = [
+        (x.data_ptr(), 0 if scratch else x.element_size())
+        for x, scratch in zip(tensors, is_scratch, strict=True)
+    ]
+
+    def run_part(start: int, stop: int) -> None:
+        launch = kernel.compiled(stop - start)
+        if launch is not None:
+            addresses = [[address + start * width] for address, width in places]
+            cpu.launch(launch, [stop - start], addresses, scalars, kinds)
+            return
+        own = [
+            [x[: stop - start] if scratch else x[start:stop]]
+            for x, scratch in zip(tensors, is_scratch, strict=True)
+        ]
+        blocks.run(body, Columns(own[:count], columns.scalars, own[count:], columns.keys))
+
+    return run_part
 
 
 def run(body: Body, columns: Columns) -> None:

@@ -43,6 +43,7 @@ _DIALECT = Dialect(
         "tl.load(in{0} + offsets, mask=mask, other=0))",
         "scalar": "scalar{0}.to(tl.{type})",
         "index": "offsets",
+        ("index", torch.int32): "offsets.to(tl.int32)",
         "to": "{0}.to(tl.{type})",
         "where": "tl.where({0}, {1}, {2})",
         "abs": "tl.abs({0})",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.formulas import OPERATIONS
-from mcftensor.arithmetic.noise import uniform
+from mcftensor.arithmetic.noise import noise_of
 from mcftensor.arithmetic.numbers import Floats, Number
 from mcftensor.formats import PLAIN, ExpansionFormat, Format, named
 from mcftensor.kernels import Body, Column, Columns, Scalar, Signature, run
@@ -115,9 +115,8 @@ def _body(
         left: dict[bool, Iterator[Any]] = {True: map(_as_tensor, scalars), False: iter(vectors)}
         stored = regroup([next(left[is_scalar]) for is_scalar in are_scalars], lengths)
         floats = [f.decode(x) for f, x in zip(formats, stored, strict=True)]
-        draws = format.rounding == "stochastic"
-        noise = uniform(scalars[-1], index) if draws else None
-        return format.encode(expression.number(floats), noise)
+        key = scalars[-1] if format.takes_key else None
+        return format.encode(expression.number(floats), noise_of(format.rounding, key, index))
 
     return body
 
@@ -130,7 +129,7 @@ def on_whole(
     flags = [flag for format, flag in operands for _ in format.components]
     dtypes = [x.dtype for format, _ in operands for x in format.components]
     scalars = list(itertools.compress(dtypes, flags))
-    if expression.format.rounding == "stochastic":
+    if expression.format.takes_key:
         scalars.append(torch.int64)
     vectors = itertools.compress(dtypes, map(operator.not_, flags))
     outputs = [x.dtype for x in expression.format.components]

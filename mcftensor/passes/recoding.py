@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.noise import draw_key, uniform
+from mcftensor.arithmetic.noise import draw_key, noise_of
 from mcftensor.arithmetic.numbers import Sum
 from mcftensor.arithmetic.rounding import collapse_terms
 from mcftensor.formats import Format, named
+from mcftensor.kernels import Body, Column, Columns, in_parts, run
 from mcftensor.kernels.blocks import indices
 from mcftensor.kernels.layout import empty_terms, template_of
 from mcftensor.kernels.opaque import opaque
@@ -20,9 +23,75 @@ from mcftensor.kernels.opaque import opaque
 def recode(stored: Sequence[Tensor], source: str, format: str, key: Tensor | None) -> list[Tensor]:
     """Components of one format as those of another."""
     f = named(format)
-    noise = None if key is None else uniform(key, indices(stored[0]))
+    noise = None if key is None else noise_of(f.rounding, key, indices(stored[0]))
     found = f.encode(Sum(named(source).decode(stored)), noise)
     return [x.clone() if any(x is y for y in stored) else x for x in found]
+
+
+def decode_columns(format: Format, components: Sequence[Column], outputs: Column) -> None:
+    """Write the numbers stored in a format, given by columns of components, into plain tensors."""
+    run(_decoding(format, outputs[0].dtype), Columns(components, [], [outputs]))
+
+
+def encode_columns(
+    format: Format, numbers: Column, components: Sequence[Column], keys: Column = ()
+) -> None:
+    """Round plain numbers into components of a format."""
+    run(*_encoded(format, numbers, components, keys, _START))
+
+
+def decode_in_parts(
+    format: Format, components: Sequence[Column], numbers: Tensor
+) -> Callable[[int, int], None]:
+    """`decode_columns` of one tensor as `kernels.in_parts` does it, into scratch."""
+    return in_parts(_decoding(format, numbers.dtype), Columns(components, [], [[numbers]]))
+
+
+def encode_in_parts(
+    format: Format, numbers: Tensor, components: Sequence[Column], keys: Column
+) -> Callable[[int, int], None]:
+    """`encode_columns` of one tensor as `kernels.in_parts` does it, from scratch."""
+    first = torch.tensor(0)
+    encode_part = in_parts(*_encoded(format, [numbers], components, keys, first))
+
+    def encode(start: int, stop: int) -> None:
+        first.fill_(start)
+        encode_part(start, stop)
+
+    return encode if keys else encode_part
+
+
+_START = torch.tensor(0)
+
+
+def _encoded(
+    format: Format,
+    numbers: Column,
+    components: Sequence[Column],
+    keys: Column,
+    start: Tensor,
+) -> tuple[Body, Columns]:
+    scalars = [[start]] if keys else []
+    return _encoding(format, numbers[0].dtype), Columns([numbers], scalars, components, keys)
+
+
+@functools.lru_cache(maxsize=64)
+def _decoding(format: Format, dtype: torch.dtype) -> Body:
+    return lambda vectors, scalars, index: [Sum(format.decode(vectors)).to(dtype)]
+
+
+@functools.lru_cache(maxsize=64)
+def _encoding(format: Format, dtype: torch.dtype) -> Body:
+    def body(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> Sequence[Tensor]:
+        noise = None
+        if format.takes_key:
+            start, key = scalars
+            if format.rounding == "balanced":  # of which int32 is enough
+                index, start = index.to(torch.int32), start.to(torch.int32)
+            noise = noise_of(format.rounding, key, index + start)
+        return format.encode(Sum(vectors), noise)
+
+    return body
 
 
 @opaque(lambda stored, source, dtype: empty_terms(stored, dtype, 1)[0])
@@ -31,6 +100,11 @@ def collapse(stored: Sequence[Tensor], source: str, dtype: torch.dtype) -> Tenso
     return collapse_terms(named(source).decode(stored), dtype)
 
 
-def key_for(format: Format, device: torch.device) -> Tensor | None:
-    """A key where the format rounds stochastically."""
-    return draw_key(device) if format.rounding == "stochastic" else None
+def key_for(format: Format, device: torch.device, writes: Tensor | None = None) -> Tensor | None:
+    """What the rounding of a format takes: a key that is drawn, or the count of the writes before
+    this one, none by default."""
+    if format.rounding == "nearest":
+        return None
+    if format.rounding == "stochastic":
+        return draw_key(device)
+    return torch.zeros((), dtype=torch.int64, device=device) if writes is None else writes

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic import eft
-from mcftensor.arithmetic.noise import uniform
+from mcftensor.arithmetic.noise import noise_of
 from mcftensor.arithmetic.numbers import Number, Numbers
 from mcftensor.arithmetic.terms import Network
 from mcftensor.arithmetic.wide import Machine
@@ -229,8 +229,8 @@ def _body(rule: str, maximize: bool, formats: tuple[Format, ...], names: tuple[s
         for stream, (number, f) in enumerate(
             zip([read[1].moved_by(change), *new], formats[1:], strict=True)
         ):
-            draws = f.rounding == "stochastic"
-            results += f.encode(number, uniform(scalars[-1], index, stream) if draws else None)
+            key = scalars[-1] if f.takes_key else None
+            results += f.encode(number, noise_of(f.rounding, key, index, stream))
         if "found_inf" in s:
             old = itertools.chain(*stored[1:])
             results = [

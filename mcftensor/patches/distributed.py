@@ -56,7 +56,7 @@ def _by_terms(broadcast: Callable[..., None]) -> Callable[..., None]:
     def in_terms(argument: Any) -> Any:
         if not isinstance(argument, (list, tuple)):
             return argument
-        return [t for x in argument for t in (x.components if isinstance(x, MCFTensor) else (x,))]
+        return [t for x in argument for t in _parts(x)]
 
     @functools.wraps(broadcast)
     def broadcast_terms(*args: Any, **kwargs: Any) -> None:
@@ -64,6 +64,13 @@ def _by_terms(broadcast: Callable[..., None]) -> Callable[..., None]:
         broadcast(*map(in_terms, args), **named)
 
     return broadcast_terms
+
+
+def _parts(x: Tensor) -> tuple[Tensor, ...]:
+    """What all ranks are to have alike."""
+    if not isinstance(x, MCFTensor):
+        return (x,)
+    return x.components if x.writes is None else (*x.components, x.writes)
 
 
 @by_name

@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
 
-from mcftensor.formats import MAX_TERMS, ExpansionFormat, Format, require_format
+from mcftensor.formats import MAX_TERMS, Format, require_format
 from mcftensor.formats.format import named
 from mcftensor.passes.recoding import collapse, recode
 from mcftensor.tensor.deferred import Deferred, compute_readers, watch
@@ -26,6 +26,14 @@ Role = Literal["value", "parameter"]
 
 _GRAD: Any = torch.Tensor.grad
 _get_grad = _GRAD.__get__
+_SETS_UNTRACED = torch.__version__ >= "2.14"  # whose compiler fails where a descriptor of C is set
+
+
+@torch._disable_dynamo
+def _set_grad(x: Tensor, value: Tensor | None) -> None:
+    _GRAD.__set__(x, value)
+
+
 _without_function: Any = torch._C._disabled_torch_function_impl
 COMPONENTS = tuple(f"_component{i}" for i in range(MAX_TERMS))
 
@@ -77,6 +85,7 @@ class MCFTensor(torch.Tensor):
     _component1: Tensor
     _format: Format
     _role: Role
+    _writes: Tensor | None = None  # how often it was written to, where rounding is balanced
     _deferred: Deferred | None = None  # of a DeferredTensor alone
     _readers: Sequence[Any] = ()  # what waits for this one; a list where nobody else has its memory
     _accumulation: Callable[[Tensor], None] | None = None  # the hook of accumulate_gradients
@@ -96,6 +105,7 @@ class MCFTensor(torch.Tensor):
         role: Role = "value",
         *,
         _name: str | None = None,
+        _writes: Tensor | None = None,
     ) -> MCFTensor:
         """Make a tensor of components that are checked."""
         if _name is not None:
@@ -103,7 +113,7 @@ class MCFTensor(torch.Tensor):
         if format is None:
             format = Format(components[0].dtype, len(components))
         check_components(components, format)
-        return _made(components, format, role, own=False)
+        return _made(components, format, role, _writes, own=False)
 
     def __init__(
         self,
@@ -112,20 +122,27 @@ class MCFTensor(torch.Tensor):
         role: Role = "value",
         *,
         _name: str | None = None,
+        _writes: Tensor | None = None,
     ) -> None:
         pass
 
     @staticmethod
     def of(
-        components: Sequence[Tensor], format: Format, role: Role = "value", *, own: bool = False
+        components: Sequence[Tensor],
+        format: Format,
+        role: Role = "value",
+        *,
+        own: bool = False,
+        writes: Tensor | None = None,
     ) -> MCFTensor:
         """The one way to make such a tensor: of components of a format, which are not checked.
 
-        `own` says that nobody else has, or will have, the memory of the components.
+        `own` says that nobody else has, or will have, the memory of the components; `writes` is the
+        count of writes to go on with, by default none.
         """
         if is_compiling():  # graphs hold calls of the class, of tensors and texts
-            return MCFTensor(list(components), role=role, _name=format.name)
-        return _made(components, format, role, own)
+            return MCFTensor(list(components), role=role, _name=format.name, _writes=writes)
+        return _made(components, format, role, writes, own)
 
     def _hold(self, components: Sequence[Tensor], format: Format, role: Role, own: bool) -> None:
         for name, component in zip(COMPONENTS, components, strict=False):
@@ -136,8 +153,12 @@ class MCFTensor(torch.Tensor):
             self._readers = []
 
     def _like(self, components: Sequence[Tensor], *, own: bool = False) -> MCFTensor:
-        """Components made by one operation on each component of this one."""
-        return MCFTensor.of(components, self._format, self._role, own=own)
+        """Components made by one operation on each component of this one: in memory of their own,
+        which is written to from now on without this one, or views, which count writes together."""
+        writes = self._writes
+        if writes is not None and own:
+            writes = writes.to(components[0].device, copy=True)
+        return MCFTensor.of(components, self._format, self._role, own=own, writes=writes)
 
     # ------------------------------------------------------------------------------- what it is
 
@@ -174,6 +195,12 @@ class MCFTensor(torch.Tensor):
         return self._format
 
     @property
+    def writes(self) -> Tensor | None:
+        """How often something was rounded into it, where rounding is balanced: an int64 without
+        dimensions, on its device. Views share it, and copies go on from it. None otherwise."""
+        return self._writes
+
+    @property
     def role(self) -> Role:
         """`"value"` or `"parameter"`."""
         return self._role
@@ -206,7 +233,10 @@ class MCFTensor(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role]]:
         self.hand_out()  # compiled code may write to it
-        return list(COMPONENTS[: len(self._format.components)]), (self._format.name, self._role)
+        names = list(COMPONENTS[: len(self._format.components)])
+        if self._writes is not None:
+            names.append("_writes")
+        return names, (self._format.name, self._role)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -214,7 +244,8 @@ class MCFTensor(torch.Tensor):
     ) -> MCFTensor:
         name, role = context
         format = Format.from_name(name)
-        return MCFTensor.of([inner[n] for n in COMPONENTS[: len(format.components)]], format, role)
+        components = [inner[n] for n in COMPONENTS[: len(format.components)]]
+        return MCFTensor.of(components, format, role, writes=inner.get("_writes"))
 
     def _stable_hash_for_caching(self) -> str:
         # Compiled code holds what dispatch did, which another release may do differently.
@@ -277,7 +308,9 @@ class MCFTensor(torch.Tensor):
         # By the protocol of torch.save nobody gets the memory itself.
         components = self._read() if protocol == 2 else self.components
         whole = (components, self._format.name, self._role, tuple(self.shape))
-        return _rebuild, (*whole, self.requires_grad, self._is_param), state or None
+        flags = (self.requires_grad, self._is_param)
+        counted = () if self._writes is None else (self._writes,)
+        return _rebuild, (*whole, *flags, *counted), state or None
 
     # ----------------------------------------------------------------------- leaving the format
 
@@ -383,7 +416,10 @@ class MCFTensor(torch.Tensor):
                 step.gradients[id(self)] = plain, value
                 value = plain
         with torch._C.DisableTorchFunctionSubclass():
-            _GRAD.__set__(self, value)
+            if _SETS_UNTRACED and is_compiling():
+                _set_grad(self, value)
+            else:
+                _GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -513,7 +549,7 @@ class LiftedTensor(MCFTensor):
     def over(plain: Tensor, format: Format) -> LiftedTensor:
         """A plain tensor in a format."""
         made = _wrapper(LiftedTensor, plain, format)
-        made._hold([plain], format.nearest, "value", own=False)
+        made._hold([plain], format, "value", own=False)
         made._view_of, made._views = None, []
         return made
 
@@ -583,10 +619,9 @@ def lifted_gradient(gradient: Tensor, format: Format) -> Tensor:
     a part of a graph."""
     is_recorded = torch.is_grad_enabled() and gradient.requires_grad
     if type(gradient) is Tensor and gradient.dtype == format.dtype and not is_recorded:
-        if gradient.layout != torch.strided:
+        if gradient.layout != torch.strided or format.of_gradients is None:
             return gradient.to(format.dtype_of_numbers)
-        if isinstance(format, ExpansionFormat):
-            return LiftedTensor.over(gradient, format)
+        return LiftedTensor.over(gradient, format.of_gradients)
     return gradient
 
 
@@ -597,9 +632,16 @@ def _rounded_gradient(read: Tensor, format: Format) -> Tensor:
     return read.to(format.dtype) if read.dtype == format.dtype_of_numbers else read
 
 
-def _made(components: Sequence[Tensor], format: Format, role: Role, own: bool) -> MCFTensor:
+def _made(
+    components: Sequence[Tensor], format: Format, role: Role, writes: Tensor | None, own: bool
+) -> MCFTensor:
     made = _wrapper(MCFTensor, components[0], format)
     made._hold(components, format, role, own)
+    if format.rounding == "balanced":
+        device = components[0].device
+        made._writes = (
+            torch.zeros((), dtype=torch.int64, device=device) if writes is None else writes
+        )
     return made
 
 
@@ -621,11 +663,20 @@ def _wrapper(cls: type[T], like: Tensor, format: Format) -> T:
 
 
 # What a pickle has of its own, beside attributes that users gave a tensor.
-_OWN = (*COMPONENTS, "_format", "_role", "_deferred", "_readers", "_accumulation", "_parameter")
+_OWN = (
+    *(*COMPONENTS, "_format", "_role", "_writes", "_deferred", "_readers"),
+    *("_accumulation", "_parameter"),
+)
 
 
 def _rebuild(
-    components: Any, format: Any, role: Any, shape: Any, requires_grad: bool, is_param: bool
+    components: Any,
+    format: Any,
+    role: Any,
+    shape: Any,
+    requires_grad: bool,
+    is_param: bool,
+    writes: Any = None,
 ) -> MCFTensor:
     """What a pickle says of a tensor, checked: a file may say anything.
 
@@ -637,10 +688,11 @@ def _rebuild(
         check_components(components, found)
         if components[0].shape != shape or role not in ("value", "parameter"):
             raise ValueError(f"shape {shape}, {role!r}, components of {components[0].shape}")
+        check_writes(writes, found)
         components, _ = normalized(components, found)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"MCFTensor: damaged components, format or role ({error})") from error
-    x = MCFTensor.of(components, found, role)
+    x = MCFTensor.of(components, found, role, writes=writes)
     x.requires_grad_(requires_grad)
     if is_param:
         x.__dict__["_parameter"] = True
@@ -693,6 +745,15 @@ def check_components(components: Sequence[Tensor], format: Format) -> None:
             raise ValueError(
                 f"MCFTensor: components on {leading.device} and {x.device}; move them to one device"
             )
+
+
+def check_writes(writes: Any, format: Format) -> None:
+    """Raise ValueError for what is no count of writes of a tensor of this format."""
+    if writes is None:
+        return
+    is_count = isinstance(writes, Tensor) and writes.shape == () and writes.dtype == torch.int64
+    if not is_count or format.rounding != "balanced":
+        raise ValueError(f"{writes!r} as the count of writes to {format.name}")
 
 
 def _where(condition: Tensor, input: Any = None, other: Any = None, **kwargs: Any) -> Any:

@@ -85,7 +85,7 @@ def test_numbers_of_terms_that_are_refused(base, terms, rounding, most):
 
 
 def test_roundings_that_are_refused():
-    with pytest.raises(ValueError, match=r"rounding 'up' given; it is 'nearest' or 'stochastic'"):
+    with pytest.raises(ValueError, match=r"rounding 'up' given; it is 'nearest', 'stochastic' or"):
         Format(torch.float32, 2, "up")
 
 

@@ -20,7 +20,7 @@ from mcftensor.arithmetic.rounding import move
 from mcftensor.kernels import blocks
 from mcftensor.kernels.blocks import indices
 from mcftensor.passes.expressions import evaluate
-from support.helpers import assert_same_terms, compiled_whole, same_terms, sample
+from support.helpers import Given, assert_same_terms, compiled_whole, same_terms, sample
 
 bf16x2sr = mcf.Format(torch.bfloat16, 2, "stochastic")
 STOCHASTIC = [
@@ -143,7 +143,7 @@ def test_a_move_goes_to_the_neighbour_with_the_probability_of_the_remainder(
     exact = torch.tensor([float(remainder)], dtype=torch.float64)
     assert Fraction(exact.item()) == remainder
     noises = torch.arange(512, dtype=torch.float64) / 512
-    moved = move(x.expand(512), exact.expand(512), noises)
+    moved = move(x.expand(512), exact.expand(512), Given(noises))
     ends = [Fraction(int(n), 1 << scale_of(dtype)) for n in integers(moved)]
     if max(abs(e) for e in ends) >= Fraction(2) ** (base.emax + 1):
         return
@@ -224,16 +224,16 @@ def test_the_numbers_are_those_of_splitmix64():
         return results
 
     for seed in (0, 1, 2**62 + 12345):
-        found = noise.uniform(torch.tensor(seed), indices(torch.empty(3, 4)))
+        found = noise.Random(torch.tensor(seed), indices(torch.empty(3, 4)), 0).uniform()
         assert found.flatten().tolist() == splitmix(seed, 12)
-        later = noise.uniform(torch.tensor(seed), torch.arange(7, 12))
+        later = noise.Random(torch.tensor(seed), torch.arange(7, 12), 0).uniform()
         assert later.tolist() == splitmix(seed, 12)[7:]
 
 
 def test_the_numbers_are_uniform_and_independent():
     n = 200_000
     keys = [noise.draw_key(torch.device("cpu")) for _ in range(3)]
-    streams = [noise.uniform(k, torch.arange(n), stream=s) for k in keys for s in range(3)]
+    streams = [noise.Random(k, torch.arange(n), s).uniform() for k in keys for s in range(3)]
     for x in streams:
         counts = torch.histc(x, 64, 0, 1)
         chi_square = ((counts - n / 64) ** 2 / (n / 64)).sum().item()

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 import mcftensor as mcf
+from mcftensor.arithmetic.noise import Noise
 
 requires_cuda = pytest.param(
     "cuda",
@@ -26,6 +27,19 @@ def sample(format: mcf.Format, *shape: int, device: str = "cpu", seed: int = 0) 
         x = torch.randn(shape, generator=generator, dtype=torch.float64) * format.u**i
         terms.append(x.to(format.base))
     return mcf.MCFTensor(mcf.expansion.renormalize(terms), format).to(device)
+
+
+class Given(Noise):
+    """Noise that a test says."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.numbers = numbers
+
+    def uniform(self) -> Tensor:
+        return self.numbers
+
+    def bits(self, count: int) -> Tensor:
+        return (self.numbers * 2**count).to(torch.int32)
 
 
 def gappy(format: mcf.Format) -> mcf.MCFTensor:

@@ -9,7 +9,15 @@ from torch import nn
 import mcftensor as mcf
 
 STOCHASTIC = mcf.Format(torch.bfloat16, 2, rounding="stochastic")
-FORMATS = {"default": None, "stochastic": STOCHASTIC, "fp32x2": mcf.fp32x2}
+FORMATS = {
+    "default": None,
+    "stochastic": STOCHASTIC,
+    "fp32x2": mcf.fp32x2,
+    "exact": mcf.bf16i16,
+    "tail8": mcf.bf16i8,
+    "round": mcf.Format(torch.bfloat16, 1, rounding="balanced"),
+    "balanced": mcf.bf16x2.with_rounding("balanced"),
+}
 OPTIMIZERS = {
     "fused": lambda p: torch.optim.AdamW(p, 1e-3, fused=True, amsgrad=True),
     "for-loop": lambda p: torch.optim.AdamW(p, 1e-3, foreach=False),
@@ -27,6 +35,11 @@ RUNS = [
     ("stochastic", "light", "for-loop"),
     ("stochastic", "full", "sgd"),
     ("fp32x2", "full", "fused"),
+    ("exact", None, "for-loop"),
+    ("tail8", None, "fused"),
+    ("tail8", "light", "foreach"),
+    ("round", None, "sgd"),
+    ("balanced", None, "for-loop"),
 ]
 
 

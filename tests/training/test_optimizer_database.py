@@ -9,29 +9,11 @@ import torch
 import mcftensor as mcf
 from common.database import cases, configurations, paths_of
 from common.trial import Way, displacement, error
+from support.optimizers import SAMPLE
 
 STEPS = 6
 FORMATS = [mcf.bf16x3, mcf.fp32x2]
 CASES = cases()
-
-# The configurations of which the default run takes one each: they have most of the options.
-SAMPLE = {
-    "Adadelta": "maximize, weight_decay",
-    "Adafactor": "maximize",
-    "Adagrad": "lr_decay",
-    "Adam": "amsgrad",
-    "Adamax": "maximize, weight_decay",
-    "AdamW": "amsgrad",
-    "ASGD": "maximize, nonzero weight_decay",
-    "LBFGS": "default",
-    "Muon": "non-default weight_decay",
-    "NAdam": "decoupled_weight_decay",
-    "RAdam": "decoupled_weight_decay",
-    "RMSprop": "maximize, centered, weight_decay, w/ momentum",
-    "Rprop": "non-default etas",
-    "SGD": "nesterov",
-}
-
 
 QUICK = ("SGD", "nesterov", mcf.bf16x3)  # of compiled steps; others are in test_compile.py
 
