@@ -74,7 +74,9 @@ def kinds(optimizer, name="wide"):
     return [getattr(x, "format", x.dtype) for x in found]
 
 
-@pytest.mark.parametrize("format", [mcf.bf16x2, mcf.bf16x3, mcf.fp16x2, mcf.fp32x2, mcf.fp64x2])
+@pytest.mark.parametrize(
+    "format", [mcf.bf16x2, mcf.bf16x3, mcf.fp16x2, mcf.fp32x2, mcf.fp64x2, mcf.bf16i16]
+)
 @pytest.mark.parametrize("options", [{}, {"nested": True}, {"beside": True}], ids=str)
 def test_those_of_the_same_format_stay_as_they_are(format, options):
     weights, optimizer = run(format, **options)
