@@ -37,7 +37,7 @@ CASES = [
     for package in PACKAGES
     for name in classes(package)
     for path in paths(package, name)
-    for format in (mcf.bf16x3, mcf.bf16x2, mcf.fp32x2)
+    for format in (mcf.bf16x3, mcf.bf16x2, mcf.fp32x2, mcf.bf16i16)
 ]
 
 
