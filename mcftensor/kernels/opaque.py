@@ -66,15 +66,19 @@ def opaque(
     return register
 
 
-def is_bare(*lists: Sequence[Any]) -> bool:
-    """Whether nothing but eager PyTorch would see a call with the elements of these lists."""
+def is_eager() -> bool:
+    """Whether nothing but eager PyTorch would see a call."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and not torch.autograd._profiler_enabled()
-        and _BARE.issuperset(map(type, itertools.chain.from_iterable(lists)))
     )
+
+
+def is_bare(*lists: Sequence[Any]) -> bool:
+    """The same of a call with the elements of these lists."""
+    return is_eager() and _BARE.issuperset(map(type, itertools.chain.from_iterable(lists)))
 
 
 def inline(function: Callable[P, R]) -> Callable[P, R]:
