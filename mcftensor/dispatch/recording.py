@@ -7,7 +7,9 @@ nobody else has; what it reads is so too, or small enough to be copied.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +19,6 @@ from mcftensor.dispatch.plans import Kind, plan
 from mcftensor.dispatch.registry import SHORTCUTS
 from mcftensor.formats import PLAIN, ExpansionFormat, Format
 from mcftensor.kernels.columns import are_same
-from mcftensor.kernels.opaque import is_eager
 from mcftensor.passes.expressions import NUMBER
 from mcftensor.passes.traces import EMPTY, NUMBERS, Operation, Trace, Variable
 from mcftensor.tensor.stepping import open_tape
@@ -33,12 +34,16 @@ SMALL = 1 << 17
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-class _Call(NamedTuple):
+@dataclass(frozen=True, eq=False, slots=True)
+class _Call:
     """An operation, the names of its last operands, and whether it writes to its first one."""
 
     name: str
     keywords: tuple[str, ...]
     in_place: bool
+
+
+_call = functools.cache(_Call)
 
 
 def recorded(name: str, columns: Lists, keywords: tuple[str, ...], *, in_place: bool) -> Any:
@@ -48,24 +53,32 @@ def recorded(name: str, columns: Lists, keywords: tuple[str, ...], *, in_place: 
         The results, or what is written to, the first column. None where nothing was put down.
     """
     tape = open_tape()
-    if tape is None or not is_eager():
-        return None
-    with LOCK:
-        return _put_down(tape, _Call(name, keywords, in_place), columns)
+    return None if tape is None else _put_down(tape, _call(name, keywords, in_place), columns)
 
 
 def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
+    with LOCK:
+        return _locked(tape, call, columns)
+
+
+def _locked(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
     count = len(columns[0])
-    marks: list[Any] = []  # what operands are
+    marks: list[Any] = [call]  # and what operands are
     new: list[_New] = []
     added: list[Any] = []  # what is new, and numbers
     strand: Strand | None = None
     for column in columns:
-        cls = type(column[0])
+        x = column[0]
+        cls = type(x)
         if cls is TapedTensor:
-            place = column[0]._place
+            place = x._place
             own, index = place.found()
-            if own.tape is not tape or not own.has(place, index) or not place.is_of(column):
+            if (
+                own.tape is not tape
+                or index >= len(own.places)
+                or own.places[index] is not place  # a signal has cut something short
+                or not (len(column) == len(place.holders) and (count == 1 or place.is_of(column)))
+            ):
                 return None
             if strand is None:
                 strand = own
@@ -80,38 +93,40 @@ def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
                 _, index = place.found()
             marks.append(index)
         elif cls is float or cls is int:
-            mark = _mark_of_numbers(column, count)
+            mark = _mark_of_number(x) if len(column) == 1 else _mark_of_numbers(column, count)
             if mark is None:
                 return None
             marks.append(mark)
             added.append(column)
         elif len(column) != count:
             return None
-        elif again := [i for i, x in enumerate(new) if are_same(x.tensors, column)]:
+        elif again := [i for i, y in enumerate(new) if are_same(y.tensors, column)]:
             marks.append(-1 - again[0])
         else:
-            found = _new(cls, column, is_target=call.in_place and not marks)
+            found = _new(cls, column, is_target=call.in_place and len(marks) == 1)
             if found is None:
                 return None
             marks.append(found.mark)
             new.append(found)
             added.append(found)
     layout = new[0].layout if strand is None else strand.layout
-    for x in new:
-        if x.layout != layout:
+    for y in new:
+        if y.layout != layout:
             return None
     if count > 1 and not _are_apart(new):
         return None
     if strand is None:
         strand = Strand(tape, layout)
-    elif not strand.trace.has_room_for(EMPTY):
+    elif len(strand.trace.operations) >= strand.trace.longest:
         strand.run()
         return _put_down(tape, call, columns)
-    trace = strand.trace
-    move = trace.once((call, *marks), lambda: _move(trace, call, marks))
+    trace, key = strand.trace, tuple(marks)
+    move = trace.made.get(key)
+    if move is None:
+        move = trace.once(key, lambda: _move(trace, call, marks[1:]))
     if move is _IMPOSSIBLE:
         return None
-    results = _written(strand, move, added)
+    results = _written(strand, move, added, count)
     return results if results else columns[0]
 
 
@@ -125,7 +140,7 @@ class _New:
 
     def __init__(
         self,
-        mark: Format | Kind,
+        mark: Any,
         tensors: Sequence[Any],
         rows: Sequence[Sequence[Tensor]],
         layout: Layout,
@@ -140,46 +155,58 @@ class _New:
 
 def _new(cls: type, column: Sequence[Any], *, is_target: bool) -> _New | None:
     """Tensors for the tape; None where they cannot go there."""
-    first = column[0]
-    mark: Format | Kind
+    first, is_own = column[0], False
     if len(column) > 1 and not _look_alike(cls, column):
         return None
     if cls is MCFTensor:
-        mark = first._format
-        is_own = all(x._is_own or (is_target and x.regain()) for x in column)
-        rows = [x._read() for x in column]
+        mark: Any = first._format
+        for x in column:
+            is_own = x._is_own or (is_target and x.regain())
+            if not is_own:
+                break
+        rows: list[Sequence[Tensor]] = [x._read() for x in column]
     elif cls is LiftedTensor:
-        mark, is_own = Kind(first._format, "value", has_dims=True, is_lifted=True), False
+        mark = _lifted(first._format)
         rows = [(x._component0,) for x in column]
     elif cls in _PLAIN and first.dtype.is_floating_point:
-        mark, is_own = PLAIN[first.dtype], False
+        mark = PLAIN[first.dtype]
         rows = [(x,) for x in column]
     else:
         return None
     if is_target and not is_own:
         return None
-    device = rows[0][0].device
-    if device.type == "meta":
-        return None
+    device, largest = rows[0][0].device, _LARGEST if is_own else SMALL
     shapes, strides = [], []
     for row in rows:
-        x = row[0]
-        shape = x.shape
+        c = row[0]
+        shape = c.shape
         if (
             not shape
-            or type(x) not in _PLAIN
-            or x.layout is not torch.strided
-            or not x.is_contiguous()
-            or x.device != device
-            or not 0 < x.numel() <= (_LARGEST if is_own else SMALL)
+            or type(c) not in _PLAIN
+            or c.layout is not torch.strided
+            or not c.is_contiguous()
+            or not 0 < c.numel() <= largest
+            or c.device != device
         ):
             return None
         shapes.append(shape)
-        strides.append(x.stride())
+        strides.append(c.stride())
+    if device.type == "meta":
+        return None
     return _New(mark, column, rows, (device, shapes, strides), not is_own)
 
 
 _LARGEST = 1 << 62
+
+
+class _Lifted:
+    """The mark of lifted tensors of a format."""
+
+    def __init__(self, format: Format) -> None:
+        self.kind = Kind(format, "value", has_dims=True, is_lifted=True)
+
+
+_lifted = functools.cache(_Lifted)
 
 
 def _look_alike(cls: type, column: Sequence[Any]) -> bool:
@@ -197,17 +224,19 @@ def _are_apart(new: Sequence[_New]) -> bool:
     return len(set(own)) == len(own)
 
 
+def _mark_of_number(x: float) -> str | None:
+    """Whether a number is one, which some operations depend on; None of what is too large."""
+    if type(x) is int and not -(2**63) <= x < 2**63:
+        return None
+    return "one" if x == 1 else "other"
+
+
 def _mark_of_numbers(column: Sequence[Any], count: int) -> str | None:
-    """Whether numbers are one, which some operations depend on; None where they are not alike."""
-    if len(column) == 1:
-        (x,) = column
-        if type(x) is int and not -(2**63) <= x < 2**63:
-            return None
-        return "one" if x == 1 else "other"
+    """The same of numbers that are alike."""
     if len(column) != count or not {float, int}.issuperset(map(type, column)):
         return None
-    ones = column.count(1)
-    return None if 0 < ones < count else "one" if ones else "other"
+    marks = set(map(_mark_of_number, column))
+    return marks.pop() if len(marks) == 1 else None
 
 
 # ------------------------------------------------------------------------------- what comes of it
@@ -254,7 +283,7 @@ def _move(trace: Trace, call: _Call, marks: Sequence[Any]) -> _Move:
             read.append(len(trace.variables))
             trace = trace.with_variable(NUMBERS)
         else:
-            read.append(indices[i])
+            read.append(indices[int(i)])
     if call.in_place:
         target = indices[0]
     else:
@@ -266,21 +295,20 @@ def _move(trace: Trace, call: _Call, marks: Sequence[Any]) -> _Move:
 
 def _kind(mark: Any) -> Kind:
     if isinstance(mark, str):
-        return Kind(NUMBER, number=mark)
+        return Kind(NUMBER, number="one" if mark == "one" else "other")
     if isinstance(mark, ExpansionFormat):
         return Kind(mark, "value", has_dims=True)
-    return mark if isinstance(mark, Kind) else Kind(mark)
+    return mark.kind if isinstance(mark, _Lifted) else Kind(mark)
 
 
-def _written(strand: Strand, move: _Move, added: Sequence[Any]) -> list[TapedTensor]:
+def _written(strand: Strand, move: _Move, added: Sequence[Any], count: int) -> list[TapedTensor]:
     """Write an operation down, and return its results, if they are new."""
-    count = len(strand.layout[1])
     places: list[Place | None] = [*strand.places]
     columns = [*strand.columns]
     for x in added:
         place = None
         if type(x) is not _New:
-            columns.append([float(y) for y in x] * (count // len(x)))
+            columns.append(x if len(x) == count else [*x] * count)
         elif x.is_copied:
             columns += zip(*[[y.clone() for y in row] for row in x.rows], strict=True)
         else:
@@ -318,13 +346,19 @@ _KEYWORDS = {"alpha", "value"}
 
 def _at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
     """What puts an operation on the tape without PyTorch's dispatcher, which takes longer."""
-    count = _TAKES[name]
+    count, ordinary = _TAKES[name], _call(name, (), in_place)
 
     def put_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if open_tape() is None or len(args) != count or not _KEYWORDS.issuperset(kwargs):
+        tape = open_tape()
+        if tape is None or len(args) != count:
             return NotImplemented
-        columns = [(x,) for x in (*args, *kwargs.values())]
-        found = recorded(name, columns, tuple(kwargs), in_place=in_place)
+        call, columns = ordinary, [*zip(args)]
+        if kwargs:
+            if not _KEYWORDS.issuperset(kwargs):
+                return NotImplemented
+            call = _call(name, tuple(kwargs), in_place)
+            columns += zip(kwargs.values())
+        found = _put_down(tape, call, columns)
         if found is None:
             return NotImplemented
         if in_place:
@@ -339,14 +373,15 @@ def _lists_at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
     count = _TAKES[name]
 
     def put_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tape = open_tape()
         valued = len(args) == count + 1 and name in ("addcmul", "addcdiv") and not kwargs
-        if open_tape() is None or not (valued or len(args) == count):
+        if tape is None or not (valued or len(args) == count):
             return NotImplemented
         columns = [x if isinstance(x, (list, tuple)) else (x,) for x in (*args, *kwargs.values())]
         if not all(columns) or not _KEYWORDS.issuperset(kwargs):
             return NotImplemented
         keywords = ("value",) if valued else tuple(kwargs)
-        found = recorded(name, columns, keywords, in_place=in_place)
+        found = _put_down(tape, _call(name, keywords, in_place), columns)
         if found is None:
             return NotImplemented
         if not in_place:

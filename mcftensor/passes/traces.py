@@ -61,7 +61,7 @@ class Trace:
         self.operations = operations
         self.written = tuple(sorted({x.target for x in operations}))
         self.longest = min([LONGEST, *[longest(x.format) for x in operations]])
-        self._made: dict[Hashable, Any] = {}
+        self.made: dict[Hashable, Any] = {}
 
     def has_room_for(self, other: Trace) -> bool:
         """Whether one more operation may follow on the operations of both."""
@@ -70,11 +70,11 @@ class Trace:
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """What follows from the trace and a key, made once."""
-        made: T | None = self._made.get(key)
+        made: T | None = self.made.get(key)
         if made is None:
-            if len(self._made) >= _MOST:
-                self._made.clear()
-            made = self._made[key] = make()
+            if len(self.made) >= _MOST:
+                self.made.clear()
+            made = self.made[key] = make()
         return made
 
     def with_variable(self, variable: Variable) -> Trace:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcftensor.kernels.opaque import is_eager
 from mcftensor.tensor.tape import Tape
 
 
@@ -68,9 +69,15 @@ def current_step() -> Step | None:
 
 
 def open_tape() -> Tape | None:
-    """The tape that an operation of this thread may go on: none where gradients are recorded."""
+    """The tape that operations of this thread may go on: within a step, where no gradients are
+    recorded and nothing but eager PyTorch looks on."""
     step = _thread.step
-    if step is None or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+    if (
+        step is None
+        or torch.is_grad_enabled()
+        or torch.is_inference_mode_enabled()
+        or not is_eager()
+    ):
         return None
     return step.tape
 

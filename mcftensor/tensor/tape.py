@@ -61,10 +61,8 @@ class Place:
         return strand, index
 
     def is_of(self, column: Sequence[Any]) -> bool:
-        """Whether these, the first of which stands here, are the tensors of all rows."""
-        if len(column) != len(self.holders):
-            return False
-        return len(column) == 1 or all(map(operator.is_, map(_call, self.holders), column))
+        """Whether these, as many as there are rows, are the tensors of the rows."""
+        return all(map(operator.is_, map(_call, self.holders), column))
 
     def is_alive(self) -> bool:
         """Whether anybody still has one of the tensors."""
@@ -92,10 +90,6 @@ class Strand:
         self.places: list[Place | None] = []
         self.columns: list[Sequence[Any]] = []
         self.joined: tuple[Strand, int] | None = None
-
-    def has(self, place: Place, index: int) -> bool:
-        """Whether a place is that of a variable: it is not where a signal has cut something short."""
-        return index < len(self.places) and self.places[index] is place
 
     def write(self, trace: Trace, places: list[Place | None], columns: list[Sequence[Any]]) -> None:
         """Lengthen it."""
@@ -193,7 +187,10 @@ def _write(
     for format, begins_as in trace.variables:
         own: list[Any] = [next(given) for _ in format.components if begins_as != "nothing"]
         components.append(own)
-        (scalars if begins_as == "number" else vectors).extend(own)
+        if begins_as == "number":
+            scalars += [list(map(float, own[0]))]
+        else:
+            vectors += own
     device = vectors[0][0].device
     for i in results:
         format, begins_as = trace.variables[i]

@@ -236,8 +236,7 @@ class MCFTensor(torch.Tensor):
             if result is not NotImplemented:
                 return result
         if not kwargs and func not in cls._whole and func not in _CHOICES:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args)
+            return _without_function(func, types, args)
         kwargs = kwargs or {}
         out = kwargs.get("out")
         if out is not None and not isinstance(func, OpOverload) and _holds_expansion(out):
