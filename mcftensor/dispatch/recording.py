@@ -52,105 +52,95 @@ def recorded(name: str, columns: Lists, keywords: tuple[str, ...], *, in_place: 
     Returns:
         The results, or what is written to, the first column. None where nothing was put down.
     """
-    tape = open_tape()
+    tape = None if torch.compiler.is_compiling() else open_tape()
     return None if tape is None else _put_down(tape, _call(name, keywords, in_place), columns)
 
 
 def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
-    with LOCK:
-        return _locked(tape, call, columns)
-
-
-def _locked(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
     count = len(columns[0])
-    marks: list[Any] = [call]  # and what operands are
+    key: list[Any] = [call]  # and the marks of operands
     new: list[_New] = []
     added: list[Any] = []  # what is new, and numbers
     strand: Strand | None = None
-    for column in columns:
-        x = column[0]
-        cls = type(x)
-        if cls is TapedTensor:
-            place = x._place
-            own, index = place.found()
-            if (
-                own.tape is not tape
-                or index >= len(own.places)
-                or own.places[index] is not place  # a signal has cut something short
-                or not (len(column) == len(place.holders) and (count == 1 or place.is_of(column)))
-            ):
-                return None
-            if strand is None:
-                strand = own
-            elif own is not strand:
-                if own.layout != strand.layout:
+    with LOCK:
+        for column in columns:
+            x = column[0]
+            cls = type(x)
+            if cls is TapedTensor:
+                place = x._place
+                own, index = place.strand, place.index
+                if own.joined is not None:
+                    own, index = place.follow()
+                if (
+                    own.tape is not tape
+                    or index >= len(own.places)
+                    or own.places[index] is not place  # a signal has cut something short
+                    or not (count == len(column) == 1 or place.is_of(column))
+                ):
                     return None
-                if not strand.trace.has_room_for(own.trace):
-                    strand.run()
-                    own.run()
-                    return _put_down(tape, call, columns)
-                strand.join(own)
-                _, index = place.found()
-            marks.append(index)
-        elif cls is float or cls is int:
-            mark = _mark_of_number(x) if len(column) == 1 else _mark_of_numbers(column, count)
-            if mark is None:
+                if strand is None:
+                    strand = own
+                elif own is not strand:
+                    if own.layout != strand.layout:
+                        return None
+                    if not strand.trace.has_room_for(own.trace):
+                        strand.run()
+                        own.run()
+                        return _put_down(tape, call, columns)
+                    strand.join(own)
+                    _, index = place.follow()
+                key.append(index)
+            elif cls is float or cls is int:
+                if cls is float and len(column) == 1:
+                    mark: str | None = "one" if x == 1.0 else "other"
+                else:
+                    mark = _mark_of_numbers(column, count)
+                if mark is None:
+                    return None
+                key.append(mark)
+                added.append(column)
+            elif len(column) != count:
                 return None
-            marks.append(mark)
-            added.append(column)
-        elif len(column) != count:
-            return None
-        elif again := [i for i, y in enumerate(new) if are_same(y.tensors, column)]:
-            marks.append(-1 - again[0])
-        else:
-            found = _new(cls, column, is_target=call.in_place and len(marks) == 1)
-            if found is None:
+            else:
+                i = _index(new, column) if new else -1
+                if i < 0:
+                    found = _new(cls, column, is_target=call.in_place and len(key) == 1)
+                    if found is None:
+                        return None
+                    new.append(found)
+                    added.append(found)
+                    key.append(found.mark)
+                else:
+                    key.append(-1 - i)
+        if strand is None:
+            strand = Strand(tape, new[0].layout)
+        elif len(strand.trace.operations) >= strand.trace.longest:
+            strand.run()
+            return _put_down(tape, call, columns)
+        for one in new:
+            if one.layout != strand.layout:
                 return None
-            marks.append(found.mark)
-            new.append(found)
-            added.append(found)
-    layout = new[0].layout if strand is None else strand.layout
-    for y in new:
-        if y.layout != layout:
+        if count > 1 and not _are_apart(new):
             return None
-    if count > 1 and not _are_apart(new):
-        return None
-    if strand is None:
-        strand = Strand(tape, layout)
-    elif len(strand.trace.operations) >= strand.trace.longest:
-        strand.run()
-        return _put_down(tape, call, columns)
-    trace, key = strand.trace, tuple(marks)
-    move = trace.made.get(key)
-    if move is None:
-        move = trace.once(key, lambda: _move(trace, call, marks[1:]))
-    if move is _IMPOSSIBLE:
-        return None
-    results = _written(strand, move, added, count)
-    return results if results else columns[0]
+        move = strand.trace.made.get(tuple(key)) or _move(strand.trace, key)
+        if move is _IMPOSSIBLE:
+            return None
+        results = _written(strand, move, added, count)
+        return results if results else columns[0]
 
 
 # ------------------------------------------------------------------------------ what operands are
 
 
-class _New:
+class _New(NamedTuple):
     """Tensors that are not on the tape, one for each row."""
 
-    __slots__ = ("is_copied", "layout", "mark", "rows", "tensors")
-
-    def __init__(
-        self,
-        mark: Any,
-        tensors: Sequence[Any],
-        rows: Sequence[Sequence[Tensor]],
-        layout: Layout,
-        is_copied: bool,
-    ) -> None:
-        self.mark = mark
-        self.tensors = tensors
-        self.rows = rows
-        self.layout = layout
-        self.is_copied = is_copied
+    mark: Any
+    """Of a lifted tensor its kind, of others their format."""
+    tensors: Sequence[Any]
+    rows: Sequence[Sequence[Tensor]]
+    layout: Layout
+    is_copied: bool
 
 
 def _new(cls: type, column: Sequence[Any], *, is_target: bool) -> _New | None:
@@ -158,13 +148,14 @@ def _new(cls: type, column: Sequence[Any], *, is_target: bool) -> _New | None:
     first, is_own = column[0], False
     if len(column) > 1 and not _look_alike(cls, column):
         return None
+    rows: list[Sequence[Tensor]]
     if cls is MCFTensor:
         mark: Any = first._format
         for x in column:
             is_own = x._is_own or (is_target and x.regain())
             if not is_own:
                 break
-        rows: list[Sequence[Tensor]] = [x._read() for x in column]
+        rows = [x._read() for x in column]
     elif cls is LiftedTensor:
         mark = _lifted(first._format)
         rows = [(x._component0,) for x in column]
@@ -175,7 +166,7 @@ def _new(cls: type, column: Sequence[Any], *, is_target: bool) -> _New | None:
         return None
     if is_target and not is_own:
         return None
-    device, largest = rows[0][0].device, _LARGEST if is_own else SMALL
+    device = rows[0][0].device
     shapes, strides = [], []
     for row in rows:
         c = row[0]
@@ -185,18 +176,14 @@ def _new(cls: type, column: Sequence[Any], *, is_target: bool) -> _New | None:
             or type(c) not in _PLAIN
             or c.layout is not torch.strided
             or not c.is_contiguous()
-            or not 0 < c.numel() <= largest
             or c.device != device
+            or c.is_meta
+            or not (c.numel() > 0 and (is_own or c.numel() <= SMALL))
         ):
             return None
         shapes.append(shape)
         strides.append(c.stride())
-    if device.type == "meta":
-        return None
     return _New(mark, column, rows, (device, shapes, strides), not is_own)
-
-
-_LARGEST = 1 << 62
 
 
 class _Lifted:
@@ -207,6 +194,14 @@ class _Lifted:
 
 
 _lifted = functools.cache(_Lifted)
+
+
+def _index(new: Sequence[_New], column: Sequence[Any]) -> int:
+    """Which of them are the tensors of a column; or -1."""
+    for i, x in enumerate(new):
+        if are_same(x.tensors, column):
+            return i
+    return -1
 
 
 def _look_alike(cls: type, column: Sequence[Any]) -> bool:
@@ -224,18 +219,17 @@ def _are_apart(new: Sequence[_New]) -> bool:
     return len(set(own)) == len(own)
 
 
-def _mark_of_number(x: float) -> str | None:
-    """Whether a number is one, which some operations depend on; None of what is too large."""
-    if type(x) is int and not -(2**63) <= x < 2**63:
-        return None
-    return "one" if x == 1 else "other"
-
-
 def _mark_of_numbers(column: Sequence[Any], count: int) -> str | None:
-    """The same of numbers that are alike."""
+    """Whether numbers are one, which some operations depend on; None of what is too large for
+    PyTorch, and where they are not alike."""
+    if len(column) == 1:
+        x = column[0]
+        if type(x) is int and not -(2**63) <= x < 2**63:
+            return None
+        return "one" if x == 1 else "other"
     if len(column) != count or not {float, int}.issuperset(map(type, column)):
         return None
-    marks = set(map(_mark_of_number, column))
+    marks = {_mark_of_numbers((x,), 1) for x in column}
     return marks.pop() if len(marks) == 1 else None
 
 
@@ -255,8 +249,13 @@ class _Move(NamedTuple):
 _IMPOSSIBLE = _Move(EMPTY, (), None)
 
 
-def _move(trace: Trace, call: _Call, marks: Sequence[Any]) -> _Move:
-    """The move of an operation that is rounded to nearest, of an expansion."""
+def _move(trace: Trace, key: Sequence[Any]) -> _Move:
+    """The move of an operation that is rounded to nearest, of an expansion, worked out once."""
+    call, *marks = key
+    return trace.once(tuple(key), lambda: _worked_out(trace, call, marks))
+
+
+def _worked_out(trace: Trace, call: _Call, marks: Sequence[Any]) -> _Move:
     kinds: list[Kind] = []
     indices: list[int] = []
     own: list[tuple[Kind, int]] = []  # of what is new
@@ -315,7 +314,8 @@ def _written(strand: Strand, move: _Move, added: Sequence[Any], count: int) -> l
             columns += zip(*x.rows, strict=True)
             place = Place(strand, len(places), x.tensors)
             for tensor in x.tensors:
-                TapedTensor.enter(tensor, place)
+                tensor._place = place
+                tensor.__class__ = TapedTensor
         places.append(place)
     for constant in move.constants:
         columns.append([constant] * count)

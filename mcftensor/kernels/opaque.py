@@ -16,15 +16,11 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from mcftensor.kernels.layout import laid_out
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-_count_modes = torch._C._len_torch_dispatch_stack
-_interpreter = torch._C._functorch.peek_interpreter_stack
 
 _LIBRARY = torch.library.Library("mcftensor", "DEF")
 
@@ -70,19 +66,15 @@ def opaque(
     return register
 
 
-def is_eager() -> bool:
-    """Whether nothing but eager PyTorch would see a call."""
-    return (
-        not is_compiling()
-        and _count_modes() == 0
-        and _interpreter() is None
-        and not torch.autograd._profiler_enabled()
-    )
-
-
 def is_bare(*lists: Sequence[Any]) -> bool:
-    """The same of a call with the elements of these lists."""
-    return is_eager() and _BARE.issuperset(map(type, itertools.chain.from_iterable(lists)))
+    """Whether nothing but eager PyTorch would see a call with the elements of these lists."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch.autograd._profiler_enabled()
+        and _BARE.issuperset(map(type, itertools.chain.from_iterable(lists)))
+    )
 
 
 def inline(function: Callable[P, R]) -> Callable[P, R]:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.kernels.opaque import is_eager
 from mcftensor.tensor.tape import Tape
 
 
@@ -70,13 +69,15 @@ def current_step() -> Step | None:
 
 def open_tape() -> Tape | None:
     """The tape that operations of this thread may go on: within a step, where no gradients are
-    recorded and nothing but eager PyTorch looks on."""
+    recorded and nothing but eager PyTorch looks on. Who may be compiled asks for that before."""
     step = _thread.step
     if (
         step is None
         or torch.is_grad_enabled()
         or torch.is_inference_mode_enabled()
-        or not is_eager()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd._profiler_enabled()
     ):
         return None
     return step.tape

@@ -44,29 +44,30 @@ _call = weakref.ref.__call__
 class Place:
     """Where tensors stand on a tape: for a variable of a strand, each in a row of it."""
 
-    __slots__ = ("_index", "_strand", "holders")
+    __slots__ = ("holders", "index", "strand")
 
     def __init__(self, strand: Strand, index: int, tensors: Sequence[Any]) -> None:
-        self._strand, self._index = strand, index
+        self.strand, self.index = strand, index
         self.holders = [*map(weakref.ref, tensors)]
 
-    def found(self) -> tuple[Strand, int]:
-        """The strand, and the number of the variable in it."""
-        strand, index = self._strand, self._index
-        if strand.joined is not None:
-            while strand.joined is not None:
-                strand, offset = strand.joined
-                index += offset
-            self._strand, self._index = strand, index
+    def follow(self) -> tuple[Strand, int]:
+        """The strand that its own has become a part of, and the number of the variable in it."""
+        strand, index = self.strand, self.index
+        while strand.joined is not None:
+            strand, offset = strand.joined
+            index += offset
+        self.strand, self.index = strand, index
         return strand, index
 
     def is_of(self, column: Sequence[Any]) -> bool:
-        """Whether these, as many as there are rows, are the tensors of the rows."""
-        return all(map(operator.is_, map(_call, self.holders), column))
+        """Whether these are the tensors of all rows."""
+        return len(column) == len(self.holders) and all(
+            map(operator.is_, map(_call, self.holders), column)
+        )
 
     def is_alive(self) -> bool:
         """Whether anybody still has one of the tensors."""
-        return any(x() is not None for x in self.holders)
+        return self.holders[0]() is not None or any(x() is not None for x in self.holders)
 
 
 class Strand:
@@ -95,8 +96,7 @@ class Strand:
         """Lengthen it."""
         if self.trace is EMPTY:
             self.tape.add(self)
-        # No calls from here on: signals are handled there.
-        self.trace, self.places, self.columns = trace, places, columns
+        self.trace, self.places, self.columns = trace, places, columns  # without a call in between
 
     def join(self, other: Strand) -> None:
         """Take in another strand."""
@@ -110,11 +110,6 @@ class Strand:
     def results(self) -> tuple[int, ...]:
         """The variables that are to be written to memory: not what nobody has any longer."""
         return tuple([i for i in self.trace.written if (x := self.places[i]) and x.is_alive()])
-
-    def makes_something(self) -> bool:
-        """Whether somebody has a result that begins here."""
-        variables = self.trace.variables
-        return any(variables[i].begins_as == "nothing" for i in self.results())
 
     def run(self) -> None:
         """Carry out what has been put down."""
@@ -130,12 +125,12 @@ class Tape:
         self.strands: list[Strand] = []
 
     def add(self, strand: Strand) -> None:
-        """Begin a strand, and run the older half of many, but for those that make something that is
-        not dropped yet."""
+        """Begin a strand, and run the older half of many, but for those with new results, which
+        somebody may be about to drop."""
         if len(self.strands) >= FEW:
             self.strands = [x for x in self.strands if x.trace is not EMPTY]
-            old = self.strands[: FEW // 2] if len(self.strands) >= FEW // 2 else []
-            _run([x for x in old if not x.makes_something()])
+            if len(self.strands) >= FEW // 2:
+                _run(self.strands[: FEW // 2], with_results=False)
         self.strands.append(strand)
 
     def run(self) -> None:
@@ -146,14 +141,15 @@ class Tape:
                 _run(strands)
 
 
-def _run(strands: Sequence[Strand]) -> None:
+def _run(strands: Sequence[Strand], *, with_results: bool = True) -> None:
     """Run strands, those together of which the same is to be written."""
     groups: dict[Any, list[Strand]] = {}
     for x in strands:
         if x.trace is not EMPTY:
             groups.setdefault((x.trace, x.results(), x.layout[0]), []).append(x)
-    for (_, results, _), group in groups.items():
-        _run_together(group, results)
+    for (trace, results, _), group in groups.items():
+        if with_results or all(trace.variables[i].begins_as == "tensor" for i in results):
+            _run_together(group, results)
 
 
 def _run_together(strands: Sequence[Strand], results: tuple[int, ...]) -> None:

@@ -30,12 +30,6 @@ class TapedTensor(MCFTensor):
         made._format, made._role = format, "value"
         return made
 
-    @staticmethod
-    def enter(x: MCFTensor, place: Place) -> None:
-        """Put an expansion on the tape."""
-        x._place = place
-        x.__class__ = TapedTensor
-
     def leave_tape(self) -> None:
         """From now on its components are there for all."""
         self.__class__ = MCFTensor  # type: ignore[assignment]
@@ -45,7 +39,7 @@ class TapedTensor(MCFTensor):
         """Have done what is to be done, unless another thread has."""
         with LOCK:
             if isinstance(self, TapedTensor):
-                strand, _ = self._place.found()
+                strand, _ = self._place.follow()
                 strand.run()
             if isinstance(self, TapedTensor):  # a signal has cut it short
                 self.leave_tape()

@@ -463,7 +463,7 @@ class LiftedTensor(MCFTensor):
     def over(plain: Tensor, format: Format) -> LiftedTensor:
         """A plain tensor in a format."""
         made = _wrapper(LiftedTensor, plain, format)
-        made._hold([plain], format.nearest, "value", own=False)
+        made._component0, made._format, made._role = plain, format.nearest, "value"
         made._view_of, made._views = None, []
         return made
 
