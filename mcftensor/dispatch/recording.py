@@ -8,6 +8,7 @@ nobody else has; what it reads is so too, or small enough to be copied.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from mcftensor.kernels.columns import are_same
 from mcftensor.passes.expressions import NUMBER
 from mcftensor.passes.traces import EMPTY, NUMBERS, Operation, Trace, Variable
 from mcftensor.tensor.stepping import open_tape
-from mcftensor.tensor.tape import LOCK, Layout, Place, Strand, Tape
+from mcftensor.tensor.tape import LOCK, Layout, Strand, Tape
 from mcftensor.tensor.taped import TapedTensor
 from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
@@ -57,64 +58,55 @@ def recorded(name: str, columns: Lists, keywords: tuple[str, ...], *, in_place: 
 
 
 def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
-    count = len(columns[0])
-    key: list[Any] = [call]  # and the marks of operands
-    new: list[_New] = []
-    added: list[Any] = []  # what is new, and numbers
-    strand: Strand | None = None
     with LOCK:
+        strand = tape.strands[-1] if tape.strands else None
+        count = len(columns[0])
+        marks: list[Any] = [call]  # and what operands are
+        new: list[_New] = []
+        added: list[Any] = []  # what is new, and numbers
+        is_apart = True
         for column in columns:
             x = column[0]
             cls = type(x)
             if cls is TapedTensor:
-                place = x._place
-                own, index = place.strand, place.index
-                if own.joined is not None:
-                    own, index = place.follow()
-                if (
-                    own.tape is not tape
-                    or index >= len(own.places)
-                    or own.places[index] is not place  # a signal has cut something short
-                    or not (count == len(column) == 1 or place.is_of(column))
-                ):
-                    return None
-                if strand is None:
-                    strand = own
-                elif own is not strand:
-                    if own.layout != strand.layout:
+                own, index = x._place
+                if own is not strand:
+                    if own.tape is not tape or own.trace is EMPTY:
                         return None
-                    if not strand.trace.has_room_for(own.trace):
-                        strand.run()
-                        own.run()
-                        return _put_down(tape, call, columns)
-                    strand.join(own)
-                    _, index = place.follow()
-                key.append(index)
+                    tape.finish(own)
+                    return _put_down(tape, call, columns)
+                if not own.holds(column, index):
+                    return None
+                marks.append(index)
+                is_apart = False
             elif cls is float or cls is int:
-                if cls is float and len(column) == 1:
-                    mark: str | None = "one" if x == 1.0 else "other"
-                else:
-                    mark = _mark_of_numbers(column, count)
+                mark = _mark_of_numbers(column, count)
                 if mark is None:
                     return None
-                key.append(mark)
+                marks.append(mark)
                 added.append(column)
             elif len(column) != count:
                 return None
+            elif new and (i := _index(new, column)) >= 0:
+                marks.append(-1 - i)
             else:
-                i = _index(new, column) if new else -1
-                if i < 0:
-                    found = _new(cls, column, is_target=call.in_place and len(key) == 1)
-                    if found is None:
-                        return None
-                    new.append(found)
-                    added.append(found)
-                    key.append(found.mark)
-                else:
-                    key.append(-1 - i)
-        if strand is None:
-            strand = Strand(tape, new[0].layout)
-        elif len(strand.trace.operations) >= strand.trace.longest:
+                found = _new(cls, column, is_target=call.in_place and len(marks) == 1)
+                if found is None:
+                    return None
+                marks.append(found.mark)
+                new.append(found)
+                added.append(found)
+        key = tuple(marks)
+        if is_apart:
+            layout = new[0].layout
+            if (
+                strand is None
+                or strand.trace.is_full
+                or strand.trace.ends_before(key)
+                or strand.layout != layout
+            ):
+                strand = tape.begin(layout, key)
+        elif strand.trace.is_full:
             strand.run()
             return _put_down(tape, call, columns)
         for one in new:
@@ -122,7 +114,8 @@ def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
                 return None
         if count > 1 and not _are_apart(new):
             return None
-        move = strand.trace.made.get(tuple(key)) or _move(strand.trace, key)
+        trace = strand.trace
+        move = trace.made.get(key) or trace.once(key, lambda: _move(trace, call, marks[1:]))
         if move is _IMPOSSIBLE:
             return None
         results = _written(strand, move, added, count)
@@ -249,13 +242,8 @@ class _Move(NamedTuple):
 _IMPOSSIBLE = _Move(EMPTY, (), None)
 
 
-def _move(trace: Trace, key: Sequence[Any]) -> _Move:
-    """The move of an operation that is rounded to nearest, of an expansion, worked out once."""
-    call, *marks = key
-    return trace.once(tuple(key), lambda: _worked_out(trace, call, marks))
-
-
-def _worked_out(trace: Trace, call: _Call, marks: Sequence[Any]) -> _Move:
+def _move(trace: Trace, call: _Call, marks: Sequence[Any]) -> _Move:
+    """The move of an operation that is rounded to nearest, of an expansion."""
     kinds: list[Kind] = []
     indices: list[int] = []
     own: list[tuple[Kind, int]] = []  # of what is new
@@ -289,7 +277,9 @@ def _worked_out(trace: Trace, call: _Call, marks: Sequence[Any]) -> _Move:
         target = len(trace.variables)
         trace = trace.with_variable(Variable(format, "nothing"))
     operation = Operation(found.expression.operation, format, tuple(read), target)
-    return _Move(trace.then(operation), tuple(constants), None if call.in_place else format)
+    begins = None if any(type(x) is int and x >= 0 for x in marks) else (call, *marks)
+    made = trace.then(operation, begins)
+    return _Move(made, tuple(constants), None if call.in_place else format)
 
 
 def _kind(mark: Any) -> Kind:
@@ -302,34 +292,32 @@ def _kind(mark: Any) -> Kind:
 
 def _written(strand: Strand, move: _Move, added: Sequence[Any], count: int) -> list[TapedTensor]:
     """Write an operation down, and return its results, if they are new."""
-    places: list[Place | None] = [*strand.places]
-    columns = [*strand.columns]
+    holders, columns = [*strand.holders], [*strand.columns]
     for x in added:
-        place = None
+        held: Sequence[Any] = ()
         if type(x) is not _New:
             columns.append(x if len(x) == count else [*x] * count)
         elif x.is_copied:
             columns += zip(*[[y.clone() for y in row] for row in x.rows], strict=True)
         else:
             columns += zip(*x.rows, strict=True)
-            place = Place(strand, len(places), x.tensors)
+            held = [*map(weakref.ref, x.tensors)]
+            place = strand, len(holders)
             for tensor in x.tensors:
                 tensor._place = place
                 tensor.__class__ = TapedTensor
-        places.append(place)
+        holders.append(held)
     for constant in move.constants:
         columns.append([constant] * count)
-        places.append(None)
+        holders.append(())
     results = []
     if move.result is not None:
         device, shapes, strides = strand.layout
+        place = strand, len(holders)
         for shape, stride in zip(shapes, strides, strict=True):
-            results.append(TapedTensor.result(shape, stride, move.result, device))
-        place = Place(strand, len(places), results)
-        for made in results:
-            made._place = place
-        places.append(place)
-    strand.write(move.trace, places, columns)
+            results.append(TapedTensor.result(shape, stride, move.result, device, place))
+        holders.append([*map(weakref.ref, results)])
+    strand.trace, strand.holders, strand.columns = move.trace, holders, columns  # at once
     return results
 
 

@@ -55,18 +55,32 @@ class Trace:
     """Operations in order; use `EMPTY` and the methods that lengthen it."""
 
     def __init__(
-        self, variables: tuple[Variable, ...] = (), operations: tuple[Operation, ...] = ()
+        self,
+        variables: tuple[Variable, ...] = (),
+        operations: tuple[Operation, ...] = (),
+        begun: frozenset[Hashable] = frozenset(),
     ) -> None:
+        self.begun = begun
         self.variables = variables
         self.operations = operations
         self.written = tuple(sorted({x.target for x in operations}))
         self.longest = min([LONGEST, *[longest(x.format) for x in operations]])
         self.made: dict[Hashable, Any] = {}
+        self._goes_on: set[Hashable] = set()
 
-    def has_room_for(self, other: Trace) -> bool:
-        """Whether one more operation may follow on the operations of both."""
-        count = len(self.operations) + len(other.operations)
-        return count < self.longest and count < other.longest
+    @property
+    def is_full(self) -> bool:
+        """Whether it is as long as it may become."""
+        return len(self.operations) >= self.longest
+
+    def ends_before(self, key: Hashable) -> bool:
+        """Whether an operation on other tensors begins another trace: one that has begun
+        with other tensors in this one, too, unless it was seen that they belong together."""
+        return key in self.begun and key not in self._goes_on
+
+    def goes_on_with(self, key: Hashable) -> None:
+        """It was seen."""
+        self._goes_on.add(key)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """What follows from the trace and a key, made once."""
@@ -79,23 +93,13 @@ class Trace:
 
     def with_variable(self, variable: Variable) -> Trace:
         """With one more variable."""
-        return self.once(variable, lambda: Trace((*self.variables, variable), self.operations))
+        variables = (*self.variables, variable)
+        return self.once(variable, lambda: Trace(variables, self.operations, self.begun))
 
-    def then(self, operation: Operation) -> Trace:
-        """With one more operation."""
-        return self.once(operation, lambda: Trace(self.variables, (*self.operations, operation)))
-
-    def beside(self, other: Trace) -> Trace:
-        """With the variables and operations of another one behind its own."""
-        return self.once(other, lambda: self._beside(other))
-
-    def _beside(self, other: Trace) -> Trace:
-        count = len(self.variables)
-        moved = [
-            Operation(x.name, x.format, tuple([i + count for i in x.operands]), x.target + count)
-            for x in other.operations
-        ]
-        return Trace((*self.variables, *other.variables), (*self.operations, *moved))
+    def then(self, operation: Operation, key: Hashable = None) -> Trace:
+        """With one more operation; a key tells one on other tensors than those before."""
+        operations, begun = (*self.operations, operation), self.begun | {key} if key else self.begun
+        return self.once((operation, key), lambda: Trace(self.variables, operations, begun))
 
     def kernel(self, results: tuple[int, ...]) -> tuple[Body, Signature]:
         """What computes these of the variables, given the components of tensors, and numbers."""

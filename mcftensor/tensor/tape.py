@@ -16,7 +16,7 @@ import contextlib
 import operator
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -38,100 +38,80 @@ LOCK = threading.RLock()
 Layout = tuple[torch.device, list[torch.Size], list[tuple[int, ...]]]
 """Of tensors, one for each row: their device, and the shape and strides of each."""
 
-_call = weakref.ref.__call__
-
-
-class Place:
-    """Where tensors stand on a tape: for a variable of a strand, each in a row of it."""
-
-    __slots__ = ("holders", "index", "strand")
-
-    def __init__(self, strand: Strand, index: int, tensors: Sequence[Any]) -> None:
-        self.strand, self.index = strand, index
-        self.holders = [*map(weakref.ref, tensors)]
-
-    def follow(self) -> tuple[Strand, int]:
-        """The strand that its own has become a part of, and the number of the variable in it."""
-        strand, index = self.strand, self.index
-        while strand.joined is not None:
-            strand, offset = strand.joined
-            index += offset
-        self.strand, self.index = strand, index
-        return strand, index
-
-    def is_of(self, column: Sequence[Any]) -> bool:
-        """Whether these are the tensors of all rows."""
-        return len(column) == len(self.holders) and all(
-            map(operator.is_, map(_call, self.holders), column)
-        )
-
-    def is_alive(self) -> bool:
-        """Whether anybody still has one of the tensors."""
-        return self.holders[0]() is not None or any(x() is not None for x in self.holders)
-
 
 class Strand:
-    """What a tape does to some tensors, and to nothing else: a trace for each row of them.
+    """What a tape does to some tensors: a trace for each row of them.
 
     Attributes:
         tape: the one that it is a part of.
         layout: that of all tensors.
         trace: what is done.
-        places: by variable; None of what only the strand knows, copies and numbers.
+        holders: by variable weak references to the tensors of the rows; nothing of what only the
+            strand knows, copies and numbers.
         columns: the components and numbers that the variables begin with, in their order.
-        joined: the strand that this one has become a part of, and the number of its first variable.
+        followed_by: the operation with which the next strand begins.
     """
 
-    __slots__ = ("columns", "joined", "layout", "places", "tape", "trace")
+    __slots__ = ("columns", "followed_by", "holders", "layout", "tape", "trace")
 
     def __init__(self, tape: Tape, layout: Layout) -> None:
         self.tape = tape
         self.layout = layout
         self.trace = EMPTY
-        self.places: list[Place | None] = []
+        self.holders: list[Sequence[weakref.ref[Any]]] = []
         self.columns: list[Sequence[Any]] = []
-        self.joined: tuple[Strand, int] | None = None
+        self.followed_by: Hashable = None
 
-    def write(self, trace: Trace, places: list[Place | None], columns: list[Sequence[Any]]) -> None:
-        """Lengthen it."""
-        if self.trace is EMPTY:
-            self.tape.add(self)
-        self.trace, self.places, self.columns = trace, places, columns  # without a call in between
-
-    def join(self, other: Strand) -> None:
-        """Take in another strand."""
-        count, trace = len(self.places), self.trace.beside(other.trace)
-        places, columns = self.places + other.places, self.columns + other.columns
-        # No calls from here on: nothing is to be done twice.
-        self.trace, self.places, self.columns = trace, places, columns
-        other.trace, other.places, other.columns = EMPTY, [], []
-        other.joined = self, count
+    def holds(self, column: Sequence[Any], index: int) -> bool:
+        """Whether a variable stands for these tensors, row by row."""
+        if index >= len(self.trace.variables):  # a signal has cut something short
+            return False
+        held = self.holders[index]
+        return len(column) == len(held) and all(map(operator.is_, map(_call, held), column))
 
     def results(self) -> tuple[int, ...]:
         """The variables that are to be written to memory: not what nobody has any longer."""
-        return tuple([i for i in self.trace.written if (x := self.places[i]) and x.is_alive()])
+        holders = self.holders
+        return tuple([i for i in self.trace.written if any(map(_is_alive, holders[i]))])
 
     def run(self) -> None:
-        """Carry out what has been put down."""
+        """Carry out what has been put down, and what is alike on other strands."""
+        trace = self.trace
         with LOCK:
-            if self.trace is not EMPTY:
-                _run_together([self], self.results())
+            _run([x for x in self.tape.strands if x.trace is trace])
+
+
+_call = weakref.ref.__call__
+
+
+def _is_alive(reference: weakref.ref[Any]) -> bool:
+    return reference() is not None
 
 
 class Tape:
-    """The strands of a step, in the order in which they begin."""
+    """The strands of a step, one after the other; operations are put down on the last one."""
 
     def __init__(self) -> None:
         self.strands: list[Strand] = []
 
-    def add(self, strand: Strand) -> None:
-        """Begin a strand, and run the older half of many, but for those with new results, which
-        somebody may be about to drop."""
+    def begin(self, layout: Layout, key: Hashable) -> Strand:
+        """A new strand for an operation. Of many, the older half is run, but for those with new
+        results, which somebody may be about to drop."""
+        if self.strands:
+            self.strands[-1].followed_by = key
         if len(self.strands) >= FEW:
+            _run(self.strands[: FEW // 2], with_results=False)
             self.strands = [x for x in self.strands if x.trace is not EMPTY]
-            if len(self.strands) >= FEW // 2:
-                _run(self.strands[: FEW // 2], with_results=False)
+        strand = Strand(self, layout)
         self.strands.append(strand)
+        return strand
+
+    def finish(self, strand: Strand) -> None:
+        """Run a strand before the last one, for an operation that needs what is on both. If it is
+        the one right before, what parted them will do so no more."""
+        if len(self.strands) > 1 and strand is self.strands[-2]:
+            strand.trace.goes_on_with(strand.followed_by)
+        strand.run()
 
     def run(self) -> None:
         """Carry out all that has been put down."""
@@ -153,18 +133,18 @@ def _run(strands: Sequence[Strand], *, with_results: bool = True) -> None:
 
 
 def _run_together(strands: Sequence[Strand], results: tuple[int, ...]) -> None:
-    trace, places = strands[0].trace, [x.places for x in strands]
+    trace, holders = strands[0].trace, [x.holders for x in strands]
     columns = [list(chain(*x)) for x in zip(*[x.columns for x in strands], strict=True)]
     shapes = list(chain(*[x.layout[1] for x in strands]))
     for strand in strands:  # whatever happens, nothing is done twice
-        strand.trace, strand.places, strand.columns = EMPTY, [], []
+        strand.trace, strand.holders, strand.columns = EMPTY, [], []
     with _undisturbed():
         if results:
-            _write(trace, results, columns, shapes, places)
-        for place in chain(*places):
-            for holder in place.holders if place else ():
-                x = holder()
-                if x is not None and x._place is place:
+            _write(trace, results, columns, shapes, holders)
+        for strand, own in zip(strands, holders, strict=True):
+            for reference in chain(*own):
+                x = reference()
+                if x is not None and x._place is not None and x._place[0] is strand:
                     x.leave_tape()
 
 
@@ -173,7 +153,7 @@ def _write(
     results: tuple[int, ...],
     columns: Sequence[Column],
     shapes: Sequence[torch.Size],
-    places: Sequence[Sequence[Place | None]],
+    holders: Sequence[Sequence[Sequence[weakref.ref[Any]]]],
 ) -> None:
     """Compute the results and write them to memory, new or that which they begin in."""
     vectors: list[Column] = []
@@ -191,10 +171,10 @@ def _write(
     for i in results:
         format, begins_as = trace.variables[i]
         if begins_as == "nothing":
-            holders = chain(*[x[i].holders for x in places])  # type: ignore[union-attr]
+            references = chain(*[x[i] for x in holders])
             made = [
-                _memory(holder(), shape, format, device)
-                for holder, shape in zip(holders, shapes, strict=True)
+                _memory(reference(), shape, format, device)
+                for reference, shape in zip(references, shapes, strict=True)
             ]
             components[i] = list(zip(*made, strict=True))
     outputs = [column for i in results for column in components[i]]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.formats import Format
-from mcftensor.tensor.tape import LOCK, Place
+from mcftensor.tensor.tape import LOCK, Strand
 from mcftensor.tensor.tensor import COMPONENTS, MCFTensor, Role
 
 
@@ -17,17 +17,21 @@ class TapedTensor(MCFTensor):
     """An expansion to whose components something is still to be done, or that has none yet; who
     asks for them gets them when it is done. Then it is an MCFTensor."""
 
-    _place: Place
+    _place: tuple[Strand, int]
 
     @staticmethod
     def result(
-        shape: torch.Size, stride: Sequence[int], format: Format, device: torch.device
+        shape: torch.Size,
+        stride: Sequence[int],
+        format: Format,
+        device: torch.device,
+        place: tuple[Strand, int],
     ) -> TapedTensor:
         """A value that the tape is to make."""
         made: TapedTensor = torch.Tensor._make_wrapper_subclass(
             TapedTensor, shape, strides=stride, dtype=format.dtype, device=device
         )
-        made._format, made._role = format, "value"
+        made._format, made._role, made._place = format, "value", place
         return made
 
     def leave_tape(self) -> None:
@@ -39,8 +43,7 @@ class TapedTensor(MCFTensor):
         """Have done what is to be done, unless another thread has."""
         with LOCK:
             if isinstance(self, TapedTensor):
-                strand, _ = self._place.follow()
-                strand.run()
+                self._place[0].run()
             if isinstance(self, TapedTensor):  # a signal has cut it short
                 self.leave_tape()
 

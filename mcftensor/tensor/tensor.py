@@ -19,7 +19,7 @@ from mcftensor.formats import MAX_TERMS, ExpansionFormat, Format, require_format
 from mcftensor.formats.format import named
 from mcftensor.passes.recoding import collapse, recode
 from mcftensor.tensor.stepping import current_step
-from mcftensor.tensor.tape import Place
+from mcftensor.tensor.tape import Strand
 
 Role = Literal["value", "parameter"]
 
@@ -77,7 +77,7 @@ class MCFTensor(torch.Tensor):
     _format: Format
     _role: Role
     _is_own: bool = False  # nobody else has its memory
-    _place: Place | None = None  # of a TapedTensor alone
+    _place: tuple[Strand, int] | None = None  # of a TapedTensor: where it is on the tape
     _accumulation: Callable[[Tensor], None] | None = None  # the hook of accumulate_gradients
 
     # What carries out operations; `dispatch/`, which is written for this class, sets it.
