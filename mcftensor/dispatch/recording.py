@@ -59,32 +59,35 @@ def recorded(name: str, columns: Lists, keywords: tuple[str, ...], *, in_place: 
 
 def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
     with LOCK:
-        strand = tape.strands[-1] if tape.strands else None
+        last = tape.strands[-1] if tape.strands else None
         count = len(columns[0])
         marks: list[Any] = [call]  # and what operands are
         new: list[_New] = []
-        added: list[Any] = []  # what is new, and numbers
+        added: list[tuple[Sequence[Any], _New | None]] = []  # what is new, and numbers
         is_apart = True
         for column in columns:
             x = column[0]
             cls = type(x)
             if cls is TapedTensor:
-                own, index = x._place
-                if own is not strand:
-                    if own.tape is not tape or own.trace is EMPTY:
+                strand, index = x._place
+                if strand is not last:
+                    if strand.tape is not tape or strand.trace is EMPTY:
                         return None
-                    tape.finish(own)
+                    tape.finish(strand)
                     return _put_down(tape, call, columns)
-                if not own.holds(column, index):
+                if last is None or not strand.holds(column, index):
                     return None
                 marks.append(index)
                 is_apart = False
             elif cls is float or cls is int:
-                mark = _mark_of_numbers(column, count)
+                if cls is float and len(column) == 1:
+                    mark: str | None = "one" if x == 1.0 else "other"
+                else:
+                    mark = _mark_of_numbers(column, count)
                 if mark is None:
                     return None
                 marks.append(mark)
-                added.append(column)
+                added.append((column, None))
             elif len(column) != count:
                 return None
             elif new and (i := _index(new, column)) >= 0:
@@ -95,41 +98,48 @@ def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
                     return None
                 marks.append(found.mark)
                 new.append(found)
-                added.append(found)
+                added.append((column, found))
         key = tuple(marks)
-        if is_apart:
-            layout = new[0].layout
-            if (
-                strand is None
-                or strand.trace.is_full
-                or strand.trace.ends_before(key)
-                or strand.layout != layout
-            ):
-                strand = tape.begin(layout, key)
-        elif strand.trace.is_full:
-            strand.run()
+        if is_apart and (
+            last is None
+            or last.layout != new[0].layout
+            or last.trace.is_full
+            or last.trace.ends_before(key)
+        ):
+            last = tape.begin(new[0].layout, key)
+        assert last is not None
+        if last.trace.is_full:
+            last.run()
             return _put_down(tape, call, columns)
         for one in new:
-            if one.layout != strand.layout:
+            if one.layout != last.layout:
                 return None
         if count > 1 and not _are_apart(new):
             return None
-        trace = strand.trace
+        trace = last.trace
         move = trace.made.get(key) or trace.once(key, lambda: _move(trace, call, marks[1:]))
         if move is _IMPOSSIBLE:
             return None
-        results = _written(strand, move, added, count)
+        results = _written(last, move, added, count)
         return results if results else columns[0]
 
 
 # ------------------------------------------------------------------------------ what operands are
 
 
-class _New(NamedTuple):
-    """Tensors that are not on the tape, one for each row."""
+class _New:
+    """Tensors that are not on the tape, one for each row.
+
+    Attributes:
+        mark: of lifted tensors that, of others their format.
+        rows: the components of each.
+        layout: that of the tensors.
+        is_copied: whether the tape has a copy, and not the tensors.
+    """
+
+    __slots__ = ("is_copied", "layout", "mark", "rows", "tensors")
 
     mark: Any
-    """Of a lifted tensor its kind, of others their format."""
     tensors: Sequence[Any]
     rows: Sequence[Sequence[Tensor]]
     layout: Layout
@@ -138,30 +148,30 @@ class _New(NamedTuple):
 
 def _new(cls: type, column: Sequence[Any], *, is_target: bool) -> _New | None:
     """Tensors for the tape; None where they cannot go there."""
-    first, is_own = column[0], False
     if len(column) > 1 and not _look_alike(cls, column):
         return None
-    rows: list[Sequence[Tensor]]
+    first, is_own = column[0], False
+    new = _New()
     if cls is MCFTensor:
-        mark: Any = first._format
+        new.mark = first._format
         for x in column:
             is_own = x._is_own or (is_target and x.regain())
             if not is_own:
                 break
-        rows = [x._read() for x in column]
+        new.rows = [x._read() for x in column]
     elif cls is LiftedTensor:
-        mark = _lifted(first._format)
-        rows = [(x._component0,) for x in column]
+        new.mark = _lifted(first._format)
+        new.rows = [(x._component0,) for x in column]
     elif cls in _PLAIN and first.dtype.is_floating_point:
-        mark = PLAIN[first.dtype]
-        rows = [(x,) for x in column]
+        new.mark = PLAIN[first.dtype]
+        new.rows = [(x,) for x in column]
     else:
         return None
     if is_target and not is_own:
         return None
-    device = rows[0][0].device
+    device = new.rows[0][0].device
     shapes, strides = [], []
-    for row in rows:
+    for row in new.rows:
         c = row[0]
         shape = c.shape
         if (
@@ -176,7 +186,8 @@ def _new(cls: type, column: Sequence[Any], *, is_target: bool) -> _New | None:
             return None
         shapes.append(shape)
         strides.append(c.stride())
-    return _New(mark, column, rows, (device, shapes, strides), not is_own)
+    new.tensors, new.layout, new.is_copied = column, (device, shapes, strides), not is_own
+    return new
 
 
 class _Lifted:
@@ -290,23 +301,25 @@ def _kind(mark: Any) -> Kind:
     return mark.kind if isinstance(mark, _Lifted) else Kind(mark)
 
 
-def _written(strand: Strand, move: _Move, added: Sequence[Any], count: int) -> list[TapedTensor]:
+def _written(
+    strand: Strand, move: _Move, added: Sequence[tuple[Sequence[Any], _New | None]], count: int
+) -> list[TapedTensor]:
     """Write an operation down, and return its results, if they are new."""
     holders, columns = [*strand.holders], [*strand.columns]
-    for x in added:
-        held: Sequence[Any] = ()
-        if type(x) is not _New:
-            columns.append(x if len(x) == count else [*x] * count)
-        elif x.is_copied:
-            columns += zip(*[[y.clone() for y in row] for row in x.rows], strict=True)
+    for column, new in added:
+        if new is None:
+            columns.append(column if len(column) == count else [*column] * count)
+            holders.append(())
+        elif new.is_copied:
+            columns += zip(*[[x.clone() for x in row] for row in new.rows], strict=True)
+            holders.append(())
         else:
-            columns += zip(*x.rows, strict=True)
-            held = [*map(weakref.ref, x.tensors)]
             place = strand, len(holders)
-            for tensor in x.tensors:
+            columns += zip(*new.rows, strict=True)
+            holders.append([*map(weakref.ref, column)])
+            for tensor in column:
                 tensor._place = place
                 tensor.__class__ = TapedTensor
-        holders.append(held)
     for constant in move.constants:
         columns.append([constant] * count)
         holders.append(())

@@ -17,7 +17,7 @@ from torch import Tensor
 from mcftensor.arithmetic.formulas import OPERATIONS
 from mcftensor.arithmetic.numbers import Number, Numbers
 from mcftensor.arithmetic.terms import Network
-from mcftensor.formats import PLAIN, Format
+from mcftensor.formats import PLAIN, ExpansionFormat, Format
 from mcftensor.kernels import Body, Signature
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class Operation(NamedTuple):
     """An operation of `formulas.py`, rounded to nearest; variables are given by their places."""
 
     name: str
-    format: Format
+    format: ExpansionFormat
     operands: tuple[int, ...]
     target: int
 
@@ -115,21 +115,29 @@ class Trace:
             vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor
         ) -> Sequence[Tensor]:
             left = {"tensor": iter(vectors), "number": map(_as_tensor, scalars)}
-            stored = [
+            stored: list[Sequence[Tensor]] = [
                 list(itertools.islice(left.get(begins_as, ()), len(format.components)))
                 for format, begins_as in self.variables
             ]
-            found: dict[tuple[int, Numbers], Number] = {}
+            entered: dict[tuple[int, Numbers], Number] = {}
+            made: dict[int, Number] = {}  # what is to be stored
+
+            def number(i: int, numbers: Numbers) -> Number:
+                if (i, numbers) not in entered:
+                    entered[i, numbers] = numbers.of(self.variables[i].format.decode(components(i)))
+                return entered[i, numbers]
+
+            def components(i: int) -> Sequence[Tensor]:
+                if i in made:
+                    stored[i] = self.variables[i].format.encode(made.pop(i), None)
+                return stored[i]
+
             for name, format, operands, target in self.operations:
-                for i in operands:
-                    if (i, format.numbers) not in found:
-                        floats = self.variables[i].format.decode(stored[i])
-                        found[i, format.numbers] = format.numbers.of(floats)
-                number = OPERATIONS[name](*[found[i, format.numbers] for i in operands])
-                made = zip(format.encode(number, None), format.components, strict=True)
-                stored[target] = [x.to(component.dtype) for x, component in made]
-                found = {key: x for key, x in found.items() if key[0] != target}
-            return [x for i in results for x in stored[i]]
+                made[target] = OPERATIONS[name](*[number(i, format.numbers) for i in operands])
+                for key in [key for key in entered if key[0] == target]:
+                    del entered[key]
+                entered[target, format.numbers] = format.rounded(made[target])
+            return [x for i in results for x in components(i)]
 
         signature = Signature(tuple(dtypes["tensor"]), tuple(dtypes["number"]), tuple(written))
         return body, signature

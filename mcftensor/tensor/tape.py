@@ -64,10 +64,12 @@ class Strand:
 
     def holds(self, column: Sequence[Any], index: int) -> bool:
         """Whether a variable stands for these tensors, row by row."""
-        if index >= len(self.trace.variables):  # a signal has cut something short
+        if index >= len(self.holders):  # a signal has cut something short
             return False
         held = self.holders[index]
-        return len(column) == len(held) and all(map(operator.is_, map(_call, held), column))
+        if len(column) != len(held) or held[0]() is not column[0]:
+            return False
+        return len(column) == 1 or all(map(operator.is_, map(_call, held), column))
 
     def results(self) -> tuple[int, ...]:
         """The variables that are to be written to memory: not what nobody has any longer."""
