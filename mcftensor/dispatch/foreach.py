@@ -13,7 +13,7 @@ import torch
 from mcftensor.dispatch.elementwise import evaluated, evaluated_into, some_rows
 from mcftensor.dispatch.operands import are_lifted, computes_plainly, leading
 from mcftensor.dispatch.plans import FORMULAS
-from mcftensor.dispatch.recording import recorded
+from mcftensor.dispatch.recording import parts_of, recorded
 from mcftensor.tensor.tensor import MCFTensor
 
 aten = torch.ops.aten
@@ -61,22 +61,26 @@ def foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
         ours = [i for i in range(count) if name in FORMULAS and _are_ours(row(i))]
         if not ours:
             return [single(i) for i in range(count)]
-        if len(ours) == count:
-            taped = recorded(name, columns, keywords, in_place=False)
-            if taped is not None:
-                return [*taped]
-        results = evaluated(name, some_rows(columns, ours, count), keywords, len(ours))
-        found = dict(zip(ours, results, strict=True))
+        own = some_rows(columns, ours, count)
+        found: dict[int, Any] = {}
+        for rows in parts_of(own, len(ours)):
+            part = some_rows(own, rows, len(ours))
+            results = recorded(name, part, keywords, in_place=False)
+            if results is None:
+                results = evaluated(name, part, keywords, len(rows))
+            found |= {ours[i]: result for i, result in zip(rows, results, strict=True)}
         return [found[i] if i in found else single(i) for i in range(count)]
     if are_lifted(args) and not any(isinstance(x, MCFTensor) for x in columns[0]):
         return func(*leading(args), **leading(kwargs))
     are_ours = name in FORMULAS and all(isinstance(x, MCFTensor) for x in columns[0])
-    if not are_ours or not (
-        recorded(name, columns, keywords, in_place=True)
-        or evaluated_into(name, columns, keywords, count)
-    ):
-        for i in range(count):
-            single(i)
+    for rows in parts_of(columns, count) if are_ours else [range(count)]:
+        part = some_rows(columns, rows, count)
+        if not are_ours or not (
+            recorded(name, part, keywords, in_place=True)
+            or evaluated_into(name, part, keywords, len(rows))
+        ):
+            for i in rows:
+                single(i)
     if torch._C._len_torch_dispatch_stack() == 0:  # lists do not do it by themselves
         torch.autograd.graph.increment_version(args[0])
     return None

@@ -19,7 +19,7 @@ from torch import Tensor
 from mcftensor.dispatch.plans import Kind, plan
 from mcftensor.dispatch.registry import SHORTCUTS
 from mcftensor.formats import PLAIN, ExpansionFormat, Format
-from mcftensor.kernels.columns import are_same
+from mcftensor.kernels.columns import are_same, places_of
 from mcftensor.passes.expressions import NUMBER
 from mcftensor.passes.traces import EMPTY, NUMBERS, Operation, Trace, Variable
 from mcftensor.tensor.stepping import open_tape
@@ -29,8 +29,8 @@ from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
 Lists = Sequence[Sequence[Any]]
 
-# Elements of a tensor that is copied rather than read at once.
-SMALL = 1 << 17
+# Elements of a tensor that is copied rather than read at once, and of all of a list.
+SMALL, MANY = 1 << 17, 1 << 22
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -57,28 +57,54 @@ def recorded(name: str, columns: Lists, keywords: tuple[str, ...], *, in_place: 
     return None if tape is None else _put_down(tape, _call(name, keywords, in_place), columns)
 
 
+def parts_of(columns: Lists, count: int) -> Sequence[Sequence[int]]:
+    """Rows whose operands are of the same kinds, which go on the tape together; all of them where
+    it matters in what order they are carried out."""
+    kinds = [[_kind_of(x) for x in column] for column in columns]
+    groups = places_of(zip(*[x if len(x) == count else x * count for x in kinds], strict=True))
+    if len(groups) > 1:
+        targets = set(map(id, columns[0]))
+        others = [
+            x
+            for column in columns[1:]
+            for x, y in zip(column, columns[0], strict=False)
+            if x is not y
+        ]
+        if len(targets) < count or not targets.isdisjoint(map(id, others)):
+            return [range(count)]
+    return list(groups.values())
+
+
+def _kind_of(x: Any) -> Any:
+    if isinstance(x, MCFTensor):
+        return type(x), x._format
+    return x.dtype if isinstance(x, Tensor) else type(x)
+
+
 def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
     with LOCK:
-        last = tape.strands[-1] if tape.strands else None
         count = len(columns[0])
         marks: list[Any] = [call]  # and what operands are
         new: list[_New] = []
         added: list[tuple[Sequence[Any], _New | None]] = []  # what is new, and numbers
-        is_apart = True
+        strand: Strand | None = None
         for column in columns:
             x = column[0]
             cls = type(x)
             if cls is TapedTensor:
-                strand, index = x._place
-                if strand is not last:
-                    if strand.tape is not tape or strand.trace is EMPTY:
+                own, index = x._place
+                if strand is None:
+                    strand = own
+                    if own.tape is not tape:
                         return None
-                    tape.finish(strand)
+                elif own is not strand:
+                    if own.tape is not tape or own.layout != strand.layout:
+                        return None
+                    tape.part([own, strand])
                     return _put_down(tape, call, columns)
-                if last is None or not strand.holds(column, index):
+                if not own.holds(column, index):
                     return None
                 marks.append(index)
-                is_apart = False
             elif cls is float or cls is int:
                 if cls is float and len(column) == 1:
                     mark: str | None = "one" if x == 1.0 else "other"
@@ -99,28 +125,23 @@ def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
                 marks.append(found.mark)
                 new.append(found)
                 added.append((column, found))
-        key = tuple(marks)
-        if is_apart and (
-            last is None
-            or last.layout != new[0].layout
-            or last.trace.is_full
-            or last.trace.ends_before(key)
-        ):
-            last = tape.begin(new[0].layout, key)
-        assert last is not None
-        if last.trace.is_full:
-            last.run()
-            return _put_down(tape, call, columns)
+        layout = new[0].layout if strand is None else strand.layout
         for one in new:
-            if one.layout != last.layout:
+            if one.layout != layout:
                 return None
         if count > 1 and not _are_apart(new):
             return None
-        trace = last.trace
+        key = tuple(marks)
+        if strand is None:
+            strand = tape.strand_for(layout, key)
+        elif strand.trace.is_full:
+            strand.run()
+            return _put_down(tape, call, columns)
+        trace = strand.trace
         move = trace.made.get(key) or trace.once(key, lambda: _move(trace, call, marks[1:]))
         if move is _IMPOSSIBLE:
             return None
-        results = _written(last, move, added, count)
+        results = _written(strand, move, added, count)
         return results if results else columns[0]
 
 
@@ -186,7 +207,10 @@ def _new(cls: type, column: Sequence[Any], *, is_target: bool) -> _New | None:
             return None
         shapes.append(shape)
         strides.append(c.stride())
-    new.tensors, new.layout, new.is_copied = column, (device, shapes, strides), not is_own
+    if not is_own and len(column) > 1 and sum([x.numel() for x in shapes]) > MANY:
+        return None
+    new.tensors, new.is_copied = column, not is_own
+    new.layout = device, tuple(shapes), tuple(strides)
     return new
 
 

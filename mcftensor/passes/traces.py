@@ -120,24 +120,16 @@ class Trace:
                 for format, begins_as in self.variables
             ]
             entered: dict[tuple[int, Numbers], Number] = {}
-            made: dict[int, Number] = {}  # what is to be stored
-
-            def number(i: int, numbers: Numbers) -> Number:
-                if (i, numbers) not in entered:
-                    entered[i, numbers] = numbers.of(self.variables[i].format.decode(components(i)))
-                return entered[i, numbers]
-
-            def components(i: int) -> Sequence[Tensor]:
-                if i in made:
-                    stored[i] = self.variables[i].format.encode(made.pop(i), None)
-                return stored[i]
-
             for name, format, operands, target in self.operations:
-                made[target] = OPERATIONS[name](*[number(i, format.numbers) for i in operands])
-                for key in [key for key in entered if key[0] == target]:
-                    del entered[key]
-                entered[target, format.numbers] = format.rounded(made[target])
-            return [x for i in results for x in components(i)]
+                for i in operands:
+                    if (i, format.numbers) not in entered:
+                        floats = self.variables[i].format.decode(stored[i])
+                        entered[i, format.numbers] = format.numbers.of(floats)
+                number = OPERATIONS[name](*[entered[i, format.numbers] for i in operands])
+                made = zip(format.encode(number, None), format.components, strict=True)
+                stored[target] = [x.to(component.dtype) for x, component in made]
+                entered = {key: x for key, x in entered.items() if key[0] != target}
+            return [x for i in results for x in stored[i]]
 
         signature = Signature(tuple(dtypes["tensor"]), tuple(dtypes["number"]), tuple(written))
         return body, signature

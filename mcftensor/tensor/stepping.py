@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from mcftensor.tensor.tape import Tape
 
@@ -78,6 +79,7 @@ def open_tape() -> Tape | None:
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd._profiler_enabled()
+        or forward_ad._current_level >= 0
     ):
         return None
     return step.tape

@@ -32,10 +32,13 @@ from mcftensor.passes.traces import EMPTY, Trace
 # enough to stay in the caches.
 FEW = 64
 
+# Elements of tensors on strands after which all these are run: what they hold is not to pile up.
+MUCH = 1 << 20
+
 LOCK = threading.RLock()
 """Held while a tape is written or run, for other threads may read what is on it."""
 
-Layout = tuple[torch.device, list[torch.Size], list[tuple[int, ...]]]
+Layout = tuple[torch.device, tuple[torch.Size, ...], tuple[tuple[int, ...], ...]]
 """Of tensors, one for each row: their device, and the shape and strides of each."""
 
 
@@ -49,10 +52,11 @@ class Strand:
         holders: by variable weak references to the tensors of the rows; nothing of what only the
             strand knows, copies and numbers.
         columns: the components and numbers that the variables begin with, in their order.
-        followed_by: the operation with which the next strand begins.
+        next: the strand that was begun when this one ended.
+        followed_by: the operation with which it begins.
     """
 
-    __slots__ = ("columns", "followed_by", "holders", "layout", "tape", "trace")
+    __slots__ = ("columns", "followed_by", "holders", "layout", "next", "tape", "trace")
 
     def __init__(self, tape: Tape, layout: Layout) -> None:
         self.tape = tape
@@ -60,6 +64,7 @@ class Strand:
         self.trace = EMPTY
         self.holders: list[Sequence[weakref.ref[Any]]] = []
         self.columns: list[Sequence[Any]] = []
+        self.next: Strand | None = None
         self.followed_by: Hashable = None
 
     def holds(self, column: Sequence[Any], index: int) -> bool:
@@ -91,35 +96,53 @@ def _is_alive(reference: weakref.ref[Any]) -> bool:
 
 
 class Tape:
-    """The strands of a step, one after the other; operations are put down on the last one."""
+    """The strands of a step, and the latest one of each layout."""
 
     def __init__(self) -> None:
         self.strands: list[Strand] = []
+        self._latest: dict[Layout, Strand] = {}
+        self._elements = 0
 
-    def begin(self, layout: Layout, key: Hashable) -> Strand:
-        """A new strand for an operation. Of many, the older half is run, but for those with new
-        results, which somebody may be about to drop."""
-        if self.strands:
-            self.strands[-1].followed_by = key
-        if len(self.strands) >= FEW:
-            _run(self.strands[: FEW // 2], with_results=False)
-            self.strands = [x for x in self.strands if x.trace is not EMPTY]
-        strand = Strand(self, layout)
+    def strand_for(self, layout: Layout, key: Hashable) -> Strand:
+        """The strand on which an operation goes none of whose tensors is on the tape."""
+        latest = self._latest.get(layout)
+        if latest is not None and latest.trace is not EMPTY:
+            if not (latest.trace.is_full or latest.trace.ends_before(key)):
+                return latest
+            latest.followed_by = key
+        self._make_room()
+        strand = self._latest[layout] = Strand(self, layout)
+        if latest is not None:
+            latest.next = strand
         self.strands.append(strand)
+        self._elements += sum([x.numel() for x in layout[1]])
         return strand
 
-    def finish(self, strand: Strand) -> None:
-        """Run a strand before the last one, for an operation that needs what is on both. If it is
-        the one right before, what parted them will do so no more."""
-        if len(self.strands) > 1 and strand is self.strands[-2]:
-            strand.trace.goes_on_with(strand.followed_by)
-        strand.run()
+    def _make_room(self) -> None:
+        """Run the older half of many strands, and all of large ones, but for those with new
+        results, which somebody may be about to drop."""
+        is_much = self._elements > MUCH
+        if is_much or len(self.strands) >= FEW:
+            _run(self.strands if is_much else self.strands[: FEW // 2], with_results=False)
+            self.strands = [x for x in self.strands if x.trace is not EMPTY]
+            self._latest = {x.layout: x for x in self.strands}
+            self._elements = 0
+
+    def part(self, strands: Sequence[Strand]) -> None:
+        """Run all but the last of some strands, for an operation that needs what is on all. Where
+        one has begun when another ended, that is not to end there any more."""
+        *others, last = sorted(strands, key=self.strands.index)
+        for x in others:
+            if x.next is last:
+                x.trace.goes_on_with(x.followed_by)
+            x.run()
 
     def run(self) -> None:
         """Carry out all that has been put down."""
         if self.strands:
             with LOCK:
-                strands, self.strands = self.strands, []
+                strands, self.strands, self._latest = self.strands, [], {}
+                self._elements = 0
                 _run(strands)
 
 

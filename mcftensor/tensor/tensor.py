@@ -162,10 +162,13 @@ class MCFTensor(torch.Tensor):
     def regain(self) -> bool:
         """Find out whether nobody else has the memory, or has no longer."""
         if not self._is_own:
+            held = [weakref.ref(x) for x in self._read()]
             alone = [x.detach() for x in self._read()]  # whoever has a component keeps the memory
-            for name, x in zip(COMPONENTS, alone, strict=False):
-                setattr(self, name, x)
+            self.__dict__.update(zip(COMPONENTS, alone, strict=False))
             self._is_own = all(map(_is_sole_holder, alone))
+            if not self._is_own:
+                kept = [y if x() is None else x() for x, y in zip(held, alone, strict=True)]
+                self.__dict__.update(zip(COMPONENTS, kept, strict=False))
         return self._is_own
 
     @property

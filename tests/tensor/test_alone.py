@@ -5,8 +5,7 @@ import torch
 
 import mcftensor as mcf
 from mcftensor.dispatch import alone, elementwise
-from mcftensor.tensor import deferred
-from support.deferring import values, waiting
+from support.taping import values, waiting
 from support.helpers import assert_same_terms, sample
 
 pytestmark = pytest.mark.usefixtures("no_grad")

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 import mcftensor as mcf
-from mcftensor.tensor import deferred
 from mcftensor.tensor.stepping import stepping
-from support.deferring import expression, values, waiting
+from support.taping import expression, values, waiting
 from support.helpers import assert_same_terms, sample
 
 pytestmark = pytest.mark.usefixtures("within_a_step")

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 import mcftensor as mcf
-from mcftensor.tensor import deferred
 from mcftensor.tensor.stepping import stepping
-from mcftensor.tensor.tensor import DeferredTensor, MCFTensor
-from support.deferring import expression, own, values, waiting
+from mcftensor.tensor.tensor import MCFTensor
+from support.taping import expression, own, values, waiting
 from support.helpers import assert_same_terms, sample
 
 pytestmark = pytest.mark.usefixtures("within_a_step")
