@@ -44,7 +44,9 @@ class _Call:
     in_place: bool
 
 
-_call = functools.cache(_Call)
+@functools.lru_cache(maxsize=256)
+def _call(name: str, keywords: tuple[str, ...], in_place: bool) -> _Call:
+    return _Call(name, keywords, in_place)
 
 
 def recorded(name: str, columns: Lists, keywords: tuple[str, ...], *, in_place: bool) -> Any:
@@ -221,7 +223,9 @@ class _Lifted:
         self.kind = Kind(format, "value", has_dims=True, is_lifted=True)
 
 
-_lifted = functools.cache(_Lifted)
+@functools.lru_cache(maxsize=256)
+def _lifted(format: Format) -> _Lifted:
+    return _Lifted(format)
 
 
 def _index(new: Sequence[_New], column: Sequence[Any]) -> int:

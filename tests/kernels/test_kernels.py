@@ -14,13 +14,14 @@ from support.kernel_cases import (
     guarded,
     mixtures,
     needs_mprotect,
-    nested,
     operand,
     patterns,
     run,
     run_sets,
+    run_trace,
     same,
     step,
+    traced,
     way,
 )
 
@@ -75,8 +76,8 @@ def operand_of(format):
 
 
 @pytest.mark.parametrize("name", ["bf16x2", "bf16x3", "fp16x2", "fp32x2"])
-def test_nested_expressions(name):
-    same("cpp", run, *nested(mcf.Format.from_name(name), 5003))
+def test_traces(name):
+    same("cpp", run_trace, *traced(mcf.Format.from_name(name), 5003))
 
 
 def sets(format, shapes):
