@@ -370,7 +370,7 @@ _TAKES = {
     **dict.fromkeys(("add", "sub", "mul", "div"), 2),
     **dict.fromkeys(("lerp", "addcmul", "addcdiv"), 3),
 }
-_KEYWORDS = {"alpha", "value"}
+_KEYWORDS = {"add": "alpha", "sub": "alpha", "addcmul": "value", "addcdiv": "value"}
 
 
 def _at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
@@ -383,7 +383,7 @@ def _at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
             return NotImplemented
         call, columns = ordinary, [*zip(args)]
         if kwargs:
-            if not _KEYWORDS.issuperset(kwargs):
+            if [*kwargs] != [_KEYWORDS.get(name)]:
                 return NotImplemented
             call = _call(name, tuple(kwargs), in_place)
             columns += zip(kwargs.values())
@@ -403,11 +403,16 @@ def _lists_at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
 
     def put_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tape = open_tape()
-        valued = len(args) == count + 1 and name in ("addcmul", "addcdiv") and not kwargs
+        valued = len(args) == count + 1 and _KEYWORDS.get(name) == "value" and not kwargs
         if tape is None or not (valued or len(args) == count):
             return NotImplemented
         columns = [x if isinstance(x, (list, tuple)) else (x,) for x in (*args, *kwargs.values())]
-        if not all(columns) or not _KEYWORDS.issuperset(kwargs):
+        lengths = [len(x) for x in args if isinstance(x, (list, tuple))]
+        if (
+            not all(columns)
+            or len(set(lengths)) > 1
+            or (kwargs and [*kwargs] != [_KEYWORDS.get(name)])
+        ):
             return NotImplemented
         keywords = ("value",) if valued else tuple(kwargs)
         found = _put_down(tape, _call(name, keywords, in_place), columns)

@@ -15,6 +15,7 @@ from torch import nn
 
 import mcftensor as mcf
 from mcftensor.dispatch import recording
+from mcftensor.formats.format import default_format
 from mcftensor.passes import traces
 from mcftensor.tensor import tape
 from mcftensor.tensor.stepping import stepping
@@ -177,6 +178,7 @@ def runs(monkeypatch):
 class TestWhatIsPutDown:
     def test_operations_on_values(self, runs):
         x, y = values()
+        runs.clear()
         z = expression(x, y)
         assert waiting(z)
         assert not runs
@@ -186,6 +188,7 @@ class TestWhatIsPutDown:
     def test_no_long_chains(self, format, runs):
         (x, _) = values(format)
         z = x
+        runs.clear()
         for _ in range(20):
             z = z * 1.5
         _ = z.components
@@ -320,7 +323,9 @@ class TestInferenceMode:
 def test_adamw_is_one_pass_for_all_that_is_alike(foreach, runs):
     shapes = [(3, 5), (3, 5), (7,), (4, 5), (7,)]
     weights = [
-        nn.Parameter(mcf.as_expansion(torch.randn(shape).bfloat16(), mcf.default_format(shape)))
+        nn.Parameter(
+            mcf.as_expansion(torch.randn(shape).bfloat16(), default_format(torch.Size(shape)))
+        )
         for shape in shapes
     ]
     optimizer = torch.optim.AdamW(weights, foreach=foreach)
