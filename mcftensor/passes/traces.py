@@ -17,6 +17,7 @@ from torch import Tensor
 from mcftensor.arithmetic.formulas import OPERATIONS
 from mcftensor.arithmetic.numbers import Number, Numbers
 from mcftensor.arithmetic.terms import Network
+from mcftensor.arithmetic.wide import Machine
 from mcftensor.formats import PLAIN, ExpansionFormat, Format
 from mcftensor.kernels import Body, Signature
 
@@ -129,6 +130,8 @@ class Trace:
                 made = zip(format.encode(number, None), format.components, strict=True)
                 stored[target] = [x.to(component.dtype) for x, component in made]
                 entered = {key: x for key, x in entered.items() if key[0] != target}
+                if isinstance(format.numbers, Machine):  # the same, at less cost
+                    entered[target, format.numbers] = format.rounded(number)
             return [x for i in results for x in stored[i]]
 
         signature = Signature(tuple(dtypes["tensor"]), tuple(dtypes["number"]), tuple(written))
