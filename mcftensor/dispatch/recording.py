@@ -11,6 +11,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -87,8 +88,9 @@ def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
     with LOCK:
         count = len(columns[0])
         marks: list[Any] = [call]  # and what operands are
-        new: list[_New] = []
-        added: list[tuple[Sequence[Any], _New | None]] = []  # what is new, and numbers
+        new: list[Sequence[Any]] = []  # columns that are not on the tape
+        added: list[tuple[Sequence[Any], _New | None]] = []  # those, and numbers
+        layout: Layout | None = None
         strand: Strand | None = None
         for column in columns:
             x = column[0]
@@ -97,8 +99,9 @@ def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
                 own, index = x._place
                 if strand is None:
                     strand = own
-                    if own.tape is not tape:
+                    if own.tape is not tape or (layout is not None and layout != own.layout):
                         return None
+                    layout = own.layout
                 elif own is not strand:
                     if own.tape is not tape or own.layout != strand.layout:
                         return None
@@ -121,17 +124,14 @@ def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
             elif new and (i := _index(new, column)) >= 0:
                 marks.append(-1 - i)
             else:
-                found = _new(cls, column, is_target=call.in_place and len(marks) == 1)
-                if found is None:
+                found = _new(column, is_target=call.in_place and len(marks) == 1)
+                if found is None or (layout is not None and layout != found.layout):
                     return None
+                layout = found.layout
                 marks.append(found.mark)
-                new.append(found)
+                new.append(column)
                 added.append((column, found))
-        layout = new[0].layout if strand is None else strand.layout
-        for one in new:
-            if one.layout != layout:
-                return None
-        if count > 1 and not _are_apart(new):
+        if layout is None or (count > 1 and new and not _are_apart(added)):
             return None
         key = tuple(marks)
         if strand is None:
@@ -150,70 +150,63 @@ def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
 # ------------------------------------------------------------------------------ what operands are
 
 
-class _New:
-    """Tensors that are not on the tape, one for each row.
-
-    Attributes:
-        mark: of lifted tensors that, of others their format.
-        rows: the components of each.
-        layout: that of the tensors.
-        is_copied: whether the tape has a copy, and not the tensors.
-    """
-
-    __slots__ = ("is_copied", "layout", "mark", "rows", "tensors")
+class _New(NamedTuple):
+    """Tensors that are not on the tape, one for each row, or one of them."""
 
     mark: Any
-    tensors: Sequence[Any]
+    """Of lifted tensors that, of others their format."""
     rows: Sequence[Sequence[Tensor]]
+    """The components of each."""
     layout: Layout
     is_copied: bool
+    """Whether the tape has a copy, and not the tensors."""
 
 
-def _new(cls: type, column: Sequence[Any], *, is_target: bool) -> _New | None:
+def _new(column: Sequence[Any], *, is_target: bool) -> _New | None:
     """Tensors for the tape; None where they cannot go there."""
-    if len(column) > 1 and not _look_alike(cls, column):
+    if len(column) == 1:
+        return _one(column[0], is_target)
+    found = [_one(x, is_target) for x in column]
+    marks, rows, layouts, are_copied = zip(*[x or _NOTHING for x in found], strict=True)
+    if None in marks or len(set(marks)) > 1:
         return None
-    first, is_own = column[0], False
-    new = _New()
+    layout, is_copied = tuple(chain(*layouts)), True in are_copied
+    if len({device for device, _, _ in layout}) > 1:
+        return None
+    if is_copied and (is_target or sum([x.numel() for _, x, _ in layout]) > MANY):
+        return None
+    return _New(marks[0], [*chain(*rows)], layout, is_copied)
+
+
+_NOTHING = _New(None, (), (), False)
+
+
+def _one(x: Any, is_target: bool) -> _New | None:
+    cls, is_own = type(x), False
+    components: tuple[Tensor, ...]
     if cls is MCFTensor:
-        new.mark = first._format
-        for x in column:
-            is_own = x._is_own or (is_target and x.regain())
-            if not is_own:
-                break
-        new.rows = [x._read() for x in column]
+        is_own = x._is_own or (is_target and x.regain())
+        mark, components = x._format, x._read()
     elif cls is LiftedTensor:
-        new.mark = _lifted(first._format)
-        new.rows = [(x._component0,) for x in column]
-    elif cls in _PLAIN and first.dtype.is_floating_point:
-        new.mark = PLAIN[first.dtype]
-        new.rows = [(x,) for x in column]
+        mark, components = _lifted(x._format), (x._component0,)
+    elif cls in _PLAIN and x.dtype.is_floating_point:
+        mark, components = PLAIN[x.dtype], (x,)
     else:
         return None
-    if is_target and not is_own:
+    leading = components[0]
+    shape, length = leading.shape, leading.numel()
+    if (
+        not shape
+        or not length
+        or not (is_own or (length <= SMALL and not is_target))
+        or type(leading) not in _PLAIN
+        or leading.layout is not torch.strided
+        or not leading.is_contiguous()
+        or leading.is_meta
+    ):
         return None
-    device = new.rows[0][0].device
-    shapes, strides = [], []
-    for row in new.rows:
-        c = row[0]
-        shape = c.shape
-        if (
-            not shape
-            or type(c) not in _PLAIN
-            or c.layout is not torch.strided
-            or not c.is_contiguous()
-            or c.device != device
-            or c.is_meta
-            or not (c.numel() > 0 and (is_own or c.numel() <= SMALL))
-        ):
-            return None
-        shapes.append(shape)
-        strides.append(c.stride())
-    if not is_own and len(column) > 1 and sum([x.numel() for x in shapes]) > MANY:
-        return None
-    new.tensors, new.is_copied = column, not is_own
-    new.layout = device, tuple(shapes), tuple(strides)
-    return new
+    layout = (leading.device, shape, leading.stride())
+    return _New(mark, (components,), (layout,), not is_own)
 
 
 class _Lifted:
@@ -228,26 +221,17 @@ def _lifted(format: Format) -> _Lifted:
     return _Lifted(format)
 
 
-def _index(new: Sequence[_New], column: Sequence[Any]) -> int:
-    """Which of them are the tensors of a column; or -1."""
-    for i, x in enumerate(new):
-        if are_same(x.tensors, column):
+def _index(columns: Sequence[Sequence[Any]], column: Sequence[Any]) -> int:
+    """Which of the columns is of the same tensors; or -1."""
+    for i, x in enumerate(columns):
+        if x[0] is column[0] and are_same(x, column):
             return i
     return -1
 
 
-def _look_alike(cls: type, column: Sequence[Any]) -> bool:
-    """Whether tensors are of one class, and of one format or dtype."""
-    if set(map(type, column)) != {cls}:
-        return False
-    if issubclass(cls, MCFTensor):
-        return len({x._format for x in column}) == 1
-    return len({x.dtype for x in column}) == 1
-
-
-def _are_apart(new: Sequence[_New]) -> bool:
+def _are_apart(added: Sequence[tuple[Sequence[Any], _New | None]]) -> bool:
     """Whether no tensor of one row that goes on the tape stands in another one."""
-    own = [id(x) for part in new if not part.is_copied for x in part.tensors]
+    own = [id(x) for column, new in added if new and not new.is_copied for x in column]
     return len(set(own)) == len(own)
 
 
@@ -353,9 +337,8 @@ def _written(
         holders.append(())
     results = []
     if move.result is not None:
-        device, shapes, strides = strand.layout
         place = strand, len(holders)
-        for shape, stride in zip(shapes, strides, strict=True):
+        for device, shape, stride in strand.layout:
             results.append(TapedTensor.result(shape, stride, move.result, device, place))
         holders.append([*map(weakref.ref, results)])
     strand.trace, strand.holders, strand.columns = move.trace, holders, columns  # at once

@@ -13,6 +13,7 @@ step all that is left is run.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import threading
 import weakref
@@ -38,8 +39,8 @@ MUCH = 1 << 20
 LOCK = threading.RLock()
 """Held while a tape is written or run, for other threads may read what is on it."""
 
-Layout = tuple[torch.device, tuple[torch.Size, ...], tuple[tuple[int, ...], ...]]
-"""Of tensors, one for each row: their device, and the shape and strides of each."""
+Layout = tuple[tuple[torch.device, torch.Size, tuple[int, ...]], ...]
+"""Of tensors, one for each row: the device, shape and strides of each."""
 
 
 class Strand:
@@ -48,6 +49,7 @@ class Strand:
     Attributes:
         tape: the one that it is a part of.
         layout: that of all tensors.
+        number: how many strands of the tape began before.
         trace: what is done.
         holders: by variable weak references to the tensors of the rows; nothing of what only the
             strand knows, copies and numbers.
@@ -56,11 +58,12 @@ class Strand:
         followed_by: the operation with which it begins.
     """
 
-    __slots__ = ("columns", "followed_by", "holders", "layout", "next", "tape", "trace")
+    __slots__ = ("columns", "followed_by", "holders", "layout", "next", "number", "tape", "trace")
 
-    def __init__(self, tape: Tape, layout: Layout) -> None:
+    def __init__(self, tape: Tape, layout: Layout, number: int) -> None:
         self.tape = tape
         self.layout = layout
+        self.number = number
         self.trace = EMPTY
         self.holders: list[Sequence[weakref.ref[Any]]] = []
         self.columns: list[Sequence[Any]] = []
@@ -83,9 +86,9 @@ class Strand:
 
     def run(self) -> None:
         """Carry out what has been put down, and what is alike on other strands."""
-        trace = self.trace
         with LOCK:
-            _run([x for x in self.tape.strands if x.trace is trace])
+            trace = self.trace
+            _run([self, *[x for x in self.tape.strands if x.trace is trace and x is not self]])
 
 
 _call = weakref.ref.__call__
@@ -102,6 +105,7 @@ class Tape:
         self.strands: list[Strand] = []
         self._latest: dict[Layout, Strand] = {}
         self._elements = 0
+        self._numbers = itertools.count()
 
     def strand_for(self, layout: Layout, key: Hashable) -> Strand:
         """The strand on which an operation goes none of whose tensors is on the tape."""
@@ -111,11 +115,11 @@ class Tape:
                 return latest
             latest.followed_by = key
         self._make_room()
-        strand = self._latest[layout] = Strand(self, layout)
+        strand = self._latest[layout] = Strand(self, layout, next(self._numbers))
         if latest is not None:
             latest.next = strand
         self.strands.append(strand)
-        self._elements += sum([x.numel() for x in layout[1]])
+        self._elements += sum([shape.numel() for _, shape, _ in layout])
         return strand
 
     def _make_room(self) -> None:
@@ -131,7 +135,7 @@ class Tape:
     def part(self, strands: Sequence[Strand]) -> None:
         """Run all but the last of some strands, for an operation that needs what is on all. Where
         one has begun when another ended, that is not to end there any more."""
-        *others, last = sorted(strands, key=self.strands.index)
+        *others, last = sorted(strands, key=lambda x: x.number)
         for x in others:
             if x.next is last:
                 x.trace.goes_on_with(x.followed_by)
@@ -151,7 +155,7 @@ def _run(strands: Sequence[Strand], *, with_results: bool = True) -> None:
     groups: dict[Any, list[Strand]] = {}
     for x in strands:
         if x.trace is not EMPTY:
-            groups.setdefault((x.trace, x.results(), x.layout[0]), []).append(x)
+            groups.setdefault((x.trace, x.results(), x.layout[0][0]), []).append(x)
     for (trace, results, _), group in groups.items():
         if with_results or all(trace.variables[i].begins_as == "tensor" for i in results):
             _run_together(group, results)
@@ -160,7 +164,7 @@ def _run(strands: Sequence[Strand], *, with_results: bool = True) -> None:
 def _run_together(strands: Sequence[Strand], results: tuple[int, ...]) -> None:
     trace, holders = strands[0].trace, [x.holders for x in strands]
     columns = [list(chain(*x)) for x in zip(*[x.columns for x in strands], strict=True)]
-    shapes = list(chain(*[x.layout[1] for x in strands]))
+    shapes = [shape for x in strands for _, shape, _ in x.layout]
     for strand in strands:  # whatever happens, nothing is done twice
         strand.trace, strand.holders, strand.columns = EMPTY, [], []
     with _undisturbed():
