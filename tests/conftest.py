@@ -19,7 +19,6 @@ import torch
 from hypothesis import settings
 
 import mcftensor as mcf
-from mcftensor.tensor import deferred
 from mcftensor.tensor.stepping import stepping
 from support.helpers import requires_cuda
 from support.ranks import RankPool
@@ -57,25 +56,19 @@ def no_grad():
 
 
 @pytest.fixture
-def waiting_is_worth_it(monkeypatch):
-    """Results of all sizes wait where they may."""
-    monkeypatch.setattr(deferred, "WORTH", 0)
-
-
-@pytest.fixture
-def within_a_step(waiting_is_worth_it):
-    """Results may wait, as they may within a step of an optimizer."""
+def within_a_step():
+    """Operations may go on a tape, as they may within a step of an optimizer."""
     with torch.no_grad(), stepping():
         yield
 
 
 @pytest.fixture
 def at_once(monkeypatch):
-    """A function that computes a function's results without any waiting."""
+    """A function that computes a function's results without a tape."""
 
     def call(function, *args):
         with monkeypatch.context() as patch:
-            patch.setattr("mcftensor.dispatch.elementwise._Part.may_wait", lambda part: False)
+            patch.setattr("mcftensor.dispatch.recording.open_tape", lambda: None)
             return function(*args)
 
     return call

@@ -198,7 +198,7 @@ class Group:
 
     def weigh(self) -> None:
         """See what each holds and moves: in the end, since whoever was given the memory of an
-        expansion may write to it, so that nothing waits to be computed from it any more."""
+        expansion may write to it, so that nothing is put on a tape that writes to it any more."""
         for name, running in self.running.items():
             measurement = self.measurements[name]
             running.prepare()

@@ -28,6 +28,7 @@ from mcftensor.dispatch import comparison as comparison
 from mcftensor.dispatch import dtypes as dtypes
 from mcftensor.dispatch import elementwise as elementwise
 from mcftensor.dispatch import fused as fused
+from mcftensor.dispatch import recording as recording
 from mcftensor.dispatch import structure as structure
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.foreach import foreach

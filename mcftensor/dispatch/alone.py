@@ -19,7 +19,7 @@ from mcftensor.dispatch.plans import Plan, kind_of, plan
 from mcftensor.formats import Format, PlainFormat
 from mcftensor.kernels import Columns, run_alike
 from mcftensor.kernels.opaque import is_bare
-from mcftensor.tensor.deferred import compute_readers, is_worth_deferring
+from mcftensor.tensor.taped import TapedTensor
 from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -45,7 +45,6 @@ class _Row:
             keys,
         )
         addresses = [[x] for x in (*self.addresses, *places)]
-        assert self.plan.on_whole is not None
         run_alike(*self.plan.on_whole, columns, [outputs[0].numel()], addresses)
 
     def overlaps(self, targets: Sequence[Tensor], places: Sequence[int]) -> bool:
@@ -87,8 +86,6 @@ def evaluated_alone_into(name: str, operands: Sequence[Any], keywords: tuple[str
     places = [x.data_ptr() for x in written]
     if row.overlaps(written, places):
         return False
-    if target._readers:
-        compute_readers(target)
     key = rounding_key(target._format, operands)
     row.run(written, places, [] if key is None else [key])
     count_write([target])
@@ -98,12 +95,11 @@ def evaluated_alone_into(name: str, operands: Sequence[Any], keywords: tuple[str
 def _row(
     name: str, operands: Sequence[Any], keywords: tuple[str, ...], target: Format | None
 ) -> _Row | None:
-    """Operands in the order of the operation; None where they do not lie alike, or where the result
-    had better wait."""
+    """Operands in the order of the operation; None where they do not lie alike."""
     components: list[Sequence[Tensor]] = []
     for x in operands:
         kind = type(x)
-        if kind is MCFTensor:
+        if kind is MCFTensor or kind is TapedTensor:
             components.append(x._read())
         elif kind is LiftedTensor:
             components.append((x._component0,))
@@ -129,8 +125,6 @@ def _row(
         ):
             return None
     found = plan(name, tuple([kind_of(x) for x in operands]), keywords, target)
-    if found.may_wait and is_worth_deferring([like]):
-        return None
     vectors: list[Tensor] = []
     scalars: list[float] = []
     for i in found.order:

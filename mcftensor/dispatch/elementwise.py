@@ -33,13 +33,13 @@ from mcftensor.dispatch.operands import (
     store,
 )
 from mcftensor.dispatch.plans import FORMULAS, Kind, Plan, kinds_of, plan
+from mcftensor.dispatch.recording import recorded
 from mcftensor.dispatch.registry import TABLE, implements, register_forms
 from mcftensor.formats import PLAIN, Format, PlainFormat
 from mcftensor.kernels.columns import are_same, places_of, repeated
 from mcftensor.kernels.opaque import is_bare
 from mcftensor.passes.expressions import NUMBER, Operand, carry_out, empty, evaluate
-from mcftensor.tensor.deferred import Deferred, compute_readers, finish, is_worth_deferring
-from mcftensor.tensor.tensor import DeferredTensor, LiftedTensor, MCFTensor
+from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
 aten = torch.ops.aten
 
@@ -60,12 +60,7 @@ def evaluated(
     parts = _parts(name, columns, keywords, count, target)
     keys = _keys(parts, columns)
     for part in parts:
-        found: Iterable[Tensor] = (
-            map(DeferredTensor.that_waits, part.expressions())
-            if part.may_wait()
-            else part.evaluated(keys)
-        )
-        for i, result in zip(part.rows, found, strict=True):
+        for i, result in zip(part.rows, part.evaluated(keys), strict=True):
             results[i] = result
     return results
 
@@ -74,21 +69,10 @@ def evaluated_into(name: str, columns: Lists, keywords: tuple[str, ...], count: 
     """Write the results into the first column, which holds expansions, or do nothing and return
     False: where results cannot be written element by element while operands are read."""
     parts = _parts(name, columns, keywords, count, in_place=True)
-    waiting = [
-        part
-        for part in parts
-        if all(isinstance(x, DeferredTensor) for x in part.columns[0]) and part.may_wait()
-    ]
-    others = [part for part in parts if part not in waiting] if waiting else parts
-    if waiting and not _are_apart(columns, count):
+    if not (parts[0].fits_alone() if count == 1 else _fit(parts)):
         return False
-    if others and not (others[0].fits_alone() if count == 1 else _fit(others)):
-        return False
-    keys = _keys(others, columns)
-    for part in waiting:
-        for x, expression in zip(part.columns[0], part.expressions(), strict=True):
-            x.defer(expression)
-    for part in others:
+    keys = _keys(parts, columns)
+    for part in parts:
         part.write(keys)
     return True
 
@@ -101,44 +85,8 @@ class _Part:
         self.columns = columns
         self.rows = rows
         self.reads = [columns[i] if type(i) is int else [i] for i in plan.order]
-        self.operands: list[Operand] = []
-        for column in self.reads:
-            self.operands += _operands(column)
+        self.operands = list(map(_operand, self.reads))
         self.read = [x for operand in self.operands for x in operand.components]
-
-    # ------------------------------------------------------------------------ what may wait
-
-    def may_wait(self) -> bool:
-        """Whether results may be deferred: values of whole values and numbers, within a step."""
-        if not self.plan.may_wait:
-            return False
-        tensors: list[Sequence[Any]] = [x for x in self.reads if isinstance(x[0], MCFTensor)]
-        return (
-            is_worth_deferring(tensors[0])
-            and is_bare()
-            and not torch.is_inference_mode_enabled()
-            and all(_is_whole(x) for column in tensors for x in column)
-            and all(
-                x.shape == y.shape
-                for column in tensors[1:]
-                for x, y in zip(column, itertools.cycle(tensors[0]), strict=False)
-            )
-        )
-
-    def expressions(self) -> Iterator[Deferred]:
-        """What each result would wait for."""
-        count = len(self.rows)
-        for i in range(count):
-            row = [column[i % len(column)] for column in self.reads]
-            sources = [x for x in row if isinstance(x, MCFTensor)]
-            reads = [y for x in sources for y in (x._deferred.reads if x._deferred else [x])]
-            operands = [
-                Operand(x.format, [[column[i % len(column)]] for column in x.components])
-                for x in self.operands
-            ]
-            yield Deferred(self.plan.expression, operands, reads)
-
-    # --------------------------------------------------------------------------- what does not
 
     def evaluated(self, keys: dict[int, Tensor]) -> list[Tensor]:
         """New results."""
@@ -197,9 +145,6 @@ class _Part:
 
     def write(self, keys: dict[int, Tensor]) -> None:
         """Write into the targets."""
-        for x in self.columns[0]:
-            if x._readers:
-                compute_readers(x)
         written, own_keys = self.targets, [keys[i] for i in self.rows if i in keys]
         if is_bare(*written, *self.read, own_keys):
             carry_out(self.plan.expression, self.operands, written, own_keys)
@@ -231,11 +176,6 @@ def _parts(
 ) -> list[_Part]:
     """Rows whose operands are of the same kinds go together."""
     kinds = list(map(kinds_of, columns))
-    if any(x.waits for column in kinds for x in column) and not is_bare():
-        for x in itertools.chain(*columns):  # operators, which others look at, are single ones
-            if isinstance(x, MCFTensor):
-                finish(x)
-        kinds = list(map(kinds_of, columns))
     groups: Iterable[tuple[tuple[Kind, ...], Rows]]
     if count == 1 or all(len(set(x)) == 1 for x in kinds):
         groups = [(tuple([x[0] for x in kinds]), range(count))]
@@ -249,22 +189,16 @@ def _parts(
     return parts
 
 
-def _operands(column: Sequence[Any]) -> list[Operand]:
-    """A column of one kind; what waits becomes the operands of its expression."""
+def _operand(column: Sequence[Any]) -> Operand:
+    """A column of one kind."""
     first = column[0]
     if not isinstance(first, Tensor):
         require_numbers(column)
-        return [Operand(NUMBER, [list(map(float, column))])]
+        return Operand(NUMBER, [list(map(float, column))])
     if type(first) is LiftedTensor:
-        return [Operand(PLAIN[first._format.dtype], [[x._component0 for x in column]])]
-    if not isinstance(first, MCFTensor) or first._deferred is None:
-        format = first._format if isinstance(first, MCFTensor) else PLAIN[first.dtype]
-        return [Operand(format, component_columns(column, format))]
-    found = []
-    for row in zip(*[x._deferred.operands for x in column], strict=True):
-        parts: Any = zip(*[x.components for x in row], strict=True)
-        found.append(Operand(row[0].format, [[x for (x,) in part] for part in parts]))
-    return found
+        return Operand(PLAIN[first._format.dtype], [[x._component0 for x in column]])
+    format = first._format if isinstance(first, MCFTensor) else PLAIN[first.dtype]
+    return Operand(format, component_columns(column, format))
 
 
 def _keys(parts: Sequence[_Part], columns: Lists) -> dict[int, Tensor]:
@@ -302,28 +236,12 @@ def _fit(parts: Sequence[_Part]) -> bool:
     return True
 
 
-def _are_apart(columns: Lists, count: int) -> bool:
-    """Whether no row has the target of another one, as its own or to read."""
-    targets = columns[0]
-    own = set(map(id, targets))
-    return len(own) == count and not any(
-        id(x) in own and x is not target
-        for column in columns[1:]
-        for x, target in zip(repeated(column, count), targets, strict=True)
-    )
-
-
 _address = attrgetter("_cdata")
 
 
 def _memories(column: Iterable[Tensor]) -> Iterator[int]:
     """Where tensors lie."""
     return map(_address, map(Tensor.untyped_storage, column))
-
-
-def _is_whole(x: MCFTensor) -> bool:
-    """Whether a value is in memory that nobody else has."""
-    return x._deferred is not None or (x._readers != () and x.is_contiguous())
 
 
 # ------------------------------------------------------------------------------- one tensor
@@ -340,7 +258,8 @@ def arithmetic_into(
             sign = 1 if name == "add" else -1
             return _add_sparse(target, args[1], sign * kwargs.get("alpha", 1))
         if target is args[0] and (
-            evaluated_alone_into(name, operands, keywords)
+            recorded(name, columns, keywords, in_place=True)
+            or evaluated_alone_into(name, operands, keywords)
             or evaluated_into(name, columns, keywords, 1)
         ):
             return target
@@ -360,10 +279,12 @@ def _register(name: str) -> None:
             return stored.on_numbers(func, args, kwargs)
         if computes_plainly(operands):
             return func(*leading(args), **leading(kwargs))
-        result = evaluated_alone(name, operands, tuple(kwargs))
-        if result is not None:
-            return result
-        return evaluated(name, [[x] for x in operands], tuple(kwargs), 1)[0]
+        columns, keywords = [[x] for x in operands], tuple(kwargs)
+        found = recorded(name, columns, keywords, in_place=False)
+        if found is not None:
+            return found[0]
+        result = evaluated_alone(name, operands, keywords)
+        return evaluated(name, columns, keywords, 1)[0] if result is None else result
 
     def in_place(func: Any, *args: Any, **kwargs: Any) -> Tensor:
         if stored.are_all(args):

@@ -14,6 +14,7 @@ from mcftensor.dispatch import stored
 from mcftensor.dispatch.elementwise import evaluated, evaluated_into, some_rows
 from mcftensor.dispatch.operands import are_lifted, computes_plainly, leading
 from mcftensor.dispatch.plans import FORMULAS
+from mcftensor.dispatch.recording import parts_of, recorded
 from mcftensor.tensor.tensor import MCFTensor
 
 aten = torch.ops.aten
@@ -62,21 +63,32 @@ def foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
     if onto_plain and are_lifted(given):
         return func(*leading(given), **leading(kwargs))
     if any(map(stored.are_among, columns)):
-        rows = [i for i in range(count) if _is_stored(row(i))]
-        found = dict(stored.foreach_on_numbers(func, rows, given, kwargs, single)) if rows else {}
-        found |= {i: single(i) for i in range(count) if i not in found}
-        return _written(given) if in_place else [found[i] for i in range(count)]
+        whole = [i for i in range(count) if _is_stored(row(i))]
+        made = dict(stored.foreach_on_numbers(func, whole, given, kwargs, single)) if whole else {}
+        made |= {i: single(i) for i in range(count) if i not in made}
+        return _written(given) if in_place else [made[i] for i in range(count)]
     if not in_place:
         ours = [i for i in range(count) if name in FORMULAS and _are_ours(row(i))]
         if not ours:
             return [single(i) for i in range(count)]
-        results = evaluated(name, some_rows(columns, ours, count), keywords, len(ours))
-        found = dict(zip(ours, results, strict=True))
+        own = some_rows(columns, ours, count)
+        found: dict[int, Any] = {}
+        for rows in parts_of(own, len(ours)):
+            part = some_rows(own, rows, len(ours))
+            results = recorded(name, part, keywords, in_place=False)
+            if results is None:
+                results = evaluated(name, part, keywords, len(rows))
+            found |= {ours[i]: result for i, result in zip(rows, results, strict=True)}
         return [found[i] if i in found else single(i) for i in range(count)]
     are_ours = name in FORMULAS and all(isinstance(x, MCFTensor) for x in columns[0])
-    if not (are_ours and evaluated_into(name, columns, keywords, count)):
-        for i in range(count):
-            single(i)
+    for rows in parts_of(columns, count) if are_ours else [range(count)]:
+        part = some_rows(columns, rows, count)
+        if not are_ours or not (
+            recorded(name, part, keywords, in_place=True)
+            or evaluated_into(name, part, keywords, len(rows))
+        ):
+            for i in rows:
+                single(i)
     return _written(args)
 
 

@@ -168,3 +168,13 @@ def at_once(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 SHORTCUTS.update(dict.fromkeys(FUNCTIONS, at_once))
+
+# ----------------------------------------------------------------------------------- of both
+
+
+def _is_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Steps ask it of every parameter and gradient."""
+    return False if len(args) == 1 and isinstance(args[0], MCFTensor) else NotImplemented
+
+
+SHORTCUTS[torch.is_complex] = SHORTCUTS[Tensor.is_complex] = _is_complex

@@ -25,7 +25,6 @@ from mcftensor.formats import PLAIN, Format, PlainFormat
 from mcftensor.kernels.columns import places_of
 from mcftensor.kernels.opaque import is_bare
 from mcftensor.passes.steps import step_, take, unscale_
-from mcftensor.tensor.deferred import compute_readers
 from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
 aten = torch.ops.aten
@@ -87,9 +86,6 @@ def fused_step(func: Any, *lists: list[Tensor], **options: Any) -> None:
             func(*own, **options)
             continue
         found = [x for x in own[: len(quantities)] if x]
-        for x in chain(*found):  # gradients too are written to, where they are unscaled
-            if isinstance(x, MCFTensor) and x._readers:
-                compute_readers(x)
         parts = [component_columns(x, f) for x, f in zip(found, formats, strict=True)]
         parameters, gradients, *states = parts
         scaled.append(([x for column in gradients for x in column], formats[1]))

@@ -7,7 +7,6 @@ up.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
@@ -16,11 +15,10 @@ import torch
 from torch import Tensor
 
 from mcftensor.dispatch.operands import Number, longest_format, require_one_base
-from mcftensor.formats import PLAIN, ExpansionFormat, Format
+from mcftensor.formats import PLAIN, Format
 from mcftensor.kernels import Body, Signature
 from mcftensor.passes.expressions import NUMBER, Expression, on_whole
-from mcftensor.tensor.deferred import LONGEST
-from mcftensor.tensor.tensor import DeferredTensor, LiftedTensor, MCFTensor, Role
+from mcftensor.tensor.tensor import LiftedTensor, MCFTensor, Role
 
 # An operation of `formulas.py`, and its operands.
 Formula = tuple[str, Sequence[Any]]
@@ -64,7 +62,6 @@ class Kind(NamedTuple):
     format: Format
     role: Role | None = None
     has_dims: bool = False
-    waits: Expression | None = None
     number: Literal["one", "other"] | None = None
     is_lifted: bool = False
 
@@ -80,17 +77,13 @@ _NUMBER, _ONE = Kind(NUMBER, number="other"), Kind(NUMBER, number="one")
 def kind_of(x: Any) -> Kind:
     """The kind of an operand."""
     if isinstance(x, MCFTensor):
-        deferred = x._deferred
-        waits = None if deferred is None else deferred.expression
-        is_lifted = type(x) is LiftedTensor
-        return Kind(x._format, x.acts_as, x.dim() > 0, waits, is_lifted=is_lifted)
+        return Kind(x._format, x.acts_as, x.dim() > 0, is_lifted=type(x) is LiftedTensor)
     if isinstance(x, Tensor):
         return Kind(PLAIN[x.dtype])
     return _ONE if _is_one(x) else _NUMBER
 
 
 _facts = attrgetter("_format", "_role")
-_expression = attrgetter("_deferred.expression")
 
 
 def kinds_of(column: Sequence[Any]) -> list[Kind]:
@@ -103,10 +96,7 @@ def _look_alike(column: Sequence[Any]) -> bool:
     if others or torch.is_grad_enabled():
         return False
     if issubclass(cls, MCFTensor):
-        are_alike = len(set(map(_facts, column))) == 1 and 0 not in map(Tensor.dim, column)
-        if cls is DeferredTensor:
-            return are_alike and len(set(map(id, map(_expression, column)))) == 1
-        return are_alike
+        return len(set(map(_facts, column))) == 1 and 0 not in map(Tensor.dim, column)
     if issubclass(cls, Tensor):
         return len({x.dtype for x in column}) == 1
     return 1 not in column
@@ -119,9 +109,8 @@ class Plan(NamedTuple):
     order: tuple[int | float, ...]
     """Of the operands; a float stands for itself."""
     role: Role
-    may_wait: bool
-    on_whole: tuple[Body, Signature] | None
-    """What runs on tensors of the result's shape and on numbers; nothing where some wait."""
+    on_whole: tuple[Body, Signature]
+    """What runs on tensors of the result's shape and on numbers."""
 
 
 class _Place(NamedTuple):
@@ -150,18 +139,7 @@ def plan(
         format = target
     role: Role = "parameter" if all(x.role == "parameter" for x in own) else "value"
     read = [kinds[x.number] if isinstance(x, _Place) else _ONE for x in found]
-    places = itertools.count()
-    operands = [next(places) if x.waits is None else x.waits.at(places) for x in read]
-    expression = Expression(operation, format, tuple(operands))
-    may_wait = (
-        role == "value"
-        and format.rounding == "nearest"
-        and isinstance(format, ExpansionFormat)
-        and expression.length < LONGEST
-        and any(x.has_dims for x in own)
-        and all(x.has_dims if x.role == "value" else x.number is not None for x in read)
-    )
+    expression = Expression(operation, format)
     order = tuple(x.number if isinstance(x, _Place) else float(x) for x in found)
-    waits = any(x.waits for x in read)
     flat = [(x.stored, x.number is not None) for x in read]
-    return Plan(expression, order, role, may_wait, None if waits else on_whole(expression, flat))
+    return Plan(expression, order, role, on_whole(expression, flat))

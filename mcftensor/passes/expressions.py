@@ -1,8 +1,4 @@
-"""Expressions of elementwise operations, and passes that carry them out.
-
-An expression of several operations rounds after each of them to its format, as if every result had
-been stored.
-"""
+"""Elementwise operations, and passes that carry them out."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from torch import Tensor
 from mcftensor.arithmetic.formulas import OPERATIONS
 from mcftensor.arithmetic.noise import noise_of
 from mcftensor.arithmetic.numbers import Floats, Number
-from mcftensor.formats import PLAIN, ExpansionFormat, Format, named
+from mcftensor.formats import PLAIN, Format, named
 from mcftensor.kernels import Body, Column, Columns, Scalar, Signature, run
 from mcftensor.kernels.columns import columns_of, places_of, regroup, repeated
 from mcftensor.kernels.layout import template_of
@@ -33,35 +29,14 @@ NUMBER = PLAIN[torch.float64]
 
 @dataclass(frozen=True)
 class Expression:
-    """An operation, what its result is rounded to, and what it is applied to: operands, by their
-    places, or expressions."""
+    """An operation, and what its result is rounded to."""
 
     operation: str
     format: Format
-    operands: tuple[int | Expression, ...]
-
-    @functools.cached_property
-    def length(self) -> int:
-        """How many operations it has."""
-        return 1 + sum(x.length for x in self.operands if isinstance(x, Expression))
-
-    def at(self, places: Iterator[int]) -> Expression:
-        """The same of what is in the next of these places, operands in their order."""
-        operands = [
-            x.at(places) if isinstance(x, Expression) else next(places) for x in self.operands
-        ]
-        return Expression(self.operation, self.format, tuple(operands))
 
     def number(self, operands: Sequence[Floats]) -> Number:
-        """What it comes to, before its own result is rounded; operands are sums of floats."""
-        numbers = []
-        for x in self.operands:
-            if isinstance(x, int):
-                numbers.append(self.format.numbers.of(operands[x]))
-            else:
-                assert isinstance(x.format, ExpansionFormat)
-                numbers.append(x.format.rounded(x.number(operands)))
-        return OPERATIONS[self.operation](*numbers)
+        """What it comes to, before it is rounded; operands are sums of floats."""
+        return OPERATIONS[self.operation](*map(self.format.numbers.of, operands))
 
 
 class Operand(NamedTuple):
@@ -219,5 +194,5 @@ def evaluate(
     found, count = _operands(operands, formats)
     result = named(format)
     outputs = empty(result, found, count)
-    carry_out(Expression(operation, result, tuple(range(len(found)))), found, outputs, keys)
+    carry_out(Expression(operation, result), found, outputs, keys)
     return list(itertools.chain(*outputs))

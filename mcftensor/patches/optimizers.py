@@ -144,7 +144,7 @@ def _subclasses(cls: type[Optimizer]) -> Iterator[type[Optimizer]]:
 @patch(
     "torch.optim.Optimizer.profile_hook_step",
     why="Within a step of any optimizer a parameter is its number, its gradient reads as an "
-    "expansion and results wait, until the step ends or raises; the hooks of steps are not called "
+    "expansion and operations go on a tape, until the step ends or raises; hooks are not called "
     "where it raises.",
     loss="steps use leading terms where parameters meet plain gradients, as forward passes do, "
     "take longer, and torch.compile traces them, which may take minutes. fused=True is as exact "

@@ -1,8 +1,8 @@
 """The step of an optimizer that this thread is in.
 
 Within it a parameter is its number, unless what is done with it is recorded for gradients: it acts
-as a value, and its gradient reads as an expansion (`MCFTensor.grad`). Where nothing is recorded,
-results may wait (`deferred.py`). A closure that the step calls is outside of it.
+as a value, and its gradient reads as an expansion (`MCFTensor.grad`). Where nothing is recorded for
+gradients, operations may go on a tape (`tape.py`). A closure that the step calls is outside of it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from mcftensor.tensor.tape import Tape
 
 
 class Step:
@@ -24,16 +27,12 @@ class Step:
     def __init__(self, outer: Step | None) -> None:
         # By the identity of parameters: gradients, and what they read as.
         self.gradients: dict[int, tuple[Tensor, Any]] = {} if outer is None else outer.gradients
-        self.waiting: list[weakref.ref[Any]] = []
+        self.tape = Tape()
         self.is_outermost = outer is None
 
     def end(self) -> None:
-        """Compute what waits, and leave plain gradients to themselves."""
-        for reference in self.waiting:
-            waiting = reference()
-            if waiting is not None:
-                waiting.compute_components()
-        self.waiting.clear()
+        """Run the tape, and leave plain gradients to themselves."""
+        self.tape.run()
         if self.is_outermost:
             self.let_go()
 
@@ -69,9 +68,21 @@ def current_step() -> Step | None:
     return _thread.step
 
 
-def unrecorded_step() -> Step | None:
-    """The same, where no gradients are recorded."""
-    return None if _thread.step is None or torch.is_grad_enabled() else _thread.step
+def open_tape() -> Tape | None:
+    """The tape that operations of this thread may go on: within a step, where no gradients are
+    recorded and nothing but eager PyTorch looks on. Who may be compiled asks for that before."""
+    step = _thread.step
+    if (
+        step is None
+        or torch.is_grad_enabled()
+        or torch.is_inference_mode_enabled()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd._profiler_enabled()
+        or forward_ad._current_level >= 0
+    ):
+        return None
+    return step.tape
 
 
 @contextlib.contextmanager
@@ -105,6 +116,7 @@ def closure(function: Callable[..., Any]) -> Callable[..., Any]:
     def called(*args: Any, **kwargs: Any) -> Any:
         with outside() as step:
             if step is not None:
+                step.tape.run()
                 step.let_go()
             return function(*args, **kwargs)
 

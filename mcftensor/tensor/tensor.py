@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar
@@ -19,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from mcftensor.formats import MAX_TERMS, Format, require_format
 from mcftensor.formats.format import named
 from mcftensor.passes.recoding import collapse, recode
-from mcftensor.tensor.deferred import Deferred, compute_readers, watch
 from mcftensor.tensor.stepping import current_step
+from mcftensor.tensor.tape import Strand
 
 Role = Literal["value", "parameter"]
 
@@ -86,8 +85,8 @@ class MCFTensor(torch.Tensor):
     _format: Format
     _role: Role
     _writes: Tensor | None = None  # how often it was written to, where rounding is balanced
-    _deferred: Deferred | None = None  # of a DeferredTensor alone
-    _readers: Sequence[Any] = ()  # what waits for this one; a list where nobody else has its memory
+    _is_own: bool = False  # nobody else has its memory
+    _place: tuple[Strand, int] | None = None  # of a TapedTensor: where it is on the tape
     _accumulation: Callable[[Tensor], None] | None = None  # the hook of accumulate_gradients
 
     # What carries out operations; `dispatch/`, which is written for this class, sets it.
@@ -150,7 +149,7 @@ class MCFTensor(torch.Tensor):
         self._format = format
         self._role = role
         if own:
-            self._readers = []
+            self._is_own = True
 
     def _like(self, components: Sequence[Tensor], *, own: bool = False) -> MCFTensor:
         """Components made by one operation on each component of this one: in memory of their own,
@@ -167,8 +166,8 @@ class MCFTensor(torch.Tensor):
         """The components, leading one first, as plain tensors that share memory with this one: the
         terms of an expansion."""
         components = self._read()
-        if self._readers != ():
-            self.hand_out()
+        if self._is_own:
+            self._is_own = False
         return components
 
     def _read(self) -> tuple[Tensor, ...]:
@@ -177,17 +176,21 @@ class MCFTensor(torch.Tensor):
             return self._component0, self._component1
         return tuple([getattr(self, name) for name in COMPONENTS[: len(self._format.components)]])
 
-    def compute_components(self) -> None:
-        """They are here."""
-
     def leave_gradient(self) -> None:
         """As what a gradient has read as: no longer share memory with it."""
         self._component0 = self._component0.clone()
 
-    def hand_out(self) -> None:
-        """From now on somebody else may write to the memory."""
-        compute_readers(self)
-        self._readers = ()
+    def regain(self) -> bool:
+        """Find out whether nobody else has the memory, or has no longer."""
+        if not self._is_own:
+            held = [weakref.ref(x) for x in self._read()]
+            alone = [x.detach() for x in self._read()]  # whoever has a component keeps the memory
+            self.__dict__.update(zip(COMPONENTS, alone, strict=False))
+            self._is_own = all(map(_is_sole_holder, alone))
+            if not self._is_own:
+                kept = [y if x() is None else x() for x, y in zip(held, alone, strict=True)]
+                self.__dict__.update(zip(COMPONENTS, kept, strict=False))
+        return self._is_own
 
     @property
     def format(self) -> Format:
@@ -232,7 +235,7 @@ class MCFTensor(torch.Tensor):
     # ------------------------------------------------------- traceable wrapper subclass protocol
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role]]:
-        self.hand_out()  # compiled code may write to it
+        self._is_own = False  # compiled code may write to it
         names = list(COMPONENTS[: len(self._format.components)])
         if self._writes is not None:
             names.append("_writes")
@@ -267,8 +270,7 @@ class MCFTensor(torch.Tensor):
             if result is not NotImplemented:
                 return result
         if not kwargs and func not in cls._whole and func not in _CHOICES:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args)
+            return _without_function(func, types, args)
         kwargs = kwargs or {}
         out = kwargs.get("out")
         if out is not None and not isinstance(func, OpOverload) and _holds_expansion(out):
@@ -456,8 +458,8 @@ class MCFTensor(torch.Tensor):
         if value.format is not self._format or value.stride() != self.stride():
             value = torch.empty_like(self).copy_(value)
         assert isinstance(value, MCFTensor)
-        self._read()  # no longer deferred
-        self.hand_out()
+        self._read()  # no longer on a tape
+        self._is_own = False
         new = [component.detach() for component in value.components]
         self.__dict__.update(zip(COMPONENTS, new, strict=False))  # all by one call
 
@@ -489,55 +491,6 @@ class MCFTensor(torch.Tensor):
         return all(x.is_shared() for x in self._read())
 
 
-_COMPUTING = threading.RLock()
-
-
-class DeferredTensor(MCFTensor):
-    """A value whose components are computed when they are read; then it is an MCFTensor."""
-
-    @staticmethod
-    def that_waits(expression: Deferred) -> DeferredTensor:
-        """The result of an expression, laid out as the first of what it reads."""
-        format = expression.expression.format
-        made = _wrapper(DeferredTensor, expression.reads[0], format)
-        made._format, made._role, made._readers = format, "value", []
-        made.defer(expression)
-        return made
-
-    def defer(self, expression: Deferred) -> None:
-        """Wait for the result of an expression, also of one of what was to be here."""
-        self._deferred = expression
-        watch(self, expression.reads)
-
-    def compute_components(self) -> None:
-        """Compute the components, unless another thread has."""
-        with _COMPUTING:
-            if self._deferred is None:
-                return
-            self._hold(self._deferred.components(), self._format, self._role, own=True)
-            self._deferred = None
-            self.__class__ = MCFTensor  # type: ignore[assignment]
-
-    def __getattr__(self, name: str) -> Any:  # called for what is missing
-        if name not in COMPONENTS:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self.compute_components()
-        return getattr(self, name)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self.compute_components()
-        return self.__reduce_ex__(protocol)
-
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role]]:
-        self.compute_components()
-        return self.__tensor_flatten__()
-
-    def data_ptr(self) -> int:
-        """0; what copies a tensor attribute by attribute asks for it before (DCP's stager does)."""
-        self.compute_components()
-        return 0
-
-
 class LiftedTensor(MCFTensor):
     """A plain tensor as a value without tails, until one is written to; then it is an MCFTensor
     that has the plain tensor as its leading component."""
@@ -549,7 +502,7 @@ class LiftedTensor(MCFTensor):
     def over(plain: Tensor, format: Format) -> LiftedTensor:
         """A plain tensor in a format."""
         made = _wrapper(LiftedTensor, plain, format)
-        made._hold([plain], format, "value", own=False)
+        made._component0, made._format, made._role = plain, format, "value"
         made._view_of, made._views = None, []
         return made
 
@@ -632,6 +585,12 @@ def _rounded_gradient(read: Tensor, format: Format) -> Tensor:
     return read.to(format.dtype) if read.dtype == format.dtype_of_numbers else read
 
 
+def _is_sole_holder(x: Tensor) -> bool:
+    """Whether no other tensor has its memory."""
+    storage = x.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) == 2  # of which the storage object is one
+
+
 def _made(
     components: Sequence[Tensor], format: Format, role: Role, writes: Tensor | None, own: bool
 ) -> MCFTensor:
@@ -664,7 +623,7 @@ def _wrapper(cls: type[T], like: Tensor, format: Format) -> T:
 
 # What a pickle has of its own, beside attributes that users gave a tensor.
 _OWN = (
-    *(*COMPONENTS, "_format", "_role", "_writes", "_deferred", "_readers"),
+    *(*COMPONENTS, "_format", "_role", "_writes", "_is_own", "_place"),
     *("_accumulation", "_parameter"),
 )
 

@@ -30,7 +30,7 @@ Conversion = Callable[[Tensor, Tensor, str], Tensor]
 _BOUND = ("step", "state", "param_groups", "_collage")
 
 # Attributes that make an expansion.
-_OF_EXPANSIONS = (*COMPONENTS, "_format", "_role", "_readers", "_deferred", "_parameter")
+_OF_EXPANSIONS = (*COMPONENTS, "_format", "_role", "_is_own", "_place", "_parameter")
 
 # Stand for processes and devices, and have no copies.
 _SHARED = (torch.device, DeviceMesh, getattr(torch.distributed, "ProcessGroup", DeviceMesh))

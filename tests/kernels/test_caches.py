@@ -12,10 +12,11 @@ import torch
 import mcftensor as mcf
 from mcftensor.dispatch import plans
 from mcftensor.dispatch.plans import Kind
-from mcftensor.formats import FORMATS, Format
+from mcftensor.formats import Format
 from mcftensor.kernels import Columns, cuda, running
-from mcftensor.passes import expressions, steps
+from mcftensor.passes import expressions, steps, traces
 from mcftensor.passes.expressions import Expression
+from mcftensor.passes.traces import Operation, Trace
 
 
 def tables(most):
@@ -96,20 +97,25 @@ def test_every_cache_of_a_function_has_a_bound():
 
 def test_the_bound_of_plans_is_reached():
     plans.plan.cache_clear()
-    expansions = [Kind(Format.from_name(f.name), "value", True) for f in FORMATS]
-    every = itertools.product(("add", "mul", "div", "sub"), expansions, range(200))
-    for name, kind, i in every:
-        waits = Expression("add", kind.format, (i, 0))
-        plans.plan(name, (kind, kind._replace(waits=waits)), (), None)
+    formats = [Format(torch.bfloat16, terms) for terms in range(2, 7)]
+    kinds = [Kind(*x) for x in itertools.product(formats, ("value", "parameter"), (True, False))]
+    for own in itertools.islice(itertools.product(kinds, repeat=3), 5000):
+        plans.plan("addcmul", own, (), None)
     info = plans.plan.cache_info()
     assert info.currsize == info.maxsize < info.misses
+
+
+def test_the_bound_of_traces_is_reached():
+    trace = Trace()
+    for i in range(1000):
+        trace.then(Operation("add", mcf.bf16x2, (0, i), 0))
+    assert len(trace.made) <= traces._MOST
 
 
 def test_the_bound_of_functions_is_reached():
     expressions._body.cache_clear()
     for i in range(1500):
-        nested = Expression("add", mcf.bf16x2, (0, Expression("mul", mcf.bf16x2, (i, i))))
-        expressions._body(nested, (mcf.bf16x2,), (False, False))
+        expressions._body(Expression(f"operation {i}", mcf.bf16x2), (mcf.bf16x2,), (False, False))
     info = expressions._body.cache_info()
     assert info.currsize == info.maxsize < info.misses
     steps._body.cache_clear()

@@ -16,12 +16,13 @@ from support.kernel_cases import (
     expression,
     flat,
     mixtures,
-    nested,
     operand,
     patterns,
     run,
     run_sets,
+    run_trace,
     step,
+    traced,
 )
 
 pytestmark = [
@@ -50,9 +51,10 @@ class TestBits:
         assert_bits_of_cpu(run(text, *map(there, operands)), run(text, *operands))
 
     @pytest.mark.parametrize("name", ["bf16x2", "bf16x3", "fp16x2", "fp32x2"])
-    def test_nested_expressions(self, name):
-        text, *operands = nested(mcf.Format.from_name(name), 50_021)
-        assert_bits_of_cpu(run(text, *map(there, operands)), run(text, *operands))
+    def test_traces(self, name):
+        trace, operands, numbers = traced(mcf.Format.from_name(name), 50_021)
+        got = run_trace(trace, list(map(there, operands)), numbers)
+        assert_bits_of_cpu(got, run_trace(trace, operands, numbers))
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
     @pytest.mark.parametrize("name", ["bf16x2", "fp16x2", "fp32x2"])

@@ -7,6 +7,7 @@ import mcftensor as mcf
 from mcftensor.passes import expansion
 from support.kernel_cases import (
     CASES,
+    EMPTY,
     OPERATIONS,
     STEPS,
     assert_same_bits,
@@ -14,13 +15,14 @@ from support.kernel_cases import (
     guarded,
     mixtures,
     needs_mprotect,
-    nested,
     operand,
     patterns,
     run,
     run_sets,
+    run_trace,
     same,
     step,
+    traced,
     way,
 )
 
@@ -75,8 +77,24 @@ def operand_of(format):
 
 
 @pytest.mark.parametrize("name", ["bf16x2", "bf16x3", "fp16x2", "fp32x2"])
-def test_nested_expressions(name):
-    same("cpp", run, *nested(mcf.Format.from_name(name), 5003))
+def test_traces(name):
+    same("cpp", run_trace, *traced(mcf.Format.from_name(name), 5003))
+
+
+@pytest.mark.parametrize("name", [f.name for f in mcf.FORMATS])
+def test_traces_round_as_single_operations_do(name):
+    trace, operands, numbers = traced(mcf.Format.from_name(name), 20_011)
+    variables = [*operands, *numbers, None]
+    for operation in trace.operations:
+        single = EMPTY
+        for variable in trace.variables[:6]:
+            single = single.with_variable(variable)
+        is_new = variables[6] is None
+        single = single.with_variable(trace.variables[6 if is_new else 0])
+        given = [x for x in (*variables[:3], variables[6]) if x is not None]
+        variables[operation.target] = run_trace(single.then(operation), given, numbers)
+    got = run_trace(trace, operands, numbers)
+    assert_same_bits(got, [x for i in trace.written for x in variables[i]])
 
 
 def sets(format, shapes):

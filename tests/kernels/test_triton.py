@@ -26,14 +26,15 @@ from support.kernel_cases import (
     assert_same_bits,
     expression,
     mixtures,
-    nested,
     operand,
     patterns,
     run,
     run_one,
     run_sets,
+    run_trace,
     same,
     step,
+    traced,
     way,
 )
 
@@ -53,8 +54,8 @@ def test_every_operation(name, operation):
 
 
 @pytest.mark.parametrize("name", ["bf16x2", "bf16x3", "fp16x2", "fp32x2"])
-def test_nested_expressions(name):
-    same("triton", run, *nested(mcf.Format.from_name(name), 1501))
+def test_traces(name):
+    same("triton", run_trace, *traced(mcf.Format.from_name(name), 1501))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 import mcftensor as mcf
+from mcftensor import kernels
 from mcftensor.formats import PLAIN
 from mcftensor.kernels import Body, Columns, blocks, cuda, running
 from mcftensor.kernels.program import Program
 from mcftensor.passes import expansion
 from mcftensor.passes.expressions import Expression, Operand, carry_out, empty
+from mcftensor.passes.traces import EMPTY, NUMBERS, Operation, Trace, Variable
 
 NAMES = ["bf16x2", "bf16x3", "fp16x2", "fp32x2", "fp32x3", "fp64x2", "bf16x2sr", "fp32x2sr"]
 FORMATS = [mcf.Format.from_name(name) for name in NAMES]
@@ -145,16 +147,39 @@ def operand(format: mcf.Format, *shape: int) -> tuple[Tensor, ...]:
 
 
 def expression(operation: str, format: mcf.Format) -> Expression:
-    return Expression(operation, format, tuple(range(OPERATIONS[operation])))
+    return Expression(operation, format)
 
 
-def nested(format, length):
-    """An expression such as results that wait make, Adam's update, and its operands."""
-    root = Expression("sqrt", format, (0,))
-    denominator = Expression("add", format, (Expression("div", format, (root, 1)), 2))
-    v, x, m = (operand(format, length) for _ in range(3))
-    c, eps, value = ((torch.tensor(n, dtype=torch.float64),) for n in (0.3, 1e-8, -1e-3))
-    return Expression("addcdiv", format, (3, 4, denominator, 5)), v, c, eps, x, m, value
+def traced(format, length):
+    """A trace such as a tape makes, of Adam, and what its variables begin with."""
+    trace = EMPTY
+    for variable in (
+        *[Variable(format, "tensor")] * 3,
+        *[NUMBERS] * 3,
+        Variable(format, "nothing"),
+    ):
+        trace = trace.with_variable(variable)
+    v, x, m, c, eps, value, denominator = range(7)
+    for name, operands, target in (
+        ("mul", (v, c), v),
+        ("sqrt", (v,), denominator),
+        ("div", (denominator, c), denominator),
+        ("add", (denominator, eps), denominator),
+        ("addcdiv", (x, m, denominator, value), x),
+    ):
+        trace = trace.then(Operation(name, format, operands, target))
+    return trace, [operand(format, length) for _ in range(3)], [0.3, 1e-8, -1e-3]
+
+
+def run_trace(
+    trace: Trace, operands: Sequence[Sequence[Tensor]], numbers: Sequence[float]
+) -> list[Tensor]:
+    """What a trace writes to its variables."""
+    body, signature = trace.kernel(trace.written)
+    vectors = [[x] for terms in operands for x in terms]
+    outputs = [[torch.empty_like(vectors[0][0], dtype=dtype)] for dtype in signature.outputs]
+    kernels.run(body, Columns(vectors, [[x] for x in numbers], outputs))
+    return [x for (x,) in outputs]
 
 
 def run(expression: Expression, *operands: Sequence[Tensor]) -> list[Tensor]:

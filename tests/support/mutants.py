@@ -195,18 +195,11 @@ MUTATIONS = [
         "tests/tensor/test_alone.py",
         memory_is_shared=("    if row.overlaps(written, places):\n        return False\n", ""),
         the_same_place_is_enough=("if address == place and own == width:", "if address == place:"),
-        readers_wait_on=("    if target._readers:\n        compute_readers(target)\n", ""),
-        small_results_wait=("is_worth_deferring([like])", "True"),
     ),
     *_of(
         "expressions.py",
         "tests/tensor/test_lists.py",
-        "tests/tensor/test_deferred.py",
         "tests/numerics/test_stochastic.py",
-        stages_unrounded=(
-            "numbers.append(x.format.rounded(x.number(operands)))",
-            "numbers.append(x.number(operands))",
-        ),
         scalars_of_the_first_call=(
             "return column[:1] if len(column) > 1 and len(set(map(id, column))) == 1 else column",
             "return column[:1]",
@@ -214,10 +207,31 @@ MUTATIONS = [
         no_noise=("noise = uniform(scalars[-1], index) if draws else None", "noise = None"),
     ),
     *_of(
-        "deferred.py",
-        "tests/tensor/test_deferred.py",
-        "tests/tensor/test_deferred_writes.py",
-        writes_are_not_seen=("        read._readers.append(reference)", "        pass"),
+        "traces.py",
+        "tests/kernels/test_kernels.py",
+        "tests/tensor/test_tape.py",
+        operands_stay_as_they_were=("if key[0] != target}", "}"),
+    ),
+    *_of(
+        "tape.py",
+        "tests/tensor/test_tape.py",
+        "tests/tensor/test_tape_writes.py",
+        everything_is_stored=("if any(map(_is_alive, holders[i]))", ""),
+        nothing_goes_together=(
+            "groups.setdefault((x.trace, x.results(), x.layout[0][0]), [])",
+            "groups.setdefault((x.trace, x.results(), id(x)), [])",
+        ),
+    ),
+    *_of(
+        "recording.py",
+        "tests/tensor/test_tape.py",
+        "tests/tensor/test_tape_writes.py",
+        gradients_are_read_late=("[x.clone() for x in row]", "row"),
+        rows_read_each_other=(" or (count > 1 and new and not _are_apart(added))", ""),
+        writes_are_not_counted=(
+            "            torch._C._increment_version(args[:1])",
+            "            pass",
+        ),
     ),
     *_of(
         "fused.py",
@@ -716,11 +730,8 @@ MUTATIONS = [
     *_of(
         "stepping.py",
         "tests/training/test_inside_a_step.py",
-        "tests/tensor/test_deferred.py",
-        results_wait_for_ever=(
-            "                waiting.compute_components()",
-            "                pass",
-        ),
+        "tests/tensor/test_tape.py",
+        the_tape_is_never_run=("        self.tape.run()\n        if self", "        if self"),
         step_never_ends=("        _thread.step = outer\n        step.end()", "        step.end()"),
         inner_steps_begin_anew=("{} if outer is None else outer.gradients", "{}"),
         closures_inside=("        _thread.step = None\n", ""),

@@ -5,8 +5,6 @@ import torch
 
 import mcftensor as mcf
 from mcftensor.dispatch import alone, elementwise
-from mcftensor.tensor import deferred
-from support.deferring import values, waiting
 from support.helpers import assert_same_terms, sample
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -132,23 +130,3 @@ def test_one_term_beside_another_is_element_by_element(by_columns, columns):
         results.append(call(lambda x: x.mul_(x.components[1]), x))
     assert columns == []
     assert_same_terms(*results)
-
-
-def test_what_waits_for_a_target_is_computed_before(monkeypatch, within_a_step, at_once):
-    x, y = values()
-    expected = at_once(torch.mul, x, y)
-    z = x * y
-    assert waiting(z)
-    monkeypatch.setattr(deferred, "WORTH", 1 << 40)
-    x.mul_(0)
-    assert_same_terms(z, expected)
-    assert not x.components[0].any()
-
-
-def test_results_wait_where_there_is_much_to_do(within_a_step, monkeypatch):
-    x, y = values()
-    monkeypatch.setattr(deferred, "WORTH", x.numel() + 1)
-    assert not waiting(x * y)
-    assert all(map(waiting, torch._foreach_mul([x, y], 0.3)))
-    monkeypatch.setattr(deferred, "WORTH", x.numel())
-    assert waiting(x * y)

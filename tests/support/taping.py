@@ -1,7 +1,7 @@
-"""What the tests of results that wait share."""
+"""What the tests of the tape share."""
 
 import mcftensor as mcf
-from mcftensor.tensor.tensor import DeferredTensor
+from mcftensor.tensor import TapedTensor
 from support.helpers import sample
 
 
@@ -10,7 +10,7 @@ def expression(x, y):
 
 
 def waiting(x):
-    return isinstance(x, DeferredTensor) and x._deferred is not None
+    return isinstance(x, TapedTensor)
 
 
 def own(x):

@@ -1,4 +1,4 @@
-"""Results that wait until they are read are those that would have been computed at once."""
+"""What is on the tape of a step is what it would be if it had been carried out at once."""
 
 import copy
 import gc
@@ -14,11 +14,14 @@ import torch
 from torch import nn
 
 import mcftensor as mcf
-from mcftensor.tensor import deferred
+from mcftensor.dispatch import recording
+from mcftensor.formats.format import default_format
+from mcftensor.passes import traces
+from mcftensor.tensor import tape
 from mcftensor.tensor.stepping import stepping
-from mcftensor.tensor.tensor import DeferredTensor, MCFTensor
-from support.deferring import expression, own, values, waiting
+from mcftensor.tensor.tensor import MCFTensor
 from support.helpers import assert_same_terms, sample
+from support.taping import expression, own, values, waiting
 
 pytestmark = pytest.mark.usefixtures("within_a_step")
 
@@ -158,40 +161,89 @@ def test_within_a_compiled_function(at_once):
     assert_same_terms(got, at_once(expression, x, y))
 
 
-class TestWhatIsDeferred:
-    def test_results_of_values(self, monkeypatch):
+@pytest.fixture
+def runs(monkeypatch):
+    """What is run, by the names of the operations and the number of rows."""
+    found = []
+    write = tape._write
+
+    def spy(trace, results, columns, shapes, holders):
+        found.append(([x.name for x in trace.operations], len(shapes)))
+        return write(trace, results, columns, shapes, holders)
+
+    monkeypatch.setattr(tape, "_write", spy)
+    return found
+
+
+class TestWhatIsPutDown:
+    def test_operations_on_values(self, runs):
         x, y = values()
-        passes = []
-        carry_out = deferred.carry_out
-        monkeypatch.setattr(
-            deferred, "carry_out", lambda *args: passes.append(args[0]) or carry_out(*args)
-        )
+        runs.clear()
         z = expression(x, y)
         assert waiting(z)
-        assert not passes
+        assert not runs
         _ = z.components, z.components
-        assert [e.length for e in passes] == [3]
+        assert runs == [(["div", "sqrt", "add"], 1)]
 
-    def test_no_long_chains(self):
-        (x, _) = values()
+    def test_no_long_chains(self, format, runs):
+        (x, _) = values(format)
         z = x
-        for i in range(1, 3 * deferred.LONGEST):
+        runs.clear()
+        for _ in range(20):
             z = z * 1.5
-            assert waiting(z) == (i % deferred.LONGEST > 0)
+        _ = z.components
+        most = traces.longest(format)
+        assert all(len(names) <= most for names, _ in runs)
+        assert sum(len(names) for names, _ in runs) == 20
+
+    def test_copies_of_what_others_have(self, at_once):
+        x, y = values()
+        weight = nn.Parameter(sample(mcf.bf16x2, 3, 5))
+        plain = torch.ones(3, 5)
+        for function in (
+            lambda: weight * 2,
+            lambda: weight.detach() * weight,
+            lambda: x * plain,
+            lambda: x.view(3, 5) + y,
+        ):
+            expected = at_once(function)
+            z = function()
+            assert waiting(z)
+            assert_same_terms(z, expected)
 
     def test_nothing_else(self):
         x, y = values()
-        weight = nn.Parameter(sample(mcf.bf16x2, 3, 5))
         random = mcf.as_expansion(x, mcf.Format.from_name("bf16x2sr"))
         row = own(sample(mcf.bf16x2, 5))
-        plain = torch.ones(3, 5)
+        many = torch.ones(recording.SMALL + 1, dtype=torch.bfloat16)
         with torch.enable_grad():
             assert not waiting(x * y)
-        for z in (weight * 2, weight * weight, weight.detach() * 2, random * 2, x * row, x * plain):
+        for z in (random * 2, x * row, mcf.as_expansion(many, mcf.bf16x2) * many):
             assert not waiting(z)
         assert not waiting(x.t() * y.t())
         assert not waiting(x[:, ::2] * 2)
         assert not waiting(row[0] * 2)
+        assert not waiting(x * torch.tensor(2.0))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            assert not waiting(x * 2)
+
+    def test_errors_are_raised_by_the_operation(self):
+        x, y = values()
+        z = x * 2
+        other = own(sample(mcf.fp32x2, 3, 5))
+        for wrong in (
+            lambda: x.mul_(own(sample(mcf.bf16x2, 4, 5))),
+            lambda: x.add_(other),
+            lambda: x.add(y, value=3),
+            lambda: x.mul_(2**70),
+            lambda: x.mul_("2"),
+            lambda: x.lerp_(y),
+            lambda: torch._foreach_mul_([x, y], [2.0]),
+            lambda: torch._foreach_add_([x], [y, y]),
+        ):
+            with pytest.raises((RuntimeError, TypeError, ValueError, OverflowError)):
+                wrong()
+        assert_same_terms(z, x * 2)
 
     def test_nothing_under_function_transforms(self, at_once):
         x, y = values()
@@ -218,7 +270,7 @@ def test_no_memory_is_kept_after_reading():
     del x, y
     gc.collect()
     assert all(term() is None for term in terms)
-    assert "_deferred" not in z.__dict__ or z._deferred is None
+    assert "_place" not in z.__dict__
 
 
 def test_nothing_waits_outside_of_steps():
@@ -247,13 +299,6 @@ def test_nothing_waits_after_a_step_that_raises(at_once):
     assert_same_terms(kept[0], expected)
 
 
-def test_what_no_longer_waits_is_forgotten():
-    (x, _) = values()
-    for _ in range(1000):
-        _ = (x * 2).components
-    assert len(x._readers) <= deferred._FEW
-
-
 class TestInferenceMode:
     def test_a_result_read_outside(self, at_once):
         x, y = values()
@@ -275,25 +320,22 @@ class TestInferenceMode:
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-def test_adamw_never_computes_its_denominator(foreach, monkeypatch):
-    made = []
-    that_waits = DeferredTensor.that_waits
-    monkeypatch.setattr(
-        DeferredTensor, "that_waits", lambda *args: made.append(0) or that_waits(*args)
-    )
-
-    def must_not_run(self):
-        raise AssertionError(self.expression)
-
-    weights = [nn.Parameter(sample(mcf.bf16x2, 3, 5)), nn.Parameter(sample(mcf.bf16x3, 7))]
+def test_adamw_is_one_pass_for_all_that_is_alike(foreach, runs):
+    shapes = [(3, 5), (3, 5), (7,), (4, 5), (7,)]
+    weights = [
+        nn.Parameter(
+            mcf.as_expansion(torch.randn(shape).bfloat16(), default_format(torch.Size(shape)))
+        )
+        for shape in shapes
+    ]
     optimizer = torch.optim.AdamW(weights, foreach=foreach)
-    mcf.collage(optimizer, "full")
-    monkeypatch.setattr(deferred.Deferred, "components", must_not_run)
     for _ in range(3):
+        runs.clear()
         for w in weights:
             w.grad = torch.randn(w.shape).bfloat16()
         optimizer.step()
-    assert len(made) >= 3 * len(weights)
+    chain = ["mul", "lerp", "mul", "addcmul", "sqrt", "div", "add", "addcdiv"]
+    assert sorted(runs, key=lambda x: x[1]) == [(chain, 2), (chain, 3)]
 
 
 def test_threads_that_read_and_write():
@@ -339,10 +381,12 @@ def test_readers_of_one_result_in_threads():
 
 
 def test_saving_a_tensor_gives_its_memory_to_nobody():
-    """So that what is computed from it afterwards may wait as before."""
+    """So that it may be written to on the tape as before."""
     (x, _) = values()
-    assert waiting(x * 3)
+    assert waiting(x.mul_(3))
     torch.save(x, io.BytesIO())
-    assert waiting(x * 3)
-    copy.copy(x)  # which shares it
-    assert not waiting(x * 3)
+    assert waiting(x.mul_(3))
+    shared = copy.copy(x)
+    assert not waiting(x.mul_(3))
+    del shared
+    assert waiting(x.mul_(3))

@@ -1,6 +1,7 @@
-"""Writes to what a deferred result reads, and to deferred results, never change its value."""
+"""Writes to what an operation on the tape reads or makes never change what it comes to."""
 
 import copy
+import gc
 import sys
 import threading
 
@@ -9,10 +10,10 @@ import torch
 from torch import nn
 
 import mcftensor as mcf
-from mcftensor.tensor import deferred
+from mcftensor.tensor import tape
 from mcftensor.tensor.stepping import stepping
-from support.deferring import expression, values, waiting
 from support.helpers import assert_same_terms, sample
+from support.taping import expression, own, values, waiting
 
 pytestmark = pytest.mark.usefixtures("within_a_step")
 
@@ -96,14 +97,17 @@ HANDED_OUT = {
 
 
 @pytest.mark.parametrize("hand_out", HANDED_OUT)
-def test_memory_that_was_handed_out_is_not_waited_for(hand_out, at_once):
+def test_memory_that_was_handed_out_before(hand_out, at_once):
     x, y = (mcf.as_expansion(torch.full((4, 3), v).double(), mcf.fp32x2) for v in (3.0, 2.0))
     expected = at_once(torch.mul, x, y)
     held = HANDED_OUT[hand_out](x)
     z = x * y
-    assert not waiting(z)
+    assert not waiting(x)
     held += 1
     assert_same_terms(z, expected)
+    x.mul_(0)  # which others are to see
+    assert not waiting(x)
+    assert not torch.as_tensor(mcf.as_plain(torch.as_tensor(held), torch.float64)).any()
 
 
 @pytest.mark.parametrize("hand_out", HANDED_OUT)
@@ -177,13 +181,163 @@ def test_writes_to_a_result(at_once):
         assert_same_terms(a, b)
 
 
-def test_readers_are_remembered_when_others_are_forgotten():
+def test_many_results_of_operands_that_change():
     x, y = (mcf.as_expansion(torch.full((4,), v), mcf.bf16x2) for v in (2.0, 3.0))
     for _ in range(3):
-        kept = [x * y for _ in range(3 * deferred._FEW)]
+        kept = [x * y for _ in range(3 * tape.FEW)]
         x.add_(1.0)
         assert all(product.tolist()[0] == 6.0 for product in kept)
         x.sub_(1.0)
+
+
+class TestGradients:
+    """Plain tensors, which anybody may write to."""
+
+    @pytest.mark.parametrize(
+        "write",
+        [
+            lambda g: g.zero_(),
+            lambda g: g.data.zero_(),
+            lambda g: g.numpy().fill(0),
+            lambda g: g.view(-1)[3:].fill_(7),
+        ],
+    )
+    def test_written_to_behind_our_back(self, write, at_once):
+        found = []
+        for call in (at_once, lambda function: function()):
+            x, y = values()
+            weight = nn.Parameter(own(x))
+            plain = weight.grad = torch.randn(3, 5, generator=torch.Generator().manual_seed(1)).to(
+                torch.float32 if "numpy" in str(write.__code__.co_names) else torch.bfloat16
+            )
+
+            def update(weight=weight, plain=plain, y=y):
+                weight.add_(weight.grad, alpha=-0.1)
+                write(plain)
+                weight.addcmul_(weight.grad, y, value=0.5)
+                return weight
+
+            found.append(call(update))
+        assert_same_terms(*found)
+
+    def test_written_to_through_us(self, at_once):
+        found = []
+        for call in (at_once, lambda function: function()):
+            x, y = values()
+            weight = nn.Parameter(own(x))
+            weight.grad = torch.linspace(-1, 1, 15).view(3, 5).bfloat16()
+
+            def update(weight=weight, y=y):
+                weight.add_(weight.grad, alpha=-0.1)
+                weight.grad.mul_(y)
+                weight.add_(weight.grad)
+                return weight
+
+            found.append(call(update))
+        assert_same_terms(*found)
+
+
+def test_an_alias_sees_writes_when_it_reads():
+    x, _ = values()
+    view = x[1:]
+    before = mcf.as_plain(x, torch.float64)
+    x.mul_(2)
+    assert torch.equal(mcf.as_plain(view, torch.float64), before[1:] * 2)
+    x.mul_(2)
+    late = x.detach()
+    x.mul_(2)
+    assert torch.equal(mcf.as_plain(late, torch.float64), before * 8)
+
+
+def test_two_optimizers_of_one_parameter(at_once):
+    def train():
+        torch.manual_seed(0)
+        weights = [nn.Parameter(mcf.as_expansion(torch.randn(4, 4), mcf.bf16x2)) for _ in range(5)]
+        every = [torch.optim.AdamW(weights), torch.optim.SGD(weights, lr=0.1, momentum=0.9)]
+        for _ in range(3):
+            for w in weights:
+                w.grad = torch.randn(4, 4).bfloat16()
+            for optimizer in every:
+                optimizer.step()
+        return weights
+
+    for a, b in zip(train(), at_once(train), strict=True):
+        assert_same_terms(a, b)
+
+
+def test_a_step_within_a_step(at_once):
+    def train():
+        torch.manual_seed(0)
+        w = nn.Parameter(mcf.as_expansion(torch.randn(4, 4), mcf.bf16x2))
+        inner = torch.optim.SGD([w], lr=0.1)
+
+        class Outer(torch.optim.Optimizer):
+            @torch.no_grad()
+            def step(self):
+                w.mul_(0.9)
+                inner.step()
+                w.mul_(0.9)
+
+        w.grad = torch.randn(4, 4).bfloat16()
+        Outer([w], {}).step()
+        return w
+
+    assert_same_terms(train(), at_once(train))
+
+
+def test_a_step_that_raises_half_way(at_once):
+    def train():
+        torch.manual_seed(0)
+        weights = [nn.Parameter(mcf.as_expansion(torch.randn(4, 4), mcf.bf16x2)) for _ in range(3)]
+
+        class Failing(torch.optim.Optimizer):
+            @torch.no_grad()
+            def step(self):
+                for i, w in enumerate(weights):
+                    w.mul_(0.9)
+                    if i == 1:
+                        w.add_(torch.ones(5))
+                    w.add_(1)
+
+        with pytest.raises(RuntimeError):
+            Failing(weights, {}).step()
+        return weights
+
+    for a, b in zip(train(), at_once(train), strict=True):
+        assert_same_terms(a, b)
+
+
+def test_reads_in_the_middle_of_a_step(at_once):
+    def update(x, y):
+        found = []
+        for _ in range(4):
+            x.mul_(0.9).addcmul_(y, y, value=0.1)
+            found.append(x.sum().item())
+            z = x.sqrt().add_(1)
+            y.lerp_(z, 0.1)
+            found.append(float(y.max()) > 1)
+            x.addcdiv_(y, z, value=-found[-2] / 100)
+        return x, y, found
+
+    (x, y, found), (a, b, expected) = update(*values()), at_once(update, *values())
+    assert found == expected
+    assert_same_terms(x, a)
+    assert_same_terms(y, b)
+
+
+def test_results_that_only_torch_holds(at_once):
+    weight = nn.Parameter(own(values()[0]), requires_grad=False)
+    weight.grad = own(values()[1]) * 3
+    gc.collect()
+    assert_same_terms(weight.grad, at_once(lambda: own(values()[1]) * 3))
+
+
+def test_writes_are_counted():
+    x, y = values()
+    before = x._version, y._version
+    x.mul_(2)
+    torch._foreach_add_([x, y], 1.0)
+    assert (x._version, y._version) == (before[0] + 2, before[1] + 1)
 
 
 def test_in_several_threads():

@@ -1,0 +1,417 @@
+"""Operations that go on the tape of a step, where nobody can tell.
+
+That is, within a step of an optimizer and where gradients are not recorded: an operation that is
+rounded to nearest, on tensors that lie alike and on numbers. What it writes to is in memory that
+nobody else has; what it reads is so too, or small enough to be copied.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mcftensor.dispatch.plans import Kind, plan
+from mcftensor.dispatch.registry import SHORTCUTS
+from mcftensor.formats import PLAIN, ExpansionFormat, Format
+from mcftensor.kernels.columns import are_same, places_of
+from mcftensor.passes.expressions import NUMBER
+from mcftensor.passes.traces import EMPTY, NUMBERS, Operation, Trace, Variable
+from mcftensor.tensor.stepping import open_tape
+from mcftensor.tensor.tape import LOCK, Layout, Strand, Tape
+from mcftensor.tensor.taped import TapedTensor
+from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
+
+Lists = Sequence[Sequence[Any]]
+
+# Elements of a tensor that is copied rather than read at once, and of all of a list.
+SMALL, MANY = 1 << 17, 1 << 22
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Call:
+    """An operation, the names of its last operands, and whether it writes to its first one."""
+
+    name: str
+    keywords: tuple[str, ...]
+    in_place: bool
+
+
+@functools.lru_cache(maxsize=256)
+def _call(name: str, keywords: tuple[str, ...], in_place: bool) -> _Call:
+    return _Call(name, keywords, in_place)
+
+
+def recorded(name: str, columns: Lists, keywords: tuple[str, ...], *, in_place: bool) -> Any:
+    """Put an operation on rows of operands on the tape, the last of which are given by keywords.
+
+    Returns:
+        The results, or what is written to, the first column. None where nothing was put down.
+    """
+    tape = None if torch.compiler.is_compiling() else open_tape()
+    return None if tape is None else _put_down(tape, _call(name, keywords, in_place), columns)
+
+
+def parts_of(columns: Lists, count: int) -> Sequence[Sequence[int]]:
+    """Rows whose operands are of the same kinds, which go on the tape together; all of them where
+    it matters in what order they are carried out."""
+    kinds = [[_kind_of(x) for x in column] for column in columns]
+    groups = places_of(zip(*[x if len(x) == count else x * count for x in kinds], strict=True))
+    if len(groups) > 1:
+        targets = set(map(id, columns[0]))
+        others = [
+            x
+            for column in columns[1:]
+            for x, y in zip(column, columns[0], strict=False)
+            if x is not y
+        ]
+        if len(targets) < count or not targets.isdisjoint(map(id, others)):
+            return [range(count)]
+    return list(groups.values())
+
+
+def _kind_of(x: Any) -> Any:
+    if isinstance(x, MCFTensor):
+        return type(x), x._format
+    return x.dtype if isinstance(x, Tensor) else type(x)
+
+
+def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
+    with LOCK:
+        count = len(columns[0])
+        marks: list[Any] = [call]  # and what operands are
+        new: list[Sequence[Any]] = []  # columns that are not on the tape
+        added: list[tuple[Sequence[Any], _New | None]] = []  # those, and numbers
+        layout: Layout | None = None
+        strand: Strand | None = None
+        for column in columns:
+            x = column[0]
+            cls = type(x)
+            if cls is TapedTensor:
+                own, index = x._place
+                if strand is None:
+                    strand = own
+                    if own.tape is not tape or (layout is not None and layout != own.layout):
+                        return None
+                    layout = own.layout
+                elif own is not strand:
+                    if own.tape is not tape or own.layout != strand.layout:
+                        return None
+                    tape.part([own, strand])
+                    return _put_down(tape, call, columns)
+                if not own.holds(column, index):
+                    return None
+                marks.append(index)
+            elif cls is float or cls is int:
+                if cls is float and len(column) == 1:
+                    mark: str | None = "one" if x == 1.0 else "other"
+                else:
+                    mark = _mark_of_numbers(column, count)
+                if mark is None:
+                    return None
+                marks.append(mark)
+                added.append((column, None))
+            elif len(column) != count:
+                return None
+            elif new and (i := _index(new, column)) >= 0:
+                marks.append(-1 - i)
+            else:
+                found = _new(column, is_target=call.in_place and len(marks) == 1)
+                if found is None or (layout is not None and layout != found.layout):
+                    return None
+                layout = found.layout
+                marks.append(found.mark)
+                new.append(column)
+                added.append((column, found))
+        if layout is None or (count > 1 and new and not _are_apart(added)):
+            return None
+        key = tuple(marks)
+        if strand is None:
+            strand = tape.strand_for(layout, key)
+        elif strand.trace.is_full:
+            strand.run()
+            return _put_down(tape, call, columns)
+        trace = strand.trace
+        move = trace.made.get(key) or trace.once(key, lambda: _move(trace, call, marks[1:]))
+        if move is _IMPOSSIBLE:
+            return None
+        results = _written(strand, move, added, count)
+        return results if results else columns[0]
+
+
+# ------------------------------------------------------------------------------ what operands are
+
+
+class _New(NamedTuple):
+    """Tensors that are not on the tape, one for each row, or one of them."""
+
+    mark: Any
+    """Of lifted tensors that, of others their format."""
+    rows: Sequence[Sequence[Tensor]]
+    """The components of each."""
+    layout: Layout
+    is_copied: bool
+    """Whether the tape has a copy, and not the tensors."""
+
+
+def _new(column: Sequence[Any], *, is_target: bool) -> _New | None:
+    """Tensors for the tape; None where they cannot go there."""
+    if len(column) == 1:
+        return _one(column[0], is_target)
+    found = [_one(x, is_target) for x in column]
+    marks, rows, layouts, are_copied = zip(*[x or _NOTHING for x in found], strict=True)
+    if None in marks or len(set(marks)) > 1:
+        return None
+    layout, is_copied = tuple(chain(*layouts)), True in are_copied
+    if len({device for device, _, _ in layout}) > 1:
+        return None
+    if is_copied and (is_target or sum([x.numel() for _, x, _ in layout]) > MANY):
+        return None
+    return _New(marks[0], [*chain(*rows)], layout, is_copied)
+
+
+_NOTHING = _New(None, (), (), False)
+
+
+def _one(x: Any, is_target: bool) -> _New | None:
+    cls, is_own = type(x), False
+    components: tuple[Tensor, ...]
+    if cls is MCFTensor:
+        is_own = x._is_own or (is_target and x.regain())
+        mark, components = x._format, x._read()
+    elif cls is LiftedTensor:
+        mark, components = _lifted(x._format), (x._component0,)
+    elif cls in _PLAIN and x.dtype.is_floating_point:
+        mark, components = PLAIN[x.dtype], (x,)
+    else:
+        return None
+    leading = components[0]
+    shape, length = leading.shape, leading.numel()
+    if (
+        not shape
+        or not length
+        or not (is_own or (length <= SMALL and not is_target))
+        or type(leading) not in _PLAIN
+        or leading.layout is not torch.strided
+        or not leading.is_contiguous()
+        or leading.is_meta
+    ):
+        return None
+    layout = (leading.device, shape, leading.stride())
+    return _New(mark, (components,), (layout,), not is_own)
+
+
+class _Lifted:
+    """The mark of lifted tensors of a format."""
+
+    def __init__(self, format: Format) -> None:
+        self.kind = Kind(format, "value", has_dims=True, is_lifted=True)
+
+
+@functools.lru_cache(maxsize=256)
+def _lifted(format: Format) -> _Lifted:
+    return _Lifted(format)
+
+
+def _index(columns: Sequence[Sequence[Any]], column: Sequence[Any]) -> int:
+    """Which of the columns is of the same tensors; or -1."""
+    for i, x in enumerate(columns):
+        if x[0] is column[0] and are_same(x, column):
+            return i
+    return -1
+
+
+def _are_apart(added: Sequence[tuple[Sequence[Any], _New | None]]) -> bool:
+    """Whether no tensor of one row that goes on the tape stands in another one."""
+    own = [id(x) for column, new in added if new and not new.is_copied for x in column]
+    return len(set(own)) == len(own)
+
+
+def _mark_of_numbers(column: Sequence[Any], count: int) -> str | None:
+    """Whether numbers are one, which some operations depend on; None of what is too large for
+    PyTorch, and where they are not alike."""
+    if len(column) == 1:
+        x = column[0]
+        if type(x) is int and not -(2**63) <= x < 2**63:
+            return None
+        return "one" if x == 1 else "other"
+    if len(column) != count or not {float, int}.issuperset(map(type, column)):
+        return None
+    marks = {_mark_of_numbers((x,), 1) for x in column}
+    return marks.pop() if len(marks) == 1 else None
+
+
+# ------------------------------------------------------------------------------- what comes of it
+
+
+class _Move(NamedTuple):
+    """How an operation lengthens a trace."""
+
+    trace: Trace
+    constants: tuple[float, ...]
+    """Numbers of its own, behind those it is given."""
+    result: Format | None
+    """The format of a new result."""
+
+
+_IMPOSSIBLE = _Move(EMPTY, (), None)
+
+
+def _move(trace: Trace, call: _Call, marks: Sequence[Any]) -> _Move:
+    """The move of an operation that is rounded to nearest, of an expansion."""
+    kinds: list[Kind] = []
+    indices: list[int] = []
+    own: list[tuple[Kind, int]] = []  # of what is new
+    for mark in marks:
+        if type(mark) is int and mark < 0:
+            kind, index = own[-1 - mark]
+        elif type(mark) is int:
+            kind, index = _kind(trace.variables[mark].format), mark
+        else:
+            kind, index = _kind(mark), len(trace.variables)
+            trace = trace.with_variable(NUMBERS if kind.number else Variable(kind.stored, "tensor"))
+            if not kind.number:
+                own.append((kind, index))
+        kinds.append(kind)
+        indices.append(index)
+    found = plan(call.name, tuple(kinds), call.keywords, kinds[0].format if call.in_place else None)
+    format = found.expression.format
+    if not isinstance(format, ExpansionFormat) or format.rounding != "nearest":
+        return _IMPOSSIBLE
+    read, constants = [], []
+    for i in found.order:
+        if type(i) is float:
+            constants.append(i)
+            read.append(len(trace.variables))
+            trace = trace.with_variable(NUMBERS)
+        else:
+            read.append(indices[int(i)])
+    if call.in_place:
+        target = indices[0]
+    else:
+        target = len(trace.variables)
+        trace = trace.with_variable(Variable(format, "nothing"))
+    operation = Operation(found.expression.operation, format, tuple(read), target)
+    begins = None if any(type(x) is int and x >= 0 for x in marks) else (call, *marks)
+    made = trace.then(operation, begins)
+    return _Move(made, tuple(constants), None if call.in_place else format)
+
+
+def _kind(mark: Any) -> Kind:
+    if isinstance(mark, str):
+        return Kind(NUMBER, number="one" if mark == "one" else "other")
+    if isinstance(mark, ExpansionFormat):
+        return Kind(mark, "value", has_dims=True)
+    return mark.kind if isinstance(mark, _Lifted) else Kind(mark)
+
+
+def _written(
+    strand: Strand, move: _Move, added: Sequence[tuple[Sequence[Any], _New | None]], count: int
+) -> list[TapedTensor]:
+    """Write an operation down, and return its results, if they are new."""
+    holders, columns = [*strand.holders], [*strand.columns]
+    for column, new in added:
+        if new is None:
+            columns.append(column if len(column) == count else [*column] * count)
+            holders.append(())
+        elif new.is_copied:
+            columns += zip(*[[x.clone() for x in row] for row in new.rows], strict=True)
+            holders.append(())
+        else:
+            place = strand, len(holders)
+            columns += zip(*new.rows, strict=True)
+            holders.append([*map(weakref.ref, column)])
+            for tensor in column:
+                tensor._place = place
+                tensor.__class__ = TapedTensor
+    for constant in move.constants:
+        columns.append([constant] * count)
+        holders.append(())
+    results = []
+    if move.result is not None:
+        place = strand, len(holders)
+        for device, shape, stride in strand.layout:
+            results.append(TapedTensor.result(shape, stride, move.result, device, place))
+        holders.append([*map(weakref.ref, results)])
+    strand.trace, strand.holders, strand.columns = move.trace, holders, columns  # at once
+    return results
+
+
+# ---------------------------------------------------------------- without PyTorch's dispatcher
+
+# name: how many operands are given by their places.
+_TAKES = {
+    **dict.fromkeys(("sqrt", "square", "reciprocal"), 1),
+    **dict.fromkeys(("add", "sub", "mul", "div"), 2),
+    **dict.fromkeys(("lerp", "addcmul", "addcdiv"), 3),
+}
+_KEYWORDS = {"add": "alpha", "sub": "alpha", "addcmul": "value", "addcdiv": "value"}
+
+
+def _at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
+    """What puts an operation on the tape without PyTorch's dispatcher, which takes longer."""
+    count, ordinary = _TAKES[name], _call(name, (), in_place)
+
+    def put_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tape = open_tape()
+        if tape is None or len(args) != count:
+            return NotImplemented
+        call, columns = ordinary, [*zip(args)]
+        if kwargs:
+            if [*kwargs] != [_KEYWORDS.get(name)]:
+                return NotImplemented
+            call = _call(name, tuple(kwargs), in_place)
+            columns += zip(kwargs.values())
+        found = _put_down(tape, call, columns)
+        if found is None:
+            return NotImplemented
+        if in_place:
+            torch._C._increment_version(args[:1])
+        return found[0]
+
+    return put_down
+
+
+def _lists_at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
+    """The same of lists."""
+    count = _TAKES[name]
+
+    def put_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tape = open_tape()
+        valued = len(args) == count + 1 and _KEYWORDS.get(name) == "value" and not kwargs
+        if tape is None or not (valued or len(args) == count):
+            return NotImplemented
+        columns = [x if isinstance(x, (list, tuple)) else (x,) for x in (*args, *kwargs.values())]
+        lengths = [len(x) for x in args if isinstance(x, (list, tuple))]
+        if (
+            not all(columns)
+            or len(set(lengths)) > 1
+            or (kwargs and [*kwargs] != [_KEYWORDS.get(name)])
+        ):
+            return NotImplemented
+        keywords = ("value",) if valued else tuple(kwargs)
+        found = _put_down(tape, _call(name, keywords, in_place), columns)
+        if found is None:
+            return NotImplemented
+        if not in_place:
+            return tuple(found)
+        torch._C._increment_version(args[0])
+        return args[0]
+
+    return put_down
+
+
+for _name in _TAKES:
+    for _suffix, _in_place in (("", False), ("_", True)):
+        SHORTCUTS[getattr(Tensor, _name + _suffix)] = _at_once(_name, in_place=_in_place)
+        _foreach = getattr(torch, f"_foreach_{_name}{_suffix}", None)
+        if _foreach is not None:
+            SHORTCUTS[_foreach] = _lists_at_once(_name, in_place=_in_place)

@@ -1,0 +1,146 @@
+"""Several operations in one pass over memory, each rounded as if it had run by itself.
+
+A trace is what operations do to variables: tensors in a format, or numbers. What an operation
+writes, a later one reads as it would have been stored, so that no bit differs. Traces that are
+made in the same way are the same object.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from mcftensor.arithmetic.formulas import OPERATIONS
+from mcftensor.arithmetic.numbers import Number, Numbers
+from mcftensor.arithmetic.terms import Network
+from mcftensor.arithmetic.wide import Machine
+from mcftensor.formats import PLAIN, ExpansionFormat, Format
+from mcftensor.kernels import Body, Signature
+
+T = TypeVar("T")
+
+# Operations of networks become kernels that take long to compile.
+LONGEST, LONGEST_OF_NETWORKS = 16, 4
+
+# Traces that follow on one, of which programs have few.
+_MOST = 256
+
+
+def longest(format: Format) -> int:
+    """Operations that a trace with results in a format may have."""
+    return LONGEST_OF_NETWORKS if isinstance(format.numbers, Network) else LONGEST
+
+
+class Variable(NamedTuple):
+    """What operations read and write."""
+
+    format: Format
+    begins_as: Literal["tensor", "number", "nothing"]
+    """What it is before the first operation; nothing is what an operation makes."""
+
+
+class Operation(NamedTuple):
+    """An operation of `formulas.py`, rounded to nearest; variables are given by their places."""
+
+    name: str
+    format: ExpansionFormat
+    operands: tuple[int, ...]
+    target: int
+
+
+class Trace:
+    """Operations in order; use `EMPTY` and the methods that lengthen it."""
+
+    def __init__(
+        self,
+        variables: tuple[Variable, ...] = (),
+        operations: tuple[Operation, ...] = (),
+        begun: frozenset[Hashable] = frozenset(),
+    ) -> None:
+        self.begun = begun
+        self.variables = variables
+        self.operations = operations
+        self.written = tuple(sorted({x.target for x in operations}))
+        self.longest = min([LONGEST, *[longest(x.format) for x in operations]])
+        self.made: dict[Hashable, Any] = {}
+        self._goes_on: set[Hashable] = set()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is as long as it may become."""
+        return len(self.operations) >= self.longest
+
+    def ends_before(self, key: Hashable) -> bool:
+        """Whether an operation on other tensors begins another trace: one that has begun
+        with other tensors in this one, too, unless it was seen that they belong together."""
+        return key in self.begun and key not in self._goes_on
+
+    def goes_on_with(self, key: Hashable) -> None:
+        """It was seen."""
+        self._goes_on.add(key)
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What follows from the trace and a key, made once."""
+        made: T | None = self.made.get(key)
+        if made is None:
+            if len(self.made) >= _MOST:
+                self.made.clear()
+            made = self.made[key] = make()
+        return made
+
+    def with_variable(self, variable: Variable) -> Trace:
+        """With one more variable."""
+        variables = (*self.variables, variable)
+        return self.once(variable, lambda: Trace(variables, self.operations, self.begun))
+
+    def then(self, operation: Operation, key: Hashable = None) -> Trace:
+        """With one more operation; a key tells one on other tensors than those before."""
+        operations, begun = (*self.operations, operation), self.begun | {key} if key else self.begun
+        return self.once((operation, key), lambda: Trace(self.variables, operations, begun))
+
+    def kernel(self, results: tuple[int, ...]) -> tuple[Body, Signature]:
+        """What computes these of the variables, given the components of tensors, and numbers."""
+        return self.once(results, lambda: self._kernel(results))
+
+    def _kernel(self, results: tuple[int, ...]) -> tuple[Body, Signature]:
+        dtypes: dict[str, list[torch.dtype]] = {"tensor": [], "number": [], "nothing": []}
+        for format, begins_as in self.variables:
+            dtypes[begins_as] += [x.dtype for x in format.components]
+        written = [x.dtype for i in results for x in self.variables[i].format.components]
+
+        def body(
+            vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor
+        ) -> Sequence[Tensor]:
+            left = {"tensor": iter(vectors), "number": map(_as_tensor, scalars)}
+            stored: list[Sequence[Tensor]] = [
+                list(itertools.islice(left.get(begins_as, ()), len(format.components)))
+                for format, begins_as in self.variables
+            ]
+            entered: dict[tuple[int, Numbers], Number] = {}
+            for name, format, operands, target in self.operations:
+                for i in operands:
+                    if (i, format.numbers) not in entered:
+                        floats = self.variables[i].format.decode(stored[i])
+                        entered[i, format.numbers] = format.numbers.of(floats)
+                number = OPERATIONS[name](*[entered[i, format.numbers] for i in operands])
+                made = zip(format.encode(number, None), format.components, strict=True)
+                stored[target] = [x.to(component.dtype) for x, component in made]
+                entered = {key: x for key, x in entered.items() if key[0] != target}
+                if isinstance(format.numbers, Machine):  # the same, at less cost
+                    entered[target, format.numbers] = format.rounded(number)
+            return [x for i in results for x in stored[i]]
+
+        signature = Signature(tuple(dtypes["tensor"]), tuple(dtypes["number"]), tuple(written))
+        return body, signature
+
+
+EMPTY = Trace()
+NUMBERS = Variable(PLAIN[torch.float64], "number")
+
+
+def _as_tensor(x: Any) -> Tensor:
+    return x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)

@@ -1,0 +1,76 @@
+"""Expansions that are on the tape of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor.formats import Format
+from mcftensor.tensor.tape import LOCK, Strand
+from mcftensor.tensor.tensor import COMPONENTS, MCFTensor, Role
+
+
+class TapedTensor(MCFTensor):
+    """An expansion to whose components something is still to be done, or that has none yet; who
+    asks for them gets them when it is done. Then it is an MCFTensor."""
+
+    _place: tuple[Strand, int]
+
+    @staticmethod
+    def result(
+        shape: torch.Size,
+        stride: Sequence[int],
+        format: Format,
+        device: torch.device,
+        place: tuple[Strand, int],
+    ) -> TapedTensor:
+        """A value that the tape is to make."""
+        made: TapedTensor = torch.Tensor._make_wrapper_subclass(
+            TapedTensor, shape, strides=stride, dtype=format.dtype, device=device
+        )
+        made._format, made._role, made._place = format, "value", place
+        return made
+
+    def leave_tape(self) -> None:
+        """From now on its components are there for all."""
+        self.__class__ = MCFTensor  # type: ignore[assignment]
+        del self._place
+
+    def settle(self) -> None:
+        """Have done what is to be done, unless another thread has."""
+        with LOCK:
+            if isinstance(self, TapedTensor):
+                self._place[0].run()
+            if isinstance(self, TapedTensor):  # a signal has cut it short
+                self.leave_tape()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.settle()
+        return self.__reduce_ex__(protocol)
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role]]:
+        self.settle()
+        return self.__tensor_flatten__()
+
+    def data_ptr(self) -> int:
+        """0; what copies a tensor attribute by attribute asks for it before (DCP's stager does)."""
+        self.settle()
+        return 0
+
+
+def _component(name: str) -> Any:
+    def read(self: TapedTensor) -> Tensor:
+        self.settle()
+        return getattr(self, name)
+
+    def write(self: TapedTensor, component: Tensor) -> None:
+        self.__dict__[name] = component
+
+    return property(read, write)
+
+
+for _name in COMPONENTS:
+    setattr(TapedTensor, _name, _component(_name))
