@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mcftensor.dispatch.operands import only_stores
 from mcftensor.dispatch.plans import Kind, plan
 from mcftensor.dispatch.registry import SHORTCUTS
 from mcftensor.formats import PLAIN, ExpansionFormat, Format
@@ -184,6 +185,8 @@ _NOTHING = _New(None, (), (), False)
 def _one(x: Any, is_target: bool) -> _New | None:
     cls, is_own = type(x), False
     components: tuple[Tensor, ...]
+    if isinstance(x, MCFTensor) and only_stores(x._format):
+        return None
     if cls is MCFTensor:
         is_own = x._is_own or (is_target and x.regain())
         mark, components = x._format, x._read()
