@@ -240,6 +240,26 @@ def pretraining() -> str:
 # ---------------------------------------------------------------------------------------- accuracy
 
 
+def witness() -> str:
+    """What steps of the small GPT did, against the same steps in float64."""
+    rows = [
+        (
+            name,
+            f"{found['displacement_matrices']:.1e}",
+            f"{found['displacement_vectors']:.1e}",
+            f"{found['second_moment']:.5f}",
+            f"{found['largest_run']:.5f} ({found['largest_exact']:.5f})",
+        )
+        for name, result in load("pretrain-seed0")["strategies"].items()
+        if (found := result.get("witness"))
+    ]
+    head = (
+        "", "displacement, matrices", "displacement, vectors", "second moment, over the exact one",
+        "largest update, in learning rates (exact)",
+    )  # fmt: skip
+    return table(head, rows)
+
+
 def displacement() -> str:
     """Relative error of what AdamW's weights moved by in 1000 steps."""
     result = load("accuracy")
@@ -260,6 +280,19 @@ def displacement() -> str:
         "AdamW", "lr 1e-4, small", "lr 1e-4, ones", "lr 1e-5, small", "lr 1e-5, ones",
         "weight of 1, moved", "pure decay, moved",
     )  # fmt: skip
+    return table(head, rows) + "\n\n" + machine(result)
+
+
+def storage() -> str:
+    """The same where moments are float32, so that the storage of weights counts alone."""
+    result = load("storage")
+    columns = result["displacement"].values()
+    rows = [
+        (name, str(size), *(f"{column[name]['error']:.1e}" for column in columns))
+        for name, size in result["bytes"].items()
+    ]
+    settings = [name.split(", ") for name in result["displacement"]]
+    head = ("weights", "bytes", *(f"{lr}, {kind}" for lr, _, kind in settings))
     return table(head, rows) + "\n\n" + machine(result)
 
 
