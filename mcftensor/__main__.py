@@ -1,14 +1,17 @@
-"""The command line: `python -m mcftensor audit BEFORE AFTER`, `python -m mcftensor selfcheck`."""
+"""The command line: `python -m mcftensor audit`, `convert` and `selfcheck`."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NoReturn
 
+from mcftensor.checkpoint.bridge.conversion import Conversion, Progress, convert_checkpoint
 from mcftensor.checkpoint.errors import CheckpointError
 from mcftensor.meters.auditing import Audit, audit
 from mcftensor.selfcheck import SelfCheckError, selfcheck
@@ -37,7 +40,10 @@ def share(argument: str) -> float:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line, checked."""
-    parser = Parser(prog="python -m mcftensor", description="Checks of weights and machines.")
+    parser = Parser(
+        prog="python -m mcftensor",
+        description="Checks and conversions of weights, checks of machines.",
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     command = commands.add_parser(
         "audit",
@@ -71,6 +77,32 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--all", action="store_true", help="show tensors that move, too")
     add("--json", action="store_true", help="print all numbers of all tensors as JSON instead")
     command = commands.add_parser(
+        "convert",
+        help="convert a checkpoint, of this library or another one, into a format",
+        description="Convert a checkpoint with the states of its optimizer: of torch.save, "
+        "safetensors, transformers, DeepSpeed (universal), Megatron-Core (torch_dist), Transformer "
+        "Engine, flashoptim, optimi, or of this library. The new one is a folder, with "
+        "model.safetensors and optimizer.safetensors.",
+        epilog="Exit status: 0 if it was converted, 2 for a mistake, a damaged file, or bits that "
+        "would be lost; then there is no folder.",
+    )
+    add = command.add_argument
+    add("source", metavar="IN", help="a file, the index of several, or a folder")
+    add("destination", metavar="OUT", help="the folder to make")
+    add("--format", default="bf16i16", metavar="NAME", help="of the weights (default: bf16i16)")
+    add("--states", metavar="NAME", help="of the optimizer's states (default: as the weights)")
+    add("--weights-only", action="store_true", help="leave the states out")
+    add("--lossy", action="store_true", help="round what the format does not hold")
+    add("--max-shard-size", metavar="SIZE", help="divide the weights into files, of '5GB' say")
+    add(
+        "--parameters",
+        type=Path,
+        metavar="FILE",
+        help="names of the parameters, one a line, in the order in which the optimizer got them",
+    )
+    add("--step", type=int, metavar="N", help="steps taken, where the source does not say it")
+    add("--no-verify", action="store_true", help="read files whose digests are not right")
+    command = commands.add_parser(
         "selfcheck",
         help="check the arithmetic on a device against exact rationals",
         description="Run the error-free transformations and the arithmetic of expansions on a "
@@ -99,8 +131,9 @@ def screen(found: Audit, *, moving: bool) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = parse(arguments)
+    run = {"audit": run_audit, "convert": run_convert, "selfcheck": run_selfcheck}
     try:
-        return run_selfcheck(options) if options.command == "selfcheck" else run_audit(options)
+        return run[options.command](options)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -139,6 +172,59 @@ def run_audit(options: argparse.Namespace) -> int:
         # The reader has seen enough. Python flushes once more on leaving, to no one.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1 if found.suspicious else 0
+
+
+def run_convert(options: argparse.Namespace) -> int:
+    """Convert a checkpoint, and say what was done."""
+    try:
+        names = options.parameters and options.parameters.read_text(encoding="utf-8").split()
+        with bar() as progress:
+            done = convert_checkpoint(
+                options.source,
+                options.destination,
+                options.format,
+                states=options.states,
+                optimizer=not options.weights_only,
+                parameters=names,
+                step=options.step,
+                lossy=options.lossy,
+                max_shard_size=options.max_shard_size,
+                verify=not options.no_verify,
+                progress=progress,
+            )
+    except (CheckpointError, ImportError, OSError, TypeError, ValueError) as error:
+        reason = str(error).removeprefix("convert_checkpoint: ")
+        print(f"python -m mcftensor convert: {reason}", file=sys.stderr)
+        return 2
+    print(said(done, options.destination))
+    return 0
+
+
+def said(done: Conversion, destination: str) -> str:
+    """What was done, in one line."""
+    text = f"{destination}: {done.weights} weights"
+    if done.states:
+        text += f" and {done.states} states"
+    text += f" in {done.format}, from {done.layout}"
+    if done.lost:
+        text += f"; {sum(done.lost.values())} elements of {len(done.lost)} tensors lost bits"
+    return text
+
+
+@contextlib.contextmanager
+def bar() -> Iterator[Progress | None]:
+    """A bar that shows what has been read, where there is a terminal to show it on."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    rich = importlib.import_module("rich.progress")
+    console = importlib.import_module("rich.console").Console(stderr=True)
+    columns = rich.BarColumn(), rich.DownloadColumn(), rich.TransferSpeedColumn()
+    with rich.Progress(*columns, "{task.description}", console=console, transient=True) as shown:
+        task = shown.add_task("", total=None)
+        yield lambda name, done, total: shown.update(
+            task, completed=done, total=total, description=name
+        )
 
 
 if __name__ == "__main__":

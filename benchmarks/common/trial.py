@@ -71,7 +71,7 @@ class Weights(nn.Module):
         x, held = x.bfloat16().double(), self.way.held
         if self.way.gradients or not isinstance(held, mcf.Format):
             return self.enter(x)
-        return x.to(held.base)
+        return x.to(held.dtype)
 
     def draw(self) -> None:
         """Give every weight its next gradient: a fixed part, and noise."""

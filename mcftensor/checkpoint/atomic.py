@@ -11,10 +11,13 @@ import contextlib
 import glob
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import BinaryIO
+
+from mcftensor.checkpoint.errors import CheckpointError
 
 fcntl: ModuleType | None
 try:
@@ -76,6 +79,43 @@ def beside(path: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
             yield temporary, put
         finally:
             temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def making(path: Path) -> Iterator[Path]:
+    """A folder to write to, which is at `path` when the block ends without an error."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise CheckpointError(f"{path} is there already; remove it, or give another name")
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        raise CheckpointError(f"{path}: there is no folder {parent}; make it first")
+    for leftover in parent.glob(f".{glob.escape(path.name)}.*.tmp.lock"):
+        _remove_abandoned_folder(leftover)
+    folder = parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
+    lock = folder.with_name(f"{folder.name}.lock")
+    with lock.open("xb") as file:
+        _lock(file)
+        try:
+            folder.mkdir()
+            yield folder
+            synchronize(folder)
+            if path.exists():
+                path.rmdir()
+            folder.rename(path)
+            synchronize(parent)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            if fcntl is None:
+                file.close()  # Windows removes no open file.
+            lock.unlink(missing_ok=True)
+
+
+def _remove_abandoned_folder(lock: Path) -> None:
+    """Remove what a killed writer has left, unless another one holds its lock."""
+    with contextlib.suppress(OSError), lock.open("rb+") as file:
+        if _lock(file):
+            shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+            lock.unlink()
 
 
 def remove_abandoned(path: Path, is_needed: Callable[[Path], bool] = lambda path: False) -> None:

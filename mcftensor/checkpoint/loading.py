@@ -1,21 +1,22 @@
-"""Expansions from safetensors files."""
+"""Checkpoints into models and optimizers."""
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
-from mcftensor.checkpoint.digests import KEY, digest, unsealed
+from mcftensor.checkpoint.bridge.entries import Request
+from mcftensor.checkpoint.bridge.layouts import read_checkpoint
+from mcftensor.checkpoint.bridge.resuming import load_states, state_dict_for
 from mcftensor.checkpoint.errors import CheckpointError, reading, some
-from mcftensor.checkpoint.reading import open_safetensors
-from mcftensor.checkpoint.shards import files_in, index_of
-from mcftensor.checkpoint.state_dicts import from_terms, is_sharded, joined, ties
+from mcftensor.checkpoint.state_dicts import from_terms, is_sharded, ties
 from mcftensor.tensor import MCFTensor
 
 FilePath = str | os.PathLike[str]
@@ -30,21 +31,33 @@ def load_file(
     device: Device | None = ...,
     verify: bool = ...,
     tails: bool = ...,
+    parameters: Iterable[str] | None = ...,
 ) -> dict[str, Tensor]: ...
 @overload
 def load_file(
-    path: FilePath, model: nn.Module, *, strict: bool = ..., verify: bool = ..., tails: bool = ...
+    path: FilePath,
+    model: nn.Module,
+    *,
+    optimizer: Optimizer | None = ...,
+    strict: bool = ...,
+    verify: bool = ...,
+    tails: bool = ...,
+    parameters: Iterable[str] | None = ...,
+    step: int | None = ...,
 ) -> tuple[list[str], list[str]]: ...
 def load_file(
     path: FilePath,
     model: nn.Module | None = None,
     *,
+    optimizer: Optimizer | None = None,
     device: Device | None = None,
     strict: bool = True,
     verify: bool = True,
     tails: bool = True,
+    parameters: Iterable[str] | None = None,
+    step: int | None = None,
 ) -> dict[str, Tensor] | tuple[list[str], list[str]]:
-    """Load a safetensors file, by `save_file` or any other program, into a model or a state dict.
+    """Load a checkpoint, by `save_file` or another program, into a model or a state dict.
 
     What the model holds decides what its tensors become. Expansions load into expansions of the
     same format as they are, into other formats and plain parameters with one rounding, and plain
@@ -53,23 +66,28 @@ def load_file(
 
     Args:
         path: a safetensors file; the index of one that is divided, or what it would be called if it
-            were not; or a folder that holds `model.safetensors.index.json` or `model.safetensors`.
+            were not; a folder that holds `model.safetensors.index.json` or `model.safetensors`; or
+            any other layout that `convert_checkpoint` reads.
         model: the module whose parameters and buffers are loaded, where they are.
+        optimizer: an optimizer of its parameters, made as the one whose states were saved, that
+            loads them and its hyperparameters; states of parameters that are expansions become
+            such, of the format of the parameter.
         device: where tensors are put that are loaded without a model, by default the CPU.
         strict: whether names in only one of file and model are an error.
         verify: whether digests are checked, which files of `save_file` hold, and whether terms
             belong together.
         tails: whether terms after the leading one are taken. This and `verify` are as in
             `from_terms`, for files in which another program has changed terms.
+        parameters: as of `convert_checkpoint`, as is `step`.
 
     Returns:
         With a model, the names that the file lacks and those that the model lacks; without one,
         tensors and expansions by name. Those that were tied are the same object.
 
     Raises:
-        CheckpointError: a file that is missing, damaged, altered, or no safetensors file; terms
-            that make no expansion, or do not belong together; names, shapes or kinds that differ
-            from those of the model.
+        CheckpointError: a file that is missing, damaged, altered, or of no layout that is read;
+            terms that make no expansion, or do not belong together; names, shapes or kinds that
+            differ from those of the model.
         ImportError: safetensors is not installed.
 
     Examples:
@@ -84,97 +102,31 @@ def load_file(
     """
     if model is not None and device is not None:
         raise ValueError("load_file: device is for loading without a model; move the model itself")
+    if optimizer is not None and model is None:
+        raise ValueError("load_file: an optimizer is loaded with the model of its parameters")
     path = Path(path)
+    names = None if parameters is None else list(parameters)
     with reading(path):
-        state_dict = _read(path, verify, tails)
+        contents = read_checkpoint(path, Request(optimizer is not None, names, step, verify, tails))
+        state_dict = {name: entry.read() for name, entry in contents.weights.items()}
+        state_dict |= {alias: state_dict[name] for alias, name in contents.tied.items()}
     if model is not None:
-        return _load(model, state_dict, strict, path)
+        load_model = _prepared(model, state_dict, strict, path)
+        if optimizer is not None:
+            load_states(optimizer, state_dict_for(optimizer, model, contents, strict, path), path)
+        return load_model()
     device = "cpu" if device is None else device
     moved = {id(x): x.to(device) for x in state_dict.values()}
     return {name: moved[id(x)] for name, x in state_dict.items()}
 
 
-# --------------------------------------------------------------------------------- the file
-
-
-_Content = tuple[dict[str, Tensor], dict[str, str], str | None]
-"""Terms by name, names that stand for the tensor of another one, and the digest of both."""
-
-
-def _read(path: Path, verify: bool, tails: bool) -> dict[str, Tensor]:
-    """All of a checkpoint, checked."""
-    if path.is_dir():
-        path = path / "model.safetensors"
-    if index_of(path).is_file():
-        path = index_of(path)
-    terms, tied, seal = (_read_shards if path.suffix == ".json" else _read_file)(path, verify)
-    state_dict = joined(terms, tails, verify, known=verify and seal is not None)
-    for alias, name in tied.items():
-        if alias in state_dict or name not in state_dict:
-            raise CheckpointError(f"{path} says that {alias} is tied to {name}, which cannot be")
-    return state_dict | {alias: state_dict[name] for alias, name in tied.items()}
-
-
-def _read_file(path: Path, verify: bool) -> _Content:
-    with path.open("rb") as start:
-        if start.read(2) == b"PK":
-            raise CheckpointError(
-                f"{path} is a file of torch.save; load it with torch.load(path, weights_only=True)"
-            )
-    file, metadata = open_safetensors(path, "load_file")
-    terms = dict(file)
-    if KEY not in metadata:
-        if verify and any('"crc32": "' in text for text in metadata.values()):
-            raise CheckpointError(f"{path} is damaged: its digests are not under {KEY}")
-        return terms, {}, None
-    sealed = json.loads(metadata[KEY])
-    if verify:
-        digests = unsealed(path, sealed)["tensors"]
-        altered = [name for name, x in terms.items() if digests.get(name) != digest(name, x)]
-        altered += [name for name in digests if name not in terms]
-        if altered:
-            raise CheckpointError(
-                f"{path} is damaged, or was altered: the digests of {some(altered)} are not what "
-                "it says. verify=False reads it all the same"
-            )
-    return terms, sealed["tied"], sealed["crc32"]
-
-
-def _read_shards(index: Path, verify: bool) -> _Content:
-    content = json.loads(index.read_text(encoding="utf-8"))
-    files = files_in(index, content)
-    metadata = content.get("metadata")
-    seal, seals = None, {}
-    if isinstance(metadata, dict) and KEY in metadata:
-        sealed = metadata[KEY]
-        seal, seals = sealed["crc32"], sealed["shards"]
-        if verify:
-            unsealed(index, sealed | {"weight_map": files})
-    terms: dict[str, Tensor] = {}
-    tied: dict[str, str] = {}
-    for file in dict.fromkeys(files.values()):
-        shard, its_ties, its_seal = _read_file(index.parent / file, verify)
-        if verify and seals.get(file) != (its_seal if seals else None):
-            raise CheckpointError(
-                f"{index.parent / file} is not the file that {index} was written for"
-            )
-        named = {name: None for name, place in files.items() if place == file}
-        missing = [name for name in named if name not in shard]
-        if missing:
-            raise CheckpointError(
-                f"{index} says that {some(missing)} is in {file}, which does not hold it"
-            )
-        terms |= {name: x for name, x in shard.items() if name in named}
-        tied |= its_ties
-    return terms, tied, seal
-
-
 # -------------------------------------------------------------------------------- the model
 
 
-def _load(
+def _prepared(
     model: nn.Module, state_dict: dict[str, Tensor], strict: bool, path: Path
-) -> tuple[list[str], list[str]]:
+) -> Callable[[], tuple[list[str], list[str]]]:
+    """What is left to be done once everything has been checked."""
     own = from_terms(model.state_dict())
     for name, x in own.items():
         if name in state_dict:
@@ -196,8 +148,12 @@ def _load(
     for name, x in own.items():  # which need not be said, as of other state dicts
         if name in state_dict and isinstance(state_dict[name], MCFTensor) and type(x) is Tensor:
             state_dict[name] = x.new_empty(x.shape, device="cpu").copy_(state_dict[name])
-    result = model.load_state_dict(state_dict, strict=False)
-    return result.missing_keys, result.unexpected_keys
+
+    def load() -> tuple[list[str], list[str]]:
+        result = model.load_state_dict(state_dict, strict=False)
+        return result.missing_keys, result.unexpected_keys
+
+    return load
 
 
 def _require_loadable(name: str, new: Tensor, old: Any, path: Path) -> None:

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from mcftensor.checkpoint.errors import CheckpointError, reading, some
 from mcftensor.checkpoint.extras import extra
+from mcftensor.checkpoint.safetensors import DTYPES
 from mcftensor.checkpoint.shards import files_in
 from mcftensor.checkpoint.state_dicts import from_terms, names_of_terms
 
 Checkpoint = str | os.PathLike[str] | Mapping[str, Any]
 
 # As Hugging Face names them, in the order in which it looks for them.
-_IN_FOLDERS = (
+IN_FOLDERS = (
     "model.safetensors.index.json",
     "model.safetensors",
     "pytorch_model.bin.index.json",
@@ -37,7 +38,7 @@ _NESTED = (
 def tensors(checkpoint: Checkpoint, side: str) -> Mapping[str, Tensor]:
     """The tensors of a checkpoint by name, each read when it is asked for."""
     if isinstance(checkpoint, Mapping):
-        return _state_dict(checkpoint, side)
+        return state_dict_in(checkpoint, side)
     if isinstance(checkpoint, (str, os.PathLike)):
         return _whole(_read(Path(checkpoint)))
     raise TypeError(
@@ -46,7 +47,7 @@ def tensors(checkpoint: Checkpoint, side: str) -> Mapping[str, Tensor]:
     )
 
 
-def _state_dict(content: object, source: object) -> dict[str, Tensor]:
+def state_dict_in(content: object, source: object) -> dict[str, Tensor]:
     """The tensors of a state dict, or of the one that is nested in it."""
     if not isinstance(content, Mapping):
         raise CheckpointError(
@@ -54,7 +55,7 @@ def _state_dict(content: object, source: object) -> dict[str, Tensor]:
         )
     nested = [key for key in _NESTED if _holds_tensors(content.get(key))]
     if len(nested) == 1:
-        return _state_dict(content[nested[0]], f"{source}[{nested[0]!r}]")
+        return state_dict_in(content[nested[0]], f"{source}[{nested[0]!r}]")
     if nested:
         raise CheckpointError(
             f"{source} holds several state dicts, {some(nested)}; save one by itself"
@@ -78,36 +79,52 @@ def _read(path: Path) -> Mapping[str, Tensor]:
     """What a path stands for: a file, an index, or a folder that holds one of these."""
     with reading(path):
         if path.is_dir():
-            for name in _IN_FOLDERS:
+            for name in IN_FOLDERS:
                 if (path / name).is_file():
                     return _read(path / name)
             raise CheckpointError(
-                f"the folder {path} holds none of {', '.join(_IN_FOLDERS)}; name the file itself"
+                f"the folder {path} holds none of {', '.join(IN_FOLDERS)}; name the file itself"
             )
-        return _shards(path) if path.suffix == ".json" else _read_file(path)
+        return in_shards(path) if path.suffix == ".json" else _read_file(path)
 
 
 def _read_file(path: Path) -> Mapping[str, Tensor]:
     with reading(path):
-        with path.open("rb") as file:
-            head = file.read(9)
-        # A safetensors file starts with the length of its header in eight bytes; that is JSON.
-        if path.suffix == ".safetensors" or head[4:] == b"\0\0\0\0{":
+        if is_safetensors(path):
             return open_safetensors(path, "audit")[0]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Of pickle protocols, which are no concern here.
-            # Before torch 1.6 files were no zip archives, and such cannot be mapped.
-            is_zip = head[:2] == b"PK"
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-        return _state_dict(content, path)
+        return state_dict_in(unpickled(path), path)
 
 
-class _Lazy(Mapping[str, Tensor]):
+def is_safetensors(path: Path) -> bool:
+    """Whether a file is one of safetensors, or says so."""
+    with path.open("rb") as file:
+        head = file.read(9)
+    # It starts with the length of its header in eight bytes; that is JSON.
+    return path.suffix == ".safetensors" or head[4:] == b"\0\0\0\0{"
+
+
+def unpickled(path: Path) -> Any:
+    """What torch.save has put into a file; tensors are read from it where they are used."""
+    with path.open("rb") as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Of pickle protocols, which are no concern here.
+        # Before torch 1.6 files were no zip archives, and such cannot be mapped.
+        is_zip = file.read(2) == b"PK"
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+
+
+class Lazy(Mapping[str, Tensor]):
     """Tensors by name, each read when it is asked for."""
 
-    def __init__(self, names: Iterable[str], read: Callable[[str], Tensor]) -> None:
+    def __init__(
+        self,
+        names: Iterable[str],
+        read: Callable[[str], Tensor],
+        like: Callable[[str], Tensor] | None = None,
+    ) -> None:
         self.names = dict.fromkeys(names)
         self.read = read
+        self.like = like or (lambda name: read(name).to("meta"))
+        """A tensor without data of the dtype and the shape of a stored one."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self.read(name)
@@ -122,19 +139,28 @@ class _Lazy(Mapping[str, Tensor]):
         return name in self.names  # Mapping's own would read the tensor.
 
 
-def open_safetensors(path: Path, caller: str) -> tuple[Mapping[str, Tensor], dict[str, str]]:
+def open_safetensors(path: Path, caller: str) -> tuple[Lazy, dict[str, str]]:
     """The tensors of a safetensors file as they are, each term by itself, and its metadata."""
 
     def read(name: str) -> Tensor:
         with reading(path):
             return file.get_tensor(name)
 
+    def like(name: str) -> Tensor:
+        with reading(path):
+            header = file.get_slice(name)
+            dtype = _DTYPES[header.get_dtype()]
+            return torch.empty(header.get_shape(), dtype=dtype, device="meta")
+
     with reading(path):
         file = extra("safetensors", caller).safe_open(path, framework="pt", device="cpu")
-        return _Lazy(file.keys(), read), file.metadata() or {}
+        return Lazy(file.keys(), read, like), file.metadata() or {}
 
 
-def _shards(index: Path) -> Mapping[str, Tensor]:
+_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def in_shards(index: Path) -> Lazy:
     """Several files and the index that says what is where; one of them is open at a time."""
     files = files_in(index, json.loads(index.read_text(encoding="utf-8")))
     opened: dict[str, Mapping[str, Tensor]] = {}
@@ -148,10 +174,10 @@ def _shards(index: Path) -> Mapping[str, Tensor]:
             raise CheckpointError(f"{index} says that {name} is in {file}, which does not hold it")
         return opened[file][name]
 
-    return _Lazy(sorted(files, key=lambda name: files[name]), read)  # Shard by shard.
+    return Lazy(sorted(files, key=lambda name: files[name]), read)  # Shard by shard.
 
 
 def _whole(terms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Expansions of which the terms are stored."""
     names = names_of_terms(terms)
-    return _Lazy(names, lambda name: from_terms({n: terms[n] for n in names[name]})[name])
+    return Lazy(names, lambda name: from_terms({n: terms[n] for n in names[name]})[name])

@@ -8,7 +8,7 @@ to a file of its own making, which it renames, so that neither its mode nor its 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, BinaryIO
 
 import torch
@@ -45,18 +45,23 @@ _HEADER_MOST = 100_000_000  # of which the package reads no longer ones
 
 
 def write(
-    file: BinaryIO, tensors: Mapping[str, Tensor], tied: dict[str, str], metadata: dict[str, str]
+    file: BinaryIO,
+    likes: Mapping[str, Tensor],
+    tensors: Iterable[tuple[str, Tensor]],
+    tied: dict[str, str],
+    metadata: dict[str, str],
 ) -> str:
-    """Write plain tensors to an empty file, one in memory at a time.
+    """Write plain tensors to an empty file, as they come, in any order.
 
-    Returns the digest of what the metadata say of them, their own digests included.
+    Of each, `likes` has one of its dtype and shape. Returns the digest of what the metadata say of
+    them, their own digests included.
     """
     # Every tensor starts at a multiple of the size of its elements.
-    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+    names = sorted(likes, key=lambda name: -likes[name].dtype.itemsize)
     entries: dict[str, Any] = {}
     end = 0
     for name in names:
-        x = tensors[name]
+        x = likes[name]
         start, end = end, end + x.nbytes
         entries[name] = {
             "dtype": DTYPES[x.dtype],
@@ -78,13 +83,13 @@ def write(
             f"save_file: the names of {len(names)} tensors are too many for one file; divide it "
             "with max_shard_size"
         )
-    file.seek(length)
     digests = {}
-    for name in names:
-        x = tensors[name].detach().cpu().contiguous()
+    for name, x in tensors:
+        x = x.detach().cpu().contiguous()
         digests[name] = digest(name, x)
+        file.seek(length + entries[name]["data_offsets"][0])
         file.write(content_of(x))
-    first, seal = header(digests)
+    first, seal = header({name: digests[name] for name in names})
     file.seek(0)
     file.write(first)
     return seal

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -74,19 +74,36 @@ def save_file(
     state_dict = from_terms(as_terms(state_dict))  # what is tied is so with all its terms
     tied = ties(state_dict)
     terms = as_terms({n: x for n, x in state_dict.items() if n not in tied}, sums=True)
-    shards = divide(terms, most)
+    save_terms(terms, lambda names: ((n, terms[n]) for n in names), tied, metadata, path, most)
+
+
+Producer = Callable[[list[str]], Iterable[tuple[str, Tensor]]]
+"""Gives tensors of some names, in any order; those of one number are asked for together."""
+
+
+def save_terms(
+    likes: Mapping[str, Tensor],
+    produce: Producer,
+    tied: dict[str, str],
+    metadata: dict[str, str],
+    path: Path,
+    most: int | None,
+) -> None:
+    """Save plain tensors, in files of at most so many bytes, one in memory at a time."""
+    shards = divide(likes, most)
     previous = files_named(index_of(path)) or set()
     if len(shards) > 1:
-        _save_shards(terms, shards, tied, metadata, path, previous)
+        _save_shards(likes, produce, shards, tied, metadata, path, previous)
         return
     with replacing(path) as temporary, temporary.open("wb") as file:
-        write(file, terms, tied, metadata)
+        write(file, likes, produce(shards[0]), tied, metadata)
     index_of(path).unlink(missing_ok=True)
     remove_stale(path, previous)
 
 
 def _save_shards(
-    terms: Mapping[str, Tensor],
+    likes: Mapping[str, Tensor],
+    produce: Producer,
     shards: list[list[str]],
     tied: Mapping[str, str],
     metadata: dict[str, str],
@@ -104,17 +121,17 @@ def _save_shards(
                 file = f"{path.stem}-{token}-{i:05}-of-{len(shards):05}{path.suffix}"
                 temporary, put = locks.enter_context(beside(path.with_name(file)))
                 moves.append(put)
-                shard = {name: terms[name] for name in names}
+                shard = {name: likes[name] for name in names}
                 its_ties = {alias: name for alias, name in tied.items() if name in shard}
                 with temporary.open("wb") as opened:
-                    seals[file] = write(opened, shard, its_ties, metadata)
+                    seals[file] = write(opened, shard, produce(names), its_ties, metadata)
                 where |= dict.fromkeys(names, file)
             for put in moves:
                 put()
             synchronize(path.parent)
             seal = sealed({"shards": seals, "weight_map": where})
             del seal["weight_map"]  # It stands beside.
-            size = sum(x.nbytes for x in terms.values())
+            size = sum(x.nbytes for x in likes.values())
             content = {"metadata": {**metadata, "total_size": size, KEY: seal}, "weight_map": where}
             with replacing(index_of(path)) as temporary:
                 temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

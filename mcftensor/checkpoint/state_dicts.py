@@ -30,6 +30,12 @@ def tail_names(name: str, format: Format) -> list[str]:
     return [f"{name}.{format.name}.{x.name}" for x in format.components[1:]]
 
 
+def format_said(names: Sequence[str]) -> Format | None:
+    """The format that the names of a number's components say, those of `names_of_terms`."""
+    found = _tail(names[1]) if len(names) > 1 else None
+    return found and found[1]
+
+
 _SUM = "sum"
 """The name of what stands beside tails: the sum of the leading term's bit patterns."""
 
@@ -38,9 +44,25 @@ _WRITES = "writes"
 balanced. Of a format without tails it stands there in any case, to say what format it is."""
 
 
-def _sum_of(leading: Tensor) -> Tensor:
-    """What tells whether a leading term is still the one that its tails were computed for."""
-    return leading.detach().view(PATTERNS[leading.dtype.itemsize]).sum(dtype=torch.int64)
+def _sum_of(leading: Tensor, format: Format) -> Tensor:
+    """What tells whether a leading term is still the one that its tails were computed for.
+
+    Any integer fits any leading term, so there each pattern counts by its place.
+    """
+    patterns = leading.detach().view(PATTERNS[leading.dtype.itemsize])
+    if all(x.dtype.is_floating_point for x in format.components):
+        return patterns.sum(dtype=torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=leading.device)
+    place = 0
+    for part in patterns.flatten().split(_PART):
+        count = part.numel()
+        total += (part * torch.arange(place, place + count, device=part.device)).sum()
+        total += part.sum()
+        place += count
+    return total
+
+
+_PART = 1 << 18
 
 
 def _tail(name: Any) -> tuple[str, Format] | None:
@@ -124,7 +146,7 @@ def as_terms(state_dict: Mapping[Any, Any], *, sums: bool = False) -> dict[Any, 
         )
         beside_it = dict(zip(tail_names(name, format), tails, strict=True))
         if sums and tails and not is_sharded(x) and not x.is_meta:
-            beside_it[f"{name}.{format.name}.{_SUM}"] = _sum_of(terms[name])
+            beside_it[f"{name}.{format.name}.{_SUM}"] = _sum_of(terms[name], format)
         if format.rounding == "balanced" or not tails:
             writes = local(x)._writes  # type: ignore[attr-defined]
             beside_it[f"{name}.{format.name}.{_WRITES}"] = (
@@ -179,8 +201,8 @@ def joined(
     state_dict: dict[Any, Any] = {}
     for name, names in names_of_terms(terms).items():
         x = terms[name]
-        if len(names) > 1:
-            format = _tail(names[1])[1]  # type: ignore[index]
+        format = format_said(names)
+        if format is not None:
             whole = {n: terms[n] for n in names}
             told = whole.pop(f"{name}.{format.name}.{_SUM}", None)
             writes = whole.pop(f"{name}.{format.name}.{_WRITES}", None)
@@ -224,7 +246,7 @@ def _require_unchanged(
 ) -> None:
     if misfits:
         found = f"{misfits} of {parts[0].numel()} elements have terms that do not fit together"
-    elif told is not None and not told.is_meta and _sum_of(parts[0]) != told:
+    elif told is not None and not told.is_meta and _sum_of(parts[0], format) != told:
         found = "the sum beside them is not that of its leading term"
     else:
         return
@@ -331,9 +353,9 @@ def _refusals(terms: Mapping[Any, Any]) -> Iterator[CheckpointError]:
     for name, names in names_of_terms(terms).items():
         if isinstance(terms[name], Mapping):
             yield from _refusals(terms[name])
-        if len(names) == 1:
+        format = format_said(names)
+        if format is None:
             continue
-        format = _tail(names[1])[1]  # type: ignore[index]
         parts = [local(terms[n]) for n in (name, *tail_names(name, format))]
         try:
             whole: Any = local(from_terms({n: terms[n] for n in names})[name])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch.operands import after, count_write, key_of
+from mcftensor.dispatch.operands import after, count_write, rounding_key
 from mcftensor.dispatch.plans import Plan, kind_of, plan
 from mcftensor.formats import Format, PlainFormat
 from mcftensor.kernels import Columns, run_alike
@@ -68,7 +68,7 @@ def evaluated_alone(name: str, operands: Sequence[Any], keywords: tuple[str, ...
         return None
     format = row.plan.expression.format
     outputs = format.empty_like(row.vectors[0])
-    key = key_of(format, operands)
+    key = rounding_key(format, operands)
     row.run(outputs, [x.data_ptr() for x in outputs], [] if key is None else [key])
     if isinstance(format, PlainFormat):
         return outputs[0]
@@ -89,7 +89,7 @@ def evaluated_alone_into(name: str, operands: Sequence[Any], keywords: tuple[str
         return False
     if target._readers:
         compute_readers(target)
-    key = key_of(target._format, operands)
+    key = rounding_key(target._format, operands)
     row.run(written, places, [] if key is None else [key])
     count_write([target])
     return True

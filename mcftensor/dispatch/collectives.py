@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mcftensor.dispatch.operands import expansions
+from mcftensor.dispatch.operands import expansions, stored_in
 from mcftensor.dispatch.registry import implements
 from mcftensor.dispatch.writing import refusal
 from mcftensor.formats import Format
@@ -163,4 +163,8 @@ def _reduced(func: Any, parts: Sequence[Tensor], op: str) -> MCFTensor:
             f"the reduction {op} is none of {', '.join(_REDUCTIONS)}",
         )
     total: Tensor = functools.reduce(_REDUCTIONS[op], parts)
-    return _nearest(total / len(parts) if op == "avg" else total)
+    total = total / len(parts) if op == "avg" else total
+    if isinstance(total, MCFTensor):
+        return _nearest(total)
+    format = expansions(list(parts))[0].format.nearest  # which only stores numbers
+    return MCFTensor.of(stored_in(total, format, total.device), format)

@@ -131,7 +131,7 @@ def _in_float64(
             return x
         if asked and asked[-1] != format.dtype:
             return plainly(x, asked[-1])
-        return value_of(x, format)
+        return value_of(x, format, found)
 
     return tree_map(narrow, result)
 

@@ -25,11 +25,11 @@ from mcftensor.dispatch.operands import (
     component_columns,
     computes_plainly,
     count_write,
-    key_of,
     leading,
     overwrite,
     plain,
     require_numbers,
+    rounding_key,
     store,
 )
 from mcftensor.dispatch.plans import FORMULAS, Kind, Plan, kinds_of, plan
@@ -274,7 +274,7 @@ def _keys(parts: Sequence[_Part], columns: Lists) -> dict[int, Tensor]:
     taking = {i: f for f, p in zip(formats, parts, strict=True) if f.takes_key for i in p.rows}
     for i in sorted(taking):
         row = [column[i if len(column) > 1 else 0] for column in columns]
-        keys[i] = key_of(taking[i], row)
+        keys[i] = rounding_key(taking[i], row)
     return keys
 
 

@@ -58,11 +58,14 @@ def foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
         # _foreach_maximum_ exists, maximum_ does not
         return own[0].copy_(getattr(aten, name)(*own, **named))
 
+    onto_plain = in_place and not any(isinstance(x, MCFTensor) for x in columns[0])
+    if onto_plain and are_lifted(given):
+        return func(*leading(given), **leading(kwargs))
     if any(map(stored.are_among, columns)):
         rows = [i for i in range(count) if _is_stored(row(i))]
         found = dict(stored.foreach_on_numbers(func, rows, given, kwargs, single)) if rows else {}
         found |= {i: single(i) for i in range(count) if i not in found}
-        return None if in_place else [found[i] for i in range(count)]
+        return _written(given) if in_place else [found[i] for i in range(count)]
     if not in_place:
         ours = [i for i in range(count) if name in FORMULAS and _are_ours(row(i))]
         if not ours:
@@ -70,15 +73,17 @@ def foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
         results = evaluated(name, some_rows(columns, ours, count), keywords, len(ours))
         found = dict(zip(ours, results, strict=True))
         return [found[i] if i in found else single(i) for i in range(count)]
-    if are_lifted(args) and not any(isinstance(x, MCFTensor) for x in columns[0]):
-        return func(*leading(args), **leading(kwargs))
     are_ours = name in FORMULAS and all(isinstance(x, MCFTensor) for x in columns[0])
     if not (are_ours and evaluated_into(name, columns, keywords, count)):
         for i in range(count):
             single(i)
-    if torch._C._len_torch_dispatch_stack() == 0:  # lists do not do it by themselves
+    return _written(args)
+
+
+def _written(args: Sequence[Any]) -> None:
+    """Tell autograd, which lists do not do by themselves."""
+    if torch._C._len_torch_dispatch_stack() == 0:
         torch.autograd.graph.increment_version(args[0])
-    return None
 
 
 def _is_stored(operands: Sequence[Any]) -> bool:

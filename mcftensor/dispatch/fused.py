@@ -16,9 +16,9 @@ from mcftensor.arithmetic.noise import draw_key
 from mcftensor.dispatch.operands import (
     component_columns,
     count_write,
-    key_of,
     plain,
     require_one_base,
+    rounding_key,
 )
 from mcftensor.dispatch.registry import SHORTCUTS, TABLE, implements
 from mcftensor.formats import PLAIN, Format, PlainFormat
@@ -136,7 +136,7 @@ def _keys(
         balanced = next((f for f in (parameter, *states) if f.rounding == "balanced"), None)
         if balanced is not None:
             for i in rows:
-                counted = key_of(balanced, [x[i] for x in targets])
+                counted = rounding_key(balanced, [x[i] for x in targets])
                 assert counted is not None
                 keys.setdefault(i, counted)
     return keys

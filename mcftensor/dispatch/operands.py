@@ -208,14 +208,15 @@ def plainly(x: Tensor, dtype: torch.dtype) -> Tensor:
     return collapse([x], PLAIN[x.dtype].name, dtype)
 
 
-def value_of(x: Tensor, format: Format) -> MCFTensor:
-    """A plain tensor as a value of a format, rounded as the format does."""
-    key = key_for(format, x.device)
+def value_of(x: Tensor, format: Format, operands: Sequence[MCFTensor] = ()) -> MCFTensor:
+    """A plain tensor as a value of a format, rounded as the format does; where it is a result, it
+    goes on from its operands."""
+    key = rounding_key(format, [*operands, x])
     made = recode([x], PLAIN[x.dtype].name, format.name, key)
     return MCFTensor.of(made, format, own=True, writes=after(format, key))
 
 
-def key_of(format: Format, operands: Iterable[Any]) -> Tensor | None:
+def rounding_key(format: Format, operands: Iterable[Any]) -> Tensor | None:
     """What rounding into a format takes, where the first operand that counts its writes is written
     to, or the result goes on from it."""
     tensors = [x for x in operands if isinstance(x, Tensor)]

@@ -16,18 +16,21 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from mcftensor.arithmetic.bases import NARROW
 from mcftensor.dispatch.operands import (
+    are_lifted,
     computes_plainly,
     count_write,
     expansions,
-    key_of,
     leading,
     only_stores,
     require_castable,
+    rounding_key,
 )
 from mcftensor.dispatch.registry import Handler
 from mcftensor.dispatch.writing import written_to
-from mcftensor.kernels.columns import Column
+from mcftensor.formats import PLAIN, Format
+from mcftensor.kernels.columns import Column, places_of
 from mcftensor.kernels.opaque import is_bare
 from mcftensor.passes.recoding import (
     decode_columns,
@@ -38,7 +41,7 @@ from mcftensor.passes.recoding import (
 from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
 # Elements whose numbers, of all operands together, fit into the caches of a CPU.
-BLOCK = 1 << 16
+BLOCK = 1 << 17
 
 # Elements of lists that are decoded together on other devices.
 CHUNK = 1 << 24
@@ -78,8 +81,9 @@ def on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on numbers as plain tensors; those that it writes to are stored again."""
     if computes_plainly((*args, *kwargs.values())):
         return func(*leading(args), **leading(kwargs))
-    targets = [x for _, x in written_to(func, args, kwargs) if isinstance(x, MCFTensor)]
-    written = {id(x): x for x in targets if only_stores(x._format)}
+    written = {id(x): x for _, x in written_to(func, args, kwargs) if _is_decoded(x)}
+    if written and are_lifted((args, kwargs)) and not expansions(list(written.values())):
+        return func(*leading(args), **leading(kwargs))
     if _goes_in_blocks(func, args, kwargs):
         return _in_blocks(func, args, kwargs, list(written.values()))
     (args, kwargs), copies = decoded((args, kwargs))
@@ -92,10 +96,18 @@ def on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tree_map(lambda x: originals.get(id(x), x), result)
 
 
+def _is_decoded(x: Any) -> bool:
+    """Whether a tensor is computed with in a wider type than it is stored in; beside expansions
+    plain ones of 16 bits are, too, and written to with one rounding."""
+    if isinstance(x, MCFTensor):
+        return only_stores(x._format)
+    return isinstance(x, Tensor) and x.dtype in NARROW and x.layout == torch.strided
+
+
 def decoded(tree: Any) -> tuple[Any, dict[int, Tensor]]:
     """The arguments with numbers in the place of what only stores them, and these numbers by the
     id of what stores them."""
-    found = {id(x): x for x in expansions(tree) if only_stores(x._format)}
+    found = {id(x): x for x in tree_leaves(tree) if _is_decoded(x)}
     numbers = dict(zip(found, numbers_of([*found.values()]), strict=True))
     if not numbers:
         return tree, numbers
@@ -108,26 +120,29 @@ def plain_numbers(x: MCFTensor) -> Tensor:
     return numbers
 
 
-def numbers_of(tensors: Sequence[MCFTensor]) -> list[Tensor]:
+def numbers_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """What tensors store, as plain ones; those of one format are decoded together."""
-    if not is_bare(*[x._read() for x in tensors]):
-        return [x._collapsed(x._format.result.dtype) for x in tensors]
-    made = [torch.empty_like(x._component0, dtype=x._format.result.dtype) for x in tensors]
+    if not is_bare(*map(_components, tensors)):
+        return [
+            x._collapsed(_dtype_of(x)) if isinstance(x, MCFTensor) else x.to(_dtype_of(x))
+            for x in tensors
+        ]
+    made = [torch.empty_like(_components(x)[0], dtype=_dtype_of(x)) for x in tensors]
     for rows in _alike(tensors):
         decode_columns(*_stored([tensors[i] for i in rows]), [made[i] for i in rows])
     return made
 
 
-def store_numbers(targets: Sequence[MCFTensor], numbers: Column) -> None:
+def store_numbers(targets: Sequence[Tensor], numbers: Column) -> None:
     """Round plain tensors into what stores numbers of their shapes."""
-    if not is_bare(*[x._read() for x in targets], numbers):
+    if not is_bare(*map(_components, targets), numbers):
         for x, number in zip(targets, numbers, strict=True):
             x.copy_(number)
         return
     for x in targets:
         if isinstance(x, LiftedTensor):
             x.grow_tails()
-    keys = [key_of(x._format, [x]) for x in targets]
+    keys = [_key(x) for x in targets]
     for rows in _alike(targets):
         own = [targets[i] for i in rows]
         taken = [key for i in rows if (key := keys[i]) is not None]
@@ -136,21 +151,36 @@ def store_numbers(targets: Sequence[MCFTensor], numbers: Column) -> None:
     count_write(targets)
 
 
-def _alike(tensors: Sequence[MCFTensor]) -> list[list[int]]:
+def _alike(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Which rows are stored alike."""
-    found: dict[Any, list[int]] = {}
-    for i, x in enumerate(tensors):
-        found.setdefault((x._format, type(x) is LiftedTensor), []).append(i)
-    return list(found.values())
+    return list(places_of(map(_format_of, tensors)).values())
 
 
-def _stored(tensors: Sequence[MCFTensor]) -> tuple[Any, list[Column]]:
-    """The format of tensors that are alike, and columns of their components; a lifted one is a
-    plain tensor."""
-    first = tensors[0]
-    if type(first) is LiftedTensor:
-        return first._format.lifted, [[x._component0 for x in tensors]]
-    return first._format, list(zip(*[x._read() for x in tensors], strict=True))
+def _stored(tensors: Sequence[Tensor]) -> tuple[Format, list[Column]]:
+    """The format of tensors that are alike, and columns of their components."""
+    return _format_of(tensors[0]), list(zip(*map(_components, tensors), strict=True))
+
+
+def _format_of(x: Tensor) -> Format:
+    """That in which it is read; a lifted tensor is a plain one."""
+    if not isinstance(x, MCFTensor):
+        return PLAIN[x.dtype]
+    return PLAIN[x._format.dtype] if isinstance(x, LiftedTensor) else x._format
+
+
+def _components(x: Tensor) -> Sequence[Tensor]:
+    if not isinstance(x, MCFTensor):
+        return (x,)
+    return (x._component0,) if isinstance(x, LiftedTensor) else x._read()
+
+
+def _dtype_of(x: Tensor) -> torch.dtype:
+    """That of its numbers."""
+    return x._format.result.dtype if isinstance(x, MCFTensor) else torch.float32
+
+
+def _key(x: Tensor) -> Tensor | None:
+    return rounding_key(x._format, [x]) if isinstance(x, MCFTensor) else None
 
 
 # ---------------------------------------------------------------------------------- in blocks
@@ -167,24 +197,24 @@ def _goes_in_blocks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     large = [x for x in tensors if x.dim()]
     return all(
         x.layout == torch.strided and x.shape == first.shape and x.is_contiguous() for x in large
-    ) and is_bare(*[x._read() if isinstance(x, MCFTensor) else [x] for x in tensors])
+    ) and is_bare(*map(_components, tensors))
 
 
 def _in_blocks(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: Sequence[MCFTensor]
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: Sequence[Tensor]
 ) -> Any:
     for x in written:
         if isinstance(x, LiftedTensor):
             x.grow_tails()
-    found = {id(x): x for x in expansions((args, kwargs)) if only_stores(x._format)}
+    found = {id(x): x for x in tree_leaves((args, kwargs)) if _is_decoded(x)}
     numbers = {
-        i: torch.empty(BLOCK, dtype=x._format.result.dtype) if x.dim() else plain_numbers(x)
+        i: torch.empty(BLOCK, dtype=_dtype_of(x)) if x.dim() else numbers_of([x])[0]
         for i, x in found.items()
     }
     readers = [decode_in_parts(*_stored([x]), numbers[i]) for i, x in found.items() if x.dim()]
     writers = []
     for x in written:
-        key = key_of(x._format, [x])
+        key = _key(x)
         format, components = _stored([x])
         keys = [] if key is None else [key]
         writers.append(encode_in_parts(format, numbers[id(x)], components, keys))

@@ -23,8 +23,8 @@ from mcftensor.dispatch.operands import (
     count_write,
     expansions,
     fill,
-    key_of,
     leading,
+    rounding_key,
     stored_in,
     uninterrupted,
 )
@@ -185,6 +185,14 @@ def _within_graph(x: MCFTensor) -> bool:
     return x.role == "parameter" and (in_forward or (in_backward and not x._is_param))
 
 
+def _asks_other(x: MCFTensor, kwargs: dict[str, Any]) -> bool:
+    """Whether another dtype is asked for; its own is no longer, since components have their own."""
+    if kwargs.get("dtype") not in (None, x.dtype):
+        return True
+    kwargs.pop("dtype", None)
+    return False
+
+
 @implements(aten.zeros_like.default, aten.empty_like.default)  # states of optimizers
 def like(func: Any, x: MCFTensor, **kwargs: Any) -> Any:
     """A value of the same format; a plain tensor where another dtype is asked for, and beside a
@@ -193,7 +201,7 @@ def like(func: Any, x: MCFTensor, **kwargs: Any) -> Any:
     An empty tensor like a part or copy of a parameter is a parameter: `distribute_tensor` and
     `Module.to_empty` make what is to hold the parameter.
     """
-    if kwargs.get("dtype") not in (None, x.dtype) or _within_graph(x):
+    if _asks_other(x, kwargs) or _within_graph(x):
         return func(x._component0, **kwargs)
     holds = func is aten.empty_like.default and not x._is_param
     made = [func(t, **kwargs) for t in x._read()]
@@ -207,7 +215,7 @@ def like(func: Any, x: MCFTensor, **kwargs: Any) -> Any:
 )
 def new(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
     """As `like`, of another shape; the role stays."""
-    if kwargs.get("dtype") not in (None, x.dtype):
+    if _asks_other(x, kwargs):
         return func(x._component0, *args, **kwargs)
     return x._like([func(t, *args, **kwargs) for t in x._read()], own=True)
 
@@ -227,7 +235,7 @@ def filled_like(func: Any, x: MCFTensor, *value: Any, **kwargs: Any) -> Any:
     The ones that start a backward pass from a parameter are plain, since gradients of parameters
     are.
     """
-    if kwargs.get("dtype") not in (None, x.dtype) or _within_graph(x):
+    if _asks_other(x, kwargs) or _within_graph(x):
         return func(x._component0, *value, **kwargs)
     return _filled(lambda t: torch.empty_like(t, **kwargs), x, "value", *value)
 
@@ -235,7 +243,7 @@ def filled_like(func: Any, x: MCFTensor, *value: Any, **kwargs: Any) -> Any:
 @implements(aten.new_ones.default, aten.new_full.default)  # x.new_ones, x.new_full
 def new_filled(func: Any, x: MCFTensor, size: Any, *value: Any, **kwargs: Any) -> Any:
     """As `filled_like`, of another shape; the role stays."""
-    if kwargs.get("dtype") not in (None, x.dtype):
+    if _asks_other(x, kwargs):
         return func(x._component0, size, *value, **kwargs)
     return _filled(lambda t: t.new_empty(size, **kwargs), x, x.role, *value)
 
@@ -287,7 +295,7 @@ def copy_(func: Any, target: Tensor, source: Any, non_blocking: bool = False) ->
     if source.is_complex():
         raise TypeError(f"copy_: {source.dtype} into an expansion in {target.format.name}")
     is_alike = isinstance(source, MCFTensor) and source.format is target.format
-    key = None if is_alike else key_of(target.format, [target])
+    key = None if is_alike else rounding_key(target.format, [target])
     fill(target, stored_in(source, target.format, target.device, key), non_blocking)
     if not is_alike:
         count_write([target])

@@ -68,7 +68,7 @@ def finfo(format: Format) -> FInfo:
     else:  # it stores as many bits as it keeps of a machine type
         base = torch.finfo(format.numbers.dtype)
         eps = 2.0 ** (1 - format.precision)
-        largest = base.max
+        largest = base.max / (2 - base.eps) * (2 - eps)
         full_precision_min = base.smallest_normal
         smallest = base.smallest_normal * eps
     return FInfo(

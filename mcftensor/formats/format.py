@@ -194,11 +194,6 @@ class Format:
         return named("bf16i16") if self.dtype == torch.bfloat16 else None
 
     @property
-    def lifted(self) -> Format:
-        """The format of a gradient that nothing was written to yet: its leading component alone."""
-        return PLAIN[self.dtype]
-
-    @property
     def takes_key(self) -> bool:
         """Whether rounding takes a key: one that is drawn, or a count of writes."""
         return self.rounding != "nearest"

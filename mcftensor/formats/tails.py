@@ -79,13 +79,15 @@ class TailFormat(Format):
         return (leading,) if tails is None else (leading, tails)
 
     def normalized(self, stored: Floats) -> tuple[Floats, int]:
-        """One NaN in the place of all. Any tail fits any leading component."""
+        """One NaN in the place of all. Any tail fits any leading component but zero, which with a
+        negative one is the pattern of a NaN."""
         (x,) = self.decode(stored)
         is_nan = x.isnan()
         if not is_nan.any():
             return stored, 0
+        misfits = int((is_nan & stored[0].isfinite()).count_nonzero())
         right = self.nearest.encode(Sum([torch.full_like(x, torch.nan)]), None)
-        return [torch.where(is_nan, a, b) for a, b in zip(right, stored, strict=True)], 0
+        return [torch.where(is_nan, a, b) for a, b in zip(right, stored, strict=True)], misfits
 
     def __repr__(self) -> str:
         default = {0: None, 8: "balanced", 16: "nearest"}[self.bits]

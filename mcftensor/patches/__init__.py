@@ -10,4 +10,5 @@ from mcftensor.patches import dynamo as dynamo
 from mcftensor.patches import objects as objects
 from mcftensor.patches import optimizers as optimizers
 from mcftensor.patches import registries as registries
+from mcftensor.patches import states as states
 from mcftensor.patches.table import PatchWarning as PatchWarning

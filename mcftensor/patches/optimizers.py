@@ -11,32 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mcftensor.patches.table import by_name, patch, row
-from mcftensor.tensor import MCFTensor
+from mcftensor.patches.table import patch, row
 from mcftensor.tensor.sharded import format_of, lifted_shards
 from mcftensor.tensor.stepping import closure, stepping
-
-as_loaded: list[Callable[[Tensor, Tensor, Any], Tensor]] = []
-"""Functions of a parameter, a state of it that is being loaded, and the state's name; they give the
-state that torch is to cast to the dtype of the parameter."""
-
-
-@patch(
-    "torch.optim.Optimizer._process_value_according_to_param_policy",
-    why="`load_state_dict` gives each state the dtype of its parameter, which is the base of an "
-    "expansion; hooks on loading are those of single optimizers.",
-    loss="states of another dtype do not become expansions when an optimizer loads them; they are "
-    "rounded to the base, and so are numbers of float32 such as NAdam's mu_product.",
-    takes=("param", "value", "key"),
-)
-@by_name
-def _by_way_of_hooks(process: Callable[[], Tensor], given: dict[str, Any]) -> Tensor:
-    p = given["param"]
-    if isinstance(p, MCFTensor) and given["value"].shape != p.shape:
-        return given["value"].to(process().device)
-    for function in as_loaded:
-        given["value"] = function(p, given["value"], given.get("key"))
-    return process()
 
 
 def _after_the_plan(initialize: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,6 +89,11 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
+def has_expansions(optimizer: Optimizer) -> bool:
+    """Whether parameters of it are expansions, also sharded ones."""
+    return any(format_of(p) is not None for p in parameters_of(optimizer))
+
+
 def _outside_of_it(x: Any) -> Any:
     """An argument of a step, of which a closure is no part."""
     return closure(x) if callable(x) and not isinstance(x, (Tensor, type)) else x
@@ -140,7 +122,7 @@ def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(self, *args, **kwargs)
 
     def choose(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if any(format_of(p) is not None for p in parameters_of(self)):
+        if has_expansions(self):
             return untraced(take, self, *args, **kwargs)
         return step(self, *args, **kwargs)
 

@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 from mcftensor.convert import as_expansion, as_plain
 from mcftensor.formats import Format, require_format
 from mcftensor.patches.optimizers import (
-    as_loaded,
     breaks_graphs,
     have_states_made_by_plan,
     is_of_torch,
     parameters_of,
     untraced,
 )
+from mcftensor.patches.states import as_loaded
 from mcftensor.tensor.sharded import format_of
 from mcftensor.training.shadow import CannotShadow, attributes, plain_step
 

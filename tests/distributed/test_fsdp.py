@@ -439,6 +439,19 @@ def test_state_dicts_of_the_first_rank_alone():
 
 
 @on_ranks(2)
+def test_numbers_beside_shards_are_loaded_as_they_are():
+    model = sharded(expansions())
+    optimizer, resumed = (torch.optim.NAdam(model.parameters()) for _ in range(2))
+    loss(model).backward()
+    optimizer.step()
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for p in model.parameters():
+        found, expected = (o.state[p]["mu_product"] for o in (resumed, optimizer))
+        assert found.dtype == torch.float32
+        assert found.equal(expected)
+
+
+@on_ranks(2)
 def test_the_group_may_start_after_the_conversion():
     rank, folder = dist.get_rank(), [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)

@@ -24,7 +24,13 @@ LAYOUTS = {
     "strided": lambda x, f: mcf.as_expansion(x.repeat_interleave(2, -1), f)[:, ::2],
     "not aligned": lambda x, f: mcf.as_expansion(nn.functional.pad(x, (0, 0, 1, 0)), f)[1:],
 }
-FORMATS = [mcf.bf16x2, mcf.bf16x3, mcf.fp32x2, mcf.Format(torch.bfloat16, 2, rounding="stochastic")]
+FORMATS = [
+    *(mcf.bf16x2, mcf.bf16x3, mcf.fp32x2),
+    mcf.Format(torch.bfloat16, 2, rounding="stochastic"),
+    mcf.bf16x2.with_rounding("balanced"),
+    *(mcf.bf16i16, mcf.bf16i8),
+    mcf.Format(torch.bfloat16, 1, rounding="balanced"),
+]
 
 
 def trained(kind, format, layout, name, threads):

@@ -281,7 +281,7 @@ KINDS = [
     *WRITERS,
     "model.safetensors.index.json",
     "pytorch_model.bin.index.json",
-    *(f"folder/{name}" for name in reading._IN_FOLDERS),
+    *(f"folder/{name}" for name in reading.IN_FOLDERS),
 ]
 
 
@@ -303,7 +303,7 @@ class TestFiles:
         assert audit(before, after) == audit(after, before) == audit(STATE, changed())
 
     def test_a_folder_with_several_is_read_in_the_order_of_hugging_face(self, tmp_path):
-        for i, name in enumerate(reversed(reading._IN_FOLDERS)):
+        for i, name in enumerate(reversed(reading.IN_FOLDERS)):
             write({"x": torch.full((2,), float(i))}, tmp_path, f"folder/{name}")
             # The index comes first, and its shards bear other names than the whole file.
             (found,) = audit(tmp_path, {"x": torch.full((2,), float(i))}).tensors

@@ -9,6 +9,16 @@ from torch.utils._pytree import tree_flatten
 
 import mcftensor as mcf
 from mcftensor.arithmetic.noise import Noise
+from mcftensor.formats import ExpansionFormat
+
+# Formats that only store numbers, with each rounding.
+STORED = [
+    mcf.bf16i16,
+    mcf.bf16i8,
+    mcf.bf16i8.nearest,
+    mcf.bf16i8.with_rounding("stochastic"),
+    mcf.Format(torch.bfloat16, 1, rounding="balanced"),
+]
 
 requires_cuda = pytest.param(
     "cuda",
@@ -20,8 +30,12 @@ requires_cuda = pytest.param(
 
 
 def sample(format: mcf.Format, *shape: int, device: str = "cpu", seed: int = 0) -> mcf.MCFTensor:
-    """Random values whose every term is busy."""
+    """Random values whose every component is busy."""
     generator = torch.Generator().manual_seed(seed)
+    if not isinstance(format, ExpansionFormat):
+        x = torch.randn(shape, generator=generator, dtype=torch.float64)
+        stored = mcf.as_expansion(x, format.nearest)  # the same on all ranks
+        return mcf.MCFTensor(stored.components, format).to(device)
     terms = []
     for i in range(format.terms):
         x = torch.randn(shape, generator=generator, dtype=torch.float64) * format.u**i

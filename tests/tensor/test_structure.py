@@ -128,6 +128,28 @@ class TestFactories:
         ):
             assert type(y) is torch.Tensor
 
+    @pytest.mark.parametrize("format", [mcf.bf16x2, mcf.bf16i8, mcf.bf16i16], ids=str)
+    @pytest.mark.parametrize(
+        "make",
+        [
+            torch.zeros_like,
+            torch.ones_like,
+            torch.empty_like,
+            lambda x, dtype: torch.full_like(x, 0.1, dtype=dtype),
+            lambda x, dtype: x.new_zeros(3, dtype=dtype),
+            lambda x, dtype: x.new_ones(3, dtype=dtype),
+            lambda x, dtype: x.new_empty(3, dtype=dtype),
+            lambda x, dtype: x.new_empty_strided((3,), (1,), dtype=dtype),
+            lambda x, dtype: x.new_full((3,), 0.1, dtype=dtype),
+        ],
+    )
+    def test_its_own_dtype_is_that_of_no_tail(self, make, format):
+        """FAdam of pytorch_optimizer makes its momentum so."""
+        x = mcf.as_expansion(torch.rand(3), format)
+        made = make(x, dtype=x.dtype)
+        assert made.format == format
+        assert [t.dtype for t in made.components] == [t.dtype for t in x.components]
+
 
 class TestWrites:
     def test_copy_between_equal_formats_is_bare(self, format, device):

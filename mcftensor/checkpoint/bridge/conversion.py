@@ -1,0 +1,283 @@
+"""Checkpoints from one format into another, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mcftensor.checkpoint.atomic import making
+from mcftensor.checkpoint.bridge.entries import Entry, Request
+from mcftensor.checkpoint.bridge.layouts import read_checkpoint
+from mcftensor.checkpoint.bridge.torch_optimizers import BESIDE, metadata_of, state_name
+from mcftensor.checkpoint.errors import CheckpointError
+from mcftensor.checkpoint.saving import save_terms
+from mcftensor.checkpoint.shards import size_in_bytes
+from mcftensor.checkpoint.state_dicts import as_terms
+from mcftensor.convert import as_expansion, as_plain
+from mcftensor.formats import PLAIN, Format, PlainFormat, bf16i16, named
+from mcftensor.tensor import MCFTensor
+
+Progress = Callable[[str, int, int], None]
+"""Called with the name of a tensor that is done, how many bytes of the source are, and of how many
+in all."""
+
+_WIDE = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What `convert_checkpoint` has done."""
+
+    layout: str
+    """Of the source."""
+    format: str
+    weights: int
+    """Tensors that a model has."""
+    states: int
+    """Tensors that an optimizer has."""
+    lost: dict[str, int]
+    """By name, how many elements lost bits, where that was allowed."""
+
+
+def convert_checkpoint(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    format: Format | torch.dtype | str = bf16i16,
+    *,
+    states: Format | torch.dtype | str | None = None,
+    optimizer: bool = True,
+    parameters: Iterable[str] | None = None,
+    step: int | None = None,
+    lossy: bool = False,
+    max_shard_size: int | str | None = None,
+    verify: bool = True,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Convert a checkpoint, of this library or another one, with the states of its optimizer.
+
+    What is float32 or wider, in expansions or with integer tails, is converted. Floats of 16 and 8
+    bits, integers, and states without dimensions, such as counts of steps, stay as they are. What
+    would lose bits is refused: `bf16i16` holds every float32, and `torch.float32` leads back.
+
+    The destination is a folder with `model.safetensors` and, where the source has states of an
+    optimizer, `optimizer.safetensors`, for `load_file`. It comes into being when all has been
+    written. One tensor is in memory at a time.
+
+    Read are
+
+    | layout | weights | states |
+    |---|---|---|
+    | This library | safetensors, folders of this function | any |
+    | Safetensors | one file, or several and an index | |
+    | PyTorch, `torch.save` | a state dict, or one in a larger one; several files | torch.optim's |
+    | Trainer of transformers, Accelerate | folders of either | `optimizer.pt`, `.bin` |
+    | DeepSpeed | `zero_to_fp32.py`'s output; universal checkpoints | of the latter |
+    | Megatron-Core | `torch_dist`: float32 masters, or int16 remainders | as tensors by name |
+    | Transformer Engine | FusedAdam's `master_param`, float32 or int16 | moments |
+    | Flashoptim | `error_bits` of 8 or 16 bits | moments, quantized or not |
+    | Optimi | `kahan_comp`, as an expansion of two terms | moments |
+
+    Args:
+        source: a file, the index of several, or a folder.
+        destination: a folder that does not exist, or is empty.
+        format: of the weights: a format, `torch.float32`, or the name of one.
+        states: of the states; by default that of the weights.
+        optimizer: whether states are converted, too.
+        parameters: names of parameters in the order in which the optimizer got them. Needed where
+            its states complete the weights and say numbers instead of names.
+        step: how many steps were taken, where the source does not say it: Megatron's.
+        lossy: whether tensors may lose bits, by one rounding.
+        max_shard_size: as of `save_file`.
+        verify: whether digests are checked: those of this library, and CRC-32 in files of
+            torch.save, which PyTorch does not look at; and whether terms belong together.
+        progress: called after each tensor with its name, the bytes read so far, and those in all.
+
+    Raises:
+        CheckpointError: a source that is damaged, of no known layout, or would lose bits; a
+            destination that is not empty.
+
+    Examples:
+        >>> import tempfile, torch, mcftensor as mcf
+        >>> x = torch.randn(100, 10)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save({"weight": x}, f"{folder}/master.pt")
+        ...     done = mcf.convert_checkpoint(f"{folder}/master.pt", f"{folder}/converted")
+        ...     y = mcf.load_file(f"{folder}/converted")["weight"]
+        >>> y.format, torch.equal(mcf.as_plain(y, torch.float32), x), done.lost
+        (mcf.bf16i16, True, {})
+    """
+    target = _format(format)
+    target_of_states = target if states is None else _format(states)
+    names = None if parameters is None else list(parameters)
+    most = None if max_shard_size is None else size_in_bytes(max_shard_size)
+    destination = Path(destination)
+    with making(destination) as folder:
+        contents = read_checkpoint(Path(source), Request(optimizer, names, step, verify))
+        state_entries = {
+            state_name(i, key): x
+            for i, state in contents.states.items()
+            for key, x in state.items()
+            if isinstance(x, Entry)
+        }
+        writer = _Writer(lossy, progress, [*contents.weights.values(), *state_entries.values()])
+        formats = {
+            name: target if _is_wide(x) else x.format for name, x in contents.weights.items()
+        }
+        path = folder / "model.safetensors"
+        writer.save(contents.weights, formats, contents.tied, {}, path, most)
+        if contents.states or contents.groups is not None:
+            formats = {
+                name: target_of_states if x.shape and _is_wide(x) else x.format
+                for name, x in state_entries.items()
+            }
+            writer.save(state_entries, formats, {}, metadata_of(contents), folder / BESIDE[0], None)
+    return Conversion(
+        contents.layout, target.name, len(contents.weights), len(state_entries), writer.lost
+    )
+
+
+def _format(format: Format | torch.dtype | str) -> Format:
+    if isinstance(format, torch.dtype):
+        format = PLAIN[format]
+    found = named(format) if isinstance(format, str) else format
+    if isinstance(found, Format) and found.dtype.is_floating_point:
+        return found
+    raise TypeError(
+        f"convert_checkpoint: {format!r} is no format of floats; give mcf.bf16i16, torch.float32, "
+        "or the name of one"
+    )
+
+
+class _Writer:
+    """Converts and writes tensors as they are asked for."""
+
+    def __init__(self, lossy: bool, progress: Progress | None, entries: Iterable[Entry]) -> None:
+        self.lossy, self.progress = lossy, progress
+        self.done, self.total = 0, sum(map(_size, entries))
+        self.lost: dict[str, int] = {}
+
+    def save(
+        self,
+        entries: Mapping[str, Entry],
+        formats: Mapping[str, Format],
+        tied: dict[str, str],
+        metadata: dict[str, str],
+        path: Path,
+        most: int | None,
+    ) -> None:
+        likes: dict[str, Tensor] = {}
+        owners: dict[str, str] = {}
+        for name, x in entries.items():
+            parts = _likes(name, x.shape, formats[name])
+            likes |= parts
+            owners |= dict.fromkeys(parts, name)
+
+        def produce(parts: list[str]) -> Iterator[tuple[str, Tensor]]:
+            for name in dict.fromkeys(owners[part] for part in parts):
+                converted = self._converted(name, entries[name], formats[name])
+                terms = as_terms({name: converted}, sums=True)
+                del converted
+                while terms:  # nothing of one tensor is held when the next one comes
+                    part = next(iter(terms))
+                    yield part, terms.pop(part)
+                self.done += _size(entries[name])
+                if self.progress is not None:
+                    self.progress(name, self.done, self.total)
+
+        save_terms(likes, produce, tied, {"format": "pt", **metadata}, path, most)
+
+    def _converted(self, name: str, entry: Entry, target: Format) -> Tensor:
+        x = entry.read()
+        if x.shape != entry.shape:
+            raise CheckpointError(f"{name} is of shape {x.shape}, where {entry.shape} was said")
+        if target == entry.format:
+            return x
+        y, lost = _recoded(x, entry.format, target)
+        if lost and not self.lossy:
+            raise CheckpointError(
+                f"convert_checkpoint: {name} of shape {tuple(x.shape)} would lose bits in {lost} "
+                f"of {x.numel()} elements, from {entry.format.name} into {target.name}; "
+                f"{_repair(entry.format)}. lossy=True (--lossy) rounds them"
+            )
+        if lost:
+            self.lost[name] = lost
+        return y
+
+
+def _is_wide(entry: Entry) -> bool:
+    return not isinstance(entry.format, PlainFormat) or entry.format.dtype in _WIDE
+
+
+def _size(entry: Entry) -> int:
+    return entry.shape.numel() * entry.format.bytes
+
+
+def _likes(name: str, shape: torch.Size, format: Format) -> dict[str, Tensor]:
+    """What `as_terms` gives of a tensor, without data: components, and what stands beside them."""
+    if isinstance(format, PlainFormat):
+        return {name: torch.empty(shape, dtype=format.dtype, device="meta")}
+    none = torch.Size([0])
+    empty = [torch.empty(x.shape(none), dtype=x.dtype) for x in format.components]
+    terms = as_terms({name: MCFTensor.of(empty, format)}, sums=True)
+    shapes = [x.shape(shape) for x in format.components]
+    shapes += [torch.Size()] * (len(terms) - len(shapes))
+    return {
+        part: torch.empty(size, dtype=x.dtype, device="meta")
+        for (part, x), size in zip(terms.items(), shapes, strict=True)
+    }
+
+
+@torch.no_grad()
+def _recoded(x: Tensor, source: Format, target: Format) -> tuple[Tensor, int]:
+    """A tensor in another format, and how many elements would not come back as they were."""
+    if any(c.shape(x.shape) != x.shape for f in (source, target) for c in f.components):
+        y = _in(target, x)
+        return y, _differ(x, _in(source, y))
+    parts = [torch.empty(x.shape, dtype=component.dtype) for component in target.components]
+    places = [part.view(-1).split(_BLOCK) for part in parts]
+    lost = 0
+    for i, block in enumerate(x.reshape(-1).split(_BLOCK)):
+        y = _in(target, block)
+        lost += _differ(block, _in(source, y))
+        for place, part in zip(places, _components_of(y), strict=True):
+            place[i].copy_(part)
+    return (parts[0] if isinstance(target, PlainFormat) else MCFTensor.of(parts, target)), lost
+
+
+_BLOCK = 1 << 18
+"""Elements that are converted at once, so that what conversions need beside them is little."""
+
+
+def _in(format: Format, x: Tensor) -> Tensor:
+    if isinstance(format, PlainFormat):
+        return as_plain(x, format.dtype)
+    return as_expansion(x, format)
+
+
+def _differ(x: Tensor, y: Tensor) -> int:
+    """How many elements have other bits, NaNs aside."""
+    differ = torch.zeros(x.shape, dtype=torch.bool)
+    pairs = zip(_components_of(x), _components_of(y), strict=True)
+    for a, b in pairs:
+        other = a != b
+        if a.is_floating_point():
+            other = (other & ~(a.isnan() & b.isnan())) | (a.signbit() != b.signbit())
+        differ |= other
+    return int(differ.sum())
+
+
+def _components_of(x: Tensor) -> Sequence[Tensor]:
+    return x.components if isinstance(x, MCFTensor) else [x]
+
+
+def _repair(format: Format) -> str:
+    if format == PLAIN[torch.float32]:
+        return "mcf.bf16i16 holds every float32"
+    if isinstance(format, PlainFormat):
+        return "mcf.fp64x2 holds every float64"
+    return f"keep {format.name}, or take one with more bits"

@@ -1,0 +1,58 @@
+"""Which layout a checkpoint has, and who reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcftensor.checkpoint.bridge import deepspeed, megatron, torch_optimizers, weights
+from mcftensor.checkpoint.bridge.entries import Contents, Request
+from mcftensor.checkpoint.errors import CheckpointError, reading
+from mcftensor.checkpoint.reading import IN_FOLDERS, is_safetensors
+from mcftensor.checkpoint.shards import index_of
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to store a checkpoint."""
+
+    matches: Callable[[Path], bool]
+    read: Callable[[Path, Request], Contents]
+
+
+def _in_folder(path: Path) -> Path | None:
+    return next((path / name for name in IN_FOLDERS if (path / name).is_file()), None)
+
+
+def _read_folder(path: Path, request: Request) -> Contents:
+    contents = read_checkpoint(_in_folder(path) or path, request)
+    torch_optimizers.add_beside(contents, path, request)
+    return contents
+
+
+LAYOUTS = (
+    Layout(lambda path: path.is_dir() and _in_folder(path) is not None, _read_folder),
+    Layout(deepspeed.matches, deepspeed.read),
+    Layout(megatron.matches, megatron.read),
+    Layout(lambda path: path.suffix == ".json", weights.read_shards),
+    Layout(lambda path: path.is_file() and is_safetensors(path), weights.read_safetensors),
+    Layout(lambda path: path.is_file(), torch_optimizers.read_file),
+)
+"""The first that matches reads."""
+
+
+def read_checkpoint(path: Path, request: Request) -> Contents:
+    """What a path stands for: a file, an index, or a folder."""
+    with reading(path):
+        if index_of(path).is_file():
+            path = index_of(path)
+        for layout in LAYOUTS:
+            if layout.matches(path):
+                return layout.read(path, request)
+        if path.is_dir():
+            raise CheckpointError(
+                f"the folder {path} holds none of {', '.join(IN_FOLDERS)}, and is no checkpoint of "
+                "DeepSpeed (universal) or Megatron (torch_dist); name the file itself"
+            )
+        raise CheckpointError(f"cannot read {path}: No such file or directory")

@@ -1,0 +1,137 @@
+"""States that an optimizer saves and loads.
+
+From a run over other parameters they become what the optimizer makes of these ones. From a run over
+parameters of the same format they stay as they are, also those of another dtype, which some
+optimizers make within a step. Expansions among the states of a parameter tell which of the two it
+was; where there are none, and states would change, the state dict says it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from mcftensor.formats import Format
+from mcftensor.patches.optimizers import has_expansions, parameters_of
+from mcftensor.patches.table import by_name, patch
+from mcftensor.tensor.sharded import format_of
+
+as_loaded: list[Callable[[Tensor, Tensor, Any], Tensor]] = []
+"""Functions of a parameter, a state of it that is being loaded, and the state's name; they give the
+state that torch is to cast to the dtype of the parameter."""
+
+FORMATS = "mcftensor_formats"
+"""Where a state dict says in which formats parameters were, by their numbers."""
+
+
+class _Thread(threading.local):
+    """What is being loaded."""
+
+    resumed: frozenset[int] = frozenset()  # identities of parameters
+
+
+_thread = _Thread()
+
+
+@patch(
+    "torch.optim.Optimizer._process_value_according_to_param_policy",
+    why="`load_state_dict` gives each state the dtype of its parameter, which is the base of an "
+    "expansion; hooks on loading are those of single optimizers.",
+    loss="states of another dtype do not become expansions when an optimizer loads them; they are "
+    "rounded to the base, and so are numbers of float32 such as NAdam's mu_product.",
+    takes=("param", "value", "key"),
+)
+@by_name
+def _by_way_of_hooks(process: Callable[[], Tensor], given: dict[str, Any]) -> Tensor:
+    p, x = given["param"], given["value"]
+    if format_of(p) and (x.shape != p.shape or id(p) in _thread.resumed):
+        return x.to(process().device)
+    for function in as_loaded:
+        given["value"] = function(p, given["value"], given.get("key"))
+    return process()
+
+
+@patch(
+    "torch.optim.Optimizer.load_state_dict",
+    why="Whether a state stays as it is depends on the others of its parameter, which torch loads "
+    "one by one.",
+    loss="states that an optimizer makes in another dtype than that of its parameters, as Kron of "
+    "pytorch_optimizer does, become expansions when it loads them.",
+    takes=("self", "state_dict"),
+)
+@by_name
+def _looking_at_all(load: Callable[[], None], given: dict[str, Any]) -> None:
+    if not has_expansions(given["self"]):
+        return load()
+
+    def look(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+        said = state_dict.get(FORMATS, {})
+        _thread.resumed = frozenset(
+            id(p)
+            for i, p, format, states in _over_expansions(optimizer, state_dict)
+            if said.get(i) == format.name or _tell(states, format)
+        )
+
+    outer = _thread.resumed
+    try:
+        with given["self"].register_load_state_dict_pre_hook(look):
+            return load()
+    finally:
+        _thread.resumed = outer
+
+
+@patch(
+    "torch.optim.Optimizer.state_dict",
+    why="States that do not tell that their parameters were expansions, and that loading would "
+    "change: the state dict says it for them.",
+    loss="where no state of a parameter is an expansion, those that the optimizer has made in "
+    "another dtype become expansions when it loads them.",
+    takes=("self",),
+)
+@by_name
+def _saying_formats(save: Callable[[], Any], given: dict[str, Any]) -> Any:
+    if not has_expansions(given["self"]):
+        return save()
+
+    def say(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        formats = {
+            i: format.name
+            for i, p, format, states in _over_expansions(optimizer, state_dict)
+            if not _tell(states, format) and _would_change(p, states)
+        }
+        if formats:
+            state_dict[FORMATS] = formats
+
+    with given["self"].register_state_dict_post_hook(say, prepend=True):
+        return save()
+
+
+def _over_expansions(
+    optimizer: Optimizer, state_dict: Mapping[str, Any]
+) -> Iterator[tuple[Any, Tensor, Format, dict[Any, Any]]]:
+    """Parameters that are expansions, with their numbers, formats and states in a state dict."""
+    numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
+    for i, p in zip(numbers, parameters_of(optimizer), strict=False):
+        format, states = format_of(p), state_dict["state"].get(i)
+        if format is not None and isinstance(states, dict):
+            yield i, p, format, states
+
+
+def _tell(states: dict[Any, Any], format: Format) -> bool:
+    """Whether the states are those of a parameter in a format."""
+    return any(format_of(x) == format for x in tree_leaves(states))
+
+
+def _would_change(p: Tensor, states: dict[Any, Any]) -> bool:
+    """Whether some are no longer what they are if they are loaded as those of another run."""
+    return any(
+        isinstance(x, Tensor) and x.shape == p.shape and x.dtype != p.dtype
+        for name, state in states.items()
+        if name != "step"  # which torch leaves as it is
+        for x in tree_leaves(state)
+    )

@@ -1,0 +1,312 @@
+"""Checkpoints of other programs: each layout is read to the bit, with its optimizer's states."""
+
+import os
+import pickle
+import sys
+import types
+
+import pytest
+import torch
+
+import mcftensor as mcf
+from mcftensor.checkpoint.bridge import flashoptim as of_flashoptim
+from support import foreign, helpers
+
+
+def assert_same_bits(x, y):
+    """Of tensors by name, in any order."""
+    helpers.assert_same_bits(in_order(x), in_order(y))
+
+
+def in_order(tree):
+    return {key: in_order(tree[key]) for key in sorted(tree)} if isinstance(tree, dict) else tree
+
+
+def plain(state_dict):
+    return {name: mcf.as_plain(x, torch.float32) for name, x in state_dict.items()}
+
+
+def moments(optimizer, model):
+    """By state and name, as float32."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {
+        key: {
+            names[id(p)]: mcf.as_plain(state[key], torch.float32)
+            for p, state in optimizer.state.items()
+        }
+        for key in foreign.MOMENTS
+    }
+
+
+@pytest.mark.parametrize("layout", foreign.EXACT)
+def test_weights_and_back(layout, tmp_path):
+    source = foreign.EXACT[layout](tmp_path)
+    done = mcf.convert_checkpoint(source, tmp_path / "narrow", step=foreign.STEPS)
+    assert done.lost == {}
+    loaded = mcf.load_file(tmp_path / "narrow")
+    assert {x.format for x in loaded.values()} == {mcf.bf16i16}
+    assert_same_bits(plain(loaded), foreign.MASTERS)
+    mcf.convert_checkpoint(tmp_path / "narrow", tmp_path / "wide", torch.float32)
+    assert_same_bits(mcf.load_file(tmp_path / "wide"), foreign.MASTERS)
+    assert_same_bits(mcf.load_file(source), foreign.MASTERS)
+
+
+@pytest.mark.parametrize("format", [None, mcf.bf16i16])
+@pytest.mark.parametrize("is_converted", [False, True])
+@pytest.mark.parametrize(
+    "layout", sorted(foreign.EXACT.keys() - {"safetensors_shards", "torch_shards"})
+)
+def test_states(layout, is_converted, format, tmp_path):
+    source = foreign.EXACT[layout](tmp_path)
+    if is_converted:
+        mcf.convert_checkpoint(source, tmp_path / "converted", step=foreign.STEPS)
+        source = tmp_path / "converted"
+    model = mcf.as_expansion(foreign.Model(), format) if format else foreign.Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1)
+    assert mcf.load_file(source, model, optimizer=optimizer, step=foreign.STEPS) == ([], [])
+    assert_same_bits(plain(model.state_dict()), foreign.MASTERS)
+    assert_same_bits(moments(optimizer, model), foreign.MOMENTS)
+    for p, state in optimizer.state.items():
+        assert state["step"] == foreign.STEPS
+        assert {getattr(state[key], "format", None) for key in foreign.MOMENTS} == {format}
+        assert state["exp_avg"].shape == p.shape
+    says_hyperparameters = not layout.startswith(("deepspeed", "megatron"))
+    assert optimizer.param_groups[0]["lr"] == (3e-4 if says_hyperparameters else 1)
+    assert (
+        optimizer.param_groups[0].keys()
+        == torch.optim.AdamW(model.parameters()).param_groups[0].keys()
+    )
+    model.norm.weight.grad = torch.ones_like(model.norm.weight)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_flashoptim(bits, compressed, tmp_path):
+    source = foreign.flashoptim(tmp_path, bits, compressed)
+    mcf.convert_checkpoint(source, tmp_path / "converted")
+    model = mcf.as_expansion(foreign.Model(), mcf.bf16i16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    mcf.load_file(tmp_path / "converted", model, optimizer=optimizer)
+    for name, x in plain(model.state_dict()).items():
+        error = ((x - foreign.MASTERS[name]) / foreign.MASTERS[name]).abs().max()
+        assert error < 2.0**-8 / (127 if bits == 8 else 32767)
+        assert error > 0 or bits == 16
+    for key, values in moments(optimizer, model).items():
+        for name, x in values.items():
+            expected = foreign.MOMENTS[key][name]
+            assert (x - expected).abs().max() <= expected.abs().max() * (0.02 if compressed else 0)
+
+
+def test_corrections_of_flashoptim_over_all_weights():
+    """A correction is so many 127ths, or 32767ths, of half the distance to the next weight."""
+    bits = torch.arange(-(2**15), 2**15).to(torch.int16)
+    for dtype in (torch.bfloat16, torch.float16):
+        x = bits.view(dtype)
+        x = x[x.isfinite()]
+        magnitude = x.abs().double()
+        next_one = (x.abs().view(torch.int16) + 1).view(dtype).double()
+        ulp = torch.where(next_one.isfinite(), next_one - magnitude, torch.nan)
+        for most, kind in ((127, torch.int8), (32767, torch.int16)):
+            for e in (-most, -5, 0, 1, most):
+                found = of_flashoptim.corrected(x, torch.full(x.shape, e, dtype=kind)).double()
+                expected = x.double() + e / most * ulp / 2
+                tolerance = expected.abs() * 2.0**-23 + 2.0**-149
+                known = ~expected.isnan() & (expected.abs() <= torch.finfo(torch.float32).max)
+                assert ((found - expected).abs() <= tolerance)[known].all()
+
+
+def test_optimi(tmp_path):
+    source, weights, rest = foreign.optimi(tmp_path)
+    mcf.convert_checkpoint(source, tmp_path / "converted", mcf.bf16x2)
+    for name, x in mcf.load_file(tmp_path / "converted").items():
+        expected = weights[name].double() + rest[name].double()
+        assert torch.equal(mcf.as_plain(x, torch.float64), expected)
+    states = mcf.load_file(tmp_path / "converted" / "optimizer.safetensors")
+    assert states["state.norm.weight.exp_avg"].dtype == torch.bfloat16
+    assert "state.norm.weight.kahan_comp" not in states
+
+
+def test_optimi_itself(tmp_path):
+    optimi = pytest.importorskip("optimi")
+    torch.manual_seed(0)
+    model = foreign.Model().bfloat16()
+    optimizer = optimi.AdamW(model.parameters(), lr=1e-3, triton=False)
+    for _ in range(20):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(content, tmp_path / "run.pt")
+    loaded = mcf.load_file(tmp_path / "run.pt")
+    for name, p in model.named_parameters():
+        expected = p.detach().double() + optimizer.state[p]["kahan_comp"].double()
+        assert torch.equal(mcf.as_plain(loaded[name], torch.float64), expected)
+
+
+def test_transformers_itself(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=16, n_embd=8, n_layer=2, n_head=2, n_positions=4, bos_token_id=0, eos_token_id=0
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    model.save_pretrained(tmp_path / "saved", max_shard_size="2KB")
+    assert (tmp_path / "saved" / "model.safetensors.index.json").exists()
+    mcf.convert_checkpoint(tmp_path / "saved", tmp_path / "converted")
+    other = mcf.as_expansion(transformers.GPT2LMHeadModel(config), mcf.bf16i16)
+    assert mcf.load_file(tmp_path / "converted", other) == ([], [])
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, mcf.as_plain(q, torch.float32))
+
+
+def test_accelerate_itself(tmp_path):
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    model = foreign.Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    accelerator.save_state(tmp_path / "saved")
+    other = mcf.as_expansion(foreign.Model(), mcf.bf16i16)
+    loaded = torch.optim.AdamW(other.parameters())
+    mcf.load_file(tmp_path / "saved", other, optimizer=loaded)
+    assert loaded.param_groups[0]["lr"] == 0.3
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, mcf.as_plain(q, torch.float32))
+        for key in foreign.MOMENTS:
+            theirs = optimizer.optimizer.state[p][key]
+            assert torch.equal(theirs, mcf.as_plain(loaded.state[q][key], torch.float32))
+
+
+class TestMasters:
+    def write(self, tmp_path, change):
+        content = torch.load(foreign.transformer_engine_float32(tmp_path), weights_only=True)
+        change(content)
+        torch.save(content, tmp_path / "te.pt")
+        return tmp_path / "te.pt"
+
+    def test_of_another_step(self, tmp_path):
+        def change(content):
+            content["optimizer"]["state"][0]["master_param"] += 1
+
+        with pytest.raises(
+            mcf.CheckpointError, match=r"66 of 66 elements of embed\.weight are not"
+        ):
+            mcf.load_file(self.write(tmp_path, change))
+
+    def test_of_another_shape(self, tmp_path):
+        def change(content):
+            content["optimizer"]["state"][0]["master_param"] = torch.ones(3)
+
+        with pytest.raises(
+            mcf.CheckpointError, match=r"embed.weight is of float32 and shape \(3,\)"
+        ):
+            mcf.load_file(self.write(tmp_path, change))
+
+    def test_two_groups_need_names(self, tmp_path):
+        def change(content):
+            (group,) = content["optimizer"]["param_groups"]
+            content["optimizer"]["param_groups"] = [
+                {**group, "params": [0, 1]},
+                {**group, "weight_decay": 0.0, "params": [2, 3]},
+            ]
+            state = content["optimizer"]["state"]
+            state[0], state[1] = state[1], state[0]
+
+        path = self.write(tmp_path, change)
+        with pytest.raises(mcf.CheckpointError, match="give parameters, their names in the order"):
+            mcf.load_file(path)
+        names = ["layers.0.weight", "embed.weight", "layers.0.bias", "norm.weight"]
+        assert_same_bits(mcf.load_file(path, parameters=names), foreign.MASTERS)
+        with pytest.raises(mcf.CheckpointError, match="belongs to another parameter"):
+            mcf.load_file(path, parameters=list(foreign.SHAPES))
+
+    def test_names_that_torch_keeps(self, tmp_path):
+        def change(content):
+            content["optimizer"]["param_groups"][0]["param_names"] = list(foreign.SHAPES)
+            content["model"]["buffer"] = torch.ones(6)
+
+        loaded = mcf.load_file(self.write(tmp_path, change))
+        assert torch.equal(loaded.pop("buffer"), torch.ones(6))
+        assert_same_bits(loaded, foreign.MASTERS)
+
+
+def test_how_deepspeed_had_divided_a_parameter(tmp_path, monkeypatch):
+    """A class of its own stands in its files; it need not be installed."""
+    source = foreign.deepspeed(tmp_path)
+    (file,) = source.rglob("norm.weight/fp32.pt")
+    name = "deepspeed.checkpoint.universal_checkpoint"
+    module = types.ModuleType(name)
+    module.SubparamShape = type("SubparamShape", (), {"__module__": name})
+    shape = module.SubparamShape()
+    shape.patterns, shape.shape, shape.partition_dim = ["norm"], ((3, 3),), 0
+    with monkeypatch.context() as context:
+        for part in ("deepspeed", "deepspeed.checkpoint", name):
+            context.setitem(sys.modules, part, module)
+        content = {"param": foreign.MASTERS["norm.weight"], "sub_param_shape": shape}
+        torch.save(content, file)
+    assert_same_bits(mcf.load_file(source), foreign.MASTERS)
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("layout", ["megatron", "deepspeed", "torch_file", "transformers"])
+def test_pickles_that_would_run_code(layout, tmp_path):
+    source, exploded = foreign.EXACT[layout](tmp_path), tmp_path / "exploded"
+    kinds = {"megatron": ".metadata", "deepspeed": "step.pt", "transformers": "optimizer.pt"}
+    file = source if source.is_file() else next(source.rglob(kinds[layout]))
+    if layout == "megatron":
+        file.write_bytes(pickle.dumps(Bomb(exploded)))
+    else:
+        torch.save({"state": Bomb(exploded), "param_groups": []}, file)
+    with pytest.raises(mcf.CheckpointError):
+        mcf.convert_checkpoint(source, tmp_path / "to", step=1)
+    assert not exploded.exists()
+
+
+class TestRefusals:
+    def test_megatron_without_a_step(self, tmp_path):
+        source = foreign.megatron(tmp_path)
+        with pytest.raises(mcf.CheckpointError, match="give step, which is the iteration"):
+            mcf.convert_checkpoint(source, tmp_path / "converted")
+        mcf.convert_checkpoint(source, tmp_path / "converted", optimizer=False)
+        assert [f.name for f in (tmp_path / "converted").iterdir()] == ["model.safetensors"]
+
+    def test_megatron_in_flat_parts(self, tmp_path):
+        source = foreign.megatron(tmp_path, prefix="chained_1.")
+        state = {"w": torch.ones(2, 3).bfloat16(), "optimizer.state.fp32_param.w": torch.ones(6)}
+        foreign.save_distributed(state, source / "iter_0000007")
+        with pytest.raises(mcf.CheckpointError, match="--dist-ckpt-optim-fully-reshardable"):
+            mcf.load_file(source)
+
+    def test_flat_tensors_of_deepspeed_without_shapes(self, tmp_path):
+        source = foreign.deepspeed_stage_3(tmp_path)
+        (file,) = source.rglob("*_model_states.pt")
+        file.unlink()
+        with pytest.raises(mcf.CheckpointError, match=r"is flat in .*, as ZeRO stage 3 leaves it"):
+            mcf.load_file(source)
+
+    def test_two_optimizers(self, tmp_path):
+        content = torch.load(foreign.torch_file(tmp_path), weights_only=True)
+        torch.save({**content, "second": content["optimizer"]}, tmp_path / "two.pt")
+        with pytest.raises(
+            mcf.CheckpointError, match="the states of 2 optimizers, optimizer, second"
+        ):
+            mcf.load_file(tmp_path / "two.pt")
+
+    def test_a_folder_of_something_else(self, tmp_path):
+        with pytest.raises(mcf.CheckpointError, match="and is no checkpoint of DeepSpeed"):
+            mcf.load_file(tmp_path)
+
+    def test_no_states(self, tmp_path):
+        model = foreign.Model()
+        source = foreign.torch_shards(tmp_path)
+        with pytest.raises(mcf.CheckpointError, match="holds no states of an optimizer"):
+            mcf.load_file(source, model, optimizer=torch.optim.AdamW(model.parameters()))
