@@ -40,7 +40,7 @@ def machine(result: dict[str, Any]) -> str:
     if isinstance(m, str):
         return f"{m}\n{{ .source }}"
     cpu = m.get("cpu") or f"a {m['device'].upper()}"
-    threads = f", {m['threads']} threads" if "threads" in m else ""
+    threads = f", {m['threads']} thread{'s' * (m['threads'] > 1)}" if "threads" in m else ""
     return f"{cpu}{threads}, torch {m['torch']}, Python {m['python']}\n{{ .source }}"
 
 
@@ -291,8 +291,10 @@ def storage() -> str:
         (name, str(size), *(f"{column[name]['error']:.1e}" for column in columns))
         for name, size in result["bytes"].items()
     ]
-    settings = [name.split(", ") for name in result["displacement"]]
-    head = ("weights", "bytes", *(f"{lr}, {kind}" for lr, _, kind in settings))
+    head = (
+        "weights", "bytes", "lr 1e-4, small", "lr 1e-4, ones", "lr 1e-5, small", "lr 1e-5, ones",
+        "lr 1e-6, small", "lr 1e-6, ones",
+    )  # fmt: skip
     return table(head, rows) + "\n\n" + machine(result)
 
 
