@@ -17,7 +17,7 @@ help: ## list the targets
 
 install: .venv/installed ## set up .venv with the library and all that develops it
 
-train: .venv/installed ## pretrain a small GPT in five precision strategies and compare (ARGS="--help")
+train: .venv/installed ## pretrain a small GPT in eight precision strategies and compare (ARGS="--help")
 	$(BIN)/python studies/pretrain.py $(ARGS)
 
 study: .venv/installed ## measure what updates lose, by strategy, layer, learning rate and beta2 (ARGS="--help")

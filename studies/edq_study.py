@@ -31,7 +31,7 @@ from pretraining.command import (
     selected,
 )
 from pretraining.run import Run
-from pretraining.strategies import STRATEGIES
+from pretraining.strategies import COLLAGE
 from pretraining.study import Measured
 from pretraining.training import BATCH_SIZES, SHAPES, count_parameters, machine, train
 
@@ -42,7 +42,7 @@ LRS = (1e-3, LR, 1e-4, 1e-5, 1e-6)
 
 # Strategy, peak learning rate and beta2 of the runs that answer each question.
 PARTS: dict[str, list[tuple[str, float, float]]] = {
-    "strategies": [(strategy, LR, BETA2) for strategy in STRATEGIES],
+    "strategies": [(strategy, LR, BETA2) for strategy in COLLAGE],
     "beta2": [(strategy, LR, beta2) for beta2 in BETA2S for strategy in ("light", "plus")],
     "layers": [(strategy, LR, BETA2) for strategy in ("bf16", "light", "plus")],
     "rates": [(strategy, lr, BETA2) for lr in LRS for strategy in ("bf16", "light", "plus")],

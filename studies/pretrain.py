@@ -8,6 +8,9 @@ Every strategy starts from the same weights, sees the same batches and runs a st
   light   parameters are expansions; states are plain bf16
   plus    parameters and second moments are expansions
   full    parameters and all states are expansions
+  exact   parameters and states are bfloat16 with an int16 tail: float32, to the bit
+  tail8   matrices have an int8 tail; vectors and states as in exact
+  round   parameters are bfloat16 alone, in balanced rounding; states as in exact
 
 On several processes, which share every batch, each strategy runs under DistributedDataParallel or
 divided by fully_shard; with --checkpoint, what was stopped goes on, to the bit:
@@ -83,13 +86,20 @@ def compare(options: argparse.Namespace) -> None:
                 console.print(f"{run.strategy}: {saved['step']} of {run.steps} steps are done")
             checkpoints[run] = checkpoint
     results = {
-        run.strategy: train(run, training, validation, checkpoint=checkpoints.get(run))
+        run.strategy: train(
+            run,
+            training,
+            validation,
+            checkpoint=checkpoints.get(run),
+            witness=options.witness,
+        )
         for run in runs
     }
     if not processes.is_first():
         return
 
-    console.print(report.table(results, title))
+    for table in report.tables(results, title):
+        console.print(table)
     report.write_json(
         options.out / "results.json",
         results,
@@ -123,7 +133,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         default=STRATEGIES,
         metavar="NAME",
-        help="which to run, separated by commas or spaces (default: all five)",
+        help="which to run, separated by commas or spaces (default: all)",
     )
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default: adamw)")
     add("--path", choices=PATHS, default="fused", help="the optimizer's code path (default: fused)")
@@ -144,6 +154,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "and --parallel may change, other options may not",
     )
     add("--save-every", type=COUNT, default=100, metavar="STEPS", help="(default: 100)")
+    add(
+        "--witness",
+        action="store_true",
+        help="take every step in float64, too, and compare states and weights with it",
+    )
     add_common(parser, "out/pretrain", "results.json and loss.png")
     options = parser.parse_args(arguments)
 
@@ -152,6 +167,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.lr = options.lr or LEARNING_RATES[options.optimizer]
     options.batch_size = options.batch_size or BATCH_SIZES[options.device]
     check_processes(parser, options)
+    if options.witness and (options.checkpoint or processes.count() > 1):
+        parser.error("--witness: it runs in one process, and without --checkpoint")
     return options
 
 

@@ -40,7 +40,7 @@ def machine(result: dict[str, Any]) -> str:
     if isinstance(m, str):
         return f"{m}\n{{ .source }}"
     cpu = m.get("cpu") or f"a {m['device'].upper()}"
-    threads = f", {m['threads']} threads" if "threads" in m else ""
+    threads = f", {m['threads']} thread{'s' * (m['threads'] > 1)}" if "threads" in m else ""
     return f"{cpu}{threads}, torch {m['torch']}, Python {m['python']}\n{{ .source }}"
 
 
@@ -240,6 +240,26 @@ def pretraining() -> str:
 # ---------------------------------------------------------------------------------------- accuracy
 
 
+def witness() -> str:
+    """What steps of the small GPT did, against the same steps in float64."""
+    rows = [
+        (
+            name,
+            f"{found['displacement_matrices']:.1e}",
+            f"{found['displacement_vectors']:.1e}",
+            f"{found['second_moment']:.5f}",
+            f"{found['largest_run']:.5f} ({found['largest_exact']:.5f})",
+        )
+        for name, result in load("pretrain-seed0")["strategies"].items()
+        if (found := result.get("witness"))
+    ]
+    head = (
+        "", "displacement, matrices", "displacement, vectors", "second moment, over the exact one",
+        "largest update, in learning rates (exact)",
+    )  # fmt: skip
+    return table(head, rows)
+
+
 def displacement() -> str:
     """Relative error of what AdamW's weights moved by in 1000 steps."""
     result = load("accuracy")
@@ -259,6 +279,21 @@ def displacement() -> str:
     head = (
         "AdamW", "lr 1e-4, small", "lr 1e-4, ones", "lr 1e-5, small", "lr 1e-5, ones",
         "weight of 1, moved", "pure decay, moved",
+    )  # fmt: skip
+    return table(head, rows) + "\n\n" + machine(result)
+
+
+def storage() -> str:
+    """The same where moments are float32, so that the storage of weights counts alone."""
+    result = load("storage")
+    columns = result["displacement"].values()
+    rows = [
+        (name, str(size), *(f"{column[name]['error']:.1e}" for column in columns))
+        for name, size in result["bytes"].items()
+    ]
+    head = (
+        "weights", "bytes", "lr 1e-4, small", "lr 1e-4, ones", "lr 1e-5, small", "lr 1e-5, ones",
+        "lr 1e-6, small", "lr 1e-6, ones",
     )  # fmt: skip
     return table(head, rows) + "\n\n" + machine(result)
 

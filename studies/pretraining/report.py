@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from rich.table import Table
 
 from pretraining.run import Result
-from pretraining.strategies import PLAIN
+from pretraining.strategies import WITHOUT_TAILS
 
 REFERENCE = "master"
+COLUMNS = 4
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers. Lines become narrower from
 # one to the next, so that those that coincide are all seen; the reference is a wide grey band.
@@ -27,10 +29,22 @@ LINES: dict[str, dict[str, Any]] = {
     "light": {"color": "#56B4E9", "marker": "s", "markersize": 6, "linewidth": 3},
     "plus": {"color": "#009E73", "marker": "^", "markersize": 4},
     "full": {"color": "#000000", "marker": ".", "markersize": 3, "linestyle": "--", "linewidth": 1},
+    "exact": {"color": "#E69F00", "marker": "x", "markersize": 7, "linestyle": ""},
+    "tail8": {"color": "#CC79A7", "marker": "v", "markersize": 4, "linewidth": 1},
+    "round": {"color": "#0072B2", "marker": "D", "markersize": 3, "linewidth": 1},
 }
 
 # How leading terms alone are drawn, over what the strategy has otherwise.
 LEADING: dict[str, Any] = {"marker": "", "linestyle": ":"}
+
+# What the witness in float64 finds, and digits of it.
+WITNESSED = {
+    "error of displacement, matrices": ("displacement_matrices", 6),
+    "error of displacement, vectors": ("displacement_vectors", 6),
+    "second moment over exact": ("second_moment", 4),
+    "largest update over rate": ("largest_run", 3),
+    "    exact": ("largest_exact", 3),
+}
 
 Results = dict[str, Result]
 
@@ -41,21 +55,32 @@ def difference(results: Results, strategy: str) -> float | None:
     return None if reference is None else results[strategy].final - reference.final
 
 
-def table(results: Results, title: str) -> Table:
-    """The final numbers, one strategy a column."""
-    screen = Table(
-        title=title,
-        caption="EDQ ratio: the share of the intended updates that weights took. Lost: elements "
+def tables(results: Results, title: str) -> list[Table]:
+    """The final numbers, in tables that a screen of 80 columns holds."""
+    names = list(results)
+    found = [table(results, title, names[i : i + COLUMNS]) for i in range(0, len(names), COLUMNS)]
+    found[-1].caption = (
+        "EDQ ratio: the share of the intended updates that weights took. Lost: elements "
         "that were to move and did not. Both are means over the last quarter of the samples. "
         "Leading terms: the bf16 weights that the model computes with. Bytes: measured, gradients "
-        "included, on one process.",
+        "included, on one process."
     )
+    return found
+
+
+def table(results: Results, title: str, names: Sequence[str] | None = None) -> Table:
+    """The final numbers of some strategies, or all, one a column."""
+    names = list(names or results)
+    screen = Table(title=title)
     screen.add_column()
-    for strategy in results:
+    for strategy in names:
         screen.add_column(strategy, justify="right")
 
     def row(name: str, cell: Callable[[str], str]) -> None:
-        screen.add_row(name, *map(cell, results))
+        screen.add_row(name, *map(cell, names))
+
+    def witnessed(figure: str, digits: int, strategy: str) -> str:
+        return decimal(results[strategy].witness.get(figure), digits)
 
     def gap(strategy: str) -> str:
         value = difference(results, strategy)
@@ -69,6 +94,10 @@ def table(results: Results, title: str) -> Table:
     row("    of leading terms", lambda s: decimal(results[s].late("ratio_leading")))
     row("updates lost", lambda s: percent(results[s].late("lost")))
     row("    by leading terms", lambda s: percent(results[s].late("lost_leading")))
+    if any(results[s].witness for s in results):
+        screen.add_section()
+        for name, (figure, digits) in WITNESSED.items():
+            row(name, partial(witnessed, figure, digits))
     screen.add_section()
     row("bytes per parameter", lambda s: f"{results[s].bytes_per_parameter:.2f}")
     row("seconds per step", lambda s: f"{results[s].seconds_per_step:.3f}")
@@ -145,7 +174,7 @@ def draw(path: Path, results: Results, title: str) -> None:
     dress(panels["lost"], "Elements whose update is lost", "")
     panels["lost"].yaxis.set_major_formatter(PercentFormatter(1.0))
     panels["lost"].set_ylim(-0.03, 1.03)
-    if any(strategy not in PLAIN for strategy in results):
+    if any(strategy not in WITHOUT_TAILS for strategy in results):
         explain_leading(panels["lost"])
     figure.savefig(path, dpi=150)
 
@@ -162,7 +191,7 @@ def draw_readings(axes: Axes, results: Results, figure: str) -> None:
     """One figure of the meter over the steps, for leading terms alone dotted."""
     for strategy, result in results.items():
         axes.plot(*curve(result, figure), **LINES[strategy])
-        if strategy not in PLAIN:
+        if strategy not in WITHOUT_TAILS:
             axes.plot(*curve(result, f"{figure}_leading"), **LINES[strategy] | LEADING)
 
 

@@ -12,8 +12,10 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import mcftensor as mcf
 
-STRATEGIES = ("master", "bf16", "light", "plus", "full")
-PLAIN = ("master", "bf16")  # They have no terms but one.
+COLLAGE = ("master", "bf16", "light", "plus", "full")  # Those of the paper.
+STRATEGIES = (*COLLAGE, "exact", "tail8", "round")
+PLAIN = ("master", "bf16")  # Their parameters are plain tensors.
+WITHOUT_TAILS = (*PLAIN, "round")
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
 LEARNING_RATES = {"adamw": 3e-4, "sgd": 0.05}
 WEIGHT_DECAYS = {"adamw": 0.1, "sgd": 1e-4}
@@ -23,13 +25,27 @@ PATHS = {
     "forloop": {"foreach": False, "fused": False},
 }
 
+# Formats of matrices and of the rest. Gains start at 1.0, where 16 bits are few, and are small.
+FORMATS: dict[str, tuple[mcf.Format, mcf.Format]] = {
+    "exact": (mcf.bf16i16, mcf.bf16i16),
+    "tail8": (mcf.bf16i8, mcf.bf16i16),
+    "round": (mcf.Format(torch.bfloat16, 1, rounding="balanced"),) * 2,
+}
+STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+
 Named = Iterable[tuple[str, Tensor]]
 OptimizerFactory = Callable[[Named], Optimizer]
 
 
 def as_kept(strategy: str, model: nn.Module) -> nn.Module:
-    """The bf16 parameters of `model`, in place, as expansions where `strategy` says so."""
-    return model if strategy in PLAIN else mcf.as_expansion(model)
+    """The bf16 parameters of `model`, in place, in the formats that `strategy` says."""
+    if strategy in PLAIN:
+        return model
+    if strategy not in FORMATS:
+        return mcf.as_expansion(model)
+    matrices, vectors = FORMATS[strategy]
+    overrides = {name: vectors for name, p in model.named_parameters() if p.dim() <= 1}
+    return mcf.as_expansion(model, matrices, overrides=overrides)
 
 
 def optimizer_for(strategy: str, model: nn.Module, stock: OptimizerFactory) -> Optimizer:
@@ -37,7 +53,13 @@ def optimizer_for(strategy: str, model: nn.Module, stock: OptimizerFactory) -> O
     if strategy == "master":
         return master_weights(model, stock)
     optimizer = stock(model.named_parameters())
-    return optimizer if strategy in PLAIN else mcf.collage(optimizer, strategy)
+    if strategy in PLAIN:
+        return optimizer
+    if strategy not in FORMATS:
+        return mcf.collage(optimizer, strategy)
+    # States are float32 to the bit, so that it is weights that are compared.
+    names = next(STATES[name] for name, cls in OPTIMIZERS.items() if type(optimizer) is cls)
+    return mcf.collage(optimizer, dict.fromkeys(names, mcf.bf16i16))
 
 
 def stock_optimizer(name: str, path: str, lr: float, beta2: float) -> OptimizerFactory:

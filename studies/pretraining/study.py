@@ -26,7 +26,7 @@ from pretraining.report import (
     percent,
 )
 from pretraining.run import Result, Run, last_quarter, mean
-from pretraining.strategies import PLAIN
+from pretraining.strategies import WITHOUT_TAILS
 
 FIGURES = ("ratio", "lost", "ratio_leading", "lost_leading", "update_norm")
 Row = dict[str, Any]
@@ -209,8 +209,8 @@ def kinds_table(rows: Sequence[Row]) -> Table:
 def top_table(rows: Sequence[Row]) -> Table:
     """The parameters of which most is lost."""
     strategies = [name for name in rows[0] if name in LINES]
-    plain = [name for name in strategies if name in PLAIN]
-    expansions = [name for name in strategies if name not in PLAIN]
+    plain = [name for name in strategies if name in WITHOUT_TAILS]
+    expansions = [name for name in strategies if name not in WITHOUT_TAILS]
     filled = screen(
         f"The {len(rows)} parameters of which {strategies[0]} loses most",
         [
@@ -293,7 +293,7 @@ def draw_rates(path: Path, rows: Sequence[Row], title: str) -> None:
         for axes, name in ((ratio, "ratio"), (lost, "lost")):
             values = numbers(row[name] for row in chosen)
             axes.plot(rates, values, **LINES[strategy])
-            if strategy not in PLAIN:
+            if strategy not in WITHOUT_TAILS:
                 values = numbers(row[f"{name}_leading"] for row in chosen)
                 axes.plot(rates, values, **LINES[strategy] | LEADING)
         finals = [row["final_nats"] for row in chosen]
@@ -333,7 +333,7 @@ def draw_layers(
         (one.run.strategy, suffix)
         for suffix in ("", "_leading")
         for one in runs
-        if not (suffix and one.run.strategy in PLAIN)
+        if not (suffix and one.run.strategy in WITHOUT_TAILS)
     ]
     series.sort(key=lambda pair: [one.run.strategy for one in runs].index(pair[0]))
     for axes, name in ((left, "lost"), (right, "ratio")):

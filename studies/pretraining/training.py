@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from pretraining.model import GPT, Shape, loss
 from pretraining.resuming import Checkpoint, State, load_model, load_optimizer
 from pretraining.run import Result, Run
 from pretraining.strategies import as_kept, bytes_per_parameter, optimizer_for, stock_optimizer
+from pretraining.witness import Witness
 
 SHAPES = {
     "cpu": Shape(context=128, layers=4, width=160, heads=5),
@@ -43,18 +45,20 @@ def train(
     label: str = "",
     watch: Callable[[mcf.EDQ], object] | None = None,
     checkpoint: Checkpoint | None = None,
+    witness: bool = False,
 ) -> Result:
     """Train one model and return its losses, what its updates lost, its memory and its speed.
 
     `label` goes before the progress bar, and `watch` gets the meter after each of its samples.
-    With a checkpoint, the run goes on from what is there, and saves itself there.
+    With a checkpoint, the run goes on from what is there, and saves itself there. A witness takes
+    all steps in float64 beside it, in one process and without a checkpoint.
     """
     saved = checkpoint.load() if checkpoint else None
     if saved and saved["step"] == run.steps:
         return Result(**saved["result"])
     # On a CPU the flash backward in bf16 takes several times as long as plain matmuls.
     with sdpa_kernel(SDPBackend.MATH) if run.device == "cpu" else contextlib.nullcontext():
-        job = Training(run, training, validation, watch)
+        job = Training(run, training, validation, watch, witness)
         if saved:
             job.load_state_dict(saved)
         else:
@@ -90,6 +94,7 @@ class Training:
         training: Tensor,
         validation: Tensor,
         watch: Callable[[mcf.EDQ], object] | None,
+        witness: bool,
     ) -> None:
         torch.manual_seed(run.seed)
         self.run = run
@@ -113,9 +118,9 @@ class Training:
         self.optimizer = optimizer_for(run.strategy, self.model, stock)
         # Between two samples is at least one step without, whose time counts.
         self.meter = mcf.EDQ(self.optimizer, every=max(2, run.steps // SAMPLES), callback=watch)
-        self.scheduler = LambdaLR(
-            self.optimizer, lambda step: learning_rate_factor(step, run.steps)
-        )
+        schedule = partial(learning_rate_factor, steps=run.steps)
+        self.scheduler = LambdaLR(self.optimizer, schedule)
+        self.witness = Witness(self.model, self.optimizer, stock, schedule) if witness else None
 
     def batches(self) -> Iterator[Tensor]:
         """This process's share of random windows of the text, (batch, window), for each step."""
@@ -139,6 +144,8 @@ class Training:
         self.result.training.append(mean)
         sampled = self.meter.last is not None and self.meter.last["step"] == self.step
         self.seconds["sampled" if sampled else "plain"].append(time.perf_counter() - start)
+        if self.witness:
+            self.witness.step()
         if self.step in self.evaluated:
             self.validate()
         if self.step == self.run.steps:
@@ -153,6 +160,7 @@ class Training:
         """Complete the result."""
         self.meter.remove()
         self.result.edq = [*self.meter.history]
+        self.result.witness = self.witness.findings() if self.witness else {}
         self.result.bytes_per_parameter = bytes_per_parameter(self.model, self.optimizer)
         self.result.seconds_per_step = statistics.median(
             self.seconds["plain"] or self.seconds["sampled"]

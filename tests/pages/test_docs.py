@@ -52,7 +52,10 @@ def test_the_readme_has_the_training_of_the_results():
         assert float(ratio) == pytest.approx(finals[0]["edq_ratio"], abs=6e-5)
         assert float(lost.rstrip(" %")) / 100 == pytest.approx(finals[0]["lost"], rel=0.2)
         assert float(size) == pytest.approx(first["bytes_per_parameter"], abs=6e-3)
-        assert float(seconds) == pytest.approx(first["seconds_per_step"], abs=6e-4)
+        if first["seconds_per_step"] is None:  # other work shared the machine
+            assert seconds == "–"
+        else:
+            assert float(seconds) == pytest.approx(first["seconds_per_step"], abs=6e-4)
 
 
 def test_the_readme_has_the_steps_of_the_results():

@@ -8,7 +8,7 @@ import torch
 import edq_study
 from pretraining import study, training
 from pretraining.model import GPT, Shape
-from pretraining.strategies import STRATEGIES
+from pretraining.strategies import COLLAGE
 
 TINY = Shape(context=16, layers=1, width=32, heads=2)
 NAMES = [name for name, _ in GPT(TINY).named_parameters()]
@@ -55,7 +55,7 @@ def test_all_questions_are_answered(run, tmp_path, monkeypatch, capsys):
     )
 
     strategies = {row["strategy"]: row for row in findings["strategies"]}
-    assert list(strategies) == list(STRATEGIES)
+    assert list(strategies) == list(COLLAGE)
     for name, row in strategies.items():
         if name == "bf16":
             assert row["ratio"] == row["ratio_leading"] < 0.9

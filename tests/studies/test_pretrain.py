@@ -13,9 +13,9 @@ import torch
 
 import mcftensor as mcf
 import pretrain
-from pretraining import report, text, training
+from pretraining import report, strategies, text, training
 from pretraining.model import GPT, Shape
-from pretraining.strategies import STRATEGIES, bytes_per_parameter
+from pretraining.strategies import STRATEGIES, WITHOUT_TAILS, bytes_per_parameter, parameters_of
 
 TINY = Shape(context=16, layers=1, width=32, heads=2)
 PARAMETERS = sum(p.numel() for p in GPT(TINY).parameters())
@@ -78,13 +78,16 @@ def test_every_strategy_is_metered(run):
         for of_reading, of_result in (("ratio", "edq_ratio"), ("lost", "lost")):
             late = [reading[of_reading] for reading in readings[-2:]]
             assert final[of_result] == pytest.approx(sum(late) / 2)
-        if name != "bf16":
+        if name not in WITHOUT_TAILS or name == "master":
             assert final["edq_ratio"] == pytest.approx(1, abs=1e-3)
             assert final["lost"] < 0.05
     bf16, plus = results["bf16"]["final"], results["plus"]["final"]
     assert bf16["edq_ratio"] == bf16["edq_ratio_leading"] < 0.7
     assert bf16["lost"] == bf16["lost_leading"] > 0.5
     assert plus["lost_leading"] > 0.5 > plus["lost"]
+    rounded = results["round"]["final"]
+    assert rounded["lost"] == rounded["lost_leading"] > 0.5, "as many as in bf16, and yet"
+    assert rounded["edq_ratio"] == pytest.approx(1, abs=0.2)
 
 
 def test_the_meter_changes_nothing_and_its_time_is_not_counted(run, monkeypatch):
@@ -125,17 +128,72 @@ def test_about_25_samples_are_taken(run):
 @pytest.mark.parametrize(
     ("optimizer", "matrix_bytes", "vector_bytes"),
     [
-        ("adamw", (16, 8, 10, 12, 14), (16, 8, 12, 16, 20)),
-        ("sgd", (12, 6, 8, 8, 10), (12, 6, 10, 10, 14)),
+        ("adamw", (16, 8, 10, 12, 14, 14, 13, 12), (16, 8, 12, 16, 20, 14, 14, 12)),
+        ("sgd", (12, 6, 8, 8, 10, 10, 9, 8), (12, 6, 10, 10, 14, 10, 10, 8)),
     ],
 )
 def test_memory_is_measured(run, optimizer, matrix_bytes, vector_bytes):
-    """Vectors are three-term expansions in `light`, `plus` and `full`, matrices two-term ones."""
+    """Vectors are three-term expansions in `light`, `plus` and `full`, matrices two-term ones. In
+    `tail8` vectors have the longer tails."""
     status, record = run("--steps", "2", "--optimizer", optimizer)
     assert status == 0
     for name, matrix, vector in zip(STRATEGIES, matrix_bytes, vector_bytes, strict=True):
         expected = matrix + (vector - matrix) * VECTORS / PARAMETERS
         assert record["strategies"][name]["bytes_per_parameter"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("path", ["foreach", "forloop"])
+def test_exact_is_master_weights(run, monkeypatch, optimizer, path):
+    """To the bit, if these too round ties away from zero."""
+    build = strategies.master_weights
+
+    def away(model, stock):
+        found = build(model, stock)
+        parameters = sorted(model.parameters(), key=lambda p: p.dim() <= 1)
+
+        @torch.no_grad()
+        def round_away(*_):
+            for p, master in zip(parameters, parameters_of(found), strict=True):
+                p.copy_(mcf.as_expansion(master, mcf.bf16i16).components[0])
+
+        found.register_step_post_hook(round_away)
+        return found
+
+    monkeypatch.setattr(strategies, "master_weights", away)
+    arguments = ("--steps", "40", "--optimizer", optimizer, "--path", path)
+    _, record = run(*arguments, "--strategies", "master,exact")
+    master, exact = (record["strategies"][name] for name in ("master", "exact"))
+    assert master["training"] == exact["training"]
+    assert master["validation"] == exact["validation"]
+    assert master["final"]["edq_ratio"] == exact["final"]["edq_ratio"]
+
+
+def test_a_witness_sees_what_a_loss_hides(run, capsys):
+    arguments = ("--steps", "30", "--beta2", "0.999")
+    _, alone = run(*arguments)
+    _, record = run(*arguments, "--witness")
+    found = {name: result["witness"] for name, result in record["strategies"].items()}
+    for name, result in record["strategies"].items():
+        assert result["training"] == alone["strategies"][name]["training"], "it changes nothing"
+        assert alone["strategies"][name]["witness"] == {}
+    for name in ("master", "exact", "tail8", "round"):
+        assert found[name]["second_moment"] == pytest.approx(1, abs=1e-5)
+        assert found[name]["largest_run"] == pytest.approx(found[name]["largest_exact"], rel=1e-4)
+    for kind in ("displacement_matrices", "displacement_vectors"):
+        errors = {name: found[name][kind] for name in found}
+        assert errors["exact"] < 1e-3
+        assert errors["tail8"] < errors["round"]
+        assert errors["bf16"] > 0.2
+    assert found["tail8"]["displacement_matrices"] < 1e-2 < found["round"]["displacement_matrices"]
+    assert "second moment over exact" in capsys.readouterr().out
+
+
+def test_a_witness_of_sgd_sees_weights_alone(run):
+    _, record = run("--steps", "3", "--optimizer", "sgd", "--strategies", "exact", "--witness")
+    found = record["strategies"]["exact"]["witness"]
+    assert found.keys() == {"displacement_matrices", "displacement_vectors"}
+    assert max(found.values()) < 1e-4
 
 
 @pytest.mark.parametrize("path", ["foreach", "forloop"])
@@ -174,6 +232,7 @@ def test_results_name_settings_and_versions(run):
         (["--strategies", "plus,minus"], "unknown strategy 'minus': choose from master, bf16"),
         (["--strategies", ","], "unknown strategy '': choose from master, bf16"),
         (["--optimizer", "muon"], "argument --optimizer: invalid choice: 'muon'"),
+        (["--witness", "--checkpoint", "x"], "--witness: it runs in one process, and without"),
         (["--data", "no/such/text"], "cannot read no/such/text: No such file or directory"),
         (["--out", "/dev/null/out"], "cannot write to /dev/null/out: Not a directory"),
     ],

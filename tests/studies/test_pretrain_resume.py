@@ -35,7 +35,7 @@ def test_every_strategy_goes_on_to_the_bit(whole, tmp_path):
         assert taken[:-5] == [STRATEGIES[i - 1]] * (5 * (i > 0))
     status, taken = run(tmp_path, *SHORT)
     assert status == 0
-    assert taken == ["full"] * 5
+    assert taken == [STRATEGIES[-1]] * 5
     assert_same_run(whole, tmp_path, STRATEGIES)
     assert run(tmp_path, *SHORT) == (0, [])
     assert_same_run(whole, tmp_path, STRATEGIES)
