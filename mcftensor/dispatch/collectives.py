@@ -82,7 +82,7 @@ if dist.is_available():
         tensors of these operators are under way by gloo."""
         moved = []
         for term in x.components:
-            result = func(_carried(term), *args, **kwargs)
+            result = func(carried(term), *args, **kwargs)
             result = _functional.wait_tensor(result) if x.device.type == "cpu" else result
             moved.append(result.view(term.dtype))
         return _moved(x, moved)
@@ -123,10 +123,10 @@ if dist.is_available():
 
 def _term(tree: Any, i: int) -> Any:
     """The arguments with every expansion replaced by one of its terms."""
-    return tree_map(lambda x: _carried(x.components[i]) if isinstance(x, MCFTensor) else x, tree)
+    return tree_map(lambda x: carried(x.components[i]) if isinstance(x, MCFTensor) else x, tree)
 
 
-def _carried(term: Tensor) -> Tensor:
+def carried(term: Tensor) -> Tensor:
     """The same bits in a type that backends carry: they know no integers of 16 bits."""
     return term.view(torch.bfloat16) if term.dtype == torch.int16 else term
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mcftensor.dispatch.collectives import carried
 from mcftensor.patches.table import by_name, row
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.sharded import format_of, local
@@ -70,7 +71,8 @@ def _parts(x: Tensor) -> tuple[Tensor, ...]:
     """What all ranks are to have alike."""
     if not isinstance(x, MCFTensor):
         return (x,)
-    return x.components if x.writes is None else (*x.components, x.writes)
+    components = tuple(map(carried, x.components))
+    return components if x.writes is None else (*components, x.writes)
 
 
 @by_name

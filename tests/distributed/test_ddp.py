@@ -60,6 +60,16 @@ def test_every_rank_starts_with_every_term_of_the_first():
         assert_same_terms(p, q)
 
 
+@on_ranks(2)
+def test_integer_tails_of_the_first_rank_reach_all():
+    for format in (mcf.bf16i16, mcf.bf16i8, mcf.Format(torch.bfloat16, 1, rounding="balanced")):
+        model = mcf.as_expansion(Network(seed=dist.get_rank()), format)
+        first = mcf.as_expansion(Network(seed=0), format)
+        DDP(model)
+        for p, q in zip(model.parameters(), first.parameters(), strict=True):
+            assert_same_terms(p, q)
+
+
 OPTIONS = {
     "default": {},
     "static graph": {"static_graph": True},
