@@ -35,6 +35,7 @@ Lists = Sequence[Sequence[Any]]
 SMALL, MANY = 1 << 17, 1 << 22
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_increment_version = torch._C._increment_version
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -377,7 +378,7 @@ def _at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
         if found is None:
             return NotImplemented
         if in_place:
-            torch._C._increment_version(args[:1])
+            _increment_version(args[:1])
         return found[0]
 
     return put_down
@@ -406,7 +407,7 @@ def _lists_at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
             return NotImplemented
         if not in_place:
             return tuple(found)
-        torch._C._increment_version(args[0])
+        _increment_version(args[0])
         return args[0]
 
     return put_down

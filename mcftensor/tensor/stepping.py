@@ -56,6 +56,14 @@ def _left(plain: Tensor, read: Any) -> Callable[[], Any]:
     return lambda: None
 
 
+# Asked at every operation, and so looked up once.
+_records_gradients = torch.is_grad_enabled
+_is_inference = torch.is_inference_mode_enabled
+_count_modes = torch._C._len_torch_dispatch_stack
+_interpreter = torch._C._functorch.peek_interpreter_stack
+_is_profiled = torch.autograd._profiler_enabled
+
+
 class _Thread(threading.local):
     step: Step | None = None
 
@@ -74,11 +82,11 @@ def open_tape() -> Tape | None:
     step = _thread.step
     if (
         step is None
-        or torch.is_grad_enabled()
-        or torch.is_inference_mode_enabled()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd._profiler_enabled()
+        or _records_gradients()
+        or _is_inference()
+        or _count_modes()
+        or _interpreter() is not None
+        or _is_profiled()
         or forward_ad._current_level >= 0
     ):
         return None
