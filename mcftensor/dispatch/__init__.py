@@ -7,8 +7,8 @@ says what its tensors and numbers mean, and `stored` decodes those of formats th
 1. Structure, on each term alike: `structure` moves, copies, makes and places elements, and
    `collectives` moves them between processes.
 2. Arithmetic, by kernels of its own: `elementwise`, as `plans` works it out, or `alone` where one
-   row of tensors lies alike; `foreach` for lists, and `fused` for steps of optimizers. What only
-   compares elements is exact: `comparison`.
+   row of tensors lies alike; `foreach` for lists, and `fused` for steps of optimizers. Within a
+   step `recording` puts them on its tape. What only compares elements is exact: `comparison`.
 3. Compute on a parameter: `compute`, with the leading term.
 4. All else, on a value: `compute` too, in float64, or beyond 48 bits by the algorithms of `long`.
    `variants` makes of what writes in place or to `out=` the form that returns its result, and

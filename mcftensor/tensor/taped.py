@@ -47,23 +47,25 @@ class TapedTensor(MCFTensor):
             if isinstance(self, TapedTensor):  # a signal has cut it short
                 self.leave_tape()
 
+    # By the name of the class: another thread may have made it an MCFTensor by now.
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self.settle()
+        TapedTensor.settle(self)
         return self.__reduce_ex__(protocol)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role]]:
-        self.settle()
+        TapedTensor.settle(self)
         return self.__tensor_flatten__()
 
     def data_ptr(self) -> int:
         """0; what copies a tensor attribute by attribute asks for it before (DCP's stager does)."""
-        self.settle()
+        TapedTensor.settle(self)
         return 0
 
 
 def _component(name: str) -> Any:
     def read(self: TapedTensor) -> Tensor:
-        self.settle()
+        TapedTensor.settle(self)
         return getattr(self, name)
 
     def write(self: TapedTensor, component: Tensor) -> None:
