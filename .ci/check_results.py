@@ -7,7 +7,10 @@ from pathlib import Path
 
 from matplotlib.image import imread
 
-BYTES_PER_PARAMETER = {"master": 16, "bf16": 8, "light": 10, "plus": 12, "full": 14}
+BYTES_PER_PARAMETER = {
+    **{"master": 16, "bf16": 8, "light": 10, "plus": 12, "full": 14},
+    **{"exact": 14, "tail8": 13, "round": 12},
+}
 
 folder = Path(sys.argv[1])
 strategies = json.loads((folder / "results.json").read_text())["strategies"]
@@ -27,9 +30,10 @@ for name, result in strategies.items():
 
 ratios = {name: result["final"]["edq_ratio"] for name, result in strategies.items()}
 lost = {name: result["final"]["lost"] for name, result in strategies.items()}
-for name in ("master", "light", "plus", "full"):
+for name in ("master", "light", "plus", "full", "exact", "tail8"):
     assert abs(ratios[name] - 1) < 1e-3, f"{name} must lose next to nothing"
     assert lost[name] < 0.1, f"{name} must move nearly all elements"
+assert abs(ratios["round"] - 1) < 0.02, "balanced rounding must be right in the mean"
 assert ratios["bf16"] < 0.8, "plain bf16 must lose a good part"
 assert lost["bf16"] > 0.5, "plain bf16 must leave most elements where they are"
 
