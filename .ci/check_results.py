@@ -8,8 +8,14 @@ from pathlib import Path
 from matplotlib.image import imread
 
 BYTES_PER_PARAMETER = {
-    **{"master": 16, "bf16": 8, "light": 10, "plus": 12, "full": 14},
-    **{"exact": 14, "tail8": 13, "round": 12},
+    "master": 16,
+    "bf16": 8,
+    "light": 10,
+    "plus": 12,
+    "full": 14,
+    "exact": 14,
+    "tail8": 13,
+    "round": 12,
 }
 
 folder = Path(sys.argv[1])
