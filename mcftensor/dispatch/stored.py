@@ -41,7 +41,7 @@ from mcftensor.passes.recoding import (
 from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
 # Elements whose numbers, of all operands together, fit into the caches of a CPU.
-BLOCK = 1 << 17
+BLOCK = 1 << 19
 
 # Elements of lists that are decoded together on other devices.
 CHUNK = 1 << 24
