@@ -40,7 +40,7 @@ from mcftensor.passes.recoding import (
 )
 from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
-# Elements whose numbers, of all operands together, fit into the caches of a CPU.
+# Elements whose numbers fit into the caches of a CPU, and are work enough for its threads.
 BLOCK = 1 << 19
 
 # Elements of lists that are decoded together on other devices.
