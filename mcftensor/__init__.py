@@ -28,6 +28,8 @@ from mcftensor.formats import fp16x2 as fp16x2
 from mcftensor.formats import fp32x2 as fp32x2
 from mcftensor.formats import fp32x3 as fp32x3
 from mcftensor.formats import fp64x2 as fp64x2
+from mcftensor.formats import mxfp8 as mxfp8
+from mcftensor.formats import ue5m3 as ue5m3
 from mcftensor.functional import fma as fma
 from mcftensor.meters import edq as edq
 from mcftensor.meters.auditing import audit as audit

@@ -35,6 +35,11 @@ class Component:
     name: str
     dtype: torch.dtype
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether it holds one number for each block of elements, in the shape of `shape`."""
+        return False
+
     def shape(self, shape: torch.Size) -> torch.Size:
         """Its shape in a tensor of some shape: the same, unless a subclass says otherwise."""
         return shape
@@ -192,6 +197,11 @@ class Format:
         """The format in which a plain gradient of a parameter reads within a step: its number and
         no tail, and room for what is written to it. None where no format has that component."""
         return named("bf16i16") if self.dtype == torch.bfloat16 else None
+
+    @functools.cached_property
+    def shared(self) -> frozenset[int]:
+        """Which of the components blocks of elements share."""
+        return frozenset(i for i, x in enumerate(self.components) if x.is_shared)
 
     @property
     def takes_key(self) -> bool:

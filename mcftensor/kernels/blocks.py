@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mcftensor.kernels.columns import Columns
 from mcftensor.kernels.program import Body
+from mcftensor.kernels.shared import BLOCK as SHARING
 
 # Elements whose intermediate tensors fit into the caches of a CPU together.
 BLOCK = 1 << 16
@@ -23,16 +24,29 @@ def run(body: Body, columns: Columns) -> None:
         if output.device.type != "cpu" or length <= BLOCK:
             run_whole(body, call)
             continue
-        vectors, outputs = (
-            [x.as_strided((length,), (1,)) for (x,) in part]
-            for part in (call.vectors, call.outputs)
-        )
+        call = flat(call)
+        width = SHARING if call.shared else 1
         for start in range(0, length, BLOCK):
-            part = slice(start, start + BLOCK)
-            block = Columns(
-                [[x[part]] for x in vectors], call.scalars, [[x[part]] for x in outputs], call.keys
-            )
+            part = slice(start // width, (start + BLOCK) // width)
+            vectors, outputs = ([[x[part]] for (x,) in y] for y in (call.vectors, call.outputs))
+            block = Columns(vectors, call.scalars, outputs, call.keys, call.shared)
             run_whole(body, block, start)
+
+
+def flat(call: Columns) -> Columns:
+    """A call on tensors whose elements all lie alike in memory as one on tensors of one dimension;
+    or of a row for each block that shares something, where that lies alike too."""
+
+    def seen(i: int, x: Tensor) -> Tensor:
+        shape = (x.numel(),)
+        if call.shared:
+            shape = (x.numel(), 1) if i in call.shared else (x.numel() // SHARING, SHARING)
+        return x.as_strided(shape, (*shape[1:], 1))
+
+    count = len(call.vectors)
+    vectors = [[seen(i, x)] for i, (x,) in enumerate(call.vectors)]
+    outputs = [[seen(count + i, x)] for i, (x,) in enumerate(call.outputs)]
+    return Columns(vectors, call.scalars, outputs, call.keys, call.shared)
 
 
 def run_whole(body: Body, columns: Columns, start: int = 0) -> None:

@@ -30,8 +30,8 @@ _dtype = operator.attrgetter("dtype")
 class Columns:
     """Calls of an elementwise function.
 
-    The outputs of a call are of one shape, its vectors too or of one that broadcasts. Its scalars
-    are Python floats or tensors without dimensions; a column of one scalar is for all calls. A
+    The outputs of a call are of one shape, its vectors too or of one that broadcasts; but for those
+    of what blocks of elements share, which are of the shape that `shared` gives. Its scalars are Python floats or tensors without dimensions; a column of one scalar is for all calls. A
     column of outputs may be one of vectors, and overlaps no other.
 
     Attributes:
@@ -39,12 +39,14 @@ class Columns:
         scalars: columns of what is the same for all elements of a call.
         outputs: columns of what is written.
         keys: one for each call, where random numbers are drawn; else none.
+        shared: which of the columns of vectors and then of outputs are of what blocks share.
     """
 
     vectors: Sequence[Column]
     scalars: Sequence[Sequence[Scalar]]
     outputs: Sequence[Column]
     keys: Column = ()
+    shared: frozenset[int] = frozenset()
 
     def __len__(self) -> int:
         return len(self.outputs[0])
@@ -60,6 +62,7 @@ class Columns:
             [x if len(x) == 1 else [x[i] for i in rows] for x in self.scalars],
             [[x[i] for i in rows] for x in self.outputs],
             [self.keys[i] for i in rows] if self.keys else (),
+            self.shared,
         )
 
     def every_scalar(self) -> list[Sequence[Scalar]]:

@@ -17,6 +17,7 @@ import torch
 
 from mcftensor.kernels.printer import COMMON, Dialect, Printer
 from mcftensor.kernels.program import COMPUTED, Program, varying
+from mcftensor.kernels.shared import BLOCK
 
 # Blocks of lanes computed together, line by line, since one alone mostly waits for its own results;
 # and the longest program for which this is worth the time to compile.
@@ -44,6 +45,8 @@ _DIALECT = Dialect(
         "vector": "load<U>(in{0} + i, n)",
         ("vector", torch.int64): "load<UL>(in{0} + i, n)",
         ("vector", torch.float64): "load<UL>(in{0} + i, n)",
+        "shared": "all<U>(in{0}[i / SHARING])",
+        "block_max": "block_max({0})",
         "scalar": "entered<{type}>(scalar{0})",
         "index": "counted<L>() + i",
         ("index", torch.int32): "counted<I>() + int32_t(i)",
@@ -228,6 +231,32 @@ template <class M, class V>
 INLINE V choose(M mask, V x, V y) { return to<V>(mask) ? x : y; }
 """
 
+# What blocks of elements share. A whole one lies in vectors that follow one another.
+_SHARING = f"""\
+#define SHARING {BLOCK}
+""" + """\
+template <int WIDTH>
+struct Largest {
+  typedef int32_t Half __attribute__((vector_size(sizeof(int32_t) * WIDTH / 2)));
+  template <class V>
+  INLINE int32_t of(V x) {
+    Half halves[2];
+    __builtin_memcpy(halves, &x, sizeof x);
+    return Largest<WIDTH / 2>::of(halves[0] > halves[1] ? halves[0] : halves[1]);
+  }
+};
+template <>
+struct Largest<1> {
+  template <class V>
+  INLINE int32_t of(V x) { return x[0]; }
+};
+template <class... V>
+INLINE I block_max(I x, V... others) {
+  ((x = x > others ? x : others), ...);
+  return all<I>(Largest<LANES>::of(x));
+}
+"""
+
 _LOOP = """
 static void run(
     const int64_t *word, const double *number, int64_t count, int64_t begin, int64_t end) {{
@@ -242,8 +271,7 @@ static void run(
   for (; i + {blocks} * LANES <= end; i += {blocks} * LANES) {{
 {interleaved}
   }}
-  for (; i + LANES <= end; i += LANES) block(i, n);
-  if (i < end) block(i, int(end - i));
+{rest}
 }}
 
 extern "C" void launch(
@@ -263,6 +291,13 @@ extern "C" void launch(
   }}
 }}
 """
+
+
+# What is left where blocks of elements share nothing, and where they do: those are whole.
+_REST = """\
+for (; i + LANES <= end; i += LANES) block(i, n);
+if (i < end) block(i, int(end - i));"""
+_SHARING_REST = "for (; i < end; i += SHARING) block(i, n);"
 
 
 def source(program: Program) -> str:
@@ -289,28 +324,53 @@ def source(program: Program) -> str:
     printer, varies = Printer(program, _DIALECT), varying(program.instructions)
     before, body = printer.lines(varies)
     for i, place in enumerate(program.results):
-        body.append(f"store(out{i} + i, {printer.pattern(place)}, n);")
+        pattern = printer.pattern(place)
+        if signature.shares(i):
+            body.append(f"out{i}[i / SHARING] = {pattern}[0];")
+        else:
+            body.append(f"store(out{i} + i, {pattern}, n);")
     inside = itertools.compress(program.instructions, varies)
-    blocks = _BLOCKS if len(program.instructions) <= _LONGEST else 1
+    lanes = 8 if any(x.dtype.itemsize == 8 for x in inside) else 16
+    alone = BLOCK // lanes if signature.shared else 1
+    blocks = max(_BLOCKS if len(program.instructions) <= _LONGEST else 1, alone)
     loop = _LOOP.format(
         names=_indented(names, 2),
         before=_indented(before, 2),
-        body=_indented(body, 4),
-        interleaved=_indented([_copied(x, k, varies) for x in body for k in range(blocks)], 4),
+        body=_indented(_copies(body, alone, alone, varies) if signature.shared else body, 4),
+        interleaved=_indented(_copies(body, blocks, alone, varies), 4),
         blocks=blocks,
+        rest=_indented((_SHARING_REST if signature.shared else _REST).splitlines(), 2),
     )
-    return (
-        f"#define LANES {8 if any(x.dtype.itemsize == 8 for x in inside) else 16}\n{_PRELUDE}{loop}"
-    )
+    prelude = _PRELUDE + _SHARING if signature.shared else _PRELUDE
+    return f"#define LANES {lanes}\n{prelude}{loop}"
 
 
-def _copied(line: str, block: int, varies: Sequence[bool]) -> str:
+def _copies(body: Sequence[str], blocks: int, alone: int, varies: Sequence[bool]) -> list[str]:
+    """The body, line by line, for blocks of lanes that are computed together, of which so many make
+    a block that shares something."""
+    return [
+        _copied(line, k, alone, varies)
+        for line in body
+        for k in range(0, blocks, alone if line.startswith("out") else 1)
+    ]
+
+
+def _copied(line: str, block: int, alone: int, varies: Sequence[bool]) -> str:
     """A line of the body for one of the blocks that are computed together."""
 
     def renamed(name: re.Match[str]) -> str:
+        if re.search(r"_\d+$", name[0]):
+            return name[0]
         return f"{name[0]}_{block}" if varies[int(name[1])] else name[0]
 
-    return re.sub(r"\bi\b", f"(i + {block} * LANES)", re.sub(r"\b[pv](\d+)\b", renamed, line))
+    first = block // alone * alone
+
+    def of_all(call: re.Match[str]) -> str:
+        return f"block_max({', '.join(f'{call[1]}_{k}' for k in range(first, first + alone))})"
+
+    line = re.sub(r"\bblock_max\((v\d+)\)", of_all, line)
+    line = re.sub(r"\b[pv](\d+)(?:_\d+)?\b", renamed, line)
+    return re.sub(r"\bi\b", f"(i + {block} * LANES)", line)
 
 
 def _indented(lines: Sequence[str], places: int) -> str:

@@ -6,19 +6,23 @@ import torch
 from torch import Tensor
 
 from mcftensor.kernels.program import PATTERNS
+from mcftensor.kernels.shared import BLOCK
 
 COUNT = 512
 """Elements of a vector."""
 
 
-def vector(dtype: torch.dtype, number: int) -> Tensor:
-    """Numbers of a dtype, others for each number of a vector.
+def vector(dtype: torch.dtype, number: int, *, shared: bool = False) -> Tensor:
+    """Numbers of a dtype, others for each number of a vector; one for each element, or for the
+    elements that share it.
 
     A half has random patterns: of all magnitudes, subnormal too, infinite and no number at all. The
     other half has sizes that meet, so that sums and products are rounded.
     """
     generator = torch.Generator().manual_seed(number)
     bits = torch.randint(-(2**63), 2**63 - 1, (COUNT,), generator=generator, device="cpu")
+    if shared:
+        bits = bits[: COUNT // BLOCK]
     if dtype == torch.bool:
         return bits > 0
     x = bits.to(PATTERNS[dtype.itemsize]).view(dtype)

@@ -72,11 +72,11 @@ class Printer:
         return parts
 
     def _values(self, place: int, x: Instruction) -> Iterator[tuple[str, str]]:
-        if x.name not in ("vector", "bits"):
+        if x.name not in ("vector", "shared", "bits"):
             yield f"v{place}", self._value(x)
             return
-        if x.name == "vector":
-            yield f"p{place}", self._operation("vector", x.dtype, x.dtype, str(x.operands[0]))
+        if x.name in ("vector", "shared"):
+            yield f"p{place}", self._operation(x.name, x.dtype, x.dtype, str(x.operands[0]))
         else:
             yield f"p{place}", self.pattern(x.operands[0])
         yield f"v{place}", f"{name_of(x.dtype)}_value(p{place})"
@@ -85,7 +85,7 @@ class Printer:
         """The bits of a result as memory holds them; those that were never computed with as they
         came, NaNs too."""
         x = self.instructions[place.index]
-        if x.name in ("vector", "bits"):
+        if x.name in ("vector", "shared", "bits"):
             return f"p{place.index}"
         return f"{name_of(x.dtype)}_bits(v{place.index})"
 

@@ -45,11 +45,17 @@ Body = Callable[[Sequence[Tensor], Sequence[Any], Tensor], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Signature:
-    """The dtypes of what a program reads, and of what it writes."""
+    """The dtypes of what a program reads, and of what it writes; and which of the vectors and then
+    the outputs are what blocks of elements share."""
 
     vectors: tuple[torch.dtype, ...]
     scalars: tuple[torch.dtype, ...]
     outputs: tuple[torch.dtype, ...]
+    shared: frozenset[int] = frozenset()
+
+    def shares(self, output: int) -> bool:
+        """Whether an output is what blocks share."""
+        return len(self.vectors) + output in self.shared
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,10 @@ def record(body: Body, signature: Signature) -> Program:
         NotImplementedError: an operation that programs do not have.
     """
     recorder = _Recorder()
-    vectors = [recorder.enter("vector", i, d, 1) for i, d in enumerate(signature.vectors)]
+    vectors = [
+        recorder.enter("shared" if i in signature.shared else "vector", i, d, 1)
+        for i, d in enumerate(signature.vectors)
+    ]
     scalars = [recorder.enter("scalar", i, d, 0) for i, d in enumerate(signature.scalars)]
     index = recorder.enter("index", 0, torch.int64, 1)
     with torch.no_grad(), recorder:
@@ -124,7 +133,7 @@ def varying(instructions: Sequence[Instruction]) -> list[bool]:
     varies: list[bool] = []
     for x in instructions:
         operands = [o.index for o in x.operands if isinstance(o, Place)]
-        varies.append(x.name in ("vector", "index") or any(varies[i] for i in operands))
+        varies.append(x.name in ("vector", "shared", "index") or any(varies[i] for i in operands))
     return varies
 
 
@@ -156,7 +165,13 @@ _LOGIC = {"add": "or", "mul": "and", "maximum": "or", "ne": "xor"} | {
 }
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Operators of ours that machines have; the others are recorded by their definitions.
-_NATIVE = {"sqrt": _FLOATS, "narrow": _FLOATS, "fma": (torch.float32,)}
+_NATIVE = {
+    "sqrt": _FLOATS,
+    "narrow": _FLOATS,
+    "fma": (torch.float32,),
+    "block_max": (torch.int32,),
+    "spread": (torch.uint8, torch.int32, torch.bool),
+}
 _SAME = (aten.clone, aten.detach, aten.alias, aten.lift_fresh)
 _CONSTANTS = {aten.zeros_like: 0, aten.ones_like: 1}
 
@@ -231,6 +246,8 @@ class _Recorder(TorchDispatchMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> Place:
         packet, dtype = func.overloadpacket, result.dtype
+        if func.namespace == "mcftensor" and func._opname == "spread":
+            return self.operand(args[0])  # single elements have what they share
         if func.namespace == "mcftensor":
             operands = tuple(self.operand(x) for x in args if isinstance(x, Tensor))
             return self._add(func._opname, operands, dtype)

@@ -21,6 +21,7 @@ from mcftensor.kernels.columns import (
     repeated,
 )
 from mcftensor.kernels.program import Body, Program, Signature, record
+from mcftensor.kernels.shared import BLOCK as SHARING
 
 # Elements after which the time to look for compiled code, and to make it, is well spent.
 LOOK_AFTER = 1 << 14
@@ -68,15 +69,23 @@ class Kernel:
         """Whether compiled code gives eager PyTorch's bits on operands that are hard."""
         if any(map(self.program.is_undefined, self.program.instructions)):
             return True  # what it does with such operands is left to processors
-        vectors = [hard.vector(dtype, i) for i, dtype in enumerate(self.signature.vectors)]
-        scalars = [hard.scalar(dtype, i) for i, dtype in enumerate(self.signature.scalars)]
-        expected = self.body(vectors, scalars, torch.arange(hard.COUNT, device="cpu"))
-        expected = [x.to(d) for x, d in zip(expected, self.signature.outputs, strict=True)]
-        got = [torch.empty_like(x) for x in expected]
-        addresses = [[x.data_ptr()] for x in (*vectors, *got)]
-        columns = [[x] for x in scalars]
-        cpu.launch(launch, [hard.COUNT], addresses, columns, self.signature.scalars)
-        return all(map(hard.are_alike, got, expected))
+        signature = self.signature
+        tensors = [
+            hard.vector(dtype, i, shared=i in signature.shared)
+            for i, dtype in enumerate((*signature.vectors, *signature.outputs))
+        ]
+        count = len(signature.vectors)
+        vectors, got = ([[x] for x in part] for part in (tensors[:count], tensors[count:]))
+        scalars = [[hard.scalar(dtype, i)] for i, dtype in enumerate(signature.scalars)]
+        call = blocks.flat(Columns(vectors, scalars, got, (), signature.shared))
+        (vectors, got) = (call.vectors, call.outputs)
+        expected = self.body(
+            [x for (x,) in vectors], [x for (x,) in scalars], blocks.indices(got[0][0])
+        )
+        expected = [x.to(y.dtype) for x, (y,) in zip(expected, got, strict=True)]
+        addresses = [[x.data_ptr()] for (x,) in (*vectors, *got)]
+        cpu.launch(launch, [hard.COUNT], addresses, scalars, signature.scalars)
+        return all(hard.are_alike(x, y) for (x,), y in zip(got, expected, strict=True))
 
     @functools.cached_property
     def program(self) -> Program:
@@ -106,31 +115,33 @@ def in_parts(body: Body, columns: Columns) -> Callable[[int, int], None]:
     stops: what has to be found out is found out once.
 
     Shorter tensors are scratch, of which every part has the beginning. The index of an element is
-    that within its part.
+    that within its part. Where blocks share something, parts are of whole blocks.
     """
     tensors = [x.view(-1) for (x,) in (*columns.vectors, *columns.outputs)]
     count, length = len(columns.vectors), max(map(Tensor.numel, tensors))
+    widths = [SHARING if i in columns.shared else 1 for i in range(len(tensors))]
     dtypes = tuple([x.dtype for x in tensors])
     scalars = columns.every_scalar()
     kinds = tuple([_kind(column)[0] for column in scalars])  # type: ignore[index]
-    kernel = kernel_of(body, Signature(dtypes[:count], kinds, dtypes[count:]))
-    is_scratch = [x.numel() < length for x in tensors]
+    kernel = kernel_of(body, Signature(dtypes[:count], kinds, dtypes[count:], columns.shared))
+    is_scratch = [x.numel() * width < length for x, width in zip(tensors, widths, strict=True)]
     places = [
-        (x.data_ptr(), 0 if scratch else x.element_size())
-        for x, scratch in zip(tensors, is_scratch, strict=True)
+        (x.data_ptr(), 0 if scratch else x.element_size(), width)
+        for x, scratch, width in zip(tensors, is_scratch, widths, strict=True)
     ]
 
     def run_part(start: int, stop: int) -> None:
         launch = kernel.compiled(stop - start)
         if launch is not None:
-            addresses = [[address + start * width] for address, width in places]
+            addresses = [[address + start // width * size] for address, size, width in places]
             cpu.launch(launch, [stop - start], addresses, scalars, kinds)
             return
         own = [
-            [x[: stop - start] if scratch else x[start:stop]]
-            for x, scratch in zip(tensors, is_scratch, strict=True)
+            [x[: stop - start] if scratch else x[start // width : stop // width]]
+            for x, scratch, width in zip(tensors, is_scratch, widths, strict=True)
         ]
-        blocks.run(body, Columns(own[:count], columns.scalars, own[count:], columns.keys))
+        part = Columns(own[:count], columns.scalars, own[count:], columns.keys, columns.shared)
+        blocks.run(body, blocks.flat(part))
 
     return run_part
 
@@ -150,17 +161,19 @@ def run(body: Body, columns: Columns) -> None:
     count = len(columns.vectors)
     scalars = tuple([dtype for dtype, _ in kinds])  # type: ignore[misc]
     written = tuple([dtypes[i] for i in outputs])
-    kernel = kernel_of(body, Signature(dtypes[:count], scalars, written))
+    kernel = kernel_of(body, Signature(dtypes[:count], scalars, written, columns.shared))
     own = lengths[outputs[0]]
     asked = [*addresses[:count], *[addresses[i] for i in outputs]]
-    if 0 not in own and all(are_contiguous) and lengths.count(own) == len(lengths):
+    shared = {i if i < count else outputs[i - count] for i in columns.shared}
+    elements = [_elements(x, i in shared) for i, x in enumerate(lengths)]
+    if 0 not in own and all(are_contiguous) and elements.count(own) == len(lengths):
         kernel.run(columns, own, asked)
         return
     flat: list[int] = []
     others: list[int] = []
     for i, row in enumerate(zip(*tensors, strict=True)):
         if own[i]:
-            (flat if _lie_alike(row, in_order=bool(columns.keys)) else others).append(i)
+            (flat if _lie_alike(row, shared, bool(columns.keys)) else others).append(i)
     if others:
         blocks.run_whole(body, columns.only(others))
     if flat:
@@ -193,15 +206,24 @@ def _kind(column: Sequence[Scalar]) -> tuple[torch.dtype, torch.device | None] |
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def _lie_alike(tensors: Sequence[Tensor], *, in_order: bool) -> bool:
+def _elements(lengths: list[int], is_shared: bool) -> list[int]:
+    """The numbers of elements of which so many numbers are held, if all blocks are whole."""
+    return [SHARING * x for x in lengths] if is_shared else lengths
+
+
+def _lie_alike(tensors: Sequence[Tensor], shared: set[int], in_order: bool) -> bool:
     """Whether elements of the same index lie at the same place of memory without gaps, and in
-    order, where indices are drawn by."""
+    order, where indices are drawn by, or blocks share something, which are whole then."""
+    length = max(map(Tensor.numel, tensors))
     first = tensors[0]
-    length = first.numel()
-    if all(x.numel() == length and x.is_contiguous() for x in tensors):
+    if all(
+        x.is_contiguous() and x.numel() * (SHARING if i in shared else 1) == length
+        for i, x in enumerate(tensors)
+    ):
         return True
     return (
         not in_order
+        and not shared
         and _is_dense(first)
         and all(x.shape == first.shape and x.stride() == first.stride() for x in tensors)
     )

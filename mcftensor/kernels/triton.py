@@ -15,6 +15,7 @@ import torch
 
 from mcftensor.kernels.printer import COMMON, Dialect, Printer, name_of
 from mcftensor.kernels.program import COMPUTED, Program, varying
+from mcftensor.kernels.shared import BLOCK as SHARING
 
 # Elements that a block of threads works on.
 BLOCK = 1024
@@ -41,6 +42,8 @@ _DIALECT = Dialect(
     | {
         "vector": "(tl.load(in{0} + offsets) if WHOLE else "
         "tl.load(in{0} + offsets, mask=mask, other=0))",
+        "shared": "tl.load(in{0} + offsets // SHARING, mask=mask, other=0)",
+        "block_max": "block_max({0}, BLOCK)",
         "scalar": "scalar{0}.to(tl.{type})",
         "index": "offsets",
         ("index", torch.int32): "offsets.to(tl.int32)",
@@ -144,6 +147,19 @@ def to_{name}(x):
     return x.to(tl.{own}).to(tl.{type})
 """
 
+# What blocks of elements share, in every element.
+_SHARING = f"""
+
+SHARING: tl.constexpr = {SHARING}
+""" + """
+
+@triton.jit
+def block_max(x, BLOCK: tl.constexpr):
+    largest = tl.max(tl.reshape(x, (BLOCK // SHARING, SHARING)), axis=1)
+    whole = tl.broadcast_to(tl.expand_dims(largest, 1), (BLOCK // SHARING, SHARING))
+    return tl.reshape(whole, (BLOCK,))
+"""
+
 _KERNEL = """
 
 @triton.jit
@@ -208,10 +224,16 @@ def source(program: Program, on_device: Sequence[bool]) -> str:
     for part in printer.lines(varying(program.instructions)):
         lines += part
     for i, place in enumerate(program.results):
-        lines.append(f"stored(out{i} + offsets, {printer.pattern(place)}, mask, WHOLE)")
+        pattern = printer.pattern(place)
+        if signature.shares(i):
+            first = "mask & (offsets % SHARING == 0)"
+            lines.append(f"stored(out{i} + offsets // SHARING, {pattern}, {first}, False)")
+        else:
+            lines.append(f"stored(out{i} + offsets, {pattern}, mask, WHOLE)")
     body = "\n".join("    " + line for line in lines)
     types = [_functions(x) for x in COMPUTED if f"to_{name_of(x)}" not in _PRELUDE]
-    return "".join([_PRELUDE, *types, _KERNEL.format(body=body, words=word)])
+    sharing = [_SHARING] if signature.shared else []
+    return "".join([_PRELUDE, *types, *sharing, _KERNEL.format(body=body, words=word)])
 
 
 def _functions(dtype: torch.dtype) -> str:

@@ -30,7 +30,10 @@ def recode(stored: Sequence[Tensor], source: str, format: str, key: Tensor | Non
 
 def decode_columns(format: Format, components: Sequence[Column], outputs: Column) -> None:
     """Write the numbers stored in a format, given by columns of components, into plain tensors."""
-    run(_decoding(format, outputs[0].dtype), Columns(components, [], [outputs]))
+    run(
+        _decoding(format, outputs[0].dtype),
+        Columns(components, [], [outputs], shared=format.shared),
+    )
 
 
 def encode_columns(
@@ -44,7 +47,8 @@ def decode_in_parts(
     format: Format, components: Sequence[Column], numbers: Tensor
 ) -> Callable[[int, int], None]:
     """`decode_columns` of one tensor as `kernels.in_parts` does it, into scratch."""
-    return in_parts(_decoding(format, numbers.dtype), Columns(components, [], [[numbers]]))
+    columns = Columns(components, [], [[numbers]], shared=format.shared)
+    return in_parts(_decoding(format, numbers.dtype), columns)
 
 
 def encode_in_parts(
@@ -72,7 +76,9 @@ def _encoded(
     start: Tensor,
 ) -> tuple[Body, Columns]:
     scalars = [[start]] if keys else []
-    return _encoding(format, numbers[0].dtype), Columns([numbers], scalars, components, keys)
+    shared = frozenset(1 + i for i in format.shared)
+    columns = Columns([numbers], scalars, components, keys, shared)
+    return _encoding(format, numbers[0].dtype), columns
 
 
 @functools.lru_cache(maxsize=64)
