@@ -166,6 +166,8 @@ def component_columns(column: Sequence[Tensor], format: Format) -> list[Sequence
     """The components of tensors that are all in a format, plain ones too: the leading ones of all,
     then their second ones, and so on."""
     first = column[0]
+    if format.shared:
+        return list(zip(*[x._read() for x in column], strict=True))  # type: ignore[attr-defined]
     if isinstance(first, MCFTensor):
         if len(column) == 1:
             return [[x] for x in first._read()]

@@ -32,6 +32,7 @@ from mcftensor.dispatch.writing import written_to
 from mcftensor.formats import PLAIN, Format
 from mcftensor.kernels.columns import Column, places_of
 from mcftensor.kernels.opaque import is_bare
+from mcftensor.kernels.shared import BLOCK as SHARING
 from mcftensor.passes.recoding import (
     decode_columns,
     decode_in_parts,
@@ -84,6 +85,8 @@ def on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     written = {id(x): x for _, x in written_to(func, args, kwargs) if _is_decoded(x)}
     if written and are_lifted((args, kwargs)) and not expansions(list(written.values())):
         return func(*leading(args), **leading(kwargs))
+    if _is_noted(func, args, kwargs):
+        return args[0]
     if _goes_in_blocks(func, args, kwargs):
         return _in_blocks(func, args, kwargs, list(written.values()))
     (args, kwargs), copies = decoded((args, kwargs))
@@ -94,6 +97,27 @@ def on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         store_numbers([x], [copies[i]])
         originals[id(copies[i])] = x
     return tree_map(lambda x: originals.get(id(x), x), result)
+
+
+def _is_noted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether it is enough to note a number by which a tensor is multiplied in place."""
+    if func.overloadpacket is not torch.ops.aten.mul_ or kwargs or torch.compiler.is_compiling():
+        return False
+    return _note(*args)
+
+
+def _note(x: Tensor, number: Any) -> bool:
+    factor = x._factor if isinstance(x, MCFTensor) else None
+    if (
+        factor is None
+        or not isinstance(number, (int, float))
+        or not 0 < number <= 1
+        or not factor.is_of_all(_components(x))
+        or not is_bare(_components(x))
+    ):
+        return False
+    factor.value *= number
+    return True
 
 
 def _is_decoded(x: Any) -> bool:
@@ -130,6 +154,9 @@ def numbers_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     made = [torch.empty_like(_components(x)[0], dtype=_dtype_of(x)) for x in tensors]
     for rows in _alike(tensors):
         decode_columns(*_stored([tensors[i] for i in rows]), [made[i] for i in rows])
+    for x, numbers in zip(tensors, made, strict=True):
+        if _factor_of(x) != 1:
+            numbers.mul_(_factor_of(x))
     return made
 
 
@@ -142,6 +169,7 @@ def store_numbers(targets: Sequence[Tensor], numbers: Column) -> None:
     for x in targets:
         if isinstance(x, LiftedTensor):
             x.grow_tails()
+        _absorb(x)
     keys = [_key(x) for x in targets]
     for rows in _alike(targets):
         own = [targets[i] for i in rows]
@@ -171,7 +199,21 @@ def _format_of(x: Tensor) -> Format:
 def _components(x: Tensor) -> Sequence[Tensor]:
     if not isinstance(x, MCFTensor):
         return (x,)
-    return (x._component0,) if isinstance(x, LiftedTensor) else x._read()
+    return (x._component0,) if isinstance(x, LiftedTensor) else x._held()
+
+
+def _factor_of(x: Any) -> float:
+    """What the numbers of a tensor are yet to be multiplied by."""
+    return x._factor.value if isinstance(x, MCFTensor) and x._factor is not None else 1.0
+
+
+def _absorb(x: Tensor) -> None:
+    """What is written next has been multiplied already."""
+    factor = x._factor if isinstance(x, MCFTensor) else None
+    if factor is not None and factor.is_of_all(_components(x)):
+        factor.take()
+    elif factor is not None:
+        factor.settle()
 
 
 def _dtype_of(x: Tensor) -> torch.dtype:
@@ -197,21 +239,33 @@ def _goes_in_blocks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     large = [x for x in tensors if x.dim()]
     return all(
         x.layout == torch.strided and x.shape == first.shape and x.is_contiguous() for x in large
-    ) and is_bare(*map(_components, tensors))
+    ) and all(map(_has_whole_parts, tensors)) and is_bare(*map(_components, tensors))
+
+
+def _has_whole_parts(x: Tensor) -> bool:
+    """Whether parts of the memory of a tensor have whole blocks, where these share something."""
+    shared = _format_of(x).shared
+    return all(_components(x)[i].numel() * SHARING == x.numel() for i in shared)
 
 
 def _in_blocks(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: Sequence[Tensor]
 ) -> Any:
+    factors = {id(x): _factor_of(x) for x in tree_leaves((args, kwargs))}
     for x in written:
         if isinstance(x, LiftedTensor):
             x.grow_tails()
+        _absorb(x)
     found = {id(x): x for x in tree_leaves((args, kwargs)) if _is_decoded(x)}
     numbers = {
         i: torch.empty(BLOCK, dtype=_dtype_of(x)) if x.dim() else numbers_of([x])[0]
         for i, x in found.items()
     }
-    readers = [decode_in_parts(*_stored([x]), numbers[i]) for i, x in found.items() if x.dim()]
+    readers = [
+        _scaled(decode_in_parts(*_stored([x]), numbers[i]), numbers[i], factors[i])
+        for i, x in found.items()
+        if x.dim()
+    ]
     writers = []
     for x in written:
         key = _key(x)
@@ -240,6 +294,20 @@ def _in_blocks(
     return args[0] if result is None else result.view(args[0].shape)
 
 
+def _scaled(
+    read: Callable[[int, int], None], numbers: Tensor, factor: float
+) -> Callable[[int, int], None]:
+    """What reads parts into scratch, multiplied by a number."""
+    if factor == 1:
+        return read
+
+    def read_scaled(start: int, stop: int) -> None:
+        read(start, stop)
+        numbers.mul_(factor)
+
+    return read_scaled
+
+
 def _cut(x: Any, numbers: dict[int, Tensor]) -> Callable[[int, int], Any]:
     """An argument for the block that starts and stops somewhere."""
     if not isinstance(x, Tensor):
@@ -265,6 +333,13 @@ def foreach_on_numbers(
     single: Callable[[int], Any],
 ) -> Iterator[tuple[int, Any]]:
     """Run an operator on rows of lists; large tensors on a CPU one by one."""
+    if func.overloadpacket is torch.ops.aten._foreach_mul_ and not kwargs:
+        numbers = args[1] if isinstance(args[1], Sequence) else [args[1]] * len(args[0])
+        noted = {i for i in rows if _note(args[0][i], numbers[i])}
+        yield from ((i, args[0][i]) for i in noted)
+        rows = [i for i in rows if i not in noted]
+        if not rows:
+            return
     limit = BLOCK if args[0][rows[0]].device.type == "cpu" else CHUNK
     chunk: list[int] = []
     room: float = limit

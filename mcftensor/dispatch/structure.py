@@ -29,7 +29,8 @@ from mcftensor.dispatch.operands import (
     uninterrupted,
 )
 from mcftensor.dispatch.registry import SHORTCUTS, implements
-from mcftensor.dispatch.stored import plain_numbers
+from mcftensor.dispatch.rows import copy_rows_, in_rows, join_rows, made_in_rows, on_rows
+from mcftensor.dispatch.stored import on_numbers, plain_numbers
 from mcftensor.dispatch.writing import refusal
 from mcftensor.formats import Format
 from mcftensor.kernels.opaque import is_bare
@@ -47,6 +48,8 @@ _VIEW_COPIES = (
 def _on_components(func: Any, x: MCFTensor, args: Any, kwargs: Any, *, own: bool) -> Any:
     """One operation on each component, the results of which are tensors or lists of tensors, in
     memory of their own or not; a format whose components do not move so gives plain numbers."""
+    if x._format.shared:
+        return on_rows(func, x, args, kwargs, own=own)
     if not x._format.moves(func):
         return func(plain_numbers(x), *args, **kwargs)
     if isinstance(x, LiftedTensor) and not own:
@@ -150,6 +153,8 @@ def layer(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 )
 def view_(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> MCFTensor:
     """Another shape for the same tensor object."""
+    if in_rows([x]):
+        raise refusal(func, [x], "32 elements of a row share a scale")
     calls = [partial(func._op, t, *args, **kwargs) for t in (*x.components, x)]
     if not is_bare(x.components):  # a compiler's, which see what is dispatched
         uninterrupted(calls[:-1])
@@ -164,6 +169,8 @@ def join(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
     """cat and stack, of expansions of one base; a plain tensor enters as a value."""
     if computes_plainly(tensors):
         return func(leading(tensors), *args)
+    if in_rows(tensors):
+        return join_rows(func, tensors, *args)
     format = common_format(func.overloadpacket.__name__, tensors)
     columns = zip(*(stored_in(x, format, x.device) for x in tensors), strict=True)
     joined = [func(list(c), *args) for c in columns]
@@ -202,7 +209,9 @@ def like(func: Any, x: MCFTensor, **kwargs: Any) -> Any:
     `Module.to_empty` make what is to hold the parameter.
     """
     if _asks_other(x, kwargs) or _within_graph(x):
-        return func(x._component0, **kwargs)
+        return func(_template(x), **kwargs)
+    if in_rows([x]):
+        return made_in_rows(func, x, x.shape, (), kwargs)
     holds = func is aten.empty_like.default and not x._is_param
     made = [func(t, **kwargs) for t in x._read()]
     return MCFTensor.of(made, x.format, x.role if holds else "value", own=True)
@@ -216,8 +225,17 @@ def like(func: Any, x: MCFTensor, **kwargs: Any) -> Any:
 def new(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
     """As `like`, of another shape; the role stays."""
     if _asks_other(x, kwargs):
-        return func(x._component0, *args, **kwargs)
+        return func(_template(x), *args, **kwargs)
+    if in_rows([x]):
+        return made_in_rows(func, x, torch.Size(args[0]), args[1:], kwargs)
     return x._like([func(t, *args, **kwargs) for t in x._read()], own=True)
+
+
+def _template(x: MCFTensor) -> Tensor:
+    """A plain tensor laid out as one, and of its dtype."""
+    if x._component0.dtype == x._format.dtype:
+        return x._component0
+    return torch.empty_like(x._component0, dtype=x._format.dtype)
 
 
 def _filled(
@@ -236,7 +254,9 @@ def filled_like(func: Any, x: MCFTensor, *value: Any, **kwargs: Any) -> Any:
     are.
     """
     if _asks_other(x, kwargs) or _within_graph(x):
-        return func(x._component0, *value, **kwargs)
+        return func(_template(x), *value, **kwargs)
+    if in_rows([x]):
+        return torch.empty_like(x, **kwargs).fill_(*value or (1.0,))
     return _filled(lambda t: torch.empty_like(t, **kwargs), x, "value", *value)
 
 
@@ -244,7 +264,9 @@ def filled_like(func: Any, x: MCFTensor, *value: Any, **kwargs: Any) -> Any:
 def new_filled(func: Any, x: MCFTensor, size: Any, *value: Any, **kwargs: Any) -> Any:
     """As `filled_like`, of another shape; the role stays."""
     if _asks_other(x, kwargs):
-        return func(x._component0, size, *value, **kwargs)
+        return func(_template(x), size, *value, **kwargs)
+    if in_rows([x]):
+        return x.new_empty(size, **kwargs).fill_(*value or (1.0,))
     return _filled(lambda t: t.new_empty(size, **kwargs), x, x.role, *value)
 
 
@@ -281,6 +303,8 @@ def to_copy(func: Any, x: MCFTensor, *, dtype: torch.dtype | None = None, **kwar
         wide = dtype if dtype.is_floating_point else torch.float64
         plain = x._collapsed(wide)
         return func(plain, dtype=dtype, **kwargs) if kwargs or wide != dtype else plain
+    if in_rows([x]):
+        return on_rows(func, x, (), kwargs, own=True)
     copied = x._like([func(t, **kwargs) for t in x._read()], own=True)
     _keep_accumulation(x, copied)
     return copied
@@ -294,6 +318,9 @@ def copy_(func: Any, target: Tensor, source: Any, non_blocking: bool = False) ->
         return target
     if source.is_complex():
         raise TypeError(f"copy_: {source.dtype} into an expansion in {target.format.name}")
+    if in_rows([target]):
+        copy_rows_(target, source)
+        return target
     is_alike = isinstance(source, MCFTensor) and source.format is target.format
     key = None if is_alike else rounding_key(target.format, [target])
     fill(target, stored_in(source, target.format, target.device, key), non_blocking)
@@ -309,6 +336,8 @@ def fill_(func: Any, target: Tensor, value: Any = 0.0) -> Tensor:
     """Every element set to one number, at full precision."""
     if not isinstance(target, MCFTensor):
         return target.copy_(value.expand(target.shape))
+    if in_rows([target]):
+        return target.copy_(torch.as_tensor(value, dtype=torch.float32))
     numbers = stored_in(value, target.format, target.device)
     fill(target, [x.expand(target.shape) for x in numbers])
     return target
@@ -324,6 +353,8 @@ def masked_fill(func: Any, x: Any, mask: Tensor, value: Any) -> Any:
     """Elements under a mask set to one number, at full precision."""
     if not isinstance(x, MCFTensor) or isinstance(mask, MCFTensor):
         return compute(func, x, mask, value)
+    if in_rows([x]):
+        return on_numbers(func, (x, mask, value), {})
     filled = [
         torch.where(mask, number, t)
         for t, number in zip(x._read(), stored_in(value, x.format, x.device), strict=True)
@@ -389,6 +420,8 @@ def _elements(source: Any, format: Format, device: torch.device) -> Sequence[Any
 )
 def place(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Elements put into places of a tensor."""
+    if in_rows([*args, *kwargs.values()]):
+        return on_numbers(func, args, kwargs)
     named = {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
     x = named.pop("self")
     name = next((name for name in _SOURCES if name in named), "value")

@@ -30,8 +30,11 @@ def template_of(operands: Sequence[Tensor]) -> Tensor:
     return torch.empty(shape, dtype=operands[0].dtype, device=first.device)
 
 
-def laid_out(function: Callable[P, R]) -> Callable[P, R]:
-    """Results in the layout that `empty_terms` foretells: that of the first operand.
+def laid_out(
+    function: Callable[P, R], template_of: Callable[[Sequence[Tensor]], Tensor] = template_of
+) -> Callable[P, R]:
+    """Results in the layout that `empty_terms` foretells: that of the first operand. Those of
+    another shape stay as they are.
 
     What torch makes of operands with unlike strides depends on the order of operations.
     """
@@ -45,7 +48,7 @@ def laid_out(function: Callable[P, R]) -> Callable[P, R]:
         template = template_of(tensors)
 
         def fitted(x: Tensor) -> Tensor:
-            if x.stride() == template.stride():
+            if x.stride() == template.stride() or x.shape != template.shape:
                 return x
             like = torch.empty_like(template, dtype=x.dtype)
             return x if x.stride() == like.stride() else like.copy_(x)

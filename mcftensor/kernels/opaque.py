@@ -37,6 +37,7 @@ def opaque(
     *,
     schema: str | None = None,
     lays_out: bool = False,
+    of_one: bool = False,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register a function as the operator `mcftensor::<name>`, and return a caller of it.
 
@@ -44,7 +45,8 @@ def opaque(
     not return its inputs. `fake` has the same arguments and says shape, layout and dtype of the
     results, by tensors without data. `schema` is PyTorch's text for the signature, where arguments
     are mutated or lists of strings, of which it infers none. `lays_out` says that the function
-    itself sees to the layout.
+    itself sees to the layout; `of_one`, that the operands are components of one tensor, which lie
+    as the first of them.
     """
 
     def register(function: Callable[P, R]) -> Callable[P, R]:
@@ -52,7 +54,7 @@ def opaque(
         DEFINITIONS[name] = function
         signature = schema or torch.library.infer_schema(function, mutates_args=())
         _LIBRARY.define(name + signature, tags=tags)
-        kernel = function if lays_out else laid_out(function)
+        kernel = function if lays_out else laid_out(function, *[_first] if of_one else [])
         _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"mcftensor::{name}", fake, lib=_LIBRARY)
         operator = getattr(torch.ops.mcftensor, name).default
@@ -64,6 +66,10 @@ def opaque(
         return call
 
     return register
+
+
+def _first(operands: Sequence[Tensor]) -> Tensor:
+    return operands[0]
 
 
 def is_bare(*lists: Sequence[Any]) -> bool:

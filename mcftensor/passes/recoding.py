@@ -15,11 +15,10 @@ from mcftensor.arithmetic.rounding import collapse_terms
 from mcftensor.formats import Format, named
 from mcftensor.kernels import Body, Column, Columns, in_parts, run
 from mcftensor.kernels.blocks import indices
-from mcftensor.kernels.layout import empty_terms, template_of
 from mcftensor.kernels.opaque import opaque
 
 
-@opaque(lambda stored, source, format, key: named(format).empty_like(template_of(stored)))
+@opaque(lambda stored, source, format, key: named(format).empty_like(stored[0]), of_one=True)
 def recode(stored: Sequence[Tensor], source: str, format: str, key: Tensor | None) -> list[Tensor]:
     """Components of one format as those of another."""
     f = named(format)
@@ -100,7 +99,7 @@ def _encoding(format: Format, dtype: torch.dtype) -> Body:
     return body
 
 
-@opaque(lambda stored, source, dtype: empty_terms(stored, dtype, 1)[0])
+@opaque(lambda stored, source, dtype: torch.empty_like(stored[0], dtype=dtype), of_one=True)
 def collapse(stored: Sequence[Tensor], source: str, dtype: torch.dtype) -> Tensor:
     """The numbers stored, as plain floats."""
     return collapse_terms(named(source).decode(stored), dtype)

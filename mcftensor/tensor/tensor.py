@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from mcftensor.formats import MAX_TERMS, Format, require_format
 from mcftensor.formats.format import named
 from mcftensor.passes.recoding import collapse, recode
+from mcftensor.tensor.factor import Factor
 from mcftensor.tensor.stepping import current_step
 from mcftensor.tensor.tape import Strand
 
@@ -85,6 +86,7 @@ class MCFTensor(torch.Tensor):
     _format: Format
     _role: Role
     _writes: Tensor | None = None  # how often it was written to, where rounding is balanced
+    _factor: Factor | None = None  # by which it is yet to be multiplied, where scales are shared
     _is_own: bool = False  # nobody else has its memory
     _place: tuple[Strand, int] | None = None  # of a TapedTensor: where it is on the tape
     _accumulation: Callable[[Tensor], None] | None = None  # the hook of accumulate_gradients
@@ -157,7 +159,10 @@ class MCFTensor(torch.Tensor):
         writes = self._writes
         if writes is not None and own:
             writes = writes.to(components[0].device, copy=True)
-        return MCFTensor.of(components, self._format, self._role, own=own, writes=writes)
+        made = MCFTensor.of(components, self._format, self._role, own=own, writes=writes)
+        if not own and self._factor is not None:
+            made._factor = self._factor
+        return made
 
     # ------------------------------------------------------------------------------- what it is
 
@@ -172,6 +177,12 @@ class MCFTensor(torch.Tensor):
 
     def _read(self) -> tuple[Tensor, ...]:
         """The components, for those who neither write to them nor pass them on."""
+        if self._factor is not None:
+            self._factor.settle()
+        return self._held()
+
+    def _held(self) -> tuple[Tensor, ...]:
+        """The components, whatever they are yet to be multiplied by."""
         if len(self._format.components) == 2:  # the commonest, and asked for at every turn
             return self._component0, self._component1
         return tuple([getattr(self, name) for name in COMPONENTS[: len(self._format.components)]])
@@ -226,6 +237,12 @@ class MCFTensor(torch.Tensor):
 
     @_is_param.setter
     def _is_param(self, flag: bool) -> None:
+        if flag and self._format.shared:
+            raise TypeError(
+                f"Parameter: {self._format.name} stores the states of optimizers; a model computes "
+                "with the leading component of its parameters, and here that is codes. Take "
+                "mcf.bf16i8 or mcf.bf16i16"
+            )
         self.__dict__["_parameter"] = flag
         if flag:
             self._role = "parameter"
@@ -236,6 +253,7 @@ class MCFTensor(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role]]:
         self._is_own = False  # compiled code may write to it
+        self._read()
         names = list(COMPONENTS[: len(self._format.components)])
         if self._writes is not None:
             names.append("_writes")
@@ -460,8 +478,12 @@ class MCFTensor(torch.Tensor):
         assert isinstance(value, MCFTensor)
         self._read()  # no longer on a tape
         self._is_own = False
-        new = [component.detach() for component in value.components]
-        self.__dict__.update(zip(COMPONENTS, new, strict=False))  # all by one call
+        new: dict[str, Any] = dict(
+            zip(COMPONENTS, [x.detach() for x in value.components], strict=False)
+        )
+        if value._factor is not None:
+            new["_factor"] = value._factor
+        self.__dict__.update(new)  # all by one call
 
     def data_ptr(self) -> int:
         """0 always, also of a slice: by it torch knows a tensor without storage, to copy and save
@@ -601,6 +623,8 @@ def _made(
         made._writes = (
             torch.zeros((), dtype=torch.int64, device=device) if writes is None else writes
         )
+    if format.shared:
+        made._factor = Factor(components, format, made._writes)
     return made
 
 
@@ -623,7 +647,7 @@ def _wrapper(cls: type[T], like: Tensor, format: Format) -> T:
 
 # What a pickle has of its own, beside attributes that users gave a tensor.
 _OWN = (
-    *(*COMPONENTS, "_format", "_role", "_writes", "_is_own", "_place"),
+    *(*COMPONENTS, "_format", "_role", "_writes", "_factor", "_is_own", "_place"),
     *("_accumulation", "_parameter"),
 )
 
@@ -730,9 +754,12 @@ def _where(condition: Tensor, input: Any = None, other: Any = None, **kwargs: An
 
 def number_in(
     x: float, format: Format, role: Role = "value", device: torch.device | None = None
-) -> MCFTensor:
-    """A number as an expansion without dimensions, to nearest."""
+) -> Tensor:
+    """A number as an expansion without dimensions, to nearest; a plain one beside formats that have
+    none of these."""
     number = torch.tensor(x, dtype=torch.float64, device=device)
+    if format.shared:
+        return number
     return MCFTensor.of(recode([number], "float64", format.nearest.name, None), format, role)
 
 

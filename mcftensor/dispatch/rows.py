@@ -1,0 +1,142 @@
+"""Structure of formats whose elements share scales: what takes, copies or joins whole rows.
+
+Blocks lie within the rows that the first dimension counts, so that operations along it do the same
+to each component. Others are PyTorch's own on the numbers, and give plain tensors; a view that
+would cut a block is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor.dispatch.operands import fill
+from mcftensor.dispatch.stored import on_numbers, plain_numbers, store_numbers
+from mcftensor.dispatch.writing import refusal
+from mcftensor.tensor.tensor import MCFTensor
+
+_COPIES = ("alias", "detach", "clone", "_to_copy", "_pin_memory")
+# Where the dimension stands in the arguments after the tensor, and what it is by default.
+_ALONG = {
+    "slice": (0, 0),
+    "split": (1, 0),
+    "split_with_sizes": (1, 0),
+    "index_select": (0, None),
+}
+_DIMENSIONS = {"flip": 0, "roll": 1}
+_VIEWS = ("view", "_unsafe_view", "reshape")
+
+
+def in_rows(operands: Sequence[Any]) -> bool:
+    """Whether there is a tensor whose elements share scales."""
+    return any(isinstance(x, MCFTensor) and bool(x._format.shared) for x in operands)
+
+
+def on_rows(func: Any, x: MCFTensor, args: Any, kwargs: Any, *, own: bool) -> Any:
+    """What moves elements, in memory of their own or not.
+
+    Raises:
+        NotImplementedError: a view of other parts than whole rows.
+    """
+    name = func.overloadpacket.__name__.removesuffix("_copy") or "_to_copy"
+    components = x._read() if own else x.components
+    if name in _VIEWS and _keeps_rows(x, args):
+        codes, *others = components
+        results = [func(codes, *args), *(t.clone() if own else t.detach() for t in others)]
+    elif func.overloadpacket.__name__ in _COPIES or _takes_rows(name, x, args, kwargs):
+        results = [func(t, *args, **_for_component(t, x, kwargs)) for t in components]
+    elif own:
+        return func(plain_numbers(x), *args, **kwargs)
+    else:
+        raise refusal(
+            func,
+            [x],
+            "32 elements of a row share a scale, and a view is of whole rows: a part along the "
+            "first dimension, or another shape of its rows",
+        )
+    if isinstance(results[0], Tensor):
+        return x._like(results, own=own)
+    return type(results[0])(x._like(pieces, own=own) for pieces in zip(*results, strict=True))
+
+
+def _takes_rows(name: str, x: MCFTensor, args: Any, kwargs: Any) -> bool:
+    if name in _ALONG:
+        place, default = _ALONG[name]
+        dim = kwargs.get("dim", args[place] if len(args) > place else default)
+        return dim in (0, -x.dim())
+    if name in _DIMENSIONS:
+        place = _DIMENSIONS[name]
+        return len(args) > place and list(args[place]) in ([0], [-x.dim()])
+    if name == "index":
+        (indices,) = args
+        return len(indices) == 1 and indices[0] is not None and indices[0].dim() == 1
+    return False
+
+
+def _keeps_rows(x: MCFTensor, args: Any) -> bool:
+    """Whether another shape has the same rows."""
+    shape = args[0] if args and isinstance(args[0], (list, tuple)) else ()
+    known = torch.Size(n for n in shape if n != -1).numel()
+    first = shape[0] if shape else None
+    if first == -1:
+        first = x.numel() // known if known else None
+    return len(shape) > 1 and first == x.shape[0]
+
+
+def _for_component(t: Tensor, x: MCFTensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Options of an operation on a component, which has its own number of dimensions."""
+    if t.shape == x.shape:
+        return kwargs
+    return {name: option for name, option in kwargs.items() if name != "memory_format"}
+
+
+def join_rows(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
+    """`cat` along the first dimension of tensors of one format; any other of numbers."""
+    formats = {x._format.nearest if isinstance(x, MCFTensor) else None for x in tensors}
+    if func is not torch.ops.aten.cat.default or dim not in (0, -tensors[0].dim()):
+        return on_numbers(func, (tensors, dim), {})
+    if len(formats) > 1:
+        return on_numbers(func, (tensors, dim), {})
+    parts: list[Any] = list(tensors)
+    columns = zip(*(x._read() for x in parts), strict=True)
+    return parts[0]._like([func(list(c)) for c in columns], own=True)
+
+
+def made_in_rows(
+    func: Any, x: MCFTensor, shape: torch.Size, args: Any, kwargs: dict[str, Any]
+) -> MCFTensor:
+    """What a factory makes of each component, the result being of some shape."""
+    made = []
+    for component, t in zip(x._format.components, x._held(), strict=True):
+        own, options = component.shape(shape), _for_component(t, x, kwargs)
+        if func.overloadpacket.__name__.endswith("_like"):
+            made.append(func(t, *args, **options))
+        elif own == shape:
+            made.append(func(t, shape, *args, **options))
+        else:
+            made.append(t.new_zeros(own, **options))
+    return MCFTensor.of(made, x._format, own=True)
+
+
+def copy_rows_(target: MCFTensor, source: Tensor) -> None:
+    """Of the same format a bare copy of whole tensors; otherwise one rounding."""
+    factor = target._factor
+    assert factor is not None
+    if (
+        isinstance(source, MCFTensor)
+        and source._format.nearest is target._format.nearest
+        and source.shape == target.shape
+    ):
+        components = source._read()
+        if factor.is_of_all(target._held()):
+            factor.take()
+        fill(target, components)
+        if source._writes is not None and target._writes is not None:
+            target._writes.copy_(source._writes)
+        return
+    numbers = source._collapsed(torch.float32) if isinstance(source, MCFTensor) else source
+    expanded = numbers.to(target.device).expand(target.shape)
+    store_numbers([target], [torch.empty_like(target._held()[0], dtype=torch.float32).copy_(expanded)])

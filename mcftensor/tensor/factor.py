@@ -1,0 +1,53 @@
+"""A number by which a tensor is yet to be multiplied.
+
+Where a number is one byte, `v.mul_(0.999)` would be lost, or at best be a second rounding beside
+that of what is added next. So of formats whose elements share scales a multiplication by a number
+is only noted, exactly. What is written next absorbs it, and so does whoever asks for components.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mcftensor.formats import Format
+from mcftensor.passes.recoding import decode_columns, encode_columns, key_for
+
+
+class Factor:
+    """What is noted for one memory; its views have the same object.
+
+    Attributes:
+        value: the number, 1 where there is nothing to do.
+    """
+
+    def __init__(
+        self, components: Sequence[Tensor], format: Format, writes: Tensor | None
+    ) -> None:
+        self.value = 1.0
+        self._components, self._format, self._writes = components, format, writes
+
+    def is_of_all(self, components: Sequence[Tensor]) -> bool:
+        """Whether components are all there are, and no part of them."""
+        return components[0].numel() == self._components[0].numel()
+
+    def take(self) -> float:
+        """The number, for one who multiplies by it all that there is."""
+        value, self.value = self.value, 1.0
+        return value
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Multiply, and round once."""
+        if self.value == 1:
+            return
+        columns = [[x] for x in self._components]
+        numbers = torch.empty_like(self._components[0], dtype=torch.float32)
+        decode_columns(self._format, columns, [numbers])
+        numbers.mul_(self.take())
+        key = key_for(self._format, numbers.device, self._writes)
+        encode_columns(self._format, [numbers], columns, [] if key is None else [key])
+        if self._writes is not None:
+            self._writes.add_(1)
