@@ -272,7 +272,17 @@ def take(
     s = {name: x if name in on_device else _at_hand(x) for name, x in settings.items()}
     names, numbers = _numbers(RULES[rule], s, steps)
     body = _body(rule, "maximize" in s, tuple(formats), tuple(names))
-    run(body, Columns([*gradients, *targets], numbers, targets, keys))
+    shared = _shared(tuple(formats))
+    run(body, Columns([*gradients, *targets], numbers, targets, keys, shared))
+
+
+@functools.lru_cache(maxsize=1024)
+def _shared(formats: tuple[Format, ...]) -> frozenset[int]:
+    """Which columns of a step, of what it reads and then of what it writes, hold what blocks of
+    elements share."""
+    is_shared = [x.is_shared for f in formats for x in f.components]
+    is_shared += is_shared[len(formats[0].components) :]
+    return frozenset(i for i, x in enumerate(is_shared) if x)
 
 
 @opaque(

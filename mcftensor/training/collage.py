@@ -6,7 +6,7 @@ import copy
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mcftensor.convert import as_expansion, as_plain
-from mcftensor.formats import Format, require_format
+from mcftensor.formats import BlockFormat, Format, bf16i16, mxfp8, require_format, ue5m3
 from mcftensor.patches.optimizers import (
     breaks_graphs,
     have_states_made_by_plan,
@@ -39,11 +39,21 @@ SECOND_MOMENTS = frozenset(
 # What a state becomes, beside plain (None) or an expansion in a given format.
 _OWN = "expansion in the format of the parameter"
 _AS_IT_IS = "what the optimizer makes it"
+_COMPACT = "codes of one byte, and float32 where these do not do"
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _MODES: dict[str, dict[str, Any]] = {
     "light": dict.fromkeys(FIRST_MOMENTS | SECOND_MOMENTS),
     "plus": dict.fromkeys(FIRST_MOMENTS) | dict.fromkeys(SECOND_MOMENTS, _OWN),
     "full": {},
+    "compact": dict.fromkeys(FIRST_MOMENTS | SECOND_MOMENTS, _COMPACT),
+}
+
+# States that one byte does not do for, and why.
+_WIDE = {
+    "sum": "it only grows, by ever smaller parts of itself",
+    "grad_avg": "its square is taken from square_avg, and what is left is close to zero",
+    "step_size": "it is what the weights move by",
+    "ax": "it is an average of weights",
 }
 
 
@@ -56,6 +66,10 @@ def collage(optimizer: Opt, mode: str | Mapping[str, Format | None]) -> Opt:
     - `"light"`: first and second moments are plain tensors of the base dtype;
     - `"plus"`: second moments are expansions, first moments plain. A plain bf16 second moment
       cannot decay at $\beta_2 = 0.999$, which rounds to 1;
+    - `"compact"`: first moments are in `mxfp8` and second moments in `ue5m3`, of one byte; the
+      states of vectors, and those that one byte does not do for (Adagrad's `sum`, the averages of a
+      centered RMSprop), are in `bf16i16`, which is float32. The largest second moment of AMSGrad
+      rounds to nearest;
     - `"full"`: every state of the parameter's shape is an expansion, also where the optimizer
       makes it from the gradient, as SGD does with its momentum buffer;
     - a dict from names of states to formats; None makes a state plain, and a state that is not
@@ -82,7 +96,7 @@ def collage(optimizer: Opt, mode: str | Mapping[str, Format | None]) -> Opt:
         ValueError: an unknown mode; no parameter is an expansion; a name that is no state of this
             optimizer (found by a trial step on a dummy parameter; for optimizers that are not
             torch's own, at the end of the first step); a format whose terms are not of the
-            parameters' dtype.
+            parameters' dtype, or that cannot hold what the state is.
 
     Examples:
         >>> import torch, mcftensor as mcf
@@ -160,14 +174,15 @@ class _Plan:
                 if format is not None:
                     require_format(format, f"collage: mode[{name!r}]")
                     _require_base(name, format, formats)
+                    _require_fit(name, format)
             self.named = dict(mode)
             self._check_names(optimizer)
         elif isinstance(mode, str) and mode in _MODES:
             self.named = _MODES[mode]
         else:
             raise (ValueError if isinstance(mode, str) else TypeError)(
-                f"collage: unknown mode {mode!r}; use 'light', 'plus', 'full', or a dict from "
-                "names of states to formats"
+                f"collage: unknown mode {mode!r}; use 'light', 'plus', 'full', 'compact', or a "
+                "dict from names of states to formats"
             )
 
     def _check_names(self, optimizer: Optimizer) -> None:
@@ -219,8 +234,7 @@ class _Plan:
             # SGD makes its buffer from the first gradient, plain: give it a zero to add that to.
             # With dampening the two are not the same.
             if is_sgd and group["momentum"] and not group["dampening"]:
-                wanted = self.named.get("momentum_buffer", self.others)
-                wanted = format if wanted is _OWN else wanted
+                wanted = self._wanted("momentum_buffer", p, format, ())
                 if isinstance(wanted, Format):
                     states[p]["momentum_buffer"] = as_expansion(torch.zeros_like(p), wanted)
 
@@ -247,16 +261,27 @@ class _Plan:
             self.apply(optimizer)
             self.settled = found
 
+    def _wanted(self, name: str, p: Tensor, own: Format, names: Collection[str]) -> Any:
+        """What a state becomes, given the names of the others."""
+        wanted = self.named.get(name, self.others)
+        if wanted is _OWN:
+            return own
+        if wanted is not _COMPACT:
+            return wanted
+        if sum(length > 1 for length in p.shape) <= 1 or not _WIDE.keys().isdisjoint(names):
+            return bf16i16
+        if name in FIRST_MOMENTS:
+            return mxfp8
+        return ue5m3.nearest if name == "max_exp_avg_sq" else ue5m3
+
     def _convert(self, p: Tensor, own: Format, state: dict[str, Any]) -> None:
         if self.unchecked and state:
             _require_known(self.unchecked, set(state))
             self.unchecked = set()
         for name, x in state.items():
-            wanted = self.named.get(name, self.others)
+            wanted = self._wanted(name, p, own, state)
             if wanted is _AS_IT_IS or name == "step":
                 continue
-            if wanted is _OWN:
-                wanted = own
             if type(x) is Tensor:
                 is_settled = wanted is None and x.dtype == own.dtype
             else:
@@ -287,11 +312,24 @@ def _converted(x: Any, p: Tensor, own: Format, wanted: Format | None) -> Any:
 
 def _require_base(name: str, format: Format, formats: list[Format]) -> None:
     for own in formats:
-        if own.dtype != format.dtype:
+        if own.dtype != format.dtype and not format.shared:
             raise ValueError(
                 f"collage: mode[{name!r}] is {format.name}, beside parameters in {own.name}; a "
                 f"state has terms of the parameter's dtype, {own.dtype}"
             )
+
+
+def _require_fit(name: str, format: Format) -> None:
+    if not isinstance(format, BlockFormat):
+        return
+    reason = _WIDE.get(name)
+    if name in FIRST_MOMENTS and format.nearest is ue5m3.nearest:
+        reason = "it has negative numbers, which this format has not"
+    if reason:
+        raise ValueError(
+            f"collage: mode[{name!r}] is {format.name}, which {name} cannot be in: {reason}. Use "
+            f"mcf.bf16i16{'' if name in _WIDE else ' or mcf.mxfp8'}"
+        )
 
 
 def _require_known(names: set[str], known: set[str]) -> None:
