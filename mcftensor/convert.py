@@ -153,8 +153,7 @@ def _value(x: Tensor, format: Format) -> MCFTensor:
     """A value, or a DTensor of one."""
 
     def convert(x: Tensor) -> MCFTensor:
-        for component in format.components:
-            component.shape(x.shape)  # raises where there is none
+        format.require(x)
         if isinstance(x, MCFTensor):
             key = recoding.key_for(format, x.device)
             made = recoding.recode(list(x._read()), x.format.name, format.name, key)

@@ -139,4 +139,6 @@ def copy_rows_(target: MCFTensor, source: Tensor) -> None:
         return
     numbers = source._collapsed(torch.float32) if isinstance(source, MCFTensor) else source
     expanded = numbers.to(target.device).expand(target.shape)
-    store_numbers([target], [torch.empty_like(target._held()[0], dtype=torch.float32).copy_(expanded)])
+    store_numbers(
+        [target], [torch.empty_like(target._held()[0], dtype=torch.float32).copy_(expanded)]
+    )

@@ -237,9 +237,14 @@ def _goes_in_blocks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if first.numel() <= BLOCK or first.device.type != "cpu":
         return False
     large = [x for x in tensors if x.dim()]
-    return all(
-        x.layout == torch.strided and x.shape == first.shape and x.is_contiguous() for x in large
-    ) and all(map(_has_whole_parts, tensors)) and is_bare(*map(_components, tensors))
+    return (
+        all(
+            x.layout == torch.strided and x.shape == first.shape and x.is_contiguous()
+            for x in large
+        )
+        and all(map(_has_whole_parts, tensors))
+        and is_bare(*map(_components, tensors))
+    )
 
 
 def _has_whole_parts(x: Tensor) -> bool:

@@ -11,6 +11,7 @@ from abc import abstractmethod
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from mcftensor.arithmetic.noise import Noise, Rounding
 from mcftensor.arithmetic.numbers import Floats, Sum
@@ -181,6 +182,16 @@ class UE5M3(BlockFormat):
     above 1.6e38 holds NaNs.
     """
 
+    def require(self, x: Tensor) -> None:
+        """Nor may a number be negative, as far as one can see."""
+        super().require(x)
+        is_seen = not (torch.compiler.is_compiling() or x.is_meta or is_fake(x))
+        if is_seen and bool((x < 0).any()):
+            raise ValueError(
+                f"{self.name} holds second moments, and {int((x < 0).sum())} of {x.numel()} "
+                "elements are negative; use mcf.mxfp8"
+            )
+
     def read(self, codes: Tensor) -> Tensor:
         """The code as the last bits of an exponent and the first of a significand."""
         x = ((codes << _LOST) + (96 << 23)).view(torch.float32)
@@ -201,7 +212,8 @@ class UE5M3(BlockFormat):
         self, bits: Tensor, magnitude: Tensor, scales: Tensor, noise: Noise | None
     ) -> Tensor:
         """The pattern with another exponent is the code and what it lacks."""
-        unscaled = ((254 - scales) << 23).view(torch.float32)
+        exponents = (254 - scales).maximum(torch.ones_like(scales))
+        unscaled = (exponents << 23).view(torch.float32)
         y = magnitude.view(torch.float32) * unscaled
         bits = y.view(torch.int32) - (96 << 23)
         codes = _rounded(bits if noise is None else _by_roots(bits), noise)

@@ -230,6 +230,11 @@ class Format:
         """The same format, rounded to nearest."""
         return self.with_rounding("nearest") if self.takes_key else self
 
+    def require(self, x: Tensor) -> None:
+        """Raise ValueError for a tensor that cannot be stored so."""
+        for component in self.components:
+            component.shape(x.shape)
+
     def empty_like(self, template: Tensor) -> list[Tensor]:
         """Components without data for a tensor laid out as another one."""
         return [

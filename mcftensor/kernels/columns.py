@@ -30,9 +30,10 @@ _dtype = operator.attrgetter("dtype")
 class Columns:
     """Calls of an elementwise function.
 
-    The outputs of a call are of one shape, its vectors too or of one that broadcasts; but for those
-    of what blocks of elements share, which are of the shape that `shared` gives. Its scalars are Python floats or tensors without dimensions; a column of one scalar is for all calls. A
-    column of outputs may be one of vectors, and overlaps no other.
+    The outputs of a call are of one shape, its vectors too or of one that broadcasts, but for those
+    that hold what blocks of elements share. Its scalars are Python floats or tensors without
+    dimensions; a column of one scalar is for all calls. A column of outputs may be one of vectors,
+    and overlaps no other.
 
     Attributes:
         vectors: columns of what is read element by element.

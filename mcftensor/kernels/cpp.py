@@ -232,9 +232,11 @@ INLINE V choose(M mask, V x, V y) { return to<V>(mask) ? x : y; }
 """
 
 # What blocks of elements share. A whole one lies in vectors that follow one another.
-_SHARING = f"""\
+_SHARING = (
+    f"""\
 #define SHARING {BLOCK}
-""" + """\
+"""
+    + """\
 template <int WIDTH>
 struct Largest {
   typedef int32_t Half __attribute__((vector_size(sizeof(int32_t) * WIDTH / 2)));
@@ -256,6 +258,7 @@ INLINE I block_max(I x, V... others) {
   return all<I>(Largest<LANES>::of(x));
 }
 """
+)
 
 _LOOP = """
 static void run(

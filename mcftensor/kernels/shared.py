@@ -43,6 +43,8 @@ def block_max(x: Tensor) -> Tensor:
 def spread(shared: Tensor, like: Tensor) -> Tensor:
     """What each block shares, for each of its elements, which lie as those of another tensor."""
     made = torch.empty_like(like, dtype=shared.dtype)
+    if not like.numel():
+        return made
     length = torch.Size(like.shape[1:]).numel()
     rows = shared.view(like.shape[0], -1).repeat_interleave(BLOCK, 1)[:, :length]
     return made.copy_(rows.reshape(like.shape))

@@ -148,17 +148,25 @@ def to_{name}(x):
 """
 
 # What blocks of elements share, in every element.
-_SHARING = f"""
+_SHARING = (
+    f"""
 
 SHARING: tl.constexpr = {SHARING}
-""" + """
+"""
+    + """
+
+@triton.jit
+def larger(x, y):
+    return tl.where(x > y, x, y)
+
 
 @triton.jit
 def block_max(x, BLOCK: tl.constexpr):
-    largest = tl.max(tl.reshape(x, (BLOCK // SHARING, SHARING)), axis=1)
+    largest = tl.reduce(tl.reshape(x, (BLOCK // SHARING, SHARING)), 1, larger)
     whole = tl.broadcast_to(tl.expand_dims(largest, 1), (BLOCK // SHARING, SHARING))
     return tl.reshape(whole, (BLOCK,))
 """
+)
 
 _KERNEL = """
 

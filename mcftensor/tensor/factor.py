@@ -23,9 +23,7 @@ class Factor:
         value: the number, 1 where there is nothing to do.
     """
 
-    def __init__(
-        self, components: Sequence[Tensor], format: Format, writes: Tensor | None
-    ) -> None:
+    def __init__(self, components: Sequence[Tensor], format: Format, writes: Tensor | None) -> None:
         self.value = 1.0
         self._components, self._format, self._writes = components, format, writes
 

@@ -1,0 +1,129 @@
+"""What blocks of elements share, in C++ and in Triton's interpreter: the bits of eager PyTorch."""
+
+import copy
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+
+import mcftensor as mcf
+from mcftensor.arithmetic.numbers import Sum
+from mcftensor.kernels.blocks import indices
+from mcftensor.passes import steps
+from mcftensor.passes.recoding import decode_columns, encode_columns
+from support.kernel_cases import same, way
+
+FORMATS = [
+    format.with_rounding(rounding)
+    for format in (mcf.mxfp8, mcf.ue5m3)
+    for rounding in ("balanced", "nearest", "stochastic")
+]
+
+by_format = pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="there is no Triton")
+by_way = pytest.mark.parametrize("name", ["cpp", pytest.param("triton", marks=needs_triton)])
+
+
+def hard(format, *shape):
+    """Numbers of all sizes, special ones among them."""
+    torch.manual_seed(0)
+    x = torch.randn(shape) * torch.exp(8 * torch.randn(shape))
+    x = x.abs() if format.stem == "ue5m3" else x
+    x.view(-1)[::97] = 0.0
+    x.view(-1)[5::331] = float("nan")
+    x.view(-1)[7::521] = float("inf")
+    x.view(-1)[11::613] = 1e-42
+    return x
+
+
+def stored(format, x, key=5):
+    made = [torch.empty(y.shape(x.shape), dtype=y.dtype) for y in format.components]
+    keys = [torch.tensor(key)] if format.takes_key else []
+    encode_columns(format, [x], [[y] for y in made], keys)
+    return made
+
+
+@by_way
+@by_format
+@pytest.mark.parametrize("shape", [(33, 32), (7, 160), (3, 64, 5)])
+def test_encoding(name, format, shape):
+    same(name, lambda: stored(format, hard(format, *shape)))
+
+
+@by_way
+@by_format
+@pytest.mark.parametrize("shape", [(33, 32), (7, 160)])
+def test_decoding(name, format, shape):
+    made = stored(format, hard(format, *shape))
+    numbers = torch.empty(shape)
+
+    def decode():
+        decode_columns(format, [[y] for y in made], [numbers])
+        return [numbers]
+
+    same(name, decode)
+
+
+@by_way
+def test_lists(name):
+    """Of tensors of many lengths, rows that are no whole blocks among them."""
+    shapes = [(1, 32), (5, 96), (2, 33), (64, 64), (3, 4, 8)]
+
+    def encode():
+        xs = [hard(mcf.mxfp8, *shape) for shape in shapes]
+        made = [
+            [torch.empty(y.shape(x.shape), dtype=y.dtype) for x in xs] for y in mcf.mxfp8.components
+        ]
+        encode_columns(mcf.mxfp8, xs, made, [torch.tensor(i) for i in range(len(xs))])
+        return [y for column in made for y in column]
+
+    same_in_part = [tuple(x.shape) for x in encode()]
+    assert same_in_part[: len(shapes)] == shapes
+    expected = encode()
+    with way(name) if name == "triton" else way("eager"):
+        torch.testing.assert_close(encode(), expected, rtol=0, atol=0)
+
+
+def step_of(weights, path=None):
+    p = nn.Parameter(copy.deepcopy(weights))
+    optimizer = mcf.collage(torch.optim.AdamW([p], lr=1e-3, amsgrad=True, fused=True), "compact")
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(3):
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        optimizer.step()
+    states = optimizer.state[p]
+    assert states["max_exp_avg_sq"].format is mcf.ue5m3.nearest
+    return [p.detach(), *[x for x in states.values() if x.dim()]]
+
+
+@by_way
+@pytest.mark.parametrize("format", [mcf.bf16i8, mcf.bf16i16, mcf.bf16x2], ids=lambda f: f.name)
+def test_fused_steps(name, format):
+    torch.manual_seed(1)
+    weights = mcf.as_expansion(torch.randn(9, 64), format)
+    same(name, step_of, weights)
+
+
+def test_a_long_program_has_whole_blocks_too():
+    """Of float64 lanes, of which four make a block."""
+    torch.manual_seed(1)
+    weights = mcf.as_expansion(torch.randn(9, 64, dtype=torch.float64), mcf.fp32x2)
+    same("cpp", step_of, weights)
+
+
+def test_rounding_goes_by_places_in_the_whole():
+    """A large tensor is taken part by part."""
+    x = torch.rand(1 << 12, 256)
+    noise = mcf.mxfp8
+    expected = noise.encode(Sum([x]), None)
+    got = stored(mcf.mxfp8.nearest, x)
+    assert all(map(torch.equal, got, expected))
+    y = mcf.as_expansion(x, mcf.mxfp8)
+    whole = mcf.as_expansion(x, mcf.mxfp8)
+    y.add_(0)
+    whole.copy_(mcf.as_plain(whole) + 0)
+    assert all(map(torch.equal, y.components, whole.components))
+    assert indices(x)[-1, -1] == x.numel() - 1
+    assert steps.numbers_for([mcf.mxfp8]).dtype == torch.float32
