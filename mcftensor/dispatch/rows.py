@@ -137,8 +137,7 @@ def copy_rows_(target: MCFTensor, source: Tensor) -> None:
         if source._writes is not None and target._writes is not None:
             target._writes.copy_(source._writes)
         return
-    numbers = source._collapsed(torch.float32) if isinstance(source, MCFTensor) else source
-    expanded = numbers.to(target.device).expand(target.shape)
-    store_numbers(
-        [target], [torch.empty_like(target._held()[0], dtype=torch.float32).copy_(expanded)]
-    )
+    numbers = source._collapsed() if isinstance(source, MCFTensor) else source
+    dtype = torch.float64 if numbers.dtype == torch.float64 else torch.float32
+    whole = torch.empty_like(target._held()[0], dtype=dtype)  # which a number may broadcast to
+    store_numbers([target], [whole.copy_(numbers)])

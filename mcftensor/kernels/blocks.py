@@ -38,10 +38,10 @@ def flat(call: Columns) -> Columns:
     or of a row for each block that shares something, where that lies alike too."""
 
     def seen(i: int, x: Tensor) -> Tensor:
-        shape = (x.numel(),)
-        if call.shared:
-            shape = (x.numel(), 1) if i in call.shared else (x.numel() // SHARING, SHARING)
-        return x.as_strided(shape, (*shape[1:], 1))
+        if not call.shared:
+            return x.as_strided((x.numel(),), (1,))
+        width = 1 if i in call.shared else SHARING
+        return x.as_strided((x.numel() // width, width), (width, 1))
 
     count = len(call.vectors)
     vectors = [[seen(i, x)] for i, (x,) in enumerate(call.vectors)]

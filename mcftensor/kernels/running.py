@@ -75,14 +75,13 @@ class Kernel:
             for i, dtype in enumerate((*signature.vectors, *signature.outputs))
         ]
         count = len(signature.vectors)
-        vectors, got = ([[x] for x in part] for part in (tensors[:count], tensors[count:]))
+        columns = [[x] for x in tensors]
         scalars = [[hard.scalar(dtype, i)] for i, dtype in enumerate(signature.scalars)]
-        call = blocks.flat(Columns(vectors, scalars, got, (), signature.shared))
-        (vectors, got) = (call.vectors, call.outputs)
-        expected = self.body(
-            [x for (x,) in vectors], [x for (x,) in scalars], blocks.indices(got[0][0])
-        )
-        expected = [x.to(y.dtype) for x, (y,) in zip(expected, got, strict=True)]
+        call = blocks.flat(Columns(columns[:count], scalars, columns[count:], (), signature.shared))
+        vectors, got = call.vectors, call.outputs
+        index = blocks.indices(got[0][0])
+        results = self.body([x for (x,) in vectors], [x for (x,) in scalars], index)
+        expected = [x.to(y.dtype) for x, (y,) in zip(results, got, strict=True)]
         addresses = [[x.data_ptr()] for (x,) in (*vectors, *got)]
         cpu.launch(launch, [hard.COUNT], addresses, scalars, signature.scalars)
         return all(hard.are_alike(x, y) for (x,), y in zip(got, expected, strict=True))

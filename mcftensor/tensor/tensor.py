@@ -364,6 +364,10 @@ class MCFTensor(torch.Tensor):
         """The collapsed values as nested lists of Python floats."""
         return self._collapsed().tolist()
 
+    def dequantize(self) -> Tensor:
+        """The numbers as a plain tensor, exactly where its format only stores them: float32."""
+        return self._collapsed(self._format.dtype_of_numbers)
+
     # ------------------------------------------------------------- what dispatch does not see
 
     def backward(self, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
