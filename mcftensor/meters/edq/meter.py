@@ -26,7 +26,7 @@ from mcftensor.meters.edq.readings import (
     take_samples,
     totals,
 )
-from mcftensor.meters.edq.states import StateReading, state_reading
+from mcftensor.meters.edq.state_readings import StateReading, state_reading
 from mcftensor.patches.optimizers import untraced
 from mcftensor.tensor.sharded import format_of
 from mcftensor.training.shadow import Original, reaches_parameters

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from mcftensor.convert import as_plain
 from mcftensor.formats import ExpansionFormat
-from mcftensor.meters.edq.states import COLUMNS as STATE_COLUMNS
-from mcftensor.meters.edq.states import state_sums
+from mcftensor.meters.edq.state_readings import COLUMNS as STATE_COLUMNS
+from mcftensor.meters.edq.state_readings import state_sums
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.sharded import local
 from mcftensor.training.shadow import (

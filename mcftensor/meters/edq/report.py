@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcftensor.checkpoint.extras import extra
 from mcftensor.meters.edq.readings import Reading
-from mcftensor.meters.edq.states import StateReading
+from mcftensor.meters.edq.state_readings import StateReading
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
