@@ -56,9 +56,6 @@ class BlockFormat(Format):
     are cut without touching a block.
     """
 
-    bias: int
-    """Of the exponent in a code, as in OCP's formats of 8 bits."""
-
     def __init__(self, stem: str, rounding: Rounding) -> None:
         self.stem, self.rounding = stem, rounding
         self.name = _name_of(stem, rounding)
