@@ -110,7 +110,7 @@ def peer(name: str, size: float, package: str, cls: str, **keywords: Any) -> Con
 
     def make(start: Tensor, **settings: Any) -> Optimizer:
         optimizer = getattr(importlib.import_module(package), cls)
-        return optimizer([nn.Parameter(start.float())], **settings, **keywords)
+        return optimizer([nn.Parameter(start.clone())], **settings, **keywords)
 
     return Contender(name, size, make)
 
@@ -227,8 +227,7 @@ def course(contender: Contender, scenario: Scenario, shape: tuple[int, ...]) -> 
     """Take all steps."""
     generator = torch.Generator().manual_seed(0)
     start = (0.02 * torch.randn(shape, generator=generator)).bfloat16().float()
-    # eps is so small that it has no part in any of this.
-    settings = {"lr": LR, "betas": (0.9, scenario.beta2), "weight_decay": 0.0, "eps": 1e-12}
+    settings = {"lr": LR, "betas": (0.9, scenario.beta2), "weight_decay": 0.0, "eps": 1e-8}
     optimizer = contender.make(start, **settings)
     (weight,) = optimizer.param_groups[0]["params"]
     before, largest = start.double(), 0.0
