@@ -77,14 +77,14 @@ def view(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
             return _on_components(func, x, args, kwargs, own=False)
     out = _on_components(func, x, args, kwargs, own=False)
     if func is aten.detach.default:
-        _keep_accumulation(x, out)
+        _keep_hooks(x, out)
     return return_and_correct_aliasing(func, (x, *args), kwargs, out)
 
 
-def _keep_accumulation(x: MCFTensor, new: MCFTensor) -> None:
+def _keep_hooks(x: MCFTensor, new: MCFTensor) -> None:
     """`module.to(device)` puts the parameter that it makes of a new tensor in the place of x."""
-    if x._accumulation is not None:
-        new._accumulation = x._accumulation
+    if x._hooks:
+        new._hooks = x._hooks
 
 
 @implements(
@@ -282,7 +282,7 @@ def to_copy(func: Any, x: MCFTensor, *, dtype: torch.dtype | None = None, **kwar
         plain = x._collapsed(wide)
         return func(plain, dtype=dtype, **kwargs) if kwargs or wide != dtype else plain
     copied = x._like([func(t, **kwargs) for t in x._read()], own=True)
-    _keep_accumulation(x, copied)
+    _keep_hooks(x, copied)
     return copied
 
 

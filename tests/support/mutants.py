@@ -434,7 +434,7 @@ MUTATIONS = [
         "tests/training/test_accumulation.py",
         module_in_use=("            if not _is_free(x):", "            if False:"),
         sums_of_gradients_end=(
-            "if isinstance(x, MCFTensor) and isinstance(hook, Accumulation):",
+            "if isinstance(x, MCFTensor) and isinstance(hook, GradientHook):",
             "if False:",
         ),
         gradient_of_another_dtype=("        x.grad = grad.to(x.dtype)", "        x.grad = grad"),
@@ -461,10 +461,11 @@ MUTATIONS = [
         ),
         graphs_cut=("if grad.requires_grad or grad.is_complex()", "if grad.is_complex()"),
         sparse_dropped=("    if grad.is_sparse:\n        sum_.add_(grad)\n", ""),
-        copies_keep_the_hook=(
-            "if isinstance(p, MCFTensor):\n            p._accumulation = accumulation",
-            "if False:\n            p._accumulation = accumulation",
-        ),
+    ),
+    *_of(
+        "gradient_hooks.py",
+        "tests/training/test_accumulation.py",
+        moved_without_hooks=("            if isinstance(p, MCFTensor):", "            if False:"),
     ),
     *_of(
         "steps.py",
