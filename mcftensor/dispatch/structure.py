@@ -176,13 +176,14 @@ def join(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
 
 
 def _within_graph(x: MCFTensor) -> bool:
-    """Whether a backward formula asks, and not an optimizer, which has the parameter itself.
+    """Whether a backward formula asks, and not an optimizer, which has the parameter itself or is
+    within its step.
 
     Compilers give the parameter a grad_fn, under no_grad too.
     """
     in_backward = torch._C._current_graph_task_id() != -1
     in_forward = torch.is_grad_enabled() and x.grad_fn is not None
-    return x.role == "parameter" and (in_forward or (in_backward and not x._is_param))
+    return x.acts_as == "parameter" and (in_forward or (in_backward and not x._is_param))
 
 
 def _asks_other(x: MCFTensor, kwargs: dict[str, Any]) -> bool:

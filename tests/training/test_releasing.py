@@ -159,6 +159,27 @@ def test_sparse_gradients():
     assert_alike(build, backward=backward)
 
 
+class OfViews(Stepper):
+    """Makes its states of views of parameters."""
+
+    def update(self, p, group):
+        state = self.state[p]
+        if not state:
+            state["sum"] = torch.zeros_like(p.detach().view(-1))
+        state["sum"].add_(p.grad.view(-1), alpha=0.1)
+        p.view(-1).sub_(state["sum"], alpha=group["lr"])
+
+
+def test_states_that_are_made_of_views_of_parameters():
+    """In backward formulas they would be plain."""
+
+    def build():
+        model = network()
+        return model, OfViews(model.parameters(), lr=0.1)
+
+    assert_alike(build, {"bucket_bytes": 0})
+
+
 def test_groups_have_options_of_their_own():
     def build():
         model = network()
@@ -612,6 +633,24 @@ def test_a_compiled_model():
         loss_of_compiled.float().square().mean().backward()
 
     assert_alike(build, {"bucket_bytes": 0}, backward=backward)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, mcf.bf16x2], ids=str)
+@pytest.mark.parametrize("bucket", [0, 1 << 22])
+def test_compiled_autograd(kind, bucket):
+    """A bucket that is not full waits for optimizer.step()."""
+    torch._dynamo.reset()
+
+    def build():
+        model = network(kind)
+        return model, adamw(model)
+
+    def backward(model, step):
+        loss = loss_of(model, step)
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+            loss.backward()
+
+    assert_alike(build, {"bucket_bytes": bucket}, backward=backward)
 
 
 def test_checkpointed_activations():
