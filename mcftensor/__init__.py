@@ -33,6 +33,9 @@ from mcftensor.meters import edq as edq
 from mcftensor.meters.auditing import audit as audit
 from mcftensor.meters.edq import EDQ as EDQ
 from mcftensor.meters.edq import FrozenWeightWarning as FrozenWeightWarning
+from mcftensor.meters.memory import Held as Held
+from mcftensor.meters.memory import Memory as Memory
+from mcftensor.meters.memory import memory as memory
 from mcftensor.passes import expansion as expansion
 from mcftensor.patches import PatchWarning as PatchWarning
 from mcftensor.selfcheck import SelfCheckError as SelfCheckError

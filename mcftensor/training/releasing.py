@@ -358,6 +358,12 @@ def step_in_backward(
     return handle
 
 
+def are_released(parameters: Iterable[Tensor]) -> bool:
+    """Whether some of these parameters step in backward."""
+    chosen = set(parameters)
+    return any(not chosen.isdisjoint(handle._names) for handle in _handles)
+
+
 _OF_DDP = (
     "DistributedDataParallel reduces gradients after the hooks of parameters, and its buckets hold "
     "all of them as long as it lives, so that nothing would be freed. Shard the model with "

@@ -210,3 +210,21 @@ def test_parameters_from_before_sharding_are_noticed():
     fully_shard(model)
     with pytest.raises(ValueError, match="make it after the model is sharded"):
         mcf.step_in_backward(model, optimizer)
+
+
+@on_ranks(2)
+def test_memory_is_that_of_this_rank():
+    model = sharded("expansions")
+    optimizer = mcf.collage(torch.optim.AdamW(model.parameters()), "plus")
+    before = mcf.memory(model, optimizer)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    after = mcf.memory(model, optimizer)
+    used = [x for x in after.held if not x.name.startswith("unused")]
+    assert [(x.name, x.state, x.format, x.bytes) for x in used] == [
+        (x.name, x.state, x.format, x.bytes) for x in before.held if not x.name.startswith("unused")
+    ]
+    local = [p.to_local() for p in model.parameters()]
+    expected = sum(t.nbytes for p in local for t in p.components)
+    assert after.bytes_of("parameters") == expected
+    assert after.trained == sum(p.numel() for p in local)
