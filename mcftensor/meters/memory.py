@@ -14,7 +14,7 @@ from mcftensor.formats import PLAIN
 from mcftensor.tensor.sharded import local
 from mcftensor.training.releasing import are_released
 from mcftensor.training.shadow import CannotShadow
-from mcftensor.training.state_layouts import Layout, States, layouts, predicted
+from mcftensor.training.state_layouts import States, TensorLayout, layouts, predicted
 
 Kind = Literal["parameters", "gradients", "states", "buffers"]
 KINDS: tuple[Kind, ...] = ("parameters", "gradients", "states", "buffers")
@@ -231,11 +231,11 @@ def memory(
         released = are_released(names)
     held: list[Held] = []
     for p, name in names.items():
-        held.append(_held("parameters", name, "", Layout.of(p), "measured"))
+        held.append(_held("parameters", name, "", TensorLayout.of(p), "measured"))
         if p.grad is not None:
-            held.append(_held("gradients", name, "", Layout.of(p.grad), "measured"))
+            held.append(_held("gradients", name, "", TensorLayout.of(p.grad), "measured"))
         elif p.requires_grad and not released:
-            layout = Layout(PLAIN[p.dtype], local(p).shape)
+            layout = TensorLayout(PLAIN[p.dtype], local(p).shape)
             held.append(_held("gradients", name, "", layout, "predicted"))
         made = layouts(optimizer.state[p]) if optimizer and optimizer.state.get(p) else None
         for state, layout in (coming.get(p, {}) if made is None else made).items():
@@ -243,7 +243,7 @@ def memory(
             known = "measured" if made is not None else how
             held.append(_held("states", name, state, layout, known))
     for name, buffer in model.named_buffers():
-        held.append(_held("buffers", name, "", Layout.of(buffer), "measured"))
+        held.append(_held("buffers", name, "", TensorLayout.of(buffer), "measured"))
     trained = {name: local(p).numel() for p, name in names.items() if p.requires_grad}
     return Memory(tuple(held), sum(trained.values()), released, reason, frozenset(trained))
 
@@ -252,7 +252,7 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
-def _held(kind: Kind, name: str, state: str, layout: Layout, known: Any) -> Held:
+def _held(kind: Kind, name: str, state: str, layout: TensorLayout, known: Any) -> Held:
     format, shape = layout.format.name, tuple(layout.shape)
     return Held(kind, name, state, format, shape, layout.bytes, known)
 

@@ -321,8 +321,8 @@ def step_in_backward(
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> handle = mcf.step_in_backward(model, optimizer)
         >>> model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
-        >>> handle.stepped, model.weight.grad
-        (['weight', 'bias'], None)
+        >>> sorted(handle.stepped), model.weight.grad
+        (['bias', 'weight'], None)
         >>> optimizer.step()
         >>> handle.stepped
         []

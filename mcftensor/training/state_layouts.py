@@ -26,7 +26,7 @@ _LENGTHS = (2, 3, 5, 7, 11, 13, 17, 19), (3, 5, 7, 11, 13, 17, 19, 23)
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """How a tensor is stored."""
 
     format: Format
@@ -36,11 +36,11 @@ class Layout:
     """Whether each length of the shape is known to follow from those of the parameter."""
 
     @staticmethod
-    def of(x: Tensor) -> Layout:
+    def of(x: Tensor) -> TensorLayout:
         """That of a tensor, or of what this rank has of it."""
         x = local(x)
         counts_writes = isinstance(x, MCFTensor) and x.writes is not None
-        return Layout(format_of(x) or PLAIN[x.dtype], x.shape, counts_writes)
+        return TensorLayout(format_of(x) or PLAIN[x.dtype], x.shape, counts_writes)
 
     @property
     def bytes(self) -> int:
@@ -50,7 +50,7 @@ class Layout:
         return sum(sizes) + 8 * self.counts_writes
 
 
-States = dict[str, Layout]
+States = dict[str, TensorLayout]
 
 
 def layouts(state: Any) -> States:
@@ -60,7 +60,7 @@ def layouts(state: Any) -> States:
     for name, value in named:
         tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
         for i, x in enumerate(tensors):
-            found[f"{name}.{i}" if len(tensors) > 1 else str(name)] = Layout.of(x)
+            found[f"{name}.{i}" if len(tensors) > 1 else str(name)] = TensorLayout.of(x)
     return found
 
 
@@ -172,7 +172,7 @@ def _of(shape: torch.Size, short: States, long: States) -> States:
         lengths = [ways.get(pair, pair[0] if pair[0] == pair[1] else None) for pair in pairs]
         is_exact = None not in lengths and len(layout.shape) == len(other.shape)
         known = [x if x is not None else shape.numel() for x in lengths]
-        found[name] = Layout(layout.format, torch.Size(known), layout.counts_writes, is_exact)
+        found[name] = TensorLayout(layout.format, torch.Size(known), layout.counts_writes, is_exact)
     return found
 
 

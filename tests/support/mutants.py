@@ -468,6 +468,71 @@ MUTATIONS = [
         moved_without_hooks=("            if isinstance(p, MCFTensor):", "            if False:"),
     ),
     *_of(
+        "releasing.py",
+        "tests/training/test_releasing.py",
+        steps_twice=("if p in self._stepped or p in self._failed:", "if p in self._failed:"),
+        fails_and_steps_again=(
+            "if p in self._stepped or p in self._failed:",
+            "if p in self._stepped:",
+        ),
+        graphs_cut=("or grad is None or grad.requires_grad:", "or grad is None:"),
+        bucket_never_ends=(
+            "                _at_end_of_backward(self._step_all)",
+            "                pass",
+        ),
+        bucket_is_dropped_with_its_gradients=(
+            "if p.grad is not None:  # else somebody has dropped it",
+            "if True:",
+        ),
+        gradients_of_a_failed_step=(
+            "        finally:\n            for p in stepping:\n                p.grad = None\n",
+            "",
+        ),
+        norm_of_any_order=("for p in self._names if p in self._norms]", "for p in self._norms]"),
+        clipped_for_ever=(
+            "        self._measured = None\n        self._bytes = 0",
+            "        self._bytes = 0",
+        ),
+        loaded_and_still_failed=(
+            "            optimizer.register_load_state_dict_post_hook(self._end),\n",
+            "",
+        ),
+        scaled=('if getattr(optimizer, "grad_scale", None) is not None:', "if False:"),
+        two_handles=("other._optimizer is optimizer or not", "not"),
+        in_a_cycle_with_parameters=(
+            "self._handle = weakref.ref(handle)",
+            "self._handle = lambda: handle",
+        ),
+        copies_refuse=(
+            "return list, ()  # copies of a module have no handle",
+            "return type(self), ()",
+        ),
+    ),
+    *_of(
+        "separate.py",
+        "tests/training/test_releasing.py",
+        hooks_of_its_base=("            setattr(optimizer, name, type(x)())", "            pass"),
+        groups_note_each_step=(
+            '[{**groups[g], "params": list(ps)} for g, ps in chosen.items()]',
+            '[groups[g] | {"params": list(ps)} for g, ps in chosen.items()]\n'
+            "        [groups[g].update(step=groups[g].get('step', 0) + 1) for g in chosen]",
+        ),
+        all_are_separable=("    if _are_equal(together, apart):", "    if True:"),
+    ),
+    *_of(
+        "state_layouts.py",
+        "tests/meters/test_memory.py",
+        without_the_mode=("            plan.apply(trial)", "            pass"),
+        square_by_chance=("        if pair[0] != pair[1]:", "        if True:"),
+        lengths_in_any_order=(
+            "enumerate(sorted({x for x in shape if x > 1}), 2)",
+            "enumerate({x for x in shape if x > 1}, 2)",
+        ),
+        counts_of_writes=("return sum(sizes) + 8 * self.counts_writes", "return sum(sizes)"),
+        all_exact=("is_exact = None not in lengths and", "is_exact = True or"),
+        one_group_for_all=("keys = {p: (g, ", "keys = {p: (0, "),
+    ),
+    *_of(
         "steps.py",
         "tests/training/test_optimizers.py",
         "tests/numerics/test_stochastic.py",
