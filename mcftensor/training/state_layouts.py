@@ -180,6 +180,4 @@ def _products(pattern: tuple[int, ...], shape: torch.Size) -> Iterator[tuple[tup
     """Products of dimensions that lie beside each other: of both stand-ins, and of the shape."""
     short, long = (_stand_in(pattern, lengths) for lengths in _LENGTHS)
     for start, end in combinations(range(len(shape) + 1), 2):
-        pair = prod(short[start:end]), prod(long[start:end])
-        if pair[0] != pair[1]:
-            yield pair, prod(shape[start:end])
+        yield (prod(short[start:end]), prod(long[start:end])), prod(shape[start:end])

@@ -81,7 +81,11 @@ def test_what_is_predicted_is_there_after_a_step(cls, flags, mode):
 @pytest.mark.parametrize("kind", [*mcf.FORMATS, *STORED], ids=lambda f: f.name)
 def test_formats(kind):
     model = mcf.as_expansion(small_model(), kind)
-    assert_foretold(model, torch.optim.AdamW(model.parameters()))
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = assert_foretold(model, optimizer)
+    assert found.bytes_of("parameters") == sum(map(bytes_of, model.parameters()))
+    states = [x for state in optimizer.state.values() for x in state.values()]
+    assert found.bytes_of("states") == sum(map(bytes_of, states))
 
 
 @pytest.mark.parametrize(
@@ -167,6 +171,20 @@ def test_shapes_of_states():
     assert kept[0] == kept[1]
     assert {x.state for x in after.held} >= {"list.0", "list.1", "odd"}
     assert "? " in str(before)
+
+
+class OneSided(Shapes):
+    """Keeps a matrix for the shorter side."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {"factor": torch.zeros(min(p.shape), min(p.shape))}
+
+
+def test_the_order_of_lengths_counts():
+    model = nn.ParameterList([torch.zeros(40, 9), torch.zeros(9, 40), torch.zeros(9, 9)])
+    assert_foretold(model, OneSided(model.parameters()))
 
 
 @pytest.mark.parametrize("kind", [None, mcf.bf16x2, mcf.bf16i8])

@@ -348,7 +348,7 @@ MUTATIONS = [
             "return func(x.components[0])",
         ),
         gradients_that_are_expansions=(
-            'return x.role == "parameter" and (in_forward',
+            'return x.acts_as == "parameter" and (in_forward',
             "return False and (in_forward",
         ),
         masked_in_place=("if func.overloadpacket is aten.masked_fill:", "if False:"),
@@ -407,8 +407,8 @@ MUTATIONS = [
         ),
         devices_unlike=("if x.device != leading.device:", "if False:"),
         role_of_a_parameter=(
-            '            self._role = "parameter"\n            if',
-            "            if",
+            '            self._role = "parameter"\n            for',
+            "            for",
         ),
         numbers_rounded_by_where=(
             "number_in(x, format, role) if isinstance(x, (int, float)) else x",
@@ -523,10 +523,9 @@ MUTATIONS = [
         "state_layouts.py",
         "tests/meters/test_memory.py",
         without_the_mode=("            plan.apply(trial)", "            pass"),
-        square_by_chance=("        if pair[0] != pair[1]:", "        if True:"),
-        lengths_in_any_order=(
+        order_of_lengths=(
             "enumerate(sorted({x for x in shape if x > 1}), 2)",
-            "enumerate({x for x in shape if x > 1}, 2)",
+            "enumerate(sorted({x for x in shape if x > 1}, reverse=True), 2)",
         ),
         counts_of_writes=("return sum(sizes) + 8 * self.counts_writes", "return sum(sizes)"),
         all_exact=("is_exact = None not in lengths and", "is_exact = True or"),

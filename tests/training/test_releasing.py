@@ -635,6 +635,7 @@ def test_a_compiled_model():
     assert_alike(build, {"bucket_bytes": 0}, backward=backward)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch asks for it
 @pytest.mark.parametrize("kind", [torch.bfloat16, mcf.bf16x2], ids=str)
 @pytest.mark.parametrize("bucket", [0, 1 << 22])
 def test_compiled_autograd(kind, bucket):
