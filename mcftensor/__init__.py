@@ -35,6 +35,9 @@ from mcftensor.meters import edq as edq
 from mcftensor.meters.auditing import audit as audit
 from mcftensor.meters.edq import EDQ as EDQ
 from mcftensor.meters.edq import FrozenWeightWarning as FrozenWeightWarning
+from mcftensor.meters.memory import Held as Held
+from mcftensor.meters.memory import Memory as Memory
+from mcftensor.meters.memory import memory as memory
 from mcftensor.passes import expansion as expansion
 from mcftensor.patches import PatchWarning as PatchWarning
 from mcftensor.selfcheck import SelfCheckError as SelfCheckError
@@ -43,5 +46,8 @@ from mcftensor.tensor import MCFTensor as MCFTensor
 from mcftensor.training.accumulation import accumulate_gradients as accumulate_gradients
 from mcftensor.training.collage import collage as collage
 from mcftensor.training.narrow_states import NarrowStateWarning as NarrowStateWarning
+from mcftensor.training.releasing import StepInBackward as StepInBackward
+from mcftensor.training.releasing import StepInBackwardError as StepInBackwardError
+from mcftensor.training.releasing import step_in_backward as step_in_backward
 
 __version__ = "0.1.0"

@@ -26,7 +26,7 @@ from mcftensor.patches.objects import (
 )
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.sharded import format_of, local, on_local, require_unsharded
-from mcftensor.training.accumulation import Accumulation
+from mcftensor.training.gradient_hooks import GradientHook
 
 M = TypeVar("M", bound=nn.Module)
 Overrides = Mapping[str, Format | None]
@@ -318,5 +318,5 @@ def _exchange(x: Tensor, new: Tensor) -> None:
     if grad is not None:
         x.grad = grad.to(x.dtype)
     for hook in (getattr(x, "_post_accumulate_grad_hooks", None) or {}).values():
-        if isinstance(x, MCFTensor) and isinstance(hook, Accumulation):
-            x._accumulation = hook
+        if isinstance(x, MCFTensor) and isinstance(hook, GradientHook):
+            x._hooks = (*(known for known in x._hooks if known is not hook), hook)

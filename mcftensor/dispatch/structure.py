@@ -80,14 +80,14 @@ def view(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
             return _on_components(func, x, args, kwargs, own=False)
     out = _on_components(func, x, args, kwargs, own=False)
     if func is aten.detach.default:
-        _keep_accumulation(x, out)
+        _keep_hooks(x, out)
     return return_and_correct_aliasing(func, (x, *args), kwargs, out)
 
 
-def _keep_accumulation(x: MCFTensor, new: MCFTensor) -> None:
+def _keep_hooks(x: MCFTensor, new: MCFTensor) -> None:
     """`module.to(device)` puts the parameter that it makes of a new tensor in the place of x."""
-    if x._accumulation is not None:
-        new._accumulation = x._accumulation
+    if x._hooks:
+        new._hooks = x._hooks
 
 
 @implements(
@@ -183,13 +183,14 @@ def join(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
 
 
 def _within_graph(x: MCFTensor) -> bool:
-    """Whether a backward formula asks, and not an optimizer, which has the parameter itself.
+    """Whether a backward formula asks, and not an optimizer, which has the parameter itself or is
+    within its step.
 
     Compilers give the parameter a grad_fn, under no_grad too.
     """
     in_backward = torch._C._current_graph_task_id() != -1
     in_forward = torch.is_grad_enabled() and x.grad_fn is not None
-    return x.role == "parameter" and (in_forward or (in_backward and not x._is_param))
+    return x.acts_as == "parameter" and (in_forward or (in_backward and not x._is_param))
 
 
 def _asks_other(x: MCFTensor, kwargs: dict[str, Any]) -> bool:
@@ -306,7 +307,7 @@ def to_copy(func: Any, x: MCFTensor, *, dtype: torch.dtype | None = None, **kwar
     if in_rows([x]):
         return on_rows(func, x, (), kwargs, own=True)
     copied = x._like([func(t, **kwargs) for t in x._read()], own=True)
-    _keep_accumulation(x, copied)
+    _keep_hooks(x, copied)
     return copied
 
 

@@ -106,7 +106,7 @@ def _is_fused(optimizer: Optimizer, step: Callable[..., Any]) -> bool:
         return False
     # SGD makes its buffers like them.
     if isinstance(optimizer, torch.optim.SGD) and any(group["momentum"] for group in groups):
-        return len(optimizer.state) >= sum(len(group["params"]) for group in groups)
+        return all(map(optimizer.state.get, parameters_of(optimizer)))
     return True
 
 

@@ -89,7 +89,7 @@ class MCFTensor(torch.Tensor):
     _factor: Factor | None = None  # by which it is yet to be multiplied, where scales are shared
     _is_own: bool = False  # nobody else has its memory
     _place: tuple[Strand, int] | None = None  # of a TapedTensor: where it is on the tape
-    _accumulation: Callable[[Tensor], None] | None = None  # the hook of accumulate_gradients
+    _hooks: tuple[Callable[[Tensor], None], ...] = ()  # on gradients; they stay when it is moved
 
     # What carries out operations; `dispatch/`, which is written for this class, sets it.
     _dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
@@ -246,8 +246,8 @@ class MCFTensor(torch.Tensor):
         self.__dict__["_parameter"] = flag
         if flag:
             self._role = "parameter"
-            if self._accumulation is not None and self.requires_grad:
-                self.register_post_accumulate_grad_hook(self._accumulation)
+            for hook in self._hooks if self.requires_grad else ():
+                self.register_post_accumulate_grad_hook(hook)
 
     # ------------------------------------------------------- traceable wrapper subclass protocol
 
@@ -654,7 +654,7 @@ def _wrapper(cls: type[T], like: Tensor, format: Format) -> T:
 # What a pickle has of its own, beside attributes that users gave a tensor.
 _OWN = (
     *(*COMPONENTS, "_format", "_role", "_writes", "_factor", "_is_own", "_place"),
-    *("_accumulation", "_parameter"),
+    *("_hooks", "_parameter"),
 )
 
 

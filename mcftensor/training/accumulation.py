@@ -11,32 +11,23 @@ from mcftensor.dispatch.operands import value_of
 from mcftensor.formats import Format, require_format
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.sharded import local, on_local
+from mcftensor.training.gradient_hooks import GradientHook, Handle, trained
 
 
-class Accumulation:
+class Accumulation(Handle, GradientHook):
     """What `accumulate_gradients` returns; as a context manager it ends with the block."""
 
     def __init__(self, format: Format | None) -> None:
         self._format = format
-        self._active = True
 
     def remove(self) -> None:
         """Let gradients be plain again, from the next `zero_grad` on."""
-        self._active = False
-
-    def __enter__(self) -> Accumulation:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
+        super().remove()
 
     def __call__(self, p: Tensor) -> None:
-        """The hook of every parameter, which autograd calls when it has added to `p.grad`."""
+        """Have the gradient be an expansion."""
         if self._active and p.grad is not None:
             p.grad = _whole(p.grad, self._format)
-
-    def __deepcopy__(self, memo: object) -> None:
-        """Copies of a parameter have no hooks."""
 
 
 def accumulate_gradients(module: nn.Module, format: Format | None = None) -> Accumulation:
@@ -93,7 +84,7 @@ def accumulate_gradients(module: nn.Module, format: Format | None = None) -> Acc
             "accumulate_gradients: FullyShardedDataParallel keeps gradients in memory of its own, "
             "where they cannot be expansions; shard with torch.distributed.fsdp.fully_shard"
         )
-    parameters = [p for p in module.parameters() if p.requires_grad]
+    parameters = trained(module)
     if not any(format is None or p.dtype == format.dtype for p in parameters):
         of_base = f" of {format.dtype}" if format else ""
         raise ValueError(
@@ -102,10 +93,7 @@ def accumulate_gradients(module: nn.Module, format: Format | None = None) -> Acc
         )
 
     accumulation = Accumulation(format)
-    for p in parameters:
-        p.register_post_accumulate_grad_hook(accumulation)
-        if isinstance(p, MCFTensor):
-            p._accumulation = accumulation
+    accumulation.attach(parameters)
     return accumulation
 
 

@@ -213,8 +213,7 @@ class _Plan:
         """Have the states of a group made, those of one parameter after another's conversion, so
         that the first step needs no more memory than the others."""
         states = optimizer.state
-        made = sum(map(bool, states.values()))
-        if made >= len(list(parameters_of(optimizer))):  # as after the first step
+        if all(map(states.get, group["params"])):  # as after the first step
             return
         is_sgd = isinstance(optimizer, torch.optim.SGD)
         for p in group["params"]:

@@ -86,7 +86,7 @@ class Original:
             if plan is not None:
                 shadow.__dict__["_collage"] = plan
             versions = self._versions(parameters)
-            with torch.no_grad(), _same_randomness(parameters):
+            with torch.no_grad(), same_randomness(parameters):
                 plain_step(optimizer)(shadow, *(() if loss is None else (_once(loss),)))
             if self._versions(parameters) != versions:
                 raise CannotShadow(
@@ -279,7 +279,7 @@ def _once(loss: Callable[[], Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _same_randomness(parameters: Sequence[Tensor]) -> Iterator[None]:
+def same_randomness(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Whatever is drawn within is drawn again afterwards."""
     cuda = sorted({p.device.index for p in parameters if p.device.type == "cuda"})
     of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002

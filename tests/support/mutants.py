@@ -348,7 +348,7 @@ MUTATIONS = [
             "return func(x.components[0])",
         ),
         gradients_that_are_expansions=(
-            'return x.role == "parameter" and (in_forward',
+            'return x.acts_as == "parameter" and (in_forward',
             "return False and (in_forward",
         ),
         masked_in_place=("if func.overloadpacket is aten.masked_fill:", "if False:"),
@@ -407,8 +407,8 @@ MUTATIONS = [
         ),
         devices_unlike=("if x.device != leading.device:", "if False:"),
         role_of_a_parameter=(
-            '            self._role = "parameter"\n            if',
-            "            if",
+            '            self._role = "parameter"\n            for',
+            "            for",
         ),
         numbers_rounded_by_where=(
             "number_in(x, format, role) if isinstance(x, (int, float)) else x",
@@ -434,7 +434,7 @@ MUTATIONS = [
         "tests/training/test_accumulation.py",
         module_in_use=("            if not _is_free(x):", "            if False:"),
         sums_of_gradients_end=(
-            "if isinstance(x, MCFTensor) and isinstance(hook, Accumulation):",
+            "if isinstance(x, MCFTensor) and isinstance(hook, GradientHook):",
             "if False:",
         ),
         gradient_of_another_dtype=("        x.grad = grad.to(x.dtype)", "        x.grad = grad"),
@@ -461,10 +461,75 @@ MUTATIONS = [
         ),
         graphs_cut=("if grad.requires_grad or grad.is_complex()", "if grad.is_complex()"),
         sparse_dropped=("    if grad.is_sparse:\n        sum_.add_(grad)\n", ""),
-        copies_keep_the_hook=(
-            "if isinstance(p, MCFTensor):\n            p._accumulation = accumulation",
-            "if False:\n            p._accumulation = accumulation",
+    ),
+    *_of(
+        "gradient_hooks.py",
+        "tests/training/test_accumulation.py",
+        moved_without_hooks=("            if isinstance(p, MCFTensor):", "            if False:"),
+    ),
+    *_of(
+        "releasing.py",
+        "tests/training/test_releasing.py",
+        steps_twice=("if p in self._stepped or p in self._failed:", "if p in self._failed:"),
+        fails_and_steps_again=(
+            "if p in self._stepped or p in self._failed:",
+            "if p in self._stepped:",
         ),
+        graphs_cut=("or grad is None or grad.requires_grad:", "or grad is None:"),
+        bucket_never_ends=(
+            "                _at_end_of_backward(self._step_all)",
+            "                pass",
+        ),
+        bucket_is_dropped_with_its_gradients=(
+            "if p.grad is not None:  # else somebody has dropped it",
+            "if True:",
+        ),
+        gradients_of_a_failed_step=(
+            "        finally:\n            for p in stepping:\n                p.grad = None\n",
+            "",
+        ),
+        norm_of_any_order=("for p in self._names if p in self._norms]", "for p in self._norms]"),
+        clipped_for_ever=(
+            "        self._measured = None\n        self._bytes = 0",
+            "        self._bytes = 0",
+        ),
+        loaded_and_still_failed=(
+            "            optimizer.register_load_state_dict_post_hook(self._end),\n",
+            "",
+        ),
+        scaled=('if getattr(optimizer, "grad_scale", None) is not None:', "if False:"),
+        two_handles=("other._optimizer is optimizer or not", "not"),
+        in_a_cycle_with_parameters=(
+            "self._handle = weakref.ref(handle)",
+            "self._handle = lambda: handle",
+        ),
+        copies_refuse=(
+            "return list, ()  # copies of a module have no handle",
+            "return type(self), ()",
+        ),
+    ),
+    *_of(
+        "separate.py",
+        "tests/training/test_releasing.py",
+        hooks_of_its_base=("            setattr(optimizer, name, type(x)())", "            pass"),
+        groups_note_each_step=(
+            '[{**groups[g], "params": list(ps)} for g, ps in chosen.items()]',
+            '[groups[g] | {"params": list(ps)} for g, ps in chosen.items()]\n'
+            "        [groups[g].update(step=groups[g].get('step', 0) + 1) for g in chosen]",
+        ),
+        all_are_separable=("    if _are_equal(together, apart):", "    if True:"),
+    ),
+    *_of(
+        "state_layouts.py",
+        "tests/meters/test_memory.py",
+        without_the_mode=("            plan.apply(trial)", "            pass"),
+        order_of_lengths=(
+            "enumerate(sorted({x for x in shape if x > 1}), 2)",
+            "enumerate(sorted({x for x in shape if x > 1}, reverse=True), 2)",
+        ),
+        counts_of_writes=("return sum(sizes) + 8 * self.counts_writes", "return sum(sizes)"),
+        all_exact=("is_exact = None not in lengths and", "is_exact = True or"),
+        one_group_for_all=("keys = {p: (g, ", "keys = {p: (0, "),
     ),
     *_of(
         "steps.py",

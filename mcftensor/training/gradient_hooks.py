@@ -1,0 +1,55 @@
+"""Hooks that autograd calls when the gradient of a parameter is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+from mcftensor.tensor import MCFTensor
+
+Self = TypeVar("Self", bound="Handle")
+
+
+class Handle:
+    """What ends something; as a context manager, with the block."""
+
+    _active = True
+
+    def remove(self) -> None:
+        """End it."""
+        self._active = False
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+
+class GradientHook:
+    """A hook of many parameters, called with each when autograd has added to its gradient.
+
+    It stays with expansions when they are moved or converted. A parameter that is in a cycle with
+    its hook is never collected, so hooks have no parameters.
+    """
+
+    def __call__(self, p: Tensor) -> None:
+        """What is done with the gradient."""
+        raise NotImplementedError
+
+    def attach(self, parameters: Iterable[Tensor]) -> None:
+        """Become the hook of parameters."""
+        for p in parameters:
+            p.register_post_accumulate_grad_hook(self)
+            if isinstance(p, MCFTensor):
+                p._hooks = (*p._hooks, self)
+
+    def __deepcopy__(self, memo: object) -> None:
+        """Copies of a parameter have no hooks."""
+
+
+def trained(module: nn.Module) -> dict[Tensor, str]:
+    """The parameters of a module that require grad, and their names."""
+    return {p: name for name, p in module.named_parameters() if p.requires_grad}

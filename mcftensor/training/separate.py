@@ -1,0 +1,121 @@
+"""Steps of some parameters alone, and whether those of an optimizer come to the same as a whole."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten
+
+from mcftensor.training.shadow import attributes, deepcopied, plain_step, same_randomness
+
+
+def step_alone(optimizer: Optimizer, chosen: Mapping[int, Sequence[Tensor]]) -> None:
+    """The step of an optimizer for some parameters, by their groups, without its hooks.
+
+    What it notes in groups, as a count of steps, is not kept: the step that follows, when no
+    gradients are left, notes it once.
+    """
+    groups = optimizer.param_groups
+    hooks = {name: x for name, x in vars(optimizer).items() if name in _HOOKS}
+    try:
+        optimizer.param_groups = [{**groups[g], "params": list(ps)} for g, ps in chosen.items()]
+        for name, x in hooks.items():  # a step that calls that of its base calls them too
+            setattr(optimizer, name, type(x)())
+        plain_step(optimizer)(optimizer)
+    finally:
+        optimizer.param_groups = groups
+        vars(optimizer).update(hooks)
+
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def why_inseparable(optimizer: Optimizer) -> str | None:
+    """Why steps of its parameters one after another are not its step; None if they are, or nobody
+    can tell.
+
+    Found out by steps of copies over small tensors.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return "it searches along a line through all parameters at once"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "differentiable=True keeps its steps in a graph"
+    try:
+        together = _trial(optimizer, _together)
+    except Exception:  # noqa: BLE001 (it may want a closure, sparse gradients, or anything)
+        return None
+    try:
+        apart = _trial(optimizer, _one_by_one)
+    except Exception as error:  # noqa: BLE001
+        return f"without gradients it raises {type(error).__name__}: {error}"
+    if _are_equal(together, apart):
+        return None
+    return "its update of a parameter depends on the gradients of others, or on their order"
+
+
+def _trial(
+    optimizer: Optimizer, take: Callable[[Optimizer], None]
+) -> tuple[list[Tensor], list[Any], list[Any]]:
+    """Parameters, states and groups after some steps of a copy over tensors of its own."""
+    trial = object.__new__(type(optimizer))
+    trial.__dict__ = attributes(optimizer, {id(optimizer): trial})
+    trial.state = type(optimizer.state)(dict)
+    trial.param_groups = []
+    for options in _kinds(optimizer):
+        draws = [_drawn(i) for i in range(2)]
+        group = {name: deepcopied(x, {}) for name, x in options.items()}
+        group |= {"params": list(map(torch.nn.Parameter, draws)), "capturable": False}
+        trial.param_groups.append({k: v for k, v in group.items() if k in ("params", *options)})
+    parameters = [p for group in trial.param_groups for p in group["params"]]
+    with torch.no_grad(), warnings.catch_warnings(), same_randomness(parameters):
+        warnings.simplefilter("ignore")
+        for step in range(3):
+            for i, p in enumerate(parameters):
+                p.grad = _drawn(10 * step + i + 2)
+            take(trial)
+    states = [*(trial.state.pop(p, None) for p in parameters), *trial.state.values()]
+    noted = [{k: v for k, v in g.items() if k != "params"} for g in trial.param_groups]
+    return parameters, states, noted
+
+
+def _kinds(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The options of groups that differ."""
+    left_out = ("params", "param_names")
+    options = [
+        {k: v for k, v in group.items() if k not in left_out} for group in optimizer.param_groups
+    ]
+    return list({repr(x): x for x in options}.values())
+
+
+def _drawn(seed: int) -> Tensor:
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def _together(trial: Optimizer) -> None:
+    plain_step(trial)(trial)
+
+
+def _one_by_one(trial: Optimizer) -> None:
+    for g, group in reversed(list(enumerate(trial.param_groups))):
+        for p in reversed(group["params"]):
+            step_alone(trial, {g: [p]})
+            p.grad = None
+    plain_step(trial)(trial)
+
+
+def _are_equal(x: Any, y: Any) -> bool:
+    """Of two trees, to the bit."""
+    (leaves, structure), (others, its_structure) = tree_flatten(x), tree_flatten(y)
+    if structure != its_structure:
+        return False
+    return all(
+        a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+        if isinstance(a, Tensor) and isinstance(b, Tensor)
+        else a is b or bool(a == b)
+        for a, b in zip(leaves, others, strict=True)
+    )

@@ -1,0 +1,183 @@
+"""The formats and shapes of states that an optimizer has not made yet."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+from mcftensor.convert import as_expansion
+from mcftensor.formats import PLAIN, Format
+from mcftensor.tensor import MCFTensor
+from mcftensor.tensor.sharded import format_of, local
+from mcftensor.training.shadow import CannotShadow, attributes, plain_step, same_randomness
+
+# Lengths of stand-ins, for the shortest dimension, the next, and so on. A length of a state that
+# follows a dimension differs between the two, as no length does that is always the same.
+_LENGTHS = (2, 3, 5, 7, 11, 13, 17, 19), (3, 5, 7, 11, 13, 17, 19, 23)
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """How a tensor is stored."""
+
+    format: Format
+    shape: torch.Size
+    counts_writes: bool = False
+    is_exact: bool = True
+    """Whether each length of the shape is known to follow from those of the parameter."""
+
+    @staticmethod
+    def of(x: Tensor) -> TensorLayout:
+        """That of a tensor, or of what this rank has of it."""
+        x = local(x)
+        counts_writes = isinstance(x, MCFTensor) and x.writes is not None
+        return TensorLayout(format_of(x) or PLAIN[x.dtype], x.shape, counts_writes)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all components, and of the count of writes."""
+        components = self.format.components
+        sizes = [c.shape(self.shape).numel() * c.dtype.itemsize for c in components]
+        return sum(sizes) + 8 * self.counts_writes
+
+
+States = dict[str, TensorLayout]
+
+
+def layouts(state: Any) -> States:
+    """Those of the tensors of a state, by name."""
+    named = state.items() if isinstance(state, dict) else [("state", state)]
+    found: States = {}
+    for name, value in named:
+        tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+        for i, x in enumerate(tensors):
+            found[f"{name}.{i}" if len(tensors) > 1 else str(name)] = TensorLayout.of(x)
+    return found
+
+
+def predicted(optimizer: Optimizer) -> dict[Tensor, States]:
+    """The states that an optimizer is to make of each parameter that requires grad.
+
+    Found out by two steps of copies over small tensors of as many dimensions, whose lengths are in
+    the order of those of the parameter, with lengths of two kinds: what differs between the two
+    follows the parameter.
+
+    Raises:
+        CannotShadow: no step can be taken on copies; says why.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        if optimizer.state:  # one state for all parameters
+            return {}
+        raise CannotShadow("LBFGS keeps as many vectors as its history has, up to history_size")
+    parameters = [
+        (g, p)
+        for g, group in enumerate(optimizer.param_groups)
+        for p in group["params"]
+        if p.requires_grad
+    ]
+    keys = {p: (g, format_of(p) or p.dtype, _pattern(local(p).shape)) for g, p in parameters}
+    kinds = list(dict.fromkeys(keys.values()))
+    short, long = (_trial(optimizer, kinds, lengths) for lengths in _LENGTHS)
+    made = dict(zip(kinds, zip(short, long, strict=True), strict=True))
+    return {p: _of(local(p).shape, *made[keys[p]]) for _, p in parameters}
+
+
+Kind = tuple[int, Any, tuple[int, ...]]
+"""A group, a format or dtype, and a pattern of lengths."""
+
+
+def _pattern(shape: torch.Size) -> tuple[int, ...]:
+    """Which lengths are 0, 1, or above, and these as ranks from 2 on."""
+    ranks = {length: rank for rank, length in enumerate(sorted({x for x in shape if x > 1}), 2)}
+    return tuple([ranks.get(length, length) for length in shape])
+
+
+def _stand_in(pattern: tuple[int, ...], lengths: Sequence[int]) -> list[int]:
+    return [x if x < 2 else lengths[x - 2] for x in pattern]
+
+
+def _trial(optimizer: Optimizer, kinds: Sequence[Kind], lengths: Sequence[int]) -> list[States]:
+    """The states of stand-ins, after two steps."""
+    try:
+        return _steps(optimizer, kinds, lengths, sparse=False)
+    except CannotShadow:
+        raise
+    except Exception as error:  # noqa: BLE001
+        try:
+            return _steps(optimizer, kinds, lengths, sparse=True)
+        except Exception:  # noqa: BLE001
+            raise CannotShadow(f"its step raises {type(error).__name__}: {error}") from error
+
+
+def _steps(
+    optimizer: Optimizer, kinds: Sequence[Kind], lengths: Sequence[int], *, sparse: bool
+) -> list[States]:
+    trial = object.__new__(type(optimizer))
+    trial.__dict__ = attributes(optimizer, {id(optimizer): trial})
+    trial.state = type(optimizer.state)(dict)
+    plan = optimizer.__dict__.get("_collage")
+    if plan is not None:
+        trial.__dict__["_collage"] = plan
+    with torch.no_grad(), warnings.catch_warnings(), same_randomness([]):
+        warnings.simplefilter("ignore")
+        own = [_parameter(kind, lengths) for kind in kinds]
+        trial.param_groups = []
+        for g, group in enumerate(optimizer.param_groups):
+            options = tree_map(_beside, {k: v for k, v in group.items() if k not in _NAMES})
+            if "capturable" in options:
+                options["capturable"] = False
+            chosen = [p for p, kind in zip(own, kinds, strict=True) if kind[0] == g]
+            trial.param_groups.append({"params": chosen, **options})
+        for _ in range(2):
+            for p in own:
+                gradient = torch.rand(p.shape).to(p.dtype)
+                p.grad = gradient.to_sparse(1) if sparse else gradient
+            plain_step(trial)(trial)
+        if plan is not None:
+            plan.apply(trial)
+    return [layouts(trial.state.get(p, {})) for p in own]
+
+
+_NAMES = ("params", "param_names")
+
+
+def _beside(x: Any) -> Any:
+    """An option beside parameters on the CPU."""
+    return x.detach().cpu().clone() if isinstance(x, Tensor) else x
+
+
+def _parameter(kind: Kind, lengths: Sequence[int]) -> nn.Parameter:
+    _, format, pattern = kind
+    x = torch.rand(_stand_in(pattern, lengths))
+    return nn.Parameter(as_expansion(x, format) if isinstance(format, Format) else x.to(format))
+
+
+def _of(shape: torch.Size, short: States, long: States) -> States:
+    """The states of a parameter of a shape, from those of its stand-ins."""
+    pattern = _pattern(shape)
+    ways = dict(_products(pattern, shape))
+    found: States = {}
+    for name, layout in short.items():
+        other = long.get(name, layout)
+        pairs = list(zip(layout.shape, other.shape, strict=False))
+        lengths = [ways.get(pair, pair[0] if pair[0] == pair[1] else None) for pair in pairs]
+        is_exact = None not in lengths and len(layout.shape) == len(other.shape)
+        known = [x if x is not None else shape.numel() for x in lengths]
+        found[name] = TensorLayout(layout.format, torch.Size(known), layout.counts_writes, is_exact)
+    return found
+
+
+def _products(pattern: tuple[int, ...], shape: torch.Size) -> Iterator[tuple[tuple[int, int], int]]:
+    """Products of dimensions that lie beside each other: of both stand-ins, and of the shape."""
+    short, long = (_stand_in(pattern, lengths) for lengths in _LENGTHS)
+    for start, end in combinations(range(len(shape) + 1), 2):
+        yield (prod(short[start:end]), prod(long[start:end])), prod(shape[start:end])

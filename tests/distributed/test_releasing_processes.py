@@ -1,0 +1,230 @@
+"""Steps in backward on several processes: `fully_shard` as it is, the others refused."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
+
+import mcftensor as mcf
+from support.helpers import assert_same_bits
+from support.ranks import on_ranks
+
+
+class Network(nn.Module):
+    """Blocks that are sharded each for itself, and parameters of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(7, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3))
+        self.norm = nn.LayerNorm(8)
+        self.unused = nn.Linear(2, 2)
+        self.checkpointed = False
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return nn.functional.linear(self.norm(x), self.table.weight)
+
+
+CONVERSIONS = {"expansions": mcf.as_expansion, "plain": nn.Module.bfloat16}
+
+
+def sharded(kind, **options):
+    model = CONVERSIONS[kind](Network())
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def loss_of(model, step):
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    tokens = torch.randint(7, (3, 5), generator=generator)
+    return model(tokens).float().square().mean()
+
+
+def left(model, optimizer):
+    """What this rank has after training."""
+    parameters = [p.to_local() for p in model.parameters()]
+    states = [dict(optimizer.state.get(p, {})) for p in model.parameters()]
+    tensors = [{k: getattr(x, "_local_tensor", x) for k, x in s.items()} for s in states]
+    return parameters, tensors
+
+
+def train(make, release, backward=None, mode=None, **options):
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if mode:
+        mcf.collage(optimizer, mode)
+    handle = mcf.step_in_backward(model, optimizer, **options) if release else None
+    for step in range(3):
+        if backward is None:
+            loss_of(model, step).backward()
+        else:
+            backward(model, handle, step)
+        if handle:
+            assert all(p.grad is None for p in model.parameters())
+            assert len(handle.stepped) == 9
+        optimizer.step()
+        optimizer.zero_grad()
+    return left(model, optimizer)
+
+
+@pytest.mark.parametrize("bucket", [0, 1 << 22])
+@pytest.mark.parametrize("kind", CONVERSIONS)
+@on_ranks(2)
+def test_the_bits_of_a_step_after_backward(kind, bucket):
+    for options in (
+        {},
+        {"reshard_after_forward": False},
+        {"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))},
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    ):
+
+        def make(options=options):
+            return sharded(kind, **options)
+
+        for mode in (None, "plus") if kind == "expansions" else (None,):
+            assert_same_bits(
+                train(make, False, mode=mode), train(make, True, mode=mode, bucket_bytes=bucket)
+            )
+
+
+@on_ranks(2)
+def test_checkpointed_activations():
+    def make():
+        model = sharded("expansions")
+        model.checkpointed = True
+        return model
+
+    assert_same_bits(train(make, False), train(make, True, bucket_bytes=0))
+
+
+@on_ranks(2)
+def test_few_gradients_are_alive_at_a_time():
+    model = sharded("expansions")
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    alive = []
+    for p in parameters:
+        p.register_post_accumulate_grad_hook(
+            lambda p: alive.append(sum(q.grad is not None for q in parameters))
+        )
+    mcf.step_in_backward(model, optimizer, bucket_bytes=0)
+    loss_of(model, 0).backward()
+    assert alive == [1] * 9
+
+
+@pytest.mark.parametrize("kind", CONVERSIONS)
+@pytest.mark.parametrize("summed", [False, True])
+@on_ranks(2)
+def test_microbatches(kind, summed):
+    def make():
+        model = sharded(kind)
+        if summed:
+            mcf.accumulate_gradients(model)
+        return model
+
+    def backward(model, handle, step):
+        for part in range(3):
+            with handle.no_step() if handle and part < 2 else contextlib.nullcontext():
+                loss_of(model, 3 * step + part).backward()
+
+    assert_same_bits(train(make, False, backward), train(make, True, backward, bucket_bytes=0))
+
+
+@on_ranks(2)
+def test_microbatches_without_communication():
+    """FSDP sums whole gradients, and gives none to hooks, until the last one."""
+
+    def backward(model, handle, step):
+        for part in range(3):
+            model.set_requires_gradient_sync(part == 2)
+            loss_of(model, 3 * step + part).backward()
+
+    def make():
+        return sharded("expansions")
+
+    assert_same_bits(train(make, False, backward), train(make, True, backward))
+
+
+@pytest.mark.parametrize("kind", CONVERSIONS)
+@on_ranks(2)
+def test_clipping_by_the_norm(kind):
+    norms = []
+
+    def backward(model, handle, step):
+        loss = loss_of(model, step)
+        if handle:
+            with handle.measure_norm(0.05):
+                loss.backward()
+            norms.append(handle.norm)
+            loss = loss_of(model, step)
+        loss.backward()
+        if not handle:
+            norms.append(clip_grad_norm_(model.parameters(), 0.05).full_tensor())
+
+    def make():
+        return sharded(kind)
+
+    assert_same_bits(train(make, False, backward), train(make, True, backward, bucket_bytes=0))
+    assert_same_bits(norms[:3], [x.full_tensor() for x in norms[3:]])
+    assert float(norms[0]) > 0.05
+    train(make, True, clip_by_previous_norm=0.05)
+
+
+@on_ranks(2)
+def test_ddp_is_refused():
+    model = CONVERSIONS["expansions"](Network())
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match=r"DistributedDataParallel.*fully_shard"):
+        mcf.step_in_backward(DDP(model), optimizer)
+    handle = mcf.step_in_backward(model, optimizer)
+    for module in (model, model.blocks):
+        with pytest.raises(ValueError, match=r"DistributedDataParallel.*fully_shard"):
+            DDP(module)
+    handle.remove()
+    DDP(model)
+
+
+@on_ranks(2)
+def test_flat_shards_are_refused():
+    model = FullyShardedDataParallel(nn.Linear(2, 2), device_id="cpu")
+    with pytest.raises(ValueError, match="fully_shard"):
+        mcf.step_in_backward(model, torch.optim.AdamW(model.parameters()))
+
+
+@on_ranks(2)
+def test_parameters_from_before_sharding_are_noticed():
+    model = Network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    fully_shard(model)
+    with pytest.raises(ValueError, match="make it after the model is sharded"):
+        mcf.step_in_backward(model, optimizer)
+
+
+@on_ranks(2)
+def test_memory_is_that_of_this_rank():
+    model = sharded("expansions")
+    optimizer = mcf.collage(torch.optim.AdamW(model.parameters()), "plus")
+    before = mcf.memory(model, optimizer)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    after = mcf.memory(model, optimizer)
+    used = [x for x in after.held if not x.name.startswith("unused")]
+    assert [(x.name, x.state, x.format, x.bytes) for x in used] == [
+        (x.name, x.state, x.format, x.bytes) for x in before.held if not x.name.startswith("unused")
+    ]
+    local = [p.to_local() for p in model.parameters()]
+    expected = sum(t.nbytes for p in local for t in p.components)
+    assert after.bytes_of("parameters") == expected
+    assert after.trained == sum(p.numel() for p in local)
