@@ -12,6 +12,8 @@ Every strategy starts from the same weights, sees the same batches and runs a st
   tail8    matrices have an int8 tail; vectors and states as in exact
   round    parameters are bfloat16 alone, in balanced rounding; states as in exact
   compact  matrices as in tail8, their moments in codes of one byte; vectors as in exact
+  released the same, and each parameter steps in backward, which frees its gradient; a first pass
+           measures the norm to clip by. Not under DistributedDataParallel
 
 On several processes, which share every batch, each strategy runs under DistributedDataParallel or
 divided by fully_shard; with --checkpoint, what was stopped goes on, to the bit:
@@ -44,7 +46,13 @@ from pretraining.command import (
 )
 from pretraining.resuming import Checkpoint
 from pretraining.run import Run
-from pretraining.strategies import LEARNING_RATES, OPTIMIZERS, PATHS, STRATEGIES
+from pretraining.strategies import (
+    IN_ONE_PROCESS,
+    LEARNING_RATES,
+    OPTIMIZERS,
+    PATHS,
+    STRATEGIES,
+)
 from pretraining.training import BATCH_SIZES, SHAPES, count_parameters, machine, train
 
 
@@ -168,6 +176,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.lr = options.lr or LEARNING_RATES[options.optimizer]
     options.batch_size = options.batch_size or BATCH_SIZES[options.device]
     check_processes(parser, options)
+    if processes.count() > 1 and options.parallel == "ddp":
+        options.strategies = [x for x in options.strategies if x not in IN_ONE_PROCESS]
     if options.witness and (options.checkpoint or processes.count() > 1):
         parser.error("--witness: it runs in one process, and without --checkpoint")
     return options

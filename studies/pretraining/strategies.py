@@ -13,7 +13,8 @@ from torch.optim import SGD, AdamW, Optimizer
 import mcftensor as mcf
 
 COLLAGE = ("master", "bf16", "light", "plus", "full")  # Those of the paper.
-STRATEGIES = (*COLLAGE, "exact", "tail8", "round", "compact")
+STRATEGIES = (*COLLAGE, "exact", "tail8", "round", "compact", "released")
+IN_ONE_PROCESS = ("released",)  # Beside copies of the model, whose gradients are reduced together.
 PLAIN = ("master", "bf16")  # Their parameters are plain tensors.
 WITHOUT_TAILS = (*PLAIN, "round")
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
@@ -31,7 +32,10 @@ FORMATS: dict[str, tuple[mcf.Format, mcf.Format]] = {
     "tail8": (mcf.bf16i8, mcf.bf16i16),
     "round": (mcf.Format(torch.bfloat16, 1, rounding="balanced"),) * 2,
     "compact": (mcf.bf16i8, mcf.bf16i16),
+    "released": (mcf.bf16i8, mcf.bf16i16),
 }
+# The Collage modes of strategies with another name.
+MODES = {"compact": "compact", "released": "compact"}
 STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 Named = Iterable[tuple[str, Tensor]]
@@ -56,8 +60,8 @@ def optimizer_for(strategy: str, model: nn.Module, stock: OptimizerFactory) -> O
     optimizer = stock(model.named_parameters())
     if strategy in PLAIN:
         return optimizer
-    if strategy not in FORMATS or strategy == "compact":
-        return mcf.collage(optimizer, strategy)
+    if strategy not in FORMATS or strategy in MODES:
+        return mcf.collage(optimizer, MODES.get(strategy, strategy))
     # States are float32 to the bit, so that it is weights that are compared.
     names = next(STATES[name] for name, cls in OPTIMIZERS.items() if type(optimizer) is cls)
     return mcf.collage(optimizer, dict.fromkeys(names, mcf.bf16i16))

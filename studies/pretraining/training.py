@@ -35,6 +35,7 @@ SHAPES = {
 BATCH_SIZES = {"cpu": 4, "cuda": 32}
 SAMPLES = 25  # Of updates, by the meter: so few that they cost hardly any time.
 VALIDATION_WINDOWS = 64
+LARGEST_NORM = 1.0  # Of all gradients together.
 
 
 def train(
@@ -118,6 +119,9 @@ class Training:
         self.optimizer = optimizer_for(run.strategy, self.model, stock)
         # Between two samples is at least one step without, whose time counts.
         self.meter = mcf.EDQ(self.optimizer, every=max(2, run.steps // SAMPLES), callback=watch)
+        self.steps_in_backward: mcf.StepInBackward | None = None
+        if run.strategy == "released":
+            self.steps_in_backward = mcf.step_in_backward(self.model, self.optimizer)
         schedule = partial(learning_rate_factor, steps=run.steps)
         self.scheduler = LambdaLR(self.optimizer, schedule)
         self.witness = Witness(self.model, self.optimizer, stock, schedule) if witness else None
@@ -134,8 +138,7 @@ class Training:
         start = time.perf_counter()
         self.model.zero_grad()
         objective = loss(self.parallel, batch)
-        objective.backward()
-        clip_grad_norm_(self.model.parameters(), 1.0)
+        self.backward(objective)
         self.optimizer.step()
         self.scheduler.step()
         self.step += 1
@@ -150,6 +153,19 @@ class Training:
             self.validate()
         if self.step == self.run.steps:
             self.conclude()
+
+    def backward(self, objective: Tensor) -> None:
+        """Leave gradients that are not too long, or steps taken in their stead: these take two
+        passes, one for the norm."""
+        handle = self.steps_in_backward
+        if handle and self.witness is None and self.step % self.meter.every:
+            with handle.measure_norm(LARGEST_NORM):
+                objective.backward(retain_graph=True)
+            objective.backward()
+            return
+        with handle.no_step() if handle else contextlib.nullcontext():
+            objective.backward()  # The meter and the witness want to see gradients.
+        clip_grad_norm_(self.model.parameters(), LARGEST_NORM)
 
     def validate(self) -> None:
         """Add the loss on the text held out to the result."""
