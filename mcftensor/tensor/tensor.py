@@ -332,6 +332,14 @@ class MCFTensor(torch.Tensor):
         counted = () if self._writes is None else (self._writes,)
         return _rebuild, (*whole, *flags, *counted), state or None
 
+    def __copy__(self) -> MCFTensor:
+        """Another tensor with the same memory."""
+        rebuild, arguments, state = self.__reduce_ex__(4)
+        made: MCFTensor = rebuild(*arguments)
+        made.__dict__.update(state or {})
+        made._factor = self._factor
+        return made
+
     # ----------------------------------------------------------------------- leaving the format
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -485,8 +493,7 @@ class MCFTensor(torch.Tensor):
         new: dict[str, Any] = dict(
             zip(COMPONENTS, [x.detach() for x in value.components], strict=False)
         )
-        if value._factor is not None:
-            new["_factor"] = value._factor
+        new |= {"_writes": value._writes, "_factor": value._factor}
         self.__dict__.update(new)  # all by one call
 
     def data_ptr(self) -> int:
