@@ -3,14 +3,15 @@
 Every strategy starts from the same weights, sees the same batches and runs a stock
 `torch.optim` optimizer. They differ only in how parameters and optimizer states are kept:
 
-  master  bf16 parameters; the optimizer has fp32 master weights and fp32 states
-  bf16    bf16 parameters and states
-  light   parameters are expansions; states are plain bf16
-  plus    parameters and second moments are expansions
-  full    parameters and all states are expansions
-  exact   parameters and states are bfloat16 with an int16 tail: float32, to the bit
-  tail8   matrices have an int8 tail; vectors and states as in exact
-  round   parameters are bfloat16 alone, in balanced rounding; states as in exact
+  master   bf16 parameters; the optimizer has fp32 master weights and fp32 states
+  bf16     bf16 parameters and states
+  light    parameters are expansions; states are plain bf16
+  plus     parameters and second moments are expansions
+  full     parameters and all states are expansions
+  exact    parameters and states are bfloat16 with an int16 tail: float32, to the bit
+  tail8    matrices have an int8 tail; vectors and states as in exact
+  round    parameters are bfloat16 alone, in balanced rounding; states as in exact
+  compact  matrices as in tail8, their moments in codes of one byte; vectors as in exact
 
 On several processes, which share every batch, each strategy runs under DistributedDataParallel or
 divided by fully_shard; with --checkpoint, what was stopped goes on, to the bit:

@@ -120,6 +120,23 @@ def steps() -> str:
     return table(head, rows) + "\n\n" + machine(load("steps-cpu"))
 
 
+def states() -> str:
+    """What moments of one byte lose, and those of others."""
+    result = load("states")
+    rows = []
+    for name, found in result["moments"].items():
+        cells = []
+        for x in found.values():
+            moment = "" if x["second_moment"] is None else f" ({x['second_moment']:.2f})"
+            largest = f"{x['largest']:,.0f}" if x["largest"] >= 100 else f"{x['largest']:.2f}"
+            cells.append(f"{x['displacement']:.3f}, {largest}{moment}")
+        rows.append((name, f"{result['bytes'][name]:g}", *cells))
+    head = ("moments", "bytes of both", *next(iter(result["moments"].values())))
+    missing = [f"{name} ({reason})" for name, reason in result["missing"].items()]
+    note = f"\n\nNot on a CPU: {'; '.join(missing)}." if missing else ""
+    return table(head, rows) + note + "\n\n" + machine(result)
+
+
 def compiling() -> str:
     """Seconds of the first compiled step."""
     result = load("compiling")

@@ -36,6 +36,7 @@ SMALL, MANY = 1 << 17, 1 << 22
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _increment_version = torch._C._increment_version
+_has_function_mode = torch._C._is_torch_function_mode_enabled
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -126,11 +127,12 @@ def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
             elif new and (i := _index(new, column)) >= 0:
                 marks.append(-1 - i)
             else:
-                found = _new(column, is_target=call.in_place and len(marks) == 1)
-                if found is None or (layout is not None and layout != found.layout):
+                is_target = call.in_place and len(marks) == 1
+                found = _one(x, is_target) if count == 1 else _new(column, is_target)
+                if found is None or (layout is not None and layout != found[2]):
                     return None
-                layout = found.layout
-                marks.append(found.mark)
+                layout = found[2]
+                marks.append(found[0])
                 new.append(column)
                 added.append((column, found))
         if layout is None or (count > 1 and new and not _are_apart(added)):
@@ -152,22 +154,13 @@ def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
 # ------------------------------------------------------------------------------ what operands are
 
 
-class _New(NamedTuple):
-    """Tensors that are not on the tape, one for each row, or one of them."""
-
-    mark: Any
-    """Of lifted tensors that, of others their format."""
-    rows: Sequence[Sequence[Tensor]]
-    """The components of each."""
-    layout: Layout
-    is_copied: bool
-    """Whether the tape has a copy, and not the tensors."""
+_New = tuple[Any, Sequence[Sequence[Tensor]], Layout, bool]
+"""Tensors that are not on the tape, one for each row, or one of them: what they are, lifted or of a
+format; the components of each; their layout; and whether the tape has a copy."""
 
 
-def _new(column: Sequence[Any], *, is_target: bool) -> _New | None:
+def _new(column: Sequence[Any], is_target: bool) -> _New | None:
     """Tensors for the tape; None where they cannot go there."""
-    if len(column) == 1:
-        return _one(column[0], is_target)
     found = [_one(x, is_target) for x in column]
     marks, rows, layouts, are_copied = zip(*[x or _NOTHING for x in found], strict=True)
     if None in marks or len(set(marks)) > 1:
@@ -177,26 +170,27 @@ def _new(column: Sequence[Any], *, is_target: bool) -> _New | None:
         return None
     if is_copied and (is_target or sum([x.numel() for _, x, _ in layout]) > MANY):
         return None
-    return _New(marks[0], [*chain(*rows)], layout, is_copied)
+    return marks[0], [*chain(*rows)], layout, is_copied
 
 
-_NOTHING = _New(None, (), (), False)
+_NOTHING: _New = (None, (), (), False)
 
 
 def _one(x: Any, is_target: bool) -> _New | None:
     cls, is_own = type(x), False
-    components: tuple[Tensor, ...]
-    if isinstance(x, MCFTensor) and only_stores(x._format):
+    mark: Any = None
+    components: tuple[Tensor, ...] = ()
+    if cls is MCFTensor:
+        mark = _mark(x._format, False)
+    elif cls is LiftedTensor:
+        mark, components = _mark(x._format, True), (x._component0,)
+    elif cls in _PLAIN and x.dtype.is_floating_point:
+        mark, components = PLAIN[x.dtype], (x,)
+    if mark is None:
         return None
     if cls is MCFTensor:
         is_own = x._is_own or (is_target and x.regain())
-        mark, components = x._format, x._read()
-    elif cls is LiftedTensor:
-        mark, components = _lifted(x._format), (x._component0,)
-    elif cls in _PLAIN and x.dtype.is_floating_point:
-        mark, components = PLAIN[x.dtype], (x,)
-    else:
-        return None
+        components = x._read()
     leading = components[0]
     shape, length = leading.shape, leading.numel()
     if (
@@ -210,7 +204,7 @@ def _one(x: Any, is_target: bool) -> _New | None:
     ):
         return None
     layout = (leading.device, shape, leading.stride())
-    return _New(mark, (components,), (layout,), not is_own)
+    return mark, (components,), (layout,), not is_own
 
 
 class _Lifted:
@@ -221,8 +215,11 @@ class _Lifted:
 
 
 @functools.lru_cache(maxsize=256)
-def _lifted(format: Format) -> _Lifted:
-    return _Lifted(format)
+def _mark(format: Format, is_lifted: bool) -> _Lifted | Format | None:
+    """None of what only stores."""
+    if only_stores(format):
+        return None
+    return _Lifted(format) if is_lifted else format
 
 
 def _index(columns: Sequence[Sequence[Any]], column: Sequence[Any]) -> int:
@@ -235,7 +232,7 @@ def _index(columns: Sequence[Sequence[Any]], column: Sequence[Any]) -> int:
 
 def _are_apart(added: Sequence[tuple[Sequence[Any], _New | None]]) -> bool:
     """Whether no tensor of one row that goes on the tape stands in another one."""
-    own = [id(x) for column, new in added if new and not new.is_copied for x in column]
+    own = [id(x) for column, new in added if new and not new[3] for x in column]
     return len(set(own)) == len(own)
 
 
@@ -326,12 +323,14 @@ def _written(
         if new is None:
             columns.append(column if len(column) == count else [*column] * count)
             holders.append(())
-        elif new.is_copied:
-            columns += zip(*[[x.clone() for x in row] for row in new.rows], strict=True)
+            continue
+        _, rows, _, is_copied = new
+        if is_copied:
+            columns += [[*map(Tensor.clone, x)] for x in zip(*rows, strict=True)]
             holders.append(())
         else:
             place = strand, len(holders)
-            columns += zip(*new.rows, strict=True)
+            columns += zip(*rows, strict=True)
             holders.append([*map(weakref.ref, column)])
             for tensor in column:
                 tensor._place = place
@@ -362,7 +361,8 @@ _KEYWORDS = {"add": "alpha", "sub": "alpha", "addcmul": "value", "addcdiv": "val
 
 def _at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
     """What puts an operation on the tape without PyTorch's dispatcher, which takes longer."""
-    count, ordinary = _TAKES[name], _call(name, (), in_place)
+    count, keyword = _TAKES[name], _KEYWORDS.get(name, "")
+    ordinary, valued = _call(name, (), in_place), _call(name, (keyword,), in_place)
 
     def put_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tape = open_tape()
@@ -370,15 +370,15 @@ def _at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
             return NotImplemented
         call, columns = ordinary, [*zip(args)]
         if kwargs:
-            if [*kwargs] != [_KEYWORDS.get(name)]:
+            if len(kwargs) > 1 or keyword not in kwargs:
                 return NotImplemented
-            call = _call(name, tuple(kwargs), in_place)
-            columns += zip(kwargs.values())
+            call = valued
+            columns.append((kwargs[keyword],))
         found = _put_down(tape, call, columns)
         if found is None:
             return NotImplemented
         if in_place:
-            _increment_version(args[:1])
+            _increment_version(columns[0])
         return found[0]
 
     return put_down
@@ -413,9 +413,32 @@ def _lists_at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
     return put_down
 
 
+def _method(name: str, func: Any) -> None:
+    """The same as a method of what is on the tape, which goes there without `__torch_function__`:
+    PyTorch's way to it takes longer than the rest."""
+    original, put_down = getattr(Tensor, name), SHORTCUTS[func]
+
+    @functools.wraps(original)
+    def method(self: TapedTensor, *args: Any, **kwargs: Any) -> Any:
+        if not _has_function_mode():
+            found = put_down(func, (self, *args), kwargs)
+            if found is not NotImplemented:
+                return found
+        return original(self, *args, **kwargs)
+
+    setattr(TapedTensor, name, method)
+
+
 for _name in _TAKES:
     for _suffix, _in_place in (("", False), ("_", True)):
-        SHORTCUTS[getattr(Tensor, _name + _suffix)] = _at_once(_name, in_place=_in_place)
+        _func = getattr(Tensor, _name + _suffix)
+        SHORTCUTS[_func] = _at_once(_name, in_place=_in_place)
+        _method(_name + _suffix, _func)
         _foreach = getattr(torch, f"_foreach_{_name}{_suffix}", None)
         if _foreach is not None:
             SHORTCUTS[_foreach] = _lists_at_once(_name, in_place=_in_place)
+
+for _name in ("add", "sub", "mul", "div"):
+    _operator = _name.replace("div", "truediv")
+    _method(f"__{_operator}__", getattr(Tensor, _name))
+    _method(f"__i{_operator}__", getattr(Tensor, f"{_name}_"))

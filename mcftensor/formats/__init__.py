@@ -2,9 +2,9 @@
 
 from mcftensor.arithmetic.terms import Network as Network
 from mcftensor.arithmetic.wide import Machine as Machine
-from mcftensor.formats.blocks import BlockFormat as BlockFormat
-from mcftensor.formats.blocks import mxfp8 as mxfp8
-from mcftensor.formats.blocks import ue5m3 as ue5m3
+from mcftensor.formats.codes import BlockFormat as BlockFormat
+from mcftensor.formats.codes import mxfp8 as mxfp8
+from mcftensor.formats.codes import ue5m3 as ue5m3
 from mcftensor.formats.finfo import FInfo as FInfo
 from mcftensor.formats.finfo import finfo as finfo
 from mcftensor.formats.format import FORMATS as FORMATS

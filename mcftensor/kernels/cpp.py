@@ -372,8 +372,9 @@ def _copied(line: str, block: int, alone: int, varies: Sequence[bool]) -> str:
         return f"block_max({', '.join(f'{call[1]}_{k}' for k in range(first, first + alone))})"
 
     line = re.sub(r"\bblock_max\((v\d+)\)", of_all, line)
+    line = line.replace("[i / SHARING]", f"[(i + {first} * LANES) / SHARING]")
     line = re.sub(r"\b[pv](\d+)(?:_\d+)?\b", renamed, line)
-    return re.sub(r"\bi\b", f"(i + {block} * LANES)", line)
+    return re.sub(r"\bi\b(?! \+ \d+ \* LANES)", f"(i + {block} * LANES)", line)
 
 
 def _indented(lines: Sequence[str], places: int) -> str:

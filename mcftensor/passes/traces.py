@@ -53,7 +53,16 @@ class Operation(NamedTuple):
 
 
 class Trace:
-    """Operations in order; use `EMPTY` and the methods that lengthen it."""
+    """Operations in order; use `EMPTY` and the methods that lengthen it.
+
+    Attributes:
+        begun: keys of the operations on tensors that came later than the first ones.
+        variables: what the operations read and write.
+        operations: what is done.
+        written: the variables that are written to.
+        is_full: whether it is as long as it may become.
+        made: what follows from it.
+    """
 
     def __init__(
         self,
@@ -65,14 +74,9 @@ class Trace:
         self.variables = variables
         self.operations = operations
         self.written = tuple(sorted({x.target for x in operations}))
-        self.longest = min([LONGEST, *[longest(x.format) for x in operations]])
+        self.is_full = len(operations) >= min([LONGEST, *[longest(x.format) for x in operations]])
         self.made: dict[Hashable, Any] = {}
         self._goes_on: set[Hashable] = set()
-
-    @property
-    def is_full(self) -> bool:
-        """Whether it is as long as it may become."""
-        return len(self.operations) >= self.longest
 
     def ends_before(self, key: Hashable) -> bool:
         """Whether an operation on other tensors begins another trace: one that has begun

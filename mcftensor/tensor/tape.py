@@ -75,14 +75,12 @@ class Strand:
         if index >= len(self.holders):  # a signal has cut something short
             return False
         held = self.holders[index]
-        if len(column) != len(held) or held[0]() is not column[0]:
-            return False
-        return len(column) == 1 or all(map(operator.is_, map(_call, held), column))
+        return len(column) == len(held) and all(map(operator.is_, map(_call, held), column))
 
     def results(self) -> tuple[int, ...]:
         """The variables that are to be written to memory: not what nobody has any longer."""
-        holders = self.holders
-        return tuple([i for i in self.trace.written if any(map(_is_alive, holders[i]))])
+        held = [(i, self.holders[i]) for i in self.trace.written]
+        return tuple([i for i, x in held if x[0]() is not None or any(map(_is_alive, x))])
 
     def run(self) -> None:
         """Carry out what has been put down, and what is alike on other strands."""

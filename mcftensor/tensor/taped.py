@@ -12,6 +12,9 @@ from mcftensor.formats import Format
 from mcftensor.tensor.tape import LOCK, Strand
 from mcftensor.tensor.tensor import COMPONENTS, MCFTensor, Role
 
+_without_function: Any = torch._C._disabled_torch_function_impl
+_get_device = Tensor.device.__get__
+
 
 class TapedTensor(MCFTensor):
     """An expansion to whose components something is still to be done, or that has none yet; who
@@ -46,6 +49,12 @@ class TapedTensor(MCFTensor):
                 self._place[0].run()
             if isinstance(self, TapedTensor):  # a signal has cut it short
                 self.leave_tape()
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """As of any tensor; torch's own way to it goes by `__torch_function__`."""
+        found: torch.device = _without_function(_get_device, (), (self,))
+        return found
 
     # By the name of the class: another thread may have made it an MCFTensor by now.
 

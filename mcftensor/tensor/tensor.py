@@ -531,6 +531,8 @@ class LiftedTensor(MCFTensor):
     _view_of: LiftedTensor | None
     _views: list[tuple[weakref.ref[LiftedTensor], Callable[[Tensor], Tensor]]]
 
+    is_sparse = False  # optimizers ask it of every gradient
+
     @staticmethod
     def over(plain: Tensor, format: Format) -> LiftedTensor:
         """A plain tensor in a format."""

@@ -24,17 +24,10 @@ from mcftensor.patches.optimizers import (
 )
 from mcftensor.patches.states import as_loaded
 from mcftensor.tensor.sharded import format_of
+from mcftensor.training.moments import FIRST_MOMENTS, SECOND_MOMENTS
 from mcftensor.training.shadow import CannotShadow, attributes, plain_step
 
 Opt = TypeVar("Opt", bound=Optimizer)
-
-FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer", "grad_avg", "exp_avg_diff", "mu", "m"})
-"""Names of states that follow the gradient."""
-
-SECOND_MOMENTS = frozenset(
-    {"exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg", "acc_delta", "exp_inf", "nu", "v"}
-)
-"""Names of states that follow the square or magnitude of the gradient or of updates."""
 
 # What a state becomes, beside plain (None) or an expansion in a given format.
 _OWN = "expansion in the format of the parameter"

@@ -101,6 +101,11 @@ class Original:
         finally:
             shadow.__dict__.clear()  # cycles would keep the copies until they are collected
 
+    def states_of(self, p: Tensor) -> Mapping[str, Any]:
+        """The states of a parameter by name, before the step."""
+        state = self.optimizer.state.get(p)
+        return state if isinstance(state, dict) else {}
+
     def _groups(self, twins: Mapping[Tensor, Tensor], memo: dict[int, Any]) -> list[dict[str, Any]]:
         groups = []
         for g in sorted({self.group_of[p] for p in twins}):

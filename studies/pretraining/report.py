@@ -32,6 +32,7 @@ LINES: dict[str, dict[str, Any]] = {
     "exact": {"color": "#E69F00", "marker": "x", "markersize": 7, "linestyle": ""},
     "tail8": {"color": "#CC79A7", "marker": "v", "markersize": 4, "linewidth": 1},
     "round": {"color": "#0072B2", "marker": "D", "markersize": 3, "linewidth": 1},
+    "compact": {"color": "#8C564B", "marker": "P", "markersize": 4, "linewidth": 1},
 }
 
 # How leading terms alone are drawn, over what the strategy has otherwise.

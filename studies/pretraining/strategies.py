@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import mcftensor as mcf
 
 COLLAGE = ("master", "bf16", "light", "plus", "full")  # Those of the paper.
-STRATEGIES = (*COLLAGE, "exact", "tail8", "round")
+STRATEGIES = (*COLLAGE, "exact", "tail8", "round", "compact")
 PLAIN = ("master", "bf16")  # Their parameters are plain tensors.
 WITHOUT_TAILS = (*PLAIN, "round")
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
@@ -30,6 +30,7 @@ FORMATS: dict[str, tuple[mcf.Format, mcf.Format]] = {
     "exact": (mcf.bf16i16, mcf.bf16i16),
     "tail8": (mcf.bf16i8, mcf.bf16i16),
     "round": (mcf.Format(torch.bfloat16, 1, rounding="balanced"),) * 2,
+    "compact": (mcf.bf16i8, mcf.bf16i16),
 }
 STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
@@ -55,7 +56,7 @@ def optimizer_for(strategy: str, model: nn.Module, stock: OptimizerFactory) -> O
     optimizer = stock(model.named_parameters())
     if strategy in PLAIN:
         return optimizer
-    if strategy not in FORMATS:
+    if strategy not in FORMATS or strategy == "compact":
         return mcf.collage(optimizer, strategy)
     # States are float32 to the bit, so that it is weights that are compared.
     names = next(STATES[name] for name, cls in OPTIMIZERS.items() if type(optimizer) is cls)

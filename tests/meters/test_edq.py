@@ -71,6 +71,7 @@ def test_figures_of_plain_bf16_by_hand():
         "ratio_leading": 65 / 66,
         "lost_leading": 1 / 3,
         "update_norm": pytest.approx(math.sqrt(66) / 1024, rel=1e-15),
+        "largest": 2.0**-7,
         "numel": 4,
     }
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import mcftensor as mcf
 from mcftensor.dispatch import recording
@@ -153,6 +154,15 @@ def test_a_compiled_function_given_one(at_once):
         assert_same_terms(compiled(expression(x, y)), expected)
 
 
+def test_a_compiled_function_that_calls_methods_of_one(at_once):
+    def chain(z):
+        return z.mul(3).add_(1) / torch.ones(5, device=z.device, dtype=z.dtype)
+
+    compiled = torch.compile(chain, backend="aot_eager", fullgraph=True)
+    expected = at_once(lambda x, y: chain(expression(x, y)), *values())
+    assert_same_terms(compiled(expression(*values())), expected)
+
+
 def test_within_a_compiled_function(at_once):
     compiled = torch.compile(expression, backend="aot_eager", fullgraph=True)
     x, y = values()
@@ -244,6 +254,38 @@ class TestWhatIsPutDown:
             with pytest.raises((RuntimeError, TypeError, ValueError, OverflowError)):
                 wrong()
         assert_same_terms(z, x * 2)
+
+    def test_operands_of_other_types_answer(self):
+        class Other:
+            def __radd__(self, z):
+                return "added"
+
+            __rsub__ = __rmul__ = __rtruediv__ = __radd__
+
+        z = expression(*values())
+        assert waiting(z)
+        assert {z + Other(), z - Other(), z * Other(), z / Other()} == {"added"}
+
+    def test_modes_see_the_functions(self):
+        class Mode(TorchFunctionMode):
+            def __torch_function__(self, func, types, args=(), kwargs=None):
+                seen.append(func)
+                return func(*args, **(kwargs or {}))
+
+        seen = []
+        z = expression(*values())
+        assert waiting(z)
+        with Mode():
+            z = z.mul_(3).sqrt() + 1
+        assert seen == [torch.Tensor.mul_, torch.Tensor.sqrt, torch.Tensor.add]
+
+    def test_writes_to_one_are_counted(self):
+        z = expression(*values())
+        before = z._version
+        z.mul_(3)
+        z += 1
+        assert waiting(z)
+        assert z._version == before + 2
 
     def test_nothing_under_function_transforms(self, at_once):
         x, y = values()

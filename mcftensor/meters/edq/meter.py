@@ -26,6 +26,7 @@ from mcftensor.meters.edq.readings import (
     take_samples,
     totals,
 )
+from mcftensor.meters.edq.state_readings import StateReading, state_reading
 from mcftensor.patches.optimizers import untraced
 from mcftensor.tensor.sharded import format_of
 from mcftensor.training.shadow import Original, reaches_parameters
@@ -78,6 +79,10 @@ class EDQ:
         history: all readings of the whole model.
         per_group: the latest reading of each parameter group.
         per_parameter: the latest reading of each parameter with a gradient, by name.
+        states: of each sample, a `StateReading` of each state of the whole model by its name: what
+            was kept of the change that the step meant to make, and how many second moments are
+            zero beside a first moment that is not.
+        per_state: the latest of these for each parameter, by its name and that of the state.
         not_metered: names of parameters that cannot be measured, and why.
 
     Raises:
@@ -135,6 +140,8 @@ class EDQ:
         self.history: list[Reading] = []
         self.per_group: list[Reading] = []
         self.per_parameter: dict[str, Reading] = {}
+        self.states: list[dict[str, StateReading]] = []
+        self.per_state: dict[str, dict[str, StateReading]] = {}
         self.not_metered: dict[str, str] = {}
         self._names = _unique_names(names)
         bases = type(optimizer).__mro__[1:]
@@ -168,6 +175,17 @@ class EDQ:
             ImportError: rich is not installed.
         """
         return report.table(self.last, self.per_parameter, limit)
+
+    def state_table(self, limit: int | None = None) -> Table:
+        """The latest reading of each state of each parameter, what is lost most first.
+
+        Args:
+            limit: number of rows, by default all.
+
+        Raises:
+            ImportError: rich is not installed.
+        """
+        return report.state_table(self.states[-1] if self.states else {}, self.per_state, limit)
 
     def figure(self) -> Figure:
         """The ratio and the lost share over the steps, of the whole and of leading terms.
@@ -207,7 +225,8 @@ class EDQ:
         """Go on where a meter stopped, with the next sample at the step where its would be."""
         for name in _STATE:
             kind = type(getattr(self, name))  # sets are lists there
-            setattr(self, name, kind(state[name.lstrip("_")]))
+            if name.lstrip("_") in state:  # older ones have no readings of states
+                setattr(self, name, kind(state[name.lstrip("_")]))
 
     def __enter__(self) -> EDQ:
         return self
@@ -334,17 +353,41 @@ class EDQ:
         if not measured:
             return
         step = self._steps
-        self.per_parameter = {place.name: reading(step, [row]) for place, row in measured}
+        rates = [_rate(group) for group in optimizer.param_groups]
+
+        def whole(part: Sequence[tuple[Place, list[float]]]) -> Reading:
+            return reading(step, [row for _, row in part], [rates[x.group] for x, _ in part])
+
+        self.per_parameter = {place.name: whole([(place, row)]) for place, row in measured}
         self.per_group = [
-            reading(step, [row for place, row in measured if place.group == g])
+            whole([(place, row) for place, row in measured if place.group == g])
             for g in range(len(optimizer.param_groups))
         ]
-        self.history.append(reading(step, [row for _, row in measured]))
+        self.history.append(whole(measured))
+        self._conclude_states([s for s, row in zip(samples, rows, strict=True) if not row[FAILED]])
         for place, _ in measured:
             self.not_metered.pop(place.name, None)
             self._watch(place)
         if self.callback is not None:
             self.callback(self)
+
+    def _conclude_states(self, samples: list[Sample]) -> None:
+        """The same of states."""
+        step, columns = self._steps, [x for s in samples for x in s.states.values()]
+        values = iter(torch.stack(columns).tolist() if columns else ())
+        rows = {s.place.name: {name: next(values) for name in s.states} for s in samples}
+        self.per_state = {
+            name: {state: state_reading(step, [row]) for state, row in own.items()}
+            for name, own in rows.items()
+            if own
+        }
+        names = dict.fromkeys(state for own in rows.values() for state in own)
+        self.states.append(
+            {
+                state: state_reading(step, [own[state] for own in rows.values() if state in own])
+                for state in names
+            }
+        )
 
     def _watch(self, place: Place) -> None:
         """Ring the alarm for a parameter that stays frozen."""
@@ -404,9 +447,17 @@ _SMALL = 1 << 20
 
 # What a resumed meter goes on with.
 _STATE = (
-    *("_steps", "history", "per_group", "per_parameter", "not_metered"),
+    *("_steps", "history", "per_group", "per_parameter", "states", "per_state", "not_metered"),
     *("_coupled", "_again", "_frozen_for", "_rung", "_refused"),
 )
+
+
+def _rate(group: Mapping[str, Any]) -> float | None:
+    """The learning rate of a group, if that is one number."""
+    rate = group.get("lr")
+    if isinstance(rate, Tensor):
+        rate = rate.item() if rate.numel() == 1 else None
+    return float(rate) if isinstance(rate, (int, float)) else None
 
 
 def _gradients(optimizer: Optimizer) -> list[Tensor]:

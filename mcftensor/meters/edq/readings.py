@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from mcftensor.convert import as_plain
 from mcftensor.formats import ExpansionFormat
+from mcftensor.meters.edq.state_readings import COLUMNS as STATE_COLUMNS
+from mcftensor.meters.edq.state_readings import state_sums
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.sharded import local
 from mcftensor.training.shadow import (
@@ -29,7 +31,8 @@ from mcftensor.training.shadow import (
 class Reading(TypedDict):
     """What one step lost, in the model, a group or a parameter.
 
-    Every figure but the last two is None where no update was intended.
+    Every figure but `update_norm` and `numel` is None where no update was intended, and `largest`
+    where there is no learning rate.
     """
 
     step: int
@@ -46,6 +49,9 @@ class Reading(TypedDict):
     """The share whose leading term did not move."""
     update_norm: float
     """‖Δ‖, the length of the intended update."""
+    largest: float | None
+    """The largest movement of an element, in learning rates: an outlier among them tells of a
+    second moment that is too small."""
     numel: int
     """Number of elements measured."""
 
@@ -65,15 +71,18 @@ class Sample:
 
     place: Place
     sums: Tensor
+    states: dict[str, Tensor] = field(default_factory=dict)
+    """Sums over the elements of states, by name."""
     fingerprints: dict[object, Tensor] = field(default_factory=dict)
     error: str | None = None
 
 
 # The sums over elements of a parameter, of which a reading is made.
-_COLUMNS = 9
+_COLUMNS = 10
 _UPDATE, _ALONG, _ALONG_LEADING, _INTENDED, _LOST, _LOST_LEADING, _NUMEL, DIFFERS, FAILED = range(
-    _COLUMNS
+    _COLUMNS - 1
 )
+_LARGEST = _COLUMNS - 1  # which is no sum
 
 
 def take_samples(
@@ -94,8 +103,13 @@ def take_samples(
         wide = _wide_step(original, parameters, loss)
         with torch.no_grad():
             return [
-                Sample(place, _sums(place.parameter, p, w), _fingerprints(p, state))
-                for place, (p, state), (w, _) in zip(batch, after, wide, strict=True)
+                Sample(
+                    place,
+                    _sums(place.parameter, p, w),
+                    state_sums(original.states_of(place.parameter), state, other, p),
+                    _fingerprints(p, state),
+                )
+                for place, (p, state), (w, other) in zip(batch, after, wide, strict=True)
                 if place.parameter.grad is not None
             ]
     except Exception as error:  # noqa: BLE001 (a meter that fails must not stop the training)
@@ -130,7 +144,14 @@ def _sums(before: Tensor, after: Tensor, wide: Tensor) -> Tensor:
     """The columns of a parameter, of the elements on this rank."""
     size = _CPU_BLOCK if before.device.type == "cpu" else _BLOCK
     blocks = zip(*(local(x).reshape(-1).split(size) for x in (before, after, wide)), strict=True)
-    return torch.stack([_block_sums(*block) for block in blocks]).sum(0)
+    return _total(torch.stack([_block_sums(*block) for block in blocks]))
+
+
+def _total(rows: Tensor) -> Tensor:
+    """Rows of columns as one."""
+    total = rows.sum(0)
+    total[_LARGEST] = rows[:, _LARGEST].amax() if len(rows) else 0
+    return total
 
 
 def _block_sums(before: Tensor, after: Tensor, wide: Tensor) -> Tensor:
@@ -153,6 +174,7 @@ def _block_sums(before: Tensor, after: Tensor, wide: Tensor) -> Tensor:
     sums[_LOST] = stayed.sum()
     sums[_LOST_LEADING] = stays[0].sum()
     sums[_NUMEL] = before.numel()
+    sums[_LARGEST] = moved.abs().amax() if moved.numel() else 0
     return sums
 
 
@@ -191,17 +213,27 @@ def totals(samples: list[Sample], states: Mapping[Tensor, Any]) -> list[list[flo
             sharded.setdefault((mesh, dims), []).append(sample)
     for (mesh, dims), parts in sharded.items():
         rows = torch.stack([sample.sums for sample in parts])
+        largest = rows[:, _LARGEST].clone()
+        columns = [x for sample in parts for x in sample.states.values()]
+        changes = torch.stack([*columns, rows.new_zeros(STATE_COLUMNS)])
         for dim in dims:
-            torch.distributed.all_reduce(rows, group=mesh.get_group(dim))
+            group = mesh.get_group(dim)
+            torch.distributed.all_reduce(rows, group=group)
+            torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
+            torch.distributed.all_reduce(changes, group=group)
+        rows[:, _LARGEST] = largest
+        own = iter(changes)
         for sample, row in zip(parts, rows, strict=True):
             sample.sums = row
+            sample.states = {name: next(own) for name in sample.states}
     device = samples[0].sums.device
     return torch.stack([sample.sums.to(device) for sample in samples]).tolist()
 
 
-def reading(step: int, rows: list[list[float]]) -> Reading:
-    """The figures of one or many parameters, from their columns."""
+def reading(step: int, rows: list[list[float]], rates: Sequence[float | None]) -> Reading:
+    """The figures of one or many parameters, from their columns and learning rates."""
     total = [sum(column) for column in zip(*rows, strict=True)] or [0.0] * _COLUMNS
+    largest = [row[_LARGEST] / rate for row, rate in zip(rows, rates, strict=True) if rate]
     norm = math.sqrt(total[_UPDATE])
     intended = total[_INTENDED]
     return Reading(
@@ -212,6 +244,7 @@ def reading(step: int, rows: list[list[float]]) -> Reading:
         ratio_leading=total[_ALONG_LEADING] / total[_UPDATE] if norm else None,
         lost_leading=total[_LOST_LEADING] / intended if intended else None,
         update_norm=norm,
+        largest=max(largest) if largest and intended else None,
         numel=int(total[_NUMEL]),
     )
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcftensor.checkpoint.extras import extra
 from mcftensor.meters.edq.readings import Reading
+from mcftensor.meters.edq.state_readings import StateReading
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,6 +31,27 @@ def table(last: Reading | None, readings: Mapping[str, Reading], limit: int | No
     if last:
         screen.add_section()
         screen.add_row("all", *_cells(last))
+    return screen
+
+
+def state_table(
+    last: Mapping[str, StateReading],
+    readings: Mapping[str, Mapping[str, StateReading]],
+    limit: int | None = None,
+) -> Table:
+    """One state of one parameter a row, what is lost most first, and below them the whole model."""
+    screen: Table = extra("rich.table", "EDQ.state_table").Table(title="What states kept")
+    for column in ("parameter", "state"):
+        screen.add_column(column, overflow="fold")
+    for column in ("elements", "ratio", "lost", "zero beside\na first moment"):
+        screen.add_column(column, justify="right")
+    rows = [(name, state, x) for name, own in readings.items() for state, x in own.items()]
+    rows.sort(key=lambda row: math.inf if row[2]["ratio"] is None else row[2]["ratio"])
+    for name, state, x in rows[:limit]:
+        screen.add_row(name, state, *_state_cells(x))
+    screen.add_section()
+    for state, x in last.items():
+        screen.add_row("all", state, *_state_cells(x))
     return screen
 
 
@@ -63,7 +85,8 @@ def figure(history: Sequence[Reading]) -> Figure:
     return figure
 
 
-_FIGURES = ("edq", "ratio", "lost", "ratio_leading", "lost_leading", "update_norm")
+_FIGURES = ("edq", "ratio", "lost", "ratio_leading", "lost_leading", "update_norm", "largest")
+_OF_STATES = ("ratio", "lost", "zero")
 
 
 def to_tensorboard(
@@ -92,6 +115,7 @@ def to_tensorboard(
         edq/ratio_leading 1.0 1
         edq/lost_leading 0.0 1
         edq/update_norm 1.0 1
+        edq/largest 1.0 1
     """
 
     def write(meter: EDQ) -> None:
@@ -102,6 +126,8 @@ def to_tensorboard(
             for name, one in meter.per_parameter.items():
                 figures[f"{prefix}_ratio/{name}"] = one["ratio"]
                 figures[f"{prefix}_lost/{name}"] = one["lost"]
+        for state, own in meter.states[-1].items():
+            figures |= {f"{prefix}_states/{state}/{name}": own[name] for name in _OF_STATES}  # type: ignore[literal-required]
         for tag, value in figures.items():
             if value is not None:
                 writer.add_scalar(tag, value, reading["step"])
@@ -128,6 +154,10 @@ def _cells(reading: Reading) -> tuple[str, ...]:
         decimal(reading["ratio_leading"]),
         percent(reading["lost_leading"]),
     )
+
+
+def _state_cells(x: StateReading) -> tuple[str, ...]:
+    return f"{x['numel']:,}", decimal(x["ratio"]), percent(x["lost"]), percent(x["zero"])
 
 
 def _loss(reading: Reading) -> tuple[float, float, int]:

@@ -56,9 +56,6 @@ class BlockFormat(Format):
     are cut without touching a block.
     """
 
-    bias: int
-    """Of the exponent in a code, as in OCP's formats of 8 bits."""
-
     def __init__(self, stem: str, rounding: Rounding) -> None:
         self.stem, self.rounding = stem, rounding
         self.name = _name_of(stem, rounding)
@@ -141,7 +138,7 @@ class MXFP8(BlockFormat):
         normal = ((magnitude << _LOST) + (120 << 23)).view(torch.float32)
         x = torch.where(magnitude < 8, magnitude.to(torch.float32) * 2.0**-9, normal)
         x = torch.where(magnitude == 0x7F, torch.nan, x)
-        return torch.where(codes > 0x7F, -x, x)
+        return (x.view(torch.int32) | ((codes & 0x80) << 24)).view(torch.float32)
 
     def sized(self, bits: Tensor, magnitude: Tensor) -> Tensor:
         """All that are finite."""
@@ -163,9 +160,10 @@ class MXFP8(BlockFormat):
         normal = y.view(torch.int32) - (120 << 23)
         least = 2.0**-6
         moved = y + least
-        kept = moved - least
         small = moved.view(torch.int32) - (121 << 23)
-        small = (small - (kept > y).to(torch.int32)) | (kept != y).to(torch.int32)  # to odd
+        if noise is None:  # whose ties are to be ties of the number: the sum is rounded to odd
+            kept = moved - least
+            small = (small - (kept > y).to(torch.int32)) | (kept != y).to(torch.int32)
         codes = _rounded(torch.where(y < least, small, normal), noise)
         codes = torch.where(magnitude < _INFINITY, codes, 0x7F)
         return (codes | ((bits >> 24) & 0x80)).to(torch.uint8)
@@ -229,8 +227,8 @@ def _by_roots(bits: Tensor) -> Tensor:
     t + t (1 - t) h / 4 but for O(h^2); h lies between 1/15 and 1/8.
     """
     t = (bits >> 5) & 0x7FFF
-    steps = 15 - ((bits >> _LOST) & 7)  # 120 h, to 10 %
-    return bits + ((((t * (0x8000 - t)) >> 10) * steps * 17) >> 13)
+    steps = 16 - ((bits >> _LOST) & 7)  # 128 h, to 13 %
+    return bits + ((((t * (0x8000 - t)) >> 10) * steps) >> 9)
 
 
 def _rounded(bits: Tensor, noise: Noise | None) -> Tensor:
