@@ -113,13 +113,14 @@ def _is_noted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _note(x: Tensor, number: Any) -> bool:
-    factor = x._factor if isinstance(x, MCFTensor) else None
+    if not isinstance(x, MCFTensor) or not isinstance(number, (int, float)):
+        return False
+    factor = x._factor
     if (
         factor is None
-        or not isinstance(number, (int, float))
         or not 0 < number <= 1
         or factor.value * number < LEAST
-        or not factor.is_of_all(_components(x))
+        or x.is_part
         or not is_bare(_components(x))
     ):
         return False
@@ -216,9 +217,8 @@ def _factor_of(x: Any) -> float:
 
 def _settle_rest(x: Tensor) -> None:
     """Before a part of a tensor is written to, multiply all of it."""
-    factor = x._factor if isinstance(x, MCFTensor) else None
-    if factor is not None and not factor.is_of_all(_components(x)):
-        factor.settle()
+    if isinstance(x, MCFTensor) and x._factor is not None and x.is_part:
+        x._factor.settle()
 
 
 def _finish(written: Sequence[Tensor]) -> None:

@@ -187,6 +187,11 @@ class MCFTensor(torch.Tensor):
             return self._component0, self._component1
         return tuple([getattr(self, name) for name in COMPONENTS[: len(self._format.components)]])
 
+    @property
+    def is_part(self) -> bool:
+        """Whether it shares scales, and its memory is a part of what was made."""
+        return self._factor is not None and not self._factor.is_of_all(self._held())
+
     def leave_gradient(self) -> None:
         """As what a gradient has read as: no longer share memory with it."""
         self._component0 = self._component0.clone()

@@ -227,6 +227,7 @@ COPIES = {
     "flip": lambda x: x.flip(0).flip(0),
     "roll": lambda x: x.roll(1, 0).roll(-1, 0),
     "cat": lambda x: torch.cat([x[:1], x[1:]]),
+    "pad": lambda x: nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (2, 1))[2:-1].clone(),
     "copy_": lambda x: torch.empty_like(x).copy_(x),
     "terms": lambda x: mcf.from_terms(mcf.as_terms({"x": x}))["x"].clone(),
 }
@@ -262,6 +263,8 @@ def test_operations_that_take_no_rows_give_plain_numbers(format):
         lambda x: x.roll(1),
         lambda x: x.gather(0, torch.zeros(1, 40, dtype=torch.long)),
         lambda x: x.tril(),
+        lambda x: nn.functional.pad(x, (1, 1)),
+        lambda x: nn.functional.pad(x, (0, 0, 1, 1), value=1.0),
         lambda x: x[x > 0.3],
         lambda x: x[torch.tensor([0]), torch.tensor([3])],
         lambda x: torch.where(x > 0.3, x, 0.0),
