@@ -41,9 +41,6 @@ _MODES: dict[str, dict[str, Any]] = {
     "compact": dict.fromkeys(FIRST_MOMENTS | SECOND_MOMENTS, _COMPACT),
 }
 
-# Where an optimizer keeps what it calls after a step, and after it has loaded states.
-_HOOKS = {"_optimizer_step_post_hooks", "_optimizer_load_state_dict_post_hooks"}
-
 # Second moments in some packages, and velocities in others, which are signed.
 _AMBIGUOUS = ("v",)
 
@@ -122,7 +119,8 @@ def collage(optimizer: Opt, mode: str | Mapping[str, Format | None]) -> Opt:
             f"collage: got {type(optimizer).__name__}; give a torch.optim.Optimizer over "
             "parameters that mcf.as_expansion has converted"
         )
-    if not vars(optimizer).keys() >= _HOOKS:  # as that of Accelerate
+    has_own = "_optimizer_step_post_hooks" in vars(optimizer)  # unlike that of Accelerate
+    if not (has_own and hasattr(optimizer, "_optimizer_load_state_dict_post_hooks")):
         raise TypeError(
             f"collage: {type(optimizer).__name__} passes its steps on to another optimizer; "
             "give that one, as by mcf.collage(optimizer.optimizer, mode)"

@@ -117,12 +117,8 @@ def test_rows_are_distributed(format):
     )
     sharded.mul_(0.5)
     assert torch.equal(exact(sharded.full_tensor()), exact(x) / 2)
-    for place in (
-        lambda: distribute_tensor(x, mesh, [Shard(1)]),
-        lambda: sharded.redistribute(mesh, [Shard(1)]),
-    ):
-        with pytest.raises(NotImplementedError, match="share a scale"):
-            place()
+    moved = sharded.redistribute(mesh, [Shard(1)])
+    assert torch.equal(exact(moved.full_tensor()), exact(x) / 2)
 
 
 @on_ranks(2)
