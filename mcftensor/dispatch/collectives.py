@@ -80,6 +80,10 @@ if dist.is_available():
     def move_functional(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> MCFTensor:
         """Term by term; on a CPU one after the other, since processes crash where several small
         tensors of these operators are under way by gloo."""
+        if x._format.shared and func.namespace == "_dtensor":
+            raise refusal(
+                func, [x], "32 elements of a row share a scale; shard the first dimension"
+            )
         moved = []
         for term in x.components:
             result = func(carried(term), *args, **kwargs)

@@ -275,7 +275,7 @@ def arithmetic_into(
 def _register(name: str) -> None:
     def out_of_place(func: Any, *args: Any, **kwargs: Any) -> Any:
         operands = (*args, *kwargs.values())
-        if stored.are_all(operands):
+        if stored.are_numbers(operands):
             return stored.on_numbers(func, args, kwargs)
         if computes_plainly(operands):
             return func(*leading(args), **leading(kwargs))
@@ -287,12 +287,12 @@ def _register(name: str) -> None:
         return evaluated(name, columns, keywords, 1)[0] if result is None else result
 
     def in_place(func: Any, *args: Any, **kwargs: Any) -> Tensor:
-        if stored.are_all(args):
+        if stored.are_numbers(args):
             return stored.on_numbers(func, args, kwargs)
         return arithmetic_into(name, args[0], func, args, kwargs)
 
     def with_out(func: Any, *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
-        if stored.are_all((*args, out)):
+        if stored.are_numbers((*args, out)):
             return stored.on_numbers(func, args, kwargs | {"out": out})
         return arithmetic_into(name, out, functools.partial(func, out=out), args, kwargs)
 

@@ -114,7 +114,7 @@ def _written(args: Sequence[Any]) -> None:
 
 def _is_stored(operands: Sequence[Any]) -> bool:
     """Whether a row is for PyTorch's own operation on numbers."""
-    return stored.are_all(operands) and not computes_plainly(operands)
+    return stored.are_numbers(operands) and not computes_plainly(operands)
 
 
 def _are_ours(operands: Sequence[Any]) -> bool:

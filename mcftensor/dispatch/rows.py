@@ -11,11 +11,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from mcftensor.dispatch.operands import fill
+from mcftensor.dispatch.operands import overwrite, plain, plainly
 from mcftensor.dispatch.stored import on_numbers, plain_numbers, store_numbers
 from mcftensor.dispatch.writing import refusal
+from mcftensor.formats import PLAIN
+from mcftensor.passes.recoding import recode
 from mcftensor.tensor.tensor import MCFTensor
 
 _COPIES = ("alias", "detach", "clone", "_to_copy", "_pin_memory")
@@ -42,7 +46,7 @@ def on_rows(func: Any, x: MCFTensor, args: Any, kwargs: Any, *, own: bool) -> An
         NotImplementedError: a view of other parts than whole rows.
     """
     name = func.overloadpacket.__name__.removesuffix("_copy") or "_to_copy"
-    components = x._read() if own else x.components
+    components = x._read() if own else x._held()
     if name in _VIEWS and _keeps_rows(x, args):
         codes, *others = components
         results = [func(codes, *args), *(t.clone() if own else t.detach() for t in others)]
@@ -55,8 +59,11 @@ def on_rows(func: Any, x: MCFTensor, args: Any, kwargs: Any, *, own: bool) -> An
             func,
             [x],
             "32 elements of a row share a scale, and a view is of whole rows: a part along the "
-            "first dimension, or another shape of its rows",
+            "first dimension, or another shape of its rows. Where an optimizer wants other views, "
+            "mcf.collage(optimizer, {name: mcf.bf16i16}) keeps the state in float32",
         )
+    if not own:
+        x._is_own = False
     if isinstance(results[0], Tensor):
         return x._like(results, own=own)
     return type(results[0])(x._like(pieces, own=own) for pieces in zip(*results, strict=True))
@@ -123,21 +130,65 @@ def made_in_rows(
 
 def copy_rows_(target: MCFTensor, source: Tensor) -> None:
     """Of the same format a bare copy of whole tensors; otherwise one rounding."""
-    factor = target._factor
-    assert factor is not None
     if (
         isinstance(source, MCFTensor)
         and source._format.nearest is target._format.nearest
         and source.shape == target.shape
     ):
-        components = source._read()
-        if factor.is_of_all(target._held()):
-            factor.take()
-        fill(target, components)
+        _replace_rows(target, source._read())
         if source._writes is not None and target._writes is not None:
             target._writes.copy_(source._writes)
         return
-    numbers = source._collapsed() if isinstance(source, MCFTensor) else source
+    store_numbers([target], [_in_shape(target, source)])
+
+
+def set_rows_(target: MCFTensor, source: Any) -> None:
+    """Numbers to nearest, which is no write that counts."""
+    format = target._format.nearest
+    numbers = _in_shape(target, source)
+    _replace_rows(target, recode([numbers], PLAIN[numbers.dtype].name, format.name, None))
+
+
+def place_in_rows(func: Any, args: Any, kwargs: Any) -> Any:
+    """What puts elements into places: in place to nearest, which is no write that counts."""
+    if func is torch.ops.aten.constant_pad_nd.default and _pads_rows(*args, **kwargs):
+        return _padded(*args)
+    target = args[0]
+    if not (func._schema.is_mutable and isinstance(target, MCFTensor) and in_rows([target])):
+        return on_numbers(func, args, kwargs)
+    copy = _wide(target)  # what is yet to be multiplied is, by an ordinary write
+    func(copy, *tree_map(_wide, args[1:]), **tree_map(_wide, kwargs))
+    set_rows_(target, copy)
+    return target
+
+
+def _pads_rows(x: Any, pad: Sequence[int], value: float = 0.0) -> bool:
+    is_along_first = len(pad) == 2 * x.dim() and not any(pad[:-2])
+    return isinstance(x, MCFTensor) and is_along_first and value == 0
+
+
+def _padded(x: MCFTensor, pad: Sequence[int], value: float = 0.0) -> MCFTensor:
+    """More rows of zeros, which DTensors need where shards are uneven."""
+    padded = [F.pad(t, [*[0] * (2 * t.dim() - 2), *pad[-2:]]) for t in x._read()]
+    return x._like(padded, own=True)
+
+
+def _wide(x: Any) -> Any:
+    return plainly(x, torch.float64) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _in_shape(target: MCFTensor, source: Any) -> Tensor:
+    """A tensor or number as plain numbers, which may be broadcast."""
+    numbers = source._collapsed() if isinstance(source, MCFTensor) else plain(source)
     dtype = torch.float64 if numbers.dtype == torch.float64 else torch.float32
-    whole = torch.empty_like(target._held()[0], dtype=dtype)  # which a number may broadcast to
-    store_numbers([target], [whole.copy_(numbers)])
+    return torch.empty_like(target._held()[0], dtype=dtype).copy_(numbers)
+
+
+def _replace_rows(target: MCFTensor, components: Sequence[Tensor]) -> None:
+    """Other components, whatever the old ones were yet to be multiplied by."""
+    factor = target._factor
+    assert factor is not None
+    if target.is_part:
+        factor.settle()
+    overwrite(target._held(), components)
+    factor.value = 1.0

@@ -47,6 +47,9 @@ BLOCK = 1 << 19
 # Elements of lists that are decoded together on other devices.
 CHUNK = 1 << 24
 
+# Numbers of which the product is still a normal float32 are noted.
+LEAST = 2.0**-120
+
 
 def of_terms(handler: Handler) -> Handler:
     """A handler that works on terms, and so leaves other components to `on_numbers`."""
@@ -72,10 +75,13 @@ def _are_among(operands: Any) -> bool:
     return any(only_stores(x._format) for x in expansions(operands))
 
 
-def are_all(operands: Any) -> bool:
-    """Whether there are expansions, all of which are only stored."""
-    found = expansions(operands)
-    return bool(found) and all(only_stores(x._format) for x in found)
+def are_numbers(operands: Any) -> bool:
+    """Whether an operation is one on plain numbers: of expansions that are all only stored, or of
+    which some share scales, which other kernels do not read."""
+    formats = {x._format for x in expansions(operands)}
+    return bool(formats) and (
+        all(map(only_stores, formats)) or any(format.shared for format in formats)
+    )
 
 
 def on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -107,12 +113,14 @@ def _is_noted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _note(x: Tensor, number: Any) -> bool:
-    factor = x._factor if isinstance(x, MCFTensor) else None
+    if not isinstance(x, MCFTensor) or not isinstance(number, (int, float)):
+        return False
+    factor = x._factor
     if (
         factor is None
-        or not isinstance(number, (int, float))
         or not 0 < number <= 1
-        or not factor.is_of_all(_components(x))
+        or factor.value * number < LEAST
+        or x.is_part
         or not is_bare(_components(x))
     ):
         return False
@@ -122,9 +130,9 @@ def _note(x: Tensor, number: Any) -> bool:
 
 def _is_decoded(x: Any) -> bool:
     """Whether a tensor is computed with in a wider type than it is stored in; beside expansions
-    plain ones of 16 bits are, too, and written to with one rounding."""
+    plain ones of 16 bits are, too, and written to with one rounding, and what reads as one."""
     if isinstance(x, MCFTensor):
-        return only_stores(x._format)
+        return only_stores(x._format) or isinstance(x, LiftedTensor)
     return isinstance(x, Tensor) and x.dtype in NARROW and x.layout == torch.strided
 
 
@@ -169,14 +177,14 @@ def store_numbers(targets: Sequence[Tensor], numbers: Column) -> None:
     for x in targets:
         if isinstance(x, LiftedTensor):
             x.grow_tails()
-        _absorb(x)
+        _settle_rest(x)
     keys = [_key(x) for x in targets]
     for rows in _alike(targets):
         own = [targets[i] for i in rows]
         taken = [key for i in rows if (key := keys[i]) is not None]
         format, components = _stored(own)
         encode_columns(format, [numbers[i] for i in rows], components, taken)
-    count_write(targets)
+    _finish(targets)
 
 
 def _alike(tensors: Sequence[Tensor]) -> list[list[int]]:
@@ -207,18 +215,25 @@ def _factor_of(x: Any) -> float:
     return x._factor.value if isinstance(x, MCFTensor) and x._factor is not None else 1.0
 
 
-def _absorb(x: Tensor) -> None:
-    """What is written next has been multiplied already."""
-    factor = x._factor if isinstance(x, MCFTensor) else None
-    if factor is not None and factor.is_of_all(_components(x)):
-        factor.take()
-    elif factor is not None:
-        factor.settle()
+def _settle_rest(x: Tensor) -> None:
+    """Before a part of a tensor is written to, multiply all of it."""
+    if isinstance(x, MCFTensor) and x._factor is not None and x.is_part:
+        x._factor.settle()
+
+
+def _finish(written: Sequence[Tensor]) -> None:
+    """What has been written had been multiplied before."""
+    for x in written:
+        if isinstance(x, MCFTensor) and x._factor is not None:
+            x._factor.value = 1.0
+    count_write(written)
 
 
 def _dtype_of(x: Tensor) -> torch.dtype:
     """That of its numbers."""
-    return x._format.result.dtype if isinstance(x, MCFTensor) else torch.float32
+    if isinstance(x, MCFTensor) and only_stores(x._format):
+        return x._format.result.dtype
+    return torch.float32
 
 
 def _key(x: Tensor) -> Tensor | None:
@@ -256,11 +271,11 @@ def _has_whole_parts(x: Tensor) -> bool:
 def _in_blocks(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: Sequence[Tensor]
 ) -> Any:
-    factors = {id(x): _factor_of(x) for x in tree_leaves((args, kwargs))}
     for x in written:
         if isinstance(x, LiftedTensor):
             x.grow_tails()
-        _absorb(x)
+        _settle_rest(x)
+    factors = {id(x): _factor_of(x) for x in tree_leaves((args, kwargs))}
     found = {id(x): x for x in tree_leaves((args, kwargs)) if _is_decoded(x)}
     numbers = {
         i: torch.empty(BLOCK, dtype=_dtype_of(x)) if x.dim() else numbers_of([x])[0]
@@ -295,7 +310,7 @@ def _in_blocks(
             if result is None:
                 result = piece.new_empty(count)
             result[start:stop] = piece
-    count_write(written)
+    _finish(written)
     return args[0] if result is None else result.view(args[0].shape)
 
 

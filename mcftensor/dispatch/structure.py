@@ -29,8 +29,16 @@ from mcftensor.dispatch.operands import (
     uninterrupted,
 )
 from mcftensor.dispatch.registry import SHORTCUTS, implements
-from mcftensor.dispatch.rows import copy_rows_, in_rows, join_rows, made_in_rows, on_rows
-from mcftensor.dispatch.stored import on_numbers, plain_numbers
+from mcftensor.dispatch.rows import (
+    copy_rows_,
+    in_rows,
+    join_rows,
+    made_in_rows,
+    on_rows,
+    place_in_rows,
+    set_rows_,
+)
+from mcftensor.dispatch.stored import plain_numbers
 from mcftensor.dispatch.writing import refusal
 from mcftensor.formats import Format
 from mcftensor.kernels.opaque import is_bare
@@ -338,7 +346,8 @@ def fill_(func: Any, target: Tensor, value: Any = 0.0) -> Tensor:
     if not isinstance(target, MCFTensor):
         return target.copy_(value.expand(target.shape))
     if in_rows([target]):
-        return target.copy_(torch.as_tensor(value, dtype=torch.float32))
+        set_rows_(target, value)
+        return target
     numbers = stored_in(value, target.format, target.device)
     fill(target, [x.expand(target.shape) for x in numbers])
     return target
@@ -355,7 +364,7 @@ def masked_fill(func: Any, x: Any, mask: Tensor, value: Any) -> Any:
     if not isinstance(x, MCFTensor) or isinstance(mask, MCFTensor):
         return compute(func, x, mask, value)
     if in_rows([x]):
-        return on_numbers(func, (x, mask, value), {})
+        return place_in_rows(func, (x, mask, value), {})
     filled = [
         torch.where(mask, number, t)
         for t, number in zip(x._read(), stored_in(value, x.format, x.device), strict=True)
@@ -422,7 +431,7 @@ def _elements(source: Any, format: Format, device: torch.device) -> Sequence[Any
 def place(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Elements put into places of a tensor."""
     if in_rows([*args, *kwargs.values()]):
-        return on_numbers(func, args, kwargs)
+        return place_in_rows(func, args, kwargs)
     named = {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
     x = named.pop("self")
     name = next((name for name in _SOURCES if name in named), "value")

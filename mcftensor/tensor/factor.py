@@ -31,11 +31,6 @@ class Factor:
         """Whether components are all there are, and no part of them."""
         return components[0].numel() == self._components[0].numel()
 
-    def take(self) -> float:
-        """The number, for one who multiplies by it all that there is."""
-        value, self.value = self.value, 1.0
-        return value
-
     @torch.no_grad()
     def settle(self) -> None:
         """Multiply, and round once."""
@@ -44,8 +39,9 @@ class Factor:
         columns = [[x] for x in self._components]
         numbers = torch.empty_like(self._components[0], dtype=torch.float32)
         decode_columns(self._format, columns, [numbers])
-        numbers.mul_(self.take())
+        numbers.mul_(self.value)
         key = key_for(self._format, numbers.device, self._writes)
         encode_columns(self._format, [numbers], columns, [] if key is None else [key])
+        self.value = 1.0
         if self._writes is not None:
             self._writes.add_(1)

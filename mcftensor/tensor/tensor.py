@@ -187,6 +187,11 @@ class MCFTensor(torch.Tensor):
             return self._component0, self._component1
         return tuple([getattr(self, name) for name in COMPONENTS[: len(self._format.components)]])
 
+    @property
+    def is_part(self) -> bool:
+        """Whether it shares scales, and its memory is a part of what was made."""
+        return self._factor is not None and not self._factor.is_of_all(self._held())
+
     def leave_gradient(self) -> None:
         """As what a gradient has read as: no longer share memory with it."""
         self._component0 = self._component0.clone()
@@ -331,6 +336,14 @@ class MCFTensor(torch.Tensor):
         flags = (self.requires_grad, self._is_param)
         counted = () if self._writes is None else (self._writes,)
         return _rebuild, (*whole, *flags, *counted), state or None
+
+    def __copy__(self) -> MCFTensor:
+        """Another tensor with the same memory."""
+        rebuild, arguments, state = self.__reduce_ex__(4)
+        made: MCFTensor = rebuild(*arguments)
+        made.__dict__.update(state or {})
+        made._factor = self._factor
+        return made
 
     # ----------------------------------------------------------------------- leaving the format
 
@@ -485,8 +498,7 @@ class MCFTensor(torch.Tensor):
         new: dict[str, Any] = dict(
             zip(COMPONENTS, [x.detach() for x in value.components], strict=False)
         )
-        if value._factor is not None:
-            new["_factor"] = value._factor
+        new |= {"_writes": value._writes, "_factor": value._factor}
         self.__dict__.update(new)  # all by one call
 
     def data_ptr(self) -> int:

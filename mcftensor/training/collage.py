@@ -41,6 +41,9 @@ _MODES: dict[str, dict[str, Any]] = {
     "compact": dict.fromkeys(FIRST_MOMENTS | SECOND_MOMENTS, _COMPACT),
 }
 
+# Second moments in some packages, and velocities in others, which are signed.
+_AMBIGUOUS = ("v",)
+
 # States that one byte does not do for, and why.
 _WIDE = {
     "sum": "it only grows, by ever smaller parts of itself",
@@ -116,7 +119,8 @@ def collage(optimizer: Opt, mode: str | Mapping[str, Format | None]) -> Opt:
             f"collage: got {type(optimizer).__name__}; give a torch.optim.Optimizer over "
             "parameters that mcf.as_expansion has converted"
         )
-    if "_optimizer_step_post_hooks" not in vars(optimizer):  # as that of Accelerate
+    has_own = "_optimizer_step_post_hooks" in vars(optimizer)  # unlike that of Accelerate
+    if not (has_own and hasattr(optimizer, "_optimizer_load_state_dict_post_hooks")):
         raise TypeError(
             f"collage: {type(optimizer).__name__} passes its steps on to another optimizer; "
             "give that one, as by mcf.collage(optimizer.optimizer, mode)"
@@ -260,7 +264,8 @@ class _Plan:
             return own
         if wanted is not _COMPACT:
             return wanted
-        if sum(length > 1 for length in p.shape) <= 1 or not _WIDE.keys().isdisjoint(names):
+        is_vector = sum(length > 1 for length in p.shape) <= 1
+        if is_vector or name in _AMBIGUOUS or not _WIDE.keys().isdisjoint(names):
             return bf16i16
         if name in FIRST_MOMENTS:
             return mxfp8
@@ -281,6 +286,8 @@ class _Plan:
                 is_settled = wanted is not None and (format is wanted or format == wanted)
             if not is_settled:  # after the first step all are
                 state[name] = _converted(x, p, own, wanted)
+            elif getattr(getattr(x, "_local_tensor", x), "is_part", False):  # a padded shard
+                state[name] = x.clone()
 
 
 def _in_format_of_parameter(p: Tensor, x: Tensor, name: Any) -> Tensor:

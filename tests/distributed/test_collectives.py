@@ -10,11 +10,13 @@ import mcftensor as mcf
 from support.helpers import STORED, assert_same_terms, exact, sample
 from support.ranks import on_ranks
 
+BLOCKS = [mcf.mxfp8, mcf.ue5m3, mcf.ue5m3.nearest]
 FORMATS = [
     *(mcf.bf16x2, mcf.bf16x3, mcf.fp32x2),
     mcf.Format(torch.bfloat16, 2, rounding="stochastic"),
     mcf.bf16x2.with_rounding("balanced"),
     *STORED,
+    *BLOCKS,
 ]
 
 
@@ -79,7 +81,7 @@ def test_reductions_have_the_precision_of_the_format_and_the_same_bits_on_all_ra
         parts = [exact(of_rank(rank, format)) for rank in range(2)]
         error = (exact(x) - formula(*parts)).abs()
         bound = 4 * mcf.finfo(format).eps / 2
-        if format not in STORED:
+        if format not in (*STORED, *BLOCKS):
             bound = 4 * format.u**format.terms
         assert (error <= bound * (parts[0].abs() + parts[1].abs())).all()
 
@@ -97,6 +99,26 @@ def test_sums_and_norms_of_distributed_tensors_have_the_precision_of_the_format(
         found, wanted = function(sharded).full_tensor(), function(exact(x))
         assert found.format == mcf.bf16x3
         torch.testing.assert_close(exact(found), wanted, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("format", BLOCKS, ids=lambda f: f.name)
+@on_ranks(2)
+def test_rows_are_distributed(format):
+    mesh = init_device_mesh("cpu", (2,))
+    x = sample(format, 5, 3, 14)
+    sharded = distribute_tensor(x, mesh, [Shard(0)])
+    local = sharded.to_local()
+    assert local.format is format
+    assert local.shape == ((3, 2)[dist.get_rank()], 3, 14)
+    assert_same_terms(sharded.full_tensor(), x)
+    assert_same_terms(distribute_tensor(x, mesh, [Replicate()]).to_local(), x)
+    torch.testing.assert_close(
+        exact(sharded.sum().full_tensor()), exact(x).sum(), rtol=1e-5, atol=0
+    )
+    sharded.mul_(0.5)
+    assert torch.equal(exact(sharded.full_tensor()), exact(x) / 2)
+    moved = sharded.redistribute(mesh, [Shard(1)])
+    assert torch.equal(exact(moved.full_tensor()), exact(x) / 2)
 
 
 @on_ranks(2)

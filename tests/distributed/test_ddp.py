@@ -168,11 +168,15 @@ def test_ranks_with_fewer_batches_join():
         assert_same_terms(*gathered(p))
 
 
+@pytest.mark.parametrize("mode", [None, "compact"])
 @on_ranks(2)
-def test_states_divided_by_the_zero_redundancy_optimizer():
+def test_states_divided_by_the_zero_redundancy_optimizer(mode):
     models = [expansions(), expansions()]
     sharded = ZeroRedundancyOptimizer(models[0].parameters(), torch.optim.AdamW, lr=1e-3)
     whole = torch.optim.AdamW(models[1].parameters(), lr=1e-3)
+    if mode is not None:
+        for optimizer in (sharded.optim, whole):
+            mcf.collage(optimizer, mode)
     wrapped = [DDP(model, broadcast_buffers=False) for model in models]
     for step in range(3):
         for model, optimizer in zip(wrapped, (sharded, whole), strict=True):

@@ -208,6 +208,39 @@ def test_steps_give_the_bits_of_unsharded_ones(name):
                     assert torch.equal(whole(state[key]), x)
 
 
+@pytest.mark.parametrize(
+    "options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str
+)
+@on_ranks(2)
+def test_states_in_blocks_have_the_bits_of_unsharded_ones(options):
+    """Blocks lie in rows, which are what is sharded; to nearest, since noise goes by places."""
+    mode = {"exp_avg": mcf.mxfp8.nearest, "exp_avg_sq": mcf.ue5m3.nearest}
+    torch.manual_seed(0)
+    model = mcf.as_expansion(
+        nn.Sequential(nn.Linear(40, 5, bias=False), nn.Linear(5, 33, bias=False)), mcf.bf16i16
+    )
+    unsharded = copy.deepcopy(model)
+    fully_shard(model)
+    optimizers = [
+        mcf.collage(torch.optim.AdamW(m.parameters(), lr=1e-2, **options), mode)
+        for m in (model, unsharded)
+    ]
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        optimizers[0].zero_grad()
+        model(torch.randn(4, 40, generator=generator).bfloat16()).square().mean().backward()
+        for p, q in zip(model.parameters(), unsharded.parameters(), strict=True):
+            q.grad = whole(p.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same_parameters(model, unsharded)
+    for p, q in zip(model.parameters(), unsharded.parameters(), strict=True):
+        for name, format in mode.items():
+            x = optimizers[0].state[p][name]
+            assert x.to_local().format is format
+            assert_same_terms(whole(x), optimizers[1].state[q][name])
+
+
 @on_ranks(2)
 def test_gradients_are_added_up_before_they_are_reduced():
     model = expansions()

@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import mcftensor as mcf
+from mcftensor.tensor.sharded import local
 from support.helpers import assert_same_terms, sample
 from support.ranks import on_ranks
 
@@ -141,7 +142,7 @@ def goes_on_to_the_bit(mode, folder):
     assert_same_state(whole(whole_run.state()), whole(resumed.state()))
 
 
-@pytest.mark.parametrize("mode", ["light", "plus", "full"])
+@pytest.mark.parametrize("mode", ["light", "plus", "full", "compact"])
 def test_a_resumed_run_has_the_bits_of_a_whole_one(ranks, mode, tmp_path):
     goes_on_to_the_bit(ranks, mode=mode, folder=str(tmp_path))
 
@@ -223,6 +224,53 @@ def check_on_ranks(folder):
     check(folder)
     with pytest.raises(mcf.CheckpointError, match="DTensor; load before"):
         mcf.load_file(folder, Run().model)
+
+
+def compact(seed=0):
+    return Run(mcf.bf16i8, seed=seed, mode="compact")
+
+
+@on_ranks(2)
+def save_compact(folder):
+    run = compact().train(2)
+    state = run.state()
+    dcp.save(state, checkpoint_id=f"{folder}/whole")
+    dcp.save(mcf.as_terms(state), checkpoint_id=f"{folder}/terms")
+    expected = whole(state)
+    formats = {getattr(x, "format", None) for x in tree_leaves(expected["optimizer"])}
+    assert {mcf.mxfp8, mcf.ue5m3, mcf.bf16i16} <= formats
+    if dist.get_rank() == 0:
+        torch.save(expected, f"{folder}/expected.pt")
+
+
+def check_compact(folder):
+    expected = torch.load(f"{folder}/expected.pt", weights_only=True)
+    for kind in ("whole", "terms"):
+        run = compact(seed=1)
+        state = run.state()
+        if kind == "terms":
+            terms = mcf.as_terms(state)
+            dcp.load(terms, checkpoint_id=f"{folder}/{kind}")
+            state = mcf.from_terms(terms)
+        else:
+            dcp.load(state, checkpoint_id=f"{folder}/{kind}")
+        run.set(state)
+        assert_same_state(expected, whole(run.state()))
+        for states in run.optimizer.state.values():
+            assert not any(getattr(local(x), "is_part", False) for x in states.values())
+        run.train(1)
+
+
+@on_ranks(3)
+def check_compact_on_ranks(folder):
+    check_compact(folder)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_rows_of_blocks_from_two_ranks_to_three_and_to_one(ranks, tmp_path):
+    save_compact(ranks, folder=str(tmp_path))
+    check_compact_on_ranks(ranks, folder=str(tmp_path))
+    check_compact(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

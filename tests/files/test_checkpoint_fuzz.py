@@ -22,7 +22,7 @@ SafetensorError = pytest.importorskip("safetensors").SafetensorError
 
 
 class Model(nn.Module):
-    """Expansions in three formats, a plain buffer, a tie."""
+    """Expansions in three formats, two tensors in blocks, plain buffers, a tie."""
 
     def __init__(self, seed):
         super().__init__()
@@ -32,16 +32,18 @@ class Model(nn.Module):
         self.c = nn.Parameter(sample(stochastic, 3, seed=seed))
         self.tied = self.a
         self.register_buffer("steps", torch.tensor(seed))
+        self.register_buffer("first", sample(mcf.mxfp8, 2, 40, seed=seed).mul_(0.9).add_(0))
+        self.register_buffer("second", sample(mcf.ue5m3, 3, 5, 2, seed=seed))
         self.register_buffer("mean", torch.full((3,), seed + 0.1))
 
 
 SAVED, OTHER = Model(1), Model(2)
-NAMES = {"a", "b", "c", "tied", "steps", "mean"}
+NAMES = {"a", "b", "c", "tied", "steps", "first", "second", "mean"}
 
 
 def same(x, y):
     if isinstance(x, mcf.MCFTensor):
-        return isinstance(y, mcf.MCFTensor) and same_terms(x, y)
+        return isinstance(y, mcf.MCFTensor) and same_terms(x, y) and x.writes == y.writes
     return type(x) is type(y) and x.dtype == y.dtype and torch.equal(x, y)
 
 
@@ -125,9 +127,18 @@ def rename(header, random_):
         "term2",
         "term0",
         "term9",
+        "mxfp8",
+        "ue5m3",
+        "ue5m3rn",
+        "codes",
+        "scales",
+        "writes",
     ]
     other = name
-    for old in ("bf16x2sr", "bf16x2", "bf16x3", "term1", "term2"):
+    for old in (
+        *("bf16x2sr", "bf16x2", "bf16x3", "term1", "term2"),
+        *("mxfp8", "ue5m3", "scales", "writes"),
+    ):
         if old in name:
             other = name.replace(old, random_.choice(changes))
             break
@@ -381,7 +392,8 @@ def fuzz_pickles(rounds, seed):
             continue
         for x in state.values() if isinstance(state, dict) else []:
             if isinstance(x, mcf.MCFTensor):
-                assert {(t.shape, t.dtype) for t in x.components} == {(x.shape, x.format.base)}
+                for t, component in zip(x.components, x.format.components, strict=True):
+                    assert (t.shape, t.dtype) == (component.shape(x.shape), component.dtype)
                 loaded += 1
     assert loaded
 

@@ -40,6 +40,9 @@ RUNS = [
     ("tail8", "light", "foreach"),
     ("round", None, "sgd"),
     ("balanced", None, "for-loop"),
+    *(("tail8", "compact", kind) for kind in ("fused", "for-loop", "sgd")),
+    ("exact", "compact", "foreach"),
+    ("default", "compact", "for-loop"),
 ]
 
 
