@@ -25,6 +25,7 @@ from mcftensor.dispatch.operands import (
     fill,
     leading,
     rounding_key,
+    selected,
     stored_in,
     uninterrupted,
 )
@@ -167,9 +168,7 @@ def join(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
     format = common_format(func.overloadpacket.__name__, tensors)
     columns = zip(*(stored_in(x, format, x.device) for x in tensors), strict=True)
     joined = [func(list(c), *args) for c in columns]
-    counted = next((x._writes for x in expansions(tensors) if x._writes is not None), None)
-    writes = None if counted is None or format.rounding != "balanced" else counted.clone()
-    return MCFTensor.of(joined, format, common_role(tensors), own=True, writes=writes)
+    return selected(joined, format, common_role(tensors), tensors)
 
 
 # ---------------------------------------------------------------------------------- factories
@@ -205,7 +204,7 @@ def like(func: Any, x: MCFTensor, **kwargs: Any) -> Any:
         return func(x._component0, **kwargs)
     holds = func is aten.empty_like.default and not x._is_param
     made = [func(t, **kwargs) for t in x._read()]
-    return MCFTensor.of(made, x.format, x.role if holds else "value", own=True)
+    return x._made_beside(made, x.role if holds else "value")
 
 
 @implements(
@@ -225,7 +224,7 @@ def _filled(
 ) -> MCFTensor:
     numbers = stored_in(value, x.format, x.device)
     made = [make(t).copy_(n) for t, n in zip(x._read(), numbers, strict=True)]
-    return MCFTensor.of(made, x.format, role, own=True)
+    return x._made_beside(made, role)
 
 
 @implements(aten.ones_like.default, aten.full_like.default)  # states of optimizers
@@ -412,7 +411,7 @@ def place(func: Any, *args: Any, **kwargs: Any) -> Any:
     results = uninterrupted(calls)
     if by_copy:
         fill(x, results)
-    return x if in_place else MCFTensor.of(results, format, common_role((x, source)), own=True)
+    return x if in_place else selected(results, format, common_role((x, source)), (x, source))
 
 
 @implements(aten.record_stream.default)  # FSDP, offloading

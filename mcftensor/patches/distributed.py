@@ -72,7 +72,7 @@ def _parts(x: Tensor) -> tuple[Tensor, ...]:
     if not isinstance(x, MCFTensor):
         return (x,)
     components = tuple(map(carried, x.components))
-    return components if x.writes is None else (*components, x.writes)
+    return components if x._writes is None else (*components, x._writes)
 
 
 @by_name

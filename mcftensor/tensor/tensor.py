@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
 
+from mcftensor.arithmetic.counting import count_beside, start, writes_of
 from mcftensor.formats import MAX_TERMS, Format, require_format
 from mcftensor.formats.format import named
 from mcftensor.passes.recoding import collapse, recode
@@ -84,7 +85,7 @@ class MCFTensor(torch.Tensor):
     _component1: Tensor
     _format: Format
     _role: Role
-    _writes: Tensor | None = None  # how often it was written to, where rounding is balanced
+    _writes: Tensor | None = None  # where rounding is balanced, the count of `counting.py`
     _is_own: bool = False  # nobody else has its memory
     _place: tuple[Strand, int] | None = None  # of a TapedTensor: where it is on the tape
     _accumulation: Callable[[Tensor], None] | None = None  # the hook of accumulate_gradients
@@ -192,6 +193,17 @@ class MCFTensor(torch.Tensor):
                 self.__dict__.update(zip(COMPONENTS, kept, strict=False))
         return self._is_own
 
+    def _made_beside(self, components: Sequence[Tensor], role: Role) -> MCFTensor:
+        """New components as a tensor of this format that has not been written to, such as a state
+        of an optimizer; of what one step makes like this one, each has sequences of its own."""
+        writes, device = self._writes, components[0].device
+        if writes is not None:
+            step = current_step()
+            number = 0 if step is None else step.number_beside(self)
+            known = writes.device == device or not writes.is_meta
+            writes = count_beside(writes, f"{number}").to(device) if known else None
+        return MCFTensor.of(components, self._format, role, own=True, writes=writes)
+
     @property
     def format(self) -> Format:
         """The format of the elements."""
@@ -200,8 +212,9 @@ class MCFTensor(torch.Tensor):
     @property
     def writes(self) -> Tensor | None:
         """How often something was rounded into it, where rounding is balanced: an int64 without
-        dimensions, on its device. Views share it, and copies go on from it. None otherwise."""
-        return self._writes
+        dimensions, on its device. Views count together, and copies go on from it. None otherwise.
+        """
+        return None if self._writes is None else writes_of(self._writes)
 
     @property
     def role(self) -> Role:
@@ -598,9 +611,7 @@ def _made(
     made._hold(components, format, role, own)
     if format.rounding == "balanced":
         device = components[0].device
-        made._writes = (
-            torch.zeros((), dtype=torch.int64, device=device) if writes is None else writes
-        )
+        made._writes = start(device) if writes is None else writes
     return made
 
 
