@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn.parameter import is_lazy
 
-from mcftensor.arithmetic.counting import count_beside, name_, start, unwritten
+from mcftensor.arithmetic.counting import count_beside, moved, name_, start, unwritten
 from mcftensor.dispatch.operands import rounded_by
 from mcftensor.dispatch.registry import implements
 from mcftensor.formats import Format, bf16x2, default_format, require_format
@@ -26,7 +26,7 @@ from mcftensor.patches.objects import (
     without_weight_references,
 )
 from mcftensor.tensor import MCFTensor
-from mcftensor.tensor.sharded import format_of, local, on_local, require_unsharded
+from mcftensor.tensor.sharded import format_of, local, on_local, place_of, require_unsharded
 from mcftensor.training.accumulation import Accumulation
 
 M = TypeVar("M", bound=nn.Module)
@@ -160,13 +160,20 @@ def as_state(x: Tensor, format: Format, p: Tensor, name: str) -> MCFTensor:
 
 def _count(x: Tensor) -> Tensor | None:
     x = local(x)
-    return x._writes if isinstance(x, MCFTensor) else None
+    return x._count if isinstance(x, MCFTensor) else None
+
+
+def _named(name: str, x: Tensor) -> Tensor:
+    """The count of a tensor of a module that has not been written to."""
+    return moved(start(local(x).device, name), place_of(x))
 
 
 def value_in(x: Tensor, format: Format, writes: Tensor | None = None) -> MCFTensor:
     """A value, or a DTensor of one; balanced rounding goes by a count, or by the salt of x."""
-    if writes is None and (own := _count(x)) is not None:
-        writes = unwritten(own)
+    if writes is None:
+        own = _count(x)
+        place = moved(start(local(x).device), place_of(x))
+        writes = place if own is None else unwritten(own)
 
     def convert(x: Tensor) -> MCFTensor:
         return rounded_by(x.detach(), format, key_for(format, x.device, writes))
@@ -251,7 +258,7 @@ def _keep_expansions(
     for name, x in _own_tensors(module).items():
         count = _count(x)
         if count is not None and not count.is_meta:
-            name_(count, prefix + name)
+            name_(count, prefix + name, place_of(x))
     if not local_metadata.get("assign_to_params_buffers", False):
         return
     for name, x in _own_tensors(module).items():
@@ -259,7 +266,7 @@ def _keep_expansions(
         format = format_of(x)
         if format and isinstance(new, Tensor) and new.shape == x.shape:
             if format_of(new) != format:
-                new = value_in(new, format)
+                new = value_in(new, format, _named(prefix + name, new))
             if isinstance(x, nn.Parameter):
                 new = _parameter(new, x.requires_grad)
             state_dict[prefix + name] = new
@@ -306,7 +313,7 @@ def _carry_out(where: str, module: nn.Module, plans: Plans, dtype: torch.dtype |
             if wanted is None:
                 _exchange(x, as_plain(x, dtype))
             else:
-                _exchange(x, value_in(x, wanted, start(x.device, name)))
+                _exchange(x, value_in(x, wanted, _named(name, x)))
 
 
 def _is_free(x: Tensor) -> bool:

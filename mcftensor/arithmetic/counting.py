@@ -23,9 +23,9 @@ def start(device: torch.device, name: str | None = None) -> Tensor:
     return torch.full((), salt, dtype=torch.int64, device=device)
 
 
-def name_(count: Tensor, name: str) -> None:
-    """Give a tensor that has neither salt nor writes the salt of a name."""
-    count += (count == 0) * _salted(name)
+def name_(count: Tensor, name: str, place: int) -> None:
+    """Give a tensor that has neither salt nor writes the salt of a name, from a place on."""
+    count += (count == 0) * (start(count.device, name) + (place << _SALT))
 
 
 def unwritten(count: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def count_beside(count: Tensor, name: str) -> Tensor:
 
 def moved(count: Tensor, places: int) -> Tensor:
     """The count of what begins some elements after the first."""
-    return count + (places << _SALT)
+    return count + (places << _SALT) if places else count
 
 
 def writes_of(count: Tensor) -> Tensor:

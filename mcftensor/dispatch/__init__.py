@@ -4,8 +4,8 @@ First of all `functions` takes a few functions whole, and `dtypes`, within a ste
 those that ask for a dtype. Any other operator is looked up in the table of `registry`; `operands`
 says what its tensors and numbers mean, and `stored` decodes those of formats that only store.
 
-1. Structure, on each term alike: `structure` moves, copies, makes and places elements, and
-   `collectives` moves them between processes.
+1. Structure, on each term alike: `structure` moves, copies, makes and places elements, `pieces`
+   knows where those begin that are cut off, and `collectives` moves them between processes.
 2. Arithmetic, by kernels of its own: `elementwise`, as `plans` works it out, or `alone` where one
    row of tensors lies alike; `foreach` for lists, and `fused` for steps of optimizers. Within a
    step `recording` puts them on its tape. What only compares elements is exact: `comparison`.

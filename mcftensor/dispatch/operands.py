@@ -35,6 +35,11 @@ def expansions(tree: Any) -> list[MCFTensor]:
     return found
 
 
+def named_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of an operator by their names."""
+    return {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
+
+
 def leading(tree: Any) -> Any:
     """The arguments with every expansion replaced by its leading component."""
     if isinstance(tree, MCFTensor):
@@ -229,8 +234,9 @@ def rounding_key(format: Format, operands: Iterable[Any]) -> Tensor | None:
 
 
 def _first_count(tensors: Iterable[Any]) -> Tensor | None:
-    counts = (x._writes for x in tensors if isinstance(x, MCFTensor) and x._writes is not None)
-    return next(counts, None)
+    counted = (x for x in tensors if isinstance(x, MCFTensor) and x._writes is not None)
+    first = next(counted, None)
+    return None if first is None else first._count
 
 
 def selected(

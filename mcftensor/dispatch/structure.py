@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from mcftensor.arithmetic.counting import moved
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.operands import (
     common_format,
@@ -24,11 +26,13 @@ from mcftensor.dispatch.operands import (
     expansions,
     fill,
     leading,
+    named_arguments,
     rounding_key,
     selected,
     stored_in,
     uninterrupted,
 )
+from mcftensor.dispatch.pieces import starts_of_pieces
 from mcftensor.dispatch.registry import SHORTCUTS, implements
 from mcftensor.dispatch.stored import plain_numbers
 from mcftensor.dispatch.writing import refusal
@@ -53,9 +57,11 @@ def _on_components(func: Any, x: MCFTensor, args: Any, kwargs: Any, *, own: bool
     if isinstance(x, LiftedTensor) and not own:
         return _lifted(func, x, args, kwargs)
     results = [func(t, *args, **kwargs) for t in (x._read() if own else x.components)]
-    if isinstance(results[0], Tensor):
-        return x._like(results, own=own)
-    return type(results[0])(x._like(pieces, own=own) for pieces in zip(*results, strict=True))
+    starts = repeat(0) if own or x._writes is None else starts_of_pieces(func, x, args, kwargs)
+    is_one = isinstance(results[0], Tensor)
+    pieces = [results] if is_one else zip(*results, strict=True)
+    made = (x._like(piece, own=own, start=i) for piece, i in zip(pieces, starts, strict=False))
+    return next(made) if is_one else type(results[0])(made)
 
 
 def _lifted(func: Any, x: LiftedTensor, args: Any, kwargs: Any) -> Any:
@@ -299,7 +305,7 @@ def copy_(func: Any, target: Tensor, source: Any, non_blocking: bool = False) ->
     if not is_alike:
         count_write([target])
     elif target._writes is not None:  # it goes on as the source does
-        target._writes.copy_(source._writes)
+        target._writes.copy_(moved(source._count, -target._first))
     return target
 
 
@@ -388,7 +394,7 @@ def _elements(source: Any, format: Format, device: torch.device) -> Sequence[Any
 )
 def place(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Elements put into places of a tensor."""
-    named = {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
+    named = named_arguments(func, args, kwargs)
     x = named.pop("self")
     name = next((name for name in _SOURCES if name in named), "value")
     source = named.pop(name, 0)

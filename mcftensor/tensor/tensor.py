@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
 
-from mcftensor.arithmetic.counting import count_beside, start, writes_of
+from mcftensor.arithmetic.counting import count_beside, moved, start, writes_of
 from mcftensor.formats import MAX_TERMS, Format, require_format
 from mcftensor.formats.format import named
 from mcftensor.passes.recoding import collapse, recode
@@ -86,6 +86,7 @@ class MCFTensor(torch.Tensor):
     _format: Format
     _role: Role
     _writes: Tensor | None = None  # where rounding is balanced, the count of `counting.py`
+    _first: int = 0  # of a view: the place of its first element in what that is the count of
     _is_own: bool = False  # nobody else has its memory
     _place: tuple[Strand, int] | None = None  # of a TapedTensor: where it is on the tape
     _accumulation: Callable[[Tensor], None] | None = None  # the hook of accumulate_gradients
@@ -106,6 +107,7 @@ class MCFTensor(torch.Tensor):
         *,
         _name: str | None = None,
         _writes: Tensor | None = None,
+        _first: int = 0,
     ) -> MCFTensor:
         """Make a tensor of components that are checked."""
         if _name is not None:
@@ -113,7 +115,7 @@ class MCFTensor(torch.Tensor):
         if format is None:
             format = Format(components[0].dtype, len(components))
         check_components(components, format)
-        return _made(components, format, role, _writes, own=False)
+        return _made(components, format, role, _writes, _first, own=False)
 
     def __init__(
         self,
@@ -123,6 +125,7 @@ class MCFTensor(torch.Tensor):
         *,
         _name: str | None = None,
         _writes: Tensor | None = None,
+        _first: int = 0,
     ) -> None:
         pass
 
@@ -134,15 +137,19 @@ class MCFTensor(torch.Tensor):
         *,
         own: bool = False,
         writes: Tensor | None = None,
+        first: int = 0,
     ) -> MCFTensor:
         """The one way to make such a tensor: of components of a format, which are not checked.
 
         `own` says that nobody else has, or will have, the memory of the components; `writes` is the
-        count of writes to go on with, by default none.
+        count of writes to go on with, by default none, and `first` where it begins among what that
+        is the count of.
         """
         if is_compiling():  # graphs hold calls of the class, of tensors and texts
-            return MCFTensor(list(components), role=role, _name=format.name, _writes=writes)
-        return _made(components, format, role, writes, own)
+            return MCFTensor(
+                list(components), role=role, _name=format.name, _writes=writes, _first=first
+            )
+        return _made(components, format, role, writes, first, own)
 
     def _hold(self, components: Sequence[Tensor], format: Format, role: Role, own: bool) -> None:
         for name, component in zip(COMPONENTS, components, strict=False):
@@ -152,13 +159,23 @@ class MCFTensor(torch.Tensor):
         if own:
             self._is_own = True
 
-    def _like(self, components: Sequence[Tensor], *, own: bool = False) -> MCFTensor:
+    def _like(
+        self, components: Sequence[Tensor], *, own: bool = False, start: int = 0
+    ) -> MCFTensor:
         """Components made by one operation on each component of this one: in memory of their own,
-        which is written to from now on without this one, or views, which count writes together."""
-        writes = self._writes
+        which is written to from now on without this one, or views, which count writes together.
+        They start some elements after the first one, and elements keep their sequences."""
+        writes, first = self._writes, self._first + start
         if writes is not None and own:
-            writes = writes.to(components[0].device, copy=True)
-        return MCFTensor.of(components, self._format, self._role, own=own, writes=writes)
+            writes, first = moved(writes.to(components[0].device, copy=True), first), 0
+        return MCFTensor.of(
+            components, self._format, self._role, own=own, writes=writes, first=first
+        )
+
+    @property
+    def _count(self) -> Tensor | None:
+        """What balanced rounding goes by: the count of writes from the first element on."""
+        return None if self._writes is None else moved(self._writes, self._first)
 
     # ------------------------------------------------------------------------------- what it is
 
@@ -196,7 +213,7 @@ class MCFTensor(torch.Tensor):
     def _made_beside(self, components: Sequence[Tensor], role: Role) -> MCFTensor:
         """New components as a tensor of this format that has not been written to, such as a state
         of an optimizer; of what one step makes like this one, each has sequences of its own."""
-        writes, device = self._writes, components[0].device
+        writes, device = self._count, components[0].device
         if writes is not None:
             step = current_step()
             number = 0 if step is None else step.number_beside(self)
@@ -247,27 +264,31 @@ class MCFTensor(torch.Tensor):
 
     # ------------------------------------------------------- traceable wrapper subclass protocol
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role, int]]:
         self._is_own = False  # compiled code may write to it
         names = list(COMPONENTS[: len(self._format.components)])
         if self._writes is not None:
             names.append("_writes")
-        return names, (self._format.name, self._role)
+        return names, (self._format.name, self._role, self._first)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: tuple[str, Role], outer_size: Any, outer_stride: Any
+        inner: dict[str, Tensor],
+        context: tuple[str, Role, int],
+        outer_size: Any,
+        outer_stride: Any,
     ) -> MCFTensor:
-        name, role = context
+        name, role, first = context
         format = Format.from_name(name)
         components = [inner[n] for n in COMPONENTS[: len(format.components)]]
-        return MCFTensor.of(components, format, role, writes=inner.get("_writes"))
+        return MCFTensor.of(components, format, role, writes=inner.get("_writes"), first=first)
 
     def _stable_hash_for_caching(self) -> str:
         # Compiled code holds what dispatch did, which another release may do differently.
         version = sys.modules["mcftensor"].__version__
         parts = [(t.dtype, tuple(t.shape), t.stride(), str(t.device)) for t in self._read()]
-        return f"{version} {self._format.name} {self._role} {self.requires_grad} {parts}"
+        kind = f"{self._format.name} {self._role} {self._first}"
+        return f"{version} {kind} {self.requires_grad} {parts}"
 
     @classmethod
     def __torch_function__(
@@ -324,7 +345,7 @@ class MCFTensor(torch.Tensor):
         components = self._read() if protocol == 2 else self.components
         whole = (components, self._format.name, self._role, tuple(self.shape))
         flags = (self.requires_grad, self._is_param)
-        counted = () if self._writes is None else (self._writes,)
+        counted = () if self._count is None else (self._count,)
         return _rebuild, (*whole, *flags, *counted), state or None
 
     # ----------------------------------------------------------------------- leaving the format
@@ -565,7 +586,7 @@ class LiftedTensor(MCFTensor):
         self.grow_tails()
         return getattr(self, name)
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role, int]]:
         self.grow_tails()
         return self.__tensor_flatten__()
 
@@ -605,13 +626,20 @@ def _is_sole_holder(x: Tensor) -> bool:
 
 
 def _made(
-    components: Sequence[Tensor], format: Format, role: Role, writes: Tensor | None, own: bool
+    components: Sequence[Tensor],
+    format: Format,
+    role: Role,
+    writes: Tensor | None,
+    first: int,
+    own: bool,
 ) -> MCFTensor:
     made = _wrapper(MCFTensor, components[0], format)
     made._hold(components, format, role, own)
     if format.rounding == "balanced":
         device = components[0].device
         made._writes = start(device) if writes is None else writes
+        if first:
+            made._first = first
     return made
 
 
@@ -634,7 +662,7 @@ def _wrapper(cls: type[T], like: Tensor, format: Format) -> T:
 
 # What a pickle has of its own, beside attributes that users gave a tensor.
 _OWN = (
-    *(*COMPONENTS, "_format", "_role", "_writes", "_is_own", "_place"),
+    *(*COMPONENTS, "_format", "_role", "_writes", "_first", "_is_own", "_place"),
     *("_accumulation", "_parameter"),
 )
 

@@ -281,7 +281,7 @@ class TestTheSalt:
             torch.clone,
             copy.deepcopy,
             saved_and_loaded,
-            lambda x: x[1:],
+            torch.t,
             nn.Parameter,
             lambda x: torch.cat([x, x]),
             lambda x: torch.empty_like(x).copy_(x),
@@ -336,6 +336,83 @@ class TestTheSalt:
         assert same(found, expected)
         assert found.writes == expected.writes == 1
         assert salt(found) == salt_of("weight")
+
+
+@by_format
+class TestPieces:
+    """What is cut off goes on as it would have done within the whole."""
+
+    @pytest.mark.parametrize(
+        "cut",
+        [
+            lambda x: x[2:],
+            lambda x: x[2:][1:],
+            lambda x: x.unbind()[3],
+            lambda x: x.chunk(2)[1],
+            lambda x: x.view(-1)[5:].detach(),
+            lambda x: x.split([1, 4, 1])[1].data,
+            lambda x: x.narrow(0, 2, 3).flatten(),
+        ],
+    )
+    @pytest.mark.parametrize(
+        "take",
+        [
+            lambda x: x,
+            torch.clone,
+            copy.deepcopy,
+            saved_and_loaded,
+            lambda x: torch.empty_like(x).copy_(x),
+            lambda x: x + 0 if x.format.result is x.format else x.clone(),
+            lambda x: mcf.from_terms(mcf.as_terms({"x": x}))["x"],
+        ],
+        ids=["itself", "clone", "deepcopy", "save", "copy_", "result", "terms"],
+    )
+    def test_rounds_as_the_whole_does(self, format, cut, take):
+        model = mcf.as_expansion(nn.Linear(4, 6), format)
+        x, whole = model.weight.detach().clone(), model.weight.detach().clone()
+        before = x.writes.item()
+        piece = take(cut(x))
+        others = int(piece.writes) - before  # a result is one write
+        for _ in range(2 + others):
+            whole.mul_(0.999)
+        for _ in range(2):
+            piece.mul_(0.999)
+        expected = cut(whole)
+        if not others:
+            assert same(piece, expected)
+        assert salt(piece) == salt(expected)
+
+    def test_into_a_piece_of_something_longer(self, format):
+        """As shards are stored, beside which there is room."""
+        x = mcf.as_expansion(nn.Linear(4, 6), format).weight.detach()
+        room = x.new_zeros(20)
+        room[:12].copy_(x.flatten()[12:])
+        piece = room.view(5, 4)[:3]
+        for y in (x, piece):
+            y.mul_(0.999)
+        assert same(piece, x[3:])
+        room[4:].copy_(x[4:].flatten().repeat(2))
+        assert salt(room[4:]) == salt(x[4:])
+
+    @pytest.mark.parametrize("backend", ["aot_eager"])
+    def test_compiled(self, format, backend):
+        if format.dtype == torch.float32:
+            pytest.skip("as bf16x2")
+
+        def write(x):
+            x[2:].mul_(0.999)
+            x.mul_(0.999)
+            return x[4:].clone().mul_(0.999)
+
+        x = mcf.as_expansion(nn.Linear(4, 6), format).weight.detach()
+        y = x.clone()
+        pairs = [(x, y), (x[1:], y[1:])]
+        for a, b in pairs:
+            result, expected = torch.compile(write, backend=backend)(a), write(b)
+            assert same(result, expected)
+            assert salt(result) == salt(expected)
+            assert same(x, y)
+            assert x.writes == y.writes
 
 
 def test_errors_of_two_tensors_have_nothing_to_do_with_each_other():
