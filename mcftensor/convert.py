@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn.parameter import is_lazy
 
-from mcftensor.dispatch.operands import after, value_of
+from mcftensor.arithmetic.counting import count_beside, moved, name_, start, unwritten
+from mcftensor.dispatch.operands import rounded_by
 from mcftensor.dispatch.registry import implements
 from mcftensor.formats import Format, bf16x2, default_format, require_format
 from mcftensor.kernels.opaque import opaque
-from mcftensor.passes import recoding
+from mcftensor.passes.recoding import key_for
 from mcftensor.patches.objects import (
     exchange,
     register_load_hook,
@@ -25,7 +26,7 @@ from mcftensor.patches.objects import (
     without_weight_references,
 )
 from mcftensor.tensor import MCFTensor
-from mcftensor.tensor.sharded import format_of, local, on_local, require_unsharded
+from mcftensor.tensor.sharded import format_of, local, on_local, place_of, require_unsharded
 from mcftensor.training.gradient_hooks import GradientHook
 
 M = TypeVar("M", bound=nn.Module)
@@ -96,7 +97,7 @@ def as_expansion(
             f"as_expansion: the tensor of shape {tuple(obj.shape)} is part of an autograd graph, "
             "which ends here; call .detach() on it first"
         )
-    return _value(obj, format or format_of(obj) or default_format(obj.shape))
+    return value_in(obj, format or format_of(obj) or default_format(obj.shape))
 
 
 @overload
@@ -149,16 +150,34 @@ def _collapse(func: object, x: MCFTensor, dtype: torch.dtype) -> Tensor:
     return x._collapsed(dtype)
 
 
-def _value(x: Tensor, format: Format) -> MCFTensor:
-    """A value, or a DTensor of one."""
+def as_state(x: Tensor, format: Format, p: Tensor, name: str) -> MCFTensor:
+    """A state of a parameter as a value, whose balanced rounding goes by sequences of its own."""
+    count = _count(p)
+    if count is None or _count(x) is not None:
+        return value_in(x, format)
+    return value_in(x, format, count_beside(count, name).to(x.device))
+
+
+def _count(x: Tensor) -> Tensor | None:
+    x = local(x)
+    return x._count if isinstance(x, MCFTensor) else None
+
+
+def _named(name: str, x: Tensor) -> Tensor:
+    """The count of a tensor of a module that has not been written to."""
+    return moved(start(local(x).device, name), place_of(x))
+
+
+def value_in(x: Tensor, format: Format, writes: Tensor | None = None) -> MCFTensor:
+    """A value, or a DTensor of one; balanced rounding goes by a count, or by the salt of x."""
+    if writes is None:
+        own = _count(x)
+        place = moved(start(local(x).device), place_of(x))
+        writes = place if own is None else unwritten(own)
 
     def convert(x: Tensor) -> MCFTensor:
         format.require(x)
-        if isinstance(x, MCFTensor):
-            key = recoding.key_for(format, x.device)
-            made = recoding.recode(list(x._read()), x.format.name, format.name, key)
-            return MCFTensor.of(made, format, own=True, writes=after(format, key))
-        return value_of(x.detach(), format)
+        return rounded_by(x.detach(), format, key_for(format, x.device, writes))
 
     return on_local(convert, x)  # type: ignore[return-value]
 
@@ -235,7 +254,12 @@ def _keep_expansions(
     local_metadata: Mapping[str, Any],
     *unused: Any,
 ) -> None:
-    """With `assign=True`, torch puts the tensors of a checkpoint in place of the parameters."""
+    """With `assign=True`, torch puts the tensors of a checkpoint in place of the parameters; and
+    what was on the meta device has no salt yet."""
+    for name, x in _own_tensors(module).items():
+        count = _count(x)
+        if count is not None and not count.is_meta:
+            name_(count, prefix + name, place_of(x))
     if not local_metadata.get("assign_to_params_buffers", False):
         return
     for name, x in _own_tensors(module).items():
@@ -243,7 +267,7 @@ def _keep_expansions(
         format = format_of(x)
         if format and isinstance(new, Tensor) and new.shape == x.shape:
             if format_of(new) != format:
-                new = _value(new, format)
+                new = value_in(new, format, _named(prefix + name, new))
             if isinstance(x, nn.Parameter):
                 new = _parameter(new, x.requires_grad)
             state_dict[prefix + name] = new
@@ -286,8 +310,11 @@ def _carry_out(where: str, module: nn.Module, plans: Plans, dtype: torch.dtype |
                     f"{where}: {name} of shape {tuple(x.shape)} is in use by an autograd graph or "
                     "a view; run backward, or delete the outputs and losses that hold it, first"
                 )
-        for x, wanted in plans.values():
-            _exchange(x, as_plain(x, dtype) if wanted is None else _value(x, wanted))
+        for name, (x, wanted) in plans.items():
+            if wanted is None:
+                _exchange(x, as_plain(x, dtype))
+            else:
+                _exchange(x, value_in(x, wanted, _named(name, x)))
 
 
 def _is_free(x: Tensor) -> bool:

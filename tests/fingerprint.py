@@ -1,8 +1,9 @@
 """A fingerprint of the library: digests of the bits that every operation gives.
 
 `python tests/fingerprint.py` compares this tree with `fingerprint.json` and lists the results that
-differ; `--write` writes the file anew. Only what has the same bits everywhere is in it: no sums of
-many elements, and no functions of a maths library. One NaN is as good as another.
+differ; `--write` writes the file anew, or the groups that are named. Only what has the same bits
+everywhere is in it: no sums of many elements, and no functions of a maths library. One NaN is as
+good as another.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ STOCHASTIC = tuple(
     for f in (mcf.bf16x2, mcf.bf16x3, mcf.fp16x2, mcf.fp32x2)
 )
 FORMATS = (*mcf.FORMATS, *LONGER, *STOCHASTIC)
+STORED = (
+    *(mcf.bf16i16, mcf.bf16i8, mcf.bf16i8.nearest, mcf.bf16i8.with_rounding("stochastic")),
+    mcf.Format(torch.bfloat16, 1, rounding="balanced"),
+)
+BALANCED = tuple(f.with_rounding("balanced") for f in (mcf.bf16x2, mcf.fp32x2))
 
 Results = Iterator[tuple[str, Any]]
 
@@ -56,6 +62,8 @@ def digest(result: Any) -> str:
             continue
         is_expansion = isinstance(leaf, mcf.MCFTensor)
         state.update(leaf.format.name.encode() if is_expansion else b"plain")
+        if is_expansion and leaf.writes is not None:
+            state.update(repr(leaf._writes.item()).encode())  # and the salt
         for term in leaf.components if is_expansion else [leaf]:
             state.update(f"{term.dtype} {tuple(term.shape)}".encode())
             state.update(_bits(term.detach()))
@@ -222,12 +230,12 @@ def operands(format: mcf.Format) -> dict[str, Any]:
         "z": z,
         "p": nn.Parameter(number(format, *SHAPE, seed="p")),
         "finite": number(format, *SHAPE, wide=False),
-        "plain": plain(format.base, *SHAPE),
-        "mask": plain(format.base, *SHAPE, seed="mask") > 0,
+        "plain": plain(format.dtype, *SHAPE),
+        "mask": plain(format.dtype, *SHAPE, seed="mask") > 0,
         "indices": torch.arange(0, SHAPE[0], 3),
         "xs": [number(format, *shape, seed=f"x{shape}") for shape in SHAPES],
         "ys": [number(format, *shape, seed=f"y{shape}") for shape in SHAPES],
-        "gs": [plain(format.base, *shape, seed=f"g{shape}") for shape in SHAPES],
+        "gs": [plain(format.dtype, *shape, seed=f"g{shape}") for shape in SHAPES],
     }
 
 
@@ -239,7 +247,7 @@ def partners(format: mcf.Format) -> dict[str, Any]:
         "row": number(format, SHAPE[1], seed="row"),
         "0-d expansion": number(format, seed="0-d", wide=False),
         "other": number(mcf.Format(format.base, 5 - min(format.terms, 3)), *SHAPE, seed="other"),
-        "base": plain(format.base, *SHAPE),
+        "base": plain(format.dtype, *SHAPE),
         "float32": plain(torch.float32, *SHAPE),
         "float64": plain(torch.float64, *SHAPE),
         "0-d": plain(torch.float64, seed="0-d", wide=False),
@@ -308,7 +316,7 @@ class Model(nn.Module):
     def __init__(self, format: mcf.Format, seed: str) -> None:
         super().__init__()
         self.weight = nn.Parameter(number(format, 5, 3, seed=seed, wide=False))
-        self.plain = nn.Parameter(plain(format.base, 5, 3, seed=seed, wide=False))
+        self.plain = nn.Parameter(plain(format.dtype, 5, 3, seed=seed, wide=False))
         self.register_buffer("mean", number(format, 3, seed=seed))
 
 
@@ -332,7 +340,7 @@ def accumulation(format: mcf.Format) -> Results:
     model = Model(format, "x")
     mcf.accumulate_gradients(model, format)
     for k in range(5):
-        x = plain(format.base, 5, 3, seed=f"{k}", wide=False)
+        x = plain(format.dtype, 5, 3, seed=f"{k}", wide=False)
         (model.weight * x + model.plain * x).sum().backward()
     yield "gradients", (model.weight.grad, model.plain.grad)
 
@@ -345,6 +353,53 @@ def modules(format: mcf.Format | None) -> Results:
         mcf.as_expansion(model, format, overrides=overrides)
         yield f"{len(overrides)} overrides", model.state_dict()
         yield f"{len(overrides)} overrides, back", mcf.as_plain(model, torch.float32).state_dict()
+
+
+# -------------------------------------------------------------------------------------- storage
+
+# Of x, which is stored, and of others in the same format, or plain. Where torch computes with
+# float32, each is one rounding: of what is more, it makes what suits a processor.
+IN_PLACE = """\
+x.add_(y)
+x.mul_(0.1)
+x.div_(y)
+x.sub_(plain)
+x.clamp_(-0.3, 0.3)
+x.copy_(wide)
+x.fill_(0.1)
+x.zero_().add_(0.1)
+x[1:].mul_(0.3)
+x.t().mul_(0.3)
+x.__setitem__(2, 0.7)
+torch._foreach_add_(xs, ys)
+torch._foreach_mul_(xs, 0.1)
+x + y, x * 0.1, y - plain
+x.clone(), x[::2], x.t(), torch.cat([x, y]), torch.zeros_like(x).add_(0.1)
+torch.maximum(x, y), x.abs(), -x""".splitlines()
+
+
+def storage(format: mcf.Format) -> Results:
+    """Writes in place, twice each, with what they leave of all operands."""
+    for expression in IN_PLACE:
+        names: dict[str, Any] = {s: number(format, *SHAPE, seed=s) for s in "xy"}
+        for s in "xy":
+            names[f"{s}s"] = [number(format, *shape, seed=f"{s}{shape}") for shape in SHAPES]
+        names["plain"] = plain(format.dtype, *SHAPE)
+        names["wide"] = plain(torch.float64, *SHAPE)
+        yield evaluated(expression, names)
+        name, again = evaluated(expression, names)
+        yield f"{name}, again", (again, names["x"], names["xs"])
+
+
+def codec(format: mcf.Format) -> Results:
+    """Conversions from any bits, and back."""
+    for dtype in BASES:
+        given = plain(dtype, 3001)
+        yield attempt(f"from {dtype}", mcf.as_expansion, given, format)
+        yield attempt(f"copy of {dtype}", number(format, 3001).copy_, given)
+        yield attempt(f"to {dtype}", mcf.as_plain, number(format, 3001), dtype)
+    for other in (*STORED, *BALANCED, mcf.bf16x3):
+        yield attempt(f"to {other.name}", mcf.as_expansion, number(format, *SHAPE), other)
 
 
 # ---------------------------------------------------------------------------------- collectives
@@ -402,6 +457,7 @@ MIXES = {
     "full/bf16x3/bf16x2 gradients": Mix(mcf.bf16x3, "full", mcf.bf16x2),
     "full/bf16x2/float32 gradients": Mix(mcf.bf16x2, "full", torch.float32),
     "none/fp32x2/bfloat16 gradients": Mix(mcf.fp32x2, None, torch.bfloat16),
+    **{f"none/{f.name}": Mix(f) for f in (*STORED, *BALANCED)},
 }
 
 MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
@@ -463,7 +519,7 @@ def stepped(
         mcf.collage(optimizer, mix.mode)
     elif mix.mode is not None:
         mcf.collage(optimizer, {states[k]: f for k, f in mix.mode.items() if k in states})
-    gradient = mix.gradient or mix.format.base
+    gradient = mix.gradient or mix.format.dtype
     for k in (1, 2, 3):
         for p in params:
             if isinstance(gradient, torch.dtype):
@@ -527,7 +583,13 @@ OF_FORMAT: dict[str, Callable[[mcf.Format], Results]] = {
     "accumulation": accumulation,
     "modules": modules,
 }
-LONG = {*LONGER, *STOCHASTIC[1:], mcf.fp32x3, mcf.fp64x2}
+OF_STORED: dict[str, Callable[[mcf.Format], Results]] = {
+    "storage": storage,
+    "codec": codec,
+    "checkpoints": checkpoints,
+    "modules": modules,
+}
+LONG = {*LONGER, *STOCHASTIC[1:], mcf.fp32x3, mcf.fp64x2, *STORED[2:], BALANCED[1]}
 """Formats whose steps are slow."""
 
 
@@ -536,6 +598,10 @@ def groups() -> dict[str, Group]:
     every = {
         f"{name}/{f.name}": Group(partial(results, f))
         for (name, results), f in product(OF_FORMAT.items(), FORMATS)
+    }
+    every |= {
+        f"{name}/{f.name}": Group(partial(results, f))
+        for (name, results), f in product(OF_STORED.items(), (*STORED, *BALANCED))
     }
     every |= {f"eft/{dtype}": Group(partial(transformations, dtype)) for dtype in BASES}
     every |= {"modules/default": Group(partial(modules, None)), "collectives": Group(collectives)}
@@ -548,6 +614,8 @@ def groups() -> dict[str, Group]:
     for name, path, (how, mix) in product(OPTIMIZERS, PATHS, MIXES.items()):
         if how == "light/fp32x2" and path != "fused" and name != "sgd":
             continue  # torch takes the root of a plain float32, which processors round unlike
+        if mix.format in STORED and path != "fused":
+            continue  # torch computes with float32
         results = partial(steps, name, path, mix)
         every[f"{name}/{path}/{how}"] = Group(results, mix.format in LONG)
     return every
@@ -571,7 +639,9 @@ def main() -> int:
     parser.add_argument("groups", nargs="*", default=[""], help="beginnings of names of groups")
     args = parser.parse_args()
     if args.write:
-        found = {name: group.digests() for name, group in groups().items()}
+        named = {n: group for n, group in groups().items() if n.startswith(tuple(args.groups))}
+        kept = {name: x for name, x in recorded().items() if name in groups().keys() - named.keys()}
+        found = kept | {name: group.digests() for name, group in named.items()}
         FILE.write_text(json.dumps(found, indent=0, sort_keys=True) + "\n")
         return 0
     expected, differing = recorded(), 0

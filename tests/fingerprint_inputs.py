@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import mcftensor as mcf
+from mcftensor.formats import ExpansionFormat
 
 DISTINCT = 3001
 """Numbers after which they repeat: a prime, and so at other places of a processor's vectors."""
@@ -31,8 +32,29 @@ def terms(format: mcf.Format, *shape: int, seed: str, wide: bool = True) -> tupl
 
 
 def number(format: mcf.Format, *shape: int, seed: str = "x", wide: bool = True) -> mcf.MCFTensor:
-    """An expansion."""
-    return mcf.MCFTensor(terms(format, *shape, seed=seed, wide=wide), format)
+    """An expansion, or what is stored; where rounding is balanced, written to and with a salt."""
+    if isinstance(format, ExpansionFormat):
+        components = terms(format, *shape, seed=seed, wide=wide)
+    else:
+        components = _leading_and_tails(format, *shape, seed=seed, wide=wide)
+    salt = zlib.crc32(seed.encode()) - 2**31
+    count = torch.tensor((salt << 32) + 1000) if format.rounding == "balanced" else None
+    return mcf.MCFTensor.of(components, format, writes=count)
+
+
+def _leading_and_tails(
+    format: mcf.Format, *shape: int, seed: str, wide: bool
+) -> tuple[Tensor, ...]:
+    """A float, and integers of any bits beside those that are a number but not zero."""
+    leading = plain(format.dtype, *shape, seed=seed, wide=wide)
+    random = _Random(f"{seed} tail", DISTINCT)
+    tails = []
+    for component in format.components[1:]:
+        ends = torch.iinfo(component.dtype)
+        tail = torch.from_numpy(random.integers(ends.min, ends.max + 1)).to(component.dtype)
+        has_tail = leading.isfinite() & (leading != 0)
+        tails.append(_shaped(tail, shape).masked_fill(~has_tail, 0))
+    return leading, *tails
 
 
 def _shaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:

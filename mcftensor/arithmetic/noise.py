@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from mcftensor.arithmetic.counting import salt_of
 from mcftensor.kernels.opaque import opaque
 
 Rounding = Literal["nearest", "stochastic", "balanced"]
@@ -72,15 +73,16 @@ class Balanced(Noise):
     rounded up as often as it should be, but for O(log T) times.
 
     Source: H. Niederreiter, "Random number generation and quasi-Monte Carlo methods", SIAM 1992,
-    theorem 3.3. The places are a hash of the index, with the constants of C. Wellons' lowbias32.
+    theorem 3.3. The places are a hash of the index and the salt of the tensor (`counting.py`), with
+    the constants of C. Wellons' lowbias32.
     """
 
-    def __init__(self, count: Tensor, index: Tensor, stream: int = 0) -> None:
-        z = index.to(torch.int32)
+    def __init__(self, key: Tensor, index: Tensor, stream: int = 0) -> None:
+        z = index.to(torch.int32) + salt_of(key).to(torch.int32)
         z = (z ^ _shifted(z, 16)) * 0x7FEB352D
         z = (z ^ _shifted(z, 15)) * _signed(0x846CA68B, 32)
         z = z ^ _shifted(z, 16)
-        self.pattern = z + (count * _STEPS[stream]).to(torch.int32)
+        self.pattern = z + (key * _STEPS[stream]).to(torch.int32)
 
     def uniform(self) -> Tensor:
         """Of 32 bits."""
@@ -102,8 +104,8 @@ def noise_of(
 ) -> Noise | None:
     """What a rounding takes for the elements of these indices; nothing to the nearest.
 
-    The key is one that was drawn, or how often the tensor has been written to. Streams are for
-    results that are written together.
+    The key is one that was drawn, or says how often the tensor has been written to, and which it
+    is. Streams are for results that are written together.
     """
     if key is None or rounding == "nearest":
         return None

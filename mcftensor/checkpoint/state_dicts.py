@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
+from mcftensor.arithmetic.counting import moved
 from mcftensor.checkpoint.errors import CheckpointError, some
+from mcftensor.dispatch.collectives import carried
 from mcftensor.formats import Format
 from mcftensor.kernels.program import PATTERNS
 from mcftensor.patches.distributed import after_loads, around_broadcasts
-from mcftensor.tensor.sharded import format_of, local, on_local
+from mcftensor.tensor.sharded import format_of, local, on_local, place_of
 from mcftensor.tensor.tensor import MCFTensor, check_components, check_writes, normalized
 
 
@@ -148,10 +151,7 @@ def as_terms(state_dict: Mapping[Any, Any], *, sums: bool = False) -> dict[Any, 
         if sums and tails and not is_sharded(x) and not x.is_meta:
             beside_it[f"{name}.{format.name}.{_SUM}"] = _sum_of(terms[name], format)
         if format.rounding == "balanced" or not tails:
-            writes = local(x)._writes  # type: ignore[attr-defined]
-            beside_it[f"{name}.{format.name}.{_WRITES}"] = (
-                torch.zeros((), dtype=torch.int64) if writes is None else writes
-            )
+            beside_it[f"{name}.{format.name}.{_WRITES}"] = _count_of(x)
         for beside, tail in beside_it.items():
             if not isinstance(name, str):
                 raise CheckpointError(f"as_terms: an expansion is under {name!r}, which is no name")
@@ -211,6 +211,8 @@ def joined(
             _require_count(name, format, writes)
             if verify and tails and not known:
                 _require_unchanged(name, format, parts, misfits, told)
+            if writes is not None:
+                writes = moved(writes.to(parts[0].device), place_of(x))
             x = on_local(
                 lambda leading, p=parts, f=format, w=writes: MCFTensor.of(p, f, writes=w), x
             )
@@ -218,6 +220,21 @@ def joined(
             x = joined(x, tails, verify, known)
         state_dict[name] = x
     return state_dict
+
+
+def _count_of(x: Tensor) -> Tensor:
+    """The count of the whole, of which a sharded tensor is a part."""
+    own: Any = local(x)
+    if own._writes is None:
+        return torch.zeros((), dtype=torch.int64)
+    count: Tensor = moved(own._count, -place_of(x))
+    if count is not own._writes:
+        _parts[count] = own
+    return count
+
+
+# Of counts that are not those of tensors themselves, whose they are.
+_parts: MutableMapping[Tensor, Any] = WeakIdKeyDictionary()
 
 
 def _components(
@@ -312,11 +329,23 @@ def _broadcast_as_terms(
     """
     if dist.get_rank() == 0:
         given = {name: _in_format_of(own.get(name), x) for name, x in given.items()}
-        given = as_terms(given)
+        given = _carried(as_terms(given))
     terms = as_terms(own)
-    yield given, terms
+    travelling = _carried(terms)
+    yield given, travelling
+    arrived = {
+        name: on_local(lambda part, dtype: part.view(dtype), x, terms[name].dtype)
+        if isinstance(x, Tensor) and _tail(name)
+        else x
+        for name, x in travelling.items()
+    }
     own.clear()
-    own.update(from_terms(terms))
+    own.update(from_terms(arrived))
+
+
+def _carried(terms: dict[str, Any]) -> dict[str, Any]:
+    """Terms in types that backends know."""
+    return {n: on_local(carried, x) if _tail(n) else x for n, x in terms.items()}
 
 
 @torch.no_grad()
@@ -364,6 +393,10 @@ def _refusals(terms: Mapping[Any, Any]) -> Iterator[CheckpointError]:
             yield error
             found, _ = format.normalized(parts)
         torch._foreach_copy_(parts, list(found))
+        count = terms.get(f"{name}.{format.name}.{_WRITES}")
+        if count is not None and count in _parts:
+            part = _parts[count]
+            part._writes.copy_(moved(count, place_of(terms[name]) - part._first))
 
 
 after_loads.append(_settling)

@@ -5,7 +5,8 @@ those that ask for a dtype. Any other operator is looked up in the table of `reg
 says what its tensors and numbers mean, and `stored` decodes those of formats that only store.
 
 1. Structure, on each term alike: `structure` moves, copies, makes and places elements, by `rows`
-   where these share scales, and `collectives` moves them between processes.
+   where these share scales; `pieces` knows where those begin that are cut off, and `collectives`
+   moves them between processes.
 2. Arithmetic, by kernels of its own: `elementwise`, as `plans` works it out, or `alone` where one
    row of tensors lies alike; `foreach` for lists, and `fused` for steps of optimizers. Within a
    step `recording` puts them on its tape. What only compares elements is exact: `comparison`.

@@ -84,12 +84,16 @@ if dist.is_available():
             raise refusal(
                 func, [x], "32 elements of a row share a scale; shard the first dimension"
             )
-        moved = []
-        for term in x.components:
+
+        def move_one(term: Tensor) -> Tensor:
             result = func(carried(term), *args, **kwargs)
             result = _functional.wait_tensor(result) if x.device.type == "cpu" else result
-            moved.append(result.view(term.dtype))
-        return _moved(x, moved)
+            return result.view(term.dtype)
+
+        components, count = list(map(move_one, x.components)), x._count
+        if count is not None and func is _functional.all_gather_into_tensor.default:
+            count = _functional.wait_tensor(move_one(count.view(1)))[0]  # that of the first rank
+        return _moved(x, components, count)
 
     @implements(
         _functional.wait_tensor,  # DTensor.full_tensor, DTensor.redistribute
@@ -97,7 +101,7 @@ if dist.is_available():
     )
     def wait(func: Any, x: MCFTensor) -> MCFTensor:
         """Waits at once, where torch does so when the result is used."""
-        return _moved(x, [_functional.wait_tensor(term) for term in x.components])
+        return _moved(x, [_functional.wait_tensor(term) for term in x.components], x._count)
 
     @implements(_c10d.allreduce_)  # dist.all_reduce
     def all_reduce_(
@@ -135,9 +139,9 @@ def carried(term: Tensor) -> Tensor:
     return term.view(torch.bfloat16) if term.dtype == torch.int16 else term
 
 
-def _moved(x: MCFTensor, components: Sequence[Tensor]) -> MCFTensor:
-    """A tensor of what has come from other ranks, which goes on counting as x does."""
-    writes = None if x._writes is None else x._writes.clone()
+def _moved(x: MCFTensor, components: Sequence[Tensor], count: Tensor | None) -> MCFTensor:
+    """A tensor of what has come from other ranks, which goes on with a count."""
+    writes = None if count is None else count.clone()
     return MCFTensor.of(components, x._format, x._role, writes=writes)
 
 

@@ -22,6 +22,7 @@ from mcftensor.dispatch.operands import (
     computes_plainly,
     expansions,
     leading,
+    selected,
     store,
     stored_in,
 )
@@ -96,7 +97,7 @@ def _chosen(name: str, operands: Sequence[Any], select: Callable[..., list[Tenso
         (found,) = select([operands[0]._component0])
         return LiftedTensor.over(found, operands[0]._format)
     format, terms = _enter(name, operands)
-    return MCFTensor.of(select(*terms), format, common_role(operands), own=True)
+    return selected(select(*terms), format, common_role(operands), operands)
 
 
 def _register_choice(name: str, select: Callable[..., list[Tensor]]) -> None:

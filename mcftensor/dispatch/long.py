@@ -251,7 +251,7 @@ def by_algorithm(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
     def enter(x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        writes = x._writes if isinstance(x, MCFTensor) else None
+        writes = x._count if isinstance(x, MCFTensor) else None
         return MCFTensor.of(stored_in(x, format, device), format, writes=writes)
 
     result = found_for(*tree_map(enter, args), **tree_map(enter, kwargs))

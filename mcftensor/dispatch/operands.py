@@ -35,6 +35,11 @@ def expansions(tree: Any) -> list[MCFTensor]:
     return found
 
 
+def named_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of an operator by their names."""
+    return {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
+
+
 def leading(tree: Any) -> Any:
     """The arguments with every expansion replaced by its leading component."""
     if isinstance(tree, MCFTensor):
@@ -213,8 +218,13 @@ def plainly(x: Tensor, dtype: torch.dtype) -> Tensor:
 def value_of(x: Tensor, format: Format, operands: Sequence[MCFTensor] = ()) -> MCFTensor:
     """A plain tensor as a value of a format, rounded as the format does; where it is a result, it
     goes on from its operands."""
-    key = rounding_key(format, [*operands, x])
-    made = recode([x], PLAIN[x.dtype].name, format.name, key)
+    return rounded_by(x, format, rounding_key(format, [*operands, x]))
+
+
+def rounded_by(x: Tensor, format: Format, key: Tensor | None) -> MCFTensor:
+    """A plain tensor, or one in any format, as a value of a format."""
+    source, stored = (x._format, x._read()) if isinstance(x, MCFTensor) else (PLAIN[x.dtype], [x])
+    made = recode(list(stored), source.name, format.name, key)
     return MCFTensor.of(made, format, own=True, writes=after(format, key))
 
 
@@ -222,8 +232,23 @@ def rounding_key(format: Format, operands: Iterable[Any]) -> Tensor | None:
     """What rounding into a format takes, where the first operand that counts its writes is written
     to, or the result goes on from it."""
     tensors = [x for x in operands if isinstance(x, Tensor)]
-    counts = (x._writes for x in tensors if isinstance(x, MCFTensor) and x._writes is not None)
-    return key_for(format, tensors[0].device, next(counts, None))
+    return key_for(format, tensors[0].device, _first_count(tensors))
+
+
+def _first_count(tensors: Iterable[Any]) -> Tensor | None:
+    counted = (x for x in tensors if isinstance(x, MCFTensor) and x._writes is not None)
+    first = next(counted, None)
+    return None if first is None else first._count
+
+
+def selected(
+    components: Sequence[Tensor], format: Format, role: Role, operands: Sequence[Any]
+) -> MCFTensor:
+    """A new tensor of elements of others, or of numbers without rounding: it goes on counting as
+    the first of them does."""
+    count = _first_count(operands)
+    writes = None if count is None or format.rounding != "balanced" else count.clone()
+    return MCFTensor.of(components, format, role, own=True, writes=writes)
 
 
 def after(format: Format, key: Tensor | None) -> Tensor | None:

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from mcftensor.arithmetic.counting import moved
 from mcftensor.dispatch.operands import overwrite, plain, plainly
-from mcftensor.dispatch.stored import on_numbers, plain_numbers, store_numbers
+from mcftensor.dispatch.stored import on_numbers, store_numbers
 from mcftensor.dispatch.writing import refusal
 from mcftensor.formats import PLAIN
 from mcftensor.passes.recoding import recode
@@ -39,8 +40,9 @@ def in_rows(operands: Sequence[Any]) -> bool:
     return any(isinstance(x, MCFTensor) and bool(x._format.shared) for x in operands)
 
 
-def on_rows(func: Any, x: MCFTensor, args: Any, kwargs: Any, *, own: bool) -> Any:
-    """What moves elements, in memory of their own or not.
+def on_rows(func: Any, x: MCFTensor, args: Any, kwargs: Any, *, own: bool) -> list[Any] | None:
+    """For each component what moves its elements, in memory of their own or not; None where that
+    is to be done to the numbers.
 
     Raises:
         NotImplementedError: a view of other parts than whole rows.
@@ -53,7 +55,7 @@ def on_rows(func: Any, x: MCFTensor, args: Any, kwargs: Any, *, own: bool) -> An
     elif func.overloadpacket.__name__ in _COPIES or _takes_rows(name, x, args, kwargs):
         results = [func(t, *args, **_for_component(t, x, kwargs)) for t in components]
     elif own:
-        return func(plain_numbers(x), *args, **kwargs)
+        return None
     else:
         raise refusal(
             func,
@@ -64,9 +66,7 @@ def on_rows(func: Any, x: MCFTensor, args: Any, kwargs: Any, *, own: bool) -> An
         )
     if not own:
         x._is_own = False
-    if isinstance(results[0], Tensor):
-        return x._like(results, own=own)
-    return type(results[0])(x._like(pieces, own=own) for pieces in zip(*results, strict=True))
+    return results
 
 
 def _takes_rows(name: str, x: MCFTensor, args: Any, kwargs: Any) -> bool:
@@ -125,7 +125,7 @@ def made_in_rows(
             made.append(func(t, shape, *args, **options))
         else:
             made.append(t.new_zeros(own, **options))
-    return MCFTensor.of(made, x._format, own=True)
+    return x._made_beside(made, "value")
 
 
 def copy_rows_(target: MCFTensor, source: Tensor) -> None:
@@ -137,7 +137,8 @@ def copy_rows_(target: MCFTensor, source: Tensor) -> None:
     ):
         _replace_rows(target, source._read())
         if source._writes is not None and target._writes is not None:
-            target._writes.copy_(source._writes)
+            assert source._count is not None
+            target._writes.copy_(moved(source._count, -target._first))
         return
     store_numbers([target], [_in_shape(target, source)])
 

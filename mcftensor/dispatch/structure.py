@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from mcftensor.arithmetic.counting import moved
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.operands import (
     common_format,
@@ -24,10 +26,13 @@ from mcftensor.dispatch.operands import (
     expansions,
     fill,
     leading,
+    named_arguments,
     rounding_key,
+    selected,
     stored_in,
     uninterrupted,
 )
+from mcftensor.dispatch.pieces import starts_of_pieces
 from mcftensor.dispatch.registry import SHORTCUTS, implements
 from mcftensor.dispatch.rows import (
     copy_rows_,
@@ -56,16 +61,21 @@ _VIEW_COPIES = (
 def _on_components(func: Any, x: MCFTensor, args: Any, kwargs: Any, *, own: bool) -> Any:
     """One operation on each component, the results of which are tensors or lists of tensors, in
     memory of their own or not; a format whose components do not move so gives plain numbers."""
-    if x._format.shared:
-        return on_rows(func, x, args, kwargs, own=own)
     if not x._format.moves(func):
         return func(plain_numbers(x), *args, **kwargs)
     if isinstance(x, LiftedTensor) and not own:
         return _lifted(func, x, args, kwargs)
-    results = [func(t, *args, **kwargs) for t in (x._read() if own else x.components)]
-    if isinstance(results[0], Tensor):
-        return x._like(results, own=own)
-    return type(results[0])(x._like(pieces, own=own) for pieces in zip(*results, strict=True))
+    if x._format.shared:
+        results = on_rows(func, x, args, kwargs, own=own)
+        if results is None:
+            return func(plain_numbers(x), *args, **kwargs)
+    else:
+        results = [func(t, *args, **kwargs) for t in (x._read() if own else x.components)]
+    starts = repeat(0) if own or x._writes is None else starts_of_pieces(func, x, args, kwargs)
+    is_one = isinstance(results[0], Tensor)
+    pieces = [results] if is_one else zip(*results, strict=True)
+    made = (x._like(piece, own=own, start=i) for piece, i in zip(pieces, starts, strict=False))
+    return next(made) if is_one else type(results[0])(made)
 
 
 def _lifted(func: Any, x: LiftedTensor, args: Any, kwargs: Any) -> Any:
@@ -182,9 +192,7 @@ def join(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
     format = common_format(func.overloadpacket.__name__, tensors)
     columns = zip(*(stored_in(x, format, x.device) for x in tensors), strict=True)
     joined = [func(list(c), *args) for c in columns]
-    counted = next((x._writes for x in expansions(tensors) if x._writes is not None), None)
-    writes = None if counted is None or format.rounding != "balanced" else counted.clone()
-    return MCFTensor.of(joined, format, common_role(tensors), own=True, writes=writes)
+    return selected(joined, format, common_role(tensors), tensors)
 
 
 # ---------------------------------------------------------------------------------- factories
@@ -223,7 +231,7 @@ def like(func: Any, x: MCFTensor, **kwargs: Any) -> Any:
         return made_in_rows(func, x, x.shape, (), kwargs)
     holds = func is aten.empty_like.default and not x._is_param
     made = [func(t, **kwargs) for t in x._read()]
-    return MCFTensor.of(made, x.format, x.role if holds else "value", own=True)
+    return x._made_beside(made, x.role if holds else "value")
 
 
 @implements(
@@ -252,7 +260,7 @@ def _filled(
 ) -> MCFTensor:
     numbers = stored_in(value, x.format, x.device)
     made = [make(t).copy_(n) for t, n in zip(x._read(), numbers, strict=True)]
-    return MCFTensor.of(made, x.format, role, own=True)
+    return x._made_beside(made, role)
 
 
 @implements(aten.ones_like.default, aten.full_like.default)  # states of optimizers
@@ -313,7 +321,7 @@ def to_copy(func: Any, x: MCFTensor, *, dtype: torch.dtype | None = None, **kwar
         plain = x._collapsed(wide)
         return func(plain, dtype=dtype, **kwargs) if kwargs or wide != dtype else plain
     if in_rows([x]):
-        return on_rows(func, x, (), kwargs, own=True)
+        return _on_components(func, x, (), kwargs, own=True)
     copied = x._like([func(t, **kwargs) for t in x._read()], own=True)
     _keep_hooks(x, copied)
     return copied
@@ -336,7 +344,7 @@ def copy_(func: Any, target: Tensor, source: Any, non_blocking: bool = False) ->
     if not is_alike:
         count_write([target])
     elif target._writes is not None:  # it goes on as the source does
-        target._writes.copy_(source._writes)
+        target._writes.copy_(moved(source._count, -target._first))
     return target
 
 
@@ -432,7 +440,7 @@ def place(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Elements put into places of a tensor."""
     if in_rows([*args, *kwargs.values()]):
         return place_in_rows(func, args, kwargs)
-    named = {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
+    named = named_arguments(func, args, kwargs)
     x = named.pop("self")
     name = next((name for name in _SOURCES if name in named), "value")
     source = named.pop(name, 0)
@@ -455,7 +463,7 @@ def place(func: Any, *args: Any, **kwargs: Any) -> Any:
     results = uninterrupted(calls)
     if by_copy:
         fill(x, results)
-    return x if in_place else MCFTensor.of(results, format, common_role((x, source)), own=True)
+    return x if in_place else selected(results, format, common_role((x, source)), (x, source))
 
 
 @implements(aten.record_stream.default)  # FSDP, offloading

@@ -76,9 +76,7 @@ def _whole(inputs: Any) -> Any:
     """Parameters as values: an expansion that is written to gets all their terms."""
     return tree_map(
         lambda x: (
-            MCFTensor.of(x.components, x.format, writes=x._writes)
-            if isinstance(x, MCFTensor)
-            else x
+            MCFTensor.of(x.components, x.format, writes=x._count) if isinstance(x, MCFTensor) else x
         ),
         inputs,
     )

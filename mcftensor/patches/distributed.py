@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mcftensor.dispatch.collectives import carried
+from mcftensor.patches.optimizers import parameters_of
 from mcftensor.patches.table import by_name, row
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.sharded import format_of, local
@@ -72,7 +73,7 @@ def _parts(x: Tensor) -> tuple[Tensor, ...]:
     if not isinstance(x, MCFTensor):
         return (x,)
     components = tuple(map(carried, x.components))
-    return components if x.writes is None else (*components, x.writes)
+    return components if x._writes is None else (*components, x._writes)
 
 
 @by_name
@@ -82,6 +83,16 @@ def _within_contexts(broadcast: Callable[[], None], given: dict[str, Any]) -> No
             states = context(given["full_state_dict"], given["local_state_dict"])
             given["full_state_dict"], given["local_state_dict"] = stack.enter_context(states)
         broadcast()
+
+
+@by_name
+def _uncounted(initialize: Callable[[], None], given: dict[str, Any]) -> None:
+    own = [local(p) for p in parameters_of(given["optim"])]
+    counts = [x._writes for x in own if isinstance(x, MCFTensor) and x._writes is not None]
+    before = [count.clone() for count in counts]
+    initialize()
+    for count, was in zip(counts, before, strict=True):
+        count.copy_(was)
 
 
 class _ReaderOf:
@@ -136,6 +147,16 @@ if dist.is_available():
         when="import torch.distributed.checkpoint.state_dict",
         takes=("full_state_dict", "local_state_dict"),
         change=_within_contexts,
+    )
+    row(
+        "torch.distributed.checkpoint.state_dict._init_optim_state",
+        why="Before states are loaded, optimizers that have none take a step that changes nothing, "
+        "which balanced rounding counts.",
+        loss="where rounding is balanced, runs that torch.distributed.checkpoint.state_dict "
+        "resumes go on by other counts; ask for a state dict of the optimizer before one is set.",
+        when="import torch.distributed.checkpoint.state_dict",
+        takes=("optim",),
+        change=_uncounted,
     )
     row(
         "torch.distributed.checkpoint.state_dict_loader._load_state_dict",

@@ -100,14 +100,14 @@ def _outside_of_it(x: Any) -> Any:
 
 
 def _is_fused(optimizer: Optimizer, step: Callable[..., Any]) -> bool:
-    """Whether all that a step does with gradients is to give them to torch's fused kernels."""
+    """Whether all that a step does is to give tensors to torch's fused kernels: it makes no states,
+    each of which has a number within a step, and which SGD makes like gradients."""
     groups = optimizer.param_groups
     if not (is_of_torch(step) and all(group.get("fused") for group in groups)):
         return False
-    # SGD makes its buffers like them.
-    if isinstance(optimizer, torch.optim.SGD) and any(group["momentum"] for group in groups):
-        return all(map(optimizer.state.get, parameters_of(optimizer)))
-    return True
+    if isinstance(optimizer, torch.optim.SGD) and not any(group["momentum"] for group in groups):
+        return True
+    return all(map(optimizer.state.get, parameters_of(optimizer)))
 
 
 def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:

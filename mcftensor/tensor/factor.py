@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mcftensor.arithmetic.counting import moved
 from mcftensor.formats import Format
 from mcftensor.passes.recoding import decode_columns, encode_columns, key_for
 
@@ -23,9 +24,12 @@ class Factor:
         value: the number, 1 where there is nothing to do.
     """
 
-    def __init__(self, components: Sequence[Tensor], format: Format, writes: Tensor | None) -> None:
+    def __init__(
+        self, components: Sequence[Tensor], format: Format, writes: Tensor | None, first: int
+    ) -> None:
         self.value = 1.0
-        self._components, self._format, self._writes = components, format, writes
+        self._components, self._format = components, format
+        self._writes, self._first = writes, first
 
     def is_of_all(self, components: Sequence[Tensor]) -> bool:
         """Whether components are all there are, and no part of them."""
@@ -40,7 +44,8 @@ class Factor:
         numbers = torch.empty_like(self._components[0], dtype=torch.float32)
         decode_columns(self._format, columns, [numbers])
         numbers.mul_(self.value)
-        key = key_for(self._format, numbers.device, self._writes)
+        count = None if self._writes is None else moved(self._writes, self._first)
+        key = key_for(self._format, numbers.device, count)
         encode_columns(self._format, [numbers], columns, [] if key is None else [key])
         self.value = 1.0
         if self._writes is not None:

@@ -8,6 +8,7 @@ parameters, hold expansions as what each rank has of them.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -44,6 +45,31 @@ def on_local(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
             shape=x.shape,
             stride=x.stride(),
         )
+
+
+def place_of(x: Tensor) -> int:
+    """How far from the first element of a DTensor this rank's first one stands.
+
+    What is divided along its first dimension is a row of parts, one after the other. Where layers
+    that are divided within are sharded, so are parts, and the place is that among their elements.
+    """
+    if local(x) is x or not local(x).numel():
+        return 0
+    mesh, shape, place = x.device_mesh, list(x.shape), 0  # type: ignore[attr-defined]
+    divisions = [
+        (placement.dim, mesh.size(i), mesh.get_local_rank(i))
+        for i, placement in enumerate(x.placements)  # type: ignore[attr-defined]
+        if hasattr(placement, "dim")
+    ]
+    kinds = {type(placement) for placement in x.placements if hasattr(placement, "dim")}  # type: ignore[attr-defined]
+    if len({dim for dim, _, _ in divisions}) > 1 or len(kinds) > 1:
+        divisions.reverse()  # shards of layers that are divided within
+    for dim, parts, rank in divisions:
+        rows = -(-shape[dim] // parts)
+        start = rows * rank
+        place += start * math.prod(shape[dim + 1 :])
+        shape[dim] = min(rows, shape[dim] - start)
+    return place
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mcftensor.tensor.tape import Tape
 
@@ -27,14 +28,23 @@ class Step:
     def __init__(self, outer: Step | None) -> None:
         # By the identity of parameters: gradients, and what they read as.
         self.gradients: dict[int, tuple[Tensor, Any]] = {} if outer is None else outer.gradients
+        # Of tensors, how many were made like them.
+        self.made: WeakIdKeyDictionary = WeakIdKeyDictionary() if outer is None else outer.made
         self.tape = Tape()
         self.is_outermost = outer is None
+
+    def number_beside(self, x: Tensor) -> int:
+        """How many tensors were made like this one before."""
+        number: int = self.made.get(x, 0)
+        self.made[x] = number + 1
+        return number
 
     def end(self) -> None:
         """Run the tape, and leave plain gradients to themselves."""
         self.tape.run()
         if self.is_outermost:
             self.let_go()
+            self.made.clear()
 
     def let_go(self) -> None:
         """From now on others may write to plain gradients: they are brought to what was made of

@@ -62,7 +62,7 @@ class TapedTensor(MCFTensor):
         TapedTensor.settle(self)
         return self.__reduce_ex__(protocol)
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role, int]]:
         TapedTensor.settle(self)
         return self.__tensor_flatten__()
 

@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
 
+from mcftensor.arithmetic.counting import count_beside, moved, start, writes_of
 from mcftensor.formats import MAX_TERMS, Format, require_format
 from mcftensor.formats.format import named
 from mcftensor.passes.recoding import collapse, recode
@@ -85,7 +86,8 @@ class MCFTensor(torch.Tensor):
     _component1: Tensor
     _format: Format
     _role: Role
-    _writes: Tensor | None = None  # how often it was written to, where rounding is balanced
+    _writes: Tensor | None = None  # where rounding is balanced, the count of `counting.py`
+    _first: int = 0  # of a view: the place of its first element in what that is the count of
     _factor: Factor | None = None  # by which it is yet to be multiplied, where scales are shared
     _is_own: bool = False  # nobody else has its memory
     _place: tuple[Strand, int] | None = None  # of a TapedTensor: where it is on the tape
@@ -107,6 +109,7 @@ class MCFTensor(torch.Tensor):
         *,
         _name: str | None = None,
         _writes: Tensor | None = None,
+        _first: int = 0,
     ) -> MCFTensor:
         """Make a tensor of components that are checked."""
         if _name is not None:
@@ -114,7 +117,7 @@ class MCFTensor(torch.Tensor):
         if format is None:
             format = Format(components[0].dtype, len(components))
         check_components(components, format)
-        return _made(components, format, role, _writes, own=False)
+        return _made(components, format, role, _writes, _first, own=False)
 
     def __init__(
         self,
@@ -124,6 +127,7 @@ class MCFTensor(torch.Tensor):
         *,
         _name: str | None = None,
         _writes: Tensor | None = None,
+        _first: int = 0,
     ) -> None:
         pass
 
@@ -135,15 +139,19 @@ class MCFTensor(torch.Tensor):
         *,
         own: bool = False,
         writes: Tensor | None = None,
+        first: int = 0,
     ) -> MCFTensor:
         """The one way to make such a tensor: of components of a format, which are not checked.
 
         `own` says that nobody else has, or will have, the memory of the components; `writes` is the
-        count of writes to go on with, by default none.
+        count of writes to go on with, by default none, and `first` where it begins among what that
+        is the count of.
         """
         if is_compiling():  # graphs hold calls of the class, of tensors and texts
-            return MCFTensor(list(components), role=role, _name=format.name, _writes=writes)
-        return _made(components, format, role, writes, own)
+            return MCFTensor(
+                list(components), role=role, _name=format.name, _writes=writes, _first=first
+            )
+        return _made(components, format, role, writes, first, own)
 
     def _hold(self, components: Sequence[Tensor], format: Format, role: Role, own: bool) -> None:
         for name, component in zip(COMPONENTS, components, strict=False):
@@ -153,16 +161,26 @@ class MCFTensor(torch.Tensor):
         if own:
             self._is_own = True
 
-    def _like(self, components: Sequence[Tensor], *, own: bool = False) -> MCFTensor:
+    def _like(
+        self, components: Sequence[Tensor], *, own: bool = False, start: int = 0
+    ) -> MCFTensor:
         """Components made by one operation on each component of this one: in memory of their own,
-        which is written to from now on without this one, or views, which count writes together."""
-        writes = self._writes
+        which is written to from now on without this one, or views, which count writes together.
+        They start some elements after the first one, and elements keep their sequences."""
+        writes, first = self._writes, self._first + start
         if writes is not None and own:
-            writes = writes.to(components[0].device, copy=True)
-        made = MCFTensor.of(components, self._format, self._role, own=own, writes=writes)
+            writes, first = moved(writes.to(components[0].device, copy=True), first), 0
+        made = MCFTensor.of(
+            components, self._format, self._role, own=own, writes=writes, first=first
+        )
         if not own and self._factor is not None:
             made._factor = self._factor
         return made
+
+    @property
+    def _count(self) -> Tensor | None:
+        """What balanced rounding goes by: the count of writes from the first element on."""
+        return None if self._writes is None else moved(self._writes, self._first)
 
     # ------------------------------------------------------------------------------- what it is
 
@@ -208,6 +226,17 @@ class MCFTensor(torch.Tensor):
                 self.__dict__.update(zip(COMPONENTS, kept, strict=False))
         return self._is_own
 
+    def _made_beside(self, components: Sequence[Tensor], role: Role) -> MCFTensor:
+        """New components as a tensor of this format that has not been written to, such as a state
+        of an optimizer; of what one step makes like this one, each has sequences of its own."""
+        writes, device = self._count, components[0].device
+        if writes is not None:
+            step = current_step()
+            number = 0 if step is None else step.number_beside(self)
+            known = writes.device == device or not writes.is_meta
+            writes = count_beside(writes, f"{number}").to(device) if known else None
+        return MCFTensor.of(components, self._format, role, own=True, writes=writes)
+
     @property
     def format(self) -> Format:
         """The format of the elements."""
@@ -216,8 +245,9 @@ class MCFTensor(torch.Tensor):
     @property
     def writes(self) -> Tensor | None:
         """How often something was rounded into it, where rounding is balanced: an int64 without
-        dimensions, on its device. Views share it, and copies go on from it. None otherwise."""
-        return self._writes
+        dimensions, on its device. Views count together, and copies go on from it. None otherwise.
+        """
+        return None if self._writes is None else writes_of(self._writes)
 
     @property
     def role(self) -> Role:
@@ -256,28 +286,32 @@ class MCFTensor(torch.Tensor):
 
     # ------------------------------------------------------- traceable wrapper subclass protocol
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role, int]]:
         self._is_own = False  # compiled code may write to it
         self._read()
         names = list(COMPONENTS[: len(self._format.components)])
         if self._writes is not None:
             names.append("_writes")
-        return names, (self._format.name, self._role)
+        return names, (self._format.name, self._role, self._first)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: tuple[str, Role], outer_size: Any, outer_stride: Any
+        inner: dict[str, Tensor],
+        context: tuple[str, Role, int],
+        outer_size: Any,
+        outer_stride: Any,
     ) -> MCFTensor:
-        name, role = context
+        name, role, first = context
         format = Format.from_name(name)
         components = [inner[n] for n in COMPONENTS[: len(format.components)]]
-        return MCFTensor.of(components, format, role, writes=inner.get("_writes"))
+        return MCFTensor.of(components, format, role, writes=inner.get("_writes"), first=first)
 
     def _stable_hash_for_caching(self) -> str:
         # Compiled code holds what dispatch did, which another release may do differently.
         version = sys.modules["mcftensor"].__version__
         parts = [(t.dtype, tuple(t.shape), t.stride(), str(t.device)) for t in self._read()]
-        return f"{version} {self._format.name} {self._role} {self.requires_grad} {parts}"
+        kind = f"{self._format.name} {self._role} {self._first}"
+        return f"{version} {kind} {self.requires_grad} {parts}"
 
     @classmethod
     def __torch_function__(
@@ -334,7 +368,7 @@ class MCFTensor(torch.Tensor):
         components = self._read() if protocol == 2 else self.components
         whole = (components, self._format.name, self._role, tuple(self.shape))
         flags = (self.requires_grad, self._is_param)
-        counted = () if self._writes is None else (self._writes,)
+        counted = () if self._count is None else (self._count,)
         return _rebuild, (*whole, *flags, *counted), state or None
 
     def __copy__(self) -> MCFTensor:
@@ -592,7 +626,7 @@ class LiftedTensor(MCFTensor):
         self.grow_tails()
         return getattr(self, name)
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role, int]]:
         self.grow_tails()
         return self.__tensor_flatten__()
 
@@ -632,17 +666,22 @@ def _is_sole_holder(x: Tensor) -> bool:
 
 
 def _made(
-    components: Sequence[Tensor], format: Format, role: Role, writes: Tensor | None, own: bool
+    components: Sequence[Tensor],
+    format: Format,
+    role: Role,
+    writes: Tensor | None,
+    first: int,
+    own: bool,
 ) -> MCFTensor:
     made = _wrapper(MCFTensor, components[0], format)
     made._hold(components, format, role, own)
     if format.rounding == "balanced":
         device = components[0].device
-        made._writes = (
-            torch.zeros((), dtype=torch.int64, device=device) if writes is None else writes
-        )
+        made._writes = start(device) if writes is None else writes
+        if first:
+            made._first = first
     if format.shared:
-        made._factor = Factor(components, format, made._writes)
+        made._factor = Factor(components, format, made._writes, first)
     return made
 
 
@@ -665,7 +704,7 @@ def _wrapper(cls: type[T], like: Tensor, format: Format) -> T:
 
 # What a pickle has of its own, beside attributes that users gave a tensor.
 _OWN = (
-    *(*COMPONENTS, "_format", "_role", "_writes", "_factor", "_is_own", "_place"),
+    *(*COMPONENTS, "_format", "_role", "_writes", "_first", "_factor", "_is_own", "_place"),
     *("_hooks", "_parameter"),
 )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mcftensor.convert import as_expansion, as_plain
+from mcftensor.convert import as_expansion, as_plain, as_state
 from mcftensor.formats import BlockFormat, Format, bf16i16, mxfp8, require_format, ue5m3
 from mcftensor.patches.optimizers import (
     breaks_graphs,
@@ -285,7 +285,7 @@ class _Plan:
                 format = format_of(x)
                 is_settled = wanted is not None and (format is wanted or format == wanted)
             if not is_settled:  # after the first step all are
-                state[name] = _converted(x, p, own, wanted)
+                state[name] = _converted(x, p, own, wanted, name)
             elif getattr(getattr(x, "_local_tensor", x), "is_part", False):  # a padded shard
                 state[name] = x.clone()
 
@@ -294,19 +294,19 @@ def _in_format_of_parameter(p: Tensor, x: Tensor, name: Any) -> Tensor:
     """A state that an optimizer loads: from another dtype it becomes what the optimizer makes."""
     format = format_of(p)
     rounds = x.is_floating_point() and x.dtype != p.dtype and name != "step"
-    return as_expansion(x, format) if format and rounds and x.shape == p.shape else x
+    return as_state(x, format, p, str(name)) if format and rounds and x.shape == p.shape else x
 
 
 as_loaded.append(_in_format_of_parameter)
 
 
-def _converted(x: Any, p: Tensor, own: Format, wanted: Format | None) -> Any:
+def _converted(x: Any, p: Tensor, own: Format, wanted: Format | None, name: str) -> Any:
     """A state as an expansion, or plain; what is no tensor of the parameter's shape stays."""
     if not (isinstance(x, Tensor) and x.shape == p.shape and x.is_floating_point()):
         return x
     if wanted is None:
         return as_plain(x, own.dtype) if format_of(x) or x.dtype != own.dtype else x
-    return as_expansion(x, wanted)
+    return as_state(x, wanted, p, name)
 
 
 def _require_base(name: str, format: Format, formats: list[Format]) -> None:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import mcftensor as mcf
 from mcftensor.tensor.sharded import local
-from support.helpers import assert_same_terms, sample
+from support.helpers import KEPT, assert_same_terms, sample
 from support.ranks import on_ranks
 
 
@@ -44,7 +44,8 @@ class Run:
         if dist.is_initialized():
             fully_shard(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-2, foreach=False)
-        mcf.collage(self.optimizer, mode)
+        if mode:
+            mcf.collage(self.optimizer, mode)
 
     def train(self, steps, start=0):
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -86,6 +87,8 @@ def assert_same_state(x, y):
             assert_same_state(value, y[name])
     elif isinstance(x, mcf.MCFTensor):
         assert_same_terms(x, y)
+        assert x.writes == y.writes
+        assert x._count == y._count  # and the salt
     elif isinstance(x, torch.Tensor):
         assert type(y) is torch.Tensor
         torch.testing.assert_close(x, y, rtol=0, atol=0)
@@ -97,8 +100,8 @@ KINDS = ("whole", "terms", "async", "async-terms")
 
 
 @on_ranks(2)
-def save(folder):
-    run = Run().train(2)
+def save(folder, format):
+    run = Run(format).train(2)
     state, expected = run.state(), whole(run.state())
     dcp.save(state, checkpoint_id=f"{folder}/whole")
     dcp.save(mcf.as_terms(state), checkpoint_id=f"{folder}/terms")
@@ -127,24 +130,33 @@ def save(folder):
 
 
 @on_ranks(2)
-def goes_on_to_the_bit(mode, folder):
+def goes_on_to_the_bit(format, mode, by_terms, folder):
     torch.manual_seed(4 + dist.get_rank())
-    whole_run = Run(seed=5, mode=mode).train(4)
+    whole_run = Run(format, seed=5, mode=mode).train(4)
     torch.manual_seed(4 + dist.get_rank())
-    stopped = Run(seed=5, mode=mode).train(2)
-    dcp.save(stopped.state(), checkpoint_id=folder)
+    stopped = Run(format, seed=5, mode=mode).train(2)
+    state = stopped.state()
+    dcp.save(mcf.as_terms(state) if by_terms else state, checkpoint_id=folder)
     random = torch.get_rng_state()
-    resumed = Run(seed=6, mode=mode)
+    resumed = Run(format, seed=6, mode=mode)
     state = resumed.state()
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(mcf.as_terms(state) if by_terms else state, checkpoint_id=folder)  # in place
     torch.set_rng_state(random)
     resumed.set(state).train(2, start=2)
     assert_same_state(whole(whole_run.state()), whole(resumed.state()))
 
 
-@pytest.mark.parametrize("mode", ["light", "plus", "full", "compact"])
-def test_a_resumed_run_has_the_bits_of_a_whole_one(ranks, mode, tmp_path):
-    goes_on_to_the_bit(ranks, mode=mode, folder=str(tmp_path))
+@pytest.mark.parametrize(
+    ("format", "mode"),
+    [
+        *((None, mode) for mode in ("light", "plus", "full", "compact")),
+        *((f, None) for f in KEPT),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("by_terms", [False, True], ids=["whole", "terms"])
+def test_a_resumed_run_has_the_bits_of_a_whole_one(ranks, format, mode, by_terms, tmp_path):
+    goes_on_to_the_bit(ranks, format=format, mode=mode, by_terms=by_terms, folder=str(tmp_path))
 
 
 @on_ranks(2)
@@ -179,11 +191,11 @@ def test_sharded_terms_that_another_program_saved(ranks, tmp_path):
     what_another_program_saved(ranks, folder=str(tmp_path))
 
 
-def check(folder):
+def check(folder, format):
     """Load in whatever way this process is part of."""
     expected = torch.load(f"{folder}/expected.pt", weights_only=True)
     for kind in KINDS:
-        run = Run(seed=1)
+        run = Run(format, seed=1)
         state = run.state()
         if "terms" in kind:
             terms = mcf.as_terms(state)
@@ -220,8 +232,8 @@ def check(folder):
 
 
 @on_ranks(3)
-def check_on_ranks(folder):
-    check(folder)
+def check_on_ranks(folder, format):
+    check(folder, format)
     with pytest.raises(mcf.CheckpointError, match="DTensor; load before"):
         mcf.load_file(folder, Run().model)
 
@@ -273,10 +285,58 @@ def test_rows_of_blocks_from_two_ranks_to_three_and_to_one(ranks, tmp_path):
     check_compact(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "format",
+    [None, mcf.bf16i8, *(pytest.param(f, marks=pytest.mark.slow) for f in (KEPT[0], KEPT[2]))],
+    ids=str,
+)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_two_ranks_to_three_and_to_one(ranks, tmp_path):
-    save(ranks, folder=str(tmp_path))
-    check_on_ranks(ranks, folder=str(tmp_path))
-    check(tmp_path)
+def test_two_ranks_to_three_and_to_one(ranks, format, tmp_path):
+    save(ranks, folder=str(tmp_path), format=format)
+    check_on_ranks(ranks, folder=str(tmp_path), format=format)
+    check(tmp_path, format)
     expected = torch.load(tmp_path / "expected.pt", weights_only=True)["model"]
     assert_same_state(expected, mcf.load_file(tmp_path))
+
+
+@on_ranks(2)
+def trained_in_part(folder, format):
+    run = Run(format, mode=None).train(2)
+    dcp.save(run.state(), checkpoint_id=f"{folder}/two")
+    scaled(run)
+    if dist.get_rank() == 0:
+        torch.save(whole(run.state()), f"{folder}/expected.pt")
+    else:
+        whole(run.state())
+
+
+def scaled(run):
+    """The same writes on however many ranks, which gradients are not."""
+    with torch.no_grad():
+        for x in (*run.model.parameters(), *(s["exp_avg"] for s in run.optimizer.state.values())):
+            for _ in range(3):
+                x.mul_(0.99)
+
+
+def goes_on_elsewhere(folder, format):
+    run = Run(format, seed=1, mode=None)
+    state = run.state()
+    dcp.load(state, checkpoint_id=f"{folder}/two")
+    scaled(run.set(state))
+    found = whole(run.state())
+    expected = torch.load(f"{folder}/expected.pt", weights_only=True)
+    assert_same_state(expected, found)
+
+
+@on_ranks(3)
+def goes_on_on_three(folder, format):
+    goes_on_elsewhere(folder, format)
+
+
+@pytest.mark.parametrize("format", KEPT, ids=str)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_writes_have_the_same_bits_on_other_numbers_of_ranks(ranks, format, tmp_path):
+    """Of parameters that are divided along their first dimension."""
+    trained_in_part(ranks, folder=str(tmp_path), format=format)
+    goes_on_on_three(ranks, folder=str(tmp_path), format=format)
+    goes_on_elsewhere(tmp_path, format)

@@ -10,7 +10,11 @@ from support.kernel_cases import (
     EMPTY,
     OPERATIONS,
     STEPS,
+    STORED,
+    STORED_STEPS,
     assert_same_bits,
+    decoded,
+    encoded,
     expression,
     guarded,
     mixtures,
@@ -187,6 +191,33 @@ def test_memory_beyond_the_ends_is_not_touched(name, at_end):
 @pytest.mark.parametrize("kind", STEPS)
 def test_fused_steps(kind):
     same("cpp", step, kind, mixtures(kind))
+
+
+@pytest.mark.parametrize(("kind", "formats"), STORED_STEPS)
+def test_fused_steps_over_what_is_stored(kind, formats):
+    same("cpp", step, kind, formats)
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_what_is_stored_is_decoded(name):
+    """Of leading components all patterns, with any tail."""
+    format = mcf.Format.from_name(name)
+    stored = [torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)]
+    for component in format.components[1:]:
+        if component.dtype.is_floating_point:
+            stored.append(patterns(component.dtype, 2**16))
+        else:
+            ends = torch.iinfo(component.dtype)
+            stored.append(torch.randint(ends.min, ends.max + 1, (2**16,), dtype=component.dtype))
+    same("cpp", decoded, name, *stored)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("name", STORED)
+def test_numbers_are_encoded(name, dtype):
+    same("cpp", encoded, name, *(patterns(dtype, length) for length in (5003, 7, 1)))
 
 
 @pytest.mark.parametrize("kind", ["adamw", "momentum"])

@@ -23,7 +23,12 @@ from support.kernel_cases import (
     NAMES,
     OPERATIONS,
     STEPS,
+    STORED,
+    STORED_MIXTURES,
+    STORED_STEPS,
     assert_same_bits,
+    decoded,
+    encoded,
     expression,
     mixtures,
     operand,
@@ -69,6 +74,33 @@ def test_plain_operands_with_all_payloads(name, dtype):
 @pytest.mark.parametrize("kind", STEPS)
 def test_fused_steps(kind):
     same("triton", step, kind, mixtures(kind))
+
+
+@pytest.mark.parametrize(("kind", "formats"), STORED_STEPS)
+def test_fused_steps_over_what_is_stored(kind, formats):
+    same("triton", step, kind, formats)
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_what_is_stored_is_decoded(name):
+    """Of leading components all patterns, with any tail."""
+    format = mcf.Format.from_name(name)
+    stored = [torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)]
+    for component in format.components[1:]:
+        if component.dtype.is_floating_point:
+            stored.append(patterns(component.dtype, 2**16))
+        else:
+            ends = torch.iinfo(component.dtype)
+            stored.append(torch.randint(ends.min, ends.max + 1, (2**16,), dtype=component.dtype))
+    same("triton", decoded, name, *stored)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("name", STORED)
+def test_numbers_are_encoded(name, dtype):
+    same("triton", encoded, name, *(patterns(dtype, length) for length in (5003, 7, 1)))
 
 
 def test_one_huge_and_many_tiny_tensors():
@@ -326,7 +358,10 @@ def test_machine_code_of_operations(name, operation, tmp_path, monkeypatch):
         ("sgd", ("bf16x2", "bf16x2")),
         ("momentum", ("bf16x2", "bf16x2")),
         ("adagrad", ("bf16x2", "bf16x2")),
-        *(pytest.param("adamw", x, marks=pytest.mark.slow) for x in MIXTURES[2:]),
+        *(
+            pytest.param("adamw", x, marks=pytest.mark.slow)
+            for x in (*MIXTURES[2:], *STORED_MIXTURES)
+        ),
     ],
     ids=str,
 )

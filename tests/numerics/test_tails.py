@@ -153,10 +153,11 @@ class TestBalancedNoise:
             return z ^ (z >> 16)
 
         index = [0, 1, 2, 77, 2**31, 2**32 - 1]
-        for t in (0, 1, 1000, 2**31 + 5, 2**40):
+        for t in (0, 1, 1000, 2**31 + 5, 2**40, (-77 << 32) + 1000):
             for stream, step in enumerate((0x9E3779B9, 0x6A09E667, 0xBB67AE85, 0xA54FF53B)):
                 found = noise.Balanced(torch.tensor(t), torch.tensor(index), stream)
-                wanted = [(lowbias32(i) + t * step) % 2**32 for i in index]
+                places = [(i + (t >> 32)) % 2**32 for i in index]
+                wanted = [(lowbias32(i) + t * step) % 2**32 for i in places]
                 assert found.uniform().tolist() == [x / 2**32 for x in wanted]
                 assert found.bits(8).tolist() == [x >> 24 for x in wanted]
                 assert found.bits(16).tolist() == [x >> 16 for x in wanted]

@@ -20,6 +20,15 @@ STORED = [
     mcf.Format(torch.bfloat16, 1, rounding="balanced"),
 ]
 
+# Those of them that draw nothing, each of another kind.
+KEPT = [mcf.bf16i16, mcf.bf16i8, mcf.Format(torch.bfloat16, 1, rounding="balanced")]
+
+
+def over_formats(*formats: mcf.Format | None) -> pytest.MarkDecorator:
+    """A test over the formats that are the default, and over others."""
+    return pytest.mark.parametrize("format", [None, *formats], ids=lambda f: f.name if f else "")
+
+
 requires_cuda = pytest.param(
     "cuda",
     marks=[

@@ -20,9 +20,13 @@ from mcftensor.kernels import Body, Columns, blocks, cuda, running
 from mcftensor.kernels.program import Program
 from mcftensor.passes import expansion
 from mcftensor.passes.expressions import Expression, Operand, carry_out, empty
+from mcftensor.passes.recoding import decode_columns, encode_columns
 from mcftensor.passes.traces import EMPTY, NUMBERS, Operation, Trace, Variable
 
-NAMES = ["bf16x2", "bf16x3", "fp16x2", "fp32x2", "fp32x3", "fp64x2", "bf16x2sr", "fp32x2sr"]
+NAMES = [
+    *("bf16x2", "bf16x3", "fp16x2", "fp32x2", "fp32x3", "fp64x2", "bf16x2sr", "fp32x2sr"),
+    *("bf16x2br", "fp32x2br"),
+]
 FORMATS = [mcf.Format.from_name(name) for name in NAMES]
 OPERATIONS = {
     "add": 2, "mul": 2, "div": 2, "sqrt": 1, "fma": 3, "addcmul": 4, "addcdiv": 4, "lerp": 3
@@ -32,7 +36,7 @@ LONG = [
     (name, operation)
     for name in ("fp32x3", "fp64x2", "fp32x2sr")
     for operation in ("addcmul", "addcdiv", "lerp")
-]
+] + [(name, operation) for name in ("bf16x2br", "fp32x2br") for operation in (*OPERATIONS,)[1:]]
 CASES = [
     pytest.param(name, operation, marks=[pytest.mark.slow] * ((name, operation) in LONG))
     for name in NAMES
@@ -183,14 +187,14 @@ def run_trace(
 
 
 def run(expression: Expression, *operands: Sequence[Tensor]) -> list[Tensor]:
-    """The terms of an expression, with a key where it rounds stochastically."""
+    """The terms of an expression, with a key where its rounding takes one."""
     return run_sets(expression, operands)
 
 
 def run_sets(expression: Expression, *sets: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """The same for several sets of operands in one call."""
-    stochastic = expression.format.rounding == "stochastic"
-    keys = [torch.tensor(2**61 + 12345 + i) for i in range(len(sets))] if stochastic else []
+    takes_key = expression.format.takes_key
+    keys = [torch.tensor(2**61 + 12345 + i) for i in range(len(sets))] if takes_key else []
     operands = [
         Operand(_format_of(rows[0]), list(zip(*rows, strict=True)))
         for rows in zip(*sets, strict=True)
@@ -244,6 +248,14 @@ MIXTURES = [
     ("bf16x2sr", "bf16x2sr"),
     ("bf16x2sr", torch.bfloat16),
 ]
+STORED_MIXTURES = [
+    ("bf16i8", "bf16i8"),
+    ("bf16br", "bf16br"),
+    ("bf16i16", "bf16i16"),
+    ("bf16x2br", "bf16x2br"),
+    ("bf16i8", torch.float32),
+    ("bf16i8sr", "bf16i8rn"),
+]
 SHAPES = [(257,), (7,), (16, 33), (1,), (64,), (65,), (130,), (40, 3), (1003,)]
 STEPS = {
     "adam": {"weight_decay": 0.1},
@@ -270,7 +282,39 @@ def tensor(kind: str | torch.dtype, *shape: int, nonnegative: bool = False) -> T
     if isinstance(kind, torch.dtype):
         return x.to(kind)
     format = mcf.Format.from_name(kind)
-    return mcf.MCFTensor(expansion.expand(x, format.nearest), format)
+    components = mcf.as_expansion(x, format.nearest).components
+    balanced = format.rounding == "balanced"
+    writes = torch.randint(2**62, ()) if balanced else None  # and a salt
+    return mcf.MCFTensor.of(components, format, writes=writes)
+
+
+# --------------------------------------------------------------------------------------- codecs
+
+# Steps over what is stored, the long ones marked slow.
+STORED_STEPS = [
+    ("adamw", STORED_MIXTURES[:1]),
+    *(pytest.param(kind, STORED_MIXTURES, marks=pytest.mark.slow) for kind in STEPS),
+]
+STORED = ["bf16i16", "bf16i8", "bf16i8rn", "bf16i8sr", "bf16br", "bf16sr", "bf16x2br"]
+
+
+def decoded(name: str, *stored: Tensor) -> list[Tensor]:
+    """The numbers that components stand for."""
+    numbers = torch.empty_like(stored[0], dtype=torch.float32)
+    decode_columns(mcf.Format.from_name(name), [[x] for x in stored], [numbers])
+    return [numbers]
+
+
+def encoded(name: str, *numbers: Tensor) -> list[Tensor]:
+    """The components of numbers, by keys where rounding takes such."""
+    format = mcf.Format.from_name(name)
+    made = [
+        [torch.empty_like(x, dtype=component.dtype) for x in numbers]
+        for component in format.components
+    ]
+    keys = [torch.tensor(2**61 + (i << 35) + 12345 * i) for i in range(len(numbers))]
+    encode_columns(format, numbers, made, keys if format.takes_key else [])
+    return [x for column in made for x in column]
 
 
 def step(

@@ -1,6 +1,7 @@
 """Balanced rounding: what counts the writes to a tensor, and what it does to the count."""
 
 import copy
+import hashlib
 import io
 import pickle
 
@@ -220,3 +221,262 @@ def test_a_format_without_tails_is_told_by_what_stands_beside():
         terms = mcf.as_terms({"x": made(format, 3)})
         assert list(terms) == ["x", f"x.{format.name}.writes"]
         assert mcf.from_terms(terms)["x"].format is format
+
+
+def salt(x):
+    """By which sequences a tensor is rounded, as its files have it."""
+    return mcf.as_terms({"x": x.detach()})[f"x.{x.format.name}.writes"].item() >> 32
+
+
+def salt_of(*names):
+    """The sum of hashes of names, as a number of 32 bits with its sign."""
+    digests = (hashlib.blake2b(name.encode(), digest_size=4).digest() for name in names)
+    total = sum(int.from_bytes(x, "little") for x in digests)
+    return (total + 2**31) % 2**32 - 2**31
+
+
+def correlation(a, b):
+    return torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1].item()
+
+
+def after_steps(model, gradients, *, fused=False, **options):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=fused, **options)
+    for step in gradients:
+        for p, g in zip(model.parameters(), step, strict=True):
+            p.grad = g.to(p.dtype)
+        optimizer.step()
+    return optimizer
+
+
+@by_format
+class TestTheSalt:
+    def test_is_that_of_the_name_in_the_module(self, format):
+        model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3, bias=False)})
+        model["b"].weight = model["a"].weight
+        mcf.as_expansion(model, format)
+        assert {name: salt(p) for name, p in model.named_parameters()} == {
+            "a.weight": salt_of("a.weight"),
+            "a.bias": salt_of("a.bias"),
+        }
+        assert all(p.writes == 1 for p in model.parameters())
+        mcf.as_expansion(model, format)  # stays as it is
+        other = mcf.bf16x3.with_rounding("balanced")
+        assert salt(mcf.as_expansion(model["a"].weight.detach(), other)) == salt_of("a.weight")
+        assert salt(made(format, 3)) == 0
+
+    @pytest.mark.parametrize("fused", [False, True])
+    def test_each_state_has_its_own(self, format, fused):
+        def trained(*other_tensors):
+            model = mcf.as_expansion(nn.Linear(3, 2, bias=False), format)
+            _ = [torch.zeros_like(model.weight) for _ in other_tensors]
+            gradients = torch.ones(2, 1, 2, 3)
+            optimizer = after_steps(model, gradients, fused=fused, amsgrad=True)
+            return [salt(x) for x in optimizer.state[model.weight].values() if x.dim()]
+
+        assert trained() == trained(1, 2, 3) == [salt_of("weight", f"{i}") for i in range(3)]
+
+    @pytest.mark.parametrize(
+        "take",
+        [
+            torch.clone,
+            copy.deepcopy,
+            saved_and_loaded,
+            torch.t,
+            nn.Parameter,
+            lambda x: torch.cat([x, x]),
+            lambda x: torch.empty_like(x).copy_(x),
+            lambda x: mcf.from_terms(mcf.as_terms({"x": x}))["x"],
+        ],
+    )
+    def test_goes_along(self, format, take):
+        x = mcf.as_expansion(nn.Linear(3, 2), format).weight.detach()
+        assert salt(take(x)) == salt(x) == salt_of("weight")
+
+    def test_what_had_none_goes_on_as_it_did(self, format):
+        """Files of a count alone, which others than this release have written."""
+        model = mcf.as_expansion(nn.Linear(3, 2), format)
+        old = made(format, 2, 3).mul_(0.3)
+        terms = mcf.as_terms({"weight": old, "bias": model.bias.detach()})
+        assert terms[f"weight.{format.name}.writes"] == 2
+        model.load_state_dict(mcf.from_terms(terms))
+        assert salt(model.weight) == 0
+        with torch.no_grad():
+            model.weight.mul_(0.7)
+        assert same(model.weight, old.mul_(0.7))
+
+    def test_a_model_that_was_on_meta_gets_its_own_when_it_is_loaded(self, format):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(3, 2))
+        model = mcf.as_expansion(model, format).to_empty(device="cpu")
+        plain_model = nn.Sequential(nn.Linear(3, 2))
+        model.load_state_dict(plain_model.state_dict())
+        assert salt(model[0].weight) == salt_of("0.weight")
+        assert model[0].weight.writes == 1
+        assert same(model[0].weight, mcf.as_expansion(plain_model, format)[0].weight)
+
+    def test_states_of_other_runs_get_that_of_their_names(self, format):
+        gradients = torch.ones(1, 1, 2, 3)
+        other = nn.Linear(3, 2, bias=False, dtype=torch.float64)
+        states = after_steps(other, gradients).state_dict()
+        model = mcf.as_expansion(nn.Linear(3, 2, bias=False), format)
+        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer.load_state_dict(states)
+        state = optimizer.state[model.weight]
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert salt(state[name]) == salt_of("weight", name)
+
+    @pytest.mark.parametrize("size", [1 << 10, 1 << 19])
+    def test_a_converted_checkpoint_has_that_of_names(self, format, size, tmp_path):
+        plain_model = nn.Linear(size // 8, 8, bias=False, dtype=torch.float64)
+        torch.save(plain_model.state_dict(), tmp_path / "old.pt")
+        path = tmp_path / "new.safetensors"
+        mcf.convert_checkpoint(tmp_path / "old.pt", path, format, lossy=True)
+        found = mcf.load_file(path)["weight"]
+        expected = mcf.as_expansion(plain_model, format).weight
+        assert same(found, expected)
+        assert found.writes == expected.writes == 1
+        assert salt(found) == salt_of("weight")
+
+
+@by_format
+class TestPieces:
+    """What is cut off goes on as it would have done within the whole."""
+
+    @pytest.mark.parametrize(
+        "cut",
+        [
+            lambda x: x[2:],
+            lambda x: x[2:][1:],
+            lambda x: x.unbind()[3],
+            lambda x: x.chunk(2)[1],
+            lambda x: x.view(-1)[5:].detach(),
+            lambda x: x.split([1, 4, 1])[1].data,
+            lambda x: x.narrow(0, 2, 3).flatten(),
+        ],
+    )
+    @pytest.mark.parametrize(
+        "take",
+        [
+            lambda x: x,
+            torch.clone,
+            copy.deepcopy,
+            saved_and_loaded,
+            lambda x: torch.empty_like(x).copy_(x),
+            lambda x: x + 0 if x.format.result is x.format else x.clone(),
+            lambda x: mcf.from_terms(mcf.as_terms({"x": x}))["x"],
+        ],
+        ids=["itself", "clone", "deepcopy", "save", "copy_", "result", "terms"],
+    )
+    def test_rounds_as_the_whole_does(self, format, cut, take):
+        model = mcf.as_expansion(nn.Linear(4, 6), format)
+        x, whole = model.weight.detach().clone(), model.weight.detach().clone()
+        before = x.writes.item()
+        piece = take(cut(x))
+        others = int(piece.writes) - before  # a result is one write
+        for _ in range(2 + others):
+            whole.mul_(0.999)
+        for _ in range(2):
+            piece.mul_(0.999)
+        expected = cut(whole)
+        if not others:
+            assert same(piece, expected)
+        assert salt(piece) == salt(expected)
+
+    def test_into_a_piece_of_something_longer(self, format):
+        """As shards are stored, beside which there is room."""
+        x = mcf.as_expansion(nn.Linear(4, 6), format).weight.detach()
+        room = x.new_zeros(20)
+        room[:12].copy_(x.flatten()[12:])
+        piece = room.view(5, 4)[:3]
+        for y in (x, piece):
+            y.mul_(0.999)
+        assert same(piece, x[3:])
+        room[4:].copy_(x[4:].flatten().repeat(2))
+        assert salt(room[4:]) == salt(x[4:])
+
+    @pytest.mark.parametrize("backend", ["aot_eager"])
+    def test_compiled(self, format, backend):
+        if format.dtype == torch.float32:
+            pytest.skip("as bf16x2")
+
+        def write(x):
+            x[2:].mul_(0.999)
+            x.mul_(0.999)
+            return x[4:].clone().mul_(0.999)
+
+        x = mcf.as_expansion(nn.Linear(4, 6), format).weight.detach()
+        y = x.clone()
+        pairs = [(x, y), (x[1:], y[1:])]
+        for a, b in pairs:
+            result, expected = torch.compile(write, backend=backend)(a), write(b)
+            assert same(result, expected)
+            assert salt(result) == salt(expected)
+            assert same(x, y)
+            assert x.writes == y.writes
+
+
+def test_errors_of_two_tensors_have_nothing_to_do_with_each_other():
+    """Where they begin with the same numbers and are pushed alike, as norm weights are; with the
+    same sequences they correlate by 0.8."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = torch.randn(100, 2, 64, 64, generator=generator) + 1
+    for fused in (False, True):
+        model = nn.ModuleList([nn.Linear(64, 64, bias=False) for _ in range(2)])
+        for p in model.parameters():
+            nn.init.ones_(p)
+        exact = copy.deepcopy(model).double()
+        optimizers = [
+            after_steps(mcf.as_expansion(model, ALONE), gradients, fused=fused),
+            after_steps(exact, gradients.bfloat16()),
+        ]
+        pairs = list(zip(model.parameters(), exact.parameters(), strict=True))
+        for of in (
+            lambda p, _: p,
+            lambda p, optimizer: optimizer.state[p]["exp_avg"],
+            lambda p, optimizer: optimizer.state[p]["exp_avg_sq"],
+        ):
+            errors = [
+                mcf.as_plain(of(p, optimizers[0]), torch.float64) - of(q, optimizers[1]).detach()
+                for p, q in pairs
+            ]
+            assert abs(correlation(*errors)) < 5 / 64
+        names = ("exp_avg", "exp_avg_sq")
+        p, q = pairs[0]
+        errors = [
+            mcf.as_plain(optimizers[0].state[p][n], torch.float64) - optimizers[1].state[q][n]
+            for n in names
+        ]
+        assert abs(correlation(*errors)) < 5 / 64
+
+
+def test_states_made_by_a_compiled_step_have_the_salts_of_an_eager_one():
+    class Averaging(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {})
+
+        @torch.no_grad()
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                state = self.state[p]
+                if not state:
+                    state |= {name: torch.zeros_like(p) for name in ("slow", "fast")}
+                state["slow"].lerp_(p.grad, 0.01)
+                state["fast"].lerp_(p.grad, 0.1)
+                p.add_(state["fast"] + state["slow"], alpha=-0.1)
+
+    def trained(compiled):
+        torch.manual_seed(0)
+        model = mcf.as_expansion(nn.Linear(5, 3), mcf.bf16i8)
+        optimizer = Averaging(model.parameters())
+        step = optimizer.step
+        if compiled:
+            step = torch.compile(step, backend="aot_eager")
+        for _ in range(3):
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape).bfloat16()
+            step()
+        return [x for p in model.parameters() for x in (p, *optimizer.state[p].values())]
+
+    for a, b in zip(trained(False), trained(True), strict=True):
+        assert same(a, b)
+        assert (salt(a), a.writes) == (salt(b), b.writes)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mcftensor.arithmetic.counting import moved, start
 from mcftensor.checkpoint.atomic import making
 from mcftensor.checkpoint.bridge.entries import Entry, Request
 from mcftensor.checkpoint.bridge.layouts import read_checkpoint
@@ -18,7 +19,8 @@ from mcftensor.checkpoint.errors import CheckpointError
 from mcftensor.checkpoint.saving import save_terms
 from mcftensor.checkpoint.shards import size_in_bytes
 from mcftensor.checkpoint.state_dicts import as_terms
-from mcftensor.convert import as_expansion, as_plain
+from mcftensor.convert import as_plain, value_in
+from mcftensor.dispatch.operands import after
 from mcftensor.formats import PLAIN, Format, PlainFormat, bf16i16, named
 from mcftensor.tensor import MCFTensor
 
@@ -197,7 +199,7 @@ class _Writer:
             raise CheckpointError(f"{name} is of shape {x.shape}, where {entry.shape} was said")
         if target == entry.format:
             return x
-        y, lost = _recoded(x, entry.format, target)
+        y, lost = _recoded(name, x, entry.format, target)
         if lost and not self.lossy:
             raise CheckpointError(
                 f"convert_checkpoint: {name} of shape {tuple(x.shape)} would lose bits in {lost} "
@@ -233,30 +235,34 @@ def _likes(name: str, shape: torch.Size, format: Format) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _recoded(x: Tensor, source: Format, target: Format) -> tuple[Tensor, int]:
+def _recoded(name: str, x: Tensor, source: Format, target: Format) -> tuple[Tensor, int]:
     """A tensor in another format, and how many elements would not come back as they were."""
+    first = start(x.device, name)
     if any(c.shape(x.shape) != x.shape for f in (source, target) for c in f.components):
-        y = _in(target, x)
-        return y, _differ(x, _in(source, y))
+        y = _in(target, x, first)
+        return y, _differ(x, _in(source, y, first))
     parts = [torch.empty(x.shape, dtype=component.dtype) for component in target.components]
     places = [part.view(-1).split(_BLOCK) for part in parts]
     lost = 0
     for i, block in enumerate(x.reshape(-1).split(_BLOCK)):
-        y = _in(target, block)
-        lost += _differ(block, _in(source, y))
+        count = moved(first, i * _BLOCK)
+        y = _in(target, block, count)
+        lost += _differ(block, _in(source, y, count))
         for place, part in zip(places, _components_of(y), strict=True):
             place[i].copy_(part)
-    return (parts[0] if isinstance(target, PlainFormat) else MCFTensor.of(parts, target)), lost
+    if isinstance(target, PlainFormat):
+        return parts[0], lost
+    return MCFTensor.of(parts, target, writes=after(target, first)), lost
 
 
 _BLOCK = 1 << 18
 """Elements that are converted at once, so that what conversions need beside them is little."""
 
 
-def _in(format: Format, x: Tensor) -> Tensor:
+def _in(format: Format, x: Tensor, count: Tensor) -> Tensor:
     if isinstance(format, PlainFormat):
         return as_plain(x, format.dtype)
-    return as_expansion(x, format)
+    return value_in(x, format, count)
 
 
 def _differ(x: Tensor, y: Tensor) -> int:
