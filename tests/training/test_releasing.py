@@ -796,6 +796,8 @@ def test_a_bucket_that_fails_at_the_end_of_backward():
     model, optimizer, handle, error = half_stepped(bucket=1 << 22)
     assert handle.stepped == []
     assert len(error.failed) == 6
+    with pytest.raises(mcf.StepInBackwardError, match="another gradient"):
+        loss_of(model).backward()
     optimizer.step()
     train(model, optimizer, steps=1)
 
@@ -826,6 +828,44 @@ def test_a_backward_that_fails_half_way():
         assert set(handle.stepped) == {name for name, _ in model.named_parameters()}
         assert not torch.equal(model[3].weight, stepped[4])
         optimizer.step()
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+def test_what_waits_from_a_backward_that_failed_steps_once(dropped):
+    def run(release):
+        model = network(None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = mcf.step_in_backward(model, optimizer) if release else None
+        model[0].weight.register_hook(interrupt_once())
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(model).backward()
+        if dropped:
+            optimizer.zero_grad()
+        loss_of(model, 1).backward()
+        optimizer.step()
+        if not dropped:
+            return left(model, optimizer)
+        optimizer.zero_grad()
+        model[0].weight.register_hook(interrupt_once())
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(model).backward()
+        optimizer.zero_grad()
+        model[0](torch.ones(4)).sum().backward()
+        assert handle is None or set(handle.stepped) == {"0.weight", "0.bias"}
+        optimizer.step()
+        return left(model, optimizer)
+
+    assert_same_bits(run(False), run(True))
+
+
+def interrupt_once():
+    times = iter([KeyboardInterrupt])
+
+    def hook(grad):
+        for error in times:
+            raise error
+
+    return hook
 
 
 def test_an_interrupt_is_passed_on():
