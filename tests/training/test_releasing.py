@@ -444,6 +444,7 @@ def test_copies_are_without_it(tmp_path):
     ):
         loss_of(twin).backward()
         assert all(p.grad is not None for p in twin.parameters())
+        assert list(twin._ddp_params_and_buffers_to_ignore) == []  # DDP may have it
     optimizer = pickle.loads(pickle.dumps(torch.optim.SGD(nn.Linear(1, 1).parameters())))
     assert optimizer.param_groups
 
@@ -922,6 +923,10 @@ def test_one_handle():
     for other in (optimizer, torch.optim.SGD(model[0].parameters())):
         with pytest.raises(ValueError, match=r"has a handle; remove\(\)"):
             mcf.step_in_backward(model, other)
+    handle.remove()
+    handle = mcf.step_in_backward(model[0], optimizer)
+    with pytest.raises(ValueError, match=r"has a handle; remove\(\)"):
+        mcf.step_in_backward(model[3], optimizer)
     handle.remove()
     mcf.step_in_backward(model, optimizer)
 
