@@ -65,7 +65,7 @@ class StepInBackward(Handle):
         self._failed: dict[Tensor, None] = {}
         self._norms: dict[Tensor, Tensor] = {}
         self._measured: tuple[float, Tensor] | None = None
-        self._buckets: dict[Any, list[Tensor]] = {}  # by the stream that gradients were made on
+        self._buckets: dict[Any, dict[Tensor, None]] = {}  # by streams
         self._bytes = 0
         self._undo: list[Callable[[], None]] = []
 
@@ -171,7 +171,7 @@ class StepInBackward(Handle):
                 p.grad = None
                 return
             stream = _stream_of(grad)
-            self._buckets.setdefault(stream, []).append(p)
+            self._buckets.setdefault(stream, {})[p] = None
             self._bytes += local(grad).numel() * grad.element_size()
             if self._bytes >= self._bucket_bytes:
                 self._step(self._buckets.pop(stream))

@@ -444,6 +444,7 @@ def test_copies_are_without_it(tmp_path):
     ):
         loss_of(twin).backward()
         assert all(p.grad is not None for p in twin.parameters())
+        assert list(twin._ddp_params_and_buffers_to_ignore) == []  # DDP may have it
     optimizer = pickle.loads(pickle.dumps(torch.optim.SGD(nn.Linear(1, 1).parameters())))
     assert optimizer.param_groups
 
@@ -796,6 +797,8 @@ def test_a_bucket_that_fails_at_the_end_of_backward():
     model, optimizer, handle, error = half_stepped(bucket=1 << 22)
     assert handle.stepped == []
     assert len(error.failed) == 6
+    with pytest.raises(mcf.StepInBackwardError, match="another gradient"):
+        loss_of(model).backward()
     optimizer.step()
     train(model, optimizer, steps=1)
 
@@ -826,6 +829,44 @@ def test_a_backward_that_fails_half_way():
         assert set(handle.stepped) == {name for name, _ in model.named_parameters()}
         assert not torch.equal(model[3].weight, stepped[4])
         optimizer.step()
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+def test_what_waits_from_a_backward_that_failed_steps_once(dropped):
+    def run(release):
+        model = network(None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = mcf.step_in_backward(model, optimizer) if release else None
+        model[0].weight.register_hook(interrupt_once())
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(model).backward()
+        if dropped:
+            optimizer.zero_grad()
+        loss_of(model, 1).backward()
+        optimizer.step()
+        if not dropped:
+            return left(model, optimizer)
+        optimizer.zero_grad()
+        model[0].weight.register_hook(interrupt_once())
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(model).backward()
+        optimizer.zero_grad()
+        model[0](torch.ones(4)).sum().backward()
+        assert handle is None or set(handle.stepped) == {"0.weight", "0.bias"}
+        optimizer.step()
+        return left(model, optimizer)
+
+    assert_same_bits(run(False), run(True))
+
+
+def interrupt_once():
+    times = iter([KeyboardInterrupt])
+
+    def hook(grad):
+        for error in times:
+            raise error
+
+    return hook
 
 
 def test_an_interrupt_is_passed_on():
@@ -882,6 +923,10 @@ def test_one_handle():
     for other in (optimizer, torch.optim.SGD(model[0].parameters())):
         with pytest.raises(ValueError, match=r"has a handle; remove\(\)"):
             mcf.step_in_backward(model, other)
+    handle.remove()
+    handle = mcf.step_in_backward(model[0], optimizer)
+    with pytest.raises(ValueError, match=r"has a handle; remove\(\)"):
+        mcf.step_in_backward(model[3], optimizer)
     handle.remove()
     mcf.step_in_backward(model, optimizer)
 
