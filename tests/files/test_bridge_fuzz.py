@@ -193,3 +193,19 @@ def test_a_wrong_shape_of_a_state(tmp_path):
     content["optimizer"]["state"][1]["exp_avg"] = torch.ones(5)
     torch.save(content, tmp_path / "run.pt")
     assert not Target().load(tmp_path / "run.pt")
+
+
+@pytest.mark.parametrize(
+    ("part", "other"), [(b"state", b"stbte"), (b"optimizer", b"optimjzer"), (b"param", b"parbm")]
+)
+def test_a_master_under_another_name(part, other, tmp_path):
+    """`.metadata` has no digest: what has lost its name is not left out."""
+    source = foreign.megatron_remainders(tmp_path)
+    (path,) = source.rglob(".metadata")
+    content = path.read_bytes()
+    name = b"chained_0.optimizer.state.param.norm.weight"
+    path.write_bytes(content.replace(name, name.replace(part, other)))
+    assert path.read_bytes() != content
+    with pytest.raises(mcf.CheckpointError):
+        mcf.load_file(source)
+    assert not convert(source, tmp_path / "out")

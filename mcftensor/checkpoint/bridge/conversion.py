@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.checkpoint.atomic import making
+from mcftensor.checkpoint.bridge.blocks import in_blocks
 from mcftensor.checkpoint.bridge.entries import Entry, Request
 from mcftensor.checkpoint.bridge.layouts import read_checkpoint
 from mcftensor.checkpoint.bridge.torch_optimizers import BESIDE, metadata_of, state_name
@@ -238,19 +239,16 @@ def _recoded(x: Tensor, source: Format, target: Format) -> tuple[Tensor, int]:
     if any(c.shape(x.shape) != x.shape for f in (source, target) for c in f.components):
         y = _in(target, x)
         return y, _differ(x, _in(source, y))
-    parts = [torch.empty(x.shape, dtype=component.dtype) for component in target.components]
-    places = [part.view(-1).split(_BLOCK) for part in parts]
     lost = 0
-    for i, block in enumerate(x.reshape(-1).split(_BLOCK)):
+
+    def convert(block: Tensor) -> Sequence[Tensor]:
+        nonlocal lost
         y = _in(target, block)
         lost += _differ(block, _in(source, y))
-        for place, part in zip(places, _components_of(y), strict=True):
-            place[i].copy_(part)
+        return _components_of(y)
+
+    parts = in_blocks(convert, [x], [component.dtype for component in target.components])
     return (parts[0] if isinstance(target, PlainFormat) else MCFTensor.of(parts, target)), lost
-
-
-_BLOCK = 1 << 18
-"""Elements that are converted at once, so that what conversions need beside them is little."""
 
 
 def _in(format: Format, x: Tensor) -> Tensor:
