@@ -371,7 +371,7 @@ class TestCommand:
 
 
 MEMORY = """
-import json, re, sys, threading, time
+import json, re, sys, tempfile, threading, time
 import torch, mcftensor as mcf
 
 def held():
@@ -383,8 +383,11 @@ def watch():
         time.sleep(0.0005)
 
 torch.set_num_threads(1)
-warm = mcf.as_expansion(torch.ones(1 << 16), mcf.bf16i16)
-mcf.as_plain(warm, torch.float32)
+with tempfile.TemporaryDirectory() as folder:  # what is there once: modules, tables
+    torch.save({"x": torch.randn(1 << 17)}, f"{folder}/x.pt")
+    for format in ("bf16i16", "bf16x3"):
+        mcf.convert_checkpoint(f"{folder}/x.pt", f"{folder}/{format}", format, lossy=True)
+        mcf.convert_checkpoint(f"{folder}/{format}", f"{folder}/{format} back", "float32")
 most = [0]
 threading.Thread(target=watch, daemon=True).start()
 for source, destination, format, most_in_a_file in json.loads(sys.argv[1]):
@@ -418,7 +421,7 @@ def more_held(jobs):
     jobs = [[str(source), str(to), *options] for source, to, *options in jobs]
     command = [sys.executable, "-c", MEMORY, json.dumps(jobs)]
     # With thresholds set, glibc gives freed memory back at once, and the peak is the program's.
-    at_once = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(4 * MIB))
+    at_once = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(MIB))
     run = subprocess.run(
         command, capture_output=True, text=True, check=True, env=os.environ | at_once
     )
