@@ -171,6 +171,43 @@ def save_distributed(state, folder):
         dcp.save(state, checkpoint_id=folder, no_dist=True)
 
 
+def torchtitan(folder, under=()):
+    """The last of two steps, with weights at the top or under a key."""
+    root = folder / "checkpoint"
+    (root / "step-3").mkdir(parents=True)
+    (options,) = groups()
+    names = options.pop("params") and list(SHAPES)
+    step = {name: torch.tensor(float(STEPS)) for name in names}
+    optimizer = {
+        f"state.{name}.{key}": values[name]
+        for key, values in {**MOMENTS, "step": step}.items()
+        for name in names
+    }
+    optimizer |= {f"param_groups.{n}.{key}": x for n in names for key, x in options.items()}
+    state = {"optimizer": optimizer, "lr_scheduler": {"last_epoch": STEPS}}
+    state |= {"train_state": {"step": torch.tensor(STEPS)}, "dataloader": {"dp_rank_0": b"any"}}
+    state |= {under[0]: MASTERS} if under else MASTERS
+    save_distributed(state, root / f"step-{STEPS}")
+    save_distributed({"embed.weight": torch.ones(3)}, root / "step-3")
+    return root
+
+
+def torchtitan_under_model(folder):
+    return torchtitan(folder, under=("model",))
+
+
+def distributed(folder):
+    """What `get_state_dict` gives, in one object of a script's."""
+    (options,) = groups()
+    step = torch.tensor(float(STEPS))
+    state = {
+        name: {"step": step, **{key: x[name] for key, x in MOMENTS.items()}} for name in SHAPES
+    }
+    optimizer = {"state": state, "param_groups": [{**options, "params": list(SHAPES)}]}
+    save_distributed({"app": {"model": MASTERS, "optim": optimizer}}, folder / "saved")
+    return folder / "saved"
+
+
 def megatron_remainders(folder):
     return megatron(folder, remainders=True, prefix="chained_0.")
 
@@ -218,6 +255,9 @@ EXACT = {
         deepspeed_stage_3,
         megatron,
         megatron_remainders,
+        torchtitan,
+        torchtitan_under_model,
+        distributed,
         transformer_engine,
         transformer_engine_float32,
     )

@@ -19,28 +19,34 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from mcftensor.checkpoint.bridge.distributed import METADATA, opened
+from mcftensor.checkpoint.bridge.distributed import Folder
 from mcftensor.checkpoint.bridge.entries import Contents, Entry, Request
 from mcftensor.checkpoint.bridge.transformer_engine import with_master
 from mcftensor.checkpoint.errors import CheckpointError, some
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
+_OF_OPTIMIZER = re.compile(r".*optimizer\.")
 _MASTERS = ("fp32_param", "param")
 
 
-def matches(path: Path) -> bool:
-    """Whether a folder is one of these."""
-    return (path / METADATA).is_file() or (path / _LATEST).is_file()
+def last_iteration(path: Path) -> Path | None:
+    """Of the folder of a run, that of its last checkpoint."""
+    if not (path / _LATEST).is_file():
+        return None
+    last = (path / _LATEST).read_text(encoding="utf-8").strip()
+    return path / (f"iter_{int(last):07}" if last.isdigit() else last)
 
 
-def read(path: Path, request: Request) -> Contents:
+def matches(folder: Folder) -> bool:
+    """Whether it is Megatron's: it has states, which lie in no dict."""
+    return any(len(keys) == 1 and _OF_OPTIMIZER.match(keys[0]) for keys in folder.paths.values())
+
+
+def read(path: Path, folder: Folder, request: Request) -> Contents:
     """Weights as their masters, and the moments of their optimizer."""
-    if not (path / METADATA).is_file():
-        last = (path / _LATEST).read_text(encoding="utf-8").strip()
-        path = path / (f"iter_{int(last):07}" if last.isdigit() else last)
-    entries = opened(path, request.verify).tensors
-    weights = {name: x for name, x in entries.items() if not re.match(r".*optimizer\.", name)}
+    entries = folder.tensors
+    weights = {name: x for name, x in entries.items() if not _OF_OPTIMIZER.match(name)}
     contents = Contents("Megatron-Core", dict(weights))
     states: dict[str, dict[str, Entry]] = {}
     for name, x in entries.items():
