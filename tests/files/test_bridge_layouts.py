@@ -7,6 +7,11 @@ import types
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 
 import mcftensor as mcf
 from mcftensor.checkpoint.bridge import flashoptim as of_flashoptim
@@ -310,3 +315,88 @@ class TestRefusals:
         source = foreign.torch_shards(tmp_path)
         with pytest.raises(mcf.CheckpointError, match="holds no states of an optimizer"):
             mcf.load_file(source, model, optimizer=torch.optim.AdamW(model.parameters()))
+
+
+class TestDistributed:
+    @pytest.mark.parametrize("is_flat", [False, True])
+    def test_what_torch_makes(self, is_flat, tmp_path):
+        torch.manual_seed(0)
+        model = foreign.Model()
+        narrow, wide = (
+            [p for p in model.parameters() if (p.dim() > 1) == is_wide] for is_wide in (False, True)
+        )
+
+        def optimizer_of(narrow, wide):
+            groups = [{"params": narrow, "weight_decay": 0.0}, {"params": wide, "lr": 0.5}]
+            return torch.optim.AdamW(groups, lr=0.25, betas=(0.5, 0.75))
+
+        optimizer = optimizer_of(narrow, wide)
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+        options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+        state = get_optimizer_state_dict(model, optimizer, options=options)
+        content = {"optimizer": state, **get_model_state_dict(model)}
+        foreign.save_distributed(content, tmp_path / "saved")
+        mcf.convert_checkpoint(tmp_path / "saved", tmp_path / "converted")
+        for source in ("saved", "converted"):
+            other = mcf.as_expansion(foreign.Model(), mcf.bf16i16)
+            parameters = list(other.parameters())
+            loaded = optimizer_of(
+                *([p for p in parameters if (p.dim() > 1) == is_wide] for is_wide in (False, True))
+            )
+            for group in loaded.param_groups:
+                group.update(lr=7.0, weight_decay=7.0, betas=(0.1, 0.2))
+            mcf.load_file(tmp_path / source, other, optimizer=loaded)
+            assert_same_bits(plain(other.state_dict()), dict(model.state_dict()))
+            for p, q in zip(model.parameters(), parameters, strict=True):
+                for key, x in optimizer.state[p].items():
+                    found = loaded.state[q][key]
+                    assert torch.equal(mcf.as_plain(found, torch.float32), x)
+            for ours, theirs in zip(loaded.param_groups, optimizer.param_groups, strict=True):
+                assert [ours[k] for k in ("lr", "weight_decay", "betas")] == [
+                    theirs[k] for k in ("lr", "weight_decay", "betas")
+                ]
+
+    def test_groups_that_are_one_here(self, tmp_path):
+        source = foreign.torchtitan(tmp_path) / "step-7"
+        content = {f"state.{name}.exp_avg": x for name, x in foreign.MOMENTS["exp_avg"].items()}
+        content |= {
+            f"param_groups.{name}.lr": 0.5 + (x.dim() > 1) for name, x in foreign.MASTERS.items()
+        }
+        foreign.save_distributed({"optimizer": content, **foreign.MASTERS}, source)
+        model = foreign.Model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with pytest.raises(mcf.CheckpointError, match="parameters of one group of the optimizer"):
+            mcf.load_file(source, model, optimizer=optimizer)
+
+    def test_weights_alone(self, tmp_path):
+        foreign.save_distributed(foreign.MASTERS, tmp_path / "saved")
+        assert_same_bits(mcf.load_file(tmp_path / "saved"), foreign.MASTERS)
+
+    def test_states_of_no_weight(self, tmp_path):
+        state = {"optimizer": {"state.norm.exp_avg": torch.ones(6)}, **foreign.MASTERS}
+        foreign.save_distributed(state, tmp_path / "saved")
+        with pytest.raises(mcf.CheckpointError, match="has states of norm, and no such weights"):
+            mcf.convert_checkpoint(tmp_path / "saved", tmp_path / "to")
+
+    def test_no_weights(self, tmp_path):
+        state = {"optimizer": {"state.w.exp_avg": torch.ones(6)}, "other": {"x": torch.ones(1)}}
+        foreign.save_distributed(state, tmp_path / "saved")
+        with pytest.raises(mcf.CheckpointError, match="holds no weights"):
+            mcf.load_file(tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    ("file", "repair"),
+    [
+        ("zero_pp_rank_0_mp_rank_00_optim_states.pt", r"ds_to_universal\.py"),
+        ("mp_rank_00_001/model_optim_rng.pt", "--ckpt-convert-format torch_dist"),
+    ],
+)
+def test_layouts_that_another_program_exports(file, repair, tmp_path):
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    torch.save({}, path)
+    with pytest.raises(mcf.CheckpointError, match=repair):
+        mcf.convert_checkpoint(tmp_path, tmp_path / "to")
