@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import mcftensor as mcf
 from mcftensor.checkpoint.bridge import flashoptim as of_flashoptim
+from mcftensor.checkpoint.bridge import zero as of_zero
 from support import foreign, helpers
 
 
@@ -374,6 +375,13 @@ class TestDistributed:
         foreign.save_distributed(foreign.MASTERS, tmp_path / "saved")
         assert_same_bits(mcf.load_file(tmp_path / "saved"), foreign.MASTERS)
 
+    def test_the_last_step_that_was_finished(self, tmp_path):
+        source = foreign.torchtitan(tmp_path)
+        foreign.save_distributed({"x": torch.ones(3)}, source / "step-10")
+        assert_same_bits(mcf.load_file(source), {"x": torch.ones(3)})
+        (source / "step-10" / ".metadata").unlink()
+        assert_same_bits(mcf.load_file(source), foreign.MASTERS)
+
     def test_states_of_no_weight(self, tmp_path):
         state = {"optimizer": {"state.norm.exp_avg": torch.ones(6)}, **foreign.MASTERS}
         foreign.save_distributed(state, tmp_path / "saved")
@@ -387,16 +395,97 @@ class TestDistributed:
             mcf.load_file(tmp_path / "saved")
 
 
-@pytest.mark.parametrize(
-    ("file", "repair"),
-    [
-        ("zero_pp_rank_0_mp_rank_00_optim_states.pt", r"ds_to_universal\.py"),
-        ("mp_rank_00_001/model_optim_rng.pt", "--ckpt-convert-format torch_dist"),
-    ],
-)
-def test_layouts_that_another_program_exports(file, repair, tmp_path):
-    path = tmp_path / file
-    path.parent.mkdir(exist_ok=True)
+def test_layouts_that_another_program_exports(tmp_path):
+    path = tmp_path / "mp_rank_00_001" / "model_optim_rng.pt"
+    path.parent.mkdir()
     torch.save({}, path)
-    with pytest.raises(mcf.CheckpointError, match=repair):
+    with pytest.raises(mcf.CheckpointError, match="--ckpt-convert-format torch_dist"):
         mcf.convert_checkpoint(tmp_path, tmp_path / "to")
+
+
+class TestZero:
+    def change(self, source, pattern, change):
+        """Write a file anew, as it would be."""
+        for file in source.rglob(pattern):
+            with torch.serialization.safe_globals(of_zero._ALLOWED):
+                content = torch.load(file, weights_only=True)
+            change(content)
+            content.get("optimizer_state_dict", {}).pop("loss_scaler", None)
+            content.get("optimizer_state_dict", {}).pop("param_slice_mappings", None)
+            torch.save(content, file)
+
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    @pytest.mark.parametrize("world", [1, 2, 5, 8])
+    def test_numbers_of_processes(self, stage, world, tmp_path):
+        source = foreign.zero(tmp_path, stage, world)
+        assert_same_bits(mcf.load_file(source), foreign.MASTERS)
+        assert_same_bits(mcf.load_file(source / "global_step7"), foreign.MASTERS)
+
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    def test_what_is_not_trained(self, stage, tmp_path):
+        frozen = torch.arange(6.0).view(2, 3)
+        parts = [frozen.flatten()[2 * i :][:2] for i in range(3)]
+        buffer = torch.tensor([3, 4])
+        module = {name: x.bfloat16() for name, x in foreign.MASTERS.items()}
+        module |= {"buffer": buffer, "head.weight": module["embed.weight"]}
+        more = {"module": module, "buffer_names": ["buffer"]}
+        more["shared_params"] = {"head.weight": "embed.weight"}
+        if stage < 3:
+            module["frozen"] = frozen
+        if stage > 1:
+            more["frozen_param_shapes"] = {"frozen": frozen.shape}
+            more["frozen_param_fragments"] = {"frozen": frozen}
+        source = foreign.zero(tmp_path, stage, more=more)
+        if stage == 3:
+            for i, part in enumerate(parts):
+
+                def change(content, part=part):
+                    content["frozen_param_fragments"] = {"frozen": part}
+
+                self.change(source, f"*rank_{i}_mp*_model_states.pt", change)
+        found = mcf.load_file(source)
+        assert found["head.weight"] is found["embed.weight"]
+        expected = {**foreign.MASTERS, "head.weight": found["embed.weight"]}
+        assert_same_bits(found, {**expected, "frozen": frozen, "buffer": buffer})
+
+    def test_a_part_that_is_missing(self, tmp_path):
+        source = foreign.zero(tmp_path)
+        (last,) = source.rglob("zero_pp_rank_2*")
+        last.unlink()
+        with pytest.raises(mcf.CheckpointError, match="has 2 parts of 3 that were saved"):
+            mcf.load_file(source)
+        (first,) = source.rglob("zero_pp_rank_0*")
+        first.unlink()
+        with pytest.raises(mcf.CheckpointError, match="lacks the part of process 0"):
+            mcf.load_file(source)
+
+    @pytest.mark.parametrize(
+        "name",
+        ["zero_pp_rank_0_mp_rank_01_optim_states.pt", "expp_rank_0_mp_rank_00_optim_states.pt",
+         "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"],
+    )  # fmt: skip
+    def test_other_kinds_of_parallelism(self, name, tmp_path):
+        source = foreign.zero(tmp_path)
+        torch.save({}, source / "global_step7" / name)
+        with pytest.raises(mcf.CheckpointError, match=rf"{name}.*ds_to_universal\.py"):
+            mcf.load_file(source)
+
+    @pytest.mark.parametrize("stage", [2, 3])
+    def test_shapes_of_another_model(self, stage, tmp_path):
+        def change(content):
+            content["param_shapes"][0]["embed.weight"] = torch.Size([11, 7])
+
+        source = foreign.zero(tmp_path, stage)
+        self.change(source, "*_model_states.pt", change)
+        with pytest.raises(mcf.CheckpointError, match=r"elements, and \d+ are there"):
+            mcf.load_file(source)
+
+    def test_states_of_elastic_checkpoints(self, tmp_path):
+        def change(content):
+            content["optimizer_state_dict"]["base_optimizer_state"] = []
+
+        source = foreign.zero(tmp_path)
+        self.change(source, "*_optim_states.pt", change)
+        assert_same_bits(mcf.load_file(source), foreign.MASTERS)
+        with pytest.raises(mcf.CheckpointError, match=r"elastic.*ds_to_universal\.py"):
+            mcf.convert_checkpoint(source, tmp_path / "to")

@@ -13,6 +13,7 @@ from mcftensor.checkpoint.bridge import (
     torch_optimizers,
     torchtitan,
     weights,
+    zero,
 )
 from mcftensor.checkpoint.bridge.entries import Contents, Request
 from mcftensor.checkpoint.errors import CheckpointError, reading
@@ -57,9 +58,6 @@ def _refuse(path: Path, request: Request) -> Contents:
 
 
 _UNREAD = {
-    "*_optim_states.pt": "the parts of ZeRO, one for each process, which are not read; DeepSpeed's "
-    "ds_to_universal.py makes a checkpoint of them that is, with states, and zero_to_fp32.py the "
-    "weights",
     "mp_rank_*/model_optim_rng.pt": "a checkpoint of Megatron's --ckpt-format torch, which is not "
     "read; Megatron's --ckpt-convert-format torch_dist makes one of it that is",
 }
@@ -68,6 +66,7 @@ _UNREAD = {
 LAYOUTS = (
     Layout(lambda path: path.is_dir() and _in_folder(path) is not None, _read_folder),
     Layout(deepspeed.matches, deepspeed.read),
+    Layout(lambda path: zero.folder_of(path) is not None, zero.read),
     Layout(lambda path: _distributed(path) is not None, _read_distributed),
     Layout(lambda path: any(any(path.glob(pattern)) for pattern in _UNREAD), _refuse),
     Layout(lambda path: path.suffix == ".json", weights.read_shards),
@@ -88,7 +87,7 @@ def read_checkpoint(path: Path, request: Request) -> Contents:
         if path.is_dir():
             raise CheckpointError(
                 f"the folder {path} holds none of {', '.join(IN_FOLDERS)}, and is no checkpoint of "
-                "DeepSpeed (universal), Megatron (torch_dist) or torch.distributed.checkpoint; "
+                "DeepSpeed, Megatron (torch_dist) or torch.distributed.checkpoint; "
                 "name the file itself"
             )
         raise CheckpointError(f"cannot read {path}: No such file or directory")
