@@ -473,7 +473,7 @@ def test_the_table_of_layouts_is_the_page():
     """The docstring and the guide name the same layouts."""
     page = (foreign.ROOT / "docs/guides/bridge.md").read_text()
     rows = re.findall(r"^ *\| ([A-Z][^|]+?) \|", mcf.convert_checkpoint.__doc__, re.MULTILINE)
-    assert len(rows) == 9
+    assert len(rows) == 10
     assert re.findall(r"^\| ([A-Z][^|,]+?)(?: \||,)", page, re.MULTILINE) == [
         row.split(",")[0] for row in rows
     ]

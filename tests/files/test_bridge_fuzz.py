@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import re
 import shutil
 import zipfile
 
@@ -209,3 +210,13 @@ def test_a_master_under_another_name(part, other, tmp_path):
     with pytest.raises(mcf.CheckpointError):
         mcf.load_file(source)
     assert not convert(source, tmp_path / "out")
+
+
+def test_a_state_that_two_names_are_said_of(tmp_path):
+    source = foreign.torchtitan(tmp_path)
+    (path,) = source.rglob(".metadata")
+    content = path.read_bytes()
+    said = rb"(?<!optimizer\.)state\.norm\.weight\.exp_avg(?!_sq)"
+    path.write_bytes(re.sub(said, b"state.norm.weight.exp_bvg", content))
+    assert path.read_bytes() != content
+    assert not Target().load(source)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.checkpoint.atomic import making
-from mcftensor.checkpoint.bridge.blocks import in_blocks
+from mcftensor.checkpoint.bridge.blockwise import in_blocks
 from mcftensor.checkpoint.bridge.entries import Entry, Request
 from mcftensor.checkpoint.bridge.layouts import read_checkpoint
 from mcftensor.checkpoint.bridge.torch_optimizers import BESIDE, metadata_of, state_name
@@ -67,7 +67,7 @@ def convert_checkpoint(
 
     The destination is a folder with `model.safetensors` and, where the source has states of an
     optimizer, `optimizer.safetensors`, for `load_file`. It comes into being when all has been
-    written. One tensor is in memory at a time.
+    written. In memory are one tensor and what it becomes.
 
     Read are
 
@@ -77,7 +77,8 @@ def convert_checkpoint(
     | Safetensors | one file, or several and an index | |
     | PyTorch, `torch.save` | a state dict, or one in a larger one; several files | torch.optim's |
     | Trainer of transformers, Accelerate | folders of either | `optimizer.pt`, `.bin` |
-    | DeepSpeed | `zero_to_fp32.py`'s output; universal checkpoints | of the latter |
+    | DeepSpeed | ZeRO's files, universal checkpoints; `zero_to_fp32.py`'s output | of the first two |
+    | Torchtitan | `torch.distributed.checkpoint`, also of other scripts | by name |
     | Megatron-Core | `torch_dist`: float32 masters, or int16 remainders | as tensors by name |
     | Transformer Engine | FusedAdam's `master_param`, float32 or int16 | moments |
     | Flashoptim | `error_bits` of 8 or 16 bits | moments, quantized or not |

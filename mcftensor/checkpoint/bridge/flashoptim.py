@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.checkpoint.bridge.blocks import BLOCK, in_blocks
+from mcftensor.checkpoint.bridge.blockwise import BLOCK, in_blocks
 from mcftensor.checkpoint.bridge.entries import Entry, Group
 from mcftensor.checkpoint.errors import CheckpointError
 from mcftensor.formats import PLAIN

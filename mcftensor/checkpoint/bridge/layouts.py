@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mcftensor.checkpoint.bridge import (
     deepspeed,
-    distributed,
+    distcp,
     megatron,
     torch_optimizers,
     torchtitan,
@@ -41,13 +41,13 @@ def _read_folder(path: Path, request: Request) -> Contents:
 
 def _distributed(path: Path) -> Path | None:
     """The folder of `torch.distributed.checkpoint` that a path stands for."""
-    found = path if (path / distributed.METADATA).is_file() else None
+    found = path if (path / distcp.METADATA).is_file() else None
     return found or megatron.last_iteration(path) or torchtitan.last_step(path)
 
 
 def _read_distributed(path: Path, request: Request) -> Contents:
     path = _distributed(path) or path
-    folder = distributed.opened(path, request.verify)
+    folder = distcp.folder_at(path, request.verify)
     reader = megatron if megatron.matches(folder) else torchtitan
     return reader.read(path, folder, request)
 

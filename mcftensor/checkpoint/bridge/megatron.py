@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from mcftensor.checkpoint.bridge.distributed import Folder
+from mcftensor.checkpoint.bridge.distcp import Folder
 from mcftensor.checkpoint.bridge.entries import Contents, Entry, Request
 from mcftensor.checkpoint.bridge.transformer_engine import with_master
 from mcftensor.checkpoint.errors import CheckpointError, some

@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mcftensor.checkpoint.bridge.distributed import METADATA, Folder
+from mcftensor.checkpoint.bridge.distcp import METADATA, Folder
 from mcftensor.checkpoint.bridge.entries import Contents, Group, Request
 from mcftensor.checkpoint.errors import CheckpointError, some
 

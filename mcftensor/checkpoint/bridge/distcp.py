@@ -36,7 +36,7 @@ class Folder:
     """By which keys each was found in the state dict that was saved."""
 
 
-def opened(path: Path, verify: bool) -> Folder:
+def folder_at(path: Path, verify: bool) -> Folder:
     """A folder, of which nothing but `.metadata` is read yet."""
     with reading(path / METADATA), (path / METADATA).open("rb") as file:
         found = _Unpickler(file).load()
@@ -93,8 +93,8 @@ def _content(name: str, path: Path, place: Any, verify: bool) -> Any:
     file = path / place.relative_path
     if file.name != place.relative_path:
         raise CheckpointError(f"{file} is not in the folder of its .metadata")
-    with reading(file), file.open("rb") as opened:
-        content = io.BufferedReader(_Window(opened, place.offset, place.length))
+    with reading(file), file.open("rb") as whole:
+        content = io.BufferedReader(_Window(whole, place.offset, place.length))
         if verify and zipfile.ZipFile(content).testzip() is not None:
             raise CheckpointError(
                 f"{file} is damaged, or was altered: {name} does not have the CRC-32 that is "
