@@ -158,6 +158,7 @@ def zero(folder, stage=2, world=3, more=None):
     path.mkdir(parents=True)
     (root / "latest").write_text(path.name)
     names = [[n for n in SHAPES if (len(SHAPES[n]) > 1) == is_wide] for is_wide in (True, False)]
+    names = [group for group in names if group]
     shapes = [{name: torch.Size(SHAPES[name]) for name in group} for group in names]
     parts = {
         key: [_parts([values[name] for name in group], stage, world) for group in names]
@@ -177,12 +178,12 @@ def zero(folder, stage=2, world=3, more=None):
         base = {
             "state": {
                 i: {"step": torch.tensor(float(STEPS)), **{k: parts[k][i][rank] for k in MOMENTS}}
-                for i in range(2)
+                for i in range(len(names))
             },
-            "param_groups": [{**options, "params": [i]} for i in range(2)],
+            "param_groups": [{**options, "params": [i]} for i in range(len(names))],
         }
         saved = {"partition_count": world, "overflow": False, "ds_version": "0.19.6"}
-        masters = [parts["fp32"][i][rank] for i in range(2)]
+        masters = [parts["fp32"][i][rank] for i in range(len(names))]
         with deepspeed_classes() as (stage_of, scaler, fragment):
             saved |= {"zero_stage": stage_of(stage), "loss_scaler": scaler(1.0)}
             if stage == 3:

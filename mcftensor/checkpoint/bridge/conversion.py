@@ -77,7 +77,7 @@ def convert_checkpoint(
     | Safetensors | one file, or several and an index | |
     | PyTorch, `torch.save` | a state dict, or one in a larger one; several files | torch.optim's |
     | Trainer of transformers, Accelerate | folders of either | `optimizer.pt`, `.bin` |
-    | DeepSpeed | ZeRO's files, universal checkpoints; `zero_to_fp32.py`'s output | of the first two |
+    | DeepSpeed | ZeRO's files, universal checkpoints; `zero_to_fp32.py`'s output | of the first 2 |
     | Torchtitan | `torch.distributed.checkpoint`, also of other scripts | by name |
     | Megatron-Core | `torch_dist`: float32 masters, or int16 remainders | as tensors by name |
     | Transformer Engine | FusedAdam's `master_param`, float32 or int16 | moments |

@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,7 +107,7 @@ def _content(name: str, path: Path, place: Any, verify: bool) -> Any:
 class _Window(io.RawIOBase):
     """A part of a file as a file, of which no more is in memory than is asked for."""
 
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+    def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
         self.file, self.start, self.length, self.place = file, start, length, 0
 
     def readable(self) -> bool:
@@ -126,9 +126,9 @@ class _Window(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """As of any file."""
         self.file.seek(self.start + self.place)
-        count = self.file.readinto(memoryview(buffer)[: max(0, self.length - self.place)])  # type: ignore[attr-defined]
+        count = self.file.readinto(memoryview(buffer)[: max(0, self.length - self.place)])
         self.place += count
-        return int(count)
+        return count
 
 
 _CLASSES = {
