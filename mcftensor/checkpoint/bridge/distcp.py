@@ -61,7 +61,7 @@ def folder_at(path: Path, verify: bool) -> Folder:
 
 def _entry(name: str, kind: Any, path: Path, places: dict[Any, Any], verify: bool) -> Entry:
     parts = [(chunk, places.get((name, chunk.offsets))) for chunk in kind.chunks]
-    if sum(chunk.sizes.numel() for chunk, _ in parts) != kind.size.numel():
+    if not _cover([chunk for chunk, _ in parts], kind.size):
         raise CheckpointError(f"the parts of {name} in {path} do not make a tensor of {kind.size}")
     dtype = kind.properties.dtype
 
@@ -72,7 +72,7 @@ def _entry(name: str, kind: Any, path: Path, places: dict[Any, Any], verify: boo
         return x
 
     def read() -> Tensor:
-        if len(parts) == 1 and parts[0][0].sizes == kind.size:
+        if len(parts) == 1:
             return part(*parts[0])
         x = torch.empty(kind.size, dtype=dtype)
         for chunk, place in parts:
@@ -83,6 +83,21 @@ def _entry(name: str, kind: Any, path: Path, places: dict[Any, Any], verify: boo
     return Entry(name, PLAIN[dtype], kind.size, read)
 
 
+def _cover(chunks: list[Any], size: torch.Size) -> bool:
+    """Whether parts make a whole: all are in it, they have its size together, and none meet."""
+    boxes = sorted((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks)
+    for i, (start, length) in enumerate(boxes):
+        if any(a < 0 or a + n > whole for a, n, whole in zip(start, length, size, strict=True)):
+            return False
+        for other, its_length in boxes[i + 1 :]:
+            if start[0] + length[0] <= other[0]:
+                break
+            sides = zip(start, length, other, its_length, strict=True)
+            if all(a < b + m and b < a + n for a, n, b, m in sides):
+                return False
+    return sum(torch.Size(length).numel() for _, length in boxes) == size.numel()
+
+
 def _object(name: str, path: Path, place: Any, verify: bool) -> Callable[[], Any]:
     return lambda: _content(name, path, place, verify)
 
@@ -90,7 +105,7 @@ def _object(name: str, path: Path, place: Any, verify: bool) -> Callable[[], Any
 def _content(name: str, path: Path, place: Any, verify: bool) -> Any:
     if place is None or getattr(place, "transform_descriptors", None):
         raise CheckpointError(f"a part of {name} in {path} is missing, or is compressed")
-    file = path / place.relative_path
+    file = path / str(place.relative_path)
     if file.name != place.relative_path:
         raise CheckpointError(f"{file} is not in the folder of its .metadata")
     with reading(file), file.open("rb") as whole:
