@@ -395,12 +395,14 @@ class TestDistributed:
             mcf.load_file(tmp_path / "saved")
 
 
-def test_layouts_that_another_program_exports(tmp_path):
-    path = tmp_path / "mp_rank_00_001" / "model_optim_rng.pt"
-    path.parent.mkdir()
-    torch.save({}, path)
-    with pytest.raises(mcf.CheckpointError, match="--ckpt-convert-format torch_dist"):
-        mcf.convert_checkpoint(tmp_path, tmp_path / "to")
+def test_older_files_of_megatron(tmp_path):
+    folder = tmp_path / "iter_0000007"
+    (folder / "mp_rank_00_001").mkdir(parents=True)
+    torch.save({}, folder / "mp_rank_00_001" / "model_optim_rng.pt")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    for source in (tmp_path, folder):
+        with pytest.raises(mcf.CheckpointError, match="--ckpt-convert-format torch_dist"):
+            mcf.convert_checkpoint(source, tmp_path / "to")
 
 
 class TestZero:

@@ -52,23 +52,12 @@ def _read_distributed(path: Path, request: Request) -> Contents:
     return reader.read(path, folder, request)
 
 
-def _refuse(path: Path, request: Request) -> Contents:
-    reason = next(reason for pattern, reason in _UNREAD.items() if any(path.glob(pattern)))
-    raise CheckpointError(f"{path} holds {reason}")
-
-
-_UNREAD = {
-    "mp_rank_*/model_optim_rng.pt": "a checkpoint of Megatron's --ckpt-format torch, which is not "
-    "read; Megatron's --ckpt-convert-format torch_dist makes one of it that is",
-}
-"""By files in folders, layouts for which another program has an export."""
-
 LAYOUTS = (
     Layout(lambda path: path.is_dir() and _in_folder(path) is not None, _read_folder),
     Layout(deepspeed.matches, deepspeed.read),
     Layout(lambda path: zero.folder_of(path) is not None, zero.read),
+    Layout(megatron.is_legacy, megatron.refuse_legacy),
     Layout(lambda path: _distributed(path) is not None, _read_distributed),
-    Layout(lambda path: any(any(path.glob(pattern)) for pattern in _UNREAD), _refuse),
     Layout(lambda path: path.suffix == ".json", weights.read_shards),
     Layout(lambda path: path.is_file() and is_safetensors(path), weights.read_safetensors),
     Layout(lambda path: path.is_file(), torch_optimizers.read_file),

@@ -38,6 +38,20 @@ def last_iteration(path: Path) -> Path | None:
     return path / (f"iter_{int(last):07}" if last.isdigit() else last)
 
 
+def is_legacy(path: Path) -> bool:
+    """Whether it is what `--ckpt-format torch` writes."""
+    return any((last_iteration(path) or path).glob("mp_rank_*/model_optim_rng.pt"))
+
+
+def refuse_legacy(path: Path, request: Request) -> Contents:
+    """Say how one that is read is made of it."""
+    raise CheckpointError(
+        f"{path} is a checkpoint of Megatron's --ckpt-format torch, which is not read; start the "
+        "training script with --ckpt-convert-format torch_dist --ckpt-convert-save FOLDER, which "
+        "makes one of it that is"
+    )
+
+
 def matches(folder: Folder) -> bool:
     """Whether it is Megatron's: it has states, which lie in no dict."""
     return any(len(keys) == 1 and _OF_OPTIMIZER.match(keys[0]) for keys in folder.paths.values())
