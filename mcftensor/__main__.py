@@ -80,7 +80,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "convert",
         help="convert a checkpoint, of this library or another one, into a format",
         description="Convert a checkpoint with the states of its optimizer: of torch.save, "
-        "safetensors, transformers, DeepSpeed (universal), Megatron-Core (torch_dist), Transformer "
+        "safetensors, transformers, DeepSpeed, torchtitan, Megatron-Core (torch_dist), Transformer "
         "Engine, flashoptim, optimi, or of this library. The new one is a folder, with "
         "model.safetensors and optimizer.safetensors.",
         epilog="Exit status: 0 if it was converted, 2 for a mistake, a damaged file, or bits that "

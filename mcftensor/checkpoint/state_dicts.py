@@ -53,14 +53,14 @@ def _sum_of(leading: Tensor, format: Format) -> Tensor:
     Any integer fits any leading term, so there each pattern counts by its place.
     """
     patterns = leading.detach().view(PATTERNS[leading.dtype.itemsize])
-    if all(x.dtype.is_floating_point for x in format.components):
-        return patterns.sum(dtype=torch.int64)
+    by_place = not all(x.dtype.is_floating_point for x in format.components)
     total = torch.zeros((), dtype=torch.int64, device=leading.device)
     place = 0
     for part in patterns.flatten().split(_PART):
         count = part.numel()
-        total += (part * torch.arange(place, place + count, device=part.device)).sum()
-        total += part.sum()
+        if by_place:
+            total += (part * torch.arange(place, place + count, device=part.device)).sum()
+        total += part.sum(dtype=torch.int64)
         place += count
     return total
 

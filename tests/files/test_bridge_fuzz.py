@@ -1,8 +1,11 @@
 """Damaged checkpoints of other programs: refused in one line, or read as they were, whole."""
 
+import dataclasses
 import io
 import json
+import pickle
 import random
+import re
 import shutil
 import zipfile
 
@@ -193,3 +196,85 @@ def test_a_wrong_shape_of_a_state(tmp_path):
     content["optimizer"]["state"][1]["exp_avg"] = torch.ones(5)
     torch.save(content, tmp_path / "run.pt")
     assert not Target().load(tmp_path / "run.pt")
+
+
+@pytest.mark.parametrize(
+    ("part", "other"), [(b"state", b"stbte"), (b"optimizer", b"optimjzer"), (b"param", b"parbm")]
+)
+def test_a_master_under_another_name(part, other, tmp_path):
+    """`.metadata` has no digest: what has lost its name is not left out."""
+    source = foreign.megatron_remainders(tmp_path)
+    (path,) = source.rglob(".metadata")
+    content = path.read_bytes()
+    name = b"chained_0.optimizer.state.param.norm.weight"
+    path.write_bytes(content.replace(name, name.replace(part, other)))
+    assert path.read_bytes() != content
+    with pytest.raises(mcf.CheckpointError):
+        mcf.load_file(source)
+    assert not convert(source, tmp_path / "out")
+
+
+def test_a_state_that_two_names_are_said_of(tmp_path):
+    source = foreign.torchtitan(tmp_path)
+    (path,) = source.rglob(".metadata")
+    content = path.read_bytes()
+    said = rb"(?<!optimizer\.)state\.norm\.weight\.exp_avg(?!_sq)"
+    path.write_bytes(re.sub(said, b"state.norm.weight.exp_bvg", content))
+    assert path.read_bytes() != content
+    assert not Target().load(source)
+
+
+def test_a_bit_of_a_part(tmp_path):
+    source = foreign.torchtitan(tmp_path)
+    (path,) = source.rglob("*.distcp")
+    content = path.read_bytes()
+    place = content.index(foreign.MASTERS["norm.weight"].numpy().tobytes())
+    path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    with pytest.raises(mcf.CheckpointError, match=r"norm\.weight does not have the CRC-32"):
+        mcf.load_file(source)
+    assert len(mcf.load_file(source, verify=False)) == 4
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "lr"])
+def test_places_that_are_none(name, tmp_path):
+    """In `.metadata` anything may stand in the place of a name of a file."""
+    source = foreign.torchtitan(tmp_path)
+    (path,) = source.rglob(".metadata")
+    metadata = pickle.loads(path.read_bytes())
+    for index, place in metadata.storage_data.items():
+        if index.fqn.endswith(f"norm.weight.{name}"):
+            place.relative_path = {"a": 1}
+    path.write_bytes(pickle.dumps(metadata))
+    assert not Target().load(source)
+    assert not convert(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("offset", [(3, 0), (4, 1), (-4, 0), (12, 0)])
+def test_parts_that_make_no_whole(offset, tmp_path):
+    """Together they have as many elements as the tensor."""
+    x = torch.arange(16.0).view(8, 2)
+    foreign.save_distributed({"x": x[:4], "y": x[4:]}, tmp_path / "saved")
+    path = tmp_path / "saved" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    (first,) = metadata.state_dict_metadata["x"].chunks
+
+    def load_with(offsets):
+        second = dataclasses.replace(first, offsets=torch.Size(offsets))
+        kind = dataclasses.replace(
+            metadata.state_dict_metadata["x"], size=x.shape, chunks=[first, second]
+        )
+        places = {
+            dataclasses.replace(index, fqn="x", offset=torch.Size(offsets))
+            if index.fqn == "y"
+            else index: place
+            for index, place in metadata.storage_data.items()
+        }
+        changed = dataclasses.replace(
+            metadata, state_dict_metadata={"x": kind}, storage_data=places, planner_data=None
+        )
+        path.write_bytes(pickle.dumps(changed))
+        return mcf.load_file(tmp_path / "saved")["x"]
+
+    assert torch.equal(load_with((4, 0)), x)
+    with pytest.raises(mcf.CheckpointError, match=r"the parts of x in .* do not make a tensor"):
+        load_with(offset)

@@ -7,9 +7,15 @@ import types
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 
 import mcftensor as mcf
 from mcftensor.checkpoint.bridge import flashoptim as of_flashoptim
+from mcftensor.checkpoint.bridge import zero as of_zero
 from support import foreign, helpers
 
 
@@ -310,3 +316,178 @@ class TestRefusals:
         source = foreign.torch_shards(tmp_path)
         with pytest.raises(mcf.CheckpointError, match="holds no states of an optimizer"):
             mcf.load_file(source, model, optimizer=torch.optim.AdamW(model.parameters()))
+
+
+class TestDistributed:
+    @pytest.mark.parametrize("is_flat", [False, True])
+    def test_what_torch_makes(self, is_flat, tmp_path):
+        torch.manual_seed(0)
+        model = foreign.Model()
+        narrow, wide = (
+            [p for p in model.parameters() if (p.dim() > 1) == is_wide] for is_wide in (False, True)
+        )
+
+        def optimizer_of(narrow, wide):
+            groups = [{"params": narrow, "weight_decay": 0.0}, {"params": wide, "lr": 0.5}]
+            return torch.optim.AdamW(groups, lr=0.25, betas=(0.5, 0.75))
+
+        optimizer = optimizer_of(narrow, wide)
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+        options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+        state = get_optimizer_state_dict(model, optimizer, options=options)
+        content = {"optimizer": state, **get_model_state_dict(model)}
+        foreign.save_distributed(content, tmp_path / "saved")
+        mcf.convert_checkpoint(tmp_path / "saved", tmp_path / "converted")
+        for source in ("saved", "converted"):
+            other = mcf.as_expansion(foreign.Model(), mcf.bf16i16)
+            parameters = list(other.parameters())
+            loaded = optimizer_of(
+                *([p for p in parameters if (p.dim() > 1) == is_wide] for is_wide in (False, True))
+            )
+            for group in loaded.param_groups:
+                group.update(lr=7.0, weight_decay=7.0, betas=(0.1, 0.2))
+            mcf.load_file(tmp_path / source, other, optimizer=loaded)
+            assert_same_bits(plain(other.state_dict()), dict(model.state_dict()))
+            for p, q in zip(model.parameters(), parameters, strict=True):
+                for key, x in optimizer.state[p].items():
+                    found = loaded.state[q][key]
+                    assert torch.equal(mcf.as_plain(found, torch.float32), x)
+            for ours, theirs in zip(loaded.param_groups, optimizer.param_groups, strict=True):
+                assert [ours[k] for k in ("lr", "weight_decay", "betas")] == [
+                    theirs[k] for k in ("lr", "weight_decay", "betas")
+                ]
+
+    def test_groups_that_are_one_here(self, tmp_path):
+        source = foreign.torchtitan(tmp_path) / "step-7"
+        content = {f"state.{name}.exp_avg": x for name, x in foreign.MOMENTS["exp_avg"].items()}
+        content |= {
+            f"param_groups.{name}.lr": 0.5 + (x.dim() > 1) for name, x in foreign.MASTERS.items()
+        }
+        foreign.save_distributed({"optimizer": content, **foreign.MASTERS}, source)
+        model = foreign.Model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with pytest.raises(mcf.CheckpointError, match="parameters of one group of the optimizer"):
+            mcf.load_file(source, model, optimizer=optimizer)
+
+    def test_weights_alone(self, tmp_path):
+        foreign.save_distributed(foreign.MASTERS, tmp_path / "saved")
+        assert_same_bits(mcf.load_file(tmp_path / "saved"), foreign.MASTERS)
+
+    def test_the_last_step_that_was_finished(self, tmp_path):
+        source = foreign.torchtitan(tmp_path)
+        foreign.save_distributed({"x": torch.ones(3)}, source / "step-10")
+        assert_same_bits(mcf.load_file(source), {"x": torch.ones(3)})
+        (source / "step-10" / ".metadata").unlink()
+        assert_same_bits(mcf.load_file(source), foreign.MASTERS)
+
+    def test_states_of_no_weight(self, tmp_path):
+        state = {"optimizer": {"state.norm.exp_avg": torch.ones(6)}, **foreign.MASTERS}
+        foreign.save_distributed(state, tmp_path / "saved")
+        with pytest.raises(mcf.CheckpointError, match="has states of norm, and no such weights"):
+            mcf.convert_checkpoint(tmp_path / "saved", tmp_path / "to")
+
+    def test_no_weights(self, tmp_path):
+        state = {"optimizer": {"state.w.exp_avg": torch.ones(6)}, "other": {"x": torch.ones(1)}}
+        foreign.save_distributed(state, tmp_path / "saved")
+        with pytest.raises(mcf.CheckpointError, match="holds no weights"):
+            mcf.load_file(tmp_path / "saved")
+
+
+def test_older_files_of_megatron(tmp_path):
+    folder = tmp_path / "iter_0000007"
+    (folder / "mp_rank_00_001").mkdir(parents=True)
+    torch.save({}, folder / "mp_rank_00_001" / "model_optim_rng.pt")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    for source in (tmp_path, folder):
+        with pytest.raises(mcf.CheckpointError, match="--ckpt-convert-format torch_dist"):
+            mcf.convert_checkpoint(source, tmp_path / "to")
+
+
+class TestZero:
+    def change(self, source, pattern, change):
+        """Write a file anew, as it would be."""
+        for file in source.rglob(pattern):
+            with torch.serialization.safe_globals(of_zero._ALLOWED):
+                content = torch.load(file, weights_only=True)
+            change(content)
+            content.get("optimizer_state_dict", {}).pop("loss_scaler", None)
+            content.get("optimizer_state_dict", {}).pop("param_slice_mappings", None)
+            torch.save(content, file)
+
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    @pytest.mark.parametrize("world", [1, 2, 5, 8])
+    def test_numbers_of_processes(self, stage, world, tmp_path):
+        source = foreign.zero(tmp_path, stage, world)
+        assert_same_bits(mcf.load_file(source), foreign.MASTERS)
+        assert_same_bits(mcf.load_file(source / "global_step7"), foreign.MASTERS)
+
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    def test_what_is_not_trained(self, stage, tmp_path):
+        frozen = torch.arange(6.0).view(2, 3)
+        parts = [frozen.flatten()[2 * i :][:2] for i in range(3)]
+        buffer = torch.tensor([3, 4])
+        module = {name: x.bfloat16() for name, x in foreign.MASTERS.items()}
+        module |= {"buffer": buffer, "head.weight": module["embed.weight"]}
+        more = {"module": module, "buffer_names": ["buffer"]}
+        more["shared_params"] = {"head.weight": "embed.weight"}
+        if stage < 3:
+            module["frozen"] = frozen
+        if stage > 1:
+            more["frozen_param_shapes"] = {"frozen": frozen.shape}
+            more["frozen_param_fragments"] = {"frozen": frozen}
+        source = foreign.zero(tmp_path, stage, more=more)
+        if stage == 3:
+            for i, part in enumerate(parts):
+
+                def change(content, part=part):
+                    content["frozen_param_fragments"] = {"frozen": part}
+
+                self.change(source, f"*rank_{i}_mp*_model_states.pt", change)
+        found = mcf.load_file(source)
+        assert found["head.weight"] is found["embed.weight"]
+        expected = {**foreign.MASTERS, "head.weight": found["embed.weight"]}
+        assert_same_bits(found, {**expected, "frozen": frozen, "buffer": buffer})
+
+    def test_a_part_that_is_missing(self, tmp_path):
+        source = foreign.zero(tmp_path)
+        (last,) = source.rglob("zero_pp_rank_2*")
+        last.unlink()
+        with pytest.raises(mcf.CheckpointError, match="has 2 parts of 3 that were saved"):
+            mcf.load_file(source)
+        (first,) = source.rglob("zero_pp_rank_0*")
+        first.unlink()
+        with pytest.raises(mcf.CheckpointError, match="lacks the part of process 0"):
+            mcf.load_file(source)
+
+    @pytest.mark.parametrize(
+        "name",
+        ["zero_pp_rank_0_mp_rank_01_optim_states.pt", "expp_rank_0_mp_rank_00_optim_states.pt",
+         "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"],
+    )  # fmt: skip
+    def test_other_kinds_of_parallelism(self, name, tmp_path):
+        source = foreign.zero(tmp_path)
+        torch.save({}, source / "global_step7" / name)
+        with pytest.raises(mcf.CheckpointError, match=rf"{name}.*ds_to_universal\.py"):
+            mcf.load_file(source)
+
+    @pytest.mark.parametrize("stage", [2, 3])
+    def test_shapes_of_another_model(self, stage, tmp_path):
+        def change(content):
+            content["param_shapes"][0]["embed.weight"] = torch.Size([11, 7])
+
+        source = foreign.zero(tmp_path, stage)
+        self.change(source, "*_model_states.pt", change)
+        with pytest.raises(mcf.CheckpointError, match=r"elements, and \d+ are there"):
+            mcf.load_file(source)
+
+    def test_states_of_elastic_checkpoints(self, tmp_path):
+        def change(content):
+            content["optimizer_state_dict"]["base_optimizer_state"] = []
+
+        source = foreign.zero(tmp_path)
+        self.change(source, "*_optim_states.pt", change)
+        assert_same_bits(mcf.load_file(source), foreign.MASTERS)
+        with pytest.raises(mcf.CheckpointError, match=r"elastic.*ds_to_universal\.py"):
+            mcf.convert_checkpoint(source, tmp_path / "to")

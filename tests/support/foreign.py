@@ -3,7 +3,12 @@
 What a function writes holds what `MASTERS` and `MOMENTS` say, as exactly as its layout can.
 """
 
+import contextlib
+import dataclasses
+import enum
 import json
+import sys
+import types
 import warnings
 from pathlib import Path
 
@@ -146,6 +151,108 @@ def deepspeed_stage_3(folder):
     return deepspeed(folder, stage=3)
 
 
+def zero(folder, stage=2, world=3, more=None):
+    """ZeRO's own files: two groups, in one part for each process."""
+    root = folder / "run"
+    path = root / f"global_step{STEPS}"
+    path.mkdir(parents=True)
+    (root / "latest").write_text(path.name)
+    names = [[n for n in SHAPES if (len(SHAPES[n]) > 1) == is_wide] for is_wide in (True, False)]
+    names = [group for group in names if group]
+    shapes = [{name: torch.Size(SHAPES[name]) for name in group} for group in names]
+    parts = {
+        key: [_parts([values[name] for name in group], stage, world) for group in names]
+        for key, values in {"fp32": MASTERS, **MOMENTS}.items()
+    }
+    (options,) = groups()
+    model = {
+        "module": {name: x.bfloat16() for name, x in MASTERS.items()},
+        "buffer_names": [],
+        "param_shapes": shapes,
+        "shared_params": {},
+        "frozen_param_shapes": None,
+        "frozen_param_fragments": None,
+        "ds_version": "0.19.6",
+    } | (more or {})
+    for rank in range(world):
+        base = {
+            "state": {
+                i: {"step": torch.tensor(float(STEPS)), **{k: parts[k][i][rank] for k in MOMENTS}}
+                for i in range(len(names))
+            },
+            "param_groups": [{**options, "params": [i]} for i in range(len(names))],
+        }
+        saved = {"partition_count": world, "overflow": False, "ds_version": "0.19.6"}
+        masters = [parts["fp32"][i][rank] for i in range(len(names))]
+        with deepspeed_classes() as (stage_of, scaler, fragment):
+            saved |= {"zero_stage": stage_of(stage), "loss_scaler": scaler(1.0)}
+            if stage == 3:
+                saved |= {"optimizer_state_dict": base, "fp32_flat_groups": masters}
+                empty = {name: torch.empty(0) for name in SHAPES}
+                content = {**model, "module": {**model["module"], **empty}}
+                torch.save(content, path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+            else:
+                lean = [x[: _lean(names[i], rank, len(x), world)] for i, x in enumerate(masters)]
+                saved |= {"base_optimizer_state": base, "single_partition_of_fp32_groups": lean}
+                saved |= {"param_slice_mappings": [{"norm.weight": fragment(3, 0)}]}
+            file = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            torch.save({"optimizer_state_dict": saved, "ds_config": {"a": 1}}, path / file)
+    if stage < 3:
+        torch.save(model, path / "mp_rank_00_model_states.pt")
+    return root
+
+
+def _parts(values, stage, world):
+    """Of each process: of all values in a row, or of each value."""
+    rows = [x.flatten() for x in values]
+    rows = rows if stage == 3 else [torch.cat(rows)]
+    unit = world if stage == 3 else 2 * world
+    rows = [torch.cat([x, torch.zeros(-len(x) % unit)]).view(world, -1) for x in rows]
+    return list(torch.cat(rows, 1))
+
+
+def _lean(names, rank, length, world):
+    """How much of a part is no padding, which is cut off masters."""
+    count = sum(torch.Size(SHAPES[name]).numel() for name in names)
+    return min(length, max(0, count - rank * length))
+
+
+@contextlib.contextmanager
+def deepspeed_classes():
+    """Classes that pickles name as DeepSpeed's, which is not there when they are read."""
+    stages = {f"stage{i}": i for i in range(4)}
+    scaler = {"__module__": "deepspeed.runtime.fp16.loss_scaler"}
+    fragment = {"__module__": "deepspeed.utils.tensor_fragment"}
+    made = (
+        enum.IntEnum("ZeroStageEnum", stages, module="deepspeed.runtime.zero.config"),
+        dataclasses.make_dataclass("DynamicLossScaler", ["cur_scale"], namespace=scaler),
+        dataclasses.make_dataclass("fragment_address", ["numel", "start"], namespace=fragment),
+    )
+    fakes = {}
+    for kind in made:
+        parts = kind.__module__.split(".")
+        for i in range(1, len(parts) + 1):
+            fakes.setdefault(".".join(parts[:i]), types.ModuleType(".".join(parts[:i])))
+        setattr(fakes[kind.__module__], kind.__name__, kind)
+    before = dict(sys.modules)
+    sys.modules.update(fakes)
+    try:
+        yield made
+    finally:
+        for name in fakes:
+            sys.modules.pop(name)
+            if name in before:
+                sys.modules[name] = before[name]
+
+
+def zero_stage_1(folder):
+    return zero(folder, stage=1, world=2)
+
+
+def zero_stage_3(folder):
+    return zero(folder, stage=3)
+
+
 def megatron(folder, remainders=False, prefix=""):
     """A distributed checkpoint."""
     root = folder / "megatron"
@@ -169,6 +276,41 @@ def save_distributed(state, folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process
         dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
+def torchtitan(folder, under=()):
+    """The checkpoints of a run, with weights at the top or under a key."""
+    root = folder / "checkpoint"
+    (options,) = groups()
+    names = options.pop("params") and list(SHAPES)
+    step = {name: torch.tensor(float(STEPS)) for name in names}
+    optimizer = {
+        f"state.{name}.{key}": values[name]
+        for key, values in {**MOMENTS, "step": step}.items()
+        for name in names
+    }
+    optimizer |= {f"param_groups.{n}.{key}": x for n in names for key, x in options.items()}
+    state = {"optimizer": optimizer, "lr_scheduler": {"last_epoch": STEPS}}
+    state |= {"train_state": {"step": torch.tensor(STEPS)}, "dataloader": {"dp_rank_0": b"any"}}
+    state |= {under[0]: MASTERS} if under else MASTERS
+    save_distributed(state, root / f"step-{STEPS}")
+    return root
+
+
+def torchtitan_under_model(folder):
+    return torchtitan(folder, under=("model",))
+
+
+def distributed(folder):
+    """What `get_state_dict` gives, in one object of a script's."""
+    (options,) = groups()
+    step = torch.tensor(float(STEPS))
+    state = {
+        name: {"step": step, **{key: x[name] for key, x in MOMENTS.items()}} for name in SHAPES
+    }
+    optimizer = {"state": state, "param_groups": [{**options, "params": list(SHAPES)}]}
+    save_distributed({"app": {"model": MASTERS, "optim": optimizer}}, folder / "saved")
+    return folder / "saved"
 
 
 def megatron_remainders(folder):
@@ -216,8 +358,14 @@ EXACT = {
         torch_shards,
         deepspeed,
         deepspeed_stage_3,
+        zero,
+        zero_stage_1,
+        zero_stage_3,
         megatron,
         megatron_remainders,
+        torchtitan,
+        torchtitan_under_model,
+        distributed,
         transformer_engine,
         transformer_engine_float32,
     )

@@ -655,6 +655,29 @@ MUTATIONS = [
         archives_unchecked=("    if damaged is not None:", "    if False:"),
     ),
     *_of(
+        "megatron.py",
+        "tests/files/test_bridge_fuzz.py",
+        masters_that_lost_their_names=("    if masters and without:", "    if False:"),
+    ),
+    *_of(
+        "distcp.py",
+        "tests/files/test_bridge_fuzz.py",
+        paths_of_other_names=('if ".".join(map(str, paths[name])) != name:', "if False:"),
+        parts_unchecked=("if verify and zipfile", "if False and zipfile"),
+    ),
+    *_of(
+        "torchtitan.py",
+        "tests/files/test_bridge_layouts.py",
+        states_of_no_weight=("    if unknown:", "    if False:"),
+        one_group=('if {**its_options, "params": group["params"]} == group:', "if True:"),
+    ),
+    *_of(
+        "zero.py",
+        "tests/files/test_bridge_layouts.py",
+        elements_that_are_not_there=("if not used <= available <= used + padding:", "if False:"),
+        parts_of_later_processes=("start, stop = start - length, stop - length", "pass"),
+    ),
+    *_of(
         "atomic.py",
         "tests/files/test_atomic.py",
         renamed_before_it_is_on_disk=("            synchronize(temporary)\n", ""),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mcftensor.arithmetic.counting import moved, start
 from mcftensor.checkpoint.atomic import making
+from mcftensor.checkpoint.bridge.blockwise import in_blocks
 from mcftensor.checkpoint.bridge.entries import Entry, Request
 from mcftensor.checkpoint.bridge.layouts import read_checkpoint
 from mcftensor.checkpoint.bridge.torch_optimizers import BESIDE, metadata_of, state_name
@@ -68,7 +69,7 @@ def convert_checkpoint(
 
     The destination is a folder with `model.safetensors` and, where the source has states of an
     optimizer, `optimizer.safetensors`, for `load_file`. It comes into being when all has been
-    written. One tensor is in memory at a time.
+    written. In memory are one tensor and what it becomes.
 
     Read are
 
@@ -78,7 +79,8 @@ def convert_checkpoint(
     | Safetensors | one file, or several and an index | |
     | PyTorch, `torch.save` | a state dict, or one in a larger one; several files | torch.optim's |
     | Trainer of transformers, Accelerate | folders of either | `optimizer.pt`, `.bin` |
-    | DeepSpeed | `zero_to_fp32.py`'s output; universal checkpoints | of the latter |
+    | DeepSpeed | ZeRO's files, universal checkpoints; `zero_to_fp32.py`'s output | of the first 2 |
+    | Torchtitan | `torch.distributed.checkpoint`, also of other scripts | by name |
     | Megatron-Core | `torch_dist`: float32 masters, or int16 remainders | as tensors by name |
     | Transformer Engine | FusedAdam's `master_param`, float32 or int16 | moments |
     | Flashoptim | `error_bits` of 8 or 16 bits | moments, quantized or not |
@@ -241,22 +243,20 @@ def _recoded(name: str, x: Tensor, source: Format, target: Format) -> tuple[Tens
     if any(c.shape(x.shape) != x.shape for f in (source, target) for c in f.components):
         y = _in(target, x, first)
         return y, _differ(x, _in(source, y, first))
-    parts = [torch.empty(x.shape, dtype=component.dtype) for component in target.components]
-    places = [part.view(-1).split(_BLOCK) for part in parts]
-    lost = 0
-    for i, block in enumerate(x.reshape(-1).split(_BLOCK)):
-        count = moved(first, i * _BLOCK)
+    lost = place = 0
+
+    def convert(block: Tensor) -> Sequence[Tensor]:
+        nonlocal lost, place
+        count = moved(first, place)
         y = _in(target, block, count)
         lost += _differ(block, _in(source, y, count))
-        for place, part in zip(places, _components_of(y), strict=True):
-            place[i].copy_(part)
+        place += block.numel()
+        return _components_of(y)
+
+    parts = in_blocks(convert, [x], [component.dtype for component in target.components])
     if isinstance(target, PlainFormat):
         return parts[0], lost
     return MCFTensor.of(parts, target, writes=after(target, first)), lost
-
-
-_BLOCK = 1 << 18
-"""Elements that are converted at once, so that what conversions need beside them is little."""
 
 
 def _in(format: Format, x: Tensor, count: Tensor) -> Tensor:

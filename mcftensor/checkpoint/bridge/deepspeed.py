@@ -7,8 +7,8 @@ parallelism, the tensor itself, flat; its shape is then among `param_shapes` of 
 `*_model_states.pt` beside. Parameters that are not trained, and buffers, are not there. Read:
 DeepSpeed 0.19.6.
 
-ZeRO's own files, one for each process, are not read. `ds_to_universal.py` makes these of them, and
-`zero_to_fp32.py` float32 weights, which are files like others.
+`ds_to_universal.py` makes these of ZeRO's own files, which `zero.py` reads where they are of data
+parallelism alone; `zero_to_fp32.py` makes float32 weights, which are files like others.
 """
 
 from __future__ import annotations

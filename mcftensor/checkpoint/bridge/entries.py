@@ -65,13 +65,14 @@ class Request:
 def entry_of(name: str, x: Tensor) -> Entry:
     """Of a tensor at hand, which may lie in a file that is mapped into memory."""
     _require_dense(name, x)
-    return Entry(name, format_of(x) or PLAIN[x.dtype], x.shape, lambda: x.detach().clone())
+    return Entry(name, format_of(x) or PLAIN[x.dtype], x.shape, lambda: _copied(x))
 
 
-def entries_of(terms: Mapping[str, Tensor]) -> dict[str, Entry]:
-    """Of a state dict at hand, which may be one of components."""
-    copies = Lazy(terms, lambda name: terms[name].clone(), terms.__getitem__)
-    return entries_in(copies, Request(), known=False)
+def entries_of(terms: Mapping[str, Tensor], request: Request) -> dict[str, Entry]:
+    """Of a state dict at hand or in files that are mapped into memory, which may be one of
+    components."""
+    copies = Lazy(terms, lambda name: _copied(terms[name]), terms.__getitem__)
+    return entries_in(copies, request, known=False)
 
 
 def entries_in(terms: Lazy, request: Request, known: bool) -> dict[str, Entry]:
@@ -88,6 +89,11 @@ def entries_in(terms: Lazy, request: Request, known: bool) -> dict[str, Entry]:
 
         entries[name] = Entry(name, format, like.shape, read)
     return entries
+
+
+def _copied(x: Tensor) -> Tensor:
+    """In its own memory, since files may be written anew, and in order, for blocks of it."""
+    return x.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _require_dense(name: str, x: Tensor) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcftensor.checkpoint.bridge.blockwise import BLOCK, in_blocks
 from mcftensor.checkpoint.bridge.entries import Entry, Group
 from mcftensor.checkpoint.errors import CheckpointError
 from mcftensor.formats import PLAIN
@@ -43,10 +44,12 @@ def master(weight: Entry, state: dict[str, Any], group: Group) -> tuple[Entry, d
         )
 
     def read() -> Tensor:
-        x, e = weight.read(), errors.read()
-        if e.is_floating_point():
-            e = e.view(torch.int16) if bits == 16 else e.to(torch.int8)
-        return corrected(x, e)
+        def together(x: Tensor, e: Tensor) -> list[Tensor]:
+            if e.is_floating_point():
+                e = e.view(torch.int16) if bits == 16 else e.to(torch.int8)
+            return [corrected(x, e)]
+
+        return in_blocks(together, [weight.read(), errors.read()], [torch.float32])[0]
 
     return Entry(weight.name, PLAIN[torch.float32], weight.shape, read), states
 
@@ -94,11 +97,16 @@ def _moment(name: str, codes: Entry, scales: Entry, is_square: bool) -> Entry:
         factors = scales.read().reshape(-1)
         if factors.dtype == torch.bfloat16:
             factors = factors.view(torch.float16)
-        # What codes were cast to holds them exactly.
-        x = codes.read().to(torch.float32) / (255 if is_square else 127)
-        if not is_square:
-            x = x / (2 - x.abs())
-        x = x * factors.float().repeat_interleave(_BLOCK)[: x.numel()].view_as(x)
-        return x.square() if is_square else x
+        its_factors = iter(factors.split(BLOCK // _BLOCK))
+
+        def decoded(x: Tensor) -> list[Tensor]:
+            # What codes were cast to holds them exactly.
+            x = x.to(torch.float32) / (255 if is_square else 127)
+            if not is_square:
+                x = x / (2 - x.abs())
+            x = x * next(its_factors).float().repeat_interleave(_BLOCK)[: x.numel()]
+            return [x.square() if is_square else x]
+
+        return in_blocks(decoded, [codes.read()], [torch.float32])[0]
 
     return Entry(name, PLAIN[torch.float32], codes.shape, read)

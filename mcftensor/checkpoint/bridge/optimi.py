@@ -9,11 +9,13 @@ that have been corrected for bias already, unlike those of torch.optim, and come
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mcftensor.checkpoint.bridge.blockwise import in_blocks
 from mcftensor.checkpoint.bridge.entries import Entry, Group
 from mcftensor.checkpoint.errors import CheckpointError
 from mcftensor.formats import PLAIN, Format
@@ -42,7 +44,10 @@ def master(weight: Entry, state: dict[str, Any], group: Group) -> tuple[Entry, d
     format = Format(weight.format.dtype, 2)
 
     def read() -> Tensor:
-        terms, _ = normalized([weight.read(), compensation.read()], format)
-        return MCFTensor.of(terms, format)
+        def together(*terms: Tensor) -> Sequence[Tensor]:
+            return normalized(terms, format)[0]
+
+        parts = in_blocks(together, [weight.read(), compensation.read()], [format.dtype] * 2)
+        return MCFTensor.of(parts, format)
 
     return Entry(weight.name, format, weight.shape, read), rest

@@ -39,8 +39,15 @@ def state_dict_for(
     parameters = {i: (str(name), p) for name, (i, p) in places.items()}
     state = {i: _read(*parameters[i], x, path) for i, x in given.items()}
     groups = own["param_groups"]
-    for group, theirs in zip(groups, contents.groups or [], strict=False):
-        group.update(restored(group, theirs))
+    theirs = {places[i][0]: group for i, group in contents.group_of().items() if i in places}
+    for group in groups:
+        of_it = [theirs[i] for i in group["params"] if i in theirs]
+        if any(restored(group, x) != restored(group, of_it[0]) for x in of_it):
+            raise CheckpointError(
+                f"load_file: parameters of one group of the optimizer are in several in {path}, "
+                "with other hyperparameters; make it as the one that was saved"
+            )
+        group.update(restored(group, of_it[0]) if of_it else {})
     return {"state": state, "param_groups": groups}
 
 

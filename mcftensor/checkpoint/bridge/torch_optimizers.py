@@ -42,7 +42,7 @@ def read_file(path: Path, request: Request) -> Contents:
     if request.verify:
         require_whole(path)
     content = unpickled(path)
-    contents = of_state_dict("torch.save", _weights_in(content, path))
+    contents = of_state_dict("torch.save", _weights_in(content, path), request)
     found = _optimizers_in(content)
     if len(found) > 1:
         raise CheckpointError(

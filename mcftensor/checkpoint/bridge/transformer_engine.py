@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcftensor.checkpoint.bridge.blockwise import BLOCK, in_blocks
 from mcftensor.checkpoint.bridge.entries import Entry, Group
 from mcftensor.checkpoint.errors import CheckpointError
 from mcftensor.formats import PLAIN
@@ -39,9 +40,7 @@ def with_master(weight: Entry, part: Entry) -> Entry:
 
     def read() -> Tensor:
         if is_remainder:
-            leading, tail = weight.read(), part.read()
-            bits = (leading.view(torch.int16).to(torch.int32) << 16) + tail
-            return bits.view(torch.float32)
+            return in_blocks(_joined, [weight.read(), part.read()], [torch.float32])[0]
         x = part.read()
         _require_rounding(weight, x)
         return x
@@ -49,10 +48,18 @@ def with_master(weight: Entry, part: Entry) -> Entry:
     return Entry(weight.name, PLAIN[torch.float32], weight.shape, read)
 
 
+def _joined(leading: Tensor, tail: Tensor) -> list[Tensor]:
+    bits = (leading.view(torch.int16).to(torch.int32) << 16) + tail
+    return [bits.view(torch.float32)]
+
+
 def _require_rounding(weight: Entry, x: Tensor) -> None:
     """By it a master of another parameter of this shape is told, or one of another step."""
-    rounded, found = x.to(weight.format.dtype), weight.read()
-    differ = int(((rounded != found) & ~(rounded.isnan() & found.isnan())).sum())
+    differ = 0
+    blocks = (y.reshape(-1).split(BLOCK) for y in (x, weight.read()))
+    for master, found in zip(*blocks, strict=True):
+        rounded = master.to(weight.format.dtype)
+        differ += int(((rounded != found) & ~(rounded.isnan() & found.isnan())).sum())
     if differ:
         raise CheckpointError(
             f"{differ} of {x.numel()} elements of {weight.name} are not their master weights "

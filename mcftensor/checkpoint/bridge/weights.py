@@ -18,7 +18,7 @@ from torch import Tensor
 from mcftensor.checkpoint.bridge.entries import Contents, Request, entries_in, entries_of
 from mcftensor.checkpoint.errors import CheckpointError
 from mcftensor.checkpoint.files import opened
-from mcftensor.checkpoint.reading import Lazy, in_shards, is_safetensors
+from mcftensor.checkpoint.reading import in_shards, is_safetensors
 from mcftensor.checkpoint.shards import files_in
 from mcftensor.checkpoint.state_dicts import ties
 
@@ -41,15 +41,13 @@ def read_shards(index: Path, request: Request) -> Contents:
         for place in places:
             require_whole(place)
     shards = in_shards(index)
-    # Of their own memory, since files may be written anew.
-    terms = Lazy(shards, lambda name: shards[name].clone(), shards.like)
-    return Contents("torch.save in shards", entries_in(terms, request, known=False))
+    return Contents("torch.save in shards", entries_of(shards, request))
 
 
-def of_state_dict(layout: str, state_dict: Mapping[str, Tensor]) -> Contents:
+def of_state_dict(layout: str, state_dict: Mapping[str, Tensor], request: Request) -> Contents:
     """A state dict at hand, of which tied weights share memory."""
     tied = ties(state_dict)
-    weights = entries_of({name: x for name, x in state_dict.items() if name not in tied})
+    weights = entries_of({name: x for name, x in state_dict.items() if name not in tied}, request)
     return Contents(layout, weights, tied=tied)
 
 

@@ -1,0 +1,226 @@
+"""DeepSpeed's ZeRO as each process saved it: masters and moments in flat parts of groups.
+
+Layout: `global_step7/`, and beside it `latest`, which names the last. In it a file for each
+process, `zero_pp_rank_R_mp_rank_00_optim_states.pt`, and the rest in `*_model_states.pt`, which
+names the parameters of each group, in their order, with their shapes. In stages 1 and 2 a group is
+one flat tensor, cut into one part for each process, with zeros at the end; in stage 3 each
+parameter is cut by itself. Read: DeepSpeed 0.19.6.
+
+Tensor, pipeline and expert parallelism, and what `BF16_Optimizer` saves, are left to
+`ds_to_universal.py`, whose checkpoints `deepspeed.py` reads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor.checkpoint.bridge.entries import Contents, Entry, Request, entry_of
+from mcftensor.checkpoint.bridge.weights import require_whole
+from mcftensor.checkpoint.errors import CheckpointError, reading, some
+from mcftensor.checkpoint.reading import unpickled
+from mcftensor.formats import PLAIN
+
+_LATEST = "latest"
+_OF_OPTIMIZER = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+
+
+class _Unused:
+    """In the place of DeepSpeed's own classes, whose contents are not needed."""
+
+
+_ALLOWED: list[Any] = [
+    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (_Unused, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (_Unused, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (_Unused, "deepspeed.utils.tensor_fragment.fragment_address"),
+]
+
+
+def folder_of(path: Path) -> Path | None:
+    """The folder of the files, which that of a run names."""
+    if (path / _LATEST).is_file():
+        path = path / (path / _LATEST).read_text(encoding="utf-8").strip()
+    return path if any(path.glob("*_optim_states.pt")) else None
+
+
+def read(path: Path, request: Request) -> Contents:
+    """Masters, whatever else the model has, and the states of the optimizer."""
+    path = folder_of(path) or path
+    ranks = _ranks(path)
+    saved = [_loaded(path / file, request)["optimizer_state_dict"] for file in ranks]
+    stage = saved[0].get("zero_stage")
+    counts = saved[0].get("partition_count")
+    counts = set(counts) if isinstance(counts, list) else {counts}
+    if stage not in (1, 2, 3) or len(counts) != 1:
+        raise _unread(path, f"parts of stage {stage}, in {some(map(str, counts))} parts by group")
+    if counts != {len(ranks)}:
+        raise CheckpointError(f"{path} has {len(ranks)} parts of {counts.pop()} that were saved")
+    models = [_loaded(path / file, request) for file in _models(path, stage, len(ranks))]
+    model = models[0]
+    groups = model["param_shapes"]
+    key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+    masters = [x[key] for x in saved]
+    if not isinstance(model["module"], Mapping) or any(len(x) != len(groups) for x in masters):
+        raise _unread(path, "parameters in other groups than its model")
+    bases = [x["optimizer_state_dict" if stage == 3 else "base_optimizer_state"] for x in saved]
+    if request.optimizer and not all(isinstance(x, Mapping) for x in bases):
+        raise _unread(path, "states of elastic checkpoints")
+
+    contents = Contents(f"DeepSpeed ZeRO stage {stage}", {})
+    names: list[list[str]] = []
+    for i, shapes in enumerate(groups):
+        places = _places(path, shapes, [x[i] for x in masters], stage)
+        flat = {"": [x[i] for x in masters]}
+        alike: dict[str, Any] = {}
+        states = [base["state"].get(i, {}) for base in bases] if request.optimizer else [{}]
+        for state, x in states[0].items():
+            if isinstance(x, Tensor) and x.dim():
+                parts = zip(states, flat[""], strict=True)
+                flat[state] = [_of_length(path, s[state], len(part)) for s, part in parts]
+            else:
+                alike[state] = entry_of(f"{state} of group {i}", x) if isinstance(x, Tensor) else x
+        for name, place in places.items():
+            entries = {k: _entry(f"{k} {name}".strip(), x, place) for k, x in flat.items()}
+            contents.weights[name] = entries.pop("")
+            if states[0]:
+                contents.states[name] = {**alike, **entries}
+        names.append(list(places))
+    _add_rest(contents, models, stage)
+    if request.optimizer:
+        contents.groups = [
+            {**group, "params": [name for i in group["params"] for name in names[i]]}
+            for group in bases[0]["param_groups"]
+        ]
+    return contents
+
+
+# ---------------------------------------------------------------------------------- the files
+
+
+def _ranks(path: Path) -> list[str]:
+    """Files of the processes, in order."""
+    files = {f.name: _OF_OPTIMIZER.fullmatch(f.name) for f in path.glob("*_optim_states.pt")}
+    foreign = [name for name, match in files.items() if match is None]
+    if foreign:
+        raise _unread(path, f"{some(foreign)}, of other processes than those of data parallelism")
+    numbers = {int(match[1]): name for name, match in files.items() if match}
+    missing = sorted(set(range(len(numbers))) - numbers.keys())
+    if missing:
+        raise CheckpointError(f"{path} lacks the part of process {missing[0]}")
+    return [numbers[i] for i in sorted(numbers)]
+
+
+def _models(path: Path, stage: int, count: int) -> list[str]:
+    if stage < 3:
+        return ["mp_rank_00_model_states.pt"]
+    return [f"zero_pp_rank_{i}_mp_rank_00_model_states.pt" for i in range(count)]
+
+
+def _loaded(file: Path, request: Request) -> Any:
+    with reading(file), torch.serialization.safe_globals(_ALLOWED):
+        if request.verify:
+            require_whole(file)
+        return unpickled(file)
+
+
+def _unread(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} holds {what}, which is not read; DeepSpeed's ds_to_universal.py makes a "
+        "checkpoint of it that is, with states, and zero_to_fp32.py the weights"
+    )
+
+
+# -------------------------------------------------------------------------- where things are
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter lies in the flat parts of its group, one of each process."""
+
+    shape: torch.Size
+    slices: list[slice]
+
+
+def _places(
+    path: Path, shapes: Mapping[str, Any], parts: list[Tensor], stage: int
+) -> dict[str, _Place]:
+    places, used = {}, 0
+    for name, given in shapes.items():
+        shape = torch.Size(given)
+        if stage == 3:
+            length = -(-shape.numel() // len(parts))
+            slices = [slice(used, used + length)] * len(parts)
+        else:
+            length = shape.numel()
+            slices = list(_across(map(len, parts), used, used + length))
+        places[name] = _Place(shape, slices)
+        used += length
+    # Groups are padded to a multiple of twice the number of processes, which may be cut off again.
+    available = len(parts[0]) if stage == 3 else sum(map(len, parts))
+    padding = 0 if stage == 3 else 2 * len(parts) - 1
+    if not used <= available <= used + padding:
+        raise CheckpointError(
+            f"{path}: the parameters {some(shapes)} have {used} elements, and {available} are there"
+        )
+    return places
+
+
+def _across(lengths: Iterable[int], start: int, stop: int) -> Iterator[slice]:
+    """The slices of consecutive parts that make one of the whole."""
+    for length in lengths:
+        yield slice(min(max(start, 0), length), min(max(stop, 0), length))
+        start, stop = start - length, stop - length
+
+
+def _of_length(path: Path, x: Tensor, length: int) -> Tensor:
+    if x.dim() != 1 or len(x) < length:
+        raise CheckpointError(
+            f"a state in {path} is of shape {tuple(x.shape)}, and its part has {length} elements"
+        )
+    return x[:length]
+
+
+def _entry(name: str, parts: list[Tensor], place: _Place) -> Entry:
+    def read() -> Tensor:
+        pieces = [x[where] for x, where in zip(parts, place.slices, strict=True)]
+        return _joined(pieces, place.shape)
+
+    return Entry(name, PLAIN[parts[0].dtype], place.shape, read)
+
+
+def _joined(parts: list[Tensor], shape: torch.Size) -> Tensor:
+    """Consecutive parts, of which the last may have more than is needed."""
+    whole = torch.empty(shape, dtype=parts[0].dtype)
+    rest = whole.view(-1)
+    for part in parts:
+        part = part[: len(rest)]
+        rest[: len(part)].copy_(part)
+        rest = rest[len(part) :]
+    if len(rest):
+        raise CheckpointError(f"{len(rest)} elements of a tensor of shape {shape} are missing")
+    return whole
+
+
+def _add_rest(contents: Contents, models: list[Any], stage: int) -> None:
+    """What is not trained, as the model has it, and names of the same weight."""
+    model = models[0]
+    shared = dict(model.get("shared_params") or {})
+    contents.tied = {alias: name for alias, name in shared.items() if name in contents.weights}
+    known = contents.weights.keys() | contents.tied.keys()
+    for name, x in model["module"].items():
+        # In stage 3 parameters are empty here.
+        if name not in known and (stage < 3 or name in model["buffer_names"]):
+            contents.weights[name] = entry_of(name, x)
+    frozen = model.get("frozen_param_shapes") or {}
+    for name, shape in frozen.items():
+        parts = [x["frozen_param_fragments"][name].reshape(-1) for x in models]
+        if name not in contents.weights and name not in contents.tied:
+            whole = _Place(torch.Size(shape), [slice(None)] * len(parts))
+            contents.weights[name] = _entry(name, parts, whole)
