@@ -39,11 +39,13 @@ def network(format=None, seed=0):
 class Run:
     """A model on all ranks, or one, and its optimizer."""
 
-    def __init__(self, format=None, seed=0, mode="plus"):
+    def __init__(self, format=None, seed=0, mode="plus", **path):
         self.model = network(format, seed)
         if dist.is_initialized():
             fully_shard(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-2, foreach=False)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), 1e-2, **path or {"foreach": False}
+        )
         mcf.collage(self.optimizer, mode)
 
     def train(self, steps, start=0):
@@ -129,12 +131,13 @@ def save(folder):
 @on_ranks(2)
 def goes_on_to_the_bit(mode, folder):
     torch.manual_seed(4 + dist.get_rank())
-    whole_run = Run(seed=5, mode=mode).train(4)
+    path = {"fused": True} if mode == "compact" else {}
+    whole_run = Run(seed=5, mode=mode, **path).train(4)
     torch.manual_seed(4 + dist.get_rank())
-    stopped = Run(seed=5, mode=mode).train(2)
+    stopped = Run(seed=5, mode=mode, **path).train(2)
     dcp.save(stopped.state(), checkpoint_id=folder)
     random = torch.get_rng_state()
-    resumed = Run(seed=6, mode=mode)
+    resumed = Run(seed=6, mode=mode, **path)
     state = resumed.state()
     dcp.load(state, checkpoint_id=folder)
     torch.set_rng_state(random)
@@ -227,7 +230,7 @@ def check_on_ranks(folder):
 
 
 def compact(seed=0):
-    return Run(mcf.bf16i8, seed=seed, mode="compact")
+    return Run(mcf.bf16i8, seed=seed, mode="compact", fused=True)
 
 
 @on_ranks(2)
