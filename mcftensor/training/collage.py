@@ -119,8 +119,7 @@ def collage(optimizer: Opt, mode: str | Mapping[str, Format | None]) -> Opt:
             f"collage: got {type(optimizer).__name__}; give a torch.optim.Optimizer over "
             "parameters that mcf.as_expansion has converted"
         )
-    has_own = "_optimizer_step_post_hooks" in vars(optimizer)  # unlike that of Accelerate
-    if not (has_own and hasattr(optimizer, "_optimizer_load_state_dict_post_hooks")):
+    if not _takes_hooks(optimizer):
         raise TypeError(
             f"collage: {type(optimizer).__name__} passes its steps on to another optimizer; "
             "give that one, as by mcf.collage(optimizer.optimizer, mode)"
@@ -133,6 +132,16 @@ def collage(optimizer: Opt, mode: str | Mapping[str, Format | None]) -> Opt:
     plan.attach(optimizer)
     plan.apply(optimizer)
     return optimizer
+
+
+def _takes_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks are called after its own steps, unlike those of Accelerate's wrapper, and after
+    it has loaded states, which some wrappers pass on."""
+    register = type(optimizer).register_load_state_dict_post_hook
+    return "_optimizer_step_post_hooks" in vars(optimizer) and (
+        hasattr(optimizer, "_optimizer_load_state_dict_post_hooks")
+        or register is not Optimizer.register_load_state_dict_post_hook
+    )
 
 
 def _choose_fused(optimizer: Optimizer) -> None:
