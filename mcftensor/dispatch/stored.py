@@ -24,6 +24,7 @@ from mcftensor.dispatch.operands import (
     expansions,
     leading,
     only_stores,
+    overwrite,
     require_castable,
     rounding_key,
 )
@@ -38,6 +39,7 @@ from mcftensor.passes.recoding import (
     decode_in_parts,
     encode_columns,
     encode_in_parts,
+    recode,
 )
 from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
@@ -172,7 +174,12 @@ def store_numbers(targets: Sequence[Tensor], numbers: Column) -> None:
     """Round plain tensors into what stores numbers of their shapes."""
     if not is_bare(*map(_components, targets), numbers):
         for x, number in zip(targets, numbers, strict=True):
-            x.copy_(number)
+            if isinstance(x, MCFTensor) and x._format.shared:
+                made = recode([number], PLAIN[number.dtype].name, x._format.name, _key(x))
+                overwrite(x._held(), made)
+                count_write([x])
+            else:
+                x.copy_(number)
         return
     for x in targets:
         if isinstance(x, LiftedTensor):

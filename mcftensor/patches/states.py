@@ -49,7 +49,9 @@ _thread = _Thread()
 @by_name
 def _by_way_of_hooks(process: Callable[[], Tensor], given: dict[str, Any]) -> Tensor:
     p, x = given["param"], given["value"]
-    if format_of(p) and (x.shape != p.shape or id(p) in _thread.resumed):
+    own, its = format_of(p), format_of(x)
+    in_blocks = its is not None and bool(its.shared)  # which is only a state's
+    if own and (x.shape != p.shape or id(p) in _thread.resumed or in_blocks):
         return x.to(process().device)
     for function in as_loaded:
         given["value"] = function(p, given["value"], given.get("key"))

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mcftensor.formats import Format
@@ -33,17 +34,33 @@ def format_of(x: object) -> Format | None:
 
 
 def on_local(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
-    """A function of single elements, carried out on what this rank has of a DTensor."""
+    """A function of single elements, or of rows, carried out on what this rank has of a DTensor.
+
+    Raises:
+        NotImplementedError: a function of rows, where another dimension is sharded.
+    """
     if not hasattr(x, "_local_tensor"):
         return function(x, *args)
     with outside():  # DTensor asks for the dtype of what it holds
+        own = function(local(x), *args)
+        shape, stride = x.shape, x.stride()
+        if own.shape != local(x).shape:
+            placements = x.placements  # type: ignore[attr-defined]
+            if not all(y.is_replicate() or y.is_shard(0) for y in placements):
+                raise NotImplementedError(
+                    f"a tensor of shape {tuple(x.shape)} in a format whose rows share scales is "
+                    "sharded along another dimension than the first: shard its rows, or keep it in "
+                    "mcf.bf16i16"
+                )
+            shape = torch.Size((x.shape[0], *own.shape[1:]))
+            stride = torch.empty(shape, device="meta").stride()
         return type(x).from_local(  # type: ignore[attr-defined]
-            function(local(x), *args),
+            own,
             x.device_mesh,  # type: ignore[attr-defined]
             x.placements,  # type: ignore[attr-defined]
             run_check=False,
-            shape=x.shape,
-            stride=x.stride(),
+            shape=shape,
+            stride=stride,
         )
 
 

@@ -172,8 +172,10 @@ def test_ranks_with_fewer_batches_join():
 @on_ranks(2)
 def test_states_divided_by_the_zero_redundancy_optimizer(mode):
     models = [expansions(), expansions()]
-    sharded = ZeroRedundancyOptimizer(models[0].parameters(), torch.optim.AdamW, lr=1e-3)
-    whole = torch.optim.AdamW(models[1].parameters(), lr=1e-3)
+    sharded = ZeroRedundancyOptimizer(
+        models[0].parameters(), torch.optim.AdamW, lr=1e-3, foreach=False
+    )
+    whole = torch.optim.AdamW(models[1].parameters(), lr=1e-3, foreach=False)
     if mode is not None:
         for optimizer in (sharded.optim, whole):
             mcf.collage(optimizer, mode)

@@ -39,11 +39,13 @@ def network(format=None, seed=0):
 class Run:
     """A model on all ranks, or one, and its optimizer."""
 
-    def __init__(self, format=None, seed=0, mode="plus"):
+    def __init__(self, format=None, seed=0, mode="plus", **path):
         self.model = network(format, seed)
         if dist.is_initialized():
             fully_shard(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-2, foreach=False)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), 1e-2, **path or {"foreach": False}
+        )
         if mode:
             mcf.collage(self.optimizer, mode)
 
@@ -132,13 +134,14 @@ def save(folder, format):
 @on_ranks(2)
 def goes_on_to_the_bit(format, mode, by_terms, folder):
     torch.manual_seed(4 + dist.get_rank())
-    whole_run = Run(format, seed=5, mode=mode).train(4)
+    path = {"fused": True} if mode == "compact" else {}
+    whole_run = Run(format, seed=5, mode=mode, **path).train(4)
     torch.manual_seed(4 + dist.get_rank())
-    stopped = Run(format, seed=5, mode=mode).train(2)
+    stopped = Run(format, seed=5, mode=mode, **path).train(2)
     state = stopped.state()
     dcp.save(mcf.as_terms(state) if by_terms else state, checkpoint_id=folder)
     random = torch.get_rng_state()
-    resumed = Run(format, seed=6, mode=mode)
+    resumed = Run(format, seed=6, mode=mode, **path)
     state = resumed.state()
     dcp.load(mcf.as_terms(state) if by_terms else state, checkpoint_id=folder)  # in place
     torch.set_rng_state(random)
@@ -239,7 +242,7 @@ def check_on_ranks(folder, format):
 
 
 def compact(seed=0):
-    return Run(mcf.bf16i8, seed=seed, mode="compact")
+    return Run(mcf.bf16i8, seed=seed, mode="compact", fused=True)
 
 
 @on_ranks(2)

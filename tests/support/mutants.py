@@ -882,6 +882,53 @@ MUTATIONS = [
         sparse_stays_fused=('            group["fused"] = False', "            pass"),
     ),
     *_of(
+        "codes.py",
+        "tests/numerics/test_blocks.py",
+        saturates=("above = (1 << 23) - 1 - (3 << 21)", "above = 0"),
+        small_ones_are_lost=("codes = codes.maximum(torch.ones_like(codes))", "codes = codes"),
+        ties_up=("bits + ((bits >> _LOST) & 1) + ((1", "bits + 1 + ((1"),
+        mean_of_the_square=("bits if noise is None else _by_roots(bits)", "bits"),
+    ),
+    *_of(
+        "kernels/shared.py",
+        "tests/numerics/test_blocks.py",
+        rows_of_whole_blocks_alone=("missing = -rows.shape[1] % BLOCK", "missing = 0"),
+        blocks_in_turns=(".repeat_interleave(BLOCK, 1)", ".repeat(1, BLOCK)"),
+    ),
+    *_of(
+        "factor.py",
+        "tests/tensor/test_rows.py",
+        never_multiplied=("        numbers.mul_(self.value)\n", ""),
+        multiplied_for_ever=(
+            "[] if key is None else [key])\n        self.value = 1.0\n",
+            "[] if key is None else [key])\n",
+        ),
+    ),
+    *_of(
+        "rows.py",
+        "tests/tensor/test_rows.py",
+        any_dimension=("return dim in (0, -x.dim())", "return True"),
+        parts_forget=("    if target.is_part:\n        factor.settle()\n", ""),
+        views_of_other_rows=("len(shape) > 1 and first == x.shape[0]", "len(shape) > 1"),
+    ),
+    *_of(
+        "stored.py",
+        "tests/tensor/test_rows.py",
+        multiplied_after_it_is_written=(
+            "            x._factor.value = 1.0\n",
+            "            pass\n",
+        ),
+        parts_multiply_the_whole=("        or x.is_part\n", ""),
+    ),
+    *_of(
+        "states.py",
+        "tests/distributed/test_resharding.py",
+        blocks_are_cast=(
+            " or id(p) in _thread.resumed or in_blocks)",
+            " or id(p) in _thread.resumed)",
+        ),
+    ),
+    *_of(
         "narrow_states.py",
         "tests/training/test_narrow_states.py",
         said_again=("or optimizer in _seen ", ""),

@@ -12,7 +12,7 @@ import mcftensor as mcf
 from common.database import cases, configurations, paths_of
 from common.roster import classes, subject
 from common.trial import Way, displacement, error
-from support.helpers import exact
+from support.helpers import compiled_whole, exact
 from support.optimizers import PATHS, SAMPLE
 
 STEPS = 20
@@ -97,8 +97,8 @@ KEEPS_WEIGHTS = {"AccSGD"}
 # What takes other views of its states, wraps other optimizers, or does not run here.
 REFUSED = {"AdaGO", "AdaMuon", "MuonClip"}
 WRAPPERS = {
-    *("Lookahead", "Magma", "OrthoGrad", "SafeFP16Optimizer", "ScheduleFreeWrapper", "TRAC"),
-    "ScheduleFreeWrapperReference",
+    *("Lookahead", "Magma", "OrthoGrad", "SafeFP16Optimizer", "TRAC"),
+    *("ScheduleFreeWrapper", "ScheduleFreeWrapperReference"),
 }
 MISSING = {"CPUOffloadOptimizer", "DeMo", "DistributedMuon"}
 QUICK = {"AdaBelief", "Adan", "ADOPT", "CAME", "Lion", "SOAP", "AdamWScheduleFree", "Prodigy"}
@@ -240,3 +240,71 @@ def test_a_step_is_one_write(path, held):
     *_, (_, states, _) = moments_of(path, held, (4, 64), gradients, amsgrad=True)
     assert states["exp_avg"].writes == states["exp_avg_sq"].writes == 4
     assert states["max_exp_avg_sq"].writes is None
+
+
+def test_an_ambiguous_name_is_wide():
+    """Velocities are signed."""
+
+    class Named(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {})
+
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                self.state[p].setdefault("v", torch.zeros_like(p)).add_(p.grad)
+
+    p = nn.Parameter(mcf.as_expansion(torch.ones(3, 4), mcf.bf16i8))
+    optimizer = mcf.collage(Named([p]), "compact")
+    for _ in range(2):
+        p.grad = -torch.ones(3, 4).bfloat16()
+        optimizer.step()
+    assert optimizer.state[p]["v"].format is WIDE
+    assert exact(optimizer.state[p]["v"]).eq(-2).all()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_edq_changes_nothing(path):
+    runs = []
+    for is_metered in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        p = nn.Parameter(mcf.as_expansion(torch.randn(4, 64, generator=generator), mcf.bf16i8))
+        optimizer = mcf.collage(torch.optim.AdamW([p], lr=1e-3, **PATHS[path]), "compact")
+        edq = mcf.EDQ(optimizer) if is_metered else None
+        train(optimizer, [p], steps=4)
+        assert edq is None or edq.last["ratio"] is not None
+        states = optimizer.state[p]
+        runs.append([p.detach(), states["exp_avg"], states["exp_avg_sq"]])
+    for x, y in zip(*runs, strict=True):
+        assert all(map(torch.equal, x.components, y.components))
+        assert x.writes == y.writes
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("path", ["for-loop", pytest.param("fused", marks=slow)])
+def test_compiled_steps_have_the_bits_of_eager_ones(path):
+    runs = []
+    for is_compiled in (False, True):
+        torch.compiler.reset()
+        p = nn.Parameter(mcf.as_expansion(torch.ones(4, 64), mcf.bf16i8))
+        optimizer = mcf.collage(torch.optim.AdamW([p], lr=1e-3, **PATHS[path]), "compact")
+        if is_compiled:
+            optimizer.step = torch.compile(optimizer.step)
+        train(optimizer, [p], steps=3)
+        states = optimizer.state[p]
+        runs.append([p.detach(), states["exp_avg"], states["exp_avg_sq"]])
+    for x, y in zip(*runs, strict=True):
+        assert all(map(torch.equal, x.components, y.components))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_in_one_graph_rounds_twice():
+    """Where everything is traced, a product with a number is a write as any other."""
+    p = nn.Parameter(mcf.as_expansion(torch.ones(4, 64), mcf.bf16i8))
+    optimizer = mcf.collage(torch.optim.AdamW([p], lr=1e-3, foreach=False), "compact")
+    train(optimizer, [p], steps=1)
+    step = compiled_whole(optimizer)
+    for count in range(1, 3):
+        p.grad = torch.ones(4, 64).bfloat16()
+        step()
+        assert optimizer.state[p]["exp_avg_sq"].writes == 2 + 2 * count
