@@ -26,6 +26,7 @@ from mcftensor.dispatch.operands import (
     only_stores,
     require_castable,
     rounding_key,
+    stored_in,
 )
 from mcftensor.dispatch.registry import Handler
 from mcftensor.dispatch.writing import written_to
@@ -78,9 +79,28 @@ def are_all(operands: Any) -> bool:
 
 
 def on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator on numbers as plain tensors; those that it writes to are stored again."""
+    """Run an operator on numbers as plain tensors; those that it writes to are stored again.
+
+    What it makes of parameters alone acts as a parameter, and holds the numbers all the same.
+    """
     if computes_plainly((*args, *kwargs.values())):
         return func(*leading(args), **leading(kwargs))
+    result = _on_numbers(func, args, kwargs)
+    found = expansions((args, kwargs))
+    format = found[0]._format.of_gradients
+    if format is None or any(x.acts_as == "value" for x in found):
+        return result
+    return tree_map(lambda x: _as_parameter(x, format), result)
+
+
+def _as_parameter(x: Any, format: Format) -> Any:
+    """A new plain number in a format that holds it, in the role of a parameter."""
+    if isinstance(x, MCFTensor) or not isinstance(x, Tensor) or x.dtype != format.result.dtype:
+        return x
+    return MCFTensor.of(stored_in(x, format, x.device), format, "parameter", own=True)
+
+
+def _on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     written = {id(x): x for _, x in written_to(func, args, kwargs) if _is_decoded(x)}
     if written and are_lifted((args, kwargs)) and not expansions(list(written.values())):
         return func(*leading(args), **leading(kwargs))
