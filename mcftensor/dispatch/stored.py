@@ -85,19 +85,23 @@ def on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     if computes_plainly((*args, *kwargs.values())):
         return func(*leading(args), **leading(kwargs))
-    result = _on_numbers(func, args, kwargs)
-    found = expansions((args, kwargs))
+    return _in_role(_on_numbers(func, args, kwargs), (args, kwargs))
+
+
+def _in_role(result: Any, operands: Any) -> Any:
+    """Results in the role that is that of operands, new numbers in a format that holds them."""
+    found = expansions(operands)
     format = found[0]._format.of_gradients
     if format is None or any(x.acts_as == "value" for x in found):
         return result
-    return tree_map(lambda x: _as_parameter(x, format), result)
 
+    def held(x: Any) -> Any:
+        is_new = isinstance(x, Tensor) and not isinstance(x, MCFTensor)
+        if not is_new or x.dtype != format.result.dtype:
+            return x
+        return MCFTensor.of(stored_in(x, format, x.device), format, "parameter", own=True)
 
-def _as_parameter(x: Any, format: Format) -> Any:
-    """A new plain number in a format that holds it, in the role of a parameter."""
-    if isinstance(x, MCFTensor) or not isinstance(x, Tensor) or x.dtype != format.result.dtype:
-        return x
-    return MCFTensor.of(stored_in(x, format, x.device), format, "parameter", own=True)
+    return tree_map(held, result)
 
 
 def _on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -318,4 +322,5 @@ def _chunk_on_numbers(
         written = [x for x in targets if id(x) in copies]
         store_numbers(written, [copies[id(x)] for x in written])
         return targets
-    return results
+    rows_of = zip(*(x for x in (*given, *kwargs.values()) if type(x) is list), strict=True)
+    return [_in_role(x, row) for x, row in zip(results, rows_of, strict=True)]
