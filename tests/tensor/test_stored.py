@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mcftensor as mcf
+from mcftensor.dispatch import stored
 from support.helpers import (
     KEPT,
     STORED,
@@ -77,6 +78,30 @@ class TestParametersAlone:
         for y in (x * 3, x + p.detach(), x + x):
             assert type(y) is torch.Tensor
             assert y.dtype == torch.float32
+
+
+@in_kept
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x, y: x.mul_(0.3),
+        lambda x, y: x.add_(y, alpha=0.1),
+        lambda x, y: x.addcdiv_(y, y.abs() + 1, value=0.1),
+        lambda x, y: x.copy_(x * 0.3 + y),
+    ],
+)
+def test_blocks_of_large_tensors(format, write):
+    """Each is rounded as it would be by itself, and all of them are one write."""
+    count = 2 * stored.BLOCK + 1000
+    x, y = sample(format, count), torch.randn(count)
+    small = x.clone()
+    assert write(x, y) is x
+    for i, (part, other) in enumerate(zip(small.split(1 << 18), y.split(1 << 18), strict=True)):
+        if i and format.rounding == "balanced":  # which have counted the write of another one
+            small._writes.sub_(1)
+        write(part, other)
+    assert_same_terms(x, small)
+    assert x.writes == small.writes
 
 
 @in_all
