@@ -62,8 +62,8 @@ if dist.is_available():
     def move(func: Any, *args: Any, **kwargs: Any) -> Any:
         """Term by term; the one that is sent last may be waited for by the caller."""
         parts = [_term(args, i) for i in range(len(_one_format(func, args).components))]
-        if func.overloadpacket is _c10d.broadcast_ and args[0][0]._writes is not None:
-            parts.append(tree_map(lambda x: x._writes if isinstance(x, MCFTensor) else x, args))
+        if func.overloadpacket in (_c10d.broadcast_, _c10d.scatter_):
+            parts += _counts(*args)
         for i, part in enumerate(parts):
             result = func(*part, **kwargs)
             work = result[-1] if isinstance(result, tuple) else result
@@ -132,6 +132,14 @@ if dist.is_available():
 def _term(tree: Any, i: int) -> Any:
     """The arguments with every expansion replaced by one of its terms."""
     return tree_map(lambda x: carried(x.components[i]) if isinstance(x, MCFTensor) else x, tree)
+
+
+def _counts(written: list[MCFTensor], *others: Any) -> list[Any]:
+    """The arguments with counts in the place of expansions, where these have some."""
+    if written[0]._writes is None:
+        return []
+    others = tree_map(lambda x: x._count if isinstance(x, MCFTensor) else x, others)
+    return [([x._writes for x in written], *others)]
 
 
 def carried(term: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from mcftensor.dispatch.operands import (
     overwrite,
     require_castable,
     rounding_key,
+    stored_in,
 )
 from mcftensor.dispatch.registry import Handler
 from mcftensor.dispatch.writing import written_to
@@ -87,9 +88,32 @@ def are_numbers(operands: Any) -> bool:
 
 
 def on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator on numbers as plain tensors; those that it writes to are stored again."""
+    """Run an operator on numbers as plain tensors; those that it writes to are stored again.
+
+    What it makes of parameters alone acts as a parameter, and holds the numbers all the same.
+    """
     if computes_plainly((*args, *kwargs.values())):
         return func(*leading(args), **leading(kwargs))
+    return _in_role(_on_numbers(func, args, kwargs), (args, kwargs))
+
+
+def _in_role(result: Any, operands: Any) -> Any:
+    """Results in the role that is that of operands, new numbers in a format that holds them."""
+    found = expansions(operands)
+    format = found[0]._format.of_gradients
+    if format is None or any(x.acts_as == "value" for x in found):
+        return result
+
+    def held(x: Any) -> Any:
+        is_new = isinstance(x, Tensor) and not isinstance(x, MCFTensor)
+        if not is_new or x.dtype != format.result.dtype:
+            return x
+        return MCFTensor.of(stored_in(x, format, x.device), format, "parameter", own=True)
+
+    return tree_map(held, result)
+
+
+def _on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     written = {id(x): x for _, x in written_to(func, args, kwargs) if _is_decoded(x)}
     if written and are_lifted((args, kwargs)) and not expansions(list(written.values())):
         return func(*leading(args), **leading(kwargs))
@@ -400,4 +424,5 @@ def _chunk_on_numbers(
         written = [x for x in targets if id(x) in copies]
         store_numbers(written, [copies[id(x)] for x in written])
         return targets
-    return results
+    rows_of = zip(*(x for x in (*given, *kwargs.values()) if type(x) is list), strict=True)
+    return [_in_role(x, row) for x, row in zip(results, rows_of, strict=True)]

@@ -233,7 +233,7 @@ def audit(
             empty += 1
         else:
             tensors.append(_compare(name, x, y, threshold))
-            shared &= _floats(x)[0].data_ptr() == _floats(y)[0].data_ptr()
+            shared &= _leading(x).data_ptr() == _leading(y).data_ptr()
     if not tensors:
         raise CheckpointError(
             "nothing to compare: of the tensors in both checkpoints, "
@@ -318,6 +318,10 @@ def _compare(name: str, x: Tensor, y: Tensor, threshold: float) -> TensorAudit:
     elif unchanged >= threshold:
         verdict = "mostly frozen"
     return TensorAudit(name, tuple(x.shape), _dtype(x), unchanged, zeros, ones, verdict)
+
+
+def _leading(x: Tensor) -> Tensor:
+    return x.components[0] if isinstance(x, MCFTensor) else x
 
 
 def _floats(x: Tensor) -> tuple[Tensor, ...]:

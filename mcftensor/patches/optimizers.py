@@ -100,14 +100,17 @@ def _outside_of_it(x: Any) -> Any:
 
 
 def _is_fused(optimizer: Optimizer, step: Callable[..., Any]) -> bool:
-    """Whether all that a step does is to give tensors to torch's fused kernels: it makes no states,
-    each of which has a number within a step, and which SGD makes like gradients."""
+    """Whether all that a step does with gradients is to give them to torch's fused kernels."""
     groups = optimizer.param_groups
     if not (is_of_torch(step) and all(group.get("fused") for group in groups)):
         return False
-    if isinstance(optimizer, torch.optim.SGD) and not any(group["momentum"] for group in groups):
+    if all(map(optimizer.state.get, parameters_of(optimizer))):
         return True
-    return all(map(optimizer.state.get, parameters_of(optimizer)))
+    # SGD makes its buffers like them; and states whose rounding is balanced are told apart.
+    if isinstance(optimizer, torch.optim.SGD):
+        return not any(group["momentum"] for group in groups)
+    formats = map(format_of, parameters_of(optimizer))
+    return all(format is None or format.rounding != "balanced" for format in formats)
 
 
 def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:

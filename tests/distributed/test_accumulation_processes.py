@@ -1,6 +1,7 @@
 """Gradients summed in expansions while several processes train together."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import mcftensor as mcf
-from support.helpers import exact
+from support.helpers import KEPT, exact
 from support.ranks import on_ranks
 
 MICROBATCHES = 16
@@ -26,7 +27,11 @@ def microbatches():
         yield torch.randn(5, 8, generator=generator).bfloat16()
 
 
-CONVERSIONS = {"expansions": mcf.as_expansion, "plain": nn.Module.bfloat16}
+CONVERSIONS = {
+    "expansions": mcf.as_expansion,
+    "plain": nn.Module.bfloat16,
+    **{f.name: partial(mcf.as_expansion, format=f) for f in KEPT},
+}
 
 
 @pytest.mark.parametrize("kind", CONVERSIONS)

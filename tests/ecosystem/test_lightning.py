@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import mcftensor as mcf
-from support.helpers import all_terms, small_model
+from support.helpers import all_terms, over_one, small_model
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -22,14 +22,16 @@ def batches() -> DataLoader:
     return DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8)
 
 
-def make_optimizer(model):
-    return mcf.collage(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), "plus")
+def make_optimizer(model, format=None):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    return mcf.collage(optimizer, "plus") if format is None else optimizer
 
 
 class Classifier(lightning.LightningModule):
-    def __init__(self, sums=False):
+    def __init__(self, format=None, sums=False):
         super().__init__()
-        self.model = mcf.as_expansion(small_model())
+        self.format = format
+        self.model = mcf.as_expansion(small_model(), format)
         self.kinds = set()
         if sums:
             mcf.accumulate_gradients(self)
@@ -42,7 +44,7 @@ class Classifier(lightning.LightningModule):
         self.kinds |= {type(p.grad) for p in self.parameters()}
 
     def configure_optimizers(self):
-        optimizer = make_optimizer(self)
+        optimizer = make_optimizer(self, self.format)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
 
@@ -61,9 +63,9 @@ def trainer(folder, epochs=2, **options):
     )
 
 
-def by_hand(epochs=2, accumulated=1):
-    model = mcf.as_expansion(small_model())
-    optimizer = make_optimizer(model)
+def by_hand(format, epochs=2, accumulated=1):
+    model = mcf.as_expansion(small_model(), format)
+    optimizer = make_optimizer(model, format)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     for _ in range(epochs):
         for i, (x, y) in enumerate(batches(), 1):
@@ -78,29 +80,32 @@ def by_hand(epochs=2, accumulated=1):
 
 @pytest.mark.parametrize("precision", ["bf16-true", "32-true"])
 @pytest.mark.parametrize("accumulated", [1, 4])
-def test_training_is_that_of_a_loop_by_hand(tmp_path, precision, accumulated):
-    module = Classifier()
+@over_one
+def test_training_is_that_of_a_loop_by_hand(tmp_path, format, precision, accumulated):
+    module = Classifier(format)
     before = [x.clone() for x in all_terms(module)]
     trainer(tmp_path, precision=precision, accumulate_grad_batches=accumulated).fit(
         module, batches()
     )
     assert not all(map(torch.equal, all_terms(module), before))
-    expected = by_hand(accumulated=accumulated)
+    expected = by_hand(format, accumulated=accumulated)
     assert all(map(torch.equal, all_terms(module), all_terms(expected)))
 
 
-def test_sums_of_gradients(tmp_path):
-    module = Classifier(sums=True)
+@over_one
+def test_sums_of_gradients(tmp_path, format):
+    module = Classifier(format, sums=True)
     trainer(tmp_path, accumulate_grad_batches=4).fit(module, batches())
     assert module.kinds == {mcf.MCFTensor}
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-def test_resuming(tmp_path):
-    whole = Classifier()
+@over_one
+def test_resuming(tmp_path, format):
+    whole = Classifier(format)
     trainer(tmp_path / "whole", 3).fit(whole, batches())
-    trainer(tmp_path / "first", 1).fit(Classifier(), batches())
-    second = Classifier()
+    trainer(tmp_path / "first", 1).fit(Classifier(format), batches())
+    second = Classifier(format)
     checkpoint = tmp_path / "first" / "last.ckpt"
     trainer(tmp_path / "first", 3).fit(second, batches(), ckpt_path=checkpoint)
     assert all(map(torch.equal, all_terms(second), all_terms(whole)))
@@ -112,11 +117,12 @@ def test_half_precision_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "32-true"])
-def test_fabric(tmp_path, precision):
+@over_one
+def test_fabric(tmp_path, format, precision):
     def prepared():
         fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=precision)
-        model = mcf.as_expansion(small_model())
-        return fabric, *fabric.setup(model, make_optimizer(model))
+        model = mcf.as_expansion(small_model(), format)
+        return fabric, *fabric.setup(model, make_optimizer(model, format))
 
     def train(fabric, model, optimizer):
         for x, y in batches():

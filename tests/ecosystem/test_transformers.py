@@ -14,7 +14,7 @@ from transformers import (
 
 import huggingface
 import mcftensor as mcf
-from support.helpers import all_terms
+from support.helpers import all_terms, over_one
 
 CONFIG = GPT2Config(
     vocab_size=32,
@@ -37,9 +37,9 @@ def counting() -> list[dict]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def make_model() -> GPT2LMHeadModel:
+def make_model(format=None) -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    return mcf.store_as_terms(mcf.as_expansion(GPT2LMHeadModel(CONFIG)))
+    return mcf.store_as_terms(mcf.as_expansion(GPT2LMHeadModel(CONFIG), format))
 
 
 def make_trainer(model, folder, accumulated=1, bf16=False, **options):
@@ -67,9 +67,9 @@ def losses(trainer) -> list[float]:
     return [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
 
 
-def by_hand(trainer, batches, accumulated):
+def by_hand(format, trainer, batches, accumulated):
     """What the trainer is to do with these batches."""
-    model = make_model()
+    model = make_model(format)
     decayed = set(trainer.get_decay_parameter_names(model))
     named = list(model.named_parameters())
     optimizer = torch.optim.AdamW(
@@ -95,8 +95,9 @@ def by_hand(trainer, batches, accumulated):
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_training_is_that_of_a_loop_by_hand(tmp_path, accumulated):
-    model, batches = make_model(), []
+@over_one
+def test_training_is_that_of_a_loop_by_hand(tmp_path, format, accumulated):
+    model, batches = make_model(format), []
 
     def collate(rows):
         batches.append(default_data_collator(rows))
@@ -105,13 +106,14 @@ def test_training_is_that_of_a_loop_by_hand(tmp_path, accumulated):
     trainer = make_trainer(model, tmp_path, accumulated, data_collator=collate)
     trainer.train()
     assert losses(trainer)[-1] < losses(trainer)[0] - 0.2
-    expected = by_hand(trainer, batches, accumulated)
+    expected = by_hand(format, trainer, batches, accumulated)
     assert all(map(torch.equal, all_terms(model), all_terms(expected)))
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_resuming(tmp_path, bf16):
-    model, second = make_model(), make_model()
+@over_one
+def test_resuming(tmp_path, format, bf16):
+    model, second = make_model(format), make_model(format)
     make_trainer(model, tmp_path, bf16=bf16).train()
     trainer = make_trainer(second, tmp_path, bf16=bf16)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
@@ -142,9 +144,10 @@ def test_modes_and_sums_of_gradients(tmp_path):
     assert type(state["exp_avg_sq"]) is mcf.MCFTensor
 
 
-def test_what_is_saved(tmp_path):
+@over_one
+def test_what_is_saved(tmp_path, format):
     """Plain transformers reads the leading terms, and `load_file` all."""
-    model = make_model()
+    model = make_model(format)
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1.001)
@@ -152,8 +155,8 @@ def test_what_is_saved(tmp_path):
     plain = GPT2LMHeadModel.from_pretrained(tmp_path)
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
         assert type(p) is torch.nn.Parameter
-        assert torch.equal(p, mcf.as_plain(q))
-    again = mcf.as_expansion(plain)
+        assert torch.equal(p, q.components[0])
+    again = mcf.as_expansion(plain, format)
     mcf.load_file(tmp_path, again)
     assert all(map(torch.equal, all_terms(again), all_terms(model)))
     assert again.lm_head.weight is again.transformer.wte.weight

@@ -1,6 +1,6 @@
 """What several tests need: full expansions, comparisons of all terms, small models, devices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -24,9 +24,16 @@ STORED = [
 KEPT = [mcf.bf16i16, mcf.bf16i8, mcf.Format(torch.bfloat16, 1, rounding="balanced")]
 
 
-def over_formats(*formats: mcf.Format | None) -> pytest.MarkDecorator:
-    """A test over the formats that are the default, and over others."""
-    return pytest.mark.parametrize("format", [None, *formats], ids=lambda f: f.name if f else "")
+def over_formats(
+    *formats: mcf.Format | None, slow: Sequence[mcf.Format] = ()
+) -> pytest.MarkDecorator:
+    """A test over the formats that are the default, and over others, some of them slow ones."""
+    others = [pytest.param(f, marks=pytest.mark.slow) for f in slow]
+    every = [None, *formats, *others]
+    return pytest.mark.parametrize("format", every, ids=lambda f: f.name if f else "default")
+
+
+over_one = over_formats(mcf.bf16i8, slow=(KEPT[0], KEPT[2]))
 
 
 requires_cuda = pytest.param(

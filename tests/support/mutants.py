@@ -217,7 +217,62 @@ MUTATIONS = [
     *_of(
         "noise.py",
         "tests/numerics/test_tails.py",
-        writes_do_not_matter=("(count * _STEPS[stream])", "(0 * count + _STEPS[stream])"),
+        writes_do_not_matter=("(key * _STEPS[stream])", "(0 * key + _STEPS[stream])"),
+        salts_do_not_matter=(" + salt_of(key).to(torch.int32)", ""),
+    ),
+    *_of(
+        "counting.py",
+        "tests/tensor/test_balanced.py",
+        one_salt_for_all=("hashlib.blake2b(name.encode()", "hashlib.blake2b(name[:0].encode()"),
+        writes_with_their_salt=("return count & ((1 << _SALT) - 1)", "return count"),
+        states_of_one_salt=("unwritten(count) + _salted(name)", "unwritten(count)"),
+        pieces_begin_at_the_first=("count + (places << _SALT) if places", "count if places"),
+    ),
+    *_of(
+        "pieces.py",
+        "tests/tensor/test_balanced.py",
+        every_row_of_one_element=("int(row) * stride", "int(row)"),
+    ),
+    *_of(
+        "stepping.py",
+        "tests/tensor/test_balanced.py",
+        states_of_one_number=("self.made[x] = number + 1", "pass"),
+    ),
+    *_of(
+        "convert.py",
+        "tests/tensor/test_balanced.py",
+        loaded_states_without_salts=("if count is None or _count(x)", "if True or _count(x)"),
+        names_do_not_matter=("moved(start(local(x).device, name)", "moved(start(local(x).device)"),
+    ),
+    *_of(
+        "sharded.py",
+        "tests/distributed/test_fsdp.py",
+        "tests/distributed/test_resharding.py",
+        "tests/distributed/test_tensor_parallel.py",
+        every_shard_the_first=("place += start * math.prod", "place += 0 * math.prod"),
+        shards_of_the_first_size=("rows = -(-shape[dim] // parts)", "rows = shape[dim] // parts"),
+    ),
+    *_of(
+        "patches/distributed.py",
+        "tests/distributed/test_fsdp.py",
+        idle_steps_counted=("        count.copy_(was)", "        pass"),
+    ),
+    *_of(
+        "stored.py",
+        "tests/tensor/test_stored.py",
+        "tests/training/test_exact_float32.py",
+        parameters_become_plain=("    if format is None or any(", "    if True or any("),
+        stored_again_without_counting=("    count_write(targets)\n", ""),
+        blocks_not_counted=("    count_write(written)\n", ""),
+        blocks_begin_anew=("read(start, stop)", "read(0, stop - start)"),
+    ),
+    *_of(
+        "auditing.py",
+        "tests/tensor/test_stored.py",
+        memory_of_decoded_numbers=(
+            "_leading(x).data_ptr() == _leading(y)",
+            "_floats(x)[0].data_ptr() == _floats(y)[0]",
+        ),
     ),
     *_of(
         "operands.py",
@@ -439,8 +494,8 @@ MUTATIONS = [
         ),
         gradient_of_another_dtype=("        x.grad = grad.to(x.dtype)", "        x.grad = grad"),
         assigned_as_they_are=(
-            "            if format_of(new) != format:\n                new = _value(new, format)",
-            "            pass",
+            "            if format_of(new) != format:\n                new = value_in(",
+            "            if False:\n                new = value_in(",
         ),
         overrides_first_to_match=(
             "overrides[matching[0]] if matching else None",

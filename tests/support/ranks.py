@@ -162,6 +162,7 @@ class Wire(TorchDispatchMode):
 def gathered(x: Any) -> list[Any]:
     """What each rank has of an expansion, brought together term by term."""
     found = [[torch.empty_like(t) for t in x.components] for _ in range(dist.get_world_size())]
-    for i, term in enumerate(x.components):
-        dist.all_gather([terms[i] for terms in found], term.detach())
+    for i, term in enumerate(x.components):  # gloo knows no int16
+        parts = [terms[i].view(torch.uint8) for terms in found]
+        dist.all_gather(parts, term.detach().contiguous().view(torch.uint8))
     return [mcf.MCFTensor(terms, x.format) for terms in found]

@@ -1,0 +1,321 @@
+"""Formats that only store numbers, in what programs do with tensors and models of them."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mcftensor as mcf
+from mcftensor.dispatch import stored
+from support.helpers import (
+    KEPT,
+    STORED,
+    assert_same_bits,
+    assert_same_terms,
+    exact,
+    sample,
+    small_model,
+)
+
+in_all = pytest.mark.parametrize("format", STORED, ids=lambda f: f.name)
+in_kept = pytest.mark.parametrize("format", KEPT, ids=lambda f: f.name)
+
+
+def parameter(format, *shape, seed=0):
+    return nn.Parameter(sample(format, *shape, seed=seed))
+
+
+@in_all
+class TestParametersAlone:
+    """What operations make of parameters and numbers acts as a parameter, and holds the numbers."""
+
+    @pytest.mark.parametrize(
+        "compute",
+        [
+            lambda p, q: p * 3,
+            lambda p, q: 1 - p / 3,
+            lambda p, q: p + q * 0.1,
+            torch.maximum,
+            lambda p, q: torch.lerp(p, q, 0.3),
+            lambda p, q: p.clamp(-0.3, 0.3),
+            lambda p, q: torch.addcmul(p, p, q, value=0.1),
+            lambda p, q: torch._foreach_add([p], [q], alpha=0.1)[0],
+        ],
+    )
+    @pytest.mark.parametrize("recorded", [False, True])
+    def test_hold_the_numbers(self, format, compute, recorded):
+        p, q = parameter(format, 4, 3), parameter(format, 4, 3, seed=1)
+        with torch.set_grad_enabled(recorded):
+            found = compute(p, q)
+        expected = compute(*(mcf.as_plain(x.detach(), torch.float32) for x in (p, q)))
+        assert found.format is mcf.bf16i16
+        assert found.role == "parameter"
+        assert torch.equal(mcf.as_plain(found.detach(), torch.float32), expected)
+
+    def test_compute_as_parameters(self, format):
+        """As in layers that scale or average their weights."""
+        p, x = parameter(format, 4, 3), torch.randn(2, 3).bfloat16()
+        y = F.linear(x, p * 0.5) + F.linear(x, p / 2)
+        assert y.dtype == torch.bfloat16
+        y.sum().backward()
+        assert type(p.grad) is torch.Tensor
+        assert p.grad.dtype == torch.bfloat16
+        torch.testing.assert_close(p.grad, x.sum(0).expand(4, 3), rtol=2**-6, atol=2**-6)
+
+    def test_means_lose_nothing(self, format):
+        p, q = parameter(format, 64), parameter(format, 64, seed=1)
+        with torch.no_grad():
+            mean = 0.999 * p + 0.001 * q
+            expected = 0.999 * exact(p) + 0.001 * exact(q)
+        torch.testing.assert_close(exact(mean), expected, rtol=2**-22, atol=2**-22)
+
+    def test_values_are_plain(self, format):
+        x, p = sample(format, 3), parameter(format, 3)
+        for y in (x * 3, x + p.detach(), x + x):
+            assert type(y) is torch.Tensor
+            assert y.dtype == torch.float32
+
+
+@in_kept
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x, y: x.mul_(0.3),
+        lambda x, y: x.add_(y, alpha=0.1),
+        lambda x, y: x.addcdiv_(y, y.abs() + 1, value=0.1),
+        lambda x, y: x.copy_(x * 0.3 + y),
+    ],
+)
+def test_blocks_of_large_tensors(format, write):
+    """Each is rounded as it would be by itself, and all of them are one write."""
+    count = 2 * stored.BLOCK + 1000
+    x, y = sample(format, count), torch.randn(count)
+    small = x.clone()
+    assert write(x, y) is x
+    for i, (part, other) in enumerate(zip(small.split(1 << 18), y.split(1 << 18), strict=True)):
+        if i and format.rounding == "balanced":  # which have counted the write of another one
+            small._writes.sub_(1)
+        write(part, other)
+    assert_same_terms(x, small)
+    assert x.writes == small.writes
+
+
+@in_all
+class TestModels:
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_autocast(self, format, dtype):
+        norm = [nn.LayerNorm(4)] if dtype == torch.bfloat16 else []  # torch has no other
+        model = nn.Sequential(nn.Linear(4, 4), *norm, nn.Linear(4, 2))
+        mcf.as_expansion(model, format)
+        plain = mcf.as_plain(copy.deepcopy(model), torch.float32)
+        x, found = torch.randn(2, 4), []
+        for m in (model, plain):
+            with torch.autocast("cpu", dtype=dtype):
+                y = m(x)
+            assert y.dtype == dtype
+            y.float().sum().backward()
+            found.append([y.float(), *(p.grad.float() for p in m.parameters())])
+        assert all(type(p.grad) is torch.Tensor for p in model.parameters())
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+    def test_another_dtype_is_refused(self, format):
+        model = mcf.as_expansion(small_model(), format)
+        for convert in (model.float, model.half, model.double):
+            with pytest.raises(TypeError, match=r"mcf\.as_plain\(module\)"):
+                convert()
+
+    @pytest.mark.parametrize("name", ["normal_", "xavier_uniform_", "kaiming_normal_"])
+    def test_initial_values(self, format, name):
+        p = nn.Parameter(mcf.as_expansion(torch.zeros(16, 16), format))
+        assert getattr(nn.init, name)(p) is p
+        if len(format.components) > 1:
+            assert (p.components[1] != 0).float().mean() > 0.9
+        for name in ("zeros_", "ones_", "eye_"):
+            getattr(nn.init, name)(p)
+        assert torch.equal(exact(p), torch.eye(16).double())
+
+    def test_averaged_models(self, format):
+        model = mcf.as_expansion(small_model(), format)
+        averaged = torch.optim.swa_utils.AveragedModel(model)
+        assert_same_bits(averaged.module.state_dict(), model.state_dict())
+        before = [exact(p.detach()) for p in model.parameters()]
+        averaged.update_parameters(model)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.5)
+        averaged.update_parameters(model)
+        unit = 2.0 ** (1 - format.precision)
+        for p, q, was in zip(averaged.parameters(), model.parameters(), before, strict=True):
+            assert p.format is format
+            mean = (exact(q.detach()) + was) / 2
+            torch.testing.assert_close(exact(p.detach()), mean, rtol=unit, atol=0)
+
+    def test_sums_of_gradients(self, format):
+        model = mcf.as_expansion(small_model(), format)
+        mcf.accumulate_gradients(model)
+        totals = [torch.zeros(p.shape, dtype=torch.float64) for p in model.parameters()]
+        for i in range(64):
+            x = torch.randn(5, 4, generator=torch.Generator().manual_seed(i)).bfloat16()
+            parts = torch.autograd.grad(model(x).float().square().mean(), [*model.parameters()])
+            for total, part in zip(totals, parts, strict=True):
+                total += part.double()
+            model(x).float().square().mean().backward()
+        for p, total in zip(model.parameters(), totals, strict=True):
+            assert isinstance(p.grad, mcf.MCFTensor)
+            assert ((exact(p.grad) - total).abs().max() / total.abs().max()) < 2**-14
+        torch.optim.AdamW(model.parameters(), fused=True).step()
+        mcf.accumulate_gradients(model)
+        torch.optim.AdamW(model.parameters(), foreach=True).step()
+
+    def test_a_training_goes_down(self, format):
+        model = mcf.as_expansion(small_model(), format)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        x = torch.randn(16, 4).bfloat16()
+        losses = []
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = (model(x).float() - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0] / 2
+
+
+@in_all
+class TestCopies:
+    @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+    def test_pickles(self, format, protocol):
+        x = sample(format, 3, 4)
+        x.note = "kept"
+        for kind in (x, nn.Parameter(x), nn.Parameter(x, requires_grad=False)):
+            y = pickle.loads(pickle.dumps(kind, protocol))
+            assert type(y) is mcf.MCFTensor
+            assert_same_terms(x, y)
+            assert (y.role, y.requires_grad) == (kind.role, kind.requires_grad)
+            assert isinstance(y, nn.Parameter) == isinstance(kind, nn.Parameter)
+        assert pickle.loads(pickle.dumps(x)).note == "kept"
+
+    def test_files(self, format):
+        model, memory = mcf.as_expansion(small_model(), format), io.BytesIO()
+        torch.save(model.state_dict(), memory)
+        memory.seek(0)
+        other = mcf.as_expansion(small_model(1), format)
+        other.load_state_dict(torch.load(memory, weights_only=True))
+        assert_same_bits(other.state_dict(), model.state_dict())
+
+    def test_printing(self, format):
+        x = mcf.as_expansion(torch.tensor([1.0, -0.5]), format.nearest)
+        x = mcf.MCFTensor(x.components, format)
+        assert repr(x) == f"MCFTensor([ 1.0000, -0.5000], format={format.name})"
+        assert repr(nn.Parameter(x)) == (
+            f"Parameter containing:\nMCFTensor([ 1.0000, -0.5000], format={format.name}, "
+            "requires_grad=True)"
+        )
+        assert f"format={format.name}" in repr(torch.empty_like(x, device="meta"))
+        assert eval(repr(format), {"mcf": mcf, "torch": torch}) is format
+
+
+@in_all
+class TestAudits:
+    def test_a_change_of_any_bit_is_a_change(self, format):
+        before = {"x": sample(format, 64, 32)}
+        for component in range(len(format.components)):
+            after = {"x": before["x"].clone()}
+            bits = after["x"].components[component].view(torch.uint8)
+            bits.view(64, -1)[3, 0] ^= 1
+            report = mcf.audit(before, after)
+            (tensor,) = report.tensors
+            assert tensor.unchanged == 1 - 1 / (64 * 32)
+            assert tensor.dtype == format.name
+
+    def test_saved(self, format, tmp_path):
+        models = [mcf.as_expansion(small_model(), format) for _ in range(2)]
+        with torch.no_grad():
+            models[1][0].weight.mul_(1.5)
+        found = [mcf.audit(*(model.state_dict() for model in models))]
+        for kind in ("safetensors", "pt"):
+            paths = [tmp_path / f"{i}.{kind}" for i in range(2)]
+            for model, path in zip(models, paths, strict=True):
+                if kind == "pt":
+                    torch.save(model.state_dict(), path)
+                else:
+                    mcf.save_file(model, path)
+            found.append(mcf.audit(*paths))
+        assert found[0].tensors == found[1].tensors == found[2].tensors
+
+
+def update(x, g, d):
+    """What optimizers do to a tensor in place."""
+    x.mul_(0.999)
+    x.add_(g, alpha=-1e-3)
+    x.lerp_(g, 0.1)
+    x.addcmul_(g, g, value=1e-3)
+    x.addcdiv_(g, d, value=-1e-3)
+    x[1:].sub_(g[1:])
+    x.div_(3)
+    return x.clone(), x * 2, torch.zeros_like(x).add_(0.1)
+
+
+def update_lists(xs, gs):
+    torch._foreach_mul_(xs, 0.999)
+    torch._foreach_lerp_(xs, gs, 0.1)
+    torch._foreach_addcdiv_(xs, gs, [g.abs() + 1 for g in gs], -1e-3)
+    return torch._foreach_mul(xs, 2.0)
+
+
+@in_kept
+class TestCompiled:
+    @pytest.fixture(autouse=True)
+    def fresh_compiler(self):
+        torch.compiler.reset()
+
+    def test_an_update(self, format):
+        x, g = sample(format, 5, 3), torch.randn(5, 3).bfloat16()
+        y = x.clone()
+        compiled = torch.compile(update, backend="aot_eager", fullgraph=True)
+        for _ in range(2):
+            assert_same_bits(compiled(y, g, g.abs() + 1), update(x, g, g.abs() + 1))
+        assert_same_terms(x, y)
+        assert x.writes == y.writes
+
+    def test_lists(self, format):
+        xs = [sample(format, 4), sample(format, 3, 2)]
+        ys, gs = [x.clone() for x in xs], [torch.randn(x.shape).bfloat16() for x in xs]
+        compiled = torch.compile(update_lists, backend="aot_eager", fullgraph=True)
+        assert_same_bits(compiled(ys, gs), update_lists(xs, gs))
+        assert_same_bits(xs, ys)
+
+    def test_parameters_alone(self, format):
+        def forward(p, x):
+            return F.linear(x, p * 0.5), (p * 0.5).detach()
+
+        p, x = parameter(format, 4, 3), torch.randn(2, 3).bfloat16()
+        found = torch.compile(forward, backend="aot_eager", fullgraph=True)(p, x)
+        assert_same_bits(found, forward(p, x))
+
+    @pytest.mark.parametrize(
+        "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+    )
+    def test_modules(self, format, backend):
+        model = mcf.as_expansion(small_model(), format)
+        reference, x = copy.deepcopy(model), torch.randn(3, 4).bfloat16()
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
+        step = torch.compile(optimizers[0].step, backend=backend)
+        for _ in range(2):
+            y, z = compiled(x), reference(x)
+            torch.testing.assert_close(y, z, rtol=2e-2, atol=2e-2)
+            for out in (y, z):
+                out.float().square().sum().backward()
+            for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+                assert type(p.grad) is torch.Tensor
+                torch.testing.assert_close(p.grad, q.grad, rtol=2e-2, atol=2e-2)
+                p.grad = q.grad.clone()
+            step()
+            optimizers[1].step()
+        assert_same_bits(model.state_dict(), reference.state_dict())
