@@ -72,18 +72,14 @@ def place_of(x: Tensor) -> int:
     """
     if local(x) is x or not local(x).numel():
         return 0
-    mesh, shape, place = x.device_mesh, list(x.shape), 0  # type: ignore[attr-defined]
-    divisions = [
-        (placement.dim, mesh.size(i), mesh.get_local_rank(i))
-        for i, placement in enumerate(x.placements)  # type: ignore[attr-defined]
-        if hasattr(placement, "dim")
-    ]
-    kinds = {type(placement) for placement in x.placements if hasattr(placement, "dim")}  # type: ignore[attr-defined]
-    if len({dim for dim, _, _ in divisions}) > 1 or len(kinds) > 1:
+    placed: Any = x
+    mesh, shape, place = placed.device_mesh, list(x.shape), 0
+    divisions = [(i, y) for i, y in enumerate(placed.placements) if hasattr(y, "dim")]
+    if len({(type(y), y.dim) for _, y in divisions}) > 1:
         divisions.reverse()  # shards of layers that are divided within
-    for dim, parts, rank in divisions:
-        rows = -(-shape[dim] // parts)
-        start = rows * rank
+    for i, dim in ((i, y.dim) for i, y in divisions):
+        rows = -(-shape[dim] // mesh.size(i))
+        start = rows * mesh.get_local_rank(i)
         place += start * math.prod(shape[dim + 1 :])
         shape[dim] = min(rows, shape[dim] - start)
     return place

@@ -250,7 +250,7 @@ MUTATIONS = [
         "tests/distributed/test_resharding.py",
         "tests/distributed/test_tensor_parallel.py",
         every_shard_the_first=("place += start * math.prod", "place += 0 * math.prod"),
-        shards_of_the_first_size=("rows = -(-shape[dim] // parts)", "rows = shape[dim] // parts"),
+        shards_of_the_first_size=("rows = -(-shape[dim] // mesh", "rows = (shape[dim] // mesh"),
     ),
     *_of(
         "patches/distributed.py",
