@@ -532,7 +532,7 @@ class MCFTensor(torch.Tensor):
         new: dict[str, Any] = dict(
             zip(COMPONENTS, [x.detach() for x in value.components], strict=False)
         )
-        new |= {"_writes": value._writes, "_factor": value._factor}
+        new |= {"_writes": value._writes, "_first": value._first, "_factor": value._factor}
         self.__dict__.update(new)  # all by one call
 
     def data_ptr(self) -> int:

@@ -262,9 +262,12 @@ MUTATIONS = [
         "tests/tensor/test_stored.py",
         "tests/training/test_exact_float32.py",
         parameters_become_plain=("    if format is None or any(", "    if True or any("),
-        stored_again_without_counting=("    count_write(targets)\n", ""),
-        blocks_not_counted=("    count_write(written)\n", ""),
-        blocks_begin_anew=("read(start, stop)", "read(0, stop - start)"),
+        stored_again_without_counting=("    _finish(targets)\n", ""),
+        blocks_not_counted=("    _finish(written)\n", ""),
+        blocks_begin_anew=(
+            "for read in readers:\n            read(start, stop)",
+            "for read in readers:\n            read(0, stop - start)",
+        ),
     ),
     *_of(
         "auditing.py",
@@ -295,7 +298,10 @@ MUTATIONS = [
         "tape.py",
         "tests/tensor/test_tape.py",
         "tests/tensor/test_tape_writes.py",
-        everything_is_stored=("if any(map(_is_alive, holders[i]))", ""),
+        everything_is_stored=(
+            "for i, x in held if x[0]() is not None or any(map(_is_alive, x))",
+            "for i, x in held",
+        ),
         nothing_goes_together=(
             "groups.setdefault((x.trace, x.results(), x.layout[0][0]), [])",
             "groups.setdefault((x.trace, x.results(), id(x)), [])",
@@ -305,10 +311,10 @@ MUTATIONS = [
         "recording.py",
         "tests/tensor/test_tape.py",
         "tests/tensor/test_tape_writes.py",
-        gradients_are_read_late=("[x.clone() for x in row]", "row"),
+        gradients_are_read_late=("[[*map(Tensor.clone, x)] for x in", "[x for x in"),
         rows_read_each_other=(" or (count > 1 and new and not _are_apart(added))", ""),
         writes_are_not_counted=(
-            "            _increment_version(args[:1])",
+            "            _increment_version(columns[0])",
             "            pass",
         ),
     ),
@@ -793,8 +799,8 @@ MUTATIONS = [
         lost_in_the_last_term=("stays[0].sum()", "stays[-1].sum()"),
         nan_has_moved=("((new == old) | (torch.isnan(new) & torch.isnan(old)))", "(new == old)"),
         parts_of_one_rank=(
-            "            torch.distributed.all_reduce(rows, group=mesh.get_group(dim))",
-            "            pass",
+            "            torch.distributed.all_reduce(rows, group=group)\n",
+            "",
         ),
         steps_that_differ=(
             "sample.sums[DIFFERS] += sample.fingerprints[name] != real[name]",
@@ -861,8 +867,8 @@ MUTATIONS = [
         "tensor.py",
         "tests/tensor/test_interrupts.py",
         data_one_by_one=(
-            "self.__dict__.update(zip(COMPONENTS, new, strict=False))",
-            "[setattr(self, n, c) for n, c in zip(COMPONENTS, new, strict=False)]",
+            "self.__dict__.update(new)  # all by one call",
+            "[setattr(self, n, c) for n, c in new.items()]",
         ),
     ),
     *_of(

@@ -480,3 +480,13 @@ def test_states_made_by_a_compiled_step_have_the_salts_of_an_eager_one():
     for a, b in zip(trained(False), trained(True), strict=True):
         assert same(a, b)
         assert (salt(a), a.writes) == (salt(b), b.writes)
+
+
+def test_data_of_a_piece_is_rounded_as_the_piece_is():
+    pieces = [made(mcf.bf16i8, 8, 4)[4:] for _ in range(2)]
+    taken = torch.zeros_like(pieces[0])
+    taken.data = pieces[0]
+    for x in (taken, pieces[1]):
+        for _ in range(3):
+            x.add_(1e-5)
+    assert same(taken, pieces[1])
