@@ -295,7 +295,7 @@ def shown(x: dict[str, Any]) -> str:
 def main() -> None:
     """Measure, show, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=32, help="of 64 weights each")
+    parser.add_argument("--rows", type=int, default=128, help="of 64 weights each")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/states.json"))
     options = parser.parse_args()
     torch.manual_seed(0)  # of stochastic rounding

@@ -71,7 +71,8 @@ def collage(optimizer: Opt, mode: str | Mapping[str, Format | None]) -> Opt:
     - `"full"`: every state of the parameter's shape is an expansion, also where the optimizer
       makes it from the gradient, as SGD does with its momentum buffer;
     - a dict from names of states to formats; None makes a state plain, and a state that is not
-      named stays as the optimizer makes it.
+      named stays as the optimizer makes it. Formats of one byte store rows: the states of vectors
+      are in `bf16i16` then.
 
     Where the class has a fused step (Adam, AdamW, SGD, Adagrad) and neither `foreach` nor `fused`
     was given, that is the path from now on, as it is the fastest and rounds least; the optimizer's
@@ -273,6 +274,8 @@ class _Plan:
         wanted = self.named.get(name, self.others)
         if wanted is _OWN:
             return own
+        if isinstance(wanted, BlockFormat) and p.dim() < 2:
+            return bf16i16
         if wanted is not _COMPACT:
             return wanted
         is_vector = sum(length > 1 for length in p.shape) <= 1

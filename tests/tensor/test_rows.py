@@ -227,7 +227,7 @@ COPIES = {
     "flip": lambda x: x.flip(0).flip(0),
     "roll": lambda x: x.roll(1, 0).roll(-1, 0),
     "cat": lambda x: torch.cat([x[:1], x[1:]]),
-    "pad": lambda x: nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (2, 1))[2:-1].clone(),
+    "pad": lambda x: nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, 3))[:-3].clone(),
     "copy_": lambda x: torch.empty_like(x).copy_(x),
     "terms": lambda x: mcf.from_terms(mcf.as_terms({"x": x}))["x"].clone(),
 }

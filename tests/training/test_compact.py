@@ -165,13 +165,16 @@ class TestRefusals:
         with pytest.raises(ValueError, match="ue5m3 holds second moments, and 12 of 12"):
             mcf.collage(optimizer, "compact")
 
-    def test_a_state_of_a_vector(self):
-        p = nn.Parameter(mcf.as_expansion(torch.ones(4), mcf.bf16i8))
-        optimizer = torch.optim.AdamW([p])
-        p.grad = torch.ones(4).bfloat16()
-        optimizer.step()
-        with pytest.raises(ValueError, match=r"shape \(4,\); use mcf\.bf16i16"):
-            mcf.collage(optimizer, {"exp_avg": mcf.mxfp8})
+
+@pytest.mark.parametrize("path", PATHS)
+def test_states_of_vectors_are_float32(path):
+    """Also by name: a vector has no rows."""
+    p = nn.Parameter(mcf.as_expansion(torch.ones(4), mcf.bf16i8))
+    optimizer = torch.optim.AdamW([p], **PATHS[path])
+    mcf.collage(optimizer, {"exp_avg": mcf.mxfp8})
+    p.grad = torch.ones(4).bfloat16()
+    optimizer.step()
+    assert optimizer.state[p]["exp_avg"].format is mcf.bf16i16
 
 
 def moments_of(path, held, shape, gradients, **keywords):
