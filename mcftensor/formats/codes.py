@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import is_fake
 
 from mcftensor.arithmetic.noise import Noise, Rounding
 from mcftensor.arithmetic.numbers import Floats, Sum
-from mcftensor.arithmetic.rounding import quiet
 from mcftensor.arithmetic.wide import Machine
 from mcftensor.formats.format import SUFFIXES, Component, Format, named
 from mcftensor.kernels.shared import block_max, shape_of_shared, spread
@@ -90,18 +89,17 @@ class BlockFormat(Format):
 
     def encode(self, number: Sum, noise: Noise | None) -> Floats:
         """Codes rounded once, and the least scales with which the largest element has one."""
-        x = quiet(number.to_odd())
-        bits = x.view(torch.int32)
-        magnitude = bits & 0x7FFFFFFF
-        scales = self.scale_of(block_max(self.sized(bits, magnitude)))
-        return self.written(bits, magnitude, spread(scales, x), noise), scales.to(torch.uint8)
+        x = number.to_odd()
+        magnitude = x.view(torch.int32) & 0x7FFFFFFF
+        scales = self.scale_of(block_max(self.sized(x, magnitude)))
+        return self.written(x, magnitude, spread(scales, x), noise), scales.to(torch.uint8)
 
     @abstractmethod
     def read(self, codes: Tensor) -> Tensor:
         """What codes say before they are scaled, in float32."""
 
     @abstractmethod
-    def sized(self, bits: Tensor, magnitude: Tensor) -> Tensor:
+    def sized(self, x: Tensor, magnitude: Tensor) -> Tensor:
         """The patterns of magnitudes of which the largest decides on the scale."""
 
     @abstractmethod
@@ -109,10 +107,8 @@ class BlockFormat(Format):
         """The scale of a block whose largest pattern is given."""
 
     @abstractmethod
-    def written(
-        self, bits: Tensor, magnitude: Tensor, scales: Tensor, noise: Noise | None
-    ) -> Tensor:
-        """The codes of numbers under scales."""
+    def written(self, x: Tensor, magnitude: Tensor, scales: Tensor, noise: Noise | None) -> Tensor:
+        """The codes of numbers, whose magnitudes are given as patterns, under scales."""
 
     def __repr__(self) -> str:
         if self.rounding == "balanced":
@@ -126,7 +122,8 @@ class MXFP8(BlockFormat):
 
     The scale is the least under which the largest element is not above 448, so that nothing
     saturates: the rule of NVIDIA's recipe rather than of the OCP specification, which rounds down.
-    Infinities and NaNs become the NaN that E4M3 has.
+    Infinities and NaNs become the NaN that E4M3 has; what rounds to 2^128 is read as an infinity,
+    for float32 has no such number.
 
     Source: Open Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0, 2023;
     A. Mishra et al., "Recipes for Pre-training LLMs with MXFP8", 2025, arXiv:2506.08027.
@@ -138,9 +135,9 @@ class MXFP8(BlockFormat):
         normal = ((magnitude << _LOST) + (120 << 23)).view(torch.float32)
         x = torch.where(magnitude < 8, magnitude.to(torch.float32) * 2.0**-9, normal)
         x = torch.where(magnitude == 0x7F, torch.nan, x)
-        return (x.view(torch.int32) | ((codes & 0x80) << 24)).view(torch.float32)
+        return x.copysign((codes << 24).view(torch.float32))
 
-    def sized(self, bits: Tensor, magnitude: Tensor) -> Tensor:
+    def sized(self, x: Tensor, magnitude: Tensor) -> Tensor:
         """All that are finite."""
         return torch.where(magnitude < _INFINITY, magnitude, 0)
 
@@ -150,13 +147,11 @@ class MXFP8(BlockFormat):
         exponent = ((largest + above) >> 23) - 8
         return exponent.maximum(torch.ones_like(exponent))
 
-    def written(
-        self, bits: Tensor, magnitude: Tensor, scales: Tensor, noise: Noise | None
-    ) -> Tensor:
+    def written(self, x: Tensor, magnitude: Tensor, scales: Tensor, noise: Noise | None) -> Tensor:
         """The magnitude over the scale as a pattern of which the first bits are the code: of a
         normal number of E4M3 that of the float32, below them a multiple of 2^-29."""
         unscaled = ((254 - scales) << 23).view(torch.float32)  # 2^127 at most, and normal
-        y = magnitude.view(torch.float32) * unscaled
+        y = x.abs() * unscaled
         normal = y.view(torch.int32) - (120 << 23)
         least = 2.0**-6
         moved = y + least
@@ -165,8 +160,8 @@ class MXFP8(BlockFormat):
             kept = moved - least
             small = (small - (kept > y).to(torch.int32)) | (kept != y).to(torch.int32)
         codes = _rounded(torch.where(y < least, small, normal), noise)
-        codes = torch.where(magnitude < _INFINITY, codes, 0x7F)
-        return (codes | ((bits >> 24) & 0x80)).to(torch.uint8)
+        codes = codes | ((x.view(torch.int32) >> 24) & 0x80)
+        return torch.where(magnitude < _INFINITY, codes, 0x7F).to(torch.uint8)
 
 
 class UE5M3(BlockFormat):
@@ -195,9 +190,9 @@ class UE5M3(BlockFormat):
         x = ((codes << _LOST) + (96 << 23)).view(torch.float32)
         return torch.where(codes == 0, 0.0, x)
 
-    def sized(self, bits: Tensor, magnitude: Tensor) -> Tensor:
-        """All; a negative number counts as one that is too large."""
-        return torch.where((bits < 0) & (magnitude > 0), _INFINITY, magnitude)
+    def sized(self, x: Tensor, magnitude: Tensor) -> Tensor:
+        """All; a negative number and a NaN count as one that is too large."""
+        return torch.where(x >= 0, magnitude, _INFINITY)
 
     def scale_of(self, largest: Tensor) -> Tensor:
         """The exponent of the largest, or the next."""
@@ -206,13 +201,11 @@ class UE5M3(BlockFormat):
         exponent = exponent.maximum(torch.ones_like(exponent))
         return torch.where(exponent > 253, _NO_NUMBER, exponent)
 
-    def written(
-        self, bits: Tensor, magnitude: Tensor, scales: Tensor, noise: Noise | None
-    ) -> Tensor:
+    def written(self, x: Tensor, magnitude: Tensor, scales: Tensor, noise: Noise | None) -> Tensor:
         """The pattern with another exponent is the code and what it lacks."""
         exponents = (254 - scales).maximum(torch.ones_like(scales))
         unscaled = (exponents << 23).view(torch.float32)
-        y = magnitude.view(torch.float32) * unscaled
+        y = x.abs() * unscaled
         bits = y.view(torch.int32) - (96 << 23)
         codes = _rounded(bits if noise is None else _by_roots(bits), noise)
         codes = codes.maximum(torch.ones_like(codes))

@@ -72,11 +72,11 @@ class TailFormat(Format):
         bits = quiet(x).view(torch.int32)
         lost = 16 - self.bits
         if lost:
-            bits = (bits + _half_or(noise, bits, lost)) & -(1 << lost)
-        leading = (bits + 0x8000) >> 16
-        tails = ((bits - (leading << 16)) >> lost).to(_TAILS[self.bits]) if self.bits else None
+            bits = bits + _half_or(noise, bits, lost)
+        leading = (bits + 0x8000 if self.bits else bits) >> 16
         leading = leading.to(torch.int16).view(torch.bfloat16)
-        return (leading,) if tails is None else (leading, tails)
+        tail = _TAILS[self.bits]  # whose bits are those that follow, whatever was carried
+        return (leading,) if tail is None else (leading, (bits >> lost).to(tail))
 
     def normalized(self, stored: Floats) -> tuple[Floats, int]:
         """One NaN in the place of all. Any tail fits any leading component but zero, which with a

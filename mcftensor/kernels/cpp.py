@@ -19,10 +19,10 @@ from mcftensor.kernels.printer import COMMON, Dialect, Printer
 from mcftensor.kernels.program import COMPUTED, Program, varying
 from mcftensor.kernels.shared import BLOCK
 
-# Blocks of lanes computed together, line by line, since one alone mostly waits for its own results;
-# and the longest program for which this is worth the time to compile.
-_BLOCKS = 8
-_LONGEST = 300
+# Blocks of lanes computed together, line by line, since one alone mostly waits for its own results:
+# so many in programs of at most so many instructions. More would not fit into registers, nor, in
+# long ones, be worth the time to compile.
+_BLOCKS = {100: 8, 300: 4}
 
 _TYPES = {
     torch.float32: "F", torch.float64: "D", torch.int32: "I", torch.int64: "L", torch.bool: "I"
@@ -40,6 +40,7 @@ _DIALECT = Dialect(
     types=_TYPES,
     constant=_constant,
     assignment="const auto {name} = {value};",
+    loaded={torch.uint8: "int32", torch.uint16: "int32"},  # after zeros
     operations=COMMON
     | {
         "vector": "load<U>(in{0} + i, n)",
@@ -84,10 +85,10 @@ using L = Lanes<int64_t>::type;
 using UL = Lanes<uint64_t>::type;
 
 template <class V, class T>
-INLINE V all(T x) {
-  V y;
-  for (int k = 0; k < LANES; ++k) y[k] = x;
-  return y;
+INLINE V all(T x) {  // a loop would set one lane after the other
+  auto lane = V{}[0];
+  lane = x;
+  return lane - V{};
 }
 template <class V>
 INLINE V counted() {
@@ -105,22 +106,48 @@ INLINE To as(From x) {
 template <class To, class From>
 INLINE To to(From x) { return __builtin_convertvector(x, To); }
 
-// Bytes go by way of 16 bits, for which processors have instructions.
-template <class T>
-struct Halfway { using type = typename Lanes<T>::type; };
-template <>
-struct Halfway<uint8_t> { using type = Lanes<uint16_t>::type; };
-
+// Patterns change their width by the instructions that processors have: bytes by way of 16 bits,
+// and vectors of 512 bits as shuffles, for which alone compilers find them.
+using B = Lanes<uint8_t>::type;
+using H = Lanes<uint16_t>::type;
+#if defined(__AVX512BW__) && defined(__has_builtin)
+#define SHUFFLES __has_builtin(__builtin_shufflevector)
+#else
+#define SHUFFLES 0
+#endif
+#if SHUFFLES
+typedef uint16_t Halves __attribute__((vector_size(4 * LANES)));
+typedef uint8_t Bytes __attribute__((vector_size(2 * LANES)));
+INLINE H wide(B x) { return as<H>(__builtin_shufflevector(x, B{}, BEFORE_ZEROS)); }
+INLINE U wide(H x) { return as<U>(__builtin_shufflevector(x, H{}, BEFORE_ZEROS)); }
+INLINE H narrow(U x) {
+  Halves y = as<Halves>(x);
+  return __builtin_shufflevector(y, y, EACH_SECOND);
+}
+INLINE B narrow(H x) {
+  Bytes y = as<Bytes>(x);
+  return __builtin_shufflevector(y, y, EACH_SECOND);
+}
+#else
+INLINE H wide(B x) { return to<H>(x); }
+INLINE U wide(H x) { return to<U>(x); }
+INLINE H narrow(U x) { return to<H>(x); }
+INLINE B narrow(H x) { return to<B>(x); }
+#endif
 template <class V, class T>
 INLINE V load(const T *p, int n) {
   typename Lanes<T>::type x = {};
   __builtin_memcpy(&x, p, n * sizeof(T));
-  return to<V>(to<typename Halfway<T>::type>(x));
+  if constexpr (sizeof(T) == 1) return to<V>(wide(wide(x)));
+  else if constexpr (sizeof(T) == 2) return to<V>(wide(x));
+  else return to<V>(x);
 }
 template <class T, class V>
 INLINE void store(T *p, V pattern, int n) {
-  auto x = to<typename Lanes<T>::type>(to<typename Halfway<T>::type>(pattern));
-  __builtin_memcpy(p, &x, n * sizeof(T));
+  auto put = [&](auto x) { __builtin_memcpy(p, &x, n * sizeof(T)); };
+  if constexpr (sizeof(T) == 1) put(narrow(narrow(to<U>(pattern))));
+  else if constexpr (sizeof(T) == 2) put(narrow(to<U>(pattern)));
+  else put(to<typename Lanes<T>::type>(pattern));
 }
 
 INLINE F quiet(F x) { return x == x ? x : all<F>(nan); }
@@ -137,6 +164,7 @@ INTEGER(int16, I, U, as<I>(bits << 16) >> 16)
 INTEGER(uint16, I, U, as<I>(bits & 0xffff))
 INTEGER(int32, I, U, as<I>(bits))
 INTEGER(int64, L, UL, as<L>(bits))
+INLINE F short_value(U bits) { return as<F>(bits); }
 INLINE F float32_value(U bits) { return quiet(as<F>(bits)); }
 INLINE U float32_bits(F x) { return as<U>(x); }
 INLINE D float64_value(UL bits) { return quiet(as<D>(bits)); }
@@ -216,9 +244,9 @@ template <class V>
 INLINE V sign_of(V x) { return (x > 0 ? all<V>(1) : all<V>(0)) - (x < 0 ? all<V>(1) : all<V>(0)); }
 
 template <class V>
-INLINE V entered(double x) { return to<V>(quiet(all<D>(x))); }
+INLINE V entered(double x) { return all<V>(x == x ? x : nan); }
 template <class V>
-INLINE V entered(int64_t x) { return to<V>(all<L>(x)); }
+INLINE V entered(int64_t x) { return all<V>(x); }
 
 // A truth value has the width of what was compared, and gets that of what it meets.
 template <class V, class M>
@@ -303,8 +331,9 @@ if (i < end) block(i, int(end - i));"""
 _SHARING_REST = "for (; i < end; i += SHARING) block(i, n);"
 
 
-def source(program: Program) -> str:
-    """The program as a translation unit with the function launch(words, numbers, count, threads).
+def source(program: Program, width: int) -> str:
+    """The program as a translation unit with the function launch(words, numbers, count, threads),
+    for a processor whose vectors have so many bytes: wider ones would be taken apart by lanes.
 
     `count` sets of tensors are described by columns of words of 64 bits: numbers of elements,
     addresses of vectors, addresses of outputs, integer scalars; `numbers` are columns of the other
@@ -333,9 +362,9 @@ def source(program: Program) -> str:
         else:
             body.append(f"store(out{i} + i, {pattern}, n);")
     inside = itertools.compress(program.instructions, varies)
-    lanes = 8 if any(x.dtype.itemsize == 8 for x in inside) else 16
+    lanes = width // max(4, *(x.dtype.itemsize for x in inside))
     alone = BLOCK // lanes if signature.shared else 1
-    blocks = max(_BLOCKS if len(program.instructions) <= _LONGEST else 1, alone)
+    blocks = max(_blocks(len(program.instructions)), alone)
     loop = _LOOP.format(
         names=_indented(names, 2),
         before=_indented(before, 2),
@@ -345,7 +374,18 @@ def source(program: Program) -> str:
         rest=_indented((_SHARING_REST if signature.shared else _REST).splitlines(), 2),
     )
     prelude = _PRELUDE + _SHARING if signature.shared else _PRELUDE
-    return f"#define LANES {lanes}\n{prelude}{loop}"
+    return f"#define LANES {lanes}\n{_shuffles(lanes)}{prelude}{loop}"
+
+
+def _blocks(instructions: int) -> int:
+    return next((blocks for most, blocks in _BLOCKS.items() if instructions <= most), 1)
+
+
+def _shuffles(lanes: int) -> str:
+    """The places of lanes each before a zero, and of each second lane."""
+    before_zeros = ", ".join(f"{k}, {lanes}" for k in range(lanes))
+    each_second = ", ".join(f"{2 * k}" for k in range(lanes))
+    return f"#define BEFORE_ZEROS {before_zeros}\n#define EACH_SECOND {each_second}\n"
 
 
 def _copies(body: Sequence[str], blocks: int, alone: int, varies: Sequence[bool]) -> list[str]:

@@ -121,6 +121,13 @@ def _processor() -> str:
     return next((x for x in lines if x.startswith(("flags", "Features"))), os.uname().machine)
 
 
+@functools.cache
+def vector_bytes() -> int:
+    """Of the vectors that the processor computes with at once."""
+    flags = _processor().split()
+    return 64 if "avx512bw" in flags else 32 if "avx2" in flags else 16
+
+
 _REASONS: list[str] = []
 
 

@@ -4,20 +4,23 @@ A language is a `Dialect`: a table of what it calls the operations and types. Wh
 common is here. Memory holds patterns, unsigned integers of each type's own size; one computes with
 values, of the type that `COMPUTED` names. `<name>_value` and `<name>_bits`, functions of a
 language's prelude, lead from one to the other, and `to_<name>` rounds a result to a type that is
-narrower than the one computed with, or wraps it around.
+narrower than the one computed with, or wraps it around. All NaNs become one, but for those whose
+last bits are zero already, so that no rounding makes infinities of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from mcftensor.kernels.program import COMPUTED, Instruction, Place, Program
+from mcftensor.kernels.program import COMPUTED, Instruction, Place, Program, last_zeros
 
 Key = str | tuple[str, torch.dtype]
+
+_SHORT = 16  # bits of a float32 that a bfloat16 lacks
 
 # Operations whose results a narrower type may not hold.
 _INEXACT = {"add", "sub", "mul", "div", "sqrt", "to"}
@@ -47,13 +50,15 @@ class Dialect:
     """How a language says what programs do.
 
     In the text of an operation `{0}`, `{1}`, ... are its operands and `{type}` the type of its
-    result; where one with the type of its operands is given, it goes before.
+    result; where one with the type of its operands is given, it goes before. Some types' patterns
+    may be those of others as they come from memory.
     """
 
     types: Mapping[torch.dtype, str]
     operations: Mapping[Key, str]
     constant: Callable[[float, torch.dtype], str]
     assignment: str
+    loaded: Mapping[torch.dtype, str] = field(default_factory=dict)
 
 
 class Printer:
@@ -62,6 +67,7 @@ class Printer:
     def __init__(self, program: Program, dialect: Dialect) -> None:
         self.instructions = program.instructions
         self.dialect = dialect
+        self._zeros = last_zeros(program.instructions)
 
     def lines(self, varies: Sequence[bool]) -> tuple[list[str], list[str]]:
         """Those that are the same for all elements, and those that are not."""
@@ -79,15 +85,24 @@ class Printer:
             yield f"p{place}", self._operation(x.name, x.dtype, x.dtype, str(x.operands[0]))
         else:
             yield f"p{place}", self.pattern(x.operands[0])
-        yield f"v{place}", f"{name_of(x.dtype)}_value(p{place})"
+        name = name_of(x.dtype)
+        if x.name != "bits":
+            name = self.dialect.loaded.get(x.dtype, name)
+        elif x.dtype == torch.float32 and self._zeros[place] >= _SHORT:
+            name = "short"
+        yield f"v{place}", f"{name}_value(p{place})"
 
     def pattern(self, place: Place) -> str:
         """The bits of a result as memory holds them; those that were never computed with as they
         came, NaNs too."""
-        x = self.instructions[place.index]
+        x, name = self.instructions[place.index], name_of(self.instructions[place.index].dtype)
         if x.name in ("vector", "shared", "bits"):
             return f"p{place.index}"
-        return f"{name_of(x.dtype)}_bits(v{place.index})"
+        if x.name == "to" and not x.dtype.is_floating_point:
+            of = self.instructions[x.operands[0].index].dtype
+            if COMPUTED[of] == COMPUTED[x.dtype] == torch.int32:  # of which memory has the last
+                return f"{name}_bits(v{x.operands[0].index})"
+        return f"{name}_bits(v{place.index})"
 
     def _value(self, x: Instruction) -> str:
         if x.name in ("scalar", "index"):

@@ -137,6 +137,28 @@ def varying(instructions: Sequence[Instruction]) -> list[bool]:
     return varies
 
 
+def last_zeros(instructions: Sequence[Instruction]) -> list[int]:
+    """How many last bits of each are known to be zero, of patterns of 32 bits."""
+    zeros: list[int] = []
+
+    def of(x: Any) -> int:
+        if isinstance(x, Place):
+            return zeros[x.index]
+        return (x & -x).bit_length() - 1 if isinstance(x, int) and x else 32 * (x == 0)
+
+    for x in instructions:
+        known = 0
+        if x.dtype == torch.int32 or x.name == "bits":
+            if x.name == "shift_left":
+                known = min(of(x.operands[0]) + x.operands[1], 32)
+            elif x.name == "and":
+                known = max(map(of, x.operands))
+            elif x.name in ("constant", "bits", "add", "sub", "or", "xor", "maximum", "where"):
+                known = min(map(of, x.operands[-2:]))
+        zeros.append(known)
+    return zeros
+
+
 # aten's name: the name of an instruction whose operands all enter in the type of the result.
 _ARITHMETIC = {
     getattr(aten, name): name
@@ -180,6 +202,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.instructions: list[Instruction] = []
+        self.known: dict[tuple[str, str, torch.dtype], Place] = {}
         self.places: dict[int, Place] = {}
         self.alive: list[Tensor] = []  # ids of tensors are unique while they live
 
@@ -198,8 +221,11 @@ class _Recorder(TorchDispatchMode):
     def _add(self, name: str, operands: tuple[Any, ...], dtype: torch.dtype) -> Place:
         if dtype not in COMPUTED:
             raise NotImplementedError(f"programs have no {dtype}")
-        self.instructions.append(Instruction(name, operands, dtype))
-        return Place(len(self.instructions) - 1)
+        key = (name, repr(operands), dtype)  # 0.0 is -0.0, and 1 is True
+        if key not in self.known:
+            self.known[key] = Place(len(self.instructions))
+            self.instructions.append(Instruction(name, operands, dtype))
+        return self.known[key]
 
     def _remember(self, x: Tensor, place: Place) -> None:
         self.places[id(x)] = place

@@ -61,7 +61,7 @@ class Kernel:
             before, self.worked = self.worked, self.worked + elements
             build = before < BUILD_AFTER <= self.worked
             if build or before < LOOK_AFTER <= self.worked:
-                source = cpp.source(self.program)
+                source = cpp.source(self.program, cpu.vector_bytes())
                 self.launch = cpu.load(source, build=build, is_right=self._is_right)
         return self.launch
 

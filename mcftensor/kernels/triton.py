@@ -79,6 +79,11 @@ def stored(pointers, pattern, mask, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def short_value(bits):
+    return bits.to(tl.uint32, bitcast=True).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def bfloat16_value(bits):
     return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
 

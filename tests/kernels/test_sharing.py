@@ -9,6 +9,7 @@ from torch import nn
 
 import mcftensor as mcf
 from mcftensor.arithmetic.numbers import Sum
+from mcftensor.kernels import cpu
 from mcftensor.kernels.blocks import indices
 from mcftensor.passes import steps
 from mcftensor.passes.recoding import decode_columns, encode_columns
@@ -104,6 +105,15 @@ def test_fused_steps(name, format):
     torch.manual_seed(1)
     weights = mcf.as_expansion(torch.randn(9, 64), format)
     same(name, step_of, weights)
+
+
+@pytest.mark.parametrize("width", [16, 32, 64])
+@pytest.mark.parametrize("format", [mcf.bf16i8, mcf.bf16x2], ids=lambda f: f.name)
+def test_vectors_of_any_width(format, width, monkeypatch):
+    """Of fewer lanes more make a block."""
+    monkeypatch.setattr(cpu, "vector_bytes", lambda: width)
+    torch.manual_seed(1)
+    same("cpp", step_of, mcf.as_expansion(torch.randn(9, 64), format))
 
 
 def test_a_long_program_has_whole_blocks_too():

@@ -1,5 +1,7 @@
 """Formats of blocks against tables of their codes, in float64 and with torch's own E4M3."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -150,8 +152,17 @@ class TestNothingIsLost:
     def test_nothing_saturates(self, exponent, fraction):
         x = torch.full((1, 32), fraction * 2.0**exponent, dtype=torch.float64).float()
         for format in [mcf.mxfp8.nearest] + [mcf.ue5m3.nearest] * (exponent < 126):
-            error = abs(decoded(encoded(x, format), format) / x.double().numpy() - 1).max()
-            assert error <= 2.0**-4 or exponent < -117
+            y = decoded(encoded(x, format), format)
+            if x[0, 0] >= 1.9375 * 2.0**127:  # as in any float of four bits and this range
+                assert (y == math.inf).all()
+            else:
+                assert abs(y / x.double().numpy() - 1).max() <= 2.0**-4 or exponent < -117
+
+    @pytest.mark.parametrize("step", [-1, 0])
+    def test_the_largest(self, step):
+        x = torch.tensor([1.9375 * 2.0**127], dtype=torch.float64).float().view(torch.int32) + step
+        y = decoded(encoded(x.view(torch.float32).expand(1, 32), mcf.mxfp8.nearest), mcf.mxfp8)
+        assert (y == (1.875 * 2.0**127 if step else math.inf)).all()
 
     def test_the_mean_over_writes_is_the_number(self):
         """Of first moments; of second ones the mean of the root."""

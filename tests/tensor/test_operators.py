@@ -8,6 +8,7 @@ from torch.nn import functional as F
 import mcftensor as mcf
 from support.helpers import assert_same_terms, exact, gappy, sample
 from support.matrix import MATRIX, SAME_RELEASE, published
+from support.thinning import thinned
 
 pytest.importorskip("expecttest")  # of which torch's operator database makes use
 operators = pytest.importorskip("common.operators")
@@ -15,8 +16,7 @@ operators = pytest.importorskip("common.operators")
 FORMATS = [mcf.bf16x2, mcf.bf16x3, mcf.fp16x2, mcf.fp32x2]
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
-@pytest.mark.parametrize("name", operators.OPERATORS)
+@pytest.mark.parametrize(("name", "format"), thinned(operators.OPERATORS, FORMATS, of=2))
 def test_operator(name, format):
     expected = published(name, format)
     outcome = operators.run(name, format, limit=MATRIX["samples"])
