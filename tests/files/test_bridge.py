@@ -421,7 +421,7 @@ def more_held(jobs):
     jobs = [[str(source), str(to), *options] for source, to, *options in jobs]
     command = [sys.executable, "-c", MEMORY, json.dumps(jobs)]
     # With thresholds set, glibc gives freed memory back at once, and the peak is the program's.
-    at_once = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+    at_once = {"MALLOC_MMAP_THRESHOLD_": str(MIB // 8), "MALLOC_TRIM_THRESHOLD_": str(MIB)}
     run = subprocess.run(
         command, capture_output=True, text=True, check=True, env=os.environ | at_once
     )
