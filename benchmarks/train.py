@@ -1,6 +1,9 @@
 """Tokens a second and peak memory of training GPT-2: bf16 expansions against other precisions.
 
   plus, full     bf16 expansions, PyTorch's fused AdamW
+  exact          float32 in bf16i16, states too, PyTorch's fused AdamW
+  compact        bf16i8, states of one byte, PyTorch's fused AdamW; released: with gradients that
+                 backward frees
   autocast       fp32 parameters, forward pass in bf16 by autocast, PyTorch's fused AdamW
   master         bf16 parameters, fp32 master weights, PyTorch's fused AdamW
   bf16           bf16 parameters and states, PyTorch's fused AdamW
@@ -31,13 +34,14 @@ import mcftensor as mcf
 from speed import machine, memory, report
 from speed.clocks import Clock, clock_of
 from speed.collage_loop import CollageLoop
+from speed.contenders import STORED, as_stored
 from speed.gpt import GPT2, SHAPES, Shape, loss, parameter_shapes
 from speed.master import MasterWeights
 from speed.measuring import order, quartiles, reason
 
 WARM_UP = 3
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "weight_decay": 0.1}
-BATCHES = {"124M": 16, "1.3B": 8, "tiny": 2}
+BATCHES = {"124M": 16, "1.3B": 8, "1.3M": 4, "tiny": 2}
 
 
 def expansion(mode: str) -> Callable[[GPT2], Optimizer]:
@@ -50,9 +54,26 @@ def expansion(mode: str) -> Callable[[GPT2], Optimizer]:
     return build
 
 
+def stored(name: str, *, released: bool = False) -> Callable[[GPT2], Optimizer]:
+    """Stock fused AdamW over formats that store."""
+    matrices, states = STORED[name]
+
+    def build(model: GPT2) -> Optimizer:
+        as_stored(model, matrices)
+        optimizer = mcf.collage(AdamW(model.parameters(), **OPTIONS, fused=True), states)
+        if released:
+            mcf.step_in_backward(model, optimizer)
+        return optimizer
+
+    return build
+
+
 STRATEGIES: dict[str, Callable[[GPT2], Any]] = {
     "plus": expansion("plus"),
     "full": expansion("full"),
+    "exact": stored("exact"),
+    "compact": stored("compact"),
+    "released": stored("compact", released=True),
     "autocast": lambda model: AdamW(model.float().parameters(), **OPTIONS, fused=True),
     "master": lambda model: MasterWeights(
         [*model.parameters()],
@@ -197,7 +218,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if min(options.steps, options.rounds) < 1:
         parser.error("--steps and --rounds must be 1 or more")
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no CUDA device; a CPU can do --model tiny")
+        parser.error("--device cuda: torch finds no CUDA device; a CPU can do --model 1.3M")
     options.batch = options.batch or BATCHES[options.model]
     options.json = options.json or Path(f"out/bench/train-{options.model}.json")
     return options

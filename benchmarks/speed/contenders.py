@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,6 +88,25 @@ def expansions(
     return build
 
 
+def stored(
+    stock: Stock, matrices: mcf.Format, states: str | Mapping[str, mcf.Format]
+) -> Callable[..., Running]:
+    """A stock optimizer over a format that stores, vectors being float32 in bf16i16."""
+
+    def build(workload: Workload) -> Running:
+        parameters = parameters_of(workload)
+        as_stored(nn.ParameterList(parameters), matrices)
+        return run(parameters, mcf.collage(stock(parameters), states))
+
+    return build
+
+
+def as_stored(model: nn.Module, matrices: mcf.Format) -> nn.Module:
+    """The parameters of a model in a format, those with one dimension in bf16i16."""
+    vectors = {name: mcf.bf16i16 for name, p in model.named_parameters() if p.dim() == 1}
+    return mcf.as_expansion(model, matrices, overrides=vectors)
+
+
 def master_weights(stock: Stock, keep_gradients: bool = True) -> Callable[..., Running]:
     """A stock optimizer over fp32 copies, with casts before and after it."""
 
@@ -112,10 +131,21 @@ TORCH = [
     Contender("torch fp32, fused", plain(adamw("fused"), torch.float32)),
 ]
 
+# The format of matrices, and those of states.
+STORED: dict[str, tuple[mcf.Format, str | Mapping[str, mcf.Format]]] = {
+    "exact": (mcf.bf16i16, dict.fromkeys(("exp_avg", "exp_avg_sq"), mcf.bf16i16)),
+    "compact": (mcf.bf16i8, "compact"),
+}
+
 EXPANSIONS = [
     *(
         Contender(f"mcf {mode}, {path}", expansions(adamw(path), mode), family="mcftensor")
         for mode in ("none", "light", "plus", "full")
+        for path in PATHS
+    ),
+    *(
+        Contender(f"mcf {name}, {path}", stored(adamw(path), *how), family="mcftensor")
+        for name, how in STORED.items()
         for path in PATHS
     ),
     Contender(

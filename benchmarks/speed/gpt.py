@@ -23,6 +23,7 @@ class Shape:
 SHAPES = {
     "124M": Shape(layers=12, width=768, heads=12),
     "1.3B": Shape(layers=24, width=2048, heads=16),
+    "1.3M": Shape(layers=4, width=160, heads=5, context=128, vocabulary=256),
     "tiny": Shape(layers=2, width=32, heads=2, context=32, vocabulary=101),
 }
 

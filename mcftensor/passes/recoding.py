@@ -14,16 +14,25 @@ from mcftensor.arithmetic.numbers import Sum
 from mcftensor.arithmetic.rounding import collapse_terms
 from mcftensor.formats import Format, named
 from mcftensor.kernels import Body, Column, Columns, in_parts, run
-from mcftensor.kernels.blocks import indices
+from mcftensor.kernels.blocks import BLOCK, indices
 from mcftensor.kernels.opaque import opaque
+from mcftensor.kernels.program import COMPUTED
 
 
 @opaque(lambda stored, source, format, key: named(format).empty_like(stored[0]), of_one=True)
 def recode(stored: Sequence[Tensor], source: str, format: str, key: Tensor | None) -> list[Tensor]:
     """Components of one format as those of another."""
-    f = named(format)
+    s, f = named(source), named(format)
+    if _is_large(stored):
+        keys = [] if key is None else [key]
+        made = f.empty_like(stored[0])
+        shared = s.shared | {len(stored) + i for i in f.shared}
+        scalars = [[_START]] if keys else []
+        columns = Columns(_columns(stored), scalars, _columns(made), keys, frozenset(shared))
+        run(_recoding(s, f), columns)
+        return made
     noise = None if key is None else noise_of(f.rounding, key, indices(stored[0]))
-    found = f.encode(Sum(named(source).decode(stored)), noise)
+    found = f.encode(Sum(s.decode(stored)), noise)
     return [x.clone() if any(x is y for y in stored) else x for x in found]
 
 
@@ -86,6 +95,22 @@ def _decoding(format: Format, dtype: torch.dtype) -> Body:
 
 
 @functools.lru_cache(maxsize=64)
+def _recoding(source: Format, format: Format) -> Body:
+    encode = _encoding(format, format.dtype)
+    return lambda vectors, scalars, index: encode(source.decode(vectors), scalars, index)
+
+
+def _is_large(stored: Sequence[Tensor]) -> bool:
+    """Whether what is computed on the way should not be there in whole, and is what programs
+    compute with."""
+    return stored[0].numel() > BLOCK and all(x.dtype in COMPUTED for x in stored)
+
+
+def _columns(tensors: Sequence[Tensor]) -> list[Column]:
+    return [[x] for x in tensors]
+
+
+@functools.lru_cache(maxsize=64)
 def _encoding(format: Format, dtype: torch.dtype) -> Body:
     def body(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> Sequence[Tensor]:
         noise = None
@@ -102,6 +127,10 @@ def _encoding(format: Format, dtype: torch.dtype) -> Body:
 @opaque(lambda stored, source, dtype: torch.empty_like(stored[0], dtype=dtype), of_one=True)
 def collapse(stored: Sequence[Tensor], source: str, dtype: torch.dtype) -> Tensor:
     """The numbers stored, as plain floats."""
+    if _is_large(stored) and dtype in COMPUTED:
+        made = torch.empty_like(stored[0], dtype=dtype)
+        decode_columns(named(source), _columns(stored), [made])
+        return made
     return collapse_terms(named(source).decode(stored), dtype)
 
 

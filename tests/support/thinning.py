@@ -12,6 +12,10 @@ def thinned(*values: Sequence[Any], of: int) -> list[Any]:
     one that is run, and so is nearly every pair."""
     combinations = zip(product(*values), product(*map(range, map(len, values))), strict=True)
     return [
-        pytest.param(*chosen, marks=[pytest.mark.slow] * (sum(places) % of != 0))
+        pytest.param(
+            *chosen,
+            marks=[pytest.mark.slow] * (sum(places) % of != 0),
+            id="-".join(str(getattr(x, "name", x)) for x in chosen),
+        )
         for chosen, places in combinations
     ]

@@ -12,6 +12,7 @@ import mcftensor as mcf
 from common.database import cases, configurations, paths_of
 from common.roster import classes, subject
 from common.trial import Way, displacement, error
+from speed.memory import peak
 from support.helpers import compiled_whole, exact
 from support.optimizers import PATHS, SAMPLE
 
@@ -311,3 +312,19 @@ def test_a_step_in_one_graph_rounds_twice():
         p.grad = torch.ones(4, 64).bfloat16()
         step()
         assert optimizer.state[p]["exp_avg_sq"].writes == 2 + 2 * count
+
+
+@pytest.mark.parametrize(
+    ("format", "bytes_of_one"), [(mcf.bf16x2, 4), (mcf.bf16i16, 4), (mcf.bf16i8, 3)], ids=str
+)
+def test_little_is_held_beside_what_is_made(format, bytes_of_one):
+    """By conversions, and by the first step, which makes states."""
+    parameters = nn.ParameterList([torch.randn(1024, 1024).bfloat16() for _ in range(8)])
+    count = sum(p.numel() for p in parameters)
+    held = peak("cpu", lambda: mcf.as_expansion(parameters, format))
+    assert held < (bytes_of_one + 0.2) * count
+    optimizer = mcf.collage(torch.optim.AdamW(parameters, fused=True), "compact")
+    for p in parameters:
+        p.grad = torch.randn_like(p, dtype=torch.bfloat16)
+    held = peak("cpu", optimizer.step)
+    assert held < (2.1 + 16 / 8) * count  # one of the eight in 16 bytes on its way
