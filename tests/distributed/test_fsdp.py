@@ -224,19 +224,41 @@ def test_steps_give_the_bits_of_unsharded_ones(format, name):
                     assert torch.equal(whole(state[key]), x)
 
 
+BLOCKS_TO_NEAREST = {"exp_avg": mcf.mxfp8.nearest, "exp_avg_sq": mcf.ue5m3.nearest}
+# Steps over states in blocks, which DTensors ask for other dtypes than that of the gradients.
+IN_BLOCKS = {
+    "to nearest": (torch.optim.AdamW, {"fused": True}, BLOCKS_TO_NEAREST),
+    "to nearest, for-loop": (torch.optim.AdamW, {"foreach": False}, BLOCKS_TO_NEAREST),
+    "chosen": (torch.optim.AdamW, {}, "compact"),
+    "AdamW, for-loop": (torch.optim.AdamW, {"foreach": False}, "compact"),
+    "AdamW, foreach": (torch.optim.AdamW, {"foreach": True, "amsgrad": True}, "compact"),
+    "Adam, for-loop": (torch.optim.Adam, {"foreach": False, "weight_decay": 0.1}, "compact"),
+    "NAdam, foreach": (torch.optim.NAdam, {"foreach": True}, "compact"),
+    "RAdam, for-loop": (torch.optim.RAdam, {"foreach": False}, "compact"),
+    "Adamax, foreach": (torch.optim.Adamax, {"foreach": True}, "compact"),
+    "RMSprop, for-loop": (torch.optim.RMSprop, {"foreach": False, "momentum": 0.5}, "compact"),
+    "SGD, foreach": (
+        torch.optim.SGD,
+        {"foreach": True, "momentum": 0.9, "nesterov": True, "dampening": 0},
+        "compact",
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", [(2,), (1, 2)], ids=["FSDP", "HSDP"])
+@pytest.mark.parametrize("name", IN_BLOCKS)
 @on_ranks(2)
-def test_states_in_blocks_have_the_bits_of_unsharded_ones():
-    """Blocks lie in rows, which are what is sharded; to nearest, since noise goes by places."""
-    mode = {"exp_avg": mcf.mxfp8.nearest, "exp_avg_sq": mcf.ue5m3.nearest}
+def test_states_in_blocks_have_the_bits_of_unsharded_ones(name, shape):
+    """Blocks lie in rows, which are what is sharded."""
+    make, options, mode = IN_BLOCKS[name]
     torch.manual_seed(0)
-    model = mcf.as_expansion(
-        nn.Sequential(nn.Linear(40, 5, bias=False), nn.Linear(5, 33, bias=False)), mcf.bf16i16
-    )
+    model = nn.Sequential(nn.Linear(40, 5), nn.Linear(5, 33, bias=False))
+    model = mcf.as_expansion(model, mcf.bf16i8, overrides={"*bias": mcf.bf16i16})
     unsharded = copy.deepcopy(model)
-    fully_shard(model)
+    names = ("replicated", "sharded")[-len(shape) :]
+    fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
     optimizers = [
-        mcf.collage(torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True), mode)
-        for m in (model, unsharded)
+        mcf.collage(make(m.parameters(), lr=1e-2, **options), mode) for m in (model, unsharded)
     ]
     for step in range(3):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
@@ -247,11 +269,24 @@ def test_states_in_blocks_have_the_bits_of_unsharded_ones():
         for optimizer in optimizers:
             optimizer.step()
     assert_same_parameters(model, unsharded)
+    in_blocks = set()
     for p, q in zip(model.parameters(), unsharded.parameters(), strict=True):
-        for name, format in mode.items():
-            x = optimizers[0].state[p][name]
-            assert x.to_local().format is format
-            assert_same_terms(whole(x), optimizers[1].state[q][name])
+        for key, x in optimizers[1].state[q].items():
+            if isinstance(x, mcf.MCFTensor):
+                assert optimizers[0].state[p][key].to_local().format is x.format
+                assert_same_terms(whole(optimizers[0].state[p][key]), x)
+                in_blocks |= {x.format} if x.format.shared else set()
+    assert in_blocks
+
+
+@on_ranks(2)
+def test_dtensors_of_plain_tensors_want_one_dtype_as_ever():
+    mesh = init_device_mesh("cpu", (2,))
+    x, y = (distribute_tensor(torch.ones(4, dtype=d), mesh) for d in (torch.float32, BF16))
+    with pytest.raises(RuntimeError, match="expected dtype"):
+        x.lerp_(y, 0.5)
+    with pytest.raises(RuntimeError, match="expected dtype"):
+        torch._foreach_lerp_([x], [y], 0.5)
 
 
 @over_formats(*KEPT)

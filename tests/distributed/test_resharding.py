@@ -134,14 +134,13 @@ def save(folder, format):
 @on_ranks(2)
 def goes_on_to_the_bit(format, mode, by_terms, folder):
     torch.manual_seed(4 + dist.get_rank())
-    path = {"fused": True} if mode == "compact" else {}
-    whole_run = Run(format, seed=5, mode=mode, **path).train(4)
+    whole_run = Run(format, seed=5, mode=mode).train(4)
     torch.manual_seed(4 + dist.get_rank())
-    stopped = Run(format, seed=5, mode=mode, **path).train(2)
+    stopped = Run(format, seed=5, mode=mode).train(2)
     state = stopped.state()
     dcp.save(mcf.as_terms(state) if by_terms else state, checkpoint_id=folder)
     random = torch.get_rng_state()
-    resumed = Run(format, seed=6, mode=mode, **path)
+    resumed = Run(format, seed=6, mode=mode)
     state = resumed.state()
     dcp.load(mcf.as_terms(state) if by_terms else state, checkpoint_id=folder)  # in place
     torch.set_rng_state(random)
