@@ -40,9 +40,14 @@ def in_rows(operands: Sequence[Any]) -> bool:
     return any(isinstance(x, MCFTensor) and bool(x._format.shared) for x in operands)
 
 
+def lends(x: MCFTensor) -> bool:
+    """Whether it is a parameter of which a model may see other parts than rows."""
+    return x._format.lends is not None and x.acts_as == "parameter"
+
+
 def on_rows(func: Any, x: MCFTensor, args: Any, kwargs: Any, *, own: bool) -> list[Any] | None:
     """For each component what moves its elements, in memory of their own or not; None where that
-    is to be done to the numbers.
+    is to be done to the numbers, or to what a parameter lends.
 
     Raises:
         NotImplementedError: a view of other parts than whole rows.
@@ -54,7 +59,7 @@ def on_rows(func: Any, x: MCFTensor, args: Any, kwargs: Any, *, own: bool) -> li
         results = [func(codes, *args), *(t.clone() if own else t.detach() for t in others)]
     elif func.overloadpacket.__name__ in _COPIES or _takes_rows(name, x, args, kwargs):
         results = [func(t, *args, **_for_component(t, x, kwargs)) for t in components]
-    elif own:
+    elif own or lends(x):
         return None
     else:
         raise refusal(
@@ -115,7 +120,20 @@ def join_rows(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
 def made_in_rows(
     func: Any, x: MCFTensor, shape: torch.Size, args: Any, kwargs: dict[str, Any]
 ) -> MCFTensor:
-    """What a factory makes of each component, the result being of some shape."""
+    """What a factory makes of each component, the result being of some shape; of a parameter one
+    may ask for what has no rows."""
+    role = x.role if not func.overloadpacket.__name__.endswith("_like") or (
+        func is torch.ops.aten.empty_like.default and not x._is_param
+    ) else "value"
+    if role == "parameter" and len(shape) < 2:
+        own_format = x._format.of_gradients
+        assert own_format is not None
+        plain = x.lent
+        made = [
+            func(plain, shape, *args, **{**kwargs, "dtype": component.dtype})
+            for component in own_format.components
+        ]
+        return MCFTensor.of(made, own_format, role, own=True)
     made = []
     for component, t in zip(x._format.components, x._held(), strict=True):
         own, options = component.shape(shape), _for_component(t, x, kwargs)
@@ -125,7 +143,7 @@ def made_in_rows(
             made.append(func(t, shape, *args, **options))
         else:
             made.append(t.new_zeros(own, **options))
-    return x._made_beside(made, "value")
+    return x._made_beside(made, role)
 
 
 def copy_rows_(target: MCFTensor, source: Tensor) -> None:

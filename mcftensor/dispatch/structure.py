@@ -48,6 +48,7 @@ from mcftensor.dispatch.writing import refusal
 from mcftensor.formats import Format
 from mcftensor.kernels.opaque import is_bare
 from mcftensor.tensor import LiftedTensor, MCFTensor, Role
+from mcftensor.tensor.lending import LentTensor, lent_views
 
 aten = torch.ops.aten
 
@@ -65,8 +66,12 @@ def _on_components(func: Any, x: MCFTensor, args: Any, kwargs: Any, *, own: bool
         return func(plain_numbers(x), *args, **kwargs)
     if isinstance(x, LiftedTensor) and not own:
         return _lifted(func, x, args, kwargs)
+    if isinstance(x, LentTensor) and not own:
+        return lent_views(func, x, args, kwargs)
     if x._format.shared:
         results = on_rows(func, x, args, kwargs, own=own)
+        if results is None and not own:
+            return lent_views(func, x, args, kwargs)
         if results is None:
             return func(plain_numbers(x), *args, **kwargs)
     else:
@@ -99,6 +104,9 @@ def view(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
     out = _on_components(func, x, args, kwargs, own=False)
     if func is aten.detach.default:
         _keep_hooks(x, out)
+    first = out if isinstance(out, Tensor) else next(iter(out), out)
+    if isinstance(first, LentTensor):  # PyTorch wants views to be of the type of what they are of
+        return out
     return return_and_correct_aliasing(func, (x, *args), kwargs, out)
 
 
@@ -227,6 +235,10 @@ def like(func: Any, x: MCFTensor, **kwargs: Any) -> Any:
     """
     if _asks_other(x, kwargs) or _within_graph(x):
         return func(_template(x), **kwargs)
+    if func is not aten.empty_like.default and (format := _of_states(x)) is not x._format:
+        plain = _template(x)
+        made = [func(plain, **{**kwargs, "dtype": y.dtype}) for y in format.components]
+        return MCFTensor.of(made, format, own=True)
     if in_rows([x]):
         return made_in_rows(func, x, x.shape, (), kwargs)
     holds = func is aten.empty_like.default and not x._is_param
@@ -246,6 +258,11 @@ def new(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
     if in_rows([x]):
         return made_in_rows(func, x, torch.Size(args[0]), args[1:], kwargs)
     return x._like([func(t, *args, **kwargs) for t in x._read()], own=True)
+
+
+def _of_states(x: MCFTensor) -> Format:
+    """The format of what is made like a tensor."""
+    return x._format.of_states if x._role == "parameter" else x._format
 
 
 def _template(x: MCFTensor) -> Tensor:
@@ -272,6 +289,8 @@ def filled_like(func: Any, x: MCFTensor, *value: Any, **kwargs: Any) -> Any:
     """
     if _asks_other(x, kwargs) or _within_graph(x):
         return func(_template(x), *value, **kwargs)
+    if _of_states(x) is not x._format:
+        return torch.zeros_like(x, **kwargs).fill_(*value or (1.0,))
     if in_rows([x]):
         return torch.empty_like(x, **kwargs).fill_(*value or (1.0,))
     return _filled(lambda t: torch.empty_like(t, **kwargs), x, "value", *value)

@@ -15,7 +15,7 @@ from mcftensor.arithmetic.rounding import collapse_terms
 from mcftensor.formats import Format, named
 from mcftensor.kernels import Body, Column, Columns, in_parts, run
 from mcftensor.kernels.blocks import indices
-from mcftensor.kernels.opaque import opaque
+from mcftensor.kernels.opaque import is_bare, opaque
 
 
 @opaque(lambda stored, source, format, key: named(format).empty_like(stored[0]), of_one=True)
@@ -25,6 +25,19 @@ def recode(stored: Sequence[Tensor], source: str, format: str, key: Tensor | Non
     noise = None if key is None else noise_of(f.rounding, key, indices(stored[0]))
     found = f.encode(Sum(named(source).decode(stored)), noise)
     return [x.clone() if any(x is y for y in stored) else x for x in found]
+
+
+def lent(stored: Sequence[Tensor], format: Format) -> Tensor:
+    """What a model computes with, of the components of a format."""
+    if format.lends is None:
+        return stored[0]
+    name, places = format.lends
+    found = [stored[i] for i in places]
+    if not is_bare(found):
+        return collapse(found, name, format.dtype)
+    made = torch.empty_like(found[0], dtype=format.dtype)
+    decode_columns(named(name), [[x] for x in found], [made])
+    return made
 
 
 def decode_columns(format: Format, components: Sequence[Column], outputs: Column) -> None:
