@@ -32,7 +32,7 @@ class ScaledTailFormat(Format):
 
     12 or 20 significand bits over 14 binades below the largest of a block, and multiples of 2^-17
     or 2^-25 of the scale below. The scale is the least under which the largest number is not above
-    448; numbers below 2^-126 are zero, and an infinity becomes a NaN. A model computes with code
+    448; numbers below 2^-126 are zero, infinities and what is rounded to one become NaNs. A model computes with code
     times scale, which a bfloat16 holds.
 
     These formats store numbers of two or more dimensions: a vector has no rows.
@@ -95,7 +95,9 @@ class ScaledTailFormat(Format):
         bits = quiet(number.to_odd()).view(torch.int32)
         magnitude = bits & 0x7FFFFFFF
         magnitude = torch.where(magnitude < (1 << 23), 0, magnitude)
-        largest = block_max(torch.where(magnitude < _INFINITY, magnitude, 0))
+        lost = _SPARE - self.bits
+        limit = _INFINITY - (1 << lost)  # what may be rounded to 2^128 counts as infinite
+        largest = block_max(torch.where(magnitude <= limit, magnitude, 0))
         # 2^ceil(log2(largest / 448)); 448 is 1.75 * 2^8, and the sum carries beyond 1.75.
         scales = ((largest + ((1 << 23) - 1 - (3 << 21))) >> 23) - 8
         scales = scales.maximum(torch.full_like(scales, _LEAST))
@@ -108,11 +110,10 @@ class ScaledTailFormat(Format):
             kept = moved - least
             small = (small - (kept > y).to(torch.int32)) | (kept != y).to(torch.int32)
         pattern = torch.where(y < least, small, y.view(torch.int32) - (120 << 23))
-        lost = _SPARE - self.bits
         half = ((pattern >> lost) & 1) + ((1 << (lost - 1)) - 1)
         pattern = (pattern + (half if noise is None else noise.bits(lost))) >> lost
         own = (pattern + (1 << (self.bits - 1))) >> self.bits
-        is_finite = magnitude < _INFINITY
+        is_finite = magnitude <= limit
         tails = torch.where(is_finite, pattern - (own << self.bits), 0)
         codes = torch.where(is_finite, own, 0x7F) | ((bits >> 24) & 0x80)
         return codes.to(torch.uint8), tails.to(self.components[1].dtype), scales.to(torch.uint8)
