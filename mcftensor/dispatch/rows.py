@@ -54,9 +54,11 @@ def on_rows(func: Any, x: MCFTensor, args: Any, kwargs: Any, *, own: bool) -> li
     """
     name = func.overloadpacket.__name__.removesuffix("_copy") or "_to_copy"
     components = x._read() if own else x._held()
-    if name in _VIEWS and _keeps_rows(x, args):
-        codes, *others = components
-        results = [func(codes, *args), *(t.clone() if own else t.detach() for t in others)]
+    if (name in _VIEWS and _keeps_rows(x, args)) or (name == "slice" and _takes_all(x, *args)):
+        results = [
+            func(t, *args) if t.shape == x.shape else t.clone() if own else t.detach()
+            for t in components
+        ]
     elif func.overloadpacket.__name__ in _COPIES or _takes_rows(name, x, args, kwargs):
         results = [func(t, *args, **_for_component(t, x, kwargs)) for t in components]
     elif own or lends(x):
@@ -98,6 +100,11 @@ def _keeps_rows(x: MCFTensor, args: Any) -> bool:
     return len(shape) > 1 and first == x.shape[0]
 
 
+def _takes_all(x: MCFTensor, dim: int = 0, start: Any = None, end: Any = None, *step: int) -> bool:
+    """Whether a slice is the whole, as shards are cut along any dimension."""
+    return start in (None, 0) and (end is None or end >= x.shape[dim]) and step in ((), (1,))
+
+
 def _for_component(t: Tensor, x: MCFTensor, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Options of an operation on a component, which has its own number of dimensions."""
     if t.shape == x.shape:
@@ -122,28 +129,25 @@ def made_in_rows(
 ) -> MCFTensor:
     """What a factory makes of each component, the result being of some shape; of a parameter one
     may ask for what has no rows."""
-    role = x.role if not func.overloadpacket.__name__.endswith("_like") or (
-        func is torch.ops.aten.empty_like.default and not x._is_param
-    ) else "value"
-    if role == "parameter" and len(shape) < 2:
-        own_format = x._format.of_gradients
-        assert own_format is not None
-        plain = x.lent
-        made = [
-            func(plain, shape, *args, **{**kwargs, "dtype": component.dtype})
-            for component in own_format.components
-        ]
-        return MCFTensor.of(made, own_format, role, own=True)
+    is_like = func.overloadpacket.__name__.endswith("_like")
+    if lends(x) and len(shape) < 2:
+        vector = x._format.of_states
+        options = [{**kwargs, "dtype": component.dtype} for component in vector.components]
+        plain = [func(x._held()[0], shape, *args, **own) for own in options]
+        return MCFTensor.of(plain, vector, x.role, own=True)
     made = []
     for component, t in zip(x._format.components, x._held(), strict=True):
         own, options = component.shape(shape), _for_component(t, x, kwargs)
-        if func.overloadpacket.__name__.endswith("_like"):
+        if is_like:
             made.append(func(t, *args, **options))
         elif own == shape:
             made.append(func(t, shape, *args, **options))
         else:
             made.append(t.new_zeros(own, **options))
-    return x._made_beside(made, role)
+    if not is_like:
+        return x._like(made, own=True)
+    holds = func is torch.ops.aten.empty_like.default and not x._is_param
+    return x._made_beside(made, x.role if holds else "value")
 
 
 def copy_rows_(target: MCFTensor, source: Tensor) -> None:

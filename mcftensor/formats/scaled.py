@@ -139,23 +139,23 @@ class ScaledTailFormat(Format):
 
 
 class LentFormat(Format):
-    """What a parameter under shared scales lends to a model where a view is not of its rows: the
-    bfloat16 that the model computes with, which cannot be written to."""
+    """What a parameter under shared scales lends where a view is not of its rows: the bfloat16 that
+    a model computes with beside the number, neither of which can be written to."""
 
     name = "bf16lent"
-    components = (Component("leading", torch.bfloat16),)
+    components = (Component("leading", torch.bfloat16), Component("number", torch.float32))
 
     def __init__(self) -> None:
         self.numbers = Machine(torch.float32)
 
     @property
     def precision(self) -> int:
-        """Significand bits of a bfloat16."""
-        return 8
+        """Significand bits of a float32."""
+        return 24
 
     def decode(self, stored: Floats) -> Floats:
-        """Itself."""
-        return stored
+        """The number."""
+        return (stored[1],)
 
     def encode(self, number: Sum, noise: Noise | None) -> Floats:
         """Refused.

@@ -31,7 +31,7 @@ class LentTensor(MCFTensor):
         """Given how a plain tensor of that layout is viewed."""
         codes = source._component0
         if not is_bare([codes]):  # a compiler's
-            return MCFTensor.of([view(source.lent)], LENT, "parameter")
+            return MCFTensor.of([view(source.lent), view(source.dequantize())], LENT, "parameter")
         made = wrapper(LentTensor, view(codes), LENT)
         made._format, made._role = LENT, "parameter"
         made._source, made._view = source, view
@@ -46,8 +46,9 @@ class LentTensor(MCFTensor):
     def _component0(self) -> Tensor:  # type: ignore[override]
         return self._view(self._source.lent)
 
-    def _held(self) -> tuple[Tensor, ...]:
-        return (self._component0,)
+    @property
+    def _component1(self) -> Tensor:  # type: ignore[override]
+        return self._view(self._source.dequantize())
 
 
 def lent_views(func: Any, x: MCFTensor, args: Any, kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import mcftensor as mcf
 from mcftensor.tensor.sharded import local
-from support.helpers import KEPT, assert_same_terms, sample
+from support.helpers import IN_MODULES, assert_same_terms, sample
 from support.ranks import on_ranks
 
 
@@ -152,7 +152,7 @@ def goes_on_to_the_bit(format, mode, by_terms, folder):
     ("format", "mode"),
     [
         *((None, mode) for mode in ("light", "plus", "full", "compact")),
-        *((f, None) for f in KEPT),
+        *((f, None) for f in IN_MODULES),
     ],
     ids=str,
 )
@@ -289,7 +289,7 @@ def test_rows_of_blocks_from_two_ranks_to_three_and_to_one(ranks, tmp_path):
 
 @pytest.mark.parametrize(
     "format",
-    [None, mcf.bf16i8, *(pytest.param(f, marks=pytest.mark.slow) for f in (KEPT[0], KEPT[2]))],
+    [None, mcf.bf16i8, *(pytest.param(f, marks=pytest.mark.slow) for f in (IN_MODULES[0], IN_MODULES[2]))],
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -335,7 +335,7 @@ def goes_on_on_three(folder, format):
     goes_on_elsewhere(folder, format)
 
 
-@pytest.mark.parametrize("format", KEPT, ids=str)
+@pytest.mark.parametrize("format", IN_MODULES, ids=str)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_writes_have_the_same_bits_on_other_numbers_of_ranks(ranks, format, tmp_path):
     """Of parameters that are divided along their first dimension."""

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 import mcftensor as mcf
 from mcftensor.formats import ExpansionFormat
 from mcftensor.tensor.sharded import format_of
-from support.helpers import KEPT, assert_same_terms, exact, over_formats
+from support.helpers import IN_MODULES, assert_same_terms, exact, over_formats
 from support.ranks import on_ranks
 
 PLAN = {
@@ -51,7 +51,7 @@ def plain(format=None) -> Block:
     model = Block().bfloat16()
     if format is not None:  # which may have rounded otherwise
         for p, q in zip(model.parameters(), expansions(format).parameters(), strict=True):
-            p.data = q.components[0].clone()
+            p.data = q.lent.clone()
     return model
 
 
@@ -100,7 +100,7 @@ def x_of(mesh) -> torch.Tensor:
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "foreach"])
 @pytest.mark.parametrize("order", ["converted first", "divided first"])
-@over_formats(*KEPT)
+@over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_layers_divided_within(format, order, fused):
     mesh = init_device_mesh("cpu", (2,))
@@ -111,7 +111,7 @@ def test_layers_divided_within(format, order, fused):
     unsharded = expansions(format)
     twin = Block().bfloat16()
     for p, q in zip(twin.parameters(), model.parameters(), strict=True):
-        p.data = whole(q).components[0].clone()
+        p.data = whole(q).lent.clone()
     parallel(twin, mesh)
     assert model.up.weight.to_local().shape == (4, 6)
     for p, q in zip(model.parameters(), unsharded.parameters(), strict=True):
@@ -205,7 +205,7 @@ def test_counts_of_two_dimensions_are_saved_as_of_the_whole():
     assert_counts_are_of_the_whole(nn.ParameterDict({"x": nn.Parameter(divided)}))
 
 
-@over_formats(*KEPT)
+@over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_divided_layers_become_plain_again(format):
     mesh = init_device_mesh("cpu", (2,))
@@ -217,7 +217,7 @@ def test_divided_layers_become_plain_again(format):
 
 
 @pytest.mark.slow
-@over_formats(*KEPT)
+@over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_divided_layers_compile(format):
     mesh = init_device_mesh("cpu", (2,))
@@ -231,7 +231,7 @@ def test_divided_layers_compile(format):
 
 
 @pytest.mark.slow
-@over_formats(*KEPT)
+@over_formats(*IN_MODULES)
 @on_ranks(4)
 def test_copies_of_shards(format):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
@@ -247,7 +247,7 @@ def test_copies_of_shards(format):
 
 
 @pytest.mark.slow
-@over_formats(*KEPT)
+@over_formats(*IN_MODULES)
 @on_ranks(4)
 def test_shards_of_layers_divided_within(format):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
@@ -269,7 +269,7 @@ def test_shards_of_layers_divided_within(format):
 
 
 @pytest.mark.slow
-@over_formats(*KEPT)
+@over_formats(*IN_MODULES)
 @on_ranks(4)
 def test_kept_in_smaller_groups_after_forward(format):
     x = torch.randn(3, 2, 6).bfloat16()
