@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map
 
 from mcftensor.arithmetic.counting import moved
 from mcftensor.dispatch.compute import compute
@@ -45,10 +46,10 @@ from mcftensor.dispatch.rows import (
 )
 from mcftensor.dispatch.stored import plain_numbers
 from mcftensor.dispatch.writing import refusal
-from mcftensor.formats import Format
+from mcftensor.formats import Format, lent
 from mcftensor.kernels.opaque import is_bare
 from mcftensor.tensor import LiftedTensor, MCFTensor, Role
-from mcftensor.tensor.lending import LentTensor, lent_views
+from mcftensor.tensor.lending import LentTensor, holding, lent_views
 
 aten = torch.ops.aten
 
@@ -68,6 +69,8 @@ def _on_components(func: Any, x: MCFTensor, args: Any, kwargs: Any, *, own: bool
         return _lifted(func, x, args, kwargs)
     if isinstance(x, LentTensor) and not own:
         return lent_views(func, x, args, kwargs)
+    if x._format is lent and own:
+        return tree_map(partial(holding, x), func(x._read()[1], *args, **kwargs))
     if x._format.shared:
         results = on_rows(func, x, args, kwargs, own=own)
         if results is None and not own:
@@ -198,6 +201,7 @@ def join(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
     if in_rows(tensors):
         return join_rows(func, tensors, *args)
     format = common_format(func.overloadpacket.__name__, tensors)
+    format = format.of_states if format is lent else format
     columns = zip(*(stored_in(x, format, x.device) for x in tensors), strict=True)
     joined = [func(list(c), *args) for c in columns]
     return selected(joined, format, common_role(tensors), tensors)
@@ -235,7 +239,7 @@ def like(func: Any, x: MCFTensor, **kwargs: Any) -> Any:
     """
     if _asks_other(x, kwargs) or _within_graph(x):
         return func(_template(x), **kwargs)
-    if func is not aten.empty_like.default and (format := _of_states(x)) is not x._format:
+    if (func is not aten.empty_like.default or x._format is lent) and (format := _of_states(x)) is not x._format:
         plain = _template(x)
         made = [func(plain, **{**kwargs, "dtype": y.dtype}) for y in format.components]
         return MCFTensor.of(made, format, own=True)
@@ -255,6 +259,8 @@ def new(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
     """As `like`, of another shape; the role stays."""
     if _asks_other(x, kwargs):
         return func(_template(x), *args, **kwargs)
+    if isinstance(x, LentTensor):
+        x = x._source
     if in_rows([x]):
         return made_in_rows(func, x, torch.Size(args[0]), args[1:], kwargs)
     return x._like([func(t, *args, **kwargs) for t in x._read()], own=True)

@@ -153,6 +153,11 @@ class LentFormat(Format):
         """Significand bits of a float32."""
         return 24
 
+    @property
+    def of_states(self) -> Format:
+        """One that holds the number, and is written to."""
+        return named("bf16i16")
+
     def decode(self, stored: Floats) -> Floats:
         """The number."""
         return (stored[1],)

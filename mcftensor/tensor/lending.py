@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mcftensor.formats import lent as LENT
 from mcftensor.kernels.opaque import is_bare
+from mcftensor.passes.recoding import recode
 from mcftensor.tensor.tensor import MCFTensor, wrapper
 
 
@@ -62,6 +63,18 @@ def lent_views(func: Any, x: MCFTensor, args: Any, kwargs: Any) -> Any:
         return lambda t: func(t, *args, **kwargs)[i]
 
     return type(views)(over(one(i)) for i in range(len(views)))
+
+
+def holding(x: MCFTensor, numbers: Tensor) -> MCFTensor:
+    """Copies of numbers that were lent, as a parameter in the format that they come from; or, where
+    that is of rows and there are none, in one that holds them."""
+    source = x._source if isinstance(x, LentTensor) else x
+    format, writes = source._format, source._count
+    if format is LENT or numbers.dim() < 2:
+        format, writes = format.of_states, None
+    made = recode([numbers], "float32", format.nearest.name, None)
+    writes = None if writes is None else writes.clone()
+    return MCFTensor.of(made, format, "parameter", own=True, writes=writes)
 
 
 def before_gathering(

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 import mcftensor as mcf
 from mcftensor.formats import ExpansionFormat
 from mcftensor.tensor.sharded import format_of
-from support.helpers import IN_MODULES, assert_same_terms, exact, over_formats
+from support.helpers import IN_MODULES, KEPT, assert_same_terms, exact, over_formats
 from support.ranks import on_ranks
 
 PLAN = {
@@ -100,7 +100,7 @@ def x_of(mesh) -> torch.Tensor:
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "foreach"])
 @pytest.mark.parametrize("order", ["converted first", "divided first"])
-@over_formats(*IN_MODULES)
+@over_formats(*KEPT)
 @on_ranks(2)
 def test_layers_divided_within(format, order, fused):
     mesh = init_device_mesh("cpu", (2,))
