@@ -144,7 +144,7 @@ def made_in_rows(
             made.append(func(t, shape, *args, **options))
         else:
             made.append(t.new_zeros(own, **options))
-    if not is_like:
+    if not is_like and x._role == "parameter":
         return x._like(made, own=True)
     holds = func is torch.ops.aten.empty_like.default and not x._is_param
     return x._made_beside(made, x.role if holds else "value")
