@@ -23,14 +23,14 @@ from mcftensor.formats import bf16i8 as bf16i8
 from mcftensor.formats import bf16i16 as bf16i16
 from mcftensor.formats import bf16x2 as bf16x2
 from mcftensor.formats import bf16x3 as bf16x3
+from mcftensor.formats import e4m3i8 as e4m3i8
+from mcftensor.formats import e4m3i16 as e4m3i16
 from mcftensor.formats import finfo as finfo
 from mcftensor.formats import fp16x2 as fp16x2
 from mcftensor.formats import fp32x2 as fp32x2
 from mcftensor.formats import fp32x3 as fp32x3
 from mcftensor.formats import fp64x2 as fp64x2
 from mcftensor.formats import mxfp8 as mxfp8
-from mcftensor.formats import e4m3i8 as e4m3i8
-from mcftensor.formats import e4m3i16 as e4m3i16
 from mcftensor.formats import ue5m3 as ue5m3
 from mcftensor.functional import fma as fma
 from mcftensor.meters import edq as edq

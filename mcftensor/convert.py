@@ -245,7 +245,7 @@ def _module_as_expansion(module: M, format: Format | None, overrides: Overrides)
 
 
 def _for_shape(format: Format, x: Tensor) -> Format:
-    """The format of a parameter where one is given for all: vectors have no rows to share scales."""
+    """The format of a parameter where one is given for all: vectors have no rows with scales."""
     is_vector = sum(length > 1 for length in x.shape) <= 1
     return bf16i16 if format.shared and (is_vector or x.dim() < 2) else format
 

@@ -132,8 +132,8 @@ def made_in_rows(
     is_like = func.overloadpacket.__name__.endswith("_like")
     if lends(x) and len(shape) < 2:
         vector = x._format.of_states
-        options = [{**kwargs, "dtype": component.dtype} for component in vector.components]
-        plain = [func(x._held()[0], shape, *args, **own) for own in options]
+        every = [{**kwargs, "dtype": component.dtype} for component in vector.components]
+        plain = [func(x._held()[0], shape, *args, **own) for own in every]
         return MCFTensor.of(plain, vector, x.role, own=True)
     made = []
     for component, t in zip(x._format.components, x._held(), strict=True):

@@ -239,7 +239,8 @@ def like(func: Any, x: MCFTensor, **kwargs: Any) -> Any:
     """
     if _asks_other(x, kwargs) or _within_graph(x):
         return func(_template(x), **kwargs)
-    if (func is not aten.empty_like.default or x._format is lent) and (format := _of_states(x)) is not x._format:
+    format, is_empty = _of_states(x), func is aten.empty_like.default
+    if format is not x._format and not (is_empty and x._format is not lent):
         plain = _template(x)
         made = [func(plain, **{**kwargs, "dtype": y.dtype}) for y in format.components]
         return MCFTensor.of(made, format, own=True)

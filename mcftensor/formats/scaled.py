@@ -1,4 +1,4 @@
-"""E4M3 with an integer tail under shared scales: weights whose first byte is an operand of products.
+"""E4M3 with an integer tail under shared scales: weights whose first byte products take.
 
 The codes and the scales are those of `mxfp8`: a sign and 7 bits of E4M3 for each element, a power
 of two for each block of 32 elements of a row. The tail goes on where the code ends, so that code
@@ -8,7 +8,6 @@ and tail are one pattern of more significand bits, and the code is the nearest o
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from mcftensor.arithmetic.noise import Noise, Rounding
 from mcftensor.arithmetic.numbers import Floats, Sum
@@ -32,8 +31,8 @@ class ScaledTailFormat(Format):
 
     12 or 20 significand bits over 14 binades below the largest of a block, and multiples of 2^-17
     or 2^-25 of the scale below. The scale is the least under which the largest number is not above
-    448; numbers below 2^-126 are zero, infinities and what is rounded to one become NaNs. A model computes with code
-    times scale, which a bfloat16 holds.
+    448; numbers below 2^-126 are zero, infinities and what is rounded to one become NaNs. A model
+    computes with code times scale, which a bfloat16 holds.
 
     These formats store numbers of two or more dimensions: a vector has no rows.
 

@@ -289,7 +289,11 @@ def test_rows_of_blocks_from_two_ranks_to_three_and_to_one(ranks, tmp_path):
 
 @pytest.mark.parametrize(
     "format",
-    [None, mcf.bf16i8, *(pytest.param(f, marks=pytest.mark.slow) for f in (IN_MODULES[0], IN_MODULES[2]))],
+    [
+        None,
+        mcf.bf16i8,
+        *(pytest.param(f, marks=pytest.mark.slow) for f in (IN_MODULES[0], IN_MODULES[2])),
+    ],
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
