@@ -269,7 +269,7 @@ def test_shards_of_layers_divided_within(format):
 
 
 @pytest.mark.slow
-@over_formats(*IN_MODULES)
+@over_formats(*KEPT)
 @on_ranks(4)
 def test_kept_in_smaller_groups_after_forward(format):
     x = torch.randn(3, 2, 6).bfloat16()
