@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mcftensor as mcf
 from mcftensor.tensor.sharded import format_of
-from support.helpers import IN_MODULES, assert_same_terms, exact, over_formats
+from support.helpers import IN_MODULES, KEPT, assert_same_terms, exact, over_formats
 from support.ranks import Wire, on_ranks
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "fsdp.py")
@@ -434,7 +434,7 @@ def test_edq_reads_what_it_reads_unsharded(format):
     for name in reference.per_parameter:
         for key, value in reference.per_parameter[name].items():
             assert mine.per_parameter[name][key] == pytest.approx(value, rel=1e-12), (name, key)
-    if format is not IN_MODULES[-1]:  # which loses some of each update
+    if format not in (KEPT[-1], mcf.e4m3i8):  # which lose some of each update
         assert mine.last["ratio"] > 0.99 > mine.last["ratio_leading"] - 0.01
 
 

@@ -231,11 +231,9 @@ def test_edges(format):
     assert back[3:].tolist() == [3.0, -3.0, 0.0, 0.0]
     zeros = encoded(format.nearest, torch.zeros(2, 32))
     assert zeros[2].tolist() == [[26], [26]]
-    least = torch.tensor([[448 * 2.0**-101, 2.0**-126]])
-    assert torch.equal(
-        format.decode(encoded(format.nearest, least))[0],
-        least if format.bits == 16 else torch.tensor([[448 * 2.0**-101, 0.0]]),
-    )
+    least = torch.tensor([[448 * 2.0**-101, 2.0**-126, 0.75 * 2.0**-126]])
+    wanted = [448 * 2.0**-101, 2.0**-126 if format.bits == 16 else 0.0, 0.0]
+    assert format.decode(encoded(format.nearest, least))[0].tolist() == [wanted]
 
 
 @over_both

@@ -312,7 +312,6 @@ MUTATIONS = [
     *_of(
         "stored.py",
         "tests/tensor/test_lending.py",
-        "tests/distributed/test_fsdp.py",
         parameters_note=('or x._role == "parameter"', "or False"),
     ),
     *_of(
