@@ -1,4 +1,4 @@
-"""What the storage of weights loses: formats of 2 to 4 bytes, against AdamW in float64.
+"""What the storage of weights loses: formats of 2 to 4 bytes a weight, against AdamW in float64.
 
 Moments are float32, or exact, so that only the weights' own storage counts. Prints the error of
 what weights moved by and writes it as JSON. `--count` weights for each of the two kinds, normal
@@ -35,7 +35,7 @@ class Contender:
     """A way to store weights: bytes of one, and AdamW over some of them."""
 
     name: str
-    bytes: int
+    bytes: float
     make: Callable[..., AdamW]
 
 
@@ -46,10 +46,12 @@ def stored(name: str, format: mcf.Format, path: str) -> Contender:
     """A format of ours, under one of torch's paths."""
 
     def make(start: Tensor, **settings: Any) -> AdamW:
-        weight = nn.Parameter(mcf.as_expansion(start, format))
+        rows = start.view(-1, 128) if format.shared else start
+        weight = nn.Parameter(mcf.as_expansion(rows, format))
         return mcf.collage(AdamW([weight], **settings, **PATHS[path]), STATES)
 
-    return Contender(f"{name}, {path}", format.bytes, make)
+    scales = 1 / 32 if format.shared else 0
+    return Contender(f"{name}, {path}", format.bytes + scales, make)
 
 
 def plain(dtype: torch.dtype, path: str) -> Contender:
@@ -105,6 +107,9 @@ FORMATS = {
     "bf16i8 balanced": mcf.bf16i8,
     "bf16 stochastic": ALONE.with_rounding("stochastic"),
     "bf16 balanced": ALONE,
+    "e4m3i16 balanced": mcf.e4m3i16,
+    "e4m3i8 nearest": mcf.e4m3i8.nearest,
+    "e4m3i8 balanced": mcf.e4m3i8,
 }
 CONTENDERS = [
     *(plain(torch.float32, path) for path in ("fused", "for-loop")),
@@ -126,9 +131,9 @@ def moved(contender: Contender, kind: str, lr: float, beta2: float, count: int) 
     optimizer = contender.make(start, lr=lr, betas=(0.9, beta2), weight_decay=0.1)
     (weight,) = optimizer.param_groups[0]["params"]
     for gradient in gradient_stream(count, 1000):
-        weight.grad = gradient.to(weight.dtype)
+        weight.grad = gradient.to(weight.dtype).view(weight.shape)
         optimizer.step()
-    return mcf.as_plain(weight.detach(), torch.float64) - start.double()
+    return mcf.as_plain(weight.detach(), torch.float64).view(-1) - start.double()
 
 
 def measure(count: int) -> dict[str, Any]:
@@ -158,7 +163,7 @@ def main() -> None:
     table = Table("weights", "bytes", *results, title="Error of the displacement, 1000 steps")
     for contender in CONTENDERS:
         errors = (found[contender.name]["error"] for found in results.values())
-        table.add_row(contender.name, str(contender.bytes), *(f"{x:.1e}" for x in errors))
+        table.add_row(contender.name, f"{contender.bytes:.3g}", *(f"{x:.1e}" for x in errors))
     Console(width=160).print(table)
     record = {
         "machine": describe("cpu", packages=()),

@@ -23,6 +23,8 @@ from mcftensor.formats import bf16i8 as bf16i8
 from mcftensor.formats import bf16i16 as bf16i16
 from mcftensor.formats import bf16x2 as bf16x2
 from mcftensor.formats import bf16x3 as bf16x3
+from mcftensor.formats import e4m3i8 as e4m3i8
+from mcftensor.formats import e4m3i16 as e4m3i16
 from mcftensor.formats import finfo as finfo
 from mcftensor.formats import fp16x2 as fp16x2
 from mcftensor.formats import fp32x2 as fp32x2

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from mcftensor.arithmetic.counting import count_beside, moved, name_, start, unwritten
 from mcftensor.dispatch.operands import rounded_by
 from mcftensor.dispatch.registry import implements
-from mcftensor.formats import Format, bf16x2, default_format, require_format
+from mcftensor.formats import Format, bf16i16, bf16x2, default_format, require_format
 from mcftensor.kernels.opaque import opaque
 from mcftensor.passes.recoding import key_for
 from mcftensor.patches.objects import (
@@ -54,7 +54,8 @@ def as_expansion(
 
     Args:
         obj: a real floating tensor, an expansion in this or another format, or a module.
-        format: the format of all. By default expansions stay as they are, and for others it goes
+        format: the format of all, but that vectors are in `bf16i16` where blocks of a row share
+            scales. By default expansions stay as they are, and for others it goes
             by shape: `bf16x3` for at most one dimension longer than 1 (norms, biases), `bf16x2` for
             the rest. Weights near 1 move by steps far below the resolution of two bf16 terms, and
             such tensors cost little memory.
@@ -229,7 +230,7 @@ def _module_as_expansion(module: M, format: Format | None, overrides: Overrides)
         wanted = overrides[matching[0]] if matching else None
         if wanted is None and isinstance(x, nn.Parameter) and x.requires_grad:
             _require_convertible("as_expansion", f"parameter {name}", x)
-            wanted = format or default_format(x.shape)
+            wanted = _for_shape(format, x) if format else default_format(x.shape)
         elif wanted is not None:
             _require_convertible("as_expansion", name, x)
         elif x.is_complex() or (x.dtype == base and not format_of(x)):
@@ -241,6 +242,12 @@ def _module_as_expansion(module: M, format: Format | None, overrides: Overrides)
         if any(format_of(x) for x in _own_tensors(part).values()):
             register_load_hook(part, _keep_expansions)
     return module
+
+
+def _for_shape(format: Format, x: Tensor) -> Format:
+    """The format of a parameter where one is given for all: vectors have no rows with scales."""
+    is_vector = sum(length > 1 for length in x.shape) <= 1
+    return bf16i16 if format.shared and (is_vector or x.dim() < 2) else format
 
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -323,7 +323,7 @@ def storage() -> str:
     result = load("storage")
     columns = result["displacement"].values()
     rows = [
-        (name, str(size), *(f"{column[name]['error']:.1e}" for column in columns))
+        (name, f"{size:.3g}", *(f"{column[name]['error']:.1e}" for column in columns))
         for name, size in result["bytes"].items()
     ]
     head = (

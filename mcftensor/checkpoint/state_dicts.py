@@ -245,7 +245,8 @@ def _components(
     try:
         check_components(parts, format)
         if not tails:
-            return [parts[0], *map(torch.zeros_like, parts[1:])], 0
+            kept = {0, *format.shared}  # codes are nothing without their scales
+            return [x if i in kept else torch.zeros_like(x) for i, x in enumerate(parts)], 0
         return (parts, 0) if known else normalized(parts, format)
     except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"the terms of {name} make no expansion ({error})") from error

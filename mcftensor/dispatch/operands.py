@@ -43,7 +43,7 @@ def named_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> d
 def leading(tree: Any) -> Any:
     """The arguments with every expansion replaced by its leading component."""
     if isinstance(tree, MCFTensor):
-        return tree._component0
+        return tree.lent
     if type(tree) in (tuple, list):  # every operation comes this way, and a pytree is slow
         return type(tree)(leading(x) for x in tree)
     if type(tree) is dict:
@@ -59,7 +59,7 @@ def with_leading(args: Iterable[Any]) -> list[Any] | None:
         if isinstance(x, MCFTensor):
             if x.acts_as != "parameter":
                 return None
-            x = x._component0
+            x = x.lent
         elif isinstance(x, (list, tuple, dict)) and expansions(x):
             return None
         plain.append(x)

@@ -40,21 +40,28 @@ def in_rows(operands: Sequence[Any]) -> bool:
     return any(isinstance(x, MCFTensor) and bool(x._format.shared) for x in operands)
 
 
+def lends(x: MCFTensor) -> bool:
+    """Whether it is a parameter of which a model may see other parts than rows."""
+    return x._format.lends is not None and x.acts_as == "parameter"
+
+
 def on_rows(func: Any, x: MCFTensor, args: Any, kwargs: Any, *, own: bool) -> list[Any] | None:
     """For each component what moves its elements, in memory of their own or not; None where that
-    is to be done to the numbers.
+    is to be done to the numbers, or to what a parameter lends.
 
     Raises:
         NotImplementedError: a view of other parts than whole rows.
     """
     name = func.overloadpacket.__name__.removesuffix("_copy") or "_to_copy"
     components = x._read() if own else x._held()
-    if name in _VIEWS and _keeps_rows(x, args):
-        codes, *others = components
-        results = [func(codes, *args), *(t.clone() if own else t.detach() for t in others)]
+    if (name in _VIEWS and _keeps_rows(x, args)) or (name == "slice" and _takes_all(x, *args)):
+        results = [
+            func(t, *args) if t.shape == x.shape else t.clone() if own else t.detach()
+            for t in components
+        ]
     elif func.overloadpacket.__name__ in _COPIES or _takes_rows(name, x, args, kwargs):
         results = [func(t, *args, **_for_component(t, x, kwargs)) for t in components]
-    elif own:
+    elif own or lends(x):
         return None
     else:
         raise refusal(
@@ -93,6 +100,11 @@ def _keeps_rows(x: MCFTensor, args: Any) -> bool:
     return len(shape) > 1 and first == x.shape[0]
 
 
+def _takes_all(x: MCFTensor, dim: int = 0, start: Any = None, end: Any = None, *step: int) -> bool:
+    """Whether a slice is the whole, as shards are cut along any dimension."""
+    return start in (None, 0) and (end is None or end >= x.shape[dim]) and step in ((), (1,))
+
+
 def _for_component(t: Tensor, x: MCFTensor, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Options of an operation on a component, which has its own number of dimensions."""
     if t.shape == x.shape:
@@ -115,17 +127,27 @@ def join_rows(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
 def made_in_rows(
     func: Any, x: MCFTensor, shape: torch.Size, args: Any, kwargs: dict[str, Any]
 ) -> MCFTensor:
-    """What a factory makes of each component, the result being of some shape."""
+    """What a factory makes of each component, the result being of some shape; of a parameter one
+    may ask for what has no rows."""
+    is_like = func.overloadpacket.__name__.endswith("_like")
+    if lends(x) and len(shape) < 2:
+        vector = x._format.of_states
+        every = [{**kwargs, "dtype": component.dtype} for component in vector.components]
+        plain = [func(x._held()[0], shape, *args, **own) for own in every]
+        return MCFTensor.of(plain, vector, x.role, own=True)
     made = []
     for component, t in zip(x._format.components, x._held(), strict=True):
         own, options = component.shape(shape), _for_component(t, x, kwargs)
-        if func.overloadpacket.__name__.endswith("_like"):
+        if is_like:
             made.append(func(t, *args, **options))
         elif own == shape:
             made.append(func(t, shape, *args, **options))
         else:
             made.append(t.new_zeros(own, **options))
-    return x._made_beside(made, "value")
+    if not is_like and x._role == "parameter":
+        return x._like(made, own=True)
+    holds = func is torch.ops.aten.empty_like.default and not x._is_param
+    return x._made_beside(made, x.role if holds else "value")
 
 
 def copy_rows_(target: MCFTensor, source: Tensor) -> None:

@@ -144,6 +144,7 @@ def _note(x: Tensor, number: Any) -> bool:
     factor = x._factor
     if (
         factor is None
+        or x._role == "parameter"  # of which shards may be parts, which note nothing
         or not 0 < number <= 1
         or factor.value * number < LEAST
         or x.is_part

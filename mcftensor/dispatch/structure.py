@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map
 
 from mcftensor.arithmetic.counting import moved
 from mcftensor.dispatch.compute import compute
@@ -45,9 +46,10 @@ from mcftensor.dispatch.rows import (
 )
 from mcftensor.dispatch.stored import plain_numbers
 from mcftensor.dispatch.writing import refusal
-from mcftensor.formats import Format
+from mcftensor.formats import Format, lent
 from mcftensor.kernels.opaque import is_bare
 from mcftensor.tensor import LiftedTensor, MCFTensor, Role
+from mcftensor.tensor.lending import LentTensor, holding, lent_views
 
 aten = torch.ops.aten
 
@@ -65,8 +67,14 @@ def _on_components(func: Any, x: MCFTensor, args: Any, kwargs: Any, *, own: bool
         return func(plain_numbers(x), *args, **kwargs)
     if isinstance(x, LiftedTensor) and not own:
         return _lifted(func, x, args, kwargs)
+    if isinstance(x, LentTensor) and not own:
+        return lent_views(func, x, args, kwargs)
+    if x._format is lent and own:
+        return tree_map(partial(holding, x), func(x._read()[1], *args, **kwargs))
     if x._format.shared:
         results = on_rows(func, x, args, kwargs, own=own)
+        if results is None and not own:
+            return lent_views(func, x, args, kwargs)
         if results is None:
             return func(plain_numbers(x), *args, **kwargs)
     else:
@@ -99,6 +107,9 @@ def view(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
     out = _on_components(func, x, args, kwargs, own=False)
     if func is aten.detach.default:
         _keep_hooks(x, out)
+    first = out if isinstance(out, Tensor) else next(iter(out), out)
+    if isinstance(first, LentTensor):  # PyTorch wants views to be of the type of what they are of
+        return out
     return return_and_correct_aliasing(func, (x, *args), kwargs, out)
 
 
@@ -190,6 +201,7 @@ def join(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
     if in_rows(tensors):
         return join_rows(func, tensors, *args)
     format = common_format(func.overloadpacket.__name__, tensors)
+    format = format.of_states if format is lent else format
     columns = zip(*(stored_in(x, format, x.device) for x in tensors), strict=True)
     joined = [func(list(c), *args) for c in columns]
     return selected(joined, format, common_role(tensors), tensors)
@@ -227,6 +239,11 @@ def like(func: Any, x: MCFTensor, **kwargs: Any) -> Any:
     """
     if _asks_other(x, kwargs) or _within_graph(x):
         return func(_template(x), **kwargs)
+    format, is_empty = _of_states(x), func is aten.empty_like.default
+    if format is not x._format and not (is_empty and x._format is not lent):
+        plain = _template(x)
+        made = [func(plain, **{**kwargs, "dtype": y.dtype}) for y in format.components]
+        return MCFTensor.of(made, format, own=True)
     if in_rows([x]):
         return made_in_rows(func, x, x.shape, (), kwargs)
     holds = func is aten.empty_like.default and not x._is_param
@@ -243,9 +260,16 @@ def new(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
     """As `like`, of another shape; the role stays."""
     if _asks_other(x, kwargs):
         return func(_template(x), *args, **kwargs)
+    if isinstance(x, LentTensor):
+        x = x._source
     if in_rows([x]):
         return made_in_rows(func, x, torch.Size(args[0]), args[1:], kwargs)
     return x._like([func(t, *args, **kwargs) for t in x._read()], own=True)
+
+
+def _of_states(x: MCFTensor) -> Format:
+    """The format of what is made like a tensor."""
+    return x._format.of_states if x._role == "parameter" else x._format
 
 
 def _template(x: MCFTensor) -> Tensor:
@@ -272,6 +296,8 @@ def filled_like(func: Any, x: MCFTensor, *value: Any, **kwargs: Any) -> Any:
     """
     if _asks_other(x, kwargs) or _within_graph(x):
         return func(_template(x), *value, **kwargs)
+    if _of_states(x) is not x._format:
+        return torch.zeros_like(x, **kwargs).fill_(*value or (1.0,))
     if in_rows([x]):
         return torch.empty_like(x, **kwargs).fill_(*value or (1.0,))
     return _filled(lambda t: torch.empty_like(t, **kwargs), x, "value", *value)

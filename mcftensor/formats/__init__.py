@@ -24,6 +24,11 @@ from mcftensor.formats.format import fp64x2 as fp64x2
 from mcftensor.formats.format import named as named
 from mcftensor.formats.format import require_expansion_format as require_expansion_format
 from mcftensor.formats.format import require_format as require_format
+from mcftensor.formats.scaled_tails import LentFormat as LentFormat
+from mcftensor.formats.scaled_tails import ScaledTailFormat as ScaledTailFormat
+from mcftensor.formats.scaled_tails import e4m3i8 as e4m3i8
+from mcftensor.formats.scaled_tails import e4m3i16 as e4m3i16
+from mcftensor.formats.scaled_tails import lent as lent
 from mcftensor.formats.tails import TailFormat as TailFormat
 from mcftensor.formats.tails import bf16i8 as bf16i8
 from mcftensor.formats.tails import bf16i16 as bf16i16

@@ -92,6 +92,10 @@ class Format:
     numbers: Numbers
     rounding: Rounding = "nearest"
 
+    lends: tuple[str, tuple[int, ...]] | None = None
+    """Where the leading component is no number by itself: which of the components are, and in which
+    format; a model computes with that number in the dtype of this one."""
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An expansion, if no other class is asked for."""
         return of_floats(*args, **kwargs) if cls is Format else super().__new__(cls)
@@ -171,8 +175,8 @@ class Format:
 
     @property
     def bytes(self) -> int:
-        """Bytes an element, where all components have the shape of the tensor."""
-        return sum(component.dtype.itemsize for component in self.components)
+        """Bytes an element, without what blocks of elements share."""
+        return sum(x.dtype.itemsize for x in self.components if not x.is_shared)
 
     @property
     def precision(self) -> int:
@@ -197,6 +201,12 @@ class Format:
         """The format in which a plain gradient of a parameter reads within a step: its number and
         no tail, and room for what is written to it. None where no format has that component."""
         return named("bf16i16") if self.dtype == torch.bfloat16 else None
+
+    @property
+    def of_states(self) -> Format:
+        """The format of what is made like a parameter: the same, unless its range is one for
+        weights."""
+        return self
 
     @functools.cached_property
     def shared(self) -> frozenset[int]:

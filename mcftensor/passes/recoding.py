@@ -36,6 +36,14 @@ def recode(stored: Sequence[Tensor], source: str, format: str, key: Tensor | Non
     return [x.clone() if any(x is y for y in stored) else x for x in found]
 
 
+def lent(stored: Sequence[Tensor], format: Format) -> Tensor:
+    """What a model computes with, of the components of a format."""
+    if format.lends is None:
+        return stored[0]
+    name, places = format.lends
+    return collapse([stored[i] for i in places], name, format.dtype)
+
+
 def decode_columns(format: Format, components: Sequence[Column], outputs: Column) -> None:
     """Write the numbers stored in a format, given by columns of components, into plain tensors."""
     run(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -122,7 +125,49 @@ def _and_then(load: Callable[[], None], given: dict[str, Any]) -> None:
     load()
 
 
+_aten = torch.ops.aten
+_LERPS = (_aten.lerp, _aten.lerp_, _aten._foreach_lerp, _aten._foreach_lerp_)
+
+
+@by_name
+def _of_one_dtype(propagate: Callable[[], Any], given: dict[str, Any]) -> Any:
+    schema = given["op_schema"]
+    if schema.op.overloadpacket in _LERPS:
+        given["op_schema"] = dataclasses.replace(
+            schema, args_schema=_as_the_first(schema.args_schema)
+        )
+    return propagate()
+
+
+def _as_the_first(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Descriptions of DTensors, or lists of these, of which the others get the dtypes of the first
+    one. Plain tensors of unlike dtypes are refused by the operation itself, as ever."""
+
+    def like(own: Any, x: Any) -> Any:
+        if not hasattr(x, "tensor_meta"):
+            return x
+        x = copy.copy(x)
+        x.tensor_meta = x.tensor_meta._replace(dtype=own.tensor_meta.dtype)
+        return x
+
+    first, *rest = args
+    if hasattr(first, "tensor_meta"):
+        return (first, *(like(first, x) for x in rest))
+    others = (type(x)(map(like, first, x)) if isinstance(x, (list, tuple)) else x for x in rest)
+    return (first, *others)
+
+
 if dist.is_available():
+    row(
+        "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached",
+        why="DTensors want both operands of `lerp_` of one dtype before they ask what they hold: a "
+        "first moment in blocks reads as float32, the gradient that moves it as bfloat16.",
+        loss="Adam's for-loop and foreach paths fail over shards with first moments in mxfp8; give "
+        "fused=True.",
+        when="import torch.distributed.tensor._sharding_prop",
+        takes=("op_schema",),
+        change=_of_one_dtype,
+    )
     row(
         "torch.nn.Module._apply",
         why="`module.to(dtype)` puts plain DTensors in place of those of expansions, and asks "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import weakref
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from mcftensor.arithmetic.counting import count_beside, moved, start, writes_of
 from mcftensor.formats import MAX_TERMS, Format, require_format
 from mcftensor.formats.format import named
-from mcftensor.passes.recoding import collapse, recode
+from mcftensor.passes.recoding import collapse, lent, recode
 from mcftensor.tensor.factor import Factor
 from mcftensor.tensor.stepping import current_step
 from mcftensor.tensor.tape import Strand
@@ -99,6 +100,9 @@ class MCFTensor(torch.Tensor):
     _evaluate_whole: ClassVar[Callable[..., Any]]
     _evaluate_into: ClassVar[Callable[..., Any]]
     _shortcuts: ClassVar[dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]]
+    # What `fully_shard` gathers of a shard and makes of it, which `lending.py` sets.
+    _before_gathering: ClassVar[Callable[..., Any]]
+    _after_gathering: ClassVar[Callable[..., Any]]
 
     @staticmethod
     def __new__(
@@ -206,6 +210,28 @@ class MCFTensor(torch.Tensor):
         return tuple([getattr(self, name) for name in COMPONENTS[: len(self._format.components)]])
 
     @property
+    def lent(self) -> Tensor:
+        """What a model computes with, as a plain tensor: the leading component, unless that is no
+        number by itself."""
+        return self._component0 if self._format.lends is None else lent(self._read(), self._format)
+
+    @property
+    def fsdp_pre_all_gather(self) -> Callable[..., Any]:
+        """What `fully_shard` calls of formats that it cannot gather by their leading component."""
+        self._require_lending()
+        return functools.partial(self._before_gathering, self)
+
+    @property
+    def fsdp_post_all_gather(self) -> Callable[..., Any]:
+        """The same, after it has gathered."""
+        self._require_lending()
+        return self._after_gathering
+
+    def _require_lending(self) -> None:
+        if self._format.lends is None:
+            raise AttributeError(f"{self._format.name} is gathered by its leading component")
+
+    @property
     def is_part(self) -> bool:
         """Whether it shares scales, and its memory is a part of what was made."""
         return self._factor is not None and not self._factor.is_of_all(self._held())
@@ -272,11 +298,11 @@ class MCFTensor(torch.Tensor):
 
     @_is_param.setter
     def _is_param(self, flag: bool) -> None:
-        if flag and self._format.shared:
+        if flag and self._format.shared and self._format.lends is None:
             raise TypeError(
                 f"Parameter: {self._format.name} stores the states of optimizers; a model computes "
                 "with the leading component of its parameters, and here that is codes. Take "
-                "mcf.bf16i8 or mcf.bf16i16"
+                "mcf.bf16i8, mcf.bf16i16 or mcf.e4m3i8"
             )
         self.__dict__["_parameter"] = flag
         if flag:
@@ -420,9 +446,9 @@ class MCFTensor(torch.Tensor):
     def backward(self, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
         """As of any tensor; from a parameter it starts with a plain gradient."""
         if self._role == "parameter" and gradient is None and self.numel() == 1:
-            gradient = torch.ones_like(self._component0)
+            gradient = torch.ones_like(self.lent)
         elif self._role == "parameter" and isinstance(gradient, MCFTensor):
-            gradient = gradient._component0
+            gradient = gradient.lent
         super().backward(gradient, *args, **kwargs)
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -441,7 +467,7 @@ class MCFTensor(torch.Tensor):
     ) -> Tensor:
         """Data in the format and role of this one; torch would round them to the base dtype."""
         if dtype not in (None, self._format.dtype):
-            plain = self._component0
+            plain = self.lent
             return plain.new_tensor(data, dtype=dtype, device=device, requires_grad=requires_grad)
         if not isinstance(data, Tensor):
             data = torch.tensor(data, dtype=torch.float64)
@@ -575,7 +601,7 @@ class LiftedTensor(MCFTensor):
     @staticmethod
     def over(plain: Tensor, format: Format) -> LiftedTensor:
         """A plain tensor in a format."""
-        made = _wrapper(LiftedTensor, plain, format)
+        made = wrapper(LiftedTensor, plain, format)
         made._component0, made._format, made._role = plain, format, "value"
         made._view_of, made._views = None, []
         return made
@@ -673,7 +699,7 @@ def _made(
     first: int,
     own: bool,
 ) -> MCFTensor:
-    made = _wrapper(MCFTensor, components[0], format)
+    made = wrapper(MCFTensor, components[0], format)
     made._hold(components, format, role, own)
     if format.rounding == "balanced":
         device = components[0].device
@@ -688,7 +714,7 @@ def _made(
 T = TypeVar("T", bound=MCFTensor)
 
 
-def _wrapper(cls: type[T], like: Tensor, format: Format) -> T:
+def wrapper(cls: type[T], like: Tensor, format: Format) -> T:
     """A tensor without storage, with the layout of another one and the dtype of a format."""
     made: T = torch.Tensor._make_wrapper_subclass(
         cls,

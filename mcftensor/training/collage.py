@@ -273,7 +273,7 @@ class _Plan:
         """What a state becomes, given the names of the others."""
         wanted = self.named.get(name, self.others)
         if wanted is _OWN:
-            return own
+            return own.of_states
         if isinstance(wanted, BlockFormat) and p.dim() < 2:
             return bf16i16
         if wanted is not _COMPACT:
@@ -308,6 +308,7 @@ def _in_format_of_parameter(p: Tensor, x: Tensor, name: Any) -> Tensor:
     """A state that an optimizer loads: from another dtype it becomes what the optimizer makes."""
     format = format_of(p)
     rounds = x.is_floating_point() and x.dtype != p.dtype and name != "step"
+    format = format.of_states if format else None
     return as_state(x, format, p, str(name)) if format and rounds and x.shape == p.shape else x
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import mcftensor as mcf
-from support.helpers import KEPT, exact
+from support.helpers import IN_MODULES, exact
 from support.ranks import on_ranks
 
 MICROBATCHES = 16
@@ -30,7 +30,7 @@ def microbatches():
 CONVERSIONS = {
     "expansions": mcf.as_expansion,
     "plain": nn.Module.bfloat16,
-    **{f.name: partial(mcf.as_expansion, format=f) for f in KEPT},
+    **{f.name: partial(mcf.as_expansion, format=f) for f in IN_MODULES},
 }
 
 

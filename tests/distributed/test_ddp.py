@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import mcftensor as mcf
-from support.helpers import KEPT, assert_same_terms, over_formats
+from support.helpers import IN_MODULES, assert_same_terms, over_formats
 from support.ranks import Wire, gathered, on_ranks
 
 
@@ -46,7 +46,7 @@ def plain(format: mcf.Format | None = None) -> Network:
     model = Network().bfloat16()
     if format is not None:  # which may have rounded otherwise
         for p, q in zip(model.parameters(), expansions(format).parameters(), strict=True):
-            p.data = q.components[0].clone()
+            p.data = q.lent.clone()
     return model
 
 
@@ -56,7 +56,7 @@ def batch(step: int = 0) -> torch.Tensor:
     return torch.randn(8, 6, generator=generator).bfloat16()
 
 
-@over_formats(*KEPT)
+@over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_every_rank_starts_with_every_term_of_the_first(format):
     model, first = expansions(format, dist.get_rank()), expansions(format)
@@ -78,7 +78,7 @@ OPTIONS = {
 @pytest.mark.parametrize(
     "name", [*OPTIONS, "checkpointed", pytest.param("compiled", marks=pytest.mark.slow)]
 )
-@over_formats(*KEPT)
+@over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_gradients_are_those_of_plain_bf16(format, name):
     grads = []
@@ -100,7 +100,7 @@ def test_gradients_are_those_of_plain_bf16(format, name):
             torch.testing.assert_close(grad, grads[1][key], rtol=0, atol=0)
 
 
-@over_formats(*KEPT)
+@over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_as_many_bytes_travel_as_of_plain_bf16(format):
     wires = []
@@ -112,7 +112,7 @@ def test_as_many_bytes_travel_as_of_plain_bf16(format):
     assert wires[0] == wires[1] == {"allreduce_": sum(2 * p.numel() for p in model.parameters())}
 
 
-@over_formats(*KEPT)
+@over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_a_step_by_the_mean_of_gradients_leaves_all_ranks_alike(format):
     model = expansions(format)
@@ -140,7 +140,7 @@ def test_a_step_by_the_mean_of_gradients_leaves_all_ranks_alike(format):
         assert_same_terms(*gathered(state["exp_avg_sq"]))
 
 
-@over_formats(*KEPT)
+@over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_edq_reads_the_same_on_every_rank(format):
     model = expansions(format)
@@ -153,11 +153,11 @@ def test_edq_reads_the_same_on_every_rank(format):
     readings = [None, None]
     dist.all_gather_object(readings, edq.last)
     assert readings[0] == readings[1]
-    if format is not KEPT[-1]:  # which loses some of each update
+    if format is not IN_MODULES[-1]:  # which loses some of each update
         assert readings[0]["ratio"] > 0.99 > readings[0]["ratio_leading"]
 
 
-@over_formats(*KEPT)
+@over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_ranks_with_fewer_batches_join(format):
     model = expansions(format)
@@ -173,7 +173,7 @@ def test_ranks_with_fewer_batches_join(format):
 
 
 @pytest.mark.parametrize("mode", [None, "compact"])
-@over_formats(*KEPT)
+@over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_states_divided_by_the_zero_redundancy_optimizer(format, mode):
     models = [expansions(format), expansions(format)]
@@ -194,7 +194,7 @@ def test_states_divided_by_the_zero_redundancy_optimizer(format, mode):
         assert_same_terms(p, q)
 
 
-@over_formats(*KEPT)
+@over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_averaging_models_keeps_every_term(format):
     model = expansions(format, dist.get_rank())

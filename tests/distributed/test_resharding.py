@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import mcftensor as mcf
 from mcftensor.tensor.sharded import local
-from support.helpers import KEPT, assert_same_terms, sample
+from support.helpers import IN_MODULES, assert_same_terms, sample
 from support.ranks import on_ranks
 
 
@@ -134,14 +134,13 @@ def save(folder, format):
 @on_ranks(2)
 def goes_on_to_the_bit(format, mode, by_terms, folder):
     torch.manual_seed(4 + dist.get_rank())
-    path = {"fused": True} if mode == "compact" else {}
-    whole_run = Run(format, seed=5, mode=mode, **path).train(4)
+    whole_run = Run(format, seed=5, mode=mode).train(4)
     torch.manual_seed(4 + dist.get_rank())
-    stopped = Run(format, seed=5, mode=mode, **path).train(2)
+    stopped = Run(format, seed=5, mode=mode).train(2)
     state = stopped.state()
     dcp.save(mcf.as_terms(state) if by_terms else state, checkpoint_id=folder)
     random = torch.get_rng_state()
-    resumed = Run(format, seed=6, mode=mode, **path)
+    resumed = Run(format, seed=6, mode=mode)
     state = resumed.state()
     dcp.load(mcf.as_terms(state) if by_terms else state, checkpoint_id=folder)  # in place
     torch.set_rng_state(random)
@@ -153,7 +152,7 @@ def goes_on_to_the_bit(format, mode, by_terms, folder):
     ("format", "mode"),
     [
         *((None, mode) for mode in ("light", "plus", "full", "compact")),
-        *((f, None) for f in KEPT),
+        *((f, None) for f in IN_MODULES),
     ],
     ids=str,
 )
@@ -290,7 +289,11 @@ def test_rows_of_blocks_from_two_ranks_to_three_and_to_one(ranks, tmp_path):
 
 @pytest.mark.parametrize(
     "format",
-    [None, mcf.bf16i8, *(pytest.param(f, marks=pytest.mark.slow) for f in (KEPT[0], KEPT[2]))],
+    [
+        None,
+        mcf.bf16i8,
+        *(pytest.param(f, marks=pytest.mark.slow) for f in (IN_MODULES[0], IN_MODULES[2])),
+    ],
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -336,7 +339,7 @@ def goes_on_on_three(folder, format):
     goes_on_elsewhere(folder, format)
 
 
-@pytest.mark.parametrize("format", KEPT, ids=str)
+@pytest.mark.parametrize("format", IN_MODULES, ids=str)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_writes_have_the_same_bits_on_other_numbers_of_ranks(ranks, format, tmp_path):
     """Of parameters that are divided along their first dimension."""

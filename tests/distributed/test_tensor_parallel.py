@@ -1,5 +1,7 @@
 """Expansion parameters divided over two dimensions of a mesh, and within layers."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 import mcftensor as mcf
 from mcftensor.formats import ExpansionFormat
 from mcftensor.tensor.sharded import format_of
-from support.helpers import KEPT, assert_same_terms, exact, over_formats
+from support.helpers import IN_MODULES, KEPT, assert_same_terms, exact, over_formats
 from support.ranks import on_ranks
 
 PLAN = {
@@ -49,7 +51,7 @@ def plain(format=None) -> Block:
     model = Block().bfloat16()
     if format is not None:  # which may have rounded otherwise
         for p, q in zip(model.parameters(), expansions(format).parameters(), strict=True):
-            p.data = q.components[0].clone()
+            p.data = q.lent.clone()
     return model
 
 
@@ -109,7 +111,7 @@ def test_layers_divided_within(format, order, fused):
     unsharded = expansions(format)
     twin = Block().bfloat16()
     for p, q in zip(twin.parameters(), model.parameters(), strict=True):
-        p.data = whole(q).components[0].clone()
+        p.data = whole(q).lent.clone()
     parallel(twin, mesh)
     assert model.up.weight.to_local().shape == (4, 6)
     for p, q in zip(model.parameters(), unsharded.parameters(), strict=True):
@@ -126,6 +128,44 @@ def test_layers_divided_within(format, order, fused):
     optimizer.step()
     for p, q in zip(model.parameters(), unsharded.parameters(), strict=True):
         assert_same(p, q)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@on_ranks(2)
+def test_states_in_blocks_of_layers_divided_within(foreach):
+    """By their rows; what is divided by columns has blocks of each rank, which are not saved."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    layer = mcf.as_expansion(nn.Linear(40, 8, bias=False), mcf.bf16i8)
+    unsharded = copy.deepcopy(layer)
+    parallelize_module(layer, mesh, ColwiseParallel(output_layouts=Shard(-1)))
+    optimizers = [
+        mcf.collage(torch.optim.AdamW(m.parameters(), 1e-2, foreach=foreach), "compact")
+        for m in (layer, unsharded)
+    ]
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        for p in layer.parameters():
+            p.grad = None
+        layer(torch.randn(4, 40, generator=generator).bfloat16()).square().mean().backward()
+        unsharded.weight.grad = whole(layer.weight.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same_terms(whole(layer.weight), unsharded.weight.detach())
+    states, references = (x.state[x.param_groups[0]["params"][0]] for x in optimizers)
+    assert references["exp_avg"].format is mcf.mxfp8
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert_same_terms(whole(states[name]), references[name])
+    across = mcf.as_expansion(nn.Linear(40, 8, bias=False), mcf.bf16i8)
+    parallelize_module(across, mesh, RowwiseParallel(input_layouts=Shard(-1)))
+    across.weight.grad = torch.zeros_like(across.weight.detach()).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(across.parameters(), foreach=foreach)
+    mcf.collage(optimizer, "compact").step()
+    moment = optimizer.state[across.weight]["exp_avg"]
+    assert moment.to_local().format is mcf.mxfp8
+    assert type(moment.full_tensor()) is torch.Tensor
+    with pytest.raises(NotImplementedError, match="shard its rows"):
+        mcf.as_terms({"x": moment.detach()})
 
 
 def assert_counts_are_of_the_whole(model: nn.Module) -> None:
@@ -165,7 +205,7 @@ def test_counts_of_two_dimensions_are_saved_as_of_the_whole():
     assert_counts_are_of_the_whole(nn.ParameterDict({"x": nn.Parameter(divided)}))
 
 
-@over_formats(*KEPT)
+@over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_divided_layers_become_plain_again(format):
     mesh = init_device_mesh("cpu", (2,))
@@ -177,7 +217,7 @@ def test_divided_layers_become_plain_again(format):
 
 
 @pytest.mark.slow
-@over_formats(*KEPT)
+@over_formats(*IN_MODULES)
 @on_ranks(2)
 def test_divided_layers_compile(format):
     mesh = init_device_mesh("cpu", (2,))
@@ -191,7 +231,7 @@ def test_divided_layers_compile(format):
 
 
 @pytest.mark.slow
-@over_formats(*KEPT)
+@over_formats(*IN_MODULES)
 @on_ranks(4)
 def test_copies_of_shards(format):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
@@ -207,7 +247,7 @@ def test_copies_of_shards(format):
 
 
 @pytest.mark.slow
-@over_formats(*KEPT)
+@over_formats(*IN_MODULES)
 @on_ranks(4)
 def test_shards_of_layers_divided_within(format):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import mcftensor as mcf
-from support.helpers import STORED, assert_same_terms, exact, sample, small_model
+from support.helpers import SCALED, STORED, assert_same_terms, exact, sample, small_model
 
 STOCHASTIC = mcf.Format(torch.bfloat16, 3, rounding="stochastic")
 
@@ -56,7 +56,9 @@ def assert_same(x, y):
 
 
 class TestAsTerms:
-    @pytest.mark.parametrize("format", [*mcf.FORMATS, STOCHASTIC, *STORED], ids=lambda f: f.name)
+    @pytest.mark.parametrize(
+        "format", [*mcf.FORMATS, STOCHASTIC, *STORED, *SCALED], ids=lambda f: f.name
+    )
     def test_there_and_back(self, format):
         x = sample(format, 3, 2)
         terms = mcf.as_terms({"x": x, "n": {"p": nn.Parameter(x)}, 3: {"step": 4, "e": x[1:]}})
@@ -159,6 +161,28 @@ class TestTermsThatAnotherProgramHasChanged:
             torch.testing.assert_close(exact(x), number.double(), rtol=0, atol=0, equal_nan=True)
         else:
             assert_same_terms(x, mcf.MCFTensor(mcf.expansion.renormalize(parts), format))
+
+
+@pytest.mark.parametrize("format", [*SCALED, mcf.mxfp8], ids=lambda f: f.name)
+def test_codes_that_another_program_has_changed(format):
+    x = sample(format, 4, 40)
+    terms = copied(mcf.as_terms({"x": x}, sums=True))
+    terms["x"][1, 3] ^= 1
+    with pytest.raises(mcf.CheckpointError, match=r"the terms of x in .*tails=False"):
+        mcf.from_terms(terms)
+    codes = terms["x"].view(torch.float8_e4m3fn).double()
+    scales = x.components[-1].double().repeat_interleave(32, 1)[:, :40]
+    leading = mcf.from_terms(terms, tails=False)["x"]
+    assert torch.equal(exact(leading), codes * torch.exp2(scales - 127))
+    found = mcf.from_terms(terms, verify=False)["x"]
+    assert all(
+        torch.equal(a, terms[n]) for a, n in zip(found.components, names(terms), strict=True)
+    )
+
+
+def names(terms):
+    """Of components."""
+    return [name for name in terms if not name.endswith(("sum", "writes"))]
 
 
 @pytest.mark.parametrize("format", mcf.FORMATS, ids=lambda f: f.name)

@@ -17,7 +17,7 @@ from support.kernel_cases import same, way
 
 FORMATS = [
     format.with_rounding(rounding)
-    for format in (mcf.mxfp8, mcf.ue5m3)
+    for format in (mcf.mxfp8, mcf.ue5m3, mcf.e4m3i8, mcf.e4m3i16)
     for rounding in ("balanced", "nearest", "stochastic")
 ]
 
@@ -31,7 +31,7 @@ def hard(format, *shape):
     """Numbers of all sizes, special ones among them."""
     torch.manual_seed(0)
     x = torch.randn(shape) * torch.exp(8 * torch.randn(shape))
-    x = x.abs() if format.stem == "ue5m3" else x
+    x = x.abs() if format.nearest is mcf.ue5m3.nearest else x
     x.view(-1)[::97] = 0.0
     x.view(-1)[5::331] = float("nan")
     x.view(-1)[7::521] = float("inf")
@@ -100,7 +100,11 @@ def step_of(weights, path=None):
 
 
 @by_way
-@pytest.mark.parametrize("format", [mcf.bf16i8, mcf.bf16i16, mcf.bf16x2], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "format",
+    [mcf.bf16i8, mcf.bf16i16, mcf.bf16x2, mcf.e4m3i8, mcf.e4m3i16],
+    ids=lambda f: f.name,
+)
 def test_fused_steps(name, format):
     torch.manual_seed(1)
     weights = mcf.as_expansion(torch.randn(9, 64), format)

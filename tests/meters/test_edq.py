@@ -15,7 +15,7 @@ from torch import nn
 import mcftensor as mcf
 from common.oracle import fractions
 from common.probes import random_updates
-from support.helpers import STORED, small_model
+from support.helpers import SCALED, STORED, small_model
 from support.metering import PLAIN, Stepper, gradients, make, with_gradient
 
 pytestmark = pytest.mark.usefixtures("one_by_one")
@@ -30,14 +30,16 @@ def terms(x):
 
 def exactly(x):
     """The elements as rationals."""
-    parts = [mcf.as_plain(x, torch.float32)] if getattr(x, "format", None) in STORED else terms(x)
+    is_stored = getattr(x, "format", None) in (*STORED, *SCALED)
+    parts = [mcf.as_plain(x, torch.float32)] if is_stored else terms(x)
     return [sum(part) for part in zip(*(fractions(t.flatten()) for t in parts), strict=True)]
 
 
 def expected(before, after, intended):
     """Every figure, in rational arithmetic, from what was intended and what was seen."""
     moved = [b - a for a, b in zip(exactly(before), exactly(after), strict=True)]
-    pairs = zip(terms(before)[0].flatten(), terms(after)[0].flatten(), strict=True)
+    before, after = (getattr(x, "lent", x) for x in (before, after))
+    pairs = zip(before.flatten(), after.flatten(), strict=True)
     leading = [fractions(b)[0] - fractions(a)[0] for a, b in pairs]
     square = sum(d * d for d in intended)
     aims = [i for i, d in enumerate(intended) if d]
@@ -91,21 +93,25 @@ def test_figures_of_bf16x2_by_hand():
     assert edq.last["lost_leading"] == 2 / 3
 
 
-@pytest.mark.parametrize("kind", [*PLAIN, torch.float64, *mcf.FORMATS, *STORED], ids=str)
+@pytest.mark.parametrize("kind", [*PLAIN, torch.float64, *mcf.FORMATS, *STORED, *SCALED], ids=str)
 def test_figures_against_rationals(kind):
     precision = (
         kind.precision if isinstance(kind, mcf.Format) else mcf.Format(kind, 2).precision / 2
     )
     scale = 2.0 ** -round(precision - 2)  # updates at the edge of what the format resolves
-    p = make(kind, 400)
+    shape = (4, 100) if kind in SCALED else (400,)
+    p = make(kind, *shape)
     before = p.detach().clone()
     generator = torch.Generator().manual_seed(1)
-    p.grad = torch.randn(400, generator=generator).to(p.dtype)
-    p.grad[::7] = 0
+    grad = torch.randn(400, generator=generator).to(p.dtype)
+    grad[::7] = 0
+    p.grad = grad.view(shape)
     optimizer = torch.optim.SGD([p], lr=scale)
     edq = mcf.EDQ(optimizer)
     optimizer.step()
-    intended = [-fractions(g)[0] * fractions(torch.tensor(scale).double())[0] for g in p.grad]
+    intended = [
+        -fractions(g)[0] * fractions(torch.tensor(scale).double())[0] for g in p.grad.flatten()
+    ]
     figures = expected(before, p.detach(), intended)
     found = {name: edq.last[name] for name in figures}
     resolution = 2.0**-53 / scale if precision <= 48 else 2.0**-106 / scale

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mcftensor as mcf
-from support.helpers import STORED, small_model
+from support.helpers import SCALED, STORED, small_model
 from support.optimizers import CASES
 
 
@@ -78,7 +78,7 @@ def test_what_is_predicted_is_there_after_a_step(cls, flags, mode):
     assert found.bytes_of("buffers") == sum(b.nbytes for b in model.buffers())
 
 
-@pytest.mark.parametrize("kind", [*mcf.FORMATS, *STORED], ids=lambda f: f.name)
+@pytest.mark.parametrize("kind", [*mcf.FORMATS, *STORED, *SCALED], ids=lambda f: f.name)
 def test_formats(kind):
     model = mcf.as_expansion(small_model(), kind)
     optimizer = torch.optim.AdamW(model.parameters())

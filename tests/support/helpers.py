@@ -23,6 +23,17 @@ STORED = [
 # Those of them that draw nothing, each of another kind.
 KEPT = [mcf.bf16i16, mcf.bf16i8, mcf.Format(torch.bfloat16, 1, rounding="balanced")]
 
+# The same for modules, of which a format of rows is one of matrices.
+IN_MODULES = [*KEPT, mcf.e4m3i8]
+
+# Those that store matrices alone.
+SCALED = [
+    mcf.e4m3i8,
+    mcf.e4m3i8.nearest,
+    mcf.e4m3i8.with_rounding("stochastic"),
+    mcf.e4m3i16,
+]
+
 
 def over_formats(
     *formats: mcf.Format | None, slow: Sequence[mcf.Format] = ()

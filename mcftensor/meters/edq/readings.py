@@ -257,7 +257,6 @@ def _components(x: Tensor) -> tuple[Tensor, ...]:
 
 def _parts(x: Tensor) -> Sequence[Tensor]:
     """Floats whose sum is the number, of which the first is what models compute with."""
-    leading, *tails = _components(x)
     if not isinstance(x, MCFTensor) or isinstance(x.format, ExpansionFormat):
-        return leading, *tails
-    return leading, x._collapsed() - leading
+        return _components(x)
+    return x.lent, x._collapsed() - x.lent

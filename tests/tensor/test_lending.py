@@ -1,0 +1,255 @@
+"""Parameters of codes under shared scales: what a model computes with, sees of them, and writes."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mcftensor as mcf
+from mcftensor.tensor.lending import LentTensor
+from support.helpers import assert_same_bits, assert_same_terms, exact, sample
+
+FORMATS = [mcf.e4m3i8, mcf.e4m3i16]
+by_format = pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+
+
+def parameter(format, *shape, seed=0):
+    return nn.Parameter(sample(format, *shape, seed=seed))
+
+
+def code_times_scale(p):
+    codes, _, scales = p.detach().components
+    blocks = scales.double().view(len(scales), -1).repeat_interleave(32, 1)
+    blocks = blocks[:, : codes[0].numel()].view(codes.shape)
+    return (codes.view(torch.float8_e4m3fn).double() * torch.exp2(blocks - 127)).bfloat16()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 40)
+        self.attention = nn.MultiheadAttention(40, 4)
+        self.norm = nn.LayerNorm(40)
+        self.mix = nn.Conv1d(40, 32, 3, padding=1)
+        self.recurrent = nn.GRU(32, 24, batch_first=True)
+        self.token = nn.Parameter(torch.randn(1, 2, 24))
+        self.head = nn.Linear(24, 11, bias=False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        x = self.norm(x + self.attention(x, x, x, need_weights=False)[0])
+        x = self.recurrent(self.mix(x.transpose(1, 2)).transpose(1, 2))[0]
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
+        return self.head(x)
+
+
+@by_format
+class TestModels:
+    def test_compute_with_code_times_scale(self, format):
+        model = mcf.as_expansion(Model(), format)
+        plain = mcf.as_plain(copy.deepcopy(model), torch.bfloat16)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            q.data = code_times_scale(p) if p.format is format else p.detach().components[0]
+        tokens = torch.arange(12).view(3, 4) % 11
+        found = []
+        for m in (model, plain):
+            y = m(tokens)
+            y.float().square().mean().backward()
+            found.append([y, *(p.grad for p in m.parameters())])
+        for a, b in zip(*found, strict=True):
+            assert type(a) is type(b) is torch.Tensor
+            assert torch.equal(a, b)
+
+    def test_vectors_are_float32(self, format):
+        model = mcf.as_expansion(Model(), format)
+        for name, p in model.named_parameters():
+            is_vector = sum(n > 1 for n in p.shape) < 2
+            assert p.format is (mcf.bf16i16 if is_vector else format), name
+        wanted = mcf.as_expansion(Model(), format, overrides={"*bias*": mcf.bf16x3})
+        assert wanted.norm.bias.format is mcf.bf16x3
+        with pytest.raises(ValueError, match=r"mcf\.bf16i16 for vectors"):
+            mcf.as_expansion(Model(), overrides={"norm.bias": format})
+
+    def test_a_forward_under_no_grad_and_compiled(self, format):
+        layer = mcf.as_expansion(nn.Sequential(nn.Linear(40, 33), nn.Linear(33, 7)), format)
+        x = torch.randn(3, 40).bfloat16()
+        expected = layer(x)
+        with torch.no_grad():
+            assert torch.equal(layer(x), expected)
+        with torch.inference_mode():
+            assert torch.equal(layer(x), expected)
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        found = compiled(x)
+        assert torch.equal(found, expected)
+        expected.sum().backward()
+        grads = [p.grad for p in layer.parameters()]
+        layer.zero_grad()
+        found.sum().backward()
+        for p, g in zip(layer.parameters(), grads, strict=True):
+            assert type(p.grad) is torch.Tensor
+            assert torch.equal(p.grad, g)
+
+    def test_a_graph_keeps_no_copy_of_weights(self, format):
+        layer = mcf.as_expansion(nn.Linear(64, 64, bias=False), format)
+        x = torch.randn(1, 64).bfloat16().requires_grad_()
+        y = layer(x)
+        weight = y.grad_fn._saved_mat2
+        assert type(weight) is LentTensor
+        assert not any(
+            isinstance(x, torch.Tensor) for x in vars(weight).values() if x is not layer.weight
+        )
+        y.sum().backward()
+        assert torch.equal(x.grad[0], code_times_scale(layer.weight).float().sum(0).bfloat16())
+
+
+VIEWS = {
+    "t": lambda x: x.t(),
+    "row": lambda x: x[1],
+    "columns": lambda x: x[:, 3:20],
+    "flat": lambda x: x.view(-1),
+    "expand": lambda x: x.unsqueeze(0).expand(2, -1, -1),
+    "of a view": lambda x: x.t()[1:5].t(),
+    "unbind": lambda x: x.unbind()[2],
+    "chunk": lambda x: x.chunk(3, dim=1)[1],
+}
+
+
+@by_format
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+class TestViewsAcrossRows:
+    def test_lend_and_hold_the_number(self, format, view):
+        p = parameter(format, 5, 40)
+        y = view(p)
+        wanted = view(code_times_scale(p))
+        assert (y.shape, y.stride(), y.role) == (wanted.shape, wanted.stride(), "parameter")
+        assert torch.equal(y + torch.zeros(y.shape).bfloat16(), wanted)
+        assert torch.equal(exact(y.detach()), view(exact(p.detach())))
+        (y * torch.ones(y.shape).bfloat16()).sum().backward()
+        q = torch.zeros(5, 40, requires_grad=True)
+        view(q).sum().backward()
+        assert torch.equal(p.grad.float(), q.grad)
+
+    def test_follow_the_parameter(self, format, view):
+        p = parameter(format, 5, 40)
+        with torch.no_grad():
+            y = view(p)
+            p.mul_(-0.3)
+        assert torch.equal(exact(y), view(exact(p.detach())))
+
+    def test_are_not_written_to(self, format, view):
+        p = parameter(format, 5, 40)
+        before = copy.deepcopy(p)
+        with torch.no_grad():
+            for write in (
+                lambda y: y.add_(1),
+                lambda y: y.zero_(),
+                lambda y: y.copy_(torch.ones(y.shape)),
+                lambda y: y.normal_(),
+            ):
+                with pytest.raises(TypeError, match="across the rows of a parameter"):
+                    write(view(p))
+        assert_same_terms(p.detach(), before.detach())
+
+    def test_copies_hold_the_number_again(self, format, view):
+        p = parameter(format.nearest, 5, 40)
+        y = view(p.detach())
+        own = mcf.bf16i16 if y.dim() < 2 else format.nearest
+        copies = [(y.clone(), own), (y.contiguous().clone(), own)]
+        for copied, wanted in (*copies, (torch.stack([y, y])[0], mcf.bf16i16)):
+            assert copied.role == "parameter"
+            assert copied.format is wanted
+            unit = 2.0**-format.precision
+            torch.testing.assert_close(exact(copied), exact(y), rtol=unit, atol=0)
+            copied.zero_()
+
+
+@by_format
+class TestFactories:
+    def test_states_are_float32(self, format):
+        p = parameter(format, 5, 40)
+        for y in (torch.zeros_like(p), torch.ones_like(p), torch.full_like(p, 0.3)):
+            assert (y.format, y.role, y.shape) == (mcf.bf16i16, "value", p.shape)
+        assert torch.ones_like(p).eq(1).all()
+        held = torch.empty_like(p.detach())
+        assert (held.format, held.role) == (format, "parameter")
+
+    def test_new_ones_keep_the_role(self, format):
+        p = parameter(format, 5, 40)
+        assert (p.new_zeros(3, 7).format, p.new_zeros(3, 7).role) == (format, "parameter")
+        vector = p.new_zeros(9)
+        assert (vector.format, vector.role, vector.shape) == (mcf.bf16i16, "parameter", (9,))
+        assert p.t().new_zeros(4, 4).format is format
+
+    def test_spectral_norm(self, format):
+        layer = mcf.as_expansion(nn.Linear(40, 8), format)
+        layer = nn.utils.parametrizations.spectral_norm(layer)
+        layer(torch.ones(2, 40).bfloat16()).sum().backward()
+        assert layer.parametrizations.weight.original.grad.dtype == torch.bfloat16
+
+
+@by_format
+@pytest.mark.parametrize(
+    "options", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str
+)
+@pytest.mark.parametrize("mode", [None, "full", "compact"])
+def test_steps(format, options, mode):
+    """To what the format keeps, those of float32 weights."""
+    p = nn.Parameter(mcf.as_expansion(torch.randn(8, 64) * 0.02, format))
+    reference = nn.Parameter(mcf.as_plain(p.detach(), torch.float32))
+    optimizers = [torch.optim.AdamW([x], lr=1e-3, **options) for x in (p, reference)]
+    if mode:
+        mcf.collage(optimizers[0], mode)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        g = torch.randn(8, 64, generator=generator).bfloat16()
+        p.grad, reference.grad = g, g.float()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert p.writes == 1 + 20 * (1 if options.get("fused") else 2)
+    states = {x.format for x in optimizers[0].state[p].values() if isinstance(x, mcf.MCFTensor)}
+    assert states == ({mcf.mxfp8, mcf.ue5m3} if mode == "compact" else {mcf.bf16i16})
+    error = exact(p.detach()) - reference.detach().double()
+    moved = exact(p.detach()).abs().max() * 2.0 ** (1 - format.precision)
+    allowed = 2e-3 if mode == "compact" else 8 * moved
+    assert error.abs().max() < allowed
+    assert error.abs().max() > 0
+
+
+@by_format
+def test_a_training_is_saved_and_goes_on(format):
+    def made(seed):
+        torch.manual_seed(seed)
+        model = mcf.as_expansion(nn.Sequential(nn.Linear(40, 33), nn.Linear(33, 2)), format)
+        return model, mcf.collage(torch.optim.AdamW(model.parameters(), lr=1e-2), "compact")
+
+    def train(model, optimizer, steps):
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(step)
+            model(torch.randn(4, 40, generator=generator).bfloat16()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = made(0)
+    train(model, optimizer, 3)
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+    file.seek(0)
+    other = made(1)
+    for part, state in zip(other, torch.load(file, weights_only=True), strict=True):
+        part.load_state_dict(state)
+    train(model, optimizer, 2)
+    train(*other, 2)
+    assert_same_bits(other[0].state_dict(), model.state_dict())
+
+
+def test_the_first_byte_is_what_products_take():
+    p = parameter(mcf.e4m3i8, 16, 32)
+    x = torch.randn(16, 32).bfloat16()
+    codes, _, scales = p.detach().components
+    product = x @ codes.view(torch.float8_e4m3fn).bfloat16().t()
+    scaled = product.double() * torch.exp2(scales.double() - 127).t()
+    torch.testing.assert_close(F.linear(x, p).double(), scaled, rtol=2**-7, atol=2**-7)
