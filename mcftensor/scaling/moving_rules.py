@@ -1,0 +1,351 @@
+"""Rules of what moves, makes, picks and places elements: scales are carried along."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor.scaling.exponents import ANY, Exponent, largest
+from mcftensor.scaling.ruling import aten, rule
+from mcftensor.scaling.scaled import ScaledTensor
+from mcftensor.scaling.scaled_format import TOPS, ScaledFormat, of_dtype
+from mcftensor.scaling.scaled_numbers import Number, lead, number, stored, write
+
+
+def _moved_by(func: Any) -> Callable[..., ScaledTensor]:
+    """An operator that moves elements, done to each component; the exponent is copied."""
+
+    def move(x: ScaledTensor, *args: Any, **kwargs: Any) -> ScaledTensor:
+        parts = [func(part, *args, **kwargs) for part in x.components]
+        return ScaledTensor.of(parts, x.exponent.clone(), x.format)
+
+    return move
+
+
+for _operator in (
+    aten.clone.default,
+    aten.flip.default,
+    aten.roll.default,
+    aten.tril.default,
+    aten.triu.default,
+    aten._unsafe_view.default,  # flatten and reshape of what is not contiguous
+    aten.index.Tensor,
+    aten.index_select.default,
+    aten.gather.default,
+    aten.repeat.default,
+    aten.view_as_real_copy.default,
+    aten.select_backward.default,
+    aten.slice_backward.default,
+    aten.lift_fresh.default,  # torch.tensor and checkpoints
+    aten._pin_memory.default,
+):
+    rule(_operator)(_moved_by(_operator))
+
+
+@rule(aten.constant_pad_nd)
+def _padded(x: Any, pad: Sequence[int], value: float = 0) -> Number:
+    """Zeros go with every scale; another value raises it."""
+    level = number(value)
+    s = largest(x.exponent, level.exponent)
+    inside = aten.constant_pad_nd(torch.ones_like(x.components[0], dtype=torch.bool), pad, 0)
+    padded = aten.constant_pad_nd(number(x).at(s), pad, 0.0)
+    return Number(torch.where(inside, padded, level.at(s)) if value else padded, s)
+
+
+@rule(aten._to_copy)
+def _to_copy(
+    x: ScaledTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    non_blocking: bool = False,
+    **unused: Any,
+) -> Any:
+    """Another type of data, or another device. Types of data keep the scale, so that gradients come
+    back scaled; float64 and integers are plain. Of a narrower type data is moved only if it would
+    not fit."""
+    dtype = dtype or x.dtype
+    if device is not None and torch.device(device) != x.device:
+        parts = [part.to(device, non_blocking=non_blocking) for part in x.components]
+        x = ScaledTensor.of(parts, x.exponent.to(device), x.format)
+        if dtype == x.dtype:
+            return x
+    if dtype not in TOPS:
+        return x.to_plain().to(dtype)
+    format = x.format if dtype == x.dtype else of_dtype(dtype)
+    if format.top >= x.format.top:
+        return ScaledTensor.of(format.store(number(x).mantissa), x.exponent.clone(), format)
+    made = _empty_like(x, format)
+    write(made, number(x))
+    return made
+
+
+@rule(aten.copy_)
+def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Values: the same format is copied with its exponent, others are placed by their size."""
+    if not isinstance(target, ScaledTensor):
+        assert isinstance(source, ScaledTensor)
+        return target.copy_(source.to_plain(target.dtype if target.is_floating_point() else torch.float64))
+    is_all = target._whole is None or target._whole[0].numel() == target.numel()
+    if isinstance(source, ScaledTensor) and source.format is target.format and is_all:
+        for mine, theirs in zip(target.components, source.components, strict=True):
+            mine.copy_(theirs, non_blocking)
+        target.exponent.copy_(source.exponent)
+        return target
+    if isinstance(source, ScaledTensor):
+        return write(target, number(source).to(target.device))
+    new = encoded(source.to(target.device), target.format)
+    return write(target, number(new.expand(target.shape)))
+
+
+def encoded(x: Tensor, format: ScaledFormat) -> ScaledTensor:
+    """A plain tensor in a format, each number rounded once, and placed by its size."""
+    measured = number(x)
+    if x.dtype != torch.float64:
+        return stored(Number(measured.mantissa, measured.exponent, "by size"), format)
+    placed = stored(Number(measured.mantissa, measured.exponent, "by size"), format)
+    s = placed.exponent.to(torch.int64)
+    near = torch.where(placed.exponent == ANY, 0.0, x * ((1023 - s).clamp(1, 2046) << 52).view(torch.float64))
+    return ScaledTensor.of(format.store(near), placed.exponent, format)
+
+
+# ---------------------------------------------------------------------------------------- making
+
+
+def _empty_like(x: ScaledTensor, format: ScaledFormat, **kwargs: Any) -> ScaledTensor:
+    parts = [torch.empty_like(x._data, dtype=format.dtype, **kwargs) for _ in range(format.terms)]
+    return ScaledTensor.of(parts, torch.full_like(x.exponent, ANY), format)
+
+
+def _format_for(x: ScaledTensor, dtype: torch.dtype | None) -> ScaledFormat | None:
+    """Of what is made like x: its own, that of a dtype, or None where that has no scales."""
+    if dtype is None or dtype == x.dtype:
+        return x.format
+    return of_dtype(dtype) if dtype in TOPS else None
+
+
+def _made_like(func: Any, value: float | None) -> Callable[..., Tensor]:
+    def make(x: ScaledTensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+        format = _format_for(x, dtype)
+        number_of_value = value
+        if func is aten.full_like.default:
+            number_of_value, *args = args  # type: ignore[assignment]
+        kwargs.pop("pin_memory", None)
+        device = torch.device(kwargs.pop("device", None) or x.device)
+        if format is None:
+            plain = torch.empty_like(x._data, dtype=dtype, device=device)
+            return plain.fill_(number_of_value or 0)
+        parts = [
+            torch.zeros_like(
+                x._data,
+                dtype=format.dtype,
+                device=device,
+                memory_format=kwargs.get("memory_format"),
+            )
+            for _ in range(format.terms)
+        ]
+        made = ScaledTensor.of(
+            parts, torch.full((), ANY, dtype=torch.int32, device=device), format
+        )
+        return made.fill_(number_of_value) if number_of_value else made
+
+    return make
+
+
+for _operator, _value in (
+    (aten.empty_like.default, 0.0),
+    (aten.zeros_like.default, 0.0),  # states of optimizers, and gradients of what is unused
+    (aten.ones_like.default, 1.0),  # the gradient of a loss
+    (aten.full_like.default, None),
+):
+    rule(_operator)(_made_like(_operator, _value))
+
+
+def _made_new(value: float | None) -> Callable[..., Tensor]:
+    def make(
+        x: ScaledTensor,
+        size: Sequence[int],
+        *args: Any,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
+        **unused: Any,
+    ) -> Tensor:
+        template = torch.empty(size, dtype=x.dtype, device=device or x.device)
+        format = _format_for(x, dtype)
+        level = args[0] if value is None and args and not isinstance(args[0], Sequence) else value
+        if format is None:
+            return torch.full(size, level or 0, dtype=dtype, device=device or x.device)
+        parts = [torch.zeros_like(template, dtype=format.dtype) for _ in range(format.terms)]
+        exponent = torch.full((), ANY, dtype=torch.int32, device=template.device)
+        made = ScaledTensor.of(parts, exponent, format)
+        return made.fill_(level) if level else made
+
+    return make
+
+
+for _operator, _value in (
+    (aten.new_empty.default, 0.0),
+    (aten.new_zeros.default, 0.0),
+    (aten.new_ones.default, 1.0),
+    (aten.new_full.default, None),
+    (aten.new_empty_strided.default, 0.0),
+):
+    rule(_operator)(_made_new(_value))
+
+
+@rule(aten.fill_.Scalar)
+def _fill_(x: ScaledTensor, value: float) -> Tensor:
+    return write(x, Number(*_spread(x, number(value))))
+
+
+@rule(aten.fill_.Tensor)
+def _fill_tensor_(x: Tensor, value: Tensor) -> Tensor:
+    return write(x, Number(*_spread(x, number(value))))
+
+
+def _spread(x: Tensor, value: Number) -> tuple[Tensor, Exponent]:
+    return value.mantissa.to(x.device).expand(x.shape), value.exponent
+
+
+@rule(aten.zero_)
+def _zero_(x: ScaledTensor) -> ScaledTensor:
+    for part in x.components:
+        part.zero_()
+    return x
+
+
+def _drawn_by(func: Any) -> Callable[..., Tensor]:
+    """Random numbers, drawn in float32."""
+
+    def draw(x: ScaledTensor, *args: Any, **kwargs: Any) -> Tensor:
+        drawn = torch.empty_like(x._data, dtype=torch.float32)
+        return x.copy_(func(drawn, *args, **kwargs))
+
+    return draw
+
+
+for _operator in (
+    aten.normal_.default,
+    aten.uniform_.default,
+    aten.bernoulli_.float,  # dropout
+    aten.bernoulli_.Tensor,
+):
+    rule(_operator)(_drawn_by(_operator))
+
+
+# --------------------------------------------------------------------- several tensors, and places
+
+
+@rule(aten.cat)
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Number:
+    """All at the largest of their exponents."""
+    s, numbers = _aligned(tensors)
+    return Number(torch.cat([x.at(s) for x in numbers], dim), s)
+
+
+@rule(aten.stack)
+def _stacked(tensors: Sequence[Tensor], dim: int = 0) -> Number:
+    s, numbers = _aligned(tensors)
+    return Number(torch.stack([x.at(s) for x in numbers], dim), s)
+
+
+def _aligned(tensors: Sequence[Any]) -> tuple[Exponent, list[Number]]:
+    numbers = [number(x) for x in tensors]
+    s: Exponent = ANY
+    for x in numbers:
+        s = largest(s, x.exponent)
+    return s, numbers
+
+
+@rule(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, keeps_tails=True)
+def _where(condition: Tensor, x: Any, y: Any) -> Number:
+    s, (a, b) = _aligned([x, y])
+    return Number(torch.where(condition, a.at(s), b.at(s)), s)
+
+
+@rule(aten.masked_fill, keeps_tails=True)
+def _masked_fill(x: Any, mask: Tensor, value: Any) -> Number:
+    """What is not finite, as of a causal mask, goes with every scale."""
+    filled = number(value)
+    if not isinstance(value, Tensor) and not math.isfinite(value):
+        return Number(number(x).mantissa.masked_fill(mask, value), x.exponent)
+    s = largest(x.exponent, filled.exponent)
+    return Number(torch.where(mask, filled.at(s), number(x).at(s)), s)
+
+
+@rule(aten.index_put_, aten._index_put_impl_)
+def _index_put_(
+    x: Tensor, indices: Any, values: Tensor, accumulate: bool = False, unsafe: bool = False
+) -> Tensor:
+    s, (a, b) = _aligned([x, values])
+    placed = a.at(s).index_put(indices, b.at(s).to(torch.float32), accumulate)
+    return write(x, Number(placed, s))
+
+
+@rule(aten.embedding)
+def _embedding(weight: Any, indices: Tensor, *unused: Any, **also: Any) -> Number:
+    picked = lead(weight)
+    return Number(torch.embedding(picked.mantissa, indices), picked.exponent)
+
+
+@rule(aten.embedding_dense_backward)
+def _embedding_backward(gradient: Any, indices: Tensor, count: int, padding: int, by: bool) -> Number:
+    """Sums of as many rows as a token comes up: how many is not known beforehand."""
+    g = number(gradient)
+    summed = aten.embedding_dense_backward(g.mantissa, indices, count, padding, by)
+    return Number(summed, g.exponent, "by size")
+
+
+# ------------------------------------------------------------------------------------- questions
+
+
+@rule(aten._local_scalar_dense)
+def _item(x: ScaledTensor) -> float:
+    return x.to_plain().item()
+
+
+@rule(aten.is_pinned)
+def _is_pinned(x: ScaledTensor, *args: Any) -> bool:
+    return x._data.is_pinned()
+
+
+def _asked_by(func: Any) -> Callable[..., Any]:
+    """What gives no floats is asked of the numbers in float64."""
+
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        return func(*[_exactly(x) for x in args], **kwargs)
+
+    return ask
+
+
+def _exactly(x: Any) -> Any:
+    return x.to_plain() if isinstance(x, ScaledTensor) else x
+
+
+for _packet in (aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge):
+    for _name in ("Scalar", "Tensor"):
+        rule(getattr(_packet, _name))(_asked_by(getattr(_packet, _name)))
+for _operator in (
+    aten.equal.default,
+    aten.isnan.default,
+    aten.isinf.default,
+    aten.isfinite.default,
+    aten.isposinf.default,
+    aten.isneginf.default,
+    aten.argmax.default,  # accuracy
+    aten.argmin.default,
+    aten.argsort.default,
+    aten.signbit.default,
+    aten.is_nonzero.default,
+    aten.nonzero.default,
+):
+    rule(_operator)(_asked_by(_operator))
+
+
+@rule(aten.allclose)
+def _allclose(x: Tensor, y: Tensor, *args: Any, **kwargs: Any) -> bool:
+    return torch.allclose(_exactly(x).double(), _exactly(y).double(), *args, **kwargs)
