@@ -124,7 +124,7 @@ def _empty_like(x: ScaledTensor, format: ScaledFormat, **kwargs: Any) -> ScaledT
 def _format_for(x: ScaledTensor, dtype: torch.dtype | None) -> ScaledFormat | None:
     """Of what is made like x: its own, that of a dtype, or None where that has no scales."""
     if dtype is None or dtype == x.dtype:
-        return x.format
+        return x.format.nearest
     return of_dtype(dtype) if dtype in TOPS else None
 
 

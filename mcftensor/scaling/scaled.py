@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mcftensor.arithmetic.rounding import round_to
 from mcftensor.scaling.exponents import times_any_power
 from mcftensor.scaling.scaled_format import ScaledFormat, of_dtype
 
@@ -132,22 +133,21 @@ class ScaledTensor(torch.Tensor):
 
     # ------------------------------------------------------- traceable wrapper subclass protocol
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, int]]:
-        return [*_PARTS[: self._format.terms], "_exponent"], (
-            self._format.dtype,
-            self._format.terms,
-        )
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        format = self._format
+        names = [*_PARTS[: format.terms], "_exponent"]
+        return names, (format.dtype, format.terms, format.rounding)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor],
-        context: tuple[torch.dtype, int],
+        context: tuple[Any, ...],
         outer_size: Any,
         outer_stride: Any,
     ) -> ScaledTensor:
-        dtype, terms = context
-        components = [inner[name] for name in _PARTS[:terms]]
-        return ScaledTensor.of(components, inner["_exponent"], of_dtype(dtype, terms))
+        format = of_dtype(*context)
+        components = [inner[name] for name in _PARTS[: format.terms]]
+        return ScaledTensor.of(components, inner["_exponent"], format)
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -165,7 +165,8 @@ class ScaledTensor(torch.Tensor):
         torch.utils.hooks.warn_if_has_hooks(self)
         state = {name: x for name, x in self.__dict__.items() if name not in _OWN}
         is_param = isinstance(self, torch.nn.Parameter)
-        whole = (self.components, self._exponent, self._format.terms, self.requires_grad, is_param)
+        kept = (self._format.terms, self._format.rounding, self.requires_grad, is_param)
+        whole = (self.components, self._exponent, *kept)
         return _rebuilt, whole, state or None
 
     def __setstate__(self, state: Any) -> None:
@@ -180,9 +181,7 @@ class ScaledTensor(torch.Tensor):
 
         What float64 cannot hold, below 2^-1022, becomes zero.
         """
-        numbers = self._format.load([x.detach() for x in self.components])
-        from mcftensor.arithmetic.rounding import round_to  # noqa: PLC0415
-
+        numbers = self._format.load([x.detach() for x in self.components], torch.float64)
         return round_to(times_any_power(numbers, self._exponent), dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -258,10 +257,11 @@ def _rebuilt(
     components: tuple[Tensor, ...],
     exponent: Tensor,
     terms: int,
+    rounding: Literal["nearest", "stochastic"],
     requires_grad: bool,
     is_param: bool,
 ) -> ScaledTensor:
-    made = ScaledTensor(components, exponent, of_dtype(components[0].dtype, terms))
+    made = ScaledTensor(components, exponent, of_dtype(components[0].dtype, terms, rounding))
     if is_param:
         return torch.nn.Parameter(made, requires_grad)  # type: ignore[return-value]
     return made.requires_grad_(requires_grad)
