@@ -277,13 +277,18 @@ def _masked_fill(x: Any, mask: Tensor, value: Any) -> Number:
     return Number(torch.where(mask, filled.at(s), number(x).at(s)), s)
 
 
-@rule(aten.index_put_, aten._index_put_impl_)
-def _index_put_(
-    x: Tensor, indices: Any, values: Tensor, accumulate: bool = False, unsafe: bool = False
-) -> Tensor:
+@rule(aten.index_put, keeps_tails=True)
+def _index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Number:
+    """Assignments to indices, and gradients of picking by them."""
     s, (a, b) = _aligned([x, values])
-    placed = a.at(s).index_put(indices, b.at(s).to(torch.float32), accumulate)
-    return write(x, Number(placed, s))
+    return Number(a.at(s).index_put(indices, b.at(s), accumulate), s)
+
+
+@rule(aten._index_put_impl_)
+def _index_put_impl_(
+    x: Any, indices: Any, values: Any, accumulate: bool = False, unsafe: bool = False
+) -> Tensor:
+    return write(x, _index_put(x, indices, values, accumulate))
 
 
 @rule(aten.embedding)

@@ -101,7 +101,7 @@ def stored(x: Number, format: ScaledFormat, name: str = "") -> ScaledTensor:
             else torch.full((), x.exponent, dtype=torch.int32, device=x.mantissa.device)
         )
         return ScaledTensor.of(format.store(x.mantissa), exponent, format)
-    if name:
+    if name and x.mantissa.dim():
         count("rescaled", name)
     mantissa, exponent = _placed(x, format, placing)
     return ScaledTensor.of(format.store(mantissa), exponent, format)
