@@ -281,7 +281,7 @@ def _masked_fill(x: Any, mask: Tensor, value: Any) -> Number:
 def _index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Number:
     """Assignments to indices, and gradients of picking by them."""
     s, (a, b) = _aligned([x, values])
-    return Number(a.at(s).index_put(indices, b.at(s), accumulate), s)
+    return Number(aten.index_put(a.at(s), indices, b.at(s), accumulate), s)
 
 
 @rule(aten._index_put_impl_)

@@ -89,6 +89,8 @@ def _way(func: Any) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
     schema = func._schema
     if func.overloadpacket.__name__.startswith("_foreach_"):
         return RULES["foreach"].function
+    if "out" in func._overloadname.split("_"):
+        return _given_out
     functional = _functional(func)
     if functional in RULES:
         return functools.partial(_written, RULES[functional])
@@ -132,6 +134,19 @@ def _written(found: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if isinstance(result, Tensor):
         result = number(result)
     return write(target, result)
+
+
+def _given_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """With out=, of amsgrad: the operation, and its result written there."""
+    inputs = {name: x for name, x in kwargs.items() if name != "out"}
+    target = kwargs["out"]
+    result = func.overloadpacket(*args, **inputs)
+    if target.shape != result.shape:
+        raise ValueError(
+            f"{func}: out= has the shape {tuple(target.shape)}, and the result "
+            f"{tuple(result.shape)}; a tensor with a scale is not resized"
+        )
+    return target.copy_(result)
 
 
 def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -28,6 +28,8 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _on_one(name: str) -> Callable[..., Any]:
     if name == "norm":
         return torch.linalg.vector_norm
+    if name == "maximum_":  # amsgrad
+        return lambda x, y: x.copy_(torch.maximum(x, y))
     method: Callable[..., Any] = getattr(Tensor, name)
     if name.rstrip("_") in ("addcmul", "addcdiv"):
         return lambda x, a, b, value=1: method(x, a, b, value=value)
