@@ -38,10 +38,13 @@ def largest(a: Exponent, b: Exponent) -> Exponent:
 
 
 def power(k: Exponent) -> float | Tensor:
-    """2^k in float32, made of its bits: 0 below 2^-126, and 2^127 from there on."""
+    """2^k in float32, made of its bits: 2^-149 below 2^-126, and 2^127 from there on.
+
+    It is never zero, which would make NaN of an infinity: these go with every scale.
+    """
     if isinstance(k, Tensor):
-        return ((k + 127).clamp(0, 254) << 23).view(torch.float32)
-    return 0.0 if k < -126 else 2.0 ** min(k, 127)
+        return ((k + 127).clamp(0, 254) << 23).clamp(min=1).view(torch.float32)
+    return 2.0**-149 if k < -126 else 2.0 ** min(k, 127)
 
 
 def times_power(x: Tensor, k: Exponent) -> Tensor:
@@ -54,10 +57,10 @@ def times_power(x: Tensor, k: Exponent) -> Tensor:
 def times_any_power(x: Tensor, k: Exponent) -> Tensor:
     """x · 2^k rounded once, for every k: through float64, whose range is that of no product here."""
     if isinstance(k, Tensor):
-        bits = (k.to(torch.int64) + 1023).clamp(0, 2046) << 52
+        bits = ((k.to(torch.int64) + 1023).clamp(0, 2046) << 52).clamp(min=1)
         factor: float | Tensor = bits.view(torch.float64)
     else:
-        factor = 0.0 if k < -1022 else 2.0 ** min(k, 1023)
+        factor = 2.0**-1074 if k < -1022 else 2.0 ** min(k, 1023)
     return x.to(torch.float64) * factor
 
 

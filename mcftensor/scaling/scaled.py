@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal, NoReturn
 
@@ -148,6 +149,12 @@ class ScaledTensor(torch.Tensor):
         format = of_dtype(*context)
         components = [inner[name] for name in _PARTS[: format.terms]]
         return ScaledTensor.of(components, inner["_exponent"], format)
+
+    def _stable_hash_for_caching(self) -> str:
+        # Compiled code holds what rules did, which another release may do differently.
+        version = sys.modules["mcftensor"].__version__
+        parts = [(x.dtype, tuple(x.shape), x.stride(), str(x.device)) for x in self.components]
+        return f"{version} {self._format.name} {self.requires_grad} {parts}"
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 

@@ -74,8 +74,8 @@ def number(x: Any) -> Number:
         return Number(torch.tensor(x * 2.0**-exponent if x else 0.0), exponent)
     if not x.is_floating_point():
         return Number(x.to(torch.float32), 0)
-    shift = exponent_of_largest(x).clamp(min=-1000)
-    return Number(times_any_power(x, -shift).to(torch.float32), shift)
+    peak = exponent_of_largest(x)
+    return Number(times_any_power(x, -peak.clamp(min=-1000)).to(torch.float32), peak)
 
 
 def lead(x: Any) -> Number:

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mcftensor as mcf
 from support.scales import BITS, assert_near, at, exact, floor_log2, half, normal
@@ -246,6 +247,9 @@ def test_attention(s, t, causal):
     q, k, v = (normal(2, 3, 6, 8, exponent=e, seed=e + 200) for e in (s, 0, t))
     made = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     assert made.exponent.item() == t
+    with sdpa_kernel(SDPBackend.MATH):  # the way of other devices: step by step
+        stepwise = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    assert (exact(stepwise) - exact(made)).abs().max() <= 2.0 ** (t - 8)
     expected = F.scaled_dot_product_attention(plain(q), plain(k), plain(v), is_causal=causal)
     assert_near(made, expected, 2.0 ** (t - 16))
 
@@ -307,6 +311,9 @@ def test_a_mask_of_infinities_goes_with_every_scale():
     assert masked.exponent.item() == -80
     assert torch.equal(exact(masked), exact(x).masked_fill(torch.eye(3).bool(), -torch.inf))
     assert masked[0, 0].item() == -torch.inf
+    added = x + torch.zeros(3, 3).masked_fill(torch.eye(3).bool(), -torch.inf)
+    assert torch.equal(exact(added), exact(masked))
+    assert torch.equal(exact(torch.where(torch.eye(3).bool(), -torch.inf, x)), exact(masked))
 
 
 def test_zeros_go_with_every_scale():

@@ -6,12 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mcftensor as mcf
 from support.scales import FP16, at, exact, normal, rms
 
 EXPONENTS = st.integers(-100, 100)
 FEW = settings(max_examples=8)
+
+def attention_in_steps(q, k, v):
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
 
 # Functions of tensors of these shapes; whether they may have any scale, or have to be near 1.
 ANY = {
@@ -62,6 +68,10 @@ NEAR_ONE = {
     ),
     "attention": (
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        [(2, 3, 6, 8)] * 3,
+    ),
+    "attention in steps": (
+        lambda q, k, v: attention_in_steps(q, k, v),
         [(2, 3, 6, 8)] * 3,
     ),
     "attention written out": (
