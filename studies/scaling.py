@@ -173,7 +173,7 @@ class Job:
             foreach=False,
         )
         self.scheduler = LambdaLR(self.optimizer, partial(learning_rate_factor, steps=steps))
-        self.scaler = torch.amp.GradScaler("cpu", enabled=self.variant.scaler)  # type: ignore[attr-defined]
+        self.scaler = torch.amp.GradScaler("cpu", enabled=self.variant.scaler)
         self.zeros: list[float] = []
         self.sizes: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
 
@@ -249,7 +249,11 @@ def train(
     every = max(1, options.steps // SAMPLES)
     seconds = []
     is_half = job.variant.dtype == HALF
-    with FastHalf() if is_half else contextlib.nullcontext(), sdpa_kernel(SDPBackend.MATH):
+    # float16 takes the steps of attention one by one, each of which FastHalf can see.
+    with contextlib.ExitStack() as stack:
+        if is_half:
+            stack.enter_context(FastHalf())
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         for step in tqdm(range(options.steps), f"{name} {seed}", mininterval=30):
             chosen = torch.randint(len(windows), (BATCH,), generator=generator)
             start = time.perf_counter()
@@ -277,7 +281,9 @@ def compare(options: argparse.Namespace) -> None:
         for name in options.variants:
             results[name][seed] = train(name, seed, training, held_out, options)
             content = {
-                "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
+                "settings": {
+                    k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()
+                },
                 "machine": machine("cpu"),
                 "runs": {
                     name: {str(seed): asdict(run) for seed, run in runs.items()}
@@ -302,7 +308,9 @@ def table(results: dict[str, dict[int, Outcome]]) -> Table:
         last = list(runs.values())[-1]
         beyond = [runs[seed].validation - base[seed].validation for seed in runs if seed in base]
         rescaled = sum(n for event, n in last.counts.items() if event.startswith("rescaled"))
-        eight = {event.removeprefix("fp8 "): n for event, n in last.counts.items() if "fp8" in event}
+        eight = {
+            event.removeprefix("fp8 "): n for event, n in last.counts.items() if "fp8" in event
+        }
         failed = last.steps < 1 or math.isnan(last.validation)
         shown.add_row(
             name,
@@ -353,7 +361,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seeds", nargs="+", type=SEED, default=[0, 1, 2], help="(default: 0 1 2)")
     add("--lr", type=RATE, default=3e-4, help="peak learning rate (default: 3e-4)")
     add("--data", type=Path, metavar="PATH", help="text instead of Python's standard library")
-    add("--out", type=Path, default=Path("out/scaling"), metavar="DIR", help="(default: out/scaling)")
+    add(
+        "--out",
+        type=Path,
+        default=Path("out/scaling"),
+        metavar="DIR",
+        help="(default: out/scaling)",
+    )
     options = parser.parse_args(arguments)
     options.variants = selected(parser, "variant", options.variants, list(VARIANTS))
     return options

@@ -1,8 +1,9 @@
 """Scales that propagate: tensors of low-precision data times a power of two, and rules for them.
 
-`scaled_format` says what data there is, and `scaled` is the tensor; `exponents` computes with powers
-of two, and `scaled_numbers` with numbers that are not rounded yet. `ruling` finds the rule of an
-operator: `arithmetic_rules`, `reductions`, `activations`, `products`, `convolutions`, `norms`,
+`scaled_format` says what data there is, and `scaled` is the tensor; `exponents` computes with
+powers of two, and `scaled_numbers` with numbers that are not rounded yet. `ruling` finds the rule
+of an operator:
+`arithmetic_rules`, `reductions`, `activations`, `products`, `convolutions`, `norms`,
 `losses`, `moving_rules`, and `scaled_steps` for optimizers. What users call is in `switch`,
 `rescaling`, `fp8` and `counts`.
 """

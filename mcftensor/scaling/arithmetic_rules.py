@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mcftensor.scaling.exponents import times_power
 from mcftensor.scaling.ruling import aten, rule
-from mcftensor.scaling.scaled_numbers import Number, number, product_of, sum_of
+from mcftensor.scaling.scaled_numbers import Number, Placing, number, product_of, sum_of
 
 
 @rule(aten.add, keeps_tails=True)
@@ -41,7 +41,7 @@ def _mul(x: Any, y: Any) -> Number:
 def _div(x: Any, y: Any) -> Number:
     """The scales divide; between tensors quotients lie far from 1, and go by their size."""
     a, b = number(x), number(y)
-    placing = "by size" if isinstance(y, Tensor) and y.dim() else "by rule"
+    placing: Placing = "by size" if isinstance(y, Tensor) and y.dim() else "by rule"
     return Number(a.mantissa / b.mantissa, a.exponent - b.exponent, placing)
 
 
@@ -86,13 +86,14 @@ def _lerp(x: Any, end: Any, weight: Any) -> Number:
     """First moments: (1 − w) · x + w · end, by the rule of a sum."""
     w = float(weight) if isinstance(weight, Tensor) and not weight.dim() else weight
     if isinstance(w, Tensor):
-        return sum_of(number(x), product_of(sum_of(number(end), _multiple(number(x), -1)), number(w)))
+        difference = sum_of(number(end), _multiple(number(x), -1))
+        return sum_of(number(x), product_of(difference, number(w)))
     return sum_of(_multiple(number(x), 1 - w), _multiple(number(end), w))
 
 
 @rule(aten.addcmul, keeps_tails=True)
 def _addcmul(x: Any, a: Any, b: Any, value: float = 1) -> Number:
-    """Second moments: x + value · a · b; a sum of squares is placed high, for it has twice the range."""
+    """Second moments: x + value · a · b; sums of squares, with twice the range, are placed high."""
     total = sum_of(number(x), _multiple(product_of(number(a), number(b)), value))
     return Number(total.mantissa, total.exponent, "high" if a is b else "by rule")
 

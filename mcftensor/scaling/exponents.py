@@ -55,7 +55,7 @@ def times_power(x: Tensor, k: Exponent) -> Tensor:
 
 
 def times_any_power(x: Tensor, k: Exponent) -> Tensor:
-    """x · 2^k rounded once, for every k: through float64, whose range is that of no product here."""
+    """x · 2^k in float64, whose range is enough for every k that is met."""
     if isinstance(k, Tensor):
         bits = ((k.to(torch.int64) + 1023).clamp(0, 2046) << 52).clamp(min=1)
         factor: float | Tensor = bits.view(torch.float64)

@@ -106,7 +106,7 @@ class _Fp8Linear(torch.autograd.Function):
         return fp8_product(rows, columns.t()).view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         rows, columns = ctx.saved_tensors
         g = _cast(gradient.reshape(-1, gradient.shape[-1]), E5M2)
         needs_x, needs_weight = ctx.needs_input_grad
@@ -146,5 +146,3 @@ def switched(module: nn.Module) -> None:
     """Have a linear layer take 8-bit products."""
     if type(module) is nn.Linear:
         module.__class__ = Fp8Linear
-
-

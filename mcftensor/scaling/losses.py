@@ -50,9 +50,7 @@ def _log_softmax(x: Any, dim: int, to_float: bool) -> Number:
 @rule(aten._log_softmax_backward_data)
 def _log_softmax_backward(gradient: Any, result: Any, dim: int, dtype: torch.dtype) -> Number:
     g = number(gradient)
-    made = aten._log_softmax_backward_data(
-        g.mantissa, number(result).plain(), dim, torch.float32
-    )
+    made = aten._log_softmax_backward_data(g.mantissa, number(result).plain(), dim, torch.float32)
     return Number(made, g.exponent, "by size", of_dtype(dtype))
 
 
@@ -66,15 +64,11 @@ def _loss_by(func: Any) -> Any:
 
 
 def _loss_backward_by(func: Any) -> Any:
-    def backward(
-        gradient: Any, x: Any, target: Tensor, weight: Any, *how: Any
-    ) -> Number:
+    def backward(gradient: Any, x: Any, target: Tensor, weight: Any, *how: Any) -> Number:
         g = number(gradient)
         plain_weight = None if weight is None else number(weight).plain()
         of_shape = torch.zeros(x.shape, device=x.device)
-        return Number(
-            func(g.mantissa, of_shape, target, plain_weight, *how), g.exponent, "by size"
-        )
+        return Number(func(g.mantissa, of_shape, target, plain_weight, *how), g.exponent, "by size")
 
     return backward
 
@@ -111,7 +105,7 @@ _MATH, _FLASH = 0, 1
 
 @rule(aten._fused_sdp_choice)
 def _way_of_attention(q: Any, k: Any, v: Any, *how: Any, **also: Any) -> int:
-    """On a CPU the whole attention is one operation, elsewhere its steps have rules of their own."""
+    """On a CPU attention is one operation, elsewhere its steps have rules of their own."""
     dropout = how[1] if len(how) > 1 else also.get("dropout_p", 0.0)
     fits = q.dim() == 4 and k.shape[1] == q.shape[1] and v.shape[-1] == q.shape[-1]
     return _FLASH if q.device.type == "cpu" and dropout == 0 and fits else _MATH
@@ -176,4 +170,3 @@ def _attention_backward(
         Number(dk, s, "by size"),
         Number(dv, g.exponent, "by size"),
     )
-

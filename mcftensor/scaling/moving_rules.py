@@ -89,7 +89,9 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
     """Values: the same format is copied with its exponent, others are placed by their size."""
     if not isinstance(target, ScaledTensor):
         assert isinstance(source, ScaledTensor)
-        return target.copy_(source.to_plain(target.dtype if target.is_floating_point() else torch.float64))
+        return target.copy_(
+            source.to_plain(target.dtype if target.is_floating_point() else torch.float64)
+        )
     is_all = target._whole is None or target._whole[0].numel() == target.numel()
     if isinstance(source, ScaledTensor) and source.format is target.format and is_all:
         for mine, theirs in zip(target.components, source.components, strict=True):
@@ -109,7 +111,9 @@ def encoded(x: Tensor, format: ScaledFormat) -> ScaledTensor:
         return stored(Number(measured.mantissa, measured.exponent, "by size"), format)
     placed = stored(Number(measured.mantissa, measured.exponent, "by size"), format)
     s = placed.exponent.to(torch.int64)
-    near = torch.where(placed.exponent == ANY, 0.0, x * ((1023 - s).clamp(1, 2046) << 52).view(torch.float64))
+    near = torch.where(
+        placed.exponent == ANY, 0.0, x * ((1023 - s).clamp(1, 2046) << 52).view(torch.float64)
+    )
     return ScaledTensor.of(format.store(near), placed.exponent, format)
 
 
@@ -129,7 +133,9 @@ def _format_for(x: ScaledTensor, dtype: torch.dtype | None) -> ScaledFormat | No
 
 
 def _made_like(func: Any, value: float | None) -> Callable[..., Tensor]:
-    def make(x: ScaledTensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+    def make(
+        x: ScaledTensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> Tensor:
         format = _format_for(x, dtype)
         number_of_value = value
         if func is aten.full_like.default:
@@ -148,9 +154,7 @@ def _made_like(func: Any, value: float | None) -> Callable[..., Tensor]:
             )
             for _ in range(format.terms)
         ]
-        made = ScaledTensor.of(
-            parts, torch.full((), ANY, dtype=torch.int32, device=device), format
-        )
+        made = ScaledTensor.of(parts, torch.full((), ANY, dtype=torch.int32, device=device), format)
         return made.fill_(number_of_value) if number_of_value else made
 
     return make
@@ -298,7 +302,9 @@ def _embedding(weight: Any, indices: Tensor, *unused: Any, **also: Any) -> Numbe
 
 
 @rule(aten.embedding_dense_backward)
-def _embedding_backward(gradient: Any, indices: Tensor, count: int, padding: int, by: bool) -> Number:
+def _embedding_backward(
+    gradient: Any, indices: Tensor, count: int, padding: int, by: bool
+) -> Number:
     """Sums of as many rows as a token comes up: how many is not known beforehand."""
     g = number(gradient)
     summed = aten.embedding_dense_backward(g.mantissa, indices, count, padding, by)

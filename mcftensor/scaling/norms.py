@@ -1,6 +1,6 @@
 """Rules of layer, RMS and batch norms: data is normalized, and the scale is that of the gain.
 
-Means and deviations are saved for backward in units of the data, whose exponent is still known there.
+Means and deviations are saved for backward in units of the data, whose exponent is known there.
 The gradients of a norm go by their size: this is where scales of backward passes are balanced.
 """
 

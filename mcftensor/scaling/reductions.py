@@ -40,12 +40,12 @@ def _mean(
 
 @rule(aten.amax)
 def _amax(x: Any, dim: Dims = (), keepdim: bool = False) -> Number:
-    return Number(number(x).mantissa.amax(dim, keepdim), x.exponent)
+    return Number(number(x).mantissa.amax(_dims(x, dim), keepdim), x.exponent)
 
 
 @rule(aten.amin)
 def _amin(x: Any, dim: Dims = (), keepdim: bool = False) -> Number:
-    return Number(number(x).mantissa.amin(dim, keepdim), x.exponent)
+    return Number(number(x).mantissa.amin(_dims(x, dim), keepdim), x.exponent)
 
 
 @rule(aten.max.default)
@@ -75,7 +75,7 @@ def _vector_norm(
 
 @rule(aten.var.correction)
 def _var(x: Any, dim: Dims = None, *, correction: float = 1, keepdim: bool = False) -> Number:
-    variance = number(x).mantissa.var(dim, correction=correction, keepdim=keepdim)
+    variance = number(x).mantissa.var(_dims(x, dim), correction=correction, keepdim=keepdim)
     return Number(variance, x.exponent * 2, _placing(variance))
 
 

@@ -19,7 +19,7 @@ class _Rescale(torch.autograd.Function):
         return _balanced(x) if forward else x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return (_balanced(gradient) if ctx.backward_too else gradient), None, None
 
 

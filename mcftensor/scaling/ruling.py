@@ -1,8 +1,8 @@
 """Where an operation on scaled tensors goes: the table of rules, and what is done with results.
 
-A rule is a function of one of PyTorch's operators, called with its arguments. It returns a `Number`,
-which is then rounded to the format of the operands or written to what the operator writes; or a
-tensor that is complete; or a tuple of these. So one rule serves `add` and `add_`.
+A rule is a function of one of PyTorch's operators, called with its arguments. It returns a
+`Number`, which is then rounded to the format of the operands or written to what the operator
+writes; or a tensor that is complete; or a tuple of these. So one rule serves `add` and `add_`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RULES: dict[Any, Rule] = {}
 
 
 def rule(*operators: Any, keeps_tails: bool = False) -> Callable[[Any], Any]:
-    """Register the rule of operators; one without its overload stands for all but those with out=."""
+    """Register the rule of operators; one without its overload stands for all but out=."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         for operator in operators:

@@ -99,7 +99,7 @@ class ScaledTensor(torch.Tensor):
     ) -> ScaledTensor:
         """The one way to make such a tensor, unchecked."""
         data = components[0]
-        made: ScaledTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: ScaledTensor = torch.Tensor._make_wrapper_subclass(
             ScaledTensor,
             data.shape,
             strides=data.stride(),
@@ -156,7 +156,7 @@ class ScaledTensor(torch.Tensor):
         parts = [(x.dtype, tuple(x.shape), x.stride(), str(x.device)) for x in self.components]
         return f"{version} {self._format.name} {self.requires_grad} {parts}"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -271,7 +271,8 @@ def _rebuilt(
     made = ScaledTensor(components, exponent, of_dtype(components[0].dtype, terms, rounding))
     if is_param:
         return torch.nn.Parameter(made, requires_grad)  # type: ignore[return-value]
-    return made.requires_grad_(requires_grad)
+    made.requires_grad_(requires_grad)
+    return made
 
 
 torch.serialization.add_safe_globals([ScaledTensor, _rebuilt])

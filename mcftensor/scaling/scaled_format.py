@@ -21,7 +21,7 @@ TOPS: dict[torch.dtype, int] = {
     torch.float8_e4m3fn: 7,
     torch.float8_e5m2: 14,
 }
-"""Where the largest number is put at most: data is below 2^(top + 1), which is below the overflow."""
+"""Where the largest number is put at most: data is below 2^(top + 1), and does not overflow."""
 
 PRECISIONS: dict[torch.dtype, int] = {
     torch.float32: 24,
@@ -117,7 +117,7 @@ class ScaledFormat:
 
 
 def _dithered(x: Tensor, precision: int) -> Tensor:
-    """x cut to some bits, after a random number of what is cut has been added: right in the mean."""
+    """x cut to some bits, after a random number below those has been added: right in the mean."""
     cut = 24 - precision
     bits = x.to(torch.float32).view(torch.int32)
     noise = torch.randint_like(bits, 1 << cut)

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcftensor.scaling.exponents import largest
 from mcftensor.scaling.ruling import RULES, Rule, aten, rule
 from mcftensor.scaling.scaled import ScaledTensor
-from mcftensor.scaling.scaled_numbers import Number, number, write
+from mcftensor.scaling.scaled_numbers import Number, Placing, number, write
 
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -57,8 +58,8 @@ def _fused_by(func: Any, written: tuple[int, ...], squares: tuple[int, ...] = ()
                 for target, made in zip(own[place], operands[place], strict=True):
                     if isinstance(target, ScaledTensor):
                         measured = number(made)
-                        exponent = torch.maximum(target.exponent, measured.exponent)
-                        placing = "high" if place in squares else "by rule"
+                        exponent = largest(target.exponent, measured.exponent)
+                        placing: Placing = "high" if place in squares else "by rule"
                         write(target, Number(measured.at(exponent), exponent, placing))
 
     return step

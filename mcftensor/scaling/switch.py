@@ -100,7 +100,7 @@ def scalify(
 
 
 def unscaled(model: M, dtype: torch.dtype | None = None) -> M:
-    """A model whose scaled parameters are plain again, in place; `mcf.as_plain` is the public name."""
+    """A model whose scaled parameters are plain again, in place, as of `mcf.as_plain`."""
     for p in list(model.parameters()):
         if isinstance(p, ScaledTensor):
             grad = p.grad

@@ -76,7 +76,9 @@ def test_exact_numbers():
     assert abs(one - Fraction(1, 3)) <= Fraction(1, 3 * 2**22)
     assert zero == 0
     assert small == 0  # 2^98 below the largest: one scale for all
-    assert mcf.to_fraction(mcf.from_exact("1e-30", FP16)) == Fraction(exact(mcf.from_exact("1e-30", FP16)).item())
+    assert mcf.to_fraction(mcf.from_exact("1e-30", FP16)) == Fraction(
+        exact(mcf.from_exact("1e-30", FP16)).item()
+    )
 
 
 def test_other_types_of_data_keep_the_scale():
@@ -206,7 +208,10 @@ def test_writes_neither_overflow_nor_underflow(s, factor):
         before = before * factor
     assert torch.isfinite(x.components[0]).all()
     assert rms(x) >= 0.9
-    assert ((exact(x) - before).abs() <= 2.0**-8 * before.abs() + rms(x) * 2.0**(x.exponent.item() - 22)).all()
+    assert (
+        (exact(x) - before).abs()
+        <= 2.0**-8 * before.abs() + rms(x) * 2.0 ** (x.exponent.item() - 22)
+    ).all()
 
 
 def test_parameters_stay_near_one_where_other_tensors_need_not():
@@ -249,7 +254,14 @@ def test_a_module_and_back():
     before = [p.detach().clone() for p in parameters]
     mcf.as_expansion(model, FP16, overrides={"1.*": None})
     assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
-    assert [isinstance(p, mcf.ScaledTensor) for p in parameters] == [True, True, False, False, True, True]
+    assert [isinstance(p, mcf.ScaledTensor) for p in parameters] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
     assert type(model[1].running_mean) is torch.Tensor
     mcf.as_plain(model, torch.float32)
     for p, x in zip(parameters, before, strict=True):

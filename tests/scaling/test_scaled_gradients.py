@@ -14,6 +14,7 @@ from support.scales import FP16, at, exact, normal, rms
 EXPONENTS = st.integers(-100, 100)
 FEW = settings(max_examples=8)
 
+
 def attention_in_steps(q, k, v):
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -40,7 +41,7 @@ ANY = {
     "adaptive": (lambda x: F.adaptive_avg_pool2d(x, 2), [(2, 3, 6, 6)]),
     "square": (lambda x: x**2, [(4, 6)]),
     "layer norm": (lambda x, w, b: F.layer_norm(x, (16,), w, b, 0.0), [(5, 16), (16,), (16,)]),
-    "mse": (lambda x, y: F.mse_loss(x, y), [(4, 6), (4, 6)]),
+    "mse": (F.mse_loss, [(4, 6), (4, 6)]),
 }
 NEAR_ONE = {
     "gelu": (F.gelu, [(4, 6)]),
@@ -56,9 +57,11 @@ NEAR_ONE = {
         [(4, 6)],
     ),
     "by float": (
-        lambda x: F.cross_entropy(x.float(), torch.tensor([1, 0, 5, 2]))
-        if x.dtype == torch.float16
-        else F.cross_entropy(x, torch.tensor([1, 0, 5, 2])),
+        lambda x: (
+            F.cross_entropy(x.float(), torch.tensor([1, 0, 5, 2]))
+            if x.dtype == torch.float16
+            else F.cross_entropy(x, torch.tensor([1, 0, 5, 2]))
+        ),
         [(4, 6)],
     ),
     "rms norm": (lambda x, w: F.rms_norm(x, (16,), w, 1e-5), [(5, 16), (16,)]),
@@ -71,7 +74,7 @@ NEAR_ONE = {
         [(2, 3, 6, 8)] * 3,
     ),
     "attention in steps": (
-        lambda q, k, v: attention_in_steps(q, k, v),
+        attention_in_steps,
         [(2, 3, 6, 8)] * 3,
     ),
     "attention written out": (
@@ -175,7 +178,9 @@ class Words(nn.Module):
     def __init__(self):
         super().__init__()
         self.tokens = nn.Embedding(11, 16)
-        layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, F.gelu, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            16, 2, 32, 0.0, F.gelu, batch_first=True, norm_first=True
+        )
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(16, 11)
         self.head.weight = self.tokens.weight

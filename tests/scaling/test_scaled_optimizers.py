@@ -105,7 +105,9 @@ def test_stochastic_rounding_keeps_small_steps_in_the_mean():
 
 
 def test_states_of_stochastic_parameters_are_rounded_to_nearest():
-    p = nn.Parameter(mcf.as_expansion(torch.ones(3), mcf.scaled(torch.float16, rounding="stochastic")))
+    p = nn.Parameter(
+        mcf.as_expansion(torch.ones(3), mcf.scaled(torch.float16, rounding="stochastic"))
+    )
     assert torch.zeros_like(p).format is FP16
     assert (p * 2).format is FP16
     assert p.detach().format is p.format
