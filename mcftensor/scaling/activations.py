@@ -9,37 +9,37 @@ import torch
 from torch import Tensor
 
 from mcftensor.scaling.ruling import aten, rule
-from mcftensor.scaling.scaled_numbers import Number, number
+from mcftensor.scaling.scaled_numbers import Unrounded, number
 
 # ------------------------------------------------------------- of gates: x · g(x), with g in [0, 1]
 
 
 @rule(aten.relu)
-def _relu(x: Any) -> Number:
-    return Number(number(x).mantissa.relu(), x.exponent)
+def _relu(x: Any) -> Unrounded:
+    return Unrounded(number(x).mantissa.relu(), x.exponent)
 
 
 @rule(aten.threshold_backward)
-def _relu_backward(gradient: Any, x: Any, threshold: float) -> Number:
+def _relu_backward(gradient: Any, x: Any, threshold: float) -> Unrounded:
     g = number(gradient)
     above = number(x).mantissa > 0 if threshold == 0 else number(x).plain() > threshold
-    return Number(torch.where(above, g.mantissa, 0), g.exponent)
+    return Unrounded(torch.where(above, g.mantissa, 0), g.exponent)
 
 
 @rule(aten.leaky_relu)
-def _leaky_relu(x: Any, slope: float = 0.01) -> Number:
-    return Number(aten.leaky_relu(number(x).mantissa, slope), x.exponent)
+def _leaky_relu(x: Any, slope: float = 0.01) -> Unrounded:
+    return Unrounded(aten.leaky_relu(number(x).mantissa, slope), x.exponent)
 
 
 @rule(aten.leaky_relu_backward)
-def _leaky_relu_backward(gradient: Any, x: Any, slope: float, is_result: bool) -> Number:
+def _leaky_relu_backward(gradient: Any, x: Any, slope: float, is_result: bool) -> Unrounded:
     g = number(gradient)
     made = aten.leaky_relu_backward(g.mantissa, number(x).mantissa, slope, is_result)
-    return Number(made, g.exponent)
+    return Unrounded(made, g.exponent)
 
 
 @rule(aten.gelu)
-def _gelu(x: Any, approximate: str = "none") -> Number:
+def _gelu(x: Any, approximate: str = "none") -> Unrounded:
     a = number(x)
     true = a.plain()
     if approximate == "tanh":
@@ -47,26 +47,26 @@ def _gelu(x: Any, approximate: str = "none") -> Number:
         gate = 0.5 * (1 + inner.tanh())
     else:
         gate = torch.special.ndtr(true)
-    return Number(_gated(a.mantissa, gate), a.exponent)
+    return Unrounded(_gated(a.mantissa, gate), a.exponent)
 
 
 @rule(aten.gelu_backward)
-def _gelu_backward(gradient: Any, x: Any, approximate: str = "none") -> Number:
+def _gelu_backward(gradient: Any, x: Any, approximate: str = "none") -> Unrounded:
     g = number(gradient)
     made = aten.gelu_backward(g.mantissa, number(x).plain(), approximate=approximate)
-    return Number(made, g.exponent)
+    return Unrounded(made, g.exponent)
 
 
 @rule(aten.silu)
-def _silu(x: Any) -> Number:
+def _silu(x: Any) -> Unrounded:
     a = number(x)
-    return Number(_gated(a.mantissa, a.plain().sigmoid()), a.exponent)
+    return Unrounded(_gated(a.mantissa, a.plain().sigmoid()), a.exponent)
 
 
 @rule(aten.silu_backward)
-def _silu_backward(gradient: Any, x: Any) -> Number:
+def _silu_backward(gradient: Any, x: Any) -> Unrounded:
     g = number(gradient)
-    return Number(aten.silu_backward(g.mantissa, number(x).plain()), g.exponent)
+    return Unrounded(aten.silu_backward(g.mantissa, number(x).plain()), g.exponent)
 
 
 def _gated(mantissa: Tensor, gate: Tensor) -> Tensor:
@@ -75,22 +75,22 @@ def _gated(mantissa: Tensor, gate: Tensor) -> Tensor:
 
 
 @rule(aten.native_dropout)
-def _dropout(x: Any, p: float, train: bool | None = True) -> tuple[Number, Tensor]:
+def _dropout(x: Any, p: float, train: bool | None = True) -> tuple[Unrounded, Tensor]:
     kept, mask = aten.native_dropout(number(x).mantissa, p, train)
-    return Number(kept, x.exponent), mask
+    return Unrounded(kept, x.exponent), mask
 
 
 @rule(aten.native_dropout_backward)
-def _dropout_backward(gradient: Any, mask: Tensor, scale: float) -> Number:
-    return Number(number(gradient).mantissa * mask * scale, gradient.exponent)
+def _dropout_backward(gradient: Any, mask: Tensor, scale: float) -> Unrounded:
+    return Unrounded(number(gradient).mantissa * mask * scale, gradient.exponent)
 
 
 # ---------------------------------------------------------- of numbers: computed in float32, near 1
 
 
 def _of_the_number(func: Any, placing: Any) -> Any:
-    def compute(x: Any) -> Number:
-        return Number(func(number(x).plain()), 0, placing)
+    def compute(x: Any) -> Unrounded:
+        return Unrounded(func(number(x).plain()), 0, placing)
 
     return compute
 
@@ -102,12 +102,12 @@ for _operator in (aten.exp, aten.log, aten.log1p, aten.expm1, aten.softplus):
 
 
 @rule(aten.tanh_backward)
-def _tanh_backward(gradient: Any, result: Any) -> Number:
+def _tanh_backward(gradient: Any, result: Any) -> Unrounded:
     g = number(gradient)
-    return Number(aten.tanh_backward(g.mantissa, number(result).plain()), g.exponent)
+    return Unrounded(aten.tanh_backward(g.mantissa, number(result).plain()), g.exponent)
 
 
 @rule(aten.sigmoid_backward)
-def _sigmoid_backward(gradient: Any, result: Any) -> Number:
+def _sigmoid_backward(gradient: Any, result: Any) -> Unrounded:
     g = number(gradient)
-    return Number(aten.sigmoid_backward(g.mantissa, number(result).plain()), g.exponent)
+    return Unrounded(aten.sigmoid_backward(g.mantissa, number(result).plain()), g.exponent)

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from mcftensor.scaling.exponents import half_log2, times_power
 from mcftensor.scaling.ruling import aten, rule
-from mcftensor.scaling.scaled_numbers import Number, lead, number, sum_of
+from mcftensor.scaling.scaled_numbers import Unrounded, lead, number, sum_of
 
 
 @rule(aten.convolution)
-def _convolution(x: Any, weight: Any, bias: Any, *how: Any) -> Number:
+def _convolution(x: Any, weight: Any, bias: Any, *how: Any) -> Unrounded:
     """A product in which input channels and the kernel are contracted."""
     a, b = lead(x), lead(weight)
     transposed = how[3]
     half = half_log2(_contracted(weight, transposed, how[5]))
-    made = Number(
+    made = Unrounded(
         times_power(aten.convolution(a.mantissa, b.mantissa, None, *how), -half),
         a.exponent + b.exponent + half,
     )
@@ -27,7 +27,7 @@ def _convolution(x: Any, weight: Any, bias: Any, *how: Any) -> Number:
         return made
     added = lead(bias)
     shape = (-1, *(1 for _ in range(weight.dim() - 2)))
-    return sum_of(made, Number(added.mantissa.view(shape), added.exponent))
+    return sum_of(made, Unrounded(added.mantissa.view(shape), added.exponent))
 
 
 def _contracted(weight: Tensor, transposed: bool, groups: int) -> int:
@@ -48,7 +48,7 @@ def _convolution_backward(
     output_padding: Any,
     groups: int,
     mask: list[bool],
-) -> tuple[Number | None, ...]:
+) -> tuple[Unrounded | None, ...]:
     """Products again: for the input of output channels and kernel, for weight and bias of all
     places."""
     g, a, b = number(gradient), lead(x), lead(weight)
@@ -62,40 +62,40 @@ def _convolution_backward(
     )
     exponents = (g.exponent + b.exponent, g.exponent + a.exponent, g.exponent)
     return tuple(
-        Number(times_power(part, -half), exponent + half) if wanted else None
+        Unrounded(times_power(part, -half), exponent + half) if wanted else None
         for part, half, exponent, wanted in zip(made, halves, exponents, mask, strict=True)
     )
 
 
 @rule(aten.max_pool2d_with_indices)
-def _max_pool(x: Any, *how: Any) -> tuple[Number, Tensor]:
+def _max_pool(x: Any, *how: Any) -> tuple[Unrounded, Tensor]:
     pooled, indices = aten.max_pool2d_with_indices(number(x).mantissa, *how)
-    return Number(pooled, x.exponent), indices
+    return Unrounded(pooled, x.exponent), indices
 
 
 @rule(aten.max_pool2d_with_indices_backward)
-def _max_pool_backward(gradient: Any, x: Any, *how: Any) -> Number:
+def _max_pool_backward(gradient: Any, x: Any, *how: Any) -> Unrounded:
     g = number(gradient)
     shape = torch.empty(x.shape, device=x.device)
-    return Number(aten.max_pool2d_with_indices_backward(g.mantissa, shape, *how), g.exponent)
+    return Unrounded(aten.max_pool2d_with_indices_backward(g.mantissa, shape, *how), g.exponent)
 
 
 def _averaged_by(func: Any) -> Any:
-    def average(x: Any, *how: Any, **also: Any) -> Number:
+    def average(x: Any, *how: Any, **also: Any) -> Unrounded:
         pooled = func(number(x).mantissa, *how, **also)
         half = half_log2(max(1, x.numel() // max(1, pooled.numel())))
-        return Number(times_power(pooled, half), x.exponent - half)
+        return Unrounded(times_power(pooled, half), x.exponent - half)
 
     return average
 
 
 def _spread_by(func: Any) -> Any:
-    def spread(gradient: Any, x: Any, *how: Any, **also: Any) -> Number:
+    def spread(gradient: Any, x: Any, *how: Any, **also: Any) -> Unrounded:
         """Each gradient goes to n places, divided by n."""
         g = number(gradient)
         made = func(g.mantissa, torch.empty(x.shape, device=x.device), *how, **also)
         whole = max(1, x.numel() // max(1, gradient.numel())).bit_length() - 1
-        return Number(times_power(made, whole), g.exponent - whole)
+        return Unrounded(times_power(made, whole), g.exponent - whole)
 
     return spread
 

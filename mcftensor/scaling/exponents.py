@@ -37,7 +37,7 @@ def largest(a: Exponent, b: Exponent) -> Exponent:
     return b.clamp(min=a) if isinstance(b, Tensor) else max(a, b)
 
 
-def power(k: Exponent) -> float | Tensor:
+def power_of_two(k: Exponent) -> float | Tensor:
     """2^k in float32, made of its bits: 2^-149 below 2^-126, and 2^127 from there on.
 
     It is never zero, which would make NaN of an infinity: these go with every scale.
@@ -51,7 +51,7 @@ def times_power(x: Tensor, k: Exponent) -> Tensor:
     """x · 2^k, of which k is usually no number of float32's own range."""
     if not isinstance(k, Tensor) and k == 0:
         return x
-    return x * power(k)
+    return x * power_of_two(k)
 
 
 def times_any_power(x: Tensor, k: Exponent) -> Tensor:

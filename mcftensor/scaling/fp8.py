@@ -11,7 +11,7 @@ from mcftensor.scaling.counts import count
 from mcftensor.scaling.exponents import half_log2, times_power
 from mcftensor.scaling.scaled import ScaledTensor
 from mcftensor.scaling.scaled_format import of_dtype
-from mcftensor.scaling.scaled_numbers import Number, number, stored
+from mcftensor.scaling.scaled_numbers import Unrounded, number, stored
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -45,7 +45,7 @@ def fp8_product(x: Tensor, y: Tensor) -> Tensor:
         >>> x = mcf.as_expansion(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), e4m3)
         >>> mcf.scaling.fp8_product(x, x)
         ScaledTensor([[ 7., 10.],
-                      [15., 22.]], format=scaled(float16), exponent=0)
+                      [15., 22.]], format=scaled(float16), exponent=2)
     """
     a, b = _eight_bits(x), _eight_bits(y)
     if x.dim() != 2 or y.dim() != 2 or x.shape[1] != y.shape[0]:
@@ -55,7 +55,7 @@ def fp8_product(x: Tensor, y: Tensor) -> Tensor:
     data = _native(a._data, b._data) if _is_native(a._data, b._data) else _emulated(a, b)
     half = half_log2(x.shape[1])
     exponent = a.exponent + b.exponent + half
-    return stored(Number(times_power(data, -half), exponent), of_dtype(torch.float16))
+    return stored(Unrounded(times_power(data, -half), exponent), of_dtype(torch.float16))
 
 
 def _eight_bits(x: Tensor) -> ScaledTensor:
@@ -94,7 +94,7 @@ def _emulated(x: ScaledTensor, y: ScaledTensor) -> Tensor:
 def _cast(x: Tensor, dtype: torch.dtype) -> ScaledTensor:
     """Data as 8-bit floats, placed by its size."""
     own = number(x)
-    return stored(Number(own.mantissa, own.exponent, "by size"), of_dtype(dtype))
+    return stored(Unrounded(own.mantissa, own.exponent, "by size"), of_dtype(dtype))
 
 
 class _Fp8Linear(torch.autograd.Function):

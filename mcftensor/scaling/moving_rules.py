@@ -13,7 +13,7 @@ from mcftensor.scaling.exponents import ANY, Exponent, largest
 from mcftensor.scaling.ruling import aten, rule
 from mcftensor.scaling.scaled import ScaledTensor
 from mcftensor.scaling.scaled_format import TOPS, ScaledFormat, of_dtype
-from mcftensor.scaling.scaled_numbers import Number, lead, number, stored, write
+from mcftensor.scaling.scaled_numbers import Unrounded, lead, number, stored, write_to
 
 
 def _moved_by(func: Any) -> Callable[..., ScaledTensor]:
@@ -47,13 +47,13 @@ for _operator in (
 
 
 @rule(aten.constant_pad_nd)
-def _padded(x: Any, pad: Sequence[int], value: float = 0) -> Number:
+def _padded(x: Any, pad: Sequence[int], value: float = 0) -> Unrounded:
     """Zeros go with every scale; another value raises it."""
     level = number(value)
     s = largest(x.exponent, level.exponent)
     inside = aten.constant_pad_nd(torch.ones_like(x.components[0], dtype=torch.bool), pad, 0)
     padded = aten.constant_pad_nd(number(x).at(s), pad, 0.0)
-    return Number(torch.where(inside, padded, level.at(s)) if value else padded, s)
+    return Unrounded(torch.where(inside, padded, level.at(s)) if value else padded, s)
 
 
 @rule(aten._to_copy)
@@ -80,7 +80,7 @@ def _to_copy(
     if format.top >= x.format.top:
         return ScaledTensor.of(format.store(number(x).mantissa), x.exponent.clone(), format)
     made = _empty_like(x, format)
-    write(made, number(x))
+    write_to(made, number(x))
     return made
 
 
@@ -99,17 +99,17 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
         target.exponent.copy_(source.exponent)
         return target
     if isinstance(source, ScaledTensor):
-        return write(target, number(source).to(target.device))
+        return write_to(target, number(source).to(target.device))
     new = encoded(source.to(target.device), target.format)
-    return write(target, number(new.expand(target.shape)))
+    return write_to(target, number(new.expand(target.shape)))
 
 
 def encoded(x: Tensor, format: ScaledFormat) -> ScaledTensor:
     """A plain tensor in a format, each number rounded once, and placed by its size."""
     measured = number(x)
     if x.dtype != torch.float64:
-        return stored(Number(measured.mantissa, measured.exponent, "by size"), format)
-    placed = stored(Number(measured.mantissa, measured.exponent, "by size"), format)
+        return stored(Unrounded(measured.mantissa, measured.exponent, "by size"), format)
+    placed = stored(Unrounded(measured.mantissa, measured.exponent, "by size"), format)
     s = placed.exponent.to(torch.int64)
     near = torch.where(
         placed.exponent == ANY, 0.0, x * ((1023 - s).clamp(1, 2046) << 52).view(torch.float64)
@@ -203,15 +203,15 @@ for _operator, _value in (
 
 @rule(aten.fill_.Scalar)
 def _fill_(x: ScaledTensor, value: float) -> Tensor:
-    return write(x, Number(*_spread(x, number(value))))
+    return write_to(x, Unrounded(*_spread(x, number(value))))
 
 
 @rule(aten.fill_.Tensor)
 def _fill_tensor_(x: Tensor, value: Tensor) -> Tensor:
-    return write(x, Number(*_spread(x, number(value))))
+    return write_to(x, Unrounded(*_spread(x, number(value))))
 
 
-def _spread(x: Tensor, value: Number) -> tuple[Tensor, Exponent]:
+def _spread(x: Tensor, value: Unrounded) -> tuple[Tensor, Exponent]:
     return value.mantissa.to(x.device).expand(x.shape), value.exponent
 
 
@@ -245,19 +245,19 @@ for _operator in (
 
 
 @rule(aten.cat)
-def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Number:
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Unrounded:
     """All at the largest of their exponents."""
     s, numbers = _aligned(tensors)
-    return Number(torch.cat([x.at(s) for x in numbers], dim), s)
+    return Unrounded(torch.cat([x.at(s) for x in numbers], dim), s)
 
 
 @rule(aten.stack)
-def _stacked(tensors: Sequence[Tensor], dim: int = 0) -> Number:
+def _stacked(tensors: Sequence[Tensor], dim: int = 0) -> Unrounded:
     s, numbers = _aligned(tensors)
-    return Number(torch.stack([x.at(s) for x in numbers], dim), s)
+    return Unrounded(torch.stack([x.at(s) for x in numbers], dim), s)
 
 
-def _aligned(tensors: Sequence[Any]) -> tuple[Exponent, list[Number]]:
+def _aligned(tensors: Sequence[Any]) -> tuple[Exponent, list[Unrounded]]:
     numbers = [number(x) for x in tensors]
     s: Exponent = ANY
     for x in numbers:
@@ -266,49 +266,49 @@ def _aligned(tensors: Sequence[Any]) -> tuple[Exponent, list[Number]]:
 
 
 @rule(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, keeps_tails=True)
-def _where(condition: Tensor, x: Any, y: Any) -> Number:
+def _where(condition: Tensor, x: Any, y: Any) -> Unrounded:
     s, (a, b) = _aligned([x, y])
-    return Number(torch.where(condition, a.at(s), b.at(s)), s)
+    return Unrounded(torch.where(condition, a.at(s), b.at(s)), s)
 
 
 @rule(aten.masked_fill, keeps_tails=True)
-def _masked_fill(x: Any, mask: Tensor, value: Any) -> Number:
+def _masked_fill(x: Any, mask: Tensor, value: Any) -> Unrounded:
     """What is not finite, as of a causal mask, goes with every scale."""
     filled = number(value)
     if not isinstance(value, Tensor) and not math.isfinite(value):
-        return Number(number(x).mantissa.masked_fill(mask, value), x.exponent)
+        return Unrounded(number(x).mantissa.masked_fill(mask, value), x.exponent)
     s = largest(x.exponent, filled.exponent)
-    return Number(torch.where(mask, filled.at(s), number(x).at(s)), s)
+    return Unrounded(torch.where(mask, filled.at(s), number(x).at(s)), s)
 
 
 @rule(aten.index_put, keeps_tails=True)
-def _index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Number:
+def _index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Unrounded:
     """Assignments to indices, and gradients of picking by them."""
     s, (a, b) = _aligned([x, values])
-    return Number(aten.index_put(a.at(s), indices, b.at(s), accumulate), s)
+    return Unrounded(aten.index_put(a.at(s), indices, b.at(s), accumulate), s)
 
 
 @rule(aten._index_put_impl_)
 def _index_put_impl_(
     x: Any, indices: Any, values: Any, accumulate: bool = False, unsafe: bool = False
 ) -> Tensor:
-    return write(x, _index_put(x, indices, values, accumulate))
+    return write_to(x, _index_put(x, indices, values, accumulate))
 
 
 @rule(aten.embedding)
-def _embedding(weight: Any, indices: Tensor, *unused: Any, **also: Any) -> Number:
+def _embedding(weight: Any, indices: Tensor, *unused: Any, **also: Any) -> Unrounded:
     picked = lead(weight)
-    return Number(torch.embedding(picked.mantissa, indices), picked.exponent)
+    return Unrounded(torch.embedding(picked.mantissa, indices), picked.exponent)
 
 
 @rule(aten.embedding_dense_backward)
 def _embedding_backward(
     gradient: Any, indices: Tensor, count: int, padding: int, by: bool
-) -> Number:
+) -> Unrounded:
     """Sums of as many rows as a token comes up: how many is not known beforehand."""
     g = number(gradient)
     summed = aten.embedding_dense_backward(g.mantissa, indices, count, padding, by)
-    return Number(summed, g.exponent, "by size")
+    return Unrounded(summed, g.exponent, "by size")
 
 
 # ------------------------------------------------------------------------------------- questions

@@ -12,31 +12,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.scaling.exponents import power
+from mcftensor.scaling.exponents import power_of_two
 from mcftensor.scaling.ruling import aten, rule
-from mcftensor.scaling.scaled_numbers import Number, number, product_of, sum_of
+from mcftensor.scaling.scaled_numbers import Unrounded, number, product_of, sum_of
 
 
 def _inverse_deviation(variance: Tensor, eps: float, exponent: Any) -> Tensor:
     """1 / √(variance + eps), of which eps is one of the true numbers."""
-    return (variance + eps * power(-exponent) * power(-exponent)).rsqrt()
+    return (variance + eps * power_of_two(-exponent) * power_of_two(-exponent)).rsqrt()
 
 
-def _with_gain(normal: Tensor, weight: Any, bias: Any, shape: tuple[int, ...]) -> Number:
-    made = Number(normal, 0)
+def _with_gain(normal: Tensor, weight: Any, bias: Any, shape: tuple[int, ...]) -> Unrounded:
+    made = Unrounded(normal, 0)
     if weight is not None:
         gain = number(weight)
-        made = product_of(made, Number(gain.mantissa.view(shape), gain.exponent))
+        made = product_of(made, Unrounded(gain.mantissa.view(shape), gain.exponent))
     if bias is not None:
         added = number(bias)
-        made = sum_of(made, Number(added.mantissa.view(shape), added.exponent))
+        made = sum_of(made, Unrounded(added.mantissa.view(shape), added.exponent))
     return made
 
 
 @rule(aten.native_layer_norm)
 def _layer_norm(
     x: Any, shape: Any, weight: Any, bias: Any, eps: float
-) -> tuple[Number, Tensor, Tensor]:
+) -> tuple[Unrounded, Tensor, Tensor]:
     a = number(x)
     dims = tuple(range(-len(shape), 0))
     variance, mean = torch.var_mean(a.mantissa, dims, correction=0, keepdim=True)
@@ -55,7 +55,7 @@ def _layer_norm_backward(
     weight: Any,
     bias: Any,
     mask: list[bool],
-) -> tuple[Number | None, ...]:
+) -> tuple[Unrounded | None, ...]:
     g, a = number(gradient), number(x)
     gain = None if weight is None else number(weight)
     made = aten.native_layer_norm_backward(
@@ -72,15 +72,15 @@ def _layer_norm_backward(
     return _balanced(made, (s, g.exponent, g.exponent), mask)
 
 
-def _balanced(made: Any, exponents: Any, mask: list[bool]) -> tuple[Number | None, ...]:
+def _balanced(made: Any, exponents: Any, mask: list[bool]) -> tuple[Unrounded | None, ...]:
     return tuple(
-        Number(part, exponent, "by size") if wanted and part is not None else None
+        Unrounded(part, exponent, "by size") if wanted and part is not None else None
         for part, exponent, wanted in zip(made, exponents, mask, strict=True)
     )
 
 
 @rule(aten._fused_rms_norm)
-def _rms_norm(x: Any, shape: Any, weight: Any, eps: float | None) -> tuple[Number, Tensor]:
+def _rms_norm(x: Any, shape: Any, weight: Any, eps: float | None) -> tuple[Unrounded, Tensor]:
     a = number(x)
     dims = tuple(range(-len(shape), 0))
     square = a.mantissa.square().mean(dims, keepdim=True)
@@ -92,7 +92,7 @@ def _rms_norm(x: Any, shape: Any, weight: Any, eps: float | None) -> tuple[Numbe
 @rule(aten._fused_rms_norm_backward)
 def _rms_norm_backward(
     gradient: Any, x: Any, shape: Any, inverse: Tensor, weight: Any, mask: list[bool]
-) -> tuple[Number | None, ...]:
+) -> tuple[Unrounded | None, ...]:
     g, a = number(gradient), number(x)
     normal = a.mantissa * inverse
     own, s = g.mantissa, g.exponent - a.exponent
@@ -117,7 +117,7 @@ def _batch_norm(
     training: bool,
     momentum: float,
     eps: float,
-) -> tuple[Number, Tensor, Tensor]:
+) -> tuple[Unrounded, Tensor, Tensor]:
     """By the statistics of the batch, in units of its data, or by the running ones."""
     a = number(x)
     dims = [0, *range(2, x.dim())]
@@ -126,13 +126,13 @@ def _batch_norm(
         variance, mean = torch.var_mean(a.mantissa, dims, correction=0)
         if running_mean is not None:
             n = x.numel() // x.shape[1]
-            of_batch = Number(mean, a.exponent)
-            around = Number(variance * (n / max(1, n - 1)), a.exponent * 2)
+            of_batch = Unrounded(mean, a.exponent)
+            around = Unrounded(variance * (n / max(1, n - 1)), a.exponent * 2)
             running_mean.lerp_(of_batch.plain(), momentum)
             running_variance.lerp_(around.plain(), momentum)
     else:
-        mean = Number(number(running_mean).plain(), -a.exponent).plain()
-        variance = Number(number(running_variance).plain(), -a.exponent * 2).plain()
+        mean = Unrounded(number(running_mean).plain(), -a.exponent).plain()
+        variance = Unrounded(number(running_variance).plain(), -a.exponent * 2).plain()
     inverse = _inverse_deviation(variance, eps, a.exponent)
     normal = (a.mantissa - mean.view(shape)) * inverse.view(shape)
     return _with_gain(normal, weight, bias, shape), mean, inverse
@@ -148,14 +148,14 @@ def _native_batch_norm(
     training: bool,
     momentum: float,
     eps: float,
-) -> tuple[Number, Tensor, Tensor]:
+) -> tuple[Unrounded, Tensor, Tensor]:
     return _batch_norm(x, weight, bias, running_mean, running_variance, training, momentum, eps)
 
 
 @rule(aten._native_batch_norm_legit.no_stats)
 def _batch_norm_of_batch(
     x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
-) -> tuple[Number, Tensor, Tensor]:
+) -> tuple[Unrounded, Tensor, Tensor]:
     return _batch_norm(x, weight, bias, None, None, True, momentum, eps)
 
 
@@ -171,7 +171,7 @@ def _batch_norm_backward(
     training: bool,
     eps: float,
     mask: list[bool],
-) -> tuple[Number | None, ...]:
+) -> tuple[Unrounded | None, ...]:
     g, a = number(gradient), number(x)
     shape = (1, -1, *(1 for _ in range(x.dim() - 2)))
     dims = [0, *range(2, x.dim())]

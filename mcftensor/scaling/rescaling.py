@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mcftensor.scaling.exponents import Exponent
 from mcftensor.scaling.scaled import ScaledTensor
-from mcftensor.scaling.scaled_numbers import Number, number, stored
+from mcftensor.scaling.scaled_numbers import Unrounded, number, stored
 
 
 class _Rescale(torch.autograd.Function):
@@ -28,7 +28,7 @@ def _balanced(x: Tensor) -> Tensor:
         return x.clone()
     own = number(x)
     exponent: Exponent = own.exponent
-    return stored(Number(own.mantissa, exponent, "by size"), x.format, "rescale")
+    return stored(Unrounded(own.mantissa, exponent, "by size"), x.format, "rescale")
 
 
 def rescale(x: Tensor) -> Tensor:
@@ -63,6 +63,6 @@ def rescale_grad(x: Tensor) -> Tensor:
         True
         >>> (mcf.rescale_grad(x) * torch.tensor([1e-9, 2e-9])).sum().backward()
         >>> x.grad.components[0]
-        tensor([0.5371, 1.0742], dtype=torch.float16)
+        tensor([1.0742, 2.1484], dtype=torch.float16)
     """
     return _Rescale.apply(x, False, True)

@@ -1,7 +1,7 @@
 """Where an operation on scaled tensors goes: the table of rules, and what is done with results.
 
 A rule is a function of one of PyTorch's operators, called with its arguments. It returns a
-`Number`, which is then rounded to the format of the operands or written to what the operator
+`Unrounded`, which is then rounded to the format of the operands or written to what the operator
 writes; or a tensor that is complete; or a tuple of these. So one rule serves `add` and `add_`.
 """
 
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from mcftensor.scaling.counts import count
 from mcftensor.scaling.scaled import ScaledTensor
 from mcftensor.scaling.scaled_format import ScaledFormat, promoted
-from mcftensor.scaling.scaled_numbers import Number, number, stored, write
+from mcftensor.scaling.scaled_numbers import Unrounded, number, stored, write_to
 
 aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -29,14 +29,14 @@ _FALLBACK: ContextVar[bool] = ContextVar("scaling_fallback", default=False)
 
 
 @dataclass(frozen=True)
-class Rule:
+class ScalingRule:
     """What carries an operator out, and whether its result has the tails of its operands."""
 
     function: Callable[..., Any]
     keeps_tails: bool = False
 
 
-RULES: dict[Any, Rule] = {}
+RULES: dict[Any, ScalingRule] = {}
 
 
 def rule(*operators: Any, keeps_tails: bool = False) -> Callable[[Any], Any]:
@@ -49,7 +49,7 @@ def rule(*operators: Any, keeps_tails: bool = False) -> Callable[[Any], Any]:
                 if isinstance(operator, torch._ops.OpOverloadPacket)
                 else [operator]
             )
-            RULES.update(dict.fromkeys(overloads, Rule(function, keeps_tails)))
+            RULES.update(dict.fromkeys(overloads, ScalingRule(function, keeps_tails)))
         return function
 
     return register
@@ -76,7 +76,7 @@ def fallback() -> Iterator[None]:
         _FALLBACK.reset(token)
 
 
-def carry_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def follow_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Carry out one of PyTorch's operators on arguments that hold a scaled tensor."""
     return _way(func)(func, args, kwargs)
 
@@ -115,25 +115,27 @@ def result_format(tree: Any, *, keep_tails: bool) -> ScaledFormat:
     return promoted(formats, keep_tails=keep_tails)
 
 
-def _finished(found: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _finished(found: ScalingRule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = found.function(*args, **kwargs)
     if isinstance(result, Tensor):
         return result
     name = func.overloadpacket.__name__
     format = result_format((args, kwargs), keep_tails=found.keeps_tails)
-    if isinstance(result, Number):
+    if isinstance(result, Unrounded):
         return stored(result, format, name)
     if isinstance(result, tuple):
-        return tuple(stored(x, format, name) if isinstance(x, Number) else x for x in result)
+        return tuple(stored(x, format, name) if isinstance(x, Unrounded) else x for x in result)
     return result
 
 
-def _written(found: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _written(
+    found: ScalingRule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
     target, *others = args
     result = found.function(target, *others, **kwargs)
     if isinstance(result, Tensor):
         result = number(result)
-    return write(target, result)
+    return write_to(target, result)
 
 
 def _given_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -193,9 +195,9 @@ def _without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         if not x.is_floating_point():
             return x
         measured = number(x)
-        return stored(Number(measured.mantissa, measured.exponent, "by size"), format)
+        return stored(Unrounded(measured.mantissa, measured.exponent, "by size"), format)
 
     return tree_map_only(Tensor, back, func(*plain_args, **plain_kwargs))
 
 
-ScaledTensor._dispatch = staticmethod(carry_out)
+ScaledTensor._dispatch = staticmethod(follow_rule)

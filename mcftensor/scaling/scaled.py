@@ -43,9 +43,9 @@ class ScaledTensor(torch.Tensor):
         >>> import torch, mcftensor as mcf
         >>> x = mcf.as_expansion(torch.tensor([1e-6, 2e-6]), mcf.scaled(torch.float16))
         >>> x @ x
-        ScaledTensor(4.9985e-12, format=scaled(float16), exponent=-40)
+        ScaledTensor(5.0022e-12, format=scaled(float16), exponent=-40)
         >>> mcf.as_plain(x, torch.float64)
-        tensor([9.9978e-07, 1.9996e-06], dtype=torch.float64)
+        tensor([1.0002e-06, 2.0005e-06], dtype=torch.float64)
     """
 
     _data: Tensor

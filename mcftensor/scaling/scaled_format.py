@@ -164,9 +164,9 @@ def scaled(
         >>> import torch, mcftensor as mcf
         >>> x = mcf.as_expansion(torch.tensor([3e-9, 5e-8]), mcf.scaled(torch.float16))
         >>> x
-        ScaledTensor([3.0000e-09, 5.0012e-08], format=scaled(float16), exponent=-25)
+        ScaledTensor([2.9995e-09, 5.0000e-08], format=scaled(float16), exponent=-25)
         >>> x.components[0]
-        tensor([0.1007, 1.6777], dtype=torch.float16)
+        tensor([0.1006, 1.6777], dtype=torch.float16)
         >>> mcf.scaled(mcf.fp16x2).precision
         22
     """

@@ -16,7 +16,7 @@ from mcftensor.scaling.exponents import (
     exponent_of_rms,
     floor_log2,
     largest,
-    power,
+    power_of_two,
     times_any_power,
     times_power,
 )
@@ -34,7 +34,7 @@ Placing: TypeAlias = Literal["by rule", "by size", "high"]
 
 
 @dataclass(frozen=True)
-class Number:
+class Unrounded:
     """mantissa · 2^exponent, of which nothing has been rounded to data yet."""
 
     mantissa: Tensor
@@ -48,40 +48,40 @@ class Number:
             return self.mantissa
         return times_power(self.mantissa, self.exponent - exponent)
 
-    def to(self, device: torch.device) -> Number:
+    def to(self, device: torch.device) -> Unrounded:
         """The same on another device."""
         if self.mantissa.device == device:
             return self
         exponent = self.exponent
         exponent = exponent.to(device) if isinstance(exponent, Tensor) else exponent
-        return Number(self.mantissa.to(device), exponent, self.placing, self.format)
+        return Unrounded(self.mantissa.to(device), exponent, self.placing, self.format)
 
     def plain(self) -> Tensor:
         """The numbers in float32, rounded once."""
         return times_any_power(self.mantissa, self.exponent).to(torch.float32)
 
 
-def number(x: Any) -> Number:
+def number(x: Any) -> Unrounded:
     """An operand as a number: a scaled tensor, a plain one, or a Python number.
 
     A plain tensor is put near 1 by its largest element, and a Python number by the power of two
     that is nearest to it.
     """
     if isinstance(x, ScaledTensor):
-        return Number(x.format.load(x.components), x.exponent)
+        return Unrounded(x.format.load(x.components), x.exponent)
     if not isinstance(x, Tensor):
         exponent = nearest_exponent(x)
-        return Number(torch.tensor(x * 2.0**-exponent if x else 0.0), exponent)
+        return Unrounded(torch.tensor(x * 2.0**-exponent if x else 0.0), exponent)
     if not x.is_floating_point():
-        return Number(x.to(torch.float32), 0)
+        return Unrounded(x.to(torch.float32), 0)
     peak = exponent_of_largest(x)
-    return Number(times_any_power(x, -peak.clamp(min=-1000)).to(torch.float32), peak)
+    return Unrounded(times_any_power(x, -peak.clamp(min=-1000)).to(torch.float32), peak)
 
 
-def lead(x: Any) -> Number:
+def lead(x: Any) -> Unrounded:
     """An operand of a product: of a scaled expansion the leading term."""
     if isinstance(x, ScaledTensor) and x.format.terms > 1:
-        return Number(x.format.lead.load(x.components[:1]), x.exponent)
+        return Unrounded(x.format.lead.load(x.components[:1]), x.exponent)
     return number(x)
 
 
@@ -90,7 +90,7 @@ def nearest_exponent(x: float) -> int:
     return floor_log2(x * 2**0.5) if x else ANY
 
 
-def stored(x: Number, format: ScaledFormat, name: str = "") -> ScaledTensor:
+def stored(x: Unrounded, format: ScaledFormat, name: str = "") -> ScaledTensor:
     """A number as a tensor of a format, or its own, with memory and an exponent of its own."""
     format = x.format or format
     placing = "by size" if format.dtype in FP8 and x.placing == "by rule" else x.placing
@@ -107,7 +107,7 @@ def stored(x: Number, format: ScaledFormat, name: str = "") -> ScaledTensor:
     return ScaledTensor.of(format.store(mantissa), exponent, format)
 
 
-def _placed(x: Number, format: ScaledFormat, placing: Placing) -> tuple[Tensor, Tensor]:
+def _placed(x: Unrounded, format: ScaledFormat, placing: Placing) -> tuple[Tensor, Tensor]:
     """Mantissas and exponent, moved to where the size of the numbers says."""
     peak = exponent_of_largest(x.mantissa)
     shift = peak.clamp(-126, 126)
@@ -120,7 +120,7 @@ def _placed(x: Number, format: ScaledFormat, placing: Placing) -> tuple[Tensor, 
     return times_power(near, -further), exponent
 
 
-def write(target: Tensor, x: Number, name: str = "") -> Tensor:
+def write_to(target: Tensor, x: Unrounded, name: str = "") -> Tensor:
     """Write a number into a tensor, in place.
 
     The exponent that the rule says is kept if it can be: it moves as little as brings the root mean
@@ -139,7 +139,7 @@ def write(target: Tensor, x: Number, name: str = "") -> Tensor:
     whole = target._whole
     if whole is not None and whole[0].numel() > target.numel():
         raised = torch.maximum(exponent, target.exponent)
-        factor = power(target.exponent - raised)
+        factor = power_of_two(target.exponent - raised)
         for part in whole:
             part.copy_(part.to(torch.float32) * factor)
         mantissa = times_power(mantissa, exponent - raised)
@@ -150,7 +150,7 @@ def write(target: Tensor, x: Number, name: str = "") -> Tensor:
     return target
 
 
-def _moved_little(x: Number, format: ScaledFormat, is_weight: bool) -> tuple[Tensor, Tensor]:
+def _moved_little(x: Unrounded, format: ScaledFormat, is_weight: bool) -> tuple[Tensor, Tensor]:
     peak = exponent_of_largest(x.mantissa)
     shift = peak.clamp(-126, 126)
     near = times_power(x.mantissa, -shift)
@@ -164,12 +164,12 @@ def _moved_little(x: Number, format: ScaledFormat, is_weight: bool) -> tuple[Ten
     return times_power(near, -further), exponent
 
 
-def sum_of(a: Number, b: Number, exponent: Exponent | None = None) -> Number:
+def sum_of(a: Unrounded, b: Unrounded, exponent: Exponent | None = None) -> Unrounded:
     """a + b at the larger exponent: that is √(2^2s + 2^2t), rounded down."""
     s = largest(a.exponent, b.exponent) if exponent is None else exponent
-    return Number(a.at(s) + b.at(s), s)
+    return Unrounded(a.at(s) + b.at(s), s)
 
 
-def product_of(a: Number, b: Number) -> Number:
+def product_of(a: Unrounded, b: Unrounded) -> Unrounded:
     """a · b, element by element."""
-    return Number(a.mantissa * b.mantissa, a.exponent + b.exponent)
+    return Unrounded(a.mantissa * b.mantissa, a.exponent + b.exponent)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from mcftensor.scaling.exponents import largest
-from mcftensor.scaling.ruling import RULES, Rule, aten, rule
+from mcftensor.scaling.ruling import RULES, ScalingRule, aten, rule
 from mcftensor.scaling.scaled import ScaledTensor
-from mcftensor.scaling.scaled_numbers import Number, Placing, number, write
+from mcftensor.scaling.scaled_numbers import Placing, Unrounded, number, write_to
 
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -37,7 +37,7 @@ def _on_one(name: str) -> Callable[..., Any]:
     return method
 
 
-RULES["foreach"] = Rule(_foreach)
+RULES["foreach"] = ScalingRule(_foreach)
 
 
 def _fused_by(func: Any, written: tuple[int, ...], squares: tuple[int, ...] = ()) -> Any:
@@ -60,7 +60,7 @@ def _fused_by(func: Any, written: tuple[int, ...], squares: tuple[int, ...] = ()
                         measured = number(made)
                         exponent = largest(target.exponent, measured.exponent)
                         placing: Placing = "high" if place in squares else "by rule"
-                        write(target, Number(measured.at(exponent), exponent, placing))
+                        write_to(target, Unrounded(measured.at(exponent), exponent, placing))
 
     return step
 
