@@ -5,6 +5,7 @@ clipping by anything but the norm. They differ in what is kept in which type:
 
   float32     everything
   float16     everything, unscaled; it ends where the loss is no number
+  float16eps  the same with an eps of AdamW that float16 holds, 1e-6
   halfgrads   float16 but for float32 master weights and states, unscaled
   gradscaler  the same with torch.amp.GradScaler
   masters     scaled float16 but for float32 master weights and states
@@ -14,6 +15,8 @@ clipping by anything but the norm. They differ in what is kept in which type:
   pairs       the same, with parameters and states in scaled(fp16x2)
   fp8         as stochastic, with 8-bit products in linear layers
   fp8masters  as masters, with 8-bit products
+
+What is done already is taken from the folder, so a run that was stopped goes on.
 
 After the paper: P. Balanca et al., "Scalify: scale propagation for efficient low-precision LLM
 training", arXiv 2407.17353, 2024, table 2.
@@ -74,6 +77,7 @@ class Variant:
     states: bool = False  # states are float32, and weights are what they are
     products: str | None = None
     scaler: bool = False
+    eps: float = 1e-8
 
 
 _SCALED = mcf.scaled(HALF)
@@ -81,6 +85,7 @@ _STOCHASTIC = mcf.scaled(HALF, rounding="stochastic")
 VARIANTS = {
     "float32": Variant(),
     "float16": Variant(dtype=HALF),
+    "float16eps": Variant(dtype=HALF, eps=1e-6),
     "halfgrads": Variant(dtype=HALF, masters=True),
     "gradscaler": Variant(dtype=HALF, masters=True, scaler=True),
     "masters": Variant(_SCALED, masters=True),
@@ -170,6 +175,7 @@ class Job:
             ],
             lr,
             betas=(0.9, 0.999),
+            eps=self.variant.eps,
             foreach=False,
         )
         self.scheduler = LambdaLR(self.optimizer, partial(learning_rate_factor, steps=steps))
@@ -276,24 +282,33 @@ def compare(options: argparse.Namespace) -> None:
     held_out = evenly_spaced(validation, SHAPES["cpu"].context + 1)
     make_folder(options.out)
     console = Console()
-    results: dict[str, dict[int, Outcome]] = defaultdict(dict)
+    settings = {"steps": options.steps, "lr": options.lr, "data": str(options.data)}
+    path = options.out / "scaling.json"
+    results = finished(path, settings)
     for seed in options.seeds:
         for name in options.variants:
+            if seed in results[name]:
+                continue
             results[name][seed] = train(name, seed, training, held_out, options)
-            content = {
-                "settings": {
-                    k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()
-                },
-                "machine": machine("cpu"),
-                "runs": {
-                    name: {str(seed): asdict(run) for seed, run in runs.items()}
-                    for name, runs in results.items()
-                },
+            runs = {
+                name: {str(seed): asdict(run) for seed, run in by_seed.items()}
+                for name, by_seed in results.items()
             }
-            (options.out / "scaling.json").write_text(json.dumps(content, indent=1))
-    console.print(table(results))
-    draw(options.out / "scaling.png", results)
+            content = {"settings": settings, "machine": machine("cpu"), "runs": runs}
+            path.write_text(json.dumps(content, indent=1))
+    console.print(table({name: results[name] for name in options.variants}))
+    draw(options.out / "scaling.png", {name: results[name] for name in options.variants})
     console.print(f"Wrote scaling.json and scaling.png to {options.out}", soft_wrap=True)
+
+
+def finished(path: Path, settings: dict[str, Any]) -> dict[str, dict[int, Outcome]]:
+    """The runs that are done, if they were made with the same settings."""
+    results: dict[str, dict[int, Outcome]] = defaultdict(dict)
+    content = json.loads(path.read_text()) if path.exists() else {}
+    if content.get("settings") == settings:
+        for name, runs in content["runs"].items():
+            results[name] = {int(seed): Outcome(**run) for seed, run in runs.items()}
+    return results
 
 
 def table(results: dict[str, dict[int, Outcome]]) -> Table:

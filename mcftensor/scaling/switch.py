@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
@@ -48,7 +49,8 @@ def scalify(
 
     Args:
         model: any module whose operations have rules; others raise, and name the repair.
-        format: of all floating parameters; by default `scaled(torch.float16)`.
+        format: of all floating parameters; by default `scaled(torch.float16)` that is rounded
+            stochastically, so that steps too small for 11 bits survive in the mean.
         overrides: patterns (fnmatch) of names of parameters, and the format that they get instead;
             None leaves a parameter plain. The first pattern that matches decides.
         products: `"fp8"` has `nn.Linear` multiply 8-bit data: E4M3 forward, E5M2 for gradients.
@@ -56,6 +58,7 @@ def scalify(
     Raises:
         TypeError: `format` is no scaled format.
         ValueError: `products` is something else; a pattern that matches no parameter.
+        RuntimeError: a parameter to which weak references exist, as those of `nn.LSTM`.
 
     *Source*: arXiv 2407.17353; embeddings, attention, convolutions, batch norms and losses, for
     which it gives no rules, are this library's own.
@@ -69,7 +72,7 @@ def scalify(
         >>> model[0].weight.grad.format, opt.state[model[0].weight]["exp_avg"].dtype
         (mcf.scaled(torch.float16), torch.float16)
     """
-    format = of_dtype(torch.float16) if format is None else format
+    format = of_dtype(torch.float16, 1, "stochastic") if format is None else format
     if not isinstance(format, ScaledFormat):
         raise TypeError(f"scalify: {format!r} is no scaled format; give mcf.scaled(torch.float16)")
     if products not in (None, "fp8"):
@@ -81,6 +84,13 @@ def scalify(
             raise ValueError(
                 f"scalify: the pattern {pattern!r} in overrides matches none of the parameters: "
                 f"{', '.join(names) or 'the module has none'}"
+            )
+    for name, p in model.named_parameters():
+        if weakref.getweakrefs(p):
+            raise RuntimeError(
+                f"scalify: {name} of shape {tuple(p.shape)} has weak references to it, which an "
+                "exchange of its contents would mislead. Recurrent layers have no rules; averaged "
+                "copies of a model are made after it is converted"
             )
     for name, p in list(model.named_parameters()):
         matching = [x for x in overrides if fnmatchcase(name, x)]
