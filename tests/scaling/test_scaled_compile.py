@@ -6,12 +6,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import mcftensor as mcf
-from support.scales import exact
+from support.scales import FP16, exact
 
 
 def build():
     return mcf.scalify(
-        nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 5))
+        nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 5)), FP16
     )
 
 

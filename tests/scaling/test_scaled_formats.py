@@ -95,7 +95,7 @@ def test_other_types_of_data_keep_the_scale():
 
 def test_special_values():
     x = mcf.as_expansion(torch.tensor([torch.inf, -torch.inf, torch.nan, 3e-20, -0.0]), FP16)
-    assert x[3].item() == pytest.approx(3e-20, rel=2**-11)
+    assert x[3].item() == pytest.approx(3e-20, rel=2**-11, abs=0)
     assert x.isfinite().tolist() == [False, False, False, True, True]
     assert torch.signbit(x.components[0][4])
     zeros = mcf.as_expansion(torch.zeros(3), FP16)
@@ -235,12 +235,12 @@ def test_small_steps_leave_the_exponent_alone():
 def test_random_fills_and_constants():
     x = normal(2000, exponent=-40)
     x.normal_(0, 1e-12)
-    assert exact(x).std().item() == pytest.approx(1e-12, rel=0.1)
-    assert exact(x.fill_(1e-15)).unique().item() == pytest.approx(1e-15, rel=2**-11)
+    assert exact(x).std().item() == pytest.approx(1e-12, rel=0.1, abs=0)
+    assert exact(x.fill_(1e-15)).unique().item() == pytest.approx(1e-15, rel=2**-11, abs=0)
     assert not exact(x.zero_()).any()
     made = x.new_full((3,), 1e-15)
-    assert exact(made)[0].item() == pytest.approx(1e-15, rel=2**-11)
-    assert exact(torch.full_like(x, 1e-15))[0].item() == pytest.approx(1e-15, rel=2**-11)
+    assert exact(made)[0].item() == pytest.approx(1e-15, rel=2**-11, abs=0)
+    assert exact(torch.full_like(x, 1e-15))[0].item() == pytest.approx(1e-15, rel=2**-11, abs=0)
     assert exact(torch.ones_like(x)).unique().tolist() == [1]
 
 

@@ -82,10 +82,11 @@ def test_gradients_of_any_size(kind, path, k):
             assert name == "step" or rms(x) >= 0.9
 
 
-def test_second_moments_have_room_below():
+@pytest.mark.parametrize("path", PATHS)
+def test_second_moments_have_room_below(path):
     p = nn.Parameter(normal(3))
     p.grad = mcf.as_expansion(torch.tensor([1.0, 2.0**-12, 2.0**-17]), FP16)
-    optimizer = torch.optim.AdamW([p])
+    optimizer = torch.optim.AdamW([p], **PATHS[path])
     optimizer.step()
     state = optimizer.state[p]["exp_avg_sq"]
     assert (exact(state) != 0).all()
