@@ -105,6 +105,41 @@ def _rms_norm_backward(
     return _balanced((dx, dw), (s, g.exponent), mask)
 
 
+@rule(aten.native_group_norm)
+def _group_norm(
+    x: Any, weight: Any, bias: Any, n: int, channels: int, places: int, groups: int, eps: float
+) -> tuple[Unrounded, Tensor, Tensor]:
+    a = number(x)
+    parts = a.mantissa.reshape(n, groups, -1)
+    variance, mean = torch.var_mean(parts, 2, correction=0)
+    inverse = _inverse_deviation(variance, eps, a.exponent)
+    normal = ((parts - mean[..., None]) * inverse[..., None]).view(x.shape)
+    shape = (1, -1, *(1 for _ in range(x.dim() - 2)))
+    return _with_gain(normal, weight, bias, shape), mean, inverse
+
+
+@rule(aten.native_group_norm_backward)
+def _group_norm_backward(
+    gradient: Any,
+    x: Any,
+    mean: Tensor,
+    inverse: Tensor,
+    weight: Any,
+    n: int,
+    channels: int,
+    places: int,
+    groups: int,
+    mask: list[bool],
+) -> tuple[Unrounded | None, ...]:
+    g, a = number(gradient), number(x)
+    gain = None if weight is None else number(weight)
+    data = None if gain is None else gain.mantissa
+    how = (mean, inverse, data, n, channels, places, groups, mask)
+    made = aten.native_group_norm_backward(g.mantissa.contiguous(), a.mantissa.contiguous(), *how)
+    s = g.exponent - a.exponent + (0 if gain is None else gain.exponent)
+    return _balanced(made, (s, g.exponent, g.exponent), mask)
+
+
 # ------------------------------------------------------------------------------------ batch norms
 
 

@@ -58,7 +58,7 @@ def rule(*operators: Any, keeps_tails: bool = False) -> Callable[[Any], Any]:
 @contextlib.contextmanager
 def fallback() -> Iterator[None]:
     """Within, an operation that has no rule is computed in plain float32, and its result is scaled
-    by its size; outside it raises.
+    by its size; outside it raises. So has to be its backward pass, if that has no rule.
 
     The numbers pass through float32, so what is beyond its range is lost.
 

@@ -221,6 +221,13 @@ class ScaledTensor(torch.Tensor):
 
     # ------------------------------------------------------------- what dispatch does not see
 
+    def backward(self, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+        """As of any tensor; a plain gradient gets a scale, where autograd would round it to the
+        dtype of the data."""
+        if isinstance(gradient, Tensor) and not isinstance(gradient, ScaledTensor):
+            gradient = torch.empty_like(self.detach()).copy_(gradient)
+        super().backward(gradient, *args, **kwargs)
+
     @property
     def data(self) -> Tensor:
         """The same numbers, outside of autograd."""

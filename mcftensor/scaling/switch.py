@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from mcftensor.patches.objects import exchange
 from mcftensor.scaling.fp8 import Fp8Linear, switched
@@ -102,11 +103,34 @@ def scalify(
         exchange(p, nn.Parameter(as_scaled(p, wanted), requires_grad=p.requires_grad))
         if p.grad is not None:
             p.grad = as_scaled(p.grad, wanted.lead)
+    for module in model.modules():
+        if isinstance(module, _ConvNd) and _with_scale not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_with_scale)
     if products == "fp8":
         for module in model.modules():
             if type(module) in (nn.Linear, Fp8Linear):
                 switched(module)
     return model
+
+
+class _Encoded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, format: ScaledFormat) -> Tensor:
+        ctx.dtype = x.dtype
+        return encoded(x, format)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return plain_of(gradient, ctx.dtype), None
+
+
+def _with_scale(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """PyTorch compares the dtypes of a convolution before any rule is asked."""
+    x, *others = inputs
+    weight = module.weight
+    if isinstance(weight, ScaledTensor) and isinstance(x, Tensor):
+        x = x if isinstance(x, ScaledTensor) else _Encoded.apply(x, weight.format.lead)
+    return (x, *others)
 
 
 def unscaled(model: M, dtype: torch.dtype | None = None) -> M:

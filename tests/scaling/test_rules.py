@@ -343,6 +343,11 @@ def test_what_has_no_rule_says_what_to_do():
     assert torch.allclose(exact(q) @ exact(r), exact(x), atol=2.0**7 * 0.01)
     with pytest.raises(NotImplementedError):
         torch.linalg.qr(x)
+    x, copy = normal(3, 4).requires_grad_(), exact(normal(3, 4)).requires_grad_()
+    with mcf.scaling.fallback():
+        F.smooth_l1_loss(x, torch.zeros(3, 4)).backward()
+    F.smooth_l1_loss(copy, torch.zeros(3, 4).double()).backward()
+    assert torch.allclose(exact(x.grad), copy.grad, rtol=2**-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

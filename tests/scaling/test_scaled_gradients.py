@@ -65,6 +65,10 @@ NEAR_ONE = {
         [(4, 6)],
     ),
     "rms norm": (lambda x, w: F.rms_norm(x, (16,), w, 1e-5), [(5, 16), (16,)]),
+    "group norm": (
+        lambda x, w, b: F.group_norm(x, 2, w, b),
+        [(3, 4, 5, 5), (4,), (4,)],
+    ),
     "batch norm": (
         lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
         [(6, 3, 4, 4), (3,), (3,)],
@@ -140,6 +144,19 @@ def test_losses_and_norms_balance_their_gradients():
         "_log_softmax_backward_data",
         "native_layer_norm_backward",
     }
+
+
+def test_plain_inputs_of_convolutions_get_plain_gradients():
+    layer = mcf.scalify(nn.Conv2d(3, 4, 3), FP16)
+    x = torch.randn(2, 3, 6, 6, requires_grad=True)
+    layer(x).backward(torch.ones(2, 4, 4, 4) * 1e-6)
+    copy = x.detach().double().requires_grad_()
+    made = F.conv2d(copy, exact(layer.weight), exact(layer.bias))
+    made.backward(torch.full_like(made, 1e-6))
+    assert type(x.grad) is torch.Tensor
+    assert torch.allclose(x.grad.double(), copy.grad, rtol=2**-7, atol=1e-9)
+    mcf.as_plain(layer, torch.float32)
+    assert type(layer(x)) is torch.Tensor
 
 
 def test_rescaling_forward_and_backward():

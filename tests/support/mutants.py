@@ -1031,7 +1031,9 @@ MUTATIONS = [
     ),
     *_of(
         "scaled_numbers.py",
-        "tests/scaling",
+        "tests/scaling/test_rules.py",
+        "tests/scaling/test_scaled_formats.py",
+        "tests/scaling/test_scaled_optimizers.py",
         exponents_are_shared=("x.exponent.clone()\n", "x.exponent\n"),
         parts_forget_the_rest=("part.copy_(part.to(torch.float32) * factor)", "pass"),
         weights_drift=("least = torch.maximum(least, rms - 1)", "pass"),
@@ -1043,13 +1045,15 @@ MUTATIONS = [
     ),
     *_of(
         "norms.py",
-        "tests/scaling",
+        "tests/scaling/test_rules.py",
+        "tests/scaling/test_scaled_gradients.py",
         eps_of_the_data=("eps * power_of_two(-exponent) * power_of_two(-exponent)", "eps"),
         gradients_go_by_rule=('Unrounded(part, exponent, "by size")', "Unrounded(part, exponent)"),
     ),
     *_of(
         "losses.py",
-        "tests/scaling",
+        "tests/scaling/test_rules.py",
+        "tests/scaling/test_scaled_gradients.py",
         attention_forgets_the_values=(
             "    s = g.exponent + values.exponent\n",
             "    s = g.exponent\n",
