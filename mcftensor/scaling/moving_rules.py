@@ -132,73 +132,74 @@ def _format_for(x: ScaledTensor, dtype: torch.dtype | None) -> ScaledFormat | No
     return of_dtype(dtype) if dtype in TOPS else None
 
 
-def _made_like(func: Any, value: float | None) -> Callable[..., Tensor]:
-    def make(
-        x: ScaledTensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any
-    ) -> Tensor:
-        format = _format_for(x, dtype)
-        number_of_value = value
-        if func is aten.full_like.default:
-            number_of_value, *args = args  # type: ignore[assignment]
-        kwargs.pop("pin_memory", None)
-        device = torch.device(kwargs.pop("device", None) or x.device)
-        if format is None:
-            plain = torch.empty_like(x._data, dtype=dtype, device=device)
-            return plain.fill_(number_of_value or 0)
-        parts = [
-            torch.zeros_like(
-                x._data,
-                dtype=format.dtype,
-                device=device,
-                memory_format=kwargs.get("memory_format"),
-            )
-            for _ in range(format.terms)
-        ]
-        made = ScaledTensor.of(parts, torch.full((), ANY, dtype=torch.int32, device=device), format)
-        return made.fill_(number_of_value) if number_of_value else made
-
-    return make
+def _filled(template: Tensor, x: ScaledTensor, dtype: torch.dtype | None, value: float) -> Tensor:
+    """A tensor laid out as the template, in the format that x and a dtype say."""
+    format = _format_for(x, dtype)
+    if format is None:
+        return torch.full_like(template, value, dtype=dtype)
+    parts = [torch.zeros_like(template, dtype=format.dtype) for _ in range(format.terms)]
+    exponent = torch.full((), ANY, dtype=torch.int32, device=template.device)
+    made = ScaledTensor.of(parts, exponent, format)
+    return made.fill_(value) if value else made
 
 
-for _operator, _value in (
-    (aten.empty_like.default, 0.0),
-    (aten.zeros_like.default, 0.0),  # states of optimizers, and gradients of what is unused
-    (aten.ones_like.default, 1.0),  # the gradient of a loss
-    (aten.full_like.default, None),
-):
-    rule(_operator)(_made_like(_operator, _value))
+@rule(aten.full_like)
+def _full_like(
+    x: ScaledTensor,
+    value: float,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    memory_format: torch.memory_format | None = None,
+    **unused: Any,
+) -> Tensor:
+    template = torch.empty_like(x._data, device=device, memory_format=memory_format)
+    return _filled(template, x, dtype, value)
 
 
-def _made_new(value: float | None) -> Callable[..., Tensor]:
-    def make(
-        x: ScaledTensor,
-        size: Sequence[int],
-        *args: Any,
-        dtype: torch.dtype | None = None,
-        device: Any = None,
-        **unused: Any,
-    ) -> Tensor:
-        template = torch.empty(size, dtype=x.dtype, device=device or x.device)
-        format = _format_for(x, dtype)
-        level = args[0] if value is None and args and not isinstance(args[0], Sequence) else value
-        if format is None:
-            return torch.full(size, level or 0, dtype=dtype, device=device or x.device)
-        parts = [torch.zeros_like(template, dtype=format.dtype) for _ in range(format.terms)]
-        exponent = torch.full((), ANY, dtype=torch.int32, device=template.device)
-        made = ScaledTensor.of(parts, exponent, format)
-        return made.fill_(level) if level else made
-
-    return make
+@rule(aten.empty_like, aten.zeros_like)
+def _zeros_like(x: ScaledTensor, **how: Any) -> Tensor:
+    """States of optimizers, and gradients of what is unused."""
+    return _full_like(x, 0.0, **how)
 
 
-for _operator, _value in (
-    (aten.new_empty.default, 0.0),
-    (aten.new_zeros.default, 0.0),
-    (aten.new_ones.default, 1.0),
-    (aten.new_full.default, None),
-    (aten.new_empty_strided.default, 0.0),
-):
-    rule(_operator)(_made_new(_value))
+@rule(aten.ones_like)
+def _ones_like(x: ScaledTensor, **how: Any) -> Tensor:
+    """The gradient of a loss."""
+    return _full_like(x, 1.0, **how)
+
+
+@rule(aten.new_full)
+def _new_full(
+    x: ScaledTensor,
+    size: Sequence[int],
+    value: float,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **unused: Any,
+) -> Tensor:
+    template = torch.empty(size, dtype=x.dtype, device=device or x.device)
+    return _filled(template, x, dtype, value)
+
+
+@rule(aten.new_empty, aten.new_zeros)
+def _new_zeros(x: ScaledTensor, size: Sequence[int], **how: Any) -> Tensor:
+    return _new_full(x, size, 0.0, **how)
+
+
+@rule(aten.new_ones)
+def _new_ones(x: ScaledTensor, size: Sequence[int], **how: Any) -> Tensor:
+    return _new_full(x, size, 1.0, **how)
+
+
+@rule(aten.new_empty_strided)
+def _new_empty_strided(
+    x: ScaledTensor, size: Sequence[int], stride: Sequence[int], **how: Any
+) -> Tensor:
+    """Where gradients are accumulated in the layout of their parameter."""
+    template = torch.empty_strided(size, stride, dtype=x.dtype, device=x.device)
+    return _filled(template, x, how.get("dtype"), 0.0)
 
 
 @rule(aten.fill_.Scalar)
