@@ -2,6 +2,7 @@
 
 from mcftensor import checkpoint as checkpoint
 from mcftensor import formats as formats
+from mcftensor import scaling as scaling
 from mcftensor.arithmetic import eft as eft
 from mcftensor.arithmetic import networks as networks
 from mcftensor.checkpoint.bridge import convert_checkpoint as convert_checkpoint
@@ -42,6 +43,12 @@ from mcftensor.meters.memory import Memory as Memory
 from mcftensor.meters.memory import memory as memory
 from mcftensor.passes import expansion as expansion
 from mcftensor.patches import PatchWarning as PatchWarning
+from mcftensor.scaling import ScaledFormat as ScaledFormat
+from mcftensor.scaling import ScaledTensor as ScaledTensor
+from mcftensor.scaling import rescale as rescale
+from mcftensor.scaling import rescale_grad as rescale_grad
+from mcftensor.scaling import scaled as scaled
+from mcftensor.scaling import scalify as scalify
 from mcftensor.selfcheck import SelfCheckError as SelfCheckError
 from mcftensor.selfcheck import selfcheck as selfcheck
 from mcftensor.tensor import MCFTensor as MCFTensor

@@ -25,6 +25,9 @@ from mcftensor.patches.objects import (
     remove_load_hook,
     without_weight_references,
 )
+from mcftensor.scaling.scaled import ScaledTensor
+from mcftensor.scaling.scaled_format import ScaledFormat
+from mcftensor.scaling.switch import as_scaled, scalify, unscaled
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.sharded import format_of, local, on_local, place_of, require_unsharded
 from mcftensor.training.gradient_hooks import GradientHook
@@ -36,12 +39,19 @@ Plans = dict[str, tuple[Tensor, Format | None]]
 
 
 @overload
+def as_expansion(obj: M, format: ScaledFormat, *, overrides: Overrides = ...) -> M: ...
+@overload
+def as_expansion(obj: Tensor, format: ScaledFormat) -> ScaledTensor: ...
+@overload
 def as_expansion(obj: M, format: Format | None = ..., *, overrides: Overrides = ...) -> M: ...
 @overload
 def as_expansion(obj: Tensor, format: Format | None = ...) -> MCFTensor: ...
 def as_expansion(
-    obj: M | Tensor, format: Format | None = None, *, overrides: Overrides | None = None
-) -> M | MCFTensor:
+    obj: M | Tensor,
+    format: Format | ScaledFormat | None = None,
+    *,
+    overrides: Overrides | None = None,
+) -> M | MCFTensor | ScaledTensor:
     """A tensor as an expansion, or a module whose parameters become expansions, in place.
 
     A tensor of any shape gives a *value* of the same shape: an expansion for arithmetic.
@@ -86,6 +96,8 @@ def as_expansion(
         >>> model.bias.dtype
         torch.float32
     """
+    if isinstance(format, ScaledFormat):
+        return _as_scaled(obj, format, overrides)
     if format is not None:
         require_format(format, "as_expansion")
     if isinstance(obj, nn.Module):
@@ -99,6 +111,14 @@ def as_expansion(
             "which ends here; call .detach() on it first"
         )
     return value_in(obj, format or format_of(obj) or default_format(obj.shape))
+
+
+def _as_scaled(
+    obj: M | Tensor, format: ScaledFormat, overrides: Overrides | None
+) -> M | ScaledTensor:
+    if isinstance(obj, nn.Module):
+        return scalify(obj, format, overrides=overrides)  # type: ignore[arg-type]
+    return as_scaled(obj, format)
 
 
 @overload
@@ -132,7 +152,9 @@ def as_plain(obj: M | Tensor, dtype: torch.dtype | None = None) -> M | Tensor:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"as_plain: {dtype!r} is no floating dtype; give torch.float32, say")
     if isinstance(obj, nn.Module):
-        return _module_as_plain(obj, dtype)
+        return unscaled(_module_as_plain(obj, dtype), dtype)
+    if isinstance(obj, ScaledTensor):
+        return obj.to_plain(dtype or obj.dtype)
     if isinstance(obj, Tensor) and isinstance(own := local(obj), MCFTensor):
         base = own.dtype if is_compiling() else own._format.dtype  # graphs have no formats
         return on_local(_as_plain, obj.detach(), dtype or base)

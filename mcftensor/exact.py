@@ -12,8 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcftensor.formats import ExpansionFormat, Format, require_expansion_format
+from mcftensor.formats import ExpansionFormat, Format, fp64x2, require_expansion_format
 from mcftensor.passes import expansion
+from mcftensor.scaling.scaled import ScaledTensor
+from mcftensor.scaling.scaled_format import ScaledFormat
+from mcftensor.scaling.switch import as_scaled
 from mcftensor.tensor import MCFTensor
 
 Exact: TypeAlias = int | float | str | Fraction | Decimal
@@ -21,8 +24,8 @@ Nested: TypeAlias = Exact | Sequence["Nested"]
 
 
 def from_exact(
-    values: Nested, format: Format, *, device: str | torch.device | None = None
-) -> MCFTensor:
+    values: Nested, format: Format | ScaledFormat, *, device: str | torch.device | None = None
+) -> MCFTensor | ScaledTensor:
     """Numbers of any precision as an expansion, each rounded to its format once.
 
     Args:
@@ -34,7 +37,8 @@ def from_exact(
     Returns:
         A value of the shape of the lists.
 
-    *Error*: half an ulp of the last term: the first term is the number rounded to the base, each
+    *Error*: of a scaled format, that of the nearest float64 and of one rounding to its data. Of
+    others half an ulp of the last term: the first term is the number rounded to the base, each
     next one what then remains, rounded.
 
     *Special values*: infinities, NaN and the sign of a zero are kept. What overflows the base
@@ -52,6 +56,9 @@ def from_exact(
         >>> mcf.to_fraction(mcf.from_exact("0.1", mcf.bf16x2))
         Fraction(209715, 2097152)
     """
+    if isinstance(format, ScaledFormat):
+        expansion_of_all = from_exact(values, fp64x2, device=device)
+        return as_scaled(expansion_of_all.components[0], format)
     format = require_expansion_format(format, "from_exact")
     numbers = np.array(values, dtype=object)
     if numbers.ndim and any(isinstance(x, (list, tuple)) for x in numbers.flat):
@@ -88,6 +95,8 @@ def to_fraction(x: Tensor) -> Any:
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"to_fraction: got {kind}; give an expansion or a real floating tensor")
     terms = x.format.decode(x.components) if isinstance(x, MCFTensor) else (x,)
+    if isinstance(x, ScaledTensor):
+        terms = (x.to_plain(),)
     if not all(bool(torch.isfinite(term).all()) for term in terms):
         raise ValueError(
             f"to_fraction: the tensor of shape {tuple(x.shape)} holds infinities or NaN, which are "

@@ -1062,4 +1062,78 @@ MUTATIONS = [
         rounded_in_silence=("        if rounded:\n", "        if False:\n"),
         said_of_what_fits=("< format.precision", "< 1000"),
     ),
+    # --------------------------------------------------------------------------------- scaling
+    *_of(
+        "exponents.py",
+        "tests/scaling/test_rules.py",
+        half_too_much=("(n.bit_length() - 1) // 2", "n.bit_length() // 2"),
+        infinities_times_zero=("<< 23).clamp(min=1)", "<< 23)"),
+    ),
+    *_of(
+        "exponents.py",
+        "tests/scaling/test_scaled_formats.py",
+        infinities_are_measured=(
+            "            magnitude = torch.where(x.isfinite(), x, 0).abs().amax()\n",
+            "            pass\n",
+        ),
+    ),
+    *_of(
+        "scaled_format.py",
+        "tests/scaling/test_scaled_formats.py",
+        tails_as_small_as_they_are=(
+            "rest = (x - leading.to(x.dtype)) * 2.0 ** PRECISIONS[self.dtype]",
+            "rest = x - leading.to(x.dtype)",
+        ),
+    ),
+    *_of(
+        "scaled_format.py",
+        "tests/scaling/test_fp8.py",
+        infinite_eight_bits=("x.clamp(-most, most).to(self.dtype)", "x.to(self.dtype)"),
+    ),
+    *_of(
+        "scaled_numbers.py",
+        "tests/scaling/test_rules.py",
+        "tests/scaling/test_scaled_formats.py",
+        "tests/scaling/test_scaled_optimizers.py",
+        exponents_are_shared=("x.exponent.clone()\n", "x.exponent\n"),
+        parts_forget_the_rest=("part.copy_(part.to(torch.float32) * factor)", "pass"),
+        weights_drift=("least = torch.maximum(least, rms - 1)", "pass"),
+        squares_are_placed_low=('if x.placing == "high"', 'if x.placing == "higher"'),
+        exponents_jump=(
+            "further = torch.minimum(torch.maximum(-shift, least), most)",
+            "further = most",
+        ),
+    ),
+    *_of(
+        "norms.py",
+        "tests/scaling/test_rules.py",
+        "tests/scaling/test_scaled_gradients.py",
+        eps_of_the_data=("eps * power_of_two(-exponent) * power_of_two(-exponent)", "eps"),
+        gradients_go_by_rule=('Unrounded(part, exponent, "by size")', "Unrounded(part, exponent)"),
+    ),
+    *_of(
+        "losses.py",
+        "tests/scaling/test_rules.py",
+        "tests/scaling/test_scaled_gradients.py",
+        attention_forgets_the_values=(
+            "    s = g.exponent + values.exponent\n",
+            "    s = g.exponent\n",
+        ),
+        chances_are_large=("Unrounded(times_power(plain, whole), -whole,", "Unrounded(plain, 0,"),
+    ),
+    *_of(
+        "scaled_steps.py",
+        "tests/scaling/test_scaled_optimizers.py",
+        squares_of_fused_steps_are_low=(
+            "written=(0, 2, 3, 4), squares=(3, 4)",
+            "written=(0, 2, 3, 4)",
+        ),
+        first_moments_are_not_written=("written=(0, 2, 3, 4)", "written=(0, 3, 4)"),
+    ),
+    *_of(
+        "fp8.py",
+        "tests/scaling/test_fp8.py",
+        gradients_as_e4m3=("gradient.shape[-1]), E5M2)", "gradient.shape[-1]), E4M3)"),
+        half_is_forgotten=("a.exponent + b.exponent + half", "a.exponent + b.exponent"),
+    ),
 ]

@@ -1,0 +1,30 @@
+"""Scales that propagate: tensors of low-precision data times a power of two, and rules for them.
+
+`scaled_format` says what data there is, and `scaled` is the tensor; `exponents` computes with
+powers of two, and `scaled_numbers` with numbers that are not rounded yet. `ruling` finds the rule
+of an operator:
+`arithmetic_rules`, `reductions`, `activations`, `products`, `convolutions`, `norms`,
+`losses`, `moving_rules`, and `scaled_steps` for optimizers. What users call is in `switch`,
+`rescaling`, `fp8` and `counts`.
+"""
+
+from mcftensor.scaling import activations as activations
+from mcftensor.scaling import arithmetic_rules as arithmetic_rules
+from mcftensor.scaling import convolutions as convolutions
+from mcftensor.scaling import losses as losses
+from mcftensor.scaling import moving_rules as moving_rules
+from mcftensor.scaling import norms as norms
+from mcftensor.scaling import products as products
+from mcftensor.scaling import reductions as reductions
+from mcftensor.scaling import scaled_steps as scaled_steps
+from mcftensor.scaling.counts import counting as counting
+from mcftensor.scaling.fp8 import Fp8Linear as Fp8Linear
+from mcftensor.scaling.fp8 import fp8_linear as fp8_linear
+from mcftensor.scaling.fp8 import fp8_product as fp8_product
+from mcftensor.scaling.rescaling import rescale as rescale
+from mcftensor.scaling.rescaling import rescale_grad as rescale_grad
+from mcftensor.scaling.ruling import fallback as fallback
+from mcftensor.scaling.scaled import ScaledTensor as ScaledTensor
+from mcftensor.scaling.scaled_format import ScaledFormat as ScaledFormat
+from mcftensor.scaling.scaled_format import scaled as scaled
+from mcftensor.scaling.switch import scalify as scalify

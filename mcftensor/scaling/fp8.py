@@ -1,0 +1,148 @@
+"""Products of 8-bit data: E4M3 forward and E5M2 for gradients, by the device or in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mcftensor.scaling.counts import count
+from mcftensor.scaling.exponents import half_log2, times_power
+from mcftensor.scaling.scaled import ScaledTensor
+from mcftensor.scaling.scaled_format import of_dtype
+from mcftensor.scaling.scaled_numbers import Unrounded, number, stored
+
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+
+
+def fp8_product(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y of two 8-bit scaled matrices, as scaled float16.
+
+    `torch._scaled_mm` multiplies where it can: on a CPU always, on a GPU where all sides are
+    multiples of 16 and not both operands are E5M2. Elsewhere the data is multiplied in float32,
+    which holds every product of 8-bit floats exactly.
+
+    Args:
+        x: (m, k), in `scaled(torch.float8_e4m3fn)` or `scaled(torch.float8_e5m2)`.
+        y: (k, n), in one of the same.
+
+    Returns:
+        (m, n): products of the data, added up in float32, divided by √k rounded down to a power of
+        two, and rounded to float16.
+
+    Raises:
+        TypeError: an operand of another format.
+        ValueError: no matrices, or sides that do not match.
+
+    *Error*: that of the sum in float32 and of one rounding to float16; see `as_expansion` for that
+    of the 8-bit data.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> e4m3 = mcf.scaled(torch.float8_e4m3fn)
+        >>> x = mcf.as_expansion(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), e4m3)
+        >>> mcf.scaling.fp8_product(x, x)
+        ScaledTensor([[ 7., 10.],
+                      [15., 22.]], format=scaled(float16), exponent=2)
+    """
+    a, b = _eight_bits(x), _eight_bits(y)
+    if x.dim() != 2 or y.dim() != 2 or x.shape[1] != y.shape[0]:
+        raise ValueError(
+            f"fp8_product: shapes {tuple(x.shape)} and {tuple(y.shape)}; give (m, k) and (k, n)"
+        )
+    data = _native(a._data, b._data) if _is_native(a._data, b._data) else _emulated(a, b)
+    half = half_log2(x.shape[1])
+    exponent = a.exponent + b.exponent + half
+    return stored(Unrounded(times_power(data, -half), exponent), of_dtype(torch.float16))
+
+
+def _eight_bits(x: Tensor) -> ScaledTensor:
+    if not isinstance(x, ScaledTensor) or x.dtype not in (E4M3, E5M2):
+        given = x.format.name if isinstance(x, ScaledTensor) else f"plain {x.dtype}"
+        raise TypeError(
+            f"fp8_product: an operand of shape {tuple(x.shape)} is {given}; convert it with "
+            "mcf.as_expansion(x, mcf.scaled(torch.float8_e4m3fn))"
+        )
+    return x
+
+
+def _is_native(x: Tensor, y: Tensor) -> bool:
+    if 0 in (*x.shape, *y.shape) or type(x) is not Tensor:
+        return False
+    if x.device.type == "cpu":
+        return True
+    if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) < (8, 9):
+        return False
+    return all(n % 16 == 0 for n in (*x.shape, *y.shape)) and {x.dtype, y.dtype} != {E5M2}
+
+
+def _native(x: Tensor, y: Tensor) -> Tensor:
+    """Rows of x times columns of y, which lie one after the other."""
+    count("fp8", "native")
+    one = torch.ones((), device=x.device)
+    columns = y.t().contiguous().t()
+    return torch._scaled_mm(x.contiguous(), columns, one, one, out_dtype=torch.float32)
+
+
+def _emulated(x: ScaledTensor, y: ScaledTensor) -> Tensor:
+    count("fp8", "emulated")
+    return number(x).mantissa @ number(y).mantissa
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> ScaledTensor:
+    """Data as 8-bit floats, placed by its size."""
+    own = number(x)
+    return stored(Unrounded(own.mantissa, own.exponent, "by size"), of_dtype(dtype))
+
+
+class _Fp8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        rows, columns = _cast(x.reshape(-1, x.shape[-1]), E4M3), _cast(weight, E4M3)
+        ctx.save_for_backward(rows, columns)
+        ctx.shape = x.shape
+        return fp8_product(rows, columns.t()).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        rows, columns = ctx.saved_tensors
+        g = _cast(gradient.reshape(-1, gradient.shape[-1]), E5M2)
+        needs_x, needs_weight = ctx.needs_input_grad
+        dx = fp8_product(g, columns).view(ctx.shape) if needs_x else None
+        return dx, fp8_product(g.t(), rows) if needs_weight else None
+
+
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias with 8-bit products: x and weight as E4M3, the gradient as E5M2.
+
+    What is saved for backward is the 8-bit data.
+
+    Args:
+        x: (..., k), scaled or plain.
+        weight: (n, k).
+        bias: (n,), added in float16 or what else it is.
+
+    Returns:
+        (..., n) as scaled float16.
+
+    *Error*: relative 2^-4 for each number of x and weight, 2^-3 for each of a gradient, as far as
+    it is not below 2^-14 and 2^-28 of the largest one.
+    """
+    made = _Fp8Linear.apply(x, weight)
+    return made if bias is None else made + bias
+
+
+class Fp8Linear(nn.Linear):
+    """`nn.Linear` with 8-bit products; `scalify(model, products="fp8")` makes these."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As of `nn.Linear`."""
+        return fp8_linear(x, self.weight, self.bias)
+
+
+def switched(module: nn.Module) -> None:
+    """Have a linear layer take 8-bit products."""
+    if type(module) is nn.Linear:
+        module.__class__ = Fp8Linear

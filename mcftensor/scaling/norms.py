@@ -1,0 +1,224 @@
+"""Rules of layer, RMS and batch norms: data is normalized, and the scale is that of the gain.
+
+Means and deviations are saved for backward in units of the data, whose exponent is known there.
+The gradients of a norm go by their size: this is where scales of backward passes are balanced.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor.scaling.exponents import power_of_two
+from mcftensor.scaling.ruling import aten, rule
+from mcftensor.scaling.scaled_numbers import Unrounded, number, product_of, sum_of
+
+
+def _inverse_deviation(variance: Tensor, eps: float, exponent: Any) -> Tensor:
+    """1 / √(variance + eps), of which eps is one of the true numbers."""
+    return (variance + eps * power_of_two(-exponent) * power_of_two(-exponent)).rsqrt()
+
+
+def _with_gain(normal: Tensor, weight: Any, bias: Any, shape: tuple[int, ...]) -> Unrounded:
+    made = Unrounded(normal, 0)
+    if weight is not None:
+        gain = number(weight)
+        made = product_of(made, Unrounded(gain.mantissa.view(shape), gain.exponent))
+    if bias is not None:
+        added = number(bias)
+        made = sum_of(made, Unrounded(added.mantissa.view(shape), added.exponent))
+    return made
+
+
+@rule(aten.native_layer_norm)
+def _layer_norm(
+    x: Any, shape: Any, weight: Any, bias: Any, eps: float
+) -> tuple[Unrounded, Tensor, Tensor]:
+    a = number(x)
+    dims = tuple(range(-len(shape), 0))
+    variance, mean = torch.var_mean(a.mantissa, dims, correction=0, keepdim=True)
+    inverse = _inverse_deviation(variance, eps, a.exponent)
+    made = _with_gain((a.mantissa - mean) * inverse, weight, bias, tuple(shape))
+    return made, mean, inverse
+
+
+@rule(aten.native_layer_norm_backward)
+def _layer_norm_backward(
+    gradient: Any,
+    x: Any,
+    shape: Any,
+    mean: Tensor,
+    inverse: Tensor,
+    weight: Any,
+    bias: Any,
+    mask: list[bool],
+) -> tuple[Unrounded | None, ...]:
+    g, a = number(gradient), number(x)
+    gain = None if weight is None else number(weight)
+    made = aten.native_layer_norm_backward(
+        g.mantissa,
+        a.mantissa,
+        shape,
+        mean,
+        inverse,
+        None if gain is None else gain.mantissa,
+        None if bias is None else number(bias).mantissa,
+        mask,
+    )
+    s = g.exponent - a.exponent + (0 if gain is None else gain.exponent)
+    return _balanced(made, (s, g.exponent, g.exponent), mask)
+
+
+def _balanced(made: Any, exponents: Any, mask: list[bool]) -> tuple[Unrounded | None, ...]:
+    return tuple(
+        Unrounded(part, exponent, "by size") if wanted and part is not None else None
+        for part, exponent, wanted in zip(made, exponents, mask, strict=True)
+    )
+
+
+@rule(aten._fused_rms_norm)
+def _rms_norm(x: Any, shape: Any, weight: Any, eps: float | None) -> tuple[Unrounded, Tensor]:
+    a = number(x)
+    dims = tuple(range(-len(shape), 0))
+    square = a.mantissa.square().mean(dims, keepdim=True)
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    inverse = _inverse_deviation(square, eps, a.exponent)
+    return _with_gain(a.mantissa * inverse, weight, None, tuple(shape)), inverse
+
+
+@rule(aten._fused_rms_norm_backward)
+def _rms_norm_backward(
+    gradient: Any, x: Any, shape: Any, inverse: Tensor, weight: Any, mask: list[bool]
+) -> tuple[Unrounded | None, ...]:
+    g, a = number(gradient), number(x)
+    normal = a.mantissa * inverse
+    own, s = g.mantissa, g.exponent - a.exponent
+    if weight is not None:
+        gain = number(weight)
+        own, s = own * gain.mantissa, s + gain.exponent
+    dims = tuple(range(-len(shape), 0))
+    dx = inverse * (own - normal * (own * normal).mean(dims, keepdim=True))
+    dw = (g.mantissa * normal).sum(tuple(range(x.dim() - len(shape))))
+    return _balanced((dx, dw), (s, g.exponent), mask)
+
+
+@rule(aten.native_group_norm)
+def _group_norm(
+    x: Any, weight: Any, bias: Any, n: int, channels: int, places: int, groups: int, eps: float
+) -> tuple[Unrounded, Tensor, Tensor]:
+    a = number(x)
+    parts = a.mantissa.reshape(n, groups, -1)
+    variance, mean = torch.var_mean(parts, 2, correction=0)
+    inverse = _inverse_deviation(variance, eps, a.exponent)
+    normal = ((parts - mean[..., None]) * inverse[..., None]).view(x.shape)
+    shape = (1, -1, *(1 for _ in range(x.dim() - 2)))
+    return _with_gain(normal, weight, bias, shape), mean, inverse
+
+
+@rule(aten.native_group_norm_backward)
+def _group_norm_backward(
+    gradient: Any,
+    x: Any,
+    mean: Tensor,
+    inverse: Tensor,
+    weight: Any,
+    n: int,
+    channels: int,
+    places: int,
+    groups: int,
+    mask: list[bool],
+) -> tuple[Unrounded | None, ...]:
+    g, a = number(gradient), number(x)
+    gain = None if weight is None else number(weight)
+    data = None if gain is None else gain.mantissa
+    how = (mean, inverse, data, n, channels, places, groups, mask)
+    made = aten.native_group_norm_backward(g.mantissa.contiguous(), a.mantissa.contiguous(), *how)
+    s = g.exponent - a.exponent + (0 if gain is None else gain.exponent)
+    return _balanced(made, (s, g.exponent, g.exponent), mask)
+
+
+# ------------------------------------------------------------------------------------ batch norms
+
+
+def _batch_norm(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_variance: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Unrounded, Tensor, Tensor]:
+    """By the statistics of the batch, in units of its data, or by the running ones."""
+    a = number(x)
+    dims = [0, *range(2, x.dim())]
+    shape = (1, -1, *(1 for _ in range(x.dim() - 2)))
+    if training:
+        variance, mean = torch.var_mean(a.mantissa, dims, correction=0)
+        if running_mean is not None:
+            n = x.numel() // x.shape[1]
+            of_batch = Unrounded(mean, a.exponent)
+            around = Unrounded(variance * (n / max(1, n - 1)), a.exponent * 2)
+            running_mean.lerp_(of_batch.plain(), momentum)
+            running_variance.lerp_(around.plain(), momentum)
+    else:
+        mean = Unrounded(number(running_mean).plain(), -a.exponent).plain()
+        variance = Unrounded(number(running_variance).plain(), -a.exponent * 2).plain()
+    inverse = _inverse_deviation(variance, eps, a.exponent)
+    normal = (a.mantissa - mean.view(shape)) * inverse.view(shape)
+    return _with_gain(normal, weight, bias, shape), mean, inverse
+
+
+@rule(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
+def _native_batch_norm(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_variance: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Unrounded, Tensor, Tensor]:
+    return _batch_norm(x, weight, bias, running_mean, running_variance, training, momentum, eps)
+
+
+@rule(aten._native_batch_norm_legit.no_stats)
+def _batch_norm_of_batch(
+    x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
+) -> tuple[Unrounded, Tensor, Tensor]:
+    return _batch_norm(x, weight, bias, None, None, True, momentum, eps)
+
+
+@rule(aten.native_batch_norm_backward)
+def _batch_norm_backward(
+    gradient: Any,
+    x: Any,
+    weight: Any,
+    running_mean: Any,
+    running_variance: Any,
+    mean: Any,
+    inverse: Any,
+    training: bool,
+    eps: float,
+    mask: list[bool],
+) -> tuple[Unrounded | None, ...]:
+    g, a = number(gradient), number(x)
+    shape = (1, -1, *(1 for _ in range(x.dim() - 2)))
+    dims = [0, *range(2, x.dim())]
+    normal = (a.mantissa - mean.view(shape)) * inverse.view(shape)
+    dw = (g.mantissa * normal).sum(dims)
+    db = g.mantissa.sum(dims)
+    dx, s = g.mantissa, g.exponent - a.exponent
+    if training:
+        n = math.prod(x.shape[d] for d in dims)
+        dx = dx - (db.view(shape) + normal * dw.view(shape)) / n
+    dx = dx * inverse.view(shape)
+    if weight is not None:
+        gain = number(weight)
+        dx, s = dx * gain.mantissa.view(shape), s + gain.exponent
+    return _balanced((dx, dw, db), (s, g.exponent, g.exponent), mask)

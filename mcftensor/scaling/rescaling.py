@@ -1,0 +1,68 @@
+"""Rescaling by the numbers, where a model asks for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor.scaling.exponents import Exponent
+from mcftensor.scaling.scaled import ScaledTensor
+from mcftensor.scaling.scaled_numbers import Unrounded, number, stored
+
+
+class _Rescale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: bool, backward: bool) -> Tensor:
+        ctx.backward_too = backward
+        return _balanced(x) if forward else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return (_balanced(gradient) if ctx.backward_too else gradient), None, None
+
+
+def _balanced(x: Tensor) -> Tensor:
+    if not isinstance(x, ScaledTensor):
+        return x.clone()
+    own = number(x)
+    exponent: Exponent = own.exponent
+    return stored(Unrounded(own.mantissa, exponent, "by size"), x.format, "rescale")
+
+
+def rescale(x: Tensor) -> Tensor:
+    """The same numbers with the exponent that goes by their size: data has a root mean square in
+    [1, 2), or lower where the largest number would not fit.
+
+    Gradients pass as they are. Plain tensors are copied.
+
+    *Error*: none, but for numbers that were, or come to be, below the normal range of the data.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> x = mcf.as_expansion(torch.tensor([1.0, 1.5]), mcf.scaled(torch.float16))
+        >>> y = x * 2.0**-12 * x
+        >>> (x * 0.001).components[0]
+        tensor([1.0244, 1.5361], dtype=torch.float16)
+        >>> mcf.rescale(y)
+        ScaledTensor([0.0002, 0.0005], format=scaled(float16), exponent=-12)
+    """
+    return _Rescale.apply(x, True, False)
+
+
+def rescale_grad(x: Tensor) -> Tensor:
+    """x as it is; its gradient is rescaled on its way back, as `rescale` does it.
+
+    Layer norms, attention and losses do this by themselves. It is for long ways without any.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> x = mcf.as_expansion(torch.tensor([1.0, 1.5]), mcf.scaled(torch.float16))
+        >>> x.requires_grad_() is x
+        True
+        >>> (mcf.rescale_grad(x) * torch.tensor([1e-9, 2e-9])).sum().backward()
+        >>> x.grad.components[0]
+        tensor([1.0742, 2.1484], dtype=torch.float16)
+    """
+    return _Rescale.apply(x, False, True)

@@ -1,0 +1,202 @@
+"""Scaled formats: low-precision data, and one power of two for the whole tensor."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mcftensor.arithmetic.bases import BASES
+from mcftensor.arithmetic.rounding import round_to
+from mcftensor.formats import ExpansionFormat, Format
+
+TOPS: dict[torch.dtype, int] = {
+    torch.float32: 60,  # so that float32 holds products
+    torch.bfloat16: 60,
+    torch.float16: 14,
+    torch.float8_e4m3fn: 7,
+    torch.float8_e5m2: 14,
+}
+"""Where the largest number is put at most: data is below 2^(top + 1), and does not overflow."""
+
+PRECISIONS: dict[torch.dtype, int] = {
+    torch.float32: 24,
+    torch.bfloat16: 8,
+    torch.float16: 11,
+    torch.float8_e4m3fn: 4,
+    torch.float8_e5m2: 3,
+}
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True)
+class ScaledFormat:
+    """Data of a small type times 2^s, with one integer s for each tensor; `scaled` makes these.
+
+    Attributes:
+        dtype: of the data, and of tensors of this format.
+        rounding: of what is written into tensors of this format.
+        terms: 1, or 2 of a scaled expansion. The tail is stored times 2^precision, so that it is
+            as large as the leading term: it has all its bits wherever that is a normal number.
+    """
+
+    dtype: torch.dtype
+    terms: int = 1
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+
+    @property
+    def name(self) -> str:
+        """As in `scaled(float16)` or `scaled(fp16x2)`."""
+        base = str(self.dtype).removeprefix("torch.")
+        base = base if self.terms == 1 else f"{BASES[self.dtype].name}x2"
+        return f"scaled({base}{'' if self.rounding == 'nearest' else ', ' + self.rounding})"
+
+    def __repr__(self) -> str:
+        owner = "torch." if self.terms == 1 else "mcf."
+        base = self.name.removeprefix("scaled(").partition(",")[0].removesuffix(")")
+        how = "" if self.rounding == "nearest" else f", rounding={self.rounding!r}"
+        return f"mcf.scaled({owner}{base}{how})"
+
+    def __reduce__(self) -> tuple[Callable[..., ScaledFormat], tuple[object, ...]]:
+        return of_dtype, (self.dtype, self.terms, self.rounding)
+
+    @property
+    def top(self) -> int:
+        """Exponent of the largest number that data is given room for."""
+        return TOPS[self.dtype]
+
+    @property
+    def precision(self) -> int:
+        """Significand bits of a number."""
+        return PRECISIONS[self.dtype] * self.terms
+
+    @property
+    def bytes(self) -> int:
+        """Bytes an element; the exponent of the tensor has four."""
+        return self.dtype.itemsize * self.terms
+
+    @property
+    def lead(self) -> ScaledFormat:
+        """The format of the leading term alone, to nearest, in which products are taken."""
+        return of_dtype(self.dtype)
+
+    @property
+    def nearest(self) -> ScaledFormat:
+        """The same format, rounded to nearest: of states, and of what is computed."""
+        return of_dtype(self.dtype, self.terms)
+
+    def store(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Numbers, already divided by 2^s, as data: each term is rounded to nearest, once.
+
+        E4M3 and E5M2 saturate: what is too large becomes their largest number, and infinities too.
+        """
+        if self.dtype in FP8:
+            most = torch.finfo(self.dtype).max
+            return (x.clamp(-most, most).to(self.dtype),)
+        if self.rounding == "stochastic":
+            x = _dithered(x, PRECISIONS[self.dtype])
+        leading = round_to(x, self.dtype)
+        if leading is x:
+            leading = x.clone()
+        if self.terms == 1:
+            return (leading,)
+        rest = (x - leading.to(x.dtype)) * 2.0 ** PRECISIONS[self.dtype]
+        return leading, round_to(torch.nan_to_num(rest, 0.0, 0.0, 0.0), self.dtype)
+
+    def load(self, parts: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Data as float32: exactly, but for a tail that lies further behind than that reaches."""
+        leading = parts[0].to(dtype)
+        if len(parts) == 1:
+            return leading
+        return leading + parts[1].to(dtype) * 2.0 ** -PRECISIONS[self.dtype]
+
+
+def _dithered(x: Tensor, precision: int) -> Tensor:
+    """x cut to some bits, after a random number below those has been added: right in the mean."""
+    cut = 24 - precision
+    bits = x.to(torch.float32).view(torch.int32)
+    noise = torch.randint_like(bits, 1 << cut)
+    rounded = (((bits + noise) >> cut) << cut).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x)
+
+
+def of_dtype(
+    dtype: torch.dtype,
+    terms: int = 1,
+    rounding: Literal["nearest", "stochastic"] = "nearest",
+) -> ScaledFormat:
+    """The one object for a dtype, a number of terms and a rounding."""
+    return _one_object(dtype, terms, rounding)
+
+
+_one_object = functools.lru_cache(maxsize=None)(ScaledFormat)
+
+
+def scaled(
+    base: torch.dtype | Format, *, rounding: Literal["nearest", "stochastic"] = "nearest"
+) -> ScaledFormat:
+    """The format of tensors whose data is of a small type, times one power of two for each tensor.
+
+    Scales are carried through operations, so that data stays near 1, where float16 and the 8-bit
+    floats have their precision, whatever the size of the numbers is.
+
+    Args:
+        base: float16, bfloat16, float8_e4m3fn, float8_e5m2 or float32; or an expansion,
+            `mcf.fp16x2` or `mcf.bf16x2`, which then has all its bits over the whole range.
+        rounding: of what is written to a tensor of this format. `"stochastic"` is for parameters of
+            float16 or bfloat16: steps that are too small for these survive in the mean. It is drawn
+            from PyTorch's generator, and states and what is computed are rounded to nearest. Data
+            below the normal range, 2^-14 of float16, is rounded to nearest too.
+
+    Raises:
+        TypeError: something else.
+        ValueError: a rounding that the format does not have.
+
+    *Source*: P. Balanca et al., "Scalify: scale propagation for efficient low-precision LLM
+    training", arXiv 2407.17353, 2024.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> x = mcf.as_expansion(torch.tensor([3e-9, 5e-8]), mcf.scaled(torch.float16))
+        >>> x
+        ScaledTensor([2.9995e-09, 5.0000e-08], format=scaled(float16), exponent=-25)
+        >>> x.components[0]
+        tensor([0.1006, 1.6777], dtype=torch.float16)
+        >>> mcf.scaled(mcf.fp16x2).precision
+        22
+    """
+    narrow = base in (torch.float16, torch.bfloat16)
+    if rounding != "nearest" and not (rounding == "stochastic" and narrow):
+        raise ValueError(
+            f"scaled: {base!r} with rounding={rounding!r}; nearest is for all formats, stochastic "
+            "for torch.float16 and torch.bfloat16"
+        )
+    if isinstance(base, torch.dtype) and base in TOPS:
+        return of_dtype(base, 1, rounding)
+    if isinstance(base, ExpansionFormat) and base.terms == 2 and base.rounding == "nearest":
+        dtype = base.components[0].dtype
+        if dtype in (torch.float16, torch.bfloat16):
+            return of_dtype(dtype, 2)
+    names = ", ".join(str(dtype) for dtype in TOPS)
+    raise TypeError(f"scaled: got {base!r}; give one of {names}, mcf.fp16x2 or mcf.bf16x2")
+
+
+def promoted(formats: Sequence[ScaledFormat], *, keep_tails: bool) -> ScaledFormat:
+    """The format of what operands of these formats give."""
+    first = formats[0]
+    if all(format is first for format in formats):
+        return first.nearest if keep_tails else first.lead
+    dtypes = {format.dtype for format in formats}
+    if len(dtypes) > 1:
+        dtypes -= set(FP8) if not dtypes <= set(FP8) else set()
+    dtype, *others = dtypes
+    for other in others:
+        both_small = {dtype, other} <= set(FP8)
+        dtype = torch.float16 if both_small else torch.promote_types(dtype, other)
+    terms = min(format.terms for format in formats) if keep_tails else 1
+    return of_dtype(dtype, terms if dtype in (torch.float16, torch.bfloat16) else 1)

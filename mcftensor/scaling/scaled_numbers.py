@@ -1,0 +1,175 @@
+"""Numbers as rules have them: float32 mantissas and an exponent, rounded once they are stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from mcftensor.scaling.counts import count
+from mcftensor.scaling.exponents import (
+    ANY,
+    Exponent,
+    exponent_of_largest,
+    exponent_of_rms,
+    floor_log2,
+    largest,
+    power_of_two,
+    times_any_power,
+    times_power,
+)
+from mcftensor.scaling.scaled import ScaledTensor
+from mcftensor.scaling.scaled_format import FP8, ScaledFormat
+
+Placing: TypeAlias = Literal["by rule", "by size", "high"]
+"""How the exponent of a result is found.
+
+- `"by rule"`: it is known before the numbers are, and 8-bit data alone is placed by its size.
+- `"by size"`: the data's root mean square is put into [1, 2), or lower if the largest number would
+  not fit. All who rebalance do this.
+- `"high"`: the largest number is put as high as it fits: squares, which have twice the range.
+"""
+
+
+@dataclass(frozen=True)
+class Unrounded:
+    """mantissa · 2^exponent, of which nothing has been rounded to data yet."""
+
+    mantissa: Tensor
+    exponent: Exponent
+    placing: Placing = "by rule"
+    format: ScaledFormat | None = None  # where it is not that of the operands
+
+    def at(self, exponent: Exponent) -> Tensor:
+        """The mantissas for an exponent that is not below the own one."""
+        if exponent is self.exponent:
+            return self.mantissa
+        return times_power(self.mantissa, self.exponent - exponent)
+
+    def to(self, device: torch.device) -> Unrounded:
+        """The same on another device."""
+        if self.mantissa.device == device:
+            return self
+        exponent = self.exponent
+        exponent = exponent.to(device) if isinstance(exponent, Tensor) else exponent
+        return Unrounded(self.mantissa.to(device), exponent, self.placing, self.format)
+
+    def plain(self) -> Tensor:
+        """The numbers in float32, rounded once."""
+        return times_any_power(self.mantissa, self.exponent).to(torch.float32)
+
+
+def number(x: Any) -> Unrounded:
+    """An operand as a number: a scaled tensor, a plain one, or a Python number.
+
+    A plain tensor is put near 1 by its largest element, and a Python number by the power of two
+    that is nearest to it.
+    """
+    if isinstance(x, ScaledTensor):
+        return Unrounded(x.format.load(x.components), x.exponent)
+    if not isinstance(x, Tensor):
+        exponent = nearest_exponent(x)
+        return Unrounded(torch.tensor(x * 2.0**-exponent if x else 0.0), exponent)
+    if not x.is_floating_point():
+        return Unrounded(x.to(torch.float32), 0)
+    peak = exponent_of_largest(x)
+    return Unrounded(times_any_power(x, -peak.clamp(min=-1000)).to(torch.float32), peak)
+
+
+def lead(x: Any) -> Unrounded:
+    """An operand of a product: of a scaled expansion the leading term."""
+    if isinstance(x, ScaledTensor) and x.format.terms > 1:
+        return Unrounded(x.format.lead.load(x.components[:1]), x.exponent)
+    return number(x)
+
+
+def nearest_exponent(x: float) -> int:
+    """e for which |x| is in [√½, √2) · 2^e, so that x times a number hardly moves its data."""
+    return floor_log2(x * 2**0.5) if x else ANY
+
+
+def stored(x: Unrounded, format: ScaledFormat, name: str = "") -> ScaledTensor:
+    """A number as a tensor of a format, or its own, with memory and an exponent of its own."""
+    format = x.format or format
+    placing = "by size" if format.dtype in FP8 and x.placing == "by rule" else x.placing
+    if placing == "by rule":
+        exponent = (
+            x.exponent.clone()
+            if isinstance(x.exponent, Tensor)
+            else torch.full((), x.exponent, dtype=torch.int32, device=x.mantissa.device)
+        )
+        return ScaledTensor.of(format.store(x.mantissa), exponent, format)
+    if name and x.mantissa.dim():
+        count("rescaled", name)
+    mantissa, exponent = _placed(x, format, placing)
+    return ScaledTensor.of(format.store(mantissa), exponent, format)
+
+
+def _placed(x: Unrounded, format: ScaledFormat, placing: Placing) -> tuple[Tensor, Tensor]:
+    """Mantissas and exponent, moved to where the size of the numbers says."""
+    peak = exponent_of_largest(x.mantissa)
+    shift = peak.clamp(-126, 126)
+    near = times_power(x.mantissa, -shift)  # below 4, so that squares fit
+    further = (peak - shift - format.top).clamp(min=-format.top)
+    if placing == "by size":
+        further = torch.maximum(exponent_of_rms(near), further)
+    further = further.clamp(min=-format.top)
+    exponent = torch.where(peak == ANY, ANY, shift + further + x.exponent).to(torch.int32)
+    return times_power(near, -further), exponent
+
+
+def write_to(target: Tensor, x: Unrounded, name: str = "") -> Tensor:
+    """Write a number into a tensor, in place.
+
+    The exponent that the rule says is kept if it can be: it moves as little as brings the root mean
+    square of the data to 1 or more, and the largest number to where it fits. For parameters the
+    root mean square stays below 4, so that products with them stay near 1.
+    """
+    if not isinstance(target, ScaledTensor):
+        target.copy_(x.plain())
+        return target
+    format = target.format
+    mantissa, exponent = (
+        _placed(x, format, x.placing)
+        if x.placing == "high"
+        else _moved_little(x, format, target.requires_grad)
+    )
+    whole = target._whole
+    if whole is not None and whole[0].numel() > target.numel():
+        raised = torch.maximum(exponent, target.exponent)
+        factor = power_of_two(target.exponent - raised)
+        for part in whole:
+            part.copy_(part.to(torch.float32) * factor)
+        mantissa = times_power(mantissa, exponent - raised)
+        exponent = raised
+    for part, new in zip(target.components, format.store(mantissa), strict=True):
+        part.copy_(new)
+    target.exponent.copy_(exponent)
+    return target
+
+
+def _moved_little(x: Unrounded, format: ScaledFormat, is_weight: bool) -> tuple[Tensor, Tensor]:
+    peak = exponent_of_largest(x.mantissa)
+    shift = peak.clamp(-126, 126)
+    near = times_power(x.mantissa, -shift)
+    rms = exponent_of_rms(near).clamp(min=-format.top)
+    least = (peak - shift - format.top).clamp(min=-format.top)
+    most = torch.maximum(rms, least)
+    if is_weight:
+        least = torch.maximum(least, rms - 1)
+    further = torch.minimum(torch.maximum(-shift, least), most)
+    exponent = torch.where(peak == ANY, ANY, shift + further + x.exponent).to(torch.int32)
+    return times_power(near, -further), exponent
+
+
+def sum_of(a: Unrounded, b: Unrounded, exponent: Exponent | None = None) -> Unrounded:
+    """a + b at the larger exponent: that is √(2^2s + 2^2t), rounded down."""
+    s = largest(a.exponent, b.exponent) if exponent is None else exponent
+    return Unrounded(a.at(s) + b.at(s), s)
+
+
+def product_of(a: Unrounded, b: Unrounded) -> Unrounded:
+    """a · b, element by element."""
+    return Unrounded(a.mantissa * b.mantissa, a.exponent + b.exponent)

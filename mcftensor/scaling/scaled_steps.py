@@ -1,0 +1,78 @@
+"""Rules of what optimizers ask for as a whole: lists of tensors, and fused steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor.scaling.exponents import largest
+from mcftensor.scaling.ruling import RULES, ScalingRule, aten, rule
+from mcftensor.scaling.scaled import ScaledTensor
+from mcftensor.scaling.scaled_numbers import Placing, Unrounded, number, write_to
+
+
+def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same operation on one tensor after the other: each has a scale of its own."""
+    name = func.overloadpacket.__name__.removeprefix("_foreach_")
+    first, *others = args
+    operation = _on_one(name)
+    made = [
+        operation(x, *(y[i] if isinstance(y, list | tuple) else y for y in others), **kwargs)
+        for i, x in enumerate(first)
+    ]
+    return None if name.endswith("_") else made
+
+
+def _on_one(name: str) -> Callable[..., Any]:
+    if name == "norm":
+        return torch.linalg.vector_norm
+    if name == "maximum_":  # amsgrad
+        return lambda x, y: x.copy_(torch.maximum(x, y))
+    method: Callable[..., Any] = getattr(Tensor, name)
+    if name.rstrip("_") in ("addcmul", "addcdiv"):
+        return lambda x, a, b, value=1: method(x, a, b, value=value)
+    return method
+
+
+RULES["foreach"] = ScalingRule(_foreach)
+
+
+def _fused_by(func: Any, written: tuple[int, ...], squares: tuple[int, ...] = ()) -> Any:
+    """Fused steps, one tensor after the other: in float32, of which each result is rounded once.
+
+    Args:
+        func: the operator, which takes a list for each of its operands.
+        written: places of the lists that it writes to.
+        squares: those among them that hold squares, which are placed high.
+    """
+
+    def step(*args: Any, **kwargs: Any) -> None:
+        for i in range(len(args[0])):
+            own = [x[i : i + 1] if isinstance(x, list | tuple) else x for x in args]
+            operands = [[_in_float32(y) for y in x] if isinstance(x, list) else x for x in own]
+            func(*operands, **kwargs)
+            for place in written:
+                for target, made in zip(own[place], operands[place], strict=True):
+                    if isinstance(target, ScaledTensor):
+                        measured = number(made)
+                        exponent = largest(target.exponent, measured.exponent)
+                        placing: Placing = "high" if place in squares else "by rule"
+                        write_to(target, Unrounded(measured.at(exponent), exponent, placing))
+
+    return step
+
+
+def _in_float32(x: Tensor) -> Tensor:
+    return number(x).plain() if isinstance(x, ScaledTensor) else x
+
+
+for _packet in (aten._fused_adamw_, aten._fused_adam_):
+    for _name in _packet.overloads():
+        _operator = getattr(_packet, _name)
+        rule(_operator)(_fused_by(_operator, written=(0, 2, 3, 4), squares=(3, 4)))
+for _name in aten._fused_sgd_.overloads():
+    _operator = getattr(aten._fused_sgd_, _name)
+    rule(_operator)(_fused_by(_operator, written=(0, 2)))

@@ -1,0 +1,368 @@
+"""Every rule against float64: the value as exact as the data, the scale as the rule says."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import mcftensor as mcf
+from support.scales import BITS, assert_near, at, exact, floor_log2, half, normal
+
+EXPONENTS = st.integers(-100, 100)
+SIZES = st.integers(1, 40)
+FEW = settings(max_examples=15)
+FLOAT32 = 2.0**-20  # what a few sums in float32 may lose of the largest number that is summed
+
+
+def plain(x):
+    return exact(x)
+
+
+# ------------------------------------------------------------------------------------- arithmetic
+
+BINARY = {
+    "add": (torch.add, max),
+    "sub": (torch.sub, max),
+    "mul": (torch.mul, lambda s, t: s + t),
+    "maximum": (torch.maximum, max),
+    "minimum": (torch.minimum, max),
+}
+
+
+@pytest.mark.parametrize("name", BINARY)
+@FEW
+@given(s=EXPONENTS, t=EXPONENTS, n=SIZES)
+def test_binary(name, s, t, n):
+    function, rule = BINARY[name]
+    x, y = normal(n, exponent=s, seed=n), normal(3, n, exponent=t, seed=n + 1)
+    made = function(x, y)
+    assert made.exponent.item() == rule(s, t)
+    expected = function(plain(x), plain(y))
+    assert_near(made, expected, FLOAT32 * expected.abs())
+
+
+@FEW
+@given(s=EXPONENTS, t=EXPONENTS, alpha=st.sampled_from([0.5, -3.0, 1e-20]))
+def test_multiples(s, t, alpha):
+    x, y = normal(50, exponent=s), normal(50, exponent=t, seed=1)
+    assert_near(torch.add(x, y, alpha=alpha), plain(x) + alpha * plain(y), FLOAT32 * plain(x).abs())
+
+
+@FEW
+@given(s=EXPONENTS, factor=st.sampled_from([0.999, 1.001, 0.3, -1e20, 3e-30, 2.0**60]))
+def test_numbers_go_to_data_and_exponent(s, factor):
+    x = normal(50, exponent=s)
+    made = x * factor
+    # the power of two for which the rest is in [√½, √2)
+    assert made.exponent.item() == s + floor_log2(abs(factor) * 2**0.5)
+    assert_near(made, plain(x) * factor, FLOAT32 * (plain(x) * factor).abs())
+
+
+@FEW
+@given(s=EXPONENTS, t=EXPONENTS)
+def test_quotients_go_by_their_size(s, t):
+    x, y = normal(500, exponent=s), normal(500, exponent=t, seed=1)
+    made = x / y
+    largest = made.components[0].abs().max().item()
+    assert 1 <= made.components[0].double().square().mean().sqrt() <= 2**15
+    assert largest < 2**15
+    assert_near(made, plain(x) / plain(y), FLOAT32 * (plain(x) / plain(y)).abs())
+
+
+@FEW
+@given(s=EXPONENTS)
+def test_roots_halve_the_exponent(s):
+    x = normal(50, exponent=s).abs()
+    made = x.sqrt()
+    assert made.exponent.item() == s // 2
+    assert_near(made, plain(x).sqrt(), FLOAT32 * plain(x).sqrt())
+    assert_near(x.rsqrt(), plain(x).rsqrt(), FLOAT32 * plain(x).rsqrt())
+
+
+@FEW
+@given(s=st.integers(-100, 100))
+def test_powers_multiply_the_exponent(s):
+    x = normal(50, exponent=s)
+    made = x.pow(3)
+    assert made.exponent.item() == 3 * s
+    assert_near(made, plain(x) ** 3, FLOAT32 * plain(x).abs() ** 3)
+
+
+# ------------------------------------------------------------------------------ products and sums
+
+
+@FEW
+@given(s=EXPONENTS, t=EXPONENTS, m=SIZES, k=SIZES, n=SIZES)
+def test_matrix_products(s, t, m, k, n):
+    x, y = normal(m, k, exponent=s), normal(k, n, exponent=t, seed=1)
+    made = x @ y
+    assert made.exponent.item() == s + t + half(k)
+    assert_near(made, plain(x) @ plain(y), FLOAT32 * (plain(x).abs() @ plain(y).abs()))
+
+
+@FEW
+@given(s=EXPONENTS, t=EXPONENTS, k=SIZES)
+def test_batches_of_products(s, t, k):
+    x, y = normal(2, 3, k, exponent=s), normal(2, k, 5, exponent=t, seed=1)
+    made = torch.bmm(x, y)
+    assert made.exponent.item() == s + t + half(k)
+    assert_near(made, plain(x) @ plain(y), FLOAT32 * (plain(x).abs() @ plain(y).abs()))
+    assert_near(x[0] @ y[0, :, 0], plain(x)[0] @ plain(y)[0, :, 0], FLOAT32 * 2.0 ** (s + t) * k)
+
+
+@FEW
+@given(s=EXPONENTS, t=EXPONENTS, b=EXPONENTS)
+def test_linear_layers(s, t, b):
+    x, w, bias = normal(4, 9, exponent=s), normal(5, 9, exponent=t, seed=1), normal(5, exponent=b)
+    made = F.linear(x, w, bias)
+    assert made.exponent.item() == max(s + t + half(9), b)
+    expected = F.linear(plain(x), plain(w), plain(bias))
+    slack = F.linear(plain(x).abs(), plain(w).abs(), plain(bias).abs())
+    assert_near(made, expected, FLOAT32 * slack)
+
+
+@FEW
+@given(s=EXPONENTS, n=st.integers(1, 300))
+def test_sums_and_means(s, n):
+    x = normal(3, n, exponent=s)
+    slack = FLOAT32 * plain(x).abs().sum(1)
+    made, mean = x.sum(1), x.mean(1)
+    assert made.exponent.item() == s + half(n)
+    assert mean.exponent.item() == s - half(n)
+    assert_near(made, plain(x).sum(1), slack)
+    assert_near(mean, plain(x).mean(1), slack / n)
+    assert_near(x.sum(), plain(x).sum(), slack.sum())
+    assert_near(torch.linalg.vector_norm(x), torch.linalg.vector_norm(plain(x)), slack.sum())
+
+
+CONVOLUTIONS = {
+    "plain": {},
+    "strided": {"stride": 2, "padding": 1},
+    "depthwise": {"groups": 4, "padding": 1},
+}
+
+
+@pytest.mark.parametrize("how", CONVOLUTIONS)
+@FEW
+@given(s=EXPONENTS, t=EXPONENTS)
+def test_convolutions(how, s, t):
+    how = CONVOLUTIONS[how]
+    channels = 4 // how.get("groups", 1)
+    x, w = normal(2, 4, 7, 7, exponent=s), normal(4, channels, 3, 3, exponent=t, seed=1)
+    made = F.conv2d(x, w, **how)
+    assert made.exponent.item() == s + t + half(9 * channels)
+    slack = F.conv2d(plain(x).abs(), plain(w).abs(), **how)
+    assert_near(made, F.conv2d(plain(x), plain(w), **how), FLOAT32 * slack)
+
+
+# ------------------------------------------------------------------------------------- activations
+
+ACTIVATIONS = {
+    "relu": torch.relu,
+    "leaky": F.leaky_relu,
+    "gelu": F.gelu,
+    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@FEW
+@given(s=EXPONENTS)
+def test_activations_keep_the_scale(name, s):
+    x = normal(200, exponent=s)
+    made, expected = ACTIVATIONS[name](x), ACTIVATIONS[name](plain(x))
+    assert made.exponent.item() == s
+    assert_near(made, expected, FLOAT32 * plain(x).abs())
+
+
+NUMBERS = {"tanh": torch.tanh, "sigmoid": torch.sigmoid, "cos": torch.cos}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@FEW
+@given(s=st.integers(-100, 5))
+def test_functions_of_the_number_have_scale_one(name, s):
+    x = normal(200, exponent=s)
+    made = NUMBERS[name](x)
+    assert made.exponent.item() == 0
+    assert_near(made, NUMBERS[name](plain(x)), 2.0**-22)
+
+
+# ------------------------------------------------------------------------------ norms and softmax
+
+
+@FEW
+@given(s=EXPONENTS, t=EXPONENTS, b=EXPONENTS, eps=st.sampled_from([1e-5, 0.0]))
+def test_layer_norms(s, t, b, eps):
+    x, w, bias = normal(6, 33, exponent=s), normal(33, exponent=t, seed=1), normal(33, exponent=b)
+    made = F.layer_norm(x, (33,), w, bias, eps)
+    assert made.exponent.item() == max(t, b)
+    expected = F.layer_norm(plain(x), (33,), plain(w), plain(bias), eps)
+    assert_near(made, expected, FLOAT32 * 10 * 2.0 ** max(t, b))
+
+
+@FEW
+@given(s=EXPONENTS, t=EXPONENTS)
+def test_rms_norms(s, t):
+    x, w = normal(6, 33, exponent=s), normal(33, exponent=t, seed=1)
+    expected = F.rms_norm(plain(x), (33,), plain(w), 1e-5)
+    assert_near(F.rms_norm(x, (33,), w, 1e-5), expected, FLOAT32 * 10 * 2.0**t)
+
+
+@FEW
+@given(s=st.integers(-60, 60), t=EXPONENTS)
+def test_batch_norms(s, t):
+    x, w = normal(8, 3, 5, 5, exponent=s), normal(3, exponent=t, seed=1)
+    bias = normal(3, exponent=t, seed=2)
+    mean, variance = torch.zeros(3), torch.ones(3)
+    made = F.batch_norm(x, mean, variance, w, bias, training=True)
+    true_mean, true_variance = torch.zeros(3).double(), torch.ones(3).double()
+    expected = F.batch_norm(plain(x), true_mean, true_variance, plain(w), plain(bias), True)
+    assert made.exponent.item() == t
+    assert_near(made, expected, FLOAT32 * 10 * 2.0**t)
+    assert torch.allclose(mean.double(), true_mean, rtol=1e-5, atol=1e-6 * 2.0**s)
+    assert torch.allclose(variance.double(), true_variance, rtol=1e-5)
+    made = F.batch_norm(x, mean, variance, w, bias, training=False)
+    expected = F.batch_norm(plain(x), mean.double(), variance.double(), plain(w), plain(bias))
+    assert_near(made, expected, FLOAT32 * 10 * 2.0**t)
+
+
+@FEW
+@given(s=st.integers(-100, 10), n=SIZES)
+def test_softmax(s, n):
+    x = normal(5, n, exponent=s)
+    made = x.softmax(1)
+    assert made.exponent.item() == -floor_log2(n)
+    assert_near(made, plain(x).softmax(1), 2.0**-14 / n if s > 0 else FLOAT32)
+    assert x.log_softmax(1).exponent.item() == 0
+    assert_near(x.log_softmax(1), plain(x).log_softmax(1), FLOAT32 * 2.0 ** max(s + 2, 2))
+
+
+@FEW
+@given(s=st.integers(-100, 1), t=EXPONENTS, causal=st.booleans())
+def test_attention(s, t, causal):
+    q, k, v = (normal(2, 3, 6, 8, exponent=e, seed=e + 200) for e in (s, 0, t))
+    made = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    assert made.exponent.item() == t
+    with sdpa_kernel(SDPBackend.MATH):  # the way of other devices: step by step
+        stepwise = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    assert (exact(stepwise) - exact(made)).abs().max() <= 2.0 ** (t - 8)
+    expected = F.scaled_dot_product_attention(plain(q), plain(k), plain(v), is_causal=causal)
+    assert_near(made, expected, 2.0 ** (t - 16))
+
+
+@FEW
+@given(s=st.integers(-100, 5))
+def test_losses(s):
+    x, targets = normal(9, 12, exponent=s), torch.arange(9)
+    made = F.cross_entropy(x, targets)
+    assert abs(made.item() - F.cross_entropy(plain(x), targets).item()) < 2.0**-9 * max(1, 2**s)
+    y = normal(9, 12, exponent=s - 1, seed=1)
+    assert_near(F.mse_loss(x, y), F.mse_loss(plain(x), plain(y)), FLOAT32 * 4.0**s * 10)
+
+
+# ------------------------------------------------------------------- places, several, questions
+
+
+@FEW
+@given(s=EXPONENTS, t=EXPONENTS)
+def test_several_are_aligned_to_the_largest(s, t):
+    x, y = normal(3, 4, exponent=s), normal(3, 4, exponent=t, seed=1)
+    mask = torch.rand(3, 4) < 0.5
+    for function in (
+        lambda x, y: torch.cat([x, y]),
+        lambda x, y: torch.stack([x, y]),
+        lambda x, y: torch.where(mask, x, y),
+    ):
+        made = function(x, y)
+        assert made.exponent.item() == max(s, t)
+        assert_near(made, function(plain(x), plain(y)))
+    assert torch.equal(x < y, plain(x) < plain(y))
+    assert torch.equal(x.argmax(1), plain(x).argmax(1))
+
+
+@FEW
+@given(s=EXPONENTS)
+def test_moves_keep_every_bit(s):
+    x = normal(4, 6, exponent=s)
+    places = torch.tensor([3, 0, 3])
+    for function in (
+        lambda x: x.t(),
+        lambda x: x.view(2, 12)[1],
+        lambda x: x.reshape(3, 8).permute(1, 0).contiguous(),
+        lambda x: x[places],
+        lambda x: F.embedding(places, x),
+        lambda x: x.tril(),
+        lambda x: F.pad(x, (1, 2)),
+        lambda x: x.masked_fill(torch.eye(4, 6).bool(), 0.0),
+        lambda x: torch.cat(x.chunk(2, 1)),
+        lambda x: x.flip(0).expand(2, 4, 6),
+        lambda x: F.max_pool2d(x[None, None], 2),
+    ):
+        assert torch.equal(exact(function(x)), function(plain(x)))
+
+
+def test_a_mask_of_infinities_goes_with_every_scale():
+    x = normal(3, 3, exponent=-80)
+    masked = x.masked_fill(torch.eye(3).bool(), -torch.inf)
+    assert masked.exponent.item() == -80
+    assert torch.equal(exact(masked), exact(x).masked_fill(torch.eye(3).bool(), -torch.inf))
+    assert masked[0, 0].item() == -torch.inf
+    added = x + torch.zeros(3, 3).masked_fill(torch.eye(3).bool(), -torch.inf)
+    assert torch.equal(exact(added), exact(masked))
+    assert torch.equal(exact(torch.where(torch.eye(3).bool(), -torch.inf, x)), exact(masked))
+
+
+def test_zeros_go_with_every_scale():
+    x = normal(5, exponent=-90)
+    for made in (x + torch.zeros_like(x), torch.cat([x, torch.zeros_like(x)])[:5]):
+        assert made.exponent.item() == -90
+        assert torch.equal(exact(made), exact(x))
+
+
+def test_results_do_not_share_exponents():
+    x = normal(5, exponent=3)
+    for made in (x.relu(), x.clone(), x.flip(0), x.abs(), F.embedding(torch.arange(5), x[:, None])):
+        with torch.no_grad():
+            made.mul_(2.0**20)
+        assert x.exponent.item() == 3
+
+
+def test_what_has_no_rule_says_what_to_do():
+    x = normal(3, 4, exponent=7)
+    with pytest.raises(NotImplementedError) as raised:
+        torch.linalg.qr(x)
+    for part in ("linalg_qr", "scaled(float16)", "(3, 4)", "fallback()", "mcf.as_plain"):
+        assert part in str(raised.value)
+    with mcf.scaling.fallback(), mcf.scaling.counting() as counts:
+        q, r = torch.linalg.qr(x)
+    assert counts["fallback", "linalg_qr"] == 1
+    assert torch.allclose(exact(q) @ exact(r), exact(x), atol=2.0**7 * 0.01)
+    with pytest.raises(NotImplementedError):
+        torch.linalg.qr(x)
+    x, copy = normal(3, 4).requires_grad_(), exact(normal(3, 4)).requires_grad_()
+    with mcf.scaling.fallback():
+        F.smooth_l1_loss(x, torch.zeros(3, 4)).backward()
+    F.smooth_l1_loss(copy, torch.zeros(3, 4).double()).backward()
+    assert torch.allclose(exact(x.grad), copy.grad, rtol=2**-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_other_types_of_data(dtype):
+    x, y = normal(4, 9, exponent=50, dtype=dtype), normal(9, 3, exponent=-70, dtype=dtype)
+    made = x @ y
+    assert made.dtype == dtype
+    slack = 2.0 ** -min(20, BITS[dtype] - 2) * (exact(x).abs() @ exact(y).abs())
+    assert_near(made, exact(x) @ exact(y), slack)
+    assert (x + at(torch.ones(9).half(), 50)).dtype == torch.float32
+
+
+def test_products_do_not_overflow_within_their_promise():
+    x = at(torch.full((4, 64), 64.0).half(), 90)
+    y = at(torch.full((64, 4), 64.0).half(), 90)
+    made = x @ y  # 64 · 64 · √64 is what data comes to where all is alike
+    assert torch.equal(made.components[0], torch.full((4, 4), 2.0**15).half())
+    assert torch.equal(exact(made), exact(x) @ exact(y))

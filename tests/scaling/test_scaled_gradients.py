@@ -1,0 +1,273 @@
+"""Gradients through the rules against float64 autograd, at any scale."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import mcftensor as mcf
+from support.scales import FP16, at, exact, normal, rms
+
+EXPONENTS = st.integers(-100, 100)
+FEW = settings(max_examples=8)
+
+
+def attention_in_steps(q, k, v):
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+# Functions of tensors of these shapes; whether they may have any scale, or have to be near 1.
+ANY = {
+    "add": (torch.add, [(4, 6), (6,)]),
+    "sub": (lambda x, y: x - 3 * y, [(4, 6), (4, 1)]),
+    "mul": (torch.mul, [(4, 6), (6,)]),
+    "div": (lambda x, y: x / (y * y + y.detach().abs()), [(4, 6), (6,)]),
+    "mm": (torch.mm, [(4, 6), (6, 5)]),
+    "bmm": (torch.bmm, [(2, 4, 6), (2, 6, 5)]),
+    "linear": (F.linear, [(3, 4, 6), (5, 6), (5,)]),
+    "conv": (lambda x, w, b: F.conv2d(x, w, b, padding=1), [(2, 3, 6, 6), (4, 3, 3, 3), (4,)]),
+    "strided": (lambda x, w: F.conv2d(x, w, stride=2), [(2, 3, 7, 7), (4, 3, 3, 3)]),
+    "sum": (lambda x: x.sum(1), [(4, 6)]),
+    "mean": (lambda x: x.mean((0, 2)), [(4, 6, 3)]),
+    "relu": (torch.relu, [(4, 6)]),
+    "embedding": (lambda w: F.embedding(torch.tensor([3, 1, 3, 3]), w), [(5, 6)]),
+    "cat": (lambda x, y: torch.cat([x, y * y]), [(4, 6), (2, 6)]),
+    "places": (lambda x: x.t()[1:, [0, 2, 0]].reshape(-1).view(3, 5), [(4, 6)]),
+    "pool": (lambda x: F.max_pool2d(x, 2) + F.avg_pool2d(x, 2), [(2, 3, 6, 6)]),
+    "adaptive": (lambda x: F.adaptive_avg_pool2d(x, 2), [(2, 3, 6, 6)]),
+    "square": (lambda x: x**2, [(4, 6)]),
+    "layer norm": (lambda x, w, b: F.layer_norm(x, (16,), w, b, 0.0), [(5, 16), (16,), (16,)]),
+    "mse": (F.mse_loss, [(4, 6), (4, 6)]),
+}
+NEAR_ONE = {
+    "gelu": (F.gelu, [(4, 6)]),
+    "gelu tanh": (lambda x: F.gelu(x, approximate="tanh"), [(4, 6)]),
+    "silu": (F.silu, [(4, 6)]),
+    "tanh": (torch.tanh, [(4, 6)]),
+    "sigmoid": (torch.sigmoid, [(4, 6)]),
+    "softmax": (lambda x: x.softmax(1), [(4, 6)]),
+    "log softmax": (lambda x: x.log_softmax(1), [(4, 6)]),
+    "cross entropy": (lambda x: F.cross_entropy(x, torch.tensor([1, 0, 5, 2])), [(4, 6)]),
+    "smoothed": (
+        lambda x: F.cross_entropy(x, torch.tensor([1, 0, 5, 2]), label_smoothing=0.1),
+        [(4, 6)],
+    ),
+    "by float": (
+        lambda x: (
+            F.cross_entropy(x.float(), torch.tensor([1, 0, 5, 2]))
+            if x.dtype == torch.float16
+            else F.cross_entropy(x, torch.tensor([1, 0, 5, 2]))
+        ),
+        [(4, 6)],
+    ),
+    "rms norm": (lambda x, w: F.rms_norm(x, (16,), w, 1e-5), [(5, 16), (16,)]),
+    "group norm": (
+        lambda x, w, b: F.group_norm(x, 2, w, b),
+        [(3, 4, 5, 5), (4,), (4,)],
+    ),
+    "batch norm": (
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
+        [(6, 3, 4, 4), (3,), (3,)],
+    ),
+    "attention": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        [(2, 3, 6, 8)] * 3,
+    ),
+    "attention in steps": (
+        attention_in_steps,
+        [(2, 3, 6, 8)] * 3,
+    ),
+    "attention written out": (
+        lambda q, k, v: (
+            (q @ k.transpose(-1, -2) / 8**0.5)
+            .masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
+            .softmax(-1)
+            @ v
+        ),
+        [(3, 6, 8)] * 3,
+    ),
+}
+
+
+def check(function, shapes, exponents, s):
+    """Gradients of a sum with weights of 2^s against those of float64, relative to the largest."""
+    inputs = [
+        normal(*shape, exponent=e, seed=i).requires_grad_()
+        for i, (shape, e) in enumerate(zip(shapes, exponents, strict=True))
+    ]
+    copies = [exact(x).requires_grad_() for x in inputs]
+    made, expected = function(*inputs), function(*copies)
+    assert isinstance(made, mcf.ScaledTensor)
+    weights = normal(*made.shape, exponent=s, seed=9)
+    made.backward(weights.to(made.dtype))
+    expected.backward(exact(weights))
+    for x, y in zip(inputs, copies, strict=True):
+        assert isinstance(x.grad, mcf.ScaledTensor)
+        assert x.grad.dtype == torch.float16
+        assert torch.isfinite(x.grad.components[0]).all()
+        error = (exact(x.grad) - y.grad).abs().max()
+        assert error <= 2.0**-8 * y.grad.abs().max()
+
+
+@pytest.mark.parametrize("name", ANY)
+@FEW
+@given(exponents=st.lists(EXPONENTS, min_size=3, max_size=3), s=EXPONENTS)
+def test_gradients_at_any_scale(name, exponents, s):
+    function, shapes = ANY[name]
+    if name == "mse":
+        exponents, s = [exponents[0]] * 3, 0  # or one of the two is nothing to the other
+    check(function, shapes, exponents[: len(shapes)], s)
+
+
+@pytest.mark.parametrize("name", NEAR_ONE)
+@FEW
+@given(s=EXPONENTS)
+def test_gradients_of_any_scale(name, s):
+    function, shapes = NEAR_ONE[name]
+    check(function, shapes, [0] * len(shapes), s)
+
+
+def test_losses_and_norms_balance_their_gradients():
+    x, w = normal(64, 32).requires_grad_(), normal(32, exponent=-60).requires_grad_()
+    logits = F.layer_norm(x, (32,), w)
+    with mcf.scaling.counting() as counts:
+        (F.cross_entropy(logits, torch.arange(64) % 32) * 2.0**-70).backward()
+    assert 1 <= rms(x.grad) < 2
+    assert 1 <= rms(w.grad) < 2
+    rescaled = {name for event, name in counts if event == "rescaled"}
+    assert rescaled == {
+        "nll_loss_backward",
+        "_log_softmax_backward_data",
+        "native_layer_norm_backward",
+    }
+
+
+def test_plain_inputs_of_convolutions_get_plain_gradients():
+    layer = mcf.scalify(nn.Conv2d(3, 4, 3), FP16)
+    x = torch.randn(2, 3, 6, 6, requires_grad=True)
+    layer(x).backward(torch.ones(2, 4, 4, 4) * 1e-6)
+    copy = x.detach().double().requires_grad_()
+    made = F.conv2d(copy, exact(layer.weight), exact(layer.bias))
+    made.backward(torch.full_like(made, 1e-6))
+    assert type(x.grad) is torch.Tensor
+    assert torch.allclose(x.grad.double(), copy.grad, rtol=2**-7, atol=1e-9)
+    mcf.as_plain(layer, torch.float32)
+    assert type(layer(x)) is torch.Tensor
+
+
+def test_rescaling_forward_and_backward():
+    x = at(torch.full((40,), 2.0**-9).half(), 5, requires_grad=True)
+    made = mcf.rescale(x)
+    assert rms(made) == 1
+    assert torch.equal(exact(made), exact(x))
+    made.backward(at(torch.full((40,), 2.0**-6).half(), -30))
+    assert rms(x.grad) == 2.0**-6
+    x.grad = None
+    made = mcf.rescale_grad(x)
+    assert torch.equal(made.components[0], x.components[0])
+    made.backward(at(torch.full((40,), 2.0**-6).half(), -30))
+    assert rms(x.grad) == 1
+    assert x.grad.exponent.item() == -36
+
+
+# ----------------------------------------------------------------------------------------- models
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 8, 3, padding=1)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = F.max_pool2d(F.relu(self.norm(self.first(x)), inplace=True), 2)
+        x = F.relu(x + self.second(x))
+        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(11, 16)
+        layer = nn.TransformerEncoderLayer(
+            16, 2, 32, 0.0, F.gelu, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 11)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x):
+        return self.head(self.layers(self.tokens(x)))
+
+
+def perceptron():
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.LayerNorm(16), nn.SiLU(), nn.Linear(16, 16), nn.RMSNorm(16),
+        nn.GELU(), nn.Dropout(0.0), nn.Linear(16, 5),
+    )  # fmt: skip
+
+
+MODELS = {
+    "perceptron": (perceptron, lambda: (torch.randn(12, 6), torch.arange(12) % 5)),
+    "residual": (Residual, lambda: (torch.randn(4, 3, 8, 8), torch.arange(4))),
+    "words": (Words, lambda: (torch.randint(11, (3, 7)), torch.randint(11, (3, 7)))),
+}
+
+
+def loss_of(model, x, y):
+    return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_models(name):
+    build, draw = MODELS[name]
+    model, (x, y) = build(), draw()
+    scaled = build()
+    scaled.load_state_dict(model.state_dict())
+    mcf.scalify(scaled)
+    for (_, p), q in zip(scaled.named_parameters(), model.double().parameters(), strict=True):
+        q.data.copy_(exact(p))
+    expected = loss_of(model, x.double() if x.is_floating_point() else x, y)
+    expected.backward()
+    made = loss_of(scaled, x, y)
+    made.backward()
+    assert made.item() == pytest.approx(expected.item(), rel=2e-3)
+    for (key, p), q in zip(scaled.named_parameters(), model.parameters(), strict=True):
+        assert isinstance(p.grad, mcf.ScaledTensor), key
+        error = (exact(p.grad) - q.grad).norm() / q.grad.norm()
+        # biases before a norm have gradients of nothing but rounding
+        assert error < 1e-2 or q.grad.norm() < 1e-6, key
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("k", [-60, 60])
+def test_the_scale_of_a_loss_changes_no_bit_of_data(name, k):
+    build, draw = MODELS[name]
+    model, (x, y) = mcf.scalify(build()), draw()
+    loss_of(model, x, y).backward()
+    first = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    (loss_of(model, x, y) * 2.0**k).backward()
+    for before, p in zip(first, model.parameters(), strict=True):
+        assert torch.equal(p.grad.components[0], before.components[0])
+        assert not before.components[0].any() or p.grad.exponent == before.exponent + k
+
+
+def test_plain_float16_loses_what_scaled_float16_keeps():
+    torch.manual_seed(0)
+    plain = perceptron()
+    scaled = mcf.scalify(perceptron(), FP16)
+    scaled.load_state_dict(plain.state_dict())
+    plain.half()
+    x, y = torch.randn(12, 6), torch.arange(12) % 5
+    for model, inputs in ((plain, x.half()), (scaled, x)):
+        (F.cross_entropy(model(inputs).float(), y) * 2.0**-20).backward()
+    lost = plain[0].weight.grad == 0
+    assert lost.float().mean() > 0.9
+    assert (exact(scaled[0].weight.grad) != 0).float().mean() > 0.9

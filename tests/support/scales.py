@@ -1,0 +1,80 @@
+"""Scaled tensors for tests, and what their numbers are, worked out without the library."""
+
+import math
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+import mcftensor as mcf
+
+FP16 = mcf.scaled(torch.float16)
+FORMATS = [
+    FP16,
+    mcf.scaled(torch.bfloat16),
+    mcf.scaled(torch.float32),
+    mcf.scaled(torch.float8_e4m3fn),
+    mcf.scaled(torch.float8_e5m2),
+    mcf.scaled(mcf.fp16x2),
+    mcf.scaled(mcf.bf16x2),
+]
+# Bits of a number, and the exponent of the smallest one that is not zero.
+BITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24}
+BITS |= {torch.float8_e4m3fn: 4, torch.float8_e5m2: 3}
+LEAST = {torch.float16: -24, torch.bfloat16: -133, torch.float32: -149}
+LEAST |= {torch.float8_e4m3fn: -9, torch.float8_e5m2: -16}
+
+
+def at(data: Tensor, exponent: int, requires_grad: bool = False) -> mcf.ScaledTensor:
+    """data · 2^exponent, of any data that float16 holds."""
+    made = mcf.ScaledTensor([data], torch.tensor(exponent, dtype=torch.int32))
+    return made.requires_grad_(requires_grad)
+
+
+def normal(*shape: int, exponent: int = 0, seed: int = 0, dtype=torch.float16) -> mcf.ScaledTensor:
+    """Normal numbers times 2^exponent."""
+    generator = torch.Generator().manual_seed(seed)
+    return at(torch.randn(shape, generator=generator).to(dtype), exponent)
+
+
+def exact(x: Tensor) -> Tensor:
+    """The numbers in float64: data times 2^s, by Python."""
+    if not isinstance(x, mcf.ScaledTensor):
+        return x.detach().double()
+    s = x.exponent.item()
+    if s < -2000:
+        assert not any(part.double().any() for part in x.components)
+        return torch.zeros(x.shape, dtype=torch.float64)
+    total = x.components[0].detach().double()
+    if len(x.components) == 2:
+        total = total + x.components[1].detach().double() * 2.0 ** -BITS[x.dtype]
+    return total * 2.0**s
+
+
+def rms(x: mcf.ScaledTensor) -> float:
+    """Of the data."""
+    return x.components[0].double().square().mean().sqrt().item()
+
+
+def fraction(x: float) -> Fraction:
+    return Fraction(x)
+
+
+def floor_log2(x: float) -> int:
+    return math.frexp(x)[1] - 1
+
+
+def half(n: int) -> int:
+    """floor(½ log2 n)."""
+    return math.floor(0.5 * math.log2(n))
+
+
+def assert_near(x: mcf.ScaledTensor, expected: Tensor, slack: float | Tensor = 0.0) -> None:
+    """x is what is expected, to half an ulp of its data, beside `slack` for sums in float32."""
+    assert isinstance(x, mcf.ScaledTensor)
+    assert x.shape == expected.shape
+    unit = 2.0 ** -BITS[x.dtype]
+    least = 2.0 ** (LEAST[x.dtype] - 1 + x.exponent.item())
+    bound = unit * expected.abs() * 1.001 + least + slack
+    error = (exact(x) - expected).abs()
+    assert bool((error <= bound).all()), f"{(error / bound).max().item()} times the bound"
