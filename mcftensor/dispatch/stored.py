@@ -279,6 +279,8 @@ def _goes_in_blocks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Whether an operator works element by element on large tensors that lie alike on a CPU."""
     if torch.Tag.pointwise not in func.tags or "out" in kwargs:
         return False
+    if [str(x.type) for x in func._schema.returns] != ["Tensor"]:  # as those of equal and frexp
+        return False
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     first = tensors[0]
     if first.numel() <= BLOCK or first.device.type != "cpu":

@@ -105,6 +105,16 @@ def test_blocks_of_large_tensors(format, write):
     assert x.writes == small.writes
 
 
+def test_what_gives_no_tensor_is_not_taken_in_blocks():
+    x = sample(mcf.bf16i16, stored.BLOCK // 32 + 15, 64)
+    y = x.clone()
+    assert torch.equal(x, y)
+    y[-1, -1] = 7
+    assert not torch.equal(x, y)
+    for found, expected in zip(torch.frexp(x), torch.frexp(exact(x).float()), strict=True):
+        assert torch.equal(found, expected)
+
+
 @in_all
 class TestModels:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
