@@ -60,6 +60,8 @@ PEERS = {
     "mcf light, fused": ("**mcftensor, light**", "bf16 + bf16", "yes"),
     "mcf plus, fused": ("**mcftensor, plus**", "bf16 + bf16", "yes"),
     "mcf full, fused": ("**mcftensor, full**", "bf16 + bf16", "yes"),
+    "mcf exact, fused": ("**mcftensor, exact**", "bf16 + int16, which is float32", "yes"),
+    "mcf compact, fused": ("**mcftensor, compact**", "bf16 + int8, moments of a byte", "yes"),
 }
 
 
@@ -135,6 +137,25 @@ def states() -> str:
     missing = [f"{name} ({reason})" for name, reason in result["missing"].items()]
     note = f"\n\nNot on a CPU: {'; '.join(missing)}." if missing else ""
     return table(head, rows) + note + "\n\n" + machine(result)
+
+
+def peaks() -> str:
+    """Memory of a step of training."""
+    results = [load(f"train-cpu-{model}") for model in ("1.3M", "124M")]
+    names = [x for x in results[0]["strategies"] if x in results[1]["strategies"]]
+    rows = []
+    for name in names:
+        cells = []
+        for result in results:
+            peak = result["strategies"][name]["peak_bytes"]
+            cells.append(f"{peak / 1e6:,.0f} MB ({peak / result['parameters']:.1f})")
+        rows.append(({"master": "float32 masters", "bf16": "plain bf16"}.get(name, name), *cells))
+    heads = [
+        f"{x['parameters'] / 1e6:,.1f} M parameters, {x['tokens_a_step']:,} tokens a step"
+        for x in results
+    ]
+    note = "In brackets bytes a parameter. "
+    return table(("", *heads), rows) + "\n\n" + note + machine(results[1])
 
 
 def compiling() -> str:

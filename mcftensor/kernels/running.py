@@ -23,9 +23,11 @@ from mcftensor.kernels.columns import (
 from mcftensor.kernels.program import Body, Program, Signature, record
 from mcftensor.kernels.shared import BLOCK as SHARING
 
-# Elements after which the time to look for compiled code, and to make it, is well spent.
+# Elements after which the time to look for compiled code, and to make it, is well spent; and for
+# how many a call on one set of tensors counts, by the time that its operations take in Python.
 LOOK_AFTER = 1 << 14
 BUILD_AFTER = 1 << 20
+OF_A_CALL = 1 << 12
 
 # Types of devices that Triton's kernels run on.
 TRITON_DEVICES = ["cuda"]
@@ -46,7 +48,7 @@ class Kernel:
         scalars = columns.every_scalar()
         has_data = 0 not in itertools.chain.from_iterable(addresses)  # as it has not on meta
         if has_data and device.type == "cpu" and "cpu" not in TRITON_DEVICES:
-            launch = self.compiled(sum(lengths))
+            launch = self.compiled(sum(lengths), len(lengths))
             if launch is not None:
                 cpu.launch(launch, lengths, addresses, scalars, self.signature.scalars)
                 return
@@ -55,10 +57,10 @@ class Kernel:
             return
         blocks.run(self.body, columns)
 
-    def compiled(self, elements: int) -> cpu.Launch | None:
+    def compiled(self, elements: int, calls: int = 1) -> cpu.Launch | None:
         """The compiled form, if work so far is worth it and there is a compiler."""
         if self.launch is None:
-            before, self.worked = self.worked, self.worked + elements
+            before, self.worked = self.worked, self.worked + elements + OF_A_CALL * calls
             build = before < BUILD_AFTER <= self.worked
             if build or before < LOOK_AFTER <= self.worked:
                 source = cpp.source(self.program, cpu.vector_bytes())

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import mcftensor as mcf
-from support.helpers import IN_MODULES, assert_same_terms, over_formats
+from support.helpers import IN_MODULES, KEPT, assert_same_terms, over_formats
 from support.ranks import Wire, gathered, on_ranks
 
 
@@ -153,7 +153,7 @@ def test_edq_reads_the_same_on_every_rank(format):
     readings = [None, None]
     dist.all_gather_object(readings, edq.last)
     assert readings[0] == readings[1]
-    if format is not IN_MODULES[-1]:  # which loses some of each update
+    if format not in (KEPT[-1], mcf.e4m3i8):  # which lose some of each update
         assert readings[0]["ratio"] > 0.99 > readings[0]["ratio_leading"]
 
 
