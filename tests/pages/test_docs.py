@@ -65,11 +65,15 @@ def test_the_readme_has_the_steps_of_the_results():
         "light, fused": "mcf light, fused",
         "plus, fused": "mcf plus, fused",
         "full, fused": "mcf full, fused",
+        "exact, fused": "mcf exact, fused",
+        "compact, fused": "mcf compact, fused",
         "plus, foreach": "mcf plus, foreach",
         "plain bf16, foreach": "torch bf16, foreach",
         "optimi, Kahan": "optimi Kahan, foreach",
         "bitsandbytes, 32 bit": "bitsandbytes 32 bit",
+        "bitsandbytes, 8 bit": "bitsandbytes 8 bit",
         "torchao, stochastic rounding": "torchao stochastic",
+        "torchao, 8 bit": "torchao 8 bit",
         "heavyball, bf16+8": "heavyball bf16+8",
     }
     assert found.keys() == names.keys()
