@@ -259,6 +259,13 @@ template <class M, class V>
 INLINE V choose(M mask, V x, V y) { return to<V>(mask) ? x : y; }
 """
 
+# By default GCC keeps more values of such programs at hand than there are registers.
+_SCHEDULED = """\
+#ifndef __clang__
+#pragma GCC optimize ("schedule-insns,no-gcse")
+#endif
+"""
+
 # What blocks of elements share. A whole one lies in vectors that follow one another.
 _SHARING = (
     f"""\
@@ -373,7 +380,7 @@ def source(program: Program, width: int) -> str:
         blocks=blocks,
         rest=_indented((_SHARING_REST if signature.shared else _REST).splitlines(), 2),
     )
-    prelude = _PRELUDE + _SHARING if signature.shared else _PRELUDE
+    prelude = _SCHEDULED + _PRELUDE + _SHARING if signature.shared else _PRELUDE
     return f"#define LANES {lanes}\n{_shuffles(lanes)}{prelude}{loop}"
 
 
