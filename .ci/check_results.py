@@ -16,8 +16,8 @@ BYTES_PER_PARAMETER = {
     "exact": 14,
     "tail8": 13,
     "round": 12,
-    "compact": 7.1,
-    "released": 5.1,
+    "compact": 7.0625,
+    "released": 5.0625,
 }
 
 folder = Path(sys.argv[1])
