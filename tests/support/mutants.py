@@ -210,7 +210,7 @@ MUTATIONS = [
         "tails.py",
         "tests/numerics/test_tails.py",
         ties_go_up=("((1 << (lost - 1)) - 1)", "(1 << (lost - 1))"),
-        leading_cut_off=("(bits + 0x8000) >> 16", "bits >> 16"),
+        leading_cut_off=("(bits + 0x8000 if self.bits else bits) >> 16", "bits >> 16"),
         rounded_twice=("number.to_odd()", "number.to(torch.float32)"),
         nans_kept=("quiet(x).view", "x.view"),
     ),
