@@ -255,3 +255,22 @@ def test_a_step_with_integer_tails(kernels):
     x[3:6] = torch.tensor([0x7FFFFFFF, -1, 0x7F800001], dtype=torch.int32).view(torch.float32)
     vectors = [*encode16([x], [], None), torch.randn(1027).bfloat16()]
     same_bits(kernels, step, vectors, [torch.bfloat16, torch.int16])
+
+
+def test_patterns_of_any_nan_round_to_one(kernels):
+    """All of float32's, and those of which the last bits are known to be zero."""
+    x = torch.tensor(
+        [0x7F800001, 0x7F8FFFFF, 0x7FFF8000, 0x7FFFFFFF, 0x7FBFFFFF], dtype=torch.int32
+    )
+    x = torch.cat([x, x | -(1 << 31)])
+
+    def rounded(vectors, scalars, index):
+        (y,) = vectors
+        return [z.view(torch.float32).to(torch.bfloat16) for z in (y, y << 16, (y >> 16) << 16)]
+
+    found = [torch.empty(len(x), dtype=torch.bfloat16) for _ in range(3)]
+    with way(kernels):
+        run_one(rounded, [x], [], found)
+    assert found[0].isnan().all()
+    assert found[2].isnan().equal((x >> 16 << 16).view(torch.float32).isnan())
+    assert found[1].isnan().equal((x << 16).view(torch.float32).isnan())
