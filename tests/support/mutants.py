@@ -207,6 +207,11 @@ MUTATIONS = [
         no_noise=("key = scalars[-1] if format.takes_key else None", "key = None"),
     ),
     *_of(
+        "printer.py",
+        "tests/kernels/test_kernel_types.py",
+        every_nan_is_short=("self._zeros[place] >= _SHORT", "self._zeros[place] >= 0"),
+    ),
+    *_of(
         "tails.py",
         "tests/numerics/test_tails.py",
         ties_go_up=("((1 << (lost - 1)) - 1)", "(1 << (lost - 1))"),
