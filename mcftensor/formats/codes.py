@@ -82,10 +82,7 @@ class BlockFormat(Format):
     def decode(self, stored: Floats) -> Floats:
         """One float32: what a code says, times the scale of its block."""
         codes, scales = stored
-        shared = spread(scales, codes).to(torch.int32)
-        exponents = (shared << 23).maximum(torch.full_like(shared, 1 << 22))  # the last is 2^-127
-        exponents = torch.where(shared == _NO_NUMBER, _NAN, exponents)
-        return (self.read(codes.to(torch.int32)) * exponents.view(torch.float32),)
+        return (self.read(codes.to(torch.int32)) * factors_of(scales, codes),)
 
     def encode(self, number: Sum, noise: Noise | None) -> Floats:
         """Codes rounded once, and the least scales with which the largest element has one."""
@@ -148,18 +145,9 @@ class MXFP8(BlockFormat):
         return exponent.maximum(torch.ones_like(exponent))
 
     def written(self, x: Tensor, magnitude: Tensor, scales: Tensor, noise: Noise | None) -> Tensor:
-        """The magnitude over the scale as a pattern of which the first bits are the code: of a
-        normal number of E4M3 that of the float32, below them a multiple of 2^-29."""
+        """The first bits of the magnitude over the scale."""
         unscaled = ((254 - scales) << 23).view(torch.float32)  # 2^127 at most, and normal
-        y = x.abs() * unscaled
-        normal = y.view(torch.int32) - (120 << 23)
-        least = 2.0**-6
-        moved = y + least
-        small = moved.view(torch.int32) - (121 << 23)
-        if noise is None:  # whose ties are to be ties of the number: the sum is rounded to odd
-            kept = moved - least
-            small = (small - (kept > y).to(torch.int32)) | (kept != y).to(torch.int32)
-        codes = _rounded(torch.where(y < least, small, normal), noise)
+        codes = _rounded(e4m3_patterns(x.abs() * unscaled, noise), noise)
         codes = codes | ((x.view(torch.int32) >> 24) & 0x80)
         return torch.where(magnitude < _INFINITY, codes, 0x7F).to(torch.uint8)
 
@@ -210,6 +198,26 @@ class UE5M3(BlockFormat):
         codes = _rounded(bits if noise is None else _by_roots(bits), noise)
         codes = codes.maximum(torch.ones_like(codes))
         return torch.where((magnitude == 0) | (scales == _NO_NUMBER), 0, codes).to(torch.uint8)
+
+
+def factors_of(scales: Tensor, like: Tensor) -> Tensor:
+    """The scale of each element of a tensor, as a float32."""
+    shared = spread(scales, like).to(torch.int32)
+    exponents = (shared << 23).maximum(torch.full_like(shared, 1 << 22))  # the last is 2^-127
+    return torch.where(shared == _NO_NUMBER, _NAN, exponents).view(torch.float32)
+
+
+def e4m3_patterns(y: Tensor, noise: Noise | None) -> Tensor:
+    """Magnitudes as patterns of which the first bits are the code: of a normal number of E4M3 that
+    of the float32, below them a multiple of 2^-29."""
+    normal = y.view(torch.int32) - (120 << 23)
+    least = 2.0**-6
+    moved = y + least
+    small = moved.view(torch.int32) - (121 << 23)
+    if noise is None:  # whose ties are to be ties of the number: the sum is rounded to odd
+        kept = moved - least
+        small = (small - (kept > y).to(torch.int32)) | (kept != y).to(torch.int32)
+    return torch.where(y < least, small, normal)
 
 
 def _by_roots(bits: Tensor) -> Tensor:

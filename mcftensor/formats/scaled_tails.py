@@ -13,14 +13,12 @@ from mcftensor.arithmetic.noise import Noise, Rounding
 from mcftensor.arithmetic.numbers import Floats, Sum
 from mcftensor.arithmetic.rounding import quiet
 from mcftensor.arithmetic.wide import Machine
-from mcftensor.formats.codes import Scales
+from mcftensor.formats.codes import Scales, e4m3_patterns, factors_of
 from mcftensor.formats.format import SUFFIXES, Component, Format, named
 from mcftensor.kernels.shared import block_max, spread
 
 _INFINITY = 0x7F800000
-_NAN = 0x7FC00000
 _SPARE = 20  # bits of a float32's significand that a code has not
-_NO_NUMBER = 255  # as a scale
 # Under the least scale, 2^-101, the last bit of the longest tail is 2^-126: all that is computed
 # is a normal float32, on processors that flush others too.
 _LEAST = 127 - 101
@@ -83,10 +81,7 @@ class ScaledTailFormat(Format):
         normal = ((pattern << (_SPARE - self.bits)) + (120 << 23)).view(torch.float32)
         x = torch.where(pattern < (8 << self.bits), small, normal)
         x = torch.where(own == 0x7F, torch.nan, x)
-        shared = spread(scales, stored[0]).to(torch.int32)
-        exponents = (shared << 23).maximum(torch.full_like(shared, 1 << 22))  # the last is 2^-127
-        exponents = torch.where(shared == _NO_NUMBER, _NAN, exponents)
-        x = x * exponents.view(torch.float32)
+        x = x * factors_of(scales, stored[0])
         return ((x.view(torch.int32) ^ ((codes & 0x80) << 24)).view(torch.float32),)
 
     def encode(self, number: Sum, noise: Noise | None) -> Floats:
@@ -101,14 +96,7 @@ class ScaledTailFormat(Format):
         scales = ((largest + ((1 << 23) - 1 - (3 << 21))) >> 23) - 8
         scales = scales.maximum(torch.full_like(scales, _LEAST))
         unscaled = ((254 - spread(scales, bits)) << 23).view(torch.float32)
-        y = magnitude.view(torch.float32) * unscaled
-        least = 2.0**-6  # from here on numbers are normal; below they are multiples of 2^-29
-        moved = y + least
-        small = moved.view(torch.int32) - (121 << 23)
-        if noise is None:  # whose ties are to be ties of the number: the sum is rounded to odd
-            kept = moved - least
-            small = (small - (kept > y).to(torch.int32)) | (kept != y).to(torch.int32)
-        pattern = torch.where(y < least, small, y.view(torch.int32) - (120 << 23))
+        pattern = e4m3_patterns(magnitude.view(torch.float32) * unscaled, noise)
         half = ((pattern >> lost) & 1) + ((1 << (lost - 1)) - 1)
         pattern = (pattern + (half if noise is None else noise.bits(lost))) >> lost
         own = (pattern + (1 << (self.bits - 1))) >> self.bits

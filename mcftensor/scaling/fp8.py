@@ -11,7 +11,7 @@ from mcftensor.scaling.counts import count
 from mcftensor.scaling.exponents import half_log2, times_power
 from mcftensor.scaling.scaled import ScaledTensor
 from mcftensor.scaling.scaled_format import of_dtype
-from mcftensor.scaling.scaled_numbers import Unrounded, number, stored
+from mcftensor.scaling.scaled_numbers import Unrounded, by_size, number, stored
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -92,9 +92,8 @@ def _emulated(x: ScaledTensor, y: ScaledTensor) -> Tensor:
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> ScaledTensor:
-    """Data as 8-bit floats, placed by its size."""
-    own = number(x)
-    return stored(Unrounded(own.mantissa, own.exponent, "by size"), of_dtype(dtype))
+    """Data as 8-bit floats."""
+    return by_size(x, of_dtype(dtype))
 
 
 class _Fp8Linear(torch.autograd.Function):

@@ -13,7 +13,7 @@ from mcftensor.scaling.exponents import ANY, Exponent, largest
 from mcftensor.scaling.ruling import aten, rule
 from mcftensor.scaling.scaled import ScaledTensor
 from mcftensor.scaling.scaled_format import TOPS, ScaledFormat, of_dtype
-from mcftensor.scaling.scaled_numbers import Unrounded, lead, number, stored, write_to
+from mcftensor.scaling.scaled_numbers import Unrounded, by_size, lead, number, write_to
 
 
 def _moved_by(func: Any) -> Callable[..., ScaledTensor]:
@@ -106,10 +106,9 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
 
 def encoded(x: Tensor, format: ScaledFormat) -> ScaledTensor:
     """A plain tensor in a format, each number rounded once, and placed by its size."""
-    measured = number(x)
+    placed = by_size(x, format)
     if x.dtype != torch.float64:
-        return stored(Unrounded(measured.mantissa, measured.exponent, "by size"), format)
-    placed = stored(Unrounded(measured.mantissa, measured.exponent, "by size"), format)
+        return placed
     s = placed.exponent.to(torch.int64)
     near = torch.where(
         placed.exponent == ANY, 0.0, x * ((1023 - s).clamp(1, 2046) << 52).view(torch.float64)

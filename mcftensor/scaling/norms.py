@@ -143,6 +143,7 @@ def _group_norm_backward(
 # ------------------------------------------------------------------------------------ batch norms
 
 
+@rule(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
 def _batch_norm(
     x: Any,
     weight: Any,
@@ -171,20 +172,6 @@ def _batch_norm(
     inverse = _inverse_deviation(variance, eps, a.exponent)
     normal = (a.mantissa - mean.view(shape)) * inverse.view(shape)
     return _with_gain(normal, weight, bias, shape), mean, inverse
-
-
-@rule(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
-def _native_batch_norm(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    running_mean: Any,
-    running_variance: Any,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[Unrounded, Tensor, Tensor]:
-    return _batch_norm(x, weight, bias, running_mean, running_variance, training, momentum, eps)
 
 
 @rule(aten._native_batch_norm_legit.no_stats)

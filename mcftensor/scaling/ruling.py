@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from mcftensor.scaling.counts import count
 from mcftensor.scaling.scaled import ScaledTensor
 from mcftensor.scaling.scaled_format import ScaledFormat, promoted
-from mcftensor.scaling.scaled_numbers import Unrounded, number, stored, write_to
+from mcftensor.scaling.scaled_numbers import Unrounded, by_size, number, stored, write_to
 
 aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -192,10 +192,7 @@ def _without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     format = result_format((args, kwargs), keep_tails=False)
 
     def back(x: Tensor) -> Tensor:
-        if not x.is_floating_point():
-            return x
-        measured = number(x)
-        return stored(Unrounded(measured.mantissa, measured.exponent, "by size"), format)
+        return by_size(x, format) if x.is_floating_point() else x
 
     return tree_map_only(Tensor, back, func(*plain_args, **plain_kwargs))
 

@@ -107,6 +107,12 @@ def stored(x: Unrounded, format: ScaledFormat, name: str = "") -> ScaledTensor:
     return ScaledTensor.of(format.store(mantissa), exponent, format)
 
 
+def by_size(x: Any, format: ScaledFormat) -> ScaledTensor:
+    """An operand in a format, placed by its size."""
+    own = number(x)
+    return stored(Unrounded(own.mantissa, own.exponent, "by size"), format)
+
+
 def _placed(x: Unrounded, format: ScaledFormat, placing: Placing) -> tuple[Tensor, Tensor]:
     """Mantissas and exponent, moved to where the size of the numbers says."""
     peak = exponent_of_largest(x.mantissa)

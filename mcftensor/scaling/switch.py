@@ -15,7 +15,7 @@ from mcftensor.scaling.fp8 import Fp8Linear, switched
 from mcftensor.scaling.moving_rules import encoded
 from mcftensor.scaling.scaled import ScaledTensor
 from mcftensor.scaling.scaled_format import ScaledFormat, of_dtype
-from mcftensor.scaling.scaled_numbers import Unrounded, number, stored
+from mcftensor.scaling.scaled_numbers import by_size
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -23,8 +23,7 @@ M = TypeVar("M", bound=nn.Module)
 def as_scaled(x: Tensor, format: ScaledFormat) -> ScaledTensor:
     """A tensor in a scaled format; `mcf.as_expansion` is the public name."""
     if isinstance(x, ScaledTensor):
-        own = number(x.detach())
-        return stored(Unrounded(own.mantissa, own.exponent, "by size"), format)
+        return by_size(x.detach(), format)
     if not x.is_floating_point() or x.layout != torch.strided:
         raise TypeError(
             f"as_expansion: the tensor of shape {tuple(x.shape)} is of {x.dtype}, {x.layout}; "

@@ -274,8 +274,6 @@ MUTATIONS = [
             "pattern >> self.bits\n        is_fin",
         ),
         scaled_tie_up=("half = ((pattern >> lost) & 1) + ((1", "half = 1 + ((1"),
-        small_ties_of_the_sum=(" | (kept != y).to(torch.int32)", ""),
-        small_sums_up=("small - (kept > y).to(torch.int32)", "small"),
         subnormal_numbers_kept=("torch.where(magnitude < (1 << 23), 0, magnitude)", "magnitude"),
         scales_below=("torch.full_like(scales, _LEAST)", "torch.ones_like(scales)"),
         rounded_to_infinity=("_INFINITY - (1 << lost)", "_INFINITY - 1"),
@@ -1011,10 +1009,13 @@ MUTATIONS = [
     *_of(
         "codes.py",
         "tests/numerics/test_blocks.py",
+        "tests/numerics/test_scaled_tails.py",
         saturates=("above = (1 << 23) - 1 - (3 << 21)", "above = 0"),
         small_ones_are_lost=("codes = codes.maximum(torch.ones_like(codes))", "codes = codes"),
         ties_up=("bits + ((bits >> _LOST) & 1) + ((1", "bits + 1 + ((1"),
         mean_of_the_square=("bits if noise is None else _by_roots(bits)", "bits"),
+        small_ties_of_the_sum=(" | (kept != y).to(torch.int32)", ""),
+        small_sums_up=("small - (kept > y).to(torch.int32)", "small"),
     ),
     *_of(
         "kernels/shared.py",
