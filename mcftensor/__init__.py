@@ -38,9 +38,10 @@ from mcftensor.meters import edq as edq
 from mcftensor.meters.auditing import audit as audit
 from mcftensor.meters.edq import EDQ as EDQ
 from mcftensor.meters.edq import FrozenWeightWarning as FrozenWeightWarning
-from mcftensor.meters.memory import Held as Held
-from mcftensor.meters.memory import Memory as Memory
-from mcftensor.meters.memory import memory as memory
+from mcftensor.meters.estimating import estimate as estimate
+from mcftensor.meters.summary import Held as Held
+from mcftensor.meters.summary import Summary as Summary
+from mcftensor.meters.summary import summary as summary
 from mcftensor.passes import expansion as expansion
 from mcftensor.patches import PatchWarning as PatchWarning
 from mcftensor.scaling import ScaledFormat as ScaledFormat

@@ -1,4 +1,4 @@
-"""The command line: `python -m mcftensor audit`, `convert` and `selfcheck`."""
+"""The command line: `python -m mcftensor audit`, `convert`, `memory` and `selfcheck`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,22 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
+from mcftensor import __version__
 from mcftensor.checkpoint.bridge.conversion import Conversion, Progress, convert_checkpoint
 from mcftensor.checkpoint.errors import CheckpointError
+from mcftensor.checkpoint.shards import size_in_bytes
+from mcftensor.formats import named
+from mcftensor.meters import fitting
 from mcftensor.meters.auditing import Audit, audit
+from mcftensor.meters.estimating import MakeOptimizer, estimate
 from mcftensor.selfcheck import SelfCheckError, selfcheck
+from mcftensor.tensor import showing
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,8 +51,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line, checked."""
     parser = Parser(
         prog="python -m mcftensor",
-        description="Checks and conversions of weights, checks of machines.",
+        description="Checks and conversions of weights, what fits into memory, checks of machines.",
     )
+    parser.add_argument("--version", action="version", version=f"mcftensor {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     command = commands.add_parser(
         "audit",
@@ -103,6 +113,31 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--step", type=int, metavar="N", help="steps taken, where the source does not say it")
     add("--no-verify", action="store_true", help="read files whose digests are not right")
     command = commands.add_parser(
+        "memory",
+        help="say what a model takes in training, and what of that fits",
+        description="Say what parameters, gradients and states of a model take in training, by "
+        "strategy, and which of them fit into a memory. Nothing is allocated. Activations are not "
+        "counted, and come on top.",
+        epilog="Exit status: 0 if something fits, 1 if nothing does, 2 for a mistake.",
+    )
+    add = command.add_argument
+    add(
+        "sources",
+        nargs="+",
+        metavar="MODEL",
+        help="a checkpoint, shapes of parameters such as 4096x4096 or 32:4096x11008, or their "
+        "number, such as 7B",
+    )
+    add("--memory", metavar="SIZE", help="'80GB', say (default: the GPU's, or this machine's)")
+    add(
+        "--optimizer",
+        default="AdamW",
+        metavar="NAME",
+        help="of torch.optim (default: AdamW); SGD is with momentum",
+    )
+    add("--mode", metavar="NAME", help="show the formats of one Collage mode, layer by layer")
+    add("--format", metavar="NAME", help="of the weights, with --mode (default: by shape)")
+    command = commands.add_parser(
         "selfcheck",
         help="check the arithmetic on a device against exact rationals",
         description="Run the error-free transformations and the arithmetic of expansions on a "
@@ -131,7 +166,12 @@ def screen(found: Audit, *, moving: bool) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = parse(arguments)
-    run = {"audit": run_audit, "convert": run_convert, "selfcheck": run_selfcheck}
+    run = {
+        "audit": run_audit,
+        "convert": run_convert,
+        "memory": run_memory,
+        "selfcheck": run_selfcheck,
+    }
     try:
         return run[options.command](options)
     except KeyboardInterrupt:
@@ -198,6 +238,40 @@ def run_convert(options: argparse.Namespace) -> int:
         return 2
     print(said(done, options.destination))
     return 0
+
+
+def run_memory(options: argparse.Namespace) -> int:
+    """Say what a model takes in training, and whether that fits."""
+    try:
+        model = fitting.model_of(options.sources)
+        optimizer = optimizer_named(options.optimizer)
+        size, owner = fitting.room()
+        if options.memory:
+            size, owner = size_in_bytes(options.memory, "--memory"), "given"
+        if options.mode:
+            form = named(options.format) if options.format else None
+            found = estimate(model, options.mode, format=form, optimizer=optimizer)
+            shown, least = str(found), found.total
+        else:
+            ways = list(fitting.strategies(model, optimizer))
+            shown, least = fitting.fits(ways, size), min(x.total for x in ways)
+    except (CheckpointError, ImportError, OSError, TypeError, ValueError) as error:
+        print(f"python -m mcftensor memory: {error}", file=sys.stderr)
+        return 2
+    count = sum(p.numel() for p in model.parameters())
+    print(f"{count:,} parameters, {options.optimizer}, without activations\n{shown}")
+    verdict = "fits into" if least <= size else "does not fit into"
+    what = f"mode {options.mode}" if options.mode else "the smallest"
+    print(f"{what} {verdict} the {showing.size(size)} {owner}")
+    return int(least > size)
+
+
+def optimizer_named(name: str) -> MakeOptimizer:
+    """A class of torch.optim, with the momentum that SGD has in training."""
+    found = getattr(torch.optim, name, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise ValueError(f"torch.optim has no optimizer {name!r}; AdamW is one")
+    return partial(found, lr=1e-3, momentum=0.9) if found is torch.optim.SGD else found
 
 
 def said(done: Conversion, destination: str) -> str:

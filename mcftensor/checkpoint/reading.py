@@ -47,6 +47,12 @@ def tensors(checkpoint: Checkpoint, side: str) -> Mapping[str, Tensor]:
     )
 
 
+def shapes(path: Path) -> Mapping[str, Tensor]:
+    """The tensors of a checkpoint without their data, on the meta device, by name."""
+    terms = _read(path)
+    return {name: like_in(terms, name) for name in names_of_terms(terms)}
+
+
 def state_dict_in(content: object, source: object) -> dict[str, Tensor]:
     """The tensors of a state dict, or of the one that is nested in it."""
     if not isinstance(content, Mapping):
@@ -165,16 +171,25 @@ def in_shards(index: Path) -> Lazy:
     files = files_in(index, json.loads(index.read_text(encoding="utf-8")))
     opened: dict[str, Mapping[str, Tensor]] = {}
 
-    def read(name: str) -> Tensor:
+    def shard(name: str) -> Mapping[str, Tensor]:
         file = files[name]
         if file not in opened:
             opened.clear()  # The last shard goes before the next one comes.
             opened[file] = _read_file(index.parent / file)
         if name not in opened[file]:
             raise CheckpointError(f"{index} says that {name} is in {file}, which does not hold it")
-        return opened[file][name]
+        return opened[file]
 
-    return Lazy(sorted(files, key=lambda name: files[name]), read)  # Shard by shard.
+    return Lazy(
+        sorted(files, key=lambda name: files[name]),  # Shard by shard.
+        lambda name: shard(name)[name],
+        lambda name: like_in(shard(name), name),
+    )
+
+
+def like_in(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """A tensor without data, of the dtype and the shape of one of these."""
+    return tensors.like(name) if isinstance(tensors, Lazy) else tensors[name].to("meta")
 
 
 def _whole(terms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -23,16 +23,14 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{unit}I": 2 ** (10 * i) for i, unit in enumerate("KMGT", 1)}
 
 
-def size_in_bytes(size: int | str) -> int:
+def size_in_bytes(size: int | str, of: str = "save_file: max_shard_size") -> int:
     """Of a size such as 5_000_000_000, "5GB" or "512MiB"; ValueError for what is none."""
     text = str(size).strip().upper()
     match = re.fullmatch(r"(\d+)|(\d+(?:\.\d+)?)\s*([KMGT]I?)B", text)
     number, unit = (match[1] or match[2], match[3] or "") if match else ("0", "")
     found = int(float(number) * _UNITS[unit])
     if found <= 0:
-        raise ValueError(
-            f"save_file: max_shard_size is {size!r}; give bytes, or a size such as '5GB'"
-        )
+        raise ValueError(f"{of} is {size!r}; give bytes, or a size such as '5GB'")
     return found
 
 

@@ -19,6 +19,7 @@ from mcftensor.checkpoint.errors import CheckpointError, some
 from mcftensor.checkpoint.extras import extra
 from mcftensor.checkpoint.reading import Checkpoint
 from mcftensor.checkpoint.reading import tensors as tensors_of
+from mcftensor.tensor import showing
 from mcftensor.tensor.tensor import MCFTensor, check_components
 
 if TYPE_CHECKING:
@@ -62,6 +63,18 @@ class TensorAudit:
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    def cells(self) -> tuple[str, ...]:
+        """A row of a table."""
+        return (
+            self.name,
+            "x".join(map(str, self.shape)) or "scalar",
+            self.dtype.replace("bfloat", "bf").replace("float", "fp"),
+            _percent(self.unchanged),
+            _percent(self.zeros),
+            _percent(self.ones),
+            self.verdict,
+        )
 
 
 @dataclass(frozen=True)
@@ -130,16 +143,13 @@ class Audit:
             table.add_column(heading, justify="right", no_wrap=True)
         table.add_column("verdict")
         for t in self.tensors if moving else self.suspicious:
-            table.add_row(
-                text.Text(t.name),
-                "x".join(map(str, t.shape)) or "scalar",
-                t.dtype.replace("bfloat", "bf").replace("float", "fp"),
-                _percent(t.unchanged),
-                _percent(t.zeros),
-                _percent(t.ones),
-                text.Text(t.verdict, style=_STYLES[t.verdict]),
-            )
+            name, *figures, verdict = t.cells()
+            table.add_row(text.Text(name), *figures, text.Text(verdict, style=_STYLES[t.verdict]))
         return table
+
+    def _repr_html_(self) -> str:
+        heads = ("tensor", "shape", "dtype", "unchanged", "at 0", "at 1", "verdict")
+        return showing.as_html([heads, *(t.cells() for t in self.tensors)], [self.summary()])
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in plain lists, dicts, strings and numbers."""

@@ -20,6 +20,7 @@ from mcftensor.arithmetic.counting import count_beside, moved, start, writes_of
 from mcftensor.formats import MAX_TERMS, Format, require_format
 from mcftensor.formats.format import named
 from mcftensor.passes.recoding import collapse, lent, recode
+from mcftensor.tensor import showing
 from mcftensor.tensor.factor import Factor
 from mcftensor.tensor.stepping import current_step
 from mcftensor.tensor.tape import Strand
@@ -416,6 +417,11 @@ class MCFTensor(torch.Tensor):
         text = text.replace("\n" + " " * 7, "\n" + " " * 10)
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"{kind}MCFTensor({text}, format={self._format.name}{grad})"
+
+    def _repr_html_(self) -> str:
+        numbers = self._collapsed() if 0 < self.numel() <= showing.FEW else None
+        about = f"{self._role}, shape {tuple(self.shape)}"
+        return showing.numbers(repr(self), about, self._format, self._read(), numbers)
 
     def _collapsed(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """The numbers as plain floats, rounded once."""

@@ -137,6 +137,12 @@ def collage(optimizer: Opt, mode: str | Mapping[str, Format | None]) -> Opt:
     return optimizer
 
 
+def mode_of(optimizer: Optimizer) -> str | None:
+    """The mode that `collage` has given an optimizer, `"by name"` for a dict, or None."""
+    plan = optimizer.__dict__.get("_collage")
+    return plan and plan.mode
+
+
 def _takes_hooks(optimizer: Optimizer) -> bool:
     """Whether hooks are called after its own steps, unlike those of Accelerate's wrapper, and after
     it has loaded states, which some wrappers pass on."""
@@ -175,6 +181,7 @@ class _Plan:
                 "collage: no parameter of this optimizer is an expansion; call "
                 "mcf.as_expansion(model) first"
             )
+        self.mode = mode if isinstance(mode, str) else "by name"
         self.others: Any = _OWN if mode == "full" else _AS_IT_IS  # of states that are not named
         self.unchecked: set[str] = set()
         self.settled: list[int] = []  # identities of states

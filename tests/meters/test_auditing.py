@@ -758,3 +758,10 @@ def test_the_same_run_with_expansions(command, tmp_path):
     status, out, _ = command(*paths)
     assert (status, out.count("\n")) == (0, 1)
     assert audit(*paths).unchanged < 0.01
+
+
+def test_in_a_notebook():
+    found = audit(STATE, changed())
+    page = found._repr_html_()
+    assert page.count("<tr>") == 1 + len(found.tensors)
+    assert found.summary() in page

@@ -259,6 +259,7 @@ def test_the_table_has_what_is_lost_most_first():
     optimizer = torch.optim.SGD([kept, frozen], lr=1e-4)
     edq = mcf.EDQ(optimizer, names=[("kept", kept), ("frozen", frozen)])
     assert "no reading" in repr(edq)
+    assert "No reading yet" in edq._repr_html_()
     Console(quiet=True).print(edq.table())
     gradients([kept, frozen], 0)
     frozen.grad.clamp_(-1, 1)
@@ -272,6 +273,9 @@ def test_the_table_has_what_is_lost_most_first():
     with console.capture() as capture:
         console.print(edq.table(limit=1))
     assert "kept" not in capture.get()
+    page = edq._repr_html_()
+    assert page.index("frozen") < page.index("kept") < page.index("all")
+    assert "Updates of step 1" in page
     assert repr(edq).startswith("EDQ(every=1, step 1: ratio ")
 
 

@@ -311,3 +311,24 @@ class TestHazards:
         loaded = torch.load(buffer, weights_only=True)["p"]
         assert isinstance(loaded, nn.Parameter)
         assert_same_terms(p.detach(), loaded.detach())
+
+
+# --------------------------------------------------------------------------------- in a notebook
+
+
+def test_a_notebook_shows_a_few_numbers_with_their_terms():
+    x = mcf.from_exact([1, "0.001"], mcf.bf16x2)
+    page = x._repr_html_()
+    for term in x.components:
+        for value in term.tolist():
+            assert f"<td>{value:.17g}</td>" in page
+    assert page.count("<tr>") == 3
+    assert "bf16x2 (bfloat16 + bfloat16), value, shape (2,), 8 B" in page
+
+
+@pytest.mark.parametrize("kind", [mcf.bf16x2, mcf.bf16i8, mcf.mxfp8, mcf.e4m3i8], ids=str)
+def test_a_notebook_shows_how_larger_tensors_are_stored(kind):
+    page = mcf.as_expansion(torch.ones(64, 64), kind)._repr_html_()
+    assert page.count("<tr>") == 0
+    assert f"{kind.name} (" in page
+    assert "value, shape (64, 64)" in page

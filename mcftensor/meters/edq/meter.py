@@ -201,6 +201,9 @@ class EDQ:
         ratio, lost = report.decimal(self.last["ratio"]), report.percent(self.last["lost"])
         return f"EDQ(every={self.every}, step {self.last['step']}: ratio {ratio}, lost {lost})"
 
+    def _repr_html_(self) -> str:
+        return report.notebook(self.last, self.per_parameter, limit=20)
+
     # ------------------------------------------------------------------------------------- hooks
 
     def remove(self) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mcftensor.checkpoint.extras import extra
 from mcftensor.meters.edq.readings import Reading
 from mcftensor.meters.edq.state_readings import StateReading
+from mcftensor.tensor import showing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -17,21 +18,37 @@ if TYPE_CHECKING:
     from mcftensor.meters.edq.meter import EDQ
 
 
+_HEADS = ("elements", "update", "ratio", "lost", "ratio leading", "lost leading")
+
+
 def table(last: Reading | None, readings: Mapping[str, Reading], limit: int | None) -> Table:
     """One reading a row, what is lost most first, and below them that of the whole model."""
-    screen: Table = extra("rich.table", "EDQ.table").Table(
-        title=f"Updates of step {last['step']}" if last else "No reading yet"
-    )
+    screen: Table = extra("rich.table", "EDQ.table").Table(title=_title(last))
     screen.add_column("parameter", overflow="fold")
-    for column in ("elements", "update", "ratio", "lost", "ratio\nleading", "lost\nleading"):
-        screen.add_column(column, justify="right")
-    rows = sorted(readings.items(), key=lambda item: _loss(item[1]), reverse=True)[:limit]
-    for name, reading in rows:
-        screen.add_row(name, *_cells(reading))
+    for column in _HEADS:
+        screen.add_column(column.replace(" ", "\n"), justify="right")
+    for row in _rows(readings, limit):
+        screen.add_row(*row)
     if last:
         screen.add_section()
         screen.add_row("all", *_cells(last))
     return screen
+
+
+def notebook(last: Reading | None, readings: Mapping[str, Reading], limit: int | None) -> str:
+    """The same in a notebook."""
+    whole = [("all", *_cells(last))] if last else []
+    rows = [("parameter", *_HEADS), *_rows(readings, limit), *whole]
+    return showing.as_html(rows, [_title(last)])
+
+
+def _title(last: Reading | None) -> str:
+    return f"Updates of step {last['step']}" if last else "No reading yet"
+
+
+def _rows(readings: Mapping[str, Reading], limit: int | None) -> list[tuple[str, ...]]:
+    items = sorted(readings.items(), key=lambda item: _loss(item[1]), reverse=True)
+    return [(name, *_cells(reading)) for name, reading in items[:limit]]
 
 
 def state_table(

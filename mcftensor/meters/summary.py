@@ -1,8 +1,8 @@
-"""The memory of a model in training: measured where tensors exist, predicted where not yet."""
+"""What a model in training holds: measured where tensors exist, predicted where not yet."""
 
 from __future__ import annotations
 
-import html
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,12 +11,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mcftensor.formats import PLAIN
+from mcftensor.tensor import showing
 from mcftensor.tensor.sharded import local
+from mcftensor.training.collage import mode_of
 from mcftensor.training.releasing import are_released
 from mcftensor.training.shadow import CannotShadow
 from mcftensor.training.state_layouts import States, TensorLayout, layouts, predicted
 
 Kind = Literal["parameters", "gradients", "states", "buffers"]
+Role = Literal["parameter", "value", "plain"]
+Known = Literal["measured", "predicted", "estimated"]
 KINDS: tuple[Kind, ...] = ("parameters", "gradients", "states", "buffers")
 
 MASTER_WEIGHTS = 16
@@ -33,6 +37,9 @@ class Held:
         state: of a state, its name; else empty.
         format: name of a format, or of a dtype.
         shape: on this rank.
+        role: `"parameter"` of an expansion whose leading term a model computes with, `"value"` of
+            one that computes with all terms, or `"plain"`.
+        trained: whether it is a parameter that requires grad, or of one.
         bytes: of all components.
         known: `"measured"` of a tensor that is there; `"predicted"` of one that is not; or
             `"estimated"` of a state whose shape does not follow from that of its parameter.
@@ -43,26 +50,31 @@ class Held:
     state: str
     format: str
     shape: tuple[int, ...]
+    role: Role
+    trained: bool
     bytes: int
-    known: Literal["measured", "predicted", "estimated"]
+    known: Known
 
 
 @dataclass(frozen=True)
-class Memory:
-    """What `memory` returns. Its text is a table.
+class Summary:
+    """What `summary` and `estimate` return. Its text is a table.
 
     Attributes:
         held: each tensor, in the order of the model.
         trained: number of elements of the parameters that require grad.
         released: whether parameters step in backward, so that their gradients are not held.
+        optimizer: name of its class, or None without one.
+        mode: what `collage` was given, `"by name"` for a dict, or None.
         unpredicted: why states that are not there yet are left out, or None.
     """
 
     held: tuple[Held, ...]
     trained: int
     released: bool
+    optimizer: str | None
+    mode: str | None
     unpredicted: str | None
-    _trained_names: frozenset[str]
 
     def bytes_of(self, kind: Kind | None = None, name: str | None = None) -> int:
         """Bytes of a kind, or of all; of one parameter or buffer, or of all."""
@@ -77,8 +89,13 @@ class Memory:
     @property
     def bytes_per_parameter(self) -> float:
         """Bytes of the parameters that require grad, their gradients and states, an element."""
-        chosen = (x.bytes for x in self.held if x.name in self._trained_names)
-        return sum(chosen) / max(self.trained, 1)
+        return sum(x.bytes for x in self.held if x.trained) / max(self.trained, 1)
+
+    @property
+    def master_weights(self) -> int:
+        """Bytes of all, were it AdamW over float32 master weights: 16 for each that is trained."""
+        others = sum(x.bytes for x in self.held if not x.trained)
+        return others + MASTER_WEIGHTS * self.trained
 
     def by_format(self, kind: Kind) -> dict[str, int]:
         """Bytes of a kind, by format or dtype."""
@@ -94,8 +111,11 @@ class Memory:
             "total": self.total,
             "trained": self.trained,
             "bytes_per_parameter": self.bytes_per_parameter,
+            "master_weights": self.master_weights,
             "master_weights_bytes_per_parameter": MASTER_WEIGHTS,
             "released": self.released,
+            "optimizer": self.optimizer,
+            "mode": self.mode,
             "unpredicted": self.unpredicted,
             "kinds": {
                 kind: {"bytes": self.bytes_of(kind), "formats": self.by_format(kind)}
@@ -103,77 +123,93 @@ class Memory:
             },
             "parameters": {
                 name: {kind: self.bytes_of(kind, name) for kind in KINDS[:3]}
-                for name in self._names("parameters")
+                for name in dict.fromkeys(x.name for x in self.held if x.kind == "parameters")
             },
             "held": [vars(x) | {"shape": list(x.shape)} for x in self.held],
         }
 
     def __str__(self) -> str:
-        rows = [list(row) for row in self._rows(20)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            row[0].ljust(widths[0]) + "".join(f"  {x:>{w}}" for x, w in zip(row[1:], widths[1:]))  # noqa: B905
-            for row in rows
-        ]
-        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *self._notes()])
+        return showing.as_text(list(self._rows()), list(self._notes()))
 
     def __repr__(self) -> str:
-        return f"Memory({_size(self.total)}, {self.bytes_per_parameter:.2f} bytes a parameter)"
+        size = showing.size(self.total)
+        return f"Summary({size}, {self.bytes_per_parameter:.2f} bytes a parameter)"
 
     def _repr_html_(self) -> str:
-        first, *rows = self._rows(20)
-        cells = [[f"<td>{html.escape(x)}</td>" for x in row] for row in rows]
-        body = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
-        heads = "".join(f"<th>{html.escape(x)}</th>" for x in first)
-        notes = "".join(f"<p>{html.escape(x)}</p>" for x in self._notes())
-        return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>{notes}"
+        return showing.as_html(list(self._rows()), list(self._notes()))
 
-    def _names(self, kind: Kind) -> list[str]:
-        return list(dict.fromkeys(x.name for x in self.held if x.kind == kind))
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        """One for tensors whose names differ in numbers alone and that are stored alike; all."""
+        columns: list[tuple[Kind, str]] = [("states", state) for state in self._states()]
+        if self.trained and not self.released:
+            columns.insert(0, ("gradients", ""))
+        heads = [state or "gradient" for _, state in columns]
+        yield ("", "shape", "", "role", "format", *heads, "bytes")
 
-    def _rows(self, limit: int) -> Iterator[tuple[str, ...]]:
-        """The largest parameters, those that are left, buffers, and all."""
-        yield ("", *KINDS, "in all")
-        names = self._names("parameters")
-        largest = sorted(names, key=lambda name: -self.bytes_of(name=name))[:limit]
-        shown = [name for name in names if name in largest]
-        for name in shown:
-            yield self._row(name, (x for x in self.held if x.name == name))
-        left = [x for x in self.held if x.name not in largest and x.kind != "buffers"]
-        if left:
-            yield self._row(f"{len(names) - len(shown)} more", left)
-        buffers = [x for x in self.held if x.kind == "buffers"]
-        if buffers:
-            yield self._row("buffers", buffers)
-        yield self._row("in all", self.held)
+        of_name: dict[str, list[Held]] = {}
+        for x in self.held:
+            of_name.setdefault(x.name, []).append(x)
+        alike: dict[tuple[Any, ...], list[list[Held]]] = {}
+        for name, held in of_name.items():
+            looks = tuple([(*vars(x).values(),)[2:] for x in held])
+            alike.setdefault((_NUMBER.sub("*", name), looks), []).append(held)
+        for (pattern, _), group in alike.items():
+            first, *others = group[0]
+            yield (
+                pattern if len(group) > 1 else first.name,
+                "×".join(map(str, first.shape)) or "scalar",
+                f"{len(group)} of these" if len(group) > 1 else "",
+                _said(first),
+                first.format,
+                *(_cell(x for x in others if (x.kind, x.state) == c) for c in columns),
+                showing.size(sum(x.bytes for held in group for x in held)),
+            )
 
-    def _row(self, name: str, held: Iterable[Held]) -> tuple[str, ...]:
-        held = list(held)
-        cells = [_cell([x for x in held if x.kind == kind]) for kind in KINDS]
-        return (name, *cells, _size(sum(x.bytes for x in held)))
+        own = self.bytes_of("parameters") + self.bytes_of("buffers")
+        totals = [sum(x.bytes for x in self.held if (x.kind, x.state) == c) for c in columns]
+        sizes = [showing.size(x) for x in (own, *totals)]
+        yield ("in all", "", "", "", *sizes, showing.size(self.total))
+        if self.optimizer:
+            empty = [""] * (3 + len(sizes))
+            yield ("with master weights", *empty, showing.size(self.master_weights))
+
+    def _states(self) -> list[str]:
+        """Names of those that have a column: not of single numbers, and not more than a few."""
+        found: dict[str, int] = {}
+        for x in self.held:
+            if x.kind == "states" and x.shape:
+                found[x.state] = found.get(x.state, 0) + x.bytes
+        few = sorted(found, key=lambda name: -found[name])[:_COLUMNS]
+        return [name for name in found if name in few]
 
     def _notes(self) -> Iterator[str]:
-        beside = self.bytes_per_parameter
+        if self.optimizer:
+            mode = f', mode "{self.mode}"' if self.mode else ""
+            yield f"{self.optimizer}{mode}: {self.trained:,} parameters are trained"
         yield (
-            f"{beside:.2f} bytes a parameter; with float32 master weights and AdamW they are "
-            f"{MASTER_WEIGHTS}"
+            f"{self.bytes_per_parameter:.2f} bytes a parameter; with float32 master weights and "
+            f"AdamW they are {MASTER_WEIGHTS}"
         )
         if self.released:
             yield "gradients are released: a bucket of them is there at a time"
-        for known, text in (
+        for known, words in (
             ("predicted", "~ predicted"),
             ("estimated", "? estimated: the shape of a state does not follow its parameter's"),
         ):
             if any(x.known == known for x in self.held):
-                yield text
+                yield words
         if self.unpredicted:
             yield f"without the states of the optimizer: {self.unpredicted}"
 
 
-def memory(
+_NUMBER = re.compile(r"\d+")
+_COLUMNS = 4
+
+
+def summary(
     model: nn.Module, optimizer: Optimizer | None = None, *, released: bool | None = None
-) -> Memory:
-    """Say what memory the parameters of a model take, their gradients and states, and its buffers.
+) -> Summary:
+    """Say in which formats a model, its gradients and states are, and what memory they take.
 
     What exists is measured. Gradients and states that do not exist yet are predicted, on the meta
     device too: states by steps of a copy of the optimizer on tensors of a few elements, with the
@@ -187,7 +223,8 @@ def memory(
             whether `step_in_backward` has been called.
 
     Returns:
-        A table, by `print`; `to_dict()` has its numbers.
+        A table, by `print` or in a notebook, in which layers that are stored alike share a row;
+        `to_dict()` has its numbers, tensor by tensor.
 
     Raises:
         TypeError: `model` is no module, or `optimizer` no optimizer.
@@ -205,15 +242,15 @@ def memory(
         >>> with torch.device("meta"):
         ...     model = torch.nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16)
         >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> mcf.memory(model, optimizer)
-        Memory(8.00 MiB, 8.00 bytes a parameter)
-        >>> mcf.memory(model, optimizer).by_format("states")
+        >>> mcf.summary(model, optimizer)
+        Summary(8.00 MiB, 8.00 bytes a parameter)
+        >>> mcf.summary(model, optimizer).by_format("states")
         {'float32': 4, 'bfloat16': 4194304}
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"memory: got {type(model).__name__}; give a module")
+        raise TypeError(f"summary: got {type(model).__name__}; give a module")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise TypeError(f"memory: got {type(optimizer).__name__}; give a torch.optim.Optimizer")
+        raise TypeError(f"summary: got {type(optimizer).__name__}; give a torch.optim.Optimizer")
     names = {p: name for name, p in model.named_parameters()}
     reason: str | None = None
     coming: dict[Tensor, States] = {}
@@ -231,49 +268,57 @@ def memory(
         released = are_released(names)
     held: list[Held] = []
     for p, name in names.items():
-        held.append(_held("parameters", name, "", TensorLayout.of(p), "measured"))
+        trained = p.requires_grad
+        held.append(_held("parameters", name, "", TensorLayout.of(p), trained))
         if p.grad is not None:
-            held.append(_held("gradients", name, "", TensorLayout.of(p.grad), "measured"))
-        elif p.requires_grad and not released:
+            held.append(_held("gradients", name, "", TensorLayout.of(p.grad), trained))
+        elif trained and not released:
             layout = TensorLayout(PLAIN[p.dtype], local(p).shape)
-            held.append(_held("gradients", name, "", layout, "predicted"))
+            held.append(_held("gradients", name, "", layout, trained, "predicted"))
         made = layouts(optimizer.state[p]) if optimizer and optimizer.state.get(p) else None
         for state, layout in (coming.get(p, {}) if made is None else made).items():
-            how = "predicted" if layout.is_exact else "estimated"
-            known = "measured" if made is not None else how
-            held.append(_held("states", name, state, layout, known))
+            how: Known = "predicted" if layout.is_exact else "estimated"
+            known: Known = how if made is None else "measured"
+            held.append(_held("states", name, state, layout, trained, known))
     for name, buffer in model.named_buffers():
-        held.append(_held("buffers", name, "", TensorLayout.of(buffer), "measured"))
-    trained = {name: local(p).numel() for p, name in names.items() if p.requires_grad}
-    return Memory(tuple(held), sum(trained.values()), released, reason, frozenset(trained))
+        held.append(_held("buffers", name, "", TensorLayout.of(buffer), trained=False))
+    return Summary(
+        tuple(held),
+        sum(local(p).numel() for p in names if p.requires_grad),
+        released,
+        type(optimizer).__name__ if optimizer else None,
+        mode_of(optimizer) if optimizer else None,
+        reason,
+    )
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
-def _held(kind: Kind, name: str, state: str, layout: TensorLayout, known: Any) -> Held:
+def _held(
+    kind: Kind,
+    name: str,
+    state: str,
+    layout: TensorLayout,
+    trained: bool,
+    known: Known = "measured",
+) -> Held:
+    role: Role = "parameter" if kind == "parameters" else "value"
+    if layout.format in PLAIN.values():
+        role = "plain"
     format, shape = layout.format.name, tuple(layout.shape)
-    return Held(kind, name, state, format, shape, layout.bytes, known)
+    return Held(kind, name, state, format, shape, role, trained, layout.bytes, known)
 
 
-def _cell(held: list[Held]) -> str:
-    """Bytes, formats but for those of single numbers, and how they are known."""
-    if not held:
-        return "–"
-    formats = dict.fromkeys(x.format for x in held if x.shape or len(held) == 1)
-    known = {x.known for x in held}
-    mark = "? " if "estimated" in known else "~ " if "predicted" in known else ""
-    few = " ".join(formats) if len(formats) <= 2 else f"{len(formats)} formats"
-    return f"{mark}{_size(sum(x.bytes for x in held))} {few}".rstrip()
+def _said(x: Held) -> str:
+    """What a tensor of a model is to a reader."""
+    if x.kind == "buffers":
+        return "buffer" if x.role == "plain" else f"buffer, {x.role}"
+    return x.role if x.trained else f"{x.role}, frozen"
 
 
-def _size(count: int) -> str:
-    """Bytes in the unit in which they are at least one."""
-    size, units = float(count), iter(("B", "KiB", "MiB", "GiB"))
-    unit = next(units)
-    for larger in units:
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{count} B" if unit == "B" else f"{size:.2f} {unit}"
+def _cell(held: Iterable[Held]) -> str:
+    """The format of a state or a gradient, and how it is known."""
+    marks = {"measured": "", "predicted": "~ ", "estimated": "? "}
+    return " ".join(marks[x.known] + x.format for x in held) or "–"

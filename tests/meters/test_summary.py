@@ -1,4 +1,4 @@
-"""Memory that is said before it is taken, held against tensors and the process."""
+"""What a model holds, said before it is there, against tensors and the process."""
 
 import json
 import os
@@ -36,10 +36,10 @@ def said(memory):
 
 
 def assert_foretold(model, optimizer):
-    before = mcf.memory(model, optimizer)
+    before = mcf.summary(model, optimizer)
     assert not optimizer.state or isinstance(optimizer, torch.optim.Adagrad)
     step(model, optimizer)
-    after = mcf.memory(model, optimizer)
+    after = mcf.summary(model, optimizer)
     assert said(before) == said(after)
     assert before.unpredicted is None
     assert {x.known for x in after.held} == {"measured"}
@@ -129,11 +129,11 @@ def test_optimizers_of_other_packages(name):
 def test_sparse_gradients():
     model = nn.Embedding(50, 7, sparse=True)
     optimizer = torch.optim.SparseAdam(model.parameters())
-    before = mcf.memory(model, optimizer)
+    before = mcf.summary(model, optimizer)
     model(torch.tensor([1, 2])).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    assert said(before) == said(mcf.memory(model, optimizer))
+    assert said(before) == said(mcf.summary(model, optimizer))
 
 
 class Shapes(torch.optim.Optimizer):
@@ -162,11 +162,11 @@ class Shapes(torch.optim.Optimizer):
 def test_shapes_of_states():
     model = nn.ParameterList([torch.zeros(40, 8, 9), torch.zeros(8, 8, 4)])
     optimizer = Shapes(model.parameters())
-    before = mcf.memory(model, optimizer)
+    before = mcf.summary(model, optimizer)
     estimated = {x.state for x in before.held if x.known == "estimated"}
     assert estimated == {"odd"}
     step(model, optimizer)
-    after = mcf.memory(model, optimizer)
+    after = mcf.summary(model, optimizer)
     kept = [[x for x in said(m) if x["state"] != "odd"] for m in (before, after)]
     assert kept[0] == kept[1]
     assert {x.state for x in after.held} >= {"list.0", "list.1", "odd"}
@@ -196,7 +196,7 @@ def test_before_anything_is_allocated(kind):
     optimizer = torch.optim.AdamW(model.parameters())
     if kind:
         mcf.collage(optimizer, "full")
-    found = mcf.memory(model, optimizer)
+    found = mcf.summary(model, optimizer)
     size = 3 * (kind.bytes if kind else 2) + 2
     assert found.bytes_per_parameter == pytest.approx(size, rel=1e-9)
     assert found.trained == 2**40 + 2**23
@@ -207,7 +207,7 @@ def test_before_anything_is_allocated(kind):
 
 def test_without_an_optimizer():
     model = network()
-    found = mcf.memory(model)
+    found = mcf.summary(model)
     assert found.bytes_of("states") == 0
     assert found.bytes_of("gradients") == 2 * found.trained
     assert found.by_format("parameters").keys() == {"bf16x2", "bf16x3"}
@@ -218,7 +218,7 @@ def test_tied_and_frozen_parameters():
     model[1].weight = model[0].weight
     model[2].requires_grad_(False)
     model = mcf.as_expansion(model)
-    found = mcf.memory(model, torch.optim.AdamW(model.parameters()))
+    found = mcf.summary(model, torch.optim.AdamW(model.parameters()))
     assert [x.name for x in found.held if x.kind == "gradients"] == ["0.weight"]
     assert found.trained == 24
     assert found.bytes_of("parameters") == 4 * 24 + 2 * 20
@@ -228,35 +228,35 @@ def test_tied_and_frozen_parameters():
 def test_gradients_that_are_there_are_measured():
     model = mcf.as_expansion(nn.Linear(4, 4, bias=False))
     mcf.accumulate_gradients(model)
-    assert mcf.memory(model).bytes_of("gradients") == 2 * 16
+    assert mcf.summary(model).bytes_of("gradients") == 2 * 16
     model(torch.ones(4).bfloat16()).sum().backward()
-    assert mcf.memory(model).bytes_of("gradients") == 4 * 16
-    assert mcf.memory(model).by_format("gradients") == {"bf16x2": 64}
+    assert mcf.summary(model).bytes_of("gradients") == 4 * 16
+    assert mcf.summary(model).by_format("gradients") == {"bf16x2": 64}
 
 
 def test_released_gradients():
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
-    assert mcf.memory(model, optimizer, released=True).bytes_of("gradients") == 0
+    assert mcf.summary(model, optimizer, released=True).bytes_of("gradients") == 0
     with mcf.step_in_backward(model, optimizer):
-        found = mcf.memory(model, optimizer)
+        found = mcf.summary(model, optimizer)
         assert found.released
         assert found.bytes_of("gradients") == 0
         assert "gradients are released" in str(found)
-    assert mcf.memory(model, optimizer).bytes_of("gradients") == 2 * found.trained
+    assert mcf.summary(model, optimizer).bytes_of("gradients") == 2 * found.trained
 
 
 def test_parameters_that_only_the_optimizer_has():
     model, other = small_model(), nn.Parameter(torch.ones(5))
     optimizer = torch.optim.SGD([*model.parameters(), other])
-    found = mcf.memory(model, optimizer)
+    found = mcf.summary(model, optimizer)
     assert found.bytes_of("parameters", "optimizer 0.6") == 20
 
 
 def test_what_cannot_be_predicted_is_said():
     model = small_model()
     optimizer = torch.optim.LBFGS(model.parameters())
-    found = mcf.memory(model, optimizer)
+    found = mcf.summary(model, optimizer)
     assert found.unpredicted.startswith("LBFGS: LBFGS keeps as many vectors")
     assert "without the states of the optimizer: LBFGS" in str(found)
 
@@ -267,8 +267,8 @@ def test_what_cannot_be_predicted_is_said():
         return loss
 
     optimizer.step(closure)
-    assert mcf.memory(model, optimizer).unpredicted is None
-    assert mcf.memory(model, optimizer).bytes_of("states") > 0
+    assert mcf.summary(model, optimizer).unpredicted is None
+    assert mcf.summary(model, optimizer).bytes_of("states") > 0
 
 
 class Failing(torch.optim.SGD):
@@ -278,7 +278,7 @@ class Failing(torch.optim.SGD):
 
 def test_an_optimizer_whose_step_fails():
     model = small_model()
-    found = mcf.memory(model, Failing(model.parameters()))
+    found = mcf.summary(model, Failing(model.parameters()))
     assert found.unpredicted == "Failing: its step raises ArithmeticError: no such step"
 
 
@@ -287,7 +287,7 @@ def test_nothing_is_changed():
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.register_step_pre_hook(lambda *_: pytest.fail("a hook ran"))
     generator = torch.get_rng_state()
-    mcf.memory(model, optimizer)
+    mcf.summary(model, optimizer)
     assert not optimizer.state
     assert torch.equal(generator, torch.get_rng_state())
     assert all(p.grad is None for p in model.parameters())
@@ -299,34 +299,75 @@ def test_nothing_is_changed():
 )
 def test_errors(arguments, message):
     with pytest.raises(TypeError, match=message):
-        mcf.memory(*arguments)
+        mcf.summary(*arguments)
 
 
 # ------------------------------------------------------------------------------------------ shown
 
 
 def test_the_table():
-    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(30)], nn.BatchNorm1d(8))
-    model = mcf.as_expansion(model)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(30)], nn.BatchNorm1d(8), nn.Linear(8, 2))
+    model[31].requires_grad_(False)
+    model = mcf.as_expansion(model, overrides={"30.running_var": mcf.bf16x3})
     optimizer = mcf.collage(torch.optim.AdamW(model.parameters()), "plus")
-    found = mcf.memory(model, optimizer)
-    lines = str(found).splitlines()
-    assert lines[0].split() == ["parameters", "gradients", "states", "buffers", "in", "all"]
-    assert [line.split()[0] for line in lines if line.startswith(("0.", "29."))] == ["0.weight"]
-    assert any(line.startswith("42 more") for line in lines)
-    assert "256 B bf16x2" in lines[2]
-    assert "~ 128 B bfloat16" in lines[2]
+    found = mcf.summary(model, optimizer)
+    first, line, *rows = str(found).splitlines()
+    heads = ["shape", "role", "format", "gradient", "exp_avg", "exp_avg_sq", "bytes"]
+    assert first.split() == heads
+    assert len(line) == len(first) == len(rows[0])
+    parameter = ["parameter", "bf16x2", "~", "bfloat16", "~", "bfloat16", "~", "bf16x2"]
+    assert rows[0].split() == ["*.weight", "8×8", "30", "of", "these", *parameter, "22.62", "KiB"]
+    kinds = {row.split()[0]: row for row in rows}
+    assert "plain, frozen" in kinds["31.weight"]
+    assert "buffer, value" in kinds["30.running_var"]
+    assert kinds["in"].split()[-2:] == [f"{found.total / 1024:.2f}", "KiB"]
+    assert kinds["with"].split()[-2:] == [f"{found.master_weights / 1024:.2f}", "KiB"]
+    assert f'AdamW, mode "plus": {found.trained:,} parameters are trained' in rows
     assert f"{found.bytes_per_parameter:.2f} bytes a parameter" in str(found)
-    assert len({len(line) for line in lines[:2]}) == 1
     page = found._repr_html_()
-    assert page.count("<tr>") == page.count("</tr>") == 20 + 4
-    assert repr(found).startswith("Memory(")
+    notes = 3
+    assert page.count("<p>") == notes
+    assert page.count("<tr>") == page.count("</tr>") == 1 + len(rows) - notes
+    assert repr(found).startswith("Summary(")
+
+
+def test_layers_that_differ_have_rows_of_their_own():
+    model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(4)])
+    model = mcf.as_expansion(model, overrides={"2.weight": mcf.bf16x3})
+    rows = [line.split() for line in str(mcf.summary(model)).splitlines()]
+    assert ["*.weight", "8×8", "3"] in [row[:3] for row in rows]
+    assert ["2.weight", "8×8", "parameter", "bf16x3"] in [row[:4] for row in rows]
+
+
+def test_many_states_take_a_few_columns():
+    class Many(torch.optim.SGD):
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                self.state[p] = {f"s{i}": torch.zeros_like(p) for i in range(9)}
+
+    model = mcf.as_expansion(nn.Linear(3, 3, bias=False))
+    found = mcf.summary(model, Many(model.parameters()))
+    assert len(found._states()) == 4
+    assert found.bytes_of("states") == 9 * found.bytes_of("parameters")
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [(None, None), ("light", "light"), ({"exp_avg": None}, "by name")],
+)
+def test_modes_are_said(mode, said):
+    model = mcf.as_expansion(small_model())
+    optimizer = torch.optim.AdamW(model.parameters())
+    if mode:
+        mcf.collage(optimizer, mode)
+    found = mcf.summary(model, optimizer)
+    assert (found.optimizer, found.mode) == ("AdamW", said)
 
 
 def test_the_dict():
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
-    content = json.loads(json.dumps(mcf.memory(model, optimizer).to_dict()))
+    content = json.loads(json.dumps(mcf.summary(model, optimizer).to_dict()))
     kinds = content["kinds"]
     assert content["total"] == sum(kind["bytes"] for kind in kinds.values())
     assert content["total"] == sum(x["bytes"] for x in content["held"])
@@ -360,7 +401,7 @@ warm = mcf.as_expansion(first)
 step(warm, mcf.collage(torch.optim.AdamW(warm.parameters()), "plus"))
 before = used()
 model, optimizer = build()
-said = mcf.memory(model, optimizer).total
+said = mcf.summary(model, optimizer).total
 step(model, optimizer)
 print((used() - before) / said)
 """

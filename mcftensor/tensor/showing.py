@@ -1,0 +1,65 @@
+"""Tables of text, the same in a notebook, and tensors there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from torch import Tensor
+
+from mcftensor.formats import Format
+
+Rows = Sequence[Sequence[str]]
+"""The first has the headings."""
+
+FEW = 8
+"""Elements up to which a notebook shows each with its components."""
+
+
+def as_text(rows: Rows, notes: Sequence[str] = ()) -> str:
+    """Columns side by side, the first to the left, and notes below."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *notes])
+
+
+def as_html(rows: Rows, notes: Sequence[str] = ()) -> str:
+    """A table, and paragraphs below."""
+    first, *others = rows
+    heads = "".join(f"<th>{escape(x)}</th>" for x in first)
+    cells = ["".join(f"<td>{escape(x)}</td>" for x in row) for row in others]
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    below = "".join(f"<p>{escape(x)}</p>" for x in notes)
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>{below}"
+
+
+def size(count: int) -> str:
+    """Bytes in the unit in which they are at least one."""
+    size, units = float(count), iter(("B", "KiB", "MiB", "GiB"))
+    unit = next(units)
+    for larger in units:
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{count} B" if unit == "B" else f"{size:.2f} {unit}"
+
+
+def numbers(
+    heading: str, about: str, format: Format, components: Sequence[Tensor], values: Tensor | None
+) -> str:
+    """A tensor in a notebook: how it is stored, and its values with their components, if given."""
+    stored = [str(x.dtype).removeprefix("torch.") for x in components]
+    taken = size(sum(x.nbytes for x in components))
+    note = f"{format.name} ({' + '.join(stored)}), {about}, {taken}"
+    if values is None or any(x.shape != values.shape for x in components):
+        return f"<pre>{escape(heading)}</pre><p>{escape(note)}</p>"
+    columns = [x.detach().flatten().tolist() for x in (values, *components)]
+    rows = [[f"{x:.17g}" for x in row] for row in zip(*columns, strict=True)]
+    names = [component.name for component in format.components]
+    return f"<pre>{escape(heading)}</pre>{as_html([['number', *names], *rows], [note])}"
