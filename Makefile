@@ -5,6 +5,8 @@ ARGS ?=
 WORKERS ?= 2
 
 BIN := .venv/bin
+# Threads that spin while they wait take the cores from others on a busy machine.
+PATIENT := OMP_WAIT_POLICY=PASSIVE
 # Workers share the cores, so each computes in one thread.
 PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal \
 	--doctest-modules mcftensor tests
@@ -18,10 +20,10 @@ help: ## list the targets
 install: .venv/installed ## set up .venv with the library and all that develops it
 
 train: .venv/installed ## pretrain a small GPT in eight precision strategies and compare (ARGS="--help")
-	$(BIN)/python studies/pretrain.py $(ARGS)
+	$(PATIENT) $(BIN)/python studies/pretrain.py $(ARGS)
 
 study: .venv/installed ## measure what updates lose, by strategy, layer, learning rate and beta2 (ARGS="--help")
-	$(BIN)/python studies/edq_study.py $(ARGS)
+	$(PATIENT) $(BIN)/python studies/edq_study.py $(ARGS)
 
 bench: .venv/benchmarks ## time optimizer steps beside other libraries (ARGS="--help")
 	TORCH_CPP_LOG_LEVEL=ERROR $(BIN)/python benchmarks/steps.py $(ARGS)
@@ -45,7 +47,7 @@ lint: .venv/installed ## check style, format, types, and who writes to torch
 	$(BIN)/pytest -q -k writes_to_torch tests/patches
 
 docs: .venv/installed ## build the site of the documentation in out/site, warnings being errors
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(PATIENT) $(BIN)/mkdocs build --strict $(ARGS)
 
 clean: ## remove .venv, caches and outputs
 	rm -rf .venv out dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

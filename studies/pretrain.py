@@ -183,11 +183,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def how_to_go_on(options: argparse.Namespace) -> str:
+    """What is told of a run that was interrupted."""
+    if options.checkpoint:
+        return f"interrupted; the same command goes on from what is in {options.checkpoint}"
+    return (
+        "interrupted, and nothing is kept; with --checkpoint DIR the same command would go on "
+        f'where it was (make train ARGS="--checkpoint {options.out / "checkpoint"}")'
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = parse(arguments)
     with processes.joined(options.device):
-        return exit_status("pretrain.py", lambda: compare(options))
+        return exit_status("pretrain.py", lambda: compare(options), how_to_go_on(options))
 
 
 if __name__ == "__main__":

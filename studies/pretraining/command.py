@@ -118,7 +118,7 @@ def make_folder(path: Path) -> None:
         raise FolderError(f"cannot write to {path}")
 
 
-def exit_status(program: str, job: Callable[[], None]) -> int:
+def exit_status(program: str, job: Callable[[], None], interrupted: str = "interrupted") -> int:
     """Do the job, and return the exit status: 2, after one line, for a mistake of the user."""
     try:
         job()
@@ -126,6 +126,6 @@ def exit_status(program: str, job: Callable[[], None]) -> int:
         complain(program, error)
         return 2
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        complain(program, interrupted)
         return 130
     return 0

@@ -287,8 +287,16 @@ def test_interrupting(poem, tmp_path, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(training, "loss", interrupt)
-    assert pretrain.main(["--data", str(poem), "--out", str(tmp_path / "out")]) == 130
-    assert "Traceback" not in capsys.readouterr().err
+    options = ["--data", str(poem), "--out", str(tmp_path / "out")]
+    assert pretrain.main(options) == 130
+    folder = tmp_path / "out" / "checkpoint"
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert "interrupted, and nothing is kept; with --checkpoint DIR" in said
+    assert f'make train ARGS="--checkpoint {folder}"' in said
+    assert pretrain.main([*options, "--checkpoint", str(folder)]) == 130
+    goes_on = f"interrupted; the same command goes on from what is in {folder}"
+    assert goes_on in capsys.readouterr().err
 
 
 def test_as_a_script():
