@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 ARGS ?=
+CONSTRAINTS ?= constraints.txt
 WORKERS ?= 2
 
 BIN := .venv/bin
@@ -11,7 +12,7 @@ PATIENT := OMP_WAIT_POLICY=PASSIVE
 PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal \
 	--doctest-modules mcftensor tests
 
-.PHONY: help install train study bench test test-all soak mutations lint docs clean
+.PHONY: help install train study bench test test-all soak mutations lint docs package publish-docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
@@ -49,15 +50,23 @@ lint: .venv/installed ## check style, format, types, and who writes to torch
 docs: .venv/installed ## build the site of the documentation in out/site, warnings being errors
 	NO_MKDOCS_2_WARNING=1 $(PATIENT) $(BIN)/mkdocs build --strict $(ARGS)
 
+package: .venv/installed ## build the wheel and the source archive in dist, install and try them
+	CONSTRAINTS=$(CONSTRAINTS) .ci/package $(TAG)
+
+publish-docs: .venv/installed ## put the site of VERSION, and as ALIAS, on the branch gh-pages
+	NO_MKDOCS_2_WARNING=1 MCFTENSOR_VERSIONS=mike $(PATIENT) $(BIN)/mike deploy $(PUSH) \
+		--update-aliases $(VERSION) $(ALIAS)
+	$(BIN)/mike set-default $(PUSH) $(or $(ALIAS),$(VERSION))
+
 clean: ## remove .venv, caches and outputs
 	rm -rf .venv out dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find mcftensor tests benchmarks studies examples docs -name __pycache__ -type d -exec rm -rf {} +
 
-.venv/installed: pyproject.toml constraints.txt
+.venv/installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e ".[dev,examples]"
+	$(BIN)/pip install --disable-pip-version-check -c $(CONSTRAINTS) -e ".[dev,examples]"
 	touch $@
 
 .venv/benchmarks: .venv/installed
-	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e ".[benchmarks]"
+	$(BIN)/pip install --disable-pip-version-check -c $(CONSTRAINTS) -e ".[benchmarks]"
 	touch $@
