@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -23,6 +24,10 @@ from mcftensor.kernels.shared import BLOCK
 # so many in programs of at most so many instructions. More would not fit into registers, nor, in
 # long ones, be worth the time to compile.
 _BLOCKS = {100: 8, 300: 4}
+
+# Lines by which each block is behind the one before, where there are quotients or roots: else all
+# blocks would wait for the one unit that makes these at the same time.
+_BEHIND = 4
 
 _TYPES = {
     torch.float32: "F", torch.float64: "D", torch.int32: "I", torch.int64: "L", torch.bool: "I"
@@ -150,6 +155,17 @@ INLINE void store(T *p, V pattern, int n) {
   else put(to<typename Lanes<T>::type>(pattern));
 }
 
+// Of two blocks of 16 bits each, elements in turn: no pattern has to change its place.
+INLINE U pair(const uint16_t *p) {
+  U both;
+  __builtin_memcpy(&both, p, sizeof both);
+  return both;
+}
+INLINE void store_pair(uint16_t *p, U first, U second) {
+  U both = (first & 0xffff) | second << 16;
+  __builtin_memcpy(p, &both, sizeof both);
+}
+
 INLINE F quiet(F x) { return x == x ? x : all<F>(nan); }
 INLINE D quiet(D x) { return x == x ? x : all<D>(nan); }
 
@@ -214,7 +230,13 @@ INLINE F magnitude(F x) { return as<F>(as<I>(x) & 0x7fffffff); }
 INLINE D magnitude(D x) { return as<D>(as<L>(x) & 0x7fffffffffffffff); }
 template <class V>
 INLINE V magnitude(V x) { return x < 0 ? -x : x; }
+#if defined(__AVX512DQ__) && !defined(__clang__) && LANES == 16
+INLINE F finite_or_zero(F x) {  // of the classes of NaNs and infinities one look is enough
+  return __builtin_ia32_movaps512_mask(F{}, x, __builtin_ia32_fpclassps512_mask(x, 0x99, -1));
+}
+#else
 INLINE F finite_or_zero(F x) { return magnitude(x) < float(inf) ? x : all<F>(0); }
+#endif
 INLINE D finite_or_zero(D x) { return magnitude(x) < inf ? x : all<D>(0); }
 INLINE I negative(F x) { return as<I>(x) < 0; }
 INLINE L negative(D x) { return as<L>(x) < 0; }
@@ -372,11 +394,12 @@ def source(program: Program, width: int) -> str:
     lanes = width // max(4, *(x.dtype.itemsize for x in inside))
     alone = BLOCK // lanes if signature.shared else 1
     blocks = max(_blocks(len(program.instructions)), alone)
+    weave = _Weave(blocks, alone, _in_pairs(program) and blocks > 1, varies)
     loop = _LOOP.format(
         names=_indented(names, 2),
         before=_indented(before, 2),
-        body=_indented(_copies(body, alone, alone, varies) if signature.shared else body, 4),
-        interleaved=_indented(_copies(body, blocks, alone, varies), 4),
+        body=_indented(_Weave(alone, alone, False, varies).lines(body) if alone > 1 else body, 4),
+        interleaved=_indented(weave.lines(body, _BEHIND if _waits(program) else 0), 4),
         blocks=blocks,
         rest=_indented((_SHARING_REST if signature.shared else _REST).splitlines(), 2),
     )
@@ -395,33 +418,86 @@ def _shuffles(lanes: int) -> str:
     return f"#define BEFORE_ZEROS {before_zeros}\n#define EACH_SECOND {each_second}\n"
 
 
-def _copies(body: Sequence[str], blocks: int, alone: int, varies: Sequence[bool]) -> list[str]:
-    """The body, line by line, for blocks of lanes that are computed together, of which so many make
-    a block that shares something."""
-    return [
-        _copied(line, k, alone, varies)
-        for line in body
-        for k in range(0, blocks, alone if line.startswith("out") else 1)
-    ]
+def _in_pairs(program: Program) -> bool:
+    """Whether all that is read and written has 16 bits, and it does not matter which is where."""
+    signature = program.signature
+    return (
+        not signature.shared
+        and all(x.itemsize == 2 for x in (*signature.vectors, *signature.outputs))
+        and all(x.name != "index" for x in program.instructions)
+    )
 
 
-def _copied(line: str, block: int, alone: int, varies: Sequence[bool]) -> str:
-    """A line of the body for one of the blocks that are computed together."""
+def _waits(program: Program) -> bool:
+    return any(x.name in ("div", "sqrt") for x in program.instructions)
 
-    def renamed(name: re.Match[str]) -> str:
-        if re.search(r"_\d+$", name[0]):
-            return name[0]
-        return f"{name[0]}_{block}" if varies[int(name[1])] else name[0]
 
-    first = block // alone * alone
+_LOAD = re.compile(r"const auto p(\d+) = load<U>\((in\d+) \+ i, n\);")
+_STORE = re.compile(r"store\((out\d+) \+ i, (.*), n\);")
 
-    def of_all(call: re.Match[str]) -> str:
-        return f"block_max({', '.join(f'{call[1]}_{k}' for k in range(first, first + alone))})"
 
-    line = re.sub(r"\bblock_max\((v\d+)\)", of_all, line)
-    line = line.replace("[i / SHARING]", f"[(i + {first} * LANES) / SHARING]")
-    line = re.sub(r"\b[pv](\d+)(?:_\d+)?\b", renamed, line)
-    return re.sub(r"\bi\b(?! \+ \d+ \* LANES)", f"(i + {block} * LANES)", line)
+@dataclass(frozen=True)
+class _Weave:
+    """The lines of a program for blocks of lanes that are computed together.
+
+    Attributes:
+        blocks: how many.
+        alone: of which so many make a block that shares something.
+        in_pairs: whether two blocks have their elements in turn.
+        varies: which instructions are not the same for all elements.
+    """
+
+    blocks: int
+    alone: int
+    in_pairs: bool
+    varies: Sequence[bool]
+
+    def lines(self, body: Sequence[str], behind: int = 0) -> list[str]:
+        """Those of the body, each for all blocks, or later for later ones."""
+        group = 2 if self.in_pairs else self.alone
+        placed: list[tuple[int, str]] = []
+        for row, line in enumerate(body):
+            load, store = _LOAD.fullmatch(line), _STORE.fullmatch(line)
+            for k in range(0, self.blocks, self.alone if line.startswith("out") else 1):
+                text = self._copied(line, k)
+                if self.in_pairs and load:
+                    text = self._part(load[1], load[2], k)
+                elif self.in_pairs and store:
+                    if k % 2:
+                        continue
+                    first, second = (self._copied(store[2], block) for block in (k, k + 1))
+                    text = f"store_pair({store[1]} + (i + {k} * LANES), {first}, {second});"
+                placed.append((row + behind * (k // group * group), text))
+        return [text for _, text in sorted(placed, key=lambda x: x[0])]
+
+    def _part(self, place: str, source: str, block: int) -> str:
+        """What a block reads of a pair."""
+        if block % 2:
+            return f"const auto p{place}_{block} = both{place}_{block - 1} >> 16;"
+        both = f"both{place}_{block}"
+        return (
+            f"const auto {both} = pair({source} + (i + {block} * LANES)), "
+            f"p{place}_{block} = {both} & 0xffff;"
+        )
+
+    def _copied(self, line: str, block: int) -> str:
+        """A line of the body for one of the blocks."""
+
+        def renamed(name: re.Match[str]) -> str:
+            if re.search(r"_\d+$", name[0]):
+                return name[0]
+            return f"{name[0]}_{block}" if self.varies[int(name[1])] else name[0]
+
+        first = block // self.alone * self.alone
+
+        def of_all(call: re.Match[str]) -> str:
+            blocks = range(first, first + self.alone)
+            return f"block_max({', '.join(f'{call[1]}_{k}' for k in blocks)})"
+
+        line = re.sub(r"\bblock_max\((v\d+)\)", of_all, line)
+        line = line.replace("[i / SHARING]", f"[(i + {first} * LANES) / SHARING]")
+        line = re.sub(r"\b[pv](\d+)(?:_\d+)?\b", renamed, line)
+        return re.sub(r"\bi\b(?! \+ \d+ \* LANES)", f"(i + {block} * LANES)", line)
 
 
 def _indented(lines: Sequence[str], places: int) -> str:

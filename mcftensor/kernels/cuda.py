@@ -96,7 +96,7 @@ def launch(
     with torch.cuda.device(device if device.type == "cuda" else -1):
         table = _kept(_words([lengths, starts, *addresses]), _tensor, device)
         owners = _kept(array("q", counts), _owners, device)
-        _kernel(program, there).launch(
+        _kernel(program, there, _rounds(device)).launch(
             sum(counts),
             table,
             owners,
@@ -164,10 +164,19 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+@functools.cache
+def _rounds(device: torch.device) -> bool:
+    """Whether an instruction rounds to bfloat16, as GPUs of NVIDIA have one since compute capability
+    8.0."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 @functools.lru_cache(maxsize=1024)
-def _kernel(program: Program, there: tuple[bool, ...]) -> _Kernel:
+def _kernel(program: Program, there: tuple[bool, ...], rounds: bool) -> _Kernel:
     """The kernel of a program. Triton reads the source of its functions, which is in no file."""
-    source, name = triton.source(program, there), f"<mcftensor kernel {next(_NUMBERS)}>"
+    source = triton.source(program, there, rounds)
+    name = f"<mcftensor kernel {next(_NUMBERS)}>"
     linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
     module = {"__name__": "mcftensor_kernel"}
     exec(compile(source, name, "exec"), module)

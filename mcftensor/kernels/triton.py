@@ -1,7 +1,8 @@
 """Programs in Triton: one launch for all tensors of a call.
 
-bfloat16 and float16 numbers are computed with as float32 values that hold them exactly; bfloat16 is
-rounded on the bit pattern, since Triton's interpreter truncates where GPUs round. Division and
+bfloat16 and float16 numbers are computed with as float32 values that hold them exactly. Where a GPU
+rounds to bfloat16 by itself, that is one instruction of an arithmetic that is bound by these;
+elsewhere, and in Triton's interpreter, which truncates, it is done on the bit pattern. Division and
 square roots are the correctly rounded ones; products and sums are not contracted, for which the
 launch asks.
 """
@@ -89,19 +90,6 @@ def bfloat16_value(bits):
 
 
 @triton.jit
-def bfloat16_bits(x):
-    return (x.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)
-
-
-@triton.jit
-def to_bfloat16(x):
-    bits = x.to(tl.uint32, bitcast=True)
-    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-    # The NaN that GPUs compute has all bits set, and would be rounded to a zero.
-    return tl.where(x == x, nearest, 0x7FC00000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def negative(x):
     if x.dtype.primitive_bitwidth == 64:
         return x.to(tl.int64, bitcast=True) < 0
@@ -134,7 +122,35 @@ def sign_of(x):
     return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
 """
 
-# Of all types but those of the prelude.
+# By whether GPUs round to it: their NaN has all bits set, and so has that which they round it to.
+_BFLOAT16 = {
+    True: """
+
+@triton.jit
+def bfloat16_bits(x):
+    return (quiet(x).to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)
+
+
+@triton.jit
+def to_bfloat16(x):
+    return x.to(tl.bfloat16).to(tl.float32)
+""",
+    False: """
+
+@triton.jit
+def bfloat16_bits(x):
+    return (x.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)
+
+
+@triton.jit
+def to_bfloat16(x):
+    bits = x.to(tl.uint32, bitcast=True)
+    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return tl.where(x == x, nearest, 0x7FC00000).to(tl.float32, bitcast=True)
+""",
+}
+
+# Of all other types.
 _TYPE = """
 
 @triton.jit
@@ -218,8 +234,9 @@ def warps(program: Program) -> int:
     return 8 if count + 2 * doubles > _HEAVY else 4
 
 
-def source(program: Program, on_device: Sequence[bool]) -> str:
-    """The program as a module with a kernel of rows, of the row that owns each block, and numbers.
+def source(program: Program, on_device: Sequence[bool], rounds: bool) -> str:
+    """The program as a module with a kernel of rows, of the row that owns each block, and numbers;
+    `rounds` says whether the device rounds to bfloat16 by itself.
 
     A row describes one set of tensors by words of 64 bits: number of elements, number of the first
     block, addresses of vectors and of outputs. Its scalars, or those of all rows, are words of
@@ -244,7 +261,7 @@ def source(program: Program, on_device: Sequence[bool]) -> str:
         else:
             lines.append(f"stored(out{i} + offsets, {pattern}, mask, WHOLE)")
     body = "\n".join("    " + line for line in lines)
-    types = [_functions(x) for x in COMPUTED if f"to_{name_of(x)}" not in _PRELUDE]
+    types = [_BFLOAT16[rounds], *(_functions(x) for x in COMPUTED if x != torch.bfloat16)]
     sharing = [_SHARING] if signature.shared else []
     return "".join([_PRELUDE, *types, *sharing, _KERNEL.format(body=body, words=word)])
 
@@ -256,6 +273,8 @@ def _functions(dtype: torch.dtype) -> str:
     if dtype.is_floating_point:
         value = f"quiet(bits.to(tl.{own}, bitcast=True).to(tl.{type_}))"
         bits = f"x.to(tl.{own}).to({memory}, bitcast=True)"
+        if dtype == torch.float16:
+            bits = f"tl.where(x == x, {bits}, 0x7E00).to({memory})"
     else:
         value, bits = f"bits.to(tl.{own}).to(tl.{type_})", f"x.to({memory})"
     return _TYPE.format(name=name, own=own, type=type_, value=value, bits=bits)

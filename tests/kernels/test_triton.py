@@ -103,6 +103,31 @@ def test_numbers_are_encoded(name, dtype):
     same("triton", encoded, name, *(patterns(dtype, length) for length in (5003, 7, 1)))
 
 
+@pytest.mark.parametrize("kind", STEPS)
+def test_fused_steps_where_the_device_rounds(kind):
+    same("rounding", step, kind, mixtures(kind))
+
+
+@pytest.mark.parametrize(("kind", "formats"), STORED_STEPS)
+def test_fused_steps_over_what_is_stored_where_the_device_rounds(kind, formats):
+    same("rounding", step, kind, formats)
+
+
+@pytest.mark.parametrize(
+    ("name", "operation"),
+    [(name, operation) for name in ("bf16x2", "bf16x3", "fp16x2") for operation in OPERATIONS],
+)
+def test_operations_where_the_device_rounds(name, operation):
+    format = mcf.Format.from_name(name)
+    operands = [operand(format, 1501) for _ in range(OPERATIONS[operation])]
+    same("rounding", run, expression(operation, format), *operands)
+
+
+@pytest.mark.parametrize("name", ["bf16x2", "fp16x2"])
+def test_conversions_where_the_device_rounds(name):
+    same("rounding", encoded, name, *(patterns(torch.float32, length) for length in (5003, 7, 1)))
+
+
 def test_one_huge_and_many_tiny_tensors():
     format = mcf.bf16x2
     shapes = [(3,), (50_001,), *[(i % 5 + 1,) for i in range(40)], (1024,), (1025,)]
@@ -272,7 +297,7 @@ def test_so_many_kernels_are_kept(launch, monkeypatch):
 def compiled(program, warps):
     """PTX and more for a GPU of compute capability 9.0, as a launch with aligned pointers makes
     it."""
-    kernel = cuda._kernel(program, (False,) * len(program.signature.scalars))
+    kernel = cuda._kernel(program, (False,) * len(program.signature.scalars), True)
     divisible = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(
         fn=kernel.function,
@@ -310,6 +335,8 @@ def check(program, tmp_path, monkeypatch):
     assert ".local" not in ptx
     if "fma" not in names:
         assert "fma.rn" not in ptx
+    written = {x.dtype for x in program.instructions if x.name not in ("vector", "shared")}
+    assert bool(re.search(r"cvt\.rn\.bf16(x2)?\.f32", ptx)) == (torch.bfloat16 in written)
     for name, instructions in (("div", ("div", "reciprocal")), ("sqrt", ("sqrt",))):
         found = re.findall(rf"\b{name}\.\w+(?:\.\w+)*\.f(?:32|64)", ptx)
         assert all(x.startswith(f"{name}.rn.") for x in found)

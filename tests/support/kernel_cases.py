@@ -48,7 +48,8 @@ SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1.0, -1.0]
 
 @contextmanager
 def way(name: str) -> Iterator[list[Program]]:
-    """Within it functions run eagerly, in C++ or in Triton, and no part of them in another way.
+    """Within it functions run eagerly, in C++ or in Triton, and no part of them in another way;
+    "rounding" is Triton for GPUs that round to bfloat16 by themselves.
 
     Yields a list that Triton's programs are put into.
     """
@@ -61,7 +62,7 @@ def way(name: str) -> Iterator[list[Program]]:
         patch.setattr(running, "BUILD_AFTER", after)
         if name != "eager":
             patch.setattr(blocks, "run", _must_not_run)
-        if name == "triton":
+        if name in ("triton", "rounding"):
             import triton  # noqa: PLC0415  # no package for every platform
             from triton.runtime import interpreter  # noqa: PLC0415
 
@@ -76,9 +77,39 @@ def way(name: str) -> Iterator[list[Program]]:
             patch.setattr(triton.knobs.runtime, "interpret", True)
             if not hasattr(interpreter._interpreter, "fma_fp32"):  # Triton 3.6
                 patch.setattr(interpreter.InterpreterBuilder, "create_fma", _fma)
+            if name == "rounding":
+                patch.setattr(cuda, "_rounds", lambda device: True)
+                builder = interpreter.InterpreterBuilder
+                patch.setattr(builder, "cast_impl", _as_on_gpus(builder.cast_impl))
             cuda._kernel.cache_clear()
         yield programs
         cuda._kernel.cache_clear()
+
+
+def _as_on_gpus(cast: Callable[..., Any]) -> Callable[..., Any]:
+    """Conversions of Triton's interpreter as GPUs have them: to bfloat16 and float16 they round to
+    nearest, ties to even, and every NaN becomes the one whose bits are all set.
+
+    PTX ISA, "cvt": for .f16 and .bf16 it is canonical, 0x7FFF.
+    """
+
+    def convert(self: Any, source: Any, target: Any) -> Any:
+        kinds = [str(x.scalar) for x in (source.dtype, target)]
+        x = np.array(source.data)
+        if kinds == ["fp32", "bf16"]:
+            bits = x.view(np.uint32)
+            nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+            x = np.where(np.isnan(x), 0x7FFF, nearest).astype(np.uint16)
+        elif kinds == ["bf16", "fp32"]:
+            x = (x.astype(np.uint32) << 16).view(np.float32)
+        elif kinds == ["fp32", "fp16"]:
+            bits = x.astype(np.float16).view(np.uint16)
+            x = np.where(np.isnan(x), 0x7FFF, bits).astype(np.uint16).view(np.float16)
+        else:
+            return cast(self, source, target)
+        return type(source)(x, target.scalar)
+
+    return convert
 
 
 def _fma(builder: object, *operands: Any) -> Any:

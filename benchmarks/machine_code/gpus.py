@@ -1,0 +1,178 @@
+"""Kernels for GPUs: what Triton makes of them for NVIDIA's and AMD's, without one being there."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import subprocess
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcftensor.kernels import triton as kernels
+from mcftensor.kernels.program import Program
+
+_BRANCH = """\
+    if begin + BLOCK <= length:
+        element(row, numbers + owner * STEP, begin, length, BLOCK, ALIGNED, True)
+    else:
+        element(row, numbers + owner * STEP, begin, length, BLOCK, ALIGNED, False)
+"""
+_WHOLE = "    element(row, numbers + owner * STEP, begin, length, BLOCK, ALIGNED, True)\n"
+
+# What an instruction does, by the first pattern that its name matches.
+_NVIDIA = {
+    "memory": r"LD|ST",
+    "special": r"MUFU",
+    "convert": r"[FI]2[FI]|FRND",
+    "double": r"D(ADD|MUL|FMA|SETP|MNMX)",
+    "float": r"F(ADD|MUL|FMA)|FFMA",
+    "multiply": r"IMAD(?!\.(MOV|SHL|U32|IADD|X))",
+    "integer": r"I|LOP|SHF|PRMT|SEL|FSEL|FSETP|FMNMX|FCHK|LEA|SGXT|PLOP|VI|P2R|R2P|LEPC|BMSK|POPC|FLO",
+    "move": r"MOV|S2|CS2|U|R2U|LDC",
+    "control": r"BRA|BS|EXIT|CALL|RET|NOP|BAR|WARP|YIELD|DEPBAR|CCTL|ERR|RPC",
+}
+_AMD = {
+    "memory": r"global_|buffer_|flat_",
+    "special": r"v_(rcp|rsq|sqrt|exp|log|sin|cos)",
+    "convert": r"v_cvt",
+    "double": r"v_\w*f64",
+    "float": r"v_(pk_)?(add|sub|subrev|mul|fma|mac|fmac|div|ldexp|frexp|max|min|med3)\w*_f32",
+    "integer": r"v_",
+    "scalar": r"s_",
+    "shared": r"ds_",
+}
+
+
+@dataclass(frozen=True)
+class Code:
+    """The way of whole blocks through a kernel, where no division takes its detour.
+
+    Attributes:
+        counts: instructions an element, by kind.
+        registers: of a thread.
+        spills: bytes of registers that a thread has no room for.
+        warps: of a block of threads.
+        assembly: all of it.
+        text: what it was made from, or what else the compiler says of it.
+    """
+
+    counts: dict[str, float]
+    registers: int
+    spills: int
+    warps: int
+    assembly: str
+    text: str
+
+    @property
+    def instructions(self) -> float:
+        """Of vectors, an element."""
+        return sum(x for kind, x in self.counts.items() if kind not in ("control", "scalar"))
+
+
+def code_of(program: Program, target: str, scratch: Path) -> Code:
+    """The kernel for compute capability `"sm_90"`, say, or for AMD's `"gfx942"`.
+
+    Where registers do not suffice it has more threads, as launches do.
+
+    Raises:
+        ImportError: Triton is not installed.
+    """
+    warps = kernels.warps(program)
+    while True:
+        made = _compiled(program, target, warps)
+        code = _amd(made, warps) if target.startswith("gfx") else _nvidia(made, warps, scratch)
+        if not code.spills or warps >= kernels.MOST_WARPS:
+            return code
+        warps *= 2
+
+
+def _compiled(program: Program, target: str, warps: int) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    source = kernels.source(program, (False,) * len(program.signature.scalars))
+    assert _BRANCH in source
+    source = source.replace(_BRANCH, _WHOLE)
+    name = f"<kernel {id(program)} for whole blocks>"  # Triton reads it where files are
+    linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
+    module: dict[str, Any] = {"__name__": "whole"}
+    exec(compile(source, name, "exec"), module)
+    options = {"STEP": 0, "BLOCK": kernels.BLOCK, "ALIGNED": True}
+    unit = triton.compiler.ASTSource(
+        fn=module["kernel"],
+        signature={"rows": "*i64", "owners": "*i32", "numbers": "*i64"}
+        | dict.fromkeys(options, "constexpr"),
+        constexprs=options,
+        attrs={(i,): [["tt.divisibility", 16]] for i in range(3)},
+    )
+    amd = target.startswith("gfx")
+    kind = GPUTarget("hip", target, 64) if amd else GPUTarget("cuda", int(target[3:]), 32)
+    return triton.compile(
+        unit, target=kind, options={"enable_fp_fusion": False, "num_warps": warps}
+    ).asm
+
+
+def _nvidia(made: Any, warps: int, scratch: Path) -> Code:
+    import triton
+
+    path = scratch / "kernel.cubin"
+    path.write_bytes(made["cubin"])
+
+    def said(tool: Any, *options: str) -> str:
+        command = [tool.path, *options, str(path)]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    text = said(triton.knobs.nvidia.nvdisasm, "-c")
+    usage = said(triton.knobs.nvidia.cuobjdump, "-res-usage")
+    (registers,) = re.findall(r"REG:(\d+)", usage)
+    names = [name for block in _blocks(text) if "CALL" not in str(block) for name in block]
+    share = 32 * warps / kernels.BLOCK  # of an instruction of a thread, an element
+    counts = Counter(_kind(name, _NVIDIA) for name in names)
+    return Code(
+        {kind: count * share for kind, count in counts.items()},
+        int(registers),
+        sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage))),
+        warps,
+        text,
+        made["ptx"],
+    )
+
+
+def _blocks(text: str) -> list[list[str]]:
+    """Names of instructions up to the end of the kernel, by basic blocks."""
+    blocks: list[list[str]] = [[]]
+    for line in text.splitlines():
+        if re.match(r"\.L\w+:", line):
+            blocks.append([])
+        found = re.match(r"\s+/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]+)", line)
+        if found:
+            blocks[-1].append(found[2])
+            if found[2].startswith("EXIT") and not found[1]:
+                break
+            if found[2].startswith(("BRA", "CALL")):
+                blocks.append([]) if found[2].startswith("BRA") else None
+    return blocks
+
+
+def _amd(made: Any, warps: int) -> Code:
+    text: str = made["amdgcn"]
+    body = text.partition("s_endpgm")[0]
+    names = re.findall(r"^\s+([a-z]+_\w+)", body, re.MULTILINE)
+    share = 64 * warps / kernels.BLOCK
+    counts = Counter(_kind(name, _AMD) for name in names)
+    (registers,) = re.findall(r"\.vgpr_count:\s+(\d+)", text)
+    (spills,) = re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)
+    return Code(
+        {kind: count * share for kind, count in counts.items()},
+        int(registers),
+        4 * int(spills),
+        warps,
+        body,
+        text,
+    )
+
+
+def _kind(name: str, kinds: dict[str, str]) -> str:
+    return next((kind for kind, pattern in kinds.items() if re.match(pattern, name)), "other")

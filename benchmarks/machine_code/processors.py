@@ -1,0 +1,110 @@
+"""Processors as their makers describe them, and the time that a kernel would take on each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from machine_code import gpus, x86
+from machine_code.kernels import Kernel
+
+
+@dataclass(frozen=True)
+class Processor:
+    """One of those that people train on.
+
+    Attributes:
+        name: as its maker calls it.
+        units: cores, multiprocessors or compute units.
+        clock: GHz that all units keep up under load.
+        bandwidth: of its memory, in GB/s.
+        code: the set of instructions of x86, or the target of Triton.
+        model: LLVM's name, of a CPU.
+        rates: instructions of one thread that a GPU's unit finishes in a clock, by kind; what is
+            not named takes the rate of `"all"`, and all together do not pass it.
+        registers: of a GPU's unit, in 32 bits.
+        threads: that a GPU's unit holds at most.
+    """
+
+    name: str
+    units: int
+    clock: float
+    bandwidth: float
+    code: str
+    model: str = ""
+    rates: Mapping[str, float] | None = None
+    registers: int = 65536
+    threads: int = 2048
+
+
+# Throughput of arithmetic instructions, by compute capability: CUDA C++ programming guide, section
+# "Arithmetic instructions". Four schedulers issue an instruction of 32 threads each.
+_SM_80 = {
+    "all": 128, "float": 64, "integer": 64, "multiply": 64, "special": 16, "convert": 16,
+    "double": 32,
+}  # fmt: skip
+_SM_90 = _SM_80 | {"float": 128, "convert": 64, "double": 64}
+_SM_89 = _SM_80 | {"float": 128, "convert": 64, "double": 2}
+# Four units of 16 lanes, each with an instruction of 64 threads in four clocks; a quarter of that
+# for roots and reciprocals: CDNA 3 instruction set architecture, and the white paper.
+_CDNA_3 = {"all": 64, "special": 16}
+
+PROCESSORS = (
+    Processor("EPYC 9654 (Zen 4)", 96, 3.55, 460.8, "AVX-512", "znver4"),
+    Processor("EPYC 7763 (Zen 3)", 64, 3.2, 204.8, "AVX2", "znver3"),
+    Processor("Xeon Platinum 8380 (Ice Lake)", 40, 2.6, 204.8, "AVX-512", "icelake-server"),
+    Processor("Xeon Platinum 8480+ (Sapphire Rapids)", 56, 2.6, 307.2, "AVX-512", "sapphirerapids"),
+    Processor("A100 80 GB", 108, 1.41, 2039, "sm_80", rates=_SM_80),
+    Processor("H200", 132, 1.83, 4800, "sm_90", rates=_SM_90),
+    Processor("B200", 148, 1.85, 8000, "sm_100", rates=_SM_90),
+    Processor("RTX 4090", 128, 2.52, 1008, "sm_89", rates=_SM_89, threads=1536),
+    Processor("MI300X", 304, 2.1, 5300, "gfx942", rates=_CDNA_3, registers=4 * 512 * 64),
+)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a kernel would take on a processor, in picoseconds an element.
+
+    Attributes:
+        computing: if memory were infinitely fast.
+        memory: if computing were.
+        registers: of a GPU's thread.
+        occupancy: share of the threads that a GPU's unit could hold, by their registers.
+        spills: bytes of a GPU's thread that registers have no room for, or loads and stores an
+            element of a CPU.
+        instructions: of vectors, an element: of one lane on a GPU.
+    """
+
+    computing: float
+    memory: float
+    instructions: float
+    spills: float
+    registers: int | None = None
+    occupancy: float | None = None
+
+    @property
+    def bound(self) -> str:
+        """By what."""
+        return "computing" if self.computing > self.memory else "memory"
+
+
+def predict(kernel: Kernel, processor: Processor, scratch: Path) -> Prediction:
+    """The time of a kernel by the instructions that it has and the bytes that it moves."""
+    memory = 1000 * (kernel.read + kernel.written) / processor.bandwidth
+    if processor.rates is None:
+        loop = x86.loop_of(kernel.program, processor.code, scratch)
+        cycles = x86.cycles(loop, processor.model)
+        computing = 1000 * cycles / (processor.clock * processor.units)
+        return Prediction(computing, memory, loop.instructions, loop.spills)
+    code = gpus.code_of(kernel.program, processor.code, scratch)
+    rates, every = processor.rates, processor.rates["all"]
+    busiest = max(
+        code.instructions / every,
+        *(count / rates.get(kind, every) for kind, count in code.counts.items()),
+    )
+    computing = 1000 * busiest / (processor.clock * processor.units)
+    held = processor.registers // max(code.registers, 1)
+    occupancy = min(1.0, held / processor.threads)
+    return Prediction(computing, memory, code.instructions, code.spills, code.registers, occupancy)
