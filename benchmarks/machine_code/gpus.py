@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import linecache
 import re
 import subprocess
@@ -25,11 +26,11 @@ _WHOLE = "    element(row, numbers + owner * STEP, begin, length, BLOCK, ALIGNED
 _NVIDIA = {
     "memory": r"LD|ST",
     "special": r"MUFU",
-    "convert": r"[FI]2[FI]|FRND",
+    "convert": r"[FI]2[FI]|F2FP|FRND",
     "double": r"D(ADD|MUL|FMA|SETP|MNMX)",
     "float": r"F(ADD|MUL|FMA)|FFMA",
     "multiply": r"IMAD(?!\.(MOV|SHL|U32|IADD|X))",
-    "integer": r"I|LOP|SHF|PRMT|SEL|FSEL|FSETP|FMNMX|FCHK|LEA|SGXT|PLOP|VI|P2R|R2P|LEPC|BMSK|POPC|FLO",
+    "integer": r"I|V|LOP|PLOP|SHF|PRMT|SEL|SGXT|LEA|BMSK|P2R|R2P|F(SEL|SETP|MNMX|CHK|LO)",
     "move": r"MOV|S2|CS2|U|R2U|LDC",
     "control": r"BRA|BS|EXIT|CALL|RET|NOP|BAR|WARP|YIELD|DEPBAR|CCTL|ERR|RPC",
 }
@@ -89,10 +90,10 @@ def code_of(program: Program, target: str, scratch: Path) -> Code:
 
 
 def _compiled(program: Program, target: str, warps: int) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    source = kernels.source(program, (False,) * len(program.signature.scalars))
+    triton = importlib.import_module("triton")
+    gpu = importlib.import_module("triton.backends.compiler").GPUTarget
+    amd = target.startswith("gfx")
+    source = kernels.source(program, (False,) * len(program.signature.scalars), rounds=not amd)
     assert _BRANCH in source
     source = source.replace(_BRANCH, _WHOLE)
     name = f"<kernel {id(program)} for whole blocks>"  # Triton reads it where files are
@@ -107,16 +108,14 @@ def _compiled(program: Program, target: str, warps: int) -> Any:
         constexprs=options,
         attrs={(i,): [["tt.divisibility", 16]] for i in range(3)},
     )
-    amd = target.startswith("gfx")
-    kind = GPUTarget("hip", target, 64) if amd else GPUTarget("cuda", int(target[3:]), 32)
+    kind = gpu("hip", target, 64) if amd else gpu("cuda", int(target[3:]), 32)
     return triton.compile(
         unit, target=kind, options={"enable_fp_fusion": False, "num_warps": warps}
     ).asm
 
 
 def _nvidia(made: Any, warps: int, scratch: Path) -> Code:
-    import triton
-
+    triton = importlib.import_module("triton")
     path = scratch / "kernel.cubin"
     path.write_bytes(made["cubin"])
 
@@ -127,7 +126,12 @@ def _nvidia(made: Any, warps: int, scratch: Path) -> Code:
     text = said(triton.knobs.nvidia.nvdisasm, "-c")
     usage = said(triton.knobs.nvidia.cuobjdump, "-res-usage")
     (registers,) = re.findall(r"REG:(\d+)", usage)
-    names = [name for block in _blocks(text) if "CALL" not in str(block) for name in block]
+    names = [
+        name
+        for block in _blocks(text)
+        if not any(x.startswith("CALL") for x in block)
+        for name in block
+    ]
     share = 32 * warps / kernels.BLOCK  # of an instruction of a thread, an element
     counts = Counter(_kind(name, _NVIDIA) for name in names)
     return Code(
@@ -151,8 +155,8 @@ def _blocks(text: str) -> list[list[str]]:
             blocks[-1].append(found[2])
             if found[2].startswith("EXIT") and not found[1]:
                 break
-            if found[2].startswith(("BRA", "CALL")):
-                blocks.append([]) if found[2].startswith("BRA") else None
+            if found[2].startswith("BRA"):
+                blocks.append([])
     return blocks
 
 

@@ -22,11 +22,23 @@ SIDE, ROWS = 256, 4096
 
 @dataclass(frozen=True)
 class Kernel:
-    """A program that goes over memory once, and a function that runs it on so many rows."""
+    """A program that goes over memory once.
+
+    Attributes:
+        name: what it does.
+        program: its instructions.
+        prepare: given a number of rows of `SIDE` elements, a function that runs it on these; or
+            None where other programs run beside it.
+    """
 
     name: str
     program: Program
-    prepare: Callable[[int], Callable[[], Any]]
+    prepare: Callable[[int], Callable[[], Any]] | None
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether what it writes it has read: else a CPU reads that memory too, to write to it."""
+        return len(self.program.signature.outputs) + 1 == len(self.program.signature.vectors)
 
     @property
     def read(self) -> float:
@@ -74,8 +86,8 @@ def _product(rows: int) -> Callable[[], Any]:
     x = mcf.as_expansion(torch.randn(rows, SIDE), mcf.bf16x2)
 
     @torch.no_grad()
-    def run() -> None:
-        (x * x).components
+    def run() -> Any:
+        return (x * x).components  # type: ignore[attr-defined]
 
     return run
 
@@ -100,14 +112,14 @@ WORK: dict[str, Callable[[int], Callable[[], Any]]] = {
 
 
 def kernels() -> list[Kernel]:
-    """All of them; of work that takes several programs the longest one."""
+    """All of them; of work that takes several programs the longest one, which is not timed."""
     found = []
     for name, prepare in WORK.items():
         run = prepare(ROWS)
         with caught() as programs:
             run()
         longest = max(programs, key=lambda program: len(program.instructions))
-        found.append(Kernel(name, longest, prepare))
+        found.append(Kernel(name, longest, prepare if len(programs) == 1 else None))
     return found
 
 

@@ -25,13 +25,14 @@ _KINDS = {
     "compare": r"v?p?cmp|vptestn?m|vfpclass|k(or)?test",
     "mask": r"k(and|or|xor|not|mov|unpck|shift)|vpmovmskb|vpmov[mbwdq]2?[mbwdq]$",
     "shift": r"vp(s[lr]l|sra|rol|ror|sh[lr]d)",
-    "shuffle": r"vp?(perm|shuf|unpck|ack|insert|extract|blend|broadcast|align|mov[sz]x|mov[wdq][bwd])"
-    r"|v(shuf|perm|unpck|insert|extract|blend|broadcast|align)",
+    "shuffle": r"vp?(perm|shuf|unpck|ack|insert|extract|blend|broadcast|align)"
+    r"|vpmov([sz]x|[wdq][bwd])",
     "float": r"v(add|sub|mul|max|min|fn?m|range|round|getexp|getmant|scalef)",
     "integer": r"vp(add|sub|mul|max|min|abs|and|or|xor|tern|sign)|v(and|or|xor)",
     "move": r"v?mov",
 }
 _JUMP = re.compile(r"j\w+\s+(\.L\w+)$")
+_STACK = re.compile(r"\(%r[sb]p")
 _VECTOR = re.compile(r"%[xyz]mm")
 
 

@@ -166,8 +166,7 @@ def is_capturing(device: torch.device) -> bool:
 
 @functools.cache
 def _rounds(device: torch.device) -> bool:
-    """Whether an instruction rounds to bfloat16, as GPUs of NVIDIA have one since compute capability
-    8.0."""
+    """Whether one instruction rounds to bfloat16: on NVIDIA's GPUs, from compute capability 8.0."""
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
 

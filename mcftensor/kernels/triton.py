@@ -172,7 +172,7 @@ def to_{name}(x):
 _SHARING = (
     f"""
 
-SHARING: tl.constexpr = {SHARING}
+SHARING = tl.constexpr({SHARING})
 """
     + """
 
