@@ -55,6 +55,28 @@ SEARCH = """(async () => {
     return [];
 })()"""
 
+# Press every button of every calculator, and say what they showed at first and in the end.
+PLAY = """(async () => {
+    const plays = [...document.querySelectorAll(".play")];
+    const shown = play => play.querySelector(".result").innerText;
+    const first = plays.map(shown);
+    const empty = [];
+    for (const play of plays)
+        for (let i = 0; i < play.querySelectorAll("button").length; i++) {
+            const button = play.querySelectorAll("button")[i];
+            button.click();
+            await new Promise(done => requestAnimationFrame(done));
+            if (shown(play).length < 10) empty.push(button.innerText);
+        }
+    return {
+        first,
+        last: plays.map(shown),
+        empty,
+        overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+        unread: document.body.innerText.includes("[object"),
+    };
+})()"""
+
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory) -> Path:
@@ -173,6 +195,32 @@ def test_in_a_browser_navigation_and_search_lead_somewhere(site, tmp_path):
     assert len({urlsplit(href).path for href, _ in links}) >= len(pages(site)) - 1
     assert {status for _, status in links} == {200}
     assert any("mcftensor.expansion.renormalize" in href for href in found)
+
+
+@needs_browser
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
+def test_in_a_browser_calculators_answer(site, tmp_path, width, dark):
+    lessons = ("bf16", "transformations", "expansions")
+
+    async def play():
+        with browser.serve(site) as base:
+            async with browser.browse(browser.find(), tmp_path) as tab:
+                urls = [f"{base}/tutorials/{lesson}/" for lesson in lessons]
+                return [await tab.visit(url, PLAY, width=width, dark=dark) for url in urls]
+
+    visits = asyncio.run(play())
+    for visit in visits:
+        assert not visit.problems
+        assert not visit.value["empty"]
+        assert not visit.value["unread"]
+        assert visit.value["overflow"] <= 0
+        assert visit.value["first"] != visit.value["last"]
+    (number, walk), (pair, fma), (terms,) = (visit.value["first"] for visit in visits)
+    assert "0.99609375" in number
+    assert "the weight is where it was" in walk
+    assert "0.00225830078125" in pair
+    assert "0.00006103515625" in fma
+    assert "0 of 6" in terms
 
 
 @needs_browser

@@ -1,0 +1,163 @@
+"""The calculators of the lessons compute what the library computes, to the bit."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import mcftensor as mcf
+
+NODE = shutil.which("node")
+pytestmark = pytest.mark.skipif(NODE is None, reason="no node is found to run JavaScript")
+
+SOURCE = Path(__file__).parents[2] / "docs/assets/floats.js"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+names = pytest.mark.parametrize("name", DTYPES)
+# Zeros, the least and largest subnormal and normal numbers, ones and its neighbours, infinities,
+# NaNs; the other sign follows.
+SPECIAL = {
+    "bf16": "0000 0001 0002 007e 007f 0080 0081 3f7f 3f80 3f81 4000 7b7f 7f7e 7f7f 7f80 7f81 7fc0",
+    "fp16": "0000 0001 0002 03fe 03ff 0400 0401 3bff 3c00 3c01 4000 7800 7bfe 7bff 7c00 7c01 7e00",
+}
+
+# What is asked of the page's own file: a function of the calculator, over rows of bits.
+ASK = """
+const floats = require(process.argv[1]);
+const { call, name, rows } = JSON.parse(require("fs").readFileSync(0, "utf8"));
+const format = floats.FORMATS[name];
+const calls = {
+    identity: (x) => [x],
+    twoSum: (a, b) => Object.values(floats.twoSum(a, b, format)),
+    fastTwoSum: (a, b) => Object.values(floats.fastTwoSum(a, b, format)),
+    twoProd: (a, b) => { const { p, e } = floats.twoProd(a, b, format); return [p, e]; },
+    fma: (a, b, c) => [floats.fma(a, b, c, format)],
+    renormalize2: (...x) => floats.renormalize(x, 2, format),
+    renormalize3: (...x) => floats.renormalize(x, 3, format),
+};
+const answer = rows.map((row) =>
+    calls[call](...row.map((bits) => floats.fromBits(bits, format)))
+        .map((x) => floats.toBits(x, format)));
+console.log(JSON.stringify(answer));
+"""
+WALK = """
+const floats = require(process.argv[1]);
+const rows = JSON.parse(require("fs").readFileSync(0, "utf8"));
+console.log(JSON.stringify(rows.map((row) => floats.walk(...row))));
+"""
+
+
+def run(script, data):
+    command = [NODE, "-e", script, str(SOURCE)]
+    done = subprocess.run(
+        command, input=json.dumps(data), check=True, capture_output=True, text=True
+    )
+    return json.loads(done.stdout)
+
+
+def ask(call, name, columns):
+    """Columns of bits that the calculator gives, and the tensors that it was given."""
+    rows = [[x & 0xFFFF for x in row] for row in zip(*(c.tolist() for c in columns), strict=True)]
+    answer = run(ASK, {"call": call, "name": name, "rows": rows})
+    return torch.tensor(answer, dtype=torch.int32).T
+
+
+def bits(x):
+    """Patterns, with one for all NaNs, which is the calculator's."""
+    nan = torch.tensor(torch.nan, dtype=x.dtype).view(torch.int16)
+    return torch.where(torch.isnan(x), nan, x.view(torch.int16)).to(torch.int32) & 0xFFFF
+
+
+def patterns(name, operands, count=25_000):
+    """Bits at random, and pairs close in magnitude, and all combinations of special ones."""
+    generator = torch.Generator().manual_seed(operands)
+    free = torch.randint(-(2**15), 2**15, (operands, count), generator=generator)
+    near = free[:1] ^ torch.randint(0, 2**11, (operands, count), generator=generator)
+    flipped = torch.randint(0, 2, near.shape, generator=generator) << 15
+    special = torch.tensor([int(x, 16) for x in SPECIAL[name].split()])
+    special = torch.cat([special, special | 0x8000])
+    if operands > 2:
+        draws = torch.randint(0, len(special), (operands, 5_000), generator=generator)
+        corners = special[draws]
+    else:
+        corners = torch.cartesian_prod(*[special] * operands).reshape(-1, operands).T
+    return torch.cat([free, near ^ flipped, corners], dim=1).to(torch.int16)
+
+
+def check(call, name, columns, expected):
+    found = ask(call, name, columns)
+    for place, (a, b) in enumerate(zip(found, map(bits, expected), strict=True)):
+        wrong = (a != b).nonzero().flatten()
+        first = [hex(c[wrong[0]].item() & 0xFFFF) for c in columns] if len(wrong) else None
+        assert len(wrong) == 0, (call, name, place, len(wrong), first)
+
+
+@names
+def test_patterns_are_read_and_written(name):
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    check("identity", name, [every], [every.view(DTYPES[name])])
+
+
+@names
+def test_sums_and_their_errors(name):
+    columns = patterns(name, 2)
+    assert columns.shape[1] >= 50_000
+    a, b = columns.view(DTYPES[name])
+    s, e = mcf.eft.two_sum(a, b)
+    bb = s - a
+    aa = s - bb
+    check("twoSum", name, columns, [s, bb, aa, a - aa, b - bb, e])
+    s, e = mcf.eft.fast_two_sum(a, b)
+    check("fastTwoSum", name, columns, [s, s - a, e])
+
+
+@names
+def test_products_and_their_errors(name):
+    columns = patterns(name, 2)
+    a, b = columns.view(DTYPES[name])
+    check("twoProd", name, columns, mcf.eft.two_prod(a, b))
+
+
+@names
+def test_fma(name):
+    columns = patterns(name, 3)
+    a, b, c = columns.view(DTYPES[name])
+    check("fma", name, columns, [mcf.eft.fma(a, b, c)])
+    columns[2] = (-(a * b)).view(torch.int16)  # where the product cancels, one rounding shows
+    check("fma", name, columns, [mcf.eft.fma(a, b, columns[2].view(DTYPES[name]))])
+
+
+@names
+@pytest.mark.parametrize("terms", [2, 3])
+def test_renormalize(name, terms):
+    columns = patterns(name, 4, 15_000)
+    values = list(columns.view(DTYPES[name]))
+    check(f"renormalize{terms}", name, columns, mcf.expansion.renormalize(values, terms))
+
+
+@names
+def test_weights_walk_as_those_of_the_library(name):
+    generator = torch.Generator().manual_seed(0)
+    count, steps = 200, 40
+    weights = (4 * torch.rand(count, generator=generator) - 2).to(DTYPES[name])
+    numbers = 10 ** (-1 - 5 * torch.rand(count, generator=generator, dtype=torch.float64))
+    updates = numbers.float()
+    for kind, count in ((name, 1), (f"{name}x2", 2), (f"{name}x3", 3)):
+        rows = [[*row, steps, kind] for row in zip(weights.tolist(), numbers.tolist(), strict=True)]
+        found = torch.tensor(run(WALK, rows), dtype=torch.float64)  # weight, step, term
+        x = (weights,)
+        if count > 1:
+            x = mcf.expansion.expand(weights, mcf.Format(DTYPES[name], count))
+        for step in range(1, steps + 1):
+            x = [x[0] - updates.to(x[0].dtype)] if count == 1 else mcf.expansion.grow(x, -updates)
+            for term, expected in enumerate(x):
+                assert torch.equal(found[:, step, term], expected.double()), (kind, step, term)
+
+
+def test_a_number_is_rounded_before_it_is_subtracted():
+    """What the calculator takes for granted of torch."""
+    weights = (1 + torch.rand(2000, generator=torch.Generator().manual_seed(0))).bfloat16()
+    for weight in weights:
+        assert weight - 0.0177 == weight - torch.tensor(0.0177).bfloat16()
