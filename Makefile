@@ -12,7 +12,7 @@ PATIENT := OMP_WAIT_POLICY=PASSIVE
 PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal \
 	--doctest-modules mcftensor tests
 
-.PHONY: help install train study bench test test-all soak mutations lint docs package publish-docs clean
+.PHONY: help install train study bench test test-all soak mutations lint docs serve pages package publish-docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
@@ -49,6 +49,13 @@ lint: .venv/installed ## check style, format, types, and who writes to torch
 
 docs: .venv/installed ## build the site of the documentation in out/site, warnings being errors
 	NO_MKDOCS_2_WARNING=1 $(PATIENT) $(BIN)/mkdocs build --strict $(ARGS)
+	@echo "The site is out/site/index.html: open it in a browser, or run make serve."
+
+serve: .venv/installed ## show the site at http://127.0.0.1:8000, built anew when a page changes (ARGS="-a :8001")
+	NO_MKDOCS_2_WARNING=1 $(PATIENT) $(BIN)/mkdocs serve $(ARGS)
+
+pages: .venv/installed ## write the figures and the tables of the pages anew, from committed results
+	$(PATIENT) $(BIN)/python docs/_ext/write.py
 
 package: .venv/installed ## build the wheel and the source archive in dist, install and try them
 	CONSTRAINTS=$(CONSTRAINTS) .ci/package $(TAG)

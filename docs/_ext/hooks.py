@@ -1,16 +1,17 @@
-"""What mkdocs is told beyond `mkdocs.yml`: mathematics, figures and tables that are made when the
-site is built, and pages that are sections of files elsewhere.
+"""What mkdocs is told beyond `mkdocs.yml`: mathematics, figures inside of pages, notebooks of
+lessons, and pages that are sections of files elsewhere.
 
 In a page,
 
-- `![what it shows](figures/name.svg)` becomes the drawing that `docs/figures/name.py` makes;
-- `<!-- table: name -->` becomes the table that `tables.py` makes of committed results;
-- `<!-- section: README.md, Limits -->` becomes that section, and without a title the whole file.
+- `![what it shows](figures/name.svg)` becomes the drawing itself, in the colours of the page, and
+  its narrow form on a phone;
+- what is between `<!-- section: README.md, Limits -->` and `<!-- end -->` becomes that section, and
+  without a title the whole file;
+- what is between `<!-- table: name -->` and `<!-- end -->` is committed: `write.py` makes it.
 """
 
 from __future__ import annotations
 
-import importlib
 import posixpath
 import re
 import sys
@@ -19,54 +20,86 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-PATHS = [str(HERE), str(HERE.parent / "figures"), str(ROOT), str(ROOT / "benchmarks")]
-sys.path[:0] = PATHS  # mkdocs takes them away again
+sys.path.insert(0, str(HERE))  # mkdocs takes it away again
 
-import tables
+import notebooks
 from mathml import MathML
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+DRAWINGS = HERE.parent / "figures"
+LONG = 40
+"""Rows of a table that the search leaves out."""
+
 FIGURE = re.compile(r"^!\[([^\]]+)\]\((?:[./]*)figures/(\w+)\.svg\)$", re.MULTILINE)
-TABLE = re.compile(r"^<!-- table: ([\w ]+) -->$", re.MULTILINE)
-SECTION = re.compile(r"^<!-- section: ([\w./]+)(?:, ([^>]+))? -->$", re.MULTILINE)
+SECTION = re.compile(
+    r"^<!-- section: ([\w./]+)(?:, ([^>]+))? -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL
+)
+MARK = re.compile(r"^<!-- (table: .*|end) -->$", re.MULTILINE)
+TABLE = re.compile(r"<table(>.*?</table>)", re.DOTALL)
+TITLE = re.compile(r"^# .*\n", re.MULTILINE)
 NUMBER = re.compile(r"<td( style=\"[^\"]*\")?>(?=[−+]?\d[^\s<]*( (%|of|\()[^<]*)?</td>)")
 RESULT = re.compile(r"\]\((?:\.\./)*benchmarks/results/([\w-]+\.png)\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add the extension, which is no package, and find the figures."""
-    sys.path[:0] = PATHS
+    """Add the extension, which is no package."""
+    sys.path.insert(0, str(HERE))
     config.markdown_extensions.append(MathML())  # type: ignore[arg-type]
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Pictures of benchmarks are part of the site."""
+    """Pictures of benchmarks and notebooks are part of the site."""
     for path in sorted((ROOT / "benchmarks/results").glob("*.png")):
         files.append(File.generated(config, f"results/{path.name}", abs_src_path=str(path)))
+    for file in [file for file in files if is_lesson(file)]:
+        content = notebooks.notebook(Path(config.docs_dir) / file.src_uri)
+        files.append(File.generated(config, f"tutorials/{file.name}.ipynb", content=content))
     return files
 
 
+def is_lesson(file: File) -> bool:
+    """Whether a page is a lesson."""
+    return (
+        file.src_uri.startswith("tutorials/")
+        and file.src_uri.endswith(".md")
+        and file.name != "index"
+    )
+
+
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Put in what is made."""
+    """Put in what is elsewhere."""
     up = "../" * page.file.src_uri.count("/")
     markdown = SECTION.sub(lambda m: section(m[1], m[2], page.file.src_uri), markdown)
-    markdown = TABLE.sub(lambda m: getattr(tables, m[1].replace(" ", "_"))(), markdown)
+    markdown = MARK.sub("", markdown)
     markdown = FIGURE.sub(lambda m: figure(m[2], m[1]), markdown)
+    if is_lesson(page.file):
+        name = f"{page.file.name}.ipynb"
+        button = f'\n[Save as a notebook]({name}){{ .notebook download="{name}" }}\n'
+        markdown = TITLE.sub(lambda m: m[0] + button, markdown, count=1)
     return RESULT.sub(rf"]({up}results/\1)", markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Keep figures of tables whole: browsers break 1.2e-05 at its hyphen."""
-    return NUMBER.sub(r'<td class="number"\1>', html)
+    """Keep figures of tables whole, which browsers break at hyphens as in 1.2e-05; and keep long
+    tables out of the search, which would find nothing else."""
+    html = NUMBER.sub(r'<td class="number"\1>', html)
+    return TABLE.sub(
+        lambda m: f"<table data-search-exclude{m[1]}" if m[1].count("<tr>") > LONG else m[0], html
+    )
 
 
 def figure(name: str, caption: str) -> str:
-    """A drawing inside the page, where it takes the page's colours and font."""
-    drawing = importlib.import_module(name).draw()
-    return f'<figure class="drawing">\n{drawing}\n<figcaption>{caption}</figcaption>\n</figure>\n'
+    """A drawing inside the page, where it takes the page's colours and font, for two widths."""
+    wide, narrow = (
+        (DRAWINGS / f"{name}{kind}.svg").read_text().strip() for kind in ("", "-narrow")
+    )
+    return (
+        f'<figure class="drawing" data-search-exclude>\n<div class="wide">{wide}</div>\n'
+        f'<div class="narrow">{narrow}</div>\n<figcaption>{caption}</figcaption>\n</figure>\n'
+    )
 
 
 def section(file: str, title: str | None, page: str) -> str:

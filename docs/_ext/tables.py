@@ -34,14 +34,14 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *rows))
 
 
-def machine(result: dict[str, Any]) -> str:
+def machine(result: dict[str, Any], note: str = "") -> str:
     """One line about where figures come from."""
     m = result["machine"]
     if isinstance(m, str):
-        return f"{m}\n{{ .source }}"
+        return f"<small>{note}{m}</small>"
     cpu = m.get("cpu") or f"a {m['device'].upper()}"
     threads = f", {m['threads']} thread{'s' * (m['threads'] > 1)}" if "threads" in m else ""
-    return f"{cpu}{threads}, torch {m['torch']}, Python {m['python']}\n{{ .source }}"
+    return f"<small>{note}{cpu}{threads}, torch {m['torch']}, Python {m['python']}</small>"
 
 
 # ------------------------------------------------------------------------------------------- speed
@@ -155,7 +155,7 @@ def peaks() -> str:
         for x in results
     ]
     note = "In brackets bytes a parameter. "
-    return table(("", *heads), rows) + "\n\n" + note + machine(results[1])
+    return table(("", *heads), rows) + "\n\n" + machine(results[1], note)
 
 
 def compiling() -> str:
@@ -188,7 +188,7 @@ def overhead() -> str:
 
 
 def edq_values() -> str:
-    """Updates of some size on small weights, measured as the site is built."""
+    """Updates of some size on small weights, measured anew."""
     rows = []
     for size in (1e-6, 1e-5):
         edq = random_updates(size)
@@ -251,7 +251,7 @@ def edq_cost() -> str:
     )  # fmt: skip
     size = f"{result['parameters']:,} parameters in the shapes of a GPT-2"
     hooks = f"the hooks alone take {1e6 * result['hook_seconds']:.1f} µs a step"
-    return table(head, rows) + f"\n\n{size}; {hooks}. " + machine(result)
+    return table(head, rows) + "\n\n" + machine(result, f"{size}; {hooks}. ")
 
 
 # ---------------------------------------------------------------------------------------- training

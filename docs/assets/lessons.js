@@ -112,7 +112,9 @@
       if (columns.length && columns.at(-1) !== power + 1) columns.push(null);
       columns.push(power);
     }
-    const every = [1, 2, 4, 8].find((step) => columns.length / step <= 9) || 16;
+    const width = Math.max(...columns.map((power) => String(power ?? 0).length)); // of a label
+    const every =
+      [1, 2, 4, 8].find((step) => step >= width / 2 && (columns.length * width) / step <= 24) || 16;
     const heads = columns.map((power) =>
       power === null
         ? h("span", { class: "gap", title: "powers left out" }, "⋯")
@@ -611,11 +613,11 @@
             "a tie": ["two_sum", "1", "2^-8"],
             "out of order": ["fast_two_sum", "1.5", "256"],
             overflow: ["two_sum", "3.38e38", "3e38"],
-            subnormal: ["two_sum", "0x0081", "-0x1p"],
+            subnormal: ["two_sum", "0x0081", "0x8003"],
             "a product": ["two_prod", "1.4453125", "1.2421875"],
-            "error too small": ["two_prod", "0.126", "0.126", "fp16"],
+            "error too small": ["two_prod", "0.0301", "0.0371", "fp16"],
           },
-          (values) => fill(values.map((v) => (v === "-0x1p" ? "0x8003" : v))),
+          fill,
         ),
       ],
       () => {

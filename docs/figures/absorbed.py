@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from drawing import FIRST, SECOND, THIRD, Axis, Line, chart, superscript
+from drawing import FIRST, SECOND, THIRD, Axis, Drawings, Line, chart, superscript
 
 import mcftensor as mcf
 
@@ -25,20 +25,18 @@ def lost(terms: int, share: float) -> float:
     return 100 * same.double().mean().item()
 
 
-def draw() -> str:
+def draw() -> Drawings:
     """One curve for each number of terms."""
     exponents = [k / 4 for k in range(-28 * 4, -4 * 4 + 1)]
-    names = {1: ("bf16", THIRD), 2: ("bf16x2", FIRST), 3: ("bf16x3", SECOND)}
+    names = {
+        1: ("bf16", THIRD, 2.0**-8.2, 90),
+        2: ("bf16x2", FIRST, 2.0**-16.2, 90),
+        3: ("bf16x3", SECOND, 2.0**-25.5, 22),
+    }
     lines = [
-        Line("", [(2.0**e, lost(terms, 2.0**e)) for e in exponents], colour)
-        for terms, (_, colour) in names.items()
+        Line(name, [(2.0**e, lost(terms, 2.0**e)) for e in exponents], colour, at=tuple(at))
+        for terms, (name, colour, *at) in names.items()
     ]
     x = Axis(2.0**-28, 2.0**-4, {2.0**e: f"2{superscript(e)}" for e in range(-28, -3, 4)}, log=True)
     y = Axis(0, 100, {v: f"{v} %" for v in (0, 25, 50, 75, 100)})
-    drawing = chart(x, y, lines, "update, relative to the weight", "weights that stay", 20)
-    places = ((488, 60), (300, 60), (94, 230))
-    labels = "".join(
-        f'<text x="{left}" y="{top}" style="fill:{colour};font-size:13px">{name}</text>'
-        for (name, colour), (left, top) in zip(names.values(), places, strict=True)
-    )
-    return drawing.replace("</svg>", labels + "</svg>")
+    return chart(x, y, lines, "update, relative to the weight", "weights that stay", 20)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from drawing import FIRST, FOURTH, INK, SECOND, THIRD, Axis, Line, chart, superscript
+from drawing import FIRST, FOURTH, INK, SECOND, THIRD, Axis, Drawings, Line, chart, superscript
 from torch import Tensor, nn
 
 import mcftensor as mcf
@@ -34,7 +34,7 @@ def points() -> list[int]:
     return sorted({round(10 ** (k / 10)) for k in range(31)})
 
 
-def draw() -> str:
+def draw() -> Drawings:
     """One curve a strategy."""
     generator = torch.Generator().manual_seed(1)
     start = (0.02 * torch.randn(COUNT, generator=generator)).to(torch.bfloat16)

@@ -8,9 +8,23 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from html import escape
 
-INK, SOFT, FAINT = "var(--figure-ink)", "var(--figure-soft)", "var(--figure-faint)"
-FIRST, SECOND = "var(--figure-first)", "var(--figure-second)"
-THIRD, FOURTH = "var(--figure-third)", "var(--figure-fourth)"
+# The page says which colours these are. A drawing by itself, as a forge shows it, has those after
+# the comma, which can be read on light and dark.
+INK = "var(--figure-ink,#7b848e)"
+SOFT = "var(--figure-soft,#8a929b)"
+FAINT = "var(--figure-faint,#8a929b55)"
+FIRST = "var(--figure-first,#2f8ae0)"
+SECOND = "var(--figure-second,#ea6a1f)"
+THIRD = "var(--figure-third,#d6447a)"
+FOURTH = "var(--figure-fourth,#2f9e44)"
+PAPER = "var(--md-default-bg-color,#fff)"
+
+WIDE, NARROW = 720.0, 356.0
+"""Two drawings of each figure: for a page of this width, and for a phone."""
+
+Drawings = tuple[str, str]
+
+MONO = ' class="mono" font-family="monospace"'
 
 
 class Drawing:
@@ -55,7 +69,7 @@ class Drawing:
     ) -> None:
         """A word or a line of them, on the base line y."""
         self.parts.append(
-            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{" class=mono" if mono else ""} '
+            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{MONO if mono else ""} '
             f'style="fill:{colour};font-size:{size}px">{escape(text)}</text>'
         )
 
@@ -63,7 +77,7 @@ class Drawing:
         """The whole, as one line: Markdown leaves it alone."""
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {self.height:g}" '
-            f'aria-hidden="true">{"".join(self.parts)}</svg>'
+            f'font-family="sans-serif" aria-hidden="true">{"".join(self.parts)}</svg>'
         )
 
 
@@ -95,15 +109,21 @@ class Row:
         self.colour, self.note = colour, note
 
 
-def bits(rows: Sequence[Row | None], cell: float = 15.0, width: float = 720.0) -> str:
+def bits(rows: Sequence[Row | None], cell: float = 15.0) -> Drawings:
     """Significands over one axis of powers of two; None draws a rule."""
+    return _bits(rows, cell, WIDE), _bits(rows, cell, NARROW)
+
+
+def _bits(rows: Sequence[Row | None], cell: float, width: float) -> str:
+    """On a phone names stand above their numbers."""
+    narrow = width < WIDE
     placed = [(row, *binary(row.value, row.precision)) for row in rows if row is not None]
     high = max(exponent for _, exponent, digits in placed if digits)
     low = min(exponent - len(digits) + 1 for _, exponent, digits in placed if digits)
-    left, line = 128.0, 27.0
+    left, line, rule = (14.0, 42.0, 12.0) if narrow else (128.0, 27.0, 27.0)
     count = high - low + 1
     cell = min(cell, (width - left - 6) / count)
-    drawing = Drawing(width, 34 + line * len(rows) + 4)
+    drawing = Drawing(width, 38 + sum(rule if row is None else line for row in rows))
     step = next(s for s in (1, 2, 4, 8) if s * cell >= 40)
     for power in range(high, low - 1, -1):
         if power % step == 0:
@@ -113,27 +133,34 @@ def bits(rows: Sequence[Row | None], cell: float = 15.0, width: float = 720.0) -
     y = 34.0
     for row in rows:
         if row is None:
-            drawing.line([(left - 120, y + 10), (left + count * cell, y + 10)], SOFT, 1)
-            y += line
+            start = left if narrow else left - 120
+            y_rule = y + 2 if narrow else y + 10
+            drawing.line([(start, y_rule), (left + count * cell, y_rule)], SOFT, 1)
+            y += rule
             continue
         exponent, digits = binary(row.value, row.precision)
-        drawing.text(left - 12, y + 14, row.name, row.colour, 13, "end")
-        sign = "−" if row.value < 0 else ""
+        if narrow:
+            drawing.text(left, y + 12, row.name, row.colour, 13)
+            if row.note:
+                drawing.text(left + 12 + 7 * len(row.name), y + 12, row.note, SOFT, 12)
+            y += 17
+        else:
+            drawing.text(left - 12, y + 14, row.name, row.colour, 13, "end")
         for k, digit in enumerate(digits):
             x = left + (high - exponent + k) * cell
             drawing.rectangle(x + 0.6, y, cell - 1.2, 20, row.colour, 1.0 if digit == "1" else 0.22)
             if cell >= 9:
-                inside = "var(--md-default-bg-color)" if digit == "1" else INK
+                inside = PAPER if digit == "1" else INK
                 drawing.text(x + cell / 2, y + 14, digit, inside, min(11, cell), "middle", True)
         start = left + (high - exponent) * cell if digits else left
-        if sign:
-            drawing.text(start - 3, y + 14.5, sign, row.colour, 14, "end")
+        if row.value < 0:
+            drawing.text(start - 3, y + 14.5, "−", row.colour, 14, "end")
         if not digits:
             drawing.text(start + 2, y + 14, "0", row.colour, 13)
-        if row.note:
+        if row.note and not narrow:
             end = start + len(digits) * cell + 8
             drawing.text(end, y + 14, row.note, SOFT, 12)
-        y += line
+        y += line - (17 if narrow else 0)
     return drawing.svg()
 
 
@@ -159,7 +186,7 @@ class Axis:
 
 
 class Line:
-    """A curve, its colour, and its name, which stands at its end."""
+    """A curve, its colour, and its name, which stands at its end or at a place in the chart."""
 
     def __init__(
         self,
@@ -170,17 +197,28 @@ class Line:
         stairs: bool = False,
         shift: float = 0.0,
         width: float = 2.0,
+        at: tuple[float, float] | None = None,
     ) -> None:
         self.name, self.points, self.colour = name, points, colour
         self.dash, self.stairs, self.shift, self.width = dash, stairs, shift, width
+        self.at = at
 
 
 def chart(
     x: Axis, y: Axis, lines: Sequence[Line], xlabel: str, ylabel: str, right: float = 150.0
+) -> Drawings:
+    """Curves with their names beside them, on a phone below them."""
+    wide = _chart(x, y, lines, xlabel, ylabel, right, WIDE)
+    return wide, _chart(x, y, lines, xlabel, ylabel, 14.0, NARROW)
+
+
+def _chart(
+    x: Axis, y: Axis, lines: Sequence[Line], xlabel: str, ylabel: str, right: float, width: float
 ) -> str:
-    """Curves with their names beside them."""
-    width, height, left, top, bottom = 720.0, 330.0, 62.0, 30.0, 46.0
-    drawing = Drawing(width, height)
+    narrow = width < WIDE
+    height, left, top, bottom = 330.0, 50.0 if narrow else 62.0, 30.0, 46.0
+    names = _rows([line.name for line in lines], width - 12) if narrow else []
+    drawing = Drawing(width, height + 20 * len(names))
     x0, x1, y0, y1 = left, width - right, height - bottom, top
     for value, label in y.ticks.items():
         place = y(value, y0, y1)
@@ -195,8 +233,35 @@ def chart(
     drawing.text(6, 15, ylabel, INK, 12.5)
     for line in lines:
         points = [(x(a, x0, x1), y(b, y0, y1)) for a, b in line.points]
+        end = points[-1][1] + 4 + line.shift
         if line.stairs:
             points = [q for p, n in itertools.pairwise(points) for q in (p, (n[0], p[1]))]
         drawing.line(points, line.colour, line.width, line.dash)
-        drawing.text(x1 + 8, points[-1][1] + 4 + line.shift, line.name, line.colour, 12.5)
+        if line.at:
+            place, end = x(line.at[0], x0, x1), y(line.at[1], y0, y1)
+            if not narrow:
+                drawing.text(place, end, line.name, line.colour, 13)
+        elif not narrow:
+            drawing.text(x1 + 8, end, line.name, line.colour, 12.5)
+    for row, places in enumerate(names):
+        middle = height + 8 + 20 * row
+        for place, number in places:
+            line = lines[number]
+            key = [(place, middle), (place + 20, middle)]
+            drawing.line(key, line.colour, line.width, line.dash)
+            drawing.text(place + 26, middle + 4, line.name, line.colour, 12.5)
     return drawing.svg()
+
+
+def _rows(names: Sequence[str], width: float) -> list[list[tuple[float, int]]]:
+    """Where names and their keys stand below a chart, in as many rows as they need."""
+    rows: list[list[tuple[float, int]]] = []
+    place = width
+    for number, name in enumerate(names):
+        size = 44 + 6.8 * len(name)
+        if place + size > width:
+            rows.append([])
+            place = 12.0
+        rows[-1].append((place, number))
+        place += size
+    return rows

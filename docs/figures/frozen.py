@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from drawing import FIRST, INK, SECOND, THIRD, Axis, Line, chart
+from drawing import FIRST, INK, SECOND, THIRD, Axis, Drawings, Line, chart
 from torch import Tensor, nn
 
 import mcftensor as mcf
@@ -23,7 +23,7 @@ def course(start: Tensor, leading: bool = False) -> list[tuple[float, float]]:
     return points
 
 
-def draw() -> str:
+def draw() -> Drawings:
     """Four lines: what should happen, what bf16 does, what an expansion and its first part do."""
     one = torch.ones(1, dtype=torch.bfloat16)
     x2 = mcf.as_expansion(one, mcf.bf16x2)

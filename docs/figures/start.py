@@ -10,12 +10,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from drawing import FIRST, THIRD, Axis, Line, chart
+from drawing import FIRST, THIRD, Axis, Drawings, Line, chart
 
 PAGE = Path(__file__).parents[1] / "start.md"
 
 
-def draw() -> str:
+def draw() -> Drawings:
     """The ratio of each sample, in plain bf16 and in expansions."""
     code = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     page: dict[str, Any] = {}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from fractions import Fraction
 
 import torch
-from drawing import FIRST, FOURTH, SECOND, THIRD, Row, bits
+from drawing import FIRST, FOURTH, SECOND, THIRD, Drawings, Row, bits
 
 import mcftensor as mcf
 
 
-def draw() -> str:
+def draw() -> Drawings:
     """0.999 in bf16, in bf16x2, in bf16x3, and in float64."""
     value = torch.tensor(0.999, dtype=torch.float64)
     terms = mcf.expansion.expand(value, mcf.bf16x3)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from fractions import Fraction
 
 import torch
-from drawing import FIRST, FOURTH, INK, SECOND, Row, bits
+from drawing import FIRST, FOURTH, INK, SECOND, Drawings, Row, bits
 
 import mcftensor as mcf
 
 
-def draw() -> str:
+def draw() -> Drawings:
     """Two bf16 numbers, the 16 bits of their product, and how two bf16 numbers hold them."""
     a, b = torch.tensor([1.4453125, 1.2421875], dtype=torch.bfloat16)
     p, e = mcf.eft.two_prod(a, b)

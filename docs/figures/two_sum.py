@@ -5,12 +5,12 @@ from __future__ import annotations
 from fractions import Fraction
 
 import torch
-from drawing import FIRST, FOURTH, INK, SECOND, Row, bits
+from drawing import FIRST, FOURTH, INK, SECOND, Drawings, Row, bits
 
 import mcftensor as mcf
 
 
-def draw() -> str:
+def draw() -> Drawings:
     """Two bf16 numbers, their rounded sum, and what the rounding lost."""
     a, b = torch.tensor([1.3125, 0.0101], dtype=torch.bfloat16)
     s, e = mcf.eft.two_sum(a, b)

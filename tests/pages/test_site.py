@@ -1,6 +1,7 @@
 """The site of the documentation: it builds without a warning, is complete, and asks no one else."""
 
 import asyncio
+import json
 import os
 import re
 import subprocess
@@ -31,28 +32,62 @@ FETCHED = re.compile(
 LOOK = """({
     overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
     formulas: [...document.querySelectorAll("math")].map(m => m.getBoundingClientRect().height),
-    drawings: [...document.querySelectorAll("figure svg")].map(s => s.clientHeight),
+    drawings: [...document.querySelectorAll("figure.drawing")].map(figure => {
+        const shown = [...figure.querySelectorAll("svg")].filter(s => s.clientHeight);
+        return shown.length == 1 ? shown[0].clientHeight : 0; // one of two, by the width
+    }),
+    letters: [...document.querySelectorAll("figure svg text")]
+        .filter(t => t.ownerSVGElement.clientHeight)
+        .map(t => parseFloat(getComputedStyle(t).fontSize) * t.getScreenCTM().a),
     pictures: [...document.images].map(i => i.naturalWidth),
     dark: document.body.dataset.mdColorScheme == "slate",
 })"""
 
-# Where do the links of the navigation lead, and what does the search find?
+# Where do the links of the navigation lead, and what does the search find for some words?
 GO = """Promise.all(
     [...document.querySelectorAll("a.md-tabs__link, a.md-nav__link")]
         .map(a => fetch(a.href).then(answer => [a.href, answer.status]))
 )"""
 SEARCH = """(async () => {
-    document.querySelector("#__search").checked = true;
+    const wait = time => new Promise(done => setTimeout(done, time));
     const field = document.querySelector("[data-md-component=search-query]");
+    const meta = document.querySelector(".md-search-result__meta");
+    document.querySelector("#__search").click();
     field.focus();
-    field.value = "renormalize";
-    field.dispatchEvent(new KeyboardEvent("keyup", {key: "e", bubbles: true}));
-    for (let i = 0; i < 200; i++) {
-        const found = [...document.querySelectorAll(".md-search-result__link")];
-        if (found.length) return found.map(a => a.href);
-        await new Promise(done => setTimeout(done, 100));
+    const answers = [];
+    for (const words of %s) {
+        field.value = words;
+        field.dispatchEvent(new KeyboardEvent("keyup", {key: "e", bubbles: true}));
+        let found = [];
+        for (let i = 0; i < 200; i++) {
+            await wait(100);
+            found = [...document.querySelectorAll(".md-search-result__link")].map(a => a.href);
+            if (/^\\d/.test(meta.innerText) && found.join() !== answers.at(-1)?.join()) break;
+        }
+        answers.push(found);
     }
-    return [];
+    return answers;
+})()"""
+# Sort a table by its second column, twice, and filter it.
+RESULTS = """(() => {
+    const table = [...document.querySelectorAll(".md-content table")]
+        .find(t => t.tHead && t.tBodies[0].rows.length >= 16);
+    const rows = () => [...table.tBodies[0].rows].filter(row => !row.hidden);
+    const column = () => rows().map(row => row.cells[1].innerText);
+    const button = table.tHead.rows[0].cells[1].querySelector("button");
+    const scroll = table.closest(".md-typeset__scrollwrap");
+    const filter = scroll.previousElementSibling.querySelector("input");
+    button.click();
+    const up = column();
+    button.click();
+    const down = column();
+    filter.value = rows()[3].cells[0].innerText;
+    filter.dispatchEvent(new Event("input"));
+    const filtered = rows().map(row => row.cells[0].innerText);
+    scroll.scrollLeft = 80;
+    const edge = scroll.getBoundingClientRect().left;
+    const place = rows()[0].cells[0].getBoundingClientRect().left - edge;
+    return { up, down, wanted: filter.value, filtered, scrolled: scroll.scrollLeft, place };
 })()"""
 
 # Press every button of every calculator, and say what they showed at first and in the end.
@@ -100,7 +135,7 @@ def build(folder: Path) -> None:
 
 
 def pages(site: Path) -> list[str]:
-    return sorted(str(p.parent.relative_to(site)) for p in site.rglob("index.html"))
+    return sorted(str(p.relative_to(site)) for p in site.rglob("*.html") if p.name != "404.html")
 
 
 def public_names() -> set[str]:
@@ -115,8 +150,8 @@ def public_names() -> set[str]:
 
 
 def test_every_public_name_is_in_the_reference(site):
-    pages = ("reference", "reference/arithmetic")
-    text = "".join((site / page / "index.html").read_text() for page in pages)
+    pages = ("reference/index.html", "reference/arithmetic.html")
+    text = "".join((site / page).read_text() for page in pages)
     for name in sorted(public_names()):
         found = vars(mcf).get(name)
         if isinstance(found, (mcf.Format, tuple)):
@@ -126,9 +161,18 @@ def test_every_public_name_is_in_the_reference(site):
 
 
 def test_every_patch_is_on_its_page(site):
-    text = (site / "design/patches/index.html").read_text()
+    text = (site / "design/patches.html").read_text()
     for row in TABLE:
         assert f"<code>{row.name}</code>" in text
+
+
+def test_every_lesson_is_a_notebook_too(site):
+    lessons = [name for name in pages(site) if re.fullmatch(r"tutorials/(?!index).*", name)]
+    assert len(lessons) == 7
+    for name in lessons:
+        notebook = f"{Path(name).stem}.ipynb"
+        assert json.loads((site / "tutorials" / notebook).read_text())["nbformat"] == 4
+        assert f'download="{notebook}" href="{notebook}"' in (site / name).read_text()
 
 
 def test_the_site_fetches_nothing_from_another_host(site):
@@ -140,7 +184,7 @@ def test_the_site_fetches_nothing_from_another_host(site):
 
 def test_mathematics_is_set_and_no_mark_is_left(site):
     formulas = 0
-    for path in site.rglob("index.html"):
+    for path in site.rglob("*.html"):
         text = path.read_text()
         formulas += text.count("<math")
         prose = re.sub(r"<(pre|code|script|style)\b.*?</\1>", "", text, flags=re.DOTALL)
@@ -155,7 +199,7 @@ async def _look(site, tmp_path, names, sizes):
         async with browser.browse(browser.find(), tmp_path) as tab:
             for name in names:
                 for width, dark in sizes:
-                    visit = await tab.visit(f"{base}/{name}/", LOOK, width=width, dark=dark)
+                    visit = await tab.visit(f"{base}/{name}", LOOK, width=width, dark=dark)
                     found[name, width, dark] = visit, base
     return found
 
@@ -170,6 +214,7 @@ def _check(found):
         assert visit.value["dark"] == dark, where
         for kind in ("formulas", "drawings", "pictures"):
             assert all(size > 5 for size in visit.value[kind]), (where, kind)
+        assert all(size > 8.5 for size in visit.value["letters"]), (where, "letters of figures")
 
 
 needs_browser = pytest.mark.skipif(browser.find() is None, reason="no browser is found")
@@ -177,24 +222,81 @@ needs_browser = pytest.mark.skipif(browser.find() is None, reason="no browser is
 
 @needs_browser
 def test_in_a_browser_pages_show_what_they_hold(site, tmp_path):
-    names = [".", "tutorials/frozen", "reference/arithmetic"]
+    names = ["index.html", "tutorials/frozen.html", "reference/arithmetic.html"]
     found = asyncio.run(_look(site, tmp_path, names, [(1280, False), (390, True)]))
     _check(found)
-    assert found["tutorials/frozen", 390, True][0].value["formulas"]
+    assert found["tutorials/frozen.html", 390, True][0].value["formulas"]
 
 
 @needs_browser
-def test_in_a_browser_navigation_and_search_lead_somewhere(site, tmp_path):
+def test_in_a_browser_every_page_reads_from_a_disk_on_a_phone(site, tmp_path):
+    """No page is wider than a phone, complains, or asks for what is not on the disk."""
+
+    async def look():
+        async with browser.browse(browser.find(), tmp_path) as tab:
+            base = site.as_uri()
+            return {
+                (name, 390, False): (await tab.visit(f"{base}/{name}", LOOK, width=390), base)
+                for name in pages(site)
+            }
+
+    _check(asyncio.run(look()))
+
+
+@needs_browser
+def test_in_a_browser_navigation_leads_somewhere(site, tmp_path):
     async def ask():
         with browser.serve(site) as base:
             async with browser.browse(browser.find(), tmp_path) as tab:
-                links = await tab.visit(f"{base}/tutorials/frozen/", GO)
-                return links.value, (await tab.visit(f"{base}/", SEARCH)).value
+                return (await tab.visit(f"{base}/tutorials/frozen.html", GO)).value
 
-    links, found = asyncio.run(ask())
+    links = asyncio.run(ask())
     assert len({urlsplit(href).path for href, _ in links}) >= len(pages(site)) - 1
     assert {status for _, status in links} == {200}
-    assert any("mcftensor.expansion.renormalize" in href for href in found)
+
+
+@needs_browser
+@pytest.mark.parametrize("disk", [False, True])
+def test_in_a_browser_search_finds(site, tmp_path, disk):
+    wanted = {
+        "renormalize": "#mcftensor.expansion.renormalize",
+        "DataParallel": "distributed.html",
+        "half()": "reference/limits.html",
+        "FSDP": "distributed.html",
+        "two_sum": "#mcftensor.eft.two_sum",
+    }
+
+    async def ask():
+        with browser.serve(site) as base:
+            async with browser.browse(browser.find(), tmp_path) as tab:
+                url = f"{site.as_uri() if disk else base}/index.html"
+                return await tab.visit(url, SEARCH % json.dumps([*wanted]))
+
+    visit = asyncio.run(ask())
+    assert not visit.problems
+    for words, found in zip(wanted, visit.value, strict=True):
+        place = next((i for i, href in enumerate(found) if wanted[words] in href), None)
+        assert place is not None, (words, found)
+        assert place < 12, (words, found)
+
+
+@needs_browser
+def test_in_a_browser_tables_sort_and_filter_and_keep_their_first_column(site, tmp_path):
+    async def ask():
+        async with browser.browse(browser.find(), tmp_path) as tab:
+            return await tab.visit(f"{site.as_uri()}/optimizers.html", RESULTS, width=390)
+
+    visit = asyncio.run(ask())
+    assert not visit.problems
+    found = visit.value
+    figures = [float(x) for x in found["up"] if x[0].isdigit()]
+    assert len(figures) > 12
+    assert figures == sorted(figures)
+    assert [float(x) for x in found["down"] if x[0].isdigit()] == figures[::-1]
+    assert found["filtered"]
+    assert all(found["wanted"].lower() in x.lower() for x in found["filtered"])
+    assert found["scrolled"] == 80
+    assert found["place"] >= 0
 
 
 @needs_browser
@@ -205,7 +307,7 @@ def test_in_a_browser_calculators_answer(site, tmp_path, width, dark):
     async def play():
         with browser.serve(site) as base:
             async with browser.browse(browser.find(), tmp_path) as tab:
-                urls = [f"{base}/tutorials/{lesson}/" for lesson in lessons]
+                urls = [f"{base}/tutorials/{lesson}.html" for lesson in lessons]
                 return [await tab.visit(url, PLAY, width=width, dark=dark) for url in urls]
 
     visits = asyncio.run(play())
