@@ -42,9 +42,7 @@ def test_a_table_that_is_not_true_is_found(tmp_path):
     page = tmp_path / "docs/page.md"
     page.write_text("<!-- table: formats -->\n\n<!-- end -->\n")
     script = tmp_path / "docs/_ext/write.py"
-    assert run(script, "--check").returncode == 1
     assert run(script).returncode == 0
-    assert run(script, "--check").returncode == 0
     page.write_text(page.read_text().replace("| `bf16x2` | 16", "| `bf16x2` | 17"))
     assert run(script, "--check").returncode == 1
     page.write_text("<!-- table: formats -->\n")
