@@ -51,7 +51,7 @@ docs: .venv/installed ## build the site of the documentation in out/site, warnin
 	NO_MKDOCS_2_WARNING=1 $(PATIENT) $(BIN)/mkdocs build --strict $(ARGS)
 	@echo "The site is out/site/index.html: open it in a browser, or run make serve."
 
-serve: .venv/installed ## show the site at http://127.0.0.1:8000, built anew when a page changes (ARGS="-a :8001")
+serve: .venv/installed ## show the site at http://127.0.0.1:8000, built anew when a page changes (ARGS="-a 127.0.0.1:8001")
 	NO_MKDOCS_2_WARNING=1 $(PATIENT) $(BIN)/mkdocs serve $(ARGS)
 
 pages: .venv/installed ## write the figures and the tables of the pages anew, from committed results

@@ -34,7 +34,8 @@ LONG = 40
 
 FIGURE = re.compile(r"^!\[([^\]]+)\]\((?:[./]*)figures/(\w+)\.svg\)$", re.MULTILINE)
 SECTION = re.compile(
-    r"^<!-- section: ([\w./]+)(?:, ([^>]+))? -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL
+    r"^<!-- section: ([\w./]+)(?:, ([^>]+))? -->$(?:(?!^<!-- ).)*^<!-- end -->$",
+    re.MULTILINE | re.DOTALL,
 )
 MARK = re.compile(r"^<!-- (table: .*|end) -->$", re.MULTILINE)
 TABLE = re.compile(r"<table(>.*?</table>)", re.DOTALL)
@@ -45,7 +46,6 @@ RESULT = re.compile(r"\]\((?:\.\./)*benchmarks/results/([\w-]+\.png)\)")
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Add the extension, which is no package."""
-    sys.path.insert(0, str(HERE))
     config.markdown_extensions.append(MathML())  # type: ignore[arg-type]
     return config
 
