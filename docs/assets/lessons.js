@@ -692,7 +692,7 @@
             "the product cancels": ["1.0078125", "1.0078125", "-1.015625"],
             "a third": ["1/3", "3", "-1"],
             "no difference": ["1.5", "2", "0.1"],
-            "one ulp": ["1.1", "1.1", "0.25"],
+            "one ulp": ["1.1", "1.3", "1"],
           },
           (values) => {
             [a, b, c].forEach((x, i) => x.set(values[i]));
@@ -801,7 +801,7 @@
             "in disorder": ["0.001", "100", "-0.3", "7"],
             cancelling: ["1", "2^-12", "-1", "2^-20"],
             "a tie": ["1", "2^-8", "2^-18", "0"],
-            "too many bits": ["1", "2^-9", "2^-18", "2^-27"],
+            "too many bits": ["2^-18", "1", "2^-27", "2^-9"],
           },
           (values) => {
             fields.forEach((x, i) => x.set(values[i]));
@@ -853,7 +853,7 @@
               good,
               good
                 ? "Their sum is that of the four values, exactly."
-                : "The sum needs more terms: less than half an ulp of the last one is dropped.",
+                : "The sum needs more terms: up to half an ulp of the last one is dropped.",
             ),
           );
         }
