@@ -56,20 +56,35 @@ def investigate(options: argparse.Namespace) -> dict[str, Any]:
         }
         if not options.no_measure:
             result["measured"] = measured(found, scratch)
+    if options.before:
+        result["before"] = before(json.loads(options.before.read_text()))
     return result
+
+
+def before(earlier: dict[str, Any]) -> dict[str, Any]:
+    """What an earlier file of this program had, for the steps of optimizers."""
+    return {
+        name: {
+            "instructions": found["instructions"],
+            "computing": {p: x["computing"] for p, x in found["processors"].items()},
+        }
+        for name, found in earlier["kernels"].items()
+    }
 
 
 def analyzed(kernel: Kernel, scratch: Path) -> dict[str, Any]:
     """What one kernel is, and what it would take."""
-    loops = {name: x86.loop_of(kernel.program, name, scratch) for name in x86.SETS}
-    targets = [p.code for p in PROCESSORS if p.rates is not None]
-    codes = {target: gpus.code_of(kernel.program, target, scratch) for target in targets}
-    predictions = {p.name: predict(kernel, p, scratch) for p in PROCESSORS}
+    codes: dict[str, x86.Loop | gpus.Code] = {
+        name: x86.loop_of(kernel.program, name, scratch) for name in x86.SETS
+    }
+    for target in dict.fromkeys(p.code for p in PROCESSORS if p.rates):
+        codes[target] = gpus.code_of(kernel.program, target, scratch)
+    predictions = {p.name: predict(kernel, p, codes[p.code]) for p in PROCESSORS}
     return {
         "read": kernel.read,
         "written": kernel.written,
-        "instructions": {name: x.instructions for name, x in (loops | codes).items()},
-        "kinds": {name: x.counts for name, x in (loops | codes).items()},
+        "instructions": {name: code.instructions for name, code in codes.items()},
+        "kinds": {name: code.counts for name, code in codes.items()},
         "processors": {name: asdict(x) | {"bound": x.bound} for name, x in predictions.items()},
     }
 
@@ -186,6 +201,7 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--no-measure", action="store_true", help="predict only")
+    parser.add_argument("--before", type=Path, help="an earlier JSON file, to be kept beside")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args(arguments)
     try:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from machine_code import gpus, x86
+from machine_code.gpus import Code
 from machine_code.kernels import Kernel
+from machine_code.x86 import Loop, cycles
 
 
 @dataclass(frozen=True)
@@ -90,21 +90,20 @@ class Prediction:
         return "computing" if self.computing > self.memory else "memory"
 
 
-def predict(kernel: Kernel, processor: Processor, scratch: Path) -> Prediction:
-    """The time of a kernel by the instructions that it has and the bytes that it moves."""
+def predict(kernel: Kernel, processor: Processor, code: Loop | Code) -> Prediction:
+    """The time of a kernel by the instructions that its code has and the bytes that it moves."""
     memory = 1000 * (kernel.read + kernel.written) / processor.bandwidth
-    if processor.rates is None:
-        loop = x86.loop_of(kernel.program, processor.code, scratch)
-        cycles = x86.cycles(loop, processor.model)
-        computing = 1000 * cycles / (processor.clock * processor.units)
-        return Prediction(computing, memory, loop.instructions, loop.spills)
-    code = gpus.code_of(kernel.program, processor.code, scratch)
-    rates, every = processor.rates, processor.rates["all"]
+    every_unit = processor.clock * processor.units / 1000
+    if isinstance(code, Loop):
+        computing = cycles(code, processor.model) / every_unit
+        return Prediction(computing, memory, code.instructions, code.spills)
+    rates = processor.rates or {}
     busiest = max(
-        code.instructions / every,
-        *(count / rates.get(kind, every) for kind, count in code.counts.items()),
+        code.instructions / rates["all"],
+        *(count / rates.get(kind, rates["all"]) for kind, count in code.counts.items()),
     )
-    computing = 1000 * busiest / (processor.clock * processor.units)
     held = processor.registers // max(code.registers, 1)
     occupancy = min(1.0, held / processor.threads)
-    return Prediction(computing, memory, code.instructions, code.spills, code.registers, occupancy)
+    return Prediction(
+        busiest / every_unit, memory, code.instructions, code.spills, code.registers, occupancy
+    )

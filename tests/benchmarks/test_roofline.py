@@ -145,19 +145,18 @@ def test_code_for_gpus(name, target, known, tmp_path):
 # ------------------------------------------------------------------------------------ predictions
 
 
-def test_predictions_are_of_instructions_and_bytes(monkeypatch, known, tmp_path):
+def test_predictions_are_of_instructions_and_bytes(known):
     counts = {"integer": 32.0, "float": 8.0, "special": 1.0}
     code = gpus.Code(counts, registers=64, spills=0, warps=4, assembly="", text="")
-    monkeypatch.setattr(gpus, "code_of", lambda *args: code)
     rates = {"all": 128, "integer": 64, "float": 128, "special": 16}
     gpu = processors.Processor("GPU", 100, 2.0, 1000, "sm_90", rates=rates)
-    found = processors.predict(known["AdamW plus"], gpu, tmp_path)
+    found = processors.predict(known["AdamW plus"], gpu, code)
     assert found.computing == pytest.approx(1000 * (32 / 64) / 200)
     assert found.memory == pytest.approx(22)
     assert found.bound == "memory"
     assert found.occupancy == 0.5
     slow = processors.Processor("GPU", 100, 2.0, 1e5, "sm_90", rates=rates | {"special": 1})
-    found = processors.predict(known["AdamW plus"], slow, tmp_path)
+    found = processors.predict(known["AdamW plus"], slow, code)
     assert found.computing == pytest.approx(1000 / 200)
     assert found.bound == "computing"
 
