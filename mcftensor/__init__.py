@@ -15,6 +15,7 @@ from mcftensor.checkpoint.state_dicts import from_terms as from_terms
 from mcftensor.convert import as_expansion as as_expansion
 from mcftensor.convert import as_plain as as_plain
 from mcftensor.exact import from_exact as from_exact
+from mcftensor.exact import to_decimal as to_decimal
 from mcftensor.exact import to_fraction as to_fraction
 from mcftensor.formats import FORMATS as FORMATS
 from mcftensor.formats import Component as Component

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar, overload
 
@@ -14,9 +14,16 @@ from torch.compiler import is_compiling
 from torch.nn.parameter import is_lazy
 
 from mcftensor.arithmetic.counting import count_beside, moved, name_, start, unwritten
+from mcftensor.checkpoint.modules import store_as_terms
 from mcftensor.dispatch.operands import rounded_by
 from mcftensor.dispatch.registry import implements
-from mcftensor.formats import Format, bf16i16, bf16x2, default_format, require_format
+from mcftensor.formats import Format, bf16i16, bf16x2, bf16x3, default_format, require_format
+from mcftensor.formats.defaults import (
+    LEARNING_RATE,
+    format_of_buffer,
+    format_of_weights,
+    is_average,
+)
 from mcftensor.kernels.opaque import opaque
 from mcftensor.passes.recoding import key_for
 from mcftensor.patches.objects import (
@@ -30,12 +37,16 @@ from mcftensor.scaling.scaled_format import ScaledFormat
 from mcftensor.scaling.switch import as_scaled, scalify, unscaled
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.sharded import format_of, local, on_local, place_of, require_unsharded
+from mcftensor.tensor.tensor import Role
 from mcftensor.training.gradient_hooks import GradientHook
 
 M = TypeVar("M", bound=nn.Module)
-Overrides = Mapping[str, Format | None]
-Plans = dict[str, tuple[Tensor, Format | None]]
-"""Of tensors, by name: their format, or None of what is to be plain."""
+Overrides = Mapping[str, Format | str | None]
+Plans = dict[str, tuple[Tensor, Format | None, Role]]
+"""Of tensors, by name: their format, or None of what is to be plain, and their role."""
+
+_converted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules with expansions, in which others may look for names of parameters."""
 
 
 @overload
@@ -43,14 +54,21 @@ def as_expansion(obj: M, format: ScaledFormat, *, overrides: Overrides = ...) ->
 @overload
 def as_expansion(obj: Tensor, format: ScaledFormat) -> ScaledTensor: ...
 @overload
-def as_expansion(obj: M, format: Format | None = ..., *, overrides: Overrides = ...) -> M: ...
+def as_expansion(
+    obj: M,
+    format: Format | str | None = ...,
+    *,
+    overrides: Overrides = ...,
+    lr: float | None = ...,
+) -> M: ...
 @overload
-def as_expansion(obj: Tensor, format: Format | None = ...) -> MCFTensor: ...
+def as_expansion(obj: Tensor, format: Format | str | None = ...) -> MCFTensor: ...
 def as_expansion(
     obj: M | Tensor,
-    format: Format | ScaledFormat | None = None,
+    format: Format | ScaledFormat | str | None = None,
     *,
     overrides: Overrides | None = None,
+    lr: float | None = None,
 ) -> M | MCFTensor | ScaledTensor:
     """A tensor as an expansion, or a module whose parameters become expansions, in place.
 
@@ -59,27 +77,36 @@ def as_expansion(
     A module keeps its parameter objects, so that an optimizer built before still works (one that
     has states of another base by then must be made anew), and weights that are tied stay tied.
     Parameters that require gradients become expansions in the *parameter* role. As after
-    `module.to(dtype)`, all else follows: frozen parameters, floating buffers and gradients become
-    plain tensors of the base dtype. Cast the inputs, or use autocast.
+    `module.to(dtype)`, all else follows: frozen parameters and gradients become plain tensors of
+    the base dtype. Cast the inputs, or use autocast. Floating buffers hold what float32 would, in
+    `bf16i16` beside terms of bf16: those whose names say that they are averages (of batch norms,
+    say) act as the numbers that they are, others compute as parameters do.
+
+    Another call converts what is new: parameters that were added or no longer are frozen. A model
+    of transformers, and what else has `save_pretrained`, is stored as terms (`store_as_terms`).
 
     Args:
         obj: a real floating tensor, an expansion in this or another format, or a module.
-        format: the format of all, but that vectors are in `bf16i16` where blocks of a row share
-            scales. By default expansions stay as they are, and for others it goes
-            by shape: `bf16x3` for at most one dimension longer than 1 (norms, biases), `bf16x2` for
-            the rest. Weights near 1 move by steps far below the resolution of two bf16 terms, and
-            such tensors cost little memory.
+        format: the format of all, or its name, but that vectors are in `bf16i16` where blocks of a
+            row share scales. By default expansions stay as they are, and others get `bf16x3` if
+            they have at most one dimension longer than 1 (norms, biases) or are large against
+            their updates, such as an embedding that starts at N(0, 1), else `bf16x2`. In a module
+            that has expansions in other formats, what is new follows these.
         overrides: for modules: patterns (fnmatch) of qualified names of parameters and buffers, and
             what they get instead: a format makes it an expansion, None leaves it as it is. The
             first pattern that matches decides.
+        lr: for modules without a format: the learning rate whose updates are to survive, 3e-5 by
+            default. Two terms of a weight w lose updates below 2^-17 w; weights whose root mean
+            square is above 2^14 times the learning rate get three.
 
     Returns:
         A new MCFTensor that does not require grad, or the module itself.
 
     Raises:
         TypeError: a tensor that is integer, complex, sparse, quantized or nested; something that
-            is no format.
-        ValueError: an override that matches nothing; a tensor that is part of an autograd graph.
+            is no format; options of modules given with a tensor.
+        ValueError: an override that matches nothing; a tensor that is part of an autograd graph;
+            a learning rate that is not positive.
         RuntimeError: a parameter that cannot be exchanged, because weak references to it exist,
             or a graph or view holds it.
 
@@ -98,19 +125,21 @@ def as_expansion(
     """
     if isinstance(format, ScaledFormat):
         return _as_scaled(obj, format, overrides)
-    if format is not None:
-        require_format(format, "as_expansion")
+    found = None if format is None else require_format(format, "as_expansion")
+    if lr is not None and not lr > 0:
+        raise ValueError(f"as_expansion: lr is {lr!r}; give the learning rate, above 0")
     if isinstance(obj, nn.Module):
-        return _module_as_expansion(obj, format, overrides or {})
-    if overrides is not None:
-        raise TypeError("as_expansion: overrides name parameters of a module; a tensor has none")
+        return _module_as_expansion(obj, found, overrides or {}, lr or LEARNING_RATE)
+    if overrides is not None or lr is not None:
+        given = "lr says how parameters" if overrides is None else "overrides name parameters"
+        raise TypeError(f"as_expansion: {given} of a module are converted; a tensor has none")
     _require_convertible("as_expansion", "the tensor", obj)
     if obj.grad_fn is not None:
         raise ValueError(
             f"as_expansion: the tensor of shape {tuple(obj.shape)} is part of an autograd graph, "
             "which ends here; call .detach() on it first"
         )
-    return value_in(obj, format or format_of(obj) or default_format(obj.shape))
+    return value_in(obj, found or format_of(obj) or default_format(obj.shape))
 
 
 def _as_scaled(
@@ -227,20 +256,11 @@ def _require_convertible(where: str, name: str, x: object) -> None:
 # ------------------------------------------------------------------------------------- modules
 
 
-def _module_as_expansion(module: M, format: Format | None, overrides: Overrides) -> M:
+def _module_as_expansion(module: M, format: Format | None, overrides: Overrides, lr: float) -> M:
     require_unsharded("as_expansion", module)
     found = _tensors(module)
-    names = [name for _, aliases, _ in found for name in aliases]
-    for pattern, wanted in overrides.items():
-        if wanted is not None:
-            require_format(wanted, f"as_expansion: overrides[{pattern!r}]")
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(
-                f"as_expansion: the pattern {pattern!r} in overrides matches none of the "
-                f"parameters and buffers: {', '.join(names) or 'the module has none'}"
-            )
-    present = (x.dtype for _, _, x in found if format_of(x))
-    base = format.dtype if format else next(present, bf16x2.dtype)
+    overrides = _checked(overrides, [name for _, aliases, _ in found for name in aliases])
+    choose = _Choice(format, [x for _, _, x in found], lr)
     plans: Plans = {}
     for name, aliases, x in found:
         matching = [p for p in overrides if any(fnmatchcase(alias, p) for alias in aliases)]
@@ -249,27 +269,89 @@ def _module_as_expansion(module: M, format: Format | None, overrides: Overrides)
             continue
         if format_of(x) and format is None and not matching:
             continue
-        wanted = overrides[matching[0]] if matching else None
-        if wanted is None and isinstance(x, nn.Parameter) and x.requires_grad:
-            _require_convertible("as_expansion", f"parameter {name}", x)
-            wanted = _for_shape(format, x) if format else default_format(x.shape)
-        elif wanted is not None:
+        role: Role = "value"
+        if matching:
             _require_convertible("as_expansion", name, x)
-        elif x.is_complex() or (x.dtype == base and not format_of(x)):
+            wanted = overrides[matching[0]]
+        elif not isinstance(x, nn.Parameter):
+            wanted = None if x.is_complex() else choose.of_buffer(x)
+            role = "value" if is_average(name) else "parameter"
+        elif x.requires_grad:
+            _require_convertible("as_expansion", f"parameter {name}", x)
+            wanted = choose.of_weights(x)
+        else:
+            wanted = None
+        if wanted is None and (x.is_complex() or (x.dtype == choose.base and not format_of(x))):
             continue
         if wanted is None or format_of(x) != wanted:
-            plans[name] = x, wanted
-    _carry_out("as_expansion", module, plans, base)
+            plans[name] = x, wanted, role
+    _carry_out("as_expansion", module, plans, choose.base)
     for part in module.modules():
         if any(format_of(x) for x in _own_tensors(part).values()):
             register_load_hook(part, _keep_expansions)
+    _store_pretrained(module)
+    _converted.add(module)
     return module
+
+
+def _checked(overrides: Overrides, names: list[str]) -> dict[str, Format | None]:
+    """Overrides whose patterns match something, and their formats."""
+    checked = {}
+    for pattern, wanted in overrides.items():
+        where = f"as_expansion: overrides[{pattern!r}]"
+        checked[pattern] = None if wanted is None else require_format(wanted, where)
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"as_expansion: the pattern {pattern!r} in overrides matches none of the "
+                f"parameters and buffers: {', '.join(names) or 'the module has none'}"
+            )
+    return checked
+
+
+class _Choice:
+    """The formats in a module: one that is given, or those that are there, or the defaults."""
+
+    def __init__(self, format: Format | None, tensors: Sequence[Tensor], lr: float) -> None:
+        self.format, self.lr = format, lr
+        own = [
+            (_is_vector(x), f)
+            for x in tensors
+            if isinstance(x, nn.Parameter) and (f := format_of(x))
+        ]
+        self.present = {} if {f for _, f in own} <= {bf16x2, bf16x3} else dict(reversed(own))
+        formats = [f for f in map(format_of, tensors) if f]
+        self.base = (format or next(iter([f for _, f in own] + formats), bf16x2)).dtype
+
+    def of_weights(self, x: Tensor) -> Format:
+        """Of a parameter that is trained."""
+        if self.format is not None:
+            return _for_shape(self.format, x)
+        if self.present:
+            known = self.present.get(_is_vector(x)) or next(iter(self.present.values()))
+            return _for_shape(known, x)
+        return format_of_weights(x, self.lr)
+
+    def of_buffer(self, x: Tensor) -> Format | None:
+        """Of a floating buffer."""
+        return format_of_buffer(x, self.base)
+
+
+def _is_vector(x: Tensor) -> bool:
+    return sum(length > 1 for length in x.shape) <= 1
 
 
 def _for_shape(format: Format, x: Tensor) -> Format:
     """The format of a parameter where one is given for all: vectors have no rows with scales."""
-    is_vector = sum(length > 1 for length in x.shape) <= 1
-    return bf16i16 if format.shared and (is_vector or x.dim() < 2) else format
+    return bf16i16 if format.shared and (_is_vector(x) or x.dim() < 2) else format
+
+
+def _store_pretrained(module: nn.Module) -> None:
+    """Have models that are saved by `save_pretrained`, in safetensors files, stored as terms."""
+    if hasattr(module, "save_pretrained"):
+        store_as_terms(module)
+        return
+    for part in module.children():
+        _store_pretrained(part)
 
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -299,13 +381,16 @@ def _keep_expansions(
                 new = value_in(new, format, _named(prefix + name, new))
             if isinstance(x, nn.Parameter):
                 new = _parameter(new, x.requires_grad)
+            elif isinstance(part := local(x), MCFTensor):
+                new = _in_role(new.detach(), part.role)
             state_dict[prefix + name] = new
 
 
 def _module_as_plain(module: M, dtype: torch.dtype | None) -> M:
     require_unsharded("as_plain", module)
-    plans: Plans = {name: (x, None) for name, _, x in _tensors(module) if format_of(x)}
+    plans: Plans = {name: (x, None, "value") for name, _, x in _tensors(module) if format_of(x)}
     _carry_out("as_plain", module, plans, dtype)
+    _converted.discard(module)
     for part in module.modules():
         remove_load_hook(part, _keep_expansions)
     return module
@@ -327,7 +412,7 @@ def _tensors(module: nn.Module) -> list[tuple[str, list[str], Tensor]]:
 def _carry_out(where: str, module: nn.Module, plans: Plans, dtype: torch.dtype | None) -> None:
     """Exchange the contents of all tensors, plain ones for such of a dtype, or of none."""
     with without_weight_references(module):
-        for name, (x, _) in plans.items():
+        for name, (x, _, _) in plans.items():
             if weakref.getweakrefs(x):
                 raise RuntimeError(
                     f"{where}: {name} of shape {tuple(x.shape)} has weak references to it, which "
@@ -339,11 +424,11 @@ def _carry_out(where: str, module: nn.Module, plans: Plans, dtype: torch.dtype |
                     f"{where}: {name} of shape {tuple(x.shape)} is in use by an autograd graph or "
                     "a view; run backward, or delete the outputs and losses that hold it, first"
                 )
-        for name, (x, wanted) in plans.items():
+        for name, (x, wanted, role) in plans.items():
             if wanted is None:
                 _exchange(x, as_plain(x, dtype))
             else:
-                _exchange(x, value_in(x, wanted, _named(name, x)))
+                _exchange(x, _in_role(value_in(x, wanted, _named(name, x)), role))
 
 
 def _is_free(x: Tensor) -> bool:
@@ -357,10 +442,15 @@ def _is_free(x: Tensor) -> bool:
 
 def _parameter(x: Tensor, requires_grad: bool) -> nn.Parameter:
     p = nn.Parameter(x, requires_grad=requires_grad)
-    part = local(p)
-    if isinstance(part, MCFTensor):  # of a DTensor it has not been told
-        part._role = "parameter"
+    _in_role(p, "parameter")  # of which that of a DTensor has not been told
     return p
+
+
+def _in_role(x: Tensor, role: Role) -> Tensor:
+    part = local(x)
+    if isinstance(part, MCFTensor):
+        part._role = role
+    return x
 
 
 def _exchange(x: Tensor, new: Tensor) -> None:

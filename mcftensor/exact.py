@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, TypeAlias
@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mcftensor.arithmetic.bases import BASES
+from mcftensor.arithmetic.decimals import decimal_of, digits_of
 from mcftensor.formats import ExpansionFormat, Format, fp64x2, require_expansion_format
 from mcftensor.passes import expansion
 from mcftensor.scaling.scaled import ScaledTensor
@@ -24,14 +26,14 @@ Nested: TypeAlias = Exact | Sequence["Nested"]
 
 
 def from_exact(
-    values: Nested, format: Format | ScaledFormat, *, device: str | torch.device | None = None
+    values: Nested, format: Format | ScaledFormat | str, *, device: str | torch.device | None = None
 ) -> MCFTensor | ScaledTensor:
     """Numbers of any precision as an expansion, each rounded to its format once.
 
     Args:
         values: a number or nested lists of numbers: `fractions.Fraction`, `decimal.Decimal`, a
             string as of `"0.1"` or `"1/3"`, an int or a float.
-        format: the format of the result.
+        format: the format of the result, or its name.
         device: where it goes.
 
     Returns:
@@ -91,22 +93,67 @@ def to_fraction(x: Tensor) -> Any:
         >>> mcf.to_fraction(mcf.as_expansion(torch.tensor([0.5, 3.0]), mcf.bf16x2))
         [Fraction(1, 2), Fraction(3, 1)]
     """
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"to_fraction: got {kind}; give an expansion or a real floating tensor")
-    terms = x.format.decode(x.components) if isinstance(x, MCFTensor) else (x,)
-    if isinstance(x, ScaledTensor):
-        terms = (x.to_plain(),)
+    terms = _decoded("to_fraction", x)
     if not all(bool(torch.isfinite(term).all()) for term in terms):
         raise ValueError(
             f"to_fraction: the tensor of shape {tuple(x.shape)} holds infinities or NaN, which are "
             "no fractions"
         )
+    return _each(lambda numbers: sum(map(Fraction, numbers), Fraction(0)), terms, x.shape)
+
+
+def to_decimal(x: Tensor, digits: int | None = None) -> Any:
+    """The values of a tensor as decimals, each rounded to significant digits once, ties to even.
+
+    Args:
+        x: an expansion, or a plain floating tensor.
+        digits: how many; by default as many as tell the numbers of the format apart.
+
+    Returns:
+        A `decimal.Decimal` for a tensor without dimensions, else nested lists of them.
+
+    *Special values*: infinities, NaN and the sign of a zero are kept.
+
+    Raises:
+        TypeError: a tensor that is not real and floating.
+        ValueError: fewer than one digit.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> x = mcf.from_exact("1/3", mcf.fp64x2)
+        >>> mcf.to_decimal(x)
+        Decimal('0.333333333333333333333333333333333')
+        >>> mcf.to_decimal(x * x, 5)
+        Decimal('0.11111')
+    """
+    terms = _decoded("to_decimal", x)
+    if digits is not None and digits < 1:
+        raise ValueError(f"to_decimal: digits is {digits!r}; give 1 or more")
+    if isinstance(x, (MCFTensor, ScaledTensor)):
+        precision = x.format.precision
+    else:
+        precision = BASES[x.dtype].precision if x.dtype in BASES else 53
+    count = digits_of(precision) if digits is None else digits
+    return _each(lambda numbers: decimal_of(numbers, count), terms, x.shape)
+
+
+def _decoded(name: str, x: Tensor) -> Sequence[Tensor]:
+    """The floats whose sum is a tensor."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name}: got {kind}; give an expansion or a real floating tensor")
+    if isinstance(x, ScaledTensor):
+        return (x.to_plain(),)
+    return x.format.decode(x.components) if isinstance(x, MCFTensor) else (x,)
+
+
+def _each(function: Callable[[Sequence[float]], Any], terms: Sequence[Tensor], shape: Any) -> Any:
+    """A function of the terms of each number, in nested lists."""
     columns = [term.detach().double().reshape(-1).tolist() for term in terms]
-    exact = np.empty(x.numel(), dtype=object)
+    exact = np.empty(math.prod(shape), dtype=object)
     for i, numbers in enumerate(zip(*columns, strict=True)):
-        exact[i] = sum(map(Fraction, numbers), Fraction(0))
-    return exact.reshape(tuple(x.shape)).tolist() if x.dim() else exact[0]
+        exact[i] = function(numbers)
+    return exact.reshape(tuple(shape)).tolist() if shape else exact[0]
 
 
 def _terms(x: object, format: ExpansionFormat) -> list[float]:

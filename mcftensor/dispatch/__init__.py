@@ -1,8 +1,9 @@
 """Where an operation goes, by its kind, and the modules of this folder in the order it meets them.
 
-First of all `functions` takes a few functions whole, and `dtypes`, within a step of an optimizer,
-those that ask for a dtype. Any other operator is looked up in the table of `registry`; `operands`
-says what its tensors and numbers mean, and `stored` decodes those of formats that only store.
+First of all `functions` takes a few functions whole, `casting` those that get a format as a dtype,
+and `dtypes`, within a step of an optimizer, those that ask for one. Any other operator is looked up
+in the table of `registry`; `operands` says what its tensors and numbers mean, and `stored` decodes
+those of formats that only store.
 
 1. Structure, on each term alike: `structure` moves, copies, makes and places elements, by `rows`
    where these share scales; `pieces` knows where those begin that are cut off, and `collectives`
@@ -10,7 +11,8 @@ says what its tensors and numbers mean, and `stored` decodes those of formats th
 2. Arithmetic, by kernels of its own: `elementwise`, as `plans` works it out, or `alone` where one
    row of tensors lies alike; `foreach` for lists, and `fused` for steps of optimizers. Within a
    step `recording` puts them on its tape. What only compares elements is exact: `comparison`.
-3. Compute on a parameter: `compute`, with the leading term.
+3. Compute on a parameter: `compute`, with the leading term, and `statistics` for norms that keep
+   averages.
 4. All else, on a value: `compute` too, in float64, or beyond 48 bits by the algorithms of `long`.
    `variants` makes of what writes in place or to `out=` the form that returns its result, and
    `writing` writes that, into all targets or none.
@@ -24,12 +26,14 @@ from typing import Any
 
 import torch
 
+from mcftensor.dispatch import casting as casting
 from mcftensor.dispatch import collectives as collectives
 from mcftensor.dispatch import comparison as comparison
 from mcftensor.dispatch import dtypes as dtypes
 from mcftensor.dispatch import elementwise as elementwise
 from mcftensor.dispatch import fused as fused
 from mcftensor.dispatch import recording as recording
+from mcftensor.dispatch import statistics as statistics
 from mcftensor.dispatch import structure as structure
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.foreach import foreach

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from mcftensor.dispatch import long, stored
 from mcftensor.dispatch.operands import (
@@ -74,13 +74,33 @@ def _plainly(
         base = expansions((args, kwargs))[0].dtype
         missing = isinstance(error, NotImplementedError) or func._opname.startswith("linalg_")
         if base.itemsize > 2 or not missing:
-            raise
+            raise explained(error, args, kwargs) from error
 
         def cast(dtype: torch.dtype, new: torch.dtype) -> Any:
             return lambda x: x.to(new) if isinstance(x, Tensor) and x.dtype == dtype else x
 
         args, kwargs = tree_map(cast(base, torch.float32), leading((args, kwargs)))
         return tree_map(cast(torch.float32, base), func(*args, **kwargs))
+
+
+def explained(error: RuntimeError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RuntimeError:
+    """An error of PyTorch's, which where dtypes are unlike says of what, and what to do."""
+    return unlike_dtypes(f"{error}", (args, kwargs)) or error if "type" in str(error) else error
+
+
+def unlike_dtypes(problem: str, operands: Any) -> RuntimeError | None:
+    """The error of parameters that meet a floating tensor of another dtype; None if none do."""
+    found = expansions(operands)[0]
+    for x in tree_leaves(operands):
+        is_plain = isinstance(x, Tensor) and not isinstance(x, MCFTensor)
+        if is_plain and x.is_floating_point() and x.dtype != found.dtype:
+            return RuntimeError(
+                f"{problem}. Here parameters in {found._format.name}, of shape "
+                f"{tuple(found.shape)}, compute in {found.dtype} and meet a tensor of {x.dtype}, of "
+                f"shape {tuple(x.shape)}: cast the input of the model, x.to({found.dtype}), or run "
+                f"it under torch.autocast({found.device.type!r}, dtype={found.dtype})"
+            )
+    return None
 
 
 def _in_float64(

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from mcftensor.dispatch.compute import PRECISION, WIDE
+from mcftensor.dispatch.compute import PRECISION, WIDE, explained, unlike_dtypes
 from mcftensor.dispatch.operands import (
     common_format,
     expansions,
@@ -99,6 +99,12 @@ class _Narrow(torch.autograd.Function):
         return plainly(grad, WIDE), None
 
 
+def narrowed(x: Tensor, format: Format) -> MCFTensor:
+    """A float64 tensor as a value, through which gradients pass."""
+    made: MCFTensor = _Narrow.apply(x, format)
+    return made
+
+
 def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwargs: Any) -> Any:
     """Run a function of values in float64, and split its results, or round them into `out`.
 
@@ -136,12 +142,16 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
 
 # ------------------------------------------------------------------------------- of parameters
 
+_CONVOLUTIONS = (
+    *(F.conv1d, F.conv2d, F.conv3d),
+    *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+)
+
 # What changes none of its arguments. Embeddings may, and see dispatch only once as they are.
 FUNCTIONS: set[Callable[..., Any]] = {
     # nn.Linear, nn.LayerNorm, and the other modules of these names
     *(F.linear, F.bilinear, F.layer_norm, F.group_norm, F.rms_norm, F.prelu),
-    *(F.conv1d, F.conv2d, F.conv3d),
-    *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+    *_CONVOLUTIONS,
     # x @ weight, torch.matmul, x.mm
     *(torch.addmm, torch.baddbmm, torch.bmm, torch.matmul, torch.mm, torch.mv),
     *(Tensor.__matmul__, Tensor.__rmatmul__, Tensor.bmm, Tensor.matmul, Tensor.mm, Tensor.mv),
@@ -164,10 +174,27 @@ def at_once(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     if plain is None:
         return NotImplemented
     count = len(args)
-    return func(*plain[:count], **dict(zip(kwargs, plain[count:], strict=True)))
+    named = dict(zip(kwargs, plain[count:], strict=True))
+    try:
+        return func(*plain[:count], **named)
+    except RuntimeError as error:
+        raise explained(error, args, kwargs) from error
+
+
+def _convolved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same; what PyTorch would refuse before dispatch is refused in words that help."""
+    result = at_once(func, args, kwargs)
+    if result is NotImplemented and not torch._C._is_any_autocast_enabled():
+        found = expansions((args, kwargs))
+        if all(x.acts_as == "parameter" for x in found):
+            error = unlike_dtypes(f"{func.__name__}: input and weight are of unlike dtypes", args)
+            if error is not None:
+                raise error
+    return result
 
 
 SHORTCUTS.update(dict.fromkeys(FUNCTIONS, at_once))
+SHORTCUTS.update(dict.fromkeys(_CONVOLUTIONS, _convolved))
 
 # ----------------------------------------------------------------------------------- of both
 

@@ -45,7 +45,7 @@ class FInfo:
         return self.smallest_normal
 
 
-def finfo(format: Format) -> FInfo:
+def finfo(format: Format | str) -> FInfo:
     """Facts about a format, as `torch.finfo` gives them of a dtype.
 
     Raises:
@@ -58,7 +58,7 @@ def finfo(format: Format) -> FInfo:
         >>> mcf.finfo(mcf.fp32x2).resolution
         1e-14
     """
-    require_format(format, "finfo")
+    format = require_format(format, "finfo")
     if isinstance(format, ExpansionFormat):
         base = torch.finfo(format.base)
         eps = 4 * (format.u / 2) ** format.terms

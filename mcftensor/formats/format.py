@@ -7,7 +7,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_args
+from typing import Any, ClassVar, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -155,6 +155,15 @@ class Format:
 
     def __repr__(self) -> str:
         return f"mcf.Format.from_name({self.name!r})"
+
+    _in_place_of_dtype: ClassVar[Callable[..., Any]]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """PyTorch comes here where a format is given as a dtype; see `dispatch/casting.py`."""
+        return cls._in_place_of_dtype(func, args, kwargs or {})
 
     # ---------------------------------------------------------------------------------- the codec
 
@@ -497,17 +506,20 @@ def default_format(shape: torch.Size) -> ExpansionFormat:
 
 
 def require_format(format: object, where: str) -> Format:
-    """`format` itself if it is a Format, else a TypeError that names the caller `where`."""
-    if isinstance(format, Format) and not isinstance(format, PlainFormat):
-        return format
+    """`format` itself if it is a Format, or the one of this name, else a TypeError that names the
+    caller `where`."""
+    found = _REGISTRY.get(format) if isinstance(format, str) else format
+    if isinstance(found, Format) and not isinstance(found, PlainFormat):
+        return found
     known = ", ".join(f"mcf.{f.name}" for f in FORMATS)
     raise TypeError(
-        f"{where}: {format!r} is not a format; give one of {known}, or build one with mcf.Format"
+        f"{where}: {format!r} is not a format; give one of {known}, its name as a string, or build "
+        "one with mcf.Format"
     )
 
 
 def require_expansion_format(format: object, where: str) -> ExpansionFormat:
     """The same for what works on terms alone."""
-    if isinstance(require_format(format, where), ExpansionFormat):
-        return format  # type: ignore[return-value]
+    if isinstance(found := require_format(format, where), ExpansionFormat):
+        return found
     raise TypeError(f"{where}: {format!r} does not consist of terms")

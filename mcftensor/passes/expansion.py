@@ -38,7 +38,7 @@ Terms = tuple[Tensor, ...]
 # ------------------------------------------------------------------- between tensors and terms
 
 
-def convert(x: Sequence[Tensor], format: Format) -> Terms:
+def convert(x: Sequence[Tensor], format: Format | str) -> Terms:
     """An expansion in another format, rounded once.
 
     *Requires*: normalized terms of any format, or a plain real tensor as a sequence of one;
@@ -68,11 +68,12 @@ def convert(x: Sequence[Tensor], format: Format) -> Terms:
         >>> mcf.expansion.convert(third, mcf.bf16x2)
         (tensor(0.3340, dtype=torch.bfloat16), tensor(-0.0007, dtype=torch.bfloat16))
     """
-    key = key_for(require_expansion_format(format, "convert"), x[0].device)
+    format = require_expansion_format(format, "convert")
+    key = key_for(format, x[0].device)
     return tuple(recoding.recode(list(x), PLAIN[x[0].dtype].name, format.name, key))
 
 
-def expand(x: Tensor, format: Format) -> Terms:
+def expand(x: Tensor, format: Format | str) -> Terms:
     """A plain tensor as the terms of an expansion: `convert` of a single tensor.
 
     Examples:
@@ -173,7 +174,7 @@ def _format_of(name: str, x: Sequence[Tensor]) -> Format:
     return Format(x[0].dtype, len(x))
 
 
-def apply(operation: str, *operands: Sequence[Tensor], format: Format | None = None) -> Terms:
+def apply(operation: str, *operands: Sequence[Tensor], format: Format | str | None = None) -> Terms:
     """The elementwise operation of this name; the functions below call it, and so does dispatch.
 
     Three have no function of their own: `addcmul` and `addcdiv` of x, a, b and value, and `lerp` of
@@ -183,6 +184,8 @@ def apply(operation: str, *operands: Sequence[Tensor], format: Format | None = N
     """
     if format is None:
         format = _format_of(operation, operands[0])
+    elif isinstance(format, str):
+        format = require_expansion_format(format, operation)
     terms = [term for operand in operands for term in operand]
     device = next((t.device for t in terms if t.dim() > 0), terms[0].device)
     key = key_for(format, device)
@@ -194,7 +197,7 @@ def _name_of(x: Sequence[Tensor]) -> str:
     return PLAIN[x[0].dtype].name if len(x) == 1 else Format(x[0].dtype, len(x)).name
 
 
-def add(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | None = None) -> Terms:
+def add(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | str | None = None) -> Terms:
     """x + y.
 
     *Requires*: normalized expansions; a plain tensor is a sequence of one.
@@ -220,7 +223,7 @@ def add(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | None = None) 
     return apply("add", x, y, format=format)
 
 
-def grow(x: Sequence[Tensor], a: Tensor, format: Format | None = None) -> Terms:
+def grow(x: Sequence[Tensor], a: Tensor, format: Format | str | None = None) -> Terms:
     """x + a for a plain tensor a: the update of Collage.
 
     Unlike the paper's Grow, which begins with fast_two_sum, a may be larger than x.
@@ -249,7 +252,7 @@ def grow(x: Sequence[Tensor], a: Tensor, format: Format | None = None) -> Terms:
     return apply("add", x, (a,), format=format)
 
 
-def mul(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | None = None) -> Terms:
+def mul(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | str | None = None) -> Terms:
     """x * y.
 
     *Requires*: normalized expansions; a plain tensor is a sequence of one.
@@ -279,7 +282,7 @@ def fma(
     x: Sequence[Tensor],
     y: Sequence[Tensor],
     z: Sequence[Tensor],
-    format: Format | None = None,
+    format: Format | str | None = None,
 ) -> Terms:
     """x * y + z, split once.
 
@@ -306,7 +309,7 @@ def fma(
     return apply("fma", x, y, z, format=format)
 
 
-def div(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | None = None) -> Terms:
+def div(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | str | None = None) -> Terms:
     """x / y.
 
     *Requires*: normalized expansions; a plain tensor is a sequence of one.
@@ -331,7 +334,7 @@ def div(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | None = None) 
     return apply("div", x, y, format=format)
 
 
-def sqrt(x: Sequence[Tensor], format: Format | None = None) -> Terms:
+def sqrt(x: Sequence[Tensor], format: Format | str | None = None) -> Terms:
     """The square root of x.
 
     *Requires*: a normalized expansion.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +21,7 @@ from mcftensor.formats.format import named
 from mcftensor.passes.recoding import collapse, lent, recode
 from mcftensor.tensor import showing
 from mcftensor.tensor.factor import Factor
+from mcftensor.tensor.printing import formatted, text_of
 from mcftensor.tensor.stepping import current_step
 from mcftensor.tensor.tape import Strand
 
@@ -68,7 +68,7 @@ class MCFTensor(torch.Tensor):
     Args:
         components: the terms, leading term first, normalized; plain tensors alike in shape,
             strides, device and dtype.
-        format: their format; by default the one that their dtype and number say.
+        format: their format, or its name; by default the one that their dtype and number say.
         role: `"value"` or `"parameter"`.
 
     Raises:
@@ -109,7 +109,7 @@ class MCFTensor(torch.Tensor):
     def __new__(
         cls,
         components: Sequence[Tensor],
-        format: Format | None = None,
+        format: Format | str | None = None,
         role: Role = "value",
         *,
         _name: str | None = None,
@@ -121,13 +121,14 @@ class MCFTensor(torch.Tensor):
             format = Format.from_name(_name)
         if format is None:
             format = Format(components[0].dtype, len(components))
+        format = require_format(format, "MCFTensor")
         check_components(components, format)
         return _made(components, format, role, _writes, _first, own=False)
 
     def __init__(
         self,
         components: Sequence[Tensor],
-        format: Format | None = None,
+        format: Format | str | None = None,
         role: Role = "value",
         *,
         _name: str | None = None,
@@ -270,6 +271,12 @@ class MCFTensor(torch.Tensor):
         return self._format
 
     @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of all components."""
+        parts = self._format.components
+        return sum(x.dtype.itemsize * x.shape(self.shape).numel() for x in parts)
+
+    @property
     def writes(self) -> Tensor | None:
         """How often something was rounded into it, where rounding is balanced: an int64 without
         dimensions, on its device. Views count together, and copies go on from it. None otherwise.
@@ -344,10 +351,12 @@ class MCFTensor(torch.Tensor):
     def __torch_function__(
         cls,
         func: Any,
-        types: Iterable[type],
+        types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if len(types) > 1 and any(issubclass(kind, Format) for kind in types):
+            return NotImplemented  # the format knows
         shortcut = cls._shortcuts.get(func)
         if shortcut is not None and not is_compiling():
             result = shortcut(func, args, kwargs or {})
@@ -412,9 +421,7 @@ class MCFTensor(torch.Tensor):
         kind = "Parameter containing:\n" if self._is_param else ""
         if type(self._read()[0]) is not torch.Tensor:
             return f"{kind}MCFTensor(shape={tuple(self.shape)}, format={self._format.name})"
-        text = repr(self._collapsed()).removeprefix("tensor(").removesuffix(")")
-        text = re.sub(r",\s*dtype=torch\.float64", "", text)
-        text = text.replace("\n" + " " * 7, "\n" + " " * 10)
+        text = text_of(self._collapsed(), self._format.decode(self._read()), self._format)
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"{kind}MCFTensor({text}, format={self._format.name}{grad})"
 
@@ -422,6 +429,11 @@ class MCFTensor(torch.Tensor):
         numbers = self._collapsed() if 0 < self.numel() <= showing.FEW else None
         about = f"{self._role}, shape {tuple(self.shape)}"
         return showing.numbers(repr(self), about, self._format, self._read(), numbers)
+
+    def __format__(self, spec: str) -> str:
+        if self.dim() or type(self._read()[0]) is not torch.Tensor:
+            return object.__format__(self, spec)
+        return formatted(self._format.decode(self._read()), self._format, spec)
 
     def _collapsed(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """The numbers as plain floats, rounded once."""
@@ -790,7 +802,6 @@ def normalized(components: Sequence[Tensor], format: Format) -> tuple[Sequence[T
 
 def check_components(components: Sequence[Tensor], format: Format) -> None:
     """Raise TypeError or ValueError for what are not components of a format."""
-    require_format(format, "MCFTensor")
     wanted = format.components
     if len(components) != len(wanted) or any(
         isinstance(x, MCFTensor) or not isinstance(x, Tensor) for x in components

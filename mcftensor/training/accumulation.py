@@ -30,7 +30,7 @@ class Accumulation(Handle, GradientHook):
             p.grad = _whole(p.grad, self._format)
 
 
-def accumulate_gradients(module: nn.Module, format: Format | None = None) -> Accumulation:
+def accumulate_gradients(module: nn.Module, format: Format | str | None = None) -> Accumulation:
     """Have `backward` sum the gradients of a module's parameters in expansions.
 
     A sum of many bf16 numbers in bf16 stops growing: each microbatch adds 1/n of what is there,
@@ -77,7 +77,7 @@ def accumulate_gradients(module: nn.Module, format: Format | None = None) -> Acc
     if not isinstance(module, nn.Module):
         raise TypeError(f"accumulate_gradients: got {type(module).__name__}; give a module")
     if format is not None:
-        require_format(format, "accumulate_gradients")
+        format = require_format(format, "accumulate_gradients")
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in module.modules()):
         raise TypeError(

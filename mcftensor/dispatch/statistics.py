@@ -1,0 +1,121 @@
+"""Norms that keep running statistics, which are averages and keep all that they are stored in.
+
+PyTorch's kernels write statistics in place, most without saying so in their schema. So they are
+given scratch for those of the batch, and the average is taken here. Beside input of 16 bits all
+else goes in float32, which is how PyTorch's norms take it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from mcftensor.arithmetic.bases import NARROW
+from mcftensor.dispatch.compute import PRECISION, WIDE, compute
+from mcftensor.dispatch.operands import named_arguments, plainly, value_of
+from mcftensor.dispatch.registry import implements
+from mcftensor.tensor import MCFTensor
+
+aten = torch.ops.aten
+
+_STATISTICS = ("running_mean", "running_var")
+_SHARES = ("momentum", "exponential_average_factor")  # of the batch in the average
+_READING = (aten._native_batch_norm_legit_no_training.default, aten._batch_norm_no_update.default)
+_OF_INPUT = ("input", "grad_out", "grad_output", "counts", "reserve", "reserveSpace")
+
+
+@implements(
+    aten.native_batch_norm.default,  # nn.BatchNorm2d, nn.InstanceNorm2d
+    aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit_no_training.default,  # in eval mode
+    aten._batch_norm_with_update.default,
+    aten._batch_norm_no_update.default,
+    aten.cudnn_batch_norm.default,  # nn.BatchNorm2d on a GPU
+    aten.miopen_batch_norm.default,
+    aten.batch_norm_update_stats.default,
+    aten.batch_norm_gather_stats.default,
+    aten.batch_norm_gather_stats_with_counts.default,  # nn.SyncBatchNorm
+)
+def normalize(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """A norm forward: parameters lend what they compute with, statistics keep all terms."""
+    given = named_arguments(func, args, kwargs)
+    dtype = _dtype_beside(given["input"])
+    if dtype is None:
+        return _of_long_values(func, args, kwargs)
+    operands = _plain(given, dtype)
+    share = next(name for name in _SHARES if name in given)
+    scratch = {}
+    if given.get("training", func not in _READING):
+        for name in _STATISTICS:
+            if given[name] is not None and operands[name] is not given[name]:
+                scratch[name] = operands[name] = torch.zeros_like(operands[name])
+    if scratch:
+        operands[share] = 1.0
+    results = func(**operands)
+    for name, of_batch in scratch.items():
+        average = given[name]
+        kept = isinstance(average, MCFTensor)
+        average.lerp_(of_batch if kept else of_batch.to(average.dtype), given[share])
+    x = given["input"]
+    return tuple([_like(x, result) for result in results]) if _is_value(x) else results
+
+
+@implements(
+    aten.native_batch_norm_backward.default,
+    aten.batch_norm_backward.default,
+    aten.cudnn_batch_norm_backward.default,
+    aten.miopen_batch_norm_backward.default,
+)
+def differentiate(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """The same backward: gradients of parameters are plain, in their dtype."""
+    given = named_arguments(func, args, kwargs)
+    dtype = _dtype_beside(given["input"])
+    if dtype is None:
+        return _of_long_values(func, args, kwargs)
+    of_input, *others = func(**_plain(given, dtype))
+    weight = given["weight"]
+    if weight is not None:
+        others = [_like(weight, x) for x in others]
+    return _like(given["input"], of_input), *others
+
+
+def _is_value(x: Any) -> TypeGuard[MCFTensor]:
+    return isinstance(x, MCFTensor) and x.acts_as == "value"
+
+
+def _like(operand: Tensor, result: Tensor | None) -> Tensor | None:
+    """What belongs to an operand, as it is: a value, or plain in its dtype."""
+    if result is None:
+        return None
+    if _is_value(operand):
+        return value_of(result, operand.format) if result.is_floating_point() else result
+    return result.to(operand.dtype)
+
+
+def _dtype_beside(x: Tensor) -> torch.dtype | None:
+    """What the operands beside an input go in; None beside values beyond 48 bits."""
+    if _is_value(x):
+        return WIDE if x.format.precision <= PRECISION else None
+    return torch.float32 if x.dtype in NARROW else x.dtype
+
+
+def _plain(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The operands as plain tensors."""
+
+    def convert(name: str, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if isinstance(x, MCFTensor) and not _is_value(x) and name not in _STATISTICS:
+            x = x.lent
+        stays = name in _OF_INPUT and not isinstance(x, MCFTensor)
+        return x if stays or (x.dtype == dtype and type(x) is Tensor) else plainly(x, dtype)
+
+    return {name: convert(name, x) for name, x in given.items()}
+
+
+def _of_long_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        return func.decompose(*args, **kwargs)
+    return compute(func, *args, **kwargs)

@@ -1,0 +1,48 @@
+"""The format of what is converted and of which nobody says it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mcftensor.arithmetic.bases import NARROW
+from mcftensor.formats.format import ExpansionFormat, Format, default_format
+from mcftensor.formats.tails import bf16i16
+
+LEARNING_RATE = 3e-5
+"""Updates of about this size, and the smaller ones among them, are to survive."""
+_SPARE = 3
+"""Bits: of updates below an eighth of the learning rate two terms may lose some."""
+
+AVERAGES = frozenset({"running", "moving", "ema", "avg", "average", "averages"})
+"""Words in the names of buffers that are averages; and two whole names, of torch's quantizers."""
+_EXTREMES = ("min_val", "max_val")
+
+
+def format_of_weights(x: Tensor, lr: float) -> ExpansionFormat:
+    """`bf16x3` for what has at most one dimension longer than 1, or is too large for its updates.
+
+    Two terms of a number near w resolve about 2^-17 w. What has no numbers yet, on the meta device,
+    goes by its shape.
+    """
+    by_shape = default_format(x.shape)
+    if x.is_meta or type(x) not in (Tensor, torch.nn.Parameter) or not x.numel():
+        return by_shape
+    size = float(x.detach().to(torch.float32).square().mean().sqrt())
+    is_large = size * 2.0 ** (_SPARE - 17) > lr
+    return default_format(torch.Size(())) if is_large else by_shape
+
+
+def format_of_buffer(x: Tensor, base: torch.dtype) -> Format | None:
+    """What holds a float32 beside parameters of a base; None where that does so by itself."""
+    if base == torch.bfloat16:
+        return bf16i16
+    if base in NARROW:
+        return ExpansionFormat(base, 3)
+    return ExpansionFormat(base, 2) if x.dtype.itemsize > base.itemsize else None
+
+
+def is_average(name: str) -> bool:
+    """Whether a buffer of this name is an average, which arithmetic is to see whole."""
+    name = name.rpartition(".")[2]
+    return name in _EXTREMES or not AVERAGES.isdisjoint(name.lower().split("_"))
