@@ -57,6 +57,7 @@ from mcftensor.tensor import MCFTensor as MCFTensor
 from mcftensor.training.accumulation import accumulate_gradients as accumulate_gradients
 from mcftensor.training.collage import collage as collage
 from mcftensor.training.narrow_states import NarrowStateWarning as NarrowStateWarning
+from mcftensor.training.plain_parameters import PlainParameterWarning as PlainParameterWarning
 from mcftensor.training.releasing import StepInBackward as StepInBackward
 from mcftensor.training.releasing import StepInBackwardError as StepInBackwardError
 from mcftensor.training.releasing import step_in_backward as step_in_backward

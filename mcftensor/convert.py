@@ -45,8 +45,8 @@ Overrides = Mapping[str, Format | str | None]
 Plans = dict[str, tuple[Tensor, Format | None, Role]]
 """Of tensors, by name: their format, or None of what is to be plain, and their role."""
 
-_converted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Modules with expansions, in which others may look for names of parameters."""
+_converted: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
+"""Modules with expansions, and the names of what overrides leave as it is."""
 
 
 @overload
@@ -262,10 +262,14 @@ def _module_as_expansion(module: M, format: Format | None, overrides: Overrides,
     overrides = _checked(overrides, [name for _, aliases, _ in found for name in aliases])
     choose = _Choice(format, [x for _, _, x in found], lr)
     plans: Plans = {}
+    meant: list[str] = []
     for name, aliases, x in found:
         matching = [p for p in overrides if any(fnmatchcase(alias, p) for alias in aliases)]
         integer = not (x.is_floating_point() or x.is_complex())
-        if (matching and overrides[matching[0]] is None) or (integer and name not in matching):
+        if matching and overrides[matching[0]] is None:
+            meant.append(name)
+            continue
+        if integer and name not in matching:
             continue
         if format_of(x) and format is None and not matching:
             continue
@@ -290,8 +294,19 @@ def _module_as_expansion(module: M, format: Format | None, overrides: Overrides,
         if any(format_of(x) for x in _own_tensors(part).values()):
             register_load_hook(part, _keep_expansions)
     _store_pretrained(module)
-    _converted.add(module)
+    _converted[module] = meant + _converted.get(module, [])
     return module
+
+
+def converted_modules() -> list[nn.Module]:
+    """The modules that `as_expansion` was called with, as far as they live."""
+    return list(_converted)
+
+
+def left_plain(module: nn.Module) -> list[Tensor]:
+    """The parameters of one that overrides leave as they are."""
+    own = dict(module.named_parameters())
+    return [own[name] for name in _converted[module] if name in own]
 
 
 def _checked(overrides: Overrides, names: list[str]) -> dict[str, Format | None]:
@@ -390,7 +405,7 @@ def _module_as_plain(module: M, dtype: torch.dtype | None) -> M:
     require_unsharded("as_plain", module)
     plans: Plans = {name: (x, None, "value") for name, _, x in _tensors(module) if format_of(x)}
     _carry_out("as_plain", module, plans, dtype)
-    _converted.discard(module)
+    _converted.pop(module, None)
     for part in module.modules():
         remove_load_hook(part, _keep_expansions)
     return module

@@ -96,9 +96,9 @@ def unlike_dtypes(problem: str, operands: Any) -> RuntimeError | None:
         if is_plain and x.is_floating_point() and x.dtype != found.dtype:
             return RuntimeError(
                 f"{problem}. Here parameters in {found._format.name}, of shape "
-                f"{tuple(found.shape)}, compute in {found.dtype} and meet a tensor of {x.dtype}, of "
-                f"shape {tuple(x.shape)}: cast the input of the model, x.to({found.dtype}), or run "
-                f"it under torch.autocast({found.device.type!r}, dtype={found.dtype})"
+                f"{tuple(found.shape)}, compute in {found.dtype} and meet a tensor of {x.dtype}, "
+                f"of shape {tuple(x.shape)}: cast the input of the model, x.to({found.dtype}), or "
+                f"run it under torch.autocast({found.device.type!r}, dtype={found.dtype})"
             )
     return None
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
@@ -25,6 +27,7 @@ from mcftensor.patches.optimizers import (
 from mcftensor.patches.states import as_loaded
 from mcftensor.tensor.sharded import format_of
 from mcftensor.training.moments import FIRST_MOMENTS, SECOND_MOMENTS
+from mcftensor.training.plain_parameters import warn_of_plain_parameters
 from mcftensor.training.shadow import CannotShadow, attributes, plain_step
 
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -36,7 +39,9 @@ _COMPACT = "codes of one byte, and float32 where these do not do"
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _MODES: dict[str, dict[str, Any]] = {
     "light": dict.fromkeys(FIRST_MOMENTS | SECOND_MOMENTS),
-    "plus": dict.fromkeys(FIRST_MOMENTS) | dict.fromkeys(SECOND_MOMENTS, _OWN),
+    "plus": dict.fromkeys(FIRST_MOMENTS)
+    | dict.fromkeys(SECOND_MOMENTS, _OWN)
+    | {"momentum_buffer": _OWN},  # which is the update, and not divided by another moment
     "full": {},
     "compact": dict.fromkeys(FIRST_MOMENTS | SECOND_MOMENTS, _COMPACT),
 }
@@ -53,7 +58,7 @@ _WIDE = {
 }
 
 
-def collage(optimizer: Opt, mode: str | Mapping[str, Format | None]) -> Opt:
+def collage(optimizer: Opt, mode: str | Mapping[str, Format | str | None]) -> Opt:
     r"""Say which states of an optimizer are expansions, and return the optimizer.
 
     The parameters are expansions already (`as_expansion`), and by `torch.zeros_like` so are the
@@ -61,7 +66,8 @@ def collage(optimizer: Opt, mode: str | Mapping[str, Format | None]) -> Opt:
 
     - `"light"`: first and second moments are plain tensors of the base dtype;
     - `"plus"`: second moments are expansions, first moments plain. A plain bf16 second moment
-      cannot decay at $\beta_2 = 0.999$, which rounds to 1;
+      cannot decay at $\beta_2 = 0.999$, which rounds to 1. A `momentum_buffer`, as of SGD, is an
+      expansion too: it is the update itself;
     - `"compact"`: first moments are in `mxfp8` and second moments in `ue5m3`, of one byte; the
       states of vectors, and those that one byte does not do for (Adagrad's `sum`, the averages of a
       centered RMSprop, and `v`, which is a second moment in some packages and a velocity in
@@ -80,11 +86,11 @@ def collage(optimizer: Opt, mode: str | Mapping[str, Format | None]) -> Opt:
 
     The mode takes effect at once for states that exist, and for others when they are made, or at
     the end of the step that makes them. It holds through `load_state_dict` and `add_param_group`,
-    and another call replaces it. A copy of the optimizer, by deepcopy or pickle, is without it.
+    and another call replaces it. A deep copy of the optimizer has it; one by pickle is without it.
 
     Args:
         optimizer: any `torch.optim.Optimizer` over expansion parameters.
-        mode: one of the names above, or a dict.
+        mode: one of the names above, or a dict from names of states to formats or names of these.
 
     Returns:
         The same optimizer.
@@ -127,11 +133,13 @@ def collage(optimizer: Opt, mode: str | Mapping[str, Format | None]) -> Opt:
             f"collage: {type(optimizer).__name__} passes its steps on to another optimizer; "
             "give that one, as by mcf.collage(optimizer.optimizer, mode)"
         )
+    warn_of_plain_parameters(optimizer)
     plan = _Plan(optimizer, mode)
     previous = optimizer.__dict__.get("_collage")
     if previous is not None:
         previous.remove()
     optimizer.__dict__["_collage"] = plan
+    optimizer.__dict__["__deepcopy__"] = functools.partial(_deepcopy, weakref.ref(optimizer), mode)
     plan.attach(optimizer)
     plan.apply(optimizer)
     return optimizer
@@ -141,6 +149,20 @@ def mode_of(optimizer: Optimizer) -> str | None:
     """The mode that `collage` has given an optimizer, `"by name"` for a dict, or None."""
     plan = optimizer.__dict__.get("_collage")
     return plan and plan.mode
+
+
+def _deepcopy(
+    original: weakref.ref[Optimizer], mode: str | Mapping[str, Format | str | None], memo: Any
+) -> Optimizer:
+    """A copy of an optimizer, in the same mode."""
+    optimizer = original()
+    assert optimizer is not None
+    own = optimizer.__dict__.pop("__deepcopy__")
+    try:
+        copied = copy.deepcopy(optimizer, memo)
+    finally:
+        optimizer.__dict__["__deepcopy__"] = own
+    return collage(copied, mode)
 
 
 def _takes_hooks(optimizer: Optimizer) -> bool:
@@ -174,24 +196,20 @@ def _choose_fused(optimizer: Optimizer) -> None:
 class _Plan:
     """One mode, and the hooks by which it reaches states that come later."""
 
-    def __init__(self, optimizer: Optimizer, mode: str | Mapping[str, Format | None]) -> None:
+    def __init__(self, optimizer: Optimizer, mode: str | Mapping[str, Format | str | None]) -> None:
         formats = [format for format in map(format_of, parameters_of(optimizer)) if format]
         if not formats:
             raise ValueError(
                 "collage: no parameter of this optimizer is an expansion; call "
-                "mcf.as_expansion(model) first"
+                "mcf.as_expansion(model) first, or again where parameters were frozen when it was "
+                "called, or were added to the model since"
             )
         self.mode = mode if isinstance(mode, str) else "by name"
         self.others: Any = _OWN if mode == "full" else _AS_IT_IS  # of states that are not named
         self.unchecked: set[str] = set()
         self.settled: list[int] = []  # identities of states
         if isinstance(mode, Mapping):
-            for name, format in mode.items():
-                if format is not None:
-                    require_format(format, f"collage: mode[{name!r}]")
-                    _require_base(name, format, formats)
-                    _require_fit(name, format)
-            self.named = dict(mode)
+            self.named = {name: _format_given(name, given, formats) for name, given in mode.items()}
             self._check_names(optimizer)
         elif isinstance(mode, str) and mode in _MODES:
             self.named = _MODES[mode]
@@ -329,6 +347,16 @@ def _converted(x: Any, p: Tensor, own: Format, wanted: Format | None, name: str)
     if wanted is None:
         return as_plain(x, own.dtype) if format_of(x) or x.dtype != own.dtype else x
     return as_state(x, wanted, p, name)
+
+
+def _format_given(name: str, given: object, formats: list[Format]) -> Format | None:
+    """What a mode says of a state."""
+    if given is None:
+        return None
+    format = require_format(given, f"collage: mode[{name!r}]")
+    _require_base(name, format, formats)
+    _require_fit(name, format)
+    return format
 
 
 def _require_base(name: str, format: Format, formats: list[Format]) -> None:

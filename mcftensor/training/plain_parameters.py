@@ -1,0 +1,65 @@
+"""Parameters that are trained in plain 16 bits beside expansions, or in a model of expansions."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from mcftensor.arithmetic.bases import NARROW
+from mcftensor.convert import converted_modules, left_plain
+from mcftensor.patches.optimizers import has_expansions, parameters_of
+from mcftensor.tensor import MCFTensor
+from mcftensor.tensor.sharded import format_of
+
+_told: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
+
+
+class PlainParameterWarning(UserWarning):
+    """An optimizer steps plain parameters of 16 bits that a model of expansions has.
+
+    They were frozen when it was converted, or were added since. Raised once for each parameter,
+    before the first step on it, and by `collage`.
+    """
+
+
+def warn_of_plain_parameters(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
+    """Name them; those that an override leaves plain are meant to be so."""
+    if torch.compiler.is_compiling():
+        return
+    plain = [p for p in parameters_of(optimizer) if not isinstance(p, MCFTensor) and _is_narrow(p)]
+    if not plain:
+        return
+    told = _told.setdefault(optimizer, set())
+    new = [p for p in plain if id(p) not in told]
+    if not new:
+        return
+    told.update(map(id, new))
+    names = {id(p): name for m in converted_modules() for name, p in m.named_parameters()}
+    meant = {id(p) for m in converted_modules() for p in left_plain(m)}
+    if not has_expansions(optimizer):
+        new = [p for p in new if id(p) in names]
+    new = [p for p in new if id(p) not in meant]
+    if new:
+        shown = [names.get(id(p), f"one of shape {tuple(p.shape)}") for p in new]
+        others = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
+        warnings.warn(
+            f"{type(optimizer).__name__}: parameters of a model of expansions are plain "
+            f"{new[0].dtype}, where small updates are lost: {', '.join(shown[:3])}{others}. They "
+            "were frozen when the model was converted, or are new. Call mcf.as_expansion(model) "
+            "again, which converts just these, or leave them as they are by overrides",
+            PlainParameterWarning,
+            stacklevel=3,
+        )
+
+
+def _is_narrow(p: Tensor) -> bool:
+    return p.dtype in NARROW and p.requires_grad and format_of(p) is None
+
+
+register_optimizer_step_pre_hook(warn_of_plain_parameters)
