@@ -142,16 +142,17 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
 
 # ------------------------------------------------------------------------------- of parameters
 
-_CONVOLUTIONS = (
-    *(F.conv1d, F.conv2d, F.conv3d),
+# Which PyTorch sees to before dispatch.
+_OF_ONE_DTYPE = (
+    *(F.bilinear, F.conv1d, F.conv2d, F.conv3d),
     *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
 )
 
 # What changes none of its arguments. Embeddings may, and see dispatch only once as they are.
 FUNCTIONS: set[Callable[..., Any]] = {
     # nn.Linear, nn.LayerNorm, and the other modules of these names
-    *(F.linear, F.bilinear, F.layer_norm, F.group_norm, F.rms_norm, F.prelu),
-    *_CONVOLUTIONS,
+    *(F.linear, F.layer_norm, F.group_norm, F.rms_norm, F.prelu),
+    *_OF_ONE_DTYPE,
     # x @ weight, torch.matmul, x.mm
     *(torch.addmm, torch.baddbmm, torch.bmm, torch.matmul, torch.mm, torch.mv),
     *(Tensor.__matmul__, Tensor.__rmatmul__, Tensor.bmm, Tensor.matmul, Tensor.mm, Tensor.mv),
@@ -181,8 +182,8 @@ def at_once(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         raise explained(error, args, kwargs) from error
 
 
-def _convolved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same; what PyTorch would refuse before dispatch is refused in words that help."""
+def _in_one_dtype(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same; operands of unlike dtypes are refused in words that help."""
     result = at_once(func, args, kwargs)
     if result is NotImplemented and not torch._C._is_any_autocast_enabled():
         found = expansions((args, kwargs))
@@ -194,7 +195,7 @@ def _convolved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 SHORTCUTS.update(dict.fromkeys(FUNCTIONS, at_once))
-SHORTCUTS.update(dict.fromkeys(_CONVOLUTIONS, _convolved))
+SHORTCUTS.update(dict.fromkeys(_OF_ONE_DTYPE, _in_one_dtype))
 
 # ----------------------------------------------------------------------------------- of both
 

@@ -14,6 +14,7 @@ from mcftensor.arithmetic.decimals import decimal_of, digits_of
 from mcftensor.formats import Format
 
 _OF_FLOAT64 = 15  # digits that it always has
+_OF_ANY = 2000  # more than any sum of floats has
 
 
 def text_of(collapsed: Tensor, terms: Sequence[Tensor], format: Format) -> str:
@@ -25,12 +26,12 @@ def text_of(collapsed: Tensor, terms: Sequence[Tensor], format: Format) -> str:
     return text.replace("\n" + " " * 7, "\n" + " " * 10)
 
 
-def formatted(terms: Sequence[Tensor], format: Format, spec: str) -> str:
-    """One number by a format specification of Python's."""
-    numbers = [float(x) for x in terms]
-    if format.precision <= 53 or not spec:
-        return f"{decimal_of(numbers, digits_of(53)):{spec}}" if spec else str(sum(numbers))
-    return f"{decimal_of(numbers, 2000):{spec}}"
+def formatted(collapsed: Tensor, terms: Sequence[Tensor], format: Format, spec: str) -> str:
+    """One number by a format specification of Python's, with the digits that it asks for."""
+    asked = re.search(r"\.(\d+)", spec)
+    if format.precision <= 53 or asked is None or int(asked[1]) <= _OF_FLOAT64:
+        return f"{collapsed.item():{spec}}"
+    return f"{decimal_of([float(x) for x in terms], _OF_ANY):{spec}}"
 
 
 def _in_decimals(terms: Sequence[Tensor], format: Format) -> str:

@@ -433,7 +433,8 @@ class MCFTensor(torch.Tensor):
     def __format__(self, spec: str) -> str:
         if self.dim() or type(self._read()[0]) is not torch.Tensor:
             return object.__format__(self, spec)
-        return formatted(self._format.decode(self._read()), self._format, spec)
+        terms = self._format.decode(self._read())
+        return formatted(self._collapsed(), terms, self._format, spec)
 
     def _collapsed(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """The numbers as plain floats, rounded once."""

@@ -98,7 +98,7 @@ class TestTensors:
         with pytest.raises(TypeError, match="nested"):
             mcf.as_expansion(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
 
-    @pytest.mark.parametrize("bad", ["bf16x2", torch.bfloat16, 2])
+    @pytest.mark.parametrize("bad", ["bf16x9", "bfloat16", torch.bfloat16, 2])
     def test_unknown_format(self, bad):
         with pytest.raises(TypeError, match=r"is not a format.*mcf\.bf16x2"):
             mcf.as_expansion(torch.ones(3), bad)
@@ -310,9 +310,9 @@ class TestFailedCallsChangeNothing:
         model = small_model()
         self.check(
             model,
-            "overrides.*bf16x2",
+            "overrides.*bf16x9",
             TypeError,
-            lambda: mcf.as_expansion(model, overrides={"0.*": "bf16x2"}),
+            lambda: mcf.as_expansion(model, overrides={"0.*": "bf16x9"}),
         )
 
     def test_a_parameter_that_cannot_be_one(self):

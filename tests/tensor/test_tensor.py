@@ -38,8 +38,8 @@ class TestWhatItIs:
             mcf.MCFTensor([square, square.t()], mcf.bf16x2)
         with pytest.raises(ValueError, match="components on cpu and meta"):
             mcf.MCFTensor([ones, ones.to("meta")], mcf.bf16x2)
-        with pytest.raises(TypeError, match="'bf16x2' is not a format"):
-            mcf.MCFTensor([ones, ones], "bf16x2")
+        with pytest.raises(TypeError, match="'bf16x9' is not a format"):
+            mcf.MCFTensor([ones, ones], "bf16x9")
 
     def test_printing_shows_value_and_format(self):
         x = mcf.as_expansion(torch.tensor([0.5, 0.75], dtype=torch.float64), mcf.fp32x2)

@@ -89,7 +89,8 @@ def test_a_dict_by_name():
 
 @pytest.mark.parametrize("path", ["fused", "foreach", "for-loop"])
 def test_momentum_buffers_of_sgd(path):
-    for mode, kind in {"light": "torch.bfloat16", "full": "expansion"}.items():
+    kept = dict.fromkeys(["plus", "full"], "expansion")
+    for mode, kind in {"light": "torch.bfloat16", **kept}.items():
         model, optimizer = build(path, mode, torch.optim.SGD, momentum=0.9)
         train(model, optimizer)
         assert kinds(optimizer) == {"momentum_buffer": kind}
@@ -346,3 +347,29 @@ class TestFusedPath:
         moved = mcf.as_plain(model.weight.detach(), torch.float64) - before
         assert moved[1:3].all()
         assert not moved[[0, 3, 4]].any()
+
+
+class TestCopies:
+    @pytest.mark.parametrize("mode", ["light", "plus", "full", "compact", {"exp_avg": None}])
+    @pytest.mark.parametrize("stepped", [False, True])
+    def test_a_deep_copy_is_in_the_same_mode(self, mode, stepped):
+        model, optimizer = build(mode=mode)
+        if stepped:
+            train(model, optimizer)
+        second, copied = copy.deepcopy((model, optimizer))
+        assert copied.param_groups[0]["params"][0] is next(second.parameters())
+        train(model, optimizer)
+        train(second, copied)
+        assert kinds(copied) == kinds(optimizer)
+        again = copy.deepcopy(copied)
+        assert kinds(again) == kinds(optimizer)
+        for p, q in zip(model.parameters(), second.parameters(), strict=True):
+            assert_same_terms(p.detach(), q.detach())
+
+    def test_the_copy_is_its_own(self):
+        model, optimizer = build(mode="plus")
+        second, copied = copy.deepcopy((model, optimizer))
+        mcf.collage(copied, "full")
+        train(model, optimizer)
+        train(second, copied)
+        assert kinds(copied) != kinds(optimizer)

@@ -1,0 +1,136 @@
+"""Parameters that are plain in a model of expansions are named before they lose their updates."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import mcftensor as mcf
+from support.helpers import small_model
+
+
+def step(model, optimizer):
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad = torch.ones_like(mcf.as_plain(p))
+    optimizer.step()
+
+
+def half_frozen():
+    model = small_model()
+    model[0].requires_grad_(False)
+    return mcf.as_expansion(model)
+
+
+def sgd(model):
+    return torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=1e-6)
+
+
+def test_frozen_weights_are_plain_and_nothing_is_said():
+    model = half_frozen()
+    assert model[0].weight.dtype == torch.bfloat16
+    step(model, sgd(model))
+    mcf.collage(sgd(model), "plus")
+
+
+def test_weights_that_are_unfrozen_are_named_once():
+    model = half_frozen()
+    model.requires_grad_(True)
+    optimizer = sgd(model)
+    match = r"SGD: .*plain torch\.bfloat16.*: 0\.weight, 0\.bias\. .*as_expansion\(model\) again"
+    with pytest.warns(mcf.PlainParameterWarning, match=match):
+        step(model, optimizer)
+    step(model, optimizer)
+    with pytest.warns(mcf.PlainParameterWarning, match=r"0\.weight"):
+        mcf.collage(sgd(model), "plus")
+
+
+def test_weights_that_are_unfrozen_in_the_middle():
+    model = half_frozen()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    step(model, optimizer)
+    model[0].bias.requires_grad_(True)
+    with pytest.warns(mcf.PlainParameterWarning, match=r": 0\.bias\. "):
+        step(model, optimizer)
+
+
+def test_an_optimizer_of_nothing_else():
+    model = half_frozen()
+    model[0].requires_grad_(True)
+    with pytest.warns(mcf.PlainParameterWarning, match=r"0\.weight"):
+        step(model[0], torch.optim.SGD(model[0].parameters(), lr=1e-6))
+
+
+def test_what_is_added_is_named_too():
+    model = half_frozen()
+    model.append(nn.Linear(2, 2, dtype=torch.bfloat16))
+    with pytest.warns(mcf.PlainParameterWarning, match=r"4\.weight, 4\.bias"):
+        step(model, sgd(model))
+
+
+def test_many_are_counted():
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)]).requires_grad_(False)
+    mcf.as_expansion(model).requires_grad_(True)
+    with pytest.warns(mcf.PlainParameterWarning, match=r"0\.weight, 0\.bias, 1\.weight and 5 more"):
+        step(model, sgd(model))
+
+
+def test_parameters_that_no_model_names():
+    p, q = (nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16)) for _ in range(2))
+    p = nn.Parameter(mcf.as_expansion(p.detach()))
+    p.grad = q.grad = torch.ones(2, 2, dtype=torch.bfloat16)
+    with pytest.warns(mcf.PlainParameterWarning, match=r"one of shape \(2, 2\)"):
+        torch.optim.SGD([p, q], lr=1e-6).step()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: mcf.as_expansion(small_model().bfloat16(), overrides={"0.*": None}),
+        lambda: mcf.as_expansion(small_model(), overrides={"0.*": None}),
+        lambda: small_model().bfloat16(),
+        lambda: mcf.as_plain(half_frozen()).requires_grad_(True),
+    ],
+    ids=["left plain", "left in float32", "plain", "plain again"],
+)
+def test_what_is_meant_to_be_plain_is_not(make):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = make()
+        step(model, sgd(model))
+
+
+class TestAnotherCall:
+    def test_converts_what_is_unfrozen(self):
+        model = half_frozen()
+        terms = model[3].weight.components
+        model.requires_grad_(True)
+        weight, value = model[0].weight, model[0].weight.detach().clone()
+        assert mcf.as_expansion(model)[0].weight is weight
+        assert (weight.format, model[0].bias.format) == (mcf.bf16x2, mcf.bf16x3)
+        assert torch.equal(mcf.as_plain(weight), value)
+        assert all(map(torch.equal, model[3].weight.components, terms))
+        step(model, mcf.collage(torch.optim.AdamW(model.parameters()), "plus"))
+
+    @pytest.mark.parametrize(
+        ("format", "weight", "bias"),
+        [
+            ("fp32x2", "fp32x2", "fp32x2"),
+            ("bf16i8", "bf16i8", "bf16i8"),
+            ("e4m3i8", "e4m3i8", "bf16i16"),
+            (None, "bf16x2", "bf16x3"),
+        ],
+    )
+    def test_what_is_new_follows_what_is_there(self, format, weight, bias):
+        model = mcf.as_expansion(nn.Sequential(nn.Linear(4, 4)), format)
+        model.append(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)))
+        mcf.as_expansion(model)
+        names = [x.format.name for x in (model[1][0].weight, model[1][0].bias, model[1][1].weight)]
+        assert names == [weight, bias, bias]
+        assert model[1][1].running_mean.dtype == model[0].weight.dtype
+
+    def test_the_message_of_collage_names_it(self):
+        model = half_frozen()
+        with pytest.raises(ValueError, match="or again where parameters were frozen"):
+            mcf.collage(torch.optim.SGD(model[0].parameters(), lr=1e-6), "plus")
