@@ -167,10 +167,41 @@ def test_the_model_is_saved_plain_when_it_is_plain(tmp_path):
     assert set(mcf.load_file(tmp_path)) == {n for n, _ in make_model().named_parameters()}
 
 
-def test_without_the_line(tmp_path):
-    model = mcf.as_expansion(GPT2LMHeadModel(CONFIG))
-    with pytest.raises(TypeError, match="store_as_terms"):
-        model.save_pretrained(tmp_path)
+@over_one
+def test_without_the_line(tmp_path, format):
+    """Conversion sees to it that the Trainer can save, and that what it saves is whole."""
+
+    def make():
+        torch.manual_seed(0)
+        return mcf.as_expansion(GPT2LMHeadModel(CONFIG), format)
+
+    model, second = make(), make()
+    make_trainer(model, tmp_path).train()
+    make_trainer(second, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert all(map(torch.equal, all_terms(second), all_terms(model)))
+
+
+class Wrapped(torch.nn.Module):
+    """A model of transformers within one of the user's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = GPT2LMHeadModel(CONFIG)
+        self.head = torch.nn.Linear(2, 2)
+
+
+def test_a_pretrained_model_within_another(tmp_path):
+    model = mcf.as_expansion(Wrapped())
+    assert any("term1" in name for name in model.inner.state_dict())
+    model.inner.save_pretrained(tmp_path)
+    found = mcf.load_file(tmp_path)
+    assert torch.equal(
+        found["transformer.wpe.weight"].components[1],
+        model.inner.transformer.wpe.weight.components[1],
+    )
+    second = mcf.as_expansion(Wrapped())
+    second.load_state_dict(model.state_dict())
+    assert all(map(torch.equal, all_terms(second), all_terms(model)))
 
 
 def test_the_example(capsys):

@@ -114,3 +114,18 @@ def test_save_file_and_load_file(tied, strict, tmp_path):
         found = mcf.load_file(tmp_path / "model.safetensors", second, strict=strict)
         assert found == ([], [])
         assert all(map(torch.equal, all_terms(second), all_terms(model)))
+
+
+def test_one_within_another():
+    """As where adapters are put around a model that has been converted."""
+
+    def make(seed):
+        inner = mcf.store_as_terms(mcf.as_expansion(small_model(seed)))
+        return mcf.store_as_terms(
+            mcf.as_expansion(nn.ModuleDict({"a": inner, "b": nn.Linear(2, 2)}))
+        )
+
+    model, second = make(0), make(1)
+    assert str(second.load_state_dict(model.state_dict())) == "<All keys matched successfully>"
+    assert all(map(torch.equal, all_terms(second), all_terms(model)))
+    assert len(model.state_dict()) == len(set(model.state_dict())) > len(list(model.parameters()))
