@@ -1,8 +1,9 @@
 """Norms that keep running statistics, which are averages and keep all that they are stored in.
 
 PyTorch's kernels write statistics in place, most without saying so in their schema. So they are
-given scratch for those of the batch, and the average is taken here. Beside input of 16 bits all
-else goes in float32, which is how PyTorch's norms take it.
+given scratch for those of the batch, and the average is taken here. Outputs and gradients of a
+training are those of plain tensors of the base; in eval mode, where the statistics are read, they
+go in float32 beside input of 16 bits, as PyTorch's norms take it.
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ _OF_INPUT = ("input", "grad_out", "grad_output", "counts", "reserve", "reserveSp
 def normalize(func: Any, *args: Any, **kwargs: Any) -> Any:
     """A norm forward: parameters lend what they compute with, statistics keep all terms."""
     given = named_arguments(func, args, kwargs)
-    dtype = _dtype_beside(given["input"])
+    trains = given.get("training", func not in _READING)
+    dtype = _dtype_beside(given, trains)
     if dtype is None:
         return _of_long_values(func, args, kwargs)
     operands = _plain(given, dtype)
     share = next(name for name in _SHARES if name in given)
     scratch = {}
-    if given.get("training", func not in _READING):
+    if trains:
         for name in _STATISTICS:
             if given[name] is not None and operands[name] is not given[name]:
                 scratch[name] = operands[name] = torch.zeros_like(operands[name])
@@ -71,7 +73,8 @@ def normalize(func: Any, *args: Any, **kwargs: Any) -> Any:
 def differentiate(func: Any, *args: Any, **kwargs: Any) -> Any:
     """The same backward: gradients of parameters are plain, in their dtype."""
     given = named_arguments(func, args, kwargs)
-    dtype = _dtype_beside(given["input"])
+    trains = given.get("train", given.get("update", True))
+    dtype = _dtype_beside(given, trains)
     if dtype is None:
         return _of_long_values(func, args, kwargs)
     of_input, *others = func(**_plain(given, dtype))
@@ -94,11 +97,15 @@ def _like(operand: Tensor, result: Tensor | None) -> Tensor | None:
     return result.to(operand.dtype)
 
 
-def _dtype_beside(x: Tensor) -> torch.dtype | None:
-    """What the operands beside an input go in; None beside values beyond 48 bits."""
+def _dtype_beside(given: dict[str, Any], trains: bool) -> torch.dtype | None:
+    """What the operands beside the input go in; None beside values beyond 48 bits."""
+    x = given["input"]
     if _is_value(x):
         return WIDE if x.format.precision <= PRECISION else None
-    return torch.float32 if x.dtype in NARROW else x.dtype
+    weight = given.get("weight", x)
+    is_alike = "weight" in given and (weight is None or weight.dtype == x.dtype)
+    dtype: torch.dtype = x.dtype
+    return torch.float32 if dtype in NARROW and not (trains and is_alike) else dtype
 
 
 def _plain(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -148,11 +148,12 @@ def test_a_value_is_normalized_with_all_terms(format):
         torch.testing.assert_close(exact(kept), reference, rtol=tolerance, atol=2**-24)
 
 
-def test_statistics_across_processes_are_averaged_with_all_terms():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_statistics_across_processes_are_averaged_with_all_terms(dtype):
     """What `nn.SyncBatchNorm` calls of each process; PyTorch has the others on GPUs alone."""
     average = mcf.as_expansion(torch.ones(8), mcf.bf16i16)
     mean = mcf.as_expansion(torch.zeros(8), mcf.bf16i16)
-    x = 1 + 2 * torch.randn(64, 8)
+    x = (1 + 2 * torch.randn(64, 8)).to(dtype)
     reference = [torch.zeros(8), torch.ones(8)]
     for _ in range(5):
         torch.batch_norm_update_stats(x, mean, average, 0.01)
