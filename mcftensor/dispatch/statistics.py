@@ -29,14 +29,14 @@ _OF_INPUT = ("input", "grad_out", "grad_output", "counts", "reserve", "reserveSp
 
 @implements(
     aten.native_batch_norm.default,  # nn.BatchNorm2d, nn.InstanceNorm2d
-    aten._native_batch_norm_legit.default,
-    aten._native_batch_norm_legit_no_training.default,  # in eval mode
-    aten._batch_norm_with_update.default,
-    aten._batch_norm_no_update.default,
+    aten._native_batch_norm_legit.default,  # what it becomes in compiled code
+    aten._native_batch_norm_legit_no_training.default,  # the same in eval mode
+    aten._batch_norm_with_update.default,  # in models of torch.export
+    aten._batch_norm_no_update.default,  # the same in eval mode
     aten.cudnn_batch_norm.default,  # nn.BatchNorm2d on a GPU
-    aten.miopen_batch_norm.default,
-    aten.batch_norm_update_stats.default,
-    aten.batch_norm_gather_stats.default,
+    aten.miopen_batch_norm.default,  # the same on one of AMD
+    aten.batch_norm_update_stats.default,  # programs that average by themselves
+    aten.batch_norm_gather_stats.default,  # nn.SyncBatchNorm, formerly
     aten.batch_norm_gather_stats_with_counts.default,  # nn.SyncBatchNorm
 )
 def normalize(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -65,10 +65,10 @@ def normalize(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @implements(
-    aten.native_batch_norm_backward.default,
-    aten.batch_norm_backward.default,
-    aten.cudnn_batch_norm_backward.default,
-    aten.miopen_batch_norm_backward.default,
+    aten.native_batch_norm_backward.default,  # loss.backward()
+    aten.batch_norm_backward.default,  # of the norms of torch.export
+    aten.cudnn_batch_norm_backward.default,  # on a GPU
+    aten.miopen_batch_norm_backward.default,  # on one of AMD
 )
 def differentiate(func: Any, *args: Any, **kwargs: Any) -> Any:
     """The same backward: gradients of parameters are plain, in their dtype."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,9 @@ LEARNING_RATE = 3e-5
 """Updates of about this size, and the smaller ones among them, are to survive."""
 _SPARE = 3
 """Bits: of updates below an eighth of the learning rate two terms may lose some."""
+
+_SAMPLE = 1 << 20
+"""Elements that tell the size of a tensor."""
 
 AVERAGES = frozenset({"running", "moving", "ema", "avg", "average", "averages"})
 """Words in the names of buffers that are averages; and two whole names, of torch's quantizers."""
@@ -28,9 +33,18 @@ def format_of_weights(x: Tensor, lr: float) -> ExpansionFormat:
     by_shape = default_format(x.shape)
     if x.is_meta or type(x) not in (Tensor, torch.nn.Parameter) or not x.numel():
         return by_shape
-    size = float(x.detach().to(torch.float32).square().mean().sqrt())
+    some = _some_of(x.detach())
+    size = float(torch.linalg.vector_norm(some, dtype=torch.float32)) / math.sqrt(some.numel())
     is_large = size * 2.0 ** (_SPARE - 17) > lr
     return default_format(torch.Size(())) if is_large else by_shape
+
+
+def _some_of(x: Tensor) -> Tensor:
+    """Evenly spaced elements, without a copy of the others."""
+    while x.numel() > _SAMPLE:
+        longest = max(range(x.dim()), key=lambda dim: x.shape[dim])
+        x = x[(slice(None),) * longest + (slice(None, None, 2),)]
+    return x
 
 
 def format_of_buffer(x: Tensor, base: torch.dtype) -> Format | None:

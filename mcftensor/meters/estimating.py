@@ -10,20 +10,23 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from mcftensor.convert import Overrides, as_expansion
-from mcftensor.formats import Format
+from mcftensor.formats import Format, default_format
+from mcftensor.formats.defaults import LEARNING_RATE, format_of_weights
 from mcftensor.meters.summary import Summary, summary
+from mcftensor.tensor.sharded import format_of
 from mcftensor.training.collage import collage
 
 MakeOptimizer = Callable[[Any], Optimizer]
-Mode = str | Mapping[str, Format | None]
+Mode = str | Mapping[str, Format | str | None]
 
 
 def estimate(
     model: nn.Module,
     mode: Mode | None = "plus",
     *,
-    format: Format | None = None,
+    format: Format | str | None = None,
     overrides: Overrides | None = None,
+    lr: float | None = None,
     optimizer: MakeOptimizer = AdamW,
     released: bool = False,
 ) -> Summary:
@@ -38,6 +41,7 @@ def estimate(
         mode: as of `collage`; None for what the optimizer makes.
         format: as of `as_expansion`.
         overrides: as of `as_expansion`.
+        lr: as of `as_expansion`; weights on the meta device have no size that it would go by.
         optimizer: a class, or a function of the parameters that makes an optimizer.
         released: whether `step_in_backward` is to be used, so that no gradients are held.
 
@@ -59,11 +63,22 @@ def estimate(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"estimate: got {type(model).__name__}; give a module")
-    model = as_expansion(without_data(model), format, overrides=overrides or {})
+    by_size = {} if format else _by_size(model, lr or LEARNING_RATE)
+    model = as_expansion(without_data(model), format, overrides={**(overrides or {}), **by_size})
     made = optimizer(model.parameters())
     if mode is not None:
         collage(made, mode)
     return summary(model, made, released=released)
+
+
+def _by_size(model: nn.Module, lr: float) -> dict[str, Format]:
+    """The formats of weights that do not go by their shape, which a copy without data does."""
+    named = list(model.named_parameters())
+    if any(format_of(p) for _, p in named):
+        return {}
+    formats = {name: format_of_weights(p, lr) for name, p in named if p.requires_grad}
+    shapes = {name: p.shape for name, p in named}
+    return {name: f for name, f in formats.items() if f != default_format(shapes[name])}
 
 
 def without_data(model: nn.Module) -> nn.Module:

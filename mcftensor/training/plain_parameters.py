@@ -1,4 +1,4 @@
-"""Parameters that are trained in plain 16 bits beside expansions, or in a model of expansions."""
+"""Parameters that are trained in plain 16 bits in a model of expansions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mcftensor.arithmetic.bases import NARROW
 from mcftensor.convert import converted_modules, left_plain
-from mcftensor.patches.optimizers import has_expansions, parameters_of
+from mcftensor.patches.optimizers import parameters_of
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.sharded import format_of
 
@@ -23,8 +23,8 @@ _told: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionar
 class PlainParameterWarning(UserWarning):
     """An optimizer steps plain parameters of 16 bits that a model of expansions has.
 
-    They were frozen when it was converted, or were added since. Raised once for each parameter,
-    before the first step on it, and by `collage`.
+    They were frozen when `as_expansion` was called with the model, or were added since. Raised once
+    for each parameter, before the first step on it, and by `collage`.
     """
 
 
@@ -42,11 +42,9 @@ def warn_of_plain_parameters(optimizer: Optimizer, args: Any = (), kwargs: Any =
     told.update(map(id, new))
     names = {id(p): name for m in converted_modules() for name, p in m.named_parameters()}
     meant = {id(p) for m in converted_modules() for p in left_plain(m)}
-    if not has_expansions(optimizer):
-        new = [p for p in new if id(p) in names]
-    new = [p for p in new if id(p) not in meant]
+    new = [p for p in new if id(p) in names and id(p) not in meant]
     if new:
-        shown = [names.get(id(p), f"one of shape {tuple(p.shape)}") for p in new]
+        shown = [names[id(p)] for p in new]
         others = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
         warnings.warn(
             f"{type(optimizer).__name__}: parameters of a model of expansions are plain "

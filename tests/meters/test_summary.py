@@ -221,8 +221,8 @@ def test_tied_and_frozen_parameters():
     found = mcf.summary(model, torch.optim.AdamW(model.parameters()))
     assert [x.name for x in found.held if x.kind == "gradients"] == ["0.weight"]
     assert found.trained == 24
-    assert found.bytes_of("parameters") == 4 * 24 + 2 * 20
-    assert found.bytes_per_parameter == 4 + 2 + 8 + 4 / 24
+    assert found.bytes_of("parameters") == 6 * 24 + 2 * 20
+    assert found.bytes_per_parameter == 6 + 2 + 12 + 4 / 24
 
 
 def test_gradients_that_are_there_are_measured():

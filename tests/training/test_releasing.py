@@ -379,6 +379,7 @@ def test_tied_frozen_and_unused_parameters_and_such_used_twice():
     assert sorted(handle.stepped) == ["table.weight", "twice.bias", "twice.weight"]
 
 
+@pytest.mark.filterwarnings("ignore::mcftensor.PlainParameterWarning")
 def test_parameters_that_are_frozen_or_thawed_later():
     def backward(model, step):
         model.twice.requires_grad_(step != 1)
