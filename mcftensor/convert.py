@@ -18,12 +18,7 @@ from mcftensor.checkpoint.modules import store_as_terms
 from mcftensor.dispatch.operands import rounded_by
 from mcftensor.dispatch.registry import implements
 from mcftensor.formats import Format, bf16i16, bf16x2, bf16x3, default_format, require_format
-from mcftensor.formats.defaults import (
-    LEARNING_RATE,
-    format_of_buffer,
-    format_of_weights,
-    is_average,
-)
+from mcftensor.formats.defaults import format_of_buffer, format_of_weights, is_average
 from mcftensor.kernels.opaque import opaque
 from mcftensor.passes.recoding import key_for
 from mcftensor.patches.objects import (
@@ -95,9 +90,9 @@ def as_expansion(
         overrides: for modules: patterns (fnmatch) of qualified names of parameters and buffers, and
             what they get instead: a format makes it an expansion, None leaves it as it is. The
             first pattern that matches decides.
-        lr: for modules without a format: the learning rate whose updates are to survive, 3e-5 by
-            default. Two terms of a weight w lose updates below 2^-17 w; weights whose root mean
-            square is above 2^14 times the learning rate get three.
+        lr: for modules without a format: the learning rate whose updates are to survive. Two terms
+            of a weight w lose updates below 2^-17 w; weights whose root mean square is above 2^14
+            times the learning rate get three. By default that is above 0.75, for a rate of 5e-5.
 
     Returns:
         A new MCFTensor that does not require grad, or the module itself.
@@ -129,7 +124,7 @@ def as_expansion(
     if lr is not None and not lr > 0:
         raise ValueError(f"as_expansion: lr is {lr!r}; give the learning rate, above 0")
     if isinstance(obj, nn.Module):
-        return _module_as_expansion(obj, found, overrides or {}, lr or LEARNING_RATE)
+        return _module_as_expansion(obj, found, overrides or {}, lr)
     if overrides is not None or lr is not None:
         given = "lr says how parameters" if overrides is None else "overrides name parameters"
         raise TypeError(f"as_expansion: {given} of a module are converted; a tensor has none")
@@ -256,7 +251,9 @@ def _require_convertible(where: str, name: str, x: object) -> None:
 # ------------------------------------------------------------------------------------- modules
 
 
-def _module_as_expansion(module: M, format: Format | None, overrides: Overrides, lr: float) -> M:
+def _module_as_expansion(
+    module: M, format: Format | None, overrides: Overrides, lr: float | None
+) -> M:
     require_unsharded("as_expansion", module)
     found = _tensors(module)
     overrides = _checked(overrides, [name for _, aliases, _ in found for name in aliases])
@@ -326,7 +323,7 @@ def _checked(overrides: Overrides, names: list[str]) -> dict[str, Format | None]
 class _Choice:
     """The formats in a module: one that is given, or those that are there, or the defaults."""
 
-    def __init__(self, format: Format | None, tensors: Sequence[Tensor], lr: float) -> None:
+    def __init__(self, format: Format | None, tensors: Sequence[Tensor], lr: float | None) -> None:
         self.format, self.lr = format, lr
         own = [
             (_is_vector(x), f)

@@ -11,10 +11,12 @@ from mcftensor.arithmetic.bases import NARROW
 from mcftensor.formats.format import ExpansionFormat, Format, default_format
 from mcftensor.formats.tails import bf16i16
 
-LEARNING_RATE = 3e-5
-"""Updates of about this size, and the smaller ones among them, are to survive."""
-_SPARE = 3
-"""Bits: of updates below an eighth of the learning rate two terms may lose some."""
+_LARGE = 0.75
+"""Root mean square of weights that two terms are too coarse for: above that of any linear layer or
+convolution that PyTorch makes, and below that of embeddings."""
+_UPDATES = 2.0**14
+"""The same in learning rates: two terms of w lose updates below 2^-17 w, and an eighth of the rate is
+to survive."""
 
 _SAMPLE = 1 << 20
 """Elements that tell the size of a tensor."""
@@ -24,18 +26,17 @@ AVERAGES = frozenset({"running", "moving", "ema", "avg", "average", "averages"})
 _EXTREMES = ("min_val", "max_val")
 
 
-def format_of_weights(x: Tensor, lr: float) -> ExpansionFormat:
+def format_of_weights(x: Tensor, lr: float | None = None) -> ExpansionFormat:
     """`bf16x3` for what has at most one dimension longer than 1, or is too large for its updates.
 
-    Two terms of a number near w resolve about 2^-17 w. What has no numbers yet, on the meta device,
-    goes by its shape.
+    What has no numbers yet, on the meta device, goes by its shape.
     """
     by_shape = default_format(x.shape)
     if x.is_meta or type(x) not in (Tensor, torch.nn.Parameter) or not x.numel():
         return by_shape
     some = _some_of(x.detach())
     size = float(torch.linalg.vector_norm(some, dtype=torch.float32)) / math.sqrt(some.numel())
-    is_large = size * 2.0 ** (_SPARE - 17) > lr
+    is_large = size > (_LARGE if lr is None else lr * _UPDATES)
     return default_format(torch.Size(())) if is_large else by_shape
 
 

@@ -11,7 +11,7 @@ from torch.optim import AdamW, Optimizer
 
 from mcftensor.convert import Overrides, as_expansion
 from mcftensor.formats import Format, default_format
-from mcftensor.formats.defaults import LEARNING_RATE, format_of_weights
+from mcftensor.formats.defaults import format_of_weights
 from mcftensor.meters.summary import Summary, summary
 from mcftensor.tensor.sharded import format_of
 from mcftensor.training.collage import collage
@@ -63,7 +63,7 @@ def estimate(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"estimate: got {type(model).__name__}; give a module")
-    by_size = {} if format else _by_size(model, lr or LEARNING_RATE)
+    by_size = {} if format else _by_size(model, lr)
     model = as_expansion(without_data(model), format, overrides={**(overrides or {}), **by_size})
     made = optimizer(model.parameters())
     if mode is not None:
@@ -71,7 +71,7 @@ def estimate(
     return summary(model, made, released=released)
 
 
-def _by_size(model: nn.Module, lr: float) -> dict[str, Format]:
+def _by_size(model: nn.Module, lr: float | None) -> dict[str, Format]:
     """The formats of weights that do not go by their shape, which a copy without data does."""
     named = list(model.named_parameters())
     if any(format_of(p) for _, p in named):

@@ -23,8 +23,8 @@ class TestByTheSizeOfWeights:
         ("size", "lr", "format"),
         [
             (1.0, None, mcf.bf16x3),
-            (0.6, None, mcf.bf16x3),
-            (0.4, None, mcf.bf16x2),
+            (0.8, None, mcf.bf16x3),
+            (0.7, None, mcf.bf16x2),
             (0.02, None, mcf.bf16x2),
             (0.0, None, mcf.bf16x2),
             (1.0, 1e-4, mcf.bf16x2),
@@ -51,6 +51,13 @@ class TestByTheSizeOfWeights:
         assert model["embedding"].weight.format == mcf.bf16x3
         others = [p for name, p in model.named_parameters() if p.dim() > 1 and "embed" not in name]
         assert {p.format for p in others} == {mcf.bf16x2}
+
+    @pytest.mark.parametrize("width", [2, 3, 5])
+    def test_no_linear_layer_as_pytorch_makes_it_is_large(self, width):
+        """However few weights it has: formats are not to hang on luck."""
+        for seed in range(50):
+            torch.manual_seed(seed)
+            assert mcf.as_expansion(nn.Linear(width, 2)).weight.format == mcf.bf16x2
 
     def test_what_has_no_numbers_goes_by_shape(self):
         with torch.device("meta"):
