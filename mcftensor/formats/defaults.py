@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.bases import NARROW
+from mcftensor.arithmetic.bases import BASES, NARROW
 from mcftensor.formats.format import ExpansionFormat, Format, default_format
 from mcftensor.formats.tails import bf16i16
 
@@ -15,8 +15,8 @@ _LARGE = 0.75
 """Root mean square of weights that two terms are too coarse for: above that of any linear layer or
 convolution that PyTorch makes, and below that of embeddings."""
 _UPDATES = 2.0**14
-"""The same in learning rates: two terms of w lose updates below 2^-17 w, and an eighth of the rate is
-to survive."""
+"""The same in learning rates: two terms of w lose updates below 2^-17 w, and an eighth of the rate
+is to survive."""
 
 _SAMPLE = 1 << 20
 """Elements that tell the size of a tensor."""
@@ -50,6 +50,8 @@ def _some_of(x: Tensor) -> Tensor:
 
 def format_of_buffer(x: Tensor, base: torch.dtype) -> Format | None:
     """What holds a float32 beside parameters of a base; None where that does so by itself."""
+    if x.dtype not in BASES or x.layout != torch.strided:
+        return None
     if base == torch.bfloat16:
         return bf16i16
     if base in NARROW:

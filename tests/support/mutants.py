@@ -564,8 +564,86 @@ MUTATIONS = [
             "            if False:\n                new = value_in(",
         ),
         overrides_first_to_match=(
-            "overrides[matching[0]] if matching else None",
-            "overrides[matching[-1]] if matching else None",
+            "            wanted = overrides[matching[0]]\n",
+            "            wanted = overrides[matching[-1]]\n",
+        ),
+    ),
+    *_of(
+        "convert.py",
+        "tests/tensor/test_statistics.py",
+        buffers_plain=(
+            "wanted = None if x.is_complex() else choose.of_buffer(x)",
+            "wanted = None",
+        ),
+        averages_as_parameters=(
+            'role = "value" if is_average(name) else "parameter"',
+            'role = "parameter"',
+        ),
+        loaded_buffers_as_values=("new = _in_role(new.detach(), part.role)", "pass"),
+    ),
+    *_of(
+        "convert.py",
+        "tests/training/test_plain_parameters.py",
+        what_is_new_by_default=("        if self.present:", "        if False:"),
+        overrides_are_forgotten=("            meant.append(name)", "            pass"),
+    ),
+    *_of(
+        "statistics.py",
+        "tests/tensor/test_statistics.py",
+        statistics_by_leading_terms=(
+            "if isinstance(x, MCFTensor) and not _is_value(x) and name not in _STATISTICS:",
+            "if isinstance(x, MCFTensor):",
+        ),
+        batches_count_twice=("operands[share] = 1.0", "operands[share] = 2.0"),
+        averages_in_eval_mode=('given.get("training", func not in _READING)', "True"),
+        sums_of_processes_unknown=(
+            "    aten.batch_norm_update_stats.default,  # programs that average by themselves\n",
+            "",
+        ),
+    ),
+    *_of(
+        "defaults.py",
+        "tests/tensor/test_defaults.py",
+        large_weights_in_two_terms=("if is_large else by_shape", "if False else by_shape"),
+        rates_do_not_matter=("_LARGE if lr is None else lr * _UPDATES", "_LARGE"),
+        luck_decides=("_LARGE = 0.75", "_LARGE = 0.45"),
+    ),
+    *_of(
+        "plain_parameters.py",
+        "tests/training/test_plain_parameters.py",
+        first_step_only=(
+            "new = [p for p in plain if id(p) not in told]",
+            "new = [] if told else plain",
+        ),
+        said_at_every_step=("    told.update(map(id, new))", "    pass"),
+        meant_ones_too=(" and id(p) not in meant]", "]"),
+    ),
+    *_of(
+        "casting.py",
+        "tests/tensor/test_first_meeting.py",
+        gradients_end=("if torch.is_grad_enabled() and x.requires_grad:", "if False:"),
+        results_in_fewer_bits=("format.precision <= PRECISION or", "True or"),
+        copies_left_out=("return x.clone() if copy else x", "return x"),
+    ),
+    *_of(
+        "printing.py",
+        "tests/tensor/test_first_meeting.py",
+        digits_of_float64=(
+            "if format.precision > 53 and PRINT_OPTS",
+            "if False and PRINT_OPTS",
+        ),
+    ),
+    *_of(
+        "decimals.py",
+        "tests/tensor/test_first_meeting.py",
+        leading_term_alone=("sum(map(Fraction, terms), Fraction(0))", "Fraction(terms[0])"),
+    ),
+    *_of(
+        "compute.py",
+        "tests/tensor/test_first_meeting.py",
+        errors_of_torch=(
+            "            raise explained(error, args, kwargs) from error",
+            "            raise",
         ),
     ),
     # ------------------------------------------------------------------------------- training
@@ -702,9 +780,11 @@ MUTATIONS = [
         "tests/training/test_collage.py",
         "tests/training/test_optimizers.py",
         plus_is_light=(
-            '"plus": dict.fromkeys(FIRST_MOMENTS) | dict.fromkeys(SECOND_MOMENTS, _OWN)',
-            '"plus": dict.fromkeys(FIRST_MOMENTS | SECOND_MOMENTS)',
+            "    | dict.fromkeys(SECOND_MOMENTS, _OWN)\n",
+            "    | dict.fromkeys(SECOND_MOMENTS)\n",
         ),
+        plain_momentum=('    | {"momentum_buffer": _OWN},', "    | {},"),
+        copies_without_mode=("    return collage(copied, mode)", "    return copied"),
         loaded_states_rounded=(
             "if format and rounds and x.shape == p.shape else x",
             "if False else x",
