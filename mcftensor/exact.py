@@ -121,8 +121,8 @@ def to_decimal(x: Tensor, digits: int | None = None) -> Any:
     Examples:
         >>> import torch, mcftensor as mcf
         >>> x = mcf.from_exact("1/3", mcf.fp64x2)
-        >>> mcf.to_decimal(x)
-        Decimal('0.333333333333333333333333333333333')
+        >>> mcf.to_decimal(x, 30)
+        Decimal('0.333333333333333333333333333333')
         >>> mcf.to_decimal(x * x, 5)
         Decimal('0.11111')
     """
