@@ -29,6 +29,28 @@ def test_an_output_that_is_not_what_is_printed_is_found(tmp_path):
         second.evaluate()
 
 
+def test_a_change_runs_before_and_after(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```diff\n-x = 1\n+x = 2\n y = x / {}\n```\n".replace("{}", "(x - z)"))
+    for z, kind in ((0, None), (1, ZeroDivisionError), (2, ZeroDivisionError)):
+        (example,) = pages.examples(page)
+        example.namespace["z"] = z
+        if kind is None:
+            example.evaluate()
+            assert (example.namespace["before"]["x"], example.namespace["x"]) == (1, 2)
+        else:
+            with pytest.raises(kind):
+                example.evaluate()
+
+
+def test_a_change_goes_without_a_library_that_is_not_there(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```diff\n-import no_such_library\n+x = 2\n```\n")
+    (example,) = pages.examples(page)
+    example.evaluate()
+    assert example.namespace["x"] == 2
+
+
 RESULTS = ROOT / "benchmarks/results"
 
 

@@ -2,7 +2,9 @@
 
 A block prints what it prints, and the value of its last line, as a notebook does. Where a block of
 `output` follows, that must be it, up to white space, with numbers compared to the digits that are
-shown. Blocks with `>>>` are doctests. Pages take a `model` and `tokens` for granted; what else they
+shown. Blocks with `>>>` are doctests. A block of `diff` is two programs: the one before runs on its
+own, and leaves its names in `before`, where what it needs is there; the page goes on with the one
+after it. Pages take a `model` and `tokens` for granted; what else they
 do is made in a comment, `<!-- invisible-code-block: python ... -->`.
 """
 
@@ -62,6 +64,29 @@ class Blocks(CodeBlockParser):
         example.namespace["_printed"] = run(example.parsed, example.namespace, example.path, line)
 
 
+class Changes(CodeBlockParser):
+    """A program before and after a change."""
+
+    language = "diff"
+
+    def evaluate(self, example: Example) -> None:
+        """Run both; of what other libraries do before, as far as they are installed."""
+        line = example.line + example.parsed.line_offset + 1
+        lines = example.parsed.splitlines()
+        old, new = (
+            "\n".join(text[1:] if text[:1] in f" {mark}" else "" for text in lines)
+            for mark in "-+"
+        )
+        before = dict(example.namespace)
+        try:
+            run(old, before, example.path, line)
+        except (ModuleNotFoundError, NotImplementedError) as error:
+            if not isinstance(error, ModuleNotFoundError) and "CUDA device" not in str(error):
+                raise
+        example.namespace["before"] = before
+        example.namespace["_printed"] = run(new, example.namespace, example.path, line)
+
+
 class Outputs(CodeBlockParser):
     """What the block before prints, as the page shows it."""
 
@@ -84,6 +109,6 @@ class Python(PythonCodeBlockParser):
 
 def examples(path: Path) -> Iterator[Example]:
     """What a page has to run and to compare, in order."""
-    document = Document.parse(str(path), Python(doctest_optionflags=FLAGS), Outputs())
+    document = Document.parse(str(path), Python(doctest_optionflags=FLAGS), Changes(), Outputs())
     document.namespace |= {"model": Model(), "tokens": torch.arange(16)}
     return iter(document)
