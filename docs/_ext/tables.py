@@ -47,21 +47,21 @@ def machine(result: dict[str, Any], note: str = "") -> str:
 # ------------------------------------------------------------------------------------------- speed
 
 PEERS = {
-    "master weights": ("PyTorch, float32 master weights", "exact float32", "yes"),
-    "torch bf16, fused": ("PyTorch, plain bf16", "bf16", "yes"),
-    "optimi Kahan, foreach": ("optimi, Kahan", "bf16 + bf16", "no"),
-    "torchao stochastic": ("torchao, stochastic rounding", "bf16, right in the mean", "no"),
-    "torchao 8 bit": ("torchao, 8-bit states", "bf16", "no"),
-    "heavyball bf16+8": ("heavyball, bf16 + 8 bits", "bf16 + int8", "no"),
-    "pytorch_optimizer Kahan": ("pytorch_optimizer, Kahan", "bf16 + bf16", "no"),
-    "pytorch_optimizer Flash 24": ("FlashAdamW of pytorch_optimizer, 24 bits", "bf16 + int8", "no"),
-    "bitsandbytes 32 bit": ("bitsandbytes, 32-bit states", "bf16", "no"),
-    "bitsandbytes 8 bit": ("bitsandbytes, 8-bit states", "bf16", "no"),
-    "mcf light, fused": ("**mcftensor, light**", "bf16 + bf16", "yes"),
-    "mcf plus, fused": ("**mcftensor, plus**", "bf16 + bf16", "yes"),
-    "mcf full, fused": ("**mcftensor, full**", "bf16 + bf16", "yes"),
-    "mcf exact, fused": ("**mcftensor, exact**", "bf16 + int16, which is float32", "yes"),
-    "mcf compact, fused": ("**mcftensor, compact**", "bf16 + int8, moments of a byte", "yes"),
+    "master weights": ("PyTorch, float32 master weights", "exact float32"),
+    "torch bf16, fused": ("PyTorch, plain bf16", "bf16"),
+    "optimi Kahan, foreach": ("optimi, Kahan", "bf16 + bf16"),
+    "torchao stochastic": ("torchao, stochastic rounding", "bf16, right in the mean"),
+    "torchao 8 bit": ("torchao, 8-bit states", "bf16"),
+    "heavyball bf16+8": ("heavyball, bf16 + 8 bits", "bf16 + int8"),
+    "pytorch_optimizer Kahan": ("pytorch_optimizer, Kahan", "bf16 + bf16"),
+    "pytorch_optimizer Flash 24": ("FlashAdamW of pytorch_optimizer, 24 bits", "bf16 + int8"),
+    "bitsandbytes 32 bit": ("bitsandbytes, 32-bit states", "bf16"),
+    "bitsandbytes 8 bit": ("bitsandbytes, 8-bit states", "bf16"),
+    "mcf light, fused": ("**mcftensor, light**", "bf16 + bf16"),
+    "mcf plus, fused": ("**mcftensor, plus**", "bf16 + bf16"),
+    "mcf full, fused": ("**mcftensor, full**", "bf16 + bf16"),
+    "mcf exact, fused": ("**mcftensor, exact**", "bf16 + int16, which is float32"),
+    "mcf compact, fused": ("**mcftensor, compact**", "bf16 + int8, moments of a byte"),
 }
 
 
@@ -77,28 +77,83 @@ def ratio(entry: dict[str, Any] | None) -> str:
     return f"{entry['ratio']:.2f}" if entry and entry.get("ratio") else "–"
 
 
+def held(key: str) -> float | None:
+    """Bytes a parameter of one large tensor: weights, bf16 gradients and states."""
+    if key == "master weights":  # its steps hold gradients in float32, too
+        key += ", gradients freed"
+    found: float | None = contenders("one tensor")[key].get("bytes_held")
+    return found
+
+
+def rounded(size: float | None) -> str:
+    """Bytes with a digit, where there is one."""
+    return f"{size:.1f}".removesuffix(".0") if size else "–"
+
+
 def peers() -> str:
-    """What a weight is kept as, and what a step costs."""
+    """What a weight is kept as, and what a step costs; the fastest over one large tensor first."""
     one, gpt, many = (contenders(w) for w in ("one tensor", "GPT-2", "many tensors"))
-    rows = []
-    for key, (name, kept, stock) in PEERS.items():
-        held = one[key].get("bytes_held")
-        if key == "master weights":  # the gradient that it keeps in float32 can be freed
-            held = one["master weights, gradients freed"]["bytes_held"]
-        size = f"{held:.1f}".removesuffix(".0") if held else "–"
-        times = [ratio(w.get(key)) for w in (one, gpt, many)]
-        rows.append((name, kept, stock, size, *times))
+    rows = [
+        (name, kept, rounded(held(key)), *(ratio(w.get(key)) for w in (one, gpt, many)))
+        for key, (name, kept) in sorted(PEERS.items(), key=lambda item: one[item[0]]["ratio"])
+    ]
+    head = ("AdamW", "a weight is kept as", "bytes a parameter", *workloads())
+    return table(head, rows) + "\n\n" + machine(load("steps-cpu"))
+
+
+def features() -> str:
+    """What each can do, as its documentation has it; bytes as measured, where they were."""
+
+    def sizes(*keys: str) -> str:
+        found = sorted({x for key in keys if (x := held(key))})
+        return " to ".join(rounded(x) for x in (found[:1] + found[1:][-1:]))
+
+    light, flash = "pytorch_optimizer Kahan", "pytorch_optimizer Flash 24"
+    rows = [
+        ("**mcftensor**", "any, as they are", sizes("mcf compact, fused", "mcf full, fused"),
+         "yes", "runs as it is; not with `fullgraph`", "yes", "yes, `bf16i16`", "yes"),
+        ("PyTorch, float32, autocast", "any, as they are", sizes("master weights"),
+         "yes", "yes", "yes", "yes", "–"),
+        ("PyTorch, plain bf16", "any, as they are", sizes("torch bf16, fused"),
+         "yes", "yes", "yes", "no", "–"),
+        ("optimi", "8 of its own", sizes("optimi Kahan, foreach"),
+         "yes", "no", "not documented", "no", "no"),
+        ("flashoptim", "5 of its own", f"{sizes(flash)} (its port)",
+         "no", "not documented", "yes, even shards", "nearly, with 32 bits", "an option warns"),
+        ("torchao", "Adam, AdamW of its own", sizes("torchao 8 bit", "torchao stochastic"),
+         "with a compiler", "compiles itself", "yes", "no", "no"),
+        ("heavyball", "over 30 of its own", sizes("heavyball bf16 states", "heavyball fp32 states"),
+         "with a compiler", "compiles itself", "not tested there", "nearly, with 16 bits", "no"),
+        ("bitsandbytes", "9 of its own", sizes("bitsandbytes 8 bit", "bitsandbytes 32 bit"),
+         "yes", "not documented", "not documented", "no", "no"),
+        ("pytorch_optimizer", "over 100 of its own", sizes(light, flash),
+         "yes", "some", "some", "no", "no"),
+        ("Transformer Engine", "Adam, AdamW, SGD of its own", "8 to 14 (by its options)",
+         "no", "no", "yes", "yes, remainders", "no"),
+    ]  # fmt: skip
     head = (
-        "AdamW", "a weight is kept as", "stock optimizers", "bytes a parameter",
-        "one large tensor", "GPT-2", "2,000 tiny tensors",
+        "", "optimizers", "bytes a parameter, AdamW", "CPU", "`torch.compile` of steps",
+        "`fully_shard`", "float32 exactly", "says what updates lose",
     )  # fmt: skip
     return table(head, rows)
 
 
-def steps() -> str:
-    """All contenders over all workloads, as ratios and milliseconds."""
-    workloads = {w: contenders(w) for w in ("one tensor", "GPT-2", "many tensors")}
-    names = [n for n in workloads["one tensor"] if any(n in w for w in workloads.values())]
+def workloads() -> list[str]:
+    """Heads of columns: how many elements there are, and what they take in bf16."""
+    files = ("steps-cpu", "steps-cpu-gpt2", "steps-cpu-many")
+    heads = []
+    for file in files:
+        ((name, found),) = load(file)["workloads"].items()
+        size, count = found["parameters"], found["tensors"]
+        of = "one tensor" if count == 1 else f"{count:,} tensors"
+        title = "GPT-2: " if name == "GPT-2" else ""
+        heads.append(f"{title}{of}, {size / 1e6:,.3g} M elements ({2 * size / 1e6:,.0f} MB)")
+    return heads
+
+
+def _steps(is_shown: Any) -> str:
+    """Contenders, the fastest over the largest single tensor first."""
+    found = [contenders(w) for w in ("one tensor", "GPT-2", "many tensors")]
 
     def cell(entry: dict[str, Any] | None) -> str:
         if not entry or not entry.get("seconds"):
@@ -106,20 +161,53 @@ def steps() -> str:
         time = 1000 * entry["seconds"]
         return f"{time:,.{0 if time >= 100 else 1}f} ({entry['ratio']:.2f})"
 
-    rows = []
-    for name in names:
-        cells = [cell(w.get(name)) for w in workloads.values()]
-        if any(c != "–" for c in cells):
-            held = workloads["one tensor"][name].get("bytes_held")
-            rows.append((name, *cells, f"{held:.1f}" if held else "–"))
-    head = (
-        "",
-        "one tensor of 33.5 M",
-        "GPT-2, 148 tensors",
-        "2,000 tensors of 1,000",
-        "bytes held",
-    )
-    return table(head, rows) + "\n\n" + machine(load("steps-cpu"))
+    shown = [key for key, entry in found[0].items() if entry.get("ratio") and is_shown(key)]
+    rows = [
+        (named(key), rounded(held(key)), *(cell(w.get(key)) for w in found))
+        for key in sorted(shown, key=lambda key: found[0][key]["ratio"])
+    ]
+    return table(("", "bytes a parameter", *workloads()), rows)
+
+
+def named(key: str) -> str:
+    """A contender, in the words of the pages."""
+    words = {
+        "SGD, ": "",
+        "mcf ": "mcftensor, ",
+        "torch ": "PyTorch, ",
+        "PyTorch, fp32": "PyTorch, float32 alone",
+        "fp32": "float32",
+        "master weights": "PyTorch, float32 master weights",
+        "mcftensor, none": "mcftensor, no mode",
+        " 8 bit": ", 8-bit states",
+        " 32 bit": ", 32-bit states",
+        "ao fp8": "ao, fp8 states",
+    }
+    name = key
+    for old, new in words.items():
+        name = name.replace(old, new)
+    return f"**{name}**" if "mcf" in key and "fused" in key else name
+
+
+def _is_own(key: str) -> bool:
+    """Whether it is of PyTorch or this library, and AdamW."""
+    return key.startswith(("master", "torch ", "mcf ")) and key != "master weights, gradients freed"
+
+
+def steps() -> str:
+    """AdamW of PyTorch and of this library."""
+    return _steps(_is_own) + "\n\n" + machine(load("steps-cpu"))
+
+
+def steps_of_others() -> str:
+    """AdamW of other libraries."""
+    others = _steps(lambda key: not _is_own(key) and not key.startswith(("SGD", "master")))
+    return others + "\n\n" + machine(load("steps-cpu"))
+
+
+def steps_of_sgd() -> str:
+    """SGD with momentum."""
+    return _steps(lambda key: key.startswith("SGD")) + "\n\n" + machine(load("steps-cpu"))
 
 
 def states() -> str:
@@ -346,6 +434,35 @@ def storage() -> str:
     rows = [
         (name, f"{size:.3g}", *(f"{column[name]['error']:.1e}" for column in columns))
         for name, size in result["bytes"].items()
+    ]
+    head = (
+        "weights", "bytes", "lr 1e-4, small", "lr 1e-4, ones", "lr 1e-5, small", "lr 1e-5, ones",
+        "lr 1e-6, small", "lr 1e-6, ones",
+    )  # fmt: skip
+    return table(head, rows) + "\n\n" + machine(result)
+
+
+def weights() -> str:
+    """The part of that table which is about ways of other libraries, fused, by bytes."""
+    result = load("storage")
+    columns = result["displacement"].values()
+    names = {
+        "torch float32, fused": "float32, PyTorch",
+        "bf16i16, fused": "`bf16i16`: bf16 + int16",
+        "bf16x2, fused": "`bf16x2`: bf16 + bf16",
+        "bf16i8 balanced, fused": "`bf16i8`: bf16 + int8, balanced",
+        "flashoptim, 24 bits, emulated": "flashoptim, 24 bits: bf16 + int8, emulated",
+        "heavyball, bf16+8, emulated": "heavyball: bf16 + int8, at random, emulated",
+        "bf16 balanced, fused": "bf16, balanced",
+        "bf16 stochastic, fused": "bf16, stochastic",
+    }
+    rows = [
+        (
+            shown,
+            f"{result['bytes'][name]:.3g}",
+            *(f"{column[name]['error']:.1e}" for column in columns),
+        )
+        for name, shown in names.items()
     ]
     head = (
         "weights", "bytes", "lr 1e-4, small", "lr 1e-4, ones", "lr 1e-5, small", "lr 1e-5, ones",

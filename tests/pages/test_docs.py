@@ -1,6 +1,7 @@
 """What the pages say is so: their code runs, and prints what they show."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,17 @@ def test_a_change_goes_without_a_library_that_is_not_there(tmp_path):
     (example,) = pages.examples(page)
     example.evaluate()
     assert example.namespace["x"] == 2
+
+
+def test_questions_quote_what_the_library_says():
+    source = "".join(path.read_text() for path in sorted((ROOT / "mcftensor").rglob("*.py")))
+    source = re.sub(r'"\s+f?"', "", source)  # texts that go over several lines
+    page = (ROOT / "docs/guides/questions.md").read_text()
+    quotes = re.findall(r"^`([^`]+)`\n:   (?!Of )", page, re.MULTILINE)
+    assert len(quotes) > 20
+    for quote in quotes:
+        for part in quote.split("…"):
+            assert part.strip() in source, quote
 
 
 RESULTS = ROOT / "benchmarks/results"
