@@ -111,29 +111,29 @@ def features() -> str:
     light, flash = "pytorch_optimizer Kahan", "pytorch_optimizer Flash 24"
     rows = [
         ("**mcftensor**", "any, as they are", sizes("mcf compact, fused", "mcf full, fused"),
-         "yes", "runs as it is; not with `fullgraph`", "yes", "yes, `bf16i16`", "yes"),
+         "yes", "run as they are, not in one graph", "yes", "yes, `bf16i16`", "yes"),
         ("PyTorch, float32, autocast", "any, as they are", sizes("master weights"),
-         "yes", "yes", "yes", "yes", "–"),
+         "yes", "yes", "yes", "yes", "no"),
         ("PyTorch, plain bf16", "any, as they are", sizes("torch bf16, fused"),
-         "yes", "yes", "yes", "no", "–"),
+         "yes", "yes", "yes", "no", "no"),
         ("optimi", "8 of its own", sizes("optimi Kahan, foreach"),
-         "yes", "no", "not documented", "no", "no"),
+         "yes", "no", "–", "no", "no"),
         ("flashoptim", "5 of its own", f"{sizes(flash)} (its port)",
-         "no", "not documented", "yes, even shards", "nearly, with 32 bits", "an option warns"),
+         "no", "–", "even shards", "nearly, with 32 bits", "a warning"),
         ("torchao", "Adam, AdamW of its own", sizes("torchao 8 bit", "torchao stochastic"),
-         "with a compiler", "compiles itself", "yes", "no", "no"),
+         "with a compiler", "yes, by itself", "yes", "no", "no"),
         ("heavyball", "over 30 of its own", sizes("heavyball bf16 states", "heavyball fp32 states"),
-         "with a compiler", "compiles itself", "not tested there", "nearly, with 16 bits", "no"),
+         "with a compiler", "yes, by itself", "–", "nearly, with 16 bits", "no"),
         ("bitsandbytes", "9 of its own", sizes("bitsandbytes 8 bit", "bitsandbytes 32 bit"),
-         "yes", "not documented", "not documented", "no", "no"),
+         "yes", "–", "–", "no", "no"),
         ("pytorch_optimizer", "over 100 of its own", sizes(light, flash),
-         "yes", "some", "some", "no", "no"),
+         "yes", "–", "–", "no", "no"),
         ("Transformer Engine", "Adam, AdamW, SGD of its own", "8 to 14 (by its options)",
          "no", "no", "yes", "yes, remainders", "no"),
     ]  # fmt: skip
     head = (
-        "", "optimizers", "bytes a parameter, AdamW", "CPU", "`torch.compile` of steps",
-        "`fully_shard`", "float32 exactly", "says what updates lose",
+        "", "optimizers", "bytes a parameter, AdamW", "CPU", "compiled steps", "`fully_shard`",
+        "float32 exactly", "meter of lost updates",
     )  # fmt: skip
     return table(head, rows)
 
