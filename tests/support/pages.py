@@ -74,8 +74,7 @@ class Changes(CodeBlockParser):
         line = example.line + example.parsed.line_offset + 1
         lines = example.parsed.splitlines()
         old, new = (
-            "\n".join(text[1:] if text[:1] in f" {mark}" else "" for text in lines)
-            for mark in "-+"
+            "\n".join(text[1:] if text[:1] in f" {mark}" else "" for text in lines) for mark in "-+"
         )
         before = dict(example.namespace)
         try:
