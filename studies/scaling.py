@@ -11,8 +11,10 @@ clipping by anything but the norm. They differ in what is kept in which type:
   masters     scaled float16 but for float32 master weights and states
   weights     scaled float16 but for float32 states
   scaled      scaled float16: parameters, gradients, activations and states
-  stochastic  the same, with parameters rounded stochastically
-  pairs       the same, with parameters and states in scaled(fp16x2)
+  weights8    as weights, with parameters that have an 8-bit tail
+  scaled8     as scaled, with the same
+  stochastic  as scaled, with parameters rounded stochastically
+  pairs       as scaled, with parameters and states in scaled(fp16x2)
   fp8         as stochastic, with 8-bit products in linear layers
   fp8masters  as masters, with 8-bit products
 
@@ -82,6 +84,7 @@ class Variant:
 
 _SCALED = mcf.scaled(HALF)
 _STOCHASTIC = mcf.scaled(HALF, rounding="stochastic")
+_TAILS = mcf.scaled(HALF, tail=8)
 VARIANTS = {
     "float32": Variant(),
     "float16": Variant(dtype=HALF),
@@ -91,6 +94,8 @@ VARIANTS = {
     "masters": Variant(_SCALED, masters=True),
     "weights": Variant(_SCALED, states=True),
     "scaled": Variant(_SCALED),
+    "weights8": Variant(_TAILS, states=True),
+    "scaled8": Variant(_TAILS),
     "stochastic": Variant(_STOCHASTIC),
     "pairs": Variant(mcf.scaled(mcf.fp16x2)),
     "fp8": Variant(_STOCHASTIC, products="fp8"),

@@ -152,7 +152,10 @@ def _attention_backward(
     attn_mask: Any = None,
     scale: float | None = None,
 ) -> tuple[Unrounded, Unrounded, Unrounded]:
-    """In units of the gradient's and the values' data, for it is linear in both."""
+    """In units of the gradient's and the values' data, for it is linear in both.
+
+    Gradients of values are means of gradients; those of queries and keys can be of any size.
+    """
     g, values = number(gradient), number(v)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         g.mantissa,
@@ -170,5 +173,5 @@ def _attention_backward(
     return (
         Unrounded(dq, s, "by size"),
         Unrounded(dk, s, "by size"),
-        Unrounded(dv, g.exponent, "by size"),
+        Unrounded(dv, g.exponent),
     )

@@ -120,14 +120,14 @@ def encoded(x: Tensor, format: ScaledFormat) -> ScaledTensor:
 
 
 def _empty_like(x: ScaledTensor, format: ScaledFormat, **kwargs: Any) -> ScaledTensor:
-    parts = [torch.empty_like(x._data, dtype=format.dtype, **kwargs) for _ in range(format.terms)]
+    parts = [torch.empty_like(x._data, dtype=dtype, **kwargs) for dtype in format.dtypes]
     return ScaledTensor.of(parts, torch.full_like(x.exponent, ANY), format)
 
 
 def _format_for(x: ScaledTensor, dtype: torch.dtype | None) -> ScaledFormat | None:
     """Of what is made like x: its own, that of a dtype, or None where that has no scales."""
     if dtype is None or dtype == x.dtype:
-        return x.format.nearest
+        return x.format.of_states
     return of_dtype(dtype) if dtype in TOPS else None
 
 
@@ -136,7 +136,7 @@ def _filled(template: Tensor, x: ScaledTensor, dtype: torch.dtype | None, value:
     format = _format_for(x, dtype)
     if format is None:
         return torch.full_like(template, value, dtype=dtype)
-    parts = [torch.zeros_like(template, dtype=format.dtype) for _ in range(format.terms)]
+    parts = [torch.zeros_like(template, dtype=own) for own in format.dtypes]
     exponent = torch.full((), ANY, dtype=torch.int32, device=template.device)
     made = ScaledTensor.of(parts, exponent, format)
     return made.fill_(value) if value else made

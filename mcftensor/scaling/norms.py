@@ -1,7 +1,8 @@
 """Rules of layer, RMS and batch norms: data is normalized, and the scale is that of the gain.
 
 Means and deviations are saved for backward in units of the data, whose exponent is known there.
-The gradients of a norm go by their size: this is where scales of backward passes are balanced.
+The gradient of what is normalized goes by its size: this is where scales of backward passes are
+balanced. Those of gain and bias are sums, and follow the rule of sums.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.scaling.exponents import power_of_two
+from mcftensor.scaling.exponents import Exponent, half_log2, power_of_two, times_power
 from mcftensor.scaling.ruling import aten, rule
 from mcftensor.scaling.scaled_numbers import Unrounded, number, product_of, sum_of
 
@@ -69,14 +70,26 @@ def _layer_norm_backward(
         mask,
     )
     s = g.exponent - a.exponent + (0 if gain is None else gain.exponent)
-    return _balanced(made, (s, g.exponent, g.exponent), mask)
+    return _gradients(made, s, g.exponent, x.numel(), mask)
 
 
-def _balanced(made: Any, exponents: Any, mask: list[bool]) -> tuple[Unrounded | None, ...]:
-    return tuple(
-        Unrounded(part, exponent, "by size") if wanted and part is not None else None
-        for part, exponent, wanted in zip(made, exponents, mask, strict=True)
+def _gradients(
+    made: Any, s: Exponent, of_gradient: Exponent, size: int, mask: list[bool]
+) -> tuple[Unrounded | None, ...]:
+    """Of the input at the exponent s, and of gain and bias, each a sum over all places."""
+    dx, *sums = made
+    return (
+        Unrounded(dx, s, "by size") if mask[0] else None,
+        *(
+            _summed(part, of_gradient, size) if wanted else None
+            for part, wanted in zip(sums, mask[1:], strict=True)
+        ),
     )
+
+
+def _summed(part: Tensor, exponent: Exponent, size: int) -> Unrounded:
+    half = half_log2(size // max(1, part.numel()))
+    return Unrounded(times_power(part, -half), exponent + half)
 
 
 @rule(aten._fused_rms_norm)
@@ -102,7 +115,7 @@ def _rms_norm_backward(
     dims = tuple(range(-len(shape), 0))
     dx = inverse * (own - normal * (own * normal).mean(dims, keepdim=True))
     dw = (g.mantissa * normal).sum(tuple(range(x.dim() - len(shape))))
-    return _balanced((dx, dw), (s, g.exponent), mask)
+    return _gradients((dx, dw), s, g.exponent, x.numel(), mask)
 
 
 @rule(aten.native_group_norm)
@@ -137,7 +150,7 @@ def _group_norm_backward(
     how = (mean, inverse, data, n, channels, places, groups, mask)
     made = aten.native_group_norm_backward(g.mantissa.contiguous(), a.mantissa.contiguous(), *how)
     s = g.exponent - a.exponent + (0 if gain is None else gain.exponent)
-    return _balanced(made, (s, g.exponent, g.exponent), mask)
+    return _gradients(made, s, g.exponent, x.numel(), mask)
 
 
 # ------------------------------------------------------------------------------------ batch norms
@@ -208,4 +221,4 @@ def _batch_norm_backward(
     if weight is not None:
         gain = number(weight)
         dx, s = dx * gain.mantissa.view(shape), s + gain.exponent
-    return _balanced((dx, dw, db), (s, g.exponent, g.exponent), mask)
+    return _gradients((dx, dw, db), s, g.exponent, x.numel(), mask)

@@ -80,7 +80,7 @@ def number(x: Any) -> Unrounded:
 
 def lead(x: Any) -> Unrounded:
     """An operand of a product: of a scaled expansion the leading term."""
-    if isinstance(x, ScaledTensor) and x.format.terms > 1:
+    if isinstance(x, ScaledTensor) and x.format.tail is not None:
         return Unrounded(x.format.lead.load(x.components[:1]), x.exponent)
     return number(x)
 
@@ -145,9 +145,9 @@ def write_to(target: Tensor, x: Unrounded, name: str = "") -> Tensor:
     whole = target._whole
     if whole is not None and whole[0].numel() > target.numel():
         raised = torch.maximum(exponent, target.exponent)
-        factor = power_of_two(target.exponent - raised)
-        for part in whole:
-            part.copy_(part.to(torch.float32) * factor)
+        beside = format.load(whole) * power_of_two(target.exponent - raised)
+        for part, new in zip(whole, format.store(beside), strict=True):
+            part.copy_(new)
         mantissa = times_power(mantissa, exponent - raised)
         exponent = raised
     for part, new in zip(target.components, format.store(mantissa), strict=True):

@@ -72,7 +72,7 @@ def scalify(
         >>> model[0].weight.grad.format, opt.state[model[0].weight]["exp_avg"].dtype
         (mcf.scaled(torch.float16), torch.float16)
     """
-    format = of_dtype(torch.float16, 1, "stochastic") if format is None else format
+    format = of_dtype(torch.float16, None, "stochastic") if format is None else format
     if not isinstance(format, ScaledFormat):
         raise TypeError(f"scalify: {format!r} is no scaled format; give mcf.scaled(torch.float16)")
     if products not in (None, "fp8"):

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mcftensor as mcf
-from support.scales import FP16, at, exact, normal, rms
+from support.scales import FP16, at, exact, half, normal, rms
 
 EXPONENTS = st.integers(-100, 100)
 FEW = settings(max_examples=8)
@@ -134,16 +134,53 @@ def test_gradients_of_any_scale(name, s):
 def test_losses_and_norms_balance_their_gradients():
     x, w = normal(64, 32).requires_grad_(), normal(32, exponent=-60).requires_grad_()
     logits = F.layer_norm(x, (32,), w)
+    logits.retain_grad()
     with mcf.scaling.counting() as counts:
         (F.cross_entropy(logits, torch.arange(64) % 32) * 2.0**-70).backward()
+    assert 1 <= rms(logits.grad) < 2
     assert 1 <= rms(x.grad) < 2
-    assert 1 <= rms(w.grad) < 2
+    assert w.grad.exponent == logits.grad.exponent + half(64)  # a sum
     rescaled = {name for event, name in counts if event == "rescaled"}
     assert rescaled == {
         "nll_loss_backward",
         "_log_softmax_backward_data",
         "native_layer_norm_backward",
     }
+
+
+NORMS = {
+    "layer": (lambda x, w, b: F.layer_norm(x, (8,), w, b), (64, 8), (8,), 64),
+    "rms": (lambda x, w, b: F.rms_norm(x, (8,), w), (5, 64, 8), (8,), 320),
+    "group": (lambda x, w, b: F.group_norm(x, 2, w, b), (3, 8, 5, 5), (8,), 75),
+    "batch": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), (3, 8, 5, 5), (8,), 75),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_gradients_of_gains_and_biases_follow_the_rule_of_sums(name):
+    function, shape, sides, n = NORMS[name]
+    x, w, b = (normal(*s, seed=i).requires_grad_() for i, s in enumerate((shape, sides, sides)))
+    made = function(x, w, b)
+    gradient = normal(*shape, exponent=-90, seed=3)
+    with mcf.scaling.counting() as counts:
+        made.backward(gradient)
+    for parameter in (w, b):
+        if parameter.grad is not None:
+            assert parameter.grad.exponent.item() == -90 + half(n)
+            assert 2.0**-2 <= rms(parameter.grad) <= 2.0**2
+    assert 1 <= rms(x.grad) < 2
+    assert sum(counts.values()) == (name != "rms")  # which a CPU takes step by step
+
+
+def test_gradients_of_attention():
+    q, k, v = (normal(2, 3, 6, 8, seed=i).requires_grad_() for i in range(3))
+    made = F.scaled_dot_product_attention(q * 2.0**-20, k, v)
+    with mcf.scaling.counting() as counts:
+        made.backward(normal(2, 3, 6, 8, exponent=-90, seed=3))
+    assert v.grad.exponent.item() == -90  # a mean, as in the forward direction
+    assert 1 <= rms(q.grad) < 2
+    assert 1 <= rms(k.grad) < 2
+    assert sum(counts.values()) == 2
 
 
 def test_plain_inputs_of_convolutions_get_plain_gradients():

@@ -9,6 +9,7 @@ from torch import nn
 import mcftensor as mcf
 from support.scales import FP16, exact, normal, rms
 
+TAILED = mcf.scaled(torch.float16, tail=8)
 PATHS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.99)}),
@@ -65,6 +66,29 @@ def test_scaled_expansions_keep_22_bits_of_a_step(kind, path):
     for p, q, x in zip(scaled, plain, begin, strict=True):
         moved, intended = exact(p) - x, q.detach() - x
         assert (moved - intended).norm() <= 3e-5 * intended.norm()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", ["adamw", "amsgrad", "sgd", "momentum"])
+def test_integer_tails_keep_19_bits_of_a_step(kind, path):
+    """And what of their states is float16: momentum has 11 bits."""
+    scaled, plain, begin, (optimizer, _) = steps(kind, path, TAILED)
+    bound = 1e-4 if kind == "sgd" else 1e-3
+    for p, q, x in zip(scaled, plain, begin, strict=True):
+        moved, intended = exact(p) - x, q.detach() - x
+        assert (moved - intended).norm() <= bound * intended.norm()
+        assert p.format is TAILED
+    for state in optimizer.state.values():
+        assert all(x.format is FP16 for name, x in state.items() if name != "step")
+
+
+def test_products_take_the_leading_float16_of_an_integer_tail():
+    p, x = nn.Parameter(mcf.as_expansion(exact(normal(4, 6)) / 3, TAILED)), normal(5, 6, seed=1)
+    leading = p.components[0].double() * 2.0 ** p.exponent.item()
+    made = nn.functional.linear(x, p)
+    made.backward(torch.ones_like(made))
+    assert (exact(made) - exact(x) @ leading.t()).abs().max() <= 2.0**-10 * 8
+    assert p.grad.format is FP16
 
 
 @pytest.mark.parametrize("k", [-80, -40, 60])
