@@ -66,7 +66,7 @@ class ScaledTensor(torch.Tensor):
     ) -> ScaledTensor:
         """Make a tensor of components that are checked."""
         dtypes = tuple(x.dtype for x in components)
-        format = format or of_dtype(*dtypes[:2])
+        format = format or of_dtype(dtypes[0], dtypes[1] if len(dtypes) > 1 else None)
         if len(components) != len(format.dtypes) or len({x.shape for x in components}) != 1:
             shapes = ", ".join(str(tuple(x.shape)) for x in components)
             raise ValueError(
