@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -174,6 +175,15 @@ def sum_of(a: Unrounded, b: Unrounded, exponent: Exponent | None = None) -> Unro
     """a + b at the larger exponent: that is √(2^2s + 2^2t), rounded down."""
     s = largest(a.exponent, b.exponent) if exponent is None else exponent
     return Unrounded(a.at(s) + b.at(s), s)
+
+
+def aligned(operands: Sequence[Any]) -> tuple[Exponent, list[Unrounded]]:
+    """Operands as numbers, and the largest of their exponents."""
+    numbers = [number(x) for x in operands]
+    s: Exponent = ANY
+    for x in numbers:
+        s = largest(s, x.exponent)
+    return s, numbers
 
 
 def product_of(a: Unrounded, b: Unrounded) -> Unrounded:

@@ -43,6 +43,36 @@ ANY = {
     "layer norm": (lambda x, w, b: F.layer_norm(x, (16,), w, b, 0.0), [(5, 16), (16,), (16,)]),
     "mse": (F.mse_loss, [(4, 6), (4, 6)]),
 }
+CHANCES = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
+PLACES = torch.tensor([[0, 2, 1, 1, 0, 3]] * 2)
+ANY |= {
+    "largest": (lambda x: x.max(1).values, [(4, 6)]),
+    "smallest": (lambda x: x.min(0).values, [(4, 6)]),
+    "amax": (lambda x: x.amax(1), [(4, 6)]),
+    "top": (lambda x: x.topk(2, 1).values, [(4, 6)]),
+    "sorted": (lambda x: x.sort(1, descending=True).values, [(4, 6)]),
+    "median": (lambda x: x.median(1).values, [(4, 6)]),
+    "cummax": (lambda x: x.cummax(1).values, [(4, 6)]),
+    "deviation": (lambda x: x.std(1), [(4, 6)]),
+    "variance": (lambda x: x.var(), [(4, 6)]),
+    "deviation and mean": (lambda x: torch.stack(torch.std_mean(x, 1)), [(4, 6)]),
+    "variance, mean": (lambda x: torch.var_mean(x, 1)[1], [(4, 6)]),
+    "absolute": (lambda x: x.abs(), [(4, 6)]),
+    "l1": (lambda x: F.l1_loss(x, torch.zeros_like(x)), [(4, 6)]),
+    "gathered": (lambda x: x.gather(0, PLACES), [(4, 6)]),
+    "scattered": (lambda x: x.new_zeros(4, 6).scatter(0, PLACES[:1], x), [(1, 6)]),
+    "scatter add": (lambda x, y: x.scatter_add(0, PLACES, y), [(4, 6), (2, 6)]),
+    "index add": (lambda x, y: x.index_add(0, PLACES[0, :4], y), [(4, 6), (4, 6)]),
+    "index select": (lambda x: x.index_select(0, PLACES[0]), [(4, 6)]),
+    "nearest": (lambda x: F.interpolate(x, scale_factor=2.0), [(2, 3, 4, 4)]),
+    "bilinear": (lambda x: F.interpolate(x, (5, 7), mode="bilinear"), [(2, 3, 4, 4)]),
+    "patches": (lambda x: F.unfold(x, 2), [(2, 3, 4, 4)]),
+    "windows": (lambda x: x.unfold(1, 3, 2), [(4, 6)]),
+    "pixels": (lambda x: F.pixel_shuffle(x, 2), [(1, 4, 2, 3)]),
+    "adaptive max": (lambda x: F.adaptive_max_pool2d(x, 2), [(2, 3, 4, 4)]),
+    "slope": (F.prelu, [(3, 4, 6), (4,)]),
+    "normalized": (lambda x: F.normalize(x, dim=1, eps=0.0), [(4, 6)]),
+}
 NEAR_ONE = {
     "gelu": (F.gelu, [(4, 6)]),
     "gelu tanh": (lambda x: F.gelu(x, approximate="tanh"), [(4, 6)]),
@@ -64,6 +94,34 @@ NEAR_ONE = {
         ),
         [(4, 6)],
     ),
+    "log of sum": (lambda x: x.logsumexp(1), [(4, 6)]),
+    "binary": (F.binary_cross_entropy_with_logits, [(4, 6), (4, 6)]),
+    "binary, weighted": (
+        lambda x: F.binary_cross_entropy_with_logits(
+            x, CHANCES.to(x.dtype), pos_weight=1 + CHANCES[0].to(x.dtype), reduction="none"
+        ),
+        [(4, 6)],
+    ),
+    "binary of chances": (
+        lambda x: F.binary_cross_entropy(x.sigmoid(), CHANCES.to(x.dtype)),
+        [(4, 6)],
+    ),
+    "smooth l1": (lambda x, y: F.smooth_l1_loss(x, y, beta=0.5), [(4, 6), (4, 6)]),
+    "huber": (lambda x, y: F.huber_loss(x, y, reduction="sum", delta=0.7), [(4, 6), (4, 6)]),
+    "divergence": (
+        lambda x: F.kl_div(x.log_softmax(1), CHANCES.to(x.dtype), reduction="batchmean"),
+        [(4, 6)],
+    ),
+    "cosine": (F.cosine_similarity, [(4, 6), (4, 6)]),
+    "elu": (F.elu, [(4, 6)]),
+    "selu": (F.selu, [(4, 6)]),
+    "hard tanh": (F.hardtanh, [(4, 6)]),
+    "hard swish": (F.hardswish, [(4, 6)]),
+    "hard sigmoid": (F.hardsigmoid, [(4, 6)]),
+    "mish": (F.mish, [(4, 6)]),
+    "glu": (F.glu, [(4, 6)]),
+    "softplus": (F.softplus, [(4, 6)]),
+    "log sigmoid": (F.logsigmoid, [(4, 6)]),
     "rms norm": (lambda x, w: F.rms_norm(x, (16,), w, 1e-5), [(5, 16), (16,)]),
     "group norm": (
         lambda x, w, b: F.group_norm(x, 2, w, b),
