@@ -63,8 +63,8 @@ def _sign(x: Any) -> Unrounded:
 @rule(aten.sqrt, keeps_tails=True)
 def _sqrt(x: Any) -> Unrounded:
     """√data at half the exponent; where that is odd, of twice the data."""
-    half = x.exponent >> 1
-    return Unrounded(times_power(number(x).mantissa, x.exponent & 1).sqrt(), half)
+    a = number(x)
+    return Unrounded(times_power(a.mantissa, a.exponent & 1).sqrt(), a.exponent >> 1)
 
 
 @rule(aten.rsqrt)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from mcftensor.scaling.counts import count
 from mcftensor.scaling.scaled import ScaledTensor
@@ -110,9 +110,20 @@ def _functional(func: Any) -> Any:
 
 def result_format(tree: Any, *, keep_tails: bool) -> ScaledFormat:
     """The format of what is computed of the scaled tensors in a tree of arguments."""
-    found = [x for x in tree_leaves(tree) if isinstance(x, ScaledTensor)]
+    found = [x for x in _leaves(tree) if isinstance(x, ScaledTensor)]
     formats = [x.format for x in found if x.dim()] or [x.format for x in found]
     return promoted(formats, keep_tails=keep_tails)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    """What arguments consist of: PyTorch's own way takes as long as a rule."""
+    if isinstance(tree, list | tuple):
+        for x in tree:
+            yield from _leaves(x)
+    elif isinstance(tree, dict):
+        yield from _leaves(list(tree.values()))
+    else:
+        yield tree
 
 
 def _finished(found: ScalingRule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -172,7 +183,7 @@ def _without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             f"{x.format.name} of shape {tuple(x.shape)}"
             if isinstance(x, ScaledTensor)
             else f"plain {x.dtype} of shape {tuple(x.shape)}"
-            for x in tree_leaves((args, kwargs))
+            for x in _leaves((args, kwargs))
             if isinstance(x, Tensor)
         ]
         repair = (

@@ -66,7 +66,8 @@ def _fused_by(func: Any, written: tuple[int, ...], squares: tuple[int, ...] = ()
 
 
 def _in_float32(x: Tensor) -> Tensor:
-    return number(x).plain() if isinstance(x, ScaledTensor) else x
+    """A copy of a scaled tensor, for the step to write to; others are written to themselves."""
+    return number(x).plain().clone() if isinstance(x, ScaledTensor) else x
 
 
 for _packet in (aten._fused_adamw_, aten._fused_adam_):
