@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mcftensor.arithmetic.bases import BASES
 from mcftensor.arithmetic.rounding import round_to
-from mcftensor.formats import ExpansionFormat, Format
+from mcftensor.formats import Component, ExpansionFormat, Format
 from mcftensor.scaling import integer_tails
 
 TOPS: dict[torch.dtype, int] = {
@@ -31,6 +31,20 @@ PRECISIONS: dict[torch.dtype, int] = {
     torch.float8_e4m3fn: 4,
     torch.float8_e5m2: 3,
 }
+
+
+class _Exponent(Component):
+    """One number for the whole tensor."""
+
+    @property
+    def is_shared(self) -> bool:
+        """It is."""
+        return True
+
+    def shape(self, shape: torch.Size) -> torch.Size:
+        """None."""
+        return torch.Size()
+
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -72,6 +86,18 @@ class ScaledFormat:
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """Of the components: the data, and the tail if there is one."""
         return (self.dtype,) if self.tail is None else (self.dtype, self.tail)
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """What a tensor is stored in: data, the tail if there is one, and the exponent."""
+        names = ("data", "tail")[: len(self.dtypes)]
+        stored = [Component(n, dtype) for n, dtype in zip(names, self.dtypes, strict=True)]
+        return (*stored, _Exponent("exponent", torch.int32))
+
+    @staticmethod
+    def from_name(name: str) -> ScaledFormat | None:
+        """The format of a name such as `"scaled(float16)"`, or None."""
+        return next((format for format in _all() if format.name == name), None)
 
     @property
     def top(self) -> int:
@@ -158,6 +184,14 @@ def of_dtype(
 
 
 _one_object = functools.lru_cache(maxsize=None)(ScaledFormat)
+
+
+@functools.cache
+def _all() -> tuple[ScaledFormat, ...]:
+    half, brain = torch.float16, torch.bfloat16
+    kinds = [*((dtype, None) for dtype in TOPS), (half, half), (brain, brain), (half, torch.int8)]
+    narrow = [(half, None), (half, torch.int8), (brain, None)]
+    return (*(of_dtype(*x) for x in kinds), *(of_dtype(*x, "stochastic") for x in narrow))
 
 
 def scaled(

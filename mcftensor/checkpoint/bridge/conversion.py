@@ -129,14 +129,12 @@ def convert_checkpoint(
             if isinstance(x, Entry)
         }
         writer = _Writer(lossy, progress, [*contents.weights.values(), *state_entries.values()])
-        formats = {
-            name: target if _is_wide(x) else x.format for name, x in contents.weights.items()
-        }
+        formats = {name: target if _is_wide(x) else _own(x) for name, x in contents.weights.items()}
         path = folder / "model.safetensors"
         writer.save(contents.weights, formats, contents.tied, {}, path, most)
         if contents.states or contents.groups is not None:
             formats = {
-                name: target_of_states if x.shape and _is_wide(x) else x.format
+                name: target_of_states if x.shape and _is_wide(x) else _own(x)
                 for name, x in state_entries.items()
             }
             writer.save(state_entries, formats, {}, metadata_of(contents), folder / BESIDE[0], None)
@@ -201,16 +199,27 @@ class _Writer:
             raise CheckpointError(f"{name} is of shape {x.shape}, where {entry.shape} was said")
         if target == entry.format:
             return x
-        y, lost = _recoded(name, x, entry.format, target)
+        source = _own(entry)
+        y, lost = _recoded(name, x, source, target)
         if lost and not self.lossy:
             raise CheckpointError(
                 f"convert_checkpoint: {name} of shape {tuple(x.shape)} would lose bits in {lost} "
-                f"of {x.numel()} elements, from {entry.format.name} into {target.name}; "
-                f"{_repair(entry.format)}. lossy=True (--lossy) rounds them"
+                f"of {x.numel()} elements, from {source.name} into {target.name}; "
+                f"{_repair(source)}. lossy=True (--lossy) rounds them"
             )
         if lost:
             self.lost[name] = lost
         return y
+
+
+def _own(entry: Entry) -> Format:
+    if isinstance(entry.format, Format):
+        return entry.format
+    raise CheckpointError(
+        f"convert_checkpoint: {entry.name} of shape {tuple(entry.shape)} is {entry.format.name}, "
+        "and scales are not converted; load the file into its model with mcf.load_file, take the "
+        "scales off with mcf.as_plain(model, torch.float32), and save that"
+    )
 
 
 def _is_wide(entry: Entry) -> bool:
