@@ -25,6 +25,7 @@ from mcftensor.scaling.scaled_numbers import Unrounded, by_size, number, stored,
 
 aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_BETWEEN_PROCESSES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp")
 _FALLBACK: ContextVar[bool] = ContextVar("scaling_fallback", default=False)
 
 
@@ -178,7 +179,7 @@ def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not _FALLBACK.get() or func._schema.is_mutable:
+    if not _FALLBACK.get() or func._schema.is_mutable or func.namespace in _BETWEEN_PROCESSES:
         formats = [
             f"{x.format.name} of shape {tuple(x.shape)}"
             if isinstance(x, ScaledTensor)
@@ -186,6 +187,12 @@ def _without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             for x in _leaves((args, kwargs))
             if isinstance(x, Tensor)
         ]
+        if func.namespace in _BETWEEN_PROCESSES:
+            raise NotImplementedError(
+                f"{func}: scales do not travel between processes, given {', '.join(formats)}; "
+                "train a scaled model in one process, send what mcf.as_plain(x, torch.float32) "
+                "gives, or shard a model in mcf.bf16i8, whose range needs no scales"
+            )
         repair = (
             "use the form that does not write in place"
             if func._schema.is_mutable

@@ -308,6 +308,39 @@ def perceptron():
     )  # fmt: skip
 
 
+class Recurrent(nn.Module):
+    def __init__(self, kind=nn.LSTM):
+        super().__init__()
+        self.tokens = nn.Embedding(11, 16)
+        self.rnn = kind(16, 12, batch_first=True)
+        self.head = nn.Linear(12, 11)
+
+    def forward(self, x):
+        made, _ = self.rnn(self.tokens(x))
+        return self.head(made)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_stay_plain(kind):
+    model = Recurrent(kind)
+    scaled = Recurrent(kind)
+    scaled.load_state_dict(model.state_dict())
+    with pytest.raises(RuntimeError, match=r"rnn\.weight_ih_l0 .*overrides=\{'rnn\.\*': None\}"):
+        mcf.scalify(scaled)
+    mcf.scalify(scaled, FP16, overrides={"rnn.*": None})
+    mcf.scalify(scaled, FP16, overrides={"rnn.*": None})  # hooks once
+    x, y = torch.randint(11, (3, 7)), torch.randint(11, (3, 7))
+    for (_, p), q in zip(scaled.named_parameters(), model.double().parameters(), strict=True):
+        q.data.copy_(exact(p))
+    expected, made = loss_of(model, x, y), loss_of(scaled, x, y)
+    (expected * 2.0**-40).backward()
+    (made * 2.0**-40).backward()
+    assert made.item() == pytest.approx(expected.item(), rel=2e-3)
+    for (name, p), q in zip(scaled.named_parameters(), model.parameters(), strict=True):
+        assert isinstance(p.grad, mcf.ScaledTensor) != name.startswith("rnn")
+        assert (exact(p.grad) - q.grad).norm() <= 1e-2 * q.grad.norm(), name
+
+
 MODELS = {
     "perceptron": (perceptron, lambda: (torch.randn(12, 6), torch.arange(12) % 5)),
     "residual": (Residual, lambda: (torch.randn(4, 3, 8, 8), torch.arange(4))),
@@ -352,6 +385,25 @@ def test_the_scale_of_a_loss_changes_no_bit_of_data(name, k):
     for before, p in zip(first, model.parameters(), strict=True):
         assert torch.equal(p.grad.components[0], before.components[0])
         assert not before.components[0].any() or p.grad.exponent == before.exponent + k
+
+
+def test_gradients_of_single_samples():
+    """By vmap: one scale for all samples."""
+    model = mcf.scalify(perceptron(), FP16)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    x, y = torch.randn(6, 6), torch.arange(6) % 5
+
+    def loss(parameters, x, y):
+        made = torch.func.functional_call(model, parameters, (x[None],))
+        return F.cross_entropy(made, y[None])
+
+    gradient = torch.func.grad(loss)
+    found = torch.func.vmap(gradient, (None, 0, 0))(parameters, x, y)
+    for name, all_at_once in found.items():
+        assert isinstance(all_at_once, mcf.ScaledTensor)
+        one_by_one = torch.stack([exact(gradient(parameters, x[i], y[i])[name]) for i in range(6)])
+        error = (exact(all_at_once) - one_by_one).norm()
+        assert error <= 2e-2 * one_by_one.norm() + 1e-6, name
 
 
 def test_plain_float16_loses_what_scaled_float16_keeps():

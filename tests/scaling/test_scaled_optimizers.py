@@ -91,12 +91,10 @@ def test_products_take_the_leading_float16_of_an_integer_tail():
     assert p.grad.format is FP16
 
 
-@pytest.mark.parametrize("k", [-80, -40, 60])
+@pytest.mark.parametrize("k", [-200, -80, -40, 60, 200])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "momentum"])
 def test_gradients_of_any_size(kind, path, k):
-    if path == "fused" and abs(k) > 50:
-        pytest.skip("a fused step computes squares in float32")
     scaled, plain, begin, (optimizer, _) = steps(kind, path, FP16, k)
     for p, q, x in zip(scaled, plain, begin, strict=True):
         moved, intended = exact(p) - x, q.detach() - x
