@@ -20,7 +20,7 @@ from mcftensor.checkpoint.errors import CheckpointError
 from mcftensor.checkpoint.saving import save_terms
 from mcftensor.checkpoint.shards import size_in_bytes
 from mcftensor.checkpoint.state_dicts import as_terms
-from mcftensor.convert import as_plain, value_in
+from mcftensor.convert import as_plain, for_shape, value_in
 from mcftensor.dispatch.operands import after
 from mcftensor.formats import PLAIN, Format, PlainFormat, bf16i16, named
 from mcftensor.tensor import MCFTensor
@@ -89,7 +89,8 @@ def convert_checkpoint(
     Args:
         source: a file, the index of several, or a folder.
         destination: a folder that does not exist, or is empty.
-        format: of the weights: a format, `torch.float32`, or the name of one.
+        format: of the weights: a format, `torch.float32`, or the name of one. Vectors have no rows
+            to share scales, and are `bf16i16` where the format does that.
         states: of the states; by default that of the weights.
         optimizer: whether states are converted, too.
         parameters: names of parameters in the order in which the optimizer got them. Needed where
@@ -129,12 +130,15 @@ def convert_checkpoint(
             if isinstance(x, Entry)
         }
         writer = _Writer(lossy, progress, [*contents.weights.values(), *state_entries.values()])
-        formats = {name: target if _is_wide(x) else _own(x) for name, x in contents.weights.items()}
+        formats = {
+            name: for_shape(target, x.shape) if _is_wide(x) else _own(x)
+            for name, x in contents.weights.items()
+        }
         path = folder / "model.safetensors"
         writer.save(contents.weights, formats, contents.tied, {}, path, most)
         if contents.states or contents.groups is not None:
             formats = {
-                name: target_of_states if x.shape and _is_wide(x) else _own(x)
+                name: for_shape(target_of_states, x.shape) if x.shape and _is_wide(x) else _own(x)
                 for name, x in state_entries.items()
             }
             writer.save(state_entries, formats, {}, metadata_of(contents), folder / BESIDE[0], None)
@@ -234,7 +238,7 @@ def _likes(name: str, shape: torch.Size, format: Format) -> dict[str, Tensor]:
     """What `as_terms` gives of a tensor, without data: components, and what stands beside them."""
     if isinstance(format, PlainFormat):
         return {name: torch.empty(shape, dtype=format.dtype, device="meta")}
-    none = torch.Size([0])
+    none = torch.Size([0, 0])  # which has rows
     empty = [torch.empty(x.shape(none), dtype=x.dtype) for x in format.components]
     terms = as_terms({name: MCFTensor.of(empty, format)}, sums=True)
     shapes = [x.shape(shape) for x in format.components]
