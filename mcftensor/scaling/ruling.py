@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from mcftensor.patches.dynamo import CLASSES
 from mcftensor.scaling.counts import count
 from mcftensor.scaling.scaled import ScaledTensor
 from mcftensor.scaling.scaled_format import ScaledFormat, promoted
@@ -216,3 +217,4 @@ def _without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 ScaledTensor._dispatch = staticmethod(follow_rule)
+CLASSES.append(ScaledTensor)

@@ -765,7 +765,7 @@ MUTATIONS = [
         "tests/compile/test_compile.py::TestFunctions",
         "tests/numerics/test_stochastic.py",
         taken_apart=(
-            'if keyword not in given["kwargs"] or not _is_expansion(given["self"]):',
+            'if keyword not in given["kwargs"] or not _is_ours(given["self"]):',
             "if True:",
         ),
         addcdiv_taken_apart=("if decompose is None:", "if found:"),
