@@ -21,7 +21,7 @@ _UNIT = 2.0 ** -(24 + BITS)  # of numbers below that
 _INFINITY = 31 << 10
 
 
-def split(x: Tensor) -> tuple[Tensor, Tensor]:
+def in_two_parts(x: Tensor) -> tuple[Tensor, Tensor]:
     """Floats as float16 and int8, rounded once, to nearest; what is not finite has no tail."""
     bits = collapse_odd((x,)).view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
@@ -35,7 +35,7 @@ def split(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(is_finite, leading, x.to(torch.float16)), tail.to(torch.int8)
 
 
-def joined(leading: Tensor, tail: Tensor) -> Tensor:
+def of_two_parts(leading: Tensor, tail: Tensor) -> Tensor:
     """The numbers as float32, exactly."""
     own = leading.abs().view(torch.int16).to(torch.int32)
     pattern = (own << BITS) + tail.to(torch.int32)

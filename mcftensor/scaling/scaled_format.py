@@ -146,7 +146,7 @@ class ScaledFormat:
         if self.rounding == "stochastic":
             x = _dithered(x, PRECISIONS[self.dtype] + self._bits_of_tail)
         if self.tail == torch.int8:
-            return integer_tails.split(x)
+            return integer_tails.in_two_parts(x)
         leading = round_to(x, self.dtype)
         if leading is x:
             leading = x.clone()
@@ -160,7 +160,7 @@ class ScaledFormat:
         if len(parts) == 1:
             return parts[0].to(dtype)
         if self.tail == torch.int8:
-            return integer_tails.joined(*parts).to(dtype)
+            return integer_tails.of_two_parts(*parts).to(dtype)
         leading = parts[0].to(dtype)
         return leading + parts[1].to(dtype) * 2.0 ** -PRECISIONS[self.dtype]
 
