@@ -150,6 +150,19 @@ def test_clipping_and_accumulation():
         assert torch.allclose(exact(x.grad), y / expected, rtol=4e-3, atol=1e-6)
 
 
+def test_sums_of_many_gradients():
+    p = nn.Parameter(normal(3))
+    with mcf.accumulate_gradients(nn.ParameterList([p])):
+        for size in (2.0**-50, *[2.0**-62] * 64):
+            (p * size).sum().backward()
+    assert p.grad.format is mcf.scaled(mcf.fp16x2)
+    assert (exact(p.grad) == 2.0**-50 * (1 + 2.0**-6)).all()  # one float16 stays as it is
+    optimizer = torch.optim.SGD([p], lr=2.0**50)
+    before = exact(p)
+    optimizer.step()
+    assert (exact(p) - before + 1 + 2.0**-6).abs().max() <= 2.0**-10
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_a_run_goes_on_with_the_same_bits(path, tmp_path):
     scaled, _, _, (optimizer, _) = steps("adamw", path, FP16, n=3)
