@@ -75,6 +75,22 @@ def test_an_integer_tail_rounds_float64_once():
     assert made.components[0][0] == 1
 
 
+def test_ties_of_integer_tails_go_to_even():
+    units = torch.tensor([1.0, 3.0, 5.0, -1.0, -3.0]) * 2.0**-19  # halves of the last bit
+    made = mcf.as_expansion(torch.where(units > 0, 1 + units, units - 1), TAILED)
+    steps = torch.tensor([0, 2, 2, 0, -2]) * 2.0**-18
+    assert exact(made).tolist() == [1, 1 + 2.0**-17, 1 + 2.0**-17, -1, -1 - 2.0**-17]
+    assert (exact(made) - units.sign() == steps.double()).all()
+    small = torch.tensor([2.5, 3.5, 2.0**33]) * 2.0**-33  # below the normal range: halves of 2^-32
+    assert exact(at_tail(small)).tolist() == [2.0**-33 * 2, 2.0**-33 * 4, 1]
+
+
+def at_tail(numbers):
+    """Encoded under the scale 1."""
+    exponent = torch.tensor(0, dtype=torch.int32)
+    return mcf.ScaledTensor(TAILED.store(numbers), exponent, TAILED)
+
+
 def test_the_leading_float16_of_an_integer_tail_is_the_nearest():
     x = torch.randn(5000, dtype=torch.float64)
     made = mcf.as_expansion(x, TAILED)

@@ -60,10 +60,10 @@ def test_a_meter_changes_no_bit():
 def test_memory(format):
     model = mcf.scalify(nn.Linear(7, 5), format)
     optimizer = torch.optim.AdamW(model.parameters())
-    predicted = mcf.memory(model, optimizer)
+    predicted = mcf.summary(model, optimizer)
     model(torch.ones(2, 7)).sum().backward()
     optimizer.step()
-    measured = mcf.memory(model, optimizer)
+    measured = mcf.summary(model, optimizer)
     of_parameters = sum(
         sum(x.nbytes for x in (*p.components, p.exponent)) for p in model.parameters()
     )
