@@ -16,7 +16,6 @@ BITS = 8
 
 _LOST = 24 - 11 - BITS  # bits of a float32 that a pattern has not
 _BIAS = (127 - 15) << 23  # of the exponent
-_LEAST = 2.0**-14
 _UNIT = 2.0 ** -(24 + BITS)  # of numbers below that
 _INFINITY = 31 << 10
 
