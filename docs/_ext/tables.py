@@ -367,9 +367,13 @@ def scaling_sizes() -> str:
         for kind in kinds:
             found = [x for xs in runs[name]["0"]["sizes"].get(kind, {}).values() for x in xs]
             known = [x for x in found if x is not None]
-            cells.append(f"{min(known):.1f} to {max(known):.1f}" if known else "–")
+            cells.append(" to ".join(f"{x:.1f}" for x in _rounded(known)) if known else "–")
         rows.append((SCALING[name][0], *(cell.replace("-", "−") for cell in cells)))
     return table(("log₂ of the root mean square", *kinds.values()), rows)
+
+
+def _rounded(found: Sequence[float]) -> tuple[float, float]:
+    return round(min(found), 1) + 0.0, round(max(found), 1) + 0.0  # no negative zero
 
 
 def rates() -> str:
