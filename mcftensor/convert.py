@@ -326,7 +326,7 @@ class _Choice:
     def __init__(self, format: Format | None, tensors: Sequence[Tensor], lr: float | None) -> None:
         self.format, self.lr = format, lr
         own = [
-            (_is_vector(x), f)
+            (_is_vector(x.shape), f)
             for x in tensors
             if isinstance(x, nn.Parameter) and (f := format_of(x))
         ]
@@ -337,10 +337,10 @@ class _Choice:
     def of_weights(self, x: Tensor) -> Format:
         """Of a parameter that is trained."""
         if self.format is not None:
-            return _for_shape(self.format, x)
+            return for_shape(self.format, x.shape)
         if self.present:
-            known = self.present.get(_is_vector(x)) or next(iter(self.present.values()))
-            return _for_shape(known, x)
+            known = self.present.get(_is_vector(x.shape)) or next(iter(self.present.values()))
+            return for_shape(known, x.shape)
         return format_of_weights(x, self.lr)
 
     def of_buffer(self, x: Tensor) -> Format | None:
@@ -348,13 +348,13 @@ class _Choice:
         return format_of_buffer(x, self.base)
 
 
-def _is_vector(x: Tensor) -> bool:
-    return sum(length > 1 for length in x.shape) <= 1
+def _is_vector(shape: torch.Size) -> bool:
+    return sum(length > 1 for length in shape) <= 1
 
 
-def _for_shape(format: Format, x: Tensor) -> Format:
+def for_shape(format: Format, shape: torch.Size) -> Format:
     """The format of a parameter where one is given for all: vectors have no rows with scales."""
-    return bf16i16 if format.shared and (_is_vector(x) or x.dim() < 2) else format
+    return bf16i16 if format.shared and (_is_vector(shape) or len(shape) < 2) else format
 
 
 def _store_pretrained(module: nn.Module) -> None:

@@ -11,8 +11,10 @@ clipping by anything but the norm. They differ in what is kept in which type:
   masters     scaled float16 but for float32 master weights and states
   weights     scaled float16 but for float32 states
   scaled      scaled float16: parameters, gradients, activations and states
-  stochastic  the same, with parameters rounded stochastically
-  pairs       the same, with parameters and states in scaled(fp16x2)
+  weights8    as weights, with parameters that have an 8-bit tail
+  scaled8     as scaled, with the same
+  stochastic  as scaled, with parameters rounded stochastically
+  pairs       as scaled, with parameters and states in scaled(fp16x2)
   fp8         as stochastic, with 8-bit products in linear layers
   fp8masters  as masters, with 8-bit products
 
@@ -82,6 +84,7 @@ class Variant:
 
 _SCALED = mcf.scaled(HALF)
 _STOCHASTIC = mcf.scaled(HALF, rounding="stochastic")
+_TAILS = mcf.scaled(HALF, tail=8)
 VARIANTS = {
     "float32": Variant(),
     "float16": Variant(dtype=HALF),
@@ -91,6 +94,8 @@ VARIANTS = {
     "masters": Variant(_SCALED, masters=True),
     "weights": Variant(_SCALED, states=True),
     "scaled": Variant(_SCALED),
+    "weights8": Variant(_TAILS, states=True),
+    "scaled8": Variant(_TAILS),
     "stochastic": Variant(_STOCHASTIC),
     "pairs": Variant(mcf.scaled(mcf.fp16x2)),
     "fp8": Variant(_STOCHASTIC, products="fp8"),
@@ -102,13 +107,14 @@ VARIANTS = {
 class Outcome:
     """What one run came to."""
 
-    validation: float = math.nan
+    validation: float | None = None  # of what ran to the end
     steps: int = 0  # that were taken before the loss was no number
     zeros: float = math.nan  # share of elements of gradients that are zero, the mean of samples
     seconds_per_step: float = math.nan
     counts: dict[str, int] = field(default_factory=dict)  # of one training step
-    sizes: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # log2 rms of data
-    sampled: list[int] = field(default_factory=list)  # the steps of these
+    sampled: list[int] = field(default_factory=list)  # the steps that were looked at
+    # log2 rms of data at these, by kind and name; kept of the first seed
+    sizes: dict[str, dict[str, list[float | None]]] = field(default_factory=dict)
 
 
 class FastHalf(TorchDispatchMode):
@@ -122,6 +128,15 @@ class FastHalf(TorchDispatchMode):
             return func(*(x.float() for x in args), **(kwargs or {})).to(HALF)
         return func(*args, **(kwargs or {}))
 
+
+DRAWN = ("float32", "stochastic", "fp8")
+KINDS = {
+    "activations": "activations",
+    "gradients": "gradients",
+    "parameters": "parameters",
+    "exp_avg": "first moments",
+    "exp_avg_sq": "second moments",
+}
 
 _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.bmm)
 
@@ -181,7 +196,9 @@ class Job:
         self.scheduler = LambdaLR(self.optimizer, partial(learning_rate_factor, steps=steps))
         self.scaler = torch.amp.GradScaler("cpu", enabled=self.variant.scaler)
         self.zeros: list[float] = []
-        self.sizes: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        self.sizes: dict[str, dict[str, list[float | None]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
 
     def step(self, batch: Tensor, *, sample: bool, step: int) -> float:
         """One training step; returns the loss."""
@@ -241,7 +258,8 @@ class Job:
         """log2 rms of what is stored."""
         data = x.components[0] if isinstance(x, mcf.ScaledTensor) else x
         size = data.detach().double().square().mean().sqrt().item()
-        self.sizes[kind][name].append(math.log2(size) if 0 < size < math.inf else math.nan)
+        found = round(math.log2(size), 3) if 0 < size < math.inf else None
+        self.sizes[kind][name].append(found)
 
 
 def train(
@@ -289,13 +307,16 @@ def compare(options: argparse.Namespace) -> None:
         for name in options.variants:
             if seed in results[name]:
                 continue
-            results[name][seed] = train(name, seed, training, held_out, options)
+            found = train(name, seed, training, held_out, options)
+            if results[name]:
+                found.sizes = {}
+            results[name][seed] = found
             runs = {
                 name: {str(seed): asdict(run) for seed, run in by_seed.items()}
                 for name, by_seed in results.items()
             }
             content = {"settings": settings, "machine": machine("cpu"), "runs": runs}
-            path.write_text(json.dumps(content, indent=1))
+            path.write_text(json.dumps(content, allow_nan=False))
     console.print(table({name: results[name] for name in options.variants}))
     draw(options.out / "scaling.png", {name: results[name] for name in options.variants})
     console.print(f"Wrote scaling.json and scaling.png to {options.out}", soft_wrap=True)
@@ -321,17 +342,17 @@ def table(results: dict[str, dict[int, Outcome]]) -> Table:
     base = results.get("float32", {})
     for name, runs in results.items():
         last = list(runs.values())[-1]
-        beyond = [runs[seed].validation - base[seed].validation for seed in runs if seed in base]
+        beyond = differences(runs, base)
         rescaled = sum(n for event, n in last.counts.items() if event.startswith("rescaled"))
         eight = {
             event.removeprefix("fp8 "): n for event, n in last.counts.items() if "fp8" in event
         }
-        failed = last.steps < 1 or math.isnan(last.validation)
+        failed = last.validation is None
         shown.add_row(
             name,
             f"failed at step {last.steps}" if failed else f"{_mean(runs, 'validation'):.4f}",
-            f"{statistics.fmean(beyond):+.4f}" if beyond and not failed else "",
-            " ".join(f"{x:+.4f}" for x in beyond) if not failed else "",
+            f"{statistics.fmean(beyond):+.4f}" if beyond else "",
+            " ".join(f"{x:+.4f}" for x in beyond),
             f"{_mean(runs, 'zeros'):.2%}",
             f"{rescaled / SHAPES['cpu'].layers:.1f}" if rescaled else "",
             ", ".join(f"{n} {how}" for how, n in eight.items()),
@@ -340,24 +361,35 @@ def table(results: dict[str, dict[int, Outcome]]) -> Table:
     return shown
 
 
+def differences(runs: dict[int, Outcome], base: dict[int, Outcome]) -> list[float]:
+    """Losses of the seeds that both came to the end of, as differences."""
+    pairs = [(run.validation, base[seed].validation) for seed, run in runs.items() if seed in base]
+    return [x - y for x, y in pairs if x is not None and y is not None]
+
+
 def _mean(runs: dict[int, Outcome], figure: str) -> float:
     return statistics.fmean(getattr(run, figure) for run in runs.values())
 
 
 def draw(path: Path, results: dict[str, dict[int, Outcome]]) -> None:
-    """log2 rms of the data of every tensor over training: a row for each variant."""
-    kinds = ("activations", "gradients", "parameters", "exp_avg", "exp_avg_sq")
-    names = [name for name in results if name not in ("float32",)] or list(results)
-    figure = Figure(figsize=(3 * len(kinds), 2.2 * len(names)), layout="constrained")
-    grid = figure.subplots(len(names), len(kinds), sharex=True, sharey=True, squeeze=False)
+    """The root mean square of the data of every tensor over training: a row for each variant."""
+    names = [name for name in results if name in DRAWN] or list(results)
+    figure = Figure(figsize=(2.2 * len(KINDS), 1.7 * len(names) + 0.5), layout="constrained")
+    grid = figure.subplots(len(names), len(KINDS), sharex=True, sharey=True, squeeze=False)
     for row, name in zip(grid, names, strict=True):
         run = next(iter(results[name].values()))
-        for axes, kind in zip(row, kinds, strict=True):
+        for axes, kind in zip(row, KINDS, strict=True):
+            axes.axhspan(-14, 16, color="0.92", zorder=0)  # the normal range of float16
+            axes.axhline(0, color="0.6", linewidth=0.8)
             for sizes in run.sizes.get(kind, {}).values():
-                axes.plot(run.sampled[: len(sizes)], sizes, linewidth=0.6, alpha=0.6)
-            axes.axhspan(-14, 15, color="0.93", zorder=0)  # the normal range of float16
-            axes.set_title(f"{name}: {kind}", fontsize=8)
-    grid[0][0].set_ylabel("log2 rms of data")
+                shown = [math.nan if x is None else x for x in sizes]
+                axes.plot(run.sampled[-len(sizes) :], shown, linewidth=0.7, alpha=0.6)
+            axes.set_yticks(range(-32, 17, 8), [f"$2^{{{k}}}$" for k in range(-32, 17, 8)])
+            axes.tick_params(labelsize=8)
+        row[0].set_ylabel(name, fontsize=9)
+    for axes, title in zip(grid[0], KINDS.values(), strict=True):
+        axes.set_title(title, fontsize=9)
+    figure.supxlabel("step", fontsize=9)
     figure.savefig(path, dpi=110)
 
 

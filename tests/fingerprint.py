@@ -45,6 +45,11 @@ STORED = (
     *(mcf.bf16i16, mcf.bf16i8, mcf.bf16i8.nearest, mcf.bf16i8.with_rounding("stochastic")),
     mcf.Format(torch.bfloat16, 1, rounding="balanced"),
 )
+IN_BLOCKS = tuple(
+    f.with_rounding(rounding)
+    for f in (mcf.mxfp8, mcf.ue5m3, mcf.e4m3i8, mcf.e4m3i16)
+    for rounding in ("balanced", "nearest", "stochastic")
+)
 BALANCED = tuple(f.with_rounding("balanced") for f in (mcf.bf16x2, mcf.fp32x2))
 
 Results = Iterator[tuple[str, Any]]
@@ -402,6 +407,33 @@ def codec(format: mcf.Format) -> Results:
         yield attempt(f"to {other.name}", mcf.as_expansion, number(format, *SHAPE), other)
 
 
+# Of rows x and y, and the parameter p.
+ROWS = """\
+x.mul_(0.9), x.mul_(0.9).add_(plain, alpha=0.01), x
+x.lerp_(plain, 0.1), x.addcmul_(plain, plain, value=1 - 0.999), x.copy_(y), x.copy_(plain), x
+x.mul_(torch.tensor(0.999)).mul_(0.9), x.zero_(), x
+x[3:9], x[indices], x.view(24, 7, 10), x.chunk(3), x.clone(), torch.cat([x, y]), torch.zeros_like(x)
+torch._foreach_mul_([x, y], 0.999), torch._foreach_add_([x, y], [plain, plain], alpha=0.1), x, y
+F.embedding(indices, p), F.embedding(indices[:3], p), p.t()[3], p * plain.bfloat16()
+mcf.as_plain(x), mcf.as_plain(x, torch.float64), x.dequantize(), x + y""".splitlines()
+
+
+def in_blocks(format: mcf.Format) -> Results:
+    """Elements that share scales: from any bits, back, and what steps do to them."""
+    sign = torch.abs if format.name.startswith("ue5m3") else torch.positive
+    for dtype in BASES:
+        yield attempt(f"from {dtype}", mcf.as_expansion, sign(plain(dtype, 24, 70)), format)
+    for expression in ROWS:
+        rows = {s: sign(plain(torch.float32, 24, 70, seed=s, wide=False)) for s in "xyp"}
+        names = {s: mcf.as_expansion(x, format) for s, x in rows.items()}
+        if format.lends is not None:
+            names["p"] = nn.Parameter(names["p"])
+        names["plain"] = sign(plain(torch.float32, 24, 70, wide=False))
+        names["indices"] = torch.arange(0, 24, 3)
+        with torch.no_grad():
+            yield evaluated(expression, names)
+
+
 # ---------------------------------------------------------------------------------- collectives
 
 
@@ -603,6 +635,7 @@ def groups() -> dict[str, Group]:
         f"{name}/{f.name}": Group(partial(results, f))
         for (name, results), f in product(OF_STORED.items(), (*STORED, *BALANCED))
     }
+    every |= {f"blocks/{f.name}": Group(partial(in_blocks, f)) for f in IN_BLOCKS}
     every |= {f"eft/{dtype}": Group(partial(transformations, dtype)) for dtype in BASES}
     every |= {"modules/default": Group(partial(modules, None)), "collectives": Group(collectives)}
     for name in LARGE:

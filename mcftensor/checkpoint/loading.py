@@ -17,6 +17,8 @@ from mcftensor.checkpoint.bridge.layouts import read_checkpoint
 from mcftensor.checkpoint.bridge.resuming import load_states, state_dict_for
 from mcftensor.checkpoint.errors import CheckpointError, reading, some
 from mcftensor.checkpoint.state_dicts import from_terms, is_sharded, ties
+from mcftensor.convert import as_plain
+from mcftensor.scaling.scaled import ScaledTensor
 from mcftensor.tensor import MCFTensor
 
 FilePath = str | os.PathLike[str]
@@ -146,8 +148,13 @@ def _prepared(
             + ". strict=False loads what both have"
         )
     for name, x in own.items():  # which need not be said, as of other state dicts
-        if name in state_dict and isinstance(state_dict[name], MCFTensor) and type(x) is Tensor:
-            state_dict[name] = x.new_empty(x.shape, device="cpu").copy_(state_dict[name])
+        new = state_dict.get(name)
+        if isinstance(new, MCFTensor) and type(x) is Tensor:
+            state_dict[name] = x.new_empty(x.shape, device="cpu").copy_(new)
+        if isinstance(new, ScaledTensor) and not isinstance(x, ScaledTensor):
+            state_dict[name] = new.to_plain()
+        if isinstance(new, MCFTensor) and isinstance(x, ScaledTensor):
+            state_dict[name] = as_plain(new, torch.float64)
 
     def load() -> tuple[list[str], list[str]]:
         result = model.load_state_dict(state_dict, strict=False)

@@ -20,6 +20,7 @@ from mcftensor.checkpoint.errors import CheckpointError
 from mcftensor.checkpoint.safetensors import DTYPES, RESERVED, write
 from mcftensor.checkpoint.shards import divide, files_named, index_of, remove_stale, size_in_bytes
 from mcftensor.checkpoint.state_dicts import as_terms, from_terms, is_sharded, ties
+from mcftensor.scaling.scaled import ScaledTensor
 from mcftensor.tensor import MCFTensor
 
 
@@ -33,7 +34,8 @@ def save_file(
     """Save a model, or tensors by name, in a safetensors file, with all terms of expansions.
 
     Leading terms have the plain names, so that every program that reads safetensors finds a valid
-    file of the base dtype. The other terms stand beside them as `as_terms` names them. Tensors that
+    file of the base dtype. The other terms stand beside them as `as_terms` names them, and so do
+    the exponents of scaled tensors, whose data are integers to other programs. Tensors that
     are tied are stored once. A digest of each tensor is among the metadata.
 
     The file is replaced whole: if the process is killed meanwhile, the one from before is there,
@@ -162,7 +164,7 @@ def _require_storable(name: object, x: object) -> None:
     elif x.layout != torch.strided or x.is_quantized or x.is_nested or x.is_meta:
         kind = "on the meta device" if x.is_meta else f"of {x.layout}"
         obstacle = f"{kind}; only dense tensors that have memory can be stored"
-    elif is_traceable_wrapper_subclass(x) and not isinstance(x, MCFTensor):
+    elif is_traceable_wrapper_subclass(x) and not isinstance(x, MCFTensor | ScaledTensor):
         obstacle = f"a {type(x).__name__}; only plain tensors and expansions can be stored"
     elif x.dtype not in DTYPES:
         obstacle = (

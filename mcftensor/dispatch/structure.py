@@ -39,6 +39,7 @@ from mcftensor.dispatch.rows import (
     copy_rows_,
     in_rows,
     join_rows,
+    lends,
     made_in_rows,
     on_rows,
     place_in_rows,
@@ -48,6 +49,7 @@ from mcftensor.dispatch.stored import plain_numbers
 from mcftensor.dispatch.writing import refusal
 from mcftensor.formats import Format, lent
 from mcftensor.kernels.opaque import is_bare
+from mcftensor.passes.recoding import lent as lent_by
 from mcftensor.tensor import LiftedTensor, MCFTensor, Role
 from mcftensor.tensor.lending import LentTensor, holding, lent_views
 
@@ -148,7 +150,6 @@ def move_elements(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @implements(
-    aten.embedding.default,  # F.embedding of a value
     aten.im2col.default,  # F.unfold
     aten.pixel_shuffle.default,  # F.pixel_shuffle
     aten.pixel_unshuffle.default,  # F.pixel_unshuffle
@@ -171,6 +172,15 @@ def layer(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Layers that move elements: of a value all terms, of a parameter the leading one."""
     is_value = isinstance(x, MCFTensor) and x.acts_as == "value"
     return (move_elements if is_value else compute)(func, x, *args, **kwargs)
+
+
+@implements(aten.embedding.default)  # F.embedding
+def embedding(func: Any, x: Any, indices: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A layer too; of a table that lends what it makes anew, the rows that are asked for alone."""
+    if isinstance(x, MCFTensor) and lends(x) and indices.numel() < x.shape[0]:
+        rows = [part.index_select(0, indices.flatten()) for part in x._read()]
+        return lent_by(rows, x._format).view(*indices.shape, *x.shape[1:])
+    return layer(func, x, indices, *args, **kwargs)
 
 
 @implements(

@@ -25,6 +25,7 @@ class FInfo:
         smallest_normal: the smallest number whose leading term has all its bits.
         full_precision_min: the smallest magnitude at which a number is held to u^n; eps holds
             from 2^(n - 1) times that. Below, the last term falls among the subnormals of the base.
+            Where numbers share a scale, it is that of the largest of them.
         smallest_subnormal: the smallest number above 0.
         resolution: 10^-d for the d decimal digits that every number keeps.
     """
@@ -63,21 +64,21 @@ def finfo(format: Format | str) -> FInfo:
         base = torch.finfo(format.base)
         eps = 4 * (format.u / 2) ** format.terms
         largest = math.fsum(base.max * (format.u / 2) ** i for i in range(format.terms))
-        full_precision_min = format.full_precision_min
+        normal, full_precision_min = base.smallest_normal, format.full_precision_min
         smallest = base.smallest_normal * 2 * format.u
     else:  # it stores as many bits as it keeps of a machine type
         base = torch.finfo(format.numbers.dtype)
         eps = 2.0 ** (1 - format.precision)
         largest = base.max / (2 - base.eps) * (2 - eps)
-        full_precision_min = base.smallest_normal
-        smallest = base.smallest_normal * eps
+        normal, smallest = format.smallest
+        full_precision_min = normal
     return FInfo(
         dtype=format.name,
         bits=8 * format.bytes,
         eps=eps,
         max=largest,
         min=-largest,
-        smallest_normal=base.smallest_normal,
+        smallest_normal=normal,
         full_precision_min=full_precision_min,
         smallest_subnormal=smallest,
         resolution=10.0 ** -math.floor(-math.log10(eps)),

@@ -193,6 +193,12 @@ class Format:
         return 24
 
     @property
+    def smallest(self) -> tuple[float, float]:
+        """The smallest number that has all its bits, and the smallest one above zero."""
+        normal = torch.finfo(self.numbers.dtype).smallest_normal
+        return normal, normal * 2.0 ** (1 - self.precision)
+
+    @property
     def dtype_of_numbers(self) -> torch.dtype:
         """The machine type of as many bits as a number has: float32, or else float64."""
         return torch.float32 if self.precision <= 24 else torch.float64

@@ -67,6 +67,12 @@ class ScaledTailFormat(Format):
         """Significand bits, those of the tail counted."""
         return 4 + self.bits
 
+    @property
+    def smallest(self) -> tuple[float, float]:
+        """Under the least scale: the smallest normal E4M3, and the last bit of a tail."""
+        scale = 2.0 ** (_LEAST - 127)
+        return 2.0**-6 * scale, 2.0 ** -(9 + self.bits) * scale
+
     def with_rounding(self, rounding: Rounding) -> Format:
         """The same components."""
         return named(_name_of(self.bits, rounding))

@@ -273,7 +273,7 @@ def summary(
         if p.grad is not None:
             held.append(_held("gradients", name, "", TensorLayout.of(p.grad), trained))
         elif trained and not released:
-            layout = TensorLayout(PLAIN[p.dtype], local(p).shape)
+            layout = TensorLayout.of_gradient(p)
             held.append(_held("gradients", name, "", layout, trained, "predicted"))
         made = layouts(optimizer.state[p]) if optimizer and optimizer.state.get(p) else None
         for state, layout in (coming.get(p, {}) if made is None else made).items():

@@ -3,8 +3,8 @@
 The front end of the compiler writes `add_` with a number as `alpha`, `addcmul_`, `addcdiv_` and
 `addcdiv` with one as `value`, and `_foreach_lerp_`, as sequences of operations; which of them
 depends on the release. On plain gradients the first of these rounds to bf16, and the result differs
-from the eager one. Here these calls are kept whole for expansions, and left to the compiler for all
-else. It also takes a gradient to have the terms of its parameter.
+from the eager one. Here these calls are kept whole for expansions and scaled tensors, and left to
+the compiler for all else. It also takes a gradient to have the terms of its parameter.
 """
 
 from __future__ import annotations
@@ -34,9 +34,12 @@ def _whole_over_expansions(call_method: Callable[[], Any], given: dict[str, Any]
     from torch._dynamo.variables import TorchInGraphFunctionVariable
 
     keyword, of_number, of_tensor = _WITH_A_NUMBER.get(given["name"], ("", None, None))
-    if keyword not in given["kwargs"] or not _is_expansion(given["self"]):
+    if keyword not in given["kwargs"] or not _is_ours(given["self"]):
         return call_method()
-    operator: Any = of_tensor if given["kwargs"][keyword].is_tensor() else of_number
+    by_tensor = given["kwargs"][keyword].is_tensor()
+    if by_tensor and not issubclass(given["self"].class_type, MCFTensor):
+        return call_method()
+    operator: Any = of_tensor if by_tensor else of_number
     operands = [given["self"], *given["args"]]
     TorchInGraphFunctionVariable(operator).call_function(given["tx"], operands, given["kwargs"])
     return given["self"]
@@ -57,7 +60,7 @@ def _sparing_expansions(get_handlers: Callable[..., Any]) -> Callable[..., Any]:
             return found
 
         def unless_of_expansions(*args: Any, **kwargs: Any) -> Any:
-            return None if any(map(_is_expansion, args)) else decompose(*args, **kwargs)
+            return None if any(map(_is_ours, args)) else decompose(*args, **kwargs)
 
         return {**found, torch.addcdiv: unless_of_expansions}
 
@@ -104,9 +107,13 @@ def _fits(context: Any, t: Any) -> bool:
     return contexts.keys() == parts.keys() and all(_fits(contexts[x], parts[x]) for x in parts)
 
 
-def _is_expansion(x: Any) -> bool:
-    """Whether this stands for an expansion, in the compiler."""
-    return getattr(x, "is_tensor", bool)() and issubclass(x.class_type, MCFTensor)
+CLASSES: list[type] = [MCFTensor]
+"""Of tensors for which these calls are kept whole; `scaling` adds its own."""
+
+
+def _is_ours(x: Any) -> bool:
+    """Whether this stands for an expansion or a scaled tensor, in the compiler."""
+    return getattr(x, "is_tensor", bool)() and issubclass(x.class_type, tuple(CLASSES))
 
 
 # By name: the keyword of the number, the operator, and one that takes a tensor in place of the

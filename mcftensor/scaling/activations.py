@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mcftensor.scaling.exponents import largest, times_any_power
 from mcftensor.scaling.ruling import aten, rule
-from mcftensor.scaling.scaled_numbers import Unrounded, number
+from mcftensor.scaling.scaled import ScaledTensor
+from mcftensor.scaling.scaled_numbers import Unrounded, number, product_of
 
 # ------------------------------------------------------------- of gates: x · g(x), with g in [0, 1]
 
@@ -63,12 +66,6 @@ def _silu(x: Any) -> Unrounded:
     return Unrounded(_gated(a.mantissa, a.plain().sigmoid()), a.exponent)
 
 
-@rule(aten.silu_backward)
-def _silu_backward(gradient: Any, x: Any) -> Unrounded:
-    g = number(gradient)
-    return Unrounded(aten.silu_backward(g.mantissa, number(x).plain()), g.exponent)
-
-
 def _gated(mantissa: Tensor, gate: Tensor) -> Tensor:
     """Data times gate, of which a closed one wins against an infinity."""
     return torch.where(gate == 0, 0, mantissa * gate)
@@ -85,6 +82,98 @@ def _dropout_backward(gradient: Any, mask: Tensor, scale: float) -> Unrounded:
     return Unrounded(number(gradient).mantissa * mask * scale, gradient.exponent)
 
 
+@rule(aten.hardswish)
+def _hardswish(x: Any) -> Unrounded:
+    a = number(x)
+    return Unrounded(_gated(a.mantissa, (a.plain() + 3).clamp(0, 6) / 6), a.exponent)
+
+
+@rule(aten.mish)
+def _mish(x: Any) -> Unrounded:
+    a = number(x)
+    return Unrounded(_gated(a.mantissa, torch.tanh(aten.softplus(a.plain()))), a.exponent)
+
+
+@rule(aten.glu)
+def _glu(x: Any, dim: int = -1) -> Unrounded:
+    a = number(x)
+    own, gate = a.mantissa.chunk(2, dim)
+    plain_gate = times_any_power(gate, a.exponent).to(torch.float32)
+    return Unrounded(_gated(own, plain_gate.sigmoid()), a.exponent)
+
+
+@rule(aten.glu_backward)
+def _glu_backward(gradient: Any, x: Any, dim: int) -> Unrounded:
+    """Of the half that is gated in proportion to the gradient, of the gate to its product with that
+    half."""
+    g, a = number(gradient), number(x)
+    own, gate = a.mantissa.chunk(2, dim)
+    open_by = times_any_power(gate, a.exponent).to(torch.float32).sigmoid()
+    s = largest(g.exponent, g.exponent + a.exponent)
+    of_own = Unrounded(g.mantissa * open_by, g.exponent)
+    slope = open_by * (1 - open_by)
+    of_gate = Unrounded(g.mantissa * own * slope, g.exponent + a.exponent)
+    return Unrounded(torch.cat([of_own.at(s), of_gate.at(s)], dim), s)
+
+
+@rule(aten._prelu_kernel)
+def _prelu(x: Any, slope: Any) -> Unrounded:
+    a, below = number(x), product_of(number(x), number(slope))
+    s = largest(a.exponent, below.exponent)
+    return Unrounded(torch.where(a.mantissa > 0, a.at(s), below.at(s)), s)
+
+
+@rule(aten._prelu_kernel_backward)
+def _prelu_backward(gradient: Any, x: Any, slope: Any) -> tuple[Unrounded, Unrounded]:
+    g, a = number(gradient), number(x)
+    below = product_of(g, number(slope))
+    s = largest(g.exponent, below.exponent)
+    of_slope = torch.where(a.mantissa > 0, 0, g.mantissa * a.mantissa)
+    return (
+        Unrounded(torch.where(a.mantissa > 0, g.at(s), below.at(s)), s),
+        Unrounded(of_slope, g.exponent + a.exponent),
+    )
+
+
+@rule(aten.hardtanh)
+def _hardtanh(x: Any, least: float = -1.0, most: float = 1.0) -> Unrounded:
+    """Data cut off where the numbers are."""
+    a = number(x)
+    ends = [
+        times_any_power(torch.tensor(end), -a.exponent).to(torch.float32) for end in (least, most)
+    ]
+    return Unrounded(a.mantissa.clamp(*(end.to(a.mantissa.device) for end in ends)), a.exponent)
+
+
+@rule(aten.elu)
+def _elu(x: Any, alpha: float = 1, scale: float = 1, inner: float = 1) -> Unrounded:
+    """Numbers above zero, and what tends to a constant below: at the scale of the numbers or 1."""
+    a = number(x)
+    below = Unrounded(torch.expm1(a.plain() * inner) * (alpha * scale), 0)
+    s = largest(a.exponent, 0)
+    return Unrounded(torch.where(a.mantissa > 0, a.at(s) * scale, below.at(s)), s)
+
+
+# ------------------------------------------------- gradients: in proportion, by what is true of x
+
+
+def _gradient_by(func: Any) -> Callable[..., Unrounded]:
+    def backward(gradient: Any, *args: Any) -> Unrounded:
+        g = number(gradient)
+        plain = [number(x).plain() if isinstance(x, ScaledTensor) else x for x in args]
+        return Unrounded(func(g.mantissa, *plain), g.exponent)
+
+    return backward
+
+
+for _name in (
+    "elu", "hardsigmoid", "hardswish", "hardtanh", "log_sigmoid", "mish", "sigmoid", "silu",
+    "softplus", "tanh",
+):  # fmt: skip
+    _backward = getattr(aten, f"{_name}_backward").default
+    rule(_backward)(_gradient_by(_backward))
+
+
 # ---------------------------------------------------------- of numbers: computed in float32, near 1
 
 
@@ -95,19 +184,21 @@ def _of_the_number(func: Any, placing: Any) -> Any:
     return compute
 
 
-for _operator in (aten.tanh, aten.sigmoid, aten.sin, aten.cos, aten.erf):
+for _operator in (
+    aten.tanh,
+    aten.sigmoid,
+    aten.hardsigmoid,
+    aten.sin,
+    aten.cos,
+    aten.erf,
+    aten.atan,
+):
     rule(_operator)(_of_the_number(_operator, "by rule"))
 for _operator in (aten.exp, aten.log, aten.log1p, aten.expm1, aten.softplus):
     rule(_operator)(_of_the_number(_operator, "by size"))
 
 
-@rule(aten.tanh_backward)
-def _tanh_backward(gradient: Any, result: Any) -> Unrounded:
-    g = number(gradient)
-    return Unrounded(aten.tanh_backward(g.mantissa, number(result).plain()), g.exponent)
-
-
-@rule(aten.sigmoid_backward)
-def _sigmoid_backward(gradient: Any, result: Any) -> Unrounded:
-    g = number(gradient)
-    return Unrounded(aten.sigmoid_backward(g.mantissa, number(result).plain()), g.exponent)
+@rule(aten.log_sigmoid_forward)
+def _log_sigmoid(x: Any) -> tuple[Unrounded, Tensor]:
+    made, kept = aten.log_sigmoid_forward(number(x).plain())
+    return Unrounded(made, 0, "by size"), kept

@@ -55,11 +55,16 @@ def _abs(x: Any) -> Unrounded:
     return Unrounded(number(x).mantissa.abs(), x.exponent)
 
 
+@rule(aten.sign, aten.sgn)
+def _sign(x: Any) -> Unrounded:
+    return Unrounded(number(x).mantissa.sign(), 0)
+
+
 @rule(aten.sqrt, keeps_tails=True)
 def _sqrt(x: Any) -> Unrounded:
     """√data at half the exponent; where that is odd, of twice the data."""
-    half = x.exponent >> 1
-    return Unrounded(times_power(number(x).mantissa, x.exponent & 1).sqrt(), half)
+    a = number(x)
+    return Unrounded(times_power(a.mantissa, a.exponent & 1).sqrt(), a.exponent >> 1)
 
 
 @rule(aten.rsqrt)
@@ -106,7 +111,7 @@ def _addcdiv(x: Any, a: Any, b: Any, value: float = 1) -> Unrounded:
     return sum_of(number(x), _multiple(quotient, value))
 
 
-@rule(aten.maximum, keeps_tails=True)
+@rule(aten.maximum, aten.clamp_min.Tensor, keeps_tails=True)
 def _maximum(x: Any, y: Any) -> Unrounded:
     """Both at the larger exponent, as Adam with amsgrad needs it."""
     a, b = number(x), number(y)
@@ -114,7 +119,7 @@ def _maximum(x: Any, y: Any) -> Unrounded:
     return Unrounded(torch.maximum(a.at(s), b.at(s)), s)
 
 
-@rule(aten.minimum, keeps_tails=True)
+@rule(aten.minimum, aten.clamp_max.Tensor, keeps_tails=True)
 def _minimum(x: Any, y: Any) -> Unrounded:
     a, b = number(x), number(y)
     s = sum_of(a, b).exponent

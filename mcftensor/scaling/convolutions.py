@@ -67,17 +67,28 @@ def _convolution_backward(
     )
 
 
-@rule(aten.max_pool2d_with_indices)
-def _max_pool(x: Any, *how: Any) -> tuple[Unrounded, Tensor]:
-    pooled, indices = aten.max_pool2d_with_indices(number(x).mantissa, *how)
-    return Unrounded(pooled, x.exponent), indices
+def _largest_by(func: Any) -> Any:
+    def pool(x: Any, *how: Any) -> tuple[Unrounded, Tensor]:
+        pooled, indices = func(number(x).mantissa, *how)
+        return Unrounded(pooled, x.exponent), indices
+
+    return pool
 
 
-@rule(aten.max_pool2d_with_indices_backward)
-def _max_pool_backward(gradient: Any, x: Any, *how: Any) -> Unrounded:
-    g = number(gradient)
-    shape = torch.empty(x.shape, device=x.device)
-    return Unrounded(aten.max_pool2d_with_indices_backward(g.mantissa, shape, *how), g.exponent)
+def _largest_backward_by(func: Any) -> Any:
+    def backward(gradient: Any, x: Any, *how: Any) -> Unrounded:
+        g = number(gradient)
+        return Unrounded(func(g.mantissa, torch.empty(x.shape, device=x.device), *how), g.exponent)
+
+    return backward
+
+
+rule(aten.max_pool2d_with_indices)(_largest_by(aten.max_pool2d_with_indices))
+rule(aten.adaptive_max_pool2d)(_largest_by(aten.adaptive_max_pool2d))
+rule(aten.max_pool2d_with_indices_backward)(
+    _largest_backward_by(aten.max_pool2d_with_indices_backward)
+)
+rule(aten.adaptive_max_pool2d_backward)(_largest_backward_by(aten.adaptive_max_pool2d_backward))
 
 
 def _averaged_by(func: Any) -> Any:

@@ -1,7 +1,8 @@
-"""Powers of two: exponents as 0-d int32 tensors, which no device has to wait for.
+"""Powers of two: exponents as ints where they are known, else as 0-d int32 tensors.
 
-Exponents that rules know beforehand are ints; those that depend on numbers are tensors, and stay on
-the device of the data. All functions here take both.
+Those that rules know beforehand are ints; so are those that depend on numbers where a look is free,
+on a CPU outside of graphs. On other devices these are tensors, which nobody has to wait for. All
+functions here take both.
 """
 
 from __future__ import annotations
@@ -30,11 +31,33 @@ def half_log2(n: int) -> int:
     return (n.bit_length() - 1) // 2 if n else 0
 
 
+def is_free(x: Tensor) -> bool:
+    """Whether a look at a number is free, as it is on a CPU outside of graphs."""
+    return type(x) is Tensor and x.device == _CPU and not torch.compiler.is_compiling()
+
+
+def known(s: Tensor) -> Exponent:
+    """An exponent as an int, if a look is free."""
+    return int(s.item()) if is_free(s) else s
+
+
+def as_tensor(s: Exponent, device: torch.device) -> Tensor:
+    """An exponent as a tensor of its own."""
+    if isinstance(s, Tensor):
+        return s.to(torch.int32, copy=True)
+    return torch.full((), s, dtype=torch.int32, device=device)
+
+
 def largest(a: Exponent, b: Exponent) -> Exponent:
     """The larger one of two exponents."""
     if isinstance(a, Tensor):
         return torch.maximum(a, b) if isinstance(b, Tensor) else a.clamp(min=b)
     return b.clamp(min=a) if isinstance(b, Tensor) else max(a, b)
+
+
+def smallest(a: Exponent, b: Exponent) -> Exponent:
+    """The smaller one of two exponents."""
+    return -largest(-a, -b)
 
 
 def power_of_two(k: Exponent) -> float | Tensor:
@@ -64,10 +87,10 @@ def times_any_power(x: Tensor, k: Exponent) -> Tensor:
     return x.to(torch.float64) * factor
 
 
-def exponent_of_largest(x: Tensor) -> Tensor:
-    """floor(log2 max|x|) over what is finite, as a 0-d int32; `ANY` where all is zero."""
+def exponent_of_largest(x: Tensor) -> Exponent:
+    """floor(log2 max|x|) over what is finite; `ANY` where all is zero."""
     if x.numel() == 0:
-        return torch.full((), ANY, dtype=torch.int32, device=x.device)
+        return ANY
     if x.dim():
         least, most = x.aminmax()
         magnitude = torch.maximum(-least, most)
@@ -75,24 +98,22 @@ def exponent_of_largest(x: Tensor) -> Tensor:
             magnitude = torch.where(x.isfinite(), x, 0).abs().amax()
     else:
         magnitude = torch.where(x.isfinite(), x, 0).abs()
-    exponent = torch.frexp(magnitude).exponent - 1
-    return torch.where(magnitude == 0, ANY, exponent).to(torch.int32)
+    return _floor_log2(magnitude)
 
 
-def _is_known_finite(magnitude: Tensor) -> bool:
-    """Whether a look is free, as it is on a CPU outside of graphs, and shows no infinity or NaN."""
-    return (
-        type(magnitude) is Tensor
-        and magnitude.device == _CPU
-        and not torch.compiler.is_compiling()
-        and math.isfinite(magnitude.item())
-    )
-
-
-def exponent_of_rms(x: Tensor) -> Tensor:
-    """floor(log2 rms(x)) over what is finite, as a 0-d int32; x is near 1, so squares fit."""
+def exponent_of_rms(x: Tensor) -> Exponent:
+    """floor(log2 rms(x)) over what is finite; x is near 1, so squares fit."""
     norm = torch.linalg.vector_norm(x) if x.numel() else x.new_zeros(())
     if not _is_known_finite(norm):
         norm = torch.linalg.vector_norm(torch.where(x.isfinite(), x, 0))
-    exponent = torch.frexp(norm * max(1, x.numel()) ** -0.5).exponent - 1
-    return torch.where(norm == 0, ANY, exponent).to(torch.int32)
+    return _floor_log2(norm * max(1, x.numel()) ** -0.5)
+
+
+def _is_known_finite(magnitude: Tensor) -> bool:
+    return is_free(magnitude) and math.isfinite(magnitude.item())
+
+
+def _floor_log2(x: Tensor) -> Exponent:
+    if is_free(x):
+        return floor_log2(x.item())
+    return torch.where(x == 0, ANY, torch.frexp(x).exponent - 1).to(torch.int32)

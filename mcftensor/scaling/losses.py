@@ -1,4 +1,4 @@
-"""Rules of softmax, losses and attention: in float32, and balanced in backward."""
+"""Rules of softmax, losses of chances and attention: in float32, and balanced in backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from mcftensor.scaling.exponents import times_power
 from mcftensor.scaling.ruling import aten, rule
 from mcftensor.scaling.scaled_format import of_dtype
-from mcftensor.scaling.scaled_numbers import Unrounded, number, product_of, sum_of
+from mcftensor.scaling.scaled_numbers import Unrounded, number
 
 
 def _chances(plain: Tensor, n: int, format: Any = None) -> Unrounded:
@@ -82,24 +82,6 @@ for _name in ("nll_loss", "nll_loss2d"):
     rule(_backward)(_loss_backward_by(_backward))
 
 
-@rule(aten.mse_loss)
-def _mse_loss(x: Any, target: Any, reduction: int = 1) -> Unrounded:
-    difference = sum_of(number(x), product_of(number(target), number(-1)))
-    square = product_of(difference, difference)
-    if reduction == 0:
-        return square
-    made = square.mantissa.mean() if reduction == 1 else square.mantissa.sum()
-    return Unrounded(made, square.exponent, "by size")
-
-
-@rule(aten.mse_loss_backward)
-def _mse_loss_backward(gradient: Any, x: Any, target: Any, reduction: int) -> Unrounded:
-    difference = sum_of(number(x), product_of(number(target), number(-1)))
-    factor = 2.0 / x.numel() if reduction == 1 else 2.0
-    made = product_of(product_of(difference, number(factor)), number(gradient))
-    return Unrounded(made.mantissa, made.exponent, "by size")
-
-
 # --------------------------------------------------------------------------------------- attention
 
 _MATH, _FLASH = 0, 1
@@ -152,7 +134,10 @@ def _attention_backward(
     attn_mask: Any = None,
     scale: float | None = None,
 ) -> tuple[Unrounded, Unrounded, Unrounded]:
-    """In units of the gradient's and the values' data, for it is linear in both."""
+    """In units of the gradient's and the values' data, for it is linear in both.
+
+    Gradients of values are means of gradients; those of queries and keys can be of any size.
+    """
     g, values = number(gradient), number(v)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         g.mantissa,
@@ -170,5 +155,5 @@ def _attention_backward(
     return (
         Unrounded(dq, s, "by size"),
         Unrounded(dk, s, "by size"),
-        Unrounded(dv, g.exponent, "by size"),
+        Unrounded(dv, g.exponent),
     )

@@ -13,7 +13,7 @@ from mcftensor.scaling.exponents import ANY, Exponent, largest
 from mcftensor.scaling.ruling import aten, rule
 from mcftensor.scaling.scaled import ScaledTensor
 from mcftensor.scaling.scaled_format import TOPS, ScaledFormat, of_dtype
-from mcftensor.scaling.scaled_numbers import Unrounded, by_size, lead, number, write_to
+from mcftensor.scaling.scaled_numbers import Unrounded, aligned, by_size, number, write_to
 
 
 def _moved_by(func: Any) -> Callable[..., ScaledTensor]:
@@ -42,6 +42,10 @@ for _operator in (
     aten.slice_backward.default,
     aten.lift_fresh.default,  # torch.tensor and checkpoints
     aten._pin_memory.default,
+    aten.pixel_shuffle.default,
+    aten.pixel_unshuffle.default,
+    aten.im2col.default,
+    aten._unsafe_index.Tensor,
 ):
     rule(_operator)(_moved_by(_operator))
 
@@ -120,14 +124,14 @@ def encoded(x: Tensor, format: ScaledFormat) -> ScaledTensor:
 
 
 def _empty_like(x: ScaledTensor, format: ScaledFormat, **kwargs: Any) -> ScaledTensor:
-    parts = [torch.empty_like(x._data, dtype=format.dtype, **kwargs) for _ in range(format.terms)]
+    parts = [torch.empty_like(x._data, dtype=dtype, **kwargs) for dtype in format.dtypes]
     return ScaledTensor.of(parts, torch.full_like(x.exponent, ANY), format)
 
 
 def _format_for(x: ScaledTensor, dtype: torch.dtype | None) -> ScaledFormat | None:
     """Of what is made like x: its own, that of a dtype, or None where that has no scales."""
     if dtype is None or dtype == x.dtype:
-        return x.format.nearest
+        return x.format.of_states
     return of_dtype(dtype) if dtype in TOPS else None
 
 
@@ -136,7 +140,7 @@ def _filled(template: Tensor, x: ScaledTensor, dtype: torch.dtype | None, value:
     format = _format_for(x, dtype)
     if format is None:
         return torch.full_like(template, value, dtype=dtype)
-    parts = [torch.zeros_like(template, dtype=format.dtype) for _ in range(format.terms)]
+    parts = [torch.zeros_like(template, dtype=own) for own in format.dtypes]
     exponent = torch.full((), ANY, dtype=torch.int32, device=template.device)
     made = ScaledTensor.of(parts, exponent, format)
     return made.fill_(value) if value else made
@@ -237,6 +241,7 @@ for _operator in (
     aten.uniform_.default,
     aten.bernoulli_.float,  # dropout
     aten.bernoulli_.Tensor,
+    aten.exponential_.default,
 ):
     rule(_operator)(_drawn_by(_operator))
 
@@ -247,27 +252,19 @@ for _operator in (
 @rule(aten.cat)
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Unrounded:
     """All at the largest of their exponents."""
-    s, numbers = _aligned(tensors)
+    s, numbers = aligned(tensors)
     return Unrounded(torch.cat([x.at(s) for x in numbers], dim), s)
 
 
 @rule(aten.stack)
 def _stacked(tensors: Sequence[Tensor], dim: int = 0) -> Unrounded:
-    s, numbers = _aligned(tensors)
+    s, numbers = aligned(tensors)
     return Unrounded(torch.stack([x.at(s) for x in numbers], dim), s)
-
-
-def _aligned(tensors: Sequence[Any]) -> tuple[Exponent, list[Unrounded]]:
-    numbers = [number(x) for x in tensors]
-    s: Exponent = ANY
-    for x in numbers:
-        s = largest(s, x.exponent)
-    return s, numbers
 
 
 @rule(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, keeps_tails=True)
 def _where(condition: Tensor, x: Any, y: Any) -> Unrounded:
-    s, (a, b) = _aligned([x, y])
+    s, (a, b) = aligned([x, y])
     return Unrounded(torch.where(condition, a.at(s), b.at(s)), s)
 
 
@@ -279,36 +276,6 @@ def _masked_fill(x: Any, mask: Tensor, value: Any) -> Unrounded:
         return Unrounded(number(x).mantissa.masked_fill(mask, value), x.exponent)
     s = largest(x.exponent, filled.exponent)
     return Unrounded(torch.where(mask, filled.at(s), number(x).at(s)), s)
-
-
-@rule(aten.index_put, keeps_tails=True)
-def _index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Unrounded:
-    """Assignments to indices, and gradients of picking by them."""
-    s, (a, b) = _aligned([x, values])
-    return Unrounded(aten.index_put(a.at(s), indices, b.at(s), accumulate), s)
-
-
-@rule(aten._index_put_impl_)
-def _index_put_impl_(
-    x: Any, indices: Any, values: Any, accumulate: bool = False, unsafe: bool = False
-) -> Tensor:
-    return write_to(x, _index_put(x, indices, values, accumulate))
-
-
-@rule(aten.embedding)
-def _embedding(weight: Any, indices: Tensor, *unused: Any, **also: Any) -> Unrounded:
-    picked = lead(weight)
-    return Unrounded(torch.embedding(picked.mantissa, indices), picked.exponent)
-
-
-@rule(aten.embedding_dense_backward)
-def _embedding_backward(
-    gradient: Any, indices: Tensor, count: int, padding: int, by: bool
-) -> Unrounded:
-    """Sums of as many rows as a token comes up: how many is not known beforehand."""
-    g = number(gradient)
-    summed = aten.embedding_dense_backward(g.mantissa, indices, count, padding, by)
-    return Unrounded(summed, g.exponent, "by size")
 
 
 # ------------------------------------------------------------------------------------- questions

@@ -1,7 +1,7 @@
 """Rules of layer, RMS and batch norms: data is normalized, and the scale is that of the gain.
 
-Means and deviations are saved for backward in units of the data, whose exponent is known there.
-The gradients of a norm go by their size: this is where scales of backward passes are balanced.
+The gradient of what is normalized goes by its size: this is where scales of backward passes are
+balanced. Those of gain and bias are sums, and follow the rule of sums.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.scaling.exponents import power_of_two
+from mcftensor.scaling.exponents import (
+    Exponent,
+    half_log2,
+    power_of_two,
+    times_any_power,
+    times_power,
+)
 from mcftensor.scaling.ruling import aten, rule
 from mcftensor.scaling.scaled_numbers import Unrounded, number, product_of, sum_of
 
@@ -20,6 +26,17 @@ from mcftensor.scaling.scaled_numbers import Unrounded, number, product_of, sum_
 def _inverse_deviation(variance: Tensor, eps: float, exponent: Any) -> Tensor:
     """1 / √(variance + eps), of which eps is one of the true numbers."""
     return (variance + eps * power_of_two(-exponent) * power_of_two(-exponent)).rsqrt()
+
+
+def _saved(mean: Tensor, inverse: Tensor, exponent: Exponent) -> tuple[Tensor, Tensor]:
+    """Statistics of data as true numbers, which others may ask for beside ours: vmap does."""
+    return times_any_power(mean, exponent), times_any_power(inverse, -exponent)
+
+
+def _of_data(mean: Tensor, inverse: Tensor, exponent: Exponent) -> tuple[Tensor, Tensor]:
+    """In units of data again."""
+    own = times_any_power(mean, -exponent), times_any_power(inverse, exponent)
+    return own[0].to(torch.float32), own[1].to(torch.float32)
 
 
 def _with_gain(normal: Tensor, weight: Any, bias: Any, shape: tuple[int, ...]) -> Unrounded:
@@ -42,7 +59,7 @@ def _layer_norm(
     variance, mean = torch.var_mean(a.mantissa, dims, correction=0, keepdim=True)
     inverse = _inverse_deviation(variance, eps, a.exponent)
     made = _with_gain((a.mantissa - mean) * inverse, weight, bias, tuple(shape))
-    return made, mean, inverse
+    return made, *_saved(mean, inverse, a.exponent)
 
 
 @rule(aten.native_layer_norm_backward)
@@ -62,21 +79,32 @@ def _layer_norm_backward(
         g.mantissa,
         a.mantissa,
         shape,
-        mean,
-        inverse,
+        *_of_data(mean, inverse, a.exponent),
         None if gain is None else gain.mantissa,
         None if bias is None else number(bias).mantissa,
         mask,
     )
     s = g.exponent - a.exponent + (0 if gain is None else gain.exponent)
-    return _balanced(made, (s, g.exponent, g.exponent), mask)
+    return _gradients(made, s, g.exponent, x.numel(), mask)
 
 
-def _balanced(made: Any, exponents: Any, mask: list[bool]) -> tuple[Unrounded | None, ...]:
-    return tuple(
-        Unrounded(part, exponent, "by size") if wanted and part is not None else None
-        for part, exponent, wanted in zip(made, exponents, mask, strict=True)
+def _gradients(
+    made: Any, s: Exponent, of_gradient: Exponent, size: int, mask: list[bool]
+) -> tuple[Unrounded | None, ...]:
+    """Of the input at the exponent s, and of gain and bias, each a sum over all places."""
+    dx, *sums = made
+    return (
+        Unrounded(dx, s, "by size") if mask[0] else None,
+        *(
+            _summed(part, of_gradient, size) if wanted else None
+            for part, wanted in zip(sums, mask[1:], strict=True)
+        ),
     )
+
+
+def _summed(part: Tensor, exponent: Exponent, size: int) -> Unrounded:
+    half = half_log2(size // max(1, part.numel()))
+    return Unrounded(times_power(part, -half), exponent + half)
 
 
 @rule(aten._fused_rms_norm)
@@ -86,7 +114,8 @@ def _rms_norm(x: Any, shape: Any, weight: Any, eps: float | None) -> tuple[Unrou
     square = a.mantissa.square().mean(dims, keepdim=True)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     inverse = _inverse_deviation(square, eps, a.exponent)
-    return _with_gain(a.mantissa * inverse, weight, None, tuple(shape)), inverse
+    made = _with_gain(a.mantissa * inverse, weight, None, tuple(shape))
+    return made, _saved(inverse, inverse, a.exponent)[1]
 
 
 @rule(aten._fused_rms_norm_backward)
@@ -94,6 +123,7 @@ def _rms_norm_backward(
     gradient: Any, x: Any, shape: Any, inverse: Tensor, weight: Any, mask: list[bool]
 ) -> tuple[Unrounded | None, ...]:
     g, a = number(gradient), number(x)
+    _, inverse = _of_data(inverse, inverse, a.exponent)
     normal = a.mantissa * inverse
     own, s = g.mantissa, g.exponent - a.exponent
     if weight is not None:
@@ -102,7 +132,7 @@ def _rms_norm_backward(
     dims = tuple(range(-len(shape), 0))
     dx = inverse * (own - normal * (own * normal).mean(dims, keepdim=True))
     dw = (g.mantissa * normal).sum(tuple(range(x.dim() - len(shape))))
-    return _balanced((dx, dw), (s, g.exponent), mask)
+    return _gradients((dx, dw), s, g.exponent, x.numel(), mask)
 
 
 @rule(aten.native_group_norm)
@@ -115,7 +145,7 @@ def _group_norm(
     inverse = _inverse_deviation(variance, eps, a.exponent)
     normal = ((parts - mean[..., None]) * inverse[..., None]).view(x.shape)
     shape = (1, -1, *(1 for _ in range(x.dim() - 2)))
-    return _with_gain(normal, weight, bias, shape), mean, inverse
+    return _with_gain(normal, weight, bias, shape), *_saved(mean, inverse, a.exponent)
 
 
 @rule(aten.native_group_norm_backward)
@@ -134,10 +164,10 @@ def _group_norm_backward(
     g, a = number(gradient), number(x)
     gain = None if weight is None else number(weight)
     data = None if gain is None else gain.mantissa
-    how = (mean, inverse, data, n, channels, places, groups, mask)
+    how = (*_of_data(mean, inverse, a.exponent), data, n, channels, places, groups, mask)
     made = aten.native_group_norm_backward(g.mantissa.contiguous(), a.mantissa.contiguous(), *how)
     s = g.exponent - a.exponent + (0 if gain is None else gain.exponent)
-    return _balanced(made, (s, g.exponent, g.exponent), mask)
+    return _gradients(made, s, g.exponent, x.numel(), mask)
 
 
 # ------------------------------------------------------------------------------------ batch norms
@@ -171,7 +201,7 @@ def _batch_norm(
         variance = Unrounded(number(running_variance).plain(), -a.exponent * 2).plain()
     inverse = _inverse_deviation(variance, eps, a.exponent)
     normal = (a.mantissa - mean.view(shape)) * inverse.view(shape)
-    return _with_gain(normal, weight, bias, shape), mean, inverse
+    return _with_gain(normal, weight, bias, shape), *_saved(mean, inverse, a.exponent)
 
 
 @rule(aten._native_batch_norm_legit.no_stats)
@@ -188,13 +218,14 @@ def _batch_norm_backward(
     weight: Any,
     running_mean: Any,
     running_variance: Any,
-    mean: Any,
-    inverse: Any,
+    mean: Tensor,
+    inverse: Tensor,
     training: bool,
     eps: float,
     mask: list[bool],
 ) -> tuple[Unrounded | None, ...]:
     g, a = number(gradient), number(x)
+    mean, inverse = _of_data(mean, inverse, a.exponent)
     shape = (1, -1, *(1 for _ in range(x.dim() - 2)))
     dims = [0, *range(2, x.dim())]
     normal = (a.mantissa - mean.view(shape)) * inverse.view(shape)
@@ -208,4 +239,4 @@ def _batch_norm_backward(
     if weight is not None:
         gain = number(weight)
         dx, s = dx * gain.mantissa.view(shape), s + gain.exponent
-    return _balanced((dx, dw, db), (s, g.exponent, g.exponent), mask)
+    return _gradients((dx, dw, db), s, g.exponent, x.numel(), mask)

@@ -24,7 +24,7 @@ def _sum(
     """s + floor(½ log2 n); what has no dimensions left goes by its size, which costs nothing."""
     n = _count_of(x, dim)
     half = half_log2(n)
-    summed = number(x).mantissa.sum(_dims(x, dim), keepdim)
+    summed = number(x).mantissa.sum(dims_of(x, dim), keepdim)
     return Unrounded(
         times_power(summed, -half), x.exponent + half, _placing(summed), _format(dtype)
     )
@@ -36,28 +36,13 @@ def _mean(
 ) -> Unrounded:
     """A sum, divided by n."""
     half = half_log2(_count_of(x, dim))
-    mean = number(x).mantissa.mean(_dims(x, dim), keepdim)
+    mean = number(x).mantissa.mean(dims_of(x, dim), keepdim)
     return Unrounded(times_power(mean, half), x.exponent - half, _placing(mean), _format(dtype))
 
 
-@rule(aten.amax)
-def _amax(x: Any, dim: Dims = (), keepdim: bool = False) -> Unrounded:
-    return Unrounded(number(x).mantissa.amax(_dims(x, dim), keepdim), x.exponent)
-
-
-@rule(aten.amin)
-def _amin(x: Any, dim: Dims = (), keepdim: bool = False) -> Unrounded:
-    return Unrounded(number(x).mantissa.amin(_dims(x, dim), keepdim), x.exponent)
-
-
-@rule(aten.max.default)
-def _max(x: Any) -> Unrounded:
-    return Unrounded(number(x).mantissa.max(), x.exponent)
-
-
-@rule(aten.min.default)
-def _min(x: Any) -> Unrounded:
-    return Unrounded(number(x).mantissa.min(), x.exponent)
+@rule(aten.norm.ScalarOpt_dim)
+def _norm(x: Any, order: float | None, dim: Dims, keepdim: bool = False) -> Unrounded:
+    return _vector_norm(x, 2 if order is None else order, dim, keepdim)
 
 
 @rule(aten.linalg_vector_norm)
@@ -75,10 +60,45 @@ def _vector_norm(
     return Unrounded(norm, x.exponent, _placing(norm), _format(dtype) or format)
 
 
+def _variance(x: Any, dim: Dims, correction: Any, keepdim: bool) -> Unrounded:
+    correction = 1 if correction is None else correction
+    made = number(x).mantissa.var(dims_of(x, dim), correction=correction, keepdim=keepdim)
+    return Unrounded(made, x.exponent * 2, _placing(made))
+
+
+def _deviation(x: Any, dim: Dims, correction: Any, keepdim: bool) -> Unrounded:
+    made = _variance(x, dim, correction, keepdim).mantissa.sqrt()
+    return Unrounded(made, x.exponent, _placing(made))
+
+
 @rule(aten.var.correction)
-def _var(x: Any, dim: Dims = None, *, correction: float = 1, keepdim: bool = False) -> Unrounded:
-    variance = number(x).mantissa.var(_dims(x, dim), correction=correction, keepdim=keepdim)
-    return Unrounded(variance, x.exponent * 2, _placing(variance))
+def _var(x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Unrounded:
+    return _variance(x, dim, correction, keepdim)
+
+
+@rule(aten.std.correction)
+def _std(x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Unrounded:
+    return _deviation(x, dim, correction, keepdim)
+
+
+@rule(aten.var_mean.correction)
+def _var_mean(
+    x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False
+) -> tuple[Unrounded, Unrounded]:
+    return _variance(x, dim, correction, keepdim), _mean(x, dim, keepdim)
+
+
+@rule(aten.std_mean.correction)
+def _std_mean(
+    x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False
+) -> tuple[Unrounded, Unrounded]:
+    return _deviation(x, dim, correction, keepdim), _mean(x, dim, keepdim)
+
+
+@rule(aten.logsumexp)
+def _logsumexp(x: Any, dim: Dims, keepdim: bool = False) -> Unrounded:
+    """Of the numbers, in float32; near 1, as log softmax."""
+    return Unrounded(number(x).plain().logsumexp(dims_of(x, dim), keepdim), 0)
 
 
 @rule(aten.cumsum)
@@ -93,7 +113,8 @@ def _count_of(x: Tensor, dim: Dims) -> int:
     return math.prod(x.shape[d] for d in dims) if dims else x.numel()
 
 
-def _dims(x: Tensor, dim: Dims) -> list[int]:
+def dims_of(x: Tensor, dim: Dims) -> list[int]:
+    """What is reduced: all if nothing is said."""
     dims = [dim] if isinstance(dim, int) else list(dim or ())
     return dims or list(range(x.dim()))
 

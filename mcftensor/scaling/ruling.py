@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
+from mcftensor.patches.dynamo import CLASSES
 from mcftensor.scaling.counts import count
 from mcftensor.scaling.scaled import ScaledTensor
 from mcftensor.scaling.scaled_format import ScaledFormat, promoted
@@ -25,6 +26,7 @@ from mcftensor.scaling.scaled_numbers import Unrounded, by_size, number, stored,
 
 aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_BETWEEN_PROCESSES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp")
 _FALLBACK: ContextVar[bool] = ContextVar("scaling_fallback", default=False)
 
 
@@ -110,9 +112,20 @@ def _functional(func: Any) -> Any:
 
 def result_format(tree: Any, *, keep_tails: bool) -> ScaledFormat:
     """The format of what is computed of the scaled tensors in a tree of arguments."""
-    found = [x for x in tree_leaves(tree) if isinstance(x, ScaledTensor)]
+    found = [x for x in _leaves(tree) if isinstance(x, ScaledTensor)]
     formats = [x.format for x in found if x.dim()] or [x.format for x in found]
     return promoted(formats, keep_tails=keep_tails)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    """What arguments consist of: PyTorch's own way takes as long as a rule."""
+    if isinstance(tree, list | tuple):
+        for x in tree:
+            yield from _leaves(x)
+    elif isinstance(tree, dict):
+        yield from _leaves(list(tree.values()))
+    else:
+        yield tree
 
 
 def _finished(found: ScalingRule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -167,14 +180,20 @@ def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not _FALLBACK.get() or func._schema.is_mutable:
+    if not _FALLBACK.get() or func._schema.is_mutable or func.namespace in _BETWEEN_PROCESSES:
         formats = [
             f"{x.format.name} of shape {tuple(x.shape)}"
             if isinstance(x, ScaledTensor)
             else f"plain {x.dtype} of shape {tuple(x.shape)}"
-            for x in tree_leaves((args, kwargs))
+            for x in _leaves((args, kwargs))
             if isinstance(x, Tensor)
         ]
+        if func.namespace in _BETWEEN_PROCESSES:
+            raise NotImplementedError(
+                f"{func}: scales do not travel between processes, given {', '.join(formats)}; "
+                "train a scaled model in one process, send what mcf.as_plain(x, torch.float32) "
+                "gives, or shard a model in mcf.bf16i8, whose range needs no scales"
+            )
         repair = (
             "use the form that does not write in place"
             if func._schema.is_mutable
@@ -198,3 +217,4 @@ def _without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 ScaledTensor._dispatch = staticmethod(follow_rule)
+CLASSES.append(ScaledTensor)

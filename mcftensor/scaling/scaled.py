@@ -31,7 +31,7 @@ class ScaledTensor(torch.Tensor):
     own.
 
     Args:
-        components: the data, and the tail of a scaled expansion; plain tensors alike.
+        components: the data, and the tail if the format has one; plain tensors alike.
         exponent: s, as an int32 tensor without dimensions.
         format: their format; by default that of the data's dtype.
 
@@ -65,16 +65,19 @@ class ScaledTensor(torch.Tensor):
         format: ScaledFormat | None = None,
     ) -> ScaledTensor:
         """Make a tensor of components that are checked."""
-        format = format or of_dtype(components[0].dtype, len(components))
-        if len(components) != format.terms or len({x.shape for x in components}) != 1:
+        dtypes = tuple(x.dtype for x in components)
+        format = format or of_dtype(dtypes[0], dtypes[1] if len(dtypes) > 1 else None)
+        if len(components) != len(format.dtypes) or len({x.shape for x in components}) != 1:
             shapes = ", ".join(str(tuple(x.shape)) for x in components)
             raise ValueError(
-                f"ScaledTensor: {format.name} has {format.terms} components of one shape; got "
-                f"{len(components)}, of shapes {shapes}"
+                f"ScaledTensor: {format.name} has {len(format.dtypes)} components of one shape; "
+                f"got {len(components)}, of shapes {shapes}"
             )
-        if any(x.dtype != format.dtype for x in components):
-            dtypes = ", ".join(str(x.dtype) for x in components)
-            raise TypeError(f"ScaledTensor: {format.name} holds {format.dtype}; got {dtypes}")
+        if dtypes != format.dtypes:
+            raise TypeError(
+                f"ScaledTensor: {format.name} holds {', '.join(map(str, format.dtypes))}; got "
+                f"{', '.join(map(str, dtypes))}"
+            )
         if exponent.dtype != torch.int32 or exponent.dim():
             raise TypeError(
                 f"ScaledTensor: an exponent is an int32 without dimensions; got {exponent.dtype} "
@@ -119,8 +122,8 @@ class ScaledTensor(torch.Tensor):
 
     @property
     def components(self) -> tuple[Tensor, ...]:
-        """The data, and the tail of a scaled expansion, as plain tensors with the same memory."""
-        return (self._data,) if self._format.terms == 1 else (self._data, self._tail)
+        """The data, and the tail if there is one, as plain tensors with the same memory."""
+        return (self._data,) if self._format.tail is None else (self._data, self._tail)
 
     @property
     def exponent(self) -> Tensor:
@@ -136,8 +139,8 @@ class ScaledTensor(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         format = self._format
-        names = [*_PARTS[: format.terms], "_exponent"]
-        return names, (format.dtype, format.terms, format.rounding)
+        names = [*_PARTS[: len(format.dtypes)], "_exponent"]
+        return names, (format.dtype, format.tail, format.rounding)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -147,7 +150,7 @@ class ScaledTensor(torch.Tensor):
         outer_stride: Any,
     ) -> ScaledTensor:
         format = of_dtype(*context)
-        components = [inner[name] for name in _PARTS[: format.terms]]
+        components = [inner[name] for name in _PARTS[: len(format.dtypes)]]
         return ScaledTensor.of(components, inner["_exponent"], format)
 
     def _stable_hash_for_caching(self) -> str:
@@ -172,7 +175,7 @@ class ScaledTensor(torch.Tensor):
         torch.utils.hooks.warn_if_has_hooks(self)
         state = {name: x for name, x in self.__dict__.items() if name not in _OWN}
         is_param = isinstance(self, torch.nn.Parameter)
-        kept = (self._format.terms, self._format.rounding, self.requires_grad, is_param)
+        kept = (self._format.rounding, self.requires_grad, is_param)
         whole = (self.components, self._exponent, *kept)
         return _rebuilt, whole, state or None
 
@@ -249,9 +252,10 @@ class ScaledTensor(torch.Tensor):
                 f"{tuple(value.shape)} on {value.device}; make a new tensor instead"
             )
         if value.stride() != self.stride():
-            value = torch.empty_like(self).copy_(value)
-        assert isinstance(value, ScaledTensor)
-        names = (*_PARTS[: self.format.terms], "_exponent", "_whole")
+            pairs = zip(self.components, value.components, strict=True)
+            parts = [torch.empty_like(mine).copy_(theirs) for mine, theirs in pairs]
+            value = ScaledTensor.of(parts, value.exponent.clone(), self.format)
+        names = (*_PARTS[: len(self.format.dtypes)], "_exponent", "_whole")
         self.__dict__.update({name: getattr(value, name) for name in names})
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -270,12 +274,12 @@ class ScaledTensor(torch.Tensor):
 def _rebuilt(
     components: tuple[Tensor, ...],
     exponent: Tensor,
-    terms: int,
     rounding: Literal["nearest", "stochastic"],
     requires_grad: bool,
     is_param: bool,
 ) -> ScaledTensor:
-    made = ScaledTensor(components, exponent, of_dtype(components[0].dtype, terms, rounding))
+    dtype, tail = components[0].dtype, components[1].dtype if len(components) > 1 else None
+    made = ScaledTensor(components, exponent, of_dtype(dtype, tail, rounding))
     if is_param:
         return torch.nn.Parameter(made, requires_grad)  # type: ignore[return-value]
     made.requires_grad_(requires_grad)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from mcftensor.arithmetic.bases import BASES
 from mcftensor.arithmetic.rounding import round_to
-from mcftensor.formats import ExpansionFormat, Format
+from mcftensor.formats import Component, ExpansionFormat, Format
+from mcftensor.scaling import integer_tails
 
 TOPS: dict[torch.dtype, int] = {
     torch.float32: 60,  # so that float32 holds products
@@ -31,6 +32,20 @@ PRECISIONS: dict[torch.dtype, int] = {
     torch.float8_e5m2: 3,
 }
 
+
+class _Exponent(Component):
+    """One number for the whole tensor."""
+
+    @property
+    def is_shared(self) -> bool:
+        """It is."""
+        return True
+
+    def shape(self, shape: torch.Size) -> torch.Size:
+        """None."""
+        return torch.Size()
+
+
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -40,30 +55,49 @@ class ScaledFormat:
 
     Attributes:
         dtype: of the data, and of tensors of this format.
+        tail: the dtype of what follows the data, if anything does. That of a scaled expansion is
+            stored times 2^precision, so that it is as large as the leading term: it has all its
+            bits wherever that is a normal number. An int8 goes on where the bits of a float16 end.
         rounding: of what is written into tensors of this format.
-        terms: 1, or 2 of a scaled expansion. The tail is stored times 2^precision, so that it is
-            as large as the leading term: it has all its bits wherever that is a normal number.
     """
 
     dtype: torch.dtype
-    terms: int = 1
+    tail: torch.dtype | None = None
     rounding: Literal["nearest", "stochastic"] = "nearest"
 
     @property
     def name(self) -> str:
-        """As in `scaled(float16)` or `scaled(fp16x2)`."""
+        """As in `scaled(float16)`, `scaled(fp16i8)` or `scaled(fp16x2)`."""
         base = str(self.dtype).removeprefix("torch.")
-        base = base if self.terms == 1 else f"{BASES[self.dtype].name}x2"
+        if self.tail is not None:
+            base = BASES[self.dtype].name + ("i8" if self.tail == torch.int8 else "x2")
         return f"scaled({base}{'' if self.rounding == 'nearest' else ', ' + self.rounding})"
 
     def __repr__(self) -> str:
-        owner = "torch." if self.terms == 1 else "mcf."
-        base = self.name.removeprefix("scaled(").partition(",")[0].removesuffix(")")
+        base = f"mcf.{BASES[self.dtype].name}x2" if self.tail == self.dtype else str(self.dtype)
+        tail = ", tail=8" if self.tail == torch.int8 else ""
         how = "" if self.rounding == "nearest" else f", rounding={self.rounding!r}"
-        return f"mcf.scaled({owner}{base}{how})"
+        return f"mcf.scaled({base}{tail}{how})"
 
     def __reduce__(self) -> tuple[Callable[..., ScaledFormat], tuple[object, ...]]:
-        return of_dtype, (self.dtype, self.terms, self.rounding)
+        return of_dtype, (self.dtype, self.tail, self.rounding)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of the components: the data, and the tail if there is one."""
+        return (self.dtype,) if self.tail is None else (self.dtype, self.tail)
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """What a tensor is stored in: data, the tail if there is one, and the exponent."""
+        names = ("data", "tail")[: len(self.dtypes)]
+        stored = [Component(n, dtype) for n, dtype in zip(names, self.dtypes, strict=True)]
+        return (*stored, _Exponent("exponent", torch.int32))
+
+    @staticmethod
+    def from_name(name: str) -> ScaledFormat | None:
+        """The format of a name such as `"scaled(float16)"`, or None."""
+        return next((format for format in _all() if format.name == name), None)
 
     @property
     def top(self) -> int:
@@ -73,12 +107,18 @@ class ScaledFormat:
     @property
     def precision(self) -> int:
         """Significand bits of a number."""
-        return PRECISIONS[self.dtype] * self.terms
+        return PRECISIONS[self.dtype] + self._bits_of_tail
+
+    @property
+    def _bits_of_tail(self) -> int:
+        if self.tail is None:
+            return 0
+        return integer_tails.BITS if self.tail == torch.int8 else PRECISIONS[self.tail]
 
     @property
     def bytes(self) -> int:
         """Bytes an element; the exponent of the tensor has four."""
-        return self.dtype.itemsize * self.terms
+        return sum(dtype.itemsize for dtype in self.dtypes)
 
     @property
     def lead(self) -> ScaledFormat:
@@ -87,8 +127,13 @@ class ScaledFormat:
 
     @property
     def nearest(self) -> ScaledFormat:
-        """The same format, rounded to nearest: of states, and of what is computed."""
-        return of_dtype(self.dtype, self.terms)
+        """The same format, rounded to nearest: of what is computed."""
+        return of_dtype(self.dtype, self.tail)
+
+    @property
+    def of_states(self) -> ScaledFormat:
+        """The format of what is made like a tensor: an integer tail is for weights alone."""
+        return self.lead if self.tail == torch.int8 else self.nearest
 
     def store(self, x: Tensor) -> tuple[Tensor, ...]:
         """Numbers, already divided by 2^s, as data: each term is rounded to nearest, once.
@@ -99,20 +144,24 @@ class ScaledFormat:
             most = torch.finfo(self.dtype).max
             return (x.clamp(-most, most).to(self.dtype),)
         if self.rounding == "stochastic":
-            x = _dithered(x, PRECISIONS[self.dtype])
+            x = _dithered(x, PRECISIONS[self.dtype] + self._bits_of_tail)
+        if self.tail == torch.int8:
+            return integer_tails.in_two_parts(x)
         leading = round_to(x, self.dtype)
         if leading is x:
             leading = x.clone()
-        if self.terms == 1:
+        if self.tail is None:
             return (leading,)
         rest = (x - leading.to(x.dtype)) * 2.0 ** PRECISIONS[self.dtype]
         return leading, round_to(torch.nan_to_num(rest, 0.0, 0.0, 0.0), self.dtype)
 
     def load(self, parts: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
         """Data as float32: exactly, but for a tail that lies further behind than that reaches."""
-        leading = parts[0].to(dtype)
         if len(parts) == 1:
-            return leading
+            return parts[0].to(dtype)
+        if self.tail == torch.int8:
+            return integer_tails.of_two_parts(*parts).to(dtype)
+        leading = parts[0].to(dtype)
         return leading + parts[1].to(dtype) * 2.0 ** -PRECISIONS[self.dtype]
 
 
@@ -127,18 +176,29 @@ def _dithered(x: Tensor, precision: int) -> Tensor:
 
 def of_dtype(
     dtype: torch.dtype,
-    terms: int = 1,
+    tail: torch.dtype | None = None,
     rounding: Literal["nearest", "stochastic"] = "nearest",
 ) -> ScaledFormat:
-    """The one object for a dtype, a number of terms and a rounding."""
-    return _one_object(dtype, terms, rounding)
+    """The one object for a dtype, that of a tail and a rounding."""
+    return _one_object(dtype, tail, rounding)
 
 
 _one_object = functools.lru_cache(maxsize=None)(ScaledFormat)
 
 
+@functools.cache
+def _all() -> tuple[ScaledFormat, ...]:
+    half, brain = torch.float16, torch.bfloat16
+    kinds = [*((dtype, None) for dtype in TOPS), (half, half), (brain, brain), (half, torch.int8)]
+    narrow = [(half, None), (half, torch.int8), (brain, None)]
+    return (*(of_dtype(*x) for x in kinds), *(of_dtype(*x, "stochastic") for x in narrow))
+
+
 def scaled(
-    base: torch.dtype | Format, *, rounding: Literal["nearest", "stochastic"] = "nearest"
+    base: torch.dtype | Format,
+    *,
+    tail: int = 0,
+    rounding: Literal["nearest", "stochastic"] = "nearest",
 ) -> ScaledFormat:
     """The format of tensors whose data is of a small type, times one power of two for each tensor.
 
@@ -148,6 +208,9 @@ def scaled(
     Args:
         base: float16, bfloat16, float8_e4m3fn, float8_e5m2 or float32; or an expansion,
             `mcf.fp16x2` or `mcf.bf16x2`, which then has all its bits over the whole range.
+        tail: 8 for weights of float16 with 19 bits: an integer of 8 bits goes on where its own end.
+            Products are those of the float16; updates reach all. States made like such a weight
+            are plain scaled float16.
         rounding: of what is written to a tensor of this format. `"stochastic"` is for parameters of
             float16 or bfloat16: steps that are too small for these survive in the mean. It is drawn
             from PyTorch's generator, and states and what is computed are rounded to nearest. Data
@@ -155,7 +218,7 @@ def scaled(
 
     Raises:
         TypeError: something else.
-        ValueError: a rounding that the format does not have.
+        ValueError: a tail or a rounding that the format does not have.
 
     *Source*: P. Balanca et al., "Scalify: scale propagation for efficient low-precision LLM
     training", arXiv 2407.17353, 2024.
@@ -167,9 +230,13 @@ def scaled(
         ScaledTensor([2.9995e-09, 5.0000e-08], format=scaled(float16), exponent=-25)
         >>> x.components[0]
         tensor([0.1006, 1.6777], dtype=torch.float16)
-        >>> mcf.scaled(mcf.fp16x2).precision
-        22
+        >>> mcf.scaled(mcf.fp16x2).precision, mcf.scaled(torch.float16, tail=8).precision
+        (22, 19)
     """
+    if tail not in (0, 8) or (tail and base != torch.float16):
+        raise ValueError(
+            f"scaled: {base!r} with tail={tail!r}; torch.float16 has a tail of 8 bits, others none"
+        )
     narrow = base in (torch.float16, torch.bfloat16)
     if rounding != "nearest" and not (rounding == "stochastic" and narrow):
         raise ValueError(
@@ -177,11 +244,11 @@ def scaled(
             "for torch.float16 and torch.bfloat16"
         )
     if isinstance(base, torch.dtype) and base in TOPS:
-        return of_dtype(base, 1, rounding)
+        return of_dtype(base, torch.int8 if tail else None, rounding)
     if isinstance(base, ExpansionFormat) and base.terms == 2 and base.rounding == "nearest":
         dtype = base.components[0].dtype
         if dtype in (torch.float16, torch.bfloat16):
-            return of_dtype(dtype, 2)
+            return of_dtype(dtype, dtype)
     names = ", ".join(str(dtype) for dtype in TOPS)
     raise TypeError(f"scaled: got {base!r}; give one of {names}, mcf.fp16x2 or mcf.bf16x2")
 
@@ -198,5 +265,6 @@ def promoted(formats: Sequence[ScaledFormat], *, keep_tails: bool) -> ScaledForm
     for other in others:
         both_small = {dtype, other} <= set(FP8)
         dtype = torch.float16 if both_small else torch.promote_types(dtype, other)
-    terms = min(format.terms for format in formats) if keep_tails else 1
-    return of_dtype(dtype, terms if dtype in (torch.float16, torch.bfloat16) else 1)
+    tails = {format.tail for format in formats}
+    tail = tails.pop() if keep_tails and len(tails) == 1 else None
+    return of_dtype(dtype, tail)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -12,11 +13,14 @@ from mcftensor.scaling.counts import count
 from mcftensor.scaling.exponents import (
     ANY,
     Exponent,
+    as_tensor,
     exponent_of_largest,
     exponent_of_rms,
     floor_log2,
+    known,
     largest,
     power_of_two,
+    smallest,
     times_any_power,
     times_power,
 )
@@ -58,7 +62,10 @@ class Unrounded:
 
     def plain(self) -> Tensor:
         """The numbers in float32, rounded once."""
-        return times_any_power(self.mantissa, self.exponent).to(torch.float32)
+        s = self.exponent
+        if not isinstance(s, Tensor) and -126 <= s <= 127 and self.mantissa.dtype == torch.float32:
+            return times_power(self.mantissa, s)
+        return times_any_power(self.mantissa, s).to(torch.float32)
 
 
 def number(x: Any) -> Unrounded:
@@ -68,20 +75,20 @@ def number(x: Any) -> Unrounded:
     that is nearest to it.
     """
     if isinstance(x, ScaledTensor):
-        return Unrounded(x.format.load(x.components), x.exponent)
+        return Unrounded(x.format.load(x.components), known(x.exponent))
     if not isinstance(x, Tensor):
         exponent = nearest_exponent(x)
         return Unrounded(torch.tensor(x * 2.0**-exponent if x else 0.0), exponent)
     if not x.is_floating_point():
         return Unrounded(x.to(torch.float32), 0)
     peak = exponent_of_largest(x)
-    return Unrounded(times_any_power(x, -peak.clamp(min=-1000)).to(torch.float32), peak)
+    return Unrounded(times_any_power(x, -largest(peak, -1000)).to(torch.float32), peak)
 
 
 def lead(x: Any) -> Unrounded:
     """An operand of a product: of a scaled expansion the leading term."""
-    if isinstance(x, ScaledTensor) and x.format.terms > 1:
-        return Unrounded(x.format.lead.load(x.components[:1]), x.exponent)
+    if isinstance(x, ScaledTensor) and x.format.tail is not None:
+        return Unrounded(x.format.lead.load(x.components[:1]), known(x.exponent))
     return number(x)
 
 
@@ -95,16 +102,12 @@ def stored(x: Unrounded, format: ScaledFormat, name: str = "") -> ScaledTensor:
     format = x.format or format
     placing = "by size" if format.dtype in FP8 and x.placing == "by rule" else x.placing
     if placing == "by rule":
-        exponent = (
-            x.exponent.clone()
-            if isinstance(x.exponent, Tensor)
-            else torch.full((), x.exponent, dtype=torch.int32, device=x.mantissa.device)
-        )
-        return ScaledTensor.of(format.store(x.mantissa), exponent, format)
-    if name and x.mantissa.dim():
-        count("rescaled", name)
-    mantissa, exponent = _placed(x, format, placing)
-    return ScaledTensor.of(format.store(mantissa), exponent, format)
+        mantissa, exponent = x.mantissa, x.exponent
+    else:
+        if name and x.mantissa.dim():
+            count("rescaled", name)
+        mantissa, exponent = _placed(x, format, placing)
+    return ScaledTensor.of(format.store(mantissa), as_tensor(exponent, mantissa.device), format)
 
 
 def by_size(x: Any, format: ScaledFormat) -> ScaledTensor:
@@ -113,17 +116,28 @@ def by_size(x: Any, format: ScaledFormat) -> ScaledTensor:
     return stored(Unrounded(own.mantissa, own.exponent, "by size"), format)
 
 
-def _placed(x: Unrounded, format: ScaledFormat, placing: Placing) -> tuple[Tensor, Tensor]:
+def _placed(x: Unrounded, format: ScaledFormat, placing: Placing) -> tuple[Tensor, Exponent]:
     """Mantissas and exponent, moved to where the size of the numbers says."""
-    peak = exponent_of_largest(x.mantissa)
-    shift = peak.clamp(-126, 126)
-    near = times_power(x.mantissa, -shift)  # below 4, so that squares fit
-    further = (peak - shift - format.top).clamp(min=-format.top)
+    near, peak, shift = _near_one(x.mantissa)
+    further = largest(peak - shift - format.top, -format.top)
     if placing == "by size":
-        further = torch.maximum(exponent_of_rms(near), further)
-    further = further.clamp(min=-format.top)
-    exponent = torch.where(peak == ANY, ANY, shift + further + x.exponent).to(torch.int32)
-    return times_power(near, -further), exponent
+        further = largest(exponent_of_rms(near), further)
+    return times_power(near, -further), _unless_zero(peak, shift + further + x.exponent)
+
+
+def _near_one(mantissa: Tensor) -> tuple[Tensor, Exponent, Exponent]:
+    """Mantissas below 4, so that squares fit; the exponent of the largest, and what of it that
+    took."""
+    peak = exponent_of_largest(mantissa)
+    shift = largest(smallest(peak, 126), -126)
+    return times_power(mantissa, -shift), peak, shift
+
+
+def _unless_zero(peak: Exponent, exponent: Exponent) -> Exponent:
+    """An exponent, or that of zeros."""
+    if isinstance(peak, Tensor):
+        return torch.where(peak == ANY, ANY, exponent).to(torch.int32)
+    return ANY if peak == ANY else exponent
 
 
 def write_to(target: Tensor, x: Unrounded, name: str = "") -> Tensor:
@@ -144,36 +158,46 @@ def write_to(target: Tensor, x: Unrounded, name: str = "") -> Tensor:
     )
     whole = target._whole
     if whole is not None and whole[0].numel() > target.numel():
-        raised = torch.maximum(exponent, target.exponent)
-        factor = power_of_two(target.exponent - raised)
-        for part in whole:
-            part.copy_(part.to(torch.float32) * factor)
+        before = known(target.exponent)
+        raised = largest(exponent, before)
+        beside = format.load(whole) * power_of_two(before - raised)
+        for part, new in zip(whole, format.store(beside), strict=True):
+            part.copy_(new)
         mantissa = times_power(mantissa, exponent - raised)
         exponent = raised
     for part, new in zip(target.components, format.store(mantissa), strict=True):
         part.copy_(new)
-    target.exponent.copy_(exponent)
+    if isinstance(exponent, Tensor):
+        target.exponent.copy_(exponent)
+    else:
+        target.exponent.fill_(exponent)
     return target
 
 
-def _moved_little(x: Unrounded, format: ScaledFormat, is_weight: bool) -> tuple[Tensor, Tensor]:
-    peak = exponent_of_largest(x.mantissa)
-    shift = peak.clamp(-126, 126)
-    near = times_power(x.mantissa, -shift)
-    rms = exponent_of_rms(near).clamp(min=-format.top)
-    least = (peak - shift - format.top).clamp(min=-format.top)
-    most = torch.maximum(rms, least)
+def _moved_little(x: Unrounded, format: ScaledFormat, is_weight: bool) -> tuple[Tensor, Exponent]:
+    near, peak, shift = _near_one(x.mantissa)
+    rms = largest(exponent_of_rms(near), -format.top)
+    least = largest(peak - shift - format.top, -format.top)
+    most = largest(rms, least)
     if is_weight:
-        least = torch.maximum(least, rms - 1)
-    further = torch.minimum(torch.maximum(-shift, least), most)
-    exponent = torch.where(peak == ANY, ANY, shift + further + x.exponent).to(torch.int32)
-    return times_power(near, -further), exponent
+        least = largest(least, rms - 1)
+    further = smallest(largest(-shift, least), most)
+    return times_power(near, -further), _unless_zero(peak, shift + further + x.exponent)
 
 
 def sum_of(a: Unrounded, b: Unrounded, exponent: Exponent | None = None) -> Unrounded:
     """a + b at the larger exponent: that is √(2^2s + 2^2t), rounded down."""
     s = largest(a.exponent, b.exponent) if exponent is None else exponent
     return Unrounded(a.at(s) + b.at(s), s)
+
+
+def aligned(operands: Sequence[Any]) -> tuple[Exponent, list[Unrounded]]:
+    """Operands as numbers, and the largest of their exponents."""
+    numbers = [number(x) for x in operands]
+    s: Exponent = ANY
+    for x in numbers:
+        s = largest(s, x.exponent)
+    return s, numbers
 
 
 def product_of(a: Unrounded, b: Unrounded) -> Unrounded:

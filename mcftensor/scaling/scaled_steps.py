@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.scaling.exponents import largest
+from mcftensor.scaling.exponents import known, largest, times_any_power
 from mcftensor.scaling.ruling import RULES, ScalingRule, aten, rule
 from mcftensor.scaling.scaled import ScaledTensor
 from mcftensor.scaling.scaled_numbers import Placing, Unrounded, number, write_to
@@ -41,32 +41,46 @@ RULES["foreach"] = ScalingRule(_foreach)
 
 
 def _fused_by(func: Any, written: tuple[int, ...], squares: tuple[int, ...] = ()) -> Any:
-    """Fused steps, one tensor after the other: in float32, of which each result is rounded once.
+    """Fused steps, one tensor after the other: in float64, which holds the squares of gradients of
+    any scale that is met, and of which each result is rounded to float32 and then to its data.
 
     Args:
         func: the operator, which takes a list for each of its operands.
         written: places of the lists that it writes to.
         squares: those among them that hold squares, which are placed high.
     """
+    numbers = range(max(written) + 1)  # behind these are counts of steps
 
     def step(*args: Any, **kwargs: Any) -> None:
         for i in range(len(args[0])):
             own = [x[i : i + 1] if isinstance(x, list | tuple) else x for x in args]
-            operands = [[_in_float32(y) for y in x] if isinstance(x, list) else x for x in own]
+            operands = [
+                [_in_float64(y) for y in x] if place in numbers else x
+                for place, x in enumerate(own)
+            ]
             func(*operands, **kwargs)
             for place in written:
                 for target, made in zip(own[place], operands[place], strict=True):
-                    if isinstance(target, ScaledTensor):
-                        measured = number(made)
-                        exponent = largest(target.exponent, measured.exponent)
-                        placing: Placing = "high" if place in squares else "by rule"
-                        write_to(target, Unrounded(measured.at(exponent), exponent, placing))
+                    _write(target, made, "high" if place in squares else "by rule")
 
     return step
 
 
-def _in_float32(x: Tensor) -> Tensor:
-    return number(x).plain() if isinstance(x, ScaledTensor) else x
+def _in_float64(x: Tensor) -> Tensor:
+    """A copy for the step to write to."""
+    if not isinstance(x, ScaledTensor):
+        return x.to(torch.float64, copy=True)
+    own = number(x)
+    return times_any_power(own.mantissa, own.exponent)
+
+
+def _write(target: Tensor, made: Tensor, placing: Placing) -> None:
+    if isinstance(target, ScaledTensor):
+        measured = number(made)
+        exponent = largest(known(target.exponent), measured.exponent)
+        write_to(target, Unrounded(measured.at(exponent), exponent, placing))
+    else:
+        target.copy_(made)
 
 
 for _packet in (aten._fused_adamw_, aten._fused_adam_):

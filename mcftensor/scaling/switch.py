@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_map_only
 
 from mcftensor.patches.objects import exchange
 from mcftensor.scaling.fp8 import Fp8Linear, switched
@@ -58,7 +60,8 @@ def scalify(
     Raises:
         TypeError: `format` is no scaled format.
         ValueError: `products` is something else; a pattern that matches no parameter.
-        RuntimeError: a parameter to which weak references exist, as those of `nn.LSTM`.
+        RuntimeError: a parameter to which weak references exist; one of a recurrent layer.
+        NotImplementedError: a parameter that is sharded.
 
     *Source*: arXiv 2407.17353; embeddings, attention, convolutions, batch norms and losses, for
     which it gives no rules, are this library's own.
@@ -72,7 +75,7 @@ def scalify(
         >>> model[0].weight.grad.format, opt.state[model[0].weight]["exp_avg"].dtype
         (mcf.scaled(torch.float16), torch.float16)
     """
-    format = of_dtype(torch.float16, 1, "stochastic") if format is None else format
+    format = of_dtype(torch.float16, None, "stochastic") if format is None else format
     if not isinstance(format, ScaledFormat):
         raise TypeError(f"scalify: {format!r} is no scaled format; give mcf.scaled(torch.float16)")
     if products not in (None, "fp8"):
@@ -85,31 +88,48 @@ def scalify(
                 f"scalify: the pattern {pattern!r} in overrides matches none of the parameters: "
                 f"{', '.join(names) or 'the module has none'}"
             )
+    chosen: list[tuple[Tensor, ScaledFormat]] = []
     for name, p in model.named_parameters():
-        if weakref.getweakrefs(p):
-            raise RuntimeError(
-                f"scalify: {name} of shape {tuple(p.shape)} has weak references to it, which an "
-                "exchange of its contents would mislead. Recurrent layers have no rules; averaged "
-                "copies of a model are made after it is converted"
-            )
-    for name, p in list(model.named_parameters()):
         matching = [x for x in overrides if fnmatchcase(name, x)]
         wanted = overrides[matching[0]] if matching else format
         if wanted is None or not p.is_floating_point():
             continue
         if isinstance(p, ScaledTensor) and p.format is wanted:
             continue
-        exchange(p, nn.Parameter(as_scaled(p, wanted), requires_grad=p.requires_grad))
-        if p.grad is not None:
-            p.grad = as_scaled(p.grad, wanted.lead)
+        _require_exchangeable(name, p)
+        chosen.append((p, wanted))
+    for own, wanted in chosen:
+        exchange(own, nn.Parameter(as_scaled(own, wanted), requires_grad=own.requires_grad))
+        if own.grad is not None:
+            own.grad = as_scaled(own.grad, wanted.lead)
     for module in model.modules():
         if isinstance(module, _ConvNd) and _with_scale not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_with_scale)
+        if isinstance(module, nn.RNNBase) and _with_plain not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_with_plain)
+            module.register_forward_hook(functools.partial(_scaled_again, format.lead))
     if products == "fp8":
         for module in model.modules():
             if type(module) in (nn.Linear, Fp8Linear):
                 switched(module)
     return model
+
+
+def _require_exchangeable(name: str, p: Tensor) -> None:
+    if hasattr(p, "_local_tensor"):
+        raise NotImplementedError(
+            f"scalify: {name} of shape {tuple(p.shape)} is sharded, and scales do not travel "
+            "between processes; train a scaled model in one process, or shard one in mcf.bf16i8"
+        )
+    if weakref.getweakrefs(p):
+        layer = name.rpartition(".")[0]
+        raise RuntimeError(
+            f"scalify: {name} of shape {tuple(p.shape)} has weak references to it, which an "
+            "exchange of its contents would mislead. Recurrent layers have no rules: leave them "
+            f"plain, with overrides={{'{layer + '.' if layer else ''}*': None}}; they get plain "
+            "inputs then, and give scaled results. Averaged copies of a model are made after it is "
+            "converted"
+        )
 
 
 class _Encoded(torch.autograd.Function):
@@ -130,6 +150,26 @@ def _with_scale(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     if isinstance(weight, ScaledTensor) and isinstance(x, Tensor):
         x = x if isinstance(x, ScaledTensor) else _Encoded.apply(x, weight.format.lead)
     return (x, *others)
+
+
+class _Decoded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: ScaledTensor) -> Tensor:
+        ctx.format = x.format.lead
+        return x.to_plain(torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return encoded(gradient, ctx.format)
+
+
+def _with_plain(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    """A layer that has no rules computes in float32."""
+    return tree_map_only(ScaledTensor, _Decoded.apply, inputs)
+
+
+def _scaled_again(format: ScaledFormat, module: nn.Module, inputs: Any, results: Any) -> Any:
+    return tree_map_only(Tensor, lambda x: _Encoded.apply(x, format), results)
 
 
 def unscaled(model: M, dtype: torch.dtype | None = None) -> M:

@@ -219,8 +219,12 @@ class MCFTensor(torch.Tensor):
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., Any]:
-        """What `fully_shard` calls of formats that it cannot gather by their leading component."""
+        """What `fully_shard` calls of formats that it cannot gather by their leading component; not
+        of the plain part of one that a smaller group keeps after forward, whom it asks, too."""
         self._require_lending()
+        asking = sys._getframe(1).f_locals.get("self")
+        if getattr(getattr(asking, "sharded_state", None), "name", "") == "SHARDED_POST_FORWARD":
+            raise AttributeError("what is gathered now is plain")
         return functools.partial(self._before_gathering, self)
 
     @property

@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from mcftensor.dispatch.operands import value_of
 from mcftensor.formats import Format, require_format
+from mcftensor.scaling.scaled import ScaledTensor
+from mcftensor.scaling.scaled_format import of_dtype
+from mcftensor.scaling.switch import as_scaled
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.sharded import local, on_local
 from mcftensor.training.gradient_hooks import GradientHook, Handle, trained
@@ -69,6 +72,7 @@ def accumulate_gradients(module: nn.Module, format: Format | str | None = None) 
         - `fully_shard`: the sums of sharded gradients are expansions. With
           `set_requires_gradient_sync(False)`, FSDP sums whole gradients itself; give its
           `MixedPrecisionPolicy` a `reduce_dtype` of float32 then.
+        - Scaled gradients are summed in scaled expansions.
         - Sums of sparse gradients are dense, and optimizers for sparse gradients refuse them.
         - Complex gradients, and such with a graph (`create_graph=True`), are left as they are.
         - Compiled autograd raises beside plain parameters; expansions it compiles.
@@ -101,6 +105,9 @@ def _whole(grad: Tensor, format: Format | None) -> Tensor:
     """A gradient as an expansion, if it is not one already and can be."""
     if grad.requires_grad or grad.is_complex() or isinstance(grad, MCFTensor):
         return grad
+    if isinstance(grad, ScaledTensor):
+        is_single = grad.dtype.itemsize == 2 and grad.format.tail is None
+        return as_scaled(grad, of_dtype(grad.dtype, grad.dtype)) if is_single else grad
     if local(grad) is not grad:
         whole = _whole(local(grad), format)
         return grad if whole is local(grad) else on_local(lambda _: whole, grad)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from mcftensor.convert import as_expansion
 from mcftensor.formats import PLAIN, Format
+from mcftensor.scaling import ScaledFormat, ScaledTensor
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.sharded import format_of, local
 from mcftensor.training.shadow import CannotShadow, attributes, plain_step, same_randomness
@@ -29,7 +30,7 @@ _LENGTHS = (2, 3, 5, 7, 11, 13, 17, 19), (3, 5, 7, 11, 13, 17, 19, 23)
 class TensorLayout:
     """How a tensor is stored."""
 
-    format: Format
+    format: Format | ScaledFormat
     shape: torch.Size
     counts_writes: bool = False
     is_exact: bool = True
@@ -40,7 +41,15 @@ class TensorLayout:
         """That of a tensor, or of what this rank has of it."""
         x = local(x)
         counts_writes = isinstance(x, MCFTensor) and x.writes is not None
-        return TensorLayout(format_of(x) or PLAIN[x.dtype], x.shape, counts_writes)
+        return TensorLayout(_format(x) or PLAIN[x.dtype], x.shape, counts_writes)
+
+    @staticmethod
+    def of_gradient(p: Tensor) -> TensorLayout:
+        """That of the gradient that a parameter will have."""
+        p = local(p)
+        return TensorLayout(
+            p.format.lead if isinstance(p, ScaledTensor) else PLAIN[p.dtype], p.shape
+        )
 
     @property
     def bytes(self) -> int:
@@ -84,7 +93,7 @@ def predicted(optimizer: Optimizer) -> dict[Tensor, States]:
         for p in group["params"]
         if p.requires_grad
     ]
-    keys = {p: (g, format_of(p) or p.dtype, _pattern(local(p).shape)) for g, p in parameters}
+    keys = {p: (g, _format(p) or p.dtype, _pattern(local(p).shape)) for g, p in parameters}
     kinds = list(dict.fromkeys(keys.values()))
     short, long = (_trial(optimizer, kinds, lengths) for lengths in _LENGTHS)
     made = dict(zip(kinds, zip(short, long, strict=True), strict=True))
@@ -139,8 +148,7 @@ def _steps(
             trial.param_groups.append({"params": chosen, **options})
         for _ in range(2):
             for p in own:
-                gradient = torch.rand(p.shape).to(p.dtype)
-                p.grad = gradient.to_sparse(1) if sparse else gradient
+                p.grad = _gradient(p, sparse=sparse)
             plain_step(trial)(trial)
         if plan is not None:
             plan.apply(trial)
@@ -158,7 +166,20 @@ def _beside(x: Any) -> Any:
 def _parameter(kind: Kind, lengths: Sequence[int]) -> nn.Parameter:
     _, format, pattern = kind
     x = torch.rand(_stand_in(pattern, lengths))
-    return nn.Parameter(as_expansion(x, format) if isinstance(format, Format) else x.to(format))
+    return nn.Parameter(
+        x.to(format) if isinstance(format, torch.dtype) else as_expansion(x, format)
+    )
+
+
+def _gradient(p: Tensor, *, sparse: bool) -> Tensor:
+    gradient = torch.rand(p.shape)
+    if isinstance(p, ScaledTensor):
+        return as_expansion(gradient, p.format.lead)
+    return gradient.to(p.dtype).to_sparse(1) if sparse else gradient.to(p.dtype)
+
+
+def _format(x: Tensor) -> Format | ScaledFormat | None:
+    return x.format if isinstance(x, ScaledTensor) else format_of(x)
 
 
 def _of(shape: torch.Size, short: States, long: States) -> States:

@@ -128,6 +128,30 @@ def test_outputs_and_gradients_are_those_of_plain_bf16(format, name):
         assert torch.equal(x, y)
 
 
+@over_formats(mcf.bf16i8, mcf.e4m3i8)
+@on_ranks(4)
+def test_resharding_to_smaller_groups(format):
+    """Between forward and backward two ranks of four hold a parameter together, plain by then."""
+    results = []
+    for options in ({}, {"reshard_after_forward": 2}):
+        torch.manual_seed(0)
+        model = mcf.as_expansion(nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64)), format)
+        for layer in model:
+            fully_shard(layer, **options)
+        fully_shard(model, **options)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for i in range(2):
+            optimizer.zero_grad()
+            x = torch.randn(3, 64, generator=torch.Generator().manual_seed(i)).bfloat16()
+            model(x).float().square().mean().backward()
+            optimizer.step()
+        model.reshard()
+        results.append(list(model.parameters()))
+    for p, q in zip(*results, strict=True):
+        assert torch.equal(whole(p.grad), whole(q.grad))
+        assert_same_terms(whole(p), whole(q))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @over_formats(*IN_MODULES)
 @on_ranks(2)

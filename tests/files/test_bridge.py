@@ -43,7 +43,8 @@ class TestWeights:
     @pytest.mark.parametrize(
         ("source", "target"),
         [("bf16x3", "bf16i16"), ("bf16i16", "bf16x3"), ("bf16i8", "float32"), ("fp32x2", "float64"),
-         ("bf16x2", "fp32x2"), ("bf16i8", "bf16i16"), ("float64", "fp64x2")],
+         ("bf16x2", "fp32x2"), ("bf16i8", "bf16i16"), ("float64", "fp64x2"),
+         ("e4m3i8", "float32"), ("e4m3i8", "e4m3i16"), ("e4m3i16", "bf16i16")],
     )  # fmt: skip
     def test_between_formats(self, source, target, tmp_path):
         x = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
@@ -55,6 +56,17 @@ class TestWeights:
         assert getattr(other, "format", mcf.formats.PLAIN[other.dtype]).name == target
         mcf.convert_checkpoint(tmp_path / "to", tmp_path / "back", source)
         assert_same_bits(mcf.load_file(tmp_path / "back"), {"y": y})
+
+    def test_vectors_have_no_rows_to_share_scales(self, tmp_path):
+        layer = nn.Linear(40, 30)
+        torch.save(layer.state_dict(), tmp_path / "x.pt")
+        done = mcf.convert_checkpoint(tmp_path / "x.pt", tmp_path / "to", mcf.e4m3i16, lossy=True)
+        found = mcf.load_file(tmp_path / "to")
+        assert (found["weight"].format, found["bias"].format) == (mcf.e4m3i16, mcf.bf16i16)
+        assert list(done.lost) == ["weight"]
+        assert torch.equal(mcf.as_plain(found["bias"], torch.float32), layer.bias.detach())
+        error = mcf.as_plain(found["weight"], torch.float32) - layer.weight.detach()
+        assert 0 < error.abs().max() <= 2.0**-20
 
     def test_what_stays_as_it_is(self, tmp_path):
         plain = {

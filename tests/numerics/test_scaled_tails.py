@@ -279,3 +279,25 @@ def test_updates_below_the_last_bit_survive_in_the_mean(format):
     moved = (x.dequantize().double() - 1) / unit
     assert (moved - 14).abs().max() <= 3
     assert (near.dequantize() == 1).all()
+
+
+@over_both
+def test_finfo(format):
+    """Of numbers that are the largest of their block."""
+    info = mcf.finfo(format)
+    own = format.nearest
+
+    def held(x):
+        made = mcf.as_plain(
+            mcf.as_expansion(torch.full((1, 32), x, dtype=torch.float64), own), torch.float64
+        )
+        return made[0, 0].item()
+
+    assert held(info.max) == info.max
+    assert math.isnan(held(info.max * (1 + info.eps)))
+    for x in (info.smallest_normal, info.full_precision_min):
+        assert held(x * (1 + info.eps)) == x * (1 + info.eps)  # all bits, and below not
+        assert held(x / 2 * (1 + info.eps)) != x / 2 * (1 + info.eps)
+    assert held(info.smallest_subnormal) == info.smallest_subnormal
+    assert held(info.smallest_subnormal * 0.49) == 0
+    assert (info.bits, info.eps) == (8 + format.bits, 2.0 ** -(3 + format.bits))

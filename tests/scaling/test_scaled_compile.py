@@ -58,14 +58,19 @@ def test_a_forward_and_backward_pass(backend):
     assert len(graphs) == 1
 
 
-def test_a_step_of_an_optimizer():
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.01, foreach=False),
+    "nesterov": lambda p: torch.optim.SGD(p, 0.1, 0.9, nesterov=True, foreach=False),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_of_an_optimizer(name):
     torch._dynamo.reset()
     model, x, y = build(), torch.randn(12, 6), torch.arange(12) % 5
     other = build()
     other.load_state_dict(model.state_dict())
-    optimizers = [
-        torch.optim.SGD(m.parameters(), 0.1, momentum=0.9, foreach=False) for m in (model, other)
-    ]
+    optimizers = [OPTIMIZERS[name](m.parameters()) for m in (model, other)]
     compiled = torch.compile(optimizers[1].step, backend="aot_eager")
     for _ in range(3):
         for m in (model, other):

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import mcftensor as mcf
-from support.scales import BITS, FORMATS, FP16, LEAST, at, exact, normal, rms
+from support.scales import FORMATS, FP16, at, bits_of, exact, least_of, normal, rms
 
 FEW = settings(max_examples=20)
+TAILED = mcf.scaled(torch.float16, tail=8)
 formats = pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
 
 
@@ -32,9 +33,8 @@ def test_encoding_rounds_once_and_places_by_size(format, s, spread):
     room = {torch.float16: 15, torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}.get(format.dtype, 61)
     assert largest <= 2.0**room
     assert 0.95 <= rms(x) <= 2.05 or (rms(x) < 1 and largest >= 2.0 ** (room - 1))
-    unit = 2.0 ** -(BITS[format.dtype] * format.terms)
-    tail = LEAST[format.dtype] - 1 - (BITS[format.dtype] if format.terms == 2 else 0)
-    bound = numbers.abs() * unit * (1 + 2.0**-20) + 2.0 ** (tail + x.exponent.item())
+    unit, least = 2.0 ** -bits_of(format), 2.0 ** (least_of(format) - 1 + x.exponent.item())
+    bound = numbers.abs() * unit * (1 + 2.0**-20) + least
     error = (exact(x) - numbers).abs()
     assert (error <= bound).all()
     normal_ones = numbers.abs() >= 2.0 ** (x.exponent.item() - 5)
@@ -57,6 +57,48 @@ def test_a_scaled_expansion_has_22_bits_over_the_whole_range(s):
     relative = ((exact(x) - numbers).abs() / numbers)[numbers > 2.0 ** (s - 13)]
     assert relative.max() <= 2.0**-22
     assert relative.max() > 2.0**-25
+
+
+@formats
+def test_bits_and_bytes(format):
+    x = mcf.as_expansion(torch.ones(3), format)
+    assert format.precision == bits_of(format)
+    assert format.bytes == sum(part.element_size() for part in x.components)
+    assert eval(repr(format), {"mcf": mcf, "torch": torch}) is format
+
+
+def test_an_integer_tail_rounds_float64_once():
+    # just above the middle between two numbers of 19 bits, by less than float32 can see
+    x = torch.tensor([1 + 2.0**-19 + 2.0**-40, 1.0], dtype=torch.float64)
+    made = mcf.as_expansion(x, TAILED)
+    assert exact(made)[0] == 1 + 2.0**-18
+    assert made.components[0][0] == 1
+
+
+def test_ties_of_integer_tails_go_to_even():
+    units = torch.tensor([1.0, 3.0, 5.0, -1.0, -3.0]) * 2.0**-19  # halves of the last bit
+    made = mcf.as_expansion(torch.where(units > 0, 1 + units, units - 1), TAILED)
+    steps = torch.tensor([0, 2, 2, 0, -2]) * 2.0**-18
+    assert exact(made).tolist() == [1, 1 + 2.0**-17, 1 + 2.0**-17, -1, -1 - 2.0**-17]
+    assert (exact(made) - units.sign() == steps.double()).all()
+    small = torch.tensor([2.5, 3.5, 2.0**33]) * 2.0**-33  # below the normal range: halves of 2^-32
+    assert exact(at_tail(small)).tolist() == [2.0**-33 * 2, 2.0**-33 * 4, 1]
+
+
+def at_tail(numbers):
+    """Encoded under the scale 1."""
+    exponent = torch.tensor(0, dtype=torch.int32)
+    return mcf.ScaledTensor(TAILED.store(numbers), exponent, TAILED)
+
+
+def test_the_leading_float16_of_an_integer_tail_is_the_nearest():
+    x = torch.randn(5000, dtype=torch.float64)
+    made = mcf.as_expansion(x, TAILED)
+    leading = made.components[0].double() * 2.0 ** made.exponent.item()
+    nearest = mcf.as_expansion(x, FP16)
+    assert (leading == exact(nearest)).double().mean() > 0.995  # but for ties of 19 bits
+    assert ((leading - exact(made)).abs() <= 2.0**-11 * exact(made).abs()).all()
+    assert made.components[1].unique().numel() == 256
 
 
 @formats
@@ -112,6 +154,8 @@ def test_what_is_no_format_raises():
         mcf.as_expansion(torch.arange(3), FP16)
     with pytest.raises(ValueError, match="components"):
         mcf.ScaledTensor([torch.ones(2).half(), torch.ones(3).half()], torch.tensor(0).int())
+    with pytest.raises(TypeError, match=r"holds torch\.float16, torch\.int8"):
+        mcf.ScaledTensor([torch.ones(2).half()] * 2, torch.tensor(0).int(), TAILED)
     with pytest.raises(TypeError, match="int32"):
         mcf.ScaledTensor([torch.ones(2).half()], torch.tensor(0))
 
@@ -173,19 +217,21 @@ def test_data():
 # ----------------------------------------------------------------------------- views and writes
 
 
+@pytest.mark.parametrize("format", [FP16, TAILED, mcf.scaled(mcf.fp16x2)], ids=lambda f: f.name)
 @FEW
 @given(s=st.integers(-60, 60), t=st.integers(-60, 60))
-def test_a_write_into_a_view_raises_the_exponent_of_all(s, t):
-    x = normal(4, 5, exponent=s)
-    before, view, row = exact(x), x.view(20), x[1]
+def test_a_write_into_a_view_raises_the_exponent_of_all(format, s, t):
+    x = mcf.as_expansion(exact(normal(4, 5)) / 3 * 2.0**s, format)
+    before, view, row, least = exact(x), x.view(20), x[1], x.exponent.item()
     new = normal(5, exponent=t, seed=1)
     row.copy_(new)
     assert row.exponent is x.exponent
-    assert x.exponent.item() >= s
+    assert x.exponent.item() >= least
     expected = before.clone()
     expected[1] = exact(new)
-    least = 2.0 ** (x.exponent.item() - 25)
-    assert ((exact(x) - expected).abs() <= least + 2.0**-11 * expected.abs()).all()
+    least = 2.0 ** (x.exponent.item() + least_of(format) - 1)
+    bound = least + 2.0 ** -bits_of(format) * expected.abs()
+    assert ((exact(x) - expected).abs() <= bound).all()
     assert torch.equal(exact(view), exact(x).view(20))
     assert torch.equal(exact(row), exact(x)[1])
 
@@ -280,10 +326,13 @@ def test_mistakes_are_named():
     model = nn.Linear(3, 3)
     with pytest.raises(TypeError, match="scaled format"):
         mcf.scalify(model, torch.float16)
-    with pytest.raises(RuntimeError, match=r"weight_ih_l0 .* Recurrent layers"):
+    with pytest.raises(RuntimeError, match=r"weight_ih_l0 .* Recurrent layers .*: None"):
         mcf.scalify(nn.LSTM(3, 3))
     with pytest.raises(ValueError, match="rounding"):
         mcf.scaled(torch.float32, rounding="stochastic")
+    for base, tail in ((torch.bfloat16, 8), (torch.float16, 16), (mcf.fp16x2, 8)):
+        with pytest.raises(ValueError, match="tail of 8 bits"):
+            mcf.scaled(base, tail=tail)
     with pytest.raises(ValueError, match="products"):
         mcf.scalify(model, products="int8")
     with pytest.raises(ValueError, match="matches none"):

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mcftensor as mcf
-from support.scales import FP16, at, exact, normal, rms
+from support.scales import FP16, at, exact, half, normal, rms
 
 EXPONENTS = st.integers(-100, 100)
 FEW = settings(max_examples=8)
@@ -43,6 +43,36 @@ ANY = {
     "layer norm": (lambda x, w, b: F.layer_norm(x, (16,), w, b, 0.0), [(5, 16), (16,), (16,)]),
     "mse": (F.mse_loss, [(4, 6), (4, 6)]),
 }
+CHANCES = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
+PLACES = torch.tensor([[0, 2, 1, 1, 0, 3]] * 2)
+ANY |= {
+    "largest": (lambda x: x.max(1).values, [(4, 6)]),
+    "smallest": (lambda x: x.min(0).values, [(4, 6)]),
+    "amax": (lambda x: x.amax(1), [(4, 6)]),
+    "top": (lambda x: x.topk(2, 1).values, [(4, 6)]),
+    "sorted": (lambda x: x.sort(1, descending=True).values, [(4, 6)]),
+    "median": (lambda x: x.median(1).values, [(4, 6)]),
+    "cummax": (lambda x: x.cummax(1).values, [(4, 6)]),
+    "deviation": (lambda x: x.std(1), [(4, 6)]),
+    "variance": (lambda x: x.var(), [(4, 6)]),
+    "deviation and mean": (lambda x: torch.stack(torch.std_mean(x, 1)), [(4, 6)]),
+    "variance, mean": (lambda x: torch.var_mean(x, 1)[1], [(4, 6)]),
+    "absolute": (lambda x: x.abs(), [(4, 6)]),
+    "l1": (lambda x: F.l1_loss(x, torch.zeros_like(x)), [(4, 6)]),
+    "gathered": (lambda x: x.gather(0, PLACES), [(4, 6)]),
+    "scattered": (lambda x: x.new_zeros(4, 6).scatter(0, PLACES[:1], x), [(1, 6)]),
+    "scatter add": (lambda x, y: x.scatter_add(0, PLACES, y), [(4, 6), (2, 6)]),
+    "index add": (lambda x, y: x.index_add(0, PLACES[0, :4], y), [(4, 6), (4, 6)]),
+    "index select": (lambda x: x.index_select(0, PLACES[0]), [(4, 6)]),
+    "nearest": (lambda x: F.interpolate(x, scale_factor=2.0), [(2, 3, 4, 4)]),
+    "bilinear": (lambda x: F.interpolate(x, (5, 7), mode="bilinear"), [(2, 3, 4, 4)]),
+    "patches": (lambda x: F.unfold(x, 2), [(2, 3, 4, 4)]),
+    "windows": (lambda x: x.unfold(1, 3, 2), [(4, 6)]),
+    "pixels": (lambda x: F.pixel_shuffle(x, 2), [(1, 4, 2, 3)]),
+    "adaptive max": (lambda x: F.adaptive_max_pool2d(x, 2), [(2, 3, 4, 4)]),
+    "slope": (F.prelu, [(3, 4, 6), (4,)]),
+    "normalized": (lambda x: F.normalize(x, dim=1, eps=0.0), [(4, 6)]),
+}
 NEAR_ONE = {
     "gelu": (F.gelu, [(4, 6)]),
     "gelu tanh": (lambda x: F.gelu(x, approximate="tanh"), [(4, 6)]),
@@ -64,6 +94,34 @@ NEAR_ONE = {
         ),
         [(4, 6)],
     ),
+    "log of sum": (lambda x: x.logsumexp(1), [(4, 6)]),
+    "binary": (F.binary_cross_entropy_with_logits, [(4, 6), (4, 6)]),
+    "binary, weighted": (
+        lambda x: F.binary_cross_entropy_with_logits(
+            x, CHANCES.to(x.dtype), pos_weight=1 + CHANCES[0].to(x.dtype), reduction="none"
+        ),
+        [(4, 6)],
+    ),
+    "binary of chances": (
+        lambda x: F.binary_cross_entropy(x.sigmoid(), CHANCES.to(x.dtype)),
+        [(4, 6)],
+    ),
+    "smooth l1": (lambda x, y: F.smooth_l1_loss(x, y, beta=0.5), [(4, 6), (4, 6)]),
+    "huber": (lambda x, y: F.huber_loss(x, y, reduction="sum", delta=0.7), [(4, 6), (4, 6)]),
+    "divergence": (
+        lambda x: F.kl_div(x.log_softmax(1), CHANCES.to(x.dtype), reduction="batchmean"),
+        [(4, 6)],
+    ),
+    "cosine": (F.cosine_similarity, [(4, 6), (4, 6)]),
+    "elu": (F.elu, [(4, 6)]),
+    "selu": (F.selu, [(4, 6)]),
+    "hard tanh": (F.hardtanh, [(4, 6)]),
+    "hard swish": (F.hardswish, [(4, 6)]),
+    "hard sigmoid": (F.hardsigmoid, [(4, 6)]),
+    "mish": (F.mish, [(4, 6)]),
+    "glu": (F.glu, [(4, 6)]),
+    "softplus": (F.softplus, [(4, 6)]),
+    "log sigmoid": (F.logsigmoid, [(4, 6)]),
     "rms norm": (lambda x, w: F.rms_norm(x, (16,), w, 1e-5), [(5, 16), (16,)]),
     "group norm": (
         lambda x, w, b: F.group_norm(x, 2, w, b),
@@ -134,16 +192,53 @@ def test_gradients_of_any_scale(name, s):
 def test_losses_and_norms_balance_their_gradients():
     x, w = normal(64, 32).requires_grad_(), normal(32, exponent=-60).requires_grad_()
     logits = F.layer_norm(x, (32,), w)
+    logits.retain_grad()
     with mcf.scaling.counting() as counts:
         (F.cross_entropy(logits, torch.arange(64) % 32) * 2.0**-70).backward()
+    assert 1 <= rms(logits.grad) < 2
     assert 1 <= rms(x.grad) < 2
-    assert 1 <= rms(w.grad) < 2
+    assert w.grad.exponent == logits.grad.exponent + half(64)  # a sum
     rescaled = {name for event, name in counts if event == "rescaled"}
     assert rescaled == {
         "nll_loss_backward",
         "_log_softmax_backward_data",
         "native_layer_norm_backward",
     }
+
+
+NORMS = {
+    "layer": (lambda x, w, b: F.layer_norm(x, (8,), w, b), (64, 8), (8,), 64),
+    "rms": (lambda x, w, b: F.rms_norm(x, (8,), w), (5, 64, 8), (8,), 320),
+    "group": (lambda x, w, b: F.group_norm(x, 2, w, b), (3, 8, 5, 5), (8,), 75),
+    "batch": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), (3, 8, 5, 5), (8,), 75),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_gradients_of_gains_and_biases_follow_the_rule_of_sums(name):
+    function, shape, sides, n = NORMS[name]
+    x, w, b = (normal(*s, seed=i).requires_grad_() for i, s in enumerate((shape, sides, sides)))
+    made = function(x, w, b)
+    gradient = normal(*shape, exponent=-90, seed=3)
+    with mcf.scaling.counting() as counts:
+        made.backward(gradient)
+    for parameter in (w, b):
+        if parameter.grad is not None:
+            assert parameter.grad.exponent.item() == -90 + half(n)
+            assert 2.0**-2 <= rms(parameter.grad) <= 2.0**2
+    assert 1 <= rms(x.grad) < 2
+    assert sum(counts.values()) == (name != "rms")  # which a CPU takes step by step
+
+
+def test_gradients_of_attention():
+    q, k, v = (normal(2, 3, 6, 8, seed=i).requires_grad_() for i in range(3))
+    made = F.scaled_dot_product_attention(q * 2.0**-20, k, v)
+    with mcf.scaling.counting() as counts:
+        made.backward(normal(2, 3, 6, 8, exponent=-90, seed=3))
+    assert v.grad.exponent.item() == -90  # a mean, as in the forward direction
+    assert 1 <= rms(q.grad) < 2
+    assert 1 <= rms(k.grad) < 2
+    assert sum(counts.values()) == 2
 
 
 def test_plain_inputs_of_convolutions_get_plain_gradients():
@@ -213,6 +308,39 @@ def perceptron():
     )  # fmt: skip
 
 
+class Recurrent(nn.Module):
+    def __init__(self, kind=nn.LSTM):
+        super().__init__()
+        self.tokens = nn.Embedding(11, 16)
+        self.rnn = kind(16, 12, batch_first=True)
+        self.head = nn.Linear(12, 11)
+
+    def forward(self, x):
+        made, _ = self.rnn(self.tokens(x))
+        return self.head(made)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_stay_plain(kind):
+    model = Recurrent(kind)
+    scaled = Recurrent(kind)
+    scaled.load_state_dict(model.state_dict())
+    with pytest.raises(RuntimeError, match=r"rnn\.weight_ih_l0 .*overrides=\{'rnn\.\*': None\}"):
+        mcf.scalify(scaled)
+    mcf.scalify(scaled, FP16, overrides={"rnn.*": None})
+    mcf.scalify(scaled, FP16, overrides={"rnn.*": None})  # hooks once
+    x, y = torch.randint(11, (3, 7)), torch.randint(11, (3, 7))
+    for (_, p), q in zip(scaled.named_parameters(), model.double().parameters(), strict=True):
+        q.data.copy_(exact(p))
+    expected, made = loss_of(model, x, y), loss_of(scaled, x, y)
+    (expected * 2.0**-40).backward()
+    (made * 2.0**-40).backward()
+    assert made.item() == pytest.approx(expected.item(), rel=2e-3)
+    for (name, p), q in zip(scaled.named_parameters(), model.parameters(), strict=True):
+        assert isinstance(p.grad, mcf.ScaledTensor) != name.startswith("rnn")
+        assert (exact(p.grad) - q.grad).norm() <= 1e-2 * q.grad.norm(), name
+
+
 MODELS = {
     "perceptron": (perceptron, lambda: (torch.randn(12, 6), torch.arange(12) % 5)),
     "residual": (Residual, lambda: (torch.randn(4, 3, 8, 8), torch.arange(4))),
@@ -257,6 +385,25 @@ def test_the_scale_of_a_loss_changes_no_bit_of_data(name, k):
     for before, p in zip(first, model.parameters(), strict=True):
         assert torch.equal(p.grad.components[0], before.components[0])
         assert not before.components[0].any() or p.grad.exponent == before.exponent + k
+
+
+def test_gradients_of_single_samples():
+    """By vmap: one scale for all samples."""
+    model = mcf.scalify(perceptron(), FP16)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    x, y = torch.randn(6, 6), torch.arange(6) % 5
+
+    def loss(parameters, x, y):
+        made = torch.func.functional_call(model, parameters, (x[None],))
+        return F.cross_entropy(made, y[None])
+
+    gradient = torch.func.grad(loss)
+    found = torch.func.vmap(gradient, (None, 0, 0))(parameters, x, y)
+    for name, all_at_once in found.items():
+        assert isinstance(all_at_once, mcf.ScaledTensor)
+        one_by_one = torch.stack([exact(gradient(parameters, x[i], y[i])[name]) for i in range(6)])
+        error = (exact(all_at_once) - one_by_one).norm()
+        assert error <= 2e-2 * one_by_one.norm() + 1e-6, name
 
 
 def test_plain_float16_loses_what_scaled_float16_keeps():

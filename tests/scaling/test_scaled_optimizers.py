@@ -9,6 +9,7 @@ from torch import nn
 import mcftensor as mcf
 from support.scales import FP16, exact, normal, rms
 
+TAILED = mcf.scaled(torch.float16, tail=8)
 PATHS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.99)}),
@@ -67,12 +68,33 @@ def test_scaled_expansions_keep_22_bits_of_a_step(kind, path):
         assert (moved - intended).norm() <= 3e-5 * intended.norm()
 
 
-@pytest.mark.parametrize("k", [-80, -40, 60])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", ["adamw", "amsgrad", "sgd", "momentum"])
+def test_integer_tails_keep_19_bits_of_a_step(kind, path):
+    """And what of their states is float16: momentum has 11 bits."""
+    scaled, plain, begin, (optimizer, _) = steps(kind, path, TAILED)
+    bound = 1e-4 if kind == "sgd" else 1e-3
+    for p, q, x in zip(scaled, plain, begin, strict=True):
+        moved, intended = exact(p) - x, q.detach() - x
+        assert (moved - intended).norm() <= bound * intended.norm()
+        assert p.format is TAILED
+    for state in optimizer.state.values():
+        assert all(x.format is FP16 for name, x in state.items() if name != "step")
+
+
+def test_products_take_the_leading_float16_of_an_integer_tail():
+    p, x = nn.Parameter(mcf.as_expansion(exact(normal(4, 6)) / 3, TAILED)), normal(5, 6, seed=1)
+    leading = p.components[0].double() * 2.0 ** p.exponent.item()
+    made = nn.functional.linear(x, p)
+    made.backward(torch.ones_like(made))
+    assert (exact(made) - exact(x) @ leading.t()).abs().max() <= 2.0**-10 * 8
+    assert p.grad.format is FP16
+
+
+@pytest.mark.parametrize("k", [-200, -80, -40, 60, 200])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "momentum"])
 def test_gradients_of_any_size(kind, path, k):
-    if path == "fused" and abs(k) > 50:
-        pytest.skip("a fused step computes squares in float32")
     scaled, plain, begin, (optimizer, _) = steps(kind, path, FP16, k)
     for p, q, x in zip(scaled, plain, begin, strict=True):
         moved, intended = exact(p) - x, q.detach() - x
@@ -126,6 +148,19 @@ def test_clipping_and_accumulation():
     assert total.item() == pytest.approx(expected.item(), rel=1e-3)
     for x, y in zip((p, q), gradients, strict=True):
         assert torch.allclose(exact(x.grad), y / expected, rtol=4e-3, atol=1e-6)
+
+
+def test_sums_of_many_gradients():
+    p = nn.Parameter(normal(3))
+    with mcf.accumulate_gradients(nn.ParameterList([p])):
+        for size in (2.0**-50, *[2.0**-62] * 64):
+            (p * size).sum().backward()
+    assert p.grad.format is mcf.scaled(mcf.fp16x2)
+    assert (exact(p.grad) == 2.0**-50 * (1 + 2.0**-6)).all()  # one float16 stays as it is
+    optimizer = torch.optim.SGD([p], lr=2.0**50)
+    before = exact(p)
+    optimizer.step()
+    assert (exact(p) - before + 1 + 2.0**-6).abs().max() <= 2.0**-10
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -17,8 +17,9 @@ FORMATS = [
     mcf.scaled(torch.float8_e5m2),
     mcf.scaled(mcf.fp16x2),
     mcf.scaled(mcf.bf16x2),
+    mcf.scaled(torch.float16, tail=8),
 ]
-# Bits of a number, and the exponent of the smallest one that is not zero.
+# Bits of the data, and the exponent of the smallest one that is not zero.
 BITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24}
 BITS |= {torch.float8_e4m3fn: 4, torch.float8_e5m2: 3}
 LEAST = {torch.float16: -24, torch.bfloat16: -133, torch.float32: -149}
@@ -47,8 +48,29 @@ def exact(x: Tensor) -> Tensor:
         return torch.zeros(x.shape, dtype=torch.float64)
     total = x.components[0].detach().double()
     if len(x.components) == 2:
-        total = total + x.components[1].detach().double() * 2.0 ** -BITS[x.dtype]
+        tail = x.components[1].detach()
+        unit = _unit_behind(total, tail) if tail.dtype == torch.int8 else 2.0 ** -BITS[x.dtype]
+        total = total + tail.double() * unit
     return total * 2.0**s
+
+
+def _unit_behind(leading: Tensor, tail: Tensor) -> Tensor:
+    """What an integer behind a float16 counts: 1/256 of the step to the next one, on its side."""
+    mantissa, exponent = torch.frexp(leading)
+    exponent = torch.where(leading == 0, -14, exponent - 1).clamp(min=-14).double()
+    is_below_a_power = (mantissa.abs() == 0.5) & (tail < 0) & (exponent > -14)
+    unit = torch.exp2(exponent - torch.where(is_below_a_power, 19, 18))
+    return torch.where(torch.signbit(leading), -unit, unit)
+
+
+def bits_of(format: mcf.ScaledFormat) -> int:
+    """Significand bits of a number."""
+    return BITS[format.dtype] + {torch.int8: 8}.get(format.tail, BITS.get(format.tail, 0))
+
+
+def least_of(format: mcf.ScaledFormat) -> int:
+    """The exponent of the smallest number that is not zero, unscaled."""
+    return LEAST[format.dtype] + BITS[format.dtype] - bits_of(format)
 
 
 def rms(x: mcf.ScaledTensor) -> float:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mcftensor as mcf
+from mcftensor.dispatch import structure
 from mcftensor.tensor.lending import LentTensor
 from support.helpers import assert_same_bits, assert_same_terms, exact, sample
 
@@ -253,3 +254,27 @@ def test_the_first_byte_is_what_products_take():
     product = x @ codes.view(torch.float8_e4m3fn).bfloat16().t()
     scaled = product.double() * torch.exp2(scales.double() - 127).t()
     torch.testing.assert_close(F.linear(x, p).double(), scaled, rtol=2**-7, atol=2**-7)
+
+
+@by_format
+@pytest.mark.parametrize("shape", [(5,), (2, 3), (), (0,), (60,)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_embeddings_make_anew_the_rows_that_are_asked_for(format, shape, compiled, monkeypatch):
+    p, indices = parameter(format, 50, 40), torch.randint(50, shape)
+    made = []
+    lend = structure.lent_by
+    monkeypatch.setattr(
+        structure, "lent_by", lambda rows, f: made.append(rows[0].shape[0]) or lend(rows, f)
+    )
+    torch._dynamo.reset()
+    embedding = torch.compile(F.embedding, backend="aot_eager") if compiled else F.embedding
+    found = embedding(indices, p)
+    assert torch.equal(found, code_times_scale(p)[indices])
+    assert set(made) == ({indices.numel()} if indices.numel() < 50 else set())
+    found.backward(torch.ones_like(found))
+    expected = torch.zeros(50, 40).index_add_(
+        0, indices.flatten(), torch.ones(shape).view(-1, 1).expand(-1, 40)
+    )
+    assert torch.equal(p.grad.float(), expected)
+    with pytest.raises(IndexError):
+        F.embedding(torch.tensor([50]), p)

@@ -20,7 +20,7 @@ from mcftensor.checkpoint.errors import CheckpointError
 from mcftensor.checkpoint.saving import save_terms
 from mcftensor.checkpoint.shards import size_in_bytes
 from mcftensor.checkpoint.state_dicts import as_terms
-from mcftensor.convert import as_plain, value_in
+from mcftensor.convert import as_plain, for_shape, value_in
 from mcftensor.dispatch.operands import after
 from mcftensor.formats import PLAIN, Format, PlainFormat, bf16i16, named
 from mcftensor.tensor import MCFTensor
@@ -89,7 +89,8 @@ def convert_checkpoint(
     Args:
         source: a file, the index of several, or a folder.
         destination: a folder that does not exist, or is empty.
-        format: of the weights: a format, `torch.float32`, or the name of one.
+        format: of the weights: a format, `torch.float32`, or the name of one. Vectors have no rows
+            to share scales, and are `bf16i16` where the format does that.
         states: of the states; by default that of the weights.
         optimizer: whether states are converted, too.
         parameters: names of parameters in the order in which the optimizer got them. Needed where
@@ -130,13 +131,14 @@ def convert_checkpoint(
         }
         writer = _Writer(lossy, progress, [*contents.weights.values(), *state_entries.values()])
         formats = {
-            name: target if _is_wide(x) else x.format for name, x in contents.weights.items()
+            name: for_shape(target, x.shape) if _is_wide(x) else _own(x)
+            for name, x in contents.weights.items()
         }
         path = folder / "model.safetensors"
         writer.save(contents.weights, formats, contents.tied, {}, path, most)
         if contents.states or contents.groups is not None:
             formats = {
-                name: target_of_states if x.shape and _is_wide(x) else x.format
+                name: for_shape(target_of_states, x.shape) if x.shape and _is_wide(x) else _own(x)
                 for name, x in state_entries.items()
             }
             writer.save(state_entries, formats, {}, metadata_of(contents), folder / BESIDE[0], None)
@@ -201,16 +203,27 @@ class _Writer:
             raise CheckpointError(f"{name} is of shape {x.shape}, where {entry.shape} was said")
         if target == entry.format:
             return x
-        y, lost = _recoded(name, x, entry.format, target)
+        source = _own(entry)
+        y, lost = _recoded(name, x, source, target)
         if lost and not self.lossy:
             raise CheckpointError(
                 f"convert_checkpoint: {name} of shape {tuple(x.shape)} would lose bits in {lost} "
-                f"of {x.numel()} elements, from {entry.format.name} into {target.name}; "
-                f"{_repair(entry.format)}. lossy=True (--lossy) rounds them"
+                f"of {x.numel()} elements, from {source.name} into {target.name}; "
+                f"{_repair(source)}. lossy=True (--lossy) rounds them"
             )
         if lost:
             self.lost[name] = lost
         return y
+
+
+def _own(entry: Entry) -> Format:
+    if isinstance(entry.format, Format):
+        return entry.format
+    raise CheckpointError(
+        f"convert_checkpoint: {entry.name} of shape {tuple(entry.shape)} is {entry.format.name}, "
+        "and scales are not converted; load the file into its model with mcf.load_file, take the "
+        "scales off with mcf.as_plain(model, torch.float32), and save that"
+    )
 
 
 def _is_wide(entry: Entry) -> bool:
@@ -225,7 +238,7 @@ def _likes(name: str, shape: torch.Size, format: Format) -> dict[str, Tensor]:
     """What `as_terms` gives of a tensor, without data: components, and what stands beside them."""
     if isinstance(format, PlainFormat):
         return {name: torch.empty(shape, dtype=format.dtype, device="meta")}
-    none = torch.Size([0])
+    none = torch.Size([0, 0])  # which has rows
     empty = [torch.empty(x.shape(none), dtype=x.dtype) for x in format.components]
     terms = as_terms({name: MCFTensor.of(empty, format)}, sums=True)
     shapes = [x.shape(shape) for x in format.components]

@@ -12,8 +12,14 @@ from torch import Tensor
 
 from mcftensor.checkpoint.errors import CheckpointError
 from mcftensor.checkpoint.reading import Lazy
-from mcftensor.checkpoint.state_dicts import format_said, is_sharded, joined, names_of_terms
-from mcftensor.formats import PLAIN, Format
+from mcftensor.checkpoint.state_dicts import (
+    AnyFormat,
+    format_said,
+    is_sharded,
+    joined,
+    names_of_terms,
+)
+from mcftensor.formats import PLAIN
 from mcftensor.tensor.sharded import format_of
 
 Group = dict[str, Any]
@@ -25,7 +31,7 @@ class Entry:
     """A tensor of a checkpoint."""
 
     name: str
-    format: Format
+    format: AnyFormat
     shape: torch.Size
     read: Callable[[], Tensor]
 
