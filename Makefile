@@ -12,7 +12,7 @@ PATIENT := OMP_WAIT_POLICY=PASSIVE
 PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal \
 	--doctest-modules mcftensor tests
 
-.PHONY: help install train study bench test test-all soak mutations lint docs serve pages package publish-docs clean
+.PHONY: help install train study findings bench test test-all soak mutations lint docs serve pages package publish-docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
@@ -25,6 +25,9 @@ train: .venv/installed ## pretrain a small GPT in eight precision strategies and
 
 study: .venv/installed ## measure what updates lose, by strategy, layer, learning rate and beta2 (ARGS="--help")
 	$(PATIENT) $(BIN)/python studies/edq_study.py $(ARGS)
+
+findings: .venv/installed ## answer open questions by hundreds of short trainings, in an hour or two (ARGS="--help")
+	$(PATIENT) $(BIN)/python studies/findings.py $(ARGS)
 
 bench: .venv/benchmarks ## time optimizer steps beside other libraries (ARGS="--help")
 	TORCH_CPP_LOG_LEVEL=ERROR $(BIN)/python benchmarks/steps.py $(ARGS)

@@ -482,6 +482,160 @@ def rates() -> str:
     return table(head, rows) + "\n\n" + machine(result)
 
 
+# ---------------------------------------------------------------------------------------- findings
+
+
+def signed(x: float, half: float | None = None, digits: int = 4) -> str:
+    """A difference, and half the length of its interval."""
+    text = f"{x:+.{digits}f}".replace("-", "−")
+    return text if half is None else f"{text} ± {half:.{digits}f}"
+
+
+def findings_stored() -> str:
+    """What weights in 8-bit terms moved by, against float64."""
+    result = load("findings-eight")
+    head, *columns = (name for name in result["stored"][0] if not name.endswith(" half"))
+    rows = [
+        (f"`{row[head]}`", f"{row['bytes']}", *(f"{row[c]:.1e}" for c in columns[1:]))
+        for row in result["stored"]
+    ]
+    names = ("weights", "bytes", *(f"lr {c.replace(' ', ', ')}" for c in columns[1:]))
+    return table(names, rows) + "\n\n" + machine(result)
+
+
+def findings_trained() -> str:
+    """What trainings with such weights came to."""
+    rows = [
+        (
+            f"`{row['format']}`",
+            f"{row['ratio']:.3f}",
+            f"{100 * row['lost']:.1f} %",
+            f"{row['displacement_matrices']:.1e}",
+            f"{row['validation']:.4f}"
+            if not row["gap_half"]
+            else signed(row["gap"], row["gap_half"]),
+        )
+        for row in load("findings-eight")["trained"]
+    ]
+    return table(("weights", "EDQ ratio", "lost", "displacement", "nats a byte"), rows)
+
+
+def findings_beta2() -> str:
+    """The best beta2 of each strategy, and what others lose to it."""
+    rows = []
+    for row in load("findings-beta2")["best"]:
+        others = [
+            "best" if x["beta2"] == row["beta2"] else signed(x["worse"], x["half"])
+            for x in row["others"]
+        ]
+        by_rate = ", ".join(f"{beta2:g}" for beta2 in row["by_rate"].values())
+        rows.append((row["strategy"], f"{row['lr']:g}", *others, by_rate))
+    best = load("findings-beta2")["best"][0]
+    head = (
+        "", "best lr", *(f"beta2 {x['beta2']:g}" for x in best["others"]),
+        f"best beta2 at lr {', '.join(best['by_rate'])}",
+    )  # fmt: skip
+    return table(head, rows)
+
+
+def findings_moments() -> str:
+    """What beta2 does to second moments, and to the loss beside master weights."""
+    result = load("findings-beta2")
+    lr = min(row["lr"] for row in result["cells"])
+    rows = [
+        (
+            row["strategy"],
+            f"{row['beta2']:g}",
+            signed(row["gap"], row["gap_half"]),
+            f"{row['ratio']:.3f}",
+            f"{row['second_ratio']:.3f}",
+            f"{row['second_moment']:.3f}",
+            f"{row['largest']:.2f}",
+            f"{row['displacement_matrices']:.1e}",
+        )
+        for row in result["cells"]
+        if row["lr"] == lr and row["strategy"] != "master"
+    ]
+    head = (
+        f"lr {lr:g}", "beta2", "nats from master weights", "EDQ ratio", "ratio of v",
+        "v over exact", "largest update over exact", "displacement",
+    )  # fmt: skip
+    return table(head, rows) + "\n\n" + machine(result)
+
+
+def findings_prediction() -> str:
+    """Rank correlations of what meters say with what a run loses."""
+    result = load("findings-prediction")
+    predictors = [name for name in result["correlations"][0] if name not in ("group", "runs")]
+
+    def cell(found: dict[str, Any] | None) -> str:
+        if found is None:
+            return "–"
+        low, high = (f"{x:.2f}" for x in found["interval"])
+        return f"{found['rho']:.2f} ({low} to {high})".replace("-", "−")
+
+    rows = [
+        (row["group"], str(row["runs"]), *(cell(row[name]) for name in predictors))
+        for row in result["correlations"]
+    ]
+    head = ("runs of", "number", *(name.replace("|", "\\|") for name in predictors))
+    return table(head, rows) + "\n\n" + machine(result)
+
+
+def findings_growth() -> str:
+    """The error of weights at two steps, and how it grows."""
+    result = load("findings-growth")
+    rows = []
+    for row in result["rows"]:
+        first, last = row["error"][0], row["error"][-1]
+        rows.append(
+            (
+                f"{row['strategy']}, {row['source']}, {row['kind']}",
+                f"{first:.1e}",
+                f"{last:.1e}",
+                f"{row['slope']:.2f} ± {row['slope_half']:.2f}",
+                f"{row['slope_relative']:+.2f} ± {row['slope_relative_half']:.2f}".replace(
+                    "-", "−"
+                ),
+                f"{row['second_moment'][-1]:.3f}",
+            )
+        )
+    steps = result["rows"][0]["steps"]
+    head = (
+        "", f"relative error at step {steps[0]}", f"at step {steps[-1]:,}", "slope of the error",
+        "slope of the relative error", "v over exact at the end",
+    )  # fmt: skip
+    return table(head, rows) + "\n\n" + machine(result)
+
+
+def findings_others() -> str:
+    """What light and plus do for other optimizers."""
+    result = load("findings-others")
+
+    def number(x: float | None, form: str) -> str:
+        return "–" if x is None else format(x, form)
+
+    rows = [
+        (
+            f"{row['optimizer']}, {row['strategy']}",
+            f"{row['lr']:g}",
+            f"{row['validation']:.4f}"
+            if row["strategy"] == "master"
+            else signed(row["gap"], row["gap_half"]),
+            number(row["ratio"], ".3f"),
+            number(row["lost"] and 100 * row["lost"], ".1f") + " %",
+            number(row["displacement_matrices"], ".1e"),
+            number(row["displacement_vectors"], ".1e"),
+        )
+        for row in result["rows"]
+    ]
+    head = (
+        "", "lr", "nats, and from master weights", "EDQ ratio", "lost", "displacement, matrices",
+        "vectors",
+    )  # fmt: skip
+    return table(head, rows) + "\n\n" + machine(result)
+
+
 # ---------------------------------------------------------------------------------------- accuracy
 
 

@@ -42,25 +42,35 @@ Named = Iterable[tuple[str, Tensor]]
 OptimizerFactory = Callable[[Named], Optimizer]
 
 
+def formats_of(strategy: str) -> tuple[mcf.Format, mcf.Format] | None:
+    """The formats of matrices and of the rest; None for those of the paper, which have no tails or
+    the library's own choice. The name of a format is a strategy, too: that of matrices, where the
+    rest is float32."""
+    if strategy in COLLAGE:
+        return None
+    return FORMATS.get(strategy) or (mcf.Format.from_name(strategy), mcf.bf16i16)
+
+
 def as_kept(strategy: str, model: nn.Module) -> nn.Module:
     """The bf16 parameters of `model`, in place, in the formats that `strategy` says."""
     if strategy in PLAIN:
         return model
-    if strategy not in FORMATS:
+    formats = formats_of(strategy)
+    if formats is None:
         return mcf.as_expansion(model)
-    matrices, vectors = FORMATS[strategy]
+    matrices, vectors = formats
     overrides = {name: vectors for name, p in model.named_parameters() if p.dim() <= 1}
     return mcf.as_expansion(model, matrices, overrides=overrides)
 
 
-def optimizer_for(strategy: str, model: nn.Module, stock: OptimizerFactory) -> Optimizer:
-    """An optimizer of the parameters of `model`, with states as `strategy` says."""
+def optimizer_for(strategy: str, named: Named, stock: OptimizerFactory) -> Optimizer:
+    """An optimizer of parameters, given with their names, with states as `strategy` says."""
     if strategy == "master":
-        return master_weights(model, stock)
-    optimizer = stock(model.named_parameters())
+        return master_weights(named, stock)
+    optimizer = stock(named)
     if strategy in PLAIN:
         return optimizer
-    if strategy not in FORMATS or strategy in MODES:
+    if strategy in COLLAGE or strategy in MODES:
         return mcf.collage(optimizer, MODES.get(strategy, strategy))
     # States are float32 to the bit, so that it is weights that are compared.
     names = next(STATES[name] for name, cls in OPTIMIZERS.items() if type(optimizer) is cls)
@@ -88,13 +98,14 @@ def stock_optimizer(name: str, path: str, lr: float, beta2: float) -> OptimizerF
     return build
 
 
-def master_weights(model: nn.Module, stock: OptimizerFactory) -> Optimizer:
+def master_weights(named: Named, stock: OptimizerFactory) -> Optimizer:
     """An optimizer over fp32 copies of the parameters, rounded back to bf16 after each step.
 
     Its fp32 gradients live only while it steps, and the copies are part of its state dict.
     """
-    masters = {p: p.detach().float() for p in model.parameters()}
-    optimizer = stock((name, masters[p]) for name, p in model.named_parameters())
+    named = list(named)
+    masters = {p: p.detach().float() for _, p in named}
+    optimizer = stock((name, masters[p]) for name, p in named)
 
     def take_gradients(*_: Any) -> None:
         for parameter, master in masters.items():

@@ -116,7 +116,7 @@ class Training:
         as_kept(run.strategy, self.model)
         self.parallel = processes.divided(self.model, run.parallel, run.device)
         stock = stock_optimizer(run.optimizer, run.path, run.lr, run.beta2)
-        self.optimizer = optimizer_for(run.strategy, self.model, stock)
+        self.optimizer = optimizer_for(run.strategy, self.model.named_parameters(), stock)
         # Between two samples is at least one step without, whose time counts.
         self.meter = mcf.EDQ(self.optimizer, every=max(2, run.steps // SAMPLES), callback=watch)
         self.steps_in_backward: mcf.StepInBackward | None = None
@@ -124,7 +124,10 @@ class Training:
             self.steps_in_backward = mcf.step_in_backward(self.model, self.optimizer)
         schedule = partial(learning_rate_factor, steps=run.steps)
         self.scheduler = LambdaLR(self.optimizer, schedule)
-        self.witness = Witness(self.model, self.optimizer, stock, schedule) if witness else None
+        self.witness: Witness | None = None
+        if witness:
+            named = self.model.named_parameters()
+            self.witness = Witness(named, self.optimizer, stock, schedule)
 
     def batches(self) -> Iterator[Tensor]:
         """This process's share of random windows of the text, (batch, window), for each step."""
@@ -223,10 +226,11 @@ def learning_rate_factor(step: int, steps: int) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * progress)
 
 
-def evenly_spaced(content: Tensor, window: int) -> Tensor:
-    """`VALIDATION_WINDOWS` windows from all over `content`, the same for every seed."""
+def evenly_spaced(content: Tensor, window: int, count: int | None = None) -> Tensor:
+    """`count` windows from all over `content`, the same for every seed."""
     windows = content.unfold(0, window, 1)
-    chosen = torch.linspace(0, len(windows) - 1, VALIDATION_WINDOWS, dtype=torch.float64)
+    count = count or VALIDATION_WINDOWS
+    chosen = torch.linspace(0, len(windows) - 1, count, dtype=torch.float64)
     return windows[chosen.long()].long()
 
 

@@ -6,75 +6,89 @@ A loss alone flatters. A second moment that is too low, for one, acts as a highe
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import mcftensor as mcf
-from pretraining.strategies import OptimizerFactory, parameters_of
+from pretraining.strategies import Named, OptimizerFactory, parameters_of
 
 
 class Witness:
     """Takes each step of a run in float64.
 
     Args:
-        model: that of the run, before its first step.
+        named: the parameters of the run with their names, before its first step.
         optimizer: that of the run.
         stock: what made it.
         schedule: the learning rate of a step, over the peak.
+        every: look for the largest update once in so many steps.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        named: Named,
         optimizer: Optimizer,
         stock: OptimizerFactory,
         schedule: Callable[[int], float],
+        every: int = 1,
     ) -> None:
+        named = list(named)
         self.optimizer = optimizer
-        self.exact = {p: whole(p) for p in model.parameters()}
-        named = [(name, self.exact[p]) for name, p in model.named_parameters()]
-        self.exact_optimizer = stock(named)
+        self.every, self.steps = every, 0
+        self.exact = {p: whole(p) for _, p in named}
+        self.exact_optimizer = stock((name, self.exact[p]) for name, p in named)
         self.starts = [p.clone() for p in parameters_of(self.exact_optimizer)]
         self.scheduler = LambdaLR(self.exact_optimizer, schedule)
         self.largest = {"run": 0.0, "exact": 0.0}
+        optimizer.register_step_pre_hook(self.take_gradients)
+
+    def take_gradients(self, *_: Any) -> None:
+        """Those of a step of the run, before it: some optimizers compute in them."""
+        for parameter, exact in self.exact.items():
+            exact.grad = None if parameter.grad is None else whole(parameter.grad)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Follow a step that the run has taken; its gradients are still there."""
-        for parameter, exact in self.exact.items():
-            exact.grad = None if parameter.grad is None else whole(parameter.grad)
+        """Follow a step that the run has taken."""
         self.exact_optimizer.step()
         self.scheduler.step()
+        self.steps += 1
+        if self.steps % self.every:
+            return
         for name, optimizer in (("run", self.optimizer), ("exact", self.exact_optimizer)):
             self.largest[name] = max(self.largest[name], largest_update(optimizer))
 
     def findings(self) -> dict[str, float]:
-        """What the run did, against what it should have done.
-
-        `displacement_*`: relative error of what weights moved by; `second_moment`: the median over
-        the exact one; `largest_*`: the largest update over the learning rate, decay aside.
-        """
-        pairs = [
-            (whole(own) - start, exact.detach() - start)
-            for own, exact, start in zip(
-                parameters_of(self.optimizer),
-                parameters_of(self.exact_optimizer),
-                self.starts,
-                strict=True,
-            )
-        ]
-        found = {
-            f"displacement_{kind}": error([pair for pair in pairs if (pair[0].dim() > 1) == wide])
-            for kind, wide in (("matrices", True), ("vectors", False))
-        }
-        if "exp_avg_sq" in next(iter(self.optimizer.state.values())):
-            own, exact = map(second_moments, (self.optimizer, self.exact_optimizer))
-            found["second_moment"] = (own / exact)[exact > 0].median().item()
+        """What the run did, against what it should have done: as `compared`, and `largest_*`, the
+        largest update over the learning rate, decay aside, where the moments are Adam's."""
+        found = compared(self.optimizer, self.exact_optimizer, self.starts)
+        if any(self.largest.values()):
             found |= {f"largest_{name}": x for name, x in self.largest.items()}
         return found
+
+
+def compared(run: Optimizer, exact: Optimizer, starts: list[Tensor]) -> dict[str, float]:
+    """What one optimizer did, against another with the same groups that began at `starts`.
+
+    `displacement_*`: relative error of what weights moved by, where there are such weights;
+    `second_moment`: the median over the exact one, where there is one.
+    """
+    pairs = [
+        (whole(own) - start, right.detach() - start)
+        for own, right, start in zip(parameters_of(run), parameters_of(exact), starts, strict=True)
+    ]
+    found = {}
+    for kind, wide in (("matrices", True), ("vectors", False)):
+        if chosen := [pair for pair in pairs if (pair[0].dim() > 1) == wide]:
+            found[f"displacement_{kind}"] = error(chosen)
+    if "exp_avg_sq" in next(iter(run.state.values())):
+        own, right = map(second_moments, (run, exact))
+        found["second_moment"] = (own / right)[right > 0].median().item()
+    return found
 
 
 def whole(x: Tensor) -> Tensor:
@@ -99,7 +113,7 @@ def largest_update(optimizer: Optimizer) -> float:
     largest = 0.0
     for group in optimizer.param_groups:
         for state in (optimizer.state[p] for p in group["params"]):
-            if "exp_avg_sq" not in state:
+            if not {"exp_avg", "exp_avg_sq"} <= state.keys():
                 continue
             step, (beta1, beta2) = float(state["step"]), group["betas"]
             m = whole(state["exp_avg"]) / (1 - beta1**step)

@@ -1,0 +1,1 @@
+"""Open questions around Collage, each with its runs, its figures and its answer."""
