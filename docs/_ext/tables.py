@@ -491,6 +491,11 @@ def signed(x: float, half: float | None = None, digits: int = 4) -> str:
     return text if half is None else f"{text} ± {half:.{digits}f}"
 
 
+def rate(x: float) -> str:
+    """A learning rate of one digit."""
+    return f"{x:g}" if x >= 0.01 else f"{x:.0e}".replace("e-0", "e-")
+
+
 def findings_stored() -> str:
     """What weights in 8-bit terms moved by, against float64."""
     result = load("findings-eight")
@@ -499,7 +504,7 @@ def findings_stored() -> str:
         (f"`{row[head]}`", f"{row['bytes']}", *(f"{row[c]:.1e}" for c in columns[1:]))
         for row in result["stored"]
     ]
-    names = ("weights", "bytes", *(f"lr {c.replace(' ', ', ')}" for c in columns[1:]))
+    names = ("weights", "bytes", *(f"lr {rate(float(c.split()[0]))}, {c.split()[1]}" for c in columns[1:]))
     return table(names, rows) + "\n\n" + machine(result)
 
 
@@ -521,20 +526,17 @@ def findings_trained() -> str:
 
 
 def findings_beta2() -> str:
-    """The best beta2 of each strategy, and what others lose to it."""
+    """Losses of each strategy and learning rate by beta2, and how clear the best one is."""
+    result = load("findings-beta2")
     rows = []
-    for row in load("findings-beta2")["best"]:
-        others = [
-            "best" if x["beta2"] == row["beta2"] else signed(x["worse"], x["half"])
-            for x in row["others"]
+    for row in result["best"]:
+        losses = [
+            f"**{loss:.4f}**" if beta2 == row["beta2"] else f"{loss:.4f}"
+            for beta2, loss in zip(result["beta2s"], row["losses"], strict=True)
         ]
-        by_rate = ", ".join(f"{beta2:g}" for beta2 in row["by_rate"].values())
-        rows.append((row["strategy"], f"{row['lr']:g}", *others, by_rate))
-    best = load("findings-beta2")["best"][0]
-    head = (
-        "", "best lr", *(f"beta2 {x['beta2']:g}" for x in best["others"]),
-        f"best beta2 at lr {', '.join(best['by_rate'])}",
-    )  # fmt: skip
+        second = f"{signed(row['worse'], row['half'])} ({row['second']:g})"
+        rows.append((f"{row['strategy']}, lr {rate(row['lr'])}", *losses, second))
+    head = ("", *(f"beta2 {x:g}" for x in result["beta2s"]), "second best, to the best")
     return table(head, rows)
 
 
@@ -557,7 +559,7 @@ def findings_moments() -> str:
         if row["lr"] == lr and row["strategy"] != "master"
     ]
     head = (
-        f"lr {lr:g}", "beta2", "nats from master weights", "EDQ ratio", "ratio of v",
+        f"lr {rate(lr)}", "beta2", "nats from master weights", "EDQ ratio", "ratio of v",
         "v over exact", "largest update over exact", "displacement",
     )  # fmt: skip
     return table(head, rows) + "\n\n" + machine(result)
@@ -583,28 +585,20 @@ def findings_prediction() -> str:
 
 
 def findings_growth() -> str:
-    """The error of weights at two steps, and how it grows."""
+    """The error of weights at the first check and the last, and how it grows."""
     result = load("findings-growth")
-    rows = []
+    found: dict[tuple[str, str], list[str]] = {}
     for row in result["rows"]:
-        first, last = row["error"][0], row["error"][-1]
-        rows.append(
-            (
-                f"{row['strategy']}, {row['source']}, {row['kind']}",
-                f"{first:.1e}",
-                f"{last:.1e}",
-                f"{row['slope']:.2f} ± {row['slope_half']:.2f}",
-                f"{row['slope_relative']:+.2f} ± {row['slope_relative_half']:.2f}".replace(
-                    "-", "−"
-                ),
-                f"{row['second_moment'][-1]:.3f}",
-            )
-        )
+        cells = found.setdefault((row["strategy"], row["kind"]), [])
+        cells += [f"{row['error'][0]:.1e}", f"{row['error'][-1]:.1e}"]
+        cells.append(f"{row['slope']:.2f} ± {row['slope_half']:.2f}")
+        if row["source"] == "real":
+            cells.append(f"{row['second_moment'][-1]:.3f}")
+    rows = [(f"{strategy}, {kind}", *cells) for (strategy, kind), cells in found.items()]
+    rows.sort(key=lambda row: row[0].partition(", ")[2])
     steps = result["rows"][0]["steps"]
-    head = (
-        "", f"relative error at step {steps[0]}", f"at step {steps[-1]:,}", "slope of the error",
-        "slope of the relative error", "v over exact at the end",
-    )  # fmt: skip
+    ends = [f"step {steps[0]}", f"step {steps[-1]:,}", "slope"]
+    head = ("", *(f"{source}: {x}" for source in ("random", "real") for x in ends), "v over exact")
     return table(head, rows) + "\n\n" + machine(result)
 
 
@@ -618,7 +612,7 @@ def findings_others() -> str:
     rows = [
         (
             f"{row['optimizer']}, {row['strategy']}",
-            f"{row['lr']:g}",
+            rate(row["lr"]),
             f"{row['validation']:.4f}"
             if row["strategy"] == "master"
             else signed(row["gap"], row["gap_half"]),

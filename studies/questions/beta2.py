@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from matplotlib.figure import Figure
 
 from pretraining.report import LINES
 from questions.intervals import mean_of
-from questions.settings import Outcomes, Row, Settings, dress, gap
+from questions.settings import Outcomes, Row, Settings, brief, dress, gap
 from questions.stock import RATES
 from questions.trial import Trial
 
@@ -32,7 +33,8 @@ def answer(settings: Settings) -> dict[str, Any]:
         cell(outcomes, [t for t in wanted if (t.strategy, t.lr, t.beta2) == where])
         for where in dict.fromkeys((t.strategy, t.lr, t.beta2) for t in wanted)
     ]
-    return {"cells": cells, "best": [best(outcomes, cells, name) for name in STRATEGIES]}
+    best = [best_of(outcomes, cells, name, lr) for lr in RATES["adamw"] for name in STRATEGIES]
+    return {"beta2s": BETA2S, "cells": cells, "best": best}
 
 
 def cell(outcomes: Outcomes, own: list[Trial]) -> Row:
@@ -49,31 +51,26 @@ def cell(outcomes: Outcomes, own: list[Trial]) -> Row:
     return row
 
 
-def best(outcomes: Outcomes, cells: list[Row], strategy: str) -> Row:
-    """The best cell of a strategy; at its learning rate each beta2 against the best, seed by seed;
-    and the best beta2 of each learning rate."""
-    own = [row for row in cells if row["strategy"] == strategy]
-    top = min(own, key=lambda row: row["validation"])
-    row: Row = {name: top[name] for name in ("strategy", "lr", "beta2", "validation")}
-    rest = []
-    for beta2 in BETA2S:
-        pairs = [
-            _loss(outcomes, t) - _loss(outcomes, _at(t, top["beta2"]))
+def best_of(outcomes: Outcomes, cells: list[Row], strategy: str, lr: float) -> Row:
+    """Losses by beta2, the best, and how much worse the second best is, seed by seed."""
+    own = [row for row in cells if (row["strategy"], row["lr"]) == (strategy, lr)]
+    first, second = sorted(own, key=lambda row: row["validation"])[:2]
+    mean, half = mean_of(
+        [
+            _loss(outcomes, t) - _loss(outcomes, replace(t, beta2=first["beta2"]))
             for t in outcomes
-            if (t.strategy, t.lr, t.beta2) == (strategy, top["lr"], beta2)
+            if (t.strategy, t.lr, t.beta2) == (strategy, lr, second["beta2"])
         ]
-        mean, half = mean_of(pairs)
-        rest.append({"beta2": beta2, "worse": mean, "half": half})
-    row["others"] = rest
-    row["by_rate"] = {
-        f"{lr:g}": min((r for r in own if r["lr"] == lr), key=lambda r: r["validation"])["beta2"]
-        for lr in RATES["adamw"]
+    )
+    return {
+        "strategy": strategy,
+        "lr": lr,
+        "losses": [row["validation"] for row in own],
+        "beta2": first["beta2"],
+        "second": second["beta2"],
+        "worse": mean,
+        "half": half,
     }
-    return row
-
-
-def _at(trial: Trial, beta2: float) -> Trial:
-    return Trial(trial.strategy, trial.lr, beta2, trial.seed, trial.optimizer, trial.steps)
 
 
 def _loss(outcomes: Outcomes, trial: Trial) -> float:
@@ -105,7 +102,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
                     **wide,
                 )
             column[2].plot(points, [r["second_moment"] for r in own], **style, **wide)
-        dress(column[0], f"lr {lr:g}: validation loss, nats a byte", "")
+        dress(column[0], f"lr {brief(lr)}: validation loss, nats a byte", "")
         dress(column[1], "difference to master weights", "")
         column[1].set_yscale("symlog", linthresh=0.01)
         dress(column[2], "second moment, median over the exact one", "beta2")

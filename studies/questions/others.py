@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from pretraining.report import LINES
 from questions.intervals import mean_of
-from questions.settings import Row, Settings, dress, gap
+from questions.settings import Row, Settings, brief, dress, gap
 from questions.stock import RATES
 from questions.trial import Trial
 
@@ -37,9 +37,10 @@ FIGURES = ("ratio", "lost", "displacement_matrices", "displacement_vectors", "fi
 
 
 def trials(settings: Settings, optimizer: str) -> list[Trial]:
-    """Of one optimizer."""
+    """Of one optimizer, half as long as others: some of these take their time."""
     strategies = (REFERENCE, *STRATEGIES[optimizer])
-    return settings.grid(strategies, RATES[optimizer], [BETA2], optimizer)
+    rates = RATES[optimizer][:2]
+    return settings.grid(strategies, rates, [BETA2], optimizer, max(1, settings.steps // 2))
 
 
 def answer(settings: Settings) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
                 r for r in found["rows"] if (r["optimizer"], r["strategy"]) == (optimizer, strategy)
             ]
             axes.errorbar(
-                [f"{r['lr']:g}" for r in own],
+                [brief(r["lr"]) for r in own],
                 [r["gap"] for r in own],
                 [r["gap_half"] or 0.0 for r in own],
                 label=strategy,

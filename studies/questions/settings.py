@@ -35,10 +35,11 @@ class Settings:
         rates: Sequence[float],
         beta2s: Sequence[float],
         optimizer: str = "adamw",
+        steps: int | None = None,
     ) -> list[Trial]:
         """Trials of all of these, one seed after the other: cut short, it is whole so far."""
         return [
-            Trial(strategy, lr, beta2, seed, optimizer, self.steps)
+            Trial(strategy, lr, beta2, seed, optimizer, steps or self.steps)
             for seed, lr, beta2, strategy in product(self.seeds, rates, beta2s, strategies)
         ]
 
@@ -57,6 +58,11 @@ def gap(outcomes: Outcomes, trial: Trial, reference: str, figure: str = "validat
     """A figure of a trial less that of another strategy from the same weights and batches."""
     own, other = outcomes[trial][figure], outcomes[replace(trial, strategy=reference)][figure]
     return math.nan if own is None or other is None else own - other
+
+
+def brief(rate: float) -> str:
+    """A learning rate of one digit, as one writes it."""
+    return f"{rate:g}" if rate >= 0.01 else f"{rate:.0e}".replace("e-0", "e-")
 
 
 def dress(axes: Axes, heading: str, label: str) -> None:

@@ -65,11 +65,11 @@ def test_beta2_and_prediction_share_their_trials(run, monkeypatch):
         assert (cell["gap"] == 0) == (strategy == "master")
         assert cell["second_moment"] == pytest.approx(1, abs=0.1)
     assert cells["bf16", 3e-4, 0.999]["lost"] > 0.5 > cells["plus", 3e-4, 0.999]["lost"]
-    best = {row["strategy"]: row for row in record["best"]}
-    for strategy, row in best.items():
-        own = [c["validation"] for c in record["cells"] if c["strategy"] == strategy]
-        assert row["validation"] == min(own)
-        assert {x["beta2"]: x["worse"] for x in row["others"]}[row["beta2"]] == 0
+    for row in record["best"]:
+        own = {b: cells[row["strategy"], row["lr"], b]["validation"] for b in record["beta2s"]}
+        assert row["losses"] == list(own.values())
+        assert own[row["beta2"]] == min(own.values())
+        assert row["worse"] == pytest.approx(own[row["second"]] - own[row["beta2"]])
 
     done = []
     real = settings.train
@@ -77,8 +77,8 @@ def test_beta2_and_prediction_share_their_trials(run, monkeypatch):
     status, record = run("prediction")
     assert status == 0
     assert {t.strategy for t in done} == set(prediction.OTHERS), "the others are there already"
-    assert record["count"] == 2 * (6 * 3 * 2 + 3 * 3)
-    assert len(record["runs"]) == 2 * (5 * 3 * 2 + 3 * 3)
+    assert record["count"] == 2 * (6 * 3 * 2 + 2 * 3)
+    assert len(record["runs"]) == 2 * (5 * 3 * 2 + 2 * 3)
     everything = record["correlations"][0]
     assert everything["group"] == "all"
     for name in prediction.PREDICTORS:
