@@ -504,7 +504,11 @@ def findings_stored() -> str:
         (f"`{row[head]}`", f"{row['bytes']}", *(f"{row[c]:.1e}" for c in columns[1:]))
         for row in result["stored"]
     ]
-    names = ("weights", "bytes", *(f"lr {rate(float(c.split()[0]))}, {c.split()[1]}" for c in columns[1:]))
+    names = (
+        "weights",
+        "bytes",
+        *(f"lr {rate(float(c.split()[0]))}, {c.split()[1]}" for c in columns[1:]),
+    )
     return table(names, rows) + "\n\n" + machine(result)
 
 

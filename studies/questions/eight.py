@@ -38,7 +38,7 @@ RULES = ((1e-4, 0.999), (1e-5, 0.95))
 KINDS = {"small": 0.02, "ones": 0.0}
 COUNT, STEPS, BETA2 = 4096, 1000, 0.999
 STATES = {"exp_avg": mcf.bf16i16, "exp_avg_sq": mcf.bf16i16}
-RATES_TRAINED = RATES["adamw"][:1]
+LR = RATES["adamw"][0]  # at which most is lost
 
 
 def answer(settings: Settings) -> dict[str, Any]:
@@ -85,17 +85,16 @@ def displaced(eight: str, lr: float, beta2: float, kind: str, seed: int, steps: 
 
 def trained(settings: Settings) -> list[Row]:
     """What trainings with such weights came to, beside those of the longest tail."""
-    trials = settings.grid(TRAINED, RATES_TRAINED, [BETA2])
+    trials = settings.grid(TRAINED, [LR], [BETA2])
     outcomes = settings.outcomes(trials, "8 bits, trained")
     rows = []
-    for lr in RATES_TRAINED:
-        for name in TRAINED:
-            own = [t for t in trials if (t.strategy, t.lr) == (name, lr)]
-            row: Row = {"format": name, "lr": lr}
-            for figure in ("ratio", "lost", "displacement_matrices", "validation"):
-                row[figure] = mean_of([outcomes[t][figure] or 0.0 for t in own])[0]
-            row["gap"], row["gap_half"] = mean_of([gap(outcomes, t, REFERENCE) for t in own])
-            rows.append(row)
+    for name in TRAINED:
+        own = [t for t in trials if t.strategy == name]
+        row: Row = {"format": name, "lr": LR}
+        for figure in ("ratio", "lost", "displacement_matrices", "validation"):
+            row[figure] = mean_of([outcomes[t][figure] or 0.0 for t in own])[0]
+        row["gap"], row["gap_half"] = mean_of([gap(outcomes, t, REFERENCE) for t in own])
+        rows.append(row)
     return rows
 
 
@@ -131,19 +130,13 @@ def draw(found: dict[str, Any], path: Path) -> None:
         dress(axes, f"Error of the displacement: lr {brief(lr)}, {kind}", "bytes a weight")
     panels[0][0].legend(frameon=False, fontsize="small")
     ratio, loss = panels[:, 2]
-    for lr, marker, colour in zip(RATES_TRAINED, "os", ("#0072B2", "#CC79A7"), strict=False):
-        chosen = [row for row in found["trained"] if row["lr"] == lr]
-        names = [row["format"] for row in chosen]
-        ratio.plot(
-            [row["ratio"] for row in chosen], names, marker, color=colour, label=f"lr {lr:g}"
-        )
-        halves = [row["gap_half"] or 0.0 for row in chosen]
-        loss.errorbar(
-            [row["gap"] for row in chosen], names, None, halves, marker, color=colour, capsize=3
-        )
+    own = found["trained"]
+    names = [row["format"] for row in own]
+    ratio.plot([row["ratio"] for row in own], names, "o", color="#0072B2")
+    halves = [row["gap_half"] or 0.0 for row in own]
+    loss.errorbar([row["gap"] for row in own], names, None, halves, "o", color="#0072B2", capsize=3)
     for axes in (ratio, loss):
         axes.invert_yaxis()
-    dress(ratio, "EDQ ratio in trainings", "")
+    dress(ratio, f"EDQ ratio in trainings, lr {brief(LR)}", "")
     dress(loss, f"Validation loss, less that of {REFERENCE}", "nats a byte")
-    ratio.legend(frameon=False)
     figure.savefig(path, dpi=120)

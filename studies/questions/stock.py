@@ -21,9 +21,9 @@ RATES = {
     "adamw": (3e-4, 2e-3, 1e-2),
     "sgd": (0.1, 1.0),
     "lion": (1e-4, 1e-3),
-    "adafactor": (3e-3, 3e-2),
-    "muon": (3e-4, 2e-3),
-    "schedulefree": (1e-3, 1e-2),
+    "adafactor": (1e-2,),
+    "muon": (2e-3,),
+    "schedulefree": (3e-3,),
 }
 
 
