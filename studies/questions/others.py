@@ -15,8 +15,7 @@ from questions.trial import Trial
 
 REFERENCE = "master"
 BETA2 = 0.999
-# What differs: where there is no second moment like the weights, plus is light. Adafactor has no
-# moment like the weights at all, so that light is all there is.
+# Where no second moment is like the weights, plus is light.
 STRATEGIES = {
     "sgd": ("bf16", "light"),
     "lion": ("bf16", "light"),

@@ -19,12 +19,15 @@ DECAY = 0.1  # of matrices
 # Learning rates of each: of updates of some size beside the weights, and so not the same.
 RATES = {
     "adamw": (3e-4, 2e-3, 1e-2),
-    "sgd": (0.1, 1.0),
+    "sgd": (0.1,),
     "lion": (1e-4, 1e-3),
     "adafactor": (1e-2,),
     "muon": (2e-3,),
     "schedulefree": (3e-3,),
 }
+
+# The fused SGD of torch 2.13 leaves bf16 parameters where they are on a CPU, but for the last few.
+PATHS = {"adamw": "fused", "sgd": "foreach"}
 
 
 def parts(
@@ -48,8 +51,8 @@ def parts(
 
 def factory(optimizer: str, lr: float, beta2: float) -> OptimizerFactory:
     """What makes an optimizer of named parameters, with weight decay on matrices only."""
-    if optimizer in ("adamw", "sgd"):
-        return stock_optimizer(optimizer, "fused", lr, beta2)
+    if optimizer in PATHS:
+        return stock_optimizer(optimizer, PATHS[optimizer], lr, beta2)
     make = MAKERS[optimizer]
 
     def build(named: Named) -> Optimizer:
