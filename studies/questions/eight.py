@@ -130,11 +130,13 @@ def draw(found: dict[str, Any], path: Path) -> None:
         dress(axes, f"Error of the displacement: lr {brief(lr)}, {kind}", "bytes a weight")
     panels[0][0].legend(frameon=False, fontsize="small")
     ratio, loss = panels[:, 2]
-    own = found["trained"]
-    names = [row["format"] for row in own]
-    ratio.plot([row["ratio"] for row in own], names, "o", color="#0072B2")
-    halves = [row["gap_half"] or 0.0 for row in own]
-    loss.errorbar([row["gap"] for row in own], names, None, halves, "o", color="#0072B2", capsize=3)
+    rows = found["trained"]
+    formats = [row["format"] for row in rows]
+    ratio.plot([row["ratio"] for row in rows], formats, "o", color="#0072B2")
+    halves = [row["gap_half"] or 0.0 for row in rows]
+    loss.errorbar(
+        [row["gap"] for row in rows], formats, None, halves, "o", color="#0072B2", capsize=3
+    )
     for axes in (ratio, loss):
         axes.invert_yaxis()
     dress(ratio, f"EDQ ratio in trainings, lr {brief(LR)}", "")

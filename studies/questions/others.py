@@ -64,7 +64,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     """A panel for each optimizer: the gap over its learning rates."""
     figure = Figure(figsize=(13, 4.5), layout="constrained")
     figure.suptitle("Validation loss less that of master weights: means and intervals of 95 %")
-    panels = figure.subplots(1, len(STRATEGIES))
+    panels = figure.subplots(1, len(STRATEGIES), sharey=True)
     for axes, optimizer in zip(panels, STRATEGIES, strict=True):
         for strategy in STRATEGIES[optimizer]:
             own = [
@@ -81,6 +81,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
         axes.axhline(0, color="#BBBBBB", zorder=0)
         axes.set_yscale("symlog", linthresh=0.003)
         axes.margins(x=0.3)
+        axes.set_ylim(-0.01, 1)
         dress(axes, NAMES[optimizer], "peak learning rate")
-        axes.legend(frameon=False, fontsize="small")
+        axes.legend(frameon=False, fontsize="small", loc="center right")
+    panels[0].set_ylabel("nats a byte")
     figure.savefig(path, dpi=120)
