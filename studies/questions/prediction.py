@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from pretraining.report import LINES
 from questions import beta2
 from questions.intervals import bootstrap, mean_of, spearman
-from questions.settings import Row, Settings, dress, gap
+from questions.settings import Row, Settings, brief, dress, gap
 from questions.stock import RATES
 from questions.trial import Trial
 
@@ -60,9 +60,12 @@ def answer(settings: Settings) -> dict[str, Any]:
         if t.strategy != beta2.REFERENCE
     ]
     groups = {"all": runs, "without bf16": [r for r in runs if r["strategy"] != "bf16"]}
-    for key in ("strategy", "lr"):
-        for value in dict.fromkeys(r[key] for r in runs):
-            groups[f"{key} {value}"] = [r for r in runs if r[key] == value]
+    for strategy in dict.fromkeys(r["strategy"] for r in runs):
+        groups[strategy] = [r for r in runs if r["strategy"] == strategy]
+    for lr in RATES["adamw"]:
+        own = [r for r in runs if r["lr"] == lr]
+        groups[f"lr {brief(lr)}"] = own
+        groups[f"bf16, lr {brief(lr)}"] = [r for r in own if r["strategy"] == "bf16"]
     control = [abs(r["gap"]) for r in runs if r["strategy"] == CONTROL]
     return {
         "count": len(wanted),
