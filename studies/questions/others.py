@@ -15,7 +15,7 @@ from questions.trial import Trial
 
 REFERENCE = "master"
 BETA2 = 0.999
-# Where no second moment is like the weights, plus is light.
+# Plus is tried where there is a second moment like the weights.
 STRATEGIES = {
     "sgd": ("bf16", "light"),
     "lion": ("bf16", "light"),
