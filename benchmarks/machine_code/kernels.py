@@ -83,11 +83,11 @@ def _collapsed(rows: int) -> Callable[[], Any]:
 
 
 def _product(rows: int) -> Callable[[], Any]:
-    x = mcf.as_expansion(torch.randn(rows, SIDE), mcf.bf16x2)
+    x, y = (mcf.as_expansion(torch.randn(rows, SIDE), mcf.bf16x2) for _ in range(2))
 
     @torch.no_grad()
     def run() -> Any:
-        return (x * x).components  # type: ignore[attr-defined]
+        return (x * y).components  # type: ignore[attr-defined]
 
     return run
 
