@@ -66,8 +66,8 @@ package: .venv/installed ## build the wheel and the source archive in dist, inst
 	CONSTRAINTS=$(CONSTRAINTS) .ci/package $(TAG)
 
 publish-docs: .venv/installed ## put the site of VERSION, and as ALIAS, on the branch gh-pages
-	NO_MKDOCS_2_WARNING=1 MCFTENSOR_VERSIONS=mike $(PATIENT) $(BIN)/mike deploy $(PUSH) \
-		--update-aliases $(VERSION) $(ALIAS)
+	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 MCFTENSOR_VERSIONS=mike $(PATIENT) \
+		$(BIN)/mike deploy $(PUSH) --update-aliases $(VERSION) $(ALIAS)
 	$(BIN)/mike set-default $(PUSH) $(or $(ALIAS),$(VERSION))
 
 clean: ## remove .venv, caches and outputs

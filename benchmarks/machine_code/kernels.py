@@ -104,6 +104,7 @@ WORK: dict[str, Callable[[int], Callable[[], Any]]] = {
     "AdamW compact": _step(AdamW, "compact", mcf.bf16i8, **_FUSED),
     "AdamW plus, bf16x3": _step(AdamW, "plus", mcf.bf16x3, **_FUSED),
     "AdamW plus, for-loop": _step(AdamW, "plus", mcf.bf16x2, **_LOOP),
+    "SGD light": _step(SGD, "light", mcf.bf16x2, **_MOMENTUM),
     "SGD plus": _step(SGD, "plus", mcf.bf16x2, **_MOMENTUM),
     "product of bf16x2": _product,
     "float32 to bf16x2": _converted,

@@ -844,3 +844,57 @@ def operators() -> str:
         head = ("operator", *next(iter(result.values())))
         parts.append(f"## {module}\n\n{table(head, rows)}")
     return "\n\n".join(parts)
+
+
+def roofline() -> str:
+    """By what kernels are bound on processors that were not there."""
+    result = load("roofline")
+    names = [p["name"] for p in result["processors"]]
+    rows = []
+    for name, found in result["kernels"].items():
+        ratios = [found["processors"][p] for p in names]
+        cells = [f"{x['computing'] / x['memory']:.2f}" for x in ratios]
+        moved = found["read"] + found["written"]
+        rows.append((name, f"{moved:.4g}", *[f"**{c}**" if float(c) > 1 else c for c in cells]))
+    return table(("", "bytes", *(n.replace(" (", "<br>(") for n in names)), rows)
+
+
+def fewer_instructions() -> str:
+    """Instructions of steps, before and after."""
+    result = load("roofline")
+    shown = ("AdamW light", "AdamW plus", "AdamW full", "SGD light")
+    codes = ("AVX-512", "AVX2", "sm_90")
+    models = ("Xeon Platinum 8380 (Ice Lake)", "EPYC 9654 (Zen 4)")
+    rows = []
+    for name in shown:
+        old, new = result["before"][name], result["kernels"][name]
+        cells = [f"{old['instructions'][c]:.1f} → {new['instructions'][c]:.1f}" for c in codes]
+        for model in models:
+            ratio = new["processors"][model]["computing"] / old["computing"][model]
+            cells.append(f"{ratio:.2f}")
+        rows.append((name, *cells))
+    heads = [f"{c}, instructions an element" for c in codes]
+    return table(("", *heads, *(f"cycles on {m}, after over before" for m in models)), rows)
+
+
+def measured_roofline() -> str:
+    """Predictions on the CPU at hand."""
+    result = load("roofline")
+    measured = result["measured"]
+    rows = []
+    for name, found in measured["kernels"].items():
+        for threads, x in found.items():
+            predicted = max(x["computing"], x["memory"])
+            bound = "computing" if x["computing"] > x["memory"] else "memory"
+            rows.append(
+                (
+                    name,
+                    threads,
+                    bound,
+                    f"{predicted:,.0f}",
+                    f"{x['measured']:,.0f}",
+                    f"{x['measured'] / predicted:.2f}",
+                )
+            )
+    head = ("", "threads", "bound by", "predicted", "measured, ps an element", "ratio")
+    return table(head, rows) + "\n\n" + machine(result)
