@@ -164,7 +164,7 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _rounds(device: torch.device) -> bool:
     """Whether one instruction rounds to bfloat16: on NVIDIA's GPUs, from compute capability 8.0."""
     is_nvidia = device.type == "cuda" and torch.version.hip is None

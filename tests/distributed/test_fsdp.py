@@ -47,7 +47,7 @@ class Network(nn.Module):
         self.checkpointed = False
         self.double()
         for p in self.parameters():  # all terms are busy
-            nn.init.normal_(p, mean=1.0 if p.dim() == 1 else 0.0)
+            nn.init.normal_(p, mean=float(p.dim() == 1), std=0.5)  # for two terms in matrices
 
     def forward(self, tokens):
         run = checkpoint if self.checkpointed else lambda f, x, **options: f(x)

@@ -43,7 +43,8 @@ class Block(nn.Module):
 
 
 def expansions(format=None) -> Block:
-    return mcf.as_expansion(Block(), format)
+    """In two terms by default: what is divided goes by its shape, and not by its size."""
+    return mcf.as_expansion(Block(), format, lr=None if format else 1.0)
 
 
 def plain(format=None) -> Block:

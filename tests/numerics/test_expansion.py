@@ -602,8 +602,8 @@ def test_errors_name_the_operation_and_the_repair():
         ValueError, match=r"div: the first operand has terms \(torch.float32, torch"
     ):
         div((plain, plain.bfloat16()), x)
-    with pytest.raises(TypeError, match=r"expand: 'bf16x2' is not a format"):
-        expand(plain, "bf16x2")
+    with pytest.raises(TypeError, match=r"expand: 'bf16x9' is not a format"):
+        expand(plain, "bf16x9")
 
 
 def test_samples_hold_what_they_promise():

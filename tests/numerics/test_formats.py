@@ -125,5 +125,6 @@ def test_default_format(shape, format):
 
 def test_require_format():
     assert require_format(bf16x2, "somewhere") is bf16x2
-    with pytest.raises(TypeError, match=r"somewhere: 'bf16x2' is not a format; give one of mcf.bf"):
-        require_format("bf16x2", "somewhere")
+    with pytest.raises(TypeError, match=r"somewhere: 'bf16x9' is not a format; give one of mcf.bf"):
+        require_format("bf16x9", "somewhere")
+    assert require_format("bf16x2", "somewhere") is bf16x2

@@ -344,3 +344,11 @@ class TestFailedCallsChangeNothing:
         self.check(model, r"3\.weight.*weak ref", RuntimeError, lambda: mcf.as_expansion(model))
         del reference
         mcf.as_expansion(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("size", "kind"), [(0.02, mcf.bf16x2), (1.0, mcf.bf16x3)])
+def test_matrices_of_any_type_go_by_their_size(dtype, size, kind):
+    model = nn.Linear(64, 64).to(dtype)
+    nn.init.normal_(model.weight, std=size)
+    assert mcf.as_expansion(model).weight.format == kind
