@@ -99,14 +99,13 @@ def measured(found: list[Kernel], scratch: Path) -> dict[str, Any]:
     is_amd = "AuthenticAMD" in flags
     model = {"AVX-512": ("icelake-server", "znver4"), "AVX2": ("skylake", "znver3")}[name][is_amd]
     clock, threads = clock_of(scratch), torch.get_num_threads()
-    result: dict[str, Any] = {"model": model, "clock": clock, "bandwidth": {}, "kernels": {}}
+    result: dict[str, Any] = {"model": model, "clock": clock, "kernels": {}}
     for count in sorted({1, threads}):
         torch.set_num_threads(count)
-        bandwidth = bandwidth_of()
-        result["bandwidth"][count] = bandwidth
         for kernel in found:
             if kernel.prepare is None:
                 continue
+            bandwidth = bandwidth_of()  # which other work on the machine takes a part of
             moved = kernel.read + (1 if kernel.is_in_place else 2) * kernel.written
             loop = x86.loop_of(kernel.program, name, scratch)
             computing = x86.cycles(loop, model) / clock / count
@@ -115,6 +114,7 @@ def measured(found: list[Kernel], scratch: Path) -> dict[str, Any]:
                 "computing": 1000 * computing,
                 "memory": 1000 * moved / bandwidth,
                 "measured": 1e12 * seconds / ELEMENTS,
+                "bandwidth": bandwidth,
             }
     torch.set_num_threads(threads)
     return result
