@@ -171,7 +171,7 @@ class Summary:
         yield ("in all", "", "", "", *sizes, showing.size(self.total))
         if self.optimizer:
             empty = [""] * (3 + len(sizes))
-            yield ("with master weights", *empty, showing.size(self.master_weights))
+            yield ("master weights, AdamW", *empty, showing.size(self.master_weights))
 
     def _states(self) -> list[str]:
         """Names of those that have a column: not of single numbers, and not more than a few."""

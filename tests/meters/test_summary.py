@@ -321,7 +321,7 @@ def test_the_table():
     assert "plain, frozen" in kinds["31.weight"]
     assert "buffer, value" in kinds["30.running_var"]
     assert kinds["in"].split()[-2:] == [f"{found.total / 1024:.2f}", "KiB"]
-    assert kinds["with"].split()[-2:] == [f"{found.master_weights / 1024:.2f}", "KiB"]
+    assert kinds["master"].split()[-2:] == [f"{found.master_weights / 1024:.2f}", "KiB"]
     assert f'AdamW, mode "plus": {found.trained:,} parameters are trained' in rows
     assert f"{found.bytes_per_parameter:.2f} bytes a parameter" in str(found)
     page = found._repr_html_()
