@@ -100,16 +100,15 @@ def measured(found: list[Kernel], scratch: Path) -> dict[str, Any]:
     model = {"AVX-512": ("icelake-server", "znver4"), "AVX2": ("skylake", "znver3")}[name][is_amd]
     clock, threads = clock_of(scratch), torch.get_num_threads()
     result: dict[str, Any] = {"model": model, "clock": clock, "kernels": {}}
+    timed = [(kernel, kernel.prepare) for kernel in found if kernel.prepare]
+    cycles = {k.name: x86.cycles(x86.loop_of(k.program, name, scratch), model) for k, _ in timed}
     for count in sorted({1, threads}):
         torch.set_num_threads(count)
-        for kernel in found:
-            if kernel.prepare is None:
-                continue
+        for kernel, prepare in timed:
             bandwidth = bandwidth_of()  # which other work on the machine takes a part of
             moved = kernel.read + (1 if kernel.is_in_place else 2) * kernel.written
-            loop = x86.loop_of(kernel.program, name, scratch)
-            computing = x86.cycles(loop, model) / clock / count
-            seconds = median_of(kernel.prepare(ELEMENTS // SIDE))
+            computing = cycles[kernel.name] / clock / count
+            seconds = median_of(prepare(ELEMENTS // SIDE))
             result["kernels"].setdefault(kernel.name, {})[count] = {
                 "computing": 1000 * computing,
                 "memory": 1000 * moved / bandwidth,

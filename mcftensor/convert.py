@@ -17,7 +17,15 @@ from mcftensor.arithmetic.counting import count_beside, moved, name_, start, unw
 from mcftensor.checkpoint.modules import store_as_terms
 from mcftensor.dispatch.operands import rounded_by
 from mcftensor.dispatch.registry import implements
-from mcftensor.formats import Format, bf16i16, bf16x2, bf16x3, default_format, require_format
+from mcftensor.formats import (
+    Format,
+    bf16i16,
+    bf16x2,
+    bf16x3,
+    default_format,
+    is_vector,
+    require_format,
+)
 from mcftensor.formats.defaults import format_of_buffer, format_of_weights, is_average
 from mcftensor.kernels.opaque import opaque
 from mcftensor.passes.recoding import key_for
@@ -326,7 +334,7 @@ class _Choice:
     def __init__(self, format: Format | None, tensors: Sequence[Tensor], lr: float | None) -> None:
         self.format, self.lr = format, lr
         own = [
-            (_is_vector(x.shape), f)
+            (is_vector(x.shape), f)
             for x in tensors
             if isinstance(x, nn.Parameter) and (f := format_of(x))
         ]
@@ -339,7 +347,7 @@ class _Choice:
         if self.format is not None:
             return for_shape(self.format, x.shape)
         if self.present:
-            known = self.present.get(_is_vector(x.shape)) or next(iter(self.present.values()))
+            known = self.present.get(is_vector(x.shape)) or next(iter(self.present.values()))
             return for_shape(known, x.shape)
         return format_of_weights(x, self.lr)
 
@@ -348,13 +356,9 @@ class _Choice:
         return format_of_buffer(x, self.base)
 
 
-def _is_vector(shape: torch.Size) -> bool:
-    return sum(length > 1 for length in shape) <= 1
-
-
 def for_shape(format: Format, shape: torch.Size) -> Format:
     """The format of a parameter where one is given for all: vectors have no rows with scales."""
-    return bf16i16 if format.shared and (_is_vector(shape) or len(shape) < 2) else format
+    return bf16i16 if format.shared and is_vector(shape) else format
 
 
 def _store_pretrained(module: nn.Module) -> None:

@@ -65,9 +65,8 @@ def beside(path: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
         raise FileNotFoundError(f"{path}: there is no folder {path.parent}; make it first")
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         remove_abandoned(leftover)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    with temporary.open("xb") as file:
-        _lock(file)
+    temporary, file = _make_locked(path, ".tmp")
+    with file:
 
         def put() -> None:
             synchronize(temporary)
@@ -91,10 +90,9 @@ def making(path: Path) -> Iterator[Path]:
         raise CheckpointError(f"{path}: there is no folder {parent}; make it first")
     for leftover in parent.glob(f".{glob.escape(path.name)}.*.tmp.lock"):
         _remove_abandoned_folder(leftover)
-    folder = parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
-    lock = folder.with_name(f"{folder.name}.lock")
-    with lock.open("xb") as file:
-        _lock(file)
+    lock, file = _make_locked(parent / path.name, ".tmp.lock")
+    folder = lock.with_suffix("")
+    with file:
         try:
             folder.mkdir()
             yield folder
@@ -108,6 +106,19 @@ def making(path: Path) -> Iterator[Path]:
             if fcntl is None:
                 file.close()  # Windows removes no open file.
             lock.unlink(missing_ok=True)
+
+
+def _make_locked(path: Path, suffix: str) -> tuple[Path, BinaryIO]:
+    """A new file beside a path, locked."""
+    while True:
+        made = path.with_name(f".{path.name}.{secrets.token_hex(4)}{suffix}")
+        file = made.open("xb")
+        with contextlib.suppress(BlockingIOError):
+            _lock(file)
+            if made.exists():
+                return made, file
+        # Before it was locked, another writer has taken it for abandoned.
+        file.close()
 
 
 def _remove_abandoned_folder(lock: Path) -> None:
@@ -138,10 +149,13 @@ def synchronize(path: Path) -> None:
 
 
 def _lock(file: BinaryIO) -> bool:
+    """Lock a file, if its system can; BlockingIOError where another writer has done so."""
     if fcntl is None:
         return False
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
+        raise
+    except OSError:  # There are file systems without locks.
         return False
     return True

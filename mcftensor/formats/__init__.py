@@ -16,11 +16,13 @@ from mcftensor.formats.format import Format as Format
 from mcftensor.formats.format import PlainFormat as PlainFormat
 from mcftensor.formats.format import bf16x2 as bf16x2
 from mcftensor.formats.format import bf16x3 as bf16x3
+from mcftensor.formats.format import bytes_of as bytes_of
 from mcftensor.formats.format import default_format as default_format
 from mcftensor.formats.format import fp16x2 as fp16x2
 from mcftensor.formats.format import fp32x2 as fp32x2
 from mcftensor.formats.format import fp32x3 as fp32x3
 from mcftensor.formats.format import fp64x2 as fp64x2
+from mcftensor.formats.format import is_vector as is_vector
 from mcftensor.formats.format import named as named
 from mcftensor.formats.format import require_expansion_format as require_expansion_format
 from mcftensor.formats.format import require_format as require_format

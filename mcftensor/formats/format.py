@@ -502,13 +502,23 @@ FORMATS = (bf16x2, bf16x3, fp16x2, fp32x2, fp32x3, fp64x2)
 """The formats that have a name of their own."""
 
 
+def bytes_of(components: Sequence[Component], shape: torch.Size) -> int:
+    """Bytes of the components of a tensor of some shape."""
+    return sum(x.dtype.itemsize * x.shape(shape).numel() for x in components)
+
+
+def is_vector(shape: torch.Size) -> bool:
+    """Whether at most one dimension is longer than 1, as of gains and biases."""
+    return sum(length > 1 for length in shape) <= 1
+
+
 def default_format(shape: torch.Size) -> ExpansionFormat:
     """The format a tensor of this shape gets when none is asked for.
 
     `bf16x3` for at most one dimension longer than 1, else `bf16x2`: norm weights live near 1,
     where two terms lose much of a small update, and such tensors are small.
     """
-    return bf16x3 if sum(length > 1 for length in shape) <= 1 else bf16x2
+    return bf16x3 if is_vector(shape) else bf16x2
 
 
 def require_format(format: object, where: str) -> Format:

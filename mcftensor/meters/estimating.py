@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -14,10 +14,9 @@ from mcftensor.formats import Format, default_format
 from mcftensor.formats.defaults import format_of_weights
 from mcftensor.meters.summary import Summary, summary
 from mcftensor.tensor.sharded import format_of
-from mcftensor.training.collage import collage
+from mcftensor.training.collage import Mode, collage
 
 MakeOptimizer = Callable[[Any], Optimizer]
-Mode = str | Mapping[str, Format | str | None]
 
 
 def estimate(

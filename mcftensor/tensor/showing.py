@@ -55,8 +55,7 @@ def numbers(
 ) -> str:
     """A tensor in a notebook: how it is stored, and its values with their components, if given."""
     stored = [str(x.dtype).removeprefix("torch.") for x in components]
-    taken = size(sum(x.nbytes for x in components))
-    note = f"{format.name} ({' + '.join(stored)}), {about}, {taken}"
+    note = f"{format.name} ({' + '.join(stored)}), {about}"
     if values is None or any(x.shape != values.shape for x in components):
         return f"<pre>{escape(heading)}</pre><p>{escape(note)}</p>"
     columns = [x.detach().flatten().tolist() for x in (values, *components)]

@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
 
 from mcftensor.arithmetic.counting import count_beside, moved, start, writes_of
-from mcftensor.formats import MAX_TERMS, Format, require_format
+from mcftensor.formats import MAX_TERMS, Format, bytes_of, require_format
 from mcftensor.formats.format import named
 from mcftensor.passes.recoding import collapse, lent, recode
 from mcftensor.tensor import showing
@@ -277,8 +277,7 @@ class MCFTensor(torch.Tensor):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of all components."""
-        parts = self._format.components
-        return sum(x.dtype.itemsize * x.shape(self.shape).numel() for x in parts)
+        return bytes_of(self._format.components, self.shape)
 
     @property
     def writes(self) -> Tensor | None:
@@ -430,9 +429,12 @@ class MCFTensor(torch.Tensor):
         return f"{kind}MCFTensor({text}, format={self._format.name}{grad})"
 
     def _repr_html_(self) -> str:
-        numbers = self._collapsed() if 0 < self.numel() <= showing.FEW else None
-        about = f"{self._role}, shape {tuple(self.shape)}"
-        return showing.numbers(repr(self), about, self._format, self._read(), numbers)
+        components = self._read()
+        has_data = type(components[0]) is torch.Tensor and not self.is_meta
+        is_shown = has_data and 0 < self.numel() <= showing.FEW
+        about = f"{self._role}, shape {tuple(self.shape)}, {showing.size(self.nbytes)}"
+        numbers = self._collapsed() if is_shown else None
+        return showing.numbers(repr(self), about, self._format, components, numbers)
 
     def __format__(self, spec: str) -> str:
         if self.dim() or type(self._read()[0]) is not torch.Tensor:

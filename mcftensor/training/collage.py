@@ -16,7 +16,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mcftensor.convert import as_expansion, as_plain, as_state
-from mcftensor.formats import BlockFormat, Format, bf16i16, mxfp8, require_format, ue5m3
+from mcftensor.formats import (
+    BlockFormat,
+    Format,
+    bf16i16,
+    is_vector,
+    mxfp8,
+    require_format,
+    ue5m3,
+)
 from mcftensor.patches.optimizers import (
     breaks_graphs,
     have_states_made_by_plan,
@@ -31,6 +39,7 @@ from mcftensor.training.plain_parameters import warn_of_plain_parameters
 from mcftensor.training.shadow import CannotShadow, attributes, plain_step
 
 Opt = TypeVar("Opt", bound=Optimizer)
+Mode = str | Mapping[str, Format | str | None]
 
 # What a state becomes, beside plain (None) or an expansion in a given format.
 _OWN = "expansion in the format of the parameter"
@@ -58,7 +67,7 @@ _WIDE = {
 }
 
 
-def collage(optimizer: Opt, mode: str | Mapping[str, Format | str | None]) -> Opt:
+def collage(optimizer: Opt, mode: Mode) -> Opt:
     r"""Say which states of an optimizer are expansions, and return the optimizer.
 
     The parameters are expansions already (`as_expansion`), and by `torch.zeros_like` so are the
@@ -151,9 +160,7 @@ def mode_of(optimizer: Optimizer) -> str | None:
     return plan and plan.mode
 
 
-def _deepcopy(
-    original: weakref.ref[Optimizer], mode: str | Mapping[str, Format | str | None], memo: Any
-) -> Optimizer:
+def _deepcopy(original: weakref.ref[Optimizer], mode: Mode, memo: Any) -> Optimizer:
     """A copy of an optimizer, in the same mode."""
     optimizer = original()
     assert optimizer is not None
@@ -196,7 +203,7 @@ def _choose_fused(optimizer: Optimizer) -> None:
 class _Plan:
     """One mode, and the hooks by which it reaches states that come later."""
 
-    def __init__(self, optimizer: Optimizer, mode: str | Mapping[str, Format | str | None]) -> None:
+    def __init__(self, optimizer: Optimizer, mode: Mode) -> None:
         formats = [format for format in map(format_of, parameters_of(optimizer)) if format]
         if not formats:
             raise ValueError(
@@ -303,8 +310,7 @@ class _Plan:
             return bf16i16
         if wanted is not _COMPACT:
             return wanted
-        is_vector = sum(length > 1 for length in p.shape) <= 1
-        if is_vector or name in _AMBIGUOUS or not _WIDE.keys().isdisjoint(names):
+        if is_vector(p.shape) or name in _AMBIGUOUS or not _WIDE.keys().isdisjoint(names):
             return bf16i16
         if name in FIRST_MOMENTS:
             return mxfp8

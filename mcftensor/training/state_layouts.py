@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
+from mcftensor.checkpoint.state_dicts import stored_format_of
 from mcftensor.convert import as_expansion
-from mcftensor.formats import PLAIN, Format
+from mcftensor.formats import PLAIN, Format, bytes_of
 from mcftensor.scaling import ScaledFormat, ScaledTensor
 from mcftensor.tensor import MCFTensor
-from mcftensor.tensor.sharded import format_of, local
+from mcftensor.tensor.sharded import local
 from mcftensor.training.shadow import CannotShadow, attributes, plain_step, same_randomness
 
 # Lengths of stand-ins, for the shortest dimension, the next, and so on. A length of a state that
@@ -41,7 +42,7 @@ class TensorLayout:
         """That of a tensor, or of what this rank has of it."""
         x = local(x)
         counts_writes = isinstance(x, MCFTensor) and x.writes is not None
-        return TensorLayout(_format(x) or PLAIN[x.dtype], x.shape, counts_writes)
+        return TensorLayout(stored_format_of(x) or PLAIN[x.dtype], x.shape, counts_writes)
 
     @staticmethod
     def of_gradient(p: Tensor) -> TensorLayout:
@@ -54,9 +55,7 @@ class TensorLayout:
     @property
     def bytes(self) -> int:
         """Bytes of all components, and of the count of writes."""
-        components = self.format.components
-        sizes = [c.shape(self.shape).numel() * c.dtype.itemsize for c in components]
-        return sum(sizes) + 8 * self.counts_writes
+        return bytes_of(self.format.components, self.shape) + 8 * self.counts_writes
 
 
 States = dict[str, TensorLayout]
@@ -93,7 +92,7 @@ def predicted(optimizer: Optimizer) -> dict[Tensor, States]:
         for p in group["params"]
         if p.requires_grad
     ]
-    keys = {p: (g, _format(p) or p.dtype, _pattern(local(p).shape)) for g, p in parameters}
+    keys = {p: (g, stored_format_of(p) or p.dtype, _pattern(local(p).shape)) for g, p in parameters}
     kinds = list(dict.fromkeys(keys.values()))
     short, long = (_trial(optimizer, kinds, lengths) for lengths in _LENGTHS)
     made = dict(zip(kinds, zip(short, long, strict=True), strict=True))
@@ -176,10 +175,6 @@ def _gradient(p: Tensor, *, sparse: bool) -> Tensor:
     if isinstance(p, ScaledTensor):
         return as_expansion(gradient, p.format.lead)
     return gradient.to(p.dtype).to_sparse(1) if sparse else gradient.to(p.dtype)
-
-
-def _format(x: Tensor) -> Format | ScaledFormat | None:
-    return x.format if isinstance(x, ScaledTensor) else format_of(x)
 
 
 def _of(shape: torch.Size, short: States, long: States) -> States:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import mcftensor as mcf
-from mcftensor.checkpoint import saving
+from mcftensor.checkpoint import atomic, saving
 from support.helpers import same_terms, sample
 
 pytest.importorskip("safetensors")
@@ -218,6 +218,33 @@ def test_two_writers_at_once(tmp_path):
         assert version(tmp_path) in (1, 2)
     mcf.save_file(state(3), tmp_path, max_shard_size=MANY)
     assert len(names_in(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_another_writer_takes_a_new_file_for_abandoned(is_removed, tmp_path, monkeypatch):
+    """It looks between the moments when the file is made and when it is locked."""
+    lock, write, held = atomic._lock, saving.write, contextlib.ExitStack()
+
+    def lock_late(file):
+        monkeypatch.setattr(atomic, "_lock", lock)
+        if is_removed:
+            atomic.remove_abandoned(Path(file.name))
+        else:
+            with contextlib.ExitStack() as other:
+                lock(other.enter_context(Path(file.name).open("rb+")))
+                held.push(other.pop_all())
+        return lock(file)
+
+    def write_late(file, *args):
+        held.close()
+        atomic.remove_abandoned(Path(file.name))
+        return write(file, *args)
+
+    monkeypatch.setattr(atomic, "_lock", lock_late)
+    monkeypatch.setattr(saving, "write", write_late)
+    mcf.save_file(state(1), tmp_path)
+    assert version(tmp_path) == 1
+    assert atomic._lock is lock
 
 
 class TestReplacing:

@@ -71,14 +71,16 @@ def test_plain_operands_with_all_payloads(name, dtype):
     same("triton", run, expression("add", format), x, (plain,))
 
 
+@pytest.mark.parametrize("name", ["triton", "rounding"])
 @pytest.mark.parametrize("kind", STEPS)
-def test_fused_steps(kind):
-    same("triton", step, kind, mixtures(kind))
+def test_fused_steps(kind, name):
+    same(name, step, kind, mixtures(kind))
 
 
+@pytest.mark.parametrize("name", ["triton", "rounding"])
 @pytest.mark.parametrize(("kind", "formats"), STORED_STEPS)
-def test_fused_steps_over_what_is_stored(kind, formats):
-    same("triton", step, kind, formats)
+def test_fused_steps_over_what_is_stored(kind, formats, name):
+    same(name, step, kind, formats)
 
 
 @pytest.mark.parametrize("name", STORED)
@@ -101,16 +103,6 @@ def test_what_is_stored_is_decoded(name):
 @pytest.mark.parametrize("name", STORED)
 def test_numbers_are_encoded(name, dtype):
     same("triton", encoded, name, *(patterns(dtype, length) for length in (5003, 7, 1)))
-
-
-@pytest.mark.parametrize("kind", STEPS)
-def test_fused_steps_where_the_device_rounds(kind):
-    same("rounding", step, kind, mixtures(kind))
-
-
-@pytest.mark.parametrize(("kind", "formats"), STORED_STEPS)
-def test_fused_steps_over_what_is_stored_where_the_device_rounds(kind, formats):
-    same("rounding", step, kind, formats)
 
 
 @pytest.mark.parametrize(

@@ -726,7 +726,7 @@ MUTATIONS = [
             "enumerate(sorted({x for x in shape if x > 1}), 2)",
             "enumerate(sorted({x for x in shape if x > 1}, reverse=True), 2)",
         ),
-        counts_of_writes=("return sum(sizes) + 8 * self.counts_writes", "return sum(sizes)"),
+        counts_of_writes=(" + 8 * self.counts_writes", ""),
         all_exact=("is_exact = None not in lengths and", "is_exact = True or"),
         one_group_for_all=("keys = {p: (g, ", "keys = {p: (0, "),
     ),

@@ -332,3 +332,9 @@ def test_a_notebook_shows_how_larger_tensors_are_stored(kind):
     assert page.count("<tr>") == 0
     assert f"{kind.name} (" in page
     assert "value, shape (64, 64)" in page
+
+
+def test_a_notebook_shows_what_has_no_numbers():
+    page = mcf.from_exact([1, "0.001"], mcf.bf16x2).to("meta")._repr_html_()
+    assert page.count("<tr>") == 0
+    assert "bf16x2 (bfloat16 + bfloat16), value, shape (2,), 8 B" in page

@@ -314,7 +314,9 @@ def test_a_closure():
 class Counting(Stepper):
     """Notes how many parameters each step goes through."""
 
-    seen: list[int]
+    def __init__(self, params):
+        super().__init__(params)
+        self.seen = []
 
     def step(self, closure=None):
         self.seen.append(sum(len(group["params"]) for group in self.param_groups))
@@ -324,24 +326,23 @@ class Counting(Stepper):
 def test_the_work_of_many_steps_is_that_of_one():
     """No step but the one at the end goes through parameters that it does not step."""
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(20)])
-    optimizer = Counting(model.parameters(), lr=0.1)
-    Counting.seen = []
+    optimizer = Counting(model.parameters())
     mcf.step_in_backward(model, optimizer, bucket_bytes=0)
-    Counting.seen.clear()
+    optimizer.seen.clear()
     model(torch.ones(2)).sum().backward()
-    assert Counting.seen == [1] * 40
+    assert optimizer.seen == [1] * 40
     optimizer.step()
-    assert Counting.seen == [*[1] * 40, 40]
+    assert optimizer.seen == [*[1] * 40, 40]
 
 
 def test_small_tensors_step_together():
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(20)])
-    optimizer = Counting(model.parameters(), lr=0.1)
+    optimizer = Counting(model.parameters())
     mcf.step_in_backward(model, optimizer, bucket_bytes=10 * 4 * (4 + 2))
-    Counting.seen.clear()
+    optimizer.seen.clear()
     model(torch.ones(2)).sum().backward()
-    assert sum(Counting.seen) == 40
-    assert len(Counting.seen) in (2, 3)
+    assert sum(optimizer.seen) == 40
+    assert len(optimizer.seen) in (2, 3)
 
 
 # ------------------------------------------------------------------------------------- parameters
