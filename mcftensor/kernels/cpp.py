@@ -20,6 +20,9 @@ from mcftensor.kernels.printer import COMMON, Dialect, Printer
 from mcftensor.kernels.program import COMPUTED, Program, varying
 from mcftensor.kernels.shared import BLOCK
 
+# Elements a thread is worth starting for; as many as PyTorch's own.
+GRAIN = 1 << 15
+
 # Blocks of lanes computed together, line by line, since one alone mostly waits for its own results:
 # so many in programs of at most so many instructions. More would not fit into registers, nor, in
 # long ones, be worth the time to compile.
@@ -334,19 +337,31 @@ static void run(
 {rest}
 }}
 
+// Where the share of a thread begins.
+INLINE int64_t share(int64_t length, int64_t t, int64_t threads) {{
+  return t == threads ? length : length * t / threads / 64 * 64;
+}}
+
+// A tensor that is enough for all threads is divided as PyTorch divides it, so that memory stays
+// with the thread that touched it first; the others are divided together.
 extern "C" void launch(
     const int64_t *words, const double *numbers, int64_t count, int64_t threads) {{
-  int64_t total = 0;
-  for (int64_t r = 0; r < count; ++r) total += words[r];
+  int64_t small = 0;
+  for (int64_t r = 0; r < count; ++r) small += words[r] < threads * GRAIN ? words[r] : 0;
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
   for (int64_t t = 0; t < threads; ++t) {{
-    int64_t from = total * t / threads / 64 * 64;
-    int64_t to = t + 1 == threads ? total : total * (t + 1) / threads / 64 * 64;
-    for (int64_t r = 0, start = 0; r < count && start < to; ++r) {{
-      int64_t begin = from > start ? from - start : 0;
-      int64_t end = to - start < words[r] ? to - start : words[r];
+    int64_t from = share(small, t, threads), to = share(small, t + 1, threads);
+    for (int64_t r = 0, start = 0; r < count; ++r) {{
+      int64_t length = words[r], begin = 0, end = length;
+      if (length >= threads * GRAIN) {{
+        begin = share(length, t, threads);
+        end = share(length, t + 1, threads);
+      }} else {{
+        if (from > start) begin = from - start;
+        if (to - start < length) end = to - start;
+        start += length;
+      }}
       if (begin < end) run(words + r, numbers + r, count, begin, end);
-      start += words[r];
     }}
   }}
 }}
@@ -404,7 +419,7 @@ def source(program: Program, width: int) -> str:
         rest=_indented((_SHARING_REST if signature.shared else _REST).splitlines(), 2),
     )
     prelude = _SCHEDULED + _PRELUDE + _SHARING if signature.shared else _PRELUDE
-    return f"#define LANES {lanes}\n{_shuffles(lanes)}{prelude}{loop}"
+    return f"#define LANES {lanes}\n#define GRAIN {GRAIN}\n{_shuffles(lanes)}{prelude}{loop}"
 
 
 def _blocks(instructions: int) -> int:

@@ -19,6 +19,7 @@ import torch
 
 from mcftensor.kernels import directory
 from mcftensor.kernels.columns import Scalar, number_of
+from mcftensor.kernels.cpp import GRAIN
 
 FLAGS = (
     "-std=c++17",
@@ -39,9 +40,6 @@ FLAGS = (
     "-shared",
     "-fPIC",
 )
-
-# Elements a thread is worth starting for.
-_GRAIN = 1 << 15
 
 Launch = Callable[[int, int, int, int], None]
 
@@ -162,6 +160,6 @@ def launch(
             words.fromlist([*map(int, values)] * times)
         else:
             numbers.fromlist(values * times)
-    worth = sum(lengths) // _GRAIN
+    worth = sum(lengths) // GRAIN
     threads = min(torch.get_num_threads(), worth) if worth > 1 else 1
     function(words.buffer_info()[0], numbers.buffer_info()[0], count, threads)

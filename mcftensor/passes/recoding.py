@@ -16,13 +16,17 @@ from mcftensor.formats import Format, named
 from mcftensor.kernels import Body, Column, Columns, in_parts, run
 from mcftensor.kernels.blocks import BLOCK, indices
 from mcftensor.kernels.opaque import opaque
-from mcftensor.kernels.program import COMPUTED
+from mcftensor.kernels.program import COMPUTED, PATTERNS
+from mcftensor.kernels.shared import BLOCK as SHARING
 
 
 @opaque(lambda stored, source, format, key: named(format).empty_like(stored[0]), of_one=True)
 def recode(stored: Sequence[Tensor], source: str, format: str, key: Tensor | None) -> list[Tensor]:
     """Components of one format as those of another."""
     s, f = named(source), named(format)
+    if _are_zeros(stored):
+        made = f.empty_like(stored[0])
+        return [x.fill_(zero) for x, zero in zip(made, _zero(s, f), strict=True)]
     if _is_large(stored):
         keys = [] if key is None else [key]
         made = f.empty_like(stored[0])
@@ -106,6 +110,21 @@ def _decoding(format: Format, dtype: torch.dtype) -> Body:
 def _recoding(source: Format, format: Format) -> Body:
     encode = _encoding(format, format.dtype)
     return lambda vectors, scalars, index: encode(source.decode(vectors), scalars, index)
+
+
+def _are_zeros(stored: Sequence[Tensor]) -> bool:
+    """Whether all is +0, as states are before the first step; others are known by one element."""
+    if stored[0].device.type != "cpu" or not stored[0].numel():
+        return False
+    patterns = [x.view(PATTERNS[x.dtype.itemsize]) for x in stored]
+    return not any(x[(0,) * x.dim()].item() or x.any() for x in patterns)
+
+
+@functools.lru_cache(maxsize=64)
+def _zero(source: Format, format: Format) -> list[float]:
+    """The components of +0 in a format."""
+    stored = [x.zero_() for x in source.empty_like(torch.empty(1, SHARING))]
+    return [x.flatten()[0].item() for x in format.encode(Sum(source.decode(stored)), None)]
 
 
 def _is_large(stored: Sequence[Tensor]) -> bool:

@@ -1,9 +1,13 @@
 """Compiled C++ gives the bits of eager PyTorch."""
 
+import itertools
+
 import pytest
 import torch
 
 import mcftensor as mcf
+from mcftensor.kernels import cpp, cpu
+from mcftensor.kernels.program import Signature, record
 from mcftensor.passes import expansion
 from support.kernel_cases import (
     CASES,
@@ -33,8 +37,6 @@ from support.kernel_cases import (
 
 @pytest.fixture(autouse=True)
 def compiler_at_hand() -> None:
-    from mcftensor.kernels import cpu  # noqa: PLC0415
-
     if cpu.find() is None:
         pytest.skip("no C++ compiler")
 
@@ -130,6 +132,44 @@ def test_threads_divide_the_work_alike(name, count, threads):
     threads(count)
     together = same("cpp", run_sets, expression("mul", format), *work)
     assert_same_bits(together, alone)
+
+
+WRITE_THREAD = """
+extern "C" int omp_get_thread_num();
+static void run(
+    const int64_t *word, const double *number, int64_t count, int64_t begin, int64_t end) {
+  uint16_t *out = (uint16_t *)word[2 * count];
+  for (int64_t i = begin; i < end; ++i) out[i] += 1 + omp_get_thread_num();
+}
+
+"""
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_each_element_has_one_thread(count, threads, monkeypatch, tmp_path):
+    """In large tensors those of PyTorch's own threads, but for a few where one ends."""
+    monkeypatch.setenv("MCFTENSOR_CACHE_DIR", str(tmp_path))
+    bf16 = torch.bfloat16
+    program = record(lambda vectors, scalars, index: vectors, Signature((bf16,), (), (bf16,)))
+    text = cpp.source(program, 16)
+    start, stop = text.index("\nstatic void run("), text.index("// Where the share of a thread")
+    text = text[:start] + WRITE_THREAD + text[stop:]
+    launch = cpu.load(text, build=True, is_right=lambda launch: True)
+    threads(count)
+    lengths = [50_005, 300_001, 30_000, 64, 163_840]
+    vectors = [torch.zeros(length, dtype=torch.uint16) for length in lengths]
+    addresses = [x.data_ptr() for x in vectors]
+    cpu.launch(launch, lengths, [addresses, addresses], [], [])
+    is_large = [length >= count * cpp.GRAIN for length in lengths]
+    large = list(itertools.compress(vectors, is_large))
+    small = [x for x, alone in zip(vectors, is_large, strict=True) if not alone]
+    for x in [*large, torch.cat(small)] if small else large:
+        index = torch.arange(len(x))
+        chunk = -(-len(x) // count)
+        off = x.int() - 1 != index // chunk
+        near_an_end = (index % chunk < 64) | (index % chunk >= chunk - 64)
+        assert not (off & ~near_an_end).any()
+        assert x.int().diff().ge(0).all()
 
 
 @pytest.mark.parametrize("name", ["bf16x2", "fp32x2", "bf16x2sr"])
