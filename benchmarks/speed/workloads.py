@@ -19,6 +19,7 @@ WORKLOADS: dict[str, Callable[[], Shapes]] = {
     # Matrices, since vectors are norms and biases, which get a third term.
     "many tensors": lambda: [(25, 40)] * 2000,
     "GPT 1.3B": lambda: parameter_shapes(SHAPES["1.3B"]),
+    "matrices": lambda: [(64, 64)] * 300,
     "tiny": lambda: [(16, 32), (32,), (2, 3, 5)],
 }
 DEFAULTS = {

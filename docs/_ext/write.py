@@ -18,17 +18,13 @@ MARK = re.compile(r"^<!-- table: ([\w ]+) -->$", re.MULTILINE)
 TABLE = re.compile(MARK.pattern + r"(?:(?!^<!-- ).)*^<!-- end -->$", re.MULTILINE | re.DOTALL)
 
 
-def table(name: str) -> str:
-    """What `tables.py` makes of committed results."""
-    made: str = getattr(tables, name.replace(" ", "_"))()
-    return made
-
-
 def written(text: str) -> str:
     """A page, its tables anew."""
     if missing := len(MARK.findall(text)) - len(TABLE.findall(text)):
         raise ValueError(f"{missing} tables have no <!-- end --> below them")
-    return TABLE.sub(lambda m: f"<!-- table: {m[1]} -->\n\n{table(m[1])}\n\n<!-- end -->", text)
+    return TABLE.sub(
+        lambda m: f"<!-- table: {m[1]} -->\n\n{tables.made(m[1])}\n\n<!-- end -->", text
+    )
 
 
 def pages() -> list[Path]:

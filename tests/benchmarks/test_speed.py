@@ -9,9 +9,11 @@ import torch
 
 import compiling
 import envelope
+import first_steps
 import mcftensor as mcf
 import overhead
 import steps
+import threads
 import train
 from common.bounds import BOUNDS
 from speed import memory, report
@@ -19,7 +21,7 @@ from speed.clocks import HostClock, bandwidth
 from speed.collage_loop import grow, scale
 from speed.contenders import BASELINES, EXPANSIONS, TORCH, Contender
 from speed.gpt import SHAPES, parameter_shapes
-from speed.measuring import Group, measure, order
+from speed.measuring import WARM_UP, Group, measure, order
 from speed.peers import PEERS
 from speed.running import size, storages
 from speed.workloads import WORKLOADS, make_workload
@@ -256,6 +258,26 @@ def test_compiling(path):
     found = compiling.figures("expansions", path, "function", SHAPES["tiny"])
     assert min(found["first step"], found["later"]) > 0  # which is longer, is not for a test
     assert found["graphs"] == 0
+
+
+def test_first_steps_find_what_others_have_compiled(tmp_path):
+    first, *others = first_steps.in_new_process("mcf plus, fused", tmp_path, 1)
+    assert len(others) == first_steps.LATER
+    assert first > min(others) > 0
+    compiled = [*tmp_path.iterdir()]
+    assert compiled
+    first_steps.in_new_process("mcf plus, fused", tmp_path, 1)
+    assert [*tmp_path.iterdir()] == compiled
+
+
+def test_steps_by_threads():
+    waited = []
+    times = threads.take_turns(1, 3, lambda: waited.append(1), "tiny")
+    assert list(times) == list(threads.CHOSEN)
+    assert all(len(seconds) == 3 and min(seconds) > 0 for seconds in times.values())
+    assert len(waited) == len(times) * (3 + 1 + WARM_UP)
+    found = threads.summarized([times, times])
+    assert found["master weights"]["ratio"] == 1
 
 
 def test_overhead_measures_both_kinds(monkeypatch):

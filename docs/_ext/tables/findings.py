@@ -1,0 +1,150 @@
+"""Tables of what the studies found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tables.sources import load, machine, signed, table
+
+
+def rate(x: float) -> str:
+    """A learning rate of one digit."""
+    return f"{x:g}" if x >= 0.01 else f"{x:.0e}".replace("e-0", "e-")
+
+
+def findings_stored() -> str:
+    """What weights in 8-bit terms moved by, against float64."""
+    result = load("findings-eight")
+    head, *columns = (name for name in result["stored"][0] if not name.endswith(" half"))
+    rows = [
+        (f"`{row[head]}`", f"{row['bytes']}", *(f"{row[c]:.1e}" for c in columns[1:]))
+        for row in result["stored"]
+    ]
+    names = (
+        "weights",
+        "bytes",
+        *(f"lr {rate(float(c.split()[0]))}, {c.split()[1]}" for c in columns[1:]),
+    )
+    return table(names, rows) + "\n\n" + machine(result)
+
+
+def findings_trained() -> str:
+    """What trainings with such weights came to."""
+    rows = [
+        (
+            f"`{row['format']}`",
+            f"{row['ratio']:.3f}",
+            f"{100 * row['lost']:.1f} %",
+            f"{row['displacement_matrices']:.1e}",
+            f"{row['validation']:.4f}"
+            if not row["gap_half"]
+            else signed(row["gap"], row["gap_half"]),
+        )
+        for row in load("findings-eight")["trained"]
+    ]
+    return table(("weights", "EDQ ratio", "lost", "displacement", "nats a byte"), rows)
+
+
+def findings_beta2() -> str:
+    """Losses of each strategy and learning rate by beta2, and how clear the best one is."""
+    result = load("findings-beta2")
+    rows = []
+    for row in result["best"]:
+        losses = [
+            f"**{loss:.4f}**" if beta2 == row["beta2"] else f"{loss:.4f}"
+            for beta2, loss in zip(result["beta2s"], row["losses"], strict=True)
+        ]
+        second = f"{signed(row['worse'], row['half'])} ({row['second']:g})"
+        rows.append((f"{row['strategy']}, lr {rate(row['lr'])}", *losses, second))
+    head = ("", *(f"beta2 {x:g}" for x in result["beta2s"]), "second best, to the best")
+    return table(head, rows)
+
+
+def findings_moments() -> str:
+    """What beta2 does to second moments, and to the loss beside master weights."""
+    result = load("findings-beta2")
+    lr = min(row["lr"] for row in result["cells"])
+    rows = [
+        (
+            row["strategy"],
+            f"{row['beta2']:g}",
+            signed(row["gap"], row["gap_half"]),
+            f"{row['ratio']:.3f}",
+            f"{row['second_ratio']:.3f}",
+            f"{row['second_moment']:.3f}",
+            f"{row['largest']:.2f}",
+            f"{row['displacement_matrices']:.1e}",
+        )
+        for row in result["cells"]
+        if row["lr"] == lr and row["strategy"] != "master"
+    ]
+    head = (
+        f"lr {rate(lr)}", "beta2", "nats from master weights", "EDQ ratio", "ratio of v",
+        "v over exact", "largest update over exact", "displacement",
+    )  # fmt: skip
+    return table(head, rows) + "\n\n" + machine(result)
+
+
+def findings_prediction() -> str:
+    """Rank correlations of what meters say with what a run loses."""
+    result = load("findings-prediction")
+    predictors = [name for name in result["correlations"][0] if name not in ("group", "runs")]
+
+    def cell(found: dict[str, Any] | None) -> str:
+        if found is None:
+            return "–"
+        low, high = (f"{x:.2f}" for x in found["interval"])
+        return f"{found['rho']:.2f} ({low} to {high})".replace("-", "−")
+
+    rows = [
+        (row["group"], str(row["runs"]), *(cell(row[name]) for name in predictors))
+        for row in result["correlations"]
+    ]
+    head = ("runs of", "number", *(name.replace("|", "\\|") for name in predictors))
+    return table(head, rows) + "\n\n" + machine(result)
+
+
+def findings_growth() -> str:
+    """The error of weights at the first check and the last, and how it grows."""
+    result = load("findings-growth")
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in result["rows"]:
+        cells = found.setdefault((row["strategy"], row["kind"]), [])
+        cells += [f"{row['error'][0]:.1e}", f"{row['error'][-1]:.1e}"]
+        cells.append(f"{row['slope']:.2f} ± {row['slope_half']:.2f}")
+        if row["source"] == "real":
+            cells.append(f"{row['second_moment'][-1]:.3f}")
+    rows = [(f"{strategy}, {kind}", *cells) for (strategy, kind), cells in found.items()]
+    rows.sort(key=lambda row: row[0].partition(", ")[2])
+    steps = result["rows"][0]["steps"]
+    ends = [f"step {steps[0]}", f"step {steps[-1]:,}", "slope"]
+    head = ("", *(f"{source}: {x}" for source in ("random", "real") for x in ends), "v over exact")
+    return table(head, rows) + "\n\n" + machine(result)
+
+
+def findings_others() -> str:
+    """What light and plus do for other optimizers."""
+    result = load("findings-others")
+
+    def number(x: float | None, form: str) -> str:
+        return "–" if x is None else format(x, form)
+
+    rows = [
+        (
+            f"{row['optimizer']}, {row['strategy']}",
+            rate(row["lr"]),
+            f"{row['validation']:.4f}"
+            if row["strategy"] == "master"
+            else signed(row["gap"], row["gap_half"]),
+            number(row["ratio"], ".3f"),
+            number(row["lost"] and 100 * row["lost"], ".1f") + " %",
+            number(row["displacement_matrices"], ".1e"),
+            number(row["displacement_vectors"], ".1e"),
+        )
+        for row in result["rows"]
+    ]
+    head = (
+        "", "lr", "nats, and from master weights", "EDQ ratio", "lost", "displacement, matrices",
+        "vectors",
+    )  # fmt: skip
+    return table(head, rows) + "\n\n" + machine(result)

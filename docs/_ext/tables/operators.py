@@ -1,0 +1,71 @@
+"""Tables of PyTorch's own: its operators, and what is taken hold of in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcftensor.patches.table import TABLE
+from tables.sources import load, machine, table
+
+
+def patches() -> str:
+    """What is changed in PyTorch, by the occasion; names that are changed alike stand together."""
+    occasions: dict[str, dict[tuple[str, ...], list[str]]] = {}
+    for row in TABLE:
+        alike = occasions.setdefault(row.when, {})
+        alike.setdefault((row.why, row.loss, row.releases), []).append(f"`{row.name}`")
+    parts = []
+    for when, groups in occasions.items():
+        parts.append(f"## With `{when}`")
+        for (why, loss, releases), names in groups.items():
+            head = f"{', '.join(names)} (torch {releases})"
+            parts.append(f"{head}\n:   {why} *Without it,* {loss}")
+    return "\n\n".join(parts)
+
+
+def outcome(entry: dict[str, Any]) -> str:
+    """What became of the samples of one operator in one format."""
+    if not entry["computed"]:
+        return "raises" if entry["refused"] else "–"
+    units = f"{entry['units']:.2f}".rstrip("0").rstrip(".") if entry["units"] else "0"
+    return f"{units}, some raise" if entry["refused"] else units
+
+
+def operator_summary() -> str:
+    """How many compute, in each format."""
+    result = load("operator-matrix")
+    rows = []
+    for name in next(iter(result["operators"].values())):
+        entries = [formats[name] for formats in result["operators"].values()]
+        computed = [e for e in entries if e["computed"]]
+        refused = sum(1 for e in entries if e["refused"] and not e["computed"])
+        rows.append(
+            (
+                f"`{name}`",
+                str(len(computed)),
+                str(refused),
+                str(len(entries) - len(computed) - refused),
+                f"{max(e['units'] for e in computed):.1f}",
+            )
+        )
+    head = ("format", "compute", "raise", "take no floats", "worst error")
+    return table(head, rows) + "\n\n" + machine(result)
+
+
+def operators() -> str:
+    """One row each, by the first letter of its name or by its module."""
+    result = load("operator-matrix")["operators"]
+    groups: dict[str, list[str]] = {}
+    for name in result:
+        module, dot, _ = name.rpartition(".")
+        known = module in ("fft", "linalg", "masked", "nn.functional", "signal.windows", "special")
+        groups.setdefault(module if known and dot else "torch", []).append(name)
+    parts = []
+    for module in sorted(groups, key=lambda m: (m != "torch", m)):
+        rows = [
+            (f"`{name}`", *(outcome(entry) for entry in result[name].values()))
+            for name in groups[module]
+        ]
+        head = ("operator", *next(iter(result.values())))
+        parts.append(f"## {module}\n\n{table(head, rows)}")
+    return "\n\n".join(parts)

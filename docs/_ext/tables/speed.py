@@ -1,0 +1,314 @@
+"""Tables of steps and kernels: time and bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tables.sources import load, machine, table
+
+PEERS = {
+    "master weights": ("PyTorch, float32 master weights", "exact float32"),
+    "torch bf16, fused": ("PyTorch, plain bf16", "bf16"),
+    "optimi Kahan, foreach": ("optimi, Kahan", "bf16 + bf16"),
+    "torchao stochastic": ("torchao, stochastic rounding", "bf16, right in the mean"),
+    "torchao 8 bit": ("torchao, 8-bit states", "bf16"),
+    "heavyball bf16+8": ("heavyball, bf16 + 8 bits", "bf16 + int8"),
+    "pytorch_optimizer Kahan": ("pytorch_optimizer, Kahan", "bf16 + bf16"),
+    "pytorch_optimizer Flash 24": ("FlashAdamW of pytorch_optimizer, 24 bits", "bf16 + int8"),
+    "bitsandbytes 32 bit": ("bitsandbytes, 32-bit states", "bf16"),
+    "bitsandbytes 8 bit": ("bitsandbytes, 8-bit states", "bf16"),
+    "mcf light, fused": ("**mcftensor, light**", "bf16 + bf16"),
+    "mcf plus, fused": ("**mcftensor, plus**", "bf16 + bf16"),
+    "mcf full, fused": ("**mcftensor, full**", "bf16 + bf16"),
+    "mcf exact, fused": ("**mcftensor, exact**", "bf16 + int16, which is float32"),
+    "mcf compact, fused": ("**mcftensor, compact**", "bf16 + int8, moments of a byte"),
+}
+
+
+def contenders(workload: str) -> dict[str, Any]:
+    """What was measured: of GPT-2 in the run of fewer contenders."""
+    file = {"one tensor": "steps-cpu", "GPT-2": "steps-cpu-gpt2", "many tensors": "steps-cpu-many"}
+    found: dict[str, Any] = load(file[workload])["workloads"][workload]["contenders"]
+    return found
+
+
+def ratio(entry: dict[str, Any] | None) -> str:
+    """Time of a step over that of master weights."""
+    return f"{entry['ratio']:.2f}" if entry and entry.get("ratio") else "–"
+
+
+def held(key: str) -> float | None:
+    """Bytes a parameter of one large tensor: weights, bf16 gradients and states."""
+    if key == "master weights":  # its steps hold gradients in float32, too
+        key += ", gradients freed"
+    found: float | None = contenders("one tensor")[key].get("bytes_held")
+    return found
+
+
+def rounded(size: float | None) -> str:
+    """Bytes with a digit, where there is one."""
+    return f"{size:.1f}".removesuffix(".0") if size else "–"
+
+
+def peers() -> str:
+    """What a weight is kept as, and what a step costs; the fastest over one large tensor first."""
+    one, gpt, many = (contenders(w) for w in ("one tensor", "GPT-2", "many tensors"))
+    rows = [
+        (name, kept, rounded(held(key)), *(ratio(w.get(key)) for w in (one, gpt, many)))
+        for key, (name, kept) in sorted(PEERS.items(), key=lambda item: one[item[0]]["ratio"])
+    ]
+    head = ("AdamW", "a weight is kept as", "bytes a parameter", *workloads())
+    return table(head, rows) + "\n\n" + machine(load("steps-cpu"))
+
+
+def features() -> str:
+    """What each can do, as its documentation has it; bytes as measured, where they were."""
+
+    def sizes(*keys: str) -> str:
+        found = sorted({x for key in keys if (x := held(key))})
+        return " to ".join(rounded(x) for x in (found[:1] + found[1:][-1:]))
+
+    light, flash = "pytorch_optimizer Kahan", "pytorch_optimizer Flash 24"
+    rows = [
+        ("**mcftensor**", "any, as they are", sizes("mcf compact, fused", "mcf full, fused"),
+         "yes", "run as they are, not in one graph", "yes", "yes, `bf16i16`", "yes"),
+        ("PyTorch, float32, autocast", "any, as they are", sizes("master weights"),
+         "yes", "yes", "yes", "yes", "no"),
+        ("PyTorch, plain bf16", "any, as they are", sizes("torch bf16, fused"),
+         "yes", "yes", "yes", "no", "no"),
+        ("optimi", "8 of its own", sizes("optimi Kahan, foreach"),
+         "yes", "no", "–", "no", "no"),
+        ("flashoptim", "5 of its own", f"{sizes(flash)} (its port)",
+         "no", "–", "even shards", "nearly, with 32 bits", "a warning"),
+        ("torchao", "Adam, AdamW of its own", sizes("torchao 8 bit", "torchao stochastic"),
+         "with a compiler", "yes, by itself", "yes", "no", "no"),
+        ("heavyball", "over 30 of its own", sizes("heavyball bf16 states", "heavyball fp32 states"),
+         "with a compiler", "yes, by itself", "–", "nearly, with 16 bits", "no"),
+        ("bitsandbytes", "9 of its own", sizes("bitsandbytes 8 bit", "bitsandbytes 32 bit"),
+         "yes", "–", "–", "no", "no"),
+        ("pytorch_optimizer", "over 100 of its own", sizes(light, flash),
+         "yes", "–", "–", "no", "no"),
+        ("Transformer Engine", "Adam, AdamW, SGD of its own", "8 to 14 (by its options)",
+         "no", "no", "yes", "yes, remainders", "no"),
+    ]  # fmt: skip
+    head = (
+        "", "optimizers", "bytes a parameter, AdamW", "CPU", "compiled steps", "`fully_shard`",
+        "float32 exactly", "meter of lost updates",
+    )  # fmt: skip
+    return table(head, rows)
+
+
+def workloads() -> list[str]:
+    """Heads of columns: how many elements there are, and what they take in bf16."""
+    files = ("steps-cpu", "steps-cpu-gpt2", "steps-cpu-many")
+    heads = []
+    for file in files:
+        ((name, found),) = load(file)["workloads"].items()
+        size, count = found["parameters"], found["tensors"]
+        of = "one tensor" if count == 1 else f"{count:,} tensors"
+        title = "GPT-2: " if name == "GPT-2" else ""
+        heads.append(f"{title}{of}, {size / 1e6:,.3g} M elements ({2 * size / 1e6:,.0f} MB)")
+    return heads
+
+
+def _steps(is_shown: Any) -> str:
+    """Contenders, the fastest over the largest single tensor first."""
+    found = [contenders(w) for w in ("one tensor", "GPT-2", "many tensors")]
+
+    def cell(entry: dict[str, Any] | None) -> str:
+        if not entry or not entry.get("seconds"):
+            return "–"
+        time = 1000 * entry["seconds"]
+        return f"{time:,.{0 if time >= 100 else 1}f} ({entry['ratio']:.2f})"
+
+    shown = [key for key, entry in found[0].items() if entry.get("ratio") and is_shown(key)]
+    rows = [
+        (named(key), rounded(held(key)), *(cell(w.get(key)) for w in found))
+        for key in sorted(shown, key=lambda key: found[0][key]["ratio"])
+    ]
+    return table(("", "bytes a parameter", *workloads()), rows)
+
+
+def named(key: str) -> str:
+    """A contender, in the words of the pages."""
+    words = {
+        "SGD, ": "",
+        "mcf ": "mcftensor, ",
+        "torch ": "PyTorch, ",
+        "PyTorch, fp32": "PyTorch, float32 alone",
+        "fp32": "float32",
+        "master weights": "PyTorch, float32 master weights",
+        "mcftensor, none": "mcftensor, no mode",
+        " 8 bit": ", 8-bit states",
+        " 32 bit": ", 32-bit states",
+        "ao fp8": "ao, fp8 states",
+    }
+    name = key
+    for old, new in words.items():
+        name = name.replace(old, new)
+    return f"**{name}**" if "mcf" in key and "fused" in key else name
+
+
+def _is_own(key: str) -> bool:
+    """Whether it is of PyTorch or this library, and AdamW."""
+    return key.startswith(("master", "torch ", "mcf ")) and key != "master weights, gradients freed"
+
+
+def steps() -> str:
+    """AdamW of PyTorch and of this library."""
+    return _steps(_is_own) + "\n\n" + machine(load("steps-cpu"))
+
+
+def steps_of_others() -> str:
+    """AdamW of other libraries."""
+    others = _steps(lambda key: not _is_own(key) and not key.startswith(("SGD", "master")))
+    return others + "\n\n" + machine(load("steps-cpu"))
+
+
+def steps_of_sgd() -> str:
+    """SGD with momentum."""
+    return _steps(lambda key: key.startswith("SGD")) + "\n\n" + machine(load("steps-cpu"))
+
+
+def states() -> str:
+    """What moments of one byte lose, and those of others."""
+    result = load("states")
+    rows = []
+    for name, found in result["moments"].items():
+        cells = []
+        for x in found.values():
+            moment = "" if x["second_moment"] is None else f" ({x['second_moment']:.2f})"
+            largest = f"{x['largest']:,.0f}" if x["largest"] >= 100 else f"{x['largest']:.2f}"
+            cells.append(f"{x['displacement']:.3f}, {largest}{moment}")
+        rows.append((name, f"{result['bytes'][name]:g}", *cells))
+    head = ("moments", "bytes of both", *next(iter(result["moments"].values())))
+    missing = [f"{name} ({reason})" for name, reason in result["missing"].items()]
+    note = f"\n\nNot on a CPU: {'; '.join(missing)}." if missing else ""
+    return table(head, rows) + note + "\n\n" + machine(result)
+
+
+def peaks() -> str:
+    """Memory of a step of training."""
+    results = [load(f"train-cpu-{model}") for model in ("1.3M", "124M")]
+    names = [x for x in results[0]["strategies"] if x in results[1]["strategies"]]
+    rows = []
+    for name in names:
+        cells = []
+        for result in results:
+            peak = result["strategies"][name]["peak_bytes"]
+            cells.append(f"{peak / 1e6:,.0f} MB ({peak / result['parameters']:.1f})")
+        rows.append(({"master": "float32 masters", "bf16": "plain bf16"}.get(name, name), *cells))
+    heads = [
+        f"{x['parameters'] / 1e6:,.1f} M parameters, {x['tokens_a_step']:,} tokens a step"
+        for x in results
+    ]
+    note = "In brackets bytes a parameter. "
+    return table(("", *heads), rows) + "\n\n" + machine(results[1], note)
+
+
+def compiling() -> str:
+    """Seconds of the first compiled step."""
+    result = load("compiling")
+    rows = [
+        (
+            row["path"],
+            f"{row['bf16']['first step']:.1f}",
+            f"{row['expansions']['first step']:.1f}",
+            f"{row['ratio']:.2f}",
+        )
+        for row in result["rows"]
+    ]
+    head = ("path", "plain bf16, seconds", "expansions, seconds", "ratio")
+    return table(head, rows) + "\n\n" + machine(result)
+
+
+def first_steps() -> str:
+    """Milliseconds until kernels are there."""
+    result = load("first-steps")
+    rows = [
+        (
+            named(name),
+            *(f"{1000 * seconds:.{0 if seconds > 0.02 else 1}f}" for seconds in x.values()),
+        )
+        for name, x in result["contenders"].items()
+    ]
+    head = ("", "no compiled code, ms", "compiled code at hand, ms", "later steps, ms")
+    return table(head, rows) + "\n\n" + machine(result)
+
+
+def threads() -> str:
+    """Steps by the number of threads and processes."""
+    result = load("threads")
+    rows = [
+        (way, *(f"{1000 * x['seconds']:.1f} ({x['ratio']:.2f})" for x in found.values()))
+        for way, found in result["ways"].items()
+    ]
+    names = [named(name).strip("*") for name in next(iter(result["ways"].values()))]
+    return table(("", *names), rows) + "\n\n" + machine(result)
+
+
+def overhead() -> str:
+    """What parameters that are expansions add to the functions of models."""
+    result = load("overhead")
+    rows = []
+    for part, unit, factor in (("microseconds", "µs", 1), ("seconds", "ms", 1e3)):
+        for name, found in result[part].items():
+            times = [f"{factor * found[kind]:.1f}" for kind in ("bf16", "expansions")]
+            ratio = found["expansions"] / found["bf16"]
+            rows.append((f"{name}, {unit}", *times, f"{ratio:.2f}"))
+    head = ("", "plain bf16", "expansions", "ratio")
+    return table(head, rows) + "\n\n" + machine(result)
+
+
+def roofline() -> str:
+    """By what kernels are bound on processors that were not there."""
+    result = load("roofline")
+    names = [p["name"] for p in result["processors"]]
+    rows = []
+    for name, found in result["kernels"].items():
+        ratios = [found["processors"][p] for p in names]
+        cells = [f"{x['computing'] / x['memory']:.2f}" for x in ratios]
+        moved = found["read"] + found["written"]
+        rows.append((name, f"{moved:.4g}", *[f"**{c}**" if float(c) > 1 else c for c in cells]))
+    return table(("", "bytes", *(n.replace(" (", "<br>(") for n in names)), rows)
+
+
+def fewer_instructions() -> str:
+    """Instructions of steps, before and after."""
+    result = load("roofline")
+    shown = ("AdamW light", "AdamW plus", "AdamW full", "SGD light")
+    codes = ("AVX-512", "AVX2", "sm_90")
+    models = ("Xeon Platinum 8380 (Ice Lake)", "EPYC 9654 (Zen 4)")
+    rows = []
+    for name in shown:
+        old, new = result["before"][name], result["kernels"][name]
+        cells = [f"{old['instructions'][c]:.1f} → {new['instructions'][c]:.1f}" for c in codes]
+        for model in models:
+            ratio = new["processors"][model]["computing"] / old["computing"][model]
+            cells.append(f"{ratio:.2f}")
+        rows.append((name, *cells))
+    heads = [f"{c}, instructions an element" for c in codes]
+    return table(("", *heads, *(f"cycles on {m}, after over before" for m in models)), rows)
+
+
+def measured_roofline() -> str:
+    """Predictions on the CPU at hand."""
+    result = load("roofline")
+    measured = result["measured"]
+    rows = []
+    for name, found in measured["kernels"].items():
+        for threads, x in found.items():
+            predicted = max(x["computing"], x["memory"])
+            bound = "computing" if x["computing"] > x["memory"] else "memory"
+            rows.append(
+                (
+                    name,
+                    threads,
+                    bound,
+                    f"{predicted:,.0f}",
+                    f"{x['measured']:,.0f}",
+                    f"{x['measured'] / predicted:.2f}",
+                )
+            )
+    head = ("", "threads", "bound by", "predicted", "measured, ps an element", "ratio")
+    return table(head, rows) + "\n\n" + machine(result)

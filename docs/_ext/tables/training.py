@@ -1,0 +1,141 @@
+"""Tables of trainings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tables.sources import load, machine, signed, table
+
+
+def pretraining() -> str:
+    """Validation loss of the small GPT, as the difference to master weights."""
+    runs = [load(f"pretrain-seed{seed}")["strategies"] for seed in range(3)]
+    rows = []
+    for name in runs[0]:
+        final = [run[name]["final"] for run in runs]
+        cells = [
+            f"{f['nats']:.4f}"
+            if name == "master"
+            else f"{f['difference_to_master']:+.4f}".replace("-", "−")
+            for f in final
+        ]
+        kept = [f"{final[0]['edq_ratio']:.4f}", f"{100 * final[0]['lost']:.2f} %"]
+        rows.append((name, *cells, *kept, f"{runs[0][name]['bytes_per_parameter']:.2f}"))
+    head = ("", "seed 0", "seed 1", "seed 2", "EDQ ratio", "updates lost", "bytes a parameter")
+    return table(head, rows) + "\n\n" + machine(load("pretrain-seed0"))
+
+
+# Name in the study: what is trained how, and in which types are parameters, gradients and
+# activations, states, and the operands of products.
+SCALING = {
+    "float32": ("float32", "float32", "float32", "float32", "float32"),
+    "stochastic": ("`scalify(model)`", "float16, stochastic", "float16", "float16", "float16"),
+    "scaled": ("the same, to nearest", "float16", "float16", "float16", "float16"),
+    "scaled8": ("`tail=8`", "float16 and int8", "float16", "float16", "float16"),
+    "pairs": ("`fp16x2`", "fp16x2", "float16", "fp16x2", "float16"),
+    "weights": ("float32 states", "float16", "float16", "float32", "float16"),
+    "weights8": ("the same, `tail=8`", "float16 and int8", "float16", "float32", "float16"),
+    "masters": ("float32 masters", "float32, and float16 of it", "float16", "float32", "float16"),
+    "fp8": ('`products="fp8"`', "float16, stochastic", "float16", "float16", "E4M3, E5M2"),
+    "fp8masters": (
+        "float32 masters", "float32, and float16 of it", "float16", "float32", "E4M3, E5M2"
+    ),
+    "float16": ("unscaled", "float16", "float16", "float16", "float16"),
+    "float16eps": ("unscaled, eps 1e-6", "float16", "float16", "float16", "float16"),
+    "halfgrads": (
+        "unscaled, float32 masters", "float32, and float16 of it", "float16", "float32", "float16"
+    ),
+    "gradscaler": (
+        "`torch.amp.GradScaler`", "float32, and float16 of it", "float16", "float32", "float16"
+    ),
+}  # fmt: skip
+
+
+def scaling() -> str:
+    """Losses of the study of scaled training, as differences to float32 seed by seed."""
+    result = load("scaling")
+    base = {seed: run["validation"] for seed, run in result["runs"]["float32"].items()}
+    earlier = result.get("earlier", {})
+    rows = []
+    for name, words in SCALING.items():
+        runs = result["runs"][name]
+        cells, off = [], []
+        for seed, reference in base.items():
+            run = runs.get(seed)
+            if run is None:
+                cells.append("–")
+            elif run["validation"] is None:
+                cells.append(f"NaN in step {run['steps'] + 1}")
+            elif name == "float32":
+                cells.append(f"{reference:.4f}")
+            else:
+                off.append(run["validation"] - reference)
+                mark = "†" if seed in earlier.get(name, ()) else ""
+                cells.append(signed(off[-1]) + mark)
+        mean = signed(sum(off) / len(off)) if off else "–"
+        zeros = [100 * run["zeros"] for run in runs.values()]
+        share = sum(zeros) / len(zeros)
+        rows.append((*words, *cells, mean, f"{share:.2g} %" if share else "0"))
+    head = (
+        "", "parameters", "gradients, activations", "states", "products",
+        *(f"seed {seed}" for seed in base), "mean", "gradients that are zero",
+    )  # fmt: skip
+    note = ""
+    if earlier:
+        note = (
+            "\n\n† Run while gradients of gains, biases and values still went by their size; on "
+            f"seed 0 the rule changed losses by at most {_most_by_rule(result)}."
+        )
+    return table(head, rows) + note + "\n\n" + machine(result)
+
+
+def _most_by_rule(result: dict[str, Any]) -> str:
+    before = result["before_the_rule"]
+    changes = {n: abs(result["runs"][n]["0"]["validation"] - x) for n, x in before.items()}
+    eight = max(x for n, x in changes.items() if n.startswith("fp8"))
+    others = max(x for n, x in changes.items() if not n.startswith("fp8"))
+    return f"{others:.5f}, with 8-bit products {eight:.4f}"
+
+
+def scaling_sizes() -> str:
+    """Between which powers of two the root mean square of data lies over the training."""
+    runs = load("scaling")["runs"]
+    kinds = {
+        "activations": "activations",
+        "gradients": "gradients of parameters",
+        "parameters": "parameters",
+        "exp_avg": "first moments",
+        "exp_avg_sq": "second moments",
+    }
+    rows = []
+    for name in ("float32", "stochastic", "scaled8", "fp8"):
+        cells = []
+        for kind in kinds:
+            found = [x for xs in runs[name]["0"]["sizes"].get(kind, {}).values() for x in xs]
+            known = [x for x in found if x is not None]
+            cells.append(" to ".join(f"{x:.1f}" for x in _rounded(known)) if known else "–")
+        rows.append((SCALING[name][0], *(cell.replace("-", "−") for cell in cells)))
+    return table(("log₂ of the root mean square", *kinds.values()), rows)
+
+
+def _rounded(found: Sequence[float]) -> tuple[float, float]:
+    return round(min(found), 1) + 0.0, round(max(found), 1) + 0.0  # no negative zero
+
+
+def rates() -> str:
+    """Loss of compact at other learning rates, and what its steps did."""
+    result = load("pretrain-rates")
+    rows = []
+    for rate, seeds in result["rates"].items():
+        found = [seed["compact"] for seed in seeds.values()]
+        off = [x["compact"]["nats"] - x["master"]["nats"] for x in seeds.values()]
+        moments = [x["witness"]["second_moment"] for x in found]
+        largest = [x["witness"]["largest_run"] / x["witness"]["largest_exact"] for x in found]
+        cells = [f"{x:+.4f}".replace("-", "−") for x in (*off, sum(off) / len(off))]
+        rows.append((rate, *cells, f"{min(moments):.4f}", f"{max(largest):.2f}"))
+    head = (
+        "learning rate", "seed 0", "seed 1", "seed 2", "mean", "second moment, over the exact one",
+        "largest update, over the exact one",
+    )  # fmt: skip
+    return table(head, rows) + "\n\n" + machine(result)
