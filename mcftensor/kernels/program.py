@@ -104,8 +104,8 @@ def record(body: Body, signature: Signature) -> Program:
     ]
     scalars = [recorder.enter("scalar", i, d, 0) for i, d in enumerate(signature.scalars)]
     index = recorder.enter("index", 0, torch.int64, 1)
-    with torch.no_grad(), recorder:
-        results = body(vectors, scalars, index)
+    with torch.no_grad():
+        results = recorder.watch(body, vectors, scalars, index)
     outputs = zip(results, signature.outputs, strict=True)
     places = tuple(recorder.cast(x, dtype) for x, dtype in outputs)
     return _without_unused(Program(signature, tuple(recorder.instructions), places))
@@ -210,6 +210,17 @@ class _Recorder(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # or PyTorch imports its compiler, which takes a second
 
+    def watch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function within this mode, which a KeyboardInterrupt cannot leave on: the end of
+        PyTorch's own context is written in Python, and may be cut."""
+        depth = torch._C._len_torch_dispatch_stack()
+        try:
+            torch._C._push_on_torch_dispatch_stack(self)
+            return function(*args, **kwargs)
+        finally:
+            while torch._C._len_torch_dispatch_stack() > depth:
+                torch._C._pop_torch_dispatch_stack(None)
+
     def enter(self, name: str, number: int, dtype: torch.dtype, dims: int) -> Tensor:
         x = torch.ones((1,) * dims, dtype=dtype)
         self._remember(x, self._add(name, (number,), dtype))
@@ -261,11 +272,9 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func.has_kernel_for_dispatch_key(_COMPOSITE):  # arrives whole in inference mode
-            with self:
-                return func.decompose(*args, **kwargs)
+            return self.watch(func.decompose, *args, **kwargs)
         if func.namespace == "mcftensor" and args[0].dtype not in _NATIVE.get(func._opname, ()):
-            with self:
-                return DEFINITIONS[func._opname](*args)
+            return self.watch(DEFINITIONS[func._opname], *args)
         result = func(*args, **kwargs)
         self._remember(result, self._record(func, args, kwargs, result))
         return result

@@ -12,12 +12,12 @@ step all that is left is run.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import operator
 import threading
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -165,7 +165,13 @@ def _run_together(strands: Sequence[Strand], results: tuple[int, ...]) -> None:
     shapes = [shape for x in strands for _, shape, _ in x.layout]
     for strand in strands:  # whatever happens, nothing is done twice
         strand.trace, strand.holders, strand.columns = EMPTY, [], []
-    with _undisturbed():
+    # Nobody is to see or change what is done with plain tensors. Contexts written in Python may be
+    # cut before they are left, by a KeyboardInterrupt; the first one may not.
+    with (
+        torch._C.DisableTorchFunctionSubclass(),
+        torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(),
+        _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext(),
+    ):
         if results:
             _write(trace, results, columns, shapes, holders)
         for strand, own in zip(strands, holders, strict=True):
@@ -224,15 +230,3 @@ def _memory(x: Any, shape: torch.Size, format: Format, device: torch.device) -> 
     ]
     x._hold(made, format, x._role, own=True)
     return made
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Within, nobody sees or changes what is done with plain tensors."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._C.DisableTorchFunctionSubclass())
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
-        if torch._C._len_torch_dispatch_stack():
-            stack.enter_context(_disable_current_modes())
-        yield

@@ -1,5 +1,6 @@
 """A signal in the middle of a write leaves no element with terms of two numbers."""
 
+import contextlib
 import functools
 import signal
 import sys
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import mcftensor as mcf
+from mcftensor.tensor.stepping import current_step
 from support.kernel_cases import way
 
 COUNT = 1 << 20
@@ -250,3 +252,44 @@ def test_a_step_that_is_cut(kind, interrupted):
             else:  # which writes to states more than once
                 leading = mcf.as_plain(x.detach(), torch.float64).to(torch.float32).bfloat16()
                 assert (leading - x.components[0]).abs().max() <= 2**-7
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_step_cut_anywhere_leaves_the_thread_as_it_was():
+    """As it begins any of the functions that it calls, for the first time or the last."""
+    parameters = [nn.Parameter(mcf.as_expansion(torch.rand(3, 3), mcf.bf16x2)) for _ in range(2)]
+    optimizer = torch.optim.AdamW(parameters, foreach=False, fused=False)
+    for p in parameters:
+        p.grad = torch.rand(3, 3).bfloat16()
+    called = []
+
+    def step(function=None, time=0):
+        """Take a step, and cut it where a function is called for the n-th time."""
+        called.clear()
+
+        def watch(frame, event, argument):
+            if event == "call":
+                code = frame.f_code
+                name = f"{code.co_filename}:{code.co_firstlineno}: {code.co_name}"
+                called.append(name)
+                if name == function and called.count(name) == time:
+                    raise Cut
+
+        with contextlib.suppress(Cut):
+            try:
+                sys.setprofile(watch)
+                optimizer.step()
+            finally:
+                sys.setprofile(None)
+
+    for _ in range(3):
+        step()
+    places = {(f, 1) for f in called} | {(f, called.count(f)) for f in called}
+    assert len(places) > 100
+    for function, time in places:
+        step(function, time)
+        torch.set_grad_enabled(True)  # which PyTorch's own contexts may leave off
+        assert torch._C._is_torch_function_enabled(), function
+        assert torch._C._len_torch_dispatch_stack() == 0, function
+        assert current_step() is None
+        optimizer.step()
