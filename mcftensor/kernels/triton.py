@@ -43,7 +43,7 @@ _DIALECT = Dialect(
     | {
         "vector": "(tl.load(in{0} + offsets) if WHOLE else "
         "tl.load(in{0} + offsets, mask=mask, other=0))",
-        "shared": "tl.load(in{0} + offsets // SHARING, mask=mask, other=0)",
+        "shared": "spread(in{0}, begin, length, BLOCK)",
         "block_max": "block_max({0}, BLOCK)",
         "scalar": "scalar{0}.to(tl.{type})",
         "index": "offsets",
@@ -168,7 +168,8 @@ def to_{name}(x):
     return x.to(tl.{own}).to(tl.{type})
 """
 
-# What blocks of elements share, in every element.
+# What blocks of elements share, in every element: read and written once for each, since on GPUs
+# that reckon with every address it is much of the work.
 _SHARING = (
     f"""
 
@@ -182,10 +183,32 @@ def larger(x, y):
 
 
 @triton.jit
-def block_max(x, BLOCK: tl.constexpr):
-    largest = tl.reduce(tl.reshape(x, (BLOCK // SHARING, SHARING)), 1, larger)
-    whole = tl.broadcast_to(tl.expand_dims(largest, 1), (BLOCK // SHARING, SHARING))
+def largest(x, BLOCK: tl.constexpr):
+    return tl.reduce(tl.reshape(x, (BLOCK // SHARING, SHARING)), 1, larger)
+
+
+@triton.jit
+def repeated(x, BLOCK: tl.constexpr):
+    whole = tl.broadcast_to(tl.expand_dims(x, 1), (BLOCK // SHARING, SHARING))
     return tl.reshape(whole, (BLOCK,))
+
+
+@triton.jit
+def block_max(x, BLOCK: tl.constexpr):
+    return repeated(largest(x, BLOCK), BLOCK)
+
+
+@triton.jit
+def spread(pointer, begin, length, BLOCK: tl.constexpr):
+    blocks = begin // SHARING + tl.arange(0, BLOCK // SHARING)
+    x = tl.load(pointer + blocks, mask=blocks * SHARING < length, other=0)
+    return repeated(x, BLOCK)
+
+
+@triton.jit
+def stored_once(pointer, pattern, begin, length, BLOCK: tl.constexpr):
+    blocks = begin // SHARING + tl.arange(0, BLOCK // SHARING)
+    tl.store(pointer + blocks, largest(pattern, BLOCK), mask=blocks * SHARING < length)
 """
 )
 
@@ -256,8 +279,7 @@ def source(program: Program, on_device: Sequence[bool], rounds: bool) -> str:
     for i, place in enumerate(program.results):
         pattern = printer.pattern(place)
         if signature.shares(i):
-            first = "mask & (offsets % SHARING == 0)"
-            lines.append(f"stored(out{i} + offsets // SHARING, {pattern}, {first}, False)")
+            lines.append(f"stored_once(out{i}, {pattern}, begin, length, BLOCK)")
         else:
             lines.append(f"stored(out{i} + offsets, {pattern}, mask, WHOLE)")
     body = "\n".join("    " + line for line in lines)
