@@ -276,7 +276,7 @@ def roofline() -> str:
 def fewer_instructions() -> str:
     """Instructions of steps, before and after."""
     result = load("roofline")
-    shown = ("AdamW light", "AdamW plus", "AdamW full", "SGD light")
+    shown = ("AdamW light", "AdamW plus", "AdamW full", "AdamW compact", "SGD light")
     codes = ("AVX-512", "AVX2", "sm_90")
     models = ("Xeon Platinum 8380 (Ice Lake)", "EPYC 9654 (Zen 4)")
     rows = []
