@@ -19,8 +19,7 @@ import torch
 from hypothesis import settings
 
 import mcftensor as mcf
-from mcftensor.tensor.stepping import stepping
-from support.helpers import requires_cuda
+from support.helpers import a_step, requires_cuda
 from support.ranks import RankPool
 
 settings.register_profile("mcftensor", deadline=None, derandomize=True, print_blob=True)
@@ -58,7 +57,7 @@ def no_grad():
 @pytest.fixture
 def within_a_step():
     """Operations may go on a tape, as they may within a step of an optimizer."""
-    with torch.no_grad(), stepping():
+    with torch.no_grad(), a_step():
         yield
 
 

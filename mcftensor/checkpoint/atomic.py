@@ -19,6 +19,9 @@ from typing import BinaryIO
 
 from mcftensor.checkpoint.errors import CheckpointError
 
+# To lock a new file, before its system is held to be one that says so of every file.
+_ATTEMPTS = 16
+
 fcntl: ModuleType | None
 try:
     import fcntl
@@ -83,14 +86,15 @@ def beside(path: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
 @contextlib.contextmanager
 def making(path: Path) -> Iterator[Path]:
     """A folder to write to, which is at `path` when the block ends without an error."""
+    path = Path(os.path.abspath(path))  # noqa: PTH100 (of "." and "..", too)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(f"{path} is there already; remove it, or give another name")
-    parent = path.absolute().parent
+    parent = path.parent
     if not parent.is_dir():
         raise CheckpointError(f"{path}: there is no folder {parent}; make it first")
     for leftover in parent.glob(f".{glob.escape(path.name)}.*.tmp.lock"):
         _remove_abandoned_folder(leftover)
-    lock, file = _make_locked(parent / path.name, ".tmp.lock")
+    lock, file = _make_locked(path, ".tmp.lock")
     folder = lock.with_suffix("")
     with file:
         try:
@@ -109,16 +113,18 @@ def making(path: Path) -> Iterator[Path]:
 
 
 def _make_locked(path: Path, suffix: str) -> tuple[Path, BinaryIO]:
-    """A new file beside a path, locked."""
-    while True:
+    """A new file beside a path, locked, if its system can lock at all."""
+    for left in reversed(range(_ATTEMPTS)):
         made = path.with_name(f".{path.name}.{secrets.token_hex(4)}{suffix}")
         file = made.open("xb")
         with contextlib.suppress(BlockingIOError):
             _lock(file)
             if made.exists():
                 return made, file
-        # Before it was locked, another writer has taken it for abandoned.
-        file.close()
+        if left:  # before it was locked, another writer has taken it for abandoned
+            file.close()
+            made.unlink(missing_ok=True)
+    return made, file
 
 
 def _remove_abandoned_folder(lock: Path) -> None:

@@ -104,7 +104,7 @@ def _lifted(func: Any, x: LiftedTensor, args: Any, kwargs: Any) -> Any:
 def view(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
     """Views, which PyTorch's schemas tell: the terms of the result share memory with those of x."""
     if torch.is_inference_mode_enabled():
-        with torch.inference_mode(x.is_inference()):  # a view is of the kind of its base
+        with torch._C._InferenceMode(x.is_inference()):  # a view is of the kind of its base
             return _on_components(func, x, args, kwargs, own=False)
     out = _on_components(func, x, args, kwargs, own=False)
     if func is aten.detach.default:

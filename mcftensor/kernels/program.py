@@ -104,8 +104,7 @@ def record(body: Body, signature: Signature) -> Program:
     ]
     scalars = [recorder.enter("scalar", i, d, 0) for i, d in enumerate(signature.scalars)]
     index = recorder.enter("index", 0, torch.int64, 1)
-    with torch.no_grad():
-        results = recorder.watch(body, vectors, scalars, index)
+    results = recorder.watch(body, vectors, scalars, index)
     outputs = zip(results, signature.outputs, strict=True)
     places = tuple(recorder.cast(x, dtype) for x, dtype in outputs)
     return _without_unused(Program(signature, tuple(recorder.instructions), places))
@@ -211,13 +210,17 @@ class _Recorder(TorchDispatchMode):
         return False  # or PyTorch imports its compiler, which takes a second
 
     def watch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function within this mode, which a KeyboardInterrupt cannot leave on: the end of
-        PyTorch's own context is written in Python, and may be cut."""
-        depth = torch._C._len_torch_dispatch_stack()
+        """Call a function within this mode, without gradients, and leave both whatever happens.
+
+        The ends of PyTorch's own contexts are written in Python: a KeyboardInterrupt may cut them.
+        """
+        depth, records_gradients = torch._C._len_torch_dispatch_stack(), torch.is_grad_enabled()
         try:
+            torch._C._set_grad_enabled(False)
             torch._C._push_on_torch_dispatch_stack(self)
             return function(*args, **kwargs)
         finally:
+            torch._C._set_grad_enabled(records_gradients)
             while torch._C._len_torch_dispatch_stack() > depth:
                 torch._C._pop_torch_dispatch_stack(None)
 

@@ -114,7 +114,14 @@ def _recoding(source: Format, format: Format) -> Body:
 
 def _are_zeros(stored: Sequence[Tensor]) -> bool:
     """Whether all is +0, as states are before the first step; others are known by one element."""
-    if stored[0].device.type != "cpu" or not stored[0].numel():
+    are_plain = all(
+        x.device.type == "cpu"
+        and x.layout is torch.strided
+        and not x.is_quantized
+        and x.dtype.itemsize in PATTERNS
+        for x in stored
+    )
+    if not are_plain or not stored[0].numel():
         return False
     patterns = [x.view(PATTERNS[x.dtype.itemsize]) for x in stored]
     return not any(x[(0,) * x.dim()].item() or x.any() for x in patterns)

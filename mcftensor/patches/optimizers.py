@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mcftensor.patches.table import patch, row
-from mcftensor.tensor.sharded import format_of, lifted_shards
-from mcftensor.tensor.stepping import closure, stepping
+from mcftensor.tensor.sharded import format_of, with_lifted_shards
+from mcftensor.tensor.stepping import Step, closure, in_step
 
 
 def _after_the_plan(initialize: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,8 +121,11 @@ def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(self, *args, **kwargs)
         args = tuple([_outside_of_it(x) for x in args])
         kwargs = {name: _outside_of_it(x) for name, x in kwargs.items()}
-        with stepping() as own, lifted_shards(own, parameters_of(self)):
-            return step(self, *args, **kwargs)
+
+        def over_gradients(own: Step) -> Any:
+            return with_lifted_shards(own, parameters_of(self), lambda: step(self, *args, **kwargs))
+
+        return in_step(over_gradients)
 
     def choose(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if has_expansions(self):

@@ -7,9 +7,8 @@ parameters, hold expansions as what each rank has of them.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -41,7 +40,8 @@ def on_local(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
     """
     if not hasattr(x, "_local_tensor"):
         return function(x, *args)
-    with outside():  # DTensor asks for the dtype of what it holds
+
+    def on_own() -> Tensor:
         own = function(local(x), *args)
         shape, stride = x.shape, x.stride()
         if own.shape != local(x).shape:
@@ -62,6 +62,8 @@ def on_local(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
             shape=shape,
             stride=stride,
         )
+
+    return outside(on_own)  # DTensor asks for the dtype of what it holds
 
 
 def place_of(x: Tensor) -> int:
@@ -85,24 +87,25 @@ def place_of(x: Tensor) -> int:
     return place
 
 
-@contextlib.contextmanager
-def lifted_shards(step: Step, parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Within a step, what `MCFTensor.grad` does for DTensors of expansions, whose gradients nobody
-    asks an expansion for."""
-    held = []
-    for p in parameters:
-        format = None if isinstance(p, MCFTensor) else format_of(p)
-        grad = p.grad if format else None
-        if format and grad is not None and type(local(grad)) is Tensor:
-            placed: Any = grad
-            if any(placement.is_partial() for placement in placed.placements):  # it is summed first
-                placed = placed.redistribute(placements=p.placements)  # type: ignore[attr-defined]
-            lifted = on_local(lifted_gradient, placed, format)
-            step.gradients[id(p)] = local(placed), local(lifted)
-            held.append((p, grad, lifted))
-            p.grad = lifted
+def with_lifted_shards(
+    step: Step, parameters: Iterable[Tensor], function: Callable[[], Any]
+) -> Any:
+    """Call a function, within a step, with what `MCFTensor.grad` does for DTensors of expansions,
+    whose gradients nobody asks an expansion for."""
+    held: list[tuple[Tensor, Tensor, Tensor]] = []
     try:
-        yield
+        for p in parameters:
+            format = None if isinstance(p, MCFTensor) else format_of(p)
+            grad = p.grad if format else None
+            if format and grad is not None and type(local(grad)) is Tensor:
+                placed: Any = grad
+                if any(placement.is_partial() for placement in placed.placements):  # summed first
+                    placed = placed.redistribute(placements=p.placements)  # type: ignore[attr-defined]
+                lifted = on_local(lifted_gradient, placed, format)
+                step.gradients[id(p)] = local(placed), local(lifted)
+                held.append((p, grad, lifted))
+                p.grad = lifted
+        return function()
     finally:
         for p, grad, lifted in held:
             if p.grad is lifted:

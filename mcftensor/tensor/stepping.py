@@ -7,12 +7,11 @@ gradients, operations may go on a tape (`tape.py`). A closure that the step call
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +19,8 @@ from torch.autograd import forward_ad
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mcftensor.tensor.tape import Tape
+
+R = TypeVar("R")
 
 
 class Step:
@@ -103,26 +104,28 @@ def open_tape() -> Tape | None:
     return step.tape
 
 
-@contextlib.contextmanager
-def stepping() -> Iterator[Step]:
-    """Within, this thread is in a step, which may be a part of another one."""
+# These are no contexts: the end of one that is written in Python may be cut by a KeyboardInterrupt,
+# or come when the traceback is thrown away, in the middle of another step.
+
+
+def in_step(function: Callable[[Step], R]) -> R:
+    """Call a function within a step of this thread, which may be a part of another one."""
     outer = _thread.step
     step = Step(outer)
     try:
         _thread.step = step
-        yield step
+        return function(step)
     finally:
         _thread.step = outer
         step.end()
 
 
-@contextlib.contextmanager
-def outside() -> Iterator[Step | None]:
-    """Within, this thread is not in the step that it is in."""
+def outside(function: Callable[[], R]) -> R:
+    """Call a function while this thread is not in the step that it is in."""
     step = _thread.step
     try:
         _thread.step = None
-        yield step
+        return function()
     finally:
         _thread.step = step
 
@@ -132,10 +135,14 @@ def closure(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        with outside() as step:
+        step = current_step()
+
+        def left() -> Any:
             if step is not None:
                 step.tape.run()
                 step.let_go()
             return function(*args, **kwargs)
+
+        return outside(left)
 
     return called

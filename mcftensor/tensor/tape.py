@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from mcftensor.formats import Format
 from mcftensor.kernels import Column, Columns, run_alike
@@ -165,20 +164,27 @@ def _run_together(strands: Sequence[Strand], results: tuple[int, ...]) -> None:
     shapes = [shape for x in strands for _, shape, _ in x.layout]
     for strand in strands:  # whatever happens, nothing is done twice
         strand.trace, strand.holders, strand.columns = EMPTY, [], []
-    # Nobody is to see or change what is done with plain tensors. Contexts written in Python may be
-    # cut before they are left, by a KeyboardInterrupt; the first one may not.
+    # Nobody is to see or change what is done with plain tensors. Contexts written in Python would
+    # not do: a KeyboardInterrupt may cut their ends.
+    modes = []
+    is_inference = torch.is_inference_mode_enabled()
     with (
         torch._C.DisableTorchFunctionSubclass(),
-        torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(),
-        _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext(),
+        torch._C._InferenceMode(False) if is_inference else nullcontext(),
     ):
-        if results:
-            _write(trace, results, columns, shapes, holders)
-        for strand, own in zip(strands, holders, strict=True):
-            for reference in chain(*own):
-                x = reference()
-                if x is not None and x._place is not None and x._place[0] is strand:
-                    x.leave_tape()
+        try:
+            while torch._C._len_torch_dispatch_stack():
+                modes.append(torch._C._pop_torch_dispatch_stack(None))
+            if results:
+                _write(trace, results, columns, shapes, holders)
+            for strand, own in zip(strands, holders, strict=True):
+                for reference in chain(*own):
+                    x = reference()
+                    if x is not None and x._place is not None and x._place[0] is strand:
+                        x.leave_tape()
+        finally:
+            while modes:
+                torch._C._push_on_torch_dispatch_stack(modes.pop())
 
 
 def _write(

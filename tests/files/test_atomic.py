@@ -1,6 +1,7 @@
 """A process killed while it saves leaves the last checkpoint whole."""
 
 import contextlib
+import errno
 import os
 import random
 import signal
@@ -245,6 +246,16 @@ def test_another_writer_takes_a_new_file_for_abandoned(is_removed, tmp_path, mon
     mcf.save_file(state(1), tmp_path)
     assert version(tmp_path) == 1
     assert atomic._lock is lock
+
+
+def test_where_every_file_is_said_to_be_locked(tmp_path, monkeypatch):
+    def refuse(file, how):
+        raise BlockingIOError(errno.EAGAIN, "")
+
+    monkeypatch.setattr(atomic.fcntl, "flock", refuse)
+    mcf.save_file(state(1), tmp_path)
+    assert version(tmp_path) == 1
+    assert names_in(tmp_path) == ["model.safetensors"]
 
 
 class TestReplacing:

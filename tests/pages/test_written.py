@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,9 +37,7 @@ def test_a_table_that_is_not_true_is_found(tmp_path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/figures").mkdir()
     (tmp_path / "docs/figures/drawing.py").symlink_to(ROOT / "docs/figures/drawing.py")
-    (tmp_path / "docs/_ext").mkdir()
-    for path in WRITE.parent.glob("*.py"):
-        (tmp_path / "docs/_ext" / path.name).write_text(path.read_text())
+    shutil.copytree(WRITE.parent, tmp_path / "docs/_ext")
     page = tmp_path / "docs/page.md"
     page.write_text("<!-- table: formats -->\n\n<!-- end -->\n")
     script = tmp_path / "docs/_ext/write.py"

@@ -1,6 +1,7 @@
 """What several tests need: full expansions, comparisons of all terms, small models, devices."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils._pytree import tree_flatten
 import mcftensor as mcf
 from mcftensor.arithmetic.noise import Noise
 from mcftensor.formats import ExpansionFormat
+from mcftensor.tensor import stepping
 
 # Formats that only store numbers, with each rounding.
 STORED = [
@@ -154,3 +156,15 @@ def assert_same_bits(state: object, other: object) -> None:
             assert bits(x) == bits(y)
         else:
             assert x == y
+
+
+@contextlib.contextmanager
+def a_step() -> Iterator[stepping.Step]:
+    """What `stepping.in_step` does, for the lines of a test."""
+    outer = stepping._thread.step
+    stepping._thread.step = step = stepping.Step(outer)
+    try:
+        yield step
+    finally:
+        stepping._thread.step = outer
+        step.end()

@@ -1,6 +1,5 @@
 """A signal in the middle of a write leaves no element with terms of two numbers."""
 
-import contextlib
 import functools
 import signal
 import sys
@@ -10,13 +9,18 @@ from time import perf_counter
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mcftensor as mcf
+from mcftensor.kernels.program import Signature, record
 from mcftensor.tensor.stepping import current_step
 from support.kernel_cases import way
 
 COUNT = 1 << 20
 TRIES = 12
+
+# What is cut may be a collection of garbage, which cannot raise.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 needs_timers = pytest.mark.skipif(
     not hasattr(signal, "setitimer"), reason="needs a timer that sends signals"
@@ -254,17 +258,76 @@ def test_a_step_that_is_cut(kind, interrupted):
                 assert (leading - x.components[0]).abs().max() <= 2**-7
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_step_cut_anywhere_leaves_the_thread_as_it_was():
-    """As it begins any of the functions that it calls, for the first time or the last."""
+def of_an_optimizer(kind, **options):
     parameters = [nn.Parameter(mcf.as_expansion(torch.rand(3, 3), mcf.bf16x2)) for _ in range(2)]
-    optimizer = torch.optim.AdamW(parameters, foreach=False, fused=False)
+    optimizer = kind(parameters, **options)
     for p in parameters:
         p.grad = torch.rand(3, 3).bfloat16()
-    called = []
+    return parameters, optimizer
 
-    def step(function=None, time=0):
-        """Take a step, and cut it where a function is called for the n-th time."""
+
+def a_step():
+    return of_an_optimizer(torch.optim.AdamW, foreach=False, fused=False)[1].step
+
+
+def with_a_closure():
+    (p, _), optimizer = of_an_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (p @ torch.ones(3, 3, dtype=torch.bfloat16)).sum()
+        loss.backward()
+        return loss
+
+    return lambda: optimizer.step(closure)
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Looking(torch.optim.Optimizer):
+    """Reads, in inference mode and within a mode of dispatch, what is on the tape."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self):
+        mode = Passing()
+        (p, _) = self.param_groups[0]["params"]
+        records = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            x, y = p * 2 + 1, p * 3 + 1
+            with torch._C._InferenceMode(True):
+                x.components  # noqa: B018
+                p.view(-1)
+            torch._C._push_on_torch_dispatch_stack(mode)
+            y.components  # noqa: B018
+        finally:
+            while torch._C._len_torch_dispatch_stack():
+                torch._C._pop_torch_dispatch_stack(None)
+            torch._C._set_grad_enabled(records)
+
+
+def with_a_look():
+    return of_an_optimizer(Looking)[1].step
+
+
+def a_recording():
+    signature = Signature((torch.float32,), (), (torch.float32,))
+    return lambda: record(lambda vectors, *others: [vectors[0] + 1], signature)
+
+
+@pytest.mark.parametrize("make", [a_step, with_a_closure, with_a_look, a_recording])
+def test_what_is_cut_leaves_the_thread_as_it_was(make):
+    """As it begins any of the functions that it calls, for the first time or the last."""
+    called = []
+    work = make()
+
+    def run(function=None, time=0):
+        """Do it, and cut it where a function is called for the n-th time."""
         called.clear()
 
         def watch(frame, event, argument):
@@ -275,21 +338,25 @@ def test_a_step_cut_anywhere_leaves_the_thread_as_it_was():
                 if name == function and called.count(name) == time:
                     raise Cut
 
-        with contextlib.suppress(Cut):
-            try:
-                sys.setprofile(watch)
-                optimizer.step()
-            finally:
-                sys.setprofile(None)
+        try:
+            sys.setprofile(watch)
+            work()
+        except Cut as cut:
+            return cut  # with all that its traceback holds
+        finally:
+            sys.setprofile(None)
 
     for _ in range(3):
-        step()
-    places = {(f, 1) for f in called} | {(f, called.count(f)) for f in called}
-    assert len(places) > 100
-    for function, time in places:
-        step(function, time)
-        torch.set_grad_enabled(True)  # which PyTorch's own contexts may leave off
-        assert torch._C._is_torch_function_enabled(), function
-        assert torch._C._len_torch_dispatch_stack() == 0, function
-        assert current_step() is None
-        optimizer.step()
+        run()
+    places = {(name, 1) for name in called} | {(name, called.count(name)) for name in called}
+    assert len(places) > (20 if make is a_recording else 100)
+    for name, time in sorted(places):
+        cut = run(name, time)
+        assert torch._C._is_torch_function_enabled(), name
+        assert torch._C._len_torch_dispatch_stack() == 0, name
+        assert not torch.is_inference_mode_enabled(), name
+        assert current_step() is None, name
+        assert torch.is_grad_enabled() or make is not a_recording, name
+        torch.set_grad_enabled(True)  # which PyTorch's own steps may leave off
+        del cut
+        work()

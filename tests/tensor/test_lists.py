@@ -9,8 +9,7 @@ from torch import nn
 
 import mcftensor as mcf
 from mcftensor.kernels import running
-from mcftensor.tensor.stepping import stepping
-from support.helpers import assert_same_terms, sample
+from support.helpers import a_step, assert_same_terms, sample
 
 FORMATS = (mcf.bf16x2, mcf.bf16x3)
 
@@ -285,7 +284,7 @@ ONE_AFTER_THE_OTHER = {
 def test_rows_that_read_the_targets_of_others(case, in_step):
     found = []
     for in_list in (True, False):
-        with stepping() if in_step else contextlib.nullcontext():
+        with a_step() if in_step else contextlib.nullcontext():
             x = sample(mcf.bf16x2, 3, 3) * 1.0
             targets, operands = map(list, ONE_AFTER_THE_OTHER[case](x, x * 2))
             if in_list:

@@ -19,9 +19,8 @@ from mcftensor.dispatch import recording
 from mcftensor.formats.format import default_format
 from mcftensor.passes import traces
 from mcftensor.tensor import tape
-from mcftensor.tensor.stepping import stepping
 from mcftensor.tensor.tensor import MCFTensor
-from support.helpers import assert_same_terms, sample
+from support.helpers import a_step, assert_same_terms, sample
 from support.taping import expression, own, values, waiting
 
 pytestmark = pytest.mark.usefixtures("within_a_step")
@@ -317,7 +316,7 @@ def test_no_memory_is_kept_after_reading():
 
 def test_nothing_waits_outside_of_steps():
     x, y = values()
-    with stepping():
+    with a_step():
         z = expression(x, y)
         assert waiting(z)
     assert not waiting(z)
@@ -408,7 +407,7 @@ def test_readers_of_one_result_in_threads():
     try:
         with ThreadPoolExecutor(4) as pool:
             for _ in range(300):
-                with torch.no_grad(), stepping():
+                with torch.no_grad(), a_step():
                     y = x * 3
                     together = threading.Barrier(4)
 

@@ -11,8 +11,7 @@ from torch import nn
 
 import mcftensor as mcf
 from mcftensor.tensor import tape
-from mcftensor.tensor.stepping import stepping
-from support.helpers import assert_same_terms, sample
+from support.helpers import a_step, assert_same_terms, sample
 from support.taping import expression, own, values, waiting
 
 pytestmark = pytest.mark.usefixtures("within_a_step")
@@ -346,7 +345,7 @@ def test_in_several_threads():
     wrong = []
 
     @torch.no_grad()
-    @stepping()
+    @a_step()
     def work():
         try:
             operands = [mcf.as_expansion(torch.full((4,), 2.0)) for _ in range(20)]
