@@ -233,7 +233,9 @@ class TestWhatIsPutDown:
         assert not waiting(x[:, ::2] * 2)
         assert not waiting(row[0] * 2)
         assert not waiting(x * torch.tensor(2.0))
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+        ):
             assert not waiting(x * 2)
 
     def test_errors_are_raised_by_the_operation(self):
