@@ -21,11 +21,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from speed.contenders import EXPANSIONS, TORCH
+from speed.contenders import KNOWN
 from speed.machine import describe
 from speed.workloads import make_workload
 
-KNOWN = {c.name: c for c in (*TORCH, *EXPANSIONS)}
 CHOSEN = (
     "torch bf16, fused",
     *(f"mcf {mode}, fused" for mode in ("light", "plus", "full", "exact", "compact")),

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from speed.clocks import HostClock
-from speed.contenders import BASELINES, EXPANSIONS, TORCH
+from speed.contenders import BASELINES, KNOWN
 from speed.machine import describe
 from speed.measuring import WARM_UP, order
 from speed.workloads import make_workload
 
 BASE = BASELINES["AdamW"]
-KNOWN = {c.name: c for c in (BASE, *TORCH, *EXPANSIONS)}
 CHOSEN = (
     BASE.name,
     "torch bf16, fused",
@@ -121,14 +121,14 @@ def main() -> None:
     options = parser.parse_args()
     console = Console()
     ways: dict[str, Callable[[], list[Times]]] = {
-        f"{n} thread{'s' if n > 1 else ''}": lambda n=n: by_threads(n, options.rounds)  # type: ignore[misc]
+        f"{n} thread{'s' if n > 1 else ''}": partial(by_threads, n, options.rounds)
         for n in options.threads
     }
-    ways[f"{options.processes} processes of 1 thread"] = lambda: by_processes(
-        options.processes, options.rounds
+    ways[f"{options.processes} processes of 1 thread"] = partial(
+        by_processes, options.processes, options.rounds
     )
-    ways[f"{cores} threads, a loader with {options.workers} workers"] = lambda: beside_a_loader(
-        cores, options.workers, options.rounds
+    ways[f"{cores} threads, a loader with {options.workers} workers"] = partial(
+        beside_a_loader, cores, options.workers, options.rounds
     )
     machine = describe("cpu")
     del machine["threads"]  # they differ

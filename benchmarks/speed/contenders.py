@@ -174,3 +174,6 @@ COMPILED = [
         compiles=True,
     ),
 ]
+
+KNOWN = {contender.name: contender for contender in (*BASELINES.values(), *TORCH, *EXPANSIONS)}
+"""PyTorch's and this library's, by their names."""

@@ -19,7 +19,7 @@ from common.bounds import BOUNDS
 from speed import memory, report
 from speed.clocks import HostClock, bandwidth
 from speed.collage_loop import grow, scale
-from speed.contenders import BASELINES, EXPANSIONS, TORCH, Contender
+from speed.contenders import BASELINES, KNOWN, Contender
 from speed.gpt import SHAPES, parameter_shapes
 from speed.measuring import WARM_UP, Group, measure, order
 from speed.peers import PEERS
@@ -27,8 +27,6 @@ from speed.running import size, storages
 from speed.workloads import WORKLOADS, make_workload
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-OWN = {c.name: c for c in [*BASELINES.values(), *TORCH, *EXPANSIONS]}
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +52,8 @@ def figures(workload, contenders, rounds=1):
 
 
 def test_own_contenders_step(workload):
-    found = figures(workload, list(OWN.values()))
-    assert set(found) == set(OWN)
+    found = figures(workload, list(KNOWN.values()))
+    assert set(found) == set(KNOWN)
     for name, row in found.items():
         assert "failed" not in row, (name, row)
         assert row["seconds"] > 0
@@ -76,7 +74,7 @@ def test_a_failure_is_told_and_the_others_go_on(workload):
         raise OSError("no such\nthing")
 
     def idle(workload):
-        running = OWN["torch bf16, fused"].build(workload)
+        running = KNOWN["torch bf16, fused"].build(workload)
         running.step = lambda: None
         return running
 
@@ -91,7 +89,7 @@ def test_figures_without_a_baseline(workload, monkeypatch, tmp_path):
         raise MemoryError
 
     monkeypatch.setitem(BASELINES, "AdamW", Contender("master weights", broken))
-    found = measure(workload, [OWN["torch bf16, fused"]], "cpu", HostClock(), 2)
+    found = measure(workload, [KNOWN["torch bf16, fused"]], "cpu", HostClock(), 2)
     assert found["contenders"]["torch bf16, fused"]["ratio"] is None
     assert report.table("tiny", found).row_count == 2
     assert report.failures(found) == ["master weights: MemoryError: "]
@@ -101,7 +99,7 @@ def test_figures_without_a_baseline(workload, monkeypatch, tmp_path):
 
 def test_a_contender_may_fail_in_a_later_round(workload):
     def build(workload):
-        running = OWN["torch bf16, fused"].build(workload)
+        running = KNOWN["torch bf16, fused"].build(workload)
         step, calls = running.step, []
 
         def limited():
@@ -138,7 +136,7 @@ def test_a_contender_may_fail_in_a_later_round(workload):
     ],
 )
 def test_bytes(matrix, name, moved, held):
-    row = figures(matrix, [OWN[name]])[name]
+    row = figures(matrix, [KNOWN[name]])[name]
     assert row["bytes_moved"] == moved
     assert row["bytes_held"] == held
     assert row["bytes_added"] == held - (8 if name == "torch fp32, fused" else 4)
@@ -146,7 +144,7 @@ def test_bytes(matrix, name, moved, held):
 
 def test_three_terms_are_counted(monkeypatch):
     monkeypatch.setitem(WORKLOADS, "vector", lambda: [(1000,)])
-    row = figures(make_workload("vector", "cpu"), [OWN["mcf plus, fused"]])["mcf plus, fused"]
+    row = figures(make_workload("vector", "cpu"), [KNOWN["mcf plus, fused"]])["mcf plus, fused"]
     assert row["bytes_moved"] == 2 + 2 * (6 + 2 + 6)
 
 
@@ -167,7 +165,7 @@ def test_everybody_steps_once_a_round_and_the_order_alternates(workload):
 
     def watched(name):
         def build(workload):
-            running = OWN["torch bf16, fused"].build(workload)
+            running = KNOWN["torch bf16, fused"].build(workload)
             step = running.step
             running.step = lambda: (taken.append(name), step())
             return running
@@ -195,7 +193,7 @@ def test_a_contender_that_takes_too_long_is_given_up(workload):
 def test_groups_have_their_baseline_and_lose_nobody(workload, monkeypatch):
     monkeypatch.setattr(Group, "is_full", lambda self: len(self.running) > 2)
     names = ["torch bf16, fused", "mcf plus, fused", "mcf light, fused", "SGD, mcf full, fused"]
-    found = figures(workload, [OWN[name] for name in names], rounds=2)
+    found = figures(workload, [KNOWN[name] for name in names], rounds=2)
     assert set(found) == {*names, "master weights", "SGD, master weights"}
     assert all(found[name]["rounds"] == 2 for name in names)
     assert found["master weights"]["rounds"] == 4  # in two groups
