@@ -4,6 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 CONSTRAINTS ?= constraints.txt
 WORKERS ?= 2
+SEED ?= $(shell date +%s)
 
 BIN := .venv/bin
 # Of a model this small one thread takes 1.1 times as long as two. Beside other work two take four
@@ -37,8 +38,8 @@ bench: .venv/benchmarks ## time optimizer steps beside other libraries (ARGS="--
 test: .venv/installed ## run the tests and the examples in docstrings, those marked slow aside (ARGS="-k name")
 	$(PYTEST) $(ARGS)
 
-test-all: .venv/installed ## run all tests
-	$(PYTEST) -m "" $(ARGS)
+test-all: .venv/installed ## run all tests, in an order of chance (SEED=n for that of an earlier run)
+	$(PYTEST) -m "" --random-order --random-order-seed=$(SEED) $(ARGS)
 
 soak: .venv/installed ## kill training runs at random and compare what they end with (ARGS="--help")
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:studies $(BIN)/python tests/soak.py $(ARGS)

@@ -1,6 +1,7 @@
 """Shared by all tests: devices, one thread, and compiler caches of this run's own."""
 
 import os
+import random
 import sys
 import tempfile
 from pathlib import Path
@@ -14,12 +15,14 @@ os.environ["MCFTENSOR_CACHE_DIR"] = str(Path(os.environ["TORCHINDUCTOR_CACHE_DIR
 # What tests start as programs of their own finds what they find.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
 
 import mcftensor as mcf
 from support.helpers import a_step, requires_cuda
+from support.leftovers import remember, restore
 from support.ranks import RankPool
 
 settings.register_profile("mcftensor", deadline=None, derandomize=True, print_blob=True)
@@ -38,8 +41,21 @@ def format(request) -> mcf.Format:
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def leaves_nothing_behind():
+    """Fail the test that changes what is kept for the thread or the process."""
+    before = remember()
+    yield
+    changed = restore(before)
+    if changed:
+        pytest.fail("the test leaves behind: " + "; ".join(changed))
+
+
+@pytest.fixture(autouse=True)
+def seed(leaves_nothing_behind) -> None:
+    """Start all generators anew, which therefore nobody has to bring back."""
     torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 (what other libraries draw from)
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mcftensor as mcf
+from support.leftovers import remember, restore
 
 TIMEOUT = 90
 """Seconds that a test may take on all processes together."""
@@ -124,6 +125,7 @@ def _work(rank: int, world: int, pipe: Connection) -> None:
             backend, store, module, name, arguments = pipe.recv()
         except EOFError:
             return
+        before = remember()
         try:
             dist.init_process_group(
                 backend,
@@ -142,6 +144,9 @@ def _work(rank: int, world: int, pipe: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+        changed = restore(before)
+        if changed and not outcome:
+            outcome = "the test leaves behind: " + "; ".join(changed)
         pipe.send(outcome)
 
 

@@ -4,10 +4,12 @@ that a tensor is yet to be multiplied by goes with it."""
 import copy
 import io
 import itertools
+import os
 import pickle
 import sys
 from contextlib import contextmanager
 from operator import setitem
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from torch import nn
 
 import mcftensor as mcf
 from support.helpers import assert_same_terms, exact, same_terms
+
+PACKAGE = str(Path(mcf.__file__).parent) + os.sep
 
 FORMATS = [mcf.mxfp8, mcf.ue5m3, mcf.e4m3i8]
 OTHERS = [
@@ -63,7 +67,7 @@ def cut_at(count):
     lines, is_cut = itertools.count(), []
 
     def trace(frame, event, argument):
-        if "mcftensor" not in frame.f_code.co_filename:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         if event == "line" and next(lines) == count:
             is_cut.append(True)
