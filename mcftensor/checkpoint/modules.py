@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from mcftensor.checkpoint.state_dicts import as_terms, from_terms, names_of_terms
+from mcftensor.patches import adapters
 from mcftensor.patches.objects import register_load_hook
 from mcftensor.tensor.sharded import format_of
 
@@ -75,3 +76,7 @@ def _exchange(
 ) -> None:
     own = [name for name in state_dict if name.startswith(prefix)]
     state_dict.update(convert({name: state_dict.pop(name) for name in own}))
+
+
+adapters.to_terms.append(functools.partial(as_terms, sums=True))
+adapters.from_terms.append(from_terms)

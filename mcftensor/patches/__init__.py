@@ -1,10 +1,11 @@
-"""What the library changes in PyTorch, where no public hook does; it writes to torch nowhere else.
+"""What the library changes in PyTorch and peft, where no public hook does, and nowhere else.
 
 `table` says what a patch is. Each of the other files defines some, as functions from what torch has
 to what takes its place. What these call is theirs to look up at the time, or is handed in by those
 who need the patch: this folder imports the tensor and its dispatch, and nothing built on them.
 """
 
+from mcftensor.patches import adapters as adapters
 from mcftensor.patches import distributed as distributed
 from mcftensor.patches import dynamo as dynamo
 from mcftensor.patches import objects as objects

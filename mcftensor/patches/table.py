@@ -29,7 +29,7 @@ class PatchWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Patch:
-    """One name of torch, and what takes the place of what is there."""
+    """One name of torch or peft, and what takes the place of what is there."""
 
     name: str
     """What is changed: a module or class, and an attribute of it or of its objects."""
@@ -40,7 +40,7 @@ class Patch:
     when: str = "import mcftensor"
     """An import, or the call that installs it or makes the change to its arguments alone."""
     releases: str = "2.11 to 2.15"
-    """Releases of torch that were seen to have the name."""
+    """Releases of its package that were seen to have the name."""
     change: Callable[[Any], Any] | None = None
     """From what torch has to what takes its place; None of a change to single objects."""
     kind: Any = Callable
@@ -167,4 +167,5 @@ def by_name(
 
 @functools.lru_cache(maxsize=256)  # a warning that is made an error comes again
 def _warn(name: str, loss: str) -> None:
-    warnings.warn(f"this torch has no {name} as mcftensor knows it: {loss}", PatchWarning, 2)
+    package = name.partition(".")[0]
+    warnings.warn(f"this {package} has no {name} as mcftensor knows it: {loss}", PatchWarning, 2)

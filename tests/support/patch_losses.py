@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-for _module in ("torch._dynamo", "torch.distributed.checkpoint.state_dict"):
+for _module in ("torch._dynamo", "torch.distributed.checkpoint.state_dict", "peft"):
     importlib.import_module(_module)
 
 

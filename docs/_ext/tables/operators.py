@@ -9,7 +9,7 @@ from tables.sources import load, machine, table
 
 
 def patches() -> str:
-    """What is changed in PyTorch, by the occasion; names that are changed alike stand together."""
+    """What is changed in PyTorch and peft, by the occasion; names that are changed alike stand together."""
     occasions: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for row in TABLE:
         alike = occasions.setdefault(row.when, {})
@@ -18,7 +18,8 @@ def patches() -> str:
     for when, groups in occasions.items():
         parts.append(f"## With `{when}`")
         for (why, loss, releases), names in groups.items():
-            head = f"{', '.join(names)} (torch {releases})"
+            package = names[0].strip("`").partition(".")[0]
+            head = f"{', '.join(names)} ({package} {releases})"
             parts.append(f"{head}\n:   {why} *Without it,* {loss}")
     return "\n\n".join(parts)
 

@@ -1,0 +1,101 @@
+"""Adapters of peft that are expansions: trained, saved and loaded as such."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from mcftensor.patches.table import by_name, row
+from mcftensor.tensor.sharded import format_of
+
+to_terms: list[Callable[[dict[str, Any]], dict[str, Any]]] = []
+from_terms: list[Callable[[dict[str, Any]], dict[str, Any]]] = []
+"""State dicts of expansions as one of terms, and the way back, which `checkpoint` sets."""
+
+
+@by_name
+def _keeping_expansions(cast: Callable[[], None], given: dict[str, Any]) -> None:
+    model: nn.Module = given["model"]
+    kept = [
+        (part, name, p)
+        for part in model.modules()
+        for name, p in part._parameters.items()
+        if format_of(p) is not None
+    ]
+    cast()
+    for part, name, p in kept:
+        part._parameters[name] = p
+
+
+@by_name
+def _storing_terms(collect: Callable[[], Any], given: dict[str, Any]) -> Any:
+    model: nn.Module = given["model"]
+    if not any(format_of(p) for p in model.parameters()):
+        return collect()
+    state_dict = given.get("state_dict")
+    given["state_dict"] = _through(
+        from_terms, model.state_dict() if state_dict is None else state_dict
+    )
+    return _through(to_terms, collect())
+
+
+@by_name
+def _joining_terms(load: Callable[[], Any], given: dict[str, Any]) -> Any:
+    given["peft_model_state_dict"] = _through(from_terms, given["peft_model_state_dict"])
+    return load()
+
+
+def _through(functions: list[Callable[[Any], Any]], state_dict: Any) -> Any:
+    for function in functions:
+        state_dict = function(state_dict)
+    return state_dict
+
+
+def _wherever_imported(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The change of a function that modules of its package may have imported by name before."""
+
+    def everywhere(found: Any) -> Any:
+        changed = change(found)
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] == "peft" and module is not None:
+                for attribute, value in list(vars(module).items()):
+                    if value is found:
+                        setattr(module, attribute, changed)
+        return changed
+
+    return everywhere
+
+
+row(
+    "peft.tuners.tuners_utils.cast_adapter_dtype",
+    why="After it has loaded an adapter, peft makes parameters of 16 bits anew in float32, and takes "
+    "the dtype of an expansion for that of its weights. The optimizer would step the old ones.",
+    loss="peft replaces adapters that are expansions when it loads them, and the optimizer trains "
+    "nothing; call load_adapter with autocast_adapter_dtype=False.",
+    when="import peft.tuners.tuners_utils",
+    releases="0.21",
+    takes=("model",),
+    change=_keeping_expansions,
+)
+row(
+    "peft.utils.save_and_load.get_peft_model_state_dict",
+    why="Names in files of adapters are without the adapter's name, which peft cuts out at the end: "
+    "names of terms would keep it, and their sums are no matrices, of which it warns.",
+    loss="files of adapters name leading terms and tails differently; save with mcf.save_file.",
+    when="import peft.utils.save_and_load",
+    releases="0.21",
+    takes=("model", "state_dict"),
+    change=_wherever_imported(_storing_terms),
+)
+row(
+    "peft.utils.save_and_load.set_peft_model_state_dict",
+    why="It puts the adapter's name back into names that it knows, of which terms have none.",
+    loss="peft loads adapters without their tails; load with mcf.load_file.",
+    when="import peft.utils.save_and_load",
+    releases="0.21",
+    takes=("peft_model_state_dict",),
+    change=_wherever_imported(_joining_terms),
+)
