@@ -524,6 +524,20 @@ def set_(func: Any, target: Tensor, source: Any) -> Any:
     )
 
 
+@implements(aten.is_set_to.default)  # who compares memory
+def is_set_to(func: Any, x: Tensor, other: Tensor) -> bool:
+    """Whether two expansions have the same memory, laid out alike."""
+    if not isinstance(x, MCFTensor) or not isinstance(other, MCFTensor):
+        return False
+    return x._format is other._format and bool(func(x._lying(), other._lying()))
+
+
+@implements(aten._cudnn_rnn_flatten_weight.default)  # RNN.flatten_parameters, on GPUs
+def flatten_weights(func: Any, weights: Sequence[Tensor], *args: Any) -> Tensor:
+    """Nothing: layers join the leading terms at each call, since weights keep their memory."""
+    return torch.empty(0, dtype=weights[0].dtype, device=weights[0].device)
+
+
 def _is_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """No format is. Optimizers ask it of every parameter at each step."""
     return False if len(args) == 1 and not kwargs else NotImplemented

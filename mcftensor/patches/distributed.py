@@ -17,6 +17,7 @@ from mcftensor.dispatch.collectives import carried
 from mcftensor.patches.optimizers import parameters_of
 from mcftensor.patches.table import by_name, row
 from mcftensor.tensor import MCFTensor
+from mcftensor.tensor.addresses import without_addresses
 from mcftensor.tensor.sharded import format_of, local
 
 States = dict[str, Any]
@@ -125,6 +126,11 @@ def _and_then(load: Callable[[], None], given: dict[str, Any]) -> None:
     load()
 
 
+@by_name
+def _by_attributes(copy: Callable[[], Any], given: dict[str, Any]) -> Any:
+    return without_addresses(copy)
+
+
 _aten = torch.ops.aten
 _LERPS = (_aten.lerp, _aten.lerp_, _aten._foreach_lerp, _aten._foreach_lerp_)
 
@@ -212,4 +218,19 @@ if dist.is_available():
         when="import torch.distributed.checkpoint.state_dict_loader",
         takes=("state_dict", "storage_reader"),
         change=_and_then,
+    )
+    row(
+        "torch.distributed.checkpoint._state_dict_stager.StateDictStager.stage",
+        why="`dcp.async_save` takes an address for the sign of a storage, by which it copies.",
+        loss="dcp.async_save fails with expansions; give it mcf.as_terms(state_dict).",
+        when="import torch.distributed.checkpoint._state_dict_stager",
+        change=_by_attributes,
+    )
+    row(
+        "torch.distributed._state_dict_utils._iterate_state_dict",
+        why="The stagers of `dcp.async_save` that keep their memory make plain tensors of what has "
+        "an address.",
+        loss="stagers that cache state dicts round expansions; give them mcf.as_terms(state_dict).",
+        when="import torch.distributed._state_dict_utils",
+        change=_by_attributes,
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 from mcftensor.arithmetic.rounding import round_to
 from mcftensor.scaling.exponents import times_any_power
 from mcftensor.scaling.scaled_format import ScaledFormat, of_dtype
+from mcftensor.tensor.addresses import are_hidden, without_addresses
 
 _PARTS = ("_data", "_tail")
 _OWN = {*_PARTS, "_exponent", "_format", "_whole", "_is_param"}
@@ -267,8 +268,14 @@ class ScaledTensor(torch.Tensor):
     set_ = storage = share_memory_ = apply_ = __dlpack__ = _refuse
 
     def data_ptr(self) -> int:
-        """0 always: by it torch knows a tensor without storage."""
-        return 0
+        """The address of the data, as an identity of memory; that of a view has its offset."""
+        return 0 if are_hidden() else self._data.data_ptr()
+
+    const_data_ptr = data_ptr
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ScaledTensor:
+        copied: ScaledTensor = without_addresses(lambda: torch.Tensor.__deepcopy__(self, memo))
+        return copied
 
 
 def _rebuilt(

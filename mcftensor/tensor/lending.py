@@ -51,6 +51,9 @@ class LentTensor(MCFTensor):
     def _component1(self) -> Tensor:  # type: ignore[override]
         return self._view(self._source.dequantize())
 
+    def _lying(self) -> Tensor:
+        return self._view(self._source._lying())
+
 
 def lent_views(func: Any, x: MCFTensor, args: Any, kwargs: Any) -> Any:
     """The results of a view of what a parameter lends, or of what it has lent."""

@@ -66,11 +66,6 @@ class TapedTensor(MCFTensor):
         TapedTensor.settle(self)
         return self.__tensor_flatten__()
 
-    def data_ptr(self) -> int:
-        """0; what copies a tensor attribute by attribute asks for it before (DCP's stager does)."""
-        TapedTensor.settle(self)
-        return 0
-
 
 def _component(name: str) -> Any:
     def read(self: TapedTensor) -> Tensor:

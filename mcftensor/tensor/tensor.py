@@ -20,6 +20,7 @@ from mcftensor.formats import MAX_TERMS, Format, bytes_of, require_format
 from mcftensor.formats.format import named
 from mcftensor.passes.recoding import collapse, lent, recode
 from mcftensor.tensor import showing
+from mcftensor.tensor.addresses import are_hidden, without_addresses
 from mcftensor.tensor.factor import Factor
 from mcftensor.tensor.printing import formatted, text_of
 from mcftensor.tensor.stepping import current_step
@@ -418,6 +419,10 @@ class MCFTensor(torch.Tensor):
         made._factor = self._factor
         return made
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> MCFTensor:
+        copied: MCFTensor = without_addresses(lambda: torch.Tensor.__deepcopy__(self, memo))
+        return copied
+
     # ----------------------------------------------------------------------- leaving the format
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -587,9 +592,18 @@ class MCFTensor(torch.Tensor):
         self.__dict__.update(new)  # all by one call
 
     def data_ptr(self) -> int:
-        """0 always, also of a slice: by it torch knows a tensor without storage, to copy and save
-        it term by term."""
-        return 0
+        """The address of the first element of the leading component, as an identity of memory: that
+        of a view has its offset. The other components lie elsewhere."""
+        if are_hidden():
+            self.components  # noqa: B018  # there for all, before attributes are copied
+            return 0
+        return self._lying().data_ptr()
+
+    const_data_ptr = data_ptr
+
+    def _lying(self) -> Tensor:
+        """The leading component where it lies."""
+        return self._component0
 
     set_ = _without_storage("set_")
     apply_ = _without_storage("apply_")
@@ -684,11 +698,6 @@ class LiftedTensor(MCFTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         self.grow_tails()
         return self.__reduce_ex__(protocol)
-
-    def data_ptr(self) -> int:
-        """0, as of any expansion; who copies attribute by attribute asks for it before."""
-        self.grow_tails()
-        return 0
 
 
 def lifted_gradient(gradient: Tensor, format: Format) -> Tensor:
