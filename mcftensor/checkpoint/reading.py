@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mcftensor.checkpoint.errors import CheckpointError, reading, some
 from mcftensor.checkpoint.extras import extra
+from mcftensor.checkpoint.pickles import require_bounded
 from mcftensor.checkpoint.safetensors import DTYPES
 from mcftensor.checkpoint.shards import files_in
 from mcftensor.checkpoint.state_dicts import from_terms, names_of_terms
@@ -111,7 +112,8 @@ def is_safetensors(path: Path) -> bool:
 
 def unpickled(path: Path) -> Any:
     """What torch.save has put into a file; tensors are read from it where they are used."""
-    with path.open("rb") as file, warnings.catch_warnings():
+    with reading(path), path.open("rb") as file, warnings.catch_warnings():
+        require_bounded(file, path.stat().st_size, path)
         warnings.simplefilter("ignore")  # Of pickle protocols, which are no concern here.
         # Before torch 1.6 files were no zip archives, and such cannot be mapped.
         is_zip = file.read(2) == b"PK"

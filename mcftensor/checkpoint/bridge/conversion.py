@@ -16,7 +16,7 @@ from mcftensor.checkpoint.bridge.blockwise import in_blocks
 from mcftensor.checkpoint.bridge.entries import Entry, Request
 from mcftensor.checkpoint.bridge.layouts import read_checkpoint
 from mcftensor.checkpoint.bridge.torch_optimizers import BESIDE, metadata_of, state_name
-from mcftensor.checkpoint.errors import CheckpointError
+from mcftensor.checkpoint.errors import CheckpointError, reading
 from mcftensor.checkpoint.saving import save_terms
 from mcftensor.checkpoint.shards import size_in_bytes
 from mcftensor.checkpoint.state_dicts import as_terms
@@ -129,7 +129,8 @@ def convert_checkpoint(
             for key, x in state.items()
             if isinstance(x, Entry)
         }
-        writer = _Writer(lossy, progress, [*contents.weights.values(), *state_entries.values()])
+        entries = [*contents.weights.values(), *state_entries.values()]
+        writer = _Writer(Path(source), lossy, progress, entries)
         formats = {
             name: for_shape(target, x.shape) if _is_wide(x) else _own(x)
             for name, x in contents.weights.items()
@@ -162,8 +163,10 @@ def _format(format: Format | torch.dtype | str) -> Format:
 class _Writer:
     """Converts and writes tensors as they are asked for."""
 
-    def __init__(self, lossy: bool, progress: Progress | None, entries: Iterable[Entry]) -> None:
-        self.lossy, self.progress = lossy, progress
+    def __init__(
+        self, source: Path, lossy: bool, progress: Progress | None, entries: Iterable[Entry]
+    ) -> None:
+        self.source, self.lossy, self.progress = source, lossy, progress
         self.done, self.total = 0, sum(map(_size, entries))
         self.lost: dict[str, int] = {}
 
@@ -198,7 +201,8 @@ class _Writer:
         save_terms(likes, produce, tied, {"format": "pt", **metadata}, path, most)
 
     def _converted(self, name: str, entry: Entry, target: Format) -> Tensor:
-        x = entry.read()
+        with reading(self.source):
+            x = entry.read()
         if x.shape != entry.shape:
             raise CheckpointError(f"{name} is of shape {x.shape}, where {entry.shape} was said")
         if target == entry.format:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mcftensor.checkpoint.bridge.entries import Entry
 from mcftensor.checkpoint.errors import CheckpointError, reading
+from mcftensor.checkpoint.pickles import MOST, require_bounded, require_pickle
 from mcftensor.checkpoint.safetensors import DTYPES
 from mcftensor.formats import PLAIN
 
@@ -39,6 +40,7 @@ class Folder:
 def folder_at(path: Path, verify: bool) -> Folder:
     """A folder, of which nothing but `.metadata` is read yet."""
     with reading(path / METADATA), (path / METADATA).open("rb") as file:
+        require_pickle(file, path / METADATA)
         found = _Unpickler(file).load()
         places = {(i.fqn, i.offset): place for i, place in found.storage_data.items()}
         kinds = found.state_dict_metadata.items()
@@ -47,6 +49,13 @@ def folder_at(path: Path, verify: bool) -> Folder:
             for name, kind in kinds
             if isinstance(kind, TensorStorageMetadata)
         }
+        available = sum(f.stat().st_size for f in path.iterdir() if f.is_file())
+        claimed = sum(x.shape.numel() * x.format.bytes for x in tensors.values())
+        if claimed > MOST * available:
+            raise CheckpointError(
+                f"{path / METADATA} says that there are {claimed:,} bytes of tensors, and all "
+                f"files in the folder have {available:,}"
+            )
         objects = {
             name: _object(name, path, places.get((name, None)), verify)
             for name, _ in kinds
@@ -116,6 +125,7 @@ def _content(name: str, path: Path, place: Any, verify: bool) -> Any:
                 "said. verify=False reads it all the same"
             )
         content.seek(0)
+        require_bounded(content, place.length, file)
         return torch.load(content, map_location="cpu", weights_only=True)
 
 

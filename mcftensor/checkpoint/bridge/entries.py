@@ -70,6 +70,7 @@ class Request:
 
 def entry_of(name: str, x: Tensor) -> Entry:
     """Of a tensor at hand, which may lie in a file that is mapped into memory."""
+    _require_memory(name, x)
     _require_dense(name, x)
     return Entry(name, format_of(x) or PLAIN[x.dtype], x.shape, lambda: _copied(x))
 
@@ -77,6 +78,8 @@ def entry_of(name: str, x: Tensor) -> Entry:
 def entries_of(terms: Mapping[str, Tensor], request: Request) -> dict[str, Entry]:
     """Of a state dict at hand or in files that are mapped into memory, which may be one of
     components."""
+    for name, x in terms.items():
+        _require_memory(name, x)
     copies = Lazy(terms, lambda name: _copied(terms[name]), terms.__getitem__)
     return entries_in(copies, request, known=False)
 
@@ -100,6 +103,13 @@ def entries_in(terms: Lazy, request: Request, known: bool) -> dict[str, Entry]:
 def _copied(x: Tensor) -> Tensor:
     """In its own memory, since files may be written anew, and in order, for blocks of it."""
     return x.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _require_memory(name: str, x: Tensor) -> None:
+    if x.is_meta:
+        raise CheckpointError(
+            f"{name} of shape {tuple(x.shape)} was saved on the meta device, without its numbers"
+        )
 
 
 def _require_dense(name: str, x: Tensor) -> None:

@@ -197,14 +197,15 @@ def _entry(name: str, parts: list[Tensor], place: _Place) -> Entry:
 
 def _joined(parts: list[Tensor], shape: torch.Size) -> Tensor:
     """Consecutive parts, of which the last may have more than is needed."""
+    missing = shape.numel() - sum(map(len, parts))
+    if missing > 0:
+        raise CheckpointError(f"{missing} elements of a tensor of shape {shape} are missing")
     whole = torch.empty(shape, dtype=parts[0].dtype)
     rest = whole.view(-1)
     for part in parts:
         part = part[: len(rest)]
         rest[: len(part)].copy_(part)
         rest = rest[len(part) :]
-    if len(rest):
-        raise CheckpointError(f"{len(rest)} elements of a tensor of shape {shape} are missing")
     return whole
 
 
