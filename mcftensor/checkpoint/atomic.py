@@ -12,6 +12,7 @@ import glob
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -34,7 +35,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A path to write to, which takes the place of `path` when the block ends without an error.
 
     At any moment `path` is the file from before or the whole new one, also if the process is
-    killed or the machine stops. Data are on disk when the block has ended.
+    killed or the machine stops. Data are on disk when the block has ended. The new file has the
+    mode and, where the system permits it, the owner of the old one; of a symbolic link the target
+    is replaced.
 
     Args:
         path: the file to replace or to make, in a folder that exists.
@@ -56,12 +59,18 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     with beside(path) as (temporary, put):
         yield temporary
         put()
-        synchronize(path.parent)
+        synchronize(temporary.parent)
 
 
 @contextlib.contextmanager
-def beside(path: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
-    """A file beside its place, locked within the block, and what moves it there once on disk."""
+def beside(path: Path, previous: Path | None = None) -> Iterator[tuple[Path, Callable[[], None]]]:
+    """A file beside its place, locked within the block, and what moves it there once on disk.
+
+    Mode and owner are those of a previous file, by default the one that is replaced.
+    """
+    path = path.resolve()  # of a link
+    previous = previous or path
+    its = previous.stat() if previous.exists() else None
     if path.exists() and not path.is_file():
         raise FileExistsError(f"{path} is no file that could be replaced")
     if not path.parent.is_dir():
@@ -70,9 +79,13 @@ def beside(path: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
         remove_abandoned(leftover)
     temporary, file = _make_locked(path, ".tmp")
     with file:
+        if its is not None:
+            temporary.chmod(0o600)  # until it is whole
 
         def put() -> None:
             synchronize(temporary)
+            if its is not None:
+                _belong_alike(temporary, its)
             if fcntl is None:
                 file.close()  # Windows renames no open file.
             temporary.replace(path)
@@ -86,7 +99,7 @@ def beside(path: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
 @contextlib.contextmanager
 def making(path: Path) -> Iterator[Path]:
     """A folder to write to, which is at `path` when the block ends without an error."""
-    path = Path(os.path.abspath(path))  # noqa: PTH100 (of "." and "..", too)
+    path = path.resolve()
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(f"{path} is there already; remove it, or give another name")
     parent = path.parent
@@ -102,6 +115,7 @@ def making(path: Path) -> Iterator[Path]:
             yield folder
             synchronize(folder)
             if path.exists():
+                _belong_alike(folder, path.stat())
                 path.rmdir()
             folder.rename(path)
             synchronize(parent)
@@ -125,6 +139,19 @@ def _make_locked(path: Path, suffix: str) -> tuple[Path, BinaryIO]:
             file.close()
             made.unlink(missing_ok=True)
     return made, file
+
+
+def _belong_alike(new: Path, its: os.stat_result) -> None:
+    """Give a file or folder the mode of another one, and its owner, as far as one may."""
+    mode = stat.S_IMODE(its.st_mode)
+    if hasattr(os, "chown"):
+        try:
+            os.chown(new, -1, its.st_gid)
+        except OSError:  # Members of another group get no more than anybody.
+            mode = mode & ~0o070 | (mode & 0o007) << 3
+        with contextlib.suppress(OSError):
+            os.chown(new, its.st_uid, -1)
+    new.chmod(mode)
 
 
 def _remove_abandoned_folder(lock: Path) -> None:

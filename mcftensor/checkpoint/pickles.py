@@ -181,7 +181,8 @@ class _Claims:
             return self._called(first, arguments[2])
         if _TENSORS.fullmatch(function):
             dtype = arguments[6] if function.endswith("_v3") else None
-            return self._tensor(*arguments[:4], dtype=dtype)
+            storage, offset, size, stride = arguments[:4]
+            return self._tensor(storage, offset, size, stride, dtype)
         if function == _COPY:
             return self._copied(*arguments[:2])
         if function in ("torch.Size", "torch.nn.parameter.Parameter") or re.fullmatch(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from mcftensor.checkpoint.atomic import beside, replacing, synchronize
+from mcftensor.checkpoint.atomic import beside, synchronize
 from mcftensor.checkpoint.digests import KEY, sealed
 from mcftensor.checkpoint.errors import CheckpointError
 from mcftensor.checkpoint.safetensors import DTYPES, RESERVED, write
@@ -97,8 +97,11 @@ def save_terms(
     if len(shards) > 1:
         _save_shards(likes, produce, shards, tied, metadata, path, previous)
         return
-    with replacing(path) as temporary, temporary.open("wb") as file:
-        write(file, likes, produce(shards[0]), tied, metadata)
+    with beside(path, _previous(path)) as (temporary, put):
+        with temporary.open("wb") as file:
+            write(file, likes, produce(shards[0]), tied, metadata)
+        put()
+        synchronize(temporary.parent)
     index_of(path).unlink(missing_ok=True)
     remove_stale(path, previous)
 
@@ -115,13 +118,14 @@ def _save_shards(
     token = secrets.token_hex(4)
     seals: dict[str, str] = {}
     where: dict[str, str] = {}
+    old = _previous(path)
     try:
         # Locked until the index names them, so that no other writer takes them for abandoned.
         with contextlib.ExitStack() as locks:
             moves = []
             for i, names in enumerate(shards, 1):
                 file = f"{path.stem}-{token}-{i:05}-of-{len(shards):05}{path.suffix}"
-                temporary, put = locks.enter_context(beside(path.with_name(file)))
+                temporary, put = locks.enter_context(beside(path.with_name(file), old))
                 moves.append(put)
                 shard = {name: likes[name] for name in names}
                 its_ties = {alias: name for alias, name in tied.items() if name in shard}
@@ -135,11 +139,18 @@ def _save_shards(
             del seal["weight_map"]  # It stands beside.
             size = sum(x.nbytes for x in likes.values())
             content = {"metadata": {**metadata, "total_size": size, KEY: seal}, "weight_map": where}
-            with replacing(index_of(path)) as temporary:
+            with beside(index_of(path), old) as (temporary, put):
                 temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+                put()
+                synchronize(temporary.parent)
             path.unlink(missing_ok=True)
     finally:
         remove_stale(path, {*previous, *seals})
+
+
+def _previous(path: Path) -> Path | None:
+    """The checkpoint that is replaced: one file, or the index of several."""
+    return next((old for old in (path, index_of(path)) if old.exists()), None)
 
 
 def _require_storable(name: object, x: object) -> None:

@@ -5,6 +5,7 @@ import errno
 import os
 import random
 import signal
+import stat
 import time
 import warnings
 from pathlib import Path
@@ -317,3 +318,71 @@ class TestReplacing:
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere; make it first"):
         mcf.save_file(torch.nn.Linear(2, 2), tmp_path / "nowhere" / "model.safetensors")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs modes")
+@pytest.mark.parametrize(("before", "after"), KINDS, ids=str)
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o444])
+def test_mode_is_kept(mode, before, after, tmp_path):
+    mcf.save_file(state(0), tmp_path, max_shard_size=before)
+    for file in tmp_path.iterdir():
+        file.chmod(mode)
+    mcf.save_file(state(1), tmp_path, max_shard_size=after)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()} == {mode}
+    assert version(tmp_path) == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs modes")
+def test_nobody_reads_it_meanwhile(tmp_path):
+    path = tmp_path / "training.pt"
+    path.touch(mode=0o600)
+    with atomic.replacing(path) as temporary:
+        assert stat.S_IMODE(temporary.stat().st_mode) == 0o600
+        temporary.write_text("secret")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs modes")
+def test_a_file_of_another_group(tmp_path, monkeypatch):
+    """Where it cannot be given to that group, the own one gets what all others had: nothing."""
+
+    def refuse(path, user, group):
+        raise PermissionError
+
+    path = tmp_path / "training.pt"
+    path.touch()
+    path.chmod(0o660)
+    monkeypatch.setattr(os, "chown", refuse)
+    with atomic.replacing(path) as temporary:
+        temporary.write_text("new")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs links")
+@pytest.mark.parametrize("there", [True, False])
+def test_links_are_followed(there, tmp_path):
+    target, link = tmp_path / "far" / "x.safetensors", tmp_path / "model.safetensors"
+    target.parent.mkdir()
+    if there:
+        mcf.save_file(state(0), target)
+        target.chmod(0o600)
+    link.symlink_to(target)
+    mcf.save_file(state(1), link)
+    assert link.is_symlink()
+    assert version(link) == version(target) == 1
+    assert names_in(target.parent) == [target.name]
+    if there:
+        assert stat.S_IMODE(target.stat().st_mode) == 0o600
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs modes and links")
+def test_folders_of_conversions(tmp_path):
+    """An empty folder that is there keeps its mode, and a link to it stays one."""
+    source, folder, link = tmp_path / "run.safetensors", tmp_path / "to", tmp_path / "link"
+    mcf.save_file(state(0), source)
+    folder.mkdir(mode=0o700)
+    link.symlink_to(folder)
+    mcf.convert_checkpoint(source, link, mcf.bf16x2)
+    assert link.is_symlink()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert names_in(folder) == ["model.safetensors"]
