@@ -160,7 +160,10 @@ def screen(found: Audit, *, moving: bool) -> str:
     with console.capture() as capture:
         console.print(found.table(moving=moving))
     lines = [line.rstrip() for line in capture.get().splitlines()]
-    return "\n".join([*(line for line in lines if line), "", found.summary(), ""])
+    end = [found.summary()]
+    if found.unchanged == 1:
+        end.append("the two checkpoints are equal; give two with training between them")
+    return "\n".join([*(line for line in lines if line), "", *end, ""])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -202,16 +205,23 @@ def run_audit(options: argparse.Namespace) -> int:
         )
         output = found.to_json() + "\n" if options.json else screen(found, moving=options.all)
     except (CheckpointError, ImportError) as error:
-        reason = str(error).removeprefix("audit: ")
+        reason = (
+            str(error).removeprefix("audit: ").removesuffix(". verify=False reads it all the same")
+        )
         print(f"python -m mcftensor audit: {reason}", file=sys.stderr)
         return 2
+    say(output)
+    return 1 if found.suspicious else 0
+
+
+def say(output: str) -> None:
+    """Print to a reader who may have seen enough."""
     try:
         sys.stdout.write(output)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has seen enough. Python flushes once more on leaving, to no one.
+        # Python flushes once more on leaving, to no one.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 1 if found.suspicious else 0
 
 
 def run_convert(options: argparse.Namespace) -> int:
@@ -233,11 +243,25 @@ def run_convert(options: argparse.Namespace) -> int:
                 progress=progress,
             )
     except (CheckpointError, ImportError, OSError, TypeError, ValueError) as error:
-        reason = str(error).removeprefix("convert_checkpoint: ")
+        reason = by_option(str(error).removeprefix("convert_checkpoint: "))
         print(f"python -m mcftensor convert: {reason}", file=sys.stderr)
         return 2
-    print(said(done, options.destination))
+    say(said(done, options.destination) + "\n")
     return 0
+
+
+def by_option(reason: str) -> str:
+    """What a function says of its arguments, said of the options of a command."""
+    options = {
+        "lossy=True (--lossy)": "--lossy",
+        "verify=False": "--no-verify",
+        "optimizer=False": "--weights-only",
+        "give parameters,": "give --parameters, a file with",
+        "give step,": "give --step,",
+    }
+    for argument, option in options.items():
+        reason = reason.replace(argument, option)
+    return reason
 
 
 def run_memory(options: argparse.Namespace) -> int:
@@ -256,13 +280,16 @@ def run_memory(options: argparse.Namespace) -> int:
             ways = list(fitting.strategies(model, optimizer))
             shown, least = fitting.fits(ways, size), min(x.total for x in ways)
     except (CheckpointError, ImportError, OSError, TypeError, ValueError) as error:
-        print(f"python -m mcftensor memory: {error}", file=sys.stderr)
+        reason = str(error).removeprefix("collage: ")
+        print(f"python -m mcftensor memory: {reason}", file=sys.stderr)
         return 2
     count = sum(p.numel() for p in model.parameters())
-    print(f"{count:,} parameters, {options.optimizer}, without activations\n{shown}")
     verdict = "fits into" if least <= size else "does not fit into"
     what = f"mode {options.mode}" if options.mode else "the smallest"
-    print(f"{what} {verdict} the {showing.size(size)} {owner}")
+    say(
+        f"{count:,} parameters, {options.optimizer}, without activations\n{shown}\n"
+        f"{what} {verdict} the {showing.size(size)} {owner}\n"
+    )
     return int(least > size)
 
 

@@ -6,6 +6,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from numbers import Real
 from typing import Any, TypeVar, overload
 
 import torch
@@ -129,6 +130,8 @@ def as_expansion(
     if isinstance(format, ScaledFormat):
         return _as_scaled(obj, format, overrides)
     found = None if format is None else require_format(format, "as_expansion")
+    if lr is not None and not isinstance(lr, Real | Tensor):
+        raise TypeError(f"as_expansion: lr is {lr!r}, a {type(lr).__name__}; give a number")
     if lr is not None and not lr > 0:
         raise ValueError(f"as_expansion: lr is {lr!r}; give the learning rate, above 0")
     if isinstance(obj, nn.Module):

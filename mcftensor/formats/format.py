@@ -145,8 +145,9 @@ class Format:
         if found is None or isinstance(found, PlainFormat):
             raise ValueError(
                 f"Format: {name!r} is not the name of a format; names look like 'bf16x2': bf16, "
-                "fp16, fp32 or fp64, an x, and 2 to 6 terms. Formats of other modules are known "
-                "once register() has been called there"
+                "fp16, fp32 or fp64, an x, and 2 to 6 terms; or are one of "
+                f"{', '.join(STORAGE)}. Formats of other modules are known once register() has "
+                "been called there"
             )
         return found
 
@@ -499,7 +500,10 @@ fp32x3 = ExpansionFormat(torch.float32, 3)
 fp64x2 = ExpansionFormat(torch.float64, 2)
 
 FORMATS = (bf16x2, bf16x3, fp16x2, fp32x2, fp32x3, fp64x2)
-"""The formats that have a name of their own."""
+"""The expansions that have a name of their own."""
+
+STORAGE = ("bf16i16", "bf16i8", "e4m3i16", "e4m3i8", "mxfp8", "ue5m3")
+"""Names of the formats that only store, of other modules."""
 
 
 def bytes_of(components: Sequence[Component], shape: torch.Size) -> int:
@@ -527,10 +531,12 @@ def require_format(format: object, where: str) -> Format:
     found = _REGISTRY.get(format) if isinstance(format, str) else format
     if isinstance(found, Format) and not isinstance(found, PlainFormat):
         return found
-    known = ", ".join(f"mcf.{f.name}" for f in FORMATS)
+    known = ", ".join(f"mcf.{name}" for name in [*(f.name for f in FORMATS), *STORAGE])
+    plain = isinstance(format, torch.dtype) or isinstance(found, PlainFormat)
     raise TypeError(
-        f"{where}: {format!r} is not a format; give one of {known}, its name as a string, or build "
-        "one with mcf.Format"
+        f"{where}: {format!r} is {'a plain dtype' if plain else 'not a format'}; give one of "
+        f"{known}, its name as a string, or build one with mcf.Format"
+        + ("; None leaves a tensor as it is" if plain and "overrides" in where else "")
     )
 
 

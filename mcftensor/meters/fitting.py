@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -106,6 +107,8 @@ _SHAPE = re.compile(r"(?:(\d+):)?(\d+(?:x\d+)*)")
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMBT])")
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _WIDTH = 1000
+_MOST = 2**58
+"""Elements whose bytes, with states, PyTorch can still count."""
 
 
 def model_of(sources: Sequence[str]) -> nn.Module:
@@ -121,10 +124,12 @@ def model_of(sources: Sequence[str]) -> nn.Module:
         if Path(source).exists():
             found |= shapes(Path(source))
         elif count:
+            _require_countable(source, float(count[1]) * _UNITS[count[2]])
             rows = int(float(count[1]) * _UNITS[count[2]]) // _WIDTH
             found[f"{i}.weight"] = torch.empty(rows, _WIDTH, device="meta")
         elif shape:
             lengths = [int(length) for length in shape[2].split("x")]
+            _require_countable(source, math.prod(lengths) * int(shape[1] or 1))
             for k in range(int(shape[1] or 1)):
                 found[f"{i}.{k}.weight"] = torch.empty(lengths, device="meta")
         else:
@@ -133,6 +138,11 @@ def model_of(sources: Sequence[str]) -> nn.Module:
                 "32:4096x11008, or a number of parameters such as 7B"
             )
     return _module(found)
+
+
+def _require_countable(source: str, elements: float) -> None:
+    if elements > _MOST:
+        raise CheckpointError(f"{source} is more parameters than can be counted, {_MOST:,}")
 
 
 def _module(tensors: Mapping[str, Tensor]) -> nn.Module:

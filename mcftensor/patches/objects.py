@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 import weakref
 from collections import OrderedDict
@@ -121,3 +122,31 @@ def _saying_what_is_rounded(load: Callable[[], Any], given: dict[str, Any]) -> A
                 stacklevel=3,
             )
     return result
+
+
+@by_name
+def _refusing_expansions(save: Callable[[], Any], given: dict[str, Any]) -> Any:
+    module = given["self"]
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    found = {name: format for name, x in tensors if (format := format_of(x))}
+    if found:
+        name, format = next(iter(found.items()))
+        raise NotImplementedError(
+            f"torch.jit.save: {name} is an expansion in {format.name}, and TorchScript stores "
+            "plain tensors; trace and save mcf.as_plain(copy.deepcopy(model)), or store the model "
+            "with mcf.save_file"
+        )
+    return save()
+
+
+for _kind, _name in itertools.product(
+    ("ScriptModule", "RecursiveScriptModule"), ("save", "save_to_buffer")
+):
+    row(
+        f"torch.jit.{_kind}.{_name}",
+        why="TorchScript writes the memory of each tensor, and that of an expansion is in its "
+        "components: the process would end with a segmentation fault.",
+        loss="torch.jit.save of a traced model with expansions ends the process.",
+        change=_refusing_expansions,
+        takes=("self",),
+    )

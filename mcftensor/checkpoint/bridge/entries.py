@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,12 @@ from mcftensor.checkpoint.state_dicts import (
 )
 from mcftensor.formats import PLAIN
 from mcftensor.tensor.sharded import format_of
+
+LIKE_PARAMETERS = (
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"),
+    *("square_avg", "acc_delta", "grad_avg", "exp_inf"),
+)
+"""States that have the shape of their parameter, in every optimizer that has states so called."""
 
 Group = dict[str, Any]
 """Hyperparameters, and under `params` the names or the numbers of the parameters they are for."""
@@ -54,6 +61,40 @@ class Contents:
     def parameters(self) -> list[Any]:
         """Names or numbers of the parameters, in the order of the optimizer."""
         return list(itertools.chain.from_iterable(g["params"] for g in self.groups or []))
+
+    def require_fitting_moments(self, parameters: list[str] | None) -> None:
+        """Check that moments have the shape of their weight or, where a number says which that is,
+        of any that is left."""
+        own = self.parameters()
+        groups = self.groups or []
+        if groups and all("param_names" in group for group in groups):
+            parameters = [name for group in groups for name in group["param_names"]]
+        known = len(parameters or []) == len(own)
+        names = dict(zip(own, parameters or [], strict=True)) if known else {}
+        left = Counter(x.shape for x in self.weights.values())
+        for i, state in self.states.items():
+            moments = [
+                (key, x)
+                for key, x in state.items()
+                if isinstance(x, Entry) and key in LIKE_PARAMETERS and x.shape
+            ]
+            weight = self.weights.get(names.get(i, i))
+            for key, x in moments:
+                like = weight.shape if weight else moments[0][1].shape
+                if x.shape != like:
+                    raise CheckpointError(
+                        f"{key} of {names.get(i, i)} is of shape {tuple(x.shape)}, and "
+                        f"{'the weight' if weight else moments[0][0]} of {tuple(like)}; "
+                        "optimizer=False leaves the states out"
+                    )
+            if moments and weight is None:
+                key, x = moments[0]
+                left[x.shape] -= 1
+                if left[x.shape] < 0:
+                    raise CheckpointError(
+                        f"{key} of parameter {i} is of shape {tuple(x.shape)}, as no weight "
+                        "is that has no other moments; optimizer=False leaves the states out"
+                    )
 
 
 @dataclass(frozen=True)

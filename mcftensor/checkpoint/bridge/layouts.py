@@ -72,7 +72,9 @@ def read_checkpoint(path: Path, request: Request) -> Contents:
             path = index_of(path)
         for layout in LAYOUTS:
             if layout.matches(path):
-                return layout.read(path, request)
+                contents = layout.read(path, request)
+                contents.require_fitting_moments(request.parameters)
+                return contents
         if path.is_dir():
             raise CheckpointError(
                 f"the folder {path} holds none of {', '.join(IN_FOLDERS)}, and is no checkpoint of "

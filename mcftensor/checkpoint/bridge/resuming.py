@@ -8,11 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mcftensor.checkpoint.bridge.entries import Contents, Entry
+from mcftensor.checkpoint.bridge.entries import LIKE_PARAMETERS, Contents, Entry
 from mcftensor.checkpoint.bridge.torch_optimizers import restored
 from mcftensor.checkpoint.errors import CheckpointError, some
-
-_LIKE_PARAMETERS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 
 def state_dict_for(
@@ -86,7 +84,7 @@ def _places(
 
 def _read(name: str, p: Tensor, state: dict[str, Any], path: Path) -> dict[str, Any]:
     for key, x in state.items():
-        if isinstance(x, Entry) and key in _LIKE_PARAMETERS and x.shape != p.shape:
+        if isinstance(x, Entry) and key in LIKE_PARAMETERS and x.shape != p.shape:
             raise CheckpointError(
                 f"load_file: {key} of parameter {name} is of shape {tuple(x.shape)} in {path}, and "
                 f"the parameter of {tuple(p.shape)}"
