@@ -61,5 +61,6 @@ from mcftensor.training.plain_parameters import PlainParameterWarning as PlainPa
 from mcftensor.training.releasing import StepInBackward as StepInBackward
 from mcftensor.training.releasing import StepInBackwardError as StepInBackwardError
 from mcftensor.training.releasing import step_in_backward as step_in_backward
+from mcftensor.training.saturation import SaturationWarning as SaturationWarning
 
 __version__ = "0.1.0"

@@ -23,6 +23,9 @@ _INFINITY = 0x7F800000
 _NAN = 0x7FC00000
 _LOST = 20  # bits of a float32's significand that its three in a code do not hold
 _NO_NUMBER = 255  # as a scale
+_MOST = 0x7F700000  # 1.875 * 2^127, the largest number of four bits
+# The scale of second moments too large for the scales below it. Its last codes are no numbers.
+_TOP, _INFINITE, _UNDEFINED = 254, 254, 255
 
 
 class Scales(Component):
@@ -119,8 +122,8 @@ class MXFP8(BlockFormat):
 
     The scale is the least under which the largest element is not above 448, so that nothing
     saturates: the rule of NVIDIA's recipe rather than of the OCP specification, which rounds down.
-    Infinities and NaNs become the NaN that E4M3 has; what rounds to 2^128 is read as an infinity,
-    for float32 has no such number.
+    Only numbers above 1.875 * 2^127 do: float32 has no 2^128. Infinities and NaNs become the NaN
+    that E4M3 has, and leave the rest of their block alone.
 
     Source: Open Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0, 2023;
     A. Mishra et al., "Recipes for Pre-training LLMs with MXFP8", 2025, arXiv:2506.08027.
@@ -147,7 +150,8 @@ class MXFP8(BlockFormat):
     def written(self, x: Tensor, magnitude: Tensor, scales: Tensor, noise: Noise | None) -> Tensor:
         """The first bits of the magnitude over the scale."""
         unscaled = ((254 - scales) << 23).view(torch.float32)  # 2^127 at most, and normal
-        codes = _rounded(e4m3_patterns(x.abs() * unscaled, noise), noise)
+        held = torch.where(magnitude > _MOST, _MOST, magnitude).view(torch.float32)
+        codes = _rounded(e4m3_patterns(held * unscaled, noise), noise)
         codes = codes | ((x.view(torch.int32) >> 24) & 0x80)
         return torch.where(magnitude < _INFINITY, codes, 0x7F).to(torch.uint8)
 
@@ -159,8 +163,11 @@ class UE5M3(BlockFormat):
     Code c above 0 is (1 + (c & 7) / 8) * 2^((c >> 3) - 31) times the scale, the power of two at or
     below the largest element, or the next where that is above 1.875 times it. What is below the
     smallest code, 2^-31 of the largest element or so, is raised to it: an update never divides by
-    the root of a zero that was none. A block with a negative number, a NaN, an infinity or a number
-    above 1.6e38 holds NaNs.
+    the root of a zero that was none.
+
+    A block with a number above 1.6e38, an infinity, a NaN or a negative number has the scale 2^127.
+    Its finite numbers saturate at 1.625 * 2^127; code 254 is an infinity, and code 255 a NaN, which
+    stands for a negative number too. No other element becomes one of these.
     """
 
     def require(self, x: Tensor) -> None:
@@ -178,6 +185,14 @@ class UE5M3(BlockFormat):
         x = ((codes << _LOST) + (96 << 23)).view(torch.float32)
         return torch.where(codes == 0, 0.0, x)
 
+    def decode(self, stored: Floats) -> Floats:
+        """A code times its scale; of the largest scale the last two codes are no numbers."""
+        codes, scales = stored
+        (x,) = super().decode(stored)
+        is_special = (codes >= _INFINITE) & (spread(scales, codes) == _TOP)
+        special = torch.where(codes == _INFINITE, torch.inf, torch.nan)
+        return (torch.where(is_special, special, x),)
+
     def sized(self, x: Tensor, magnitude: Tensor) -> Tensor:
         """All; a negative number and a NaN count as one that is too large."""
         return torch.where(x >= 0, magnitude, _INFINITY)
@@ -187,17 +202,21 @@ class UE5M3(BlockFormat):
         above = (1 << 23) - 1 - (7 << 20)  # carries beyond 1.875
         exponent = (largest + above) >> 23
         exponent = exponent.maximum(torch.ones_like(exponent))
-        return torch.where(exponent > 253, _NO_NUMBER, exponent)
+        return torch.where(exponent > _TOP, _TOP, exponent)
 
     def written(self, x: Tensor, magnitude: Tensor, scales: Tensor, noise: Noise | None) -> Tensor:
         """The pattern with another exponent is the code and what it lacks."""
         exponents = (254 - scales).maximum(torch.ones_like(scales))
         unscaled = (exponents << 23).view(torch.float32)
         y = x.abs() * unscaled
-        bits = y.view(torch.int32) - (96 << 23)
+        is_top = scales == _TOP
+        bits = y.view(torch.int32) - torch.where(is_top, 97 << 23, 96 << 23)
         codes = _rounded(bits if noise is None else _by_roots(bits), noise)
         codes = codes.maximum(torch.ones_like(codes))
-        return torch.where((magnitude == 0) | (scales == _NO_NUMBER), 0, codes).to(torch.uint8)
+        top = torch.where(codes < _INFINITE, codes, _INFINITE - 1)
+        top = torch.where(x > 0, torch.where(magnitude < _INFINITY, top, _INFINITE), _UNDEFINED)
+        codes = torch.where(is_top, top, codes)
+        return torch.where(magnitude == 0, 0, codes).to(torch.uint8)
 
 
 def factors_of(scales: Tensor, like: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ class ScaledTailFormat(Format):
 
     12 or 20 significand bits over 14 binades below the largest of a block, and multiples of 2^-17
     or 2^-25 of the scale below. The scale is the least under which the largest number is not above
-    448; numbers below 2^-126 are zero, infinities and what is rounded to one become NaNs. A model
-    computes with code times scale, which a bfloat16 holds.
+    448; numbers below 2^-126 are zero, what would be rounded to 2^128 saturates, and infinities and
+    NaNs become NaNs. A model computes with code times scale, which a bfloat16 holds.
 
     These formats store numbers of two or more dimensions: a vector has no rows.
 
@@ -96,7 +96,9 @@ class ScaledTailFormat(Format):
         magnitude = bits & 0x7FFFFFFF
         magnitude = torch.where(magnitude < (1 << 23), 0, magnitude)
         lost = _SPARE - self.bits
-        limit = _INFINITY - (1 << lost)  # what may be rounded to 2^128 counts as infinite
+        limit = _INFINITY - (1 << lost)  # what is above may be rounded to 2^128
+        is_above = (magnitude > limit) & (magnitude < _INFINITY)
+        magnitude = torch.where(is_above, limit, magnitude)
         largest = block_max(torch.where(magnitude <= limit, magnitude, 0))
         # 2^ceil(log2(largest / 448)); 448 is 1.75 * 2^8, and the sum carries beyond 1.75.
         scales = ((largest + ((1 << 23) - 1 - (3 << 21))) >> 23) - 8

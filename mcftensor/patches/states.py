@@ -25,6 +25,9 @@ as_loaded: list[Callable[[Tensor, Tensor, Any], Tensor]] = []
 """Functions of a parameter, a state of it that is being loaded, and the state's name; they give the
 state that torch is to cast to the dtype of the parameter."""
 
+when_saved: list[Callable[[Optimizer], None]] = []
+"""Functions that look at an optimizer over expansions when it gives its state dict."""
+
 FORMATS = "mcftensor_formats"
 """Where a state dict says in which formats parameters were, by their numbers."""
 
@@ -99,6 +102,8 @@ def _looking_at_all(load: Callable[[], None], given: dict[str, Any]) -> None:
 def _saying_formats(save: Callable[[], Any], given: dict[str, Any]) -> Any:
     if not has_expansions(given["self"]):
         return save()
+    for function in when_saved:
+        function(given["self"])
 
     def say(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         formats = {

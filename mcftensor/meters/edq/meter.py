@@ -29,6 +29,7 @@ from mcftensor.meters.edq.readings import (
 from mcftensor.meters.edq.state_readings import StateReading, state_reading
 from mcftensor.patches.optimizers import untraced
 from mcftensor.tensor.sharded import format_of
+from mcftensor.training.saturation import warn_of
 from mcftensor.training.shadow import Original, reaches_parameters
 
 if TYPE_CHECKING:
@@ -80,8 +81,9 @@ class EDQ:
         per_group: the latest reading of each parameter group.
         per_parameter: the latest reading of each parameter with a gradient, by name.
         states: of each sample, a `StateReading` of each state of the whole model by its name: what
-            was kept of the change that the step meant to make, and how many second moments are
-            zero beside a first moment that is not.
+            was kept of the change that the step meant to make, how many second moments are zero
+            beside a first moment that is not, and how many blocks with one scale hold a number too
+            large for them.
         per_state: the latest of these for each parameter, by its name and that of the state.
         not_metered: names of parameters that cannot be measured, and why.
 
@@ -92,6 +94,7 @@ class EDQ:
 
     Warns:
         FrozenWeightWarning: the alarm.
+        SaturationWarning: a state in blocks with one scale holds a number too large for it.
         UserWarning: parameters cannot be measured, or only all at once.
 
     *Cost*: nothing measurable on other steps. A sampled one takes tens of times as long as a fused
@@ -367,14 +370,15 @@ class EDQ:
             for g in range(len(optimizer.param_groups))
         ]
         self.history.append(whole(measured))
-        self._conclude_states([s for s, row in zip(samples, rows, strict=True) if not row[FAILED]])
+        own = [s for s, row in zip(samples, rows, strict=True) if not row[FAILED]]
+        self._conclude_states(optimizer, own)
         for place, _ in measured:
             self.not_metered.pop(place.name, None)
             self._watch(place)
         if self.callback is not None:
             self.callback(self)
 
-    def _conclude_states(self, samples: list[Sample]) -> None:
+    def _conclude_states(self, optimizer: Optimizer, samples: list[Sample]) -> None:
         """The same of states."""
         step, columns = self._steps, [x for s in samples for x in s.states.values()]
         values = iter(torch.stack(columns).tolist() if columns else ())
@@ -391,6 +395,14 @@ class EDQ:
                 for state in names
             }
         )
+        held = {s.place.name: optimizer.state.get(s.place.parameter, {}) for s in samples}
+        found = {
+            f"{state} of {name}": (x["saturated"], held[name][state])
+            for name, own in self.per_state.items()
+            for state, x in own.items()
+            if x["saturated"]
+        }
+        warn_of(optimizer, found)
 
     def _watch(self, place: Place) -> None:
         """Ring the alarm for a parameter that stays frozen."""

@@ -60,7 +60,7 @@ def state_table(
     screen: Table = extra("rich.table", "EDQ.state_table").Table(title="What states kept")
     for column in ("parameter", "state"):
         screen.add_column(column, overflow="fold")
-    for column in ("elements", "ratio", "lost", "zero beside\na first moment"):
+    for column in ("elements", "ratio", "lost", "zero beside\na first moment", "saturated\nblocks"):
         screen.add_column(column, justify="right")
     rows = [(name, state, x) for name, own in readings.items() for state, x in own.items()]
     rows.sort(key=lambda row: math.inf if row[2]["ratio"] is None else row[2]["ratio"])
@@ -103,7 +103,7 @@ def figure(history: Sequence[Reading]) -> Figure:
 
 
 _FIGURES = ("edq", "ratio", "lost", "ratio_leading", "lost_leading", "update_norm", "largest")
-_OF_STATES = ("ratio", "lost", "zero")
+_OF_STATES = ("ratio", "lost", "zero", "saturated")
 
 
 def to_tensorboard(
@@ -174,7 +174,13 @@ def _cells(reading: Reading) -> tuple[str, ...]:
 
 
 def _state_cells(x: StateReading) -> tuple[str, ...]:
-    return f"{x['numel']:,}", decimal(x["ratio"]), percent(x["lost"]), percent(x["zero"])
+    return (
+        f"{x['numel']:,}",
+        decimal(x["ratio"]),
+        percent(x["lost"]),
+        percent(x["zero"]),
+        f"{x['saturated']:,}",
+    )
 
 
 def _loss(reading: Reading) -> tuple[float, float, int]:

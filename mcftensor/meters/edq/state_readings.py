@@ -16,6 +16,7 @@ from torch import Tensor
 from mcftensor.convert import as_plain
 from mcftensor.tensor.sharded import local
 from mcftensor.training.moments import FIRST_MOMENTS, SECOND_MOMENTS
+from mcftensor.training.saturation import saturated_blocks
 
 
 class StateReading(TypedDict):
@@ -34,13 +35,16 @@ class StateReading(TypedDict):
     """Of the elements that were to change, the share that did not."""
     zero: float | None
     """Of a second moment: the share of zeros among elements whose first moment is not zero."""
+    saturated: int
+    """Blocks of elements with one scale of which a number is too large for the format, or is not
+    finite. 0 in formats without such blocks."""
     numel: int
     """Number of elements measured."""
 
 
 # The sums over elements of a state, of which a reading is made.
-COLUMNS = 7
-_INTENDED, _ALONG, _CHANGES, _LOST, _BESIDE, _ZERO, _NUMEL = range(COLUMNS)
+COLUMNS = 8
+_INTENDED, _ALONG, _CHANGES, _LOST, _BESIDE, _ZERO, _SATURATED, _NUMEL = range(COLUMNS)
 
 
 def state_sums(
@@ -62,6 +66,9 @@ def state_sums(
         sums = [_part_sums(*part) for part in parts]
         empty = torch.zeros(COLUMNS, dtype=torch.float64, device=local(x).device)
         found[name] = torch.stack([empty, *sums]).sum(0)
+        saturated = saturated_blocks(x)
+        if saturated is not None:
+            found[name][_SATURATED] = saturated
     return found
 
 
@@ -73,6 +80,7 @@ def state_reading(step: int, rows: list[list[float]]) -> StateReading:
         ratio=total[_ALONG] / total[_INTENDED] if total[_INTENDED] else None,
         lost=total[_LOST] / total[_CHANGES] if total[_CHANGES] else None,
         zero=total[_ZERO] / total[_BESIDE] if total[_BESIDE] else None,
+        saturated=int(total[_SATURATED]),
         numel=int(total[_NUMEL]),
     )
 
