@@ -10,7 +10,8 @@ those of formats that only store.
    moves them between processes.
 2. Arithmetic, by kernels of its own: `elementwise`, as `plans` works it out, or `alone` where one
    row of tensors lies alike; `foreach` for lists, and `fused` for steps of optimizers. Within a
-   step `recording` puts them on its tape. What only compares elements is exact: `comparison`.
+   step `recording` puts them on its tape. What only compares elements is exact: `comparison`; so
+   are whole numbers and remainders: `modular`.
 3. Compute on a parameter: `compute`, with the leading term, and `statistics` for norms that keep
    averages.
 4. All else, on a value: `compute` too, in float64, or beyond 48 bits by the algorithms of `long`.
@@ -32,6 +33,7 @@ from mcftensor.dispatch import comparison as comparison
 from mcftensor.dispatch import dtypes as dtypes
 from mcftensor.dispatch import elementwise as elementwise
 from mcftensor.dispatch import fused as fused
+from mcftensor.dispatch import modular as modular
 from mcftensor.dispatch import recording as recording
 from mcftensor.dispatch import statistics as statistics
 from mcftensor.dispatch import structure as structure
@@ -55,6 +57,8 @@ def _handler(func: Any) -> Handler:
     handler = TABLE.get(func) or TABLE.get(func.name())
     if handler is not None:
         return handler
+    if func.namespace == "prims" and (found := _of_prims(func)) is not None:
+        return found
     if func.namespace in collectives.NAMESPACES:
         return collectives.refuse
     if func.overloadpacket.__name__.startswith("_foreach_"):
@@ -64,6 +68,23 @@ def _handler(func: Any) -> Handler:
     if any(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns):
         return structure.view
     return by_functional_form if functional(func) else compute
+
+
+def _of_prims(func: Any) -> Handler | None:
+    """A handler that calls aten's operator of the same name and arguments; None where there is
+    none. Forward derivatives meet prims, of which PyTorch's references are made."""
+    if func is torch.ops.prims.convert_element_type.default:
+        return lambda func, x, dtype: x.to(dtype)
+    packet = getattr(torch.ops.aten, func.overloadpacket.__name__, None)
+    if packet is None or any(x.alias_info is not None for x in func._schema.returns):
+        return None
+    wanted = [a.type for a in func._schema.arguments]
+    for name in packet.overloads():
+        given = getattr(packet, name)._schema
+        required = [a.type for a in given.arguments if not a.has_default_value()]
+        if required == wanted and not given.is_mutable:
+            return lambda func, *args: packet(*args)
+    return None
 
 
 MCFTensor._dispatch = staticmethod(dispatch)

@@ -6,12 +6,14 @@ evaluation and one rounding give the format's precision.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from mcftensor.arithmetic import special
 from mcftensor.dispatch import long, stored
 from mcftensor.dispatch.operands import (
     common_format,
@@ -32,6 +34,17 @@ aten = torch.ops.aten
 WIDE = torch.float64
 PRECISION = 48
 """Bits of the longest format that float64 serves; its five others cover the error of evaluating."""
+
+# What PyTorch evaluates in float64 with an error that these bits do not cover.
+_SHARPER: dict[Any, Callable[..., Tensor]] = {
+    aten.digamma: special.digamma,
+    aten.gelu: special.gelu,
+    aten.gelu_backward: special.gelu_backward,
+    aten.logit: special.logit,
+    aten.polygamma: special.polygamma,
+    aten.sinc: special.sinc,
+    aten.special_log_ndtr: special.log_ndtr,
+}
 
 
 def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +150,7 @@ def _in_float64(
         return copies[id(x)]
 
     written = [x for _, x in written_to(func, args, kwargs)]
-    result = func(*tree_map(widen, args), **tree_map(widen, kwargs))
+    result = _evaluated(func, tree_map(widen, args), tree_map(widen, kwargs))
     written = [x for x in written if id(x) in copies]  # integers are written to as they are
     assign(func, written, [copies[id(x)] for x in written])
     originals = {id(copies[id(x)]): x for x in written}
@@ -158,6 +171,16 @@ def _in_float64(
     return tree_map(narrow, result)
 
 
+def _evaluated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    sharper = _SHARPER.get(func.overloadpacket)
+    if sharper is None:
+        return func(*args, **kwargs)
+    targets = [x for _, x in written_to(func, args, kwargs)]
+    options = {name: x for name, x in kwargs.items() if not any(x is y for y in targets)}
+    result = sharper(*args, **options)
+    return targets[0].resize_(result.shape).copy_(result) if targets else result
+
+
 @implements(
     aten.isnan.default,  # x.isnan
     aten.isinf.default,  # x.isinf
@@ -166,6 +189,7 @@ def _in_float64(
     aten.signbit.default,  # x.signbit, torch.copysign beyond 48 bits
     aten.is_pinned,  # x.is_pinned, x.pin_memory
     aten.is_same_size,  # torch.autograd.grad
+    aten._has_same_storage_numel.default,  # torch.func.jvp
     "fsdp::all_gather_copy_in",  # fully_shard, which gathers for compute
 )
 def of_leading_term(func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
+from mcftensor.arithmetic import special
 from mcftensor.dispatch.compute import PRECISION, WIDE, explained, unlike_dtypes
 from mcftensor.dispatch.operands import (
     common_format,
@@ -42,6 +43,9 @@ _METHODS = (
     "isclose",  # which would draw random numbers, taken apart
 )
 
+# PyTorch's own cancel, and are made of operators that do not see it.
+_SHARPER = {torch.special.ndtr: special.ndtr, F.tanhshrink: special.tanhshrink}
+
 WHOLE: set[Callable[..., Any]] = {
     # torch.quantile, x.quantile
     *(getattr(torch, name) for name in _METHODS),
@@ -58,8 +62,8 @@ WHOLE: set[Callable[..., Any]] = {
     torch.linalg.norm,
     torch.linalg.vander,
     torch.rms_norm,
-    torch.special.ndtr,
     torch.view_as_complex,
+    *_SHARPER,
     # the modules of nn that have these names
     F.fractional_max_pool2d,
     F.fractional_max_pool3d,
@@ -133,7 +137,8 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
             raise refusal(name, found, "its result is complex")
         return _Narrow.apply(x, format) if isinstance(x, Tensor) and x.dtype == WIDE else x
 
-    result = func(*tree_map(widen, args), **tree_map(widen, kwargs))
+    sharper = _SHARPER.get(func, func)
+    result = sharper(*tree_map(widen, args), **tree_map(widen, kwargs))
     if out is None:
         return tree_map(narrow, result)
     require_no_grad(name, (args, kwargs, out))
