@@ -64,6 +64,10 @@ def foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
     if onto_plain and are_lifted(given):
         return func(*leading(given), **leading(kwargs))
     if any(map(stored.are_among, columns)):
+        if in_place and count > 1 and not stored.are_apart(columns):
+            for i in range(count):  # a row may read what the one before has written
+                single(i)
+            return _written(given)
         whole = [i for i in range(count) if _is_stored(row(i))]
         made = dict(stored.foreach_on_numbers(func, whole, given, kwargs, single)) if whole else {}
         made |= {i: single(i) for i in range(count) if i not in made}

@@ -321,7 +321,7 @@ def _written(
     holders, columns = [*strand.holders], [*strand.columns]
     for column, new in added:
         if new is None:
-            columns.append(column if len(column) == count else [*column] * count)
+            columns.append([*column] * (count // len(column)))  # a list may be the caller's
             holders.append(())
             continue
         _, rows, _, is_copied = new

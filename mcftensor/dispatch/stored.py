@@ -286,6 +286,9 @@ def _goes_in_blocks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if first.numel() <= BLOCK or first.device.type != "cpu":
         return False
     large = [x for x in tensors if x.dim()]
+    others = [[x] for x in tensors if x is not first]
+    if func._schema.is_mutable and not are_apart([[first], *others]):
+        return False
     return (
         all(
             x.layout == torch.strided and x.shape == first.shape and x.is_contiguous()
@@ -294,6 +297,38 @@ def _goes_in_blocks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         and all(map(_has_whole_parts, tensors))
         and is_bare(*map(_components, tensors))
     )
+
+
+def are_apart(columns: Sequence[Sequence[Any]]) -> bool:
+    """Whether the tensors of the first column share memory with each other, or with any of the
+    others, but for the same tensor in the same row: if not, rows are independent."""
+    targets = columns[0]
+    read = [
+        x
+        for column in columns[1:]
+        for i, x in enumerate(column)
+        if isinstance(x, Tensor) and (len(column) < len(targets) or x is not targets[i])
+    ]
+    if not is_bare(*map(_components, targets), *map(_components, read)):
+        return True  # a compiler's, which lie nowhere
+    spans = [(*_span(x), True) for x in targets] + [(*_span(x), False) for x in read]
+    reach = reach_of_targets = 0
+    for start, stop, is_target in sorted(spans):
+        if start < (reach if is_target else reach_of_targets):
+            return False
+        reach = max(reach, stop)
+        reach_of_targets = max(reach_of_targets, stop) if is_target else reach_of_targets
+    return True
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """The addresses between which the leading component of a tensor lies."""
+    leading = _components(x)[0]
+    start, count = leading.data_ptr(), leading.numel()
+    if count and not leading.is_contiguous():
+        steps = zip(leading.shape, leading.stride(), strict=True)
+        count = 1 + sum([(length - 1) * stride for length, stride in steps])
+    return start, start + count * leading.element_size() * bool(start)
 
 
 def _has_whole_parts(x: Tensor) -> bool:

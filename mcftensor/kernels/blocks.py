@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ def run(body: Body, columns: Columns) -> None:
         for start in range(0, length, BLOCK):
             part = slice(start // width, (start + BLOCK) // width)
             vectors, outputs = ([[x[part]] for (x,) in y] for y in (call.vectors, call.outputs))
-            block = Columns(vectors, call.scalars, outputs, call.keys, call.shared)
+            block = Columns(vectors, call.scalars, outputs, call.keys, call.shared, call.done)
             run_whole(body, block, start)
 
 
@@ -46,7 +48,7 @@ def flat(call: Columns) -> Columns:
     count = len(call.vectors)
     vectors = [[seen(i, x)] for i, (x,) in enumerate(call.vectors)]
     outputs = [[seen(count + i, x)] for i, (x,) in enumerate(call.outputs)]
-    return Columns(vectors, call.scalars, outputs, call.keys, call.shared)
+    return Columns(vectors, call.scalars, outputs, call.keys, call.shared, call.done)
 
 
 def run_whole(body: Body, columns: Columns, start: int = 0) -> None:
@@ -56,7 +58,9 @@ def run_whole(body: Body, columns: Columns, start: int = 0) -> None:
         index = indices(outputs[0]) + start if call.keys else torch.empty(0)
         scalars = [x for (x,) in call.every_scalar()]
         results = body([x for (x,) in call.vectors], scalars, index)
-        torch._foreach_copy_(outputs, list(results))  # by one call, which no signal interrupts
+        writes = map(torch._foreach_copy_, [outputs], [list(results)])
+        done: list[Any] = [] if call.done is None else call.done
+        done.extend(zip([outputs[0].numel()], writes, strict=True))  # which no signal interrupts
 
 
 def indices(x: Tensor) -> Tensor:

@@ -41,6 +41,9 @@ class Columns:
         outputs: columns of what is written.
         keys: one for each call, where random numbers are drawn; else none.
         shared: which of the columns of vectors and then of outputs are of what blocks share.
+        done: where somebody asks for it, how many elements have been written, one after the other;
+            that is said by the same bytecode that writes them, and Python handles signals between
+            two.
     """
 
     vectors: Sequence[Column]
@@ -48,6 +51,7 @@ class Columns:
     outputs: Sequence[Column]
     keys: Column = ()
     shared: frozenset[int] = frozenset()
+    done: list[tuple[int, None]] | None = None
 
     def __len__(self) -> int:
         return len(self.outputs[0])
@@ -64,6 +68,7 @@ class Columns:
             [[x[i] for i in rows] for x in self.outputs],
             [self.keys[i] for i in rows] if self.keys else (),
             self.shared,
+            self.done,
         )
 
     def every_scalar(self) -> list[Sequence[Scalar]]:

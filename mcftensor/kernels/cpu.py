@@ -13,6 +13,7 @@ import sys
 import warnings
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from itertools import starmap
 from pathlib import Path
 
 import torch
@@ -146,9 +147,10 @@ def launch(
     addresses: Sequence[list[int]],
     scalars: Sequence[Sequence[Scalar]],
     dtypes: Sequence[torch.dtype],
+    done: list[tuple[int, None]] | None = None,
 ) -> None:
     """Run compiled code on dense tensors of these lengths and addresses, given by columns, and on
-    scalars of these dtypes."""
+    scalars of these dtypes; say that it is done, as `Columns` has it."""
     count = len(lengths)
     words, numbers = array("q", lengths), array("d")
     for addresses_of_one in addresses:
@@ -160,6 +162,11 @@ def launch(
             words.fromlist([*map(int, values)] * times)
         else:
             numbers.fromlist(values * times)
-    worth = sum(lengths) // GRAIN
+    elements = sum(lengths)
+    worth = elements // GRAIN
     threads = min(torch.get_num_threads(), worth) if worth > 1 else 1
-    function(words.buffer_info()[0], numbers.buffer_info()[0], count, threads)
+    given = words.buffer_info()[0], numbers.buffer_info()[0], count, threads
+    if done is None:
+        function(*given)
+    else:
+        done.extend(zip((elements,), starmap(function, (given,)), strict=True))

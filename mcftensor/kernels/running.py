@@ -50,10 +50,13 @@ class Kernel:
         if has_data and device.type == "cpu" and "cpu" not in TRITON_DEVICES:
             launch = self.compiled(sum(lengths), len(lengths))
             if launch is not None:
-                cpu.launch(launch, lengths, addresses, scalars, self.signature.scalars)
+                dtypes = self.signature.scalars
+                cpu.launch(launch, lengths, addresses, scalars, dtypes, columns.done)
                 return
         elif has_data and device.type in TRITON_DEVICES and cuda.is_available():
             cuda.launch(self.program, lengths, addresses, scalars, device)
+            if columns.done is not None:
+                columns.done.append((sum(lengths), None))
             return
         blocks.run(self.body, columns)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mcftensor.arithmetic.bases import BASES
 from mcftensor.patches.table import by_name, patch, row
 from mcftensor.tensor.sharded import format_of
+from mcftensor.tensor.taped import TapedTensor
 
 _TENSOR_HOOKS = [
     row(
@@ -54,6 +55,21 @@ def exchange(x: Tensor, new: Tensor) -> None:
     for name, hooks in kept.items():
         if hooks is not None:
             setattr(x, name, hooks)
+
+
+@patch(
+    "torch.utils.swap_tensors",
+    why="Within a step the tape has weak references to the tensors that are on it, and "
+    "`swap_tensors` refuses tensors that have any.",
+    loss="swap_tensors may refuse tensors that a step has just written to; read them before.",
+    takes=("t1", "t2"),
+)
+@by_name
+def _off_the_tape(swap: Callable[[], Any], given: dict[str, Any]) -> Any:
+    for x in (given["t1"], given["t2"]):
+        if isinstance(x, TapedTensor):
+            x.settle()
+    return swap()
 
 
 def register_load_hook(

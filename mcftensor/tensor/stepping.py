@@ -42,28 +42,36 @@ class Step:
 
     def end(self) -> None:
         """Run the tape, and leave plain gradients to themselves."""
-        self.tape.run()
-        if self.is_outermost:
-            self.let_go()
-            self.made.clear()
+        try:
+            self.tape.run()
+        finally:
+            if self.is_outermost:
+                self.made.clear()
+                self.let_go()
 
     def let_go(self) -> None:
         """From now on others may write to plain gradients: they are brought to what was made of
         them, and who goes on with what one read as has it without them."""
-        left = [_left(*pair) for pair in self.gradients.values()]
+        errors: list[Exception] = []
+        left = [_left(*pair, errors) for pair in self.gradients.values()]
         self.gradients.clear()
         for reference in left:
             read = reference()
             if read is not None:
                 read.leave_gradient()
+        if errors:
+            raise errors[0]
 
 
-def _left(plain: Tensor, read: Any) -> Callable[[], Any]:
+def _left(plain: Tensor, read: Any, errors: list[Exception]) -> Callable[[], Any]:
     """What is to leave a gradient, if anybody still has it."""
     if hasattr(read, "leave_gradient"):
         return weakref.ref(read)
-    if read is not plain and read._version:
-        plain.copy_(read)
+    try:
+        if read is not plain and read._version:
+            plain.copy_(read)
+    except Exception as error:  # noqa: BLE001
+        errors.append(error)
     return lambda: None
 
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import itertools
 import operator
+import os
 import threading
 import weakref
 from collections.abc import Hashable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import chain
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from mcftensor.formats import Format
 from mcftensor.kernels import Column, Columns, run_alike
+from mcftensor.passes.expressions import Expression, Operand, carry_out
 from mcftensor.passes.traces import EMPTY, Trace
 
 # Strands that are put down before the older half of them is run: enough to go together, and few
@@ -37,6 +39,11 @@ MUCH = 1 << 20
 
 LOCK = threading.RLock()
 """Held while a tape is written or run, for other threads may read what is on it."""
+
+if hasattr(os, "register_at_fork"):  # the threads that hold it do not live on in a child
+    os.register_at_fork(
+        before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release
+    )
 
 Layout = tuple[tuple[torch.device, torch.Size, tuple[int, ...]], ...]
 """Of tensors, one for each row: the device, shape and strides of each."""
@@ -124,10 +131,12 @@ class Tape:
         results, which somebody may be about to drop."""
         is_much = self._elements > MUCH
         if is_much or len(self.strands) >= FEW:
-            _run(self.strands if is_much else self.strands[: FEW // 2], with_results=False)
-            self.strands = [x for x in self.strands if x.trace is not EMPTY]
-            self._latest = {x.layout: x for x in self.strands}
-            self._elements = 0
+            try:
+                _run(self.strands if is_much else self.strands[: FEW // 2], with_results=False)
+            finally:
+                self.strands = [x for x in self.strands if x.trace is not EMPTY]
+                self._latest = {x.layout: x for x in self.strands}
+                self._elements = 0
 
     def part(self, strands: Sequence[Strand]) -> None:
         """Run all but the last of some strands, for an operation that needs what is on all. Where
@@ -148,22 +157,28 @@ class Tape:
 
 
 def _run(strands: Sequence[Strand], *, with_results: bool = True) -> None:
-    """Run strands, those together of which the same is to be written."""
+    """Run strands, those together of which the same is to be written. An error of some is raised
+    when the others have been run."""
     groups: dict[Any, list[Strand]] = {}
     for x in strands:
         if x.trace is not EMPTY:
             groups.setdefault((x.trace, x.results(), x.layout[0][0]), []).append(x)
+    errors: list[BaseException] = []
     for (trace, results, _), group in groups.items():
         if with_results or all(trace.variables[i].begins_as == "tensor" for i in results):
-            _run_together(group, results)
+            try:
+                _run_together(group, results)
+            except BaseException as error:  # noqa: BLE001
+                errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _run_together(strands: Sequence[Strand], results: tuple[int, ...]) -> None:
     trace, holders = strands[0].trace, [x.holders for x in strands]
     columns = [list(chain(*x)) for x in zip(*[x.columns for x in strands], strict=True)]
     shapes = [shape for x in strands for _, shape, _ in x.layout]
-    for strand in strands:  # whatever happens, nothing is done twice
-        strand.trace, strand.holders, strand.columns = EMPTY, [], []
+    done: list[tuple[int, None]] = []
     # Nobody is to see or change what is done with plain tensors. Contexts written in Python would
     # not do: a KeyboardInterrupt may cut their ends.
     modes = []
@@ -173,18 +188,25 @@ def _run_together(strands: Sequence[Strand], results: tuple[int, ...]) -> None:
         torch._C._InferenceMode(False) if is_inference else nullcontext(),
     ):
         try:
+            for strand in strands:  # whatever happens, nothing is done twice
+                strand.trace, strand.holders, strand.columns = EMPTY, [], []
             while torch._C._len_torch_dispatch_stack():
                 modes.append(torch._C._pop_torch_dispatch_stack(None))
             if results:
-                _write(trace, results, columns, shapes, holders)
-            for strand, own in zip(strands, holders, strict=True):
-                for reference in chain(*own):
-                    x = reference()
-                    if x is not None and x._place is not None and x._place[0] is strand:
-                        x.leave_tape()
+                _write(trace, results, columns, shapes, holders, done)
+        except BaseException:
+            _write_the_rest(trace, results, columns, shapes, holders, done)
+            raise
         finally:
-            while modes:
-                torch._C._push_on_torch_dispatch_stack(modes.pop())
+            try:
+                for strand, own in zip(strands, holders, strict=True):
+                    for reference in chain(*own):
+                        x = reference()
+                        if x is not None and x._place is not None and x._place[0] is strand:
+                            x.leave_tape()
+            finally:
+                while modes:
+                    torch._C._push_on_torch_dispatch_stack(modes.pop())
 
 
 def _write(
@@ -193,15 +215,13 @@ def _write(
     columns: Sequence[Column],
     shapes: Sequence[torch.Size],
     holders: Sequence[Sequence[Sequence[weakref.ref[Any]]]],
+    done: list[tuple[int, None]],
 ) -> None:
     """Compute the results and write them to memory, new or that which they begin in."""
     vectors: list[Column] = []
     scalars: list[Sequence[float]] = []
-    components: list[list[Column]] = []
-    given = iter(columns)
-    for format, begins_as in trace.variables:
-        own: list[Any] = [next(given) for _ in format.components if begins_as != "nothing"]
-        components.append(own)
+    components = _beginnings(trace, columns)
+    for (_, begins_as), own in zip(trace.variables, components, strict=True):
         if begins_as == "number":
             scalars += [list(map(float, own[0]))]
         else:
@@ -220,19 +240,92 @@ def _write(
     addresses = {id(x): list(map(Tensor.data_ptr, x)) for x in chain(vectors, outputs)}
     run_alike(
         *trace.kernel(results),
-        Columns(vectors, scalars, outputs),
+        Columns(vectors, scalars, outputs, done=done),
         list(map(torch.Size.numel, shapes)),
         [addresses[id(x)] for x in chain(vectors, outputs)],
     )
 
 
+def _beginnings(trace: Trace, columns: Sequence[Column]) -> list[list[Any]]:
+    """The columns that each variable begins with."""
+    given = iter(columns)
+    return [
+        [next(given) for _ in format.components if begins_as != "nothing"]
+        for format, begins_as in trace.variables
+    ]
+
+
+def _write_the_rest(
+    trace: Trace,
+    results: tuple[int, ...],
+    columns: Sequence[Column],
+    shapes: Sequence[torch.Size],
+    holders: Sequence[Sequence[Sequence[weakref.ref[Any]]]],
+    done: Sequence[tuple[int, None]],
+) -> None:
+    """After an error, carry out what is not done, one operation on one row after the other, as
+    without a tape: only what raises then is missing."""
+    left, components = sum([count for count, _ in done]), _beginnings(trace, columns)
+    made = [i for i in results if not components[i]]
+    references = {i: [*chain(*[x[i] for x in holders])] for i in made}
+    rows = []
+    for row, shape in enumerate(shapes):
+        start = min(left, shape.numel())
+        left -= start
+        if start < shape.numel():
+            own = {i: x for i in made if (x := references[i][row]()) is not None}
+            rows.append((row, start, {i: (x, x.give_memory()) for i, x in own.items()}))
+    for row, start, own in rows:
+        stored = [
+            [x.view(-1)[start:] if isinstance(x, Tensor) else float(x) for x in beginning]
+            for beginning in [[column[row] for column in each] for each in components]
+        ]
+        _write_row(trace, stored, own, shapes[row], start)
+
+
+def _write_row(
+    trace: Trace,
+    stored: list[list[Any]],
+    made: dict[int, tuple[Any, list[Tensor] | None]],
+    shape: torch.Size,
+    start: int,
+) -> None:
+    """Carry out a trace on the last elements of one row, given the components that variables begin
+    with, and results with their memory; no operation that raises, or reads what another was to
+    make."""
+    for name, format, operands, target in trace.operations:
+        if not all(stored[i] for i in operands):
+            continue
+        with suppress(Exception):  # the first one is raised
+            read = [Operand(trace.variables[i].format, [[x] for x in stored[i]]) for i in operands]
+            vectors = [x for i in operands for x in stored[i] if isinstance(x, Tensor)]
+            new = format.empty_like(vectors[0])
+            carry_out(Expression(name, format), read, [[x] for x in new])
+            if stored[target]:
+                torch._foreach_copy_(stored[target], new)  # by one call, which no signal interrupts
+            elif target in made:
+                x, memory = made[target]
+                memory = memory or _empty(x, shape, format, new[0].device)
+                stored[target] = [c.view(-1)[start:] for c in memory]
+                torch._foreach_copy_(stored[target], new)
+                x._hold(memory, format, x._role, own=True)
+            else:
+                stored[target] = new
+
+
 def _memory(x: Any, shape: torch.Size, format: Format, device: torch.device) -> list[Tensor]:
     """Components for a result, which it gets at once, if anybody has it."""
+    made = _empty(x, shape, format, device)
+    if x is not None:
+        x._hold(made, format, x._role, own=True)
+    return made
+
+
+def _empty(x: Any, shape: torch.Size, format: Format, device: torch.device) -> list[Tensor]:
+    """Memory for the components of a result, which nobody may have."""
     if x is None:
         return [torch.empty(shape, dtype=c.dtype, device=device) for c in format.components]
     stride = x.stride()
-    made = [
+    return [
         torch.empty_strided(shape, stride, dtype=c.dtype, device=device) for c in format.components
     ]
-    x._hold(made, format, x._role, own=True)
-    return made

@@ -39,8 +39,15 @@ class TapedTensor(MCFTensor):
 
     def leave_tape(self) -> None:
         """From now on its components are there for all."""
-        self.__class__ = MCFTensor  # type: ignore[assignment]
+        is_there = COMPONENTS[0] in self.__dict__
+        self.__class__ = MCFTensor if is_there else LostTensor  # type: ignore[assignment]
         del self._place
+
+    def give_memory(self) -> list[Tensor] | None:
+        """The memory of a result that has not been computed, which no longer has it."""
+        names = COMPONENTS[: len(self._format.components)]
+        given = [self.__dict__.pop(name) for name in names if name in self.__dict__]
+        return given if len(given) == len(names) else None
 
     def settle(self) -> None:
         """Have done what is to be done, unless another thread has."""
@@ -67,6 +74,17 @@ class TapedTensor(MCFTensor):
         return self.__tensor_flatten__()
 
 
+class LostTensor(MCFTensor):
+    """What was to be made on a tape by an operation that raised, or of what such a one made."""
+
+
+def _lost(self: LostTensor) -> Tensor:
+    raise RuntimeError(
+        f"an expansion in {self._format.name} of shape {tuple(self.shape)} was never made: the "
+        "operation that was to make it within a step of an optimizer raised an error. Make it anew"
+    )
+
+
 def _component(name: str) -> Any:
     def read(self: TapedTensor) -> Tensor:
         TapedTensor.settle(self)
@@ -80,3 +98,4 @@ def _component(name: str) -> Any:
 
 for _name in COMPONENTS:
     setattr(TapedTensor, _name, _component(_name))
+    setattr(LostTensor, _name, property(_lost))

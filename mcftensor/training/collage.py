@@ -143,6 +143,7 @@ def collage(optimizer: Opt, mode: Mode) -> Opt:
             "give that one, as by mcf.collage(optimizer.optimizer, mode)"
         )
     warn_of_plain_parameters(optimizer)
+    mode = {**mode} if isinstance(mode, Mapping) else mode  # copies take it up later
     plan = _Plan(optimizer, mode)
     previous = optimizer.__dict__.get("_collage")
     if previous is not None:

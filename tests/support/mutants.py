@@ -1048,7 +1048,10 @@ MUTATIONS = [
         "stepping.py",
         "tests/training/test_inside_a_step.py",
         "tests/tensor/test_tape.py",
-        the_tape_is_never_run=("        self.tape.run()\n        if self", "        if self"),
+        the_tape_is_never_run=(
+            "            self.tape.run()\n        finally",
+            "            pass\n        finally",
+        ),
         step_never_ends=("        _thread.step = outer\n        step.end()", "        step.end()"),
         inner_steps_begin_anew=("{} if outer is None else outer.gradients", "{}"),
         closures_inside=("        _thread.step = None\n", ""),

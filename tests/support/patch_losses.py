@@ -5,6 +5,7 @@ processes are forks of one that has imported torch, which takes seconds, but not
 """
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -37,6 +38,8 @@ def change(name: str) -> None:
         setattr(owner, attribute, renamed)
         if owner is nn.Module:
             owner._register_load_state_dict_pre_hook = register_by_the_new_name
+    elif attribute == "swap_tensors":
+        setattr(owner, attribute, functools.partial(swap_by_other_names, found))
     elif attribute == "profile_hook_step":
         owner._renamed = staticmethod(found)
         owner._patch_step_function = hook_by_the_new_name
@@ -49,6 +52,10 @@ def change(name: str) -> None:
         delattr(owner, attribute)
     else:
         setattr(owner, attribute, None)
+
+
+def swap_by_other_names(swap, a, b):
+    return swap(a, b)
 
 
 def register_by_the_new_name(module, hook, with_module=False):

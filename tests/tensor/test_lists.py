@@ -11,12 +11,16 @@ import mcftensor as mcf
 from mcftensor.kernels import running
 from support.helpers import a_step, assert_same_terms, sample
 
-FORMATS = (mcf.bf16x2, mcf.bf16x3)
+FORMATS = {
+    "expansions": (mcf.bf16x2, mcf.bf16x3),
+    "stored": (mcf.bf16i16, mcf.bf16i8.nearest),
+    "both": (mcf.bf16x2, mcf.bf16i16),
+}
 
 
-def tensors(rng):
+def tensors(rng, formats):
     """Expansions of two formats and plain tensors, a deferred one, and parts and views of them."""
-    whole = [sample(rng.choice(FORMATS), 6, seed=i) for i in range(3)]
+    whole = [sample(rng.choice(formats), 6, seed=i) for i in range(3)]
     whole += [torch.linspace(1, 2, 6).bfloat16(), whole[0] * 2]
     parts = [x[part] for x in whole for part in (slice(3), slice(3, None))]
     overlapping = [x[1:4] for x in whole if isinstance(x, mcf.MCFTensor)]  # plain ones may not
@@ -24,12 +28,13 @@ def tensors(rng):
 
 
 @pytest.mark.usefixtures("no_grad")
+@pytest.mark.parametrize("formats", FORMATS)
 @pytest.mark.parametrize("seed", range(40))
-def test_lists_whose_tensors_share_memory(seed):
+def test_lists_whose_tensors_share_memory(seed, formats):
     found = []
     for in_list in (True, False):
         rng = random.Random(seed)
-        whole, pool = tensors(rng)
+        whole, pool = tensors(rng, FORMATS[formats])
         targets = [rng.choice(pool) for _ in range(4)]
         sources = [rng.choice([x for x in pool if x.shape == t.shape]) for t in targets]
         if in_list:
@@ -98,7 +103,7 @@ def operand(rng, target, seed):
     return mcf.as_plain(x, torch.float32 if kind == "wide" else x.dtype)
 
 
-LONG = (*FORMATS, mcf.fp16x2, mcf.fp32x2)
+LONG = (*FORMATS["expansions"], mcf.fp16x2, mcf.fp32x2)
 SHAPES = [(5,), (5,), (3, 4), (), (0,), (1, 1)]
 IN_PLACE = {
     "add": 1,
@@ -231,7 +236,7 @@ def test_lists_may_be_given_by_name():
 
 def test_a_scaled_gradient_that_formats_share():
     gradient = torch.full((3,), 8.0).bfloat16()
-    weights = [nn.Parameter(mcf.as_expansion(torch.ones(3), f)) for f in FORMATS]
+    weights = [nn.Parameter(mcf.as_expansion(torch.ones(3), f)) for f in FORMATS["expansions"]]
     for weight in weights:
         weight.grad = gradient
     optimizer = torch.optim.SGD(weights, lr=0.125, fused=True)
@@ -295,3 +300,12 @@ def test_rows_that_read_the_targets_of_others(case, in_step):
             found.append([x, *targets])
     for together, one_by_one in zip(*found, strict=True):
         assert_same_terms(together, one_by_one)
+
+
+@pytest.mark.usefixtures("no_grad")
+def test_a_large_tensor_and_a_part_of_it(monkeypatch):
+    """One that only stores is written to block by block, each after the next one was read."""
+    monkeypatch.setattr("mcftensor.dispatch.stored.BLOCK", 8)
+    x = mcf.as_expansion(torch.arange(100.0), mcf.bf16i16)
+    x[1:].add_(x[:-1])
+    assert x.tolist() == [0.0, *(2.0 * i - 1 for i in range(1, 100))]

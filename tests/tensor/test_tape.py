@@ -176,9 +176,9 @@ def runs(monkeypatch):
     found = []
     write = tape._write
 
-    def spy(trace, results, columns, shapes, holders):
+    def spy(trace, results, columns, shapes, *others):
         found.append(([x.name for x in trace.operations], len(shapes)))
-        return write(trace, results, columns, shapes, holders)
+        return write(trace, results, columns, shapes, *others)
 
     monkeypatch.setattr(tape, "_write", spy)
     return found

@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import os
+import subprocess
 import sys
 import threading
 
@@ -175,6 +177,24 @@ def test_writes_to_a_result(at_once):
         fourth = z + 1
         z.mul_(3)
         return first, second, third, fourth, z
+
+    for a, b in zip(update(*values()), at_once(update, *values()), strict=True):
+        assert_same_terms(a, b)
+
+
+@pytest.mark.parametrize("change", [list.clear, lambda c: c.__setitem__(slice(None), [7.0, 7.0])])
+def test_a_list_of_numbers_is_the_callers(change, at_once):
+    """Who changes it, or empties it, changes nothing that was asked for before."""
+
+    def update(x, y):
+        numbers = [2.0, 3.0]
+        torch._foreach_mul_([x, y], numbers)
+        made = torch._foreach_add([x, y], numbers)
+        tensors = [x, y]
+        torch._foreach_mul_(tensors, 1.5)
+        change(numbers)
+        tensors.clear()
+        return x, y, *made
 
     for a, b in zip(update(*values()), at_once(update, *values()), strict=True):
         assert_same_terms(a, b)
@@ -366,3 +386,61 @@ def test_in_several_threads():
     finally:
         sys.setswitchinterval(interval)
     assert not wrong
+
+
+def test_tensors_that_are_swapped(at_once):
+    """As modules that are converted or loaded do, in the middle of a step, too."""
+
+    def update(x, y):
+        x.mul_(2)
+        z = y.square()
+        on_tape.append(waiting(x) and waiting(z))
+        torch.utils.swap_tensors(x, z)
+        return x.add_(1), y.add_(x), z.mul_(7)
+
+    on_tape = []
+    for a, b in zip(at_once(update, *values()), update(*values()), strict=True):
+        assert_same_terms(a, b)
+    assert on_tape == [False, True]
+
+
+FORKING = """
+import os, threading, time
+import torch, mcftensor as mcf
+from mcftensor.tensor import tape
+
+weight = torch.nn.Parameter(mcf.as_expansion(torch.ones(4, 4), mcf.bf16x2))
+weight.grad = torch.ones(4, 4, dtype=torch.bfloat16)
+optimizer = torch.optim.AdamW([weight], foreach=False)
+optimizer.step()
+holds = threading.Event()
+
+def hold():
+    with tape.LOCK:
+        holds.set()
+        time.sleep(0.2)
+
+thread = threading.Thread(target=hold)
+thread.start()
+holds.wait()
+child = os.fork()
+if child == 0:
+    optimizer.step()
+    os._exit(3)
+optimizer.step()
+thread.join()
+for _ in range(300):
+    pid, status = os.waitpid(child, os.WNOHANG)
+    if pid:
+        break
+    time.sleep(0.1)
+else:
+    os.kill(child, 9)
+print(os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_child_that_steps_while_another_thread_of_its_parent_did():
+    command = [sys.executable, "-W", "ignore", "-c", FORKING]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "3\n"
