@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 from torch.nn.parameter import is_lazy
 
 from mcftensor.arithmetic.counting import count_beside, moved, name_, start, unwritten
+from mcftensor.checkpoint.kept import forget, kept_in
 from mcftensor.checkpoint.modules import store_as_terms
 from mcftensor.dispatch.operands import rounded_by
 from mcftensor.dispatch.registry import implements
@@ -48,6 +49,8 @@ M = TypeVar("M", bound=nn.Module)
 Overrides = Mapping[str, Format | str | None]
 Plans = dict[str, tuple[Tensor, Format | None, Role]]
 """Of tensors, by name: their format, or None of what is to be plain, and their role."""
+Whole = Mapping[int, MCFTensor]
+"""The expansions that plain tensors were loaded from, by the identities of these."""
 
 _converted: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
 """Modules with expansions, and the names of what overrides leave as it is."""
@@ -82,9 +85,13 @@ def as_expansion(
     has states of another base by then must be made anew), and weights that are tied stay tied.
     Parameters that require gradients become expansions in the *parameter* role. As after
     `module.to(dtype)`, all else follows: frozen parameters and gradients become plain tensors of
-    the base dtype. Cast the inputs, or use autocast. Floating buffers hold what float32 would, in
-    `bf16i16` beside terms of bf16: those whose names say that they are averages (of batch norms,
-    say) act as the numbers that they are, others compute as parameters do.
+    the base dtype; frozen expansions stay expansions. Cast the inputs, or use autocast. Floating
+    buffers hold what float32 would, in `bf16i16` beside terms of bf16: those whose names say that
+    they are averages (of batch norms, say) act as the numbers that they are, others compute as
+    parameters do.
+
+    Plain parameters that have loaded expansions by `load_state_dict`, and have not been written to
+    since, become these expansions, with all terms.
 
     Another call converts what is new: parameters that were added or no longer are frozen. A model
     of transformers, and what else has `save_pretrained`, is stored as terms (`store_as_terms`).
@@ -164,7 +171,8 @@ def as_plain(obj: M | Tensor, dtype: torch.dtype | None = None) -> M | Tensor:
     """An expansion as a plain tensor, rounded once; or a module without expansions, in place.
 
     A module keeps its parameter objects. Parameters, buffers and their gradients that were
-    expansions become plain tensors of `dtype`; the others stay as they are.
+    expansions become plain tensors of `dtype`; the others stay as they are. What plain parameters
+    were loaded from is no longer kept for `as_expansion`.
 
     Args:
         obj: an expansion, a plain tensor (converted as by `.to(dtype)`), or a module.
@@ -268,7 +276,9 @@ def _module_as_expansion(
     require_unsharded("as_expansion", module)
     found = _tensors(module)
     overrides = _checked(overrides, [name for _, aliases, _ in found for name in aliases])
-    choose = _Choice(format, [x for _, _, x in found], lr)
+    loaded = kept_in(module)
+    formats = {id(x): format_of(loaded.get(id(x), x)) for _, _, x in found}
+    choose = _Choice(format, [(x, formats[id(x)]) for _, _, x in found], lr)
     plans: Plans = {}
     meant: list[str] = []
     for name, aliases, x in found:
@@ -279,16 +289,18 @@ def _module_as_expansion(
             continue
         if integer and name not in matching:
             continue
-        if format_of(x) and format is None and not matching:
-            continue
+        own = formats[id(x)]
         role: Role = "value"
+        if not isinstance(x, nn.Parameter) and not matching:
+            role = "value" if is_average(name) else "parameter"
         if matching:
             _require_convertible("as_expansion", name, x)
             wanted = overrides[matching[0]]
-        elif not isinstance(x, nn.Parameter):
+        elif own and format is None:
+            wanted = own
+        elif not isinstance(x, nn.Parameter) and (x.is_complex() or choose.of_buffer(x)):
             wanted = None if x.is_complex() else choose.of_buffer(x)
-            role = "value" if is_average(name) else "parameter"
-        elif x.requires_grad:
+        elif own or (isinstance(x, nn.Parameter) and x.requires_grad):
             _require_convertible("as_expansion", f"parameter {name}", x)
             wanted = choose.of_weights(x)
         else:
@@ -297,7 +309,8 @@ def _module_as_expansion(
             continue
         if wanted is None or format_of(x) != wanted:
             plans[name] = x, wanted, role
-    _carry_out("as_expansion", module, plans, choose.base)
+    _carry_out("as_expansion", module, plans, choose.base, loaded)
+    forget(module)
     for part in module.modules():
         if any(format_of(x) for x in _own_tensors(part).values()):
             register_load_hook(part, _keep_expansions)
@@ -334,15 +347,16 @@ def _checked(overrides: Overrides, names: list[str]) -> dict[str, Format | None]
 class _Choice:
     """The formats in a module: one that is given, or those that are there, or the defaults."""
 
-    def __init__(self, format: Format | None, tensors: Sequence[Tensor], lr: float | None) -> None:
+    def __init__(
+        self,
+        format: Format | None,
+        tensors: Sequence[tuple[Tensor, Format | None]],
+        lr: float | None,
+    ) -> None:
         self.format, self.lr = format, lr
-        own = [
-            (is_vector(x.shape), f)
-            for x in tensors
-            if isinstance(x, nn.Parameter) and (f := format_of(x))
-        ]
+        own = [(is_vector(x.shape), f) for x, f in tensors if f and isinstance(x, nn.Parameter)]
         self.present = {} if {f for _, f in own} <= {bf16x2, bf16x3} else dict(reversed(own))
-        formats = [f for f in map(format_of, tensors) if f]
+        formats = [f for _, f in tensors if f]
         self.base = (format or next(iter([f for _, f in own] + formats), bf16x2)).dtype
 
     def of_weights(self, x: Tensor) -> Format:
@@ -408,7 +422,8 @@ def _keep_expansions(
 def _module_as_plain(module: M, dtype: torch.dtype | None) -> M:
     require_unsharded("as_plain", module)
     plans: Plans = {name: (x, None, "value") for name, _, x in _tensors(module) if format_of(x)}
-    _carry_out("as_plain", module, plans, dtype)
+    _carry_out("as_plain", module, plans, dtype, {})
+    forget(module)
     _converted.pop(module, None)
     for part in module.modules():
         remove_load_hook(part, _keep_expansions)
@@ -428,8 +443,12 @@ def _tensors(module: nn.Module) -> list[tuple[str, list[str], Tensor]]:
     return list(found.values())
 
 
-def _carry_out(where: str, module: nn.Module, plans: Plans, dtype: torch.dtype | None) -> None:
-    """Exchange the contents of all tensors, plain ones for such of a dtype, or of none."""
+@torch.no_grad()
+def _carry_out(
+    where: str, module: nn.Module, plans: Plans, dtype: torch.dtype | None, loaded: Whole
+) -> None:
+    """Exchange the contents of all tensors, plain ones for such of a dtype, or of none, and those
+    that were loaded from expansions for these."""
     with without_weight_references(module):
         for name, (x, _, _) in plans.items():
             if weakref.getweakrefs(x):
@@ -447,7 +466,10 @@ def _carry_out(where: str, module: nn.Module, plans: Plans, dtype: torch.dtype |
             if wanted is None:
                 _exchange(x, as_plain(x, dtype))
             else:
-                _exchange(x, _in_role(value_in(x, wanted, _named(name, x)), role))
+                new = value_in(x, wanted, _named(name, x))
+                if id(x) in loaded:
+                    new.copy_(loaded[id(x)])
+                _exchange(x, _in_role(new, role))
 
 
 def _is_free(x: Tensor) -> bool:

@@ -147,10 +147,8 @@ def _prepared(
             + "; ".join(f"only {side} {some(names)}" for side, names in lone.items() if names)
             + ". strict=False loads what both have"
         )
-    for name, x in own.items():  # which need not be said, as of other state dicts
+    for name, x in own.items():
         new = state_dict.get(name)
-        if isinstance(new, MCFTensor) and type(x) is Tensor:
-            state_dict[name] = x.new_empty(x.shape, device="cpu").copy_(new)
         if isinstance(new, ScaledTensor) and not isinstance(x, ScaledTensor):
             state_dict[name] = new.to_plain()
         if isinstance(new, MCFTensor) and isinstance(x, ScaledTensor):

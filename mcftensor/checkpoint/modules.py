@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from mcftensor.checkpoint.state_dicts import as_terms, from_terms, names_of_terms
+from mcftensor.checkpoint.state_dicts import as_terms, from_terms, has_terms, names_of_terms
 from mcftensor.patches import adapters
-from mcftensor.patches.objects import register_load_hook
+from mcftensor.patches.objects import before_loading, has_load_hook, register_load_hook
 from mcftensor.tensor.sharded import format_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -78,5 +79,21 @@ def _exchange(
     state_dict.update(convert({name: state_dict.pop(name) for name in own}))
 
 
+def _joined(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state dict that a module is to load, with expansions in place of the terms among its keys,
+    but for parts that look for terms themselves."""
+    if not has_terms(state_dict):
+        return state_dict
+    parts = (name for name, part in module.named_modules() if has_load_hook(part, _load))
+    prefixes = tuple(f"{name}." if name else "" for name in parts)
+    others = {n: x for n, x in state_dict.items() if not n.startswith(prefixes)}
+    found: Any = OrderedDict((n, x) for n, x in state_dict.items() if n not in others)
+    found.update(from_terms(others))
+    if hasattr(state_dict, "_metadata"):
+        found._metadata = state_dict._metadata
+    return found
+
+
+before_loading.append(_joined)
 adapters.to_terms.append(functools.partial(as_terms, sums=True))
 adapters.from_terms.append(from_terms)

@@ -403,12 +403,13 @@ around_broadcasts.append(_broadcast_as_terms)
 
 def _settling(state_dict: Mapping[Any, Any]) -> Callable[[], None] | None:
     """What is to be done once terms have been loaded in place; None where there are none."""
-    return functools.partial(_settle, state_dict) if _has_terms(state_dict) else None
+    return functools.partial(_settle, state_dict) if has_terms(state_dict) else None
 
 
-def _has_terms(state_dict: Mapping[Any, Any]) -> bool:
+def has_terms(state_dict: Mapping[Any, Any]) -> bool:
+    """Whether a state dict has terms of expansions among its keys."""
     return any(
-        _has_terms(x) if isinstance(x, Mapping) else _tail(name) is not None
+        has_terms(x) if isinstance(x, Mapping) else _tail(name) is not None
         for name, x in state_dict.items()
     )
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mcftensor.arithmetic.bases import BASES
 from mcftensor.patches.table import by_name, patch, row
 from mcftensor.tensor.sharded import format_of
 from mcftensor.tensor.taped import TapedTensor
@@ -88,6 +86,11 @@ def remove_load_hook(module: nn.Module, hook: Callable[..., None]) -> None:
         del _LOAD_HOOKS.found_in(module)[key]
 
 
+def has_load_hook(module: nn.Module, hook: Callable[..., None]) -> bool:
+    """Whether a module has a hook on loading."""
+    return bool(_keys_of(module, hook))
+
+
 def _keys_of(module: nn.Module, hook: Callable[..., None]) -> list[Any]:
     hooks = _LOAD_HOOKS.found_in(module) or {}
     return [key for key, found in hooks.items() if getattr(found, "hook", None) is hook]
@@ -109,35 +112,44 @@ def without_weight_references(module: nn.Module) -> Iterator[None]:
             layer.flatten_parameters()
 
 
+before_loading: list[Callable[[nn.Module, Mapping[str, Any]], Mapping[str, Any]]] = []
+"""What a module loads in place of a state dict that it is given."""
+
+after_loading_module: list[Callable[[nn.Module, Mapping[str, Any], str], None]] = []
+"""What is told of each module that has loaded a state dict, without its children, and of the prefix
+of its names there."""
+
+
 @patch(
     "torch.nn.Module.load_state_dict",
-    why="A plain model that loads expansions rounds them, and the run that goes on from there is "
-    "another one: that is to be said.",
-    loss="plain models that load expansions drop their tails without a warning.",
+    why="Terms among the keys of a state dict, as readers of safetensors files give them, belong "
+    "to expansions.",
+    loss="load_state_dict(strict=False) drops terms that stand among the keys without a word; load "
+    "mcf.from_terms(state_dict).",
     takes=("self", "state_dict"),
 )
 @by_name
-def _saying_what_is_rounded(load: Callable[[], Any], given: dict[str, Any]) -> Any:
-    result = load()
-    formats = {name: format_of(x) for name, x in given["state_dict"].items()}
-    if any(formats.values()) and not given.get("assign"):
-        model = given["self"]
-        own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        rounded = [
-            name
-            for name, format in formats.items()
-            if format and name in own and not format_of(own[name])
-            if own[name].dtype not in BASES or BASES[own[name].dtype].precision < format.precision
-        ]
-        if rounded:
-            others = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
-            warnings.warn(
-                f"load_state_dict: {rounded[0]}{others} are expansions in the state dict and plain "
-                f"{own[rounded[0]].dtype} in the model, so they were rounded. To go on with all "
-                "terms, call mcf.as_expansion(model) before load_state_dict",
-                stacklevel=3,
-            )
-    return result
+def _finding_terms(load: Callable[[], Any], given: dict[str, Any]) -> Any:
+    if isinstance(given["state_dict"], Mapping):
+        for function in before_loading:
+            given["state_dict"] = function(given["self"], given["state_dict"])
+    return load()
+
+
+@patch(
+    "torch.nn.Module._load_from_state_dict",
+    why="A plain parameter rounds the expansion that it loads, which `as_expansion` is to find "
+    "afterwards; hooks on loading are those of single modules.",
+    loss="plain models that load expansions drop their tails; call mcf.as_expansion(model) before "
+    "load_state_dict.",
+    takes=("self", "state_dict", "prefix", "local_metadata"),
+)
+@by_name
+def _telling_what_is_loaded(load: Callable[[], None], given: dict[str, Any]) -> None:
+    load()
+    if not given["local_metadata"].get("assign_to_params_buffers", False):
+        for function in after_loading_module:
+            function(given["self"], given["state_dict"], given["prefix"])
 
 
 @by_name

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mcftensor.arithmetic.bases import NARROW
+from mcftensor.checkpoint.kept import rounded
 from mcftensor.convert import converted_modules, left_plain
 from mcftensor.patches.optimizers import parameters_of
 from mcftensor.tensor import MCFTensor
@@ -21,10 +22,12 @@ _told: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionar
 
 
 class PlainParameterWarning(UserWarning):
-    """An optimizer steps plain parameters of 16 bits that a model of expansions has.
+    """An optimizer steps parameters that are plain where expansions were, or are around them.
 
-    They were frozen when `as_expansion` was called with the model, or were added since. Raised once
-    for each parameter, before the first step on it, and by `collage`.
+    They are of 16 bits in a model of expansions: they were frozen when `as_expansion` was called
+    with it, or were added since. Or they were rounded when `load_state_dict` gave them expansions,
+    and `as_expansion` was not called afterwards. Raised once for each parameter, before the first
+    step on it, and by `collage`.
     """
 
 
@@ -32,6 +35,7 @@ def warn_of_plain_parameters(optimizer: Optimizer, args: Any = (), kwargs: Any =
     """Name them; those that an override leaves plain are meant to be so."""
     if torch.compiler.is_compiling():
         return
+    _warn_of_rounded_parameters(optimizer)
     plain = [p for p in parameters_of(optimizer) if not isinstance(p, MCFTensor) and _is_narrow(p)]
     if not plain:
         return
@@ -53,6 +57,21 @@ def warn_of_plain_parameters(optimizer: Optimizer, args: Any = (), kwargs: Any =
             "again, which converts just these, or leave them as they are by overrides",
             PlainParameterWarning,
             stacklevel=3,
+        )
+
+
+def _warn_of_rounded_parameters(optimizer: Optimizer) -> None:
+    found = rounded(parameters_of(optimizer))
+    if found:
+        first, p, format = found[0]
+        others = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        warnings.warn(
+            f"{type(optimizer).__name__}: {first}{others} were loaded from expansions in "
+            f"{format.name} and are plain {p.dtype}, so they were rounded, and the run that was "
+            "saved goes on with other bits. To go on with all terms, call mcf.as_expansion(model) "
+            "after load_state_dict, or before it; if plain weights are meant, mcf.as_plain(model)",
+            PlainParameterWarning,
+            stacklevel=4,
         )
 
 

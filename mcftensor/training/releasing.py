@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from mcftensor.tensor.sharded import local
 from mcftensor.training.gradient_hooks import GradientHook, Handle, trained
+from mcftensor.training.plain_parameters import warn_of_plain_parameters
 from mcftensor.training.separate import step_alone, why_inseparable
 
 _handles: weakref.WeakSet[StepInBackward] = weakref.WeakSet()
@@ -353,6 +354,7 @@ def step_in_backward(
             raise ValueError(
                 "step_in_backward: this model or optimizer has a handle; remove() that one first"
             )
+    warn_of_plain_parameters(optimizer)  # whose first step comes before optimizer.step()
     handle = StepInBackward(names, optimizer, clip_value, clip_by_previous_norm, bucket_bytes)
     handle.attach_to(model.modules())
     return handle

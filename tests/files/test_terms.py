@@ -401,16 +401,13 @@ class TestPlainModelsThatLoadExpansions:
         return plain, [str(w.message) for w in caught]
 
     @pytest.mark.parametrize("format", [mcf.bf16x2, mcf.bf16x3], ids=lambda f: f.name)
-    def test_it_is_said_by_name(self, format):
-        _, (said,) = self.load(torch.bfloat16, format)
-        assert "0.weight and 3 more are expansions in the state dict" in said
-        assert "mcf.as_expansion(model) before load_state_dict" in said
-
-    def test_to_the_line_that_loads(self):
-        state = mcf.as_expansion(nn.Linear(3, 2)).state_dict()
-        with pytest.warns(UserWarning, match="weight") as caught:
-            nn.Linear(3, 2).bfloat16().load_state_dict(state)
-        assert caught[0].filename == __file__
+    def test_it_is_said_by_name_before_they_step(self, format):
+        plain, said = self.load(torch.bfloat16, format)
+        assert said == []
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        match = "0.weight and 3 more were loaded from expansions.*as_expansion"
+        with pytest.warns(mcf.PlainParameterWarning, match=match):
+            optimizer.step()
 
     @pytest.mark.parametrize(
         ("dtype", "format", "options"),

@@ -239,7 +239,7 @@ class TestModules:
         for p, q in zip(model.parameters(), before.parameters(), strict=True):
             assert_same_terms(p, q)
 
-    def test_twice_leaves_frozen_expansions_and_buffers_alone(self):
+    def test_twice_keeps_frozen_expansions_and_leaves_buffers_alone(self):
         model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
         mcf.as_expansion(model, mcf.fp32x2)
         model[0].bias.requires_grad_(False)
@@ -247,7 +247,7 @@ class TestModules:
         assert model[0].weight.format == model[0].bias.format == mcf.fp32x2
         assert model[1].running_mean.dtype == torch.float32
         mcf.as_expansion(model, mcf.bf16x2)
-        assert not isinstance(model[0].bias, mcf.MCFTensor)
+        assert model[0].bias.format == mcf.bf16x2
         assert model[0].bias.dtype == model[1].running_mean.dtype == torch.bfloat16
 
     def test_an_optimizer_with_states_of_another_base_is_refused_before_it_writes(self):
@@ -352,3 +352,24 @@ def test_matrices_of_any_type_go_by_their_size(dtype, size, kind):
     model = nn.Linear(64, 64).to(dtype)
     nn.init.normal_(model.weight, std=size)
     assert mcf.as_expansion(model).weight.format == kind
+
+
+@pytest.mark.parametrize("format", ["bf16x2", "bf16x3", "bf16i16", "fp32x2", "fp16x2"])
+def test_what_is_an_expansion_stays_one(format):
+    """Frozen, or a buffer: nothing becomes plain that no override names."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model.register_buffer("constant", torch.rand(3) + 1e-4)
+    mcf.as_expansion(model, overrides={"constant": mcf.bf16x3})
+    with torch.no_grad():
+        model[0].weight.fill_(1).add_(8e-4)
+    model[0].weight.requires_grad_(False)
+    whole = {name: mcf.as_plain(x, torch.float64) for name, x in model.state_dict().items()}
+    mcf.as_expansion(model, format)
+    for name, x in model.state_dict().items():
+        if name != "1.num_batches_tracked":
+            error = (mcf.as_plain(x, torch.float64) - whole[name]).abs().max()
+            assert error <= 2**-15 * whole[name].abs().max(), name
+    assert model[0].weight.format.name == format
+    assert not model[0].weight.requires_grad
+    mcf.as_expansion(model, overrides={"0.bias": None})
+    assert model[0].bias.format.name == format
