@@ -160,10 +160,8 @@ def screen(found: Audit, *, moving: bool) -> str:
     with console.capture() as capture:
         console.print(found.table(moving=moving))
     lines = [line.rstrip() for line in capture.get().splitlines()]
-    end = [found.summary()]
-    if found.unchanged == 1:
-        end.append("the two checkpoints are equal; give two with training between them")
-    return "\n".join([*(line for line in lines if line), "", *end, ""])
+    equal = "; the two checkpoints are equal" if found.unchanged == 1 else ""
+    return "\n".join([*(line for line in lines if line), "", found.summary() + equal, ""])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

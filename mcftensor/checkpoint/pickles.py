@@ -121,7 +121,7 @@ class _Claims:
         except CheckpointError:
             raise
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise self._refusal("it is damaged, or no checkpoint that is known") from error
+            raise self._refusal("it is damaged, incomplete or no checkpoint") from error
 
     def _follow(self, opcode: pickletools.OpcodeInfo, argument: Any, position: int) -> None:
         stack, name = self.stack, opcode.name

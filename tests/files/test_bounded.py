@@ -175,7 +175,7 @@ def test_tensors_without_numbers(tmp_path):
 def test_texts_are_no_checkpoints(content, tmp_path):
     path = tmp_path / "notes"
     path.write_bytes(content)
-    refuse(path, "damaged, or no checkpoint that is known")
+    refuse(path, "damaged, incomplete or no checkpoint$")
 
 
 # --------------------------------------------------------------- torch.distributed.checkpoint
