@@ -257,6 +257,12 @@ def _require_convertible(where: str, name: str, x: object) -> None:
     x = local(x)
     if isinstance(x, MCFTensor):
         return
+    if isinstance(x, ScaledTensor):
+        raise TypeError(
+            f"{where}: {name} of shape {tuple(x.shape)} is in {x.format.name}, which an expansion is "
+            "not made from directly; take it back first, with mcf.as_plain(x, torch.float32) of a "
+            "tensor or of a whole model"
+        )
     if x.is_nested:
         raise TypeError(f"{where}: {name} is a nested tensor; convert its parts one by one")
     if not x.is_floating_point() or x.layout != torch.strided or x.dtype.itemsize < 2:

@@ -12,7 +12,7 @@ from torch import Tensor
 from mcftensor.scaling.exponents import largest, times_any_power
 from mcftensor.scaling.ruling import aten, rule
 from mcftensor.scaling.scaled import ScaledTensor
-from mcftensor.scaling.scaled_numbers import Unrounded, number, product_of
+from mcftensor.scaling.scaled_numbers import Unrounded, leveled, number, product_of
 
 # ------------------------------------------------------------- of gates: x · g(x), with g in [0, 1]
 
@@ -109,18 +109,18 @@ def _glu_backward(gradient: Any, x: Any, dim: int) -> Unrounded:
     g, a = number(gradient), number(x)
     own, gate = a.mantissa.chunk(2, dim)
     open_by = times_any_power(gate, a.exponent).to(torch.float32).sigmoid()
-    s = largest(g.exponent, g.exponent + a.exponent)
     of_own = Unrounded(g.mantissa * open_by, g.exponent)
     slope = open_by * (1 - open_by)
     of_gate = Unrounded(g.mantissa * own * slope, g.exponent + a.exponent)
+    s, (of_own, of_gate) = leveled([of_own, of_gate])
     return Unrounded(torch.cat([of_own.at(s), of_gate.at(s)], dim), s)
 
 
 @rule(aten._prelu_kernel)
 def _prelu(x: Any, slope: Any) -> Unrounded:
-    a, below = number(x), product_of(number(x), number(slope))
-    s = largest(a.exponent, below.exponent)
-    return Unrounded(torch.where(a.mantissa > 0, a.at(s), below.at(s)), s)
+    a = number(x)
+    s, (own, below) = leveled([a, product_of(a, number(slope))])
+    return Unrounded(torch.where(a.mantissa > 0, own.at(s), below.at(s)), s)
 
 
 @rule(aten._prelu_kernel_backward)

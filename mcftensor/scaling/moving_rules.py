@@ -13,7 +13,7 @@ from mcftensor.scaling.exponents import ANY, Exponent, largest
 from mcftensor.scaling.ruling import aten, rule
 from mcftensor.scaling.scaled import ScaledTensor
 from mcftensor.scaling.scaled_format import TOPS, ScaledFormat, of_dtype
-from mcftensor.scaling.scaled_numbers import Unrounded, aligned, by_size, number, write_to
+from mcftensor.scaling.scaled_numbers import Unrounded, aligned, by_size, leveled, number, write_to
 
 
 def _moved_by(func: Any) -> Callable[..., ScaledTensor]:
@@ -223,6 +223,8 @@ def _spread(x: Tensor, value: Unrounded) -> tuple[Tensor, Exponent]:
 def _zero_(x: ScaledTensor) -> ScaledTensor:
     for part in x.components:
         part.zero_()
+    if x._whole is None or x._whole[0].numel() == x.numel():
+        x.exponent.fill_(ANY)
     return x
 
 
@@ -274,8 +276,8 @@ def _masked_fill(x: Any, mask: Tensor, value: Any) -> Unrounded:
     filled = number(value)
     if not isinstance(value, Tensor) and not math.isfinite(value):
         return Unrounded(number(x).mantissa.masked_fill(mask, value), x.exponent)
-    s = largest(x.exponent, filled.exponent)
-    return Unrounded(torch.where(mask, filled.at(s), number(x).at(s)), s)
+    s, (filled, own) = leveled([filled, number(x)])
+    return Unrounded(torch.where(mask, filled.at(s), own.at(s)), s)
 
 
 # ------------------------------------------------------------------------------------- questions

@@ -20,12 +20,17 @@ from mcftensor.scaling.exponents import (
     times_power,
 )
 from mcftensor.scaling.ruling import aten, rule
-from mcftensor.scaling.scaled_numbers import Unrounded, number, product_of, sum_of
+from mcftensor.scaling.scaled_numbers import Unrounded, close, number, product_of, sum_of
 
 
 def _inverse_deviation(variance: Tensor, eps: float, exponent: Any) -> Tensor:
     """1 / √(variance + eps), of which eps is one of the true numbers."""
-    return (variance + eps * power_of_two(-exponent) * power_of_two(-exponent)).rsqrt()
+    total = variance + eps * power_of_two(-exponent) * power_of_two(-exponent)
+    if not eps:
+        return total.rsqrt()
+    # In units of data eps may be beyond float32.
+    alone = variance.new_ones(()) * power_of_two(exponent) * eps**-0.5
+    return torch.where(total.isinf() & variance.isfinite(), alone, total.rsqrt())
 
 
 def _saved(mean: Tensor, inverse: Tensor, exponent: Exponent) -> tuple[Tensor, Tensor]:
@@ -40,7 +45,7 @@ def _of_data(mean: Tensor, inverse: Tensor, exponent: Exponent) -> tuple[Tensor,
 
 
 def _with_gain(normal: Tensor, weight: Any, bias: Any, shape: tuple[int, ...]) -> Unrounded:
-    made = Unrounded(normal, 0)
+    made = close(Unrounded(normal, 0))  # beside a large eps it may be far below 1
     if weight is not None:
         gain = number(weight)
         made = product_of(made, Unrounded(gain.mantissa.view(shape), gain.exponent))
@@ -104,7 +109,7 @@ def _gradients(
 
 def _summed(part: Tensor, exponent: Exponent, size: int) -> Unrounded:
     half = half_log2(size // max(1, part.numel()))
-    return Unrounded(times_power(part, -half), exponent + half)
+    return close(Unrounded(times_power(part, -half), exponent + half))
 
 
 @rule(aten._fused_rms_norm)

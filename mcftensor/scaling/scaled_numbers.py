@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -185,19 +185,52 @@ def _moved_little(x: Unrounded, format: ScaledFormat, is_weight: bool) -> tuple[
     return times_power(near, -further), _unless_zero(peak, shift + further + x.exponent)
 
 
+FAR = 10
+"""Binades by which the largest element of data may lie below 1, and the exponent counts."""
+
+
+def close(x: Unrounded) -> Unrounded:
+    """The same number with data near 1, if all of it lies far below; zeros go with every scale."""
+    peak = exponent_of_largest(x.mantissa)
+    if not isinstance(peak, Tensor) and peak >= -FAR:
+        return x
+    lower = smallest(peak, 0)
+    if isinstance(lower, Tensor):
+        lower = torch.where(lower < -FAR, lower, 0)
+    mantissa = times_power(x.mantissa, -largest(lower, -126))
+    return replace(x, mantissa=mantissa, exponent=largest(x.exponent + lower, ANY))
+
+
+def leveled(numbers: Sequence[Unrounded]) -> tuple[Exponent, list[Unrounded]]:
+    """Numbers that are to have one exponent, the largest, and that; without those of zeros.
+
+    Where exponents are known and near each other, nobody looks at the data.
+    """
+    exponents = [x.exponent for x in numbers]
+    known_ones = [s for s in exponents if not isinstance(s, Tensor)]
+    if len(known_ones) < len(exponents):
+        numbers = [close(x) if x.mantissa.dim() else x for x in numbers]
+    else:
+        least = min((s for s in known_ones if s != ANY), default=ANY)
+        numbers = [close(x) if x.exponent > least + FAR else x for x in numbers]
+    s: Exponent = ANY
+    for x in numbers:
+        s = largest(s, x.exponent)
+    return s, list(numbers)
+
+
 def sum_of(a: Unrounded, b: Unrounded, exponent: Exponent | None = None) -> Unrounded:
     """a + b at the larger exponent: that is √(2^2s + 2^2t), rounded down."""
-    s = largest(a.exponent, b.exponent) if exponent is None else exponent
+    if exponent is None:
+        s, (a, b) = leveled([a, b])
+    else:
+        s = exponent
     return Unrounded(a.at(s) + b.at(s), s)
 
 
 def aligned(operands: Sequence[Any]) -> tuple[Exponent, list[Unrounded]]:
     """Operands as numbers, and the largest of their exponents."""
-    numbers = [number(x) for x in operands]
-    s: Exponent = ANY
-    for x in numbers:
-        s = largest(s, x.exponent)
-    return s, numbers
+    return leveled([number(x) for x in operands])
 
 
 def product_of(a: Unrounded, b: Unrounded) -> Unrounded:

@@ -1,0 +1,147 @@
+"""Gradients of small models, scaled, at inputs of many sizes: nowhere worse than in plain bf16.
+
+The yardstick is float64 in PyTorch's own operations.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mcftensor as mcf
+
+SIZES = [1e-12, 1e-5, 1.0, 1e4, 1e10]
+ROOM = 1.5
+"""Times the error of bf16 that a gradient may have, which is rounded in other places."""
+
+
+class Of(nn.Module):
+    """Layers by name, and what is done with them."""
+
+    def __init__(self, function, **layers):
+        super().__init__()
+        self.function = function
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def gated(gate):
+    def function(self, x):
+        a, b = self.both(x).chunk(2, -1)
+        return self.out(a * gate(b))
+
+    return lambda: Of(function, both=nn.Linear(16, 32), out=nn.Linear(16, 4))
+
+
+def normed(norm):
+    return lambda: nn.Sequential(norm(), nn.Linear(16, 4))
+
+
+def mlp(activation):
+    return lambda: nn.Sequential(nn.Linear(16, 32), activation(), nn.Linear(32, 4))
+
+
+def attended(self, x):
+    q, k, v = self.three(self.norm(x)).chunk(3, -1)
+    return self.out((q @ k.mT / 4).softmax(-1) @ v)
+
+
+MODELS = {
+    "linear": lambda: nn.Linear(16, 4),
+    "relu": mlp(nn.ReLU),
+    "leaky relu": mlp(nn.LeakyReLU),
+    "gelu": mlp(nn.GELU),
+    "silu": mlp(nn.SiLU),
+    "tanh": mlp(nn.Tanh),
+    "sigmoid": mlp(nn.Sigmoid),
+    "prelu": mlp(nn.PReLU),
+    "elu": mlp(nn.ELU),
+    "hardswish": mlp(nn.Hardswish),
+    "gated by sigmoid": gated(torch.sigmoid),
+    "gated by silu": gated(F.silu),
+    "gated by gelu": gated(F.gelu),
+    "gated by relu": gated(torch.relu),
+    "glu": lambda: nn.Sequential(nn.Linear(16, 32), nn.GLU(), nn.Linear(16, 4)),
+    "layer norm": normed(lambda: nn.LayerNorm(16)),
+    "layer norm, large eps": normed(lambda: nn.LayerNorm(16, eps=1.0)),
+    "rms norm": normed(lambda: nn.RMSNorm(16, eps=1e-6)),
+    "group norm": normed(lambda: nn.GroupNorm(4, 8)),
+    "batch norm": normed(lambda: nn.BatchNorm1d(8)),
+    "norm between": lambda: nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4)),
+    "residual": lambda: Of(lambda m, x: m.out(x + m.inner(x).relu()), inner=nn.Linear(16, 16),
+                           out=nn.Linear(16, 4)),
+    "residual with a norm": lambda: Of(lambda m, x: m.out(x + m.inner(m.norm(x))),
+                                       inner=nn.Linear(16, 16), norm=nn.LayerNorm(16),
+                                       out=nn.Linear(16, 4)),
+    "attention": lambda: Of(attended, norm=nn.LayerNorm(16), three=nn.Linear(16, 48),
+                            out=nn.Linear(16, 4)),
+    "convolution": lambda: nn.Sequential(nn.Conv1d(8, 8, 3), nn.ReLU(), nn.Conv1d(8, 2, 3)),
+    "concatenated": lambda: Of(lambda m, x: m.out(torch.cat([m.a(x), x], -1)),
+                               a=nn.Linear(16, 16), out=nn.Linear(32, 4)),
+    "stacked": lambda: Of(lambda m, x: m.out(torch.stack([m.a(x).relu(), x]).mean(0)),
+                          a=nn.Linear(16, 16), out=nn.Linear(16, 4)),
+    "where": lambda: Of(lambda m, x: m.out(torch.where(x > 0, m.a(x), x)),
+                        a=nn.Linear(16, 16), out=nn.Linear(16, 4)),
+    "square": lambda: Of(lambda m, x: m.out(m.a(x) * m.b(x)), a=nn.Linear(16, 16),
+                         b=nn.Linear(16, 16), out=nn.Linear(16, 4)),
+    "temperature": lambda: Of(lambda m, x: (m.a(m.norm(x)) * 10).softmax(-1), norm=nn.RMSNorm(16),
+                              a=nn.Linear(16, 4)),
+    "mean": lambda: Of(lambda m, x: m.out(m.a(x).mean(1)), a=nn.Linear(16, 16),
+                       out=nn.Linear(16, 4)),
+}  # fmt: skip
+
+
+def gradients(model, x):
+    y = model(x)
+    weights = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape)
+    (y * weights.to(torch.float32 if isinstance(y, mcf.ScaledTensor) else y.dtype)).sum().backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def errors(found, wanted):
+    """Of each parameter, relative to the norm of its gradient."""
+    out = {}
+    for name, exact in wanted.items():
+        own = found[name]
+        own = (
+            mcf.as_plain(own, torch.float64) if isinstance(own, mcf.ScaledTensor) else own.double()
+        )
+        out[name] = float((own - exact).norm() / exact.norm()) if exact.norm() else 0.0
+    return out
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_as_good_as_in_bfloat16(name, size):
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    with torch.no_grad():  # what bf16 holds, so that all begin with the same weights
+        for p in model.parameters():
+            p.copy_(p.bfloat16())
+    x = (torch.randn(4, 8, 16) * size).bfloat16()
+    wanted = gradients(copy.deepcopy(model).double(), x.double())
+    yardstick = errors(gradients(copy.deepcopy(model).bfloat16(), x), wanted)
+    scaled = mcf.scalify(copy.deepcopy(model), mcf.scaled(torch.float16))
+    entered = mcf.as_expansion(x, mcf.scaled(torch.float16))
+    found = errors(gradients(scaled, entered), wanted)
+    for parameter, error in found.items():
+        assert error <= max(ROOM * yardstick[parameter], 2.0**-8), (parameter, error, yardstick)
+
+
+class TestRefusals:
+    def test_modes_of_states(self):
+        optimizer = torch.optim.AdamW(mcf.scalify(nn.Linear(16, 4)).parameters())
+        with pytest.raises(TypeError, match=r"collage: .* are scaled.*leave collage out.*as_plain"):
+            mcf.collage(optimizer, "compact")
+
+    def test_expansions(self):
+        model = mcf.scalify(nn.Linear(16, 4))
+        for scaled in (model, model.weight):
+            with pytest.raises(TypeError, match=r"as_expansion: .*scaled\(float16.*mcf\.as_plain"):
+                mcf.as_expansion(scaled, mcf.bf16x2)
+        mcf.as_expansion(mcf.as_plain(model, torch.float32), mcf.bf16x2)
