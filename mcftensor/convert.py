@@ -259,7 +259,7 @@ def _require_convertible(where: str, name: str, x: object) -> None:
         return
     if isinstance(x, ScaledTensor):
         raise TypeError(
-            f"{where}: {name} of shape {tuple(x.shape)} is in {x.format.name}, which an expansion is "
+            f"{where}: {name} of shape {tuple(x.shape)} is in {x.format.name}; an expansion is "
             "not made from directly; take it back first, with mcf.as_plain(x, torch.float32) of a "
             "tensor or of a whole model"
         )
