@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from mcftensor.arithmetic.counting import count_beside, moved, name_, start, unwritten
 from mcftensor.checkpoint.kept import forget, kept_in
 from mcftensor.checkpoint.modules import store_as_terms
+from mcftensor.dispatch.casting import cast
 from mcftensor.dispatch.operands import rounded_by
 from mcftensor.dispatch.registry import implements
 from mcftensor.formats import (
@@ -147,6 +148,8 @@ def as_expansion(
         given = "lr says how parameters" if overrides is None else "overrides name parameters"
         raise TypeError(f"as_expansion: {given} of a module are converted; a tensor has none")
     _require_convertible("as_expansion", "the tensor", obj)
+    if torch._C._functorch.is_functorch_wrapped_tensor(obj):
+        return cast(obj, found or default_format(obj.shape))  # type: ignore[return-value]
     if obj.grad_fn is not None:
         raise ValueError(
             f"as_expansion: the tensor of shape {tuple(obj.shape)} is part of an autograd graph, "

@@ -36,7 +36,8 @@ def cast(
     if not x.is_floating_point():
         x = x.to(WIDE)
     format.require(x)
-    if torch.is_grad_enabled() and x.requires_grad:
+    within = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    if within or (torch.is_grad_enabled() and x.requires_grad):
         if format_of(x) is not None:
             raise ValueError(
                 f"to: an expansion in {x.format.name} of shape {tuple(x.shape)} requires grad, and "  # type: ignore[attr-defined]

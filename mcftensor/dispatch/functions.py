@@ -32,7 +32,7 @@ from mcftensor.dispatch.operands import (
 from mcftensor.dispatch.registry import SHORTCUTS
 from mcftensor.dispatch.stored import decoded
 from mcftensor.dispatch.writing import assign_tree, refusal, require_no_grad
-from mcftensor.formats import Format
+from mcftensor.formats import Format, named
 from mcftensor.kernels.opaque import is_bare
 from mcftensor.tensor import MCFTensor
 
@@ -74,38 +74,73 @@ WHOLE: set[Callable[..., Any]] = {
 }  # fmt: skip
 
 
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # by a transform of torch.func
+
+
 class _Widen(torch.autograd.Function):
     """A value in float64; its gradient is a value of the same format."""
 
     @staticmethod
-    def forward(ctx: Any, x: MCFTensor) -> Tensor:
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor) -> tuple[Tensor, Any]:
+        """Elements alone matter."""
+        return _Widen.apply(x), in_dims[0]
+
+    @staticmethod
+    def forward(x: MCFTensor) -> Tensor:
         """Collapse."""
-        ctx.format = x.format
-        return x._collapsed(WIDE)
+        return plainly(x, WIDE)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep the format."""
+        ctx.format = getattr(inputs[0], "format", None)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: MCFTensor) -> Tensor:
+        """Collapse."""
+        made: Tensor = _Widen.apply(tangent)
+        return made
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> MCFTensor:
         """Split."""
-        return value_of(grad, ctx.format)
+        wrapped = _is_wrapped(grad)
+        return _Narrow.apply(grad, ctx.format.name) if wrapped else value_of(grad, ctx.format)
 
 
 class _Narrow(torch.autograd.Function):
     """A float64 tensor as a value; its gradient is in float64."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, format: Format) -> MCFTensor:
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, format: str) -> tuple[Tensor, Any]:
+        """Elements alone matter."""
+        return _Narrow.apply(x, format), in_dims[0]
+
+    @staticmethod
+    def forward(x: Tensor, format: str) -> MCFTensor:
         """Split."""
-        return value_of(x, format)
+        return value_of(x, named(format))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep the format."""
+        ctx.format = inputs[1]
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: Any) -> MCFTensor:
+        """Split."""
+        made: MCFTensor = _Narrow.apply(tangent, ctx.format)
+        return made
 
     @staticmethod
     def backward(ctx: Any, grad: MCFTensor) -> tuple[Tensor, None]:
         """Collapse."""
-        return plainly(grad, WIDE), None
+        return (_Widen.apply(grad) if _is_wrapped(grad) else plainly(grad, WIDE)), None
 
 
 def narrowed(x: Tensor, format: Format) -> MCFTensor:
     """A float64 tensor as a value, through which gradients pass."""
-    made: MCFTensor = _Narrow.apply(x, format)
+    made: MCFTensor = _Narrow.apply(x, format.name)
     return made
 
 
@@ -135,7 +170,7 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
     def narrow(x: Any) -> Any:
         if isinstance(x, Tensor) and x.is_complex():
             raise refusal(name, found, "its result is complex")
-        return _Narrow.apply(x, format) if isinstance(x, Tensor) and x.dtype == WIDE else x
+        return _Narrow.apply(x, format.name) if isinstance(x, Tensor) and x.dtype == WIDE else x
 
     sharper = _SHARPER.get(func, func)
     result = sharper(*tree_map(widen, args), **tree_map(widen, kwargs))

@@ -1,0 +1,74 @@
+"""torch.func over values: forward, reverse and second derivatives against exact ones."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from torch.func import hessian, jacfwd, jacrev, jvp, vjp
+
+import mcftensor as mcf
+
+FORMATS = [mcf.bf16x3, mcf.fp32x2, mcf.fp64x2]
+by_format = pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+NUMBERS = [Fraction(1, 3), Fraction(-7, 5)]
+
+# A function, and its first and second derivative.
+CASES = {
+    "cube": (lambda x: x * x * x, lambda x: 3 * x * x, lambda x: 6 * x),
+    "quotient": (
+        lambda x: x / (1 + x * x),
+        lambda x: (1 - x * x) / (1 + x * x) ** 2,
+        lambda x: 2 * x * (x * x - 3) / (1 + x * x) ** 3,
+    ),
+    "reciprocal": (lambda x: 1 / x, lambda x: -1 / x**2, lambda x: 2 / x**3),
+}
+by_case = pytest.mark.parametrize("case", CASES)
+
+
+def assert_close(found, expected, format):
+    assert found.format is format
+    found = found.reshape(-1)
+    for a, b in zip(mcf.to_fraction(found), expected, strict=True):
+        assert abs(a - b) <= Fraction(64) / 2**format.precision * max(abs(b), Fraction(1, 100))
+
+
+def diagonal(numbers):
+    return [numbers[0], 0, 0, numbers[1]]
+
+
+@by_format
+@by_case
+def test_derivatives(case, format):
+    f, first, second = CASES[case]
+    x = mcf.from_exact(NUMBERS, format)
+    v = mcf.from_exact([1, Fraction(1, 7)], format)
+    numbers, tangents = mcf.to_fraction(x), mcf.to_fraction(v)
+    value, tangent = jvp(f, (x,), (v,))
+    assert_close(value, list(map(f, numbers)), format)
+    forward = [first(a) * b for a, b in zip(numbers, tangents, strict=True)]
+    assert_close(tangent, forward, format)
+    slopes = diagonal(list(map(first, numbers)))
+    assert_close(jacfwd(f)(x), slopes, format)
+    assert_close(jacrev(f)(x), slopes, format)
+    assert_close(hessian(lambda y: f(y).sum())(x), diagonal(list(map(second, numbers))), format)
+
+    def gradient(y):
+        return vjp(f, y)[1](torch.ones_like(y))[0]
+
+    curved = [second(a) * b for a, b in zip(numbers, tangents, strict=True)]
+    assert_close(jvp(gradient, (x,), (v,))[1], curved, format)
+
+
+@pytest.mark.parametrize("format", [mcf.bf16x3, mcf.fp32x2], ids=lambda f: f.name)
+def test_tensors_become_expansions_within_a_transform(format):
+    x = torch.tensor([0.5, -1.25], dtype=torch.float64)
+
+    def square(y):
+        z = mcf.as_expansion(y, format)
+        return z * z
+
+    assert torch.equal(jacrev(square)(x), torch.diag(2 * x))
+    value, tangent = jvp(square, (x,), (x,))
+    assert_close(tangent, [2 * Fraction(a) ** 2 for a in x.tolist()], format)
+    assert_close(value, [Fraction(a) ** 2 for a in x.tolist()], format)
+    assert torch.equal(jacrev(lambda y: y.to(format).to(torch.float64))(x), torch.eye(2).double())
