@@ -56,6 +56,7 @@ from mcftensor.selfcheck import selfcheck as selfcheck
 from mcftensor.tensor import MCFTensor as MCFTensor
 from mcftensor.training.accumulation import accumulate_gradients as accumulate_gradients
 from mcftensor.training.collage import collage as collage
+from mcftensor.training.detached import DetachedParameterWarning as DetachedParameterWarning
 from mcftensor.training.narrow_states import NarrowStateWarning as NarrowStateWarning
 from mcftensor.training.plain_parameters import PlainParameterWarning as PlainParameterWarning
 from mcftensor.training.releasing import StepInBackward as StepInBackward

@@ -323,6 +323,9 @@ def _module_as_expansion(
     for part in module.modules():
         if any(format_of(x) for x in _own_tensors(part).values()):
             register_load_hook(part, _keep_expansions)
+        for name, p in part._parameters.items():
+            if isinstance(p, MCFTensor):
+                p._holder = weakref.ref(part), name, id(p)
     _store_pretrained(module)
     _converted[module] = meant + _converted.get(module, [])
     return module

@@ -71,8 +71,8 @@ def _wherever_imported(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 row(
     "peft.tuners.tuners_utils.cast_adapter_dtype",
-    why="After it has loaded an adapter, peft makes parameters of 16 bits anew in float32, and takes "
-    "the dtype of an expansion for that of its weights. The optimizer would step the old ones.",
+    why="When peft has loaded an adapter, it makes parameters of 16 bits anew in float32, and "
+    "takes the dtype of an expansion for that of its weights. The optimizer would step the old ones.",
     loss="peft replaces adapters that are expansions when it loads them, and the optimizer trains "
     "nothing; call load_adapter with autocast_adapter_dtype=False.",
     when="import peft.tuners.tuners_utils",
@@ -82,7 +82,7 @@ row(
 )
 row(
     "peft.utils.save_and_load.get_peft_model_state_dict",
-    why="Names in files of adapters are without the adapter's name, which peft cuts out at the end: "
+    why="Files of adapters have names without that of the adapter, which peft cuts out at the end: "
     "names of terms would keep it, and their sums are no matrices, of which it warns.",
     loss="files of adapters name leading terms and tails differently; save with mcf.save_file.",
     when="import peft.utils.save_and_load",

@@ -94,6 +94,9 @@ class MCFTensor(torch.Tensor):
     _factor: Factor | None = None  # by which it is yet to be multiplied, where scales are shared
     _is_own: bool = False  # nobody else has its memory
     _place: tuple[Strand, int] | None = None  # of a TapedTensor: where it is on the tape
+    # The module that had it when it was converted, its name there, and its own identity: copies, to
+    # which attributes go as they are, have another one.
+    _holder: tuple[weakref.ref[torch.nn.Module], str, int] | None = None
     _hooks: tuple[Callable[[Tensor], None], ...] = ()  # on gradients; they stay when it is moved
 
     # What carries out operations; `dispatch/`, which is written for this class, sets it.
@@ -765,7 +768,7 @@ def wrapper(cls: type[T], like: Tensor, format: Format) -> T:
 # What a pickle has of its own, beside attributes that users gave a tensor.
 _OWN = (
     *(*COMPONENTS, "_format", "_role", "_writes", "_first", "_factor", "_is_own", "_place"),
-    *("_hooks", "_parameter"),
+    *("_hooks", "_holder", "_parameter"),
 )
 
 

@@ -121,7 +121,7 @@ def test_plain_peft_reads_leading_terms(tmp_path):
     model = trained(adapted(plain_base()))
     model.save_pretrained(tmp_path)
     plain = PeftModel.from_pretrained(plain_base(), str(tmp_path), is_trainable=True)
-    for name, p in adapters(plain).items():
+    for p in adapters(plain).values():
         assert type(p) is torch.nn.Parameter
         assert p.dtype == torch.float32
 
@@ -135,7 +135,9 @@ def test_merging(tmp_path, base):
         expected = model(input_ids=rows).logits.float()
         merged = model.merge_and_unload()
         assert not any("lora" in name for name, _ in merged.named_parameters())
-        torch.testing.assert_close(merged(input_ids=rows).logits.float(), expected, atol=2e-2, rtol=0)
+        torch.testing.assert_close(
+            merged(input_ids=rows).logits.float(), expected, atol=2e-2, rtol=0
+        )
     merged.save_pretrained(tmp_path)
     found = mcf.load_file(tmp_path)
     for name, p in merged.named_parameters():

@@ -9,7 +9,7 @@ from tables.sources import load, machine, table
 
 
 def patches() -> str:
-    """What is changed in PyTorch and peft, by the occasion; names that are changed alike stand together."""
+    """What is changed in PyTorch and peft, by the occasion; names changed alike stand together."""
     occasions: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for row in TABLE:
         alike = occasions.setdefault(row.when, {})
