@@ -72,7 +72,7 @@ def _wherever_imported(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
 row(
     "peft.tuners.tuners_utils.cast_adapter_dtype",
     why="When peft has loaded an adapter, it makes parameters of 16 bits anew in float32, and "
-    "takes the dtype of an expansion for that of its weights. The optimizer would step the old ones.",
+    "takes the dtype of an expansion for that of weights. The optimizer would step the old ones.",
     loss="peft replaces adapters that are expansions when it loads them, and the optimizer trains "
     "nothing; call load_adapter with autocast_adapter_dtype=False.",
     when="import peft.tuners.tuners_utils",

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mcftensor.convert import converted_modules
-from mcftensor.patches.optimizers import has_expansions, parameters_of
+from mcftensor.patches.optimizers import parameters_of
 from mcftensor.tensor import MCFTensor
 from mcftensor.training.releasing import StepInBackward
 
@@ -41,13 +41,13 @@ def _warn_of_detached(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     gone = [p for p in _looked_at(optimizer, number) if _is_gone(p)]
     if gone:
         found = f"{_names(gone)} {'is' if len(gone) == 1 else 'are'} no longer in the module"
-    elif _has_gradients(optimizer, args, kwargs) or not has_expansions(optimizer):
+    elif _has_gradients(optimizer, args, kwargs) or not _of_modules(optimizer):
         return
     else:
-        found = f"none of its parameters has a gradient: {_names(parameters_of(optimizer))}"
+        found = f"none of its parameters has a gradient: {_names(_of_modules(optimizer))}"
     _told.add(optimizer)
     warnings.warn(
-        f"{type(optimizer).__name__}: {found}. The step does not train the model if its parameters "
+        f"{type(optimizer).__name__}: {found}. The step does not train a model whose parameters "
         "were made anew since, as by setattr(module, name, nn.Parameter(...)). Write to parameters "
         "in place, or convert with mcf.as_expansion(model) and make the optimizer again",
         DetachedParameterWarning,
@@ -68,15 +68,26 @@ def _looked_at(optimizer: Optimizer, number: int | None) -> Iterator[Tensor]:
     return itertools.chain.from_iterable(windows)
 
 
-def _is_gone(p: Any) -> bool:
-    """Whether the module that had it when it was converted, which lives, has it no longer."""
+def _of_modules(optimizer: Optimizer) -> list[Tensor]:
+    """Its parameters that have a name: those of modules that were converted."""
+    return [p for p in parameters_of(optimizer) if _holder(p) is not None]
+
+
+def _holder(p: Any) -> Any:
+    """The module that had a parameter when it was converted, if it lives, and the name there."""
     held = p._holder if isinstance(p, MCFTensor) else None
     if held is None or held[2] != id(p):  # a copy of the one that was converted
-        return False
+        return None
     owner = held[0]()
-    if owner is None or owner._parameters.get(held[1]) is p:
+    return None if owner is None else (owner, held[1])
+
+
+def _is_gone(p: Any) -> bool:
+    """Whether the module that had it when it was converted, which lives, has it no longer."""
+    held = _holder(p)
+    if held is None or held[0]._parameters.get(held[1]) is p:
         return False
-    for module in [owner, *converted_modules()]:  # it may have moved, as parametrizations do it
+    for module in [held[0], *converted_modules()]:  # it may have moved, as parametrizations do it
         for part in module.modules():
             for name, own in part._parameters.items():
                 if own is p:
@@ -96,19 +107,14 @@ def _has_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
 
 
 def _names(parameters: Iterable[Tensor]) -> str:
-    """The first three, as their modules call them, or by their shapes."""
+    """The first three, as their modules call them."""
     paths = {
         id(part): f"{path}." if path else ""
         for module in converted_modules()
         for path, part in module.named_modules()
     }
-    shown = []
-    for p in parameters:
-        holder = p._holder if isinstance(p, MCFTensor) else None
-        if holder is None or holder[2] != id(p):
-            shown.append(f"one of shape {tuple(p.shape)}")
-        else:
-            shown.append(paths.get(id(holder[0]()), "") + holder[1])
+    held = [holder for holder in map(_holder, parameters) if holder is not None]
+    shown = [paths.get(id(owner), "") + name for owner, name in held]
     others = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
     return ", ".join(shown[:3]) + others
 
