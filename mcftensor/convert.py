@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from mcftensor.arithmetic.counting import count_beside, moved, name_, start, unwritten
 from mcftensor.checkpoint.kept import forget, kept_in
 from mcftensor.checkpoint.modules import store_as_terms
+from mcftensor.checkpoint.state_dicts import ties
 from mcftensor.dispatch.casting import cast
 from mcftensor.dispatch.operands import rounded_by
 from mcftensor.dispatch.registry import implements
@@ -44,6 +45,7 @@ from mcftensor.scaling.switch import as_scaled, scalify, unscaled
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.sharded import format_of, local, on_local, place_of, require_unsharded
 from mcftensor.tensor.tensor import Role
+from mcftensor.training.conversions import note_conversion
 from mcftensor.training.gradient_hooks import GradientHook
 
 M = TypeVar("M", bound=nn.Module)
@@ -55,6 +57,9 @@ Whole = Mapping[int, MCFTensor]
 
 _converted: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
 """Modules with expansions, and the names of what overrides leave as it is."""
+
+_left: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
+"""Modules that `as_plain` was called with, and the names of parameters that were expansions."""
 
 
 @overload
@@ -320,6 +325,8 @@ def _module_as_expansion(
             plans[name] = x, wanted, role
     _carry_out("as_expansion", module, plans, choose.base, loaded)
     forget(module)
+    _left.pop(module, None)
+    note_conversion()
     for part in module.modules():
         if any(format_of(x) for x in _own_tensors(part).values()):
             register_load_hook(part, _keep_expansions)
@@ -329,6 +336,15 @@ def _module_as_expansion(
     _store_pretrained(module)
     _converted[module] = meant + _converted.get(module, [])
     return module
+
+
+def left_expansions() -> dict[int, str]:
+    """Parameters that `as_plain` made of expansions in a module, by identity: their names."""
+    found: dict[int, str] = {}
+    for module, names in list(_left.items()):
+        own = dict(module.named_parameters())
+        found |= {id(own[name]): name for name in names if name in own}
+    return found
 
 
 def converted_modules() -> list[nn.Module]:
@@ -436,6 +452,9 @@ def _module_as_plain(module: M, dtype: torch.dtype | None) -> M:
     plans: Plans = {name: (x, None, "value") for name, _, x in _tensors(module) if format_of(x)}
     _carry_out("as_plain", module, plans, dtype, {})
     forget(module)
+    if plans:
+        _left[module] = list(plans)
+        note_conversion()
     _converted.pop(module, None)
     for part in module.modules():
         remove_load_hook(part, _keep_expansions)
@@ -474,14 +493,28 @@ def _carry_out(
                     f"{where}: {name} of shape {tuple(x.shape)} is in use by an autograd graph or "
                     "a view; run backward, or delete the outputs and losses that hold it, first"
                 )
+        tied = _tied(plans)
         for name, (x, wanted, role) in plans.items():
-            if wanted is None:
+            if name in tied:
+                _exchange(x, _in_role(plans[tied[name]][0].detach(), role))
+            elif wanted is None:
                 _exchange(x, as_plain(x, dtype))
             else:
                 new = value_in(x, wanted, _named(name, x))
                 if id(x) in loaded:
                     new.copy_(loaded[id(x)])
                 _exchange(x, _in_role(new, role))
+
+
+def _tied(plans: Plans) -> dict[str, str]:
+    """For each tensor in the memory of an earlier one, as by `p.data = q.data`, its name."""
+    own = {name: x for name, (x, _, _) in plans.items() if local(x) is x}
+    return ties({name: x for name, x in own.items() if _has_memory(x)})
+
+
+def _has_memory(x: Tensor) -> bool:
+    part = x._read()[0] if isinstance(x, MCFTensor) else x
+    return type(part) in (Tensor, nn.Parameter) and part.layout == torch.strided
 
 
 def _is_free(x: Tensor) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mcftensor.patches.table import patch, row
+from mcftensor.patches.table import by_name, patch, row
 from mcftensor.tensor.sharded import format_of, with_lifted_shards
 from mcftensor.tensor.stepping import Step, closure, in_step
 
@@ -168,3 +168,25 @@ def _hooking_steps_over_numbers(hook: Callable[..., Any]) -> Callable[..., Any]:
             hooked.hooked = True
             cls.step = hooked  # type: ignore[method-assign]
     return hook_step
+
+
+before_clipping: list[Callable[[list[Tensor]], None]] = []
+"""What is told of the parameters whose gradients are about to be clipped by their norm; it may
+raise."""
+
+
+@patch(
+    "torch.nn.utils.clip_grad._clip_grads_with_norm_",
+    why="Where gradients are released in backward, `clip_grad_norm_` finds none and clips nothing.",
+    loss="clip_grad_norm_ returns 0 and clips nothing where gradients are released; give "
+    "mcf.step_in_backward clip_by_previous_norm.",
+    takes=("parameters",),
+)
+@by_name
+def _asking_first(clip: Callable[[], None], given: dict[str, Any]) -> None:
+    if before_clipping and not isinstance(given["parameters"], Tensor):
+        given["parameters"] = list(given["parameters"])
+    chosen = given["parameters"]
+    for function in before_clipping:
+        function([chosen] if isinstance(chosen, Tensor) else chosen)
+    clip()

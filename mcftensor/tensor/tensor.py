@@ -38,6 +38,17 @@ def _set_grad(x: Tensor, value: Tensor | None) -> None:
     _GRAD.__set__(x, value)
 
 
+def _require_computing(format: Format) -> None:
+    """Raise TypeError for a format that parameters cannot have."""
+    if format.shared and format.lends is None:
+        raise TypeError(
+            f"Parameter: {format.name} stores the states of optimizers; a model computes "
+            "with the leading component of its parameters, and here that is codes. Take "
+            "mcf.bf16i8, mcf.bf16i16 or mcf.e4m3i8"
+        )
+
+
+_DATA: Any = torch.Tensor.data
 _without_function: Any = torch._C._disabled_torch_function_impl
 COMPONENTS = tuple(f"_component{i}" for i in range(MAX_TERMS))
 
@@ -313,12 +324,8 @@ class MCFTensor(torch.Tensor):
 
     @_is_param.setter
     def _is_param(self, flag: bool) -> None:
-        if flag and self._format.shared and self._format.lends is None:
-            raise TypeError(
-                f"Parameter: {self._format.name} stores the states of optimizers; a model computes "
-                "with the leading component of its parameters, and here that is codes. Take "
-                "mcf.bf16i8, mcf.bf16i16 or mcf.e4m3i8"
-            )
+        if flag:
+            _require_computing(self._format)
         self.__dict__["_parameter"] = flag
         if flag:
             self._role = "parameter"
@@ -559,6 +566,9 @@ class MCFTensor(torch.Tensor):
     def data(self) -> Tensor:
         """The same terms, outside of autograd: it does not see what is written to them.
 
+        `p.data = expansion` has both share memory, as of plain tensors: `p` takes over the terms,
+        their format and their layout.
+
         `plain.data = expansion` cannot be intercepted, and leaves `plain` without memory: the next
         operation on it crashes. Write `plain.data.copy_(expansion)`, or
         `plain.data = mcf.as_plain(expansion, plain.dtype)`.
@@ -583,15 +593,18 @@ class MCFTensor(torch.Tensor):
                 f"data: shape {tuple(self.shape)} on {self.device} given data of shape "
                 f"{tuple(value.shape)} on {value.device}; make a new expansion instead"
             )
-        if value.format is not self._format or value.stride() != self.stride():
-            value = torch.empty_like(self).copy_(value)
-        assert isinstance(value, MCFTensor)
+        if self._is_param:
+            _require_computing(value._format)
         self._read()  # no longer on a tape
         self._is_own = False
+        if value.stride() != self.stride():
+            with torch._C.DisableTorchFunctionSubclass():
+                _DATA.__set__(self, value)  # which moves the layout alone
         new: dict[str, Any] = dict(
             zip(COMPONENTS, [x.detach() for x in value.components], strict=False)
         )
         new |= {"_writes": value._writes, "_first": value._first, "_factor": value._factor}
+        new["_format"] = value._format  # what is tied is of one format
         self.__dict__.update(new)  # all by one call
 
     def data_ptr(self) -> int:

@@ -96,7 +96,7 @@ def collage(optimizer: Opt, mode: Mode) -> Opt:
 
     The mode takes effect at once for states that exist, and for others when they are made, or at
     the end of the step that makes them. It holds through `load_state_dict` and `add_param_group`,
-    and another call replaces it. A deep copy of the optimizer has it; one by pickle is without it.
+    and another call replaces it. Deep copies and pickles of the optimizer have it.
 
     Args:
         optimizer: any `torch.optim.Optimizer` over expansion parameters.
@@ -150,7 +150,9 @@ def collage(optimizer: Opt, mode: Mode) -> Opt:
     if previous is not None:
         previous.remove()
     optimizer.__dict__["_collage"] = plan
-    optimizer.__dict__["__deepcopy__"] = functools.partial(_deepcopy, weakref.ref(optimizer), mode)
+    reference: weakref.ref[Optimizer] = weakref.ref(optimizer)
+    optimizer.__dict__["__deepcopy__"] = functools.partial(_deepcopy, reference, mode)
+    optimizer.__dict__["__reduce_ex__"] = functools.partial(_reduce, reference, mode)
     plan.attach(optimizer)
     plan.apply(optimizer)
     return optimizer
@@ -166,12 +168,27 @@ def _deepcopy(original: weakref.ref[Optimizer], mode: Mode, memo: Any) -> Optimi
     """A copy of an optimizer, in the same mode."""
     optimizer = original()
     assert optimizer is not None
-    own = optimizer.__dict__.pop("__deepcopy__")
+    own = {name: optimizer.__dict__.pop(name) for name in ("__deepcopy__", "__reduce_ex__")}
     try:
         copied = copy.deepcopy(optimizer, memo)
     finally:
-        optimizer.__dict__["__deepcopy__"] = own
+        optimizer.__dict__.update(own)
     return collage(copied, mode)
+
+
+def _reduce(original: weakref.ref[Optimizer], mode: Mode, protocol: Any) -> tuple[Any, ...]:
+    """What a pickle has of an optimizer: all that PyTorch stores, and the mode."""
+    optimizer = original()
+    assert optimizer is not None
+    reduced: Any = type(optimizer).__reduce_ex__(optimizer, protocol)
+    make, arguments, state, *_ = reduced
+    return make, arguments, (state, mode), None, None, _restore
+
+
+def _restore(optimizer: Optimizer, state: tuple[dict[str, Any], Mode]) -> None:
+    stored, mode = state
+    optimizer.__setstate__(stored)
+    collage(optimizer, mode)
 
 
 def _takes_hooks(optimizer: Optimizer) -> bool:

@@ -13,11 +13,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mcftensor.arithmetic.bases import NARROW
 from mcftensor.checkpoint.kept import rounded
-from mcftensor.convert import converted_modules, left_plain
-from mcftensor.patches.optimizers import parameters_of
+from mcftensor.convert import converted_modules, left_expansions, left_plain
+from mcftensor.patches.optimizers import has_expansions, parameters_of
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.sharded import format_of
+from mcftensor.training.conversions import latest_conversion
 
+_over_expansions: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers that have stepped expansions."""
+_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""Optimizers, and the latest conversion of a module when they were looked at."""
 _told: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
 
 
@@ -26,7 +31,8 @@ class PlainParameterWarning(UserWarning):
 
     They are of 16 bits in a model of expansions: they were frozen when `as_expansion` was called
     with it, or were added since. Or they were rounded when `load_state_dict` gave them expansions,
-    and `as_expansion` was not called afterwards. Raised once for each parameter, before the first
+    and `as_expansion` was not called afterwards; or `as_plain` made them plain in the middle of a
+    training. Raised once for each parameter, before the first
     step on it, and by `collage`.
     """
 
@@ -36,6 +42,8 @@ def warn_of_plain_parameters(optimizer: Optimizer, args: Any = (), kwargs: Any =
     if torch.compiler.is_compiling():
         return
     _warn_of_rounded_parameters(optimizer)
+    if _checked.get(optimizer) != latest_conversion():
+        _warn_of_left_expansions(optimizer)
     plain = [p for p in parameters_of(optimizer) if not isinstance(p, MCFTensor) and _is_narrow(p)]
     if not plain:
         return
@@ -70,6 +78,27 @@ def _warn_of_rounded_parameters(optimizer: Optimizer) -> None:
             f"{format.name} and are plain {p.dtype}, so they were rounded, and the run that was "
             "saved goes on with other bits. To go on with all terms, call mcf.as_expansion(model) "
             "after load_state_dict, or before it; if plain weights are meant, mcf.as_plain(model)",
+            PlainParameterWarning,
+            stacklevel=4,
+        )
+
+
+def _warn_of_left_expansions(optimizer: Optimizer) -> None:
+    """Of parameters that became plain since the optimizer was made or stepped."""
+    had_expansions = optimizer in _over_expansions or "_collage" in optimizer.__dict__
+    names = left_expansions() if had_expansions else {}
+    plain = [(names[id(p)], p) for p in parameters_of(optimizer) if id(p) in names]
+    plain = [(name, p) for name, p in plain if format_of(p) is None]
+    if has_expansions(optimizer):
+        _over_expansions.add(optimizer)
+    _checked[optimizer] = latest_conversion()
+    if plain:
+        others = f" and {len(plain) - 1} more" if len(plain) > 1 else ""
+        warnings.warn(
+            f"{type(optimizer).__name__} has stepped expansions, and {plain[0][0]}{others} are "
+            f"plain {plain[0][1].dtype} since mcf.as_plain(model), which converts in place. To "
+            "export a model in training, convert a copy: mcf.as_plain(copy.deepcopy(model)). To go "
+            "on with plain weights, make the optimizer anew",
             PlainParameterWarning,
             stacklevel=4,
         )

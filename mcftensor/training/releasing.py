@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from mcftensor.patches.optimizers import before_clipping
 from mcftensor.tensor.sharded import local
 from mcftensor.training.gradient_hooks import GradientHook, Handle, trained
 from mcftensor.training.plain_parameters import warn_of_plain_parameters
@@ -365,6 +366,22 @@ def are_released(parameters: Iterable[Tensor]) -> bool:
     chosen = set(parameters)
     return any(not chosen.isdisjoint(handle._names) for handle in _handles)
 
+
+def _require_held(parameters: list[Tensor]) -> None:
+    """Raise RuntimeError where gradients that are to be clipped have been released."""
+    for handle in list(_handles):
+        gone = {*handle._stepped, *handle._failed, *handle._norms}
+        names = [handle._names[p] for p in parameters if p.grad is None and p in gone]
+        if names:
+            raise RuntimeError(
+                f"clip_grad_norm_: the gradients of {_listed(names)} were released in backward, "
+                "and there is nothing left to clip. Give the norm to step_in_backward, as "
+                "clip_by_previous_norm or clip_value, or to the handle's measure_norm(max_norm), "
+                "and leave out this call"
+            )
+
+
+before_clipping.append(_require_held)
 
 _OF_DDP = (
     "DistributedDataParallel reduces gradients after the hooks of parameters, and its buckets hold "

@@ -27,7 +27,7 @@ Conversion = Callable[[Tensor, Tensor, str], Tensor]
 """What becomes of a tensor, the parameter that it belongs to, and the tensor's name."""
 
 # Bound to the instance, or to its parameters; a copy gets its own.
-_BOUND = ("step", "state", "param_groups", "_collage", "__deepcopy__")
+_BOUND = ("step", "state", "param_groups", "_collage", "__deepcopy__", "__reduce_ex__")
 
 # Attributes that make an expansion.
 _OF_EXPANSIONS = (*COMPONENTS, "_format", "_role", "_is_own", "_place", "_parameter")

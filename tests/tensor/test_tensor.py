@@ -259,9 +259,12 @@ class TestHazards:
         torch.testing.assert_close(exact(p), exact(new))  # data shares memory, both ways
         with pytest.raises(TypeError, match=r"plain torch\.float32"):
             p.data = torch.ones(4)
-        p.data = sample(mcf.bf16x3, 4)
-        assert p.format == mcf.bf16x2
-        torch.testing.assert_close(exact(p), exact(sample(mcf.bf16x3, 4)), rtol=2.0**-17, atol=0)
+        wider = sample(mcf.bf16x3, 4)
+        p.data = wider  # nothing is rounded: the format is taken over
+        assert_same_terms(p.detach(), wider)
+        wider.mul_(2)
+        assert_same_terms(p.detach(), wider)
+        p.data = sample(mcf.bf16x2, 4)
         with pytest.raises(TypeError, match="fp32x2"):
             p.data = sample(mcf.fp32x2, 4)
         with pytest.raises(ValueError, match="shape"):
@@ -271,8 +274,48 @@ class TestHazards:
     def test_assigning_data_of_another_layout(self):
         p, q = parameter(mcf.bf16x2, 3, 3), sample(mcf.bf16x2, 3, 3, seed=1)
         p.data = q.t()
-        assert p.stride() == p.components[0].stride() == (3, 1)
+        assert p.stride() == p.components[0].stride() == (1, 3)
         assert_same_terms(p.detach(), q.t())
+        with torch.no_grad():
+            p.add_(1)
+        assert_same_terms(p.detach(), q.t())
+        p.sum().backward()
+        assert torch.equal(p.grad, torch.ones(3, 3, dtype=torch.bfloat16))
+
+    @pytest.mark.parametrize("format", [None, mcf.bf16i16, mcf.e4m3i8, mcf.fp32x2])
+    @pytest.mark.parametrize("when", ["before", "after"])
+    def test_weights_that_are_tied_by_data(self, when, format):
+        embed, head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)  # of bf16x3 and bf16x2
+        model = nn.Sequential(embed, head)
+        if when == "before":
+            head.weight.data = embed.weight.data
+        mcf.as_expansion(model, format)
+        if when == "after":
+            head.weight.data = embed.weight.data
+        for p, q in ((embed.weight, head.weight), (head.weight, embed.weight)):
+            with torch.no_grad():
+                p.add_(1e-3)
+            assert p.format == q.format
+            assert torch.equal(exact(p), exact(q))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for p in model.parameters():
+            p.grad = torch.ones(p.shape, dtype=p.dtype)
+        before = exact(head.weight)
+        optimizer.step()
+        torch.testing.assert_close(
+            before - exact(head.weight), torch.full((7, 4), 0.1).double(), rtol=0.1, atol=0
+        )
+        assert torch.equal(exact(embed.weight), exact(head.weight))
+        mcf.as_plain(model)
+        with torch.no_grad():
+            head.weight.fill_(3)
+        assert torch.equal(embed.weight, head.weight)
+
+    def test_a_parameter_takes_no_format_of_states(self):
+        p = nn.Parameter(mcf.as_expansion(torch.ones(2, 32), mcf.bf16i8))
+        state = mcf.as_expansion(torch.ones(2, 32), mcf.mxfp8)
+        with pytest.raises(TypeError, match="mxfp8"):
+            p.data = state
 
     def test_vectors_of_parameters(self):
         model = mcf.as_expansion(small_model())
@@ -281,7 +324,7 @@ class TestHazards:
         with torch.no_grad():
             nn.utils.vector_to_parameters(vector * 2, model.parameters())
         for p, q in zip(model.parameters(), before.parameters(), strict=True):
-            assert_same_terms(p.detach(), (q * 2).detach())
+            assert torch.equal(exact(p), 2 * exact(q))
 
     def test_set_raises(self):
         x = sample(mcf.bf16x2, 4)

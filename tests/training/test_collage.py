@@ -1,14 +1,16 @@
 """Collage modes: which states are expansions, and what they survive."""
 
 import copy
+import functools
 import io
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
 import mcftensor as mcf
-from support.helpers import assert_same_terms, small_model
+from support.helpers import assert_same_bits, assert_same_terms, small_model
 
 SECOND = ("exp_avg_sq", "max_exp_avg_sq")
 
@@ -373,3 +375,38 @@ class TestCopies:
         train(model, optimizer)
         train(second, copied)
         assert kinds(copied) != kinds(optimizer)
+
+
+@pytest.mark.parametrize("mode", ["light", "plus", "full", "compact", {"exp_avg": mcf.bf16x3}])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_pickled_optimizer_keeps_its_mode(mode, steps):
+    def train(model, optimizer, seed):
+        generator = torch.Generator().manual_seed(seed)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator).bfloat16()
+        optimizer.step()
+
+    model = mcf.as_expansion(nn.Linear(64, 3))
+    optimizer = mcf.collage(torch.optim.AdamW(model.parameters(), lr=1e-2), mode)
+    for i in range(steps):
+        train(model, optimizer, i)
+    for dump, load in (
+        (pickle.dumps, pickle.loads),
+        (functools.partial(pickle.dumps, protocol=2), pickle.loads),
+        (through_torch, lambda content: torch.load(content, weights_only=False)),
+    ):
+        second, copied = load(dump(copy.deepcopy((model, optimizer))))
+        first, own = copy.deepcopy((model, optimizer))
+        for each in ((first, own), (second, copied)):
+            train(*each, 7)
+        assert_same_bits(copied.state_dict(), own.state_dict())
+        assert_same_bits(second.state_dict(), first.state_dict())
+        again = pickle.loads(pickle.dumps(copied))
+        assert again.__dict__["_collage"].mode == copied.__dict__["_collage"].mode
+
+
+def through_torch(x):
+    content = io.BytesIO()
+    torch.save(x, content)
+    content.seek(0)
+    return content

@@ -66,3 +66,19 @@ def test_what_is_wide_enough_or_meant_is_not_told(make):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         steps(make())
+
+
+def test_second_moments_of_a_plain_run():
+    plain = nn.Linear(4, 3).bfloat16()
+    optimizer = torch.optim.AdamW(plain.parameters(), foreach=False)
+    steps(optimizer, 1)
+    mcf.as_expansion(plain)
+    match = r"AdamW keeps .*: exp_avg_sq \(bfloat16\)\. .*mcf\.collage\(optimizer, 'plus'\)"
+    with pytest.warns(mcf.NarrowStateWarning, match=match):
+        steps(optimizer, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        steps(optimizer, 1)
+        mcf.collage(optimizer, "light")
+        mcf.as_expansion(nn.Linear(1, 1))
+        steps(optimizer, 1)

@@ -1,5 +1,6 @@
 """Parameters that are plain in a model of expansions are named before they lose their updates."""
 
+import copy
 import warnings
 
 import pytest
@@ -133,3 +134,40 @@ class TestAnotherCall:
         model = half_frozen()
         with pytest.raises(ValueError, match="or again where parameters were frozen"):
             mcf.collage(torch.optim.SGD(model[0].parameters(), lr=1e-6), "plus")
+
+
+class TestPlainAgain:
+    """`as_plain` in the middle of a training."""
+
+    @pytest.mark.parametrize("dtype", [None, torch.float32])
+    @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+    def test_the_next_step_warns_once(self, kind, dtype):
+        model = mcf.as_expansion(small_model())
+        optimizer = kind(model.parameters(), lr=1e-3, foreach=False)
+        step(model, optimizer)
+        mcf.as_plain(model, dtype)
+        for state in optimizer.state.values():
+            state.clear()
+        match = rf"{kind.__name__} has stepped expansions, and 0\.weight and \d more.*deepcopy"
+        with pytest.warns(mcf.PlainParameterWarning, match=match):
+            step(model, optimizer)
+        step(model, optimizer)
+
+    def test_part_of_a_model(self):
+        model = mcf.as_expansion(small_model())
+        optimizer = mcf.collage(torch.optim.SGD(model.parameters(), lr=1e-3), "plus")
+        mcf.as_plain(model[3], torch.float32)
+        with pytest.warns(mcf.PlainParameterWarning, match="and weight and 1 more are plain"):
+            step(model, optimizer)
+
+    def test_what_is_meant_is_not_told(self):
+        model = mcf.as_expansion(small_model())
+        optimizer = torch.optim.AdamW(model.parameters())
+        step(model, optimizer)
+        mcf.as_plain(copy.deepcopy(model))
+        step(model, optimizer)
+        mcf.as_plain(model)
+        mcf.as_expansion(model)
+        step(model, optimizer)
+        mcf.as_plain(model)
+        step(model, torch.optim.AdamW(model.parameters()))

@@ -1090,3 +1090,32 @@ def test_peak_memory():
     # Of all gradients, which are 48 MiB; a bucket and the one that is made are 3 of 24.
     assert share("kept") > 0.9
     assert share("released") < 0.25
+
+
+@pytest.mark.parametrize("format", [None, mcf.bf16x2])
+def test_clipping_of_released_gradients_raises(format):
+    model = nn.Linear(4, 4) if format is None else mcf.as_expansion(nn.Linear(4, 4), format)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(1, 4, dtype=model.weight.dtype)
+    with mcf.step_in_backward(model, optimizer) as handle:
+        assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 0  # before any backward
+        model(x).sum().backward()
+        match = r"gradients of weight, bias were released.*clip_by_previous_norm"
+        for given in (model.parameters(), list(model.parameters())):
+            with pytest.raises(RuntimeError, match=match):
+                nn.utils.clip_grad_norm_(given, 1.0)
+        with pytest.raises(RuntimeError, match="gradients of weight were released"):
+            nn.utils.clip_grad_norm_(model.weight, 1.0)
+        optimizer.step()
+        with handle.no_step():
+            model(x).sum().backward()
+        assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 1
+        optimizer.step()
+        optimizer.zero_grad()
+        with handle.measure_norm(1.0):
+            model(x).sum().backward()
+            with pytest.raises(RuntimeError, match="clip_by_previous_norm"):
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 1
