@@ -54,6 +54,9 @@ from mcftensor.scaling import scalify as scalify
 from mcftensor.selfcheck import SelfCheckError as SelfCheckError
 from mcftensor.selfcheck import selfcheck as selfcheck
 from mcftensor.tensor import MCFTensor as MCFTensor
+from mcftensor.tensor.rounded import RoundedError as RoundedError
+from mcftensor.tensor.rounded import RoundedWarning as RoundedWarning
+from mcftensor.tensor.rounded import when_rounded as when_rounded
 from mcftensor.training.accumulation import accumulate_gradients as accumulate_gradients
 from mcftensor.training.collage import collage as collage
 from mcftensor.training.detached import DetachedParameterWarning as DetachedParameterWarning

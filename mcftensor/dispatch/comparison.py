@@ -32,6 +32,7 @@ from mcftensor.formats import Format
 from mcftensor.kernels.opaque import opaque
 from mcftensor.passes import expansion
 from mcftensor.tensor import LiftedTensor, MCFTensor
+from mcftensor.tensor.rounded import rounding
 
 aten = torch.ops.aten
 Terms = Sequence[Tensor]
@@ -108,7 +109,10 @@ def _register_choice(name: str, select: Callable[..., list[Tensor]]) -> None:
     @of_terms
     def choice_into(func: Any, *args: Any, out: Tensor | None = None) -> Any:
         target = args[0] if out is None else out
-        store(target, _chosen(name, args, select))
+        chosen = _chosen(name, args, select)
+        if not isinstance(target, MCFTensor):
+            rounding(func, [chosen], target)
+        store(target, chosen)
         return target
 
     register_forms(name, choice, choice_into, choice_into)

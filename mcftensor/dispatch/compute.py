@@ -152,7 +152,7 @@ def _in_float64(
     written = [x for _, x in written_to(func, args, kwargs)]
     result = _evaluated(func, tree_map(widen, args), tree_map(widen, kwargs))
     written = [x for x in written if id(x) in copies]  # integers are written to as they are
-    assign(func, written, [copies[id(x)] for x in written])
+    assign(func, written, [copies[id(x)] for x in written], found)
     originals = {id(copies[id(x)]): x for x in written}
 
     def narrow(x: Any) -> Any:

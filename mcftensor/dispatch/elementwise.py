@@ -25,6 +25,7 @@ from mcftensor.dispatch.operands import (
     component_columns,
     computes_plainly,
     count_write,
+    expansions,
     leading,
     overwrite,
     plain,
@@ -39,6 +40,7 @@ from mcftensor.formats import PLAIN, Format, PlainFormat
 from mcftensor.kernels.columns import are_same, places_of, repeated
 from mcftensor.kernels.opaque import is_bare
 from mcftensor.passes.expressions import NUMBER, Operand, carry_out, empty, evaluate
+from mcftensor.tensor.rounded import rounding
 from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
 aten = torch.ops.aten
@@ -267,6 +269,8 @@ def arithmetic_into(
     elif are_lifted(operands) or common_role(operands) == "parameter":
         func(*leading(args), **leading(kwargs))
         return target
+    if format is None:
+        rounding(name, expansions(operands), target)
     (result,) = evaluated(name, columns, keywords, 1, format)
     store(target, result)
     return target

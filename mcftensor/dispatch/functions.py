@@ -177,7 +177,7 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
     if out is None:
         return tree_map(narrow, result)
     require_no_grad(name, (args, kwargs, out))
-    return assign_tree(name, out, result)
+    return assign_tree(name, out, result, found)
 
 
 # ------------------------------------------------------------------------------- of parameters

@@ -256,7 +256,7 @@ def by_algorithm(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
 
     result = found_for(*tree_map(enter, args), **tree_map(enter, kwargs))
     if targets:
-        assign(func, targets, [result])
+        assign(func, targets, [result], found)
         return targets[0]
     if dtype not in (None, format.dtype) and isinstance(result, MCFTensor):
         return result._collapsed(dtype)

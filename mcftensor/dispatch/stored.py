@@ -8,7 +8,7 @@ the numbers. On a CPU large tensors are taken block by block, so that memory is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -42,6 +42,7 @@ from mcftensor.passes.recoding import (
     encode_in_parts,
     recode,
 )
+from mcftensor.tensor.rounded import rounding
 from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
 # Elements whose numbers fit into the caches of a CPU, and are work enough for its threads.
@@ -117,6 +118,7 @@ def _on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     written = {id(x): x for _, x in written_to(func, args, kwargs) if _is_decoded(x)}
     if written and are_lifted((args, kwargs)) and not expansions(list(written.values())):
         return func(*leading(args), **leading(kwargs))
+    _say_what_is_rounded(func, written.values(), (args, kwargs))
     if _is_noted(func, args, kwargs):
         return args[0]
     if _goes_in_blocks(func, args, kwargs):
@@ -129,6 +131,12 @@ def _on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         store_numbers([x], [copies[i]])
         originals[id(copies[i])] = x
     return tree_map(lambda x: originals.get(id(x), x), result)
+
+
+def _say_what_is_rounded(func: Any, written: Iterable[Tensor], operands: Any) -> None:
+    for x in written:
+        if not isinstance(x, MCFTensor):  # of 16 bits
+            rounding(func, expansions(operands), x)
 
 
 def _is_noted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -460,6 +468,7 @@ def _chunk_on_numbers(
     if func._schema.is_mutable:
         targets = given[0]
         written = [x for x in targets if id(x) in copies]
+        _say_what_is_rounded(func, written, (given, kwargs))
         store_numbers(written, [copies[id(x)] for x in written])
         return targets
     rows_of = zip(*(x for x in (*given, *kwargs.values()) if type(x) is list), strict=True)

@@ -52,6 +52,7 @@ from mcftensor.kernels.opaque import is_bare
 from mcftensor.passes.recoding import lent as lent_by
 from mcftensor.tensor import LiftedTensor, MCFTensor, Role
 from mcftensor.tensor.lending import LentTensor, holding, lent_views
+from mcftensor.tensor.rounded import rounding
 
 aten = torch.ops.aten
 
@@ -367,6 +368,7 @@ def to_copy(func: Any, x: MCFTensor, *, dtype: torch.dtype | None = None, **kwar
 def copy_(func: Any, target: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
     """Between equal formats a bare copy of terms; otherwise one rounding."""
     if not isinstance(target, MCFTensor):
+        rounding(func, [source], target)
         func(target, source._collapsed(target.dtype), non_blocking)
         return target
     if source.is_complex():
@@ -405,6 +407,9 @@ def fill_(func: Any, target: Tensor, value: Any = 0.0) -> Tensor:
 )
 def masked_fill(func: Any, x: Any, mask: Tensor, value: Any) -> Any:
     """Elements under a mask set to one number, at full precision."""
+    if func.overloadpacket is aten.masked_fill_ and _goes_to_plain(x, value):
+        rounding(func, [value], x)
+        return func(x, mask, value._collapsed(x.dtype))
     if not isinstance(x, MCFTensor) or isinstance(mask, MCFTensor):
         return compute(func, x, mask, value)
     if in_rows([x]):
@@ -417,6 +422,12 @@ def masked_fill(func: Any, x: Any, mask: Tensor, value: Any) -> Any:
         return x._like(filled, own=True)
     fill(x, filled)
     return x
+
+
+def _goes_to_plain(target: Any, source: Any) -> bool:
+    """Whether elements of an expansion are put into a plain tensor of floats."""
+    is_plain = not isinstance(target, MCFTensor) and target.is_floating_point()
+    return is_plain and isinstance(source, MCFTensor)
 
 
 # What these call the elements that are put into `self`.
@@ -473,7 +484,15 @@ def _elements(source: Any, format: Format, device: torch.device) -> Sequence[Any
     aten.constant_pad_nd,  # F.pad
 )
 def place(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Elements put into places of a tensor."""
+    """Elements put into places of a tensor; those of a parameter in a plain one, as by copy_."""
+    if not isinstance(args[0], MCFTensor) and func._schema.name.endswith("_"):
+        named = named_arguments(func, args, kwargs)
+        name = next((name for name in _SOURCES if name in named), "value")
+        source = named.pop(name, 0)
+        is_sum = expansions(named) or named.get("accumulate")
+        if not is_sum and _goes_to_plain(args[0], source):
+            rounding(func, [source], args[0])
+            return func(**named, **{name: source._collapsed(args[0].dtype)})
     if in_rows([*args, *kwargs.values()]):
         return place_in_rows(func, args, kwargs)
     named = named_arguments(func, args, kwargs)

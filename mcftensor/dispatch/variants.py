@@ -59,7 +59,8 @@ def by_functional_form(func: Any, *args: Any, **kwargs: Any) -> Any:
         args, options = _whole((args, options))
     elif new not in TABLE:  # where it would be evaluated in float64 and rounded to the format first
         return compute(func, *args, **kwargs)
-    written = assign_tree(func, targets, new(*args, **options))
+    values = [x for x in expansions((args, options)) if x.acts_as == "value"]
+    written = assign_tree(func, targets, new(*args, **options), values)
     return written if func._schema.returns else None
 
 

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from mcftensor.dispatch.operands import expansions, plainly, require_castable
 from mcftensor.tensor import MCFTensor
+from mcftensor.tensor.rounded import rounding
 
 
 def written_to(
@@ -29,8 +30,13 @@ def written_to(
                     yield argument.name, x
 
 
-def assign(func: Any, targets: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-    """Write each result into its target with one rounding.
+def assign(
+    func: Any,
+    targets: Sequence[Tensor],
+    results: Sequence[Tensor],
+    operands: Sequence[MCFTensor] = (),
+) -> None:
+    """Write each result, which was computed from operands, into its target with one rounding.
 
     As everywhere in PyTorch, a plain target without elements takes the shape of its result.
 
@@ -47,6 +53,8 @@ def assign(func: Any, targets: Sequence[Tensor], results: Sequence[Tensor]) -> N
                 f"{tuple(target.shape)}"
             )
             raise refusal(func, expansions([*targets, *results]), reason)
+        if not isinstance(target, MCFTensor) and result.is_floating_point():
+            rounding(func, [*operands, *expansions(result)], target)
     for target, result in zip(targets, results, strict=True):
         if target.shape != result.shape:
             target.resize_(result.shape)
@@ -55,10 +63,10 @@ def assign(func: Any, targets: Sequence[Tensor], results: Sequence[Tensor]) -> N
         target.copy_(result)
 
 
-def assign_tree(func: Any, out: Any, result: Any) -> Any:
-    """Write results into the tensors of `out`, which come back as the results would."""
+def assign_tree(func: Any, out: Any, result: Any, operands: Sequence[MCFTensor] = ()) -> Any:
+    """Write results of operands into the tensors of `out`, which come back as the results would."""
     targets, (results, structure) = tree_leaves(out), tree_flatten(result)
-    assign(func, targets, results)
+    assign(func, targets, results, operands)
     return tree_unflatten(targets, structure)
 
 

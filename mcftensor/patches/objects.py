@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mcftensor.patches.table import by_name, patch, row
+from mcftensor.tensor.rounded import saying_itself
 from mcftensor.tensor.sharded import format_of
 from mcftensor.tensor.taped import TapedTensor
 
@@ -146,7 +147,7 @@ def _finding_terms(load: Callable[[], Any], given: dict[str, Any]) -> Any:
 )
 @by_name
 def _telling_what_is_loaded(load: Callable[[], None], given: dict[str, Any]) -> None:
-    load()
+    saying_itself(load)
     if not given["local_metadata"].get("assign_to_params_buffers", False):
         for function in after_loading_module:
             function(given["self"], given["state_dict"], given["prefix"])

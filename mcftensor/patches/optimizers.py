@@ -122,7 +122,10 @@ def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:
         args = tuple([_outside_of_it(x) for x in args])
         kwargs = {name: _outside_of_it(x) for name, x in kwargs.items()}
 
+        plan = self.__dict__.get("_collage")
+
         def over_gradients(own: Step) -> Any:
+            own.has_plain_states = plan is not None and plan.makes_plain
             return with_lifted_shards(own, parameters_of(self), lambda: step(self, *args, **kwargs))
 
         return in_step(over_gradients)

@@ -33,6 +33,7 @@ class Step:
         self.made: WeakIdKeyDictionary = WeakIdKeyDictionary() if outer is None else outer.made
         self.tape = Tape()
         self.is_outermost = outer is None
+        self.has_plain_states = False  # as `collage` was told
 
     def number_beside(self, x: Tensor) -> int:
         """How many tensors were made like this one before."""

@@ -253,6 +253,11 @@ class MCFTensor(torch.Tensor):
             raise AttributeError(f"{self._format.name} is gathered by its leading component")
 
     @property
+    def has_tails(self) -> bool:
+        """Whether it may be more than its leading component."""
+        return True
+
+    @property
     def is_part(self) -> bool:
         """Whether it shares scales, and its memory is a part of what was made."""
         return self._factor is not None and not self._factor.is_of_all(self._held())
@@ -652,6 +657,7 @@ class LiftedTensor(MCFTensor):
     _views: list[tuple[weakref.ref[LiftedTensor], Callable[[Tensor], Tensor]]]
 
     is_sparse = False  # optimizers ask it of every gradient
+    has_tails = False
 
     @staticmethod
     def over(plain: Tensor, format: Format) -> LiftedTensor:

@@ -250,6 +250,7 @@ class _Plan:
                 f"collage: unknown mode {mode!r}; use 'light', 'plus', 'full', 'compact', or a "
                 "dict from names of states to formats"
             )
+        self.makes_plain = None in self.named.values()
 
     def _check_names(self, optimizer: Optimizer) -> None:
         known = {name for state in optimizer.state.values() for name in state}

@@ -1,0 +1,172 @@
+"""What happens where an expansion is rounded to a plain tensor though nobody asked for it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from mcftensor.arithmetic.bases import BASES
+from mcftensor.formats import Format
+from mcftensor.tensor.stepping import current_step
+
+Action = Literal["ignore", "warn", "raise"]
+_ACTIONS = ("ignore", "warn", "raise")
+_FOLDERS = tuple(
+    f"{Path(str(sys.modules[name].__file__)).parent}{os.sep}" for name in ("torch", "mcftensor")
+)
+
+R = TypeVar("R")
+
+
+class RoundedWarning(UserWarning):
+    """An expansion was rounded to a plain tensor though nobody asked for it.
+
+    Raised once for each line of the caller's code; `when_rounded` says what happens instead.
+    """
+
+
+class RoundedError(FloatingPointError):
+    """An expansion would be rounded to a plain tensor, where `when_rounded("raise")` forbids it."""
+
+
+class _Thread(threading.local):
+    action: Action = "warn"
+
+
+_thread = _Thread()
+
+
+class when_rounded:
+    """Say what happens where an expansion is rounded to a plain tensor though nobody asked.
+
+    The setting holds for this thread from the call on; as a context manager it restores the former
+    one at the end, as `numpy.errstate` and `torch.set_grad_enabled` do.
+
+    An operation asks for no rounding where it writes an expansion, or a result computed from a
+    value, into a plain floating tensor that it is given and whose dtype has fewer bits than the
+    format: `plain.copy_(x)`, `plain[i] = x`, `plain.add_(x)`, `torch.stack(xs, out=plain)`. These
+    are no such places:
+
+    - conversions, which ask for it: `mcf.as_plain`, `x.to(dtype)` to another dtype than that of
+      the terms, `float(x)`, `x.numpy()` and all that NumPy is given;
+    - targets that hold every number of the format to the bits that it promises: float32 for
+      `bf16x2`, `bf16x3` and `bf16i16`, float64 for these and `fp32x2`; and targets of integers;
+    - expansions as targets, which round to their own format;
+    - arithmetic on parameters outside of a step, which uses leading terms; a copy of a parameter
+      is such a place;
+    - within a step, gradients, which are plain, and all of an optimizer some of whose states
+      `collage` has made plain.
+
+    Args:
+        action: `"ignore"`, `"warn"` (the default: a `RoundedWarning` once for each line of the
+            caller's code), or `"raise"`, a `RoundedError` before anything is written.
+
+    Raises:
+        ValueError: another action.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> y = mcf.as_expansion(torch.tensor([0.1, 0.2], dtype=torch.float64), mcf.fp32x2)
+        >>> stages = torch.empty(3, 2, dtype=y.dtype)
+        >>> with mcf.when_rounded("raise"):
+        ...     stages[0] = y
+        Traceback (most recent call last):
+        ...
+        mcftensor.tensor.rounded.RoundedError: copy_: an expansion in fp32x2 of shape (2,) would ...
+        >>> stages = torch.empty(3, 2, dtype=mcf.fp32x2)
+        >>> with mcf.when_rounded("raise"):
+        ...     stages[0] = y
+    """
+
+    def __init__(self, action: Action) -> None:
+        if action not in _ACTIONS:
+            known = ", ".join(map(repr, _ACTIONS))
+            raise ValueError(f"when_rounded: {action!r} is none of {known}")
+        self._former = _thread.action
+        self.action: Action = action
+        _thread.action = action
+
+    def __enter__(self) -> when_rounded:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        _thread.action = self._former
+
+    def __repr__(self) -> str:
+        return f"when_rounded({self.action!r})"
+
+
+def saying_itself(function: Callable[[], R]) -> R:
+    """Call a function that warns of what it rounds by a message of its own."""
+    outer = _thread.action
+    try:
+        if outer == "warn":
+            _thread.action = "ignore"
+        return function()
+    finally:
+        _thread.action = outer
+
+
+def holds(dtype: torch.dtype, format: Format) -> bool:
+    """Whether a plain target takes every number of a format to the bits that the format promises;
+    one of integers is a conversion that was asked for."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return True
+    own, leading = BASES.get(dtype.to_real()), BASES.get(format.dtype)
+    return (
+        own is not None
+        and own.precision >= format.precision
+        and (leading is None or own.max_exponent >= leading.max_exponent)
+    )
+
+
+def rounding(operation: Any, sources: Iterable[Any], target: Tensor) -> None:
+    """Warn or raise where expansions are about to be rounded into a plain tensor."""
+    action = _thread.action
+    if action == "ignore" or torch.compiler.is_dynamo_compiling():
+        return
+    # What has no tails yet is exact.
+    lost = [x for x in sources if x.has_tails and not holds(target.dtype, x.format)]
+    step = current_step()
+    if not lost or (step is not None and step.has_plain_states):
+        return
+    name = getattr(operation, "overloadpacket", operation)
+    name = getattr(name, "__name__", str(name))
+    format = lost[0].format
+    repair = (
+        f"To keep all terms, give a target in the format, such as torch.empty_like(x) or "
+        f"torch.empty(shape, dtype=x.format); where rounding is wanted, say so by "
+        f"mcf.as_plain(x, {target.dtype})"
+    )
+    if action == "raise":
+        raise RoundedError(
+            f"{name}: an expansion in {format.name} of shape {tuple(lost[0].shape)} would be "
+            f"rounded to {target.dtype}, in a plain tensor of shape {tuple(target.shape)}. {repair}"
+        )
+    frame = _caller()
+    warnings.warn_explicit(
+        f"{name}: an expansion in {format.name} is rounded to {target.dtype}, in a plain tensor. "
+        f'{repair}. mcf.when_rounded("raise") makes this an error, "ignore" ends it',
+        RoundedWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        frame.f_globals.get("__name__", "<unknown>"),
+        frame.f_globals.setdefault("__warningregistry__", {}),  # once a line, as by warnings.warn
+    )
+
+
+def _caller() -> FrameType:
+    """The frame of the line that is neither PyTorch's nor the library's."""
+    frame = outermost = sys._getframe(1)
+    while frame.f_code.co_filename.startswith((*_FOLDERS, "<frozen")) and frame.f_back:
+        frame = frame.f_back
+    return frame if not frame.f_code.co_filename.startswith(_FOLDERS) else outermost
