@@ -489,7 +489,7 @@ def place(func: Any, *args: Any, **kwargs: Any) -> Any:
         named = named_arguments(func, args, kwargs)
         name = next((name for name in _SOURCES if name in named), "value")
         source = named.pop(name, 0)
-        is_sum = expansions(named) or named.get("accumulate")
+        is_sum = named.get("accumulate") or expansions(named)
         if not is_sum and _goes_to_plain(args[0], source):
             rounding(func, [source], args[0])
             return func(**named, **{name: source._collapsed(args[0].dtype)})
