@@ -41,7 +41,13 @@ from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.foreach import foreach
 from mcftensor.dispatch.functions import WHOLE, evaluate_whole
 from mcftensor.dispatch.registry import SHORTCUTS, TABLE, Handler
-from mcftensor.dispatch.variants import by_functional_form, evaluate_into, functional
+from mcftensor.dispatch.variants import (
+    by_functional_form,
+    computes_in_place,
+    evaluate_into,
+    functional,
+    onto_plain,
+)
 from mcftensor.tensor import MCFTensor
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -54,6 +60,11 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _handler(func: Any) -> Handler:
+    handler = _own_handler(func)
+    return onto_plain(handler) if computes_in_place(func) else handler
+
+
+def _own_handler(func: Any) -> Handler:
     handler = TABLE.get(func) or TABLE.get(func.name())
     if handler is not None:
         return handler

@@ -35,6 +35,7 @@ from mcftensor.dispatch.writing import assign_tree, refusal, require_no_grad
 from mcftensor.formats import Format, named
 from mcftensor.kernels.opaque import is_bare
 from mcftensor.tensor import MCFTensor
+from mcftensor.tensor.stepping import current_step, outside
 
 # ----------------------------------------------------------------------------------- of values
 
@@ -246,3 +247,15 @@ def _is_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 SHORTCUTS[torch.is_complex] = SHORTCUTS[Tensor.is_complex] = _is_complex
+
+
+def _differentiated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A backward pass that a step asks for is no part of it: in its formulas parameters lend, as
+    they do in a forward pass."""
+    if current_step() is None:
+        return NotImplemented
+    with torch._C.DisableTorchFunctionSubclass():
+        return outside(lambda: func(*args, **kwargs))
+
+
+SHORTCUTS[torch.autograd.grad] = _differentiated  # AdaHessian, Sophia

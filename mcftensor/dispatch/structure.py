@@ -249,10 +249,10 @@ def like(func: Any, x: MCFTensor, **kwargs: Any) -> Any:
     `Module.to_empty` make what is to hold the parameter.
     """
     if _asks_other(x, kwargs) or _within_graph(x):
-        return func(_template(x), **kwargs)
+        return func(template(x), **kwargs)
     format, is_empty = _of_states(x), func is aten.empty_like.default
     if format is not x._format and not (is_empty and x._format is not lent):
-        plain = _template(x)
+        plain = template(x)
         made = [func(plain, **{**kwargs, "dtype": y.dtype}) for y in format.components]
         return MCFTensor.of(made, format, own=True)
     if in_rows([x]):
@@ -270,7 +270,7 @@ def like(func: Any, x: MCFTensor, **kwargs: Any) -> Any:
 def new(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
     """As `like`, of another shape; the role stays."""
     if _asks_other(x, kwargs):
-        return func(_template(x), *args, **kwargs)
+        return func(template(x), *args, **kwargs)
     if isinstance(x, LentTensor):
         x = x._source
     if in_rows([x]):
@@ -283,7 +283,7 @@ def _of_states(x: MCFTensor) -> Format:
     return x._format.of_states if x._role == "parameter" else x._format
 
 
-def _template(x: MCFTensor) -> Tensor:
+def template(x: MCFTensor) -> Tensor:
     """A plain tensor laid out as one, and of its dtype."""
     if x._component0.dtype == x._format.dtype:
         return x._component0
@@ -306,7 +306,7 @@ def filled_like(func: Any, x: MCFTensor, *value: Any, **kwargs: Any) -> Any:
     are.
     """
     if _asks_other(x, kwargs) or _within_graph(x):
-        return func(_template(x), *value, **kwargs)
+        return func(template(x), *value, **kwargs)
     if _of_states(x) is not x._format:
         return torch.zeros_like(x, **kwargs).fill_(*value or (1.0,))
     if in_rows([x]):
@@ -318,7 +318,7 @@ def filled_like(func: Any, x: MCFTensor, *value: Any, **kwargs: Any) -> Any:
 def new_filled(func: Any, x: MCFTensor, size: Any, *value: Any, **kwargs: Any) -> Any:
     """As `filled_like`, of another shape; the role stays."""
     if _asks_other(x, kwargs):
-        return func(_template(x), size, *value, **kwargs)
+        return func(template(x), size, *value, **kwargs)
     if in_rows([x]):
         return x.new_empty(size, **kwargs).fill_(*value or (1.0,))
     return _filled(lambda t: t.new_empty(size, **kwargs), x, x.role, *value)

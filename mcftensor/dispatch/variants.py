@@ -6,17 +6,19 @@ They are the functional form and a copy of its results, so that all terms are wr
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from mcftensor.arithmetic.bases import BASES
 from mcftensor.dispatch.compute import compute
-from mcftensor.dispatch.operands import expansions
-from mcftensor.dispatch.registry import TABLE
+from mcftensor.dispatch.operands import expansions, only_stores, plainly
+from mcftensor.dispatch.registry import TABLE, Handler
 from mcftensor.dispatch.writing import assign_tree, require_no_grad, written_to
-from mcftensor.tensor import MCFTensor
+from mcftensor.tensor import LiftedTensor, MCFTensor
 
 aten = torch.ops.aten
 
@@ -81,3 +83,94 @@ def _whole(inputs: Any) -> Any:
         ),
         inputs,
     )
+
+
+# --------------------------------------------------------------------------- onto plain tensors
+
+# These round once by themselves.
+_ALONE = ("copy_", "_foreach_copy_", "fill_", "set_")
+
+
+def computes_in_place(func: Any) -> bool:
+    """Whether an operator computes what it writes to its first argument."""
+    name = func.overloadpacket.__name__
+    return (
+        func.namespace == "aten"
+        and name.endswith("_")
+        and name not in _ALONE
+        and not name.startswith("_fused_")
+        and torch.Tag.nondeterministic_seeded not in func.tags
+    )
+
+
+def onto_plain(handler: Handler) -> Handler:
+    """A handler of an operator that writes in place, which leaves plain targets to PyTorch's own
+    operation in a dtype that holds all operands, so that they are rounded to once."""
+
+    def onto(func: Any, *args: Any, **kwargs: Any) -> Any:
+        targets = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+        if any(isinstance(x, MCFTensor) for x in targets):
+            return handler(func, *args, **kwargs)
+        wide = _wide_for(targets, args, kwargs)
+        if wide is None:
+            return handler(func, *args, **kwargs)
+        return _in_dtype(func, wide, args, kwargs)
+
+    return onto
+
+
+def _wide_for(
+    targets: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.dtype | None:
+    """The dtype for an operation on values that writes to plain tensors of one dtype; None where
+    handlers compute to as many bits in the formats of the values."""
+    found = expansions((args, kwargs))
+    if not targets or not found:
+        return None
+    dtype = targets[0].dtype
+    if not dtype.is_floating_point or any(
+        x.dtype != dtype or x.layout != torch.strided for x in targets
+    ):
+        return None
+    if any(x.acts_as == "parameter" for x in found):
+        return None
+    if all(isinstance(x, LiftedTensor) for x in found):
+        if all(x._format.dtype == dtype for x in found):
+            return None
+    else:
+        are_stored = all(only_stores(x._format) for x in found)
+        if dtype.itemsize == 2 or (dtype.itemsize == 4 and are_stored):
+            return None
+    precision = max(map(_precision, found))
+    if precision > BASES[torch.float64].precision:
+        return None
+    is_short = dtype.itemsize <= 4 and precision <= BASES[torch.float32].precision
+    return torch.float32 if is_short else torch.float64
+
+
+def _precision(x: MCFTensor) -> int:
+    is_lifted = isinstance(x, LiftedTensor)
+    return BASES[x._format.dtype].precision if is_lifted else x._format.precision
+
+
+def _in_dtype(func: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    copies: dict[int, Tensor] = {}
+
+    def widen(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.layout != torch.strided:
+            return x
+        if id(x) not in copies:
+            copies[id(x)] = _widened(x, dtype)
+        return copies[id(x)]
+
+    func(*tree_map(widen, args), **tree_map(widen, kwargs))
+    for _, x in written_to(func, args, kwargs):
+        if copies[id(x)] is not x:
+            x.copy_(plainly(copies[id(x)], x.dtype))
+    return args[0] if func._schema.returns else None
+
+
+def _widened(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if isinstance(x, LiftedTensor):
+        return x._component0.to(dtype)
+    return x._collapsed(dtype) if isinstance(x, MCFTensor) else x.to(dtype)

@@ -116,6 +116,7 @@ class MCFTensor(torch.Tensor):
     _evaluate_whole: ClassVar[Callable[..., Any]]
     _evaluate_into: ClassVar[Callable[..., Any]]
     _shortcuts: ClassVar[dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]]
+    _narrowly: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
     # What `fully_shard` gathers of a shard and makes of it, which `lending.py` sets.
     _before_gathering: ClassVar[Callable[..., Any]]
     _after_gathering: ClassVar[Callable[..., Any]]
@@ -384,6 +385,10 @@ class MCFTensor(torch.Tensor):
         if not kwargs and func not in cls._whole and func not in _CHOICES:
             return _without_function(func, types, args)
         kwargs = kwargs or {}
+        if "dtype" in kwargs and not is_compiling():
+            result = cls._narrowly(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
         out = kwargs.get("out")
         if out is not None and not isinstance(func, OpOverload) and _holds_expansion(out):
             inputs = {name: x for name, x in kwargs.items() if name != "out"}
@@ -511,7 +516,8 @@ class MCFTensor(torch.Tensor):
         requires_grad: bool = False,
     ) -> Tensor:
         """Data in the format and role of this one; torch would round them to the base dtype."""
-        if dtype not in (None, self._format.dtype):
+        is_narrow = self.is_inside_step and dtype != self._format.dtype_of_numbers
+        if dtype is not None and (is_narrow or dtype != self._format.dtype):
             plain = self.lent
             return plain.new_tensor(data, dtype=dtype, device=device, requires_grad=requires_grad)
         if not isinstance(data, Tensor):
@@ -542,6 +548,8 @@ class MCFTensor(torch.Tensor):
         step = current_step()
         if step is None or found is None:
             return found
+        if found.requires_grad and torch.is_grad_enabled():
+            return found  # a part of the graph
         held, read = step.gradients.get(id(self), (None, None))
         if held is not found:
             read = lifted_gradient(found, self._format)
@@ -724,14 +732,37 @@ class LiftedTensor(MCFTensor):
 
 def lifted_gradient(gradient: Tensor, format: Format) -> Tensor:
     """What a gradient of a parameter in some format reads as within a step: one of the base as an
-    expansion, or, where it is sparse, in the dtype of numbers; any other as itself, and one that is
-    a part of a graph."""
-    is_recorded = torch.is_grad_enabled() and gradient.requires_grad
-    if type(gradient) is Tensor and gradient.dtype == format.dtype and not is_recorded:
-        if gradient.layout != torch.strided or format.of_gradients is None:
-            return gradient.to(format.dtype_of_numbers)
-        return LiftedTensor.over(gradient, format.of_gradients)
-    return gradient
+    expansion, or, where it is sparse, in the dtype of numbers; any other as itself. One that is a
+    part of a graph still is, so that it can be differentiated again."""
+    if type(gradient) is not Tensor or gradient.dtype != format.dtype:
+        return gradient
+    if not gradient.requires_grad:
+        return _lifted(gradient, format)
+    with torch.enable_grad():
+        read: Tensor = _Lift.apply(gradient, format)
+    return read
+
+
+def _lifted(gradient: Tensor, format: Format) -> Tensor:
+    if gradient.layout != torch.strided or format.of_gradients is None:
+        return gradient.to(format.dtype_of_numbers)
+    return LiftedTensor.over(gradient, format.of_gradients)
+
+
+class _Lift(torch.autograd.Function):
+    """A gradient as it reads within a step, in the same memory; its own gradient is plain."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, format: Format) -> Tensor:
+        """Lift it."""
+        ctx.dtype = gradient.dtype
+        return _lifted(gradient.detach(), format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Round once."""
+        is_ours = isinstance(grad, MCFTensor)
+        return grad._collapsed(ctx.dtype) if is_ours else grad.to(ctx.dtype), None
 
 
 def _rounded_gradient(read: Tensor, format: Format) -> Tensor:

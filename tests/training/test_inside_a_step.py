@@ -4,6 +4,7 @@ import gc
 import signal
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 import mcftensor as mcf
 from mcftensor.tensor import LiftedTensor, MCFTensor
+from support import writing
 from support.helpers import assert_same_terms, exact, sample
 
 
@@ -348,6 +350,66 @@ def test_a_plain_state_takes_a_gradient_as_it_does_without_expansions(write):
     assert torch.equal(*moments)
 
 
+UNITS = {
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-11,
+    torch.float32: 2.0**-24,
+    torch.float64: 2.0**-53,
+}
+FORMATS = ["bf16x3", *(pytest.param(x, marks=pytest.mark.slow) for x in (
+    "bf16x2", "fp16x2", "fp32x2", "bf16i16", "bf16i8"
+))]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize("kind", ["gradient", "parameter"])
+@pytest.mark.filterwarnings("ignore")
+def test_every_operation_that_writes_to_plain_tensors_takes_one(name, dtype, kind):
+    format = mcf.Format.from_name(name)
+    for operation, (func, places) in writing.operations().items():
+        own = [i for i, (x, _) in enumerate(places) if i and x in ("tensor", "tensors")]
+        for chosen in {*[(i,) for i in own], tuple(own)}:
+
+            def made(i, shape, chosen=chosen):
+                x = writing.numbers(i, shape)
+                if i not in chosen:
+                    return x.to(dtype)
+                p = nn.Parameter(mcf.as_expansion(x, format))
+                p.grad = x.to(format.dtype)
+                return p
+
+            def wide(i, shape, made=made):
+                x = made(i, shape)
+                if type(x) is torch.Tensor:
+                    return x.double()
+                return x.grad.double() if kind == "gradient" else exact(x)
+
+            def given(i, shape, made=made):
+                x = made(i, shape)
+                return x.grad if kind == "gradient" and isinstance(x, MCFTensor) else x
+
+            expected = writing.call(func, places, wide)
+            run = partial(writing.call, func, places, given)
+            got = in_step(lambda p, run=run: run(), parameter())
+            for a, b in zip(
+                *([x] if torch.is_tensor(x) else x for x in (got, expected)), strict=True
+            ):
+                what = f"{operation}, places {chosen}"
+                assert (type(a), a.dtype) == (torch.Tensor, dtype), what
+                error = (a.double() - b).abs() / (b.abs() + 1e-3 * b.abs().max() + 1e-30)
+                assert error.nan_to_num(0).max() <= 12 * UNITS[dtype], what
+
+
+@pytest.mark.parametrize("name", ["bf16x2", "bf16x3"])
+def test_a_float32_state_keeps_its_bits_where_it_meets_a_parameter(name):
+    p = parameter(mcf.Format.from_name(name))
+    state = torch.full((3, 4), 1 / 3)
+    in_step(lambda p: state.add_(p, alpha=1e-7), p)
+    expected = torch.full((3, 4), 1 / 3).double() + 1e-7 * exact(p)
+    torch.testing.assert_close(state.double(), expected, rtol=2.0**-23, atol=0)
+
+
 WRITES = {
     "add_": lambda p, g: g.add_(p, alpha=0.01),
     "mul_": lambda p, g: g.mul_(1 / 3),
@@ -455,6 +517,60 @@ def test_a_gradient_that_is_a_part_of_a_graph_stays_one():
     p.grad = None
 
 
+@pytest.mark.parametrize("name", ["bf16x2", "bf16x3", "fp32x2", "bf16i16", "bf16i8"])
+@pytest.mark.parametrize("kind", ["expansion", "float32", "base"])
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_second_derivatives_within_a_step(name, kind):
+    format = mcf.Format.from_name(name)
+    p, q = (parameter(format, gradient=False) for _ in range(2))
+    x = torch.linspace(0.5, 1, 12).view(3, 4).to(p.dtype)
+
+    def loss(p, q, x):
+        return (p**3 * x + p * q * q).sum()
+
+    loss(p, q, x).backward(create_graph=True)
+    held = p.grad
+    vectors = [torch.where(torch.arange(12).view(3, 4) % 3 == i, 1.0, -1.0) for i in range(2)]
+
+    def function(p, q):
+        grads = [p.grad, q.grad]
+        assert [type(g) for g in grads] == [LiftedTensor] * 2
+        assert all(g.requires_grad and g.grad_fn is not None for g in grads)
+        zs = [v.to(p.dtype) if kind == "float32" else v.to(format.dtype) for v in vectors]
+        if kind == "expansion":
+            zs = [torch.zeros_like(g).add_(v) for g, v in zip(grads, vectors, strict=True)]
+        found = torch.autograd.grad(grads, [p, q], zs, retain_graph=True)
+        p.grad.mul_(1.0)
+        return found, torch.autograd.grad(grads, [p, q], zs)
+
+    found, again = in_step(function, p, q)
+    leading = [x.components[0].detach().double().requires_grad_() for x in (p, q)]
+    firsts = torch.autograd.grad(loss(*leading, x.double()), leading, create_graph=True)
+    expected = torch.autograd.grad(firsts, leading, [v.double() for v in vectors])
+    for got in (found, again):
+        for a, b in zip(got, expected, strict=True):
+            assert (type(a), a.dtype) == (torch.Tensor, format.dtype)
+            eps = torch.finfo(format.dtype).eps
+            torch.testing.assert_close(a.double(), b, rtol=4 * eps, atol=4 * eps)
+    assert p.grad is held
+    p.grad = q.grad = None
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_gradient_read_with_and_without_a_graph():
+    p = parameter(gradient=False)
+    (p * p * torch.ones(3, 4, dtype=p.dtype)).sum().backward(create_graph=True)
+
+    def function(p):
+        without = p.grad
+        with torch.enable_grad():
+            recorded = p.grad
+        return type(without), type(recorded), recorded.requires_grad, p.grad is without
+
+    assert in_step(function, p) == (LiftedTensor, torch.Tensor, True, True)
+    p.grad = None
+
+
 def test_a_sparse_gradient_has_the_dtype_of_numbers():
     def function(p):
         assert (p.grad.layout, p.grad.dtype) == (torch.sparse_coo, torch.float32)
@@ -551,6 +667,89 @@ def test_the_way_out_leads_to_the_base():
         return mcf.as_plain(p).dtype, mcf.as_plain(p, torch.float32).dtype
 
     assert in_step(function, parameter()) == (torch.bfloat16, torch.float32)
+
+
+NARROW = {
+    "zeros_like": lambda x, d: torch.zeros_like(x, dtype=d),
+    "ones_like": lambda x, d: torch.ones_like(input=x, dtype=d),
+    "full_like": lambda x, d: torch.full_like(x, 0.1, dtype=d),
+    "empty_like": lambda x, d: torch.empty_like(x, dtype=d).zero_(),
+    "memory format": lambda x, d: torch.zeros_like(x, memory_format=torch.preserve_format, dtype=d),
+    "new_zeros": lambda x, d: x.new_zeros((2, 3), dtype=d),
+    "new_full": lambda x, d: x.new_full((2, 3), 0.1, dtype=d),
+    "new_tensor": lambda x, d: x.new_tensor([0.1, 0.2], dtype=d),
+    "sum": lambda x, d: x.sum(0, dtype=d),
+    "mean": lambda x, d: torch.mean(x, dtype=d),
+    "cumsum": lambda x, d: x.cumsum(0, dtype=d),
+    "softmax": lambda x, d: x.softmax(0, dtype=d),
+    "softmax by place": lambda x, d: torch.softmax(x, 0, d),
+    "log_softmax of a module": lambda x, d: nn.functional.log_softmax(x, dim=0, dtype=d),
+    "norm": lambda x, d: torch.norm(x, dtype=d),
+}
+
+
+@pytest.mark.parametrize("make", NARROW)
+@pytest.mark.parametrize("name", ["bf16x2", "bf16x3", "fp16x2", "fp32x2", "bf16i16", "bf16i8"])
+def test_what_is_made_in_the_base_by_its_name_is_plain(name, make):
+    format = mcf.Format.from_name(name)
+    p = parameter(format)
+    for read in (lambda p: p, lambda p: p.grad):
+        made = in_step(lambda p, read=read: NARROW[make](read(p), format.dtype), p)
+        assert (type(made), made.dtype) == (torch.Tensor, format.dtype)
+        wide = exact(p) if read(p) is p else p.grad.double()
+        expected = NARROW[make](wide, torch.float64)
+        u = torch.finfo(format.dtype).eps
+        torch.testing.assert_close(made.double(), expected, rtol=u, atol=u / 8)
+
+
+def test_random_numbers_in_the_base_are_those_of_plain_tensors():
+    p = parameter()
+    torch.manual_seed(0)
+    drawn = in_step(lambda p: torch.rand_like(p, dtype=torch.bfloat16), p)
+    torch.manual_seed(0)
+    assert torch.equal(drawn, torch.rand(3, 4, dtype=torch.bfloat16))
+
+
+def test_what_is_made_without_a_dtype_is_an_expansion(format):
+    def function(p):
+        return [
+            torch.zeros_like(p),
+            torch.zeros_like(p.grad),
+            torch.zeros_like(p, memory_format=torch.preserve_format),
+            p.new_zeros(3),
+            p.sum(0),
+        ]
+
+    assert all(type(x) is MCFTensor for x in in_step(function, parameter(format)))
+
+
+@pytest.mark.parametrize("name", ["bf16x2", "bf16x3", "fp16x2", "bf16i16"])
+def test_a_momentum_in_the_base_is_not_what_it_is_converted_to(name):
+    format = mcf.Format.from_name(name)
+    p = parameter(format)
+    momentum = []
+
+    def function(p):
+        if not momentum:
+            momentum.append(torch.zeros_like(p.grad, dtype=format.dtype))
+        momentum[0].mul_(0.9).add_(p.grad)
+        update = momentum[0].to(p.grad.dtype)
+        assert update is not momentum[0]
+        p.sub_(update.mul_(1e-3))
+
+    before, gradient = exact(p), p.grad.double()
+    m, moved = torch.zeros(3, 4, dtype=format.dtype), torch.zeros(3, 4, dtype=torch.float64)
+    for _ in range(20):
+        in_step(function, p)
+        m.mul_(0.9).add_(gradient.to(m.dtype))
+        moved += 1e-3 * m.double()
+    assert torch.equal(momentum[0], m)
+    torch.testing.assert_close(before - exact(p), moved, rtol=1e-3, atol=1e-4)
+
+
+def test_a_conversion_to_the_dtype_of_numbers_is_the_identity_of_every_format(format):
+    p = parameter(format)
+    assert in_step(lambda p: p.to(p.dtype), p) is p
 
 
 def test_states_that_are_made_of_the_dtype_keep_their_bits():
