@@ -761,8 +761,9 @@ class _Lift(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """Round once."""
-        is_ours = isinstance(grad, MCFTensor)
-        return grad._collapsed(ctx.dtype) if is_ours else grad.to(ctx.dtype), None
+        if isinstance(grad, MCFTensor):
+            return grad._collapsed(ctx.dtype), None
+        return grad.to(ctx.dtype), None
 
 
 def _rounded_gradient(read: Tensor, format: Format) -> Tensor:
