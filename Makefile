@@ -15,7 +15,7 @@ PATIENT := OMP_NUM_THREADS=$(THREADS) MKL_NUM_THREADS=$(THREADS)
 PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal \
 	--doctest-modules mcftensor tests
 
-.PHONY: help install train study findings bench test test-all soak mutations lint docs serve pages package publish-docs clean
+.PHONY: help install train study findings bench test test-all soak fuzz mutations lint docs serve pages package publish-docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
@@ -43,6 +43,9 @@ test-all: .venv/installed ## run all tests, in an order of chance (SEED=n for th
 
 soak: .venv/installed ## kill training runs at random and compare what they end with (ARGS="--help")
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:studies $(BIN)/python tests/soak.py $(ARGS)
+
+fuzz: .venv/installed ## compare random programs inside a step, with a tape and at once (ARGS="--help")
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/fuzz_steps.py --workers $(WORKERS) $(ARGS)
 
 mutations: .venv/installed ## make the library wrong on purpose, and see that tests notice (ARGS="--help")
 	$(BIN)/python tests/mutations.py $(ARGS)

@@ -231,9 +231,10 @@ def _index(columns: Sequence[Sequence[Any]], column: Sequence[Any]) -> int:
 
 
 def _are_apart(added: Sequence[tuple[Sequence[Any], _New | None]]) -> bool:
-    """Whether no tensor of one row that goes on the tape stands in another one."""
+    """Whether no tensor of one row that goes on the tape stands in another one, copied or not."""
     own = [id(x) for column, new in added if new and not new[3] for x in column]
-    return len(set(own)) == len(own)
+    copied = [id(x) for column, new in added if new and new[3] for x in column]
+    return len(set(own)) == len(own) and (not copied or set(own).isdisjoint(copied))
 
 
 def _mark_of_numbers(column: Sequence[Any], count: int) -> str | None:

@@ -134,6 +134,18 @@ class TestOrderOfListedWrites:
         for a, b in zip(got, expected, strict=True):
             assert_same_terms(a, b)
 
+    def test_what_is_written_first_and_copied_for_another(self, at_once):
+        """A column is copied as a whole where one of its tensors has other holders."""
+
+        def update(x, y, other):
+            view = other[:]
+            torch._foreach_addcdiv_([x, y], [x, y], [other, x])
+            return x, y, view
+
+        expected = at_once(update, *values(), values()[1])
+        for a, b in zip(update(*values(), values()[1]), expected, strict=True):
+            assert_same_terms(a, b)
+
     def test_another_kernel_in_between(self, at_once):
         def update(x, y, other):
             z = other.clone()

@@ -1,0 +1,19 @@
+"""A few of the programs of `tests/fuzz_steps.py`, and what it says of one that differs."""
+
+import pytest
+
+import fuzz_steps
+from mcftensor.dispatch import recording
+
+
+@pytest.mark.parametrize("seed", range(0, 300, 20))
+def test_programs(seed):
+    assert fuzz_steps.differs(seed) == ""
+
+
+def test_a_tape_that_is_wrong_is_found(monkeypatch, capsys):
+    monkeypatch.setattr(recording, "_are_apart", lambda added: True)
+    assert fuzz_steps.main(["--programs", "1", "--seed", "121"]) == 1
+    assert "program 121 differs" in capsys.readouterr().out
+    assert fuzz_steps.main(["--replay", "121"]) == 1
+    assert "_foreach_addcdiv_" in capsys.readouterr().out
