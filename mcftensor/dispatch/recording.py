@@ -20,6 +20,7 @@ from torch import Tensor
 from mcftensor.dispatch.operands import only_stores
 from mcftensor.dispatch.plans import Kind, plan
 from mcftensor.dispatch.registry import SHORTCUTS
+from mcftensor.dispatch.stored import are_apart
 from mcftensor.formats import PLAIN, ExpansionFormat, Format
 from mcftensor.kernels.columns import are_same, places_of
 from mcftensor.passes.expressions import NUMBER
@@ -78,7 +79,15 @@ def parts_of(columns: Lists, count: int) -> Sequence[Sequence[int]]:
         ]
         if len(targets) < count or not targets.isdisjoint(map(id, others)):
             return [range(count)]
+        loose = list(filter(_is_loose, columns[0]))  # memory of the others is their own
+        if loose and not are_apart([loose, list(filter(_is_loose, others))]):
+            return [range(count)]
     return list(groups.values())
+
+
+def _is_loose(x: Any) -> bool:
+    """Whether another tensor may have the memory of this one."""
+    return isinstance(x, Tensor) and type(x) is not TapedTensor and not getattr(x, "_is_own", False)
 
 
 def _kind_of(x: Any) -> Any:

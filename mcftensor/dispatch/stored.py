@@ -315,7 +315,7 @@ def are_apart(columns: Sequence[Sequence[Any]]) -> bool:
         x
         for column in columns[1:]
         for i, x in enumerate(column)
-        if isinstance(x, Tensor) and (len(column) < len(targets) or x is not targets[i])
+        if isinstance(x, Tensor) and (len(column) != len(targets) or x is not targets[i])
     ]
     if not is_bare(*map(_components, targets), *map(_components, read)):
         return True  # a compiler's, which lie nowhere

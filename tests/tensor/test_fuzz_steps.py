@@ -6,7 +6,7 @@ import fuzz_steps
 from mcftensor.dispatch import recording
 
 
-@pytest.mark.parametrize("seed", range(0, 300, 20))
+@pytest.mark.parametrize("seed", [*range(0, 300, 20), 121, 296, 1150])
 def test_programs(seed):
     assert fuzz_steps.differs(seed) == ""
 
