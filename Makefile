@@ -6,7 +6,11 @@ CONSTRAINTS ?= constraints.txt
 WORKERS ?= 2
 SEED ?= $(shell date +%s)
 
-BIN := .venv/bin
+# PyTorch's compiler fails where its own path has a space in it: then the environment lies in
+# another folder, and .venv is a link to it.
+CACHE := $(if $(word 2,$(HOME)),/var/tmp,$(HOME)/.cache)
+VENV ?= $(if $(word 2,$(CURDIR)),$(CACHE)/mcftensor-venv-$(firstword $(shell pwd | cksum)),.venv)
+BIN := $(VENV)/bin
 # Of a model this small one thread takes 1.1 times as long as two. Beside other work two take four
 # times as long: they spin while they wait for each other.
 THREADS ?= 1
@@ -21,68 +25,69 @@ help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
 		| awk -F '|' '{printf "make %-9s %s\n", $$1, $$2}'
 
-install: .venv/installed ## set up .venv with the library and all that develops it
+install: $(VENV)/installed ## set up .venv with the library and all that develops it
 
-train: .venv/installed ## pretrain a small GPT in eight precision strategies and compare (ARGS="--help")
+train: $(VENV)/installed ## pretrain a small GPT in eight precision strategies and compare (ARGS="--help")
 	$(PATIENT) $(BIN)/python studies/pretrain.py $(ARGS)
 
-study: .venv/installed ## measure what updates lose, by strategy, layer, learning rate and beta2 (ARGS="--help")
+study: $(VENV)/installed ## measure what updates lose, by strategy, layer, learning rate and beta2 (ARGS="--help")
 	$(PATIENT) $(BIN)/python studies/edq_study.py $(ARGS)
 
-findings: .venv/installed ## answer open questions by hundreds of short trainings, in an hour or two (ARGS="--help")
+findings: $(VENV)/installed ## answer open questions by hundreds of short trainings, in an hour or two (ARGS="--help")
 	$(PATIENT) $(BIN)/python studies/findings.py $(ARGS)
 
-bench: .venv/benchmarks ## time optimizer steps beside other libraries (ARGS="--help")
+bench: $(VENV)/benchmarks ## time optimizer steps beside other libraries (ARGS="--help")
 	TORCH_CPP_LOG_LEVEL=ERROR $(BIN)/python benchmarks/steps.py $(ARGS)
 
-test: .venv/installed ## run the tests and the examples in docstrings, those marked slow aside (ARGS="-k name")
+test: $(VENV)/installed ## run the tests and the examples in docstrings, those marked slow aside (ARGS="-k name")
 	$(PYTEST) $(ARGS)
 
-test-all: .venv/installed ## run all tests, in an order of chance (SEED=n for that of an earlier run)
+test-all: $(VENV)/installed ## run all tests, in an order of chance (SEED=n for that of an earlier run)
 	$(PYTEST) -m "" --random-order --random-order-seed=$(SEED) $(ARGS)
 
-soak: .venv/installed ## kill training runs at random and compare what they end with (ARGS="--help")
+soak: $(VENV)/installed ## kill training runs at random and compare what they end with (ARGS="--help")
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:studies $(BIN)/python tests/soak.py $(ARGS)
 
-fuzz: .venv/installed ## compare random programs inside a step, with a tape and at once (ARGS="--help")
+fuzz: $(VENV)/installed ## compare random programs inside a step, with a tape and at once (ARGS="--help")
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/fuzz_steps.py --workers $(WORKERS) $(ARGS)
 
-mutations: .venv/installed ## make the library wrong on purpose, and see that tests notice (ARGS="--help")
+mutations: $(VENV)/installed ## make the library wrong on purpose, and see that tests notice (ARGS="--help")
 	$(BIN)/python tests/mutations.py $(ARGS)
 
-lint: .venv/installed ## check style, format, types, and who writes to torch
+lint: $(VENV)/installed ## check style, format, types, and who writes to torch
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -q -k writes_to_torch tests/patches
 
-docs: .venv/installed ## build the site of the documentation in out/site, warnings being errors
+docs: $(VENV)/installed ## build the site of the documentation in out/site, warnings being errors
 	NO_MKDOCS_2_WARNING=1 $(PATIENT) $(BIN)/mkdocs build --strict $(ARGS)
 	@echo "The site is out/site/index.html: open it in a browser, or run make serve."
 
-serve: .venv/installed ## show the site at http://127.0.0.1:8000, built anew when a page changes (ARGS="-a 127.0.0.1:8001")
+serve: $(VENV)/installed ## show the site at http://127.0.0.1:8000, built anew when a page changes (ARGS="-a 127.0.0.1:8001")
 	NO_MKDOCS_2_WARNING=1 $(PATIENT) $(BIN)/mkdocs serve $(ARGS)
 
-pages: .venv/installed ## write the figures and the tables of the pages anew, from committed results
+pages: $(VENV)/installed ## write the figures and the tables of the pages anew, from committed results
 	$(PATIENT) $(BIN)/python docs/_ext/write.py
 
-package: .venv/installed ## build the wheel and the source archive in dist, install and try them
+package: $(VENV)/installed ## build the wheel and the source archive in dist, install and try them
 	CONSTRAINTS=$(CONSTRAINTS) .ci/package $(TAG)
 
-publish-docs: .venv/installed ## put the site of VERSION, and as ALIAS, on the branch gh-pages
-	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 MCFTENSOR_VERSIONS=mike $(PATIENT) \
+publish-docs: $(VENV)/installed ## put the site of VERSION, and as ALIAS, on the branch gh-pages
+	PATH="$(CURDIR)/.venv/bin:$$PATH" NO_MKDOCS_2_WARNING=1 MCFTENSOR_VERSIONS=mike $(PATIENT) \
 		$(BIN)/mike deploy $(PUSH) --update-aliases $(VERSION) $(ALIAS)
 	$(BIN)/mike set-default $(PUSH) $(or $(ALIAS),$(VERSION))
 
 clean: ## remove .venv, caches and outputs
-	rm -rf .venv out dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv out dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find mcftensor tests benchmarks studies examples docs -name __pycache__ -type d -exec rm -rf {} +
 
-.venv/installed: pyproject.toml $(CONSTRAINTS)
-	$(PYTHON) -m venv .venv
+$(VENV)/installed: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)
+	$(if $(filter-out .venv,$(VENV)),ln -sfn $(VENV) .venv)
 	$(BIN)/pip install --disable-pip-version-check -c $(CONSTRAINTS) -e ".[dev,examples]"
 	touch $@
 
-.venv/benchmarks: .venv/installed
+$(VENV)/benchmarks: $(VENV)/installed
 	$(BIN)/pip install --disable-pip-version-check -c $(CONSTRAINTS) -e ".[benchmarks]"
 	touch $@

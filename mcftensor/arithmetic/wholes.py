@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -59,7 +60,8 @@ def whole(x: Sequence[Tensor], name: str) -> list[Tensor]:
         is_odd = is_odd ^ _is_odd(parts[-1])
         is_done = is_done | (torch.floor(term) != term)
     values = [*x, *(-p for p in parts)] if name == "frac" else parts
-    plain = leading - parts[0] if name == "frac" else parts[0]
+    # What the terms come to where that is not finite, as of the largest number of float16.
+    plain = leading - parts[0] if name == "frac" else functools.reduce(torch.add, parts)
     first, *tails = networks.settle(networks.distill(values, len(x)), plain)
     if name != "frac":
         first = torch.where(first == 0, torch.copysign(first, leading), first)

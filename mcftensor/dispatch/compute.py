@@ -42,6 +42,7 @@ _SHARPER: dict[Any, Callable[..., Tensor]] = {
     aten.gelu_backward: special.gelu_backward,
     aten.logit: special.logit,
     aten.polygamma: special.polygamma,
+    aten.polygamma_: lambda x, n: special.polygamma(n, x),
     aten.sinc: special.sinc,
     aten.special_log_ndtr: special.log_ndtr,
 }

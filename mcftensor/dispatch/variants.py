@@ -19,6 +19,7 @@ from mcftensor.dispatch.operands import expansions, only_stores, plainly
 from mcftensor.dispatch.registry import TABLE, Handler
 from mcftensor.dispatch.writing import assign_tree, require_no_grad, written_to
 from mcftensor.tensor import LiftedTensor, MCFTensor
+from mcftensor.tensor.rounded import rounding
 
 aten = torch.ops.aten
 
@@ -114,6 +115,8 @@ def onto_plain(handler: Handler) -> Handler:
         wide = _wide_for(targets, args, kwargs)
         if wide is None:
             return handler(func, *args, **kwargs)
+        for x in targets:
+            rounding(func, expansions((args, kwargs)), x)
         return _in_dtype(func, wide, args, kwargs)
 
     return onto

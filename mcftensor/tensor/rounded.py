@@ -107,10 +107,14 @@ class when_rounded:
 
 def saying_itself(function: Callable[[], R]) -> R:
     """Call a function that warns of what it rounds by a message of its own."""
+    return asking(function) if _thread.action == "warn" else function()
+
+
+def asking(function: Callable[[], R]) -> R:
+    """Call a function that rounds on purpose."""
     outer = _thread.action
     try:
-        if outer == "warn":
-            _thread.action = "ignore"
+        _thread.action = "ignore"
         return function()
     finally:
         _thread.action = outer

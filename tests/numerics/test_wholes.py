@@ -122,3 +122,10 @@ def test_tails_count():
     y = mcf.from_exact([2**80 + Fraction(1, 3)], mcf.fp64x2)
     assert mcf.to_fraction(y.trunc()) == [2**80]
     assert 0 < mcf.to_fraction(y % 1)[0] < Fraction(1, 2)
+
+
+def test_a_whole_number_beyond_the_base_overflows():
+    """The largest number of fp16x2 lies below 65520, which float16 rounds to an infinity."""
+    x = mcf.MCFTensor([torch.tensor([65504.0]).half(), torch.tensor([15.9921875]).half()])
+    assert x.ceil().item() == x.round().item() == (-x).floor().neg().item() == math.inf
+    assert x.floor().item() == 65519

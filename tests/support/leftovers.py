@@ -5,6 +5,7 @@ that changed it fails, and not a later one.
 """
 
 import gc
+import logging
 import os
 import resource
 import signal
@@ -193,6 +194,9 @@ KEPT = {
     "signal handlers": Kept(_handlers, _set_handlers),
     "timers": Kept(_timers_run, _stop_timers),
     "limits of resources": Kept(_limits),
+    "levels of logging that are disabled": Kept(
+        lambda: logging.root.manager.disable, logging.disable
+    ),
     "garbage collection": Kept(gc.isenabled, lambda is_on: gc.enable() if is_on else gc.disable()),
     "registered formats": Kept(_formats_of_others, _forget_formats),
     "patches of torch": Kept(_patched),

@@ -142,7 +142,8 @@ def test_out(format):
     assert torch.exp(x, out=out) is out
     assert_same_terms(out, x.exp())
     plain = torch.empty(4, 3)
-    torch.exp(x, out=plain)
+    with mcf.when_rounded("ignore"):
+        torch.exp(x, out=plain)
     torch.testing.assert_close(plain, exact(x).exp().float(), rtol=2**-20, atol=0)
     product = mcf.as_expansion(torch.zeros(4, 4, dtype=torch.float64), format)
     torch.mm(x, x.T, out=product)

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import sys
 
 import pytest
 import torch
@@ -202,7 +203,10 @@ def test_meters():
     assert edq.last["lost_leading"] > 0.5 > edq.last["lost"]
 
 
-def test_what_a_format_does_not_move_is_plain():
+def test_what_a_format_does_not_move_is_plain(monkeypatch):
+    known = sys.modules[mcf.Format.__module__]
+    monkeypatch.setattr(known, "_REGISTRY", dict(known._REGISTRY))
+
     class Fixed(type(halves)):
         name = "fixed"
 

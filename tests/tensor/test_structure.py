@@ -164,7 +164,8 @@ class TestWrites:
         assert_same_terms(x, mcf.as_expansion(wide, format))
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
             plain = torch.empty(100, dtype=dtype, device=device)
-            plain.copy_(x)
+            with mcf.when_rounded("ignore"):
+                plain.copy_(x)
             assert torch.equal(plain, mcf.as_plain(x, dtype))
 
     def test_copy_between_formats(self):
