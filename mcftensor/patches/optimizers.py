@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mcftensor.patches.table import by_name, patch, row
+from mcftensor.tensor.rounded import asking
 from mcftensor.tensor.sharded import format_of, with_lifted_shards
 from mcftensor.tensor.stepping import Step, closure, in_step
 
@@ -133,6 +134,11 @@ def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:
     def choose(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if has_expansions(self):
             return untraced(take, self, *args, **kwargs)
+        if not torch.compiler.is_compiling() and any(
+            format_of(p.grad) is not None for p in parameters_of(self)
+        ):
+            # Who sums gradients of plain parameters as expansions asks for their rounding.
+            return asking(functools.partial(step, self, *args, **kwargs))
         return step(self, *args, **kwargs)
 
     chosen = choose

@@ -74,7 +74,7 @@ def way(name: str) -> Iterator[list[Program]]:
 
             patch.setattr(running, "TRITON_DEVICES", ["cpu"])
             patch.setattr(cuda, "launch", spy)
-            patch.setattr(triton.knobs.runtime, "interpret", True)
+            patch.setenv("TRITON_INTERPRET", "1")
             if not hasattr(interpreter._interpreter, "fma_fp32"):  # Triton 3.6
                 patch.setattr(interpreter.InterpreterBuilder, "create_fma", _fma)
             if name == "rounding":

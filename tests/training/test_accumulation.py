@@ -401,7 +401,7 @@ def test_checkpointed_activations(armed):
     ("arguments", "error", "message"),
     [
         (([nn.Parameter(torch.ones(1))],), TypeError, "got list; give a module"),
-        ((nn.Linear(1, 1), torch.bfloat16), TypeError, "not a format"),
+        ((nn.Linear(1, 1), torch.bfloat16), TypeError, "a plain dtype"),
         ((nn.ReLU(),), ValueError, "ReLU has no parameter that requires grad"),
         ((nn.Linear(1, 1), mcf.bf16x2), ValueError, r"no parameter of torch\.bfloat16 that"),
     ],
