@@ -9,7 +9,7 @@ from peft.tuners.tuners_utils import cast_adapter_dtype
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import mcftensor as mcf
-from support.helpers import all_terms, over_one
+from support.helpers import all_terms, exact, over_one
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
@@ -115,6 +115,17 @@ def test_what_is_saved(tmp_path, safe):
             assert p.dtype == torch.float32
             its = expected[name.replace(".other", "")]
             assert torch.equal(p, mcf.as_plain(its.detach(), torch.float32))
+
+
+def test_merging_into_expansions_moves_them_by_products_of_16_bits():
+    model = trained(adapted(mcf.as_expansion(plain_base())))
+    layer = model.base_model.model.transformer.h[0].attn.c_attn
+    before = exact(layer.base_layer.weight)
+    a, b = (exact(x["default"].weight) for x in (layer.lora_A, layer.lora_B))
+    expected = (b @ a * layer.scaling["default"]).T
+    weight = model.merge_and_unload().transformer.h[0].attn.c_attn.weight
+    assert weight.format == mcf.bf16x2
+    assert (exact(weight) - before - expected).norm() < 2**-8 * expected.norm()
 
 
 def test_plain_peft_reads_leading_terms(tmp_path):
