@@ -19,7 +19,7 @@ from mcftensor.checkpoint.kept import forget, kept_in
 from mcftensor.checkpoint.modules import store_as_terms
 from mcftensor.checkpoint.state_dicts import ties
 from mcftensor.dispatch.casting import cast
-from mcftensor.dispatch.operands import rounded_by
+from mcftensor.dispatch.operands import is_wrapped, rounded_by
 from mcftensor.dispatch.registry import implements
 from mcftensor.formats import (
     Format,
@@ -153,7 +153,7 @@ def as_expansion(
         given = "lr says how parameters" if overrides is None else "overrides name parameters"
         raise TypeError(f"as_expansion: {given} of a module are converted; a tensor has none")
     _require_convertible("as_expansion", "the tensor", obj)
-    if torch._C._functorch.is_functorch_wrapped_tensor(obj):
+    if is_wrapped(obj):
         return cast(obj, found or default_format(obj.shape))  # type: ignore[return-value]
     if obj.grad_fn is not None:
         raise ValueError(

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from mcftensor.dispatch.compute import PRECISION, WIDE
 from mcftensor.dispatch.functions import narrowed
-from mcftensor.dispatch.operands import value_of
+from mcftensor.dispatch.operands import is_wrapped, value_of
 from mcftensor.formats import Format
 from mcftensor.formats.format import PlainFormat
 from mcftensor.tensor.sharded import format_of, on_local
@@ -36,8 +36,7 @@ def cast(
     if not x.is_floating_point():
         x = x.to(WIDE)
     format.require(x)
-    within = torch._C._functorch.is_functorch_wrapped_tensor(x)
-    if within or (torch.is_grad_enabled() and x.requires_grad):
+    if is_wrapped(x) or (torch.is_grad_enabled() and x.requires_grad):
         if format_of(x) is not None:
             raise ValueError(
                 f"to: an expansion in {x.format.name} of shape {tuple(x.shape)} requires grad, and "  # type: ignore[attr-defined]

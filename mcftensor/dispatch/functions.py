@@ -24,6 +24,7 @@ from mcftensor.dispatch.compute import PRECISION, WIDE, explained, unlike_dtypes
 from mcftensor.dispatch.operands import (
     common_format,
     expansions,
+    is_wrapped,
     only_stores,
     plainly,
     value_of,
@@ -75,9 +76,6 @@ WHOLE: set[Callable[..., Any]] = {
 }  # fmt: skip
 
 
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # by a transform of torch.func
-
-
 class _Widen(torch.autograd.Function):
     """A value in float64; its gradient is a value of the same format."""
 
@@ -105,7 +103,7 @@ class _Widen(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> MCFTensor:
         """Split."""
-        wrapped = _is_wrapped(grad)
+        wrapped = is_wrapped(grad)
         return _Narrow.apply(grad, ctx.format.name) if wrapped else value_of(grad, ctx.format)
 
 
@@ -136,7 +134,7 @@ class _Narrow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: MCFTensor) -> tuple[Tensor, None]:
         """Collapse."""
-        return (_Widen.apply(grad) if _is_wrapped(grad) else plainly(grad, WIDE)), None
+        return (_Widen.apply(grad) if is_wrapped(grad) else plainly(grad, WIDE)), None
 
 
 def narrowed(x: Tensor, format: Format) -> MCFTensor:

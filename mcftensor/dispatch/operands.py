@@ -40,6 +40,14 @@ def named_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> d
     return {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
 
 
+def is_wrapped(x: Tensor) -> bool:
+    """Whether a transform of `torch.func` works on a tensor. Compilers cannot ask."""
+    return (
+        not torch.compiler.is_dynamo_compiling()
+        and torch._C._functorch.is_functorch_wrapped_tensor(x)
+    )
+
+
 def leading(tree: Any) -> Any:
     """The arguments with every expansion replaced by its leading component."""
     if isinstance(tree, MCFTensor):

@@ -42,7 +42,7 @@ from mcftensor.passes.recoding import (
     encode_in_parts,
     recode,
 )
-from mcftensor.tensor.rounded import rounding
+from mcftensor.tensor.rounded import asking, rounding
 from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
 # Elements whose numbers fit into the caches of a CPU, and are work enough for its threads.
@@ -115,16 +115,17 @@ def _in_role(result: Any, operands: Any) -> Any:
 
 
 def _on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    written = {id(x): x for _, x in written_to(func, args, kwargs) if _is_decoded(x)}
+    targets = [x for _, x in written_to(func, args, kwargs)]
+    written = {id(x): x for x in targets if _is_decoded(x)}
     if written and are_lifted((args, kwargs)) and not expansions(list(written.values())):
         return func(*leading(args), **leading(kwargs))
-    _say_what_is_rounded(func, written.values(), (args, kwargs))
+    _say_what_is_rounded(func, targets, (args, kwargs))
     if _is_noted(func, args, kwargs):
         return args[0]
     if _goes_in_blocks(func, args, kwargs):
-        return _in_blocks(func, args, kwargs, list(written.values()))
+        return asking(lambda: _in_blocks(func, args, kwargs, list(written.values())))
     (args, kwargs), copies = decoded((args, kwargs))
-    result = func(*args, **kwargs)
+    result = asking(lambda: func(*args, **kwargs))
     originals = {}
     for i, x in written.items():
         require_castable(copies[i].dtype, x)
@@ -135,7 +136,7 @@ def _on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def _say_what_is_rounded(func: Any, written: Iterable[Tensor], operands: Any) -> None:
     for x in written:
-        if not isinstance(x, MCFTensor):  # of 16 bits
+        if not isinstance(x, MCFTensor):
             rounding(func, expansions(operands), x)
 
 
@@ -464,11 +465,12 @@ def _chunk_on_numbers(
 
     given = tuple(map(chosen, args))
     (own, named), copies = decoded((given, {name: chosen(x) for name, x in kwargs.items()}))
-    results = func(*own, **named)
+    targets = given[0]
     if func._schema.is_mutable:
-        targets = given[0]
+        _say_what_is_rounded(func, targets, (given, kwargs))
+    results = asking(lambda: func(*own, **named))
+    if func._schema.is_mutable:
         written = [x for x in targets if id(x) in copies]
-        _say_what_is_rounded(func, written, (given, kwargs))
         store_numbers(written, [copies[id(x)] for x in written])
         return targets
     rows_of = zip(*(x for x in (*given, *kwargs.values()) if type(x) is list), strict=True)

@@ -143,6 +143,9 @@ def rounding(operation: Any, sources: Iterable[Any], target: Tensor) -> None:
     step = current_step()
     if not lost or (step is not None and step.has_plain_states):
         return
+    frame = _caller()
+    if frame is None:
+        return
     name = getattr(operation, "overloadpacket", operation)
     name = getattr(name, "__name__", str(name))
     format = lost[0].format
@@ -156,7 +159,6 @@ def rounding(operation: Any, sources: Iterable[Any], target: Tensor) -> None:
             f"{name}: an expansion in {format.name} of shape {tuple(lost[0].shape)} would be "
             f"rounded to {target.dtype}, in a plain tensor of shape {tuple(target.shape)}. {repair}"
         )
-    frame = _caller()
     warnings.warn_explicit(
         f"{name}: an expansion in {format.name} is rounded to {target.dtype}, in a plain tensor. "
         f'{repair}. mcf.when_rounded("raise") makes this an error, "ignore" ends it',
@@ -168,9 +170,12 @@ def rounding(operation: Any, sources: Iterable[Any], target: Tensor) -> None:
     )
 
 
-def _caller() -> FrameType:
-    """The frame of the line that is neither PyTorch's nor the library's."""
+def _caller() -> FrameType | None:
+    """The frame of the line that is neither PyTorch's nor the library's; None where `fully_shard`
+    gathers what a model computes with."""
     frame = outermost = sys._getframe(1)
     while frame.f_code.co_filename.startswith((*_FOLDERS, "<frozen")) and frame.f_back:
+        if str(frame.f_globals.get("__name__")).startswith("torch.distributed.fsdp."):
+            return None
         frame = frame.f_back
     return frame if not frame.f_code.co_filename.startswith(_FOLDERS) else outermost

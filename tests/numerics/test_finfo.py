@@ -57,5 +57,5 @@ def test_the_names_are_those_of_torch():
     info = mcf.finfo(mcf.fp32x2)
     for name in ("bits", "eps", "max", "min", "tiny", "smallest_normal", "resolution", "dtype"):
         assert type(getattr(info, name)) is type(getattr(torch.finfo(torch.float32), name))
-    with pytest.raises(TypeError, match=r"finfo: torch.float32 is not a format"):
+    with pytest.raises(TypeError, match=r"finfo: torch.float32 is a plain dtype"):
         mcf.finfo(torch.float32)

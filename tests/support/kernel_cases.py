@@ -63,7 +63,6 @@ def way(name: str) -> Iterator[list[Program]]:
         if name != "eager":
             patch.setattr(blocks, "run", _must_not_run)
         if name in ("triton", "rounding"):
-            import triton  # noqa: PLC0415  # no package for every platform
             from triton.runtime import interpreter  # noqa: PLC0415
 
             launch = cuda.launch

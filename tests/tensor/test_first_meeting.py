@@ -120,14 +120,22 @@ class TestNamesOfFormats:
         with mcf.accumulate_gradients(model, "bf16x3"):
             pass
 
-    @pytest.mark.parametrize("bad", ["bf16x9", "bfloat16", "float32", ""])
-    def test_what_is_none(self, bad):
+    @pytest.mark.parametrize(
+        ("bad", "what"),
+        [
+            ("bf16x9", "not a format"),
+            ("bfloat16", "a plain dtype"),
+            ("float32", "a plain dtype"),
+            ("", "not a format"),
+        ],
+    )
+    def test_what_is_none(self, bad, what):
         for call in (
             lambda: mcf.as_expansion(torch.ones(2), bad),
             lambda: mcf.from_exact("0.1", bad),
             lambda: mcf.finfo(bad),
         ):
-            with pytest.raises(TypeError, match=f"{bad!r} is not a format.*its name as a string"):
+            with pytest.raises(TypeError, match=f"{bad!r} is {what}.*its name as a string"):
                 call()
 
 

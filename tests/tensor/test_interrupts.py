@@ -177,7 +177,7 @@ def found_between_bytecodes(function, look):
 
 
 def memory_of(terms):
-    """Arrays over the memory of terms, to look at it without an operation, which might be traced."""
+    """Arrays over the memory of terms, to look at without an operation, which might be traced."""
     return [t.view(torch.int16).numpy() for t in terms]
 
 
