@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch.optim import Optimizer
 from mcftensor.patches.table import by_name, patch, row
 from mcftensor.tensor.rounded import asking
 from mcftensor.tensor.sharded import format_of, with_lifted_shards
-from mcftensor.tensor.stepping import Step, closure, in_step
+from mcftensor.tensor.stepping import Step, closure, current_step, in_step
 
 
 def _after_the_plan(initialize: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,22 +116,35 @@ def _is_fused(optimizer: Optimizer, step: Callable[..., Any]) -> bool:
     return all(format is None or format.rounding != "balanced" for format in formats)
 
 
+def _taken(
+    optimizer: Optimizer,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    is_assigned: bool = False,
+) -> Any:
+    """What a function returns that runs as a step of an optimizer."""
+    args = tuple([_outside_of_it(x) for x in args])
+    kwargs = {name: _outside_of_it(x) for name, x in kwargs.items()}
+    plan = optimizer.__dict__.get("_collage")
+
+    def over_gradients(own: Step) -> Any:
+        own.has_plain_states = plan is not None and plan.makes_plain
+        own.is_assigned = is_assigned
+        own_parameters = parameters_of(optimizer)
+        return with_lifted_shards(own, own_parameters, lambda: function(*args, **kwargs))
+
+    return in_step(over_gradients)
+
+
 def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:
     """A step within which parameters that are expansions are numbers."""
 
     def take(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if _is_fused(self, step):
             return step(self, *args, **kwargs)
-        args = tuple([_outside_of_it(x) for x in args])
-        kwargs = {name: _outside_of_it(x) for name, x in kwargs.items()}
-
-        plan = self.__dict__.get("_collage")
-
-        def over_gradients(own: Step) -> Any:
-            own.has_plain_states = plan is not None and plan.makes_plain
-            return with_lifted_shards(own, parameters_of(self), lambda: step(self, *args, **kwargs))
-
-        return in_step(over_gradients)
+        return _taken(self, functools.partial(step, self), args, kwargs)
 
     def choose(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if has_expansions(self):
@@ -168,7 +183,7 @@ def _subclasses(cls: type[Optimizer]) -> Iterator[type[Optimizer]]:
 def _hooking_steps_over_numbers(hook: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(hook)
     def hook_step(step: Callable[..., Any]) -> Any:
-        return hook(_over_numbers(step))
+        return _apart(hook(_over_numbers(step)))
 
     for cls in _subclasses(Optimizer):  # of which there were optimizers before
         step: Any = vars(cls).get("step")
@@ -177,6 +192,98 @@ def _hooking_steps_over_numbers(hook: Callable[..., Any]) -> Callable[..., Any]:
             hooked.hooked = True
             cls.step = hooked  # type: ignore[method-assign]
     return hook_step
+
+
+def _apart(hooked: Callable[..., Any]) -> Callable[..., Any]:
+    """A step with its hooks, which is no part of an assigned one that calls it."""
+
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            outer = current_step()
+            if outer is not None and outer.is_assigned:
+                return closure(hooked)(self, *args, **kwargs)
+        return hooked(self, *args, **kwargs)
+
+    functools.update_wrapper(step, hooked)
+    step.__wrapped__ = hooked.__wrapped__  # type: ignore[attr-defined]  # as deep as torch's
+    return step
+
+
+# ------------------------------------------------------------------------------- assigned steps
+
+
+def _assigned(
+    function: Callable[..., Any], optimizer: Optimizer | None = None
+) -> Callable[..., Any]:
+    """A function that was assigned to an optimizer as its step, or to a class, run as a step.
+
+    Steps of classes that it calls run, with their hooks, as they would alone.
+    """
+    if isinstance(function, types.MethodType):  # schedulers bind its function again
+        return types.MethodType(_assigned(function.__func__, optimizer), function.__self__)
+    known = (lambda: None) if optimizer is None else weakref.ref(optimizer)
+
+    @functools.wraps(function)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        own = args[0] if args and isinstance(args[0], Optimizer) else known()
+        if own is None or not has_expansions(own):
+            return function(*args, **kwargs)
+        return untraced(_taken, own, function, args, kwargs, is_assigned=True)
+
+    return step
+
+
+def _goes_on(step: Any) -> bool:
+    """Whether a step is one over numbers, or only goes on to that, as those of schedulers do."""
+    while True:
+        step = getattr(step, "__func__", step)
+        module = getattr(step, "__globals__", {}).get("__name__", "")  # wrappers copy the rest
+        package = module.partition(".")[0]
+        if package != "torch" or not hasattr(step, "__wrapped__"):
+            return package in ("accelerate", "mcftensor")
+        step = step.__wrapped__  # also of decorators, such as no_grad
+
+
+_LOSES = (
+    "use leading terms where parameters meet plain gradients, as forward passes do; derive a class "
+    "that has the step."
+)
+
+
+@patch(
+    "torch.optim.Optimizer.__setattr__",
+    why="A function that is assigned to an optimizer as its step replaces one of its class, over "
+    "numbers. Schedulers and Accelerate assign some that only go on to the one before.",
+    loss=f"steps that are assigned to an optimizer {_LOSES}",
+    kind=type(object.__setattr__),  # whose name torch.compile knows
+)
+def _assigning_steps(set_attribute: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(set_attribute)
+    def assign(self: Optimizer, name: str, value: Any, /) -> None:
+        if name == "step" and callable(value) and not _goes_on(value):
+            value = _assigned(value, self)
+        object.__setattr__(self, name, value)
+
+    return assign
+
+
+@patch(
+    "torch.optim.Optimizer.zero_grad",
+    why="Nobody is told of a function that is assigned to a class as its step. PyTorch looks when "
+    "an optimizer is made, and those made before meet it here.",
+    loss=f"steps that are assigned to a class that has optimizers {_LOSES}",
+)
+def _looking_at_the_class(zero_grad: Callable[..., None]) -> Callable[..., None]:
+    @torch._disable_dynamo  # as torch's own
+    @functools.wraps(zero_grad)
+    def look(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        step = type(self).step
+        if not _goes_on(step) and inspect.isfunction(step) and has_expansions(self):
+            owner = next(cls for cls in type(self).__mro__ if vars(cls).get("step") is step)
+            owner.step = _assigned(step)  # type: ignore[attr-defined]
+        zero_grad(self, *args, **kwargs)
+
+    return look
 
 
 before_clipping: list[Callable[[list[Tensor]], None]] = []

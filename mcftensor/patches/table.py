@@ -53,7 +53,7 @@ class Patch:
         assert self.change is not None
         try:
             owner = owner or pkgutil.resolve_name(self.name.rpartition(".")[0])
-            declared = vars(owner)[self.attribute]
+            declared = {**vars(object), **vars(owner)}[self.attribute]  # methods of every class
             is_static = isinstance(declared, staticmethod)
             found = declared.__func__ if is_static else declared
             self._check(found)

@@ -34,6 +34,7 @@ class Step:
         self.tape = Tape()
         self.is_outermost = outer is None
         self.has_plain_states = False  # as `collage` was told
+        self.is_assigned = False  # to an optimizer or its class: steps that it calls are no parts
 
     def number_beside(self, x: Tensor) -> int:
         """How many tensors were made like this one before."""

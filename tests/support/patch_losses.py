@@ -44,6 +44,8 @@ def change(name: str) -> None:
         owner._renamed = staticmethod(found)
         owner._patch_step_function = hook_by_the_new_name
         delattr(owner, attribute)
+    elif attribute == "__setattr__":
+        owner.__setattr__ = set_by_other_names
     elif isinstance(found, dict):
         setattr(owner, attribute, types.MappingProxyType(found))
     elif isinstance(found, list):
@@ -56,6 +58,10 @@ def change(name: str) -> None:
 
 def swap_by_other_names(swap, a, b):
     return swap(a, b)
+
+
+def set_by_other_names(self, attribute, x):
+    object.__setattr__(self, attribute, x)
 
 
 def register_by_the_new_name(module, hook, with_module=False):

@@ -1,10 +1,13 @@
 """Within a step of an optimizer a parameter is its number, and nowhere else."""
 
+import copy
 import gc
+import pickle
 import signal
 import threading
+import types
 import weakref
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -266,6 +269,174 @@ def test_steps_wrapped_by_schedulers_and_scalers():
     scaler.scale(torch.ones(()))
     scaler.step(optimizer)
     assert seen == ["value"] * 2
+
+
+@torch.no_grad()
+def decay_by_copy(optimizer, *args):
+    """A step as it is written over float32, right only over numbers."""
+    for p in optimizer.param_groups[0]["params"]:
+        p.copy_(p - 1e-4 * p.grad)
+
+
+def after_steps(prepare, count=100):
+    """What steps make of one, where 0.99 is right, and the optimizer."""
+    p = nn.Parameter(mcf.as_expansion(torch.ones(8)))
+    own = type("Own", (torch.optim.SGD,), {})  # of which other tests have no optimizer
+    optimizer = own([p], lr=0.0)
+    prepare(optimizer)
+    for _ in range(count):
+        optimizer.zero_grad()
+        p.grad = torch.ones(8, dtype=torch.bfloat16)
+        optimizer.step()
+        assert type(p.grad) is torch.Tensor
+        assert p.acts_as == "parameter"
+    return exact(p)[0].item(), optimizer
+
+
+class Stepping:
+    """A step that is an object."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.known = True
+
+    def __call__(self):
+        decay_by_copy(self.optimizer)
+
+
+def on_the_object(optimizer):
+    optimizer.step = types.MethodType(decay_by_copy, optimizer)
+
+
+def with_a_scheduler(optimizer):
+    on_the_object(optimizer)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+
+
+def around_the_one_before(optimizer):
+    before = optimizer.step
+
+    @wraps(before)
+    def step(*args):
+        decay_by_copy(optimizer)
+        return before(*args)
+
+    optimizer.step = step
+
+
+def an_object(optimizer):
+    optimizer.step = Stepping(optimizer)
+    assert optimizer.step.known
+
+
+def around_the_one_of_a_scheduler(optimizer):
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+    around_the_one_before(optimizer)
+
+
+def on_the_class(optimizer):
+    type(optimizer).step = decay_by_copy
+
+
+def on_the_class_with_optimizers_made_later(optimizer):
+    on_the_class(optimizer)
+    type(optimizer)([torch.ones(1)])
+
+
+ASSIGNED = [
+    on_the_object,
+    lambda optimizer: setattr(optimizer, "step", lambda: decay_by_copy(optimizer)),
+    lambda optimizer: setattr(optimizer, "step", partial(decay_by_copy, optimizer)),
+    with_a_scheduler,
+    around_the_one_before,
+    around_the_one_of_a_scheduler,
+    an_object,
+    on_the_class,
+    on_the_class_with_optimizers_made_later,
+]
+
+
+@pytest.mark.parametrize("prepare", ASSIGNED)
+def test_a_step_that_is_assigned_is_one(prepare):
+    value, _ = after_steps(prepare)
+    assert value == pytest.approx(0.99, abs=1e-3)  # the format has about 16 bits
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_that_another_one_goes_on_to_is_no_part_of_it(fused):
+    def run(wrap):
+        p, seen = nn.Parameter(sample(mcf.bf16x2, 3, 4)), []
+        optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9, fused=fused)
+        for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+            register(lambda *args: seen.append((p.acts_as, type(p.grad))))
+        step = optimizer.step
+        if wrap:
+            optimizer.step = lambda: step(None)
+        for i in range(4):
+            p.grad = torch.linspace(-1, 2 + i, 12).view(3, 4).bfloat16()
+            optimizer.step()
+        assert seen == [("parameter", torch.Tensor)] * 8
+        return p, optimizer.state[p]["momentum_buffer"]
+
+    for own, expected in zip(run(True), run(False), strict=True):
+        assert type(own) is type(expected)
+        assert_same_terms(own, expected)
+
+
+@torch.no_grad()
+def test_a_closure_of_an_assigned_step_is_outside():
+    p, seen = parameter(), []
+    optimizer = Calling([p], lambda p: None)
+    optimizer.step = lambda closure: (seen.append(p.acts_as), closure(), seen.append(p.acts_as))
+    optimizer.step(lambda: seen.append(p.acts_as))
+    assert seen == ["value", "parameter", "value"]
+
+
+def test_steps_that_are_assigned_back_are_as_before():
+    optimizer = Calling([parameter()], lambda p: p.acts_as)
+    step = optimizer.step
+    optimizer.step = lambda: "another"
+    assert optimizer.step() == "another"
+    optimizer.step = step
+    assert optimizer.step is step
+    del optimizer.step
+    assert optimizer.step() == "value"
+
+
+def test_schedulers_and_wrappers_that_go_on_to_a_step_are_left_alone():
+    optimizer = torch.optim.SGD([parameter()], lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+    assert optimizer.step._wrapped_by_lr_sched
+    for step in (optimizer.step, torch.no_grad()(optimizer.step)):
+        optimizer.step = step
+        assert optimizer.step is step
+
+
+def test_an_optimizer_is_copied_without_the_step_that_was_assigned():
+    optimizer = Calling([parameter()], None)
+    optimizer.step = types.MethodType(decay_by_copy, optimizer)
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert "step" not in vars(copied)
+
+
+def test_compiled_steps_set_attributes_of_optimizers_over_plain_parameters():
+    p = nn.Parameter(torch.ones(3))
+
+    def scale(p):
+        optimizer.scale = 3.0
+        p.mul_(optimizer.scale)
+
+    optimizer = Calling([p], scale)
+    torch.compile(optimizer.step, backend="eager", fullgraph=True)()
+    assert p.tolist() == [3.0] * 3
+
+
+def test_an_assigned_step_over_plain_parameters_is_itself():
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    optimizer = Calling([p], lambda p: None)
+    optimizer.step = lambda: p.grad
+    assert optimizer.step() is p.grad
 
 
 def test_an_optimizer_over_plain_parameters_sees_none_of_it():
