@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,8 +76,7 @@ def _run(op: Any, name: str, format: mcf.Format, limit: int | None) -> Outcome:
             outcome.refused += 1
             continue
         outcome.computed += 1
-        if name in INEXACT:
-            expected = _exactly(INEXACT[name](*wide[0]), wide[0][0], expected)
+        expected = exactly(name, wide[0], expected)
         asked = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.dtype)]
         found, wanted = tree_leaves(result), tree_leaves(expected)
         assert len(found) == len(wanted)
@@ -86,10 +85,14 @@ def _run(op: Any, name: str, format: mcf.Format, limit: int | None) -> Outcome:
     return outcome
 
 
-def _exactly(function: Callable[[Any], Any], x: Tensor, inexact: Tensor) -> Tensor:
-    """A function of each element; where there is none, PyTorch's result."""
+def exactly(name: str, args: Sequence[Any], inexact: Any) -> Any:
+    """The result of an operator that PyTorch evaluates with too few bits, by mpmath; PyTorch's
+    result of the other operators, and where mpmath has none."""
+    if name not in INEXACT or not isinstance(inexact, Tensor):
+        return inexact
+    function = INEXACT[name](*args)
     with mpmath.workprec(BITS):
-        exact = [function(mpmath.mpf(a)) for a in x.reshape(-1).tolist()]
+        exact = [function(mpmath.mpf(a)) for a in args[0].reshape(-1).tolist()]
     pairs = zip(exact, inexact.reshape(-1).tolist(), strict=True)
     numbers = [b if a is None else float(a) for a, b in pairs]
     return torch.tensor(numbers, dtype=torch.float64).view(inexact.shape)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 import mcftensor as mcf
-from common.operators import OPERATORS, UNITS, as_wide, attempt, inputs
+from common.operators import OPERATORS, UNITS, as_wide, attempt, exactly, inputs
 
 IN_PLACE = [name for name, op in OPERATORS.items() if op.get_inplace() is not None]
 WITH_OUT = [name for name, op in OPERATORS.items() if op.supports_out]
@@ -48,7 +48,7 @@ def with_out(name: str, format: mcf.Format, limit: int | None = None) -> Outcome
     """Run samples of an operator with `out=`, into expansions and into plain tensors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _with_out(OPERATORS[name], format, limit)
+        return _with_out(OPERATORS[name], name, format, limit)
 
 
 def _in_place(op: Any, format: mcf.Format, limit: int | None) -> Outcome:
@@ -84,13 +84,14 @@ def _in_place(op: Any, format: mcf.Format, limit: int | None) -> Outcome:
     return outcome
 
 
-def _with_out(op: Any, format: mcf.Format, limit: int | None) -> Outcome:
+def _with_out(op: Any, name: str, format: mcf.Format, limit: int | None) -> Outcome:
     outcome = Outcome()
     for args, kwargs in inputs(op, format, limit):
         wide, narrow = tree_map(as_wide, (args, kwargs)), _cast((args, kwargs), format.base)
         reference = attempt(lambda: op(*wide[0], **wide[1]), SEED)  # noqa: B023
         expected = attempt(lambda: op(*args, **kwargs), SEED)  # noqa: B023
-        exact, found = tree_leaves(reference), tree_leaves(expected)
+        exact = tree_leaves(exactly(name, wide[0], reference))
+        found = tree_leaves(expected)
         if isinstance(expected, Exception) or not all(map(_is_dense, exact)):
             continue
         for role in ("value", "parameter"):
