@@ -52,7 +52,7 @@ from mcftensor.kernels.opaque import is_bare
 from mcftensor.passes.recoding import lent as lent_by
 from mcftensor.tensor import LiftedTensor, MCFTensor, Role
 from mcftensor.tensor.lending import LentTensor, holding, lent_views
-from mcftensor.tensor.rounded import rounding
+from mcftensor.tensor.rounded import rounding, updating
 
 aten = torch.ops.aten
 
@@ -373,6 +373,8 @@ def copy_(func: Any, target: Tensor, source: Any, non_blocking: bool = False) ->
         return target
     if source.is_complex():
         raise TypeError(f"copy_: {source.dtype} into an expansion in {target.format.name}")
+    if target._role == "parameter" and is_bare([source, target._component0]):
+        updating(func, target, source)
     if in_rows([target]):
         copy_rows_(target, source)
         return target

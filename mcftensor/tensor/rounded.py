@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mcftensor.arithmetic.bases import BASES
 from mcftensor.formats import Format
@@ -28,7 +29,7 @@ R = TypeVar("R")
 
 
 class RoundedWarning(UserWarning):
-    """An expansion was rounded to a plain tensor though nobody asked for it.
+    """An expansion was rounded to a plain tensor though nobody asked for it, or its update was.
 
     Raised once for each line of the caller's code; `when_rounded` says what happens instead.
     """
@@ -65,6 +66,11 @@ class when_rounded:
       is such a place;
     - within a step, gradients, which are plain, and all of an optimizer some of whose states
       `collage` has made plain.
+
+    Outside of a step the setting also covers updates that a line of code copies over a parameter,
+    as `p.copy_(p - lr * g)` does: they are rounded, and erase the other terms of `p`. The fourth
+    copy over the same memory counts, if the plain tensor has the precision of the leading term
+    and hardly differs from it. `p.add_(g, alpha=-lr)` keeps all terms.
 
     Args:
         action: `"ignore"`, `"warn"` (the default: a `RoundedWarning` once for each line of the
@@ -159,9 +165,17 @@ def rounding(operation: Any, sources: Iterable[Any], target: Tensor) -> None:
             f"{name}: an expansion in {format.name} of shape {tuple(lost[0].shape)} would be "
             f"rounded to {target.dtype}, in a plain tensor of shape {tuple(target.shape)}. {repair}"
         )
-    warnings.warn_explicit(
+    _warn(
         f"{name}: an expansion in {format.name} is rounded to {target.dtype}, in a plain tensor. "
-        f'{repair}. mcf.when_rounded("raise") makes this an error, "ignore" ends it',
+        f"{repair}",
+        frame,
+    )
+
+
+def _warn(message: str, frame: FrameType) -> None:
+    """Warn once for the line that a frame is in."""
+    warnings.warn_explicit(
+        f'{message}. mcf.when_rounded("raise") makes this an error, "ignore" ends it',
         RoundedWarning,
         frame.f_code.co_filename,
         frame.f_lineno,
@@ -179,3 +193,99 @@ def _caller() -> FrameType | None:
             return None
         frame = frame.f_back
     return frame if not frame.f_code.co_filename.startswith(_FOLDERS) else outermost
+
+
+# ------------------------------------------------------------------ updates that are copied over
+#
+# `p.copy_(p - lr * g)` outside of a step computes with the leading term of p, and rounds. What
+# tells it from loading or initializing is that one line does so again and again over the same
+# memory, and that the parameter hardly changes. Only the first few copies by a line are looked at.
+
+_COPIES = 4  # over the same memory, before it is an update
+_OTHERS = 8  # other memory of which the first copy was none
+_SMALL = 2.0**-5  # of an element
+_PLUMBING = (
+    *(f"{_FOLDERS[1]}{folder}{os.sep}" for folder in ("tensor", "dispatch", "kernels")),
+    *(f"{_FOLDERS[0]}{file}" for file in ("_ops.py", "_tensor.py")),
+)
+
+
+class _Line:
+    """What is known of a line of code that copies plain tensors over parameters."""
+
+    def __init__(self) -> None:
+        self.memory: tuple[StorageWeakRef, int] | None = None  # whose address goes to nobody else
+        self.copies = 0
+        self.others = 0
+
+    def updates(self, target: Any, source: Tensor) -> bool:
+        """Whether a copy is one more small update of the same memory."""
+        leading = target._component0
+        memory = StorageWeakRef(leading.untyped_storage()), leading.data_ptr()
+        if self.memory is not None and self.memory[0].expired():
+            self.memory, self.copies = None, 0
+        if self.others > _OTHERS or (self.memory is not None and memory != self.memory):
+            return False
+        self.memory = memory
+        if self.copies < _COPIES:
+            if not _is_small_update(target, source):
+                self.memory, self.copies = None, 0
+                self.others += 1
+                return False
+            self.copies += 1
+        return self.copies == _COPIES
+
+
+_lines: dict[tuple[str, int], _Line] = {}
+
+
+def updating(operation: Any, target: Any, source: Tensor) -> None:
+    """Warn or raise where a plain tensor is about to be copied over a parameter outside of a step
+    as its update, by the caller's own line."""
+    action = _thread.action
+    if (
+        action == "ignore"
+        or current_step() is not None
+        or target.shape != source.shape
+        or not target.numel()
+    ):
+        return
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PLUMBING):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename.startswith((*_FOLDERS, "<frozen")):
+        return  # PyTorch loads or initializes
+    line = _lines.setdefault((frame.f_code.co_filename, frame.f_lineno), _Line())
+    if not line.updates(target, source):
+        return
+    message = (
+        f"{operation.overloadpacket.__name__}: a plain {source.dtype} tensor is copied over a "
+        f"parameter in {target.format.name} of shape {tuple(target.shape)} from which it hardly "
+        f"differs, for the {_COPIES}th time. If it is an update: outside of a step p - update "
+        "takes the leading term of p, so that small updates are rounded away, and the copy erases "
+        "the other terms of p. Update in place, p.sub_(update) or p.add_(g, alpha=-lr), or in the "
+        "step of a torch.optim.Optimizer"
+    )
+    if action == "raise":
+        raise RoundedError(message)
+    _warn(message, frame)
+
+
+@torch.no_grad()
+def _is_small_update(target: Any, source: Tensor) -> bool:
+    """Whether half of the elements that a copy changes, and half of all, change by little, seen
+    from the leading term; a sample of them is looked at."""
+    target = target.detach()
+    for dim, size in enumerate(target.shape):
+        step = -(-size // 32)
+        places = [slice(None)] * dim + [slice(None, None, step)]
+        target, source = target[tuple(places)], source.detach()[tuple(places)]
+    new, leading = source.double(), target.lent.double()
+    changes = (new - leading).abs()
+    is_near = changes <= _SMALL * leading.abs()
+    is_changed = changes > 0
+    is_small = (is_near.sum() * 2 >= is_near.numel()) & (
+        (is_near & is_changed).sum() * 2 >= is_changed.sum()
+    )
+    # A wider tensor may have been computed from all terms.
+    return bool(is_small & (new == new.to(target.dtype)).all())
