@@ -100,7 +100,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("source", metavar="IN", help="a file, the index of several, or a folder")
     add("destination", metavar="OUT", help="the folder to make")
     add("--format", default="bf16i16", metavar="NAME", help="of the weights (default: bf16i16)")
-    add("--states", metavar="NAME", help="of the optimizer's states (default: as the weights)")
+    add(
+        "--states",
+        metavar="NAME",
+        help="of the optimizer's states (default: as the weights); 'compact': as the mode does",
+    )
     add("--weights-only", action="store_true", help="leave the states out")
     add("--lossy", action="store_true", help="round what the format does not hold")
     add("--max-shard-size", metavar="SIZE", help="divide the weights into files, of '5GB' say")
@@ -136,7 +140,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="of torch.optim (default: AdamW); SGD is with momentum",
     )
     add("--mode", metavar="NAME", help="show the formats of one Collage mode, layer by layer")
-    add("--format", metavar="NAME", help="of the weights, with --mode (default: by shape)")
+    add(
+        "--format",
+        metavar="NAME",
+        help="of the weights, with --mode (default: bf16i8 in compact, by shape in the others)",
+    )
     command = commands.add_parser(
         "selfcheck",
         help="check the arithmetic on a device against exact rationals",
@@ -271,7 +279,8 @@ def run_memory(options: argparse.Namespace) -> int:
         if options.memory:
             size, owner = size_in_bytes(options.memory, "--memory"), "given"
         if options.mode:
-            form = named(options.format) if options.format else None
+            own = fitting.format_for(options.mode)
+            form = named(options.format) if options.format else own
             found = estimate(model, options.mode, format=form, optimizer=optimizer)
             shown, least = str(found), found.total
         else:

@@ -62,6 +62,11 @@ def strategies(model: nn.Module, optimizer: MakeOptimizer = AdamW) -> Iterator[S
         )
 
 
+def format_for(mode: str) -> Format | None:
+    """Return the format of weights that goes with a mode in this table, or None for it by shape."""
+    return bf16i8 if mode == "compact" else None
+
+
 def _strategy(
     name: str, found: Summary, *, masters: int = 0, gradients: int | None = None
 ) -> Strategy:

@@ -20,8 +20,6 @@ from mcftensor.formats import (
     BlockFormat,
     Format,
     bf16i16,
-    is_vector,
-    mxfp8,
     require_format,
     ue5m3,
 )
@@ -35,7 +33,7 @@ from mcftensor.patches.optimizers import (
 from mcftensor.patches.states import as_loaded
 from mcftensor.scaling.scaled import ScaledTensor
 from mcftensor.tensor.sharded import format_of
-from mcftensor.training.moments import FIRST_MOMENTS, SECOND_MOMENTS
+from mcftensor.training.moments import FIRST_MOMENTS, SECOND_MOMENTS, WIDE, compact_format
 from mcftensor.training.plain_parameters import warn_of_plain_parameters
 from mcftensor.training.shadow import CannotShadow, attributes, plain_step
 
@@ -54,17 +52,6 @@ _MODES: dict[str, dict[str, Any]] = {
     | {"momentum_buffer": _OWN},  # which is the update, and not divided by another moment
     "full": {},
     "compact": dict.fromkeys(FIRST_MOMENTS | SECOND_MOMENTS, _COMPACT),
-}
-
-# Second moments in some packages, and velocities in others, which are signed.
-_AMBIGUOUS = ("v",)
-
-# States that one byte does not do for, and why.
-_WIDE = {
-    "sum": "it only grows, by ever smaller parts of itself",
-    "grad_avg": "its square is taken from square_avg, and what is left is close to zero",
-    "step_size": "it is what the weights move by",
-    "ax": "it is an average of weights",
 }
 
 
@@ -334,13 +321,7 @@ class _Plan:
             return own.of_states
         if isinstance(wanted, BlockFormat) and p.dim() < 2:
             return bf16i16
-        if wanted is not _COMPACT:
-            return wanted
-        if is_vector(p.shape) or name in _AMBIGUOUS or not _WIDE.keys().isdisjoint(names):
-            return bf16i16
-        if name in FIRST_MOMENTS:
-            return mxfp8
-        return ue5m3.nearest if name == "max_exp_avg_sq" else ue5m3
+        return compact_format(name, p.shape, names) if wanted is _COMPACT else wanted
 
     def _convert(self, p: Tensor, own: Format, state: dict[str, Any]) -> None:
         if self.unchecked and state:
@@ -403,13 +384,13 @@ def _require_base(name: str, format: Format, formats: list[Format]) -> None:
 def _require_fit(name: str, format: Format) -> None:
     if not isinstance(format, BlockFormat):
         return
-    reason = _WIDE.get(name)
+    reason = WIDE.get(name)
     if name in FIRST_MOMENTS and format.nearest is ue5m3.nearest:
         reason = "it has negative numbers, which this format has not"
     if reason:
         raise ValueError(
             f"collage: mode[{name!r}] is {format.name}, which {name} cannot be in: {reason}. Use "
-            f"mcf.bf16i16{'' if name in _WIDE else ' or mcf.mxfp8'}"
+            f"mcf.bf16i16{'' if name in WIDE else ' or mcf.mxfp8'}"
         )
 
 

@@ -294,6 +294,66 @@ class TestOptimizers:
         assert states["state.0.step"].dtype == torch.float32
         assert any("exp_avg" in name for name in done.lost)
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize(
+        ("optimizer_of", "expected"),
+        [
+            (
+                lambda p: torch.optim.AdamW(p, amsgrad=True),
+                {
+                    "exp_avg": mcf.mxfp8,
+                    "exp_avg_sq": mcf.ue5m3,
+                    "max_exp_avg_sq": mcf.ue5m3.nearest,
+                },
+            ),
+            (
+                lambda p: torch.optim.RMSprop(p, centered=True),
+                {"square_avg": mcf.bf16i16, "grad_avg": mcf.bf16i16},
+            ),
+            (torch.optim.Adagrad, {"sum": mcf.bf16i16}),
+            (
+                lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+                {"momentum_buffer": mcf.mxfp8},
+            ),
+        ],
+    )
+    def test_states_of_the_compact_mode(self, optimizer_of, expected, dtype, tmp_path):
+        """The formats are those that `collage` makes, and the weights lose nothing."""
+        model = make().to(dtype)
+        optimizer = optimizer_of(model.parameters())
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+        before = copy.deepcopy(optimizer.state_dict()["state"])
+        content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(content, tmp_path / "run.pt")
+        done = mcf.convert_checkpoint(tmp_path / "run.pt", tmp_path / "to", states="compact")
+        states = mcf.load_file(tmp_path / "to" / "optimizer.safetensors")
+        for i, p in enumerate(model.parameters()):
+            for key, format in expected.items():
+                x = states[f"state.{i}.{key}"]
+                assert x.format == (mcf.bf16i16 if p.dim() < 2 else format)
+                own, most = before[i][key].double(), before[i][key].double().abs().amax()
+                error = (mcf.as_plain(x, torch.float64) - own).abs()
+                assert (error <= own.abs() / 8 + most * 2.0**-17).all()
+        assert set(done.lost) <= set(states)  # and no weight
+
+        loaded = mcf.as_expansion(make(seed=1), mcf.bf16i8)
+        other = optimizer_of(loaded.parameters())
+        mcf.load_file(tmp_path / "to", loaded, optimizer=other, strict=False)
+        mcf.collage(other, "compact")
+        for p in loaded.parameters():
+            for key, format in expected.items():
+                wanted = mcf.bf16i16 if p.dim() < 2 else format
+                assert other.state[p][key].format == wanted
+
+    def test_compact_states_may_round_and_weights_may_not(self, tmp_path):
+        self.save(tmp_path, lambda model: torch.optim.AdamW(model.parameters()))
+        with pytest.raises(mcf.CheckpointError, match="weight of shape .* would lose bits"):
+            mcf.convert_checkpoint(
+                tmp_path / "run.pt", tmp_path / "two", mcf.bf16x2, states="compact"
+            )
+
     def test_another_optimizer_is_refused_before_anything_changes(self, tmp_path):
         self.save(tmp_path, lambda model: torch.optim.AdamW(model.parameters()))
         model = make(seed=1)
@@ -367,6 +427,14 @@ class TestCommand:
             assert not (tmp_path / "to").exists()
         assert main(["convert", source, to, "--format", "bf16x2", "--lossy"]) == 0
         assert "elements of 12 tensors lost bits" in capsys.readouterr().out
+
+    def test_states_of_the_compact_mode(self, tmp_path, capsys):
+        source, to = str(foreign.torch_file(tmp_path)), str(tmp_path / "to")
+        assert main(["convert", source, to, "--states", "compact"]) == 0
+        assert "4 weights and 12 states in bf16i16" in capsys.readouterr().out
+        states = mcf.load_file(f"{to}/optimizer.safetensors").values()
+        names = {x.format.name for x in states if isinstance(x, mcf.MCFTensor)}
+        assert {"mxfp8", "bf16i16"} < names
 
     def test_names_from_a_file(self, tmp_path, capsys):
         source, to = str(foreign.transformer_engine(tmp_path)), str(tmp_path / "to")

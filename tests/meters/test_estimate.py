@@ -142,6 +142,14 @@ def test_one_mode(command):
     assert out.endswith("mode plus does not fit into the 1000 B given\n")
 
 
+def test_compact_is_with_tails_of_one_byte(command):
+    _, out = command("10M", "--memory", "1GB", "--mode", "compact")
+    assert "bf16i8" in out
+    assert "7.06 bytes a parameter" in out
+    _, out = command("10M", "--memory", "1GB", "--mode", "compact", "--format", "bf16x2")
+    assert "8.06 bytes a parameter" in out
+
+
 def test_this_machine(command):
     _, out = command("10K")
     assert " of " in out.splitlines()[-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from mcftensor.convert import as_plain, for_shape, value_in
 from mcftensor.dispatch.operands import after
 from mcftensor.formats import PLAIN, Format, PlainFormat, bf16i16, named
 from mcftensor.tensor import MCFTensor
+from mcftensor.training.moments import compact_format
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of a tensor that is done, how many bytes of the source are, and of how many
@@ -91,7 +92,9 @@ def convert_checkpoint(
         destination: a folder that does not exist, or is empty.
         format: of the weights: a format, `torch.float32`, or the name of one. Vectors have no rows
             to share scales, and are `bf16i16` where the format does that.
-        states: of the states; by default that of the weights.
+        states: of the states; by default that of the weights. "compact" stands for the formats of
+            that mode of `collage`: `mxfp8` for first and `ue5m3` for second moments, of 16 bits,
+            too. This rounds them, whether `lossy` or not; other states are in that of the weights.
         optimizer: whether states are converted, too.
         parameters: names of parameters in the order in which the optimizer got them. Needed where
             its states complete the weights and say numbers instead of names.
@@ -117,7 +120,7 @@ def convert_checkpoint(
         (mcf.bf16i16, True, {})
     """
     target = _format(format)
-    target_of_states = target if states is None else _format(states)
+    target_of_states = target if states in (None, "compact") else _format(states)
     names = None if parameters is None else list(parameters)
     most = None if max_shard_size is None else size_in_bytes(max_shard_size)
     destination = Path(destination)
@@ -138,10 +141,16 @@ def convert_checkpoint(
         path = folder / "model.safetensors"
         writer.save(contents.weights, formats, contents.tied, {}, path, most)
         if contents.states or contents.groups is not None:
+            compact = states == "compact"
             formats = {
-                name: for_shape(target_of_states, x.shape) if x.shape and _is_wide(x) else _own(x)
-                for name, x in state_entries.items()
+                state_name(i, key): _format_of_state(
+                    key, x, state, target_of_states, compact=compact
+                )
+                for i, state in contents.states.items()
+                for key, x in state.items()
+                if isinstance(x, Entry)
             }
+            writer.lossy |= compact  # a mode of one byte an element is a wish to round
             writer.save(state_entries, formats, {}, metadata_of(contents), folder / BESIDE[0], None)
     return Conversion(
         contents.layout, target.name, len(contents.weights), len(state_entries), writer.lost
@@ -228,6 +237,19 @@ def _own(entry: Entry) -> Format:
         "and scales are not converted; load the file into its model with mcf.load_file, take the "
         "scales off with mcf.as_plain(model, torch.float32), and save that"
     )
+
+
+def _format_of_state(
+    key: str, entry: Entry, names: Collection[str], target: Format, *, compact: bool
+) -> Format:
+    """Return the format that a state becomes, given the names of all states of its parameter."""
+    own = _own(entry)
+    is_float = own.dtype.is_floating_point and own.dtype.itemsize > 1
+    if compact and entry.shape and (is_float or not isinstance(own, PlainFormat)):
+        moment = compact_format(key, entry.shape, names)
+        if moment is not None:
+            return moment
+    return for_shape(target, entry.shape) if entry.shape and _is_wide(entry) else own
 
 
 def _is_wide(entry: Entry) -> bool:
