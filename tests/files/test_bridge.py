@@ -349,7 +349,7 @@ class TestOptimizers:
 
     def test_compact_states_may_round_and_weights_may_not(self, tmp_path):
         self.save(tmp_path, lambda model: torch.optim.AdamW(model.parameters()))
-        with pytest.raises(mcf.CheckpointError, match="weight of shape .* would lose bits"):
+        with pytest.raises(mcf.CheckpointError, match=r"weight of shape .* would lose bits"):
             mcf.convert_checkpoint(
                 tmp_path / "run.pt", tmp_path / "two", mcf.bf16x2, states="compact"
             )
