@@ -129,8 +129,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "sources",
         nargs="+",
         metavar="MODEL",
-        help="a checkpoint, shapes of parameters such as 4096x4096 or 32:4096x11008, or their "
-        "number, such as 7B",
+        help="a checkpoint; a config.json of transformers or the name of a model on the hub; "
+        "shapes of parameters such as 4096x4096 or 32:4096x11008; or their number, such as 7B",
     )
     add("--memory", metavar="SIZE", help="'80GB', say (default: the GPU's, or this machine's)")
     add(

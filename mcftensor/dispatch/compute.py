@@ -105,16 +105,18 @@ def explained(error: RuntimeError, args: tuple[Any, ...], kwargs: dict[str, Any]
 def unlike_dtypes(problem: str, operands: Any) -> RuntimeError | None:
     """The error of parameters that meet a floating tensor of another dtype; None if none do."""
     found = expansions(operands)[0]
-    other = f", or run it under torch.autocast({found.device.type!r}, dtype={found.dtype})"
+    other = f". Or run the model under torch.autocast({found.device.type!r}, dtype={found.dtype})"
     if torch._C._is_any_autocast_enabled():
-        other = ": this operation is not one that autocast casts for"
+        other = ". This operation is not one that autocast casts for"
     for x in tree_leaves(operands):
         is_plain = isinstance(x, Tensor) and not isinstance(x, MCFTensor)
         if is_plain and x.is_floating_point() and x.dtype != found.dtype:
             return RuntimeError(
                 f"{problem}. Here parameters in {found._format.name}, of shape "
                 f"{tuple(found.shape)}, compute in {found.dtype} and meet a tensor of {x.dtype}, "
-                f"of shape {tuple(x.shape)}: cast the model's input, x.to({found.dtype}){other}"
+                f"of shape {tuple(x.shape)}. If that is an input of the model or a constant, cast "
+                f"it, x.to({found.dtype}); if it comes from a layer that was added later, call "
+                f"mcf.as_expansion(model) once more{other}"
             )
     return None
 

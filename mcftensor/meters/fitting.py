@@ -16,6 +16,7 @@ from torch.optim import AdamW
 from mcftensor.checkpoint.errors import CheckpointError
 from mcftensor.checkpoint.reading import shapes
 from mcftensor.formats import Format, bf16i8, bf16i16, bf16x2
+from mcftensor.meters.configured import is_configuration, parameters_of
 from mcftensor.meters.estimating import MakeOptimizer, estimate, without_data
 from mcftensor.meters.summary import Summary, summary
 from mcftensor.tensor import showing
@@ -117,8 +118,8 @@ _MOST = 2**58
 
 
 def model_of(sources: Sequence[str]) -> nn.Module:
-    """A module on the meta device: of checkpoints, of shapes such as `32:4096x11008`, or of a
-    number of parameters such as `7B`.
+    """A module on the meta device: of checkpoints, of configurations of transformers, of shapes
+    such as `32:4096x11008`, or of a number of parameters such as `7B`.
 
     Raises:
         CheckpointError: a source that is none of these; says which.
@@ -126,7 +127,9 @@ def model_of(sources: Sequence[str]) -> nn.Module:
     found: dict[str, Tensor] = {}
     for i, source in enumerate(sources):
         count, shape = _COUNT.fullmatch(source.upper()), _SHAPE.fullmatch(source)
-        if Path(source).exists():
+        if is_configuration(source):
+            found |= parameters_of(source)
+        elif Path(source).exists():
             found |= shapes(Path(source))
         elif count:
             _require_countable(source, float(count[1]) * _UNITS[count[2]])
@@ -139,8 +142,9 @@ def model_of(sources: Sequence[str]) -> nn.Module:
                 found[f"{i}.{k}.weight"] = torch.empty(lengths, device="meta")
         else:
             raise CheckpointError(
-                f"{source} is no file or folder; give a checkpoint, shapes such as 4096x4096 or "
-                "32:4096x11008, or a number of parameters such as 7B"
+                f"{source} is no file or folder; give a checkpoint, a config.json, the name of a "
+                "model on the hub, shapes such as 4096x4096 or 32:4096x11008, or a number of "
+                "parameters such as 7B"
             )
     return _module(found)
 

@@ -1,6 +1,7 @@
 """What a model would take: of models that are not converted, of checkpoints, of shapes."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -174,6 +175,51 @@ def test_checkpoints(command, tmp_path, kind):
     assert sum(line.startswith("0.weight") for line in out.splitlines()) == 1
 
 
+@pytest.fixture
+def gpt2():
+    transformers = pytest.importorskip("transformers")
+    return transformers.GPT2Config(
+        vocab_size=64,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        architectures=["GPT2LMHeadModel"],
+    )
+
+
+def test_a_configuration(command, gpt2, tmp_path, monkeypatch):
+    """Of a file, of a folder without weights, and by its name; weights that are tied count once."""
+    gpt2.save_pretrained(tmp_path)
+    _, out = command(tmp_path / "config.json", "--memory", "1GB")
+    count = 64 * 16 + 1024 * 16 + 2 * (12 * 16 * 16 + 13 * 16) + 2 * 16
+    assert out.startswith(f"{count:,} parameters")
+    assert command(tmp_path, "--memory", "1GB")[1] == out
+    names = []
+    found = lambda name: names.append(name) or gpt2  # noqa: E731
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", found)
+    assert command("Qwen/Qwen2.5-0.5B", "--memory", "1GB")[1] == out
+    assert names == ["Qwen/Qwen2.5-0.5B"]
+
+
+def test_a_configuration_that_makes_no_model(command, gpt2, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"model_type": "unheard of"}')
+    assert "transformers makes no model from it: " in command(tmp_path)[1]
+    (tmp_path / "config.json").write_text("{")
+    assert "transformers makes no model from it: " in command(tmp_path)[1]
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    status, error = command("Qwen/Qwen2.5-0.5B")
+    assert status == 2
+    assert "is not installed; give the shapes of parameters" in error
+
+
+def test_a_folder_with_weights_is_a_checkpoint(command, gpt2, tmp_path):
+    gpt2.save_pretrained(tmp_path)
+    torch.save({"a.weight": torch.ones(3, 4)}, tmp_path / "pytorch_model.bin")
+    assert command(tmp_path, "--memory", "1GB")[1].startswith("12 parameters")
+
+
 def test_integers_are_buffers(command, tmp_path):
     torch.save({"a.weight": torch.ones(3, 4), "a.steps": torch.tensor(3)}, tmp_path / "x.pt")
     _, out = command(tmp_path / "x.pt", "--mode", "plus")
@@ -185,7 +231,7 @@ def test_integers_are_buffers(command, tmp_path):
     ("arguments", "complaint"),
     [
         ([], "the following arguments are required: MODEL"),
-        (["nothing.pt"], "nothing.pt is no file or folder; give a checkpoint, shapes such as"),
+        (["nothing.pt"], "nothing.pt is no file or folder; give a checkpoint, a config.json, the"),
         (["7B", "--memory", "much"], "--memory is 'much'; give bytes, or a size such as '5GB'"),
         (["7B", "--optimizer", "Optimizer2"], "torch.optim has no optimizer 'Optimizer2'"),
         (["7B", "--mode", "most"], "unknown mode 'most'"),
