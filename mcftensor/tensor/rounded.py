@@ -219,20 +219,19 @@ class _Line:
         self.others = 0
 
     def updates(self, target: Any, source: Tensor) -> bool:
-        """Whether a copy is one more small update of the same memory."""
+        """Whether a copy is the one by which the line is known to update the same memory."""
+        if self.copies == _COPIES or self.others > _OTHERS:
+            return False
         leading = target._component0
         memory = StorageWeakRef(leading.untyped_storage()), leading.data_ptr()
         if self.memory is not None and self.memory[0].expired():
             self.memory, self.copies = None, 0
-        if self.others > _OTHERS or (self.memory is not None and memory != self.memory):
+        if self.memory is not None and memory != self.memory:
             return False
-        self.memory = memory
-        if self.copies < _COPIES:
-            if not _is_small_update(target, source):
-                self.memory, self.copies = None, 0
-                self.others += 1
-                return False
-            self.copies += 1
+        if _is_small_update(target, source):
+            self.memory, self.copies = memory, self.copies + 1
+        else:
+            self.memory, self.copies, self.others = None, 0, self.others + 1
         return self.copies == _COPIES
 
 
@@ -267,6 +266,7 @@ def updating(operation: Any, target: Any, source: Tensor) -> None:
         "step of a torch.optim.Optimizer"
     )
     if action == "raise":
+        line.copies -= 1  # so that the next one raises, too
         raise RoundedError(message)
     _warn(message, frame)
 
