@@ -138,22 +138,26 @@ def _taken(
     return in_step(over_gradients)
 
 
+def _sums_gradients(optimizer: Optimizer) -> bool:
+    """Whether gradients of plain parameters are expansions, which somebody wants to be rounded."""
+    return not torch.compiler.is_compiling() and any(
+        format_of(p.grad) is not None for p in parameters_of(optimizer)
+    )
+
+
 def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:
     """A step within which parameters that are expansions are numbers."""
 
     def take(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not has_expansions(self):
+            return asking(functools.partial(step, self, *args, **kwargs))
         if _is_fused(self, step):
             return step(self, *args, **kwargs)
         return _taken(self, functools.partial(step, self), args, kwargs)
 
     def choose(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if has_expansions(self):
+        if has_expansions(self) or _sums_gradients(self):
             return untraced(take, self, *args, **kwargs)
-        if not torch.compiler.is_compiling() and any(
-            format_of(p.grad) is not None for p in parameters_of(self)
-        ):
-            # Who sums gradients of plain parameters as expansions asks for their rounding.
-            return asking(functools.partial(step, self, *args, **kwargs))
         return step(self, *args, **kwargs)
 
     chosen = choose
@@ -169,6 +173,21 @@ def _subclasses(cls: type[Optimizer]) -> Iterator[type[Optimizer]]:
     for each in cls.__subclasses__():
         yield each
         yield from _subclasses(each)
+
+
+def _apart(hooked: Callable[..., Any]) -> Callable[..., Any]:
+    """A step with its hooks, which is no part of an assigned one that calls it."""
+
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            outer = current_step()
+            if outer is not None and outer.is_assigned:
+                return closure(hooked)(self, *args, **kwargs)
+        return hooked(self, *args, **kwargs)
+
+    functools.update_wrapper(step, hooked)
+    step.__wrapped__ = hooked.__wrapped__  # type: ignore[attr-defined]  # as deep as torch's
+    return step
 
 
 @patch(
@@ -192,21 +211,6 @@ def _hooking_steps_over_numbers(hook: Callable[..., Any]) -> Callable[..., Any]:
             hooked.hooked = True
             cls.step = hooked  # type: ignore[method-assign]
     return hook_step
-
-
-def _apart(hooked: Callable[..., Any]) -> Callable[..., Any]:
-    """A step with its hooks, which is no part of an assigned one that calls it."""
-
-    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            outer = current_step()
-            if outer is not None and outer.is_assigned:
-                return closure(hooked)(self, *args, **kwargs)
-        return hooked(self, *args, **kwargs)
-
-    functools.update_wrapper(step, hooked)
-    step.__wrapped__ = hooked.__wrapped__  # type: ignore[attr-defined]  # as deep as torch's
-    return step
 
 
 # ------------------------------------------------------------------------------- assigned steps
