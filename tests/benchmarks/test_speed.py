@@ -262,6 +262,7 @@ def test_compiling(path):
     assert found["graphs"] == 0
 
 
+@pytest.mark.slow
 def test_first_steps_find_what_others_have_compiled(tmp_path):
     first, *others = first_steps.in_new_process("mcf plus, fused", tmp_path, 1)
     assert len(others) == first_steps.LATER

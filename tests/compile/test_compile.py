@@ -18,6 +18,7 @@ from support.helpers import (
     sample,
     small_model,
 )
+from support.thinning import thinned
 
 
 @pytest.fixture(autouse=True)
@@ -346,15 +347,16 @@ class TestOptimizerSteps:
         assert error <= (2**-13 if (path, mode) == (FUSED, "full") else 2**-8)
         assert graphs.frame_count == 0
 
-    @pytest.mark.parametrize("path", [FOREACH, FOR_LOOP], ids=["foreach", "for-loop"])
+    @pytest.mark.parametrize(
+        "path", [FOREACH, pytest.param(FOR_LOOP, marks=pytest.mark.slow)], ids=str
+    )
     def test_sgd_compiled_whole(self, path):
         expected = run(torch.optim.SGD, {"momentum": 0.9} | path, "full", eager)
         found = run(torch.optim.SGD, {"momentum": 0.9} | path, "full", compiled_whole)
         for p, q in zip(expected, found, strict=True):
             assert_same_terms(p, q)
 
-    @pytest.mark.parametrize("path", [FOREACH, FOR_LOOP], ids=["foreach", "for-loop"])
-    @pytest.mark.parametrize("mode", ["plus", "full"])
+    @pytest.mark.parametrize(("mode", "path"), thinned(["plus", "full"], [FOREACH, FOR_LOOP], of=2))
     def test_adamw_compiled_whole(self, path, mode):
         """torch computes bias corrections in float64 in eager code and in float32 when compiling.
 

@@ -512,6 +512,7 @@ def more_held(jobs):
 class TestMemory:
     """A conversion holds a tensor and what becomes of it, and nothing else of that size."""
 
+    @pytest.mark.slow
     def test_of_layouts(self, large, tmp_path):
         layouts = {**foreign.EXACT, "optimi": lambda folder: foreign.optimi(folder)[0]}
         for bits in (8, 16):

@@ -120,6 +120,7 @@ def test_vectors_of_any_width(format, width, monkeypatch):
     same("cpp", step_of, mcf.as_expansion(torch.randn(9, 64), format))
 
 
+@pytest.mark.slow
 def test_a_long_program_has_whole_blocks_too():
     """Of float64 lanes, of which four make a block."""
     torch.manual_seed(1)

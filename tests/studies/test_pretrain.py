@@ -178,6 +178,7 @@ def test_exact_is_master_weights(run, monkeypatch, optimizer, path):
     assert master["final"]["edq_ratio"] == exact["final"]["edq_ratio"]
 
 
+@pytest.mark.slow
 def test_a_witness_sees_what_a_loss_hides(run, capsys):
     arguments = ("--steps", "30", "--beta2", "0.999")
     _, alone = run(*arguments)

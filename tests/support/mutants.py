@@ -621,7 +621,10 @@ MUTATIONS = [
     *_of(
         "casting.py",
         "tests/tensor/test_first_meeting.py",
-        gradients_end=("if torch.is_grad_enabled() and x.requires_grad:", "if False:"),
+        gradients_end=(
+            "if is_wrapped(x) or (torch.is_grad_enabled() and x.requires_grad):",
+            "if False:",
+        ),
         results_in_fewer_bits=("format.precision <= PRECISION or", "True or"),
         copies_left_out=("return x.clone() if copy else x", "return x"),
     ),

@@ -16,7 +16,7 @@ operators = pytest.importorskip("common.operators")
 FORMATS = [mcf.bf16x2, mcf.bf16x3, mcf.fp16x2, mcf.fp32x2]
 
 
-@pytest.mark.parametrize(("name", "format"), thinned(operators.OPERATORS, FORMATS, of=2))
+@pytest.mark.parametrize(("name", "format"), thinned(operators.OPERATORS, FORMATS, of=4))
 def test_operator(name, format):
     expected = published(name, format)
     outcome = operators.run(name, format, limit=MATRIX["samples"])

@@ -13,17 +13,16 @@ from torch.optim import Optimizer
 import mcftensor as mcf
 from mcftensor.tensor import rounded
 from support.helpers import exact
+from support.thinning import thinned
 
 RIGHT = 0.99  # after a hundred updates of 1e-4 from one
 UPDATE = 1e-4
 
 
-@pytest.fixture(autouse=True)
-def lines(monkeypatch):
-    """What was seen of lines of code stays in the test."""
-    found = {}
-    monkeypatch.setattr(rounded, "_lines", found)
-    return found
+@pytest.fixture
+def lines():
+    """What was seen of lines of code."""
+    return rounded._lines
 
 
 def by_copy(p, g):
@@ -176,8 +175,7 @@ def run(where, update, format=mcf.bf16x2):
     return exact(p).mean().item(), found
 
 
-@pytest.mark.parametrize("update", LOSES)
-@pytest.mark.parametrize("where", OUTSIDE)
+@pytest.mark.parametrize(("update", "where"), thinned(LOSES, OUTSIDE, of=3))
 def test_copies_outside_of_a_step_lose_updates_and_warn_once(where, update):
     value, found = run(where, update)
     assert value > 0.999
@@ -188,16 +186,14 @@ def test_copies_outside_of_a_step_lose_updates_and_warn_once(where, update):
     assert "p.add_(g, alpha=-lr)" in str(warning.message)
 
 
-@pytest.mark.parametrize("update", [*LOSES, *KEEPS])
-@pytest.mark.parametrize("where", INSIDE)
+@pytest.mark.parametrize(("update", "where"), thinned([*LOSES, *KEEPS], INSIDE, of=3))
 def test_all_of_them_are_right_within_a_step(where, update):
     value, found = run(where, update)
     assert value == pytest.approx(RIGHT, abs=1e-3)
     assert not found
 
 
-@pytest.mark.parametrize("update", KEEPS)
-@pytest.mark.parametrize("where", OUTSIDE)
+@pytest.mark.parametrize(("update", "where"), thinned(KEEPS, OUTSIDE, of=3))
 def test_updates_in_place_are_right_everywhere(where, update):
     value, found = run(where, update)
     assert value == pytest.approx(RIGHT, abs=1e-3)
