@@ -15,7 +15,7 @@ def thinned(*values: Sequence[Any], of: int) -> list[Any]:
         pytest.param(
             *chosen,
             marks=[pytest.mark.slow] * (sum(places) % of != 0),
-            id="-".join(str(getattr(x, "name", x)) for x in chosen),
+            id="-".join(str(getattr(x, "name", getattr(x, "__name__", x))) for x in chosen),
         )
         for chosen, places in combinations
     ]
