@@ -1,5 +1,10 @@
 """Multi-component floats as a PyTorch dtype."""
 
+__version__ = "0.1.0"
+
+from mcftensor import options as _options  # noqa: F401  # tells mistakes before torch is imported
+
+# isort: split
 from mcftensor import checkpoint as checkpoint
 from mcftensor import formats as formats
 from mcftensor import scaling as scaling
@@ -66,5 +71,3 @@ from mcftensor.training.releasing import StepInBackward as StepInBackward
 from mcftensor.training.releasing import StepInBackwardError as StepInBackwardError
 from mcftensor.training.releasing import step_in_backward as step_in_backward
 from mcftensor.training.saturation import SaturationWarning as SaturationWarning
-
-__version__ = "0.1.0"

@@ -9,12 +9,9 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from typing import NoReturn
 
 import torch
 
-from mcftensor import __version__
 from mcftensor.checkpoint.bridge.conversion import Conversion, Progress, convert_checkpoint
 from mcftensor.checkpoint.errors import CheckpointError
 from mcftensor.checkpoint.shards import size_in_bytes
@@ -22,140 +19,9 @@ from mcftensor.formats import named
 from mcftensor.meters import fitting
 from mcftensor.meters.auditing import Audit, audit
 from mcftensor.meters.estimating import MakeOptimizer, estimate
+from mcftensor.options import parse
 from mcftensor.selfcheck import SelfCheckError, selfcheck
 from mcftensor.tensor import showing
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that reports a mistake in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Leave with status 2."""
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def share(argument: str) -> float:
-    """An argparse type: a number above 0 and at most 1."""
-    try:
-        value = float(argument)
-    except ValueError:
-        value = 0
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(
-            f"must be a number above 0 and at most 1, not {argument!r}"
-        )
-    return value
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options of the command line, checked."""
-    parser = Parser(
-        prog="python -m mcftensor",
-        description="Checks and conversions of weights, what fits into memory, checks of machines.",
-    )
-    parser.add_argument("--version", action="version", version=f"mcftensor {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    command = commands.add_parser(
-        "audit",
-        help="find weights that silently froze between two checkpoints",
-        description="Find weights that silently froze between two checkpoints of one training "
-        "run, as bf16 weights do under small updates. A checkpoint is a file of torch.save, a "
-        "safetensors file, the index of a sharded checkpoint, or a folder that holds one of these "
-        "as Hugging Face names them.",
-        epilog="Exit status: 0 if nothing looks frozen, 1 if something does, 2 for a mistake. "
-        "Weights that are frozen on purpose, and constant buffers, look frozen too: --ignore "
-        "them. Checkpoints only a few steps apart show far more unchanged elements than ones far "
-        "apart.",
-    )
-    add = command.add_argument
-    add("before", metavar="BEFORE", help="the earlier checkpoint")
-    add("after", metavar="AFTER", help="the later one")
-    add(
-        "--threshold",
-        type=share,
-        default=0.5,
-        metavar="SHARE",
-        help="share of unchanged elements from which a tensor is mostly frozen (default: 0.5)",
-    )
-    add(
-        "--ignore",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="leave out tensors whose names match, such as '*.inv_freq'; may be repeated",
-    )
-    add("--all", action="store_true", help="show tensors that move, too")
-    add("--json", action="store_true", help="print all numbers of all tensors as JSON instead")
-    command = commands.add_parser(
-        "convert",
-        help="convert a checkpoint, of this library or another one, into a format",
-        description="Convert a checkpoint with the states of its optimizer: of torch.save, "
-        "safetensors, transformers, DeepSpeed, torchtitan, Megatron-Core (torch_dist), Transformer "
-        "Engine, flashoptim, optimi, or of this library. The new one is a folder, with "
-        "model.safetensors and optimizer.safetensors.",
-        epilog="Exit status: 0 if it was converted, 2 for a mistake, a damaged file, or bits that "
-        "would be lost; then there is no folder.",
-    )
-    add = command.add_argument
-    add("source", metavar="IN", help="a file, the index of several, or a folder")
-    add("destination", metavar="OUT", help="the folder to make")
-    add("--format", default="bf16i16", metavar="NAME", help="of the weights (default: bf16i16)")
-    add(
-        "--states",
-        metavar="NAME",
-        help="of the optimizer's states (default: as the weights); 'compact': as the mode does",
-    )
-    add("--weights-only", action="store_true", help="leave the states out")
-    add("--lossy", action="store_true", help="round what the format does not hold")
-    add("--max-shard-size", metavar="SIZE", help="divide the weights into files, of '5GB' say")
-    add(
-        "--parameters",
-        type=Path,
-        metavar="FILE",
-        help="names of the parameters, one a line, in the order in which the optimizer got them",
-    )
-    add("--step", type=int, metavar="N", help="steps taken, where the source does not say it")
-    add("--no-verify", action="store_true", help="read files whose digests are not right")
-    command = commands.add_parser(
-        "memory",
-        help="say what a model takes in training, and what of that fits",
-        description="Say what parameters, gradients and states of a model take in training, by "
-        "strategy, and which of them fit into a memory. Nothing is allocated. Activations are not "
-        "counted, and come on top.",
-        epilog="Exit status: 0 if something fits, 1 if nothing does, 2 for a mistake.",
-    )
-    add = command.add_argument
-    add(
-        "sources",
-        nargs="+",
-        metavar="MODEL",
-        help="a checkpoint; a config.json of transformers or the name of a model on the hub; "
-        "shapes of parameters such as 4096x4096 or 32:4096x11008; or their number, such as 7B",
-    )
-    add("--memory", metavar="SIZE", help="'80GB', say (default: the GPU's, or this machine's)")
-    add(
-        "--optimizer",
-        default="AdamW",
-        metavar="NAME",
-        help="of torch.optim (default: AdamW); SGD is with momentum",
-    )
-    add("--mode", metavar="NAME", help="show the formats of one Collage mode, layer by layer")
-    add(
-        "--format",
-        metavar="NAME",
-        help="of the weights, with --mode (default: bf16i8 in compact, by shape in the others)",
-    )
-    command = commands.add_parser(
-        "selfcheck",
-        help="check the arithmetic on a device against exact rationals",
-        description="Run the error-free transformations and the arithmetic of expansions on a "
-        "device, eager and compiled, and hold them against exact rationals.",
-        epilog="Exit status: 0 if all is well, 1 if something is broken, which is named, 2 for a "
-        "mistake.",
-    )
-    command.add_argument("--device", default="cpu", metavar="NAME", help="(default: cpu)")
-    command.add_argument("--eager", action="store_true", help="leave compiled code out, in seconds")
-    return parser.parse_args(arguments)
 
 
 def screen(found: Audit, *, moving: bool) -> str:

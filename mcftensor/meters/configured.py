@@ -26,7 +26,7 @@ def is_configuration(source: str) -> bool:
     return _HUB_NAME.fullmatch(source) is not None
 
 
-def parameters_of(source: str) -> dict[str, Tensor]:
+def configured(source: str) -> dict[str, Tensor]:
     """The parameters on the meta device, by name.
 
     Raises:

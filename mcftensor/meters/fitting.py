@@ -16,7 +16,7 @@ from torch.optim import AdamW
 from mcftensor.checkpoint.errors import CheckpointError
 from mcftensor.checkpoint.reading import shapes
 from mcftensor.formats import Format, bf16i8, bf16i16, bf16x2
-from mcftensor.meters.configured import is_configuration, parameters_of
+from mcftensor.meters.configured import configured, is_configuration
 from mcftensor.meters.estimating import MakeOptimizer, estimate, without_data
 from mcftensor.meters.summary import Summary, summary
 from mcftensor.tensor import showing
@@ -128,7 +128,7 @@ def model_of(sources: Sequence[str]) -> nn.Module:
     for i, source in enumerate(sources):
         count, shape = _COUNT.fullmatch(source.upper()), _SHAPE.fullmatch(source)
         if is_configuration(source):
-            found |= parameters_of(source)
+            found |= configured(source)
         elif Path(source).exists():
             found |= shapes(Path(source))
         elif count:
