@@ -50,6 +50,8 @@ def polygamma(n: int) -> Exact:
 
 
 INF = math.inf
+_SELU = mp.mpf("1.0507009873554804934193349852946")
+_SELU_ALPHA = mp.mpf("1.6732632423543772848170429916717")
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Exact]] = {
     "exp": (torch.exp, mp.exp),
     "exp2": (torch.exp2, lambda x: mp.mpf(2) ** x),
@@ -152,3 +154,187 @@ def measure(name: str, format: mcf.Format, many: bool = False) -> tuple[float, f
     x = points(format, many)
     found = mcf.as_plain(function(mcf.as_expansion(x, format)), torch.float64)
     return units(found, x, exact, format)
+
+
+# ------------------------------------------------------------------------------ of two arguments
+
+
+def _power(x: Any, y: Any) -> Any:
+    """None of negative numbers to others than whole ones, and where the power leaves float32."""
+    if (x < 0 and y != mp.floor(y)) or abs(y * mp.log(abs(x))) > 99 or abs(y) >= 2**53:
+        return None
+    return x**y
+
+
+def _log_sum(x: Any, y: Any) -> Any:
+    larger, smaller = max(x, y), min(x, y)
+    return larger + (mp.log1p(mp.exp(smaller - larger)) if smaller - larger > -999 else 0)
+
+
+def _log2_sum(x: Any, y: Any) -> Any:
+    larger, smaller = max(x, y), min(x, y)
+    power = mp.mpf(2) ** (smaller - larger) if smaller - larger > -999 else mp.mpf(0)
+    return larger + mp.log1p(power) / mp.log(2)
+
+
+def _box(a: float, x: float, function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A function of two positive numbers below bounds; None elsewhere."""
+    return lambda p, q: function(p, q) if 0 < p < a and 0 < q < x else None
+
+
+def _of_two(function: Callable[..., Tensor], *args: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """The first of what a function makes of two tensors that are stacked."""
+    return lambda x, y: function(torch.stack([x, y]), *args)[0]
+
+
+Exact2 = Callable[[Any, Any], Any]
+OF_TWO: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Exact2]] = {
+    "add": (torch.add, lambda x, y: x + y),
+    "sub": (torch.sub, lambda x, y: x - y),
+    "rsub": (torch.rsub, lambda x, y: y - x),
+    "mul": (torch.mul, lambda x, y: x * y),
+    "div": (torch.div, lambda x, y: x / y),
+    "floor_divide": (
+        torch.floor_divide,
+        lambda x, y: mp.floor(x / y) if abs(x / y) < 2**40 else None,
+    ),
+    "pow": (torch.pow, _power),
+    "float_power": (torch.float_power, _power),
+    "atan2": (torch.atan2, mp.atan2),
+    "hypot": (torch.hypot, mp.hypot),
+    "xlogy": (torch.xlogy, lambda x, y: x * mp.log(y) if y > 0 else None),
+    "xlog1py": (torch.special.xlog1py, lambda x, y: x * mp.log1p(y) if y > -1 else None),
+    "logaddexp": (torch.logaddexp, _log_sum),
+    "logaddexp2": (torch.logaddexp2, _log2_sum),
+    "gammainc": (
+        torch.special.gammainc,
+        _box(19, 999, lambda a, x: mp.gammainc(a, 0, x, regularized=True)),
+    ),
+    "gammaincc": (
+        torch.special.gammaincc,
+        _box(19, 999, lambda a, x: mp.gammainc(a, x, mp.inf, regularized=True)),
+    ),
+    "zeta": (torch.special.zeta, _box(60, 999, lambda s, x: mp.zeta(s, x) if s > 1 else None)),
+    "copysign": (torch.copysign, lambda x, y: abs(x) * mp.sign(y)),
+    "fmax": (torch.fmax, max),
+    "fmin": (torch.fmin, min),
+    "maximum": (torch.maximum, max),
+    "minimum": (torch.minimum, min),
+    "heaviside": (torch.heaviside, lambda x, y: mp.mpf(x > 0)),
+    "prelu": (lambda x, y: torch.where(x > 0, x, x * y), lambda x, y: x if x > 0 else x * y),
+    "norm": (lambda x, y: torch.stack([x, y]).norm(dim=0), mp.hypot),
+    "logsumexp": (lambda x, y: torch.logsumexp(torch.stack([x, y]), 0), _log_sum),
+    "softmax": (_of_two(torch.softmax, 0), lambda x, y: _logistic(x - y)),
+    "log_softmax": (
+        _of_two(torch.log_softmax, 0),
+        lambda x, y: -_log_sum(mp.mpf(0), y - x),
+    ),
+    "cross_entropy": (
+        lambda x, y: F.cross_entropy(
+            torch.stack([x, y], -1), torch.zeros(len(x), dtype=torch.long), reduction="none"
+        ),
+        lambda x, y: _log_sum(mp.mpf(0), y - x),
+    ),
+    "binary_cross_entropy_with_logits": (
+        lambda x, y: F.binary_cross_entropy_with_logits(x, y * 0, reduction="none"),
+        lambda x, y: _log_sum(mp.mpf(0), x),
+    ),
+    "soft_margin_loss": (
+        lambda x, y: F.soft_margin_loss(x, torch.sign(y), reduction="none"),
+        lambda x, y: _log_sum(mp.mpf(0), -x * mp.sign(y)),
+    ),
+}
+"""By name, as `FUNCTIONS`."""
+
+_NUMBERS = (-2.0, -0.5, 0.1, 0.5, 2.0, 3.0, 10.0)
+WITH_NUMBER = {
+    **{
+        f"x ** {c}": ((lambda x, c=c: x**c), (lambda x, c=c: _power(x, mp.mpf(c))))
+        for c in _NUMBERS
+    },
+    **{
+        f"{c} ** x": ((lambda x, c=c: torch.pow(c, x)), (lambda x, c=c: _power(mp.mpf(c), x)))
+        for c in _NUMBERS
+        if c > 0
+    },
+    "xlogy(3, x)": (lambda x: torch.xlogy(3, x), _within(0, INF, lambda x: 3 * mp.log(x))),
+    "xlog1py(3, x)": (
+        lambda x: torch.special.xlog1py(3, x),
+        _within(-1, INF, lambda x: 3 * mp.log1p(x)),
+    ),
+    "zeta(3, x)": (
+        lambda x: torch.special.zeta(3.0, x),
+        _within(0, 999, lambda x: mp.zeta(3, x)),
+    ),
+    "zeta(x, 1)": (lambda x: torch.special.zeta(x, 1.0), _within(1, 60, mp.zeta)),
+    "ldexp(x, 5)": (lambda x: torch.ldexp(x, torch.tensor(5)), lambda x: x * 32),
+    "addcmul": (lambda x: torch.addcmul(x, x, x), lambda x: x + x * x),
+    "addcdiv": (lambda x: torch.addcdiv(x, x, x), lambda x: x + 1),
+    "lerp": (lambda x: torch.lerp(x, x * 0, 0.25), lambda x: x * 3 / 4),
+    "mvlgamma": (
+        lambda x: torch.mvlgamma(x.clamp_min(3), 2),
+        _within(3, 1e6, lambda x: mp.log(mp.pi) / 2 + mp.loggamma(x) + mp.loggamma(x - 0.5)),
+    ),
+    "selu": (F.selu, lambda x: _SELU * (x if x > 0 else _SELU_ALPHA * mp.expm1(x))),
+    "hardswish": (F.hardswish, lambda x: x * min(max(x + 3, 0), 6) / 6),
+    "hardsigmoid": (F.hardsigmoid, lambda x: min(max(x + 3, 0), 6) / mp.mpf(6)),
+    "smooth_l1_loss": (
+        lambda x: F.smooth_l1_loss(x, x * 0, reduction="none"),
+        lambda x: x * x / 2 if abs(x) < 1 else abs(x) - 0.5,
+    ),
+    "modified_bessel_k0": (
+        torch.special.modified_bessel_k0,
+        _within(1e-9, 99, lambda x: mp.besselk(0, x)),
+    ),
+    "modified_bessel_k1": (
+        torch.special.modified_bessel_k1,
+        _within(1e-9, 99, lambda x: mp.besselk(1, x)),
+    ),
+    "scaled_modified_bessel_k0": (
+        torch.special.scaled_modified_bessel_k0,
+        _within(1e-9, 99, lambda x: mp.besselk(0, x) * mp.exp(x)),
+    ),
+    "scaled_modified_bessel_k1": (
+        torch.special.scaled_modified_bessel_k1,
+        _within(1e-9, 99, lambda x: mp.besselk(1, x) * mp.exp(x)),
+    ),
+}
+FUNCTIONS.update(WITH_NUMBER)
+
+
+def pairs(format: mcf.Format, many: bool) -> tuple[Tensor, Tensor]:
+    """Pairs of `points`: any two, two of a moderate size, and two that are nearly equal."""
+    x = points(format, many=True)
+    moderate = x[(x.abs() > 1e-3) & (x.abs() < 100)]
+    count = 1000 if many else 100
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(x: Tensor) -> Tensor:
+        return x[torch.randint(len(x), (count,), generator=generator)]
+
+    a, gaps = draw(x), torch.randint(-9, 10, (count,), generator=generator) * 2.0**-12
+    first, second = (
+        torch.cat([a, draw(moderate), a]),
+        torch.cat([draw(x), draw(moderate), a * (1 + gaps)]),
+    )
+    second = mcf.as_plain(mcf.as_expansion(second, format), torch.float64)
+    counts = (second.abs() >= format.full_precision_min) & torch.isfinite(second)
+    return first[counts], second[counts]
+
+
+def measure_of_two(
+    name: str, format: mcf.Format, many: bool = False
+) -> tuple[float, tuple[float, float] | float]:
+    """The worst error of a function of two arguments, in units of u^n, and where it is."""
+    function, exact = OF_TWO[name]
+    x, y = pairs(format, many)
+    result = function(mcf.as_expansion(x, format), mcf.as_expansion(y, format))
+    found = mcf.as_plain(result, torch.float64) if isinstance(result, mcf.MCFTensor) else result
+    places = torch.arange(len(x), dtype=torch.float64)
+    arguments = list(zip(x.tolist(), y.tolist(), strict=True))
+
+    def at(place: Any) -> Any:
+        return exact(*map(mp.mpf, arguments[int(place)]))
+
+    worst, place = units(found, places, at, format)
+    return worst, place if math.isnan(place) else arguments[int(place)]

@@ -2,8 +2,9 @@
 
 Each takes and returns float64 tensors, as PyTorch's function of the name does, and keeps the
 relative error of a few roundings where PyTorch's loses digits: in the tails of `gelu` and of the
-normal distribution, at zeros of `digamma`, `logit`, `sinc` and `tanhshrink`, and in all of
-`polygamma(1, x)`. Gradients pass through those that call no error-free transformation.
+normal distribution, at zeros of `digamma`, `logit`, `sinc` and `tanhshrink`, where one element
+dominates `log_softmax`, for small arguments of `igammac`, and in all of `polygamma(1, x)`.
+Gradients pass through those that call no error-free transformation.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from mcftensor.kernels.opaque import inline
 
 _two_prod, _two_sum = inline(eft.two_prod), inline(eft.two_sum)
 
+_LOG_2 = math.log(2)
 # Constants as two floats each.
 _ROOT_HALF = (0.7071067811865476, -4.833646656726457e-17)
 _ROOT_8_OVER_PI = (1.5957691216057308, -9.96930880911092e-17)
@@ -127,15 +129,28 @@ def digamma(x: Tensor) -> Tensor:
     return torch.where((x < 0) & (offset != 0), mirrored, found)
 
 
+def zeta(s: Tensor | float, x: Tensor | float) -> Tensor:
+    """The zeta function of Hurwitz. Below 0, where PyTorch adds up as many terms as x has units,
+    it is the sum over all whole numbers less the other half of them, for whole s."""
+    s, x = torch.as_tensor(s, dtype=torch.float64), torch.as_tensor(x, dtype=torch.float64)
+    s, x = s.to(x.device) if s.dim() == 0 else s, x.to(s.device) if x.dim() == 0 else x
+    offset = x - torch.round(x)
+    is_mirrored = (x < 0) & (offset.abs() > 0) & (s > 1) & (s == torch.floor(s))
+    found = torch.special.zeta(s, torch.where(is_mirrored, 1.0, x))
+    y, f = torch.where(is_mirrored, x, -0.5), torch.where(is_mirrored, offset, 0.5)
+    other = torch.special.zeta(s, 1 - f) - torch.special.zeta(s, 1 - y)
+    sign = torch.where(torch.remainder(s, 2) == 1, -1.0, 1.0)
+    return torch.where(is_mirrored, torch.special.zeta(s, f) + sign * other, found)
+
+
 def polygamma(n: int, x: Tensor) -> Tensor:
-    """The derivatives of `digamma`: PyTorch's are good from the second on."""
+    """The derivatives of `digamma`."""
     if n == 0:
         return digamma(x)
-    if n > 1:
-        return torch.special.polygamma(n, x)
-    sine = torch.sin(math.pi * (x - torch.round(x)))
-    mirrored = (math.pi / sine) ** 2 - torch.special.zeta(2.0, 1 - x)
-    return torch.where(x > 0, torch.special.zeta(2.0, x), mirrored)
+    if n < 0:
+        return torch.special.polygamma(n, x)  # which raises
+    factor = math.gamma(n + 1.0) if n <= 170 else math.inf
+    return (factor if n % 2 else -factor) * zeta(n + 1.0, x)
 
 
 # --------------------------------------------------------------------------------- other zeros
@@ -172,3 +187,88 @@ def tanhshrink(x: Tensor) -> Tensor:
     near = x.where(is_near, 0.0)
     square = near * near
     return torch.where(is_near, near * square * _series(_OF_TANH, square), x - torch.tanh(x))
+
+
+# -------------------------------------------------------------------------- sums of exponentials
+
+
+def _rest(x: Tensor, maximum: Tensor, dim: int | tuple[int, ...], keepdim: bool) -> Tensor:
+    """The sum of exp(x - maximum), less 1: what log1p takes without loss."""
+    is_largest = x == maximum
+    others = torch.exp(x - maximum).masked_fill(is_largest, 0.0).sum(dim, keepdim)
+    return others + (is_largest.sum(dim, keepdim) - 1)
+
+
+def log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
+    """PyTorch's takes the logarithm of a sum near 1, and gives 0 where one element dominates."""
+    if not x.numel():
+        return torch.log_softmax(x, dim)
+    maximum = x.amax(dim, keepdim=True)
+    # Beside an infinity all are NaN, as PyTorch's are.
+    return (x - maximum) - torch.log1p(_rest(x, maximum, dim, True) + 0 * maximum)
+
+
+def logsumexp(x: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) -> Tensor:
+    """PyTorch's, with log1p: exact where the largest element is near 0 and dominates."""
+    if not x.numel():
+        return torch.logsumexp(x, dim, keepdim)
+    maximum = x.amax(dim, keepdim=True)
+    return x.amax(dim, keepdim=keepdim) + torch.log1p(_rest(x, maximum, dim, keepdim))
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return x.clamp_min(0) + torch.log1p(torch.exp(-x.abs()))
+
+
+def _reduced(loss: Tensor, reduction: int) -> Tensor:
+    """By PyTorch's number of a reduction: none, mean, sum."""
+    return loss.mean() if reduction == 1 else loss.sum() if reduction == 2 else loss
+
+
+def binary_cross_entropy_with_logits(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    pos_weight: Tensor | None = None,
+    reduction: int = 1,
+) -> Tensor:
+    """As a sum of two parts of one sign, where PyTorch's cancel: its loss of what is right and
+    far from 0 is 0."""
+    positive = target if pos_weight is None else target * pos_weight
+    loss = (1 - target) * _softplus(x) + positive * _softplus(-x)
+    return _reduced(loss if weight is None else loss * weight, reduction)
+
+
+def soft_margin_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
+    """log1p(exp(-x target)), which PyTorch computes so, and overflows."""
+    return _reduced(_softplus(-x * target), reduction)
+
+
+def logaddexp2(x: Tensor, y: Tensor) -> Tensor:
+    """PyTorch's, without log2 near 1 and 2, about where two equal powers sum to 1."""
+    larger, smaller = torch.maximum(x, y), torch.minimum(x, y)
+    difference = torch.where(larger == smaller, 0.0, smaller - larger)  # of equal infinities, too
+    near = (larger + 1) + torch.log1p(torch.expm1(difference * _LOG_2) / 2) / _LOG_2
+    far = larger + torch.log1p(torch.exp2(difference)) / _LOG_2
+    return torch.where(difference > -0.5, near, far)
+
+
+# --------------------------------------------------------------------- incomplete gamma function
+
+_EULER = 0.5772156649015329
+_LOG_GAMMA = [-_EULER, *((-1) ** k * _hurwitz(k, 1.0) / k for k in range(2, 52))]
+"""Taylor's series of lgamma(1 + a) / a."""
+
+
+def igammac(a: Tensor, x: Tensor) -> Tensor:
+    """PyTorch's, but where both are small the series of 1 - igammac less its 1: PyTorch takes
+    lgamma(1 + a) of a rounded sum."""
+    is_small = (a > 0) & (a < 0.5) & (x > 0) & (x <= 1)
+    b, y = a.where(is_small, 0.25), x.where(is_small, 0.5)
+    exponent = b * (torch.log(y) - _series(_LOG_GAMMA, b))
+    term, total = torch.ones_like(y), torch.zeros_like(y)
+    for n in range(1, 20):
+        term = term * (-y / n)
+        total = total + term / (b + n)
+    near = -torch.expm1(exponent) - torch.exp(exponent) * b * total
+    return torch.where(is_small, near, torch.special.gammaincc(a, x))

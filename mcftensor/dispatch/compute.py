@@ -37,14 +37,22 @@ PRECISION = 48
 
 # What PyTorch evaluates in float64 with an error that these bits do not cover.
 _SHARPER: dict[Any, Callable[..., Tensor]] = {
+    aten.binary_cross_entropy_with_logits: special.binary_cross_entropy_with_logits,
     aten.digamma: special.digamma,
     aten.gelu: special.gelu,
     aten.gelu_backward: special.gelu_backward,
+    aten.igammac: special.igammac,
+    aten.igammac_: special.igammac,
+    aten._log_softmax: special.log_softmax,
+    aten.logaddexp2: special.logaddexp2,
     aten.logit: special.logit,
+    aten.logsumexp: special.logsumexp,
     aten.polygamma: special.polygamma,
     aten.polygamma_: lambda x, n: special.polygamma(n, x),
     aten.sinc: special.sinc,
+    aten.soft_margin_loss: special.soft_margin_loss,
     aten.special_log_ndtr: special.log_ndtr,
+    aten.special_zeta: special.zeta,
 }
 
 

@@ -18,7 +18,7 @@ by_name = pytest.mark.parametrize("name", functions.FUNCTIONS)
 
 
 @pytest.mark.parametrize("format", [mcf.bf16x3, mcf.fp32x2], ids=lambda f: f.name)
-@by_name
+@pytest.mark.parametrize("name", [x for x in functions.FUNCTIONS if "bessel_k" not in x])
 def test_function(name, format):
     worst, where = functions.measure(name, format)
     assert worst <= UNITS, where
@@ -30,6 +30,83 @@ def test_function(name, format):
 def test_function_at_many_points(name, format):
     worst, where = functions.measure(name, format, many=True)
     assert worst <= UNITS, where
+
+
+by_name_of_two = pytest.mark.parametrize("name", functions.OF_TWO)
+
+
+@pytest.mark.parametrize("format", [mcf.bf16x3, mcf.fp32x2], ids=lambda f: f.name)
+@by_name_of_two
+def test_function_of_two(name, format):
+    worst, where = functions.measure_of_two(name, format)
+    assert worst <= UNITS, where
+
+
+@pytest.mark.slow
+@by_format
+@by_name_of_two
+def test_function_of_two_at_many_points(name, format):
+    worst, where = functions.measure_of_two(name, format, many=True)
+    assert worst <= UNITS, where
+
+
+@by_format
+def test_the_largest_of_all_costs_no_digits(format):
+    """Of log_softmax, and so of a loss that is nearly 0; of logsumexp where that is nearly 0."""
+    gaps = torch.tensor([4.0, 8.0, 16.0, 30.0, 60.0], dtype=torch.float64)
+    least = format.full_precision_min
+    plain = torch.stack([torch.zeros_like(gaps), -gaps], -1)
+    x = mcf.as_expansion(plain, format)
+    exact = [float(mp.log1p(mp.exp(-g))) for g in gaps.tolist()]
+    expected = torch.tensor(exact, dtype=torch.float64)
+    bound = {"rtol": UNITS * format.u**format.terms, "atol": least * format.u**format.terms}
+    target = torch.zeros(len(gaps), dtype=torch.long)
+    for found in (
+        -x.log_softmax(-1)[:, 0],
+        x.logsumexp(-1),
+        x.T.logsumexp((0,), keepdim=True)[0],
+        F.cross_entropy(x, target, reduction="none"),
+    ):
+        torch.testing.assert_close(mcf.as_plain(found, torch.float64), expected, **bound)
+
+
+@by_format
+def test_sums_of_exponentials_of_special_values_are_those_of_torch(format):
+    inf, nan = math.inf, math.nan
+    rows = [[0.0, 0.0], [inf, 1.0], [inf, inf], [-inf, -inf], [-inf, 2.0], [nan, 1.0], [inf, -inf]]
+    plain = torch.tensor(rows, dtype=torch.float64)
+    x = mcf.as_expansion(plain, format)
+    for function in (
+        lambda x: x.log_softmax(1),
+        lambda x: x.logsumexp(1),
+        lambda x: x.logsumexp((0, 1)),
+        lambda x: torch.logaddexp2(x[:, 0], x[:, 1]),
+        lambda x: torch.special.gammaincc(x[:, 0], x[:, 1]),
+        lambda x: torch.special.zeta(x[:, 0], x[:, 1]),
+        lambda x: x[:0].log_softmax(0),
+        lambda x: x[:0].logsumexp(1),
+        lambda x: x[0, 0].log_softmax(0),
+        lambda x: x[0, 0].logsumexp(0),
+    ):
+        torch.testing.assert_close(
+            mcf.as_plain(function(x), torch.float64),
+            mcf.as_plain(mcf.as_expansion(function(plain), format), torch.float64),
+            rtol=UNITS * format.u**format.terms,
+            atol=0,
+            equal_nan=True,
+        )
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_polygamma_below_zero(n):
+    """Within moments: PyTorch adds up a term for each unit that x lies below 0."""
+    x = torch.tensor([-0.3125, -2.5625, -30.25, -99.75, -(2.0**40) - 0.25], dtype=torch.float64)
+    found = mcf.as_plain(torch.polygamma(n, mcf.as_expansion(x, mcf.fp32x2)), torch.float64)
+    with mp.workprec(functions.BITS):
+        for a, b in zip(x.tolist(), found.tolist(), strict=True):
+            if a > -100:
+                assert abs(b - mp.psi(n, a)) <= UNITS * 2.0**-48 * abs(mp.psi(n, a)), a
+            assert math.isfinite(b)
 
 
 @by_format
