@@ -117,13 +117,11 @@ def saying_itself(function: Callable[[], R]) -> R:
 
 
 def asking(function: Callable[[], R]) -> R:
-    """Call a function that rounds on purpose."""
-    outer = _thread.action
-    try:
-        _thread.action = "ignore"
-        return function()
-    finally:
-        _thread.action = outer
+    """Call a function that rounds on purpose.
+
+    Its frame says so: a setting would not be restored where an interrupt comes in between.
+    """
+    return function()
 
 
 def holds(dtype: torch.dtype, format: Format) -> bool:
@@ -185,9 +183,14 @@ def _warn(message: str, frame: FrameType) -> None:
 
 
 def _caller() -> FrameType | None:
-    """The frame of the line that is neither PyTorch's nor the library's; None where `fully_shard`
-    gathers what a model computes with."""
+    """The frame of the line that is neither PyTorch's nor the library's; None where somebody rounds
+    on purpose, or `fully_shard` gathers what a model computes with."""
     frame = outermost = sys._getframe(1)
+    outer: FrameType | None = frame
+    while outer is not None:
+        if outer.f_code is asking.__code__:
+            return None
+        outer = outer.f_back
     while frame.f_code.co_filename.startswith((*_FOLDERS, "<frozen")) and frame.f_back:
         if str(frame.f_globals.get("__name__")).startswith("torch.distributed.fsdp."):
             return None

@@ -855,17 +855,21 @@ def _rebuild(
 
 def normalized(components: Sequence[Tensor], format: Format) -> tuple[Sequence[Tensor], int]:
     """Components that come from elsewhere, as `Format.normalized` gives them; those of fake tensors
-    and on meta, which have no elements, as they are.
+    and on meta, which have no elements, and of which a file has the elements further on, as they
+    are.
 
     Raises:
         ValueError: one is not finite beside a leading one that is.
     """
     if any(type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta for x in components):
         return components, 0
+    if any(hasattr(x.untyped_storage(), "_torch_load_uninitialized") for x in components):
+        return components, 0  # the old form of torch.save
     found, misfits = format.normalized(components)
     if misfits:
-        finite, *others = (x.isfinite() for x in components)
-        if any((finite & ~other).any() for other in others):
+        leading, *others = components
+        tails = [x for x in others if x.shape == leading.shape]  # scales are whole numbers
+        if any((leading.isfinite() & ~x.isfinite()).any() for x in tails):
             raise ValueError(f"a {format.components[-1].name} is not finite beside one that is")
     return found, misfits
 

@@ -82,6 +82,20 @@ def test_what_asks_for_memory(kind, zipped, tmp_path):
         refuse(path, message)
 
 
+@pytest.mark.parametrize("format", mcf.FORMATS, ids=lambda f: f.name)
+@pytest.mark.parametrize("read", [torch.load, mcf.load_file])
+def test_elements_that_stand_behind_the_tensors(format, read, tmp_path):
+    """As the old form of torch.save has them: what memory held before is not made normalized."""
+    path = tmp_path / "x.pt"
+    saved = {f"{i}": mcf.as_expansion(torch.rand(3, 64), format) for i in range(20)}
+    torch.save(saved, path, _use_new_zipfile_serialization=False)
+    held = [torch.full((n,), 1e30 * (-1) ** n) for n in range(1000)]
+    del held
+    found = read(path)
+    for name, x in saved.items():
+        assert all(map(torch.equal, found[name].components, x.components))
+
+
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 def test_what_is_small_is_read(zipped, tmp_path):
     """Expanded, tied, transposed, empty and strided tensors, bytes, and other dtypes."""

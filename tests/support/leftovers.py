@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 
 from mcftensor.formats.format import _REGISTRY
 from mcftensor.patches.table import TABLE
-from mcftensor.tensor import stepping
+from mcftensor.tensor import rounded, stepping
 
 
 @dataclass(frozen=True)
@@ -196,6 +196,9 @@ KEPT = {
     "limits of resources": Kept(_limits),
     "levels of logging that are disabled": Kept(
         lambda: logging.root.manager.disable, logging.disable
+    ),
+    "what happens where an expansion is rounded": Kept(
+        lambda: rounded._thread.action, lambda action: setattr(rounded._thread, "action", action)
     ),
     "garbage collection": Kept(gc.isenabled, lambda is_on: gc.enable() if is_on else gc.disable()),
     "registered formats": Kept(_formats_of_others, _forget_formats),
