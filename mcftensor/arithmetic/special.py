@@ -263,7 +263,7 @@ _LOG_GAMMA = [-_EULER, *((-1) ** k * _hurwitz(k, 1.0) / k for k in range(2, 52))
 def igammac(a: Tensor, x: Tensor) -> Tensor:
     """PyTorch's, but where both are small the series of 1 - igammac less its 1: PyTorch takes
     lgamma(1 + a) of a rounded sum."""
-    is_small = (a > 0) & (a < 0.5) & (x > 0) & (x <= 1)
+    is_small = (a > 0) & (a < 0.5) & (x > 0) & (x <= 1.1)  # up to where PyTorch leaves its series
     b, y = a.where(is_small, 0.25), x.where(is_small, 0.5)
     exponent = b * (torch.log(y) - _series(_LOG_GAMMA, b))
     term, total = torch.ones_like(y), torch.zeros_like(y)

@@ -97,6 +97,22 @@ def test_sums_of_exponentials_of_special_values_are_those_of_torch(format):
         )
 
 
+@by_format
+def test_gammaincc_of_a_small_number(format):
+    """On both sides of 1.1, where PyTorch changes its method."""
+    a = torch.tensor([2.0**-12, 2.0**-3, 0.4375], dtype=torch.float64)
+    a = torch.cat([torch.tensor([max(format.full_precision_min, 2.0**-60)]).to(a), a])
+    x = torch.tensor([2.0**-9, 0.5, 1.0, 1.001953125, 1.09375, 1.125, 3.0], dtype=torch.float64)
+    first, second = (t.flatten() for t in torch.meshgrid(a, x, indexing="ij"))
+    result = torch.special.gammaincc(*(mcf.as_expansion(t, format) for t in (first, second)))
+    found = mcf.as_plain(result, torch.float64)
+    least = format.full_precision_min
+    with mp.workprec(functions.BITS):
+        for p, q, b in zip(first.tolist(), second.tolist(), found.tolist(), strict=True):
+            exact = mp.gammainc(p, q, mp.inf, regularized=True)
+            assert abs(b - exact) <= UNITS * format.u**format.terms * max(exact, least), (p, q)
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_polygamma_below_zero(n):
     """Within moments: PyTorch adds up a term for each unit that x lies below 0."""
