@@ -25,6 +25,16 @@ from mcftensor.tensor import rounded
 from support.helpers import a_step, requires_cuda
 from support.leftovers import remember, restore
 from support.ranks import RankPool
+from support.thinning import diagonal
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
+def pytest_collection_modifyitems(items) -> None:
+    for item in items:
+        thinned = item.get_closest_marker("thinned")
+        if thinned and diagonal(item) % thinned.kwargs["of"]:
+            item.add_marker("slow")
+
 
 settings.register_profile("mcftensor", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("mcftensor")

@@ -8,6 +8,7 @@ GROUPS = fingerprint.groups()
 RECORDED = fingerprint.recorded()
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[pytest.mark.slow] * group.slow) for n, group in GROUPS.items()],

@@ -65,6 +65,7 @@ def assert_published(found, published):
             assert found[way] <= max(FACTOR * figure, FLOOR), (way, found[way], figure)
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize(("package", "name"), CASES)
 def test_classes(package, name):
     tried = subject(package, name)

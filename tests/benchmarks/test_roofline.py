@@ -115,6 +115,7 @@ def test_blocks_with_detours_are_left_out():
     assert blocks == [["MOV", "BRA"], ["CALL.REL.NOINC"], ["FADD", "EXIT", "EXIT"]]
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("name", ["SGD plus", "AdamW plus", "AdamW exact", "AdamW compact"])
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_code_for_gpus(name, target, known, tmp_path):

@@ -242,6 +242,7 @@ def test_mistakes(arguments, capsys):
     assert arguments[0] in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_training(tmp_path, capsys):
     path = tmp_path / "train.json"
     arguments = ["--model", "tiny", "--device", "cpu", "--steps", "1", "--rounds", "1"]

@@ -18,7 +18,6 @@ from support.helpers import (
     sample,
     small_model,
 )
-from support.thinning import thinned
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +85,7 @@ class TestFunctions:
         for x, y in zip(answers, compiled_answers, strict=True):
             assert torch.equal(x, y)
 
+    @pytest.mark.thinned(of=3)
     def test_an_update(self, format):
         x = sample(format, 5, 3)
         g = sample(format, 5, 3, seed=1).components[0]
@@ -157,6 +157,7 @@ class TestFunctions:
             assert_same_terms(y, z)
             assert y.stride() == z.stride() == z.components[1].stride()
 
+    @pytest.mark.slow
     def test_taken_apart_before_the_first_compilation(self):
         """The compiler's front end is taught when it is there, not when a tensor is taken apart."""
         script = """
@@ -322,6 +323,7 @@ FUSED, FOREACH, FOR_LOOP = {"fused": True}, {"foreach": True}, {"foreach": False
 
 @pytest.mark.filterwarnings("ignore:.*Profiler.*")
 class TestOptimizerSteps:
+    @pytest.mark.thinned(of=3)
     @pytest.mark.parametrize("mode", ["light", "plus", "full"])
     @pytest.mark.parametrize(
         ("kind", "keywords"),
@@ -356,7 +358,9 @@ class TestOptimizerSteps:
         for p, q in zip(expected, found, strict=True):
             assert_same_terms(p, q)
 
-    @pytest.mark.parametrize(("mode", "path"), thinned(["plus", "full"], [FOREACH, FOR_LOOP], of=2))
+    @pytest.mark.thinned(of=2)
+    @pytest.mark.parametrize("mode", ["plus", "full"])
+    @pytest.mark.parametrize("path", [FOREACH, FOR_LOOP], ids=["foreach", "loop"])
     def test_adamw_compiled_whole(self, path, mode):
         """torch computes bias corrections in float64 in eager code and in float32 when compiling.
 

@@ -106,6 +106,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize(
     "name", [*OPTIONS, "checkpointed", pytest.param("compiled", marks=pytest.mark.slow)]
 )
@@ -128,6 +129,7 @@ def test_outputs_and_gradients_are_those_of_plain_bf16(format, name):
         assert torch.equal(x, y)
 
 
+@pytest.mark.thinned(of=3)
 @over_formats(mcf.bf16i8, mcf.e4m3i8)
 @on_ranks(4)
 def test_resharding_to_smaller_groups(format):
@@ -216,6 +218,7 @@ STEPS = {
 }
 
 
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("name", STEPS)
 @over_formats(*IN_MODULES)
 @on_ranks(2)
@@ -270,6 +273,7 @@ IN_BLOCKS = {
 }
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("shape", [(2,), (1, 2)], ids=["FSDP", "HSDP"])
 @pytest.mark.parametrize("name", IN_BLOCKS)
 @on_ranks(2)

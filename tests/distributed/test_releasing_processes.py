@@ -79,6 +79,7 @@ def train(make, release, backward=None, mode=None, **options):
     return left(model, optimizer)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("bucket", [0, 1 << 22])
 @pytest.mark.parametrize("kind", CONVERSIONS)
 @on_ranks(2)

@@ -148,6 +148,7 @@ def goes_on_to_the_bit(format, mode, by_terms, folder):
     assert_same_state(whole(whole_run.state()), whole(resumed.state()))
 
 
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize(
     ("format", "mode"),
     [
@@ -339,6 +340,7 @@ def goes_on_on_three(folder, format):
     goes_on_elsewhere(folder, format)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("format", IN_MODULES, ids=str)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_writes_have_the_same_bits_on_other_numbers_of_ranks(ranks, format, tmp_path):

@@ -94,6 +94,7 @@ def by_hand(format, trainer, batches, accumulated):
     return model
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("accumulated", [1, 2])
 @over_one
 def test_training_is_that_of_a_loop_by_hand(tmp_path, format, accumulated):
@@ -110,6 +111,7 @@ def test_training_is_that_of_a_loop_by_hand(tmp_path, format, accumulated):
     assert all(map(torch.equal, all_terms(model), all_terms(expected)))
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("bf16", [False, True])
 @over_one
 def test_resuming(tmp_path, format, bf16):

@@ -111,6 +111,7 @@ def fork(function):
     return child
 
 
+@pytest.mark.thinned(of=2)
 @needs_fork
 @pytest.mark.parametrize(("before", "after"), KINDS, ids=str)
 def test_killed_at_every_point(before, after, tmp_path):

@@ -529,6 +529,7 @@ class TestMemory:
         assert {name: n / LARGE for name, n in found.items() if n > 2 * LARGE + 8 * MIB} == {}
         assert min(found.values()) > LARGE
 
+    @pytest.mark.slow
     def test_there_and_back(self, tmp_path):
         x = torch.randn(2048, 2048)
         state = {f"{i}": x + i for i in range(3)}

@@ -86,6 +86,7 @@ def chosen(vectors, scalars, index):
     return [torch.where(x < y, x, y), torch.where((x == y) | (x >= 100), y + 1, x), (x > 3) * y]
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("body", [arithmetic, on_bits, chosen])
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 def test_integers_wrap_around_at_their_own_width(kernels, dtype, body):
@@ -113,6 +114,7 @@ def test_truth_values(kernels):
         same_bits(kernels, of_truths, results[:2], [torch.bool] * 9)
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("source", [*EVERY, torch.uint16], ids=str)
 def test_conversions(kernels, source):
     """Of numbers that all types have, and of integers to those that are shorter."""

@@ -47,6 +47,7 @@ def threads():
     torch.set_num_threads(1)
 
 
+@pytest.mark.thinned(of=5)
 @pytest.mark.parametrize(("name", "operation"), CASES)
 def test_every_operation(name, operation):
     format = mcf.Format.from_name(name)
@@ -68,6 +69,7 @@ def test_scalars(name):
     same("cpp", run, expression("addcdiv", format), short, wide, x, (number,))
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["bf16x2", "fp16x2", "fp32x2"])
 def test_plain_operands_with_all_payloads(name, dtype):
@@ -228,6 +230,7 @@ def test_memory_beyond_the_ends_is_not_touched(name, at_end):
             assert term.data_ptr() == before.data_ptr()
 
 
+@pytest.mark.thinned(of=5)
 @pytest.mark.parametrize("kind", STEPS)
 def test_fused_steps(kind):
     same("cpp", step, kind, mixtures(kind))

@@ -9,7 +9,6 @@ import mcftensor as mcf
 from mcftensor.kernels import blocks
 from support.helpers import assert_same_bits
 from support.kernel_cases import way
-from support.thinning import thinned
 
 COUNT = 3 * blocks.BLOCK // 2 + 77
 STEPS = {
@@ -69,7 +68,10 @@ def trained(kind, format, layout, name, threads):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("kind", "format", "layout"), thinned(STEPS, FORMATS, LAYOUTS, of=5))
+@pytest.mark.thinned(of=11)
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_has_the_same_bits(kind, format, layout):
     expected = trained(kind, format, "contiguous", "eager", 1)
     ways = [("eager", 2)]

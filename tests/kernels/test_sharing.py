@@ -46,6 +46,7 @@ def stored(format, x, key=5):
     return made
 
 
+@pytest.mark.thinned(of=5)
 @by_way
 @by_format
 @pytest.mark.parametrize("shape", [(33, 32), (7, 160), (3, 64, 5)])
@@ -99,6 +100,7 @@ def step_of(weights, path=None):
     return [p.detach(), *[x for x in states.values() if x.dim()]]
 
 
+@pytest.mark.thinned(of=3)
 @by_way
 @pytest.mark.parametrize(
     "format",
@@ -111,6 +113,7 @@ def test_fused_steps(name, format):
     same(name, step_of, weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [16, 32, 64])
 @pytest.mark.parametrize("format", [mcf.bf16i8, mcf.bf16x2], ids=lambda f: f.name)
 def test_vectors_of_any_width(format, width, monkeypatch):

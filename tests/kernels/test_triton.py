@@ -51,6 +51,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.thinned(of=5)
 @pytest.mark.parametrize(("name", "operation"), CASES)
 def test_every_operation(name, operation):
     format = mcf.Format.from_name(name)
@@ -71,6 +72,7 @@ def test_plain_operands_with_all_payloads(name, dtype):
     same("triton", run, expression("add", format), x, (plain,))
 
 
+@pytest.mark.thinned(of=5)
 @pytest.mark.parametrize("name", ["triton", "rounding"])
 @pytest.mark.parametrize("kind", STEPS)
 def test_fused_steps(kind, name):
@@ -361,6 +363,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize(("name", "operation"), [*QUICK, *SLOW])
 def test_machine_code_of_operations(name, operation, tmp_path, monkeypatch):
     format = mcf.Format.from_name(name)

@@ -555,6 +555,7 @@ print((peak() - before) / (8 * size))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_that_of_a_few_copies_of_one_parameter():
     # With thresholds set, glibc gives freed memory back at once, and the peak is the program's.

@@ -20,6 +20,7 @@ def test_all_classes_of_torch_are_here():
     assert {case.values[0] for case in CASES} == set(OPTIMIZERS)
 
 
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("kind", [*PLAIN, mcf.bf16x2, mcf.bf16x3], ids=str)
 @pytest.mark.parametrize(("cls", "flags"), CASES)
 def test_torch_optimizers(cls, flags, kind):
@@ -30,6 +31,7 @@ def test_torch_optimizers(cls, flags, kind):
         assert edq.last["ratio"] == pytest.approx(1.0, abs=5e-5)
 
 
+@pytest.mark.thinned(of=5)
 @pytest.mark.parametrize("kind", [mcf.fp16x2, mcf.fp32x2, mcf.fp32x3, mcf.fp64x2], ids=str)
 @pytest.mark.parametrize(
     ("cls", "flags"),

@@ -59,6 +59,7 @@ def bytes_of(x):
 # ---------------------------------------------------------------------------- predicted, measured
 
 
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize("mode", [None, "light", "plus", "full", "plain"])
 @pytest.mark.parametrize(("cls", "flags"), CASES)
 def test_what_is_predicted_is_there_after_a_step(cls, flags, mode):

@@ -151,6 +151,7 @@ def test_fma(f):
     assert absolute[half:].max() <= 2.0 ** -(f.terms - 2)
 
 
+@pytest.mark.thinned(of=3)
 @settings(max_examples=15)
 @given(data=st.data())
 @every_format
@@ -438,6 +439,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.thinned(of=3)
 @every_format
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 def test_broadcasting(f, shapes):
@@ -494,6 +496,7 @@ def test_inputs_stay_as_they_are_and_results_are_new(f):
     assert all(same(v, w) for v, w in zip((x, y, z), before, strict=True))
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("plain", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @every_format
 def test_plain_operands(f, plain):

@@ -231,6 +231,7 @@ def test_the_bound_of_splits_is_reached(base, terms):
     assert 0.9 * bound < worst <= bound
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("f", [f for f in FORMATS if f.base != torch.float64], ids=str)
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_the_last_term_needs_no_rounding(f, stochastic):

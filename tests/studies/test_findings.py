@@ -56,6 +56,7 @@ def train(poem):
 # The questions
 
 
+@pytest.mark.slow
 def test_beta2_and_prediction_share_their_trials(run, monkeypatch):
     monkeypatch.setattr(beta2, "BETA2S", (0.9, 0.999))
     monkeypatch.setattr(beta2, "STRATEGIES", ("master", "bf16", "plus", "compact"))

@@ -150,6 +150,7 @@ def test_memory_is_measured(run, optimizer, matrix_bytes, vector_bytes):
         assert record["strategies"][name]["bytes_per_parameter"] == pytest.approx(expected)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("path", ["foreach", "forloop"])
 def test_exact_is_master_weights(run, monkeypatch, optimizer, path):

@@ -26,6 +26,7 @@ def whole(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_every_strategy_goes_on_to_the_bit(whole, tmp_path):
     """Each is stopped in the middle; what is finished by then is not run again."""
     for i, strategy in enumerate(STRATEGIES):
@@ -164,6 +165,7 @@ def losses(folder, strategy):
     return results(folder)["strategies"][strategy]["training"]
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_processes_go_on_to_the_bit_and_train_as_one_does(ranks, parallel, whole, folders):
     strategies = ("plus", "master")

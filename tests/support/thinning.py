@@ -1,21 +1,14 @@
-"""Which combinations of what tests run over are run by default: all are in `make test-all`."""
-
-from collections.abc import Sequence
-from itertools import product
-from typing import Any
+"""Which cases of a test are run by default: every value is in some, and so are most pairs."""
 
 import pytest
 
 
-def thinned(*values: Sequence[Any], of: int) -> list[Any]:
-    """All combinations of values, of which one of so many is not marked slow: every value is in
-    one that is run, and so is nearly every pair."""
-    combinations = zip(product(*values), product(*map(range, map(len, values))), strict=True)
-    return [
-        pytest.param(
-            *chosen,
-            marks=[pytest.mark.slow] * (sum(places) % of != 0),
-            id="-".join(str(getattr(x, "name", getattr(x, "__name__", x))) for x in chosen),
-        )
-        for chosen, places in combinations
-    ]
+def diagonal(item: pytest.Function) -> int:
+    """The sum of the places that the values of a case have among those of their parameters."""
+    places = dict(item.callspec.indices)
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0]
+        names = names.replace(" ", "").split(",") if isinstance(names, str) else names
+        for name in names[1:]:  # which share the place of the first
+            del places[name]
+    return sum(places.values())

@@ -82,6 +82,7 @@ WRITES = {
 }
 
 
+@pytest.mark.thinned(of=3)
 @needs_timers
 @pytest.mark.parametrize("compiled", ["eager", "cpp"])
 @pytest.mark.parametrize("write", WRITES)
@@ -151,6 +152,7 @@ PLACEMENTS = {
 }
 
 
+@pytest.mark.thinned(of=3)
 @needs_timers
 @pytest.mark.parametrize("write", PLACEMENTS)
 def test_a_placement_that_is_cut(write, interrupted):
@@ -229,6 +231,7 @@ def test_memory_between_the_bytecodes_of_an_exchange():
     assert found == {tuple(old), tuple(t.data_ptr() for t in new.components)}
 
 
+@pytest.mark.thinned(of=3)
 @needs_timers
 @pytest.mark.parametrize("kind", ["for-loop", "foreach", "fused"])
 def test_a_step_that_is_cut(kind, interrupted):

@@ -8,7 +8,6 @@ from torch.nn import functional as F
 import mcftensor as mcf
 from support.helpers import assert_same_terms, exact, gappy, sample
 from support.matrix import MATRIX, SAME_RELEASE, published
-from support.thinning import thinned
 
 pytest.importorskip("expecttest")  # of which torch's operator database makes use
 operators = pytest.importorskip("common.operators")
@@ -16,7 +15,9 @@ operators = pytest.importorskip("common.operators")
 FORMATS = [mcf.bf16x2, mcf.bf16x3, mcf.fp16x2, mcf.fp32x2]
 
 
-@pytest.mark.parametrize(("name", "format"), thinned(operators.OPERATORS, FORMATS, of=4))
+@pytest.mark.thinned(of=4)
+@pytest.mark.parametrize("name", operators.OPERATORS)
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
 def test_operator(name, format):
     expected = published(name, format)
     outcome = operators.run(name, format, limit=MATRIX["samples"])

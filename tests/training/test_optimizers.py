@@ -63,6 +63,7 @@ class TestDisplacement:
             for strategy, bound in strategies.items():
                 assert errors[strategy.name] <= bound[index], (strategy.name, kind)
 
+    @pytest.mark.thinned(of=2)
     @pytest.mark.parametrize("kind", ["small", "ones"])
     @pytest.mark.parametrize(("lr", "beta2"), [(1e-4, 0.999), (1e-5, 0.95)])
     def test_three_terms_beat_float32_four_times(self, kind, lr, beta2):

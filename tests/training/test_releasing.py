@@ -638,6 +638,7 @@ def test_a_compiled_model():
     assert_alike(build, {"bucket_bytes": 0}, backward=backward)
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch asks for it
 @pytest.mark.parametrize("kind", [torch.bfloat16, mcf.bf16x2], ids=str)
 @pytest.mark.parametrize("bucket", [0, 1 << 22])
@@ -1076,6 +1077,7 @@ print((peak() - before) / (2 * count * size**2))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_memory():
     at_once = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}

@@ -49,6 +49,7 @@ def trained(name, path, size, held, steps=5):
     return p, optimizer
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("size", [2e19, 1e25, 3e38, math.inf, math.nan], ids=str)
 @pytest.mark.parametrize(("name", "path"), CASES)
 @pytest.mark.parametrize(
@@ -65,6 +66,7 @@ def test_no_weight_is_lost_that_float32_keeps(held, name, path, size):
     assert reference.isfinite().sum() >= reference.numel() - 1
 
 
+@pytest.mark.thinned(of=5)
 @pytest.mark.parametrize("size", [2e19, math.inf, math.nan], ids=str)
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize("name", ["cpp", "triton"])

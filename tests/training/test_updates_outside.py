@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 import mcftensor as mcf
 from mcftensor.tensor import rounded
 from support.helpers import exact
-from support.thinning import thinned
 
 RIGHT = 0.99  # after a hundred updates of 1e-4 from one
 UPDATE = 1e-4
@@ -175,7 +174,9 @@ def run(where, update, format=mcf.bf16x2):
     return exact(p).mean().item(), found
 
 
-@pytest.mark.parametrize(("update", "where"), thinned(LOSES, OUTSIDE, of=3))
+@pytest.mark.thinned(of=3)
+@pytest.mark.parametrize("update", LOSES, ids=lambda x: x.__name__)
+@pytest.mark.parametrize("where", OUTSIDE, ids=lambda x: x.__name__)
 def test_copies_outside_of_a_step_lose_updates_and_warn_once(where, update):
     value, found = run(where, update)
     assert value > 0.999
@@ -186,14 +187,18 @@ def test_copies_outside_of_a_step_lose_updates_and_warn_once(where, update):
     assert "p.add_(g, alpha=-lr)" in str(warning.message)
 
 
-@pytest.mark.parametrize(("update", "where"), thinned([*LOSES, *KEEPS], INSIDE, of=3))
+@pytest.mark.thinned(of=3)
+@pytest.mark.parametrize("update", [*LOSES, *KEEPS], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("where", INSIDE, ids=lambda x: x.__name__)
 def test_all_of_them_are_right_within_a_step(where, update):
     value, found = run(where, update)
     assert value == pytest.approx(RIGHT, abs=1e-3)
     assert not found
 
 
-@pytest.mark.parametrize(("update", "where"), thinned(KEEPS, OUTSIDE, of=3))
+@pytest.mark.thinned(of=3)
+@pytest.mark.parametrize("update", KEEPS, ids=lambda x: x.__name__)
+@pytest.mark.parametrize("where", OUTSIDE, ids=lambda x: x.__name__)
 def test_updates_in_place_are_right_everywhere(where, update):
     value, found = run(where, update)
     assert value == pytest.approx(RIGHT, abs=1e-3)
