@@ -28,10 +28,15 @@ import torch
 from torch import Tensor, nn
 
 import mcftensor as mcf
+from mcftensor.passes import decoded
+from mcftensor.passes.recoding import decode_columns
 from mcftensor.tensor import TapedTensor, tape
 from support.helpers import bits, sample
 
-FORMATS = (mcf.bf16x2, mcf.bf16x2, mcf.bf16x3, mcf.fp16x2, mcf.fp32x2, mcf.bf16i16, mcf.bf16i8)
+TERMS = (mcf.bf16x2, mcf.bf16x2, mcf.bf16x3, mcf.fp16x2, mcf.fp32x2)
+STORED = (mcf.bf16i16, mcf.bf16i16, mcf.bf16i8, mcf.Format.from_name("bf16i8sr"), mcf.e4m3i8)
+STATES = (mcf.mxfp8, mcf.ue5m3)
+FORMATS = TERMS + STORED
 SHAPES = ((3, 5), (4,), (2, 3))
 
 UNARY = ("sqrt", "square", "reciprocal")
@@ -57,13 +62,16 @@ class Program:
         self.errors: list[str] = []
         rng = self.rng
         self.shape = rng.choice(SHAPES)
-        format = rng.choice(FORMATS)
-        alike = [x for x in FORMATS if x.dtype == format.dtype]  # others raise, in lists as a whole
+        format = rng.choice([x for x in FORMATS if x != mcf.e4m3i8 or len(self.shape) > 1])
+        alike = [x for x in FORMATS if x.dtype == format.dtype and x != mcf.e4m3i8]  # others raise, in lists as a whole
         other = rng.choice(alike) if rng.random() < 0.2 else format
         self.tensors: list[Tensor] = []
         for i in range(rng.randint(2, 5)):
-            x = sample(rng.choice((format, format, other)), *self.shape, seed=seed + i)
-            self.tensors.append(mcf.as_expansion(x.abs().add(0.5), x.format))
+            own = rng.choice((format, format, other))
+            if format in STORED and i > 1 and len(self.shape) > 1:
+                own = rng.choice((own, *STATES))
+            x = sample(mcf.bf16x3, *self.shape, seed=seed + i)
+            self.tensors.append(mcf.as_expansion(x.abs().add(0.5), own))
         self.parameters = [nn.Parameter(x) for x in self.tensors[: rng.randint(1, 2)]]
         for i, p in enumerate(self.parameters):
             generator = torch.Generator().manual_seed(seed + i)
@@ -282,11 +290,20 @@ class Program:
 @contextlib.contextmanager
 def breaking() -> Iterator[None]:
     """The next run of the tape raises, before anything is computed."""
+    errors = [Broken()]
 
     def broken(*args: object) -> None:
         raise Broken
 
-    with mock.patch.object(tape, "run_alike", broken):
+    def broken_once(*args: object) -> None:
+        if errors:
+            raise errors.pop()
+        decode_columns(*args)
+
+    with (
+        mock.patch.object(tape, "run_alike", broken),
+        mock.patch.object(decoded, "decode_columns", broken_once),
+    ):
         yield
 
 

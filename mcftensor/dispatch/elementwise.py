@@ -34,7 +34,7 @@ from mcftensor.dispatch.operands import (
     store,
 )
 from mcftensor.dispatch.plans import FORMULAS, Kind, Plan, kinds_of, plan
-from mcftensor.dispatch.recording import recorded
+from mcftensor.dispatch.recording import recorded, some_rows
 from mcftensor.dispatch.registry import TABLE, implements, register_forms
 from mcftensor.formats import PLAIN, Format, PlainFormat
 from mcftensor.kernels.columns import are_same, places_of, repeated
@@ -159,13 +159,6 @@ class _Part:
 
 def _rows(columns: Lists) -> Iterator[tuple[Any, ...]]:
     return zip(*columns, strict=True)
-
-
-def some_rows(columns: Lists, rows: Rows, count: int) -> Lists:
-    """Some rows; a column of one element is for all."""
-    if len(rows) == count:
-        return columns
-    return [[x[i] for i in rows] if len(x) == count else x for x in columns]
 
 
 def _parts(

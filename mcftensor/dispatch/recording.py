@@ -17,14 +17,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mcftensor.arithmetic.bases import NARROW
+from mcftensor.arithmetic.noise import draw_key
 from mcftensor.dispatch.operands import only_stores
 from mcftensor.dispatch.plans import Kind, plan
 from mcftensor.dispatch.registry import SHORTCUTS
 from mcftensor.dispatch.stored import are_apart
-from mcftensor.formats import PLAIN, ExpansionFormat, Format
+from mcftensor.formats import PLAIN, ExpansionFormat, Format, PlainFormat
 from mcftensor.kernels.columns import are_same, places_of
 from mcftensor.passes.expressions import NUMBER
-from mcftensor.passes.traces import EMPTY, NUMBERS, Operation, Trace, Variable
+from mcftensor.passes.decoded import NO_STATE, State
+from mcftensor.passes.traces import EMPTY, KEYS, NUMBERS, Operation, Trace, Variable
+from mcftensor.tensor.pending import PendingTensor
 from mcftensor.tensor.stepping import open_tape
 from mcftensor.tensor.tape import LOCK, Layout, Strand, Tape
 from mcftensor.tensor.taped import TapedTensor
@@ -34,6 +38,10 @@ Lists = Sequence[Sequence[Any]]
 
 # Elements of a tensor that is copied rather than read at once, and of all of a list.
 SMALL, MANY = 1 << 17, 1 << 22
+
+# What a tensor may yet have to be multiplied by where more is noted on the tape, and the least
+# number that is: of as many as a trace has, the product is a normal float32.
+SETTLED, LEAST_NOTED = 2.0**-60, 0.5
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _increment_version = torch._C._increment_version
@@ -47,11 +55,11 @@ class _Call:
     name: str
     keywords: tuple[str, ...]
     in_place: bool
+    is_list: bool = False
+    """Whether it is one on lists."""
 
 
-@functools.lru_cache(maxsize=256)
-def _call(name: str, keywords: tuple[str, ...], in_place: bool) -> _Call:
-    return _Call(name, keywords, in_place)
+_call = functools.lru_cache(maxsize=256)(_Call)
 
 
 def recorded(name: str, columns: Lists, keywords: tuple[str, ...], *, in_place: bool) -> Any:
@@ -85,14 +93,23 @@ def parts_of(columns: Lists, count: int) -> Sequence[Sequence[int]]:
     return list(groups.values())
 
 
+def some_rows(columns: Lists, rows: Sequence[int], count: int) -> Lists:
+    """Some rows; a column of one element is for all."""
+    if len(rows) == count:
+        return columns
+    return [[x[i] for i in rows] if len(x) == count else x for x in columns]
+
+
 def _is_loose(x: Any) -> bool:
     """Whether another tensor may have the memory of this one."""
-    return isinstance(x, Tensor) and type(x) is not TapedTensor and not getattr(x, "_is_own", False)
+    is_ours = getattr(x, "_place", None) is not None or getattr(x, "_is_own", False)
+    return isinstance(x, Tensor) and not is_ours
 
 
 def _kind_of(x: Any) -> Any:
-    if isinstance(x, MCFTensor):
-        return type(x), x._format
+    if isinstance(x, (MCFTensor, PendingTensor)):
+        place = getattr(x, "_place", None)
+        return place or (type(x), getattr(x, "_format", None), x._role)
     return x.dtype if isinstance(x, Tensor) else type(x)
 
 
@@ -107,7 +124,7 @@ def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
         for column in columns:
             x = column[0]
             cls = type(x)
-            if cls is TapedTensor:
+            if cls is TapedTensor or (cls is PendingTensor and "_place" in x.__dict__):
                 own, index = x._place
                 if strand is None:
                     strand = own
@@ -124,7 +141,7 @@ def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
                 marks.append(index)
             elif cls is float or cls is int:
                 if cls is float and len(column) == 1:
-                    mark: str | None = "one" if x == 1.0 else "other"
+                    mark: str | None = _mark_of_float(x)
                 else:
                     mark = _mark_of_numbers(column, count)
                 if mark is None:
@@ -148,7 +165,8 @@ def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
             return None
         key = tuple(marks)
         if strand is None:
-            strand = tape.strand_for(layout, key)
+            of_terms = not any(type(x) is _Mark and x.is_stored for x in marks)
+            strand = tape.strand_for((layout, of_terms), layout, key)
         elif strand.trace.is_full:
             strand.run()
             return _put_down(tape, call, columns)
@@ -163,9 +181,10 @@ def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
 # ------------------------------------------------------------------------------ what operands are
 
 
-_New = tuple[Any, Sequence[Sequence[Tensor]], Layout, bool]
-"""Tensors that are not on the tape, one for each row, or one of them: what they are, lifted or of a
-format; the components of each; their layout; and whether the tape has a copy."""
+_New = tuple[Any, Sequence[Sequence[Any]], Layout, bool]
+"""Tensors that are not on the tape, one for each row, or one of them: what they are, a mark of ours
+or a plain format; the components of each, and what else stored numbers have; their layout; and
+whether the tape has a copy."""
 
 
 def _new(column: Sequence[Any], is_target: bool) -> _New | None:
@@ -188,18 +207,22 @@ _NOTHING: _New = (None, (), (), False)
 def _one(x: Any, is_target: bool) -> _New | None:
     cls, is_own = type(x), False
     mark: Any = None
-    components: tuple[Tensor, ...] = ()
+    components: tuple[Any, ...] = ()
+    state = NO_STATE
     if cls is MCFTensor:
-        mark = _mark(x._format, False)
+        mark = _mark(x._format, False, x._factor is not None and x._role == "value")
+        is_own = x._is_own or (is_target and x.regain())
+        components = x._held()
+        if mark.is_stored and is_own:
+            state = State(x._writes, x._first, x._factor)
+        if x._factor is not None and (x._factor.value < SETTLED if is_own else x._factor.value != 1):
+            return None
     elif cls is LiftedTensor:
-        mark, components = _mark(x._format, True), (x._component0,)
+        mark, components = _mark(x._format, True, False), (x._component0,)
     elif cls in _PLAIN and x.dtype.is_floating_point:
         mark, components = PLAIN[x.dtype], (x,)
     if mark is None:
         return None
-    if cls is MCFTensor:
-        is_own = x._is_own or (is_target and x.regain())
-        components = x._read()
     leading = components[0]
     shape, length = leading.shape, leading.numel()
     if (
@@ -213,22 +236,21 @@ def _one(x: Any, is_target: bool) -> _New | None:
     ):
         return None
     layout = (leading.device, shape, leading.stride())
+    if cls is MCFTensor and mark.is_stored:
+        components = (*components, state)
     return mark, (components,), (layout,), not is_own
 
 
-class _Lifted:
-    """The mark of lifted tensors of a format."""
+class _Mark:
+    """What a tensor of ours is that is not on the tape."""
 
-    def __init__(self, format: Format) -> None:
-        self.kind = Kind(format, "value", has_dims=True, is_lifted=True)
+    def __init__(self, format: Format, is_lifted: bool, takes_factor: bool) -> None:
+        self.kind = Kind(format, "value", has_dims=True, is_lifted=is_lifted)
+        self.variable = Variable(self.kind.stored, "tensor", takes_factor)
+        self.is_stored = only_stores(format)
 
 
-@functools.lru_cache(maxsize=256)
-def _mark(format: Format, is_lifted: bool) -> _Lifted | Format | None:
-    """None of what only stores."""
-    if only_stores(format):
-        return None
-    return _Lifted(format) if is_lifted else format
+_mark = functools.lru_cache(maxsize=256)(_Mark)
 
 
 def _index(columns: Sequence[Sequence[Any]], column: Sequence[Any]) -> int:
@@ -246,14 +268,18 @@ def _are_apart(added: Sequence[tuple[Sequence[Any], _New | None]]) -> bool:
     return len(set(own)) == len(own) and (not copied or set(own).isdisjoint(copied))
 
 
+def _mark_of_float(x: float) -> str:
+    return "one" if x == 1.0 else "below one" if LEAST_NOTED <= x < 1.0 else "other"
+
+
 def _mark_of_numbers(column: Sequence[Any], count: int) -> str | None:
-    """Whether numbers are one, which some operations depend on; None of what is too large for
-    PyTorch, and where they are not alike."""
+    """Whether numbers are one, or little less, which some operations depend on; None of what is too
+    large for PyTorch, and where they are not alike."""
     if len(column) == 1:
         x = column[0]
         if type(x) is int and not -(2**63) <= x < 2**63:
             return None
-        return "one" if x == 1 else "other"
+        return _mark_of_float(x)
     if len(column) != count or not {float, int}.issuperset(map(type, column)):
         return None
     marks = {_mark_of_numbers((x,), 1) for x in column}
@@ -271,6 +297,8 @@ class _Move(NamedTuple):
     """Numbers of its own, behind those it is given."""
     result: Format | None
     """The format of a new result."""
+    draws: bool = False
+    """Whether keys are drawn, behind the constants."""
 
 
 _IMPOSSIBLE = _Move(EMPTY, (), None)
@@ -288,11 +316,23 @@ def _move(trace: Trace, call: _Call, marks: Sequence[Any]) -> _Move:
             kind, index = _kind(trace.variables[mark].format), mark
         else:
             kind, index = _kind(mark), len(trace.variables)
-            trace = trace.with_variable(NUMBERS if kind.number else Variable(kind.stored, "tensor"))
+            trace = trace.with_variable(_variable(mark))
             if not kind.number:
                 own.append((kind, index))
         kinds.append(kind)
         indices.append(index)
+    begins = None if any(type(x) is int and x >= 0 for x in marks) else (call, *marks)
+    ours = {only_stores(kind.format) for kind in kinds if kind.role is not None}
+    if ours == {False}:
+        return _move_of_terms(trace, call, kinds, indices, begins)
+    if True in ours and len(ours) > 1:
+        return _IMPOSSIBLE
+    return _move_of_numbers(trace, call, kinds, indices, begins, marks)
+
+
+def _move_of_terms(
+    trace: Trace, call: _Call, kinds: Sequence[Kind], indices: Sequence[int], begins: Any
+) -> _Move:
     found = plan(call.name, tuple(kinds), call.keywords, kinds[0].format if call.in_place else None)
     format = found.expression.format
     if not isinstance(format, ExpansionFormat) or format.rounding != "nearest":
@@ -311,22 +351,81 @@ def _move(trace: Trace, call: _Call, marks: Sequence[Any]) -> _Move:
         target = len(trace.variables)
         trace = trace.with_variable(Variable(format, "nothing"))
     operation = Operation(found.expression.operation, format, tuple(read), target)
-    begins = None if any(type(x) is int and x >= 0 for x in marks) else (call, *marks)
+    return _moved(trace, operation, begins, tuple(constants), None if call.in_place else format)
+
+
+def _move_of_numbers(
+    trace: Trace,
+    call: _Call,
+    kinds: Sequence[Kind],
+    indices: Sequence[int],
+    begins: Any,
+    marks: Sequence[Any],
+) -> _Move:
+    """The move of one of PyTorch's operations on stored numbers, which gives plain ones."""
+    stored = [kind.stored for kind in kinds if kind.number is None]
+    if kinds[0].number or not all(x.result is _FLOAT32 or x.dtype in NARROW for x in stored):
+        return _IMPOSSIBLE
+    name, key, format = call.name, None, _FLOAT32
+    if call.is_list:
+        name = f"_foreach_{name}"
+    if call.in_place:
+        target, format = indices[0], stored[0]
+        if kinds[0].is_lifted or not (only_stores(format) or format is _FLOAT32):
+            return _IMPOSSIBLE
+    else:
+        target = len(trace.variables)
+        trace = trace.with_variable(Variable(_FLOAT32, "nothing"))
+    operation = Operation(name, format, tuple(indices), target, call.keywords)
+    if trace.is_note(operation):
+        if marks[1] == "other":
+            return _IMPOSSIBLE
+    elif call.in_place and format.rounding == "stochastic":
+        key = len(trace.variables)
+        trace = trace.with_variable(KEYS)
+    operation = operation._replace(key=key)
+    result = None if call.in_place else _FLOAT32
+    return _moved(trace, operation, begins, (), result, draws=key is not None)
+
+
+def _moved(
+    trace: Trace,
+    operation: Operation,
+    begins: Any,
+    constants: tuple[float, ...],
+    result: Format | None,
+    draws: bool = False,
+) -> _Move:
+    if trace.operations and trace.is_of_terms is not isinstance(operation.format, ExpansionFormat):
+        return _IMPOSSIBLE
     made = trace.then(operation, begins)
-    return _Move(made, tuple(constants), None if call.in_place else format)
+    return _Move(made, constants, result, draws)
+
+
+_FLOAT32 = PLAIN[torch.float32]
 
 
 def _kind(mark: Any) -> Kind:
     if isinstance(mark, str):
         return Kind(NUMBER, number="one" if mark == "one" else "other")
-    if isinstance(mark, ExpansionFormat):
-        return Kind(mark, "value", has_dims=True)
-    return mark.kind if isinstance(mark, _Lifted) else Kind(mark)
+    if isinstance(mark, PlainFormat):
+        return Kind(mark)
+    return mark.kind if isinstance(mark, _Mark) else Kind(mark, "value", has_dims=True)
+
+
+def _variable(mark: Any) -> Variable:
+    if isinstance(mark, str):
+        return NUMBERS
+    return mark.variable if isinstance(mark, _Mark) else Variable(mark, "tensor")
+
+
+def _copied(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) else x
 
 
 def _written(
     strand: Strand, move: _Move, added: Sequence[tuple[Sequence[Any], _New | None]], count: int
-) -> list[TapedTensor]:
+) -> list[TapedTensor | PendingTensor]:
     """Write an operation down, and return its results, if they are new."""
     holders, columns = [*strand.holders], [*strand.columns]
     for column, new in added:
@@ -336,7 +435,7 @@ def _written(
             continue
         _, rows, _, is_copied = new
         if is_copied:
-            columns += [[*map(Tensor.clone, x)] for x in zip(*rows, strict=True)]
+            columns += [[*map(_copied, x)] for x in zip(*rows, strict=True)]
             holders.append(())
         else:
             place = strand, len(holders)
@@ -348,11 +447,15 @@ def _written(
     for constant in move.constants:
         columns.append([constant] * count)
         holders.append(())
-    results = []
+    if move.draws:
+        columns.append([draw_key(device) for device, _, _ in strand.layout])
+        holders.append(())
+    results: list[TapedTensor | PendingTensor] = []
     if move.result is not None:
         place = strand, len(holders)
+        made = PendingTensor if isinstance(move.result, PlainFormat) else TapedTensor
         for device, shape, stride in strand.layout:
-            results.append(TapedTensor.result(shape, stride, move.result, device, place))
+            results.append(made.result(shape, stride, move.result, device, place))
         holders.append([*map(weakref.ref, results)])
     strand.trace, strand.holders, strand.columns = move.trace, holders, columns  # at once
     return results
@@ -395,7 +498,7 @@ def _at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
 
 
 def _lists_at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
-    """The same of lists."""
+    """The same of lists, the rows of which that are of the same kinds go together."""
     count = _TAKES[name]
 
     def put_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -411,16 +514,56 @@ def _lists_at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
             or (kwargs and [*kwargs] != [_KEYWORDS.get(name)])
         ):
             return NotImplemented
-        keywords = ("value",) if valued else tuple(kwargs)
-        found = _put_down(tape, _call(name, keywords, in_place), columns)
+        call = _call(name, ("value",) if valued else tuple(kwargs), in_place, True)
+        found = _put_down(tape, call, columns)
+        if found is None:
+            found = _by_parts(tape, call, columns, func, args, kwargs)
+        elif in_place and any(isinstance(x, MCFTensor) for x in chain(*columns)):
+            _increment_version(args[0])  # lists of plain tensors do not
         if found is None:
             return NotImplemented
-        if not in_place:
-            return tuple(found)
-        _increment_version(args[0])
-        return args[0]
+        return args[0] if in_place else tuple(found)
 
     return put_down
+
+
+def _by_parts(
+    tape: Tape,
+    call: _Call,
+    columns: Lists,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Sequence[Any] | None:
+    """Put those rows down that can be, and carry out the others; None where all are alike."""
+    count = max(map(len, columns))
+    parts = parts_of(columns, count)
+    draws = any(isinstance(x, MCFTensor) and x._format.rounding == "stochastic" for x in columns[0])
+    if len(parts) == 1 or draws:  # keys are drawn row by row
+        return None
+    results: list[Any] = [None] * count
+    left: list[int] = []
+    for rows in parts:
+        found = _put_down(tape, call, some_rows(columns, rows, count))
+        if found is None:
+            left += rows
+        else:
+            if call.in_place:
+                _increment_version([args[0][i] for i in rows])
+            for i, x in zip(rows, found, strict=True):
+                results[i] = x
+    if len(left) == count:
+        return None
+    if left:
+        left.sort()
+        own = [[x[i] for i in left] if isinstance(x, (list, tuple)) else x for x in args]
+        named = {
+            key: [x[i] for i in left] if isinstance(x, (list, tuple)) else x
+            for key, x in kwargs.items()
+        }
+        for i, x in zip(left, func(*own, **named), strict=True):
+            results[i] = x
+    return results
 
 
 def _method(name: str, func: Any) -> None:
@@ -429,7 +572,7 @@ def _method(name: str, func: Any) -> None:
     original, put_down = getattr(Tensor, name), SHORTCUTS[func]
 
     @functools.wraps(original)
-    def method(self: TapedTensor, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _has_function_mode():
             found = put_down(func, (self, *args), kwargs)
             if found is not NotImplemented:
@@ -437,16 +580,18 @@ def _method(name: str, func: Any) -> None:
         return original(self, *args, **kwargs)
 
     setattr(TapedTensor, name, method)
+    setattr(PendingTensor, name, method)
 
 
 for _name in _TAKES:
     for _suffix, _in_place in (("", False), ("_", True)):
         _func = getattr(Tensor, _name + _suffix)
-        SHORTCUTS[_func] = _at_once(_name, in_place=_in_place)
+        SHORTCUTS[_func] = PendingTensor._shortcuts[_func] = _at_once(_name, in_place=_in_place)
         _method(_name + _suffix, _func)
         _foreach = getattr(torch, f"_foreach_{_name}{_suffix}", None)
         if _foreach is not None:
             SHORTCUTS[_foreach] = _lists_at_once(_name, in_place=_in_place)
+            PendingTensor._shortcuts[_foreach] = SHORTCUTS[_foreach]
 
 for _name in ("add", "sub", "mul", "div"):
     _operator = _name.replace("div", "truediv")

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from mcftensor.arithmetic.bases import BASES
+from mcftensor.dispatch import stored
 from mcftensor.dispatch.compute import compute
 from mcftensor.dispatch.operands import expansions, only_stores, plainly
 from mcftensor.dispatch.registry import TABLE, Handler
@@ -51,7 +52,10 @@ def _inputs(func: Any) -> list[Any]:
 
 
 def by_functional_form(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Carry out one of aten's operators that write by way of its functional form."""
+    """Carry out one of aten's operators that write by way of its functional form; on numbers that
+    are only stored as it is."""
+    if stored.are_numbers((args, kwargs)):
+        return stored.on_numbers(func, args, kwargs)
     targets = [x for _, x in written_to(func, args, kwargs)]
     names = {a.name for a in _inputs(func)}
     options = {name: x for name, x in kwargs.items() if name in names}

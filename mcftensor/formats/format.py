@@ -224,6 +224,11 @@ class Format:
         weights."""
         return self
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether it holds every number that arithmetic on it works with, without rounding."""
+        return False
+
     @functools.cached_property
     def shared(self) -> frozenset[int]:
         """Which of the components blocks of elements share."""

@@ -53,6 +53,11 @@ class TailFormat(Format):
         """Significand bits, those of the tail counted."""
         return 8 + self.bits
 
+    @property
+    def is_exact(self) -> bool:
+        """With 16 bits; NaNs are one."""
+        return self.bits == 16
+
     def with_rounding(self, rounding: Rounding) -> Format:
         """The same components; what holds every float32 rounds to nearest alone."""
         if self.bits == 16:

@@ -53,7 +53,12 @@ class Kernel:
                 dtypes = self.signature.scalars
                 cpu.launch(launch, lengths, addresses, scalars, dtypes, columns.done)
                 return
-        elif has_data and device.type in TRITON_DEVICES and cuda.is_available():
+        elif (
+            has_data
+            and device.type in TRITON_DEVICES
+            and cuda.is_available()
+            and self.has_program
+        ):
             cuda.launch(self.program, lengths, addresses, scalars, device)
             if columns.done is not None:
                 columns.done.append((sum(lengths), None))
@@ -65,7 +70,7 @@ class Kernel:
         if self.launch is None:
             before, self.worked = self.worked, self.worked + elements + OF_A_CALL * calls
             build = before < BUILD_AFTER <= self.worked
-            if build or before < LOOK_AFTER <= self.worked:
+            if (build or before < LOOK_AFTER <= self.worked) and self.has_program:
                 source = cpp.source(self.program, cpu.vector_bytes())
                 self.launch = cpu.load(source, build=build, is_right=self._is_right)
         return self.launch
@@ -90,6 +95,14 @@ class Kernel:
         addresses = [[x.data_ptr()] for (x,) in (*vectors, *got)]
         cpu.launch(launch, [hard.COUNT], addresses, scalars, signature.scalars)
         return all(hard.are_alike(x, y) for (x,), y in zip(got, expected, strict=True))
+
+    @functools.cached_property
+    def has_program(self) -> bool:
+        """Whether programs have all that the function does; eager PyTorch runs the others."""
+        try:
+            return bool(self.program.instructions)
+        except NotImplementedError:
+            return False
 
     @functools.cached_property
     def program(self) -> Program:

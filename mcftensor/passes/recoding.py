@@ -57,10 +57,15 @@ def decode_columns(format: Format, components: Sequence[Column], outputs: Column
 
 
 def encode_columns(
-    format: Format, numbers: Column, components: Sequence[Column], keys: Column = ()
+    format: Format,
+    numbers: Column,
+    components: Sequence[Column],
+    keys: Column = (),
+    start: int = 0,
 ) -> None:
-    """Round plain numbers into components of a format."""
-    run(*_encoded(format, numbers, components, keys, _START))
+    """Round plain numbers into components of a format; those of parts of tensors start somewhere."""
+    first = torch.tensor(start) if start and keys else _START
+    run(*_encoded(format, numbers, components, keys, first))
 
 
 def decode_in_parts(

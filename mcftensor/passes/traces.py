@@ -3,6 +3,9 @@
 A trace is what operations do to variables: tensors in a format, or numbers. What an operation
 writes, a later one reads as it would have been stored, so that no bit differs. Traces that are
 made in the same way are the same object.
+
+Those on terms are one kernel. Those on formats that only store numbers are PyTorch's own operations
+on what is stored (`decoded.py`).
 """
 
 from __future__ import annotations
@@ -26,12 +29,17 @@ T = TypeVar("T")
 # Operations of networks become kernels that take long to compile.
 LONGEST, LONGEST_OF_NETWORKS = 16, 4
 
+# Operations on stored numbers, of which no kernel is made.
+LONGEST_OF_STORED = 64
+
 # Traces that follow on one, of which programs have few.
 _MOST = 256
 
 
 def longest(format: Format) -> int:
     """Operations that a trace with results in a format may have."""
+    if not isinstance(format, ExpansionFormat):
+        return LONGEST_OF_STORED
     return LONGEST_OF_NETWORKS if isinstance(format.numbers, Network) else LONGEST
 
 
@@ -41,15 +49,35 @@ class Variable(NamedTuple):
     format: Format
     begins_as: Literal["tensor", "number", "nothing"]
     """What it is before the first operation; nothing is what an operation makes."""
+    takes_factor: bool = False
+    """Whether a number by which it is multiplied is only noted."""
+
+    @property
+    def width(self) -> int:
+        """The number of columns that it begins as: components, and beside those of numbers that
+        are only stored, what else tensors have."""
+        if self.begins_as == "nothing":
+            return 0
+        is_stored = self.begins_as == "tensor" and self.format.result is not self.format
+        return len(self.format.components) + is_stored
 
 
 class Operation(NamedTuple):
-    """An operation of `formulas.py`, rounded to nearest; variables are given by their places."""
+    """An operation; variables are given by their places.
+
+    On terms it is one of `formulas.py`, rounded to nearest. On stored numbers it is PyTorch's of
+    this name, in place where the target is the first operand.
+    """
 
     name: str
-    format: ExpansionFormat
+    format: Format
+    """That of the target."""
     operands: tuple[int, ...]
     target: int
+    keywords: tuple[str, ...] = ()
+    """The names of the last operands, of one on stored numbers."""
+    key: int | None = None
+    """What the target is rounded by, where that is drawn."""
 
 
 class Trace:
@@ -61,6 +89,7 @@ class Trace:
         operations: what is done.
         written: the variables that are written to.
         is_full: whether it is as long as it may become.
+        is_of_terms: whether operations are on terms, and not on stored numbers.
         made: what follows from it.
     """
 
@@ -74,7 +103,9 @@ class Trace:
         self.variables = variables
         self.operations = operations
         self.written = tuple(sorted({x.target for x in operations}))
-        self.is_full = len(operations) >= min([LONGEST, *[longest(x.format) for x in operations]])
+        limits = [longest(x.format) for x in operations]
+        self.is_full = bool(limits) and len(operations) >= min(limits)
+        self.is_of_terms = any(isinstance(x.format, ExpansionFormat) for x in operations)
         self.made: dict[Hashable, Any] = {}
         self._goes_on: set[Hashable] = set()
 
@@ -106,13 +137,23 @@ class Trace:
         operations, begun = (*self.operations, operation), self.begun | {key} if key else self.begun
         return self.once((operation, key), lambda: Trace(self.variables, operations, begun))
 
+    def is_note(self, operation: Operation) -> bool:
+        """Whether a tensor is multiplied by a number that is only noted."""
+        name, _, operands, target, *_ = operation
+        return (
+            name in ("mul", "_foreach_mul")
+            and operands[0] == target
+            and self.variables[target].takes_factor
+            and self.variables[operands[1]].begins_as == "number"
+        )
+
     def kernel(self, results: tuple[int, ...]) -> tuple[Body, Signature]:
         """What computes these of the variables, given the components of tensors, and numbers."""
         return self.once(results, lambda: self._kernel(results))
 
     def _kernel(self, results: tuple[int, ...]) -> tuple[Body, Signature]:
         dtypes: dict[str, list[torch.dtype]] = {"tensor": [], "number": [], "nothing": []}
-        for format, begins_as in self.variables:
+        for format, begins_as, _ in self.variables:
             dtypes[begins_as] += [x.dtype for x in format.components]
         written = [x.dtype for i in results for x in self.variables[i].format.components]
 
@@ -122,10 +163,10 @@ class Trace:
             left = {"tensor": iter(vectors), "number": map(_as_tensor, scalars)}
             stored: list[Sequence[Tensor]] = [
                 list(itertools.islice(left.get(begins_as, ()), len(format.components)))
-                for format, begins_as in self.variables
+                for format, begins_as, _ in self.variables
             ]
             entered: dict[tuple[int, Numbers], Number] = {}
-            for name, format, operands, target in self.operations:
+            for name, format, operands, target, *_ in self.operations:
                 for i in operands:
                     if (i, format.numbers) not in entered:
                         floats = self.variables[i].format.decode(stored[i])
@@ -144,6 +185,7 @@ class Trace:
 
 EMPTY = Trace()
 NUMBERS = Variable(PLAIN[torch.float64], "number")
+KEYS = Variable(PLAIN[torch.int64], "number")
 
 
 def _as_tensor(x: Any) -> Tensor:

@@ -22,26 +22,27 @@ class Factor:
 
     Attributes:
         value: the number, 1 where there is nothing to do.
+        components: those of the memory.
     """
 
     def __init__(
         self, components: Sequence[Tensor], format: Format, writes: Tensor | None, first: int
     ) -> None:
         self.value = 1.0
-        self._components, self._format = components, format
+        self.components, self._format = components, format
         self._writes, self._first = writes, first
 
     def is_of_all(self, components: Sequence[Tensor]) -> bool:
         """Whether components are all there are, and no part of them."""
-        return components[0].numel() == self._components[0].numel()
+        return components[0].numel() == self.components[0].numel()
 
     @torch.no_grad()
     def settle(self) -> None:
         """Multiply, and round once."""
         if self.value == 1:
             return
-        columns = [[x] for x in self._components]
-        numbers = torch.empty_like(self._components[0], dtype=torch.float32)
+        columns = [[x] for x in self.components]
+        numbers = torch.empty_like(self.components[0], dtype=torch.float32)
         decode_columns(self._format, columns, [numbers])
         numbers.mul_(self.value)
         count = None if self._writes is None else moved(self._writes, self._first)

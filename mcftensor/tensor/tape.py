@@ -27,6 +27,7 @@ from torch import Tensor
 
 from mcftensor.formats import Format
 from mcftensor.kernels import Column, Columns, run_alike
+from mcftensor.passes.decoded import Decoded
 from mcftensor.passes.expressions import Expression, Operand, carry_out
 from mcftensor.passes.traces import EMPTY, Trace
 
@@ -103,23 +104,24 @@ def _is_alive(reference: weakref.ref[Any]) -> bool:
 
 
 class Tape:
-    """The strands of a step, and the latest one of each layout."""
+    """The strands of a step, and the latest one of each kind."""
 
     def __init__(self) -> None:
         self.strands: list[Strand] = []
-        self._latest: dict[Layout, Strand] = {}
+        self._latest: dict[Hashable, Strand] = {}
         self._elements = 0
         self._numbers = itertools.count()
 
-    def strand_for(self, layout: Layout, key: Hashable) -> Strand:
-        """The strand on which an operation goes none of whose tensors is on the tape."""
-        latest = self._latest.get(layout)
+    def strand_for(self, kind: Hashable, layout: Layout, key: Hashable) -> Strand:
+        """The strand on which an operation goes none of whose tensors is on the tape, given what
+        those on a strand have in common, their layout among it."""
+        latest = self._latest.get(kind)
         if latest is not None and latest.trace is not EMPTY:
             if not (latest.trace.is_full or latest.trace.ends_before(key)):
                 return latest
             latest.followed_by = key
         self._make_room()
-        strand = self._latest[layout] = Strand(self, layout, next(self._numbers))
+        strand = self._latest[kind] = Strand(self, layout, next(self._numbers))
         if latest is not None:
             latest.next = strand
         self.strands.append(strand)
@@ -135,7 +137,7 @@ class Tape:
                 _run(self.strands if is_much else self.strands[: FEW // 2], with_results=False)
             finally:
                 self.strands = [x for x in self.strands if x.trace is not EMPTY]
-                self._latest = {x.layout: x for x in self.strands}
+                self._latest = {k: x for k, x in self._latest.items() if x.trace is not EMPTY}
                 self._elements = 0
 
     def part(self, strands: Sequence[Strand]) -> None:
@@ -178,6 +180,7 @@ def _run_together(strands: Sequence[Strand], results: tuple[int, ...]) -> None:
     trace, holders = strands[0].trace, [x.holders for x in strands]
     columns = [list(chain(*x)) for x in zip(*[x.columns for x in strands], strict=True)]
     shapes = [shape for x in strands for _, shape, _ in x.layout]
+    device = strands[0].layout[0][0]
     done: list[tuple[int, None]] = []
     # Nobody is to see or change what is done with plain tensors. Contexts written in Python would
     # not do: a KeyboardInterrupt may cut their ends.
@@ -192,17 +195,21 @@ def _run_together(strands: Sequence[Strand], results: tuple[int, ...]) -> None:
                 strand.trace, strand.holders, strand.columns = EMPTY, [], []
             while torch._C._len_torch_dispatch_stack():
                 modes.append(torch._C._pop_torch_dispatch_stack(None))
-            if results:
+            if results and trace.is_of_terms:
                 _write(trace, results, columns, shapes, holders, done)
+            elif results:
+                _write_numbers(trace, results, columns, shapes, holders, device)
         except BaseException:
-            _write_the_rest(trace, results, columns, shapes, holders, done)
+            if trace.is_of_terms:
+                _write_the_rest(trace, results, columns, shapes, holders, done)
             raise
         finally:
             try:
                 for strand, own in zip(strands, holders, strict=True):
                     for reference in chain(*own):
                         x = reference()
-                        if x is not None and x._place is not None and x._place[0] is strand:
+                        place = getattr(x, "_place", None)
+                        if x is not None and place is not None and place[0] is strand:
                             x.leave_tape()
             finally:
                 while modes:
@@ -221,14 +228,14 @@ def _write(
     vectors: list[Column] = []
     scalars: list[Sequence[float]] = []
     components = _beginnings(trace, columns)
-    for (_, begins_as), own in zip(trace.variables, components, strict=True):
+    for (_, begins_as, _), own in zip(trace.variables, components, strict=True):
         if begins_as == "number":
             scalars += [list(map(float, own[0]))]
         else:
             vectors += own
     device = vectors[0][0].device
     for i in results:
-        format, begins_as = trace.variables[i]
+        format, begins_as, _ = trace.variables[i]
         if begins_as == "nothing":
             references = chain(*[x[i] for x in holders])
             made = [
@@ -246,12 +253,36 @@ def _write(
     )
 
 
+def _write_numbers(
+    trace: Trace,
+    results: tuple[int, ...],
+    columns: Sequence[Column],
+    shapes: Sequence[torch.Size],
+    holders: Sequence[Sequence[Sequence[weakref.ref[Any]]]],
+    device: torch.device,
+) -> None:
+    """Compute with stored numbers; after an interrupt do what is left, before it goes on."""
+    references = {i: [*chain(*[x[i] for x in holders])] for i in results}
+
+    def memory(i: int, row: int) -> list[Tensor]:
+        return _memory(references[i][row](), shapes[row], trace.variables[i].format, device)
+
+    work = Decoded(trace, results, _beginnings(trace, columns), shapes, memory, device)
+    try:
+        work.run()
+    except Exception:
+        raise
+    except BaseException:
+        work.run()
+        raise
+
+
 def _beginnings(trace: Trace, columns: Sequence[Column]) -> list[list[Any]]:
     """The columns that each variable begins with."""
     given = iter(columns)
     return [
-        [next(given) for _ in format.components if begins_as != "nothing"]
-        for format, begins_as in trace.variables
+        [next(given) for _ in range(variable.width)]
+        for variable in trace.variables
     ]
 
 
@@ -293,7 +324,7 @@ def _write_row(
     """Carry out a trace on the last elements of one row, given the components that variables begin
     with, and results with their memory; no operation that raises, or reads what another was to
     make."""
-    for name, format, operands, target in trace.operations:
+    for name, format, operands, target, *_ in trace.operations:
         if not all(stored[i] for i in operands):
             continue
         with suppress(Exception):  # the first one is raised

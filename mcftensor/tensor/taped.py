@@ -85,17 +85,21 @@ def _lost(self: LostTensor) -> Tensor:
     )
 
 
-def _component(name: str) -> Any:
-    def read(self: TapedTensor) -> Tensor:
+def _component(name: str, *default: None) -> Any:
+    def read(self: TapedTensor) -> Any:
+        if default and name not in self.__dict__:
+            return default[0]
         TapedTensor.settle(self)
         return getattr(self, name)
 
-    def write(self: TapedTensor, component: Tensor) -> None:
+    def write(self: TapedTensor, component: Any) -> None:
         self.__dict__[name] = component
 
     return property(read, write)
 
 
+for _name, _default in (("_writes", None), ("_factor", None)):  # what the tape changes, too
+    setattr(TapedTensor, _name, _component(_name, _default))
 for _name in COMPONENTS:
     setattr(TapedTensor, _name, _component(_name))
     setattr(LostTensor, _name, property(_lost))

@@ -22,6 +22,7 @@ from mcftensor.passes.recoding import collapse, lent, recode
 from mcftensor.tensor import showing
 from mcftensor.tensor.addresses import are_hidden, without_addresses
 from mcftensor.tensor.factor import Factor
+from mcftensor.tensor.pending import PendingTensor
 from mcftensor.tensor.printing import formatted, text_of
 from mcftensor.tensor.stepping import current_step
 from mcftensor.tensor.tape import Strand
@@ -270,14 +271,20 @@ class MCFTensor(torch.Tensor):
     def regain(self) -> bool:
         """Find out whether nobody else has the memory, or has no longer."""
         if not self._is_own:
-            held = [weakref.ref(x) for x in self._read()]
-            alone = [x.detach() for x in self._read()]  # whoever has a component keeps the memory
-            self.__dict__.update(zip(COMPONENTS, alone, strict=False))
+            held = [weakref.ref(x) for x in self._held()]
+            alone = [x.detach() for x in self._held()]  # whoever has a component keeps the memory
+            self._hold_anew(alone)
             self._is_own = all(map(_is_sole_holder, alone))
             if not self._is_own:
                 kept = [y if x() is None else x() for x, y in zip(held, alone, strict=True)]
-                self.__dict__.update(zip(COMPONENTS, kept, strict=False))
+                self._hold_anew(kept)
         return self._is_own
+
+    def _hold_anew(self, components: Sequence[Any]) -> None:
+        """The same memory by other tensors."""
+        self.__dict__.update(zip(COMPONENTS, components, strict=False))
+        if self._factor is not None and not self.is_part:
+            self._factor.components = components
 
     def _made_beside(self, components: Sequence[Tensor], role: Role) -> MCFTensor:
         """New components as a tensor of this format that has not been written to, such as a state
@@ -375,8 +382,8 @@ class MCFTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if len(types) > 1 and any(issubclass(kind, Format) for kind in types):
-            return NotImplemented  # the format knows
+        if len(types) > 1 and any(issubclass(kind, (Format, PendingTensor)) for kind in types):
+            return NotImplemented  # that knows
         shortcut = cls._shortcuts.get(func)
         if shortcut is not None and not is_compiling():
             result = shortcut(func, args, kwargs or {})
@@ -409,6 +416,8 @@ class MCFTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if PendingTensor in types:
+            return NotImplemented
         return cls._dispatch(func, args, kwargs or {})
 
     def __setstate__(self, state: Any) -> None:
