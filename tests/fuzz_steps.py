@@ -106,7 +106,7 @@ class Program:
         """All that the program has left."""
         grads = [p.grad for p in self.parameters]
         tensors = [*self.tensors, *grads, *self.read, self.given, self.scalar, *self.list]
-        found = [bits(x) if isinstance(x, Tensor) else x for x in tensors]
+        found = [bits(_with_one_nan(x)) if isinstance(x, Tensor) else x for x in tensors]
         return [*found, self.errors, [x._version for x in self.tensors]]
 
     # ------------------------------------------------------------------------ what it does
@@ -285,6 +285,12 @@ class Program:
         return ", ".join(
             repr(x) if isinstance(x, (int, float)) else self.name_of(x) for x in operands
         )
+
+
+def _with_one_nan(x: Tensor) -> Tensor:
+    """Formats that only store numbers have one NaN; plain results may have its sign or not."""
+    is_plain = not isinstance(x, mcf.MCFTensor) and x.is_floating_point()
+    return torch.where(x.isnan(), torch.nan, x.detach()) if is_plain else x
 
 
 @contextlib.contextmanager

@@ -323,10 +323,11 @@ def _move(trace: Trace, call: _Call, marks: Sequence[Any]) -> _Move:
         indices.append(index)
     begins = None if any(type(x) is int and x >= 0 for x in marks) else (call, *marks)
     ours = {only_stores(kind.format) for kind in kinds if kind.role is not None}
-    if ours == {False}:
-        return _move_of_terms(trace, call, kinds, indices, begins)
-    if True in ours and len(ours) > 1:
+    is_of_terms = ours == {False}
+    if len(ours) > 1 or (trace.operations and trace.is_of_terms is not is_of_terms):
         return _IMPOSSIBLE
+    if is_of_terms:
+        return _move_of_terms(trace, call, kinds, indices, begins)
     return _move_of_numbers(trace, call, kinds, indices, begins, marks)
 
 
@@ -396,10 +397,7 @@ def _moved(
     result: Format | None,
     draws: bool = False,
 ) -> _Move:
-    if trace.operations and trace.is_of_terms is not isinstance(operation.format, ExpansionFormat):
-        return _IMPOSSIBLE
-    made = trace.then(operation, begins)
-    return _Move(made, constants, result, draws)
+    return _Move(trace.then(operation, begins), constants, result, draws)
 
 
 _FLOAT32 = PLAIN[torch.float32]
@@ -561,8 +559,11 @@ def _by_parts(
             key: [x[i] for i in left] if isinstance(x, (list, tuple)) else x
             for key, x in kwargs.items()
         }
+        before = [x._version for x in own[0]]
         for i, x in zip(left, func(*own, **named), strict=True):
             results[i] = x
+        if call.in_place:
+            _increment_version([x for x, v in zip(own[0], before, strict=True) if x._version == v])
     return results
 
 
