@@ -264,7 +264,7 @@ class Program:
             raise Failure
         elif kind == "the tape" and isinstance(x, TapedTensor):
             with breaking(), contextlib.suppress(Broken):
-                _ = x.components
+                x.settle()
 
     # -------------------------------------------------------------------------------- names
 

@@ -8,6 +8,7 @@ nobody else has; what it reads is so too, or small enough to be copied.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -515,12 +516,18 @@ def _lists_at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
         call = _call(name, ("value",) if valued else tuple(kwargs), in_place, True)
         found = _put_down(tape, call, columns)
         if found is None:
+            before = [x._version for x in columns[0]] if in_place else []
             found = _by_parts(tape, call, columns, func, args, kwargs)
-        elif in_place and any(isinstance(x, MCFTensor) for x in chain(*columns)):
-            _increment_version(args[0])  # lists of plain tensors do not
+        else:
+            before = []
         if found is None:
             return NotImplemented
-        return args[0] if in_place else tuple(found)
+        if not in_place:
+            return tuple(found)
+        if any(isinstance(x, MCFTensor) for x in args[0]):  # lists of plain tensors do not
+            counted = zip(args[0], before or itertools.repeat(None))
+            _increment_version([x for x, version in counted if version in (None, x._version)])
+        return args[0]
 
     return put_down
 
@@ -546,8 +553,6 @@ def _by_parts(
         if found is None:
             left += rows
         else:
-            if call.in_place:
-                _increment_version([args[0][i] for i in rows])
             for i, x in zip(rows, found, strict=True):
                 results[i] = x
     if len(left) == count:
@@ -559,11 +564,8 @@ def _by_parts(
             key: [x[i] for i in left] if isinstance(x, (list, tuple)) else x
             for key, x in kwargs.items()
         }
-        before = [x._version for x in own[0]]
         for i, x in zip(left, func(*own, **named), strict=True):
             results[i] = x
-        if call.in_place:
-            _increment_version([x for x, v in zip(own[0], before, strict=True) if x._version == v])
     return results
 
 
