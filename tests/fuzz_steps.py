@@ -107,7 +107,9 @@ class Program:
         grads = [p.grad for p in self.parameters]
         tensors = [*self.tensors, *grads, *self.read, self.given, self.scalar, *self.list]
         found = [bits(_with_one_nan(x)) if isinstance(x, Tensor) else x for x in tensors]
-        return [*found, self.errors, [x._version for x in self.tensors]]
+        # Of plain tensors in lists some functions of PyTorch's count versions, and others do not.
+        ours = [x for x in self.tensors if isinstance(x, mcf.MCFTensor)]
+        return [*found, self.errors, [x._version for x in ours]]
 
     # ------------------------------------------------------------------------ what it does
 

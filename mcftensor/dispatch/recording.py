@@ -155,11 +155,11 @@ def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
                 marks.append(-1 - i)
             else:
                 is_target = call.in_place and len(marks) == 1
-                found = _one(x, is_target) if count == 1 else _new(column, is_target)
-                if found is None or (layout is not None and layout != found[2]):
+                found = _new(column, is_target)
+                if found is None or (layout is not None and layout != found.layout):
                     return None
-                layout = found[2]
-                marks.append(found[0])
+                layout = found.layout
+                marks.append(found.mark)
                 new.append(column)
                 added.append((column, found))
         if layout is None or (count > 1 and new and not _are_apart(added)):
@@ -182,41 +182,55 @@ def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
 # ------------------------------------------------------------------------------ what operands are
 
 
-_New = tuple[Any, Sequence[Sequence[Any]], Layout, bool]
-"""Tensors that are not on the tape, one for each row, or one of them: what they are, a mark of ours
-or a plain format; the components of each, and what else stored numbers have; their layout; and
-whether the tape has a copy."""
+class _New(NamedTuple):
+    """Tensors that are not on the tape, one for each row."""
+
+    mark: Any
+    """What they are: a mark of ours or a plain format."""
+    columns: Sequence[Sequence[Any]]
+    """Their components, and what else stored numbers have."""
+    layout: Layout
+    is_copied: bool
+    """Whether the tape is to have a copy."""
+
+
+_One = tuple[Any, Sequence[Any], tuple[Any, ...], bool]
+"""The same of one of them."""
 
 
 def _new(column: Sequence[Any], is_target: bool) -> _New | None:
     """Tensors for the tape; None where they cannot go there."""
-    found = [_one(x, is_target) for x in column]
-    marks, rows, layouts, are_copied = zip(*[x or _NOTHING for x in found], strict=True)
-    if None in marks or len(set(marks)) > 1:
+    first = _one(column[0], is_target, None)
+    if first is None:
         return None
-    layout, is_copied = tuple(chain(*layouts)), True in are_copied
-    if len({device for device, _, _ in layout}) > 1:
+    mark, components, layout, is_copied = first
+    if len(column) == 1:
+        return _New(mark, [*zip(components)], (layout,), is_copied)
+    rows, layouts = [components], [layout]
+    for x in column[1:]:
+        found = _one(x, is_target, layout)
+        if found is None or found[0] is not mark or found[2][0] != layout[0]:
+            return None
+        rows.append(found[1])
+        layouts.append(found[2])
+        is_copied |= found[3]
+    if is_copied and (is_target or sum([shape.numel() for _, shape, _ in layouts]) > MANY):
         return None
-    if is_copied and (is_target or sum([x.numel() for _, x, _ in layout]) > MANY):
-        return None
-    return marks[0], [*chain(*rows)], layout, is_copied
+    return _New(mark, [*zip(*rows, strict=True)], tuple(layouts), is_copied)
 
 
-_NOTHING: _New = (None, (), (), False)
-
-
-def _one(x: Any, is_target: bool) -> _New | None:
+def _one(x: Any, is_target: bool, like: tuple[Any, ...] | None) -> _One | None:
+    """Given the layout of another, which is kept where it is the same: Python's collector looks at
+    every object that stays."""
     cls, is_own = type(x), False
     mark: Any = None
     components: tuple[Any, ...] = ()
-    state = NO_STATE
     if cls is MCFTensor:
-        mark = _mark(x._format, False, x._factor is not None and x._role == "value")
+        factor = x._factor
+        mark = _mark(x._format, False, factor is not None and x._role == "value")
         is_own = x._is_own or (is_target and x.regain())
         components = x._held()
-        if mark.is_stored and is_own:
-            state = State(x._writes, x._first, x._factor)
-        if x._factor is not None and (x._factor.value < SETTLED if is_own else x._factor.value != 1):
+        if factor is not None and (factor.value < SETTLED if is_own else factor.value != 1):
             return None
     elif cls is LiftedTensor:
         mark, components = _mark(x._format, True, False), (x._component0,)
@@ -225,7 +239,8 @@ def _one(x: Any, is_target: bool) -> _New | None:
     if mark is None:
         return None
     leading = components[0]
-    shape, length = leading.shape, leading.numel()
+    shape = leading.shape
+    length = shape.numel()
     if (
         not shape
         or not length
@@ -238,8 +253,10 @@ def _one(x: Any, is_target: bool) -> _New | None:
         return None
     layout = (leading.device, shape, leading.stride())
     if cls is MCFTensor and mark.is_stored:
+        has_state = is_own and (x._writes is not None or x._factor is not None)
+        state = State(x._writes, x._first, x._factor) if has_state else NO_STATE
         components = (*components, state)
-    return mark, (components,), (layout,), not is_own
+    return mark, components, like if layout == like else layout, not is_own  # type: ignore[return-value]
 
 
 class _Mark:
@@ -264,8 +281,8 @@ def _index(columns: Sequence[Sequence[Any]], column: Sequence[Any]) -> int:
 
 def _are_apart(added: Sequence[tuple[Sequence[Any], _New | None]]) -> bool:
     """Whether no tensor of one row that goes on the tape stands in another one, copied or not."""
-    own = [id(x) for column, new in added if new and not new[3] for x in column]
-    copied = [id(x) for column, new in added if new and new[3] for x in column]
+    own = [id(x) for column, new in added if new and not new.is_copied for x in column]
+    copied = [id(x) for column, new in added if new and new.is_copied for x in column]
     return len(set(own)) == len(own) and (not copied or set(own).isdisjoint(copied))
 
 
@@ -425,20 +442,23 @@ def _copied(x: Any) -> Any:
 def _written(
     strand: Strand, move: _Move, added: Sequence[tuple[Sequence[Any], _New | None]], count: int
 ) -> list[TapedTensor | PendingTensor]:
-    """Write an operation down, and return its results, if they are new."""
-    holders, columns = [*strand.holders], [*strand.columns]
+    """Write an operation down, and return its results, if they are new.
+
+    What an interrupt leaves half written, behind the variables of the trace, is written over.
+    """
+    begun, width = len(strand.trace.variables), strand.trace.width
+    holders: list[Any] = []
+    columns: list[Any] = []
     for column, new in added:
         if new is None:
             columns.append([*column] * (count // len(column)))  # a list may be the caller's
             holders.append(())
-            continue
-        _, rows, _, is_copied = new
-        if is_copied:
-            columns += [[*map(_copied, x)] for x in zip(*rows, strict=True)]
+        elif new.is_copied:
+            columns += [[*map(_copied, x)] for x in new.columns]
             holders.append(())
         else:
-            place = strand, len(holders)
-            columns += zip(*rows, strict=True)
+            place = strand, begun + len(holders)
+            columns += new.columns
             holders.append([*map(weakref.ref, column)])
             for tensor in column:
                 tensor._place = place
@@ -451,12 +471,14 @@ def _written(
         holders.append(())
     results: list[TapedTensor | PendingTensor] = []
     if move.result is not None:
-        place = strand, len(holders)
+        place = strand, begun + len(holders)
         made = PendingTensor if isinstance(move.result, PlainFormat) else TapedTensor
         for device, shape, stride in strand.layout:
             results.append(made.result(shape, stride, move.result, device, place))
         holders.append([*map(weakref.ref, results)])
-    strand.trace, strand.holders, strand.columns = move.trace, holders, columns  # at once
+    strand.holders[begun:] = holders
+    strand.columns[width:] = columns
+    strand.trace = move.trace
     return results
 
 

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.counting import moved
-from mcftensor.formats import PlainFormat
+from mcftensor.formats import Format, PlainFormat
 from mcftensor.kernels.columns import Column
 from mcftensor.kernels.shared import BLOCK as SHARING
-from mcftensor.passes.recoding import decode_columns, encode_columns
+from mcftensor.passes.recoding import Flat, decode_columns, encode_columns
 from mcftensor.passes.traces import Operation, Trace
 
 # Elements of rows that are computed on together: on a CPU what its caches hold of some variables.
-TOGETHER, TOGETHER_ON_OTHERS = 1 << 15, 1 << 24
+TOGETHER, TOGETHER_ON_OTHERS = 1 << 17, 1 << 24
 
 
 class Factor(Protocol):
@@ -191,11 +191,13 @@ class Decoded:
             for (x,), width in zip(columns, widths, strict=True)
         ]
 
-    def views(self, flat: Tensor, rows: Rows) -> list[Tensor]:
+    def views(self, flat: Tensor, rows: Rows, format: Format) -> Column:
         """The rows of scratch."""
-        if len(rows.lengths) == 1 and rows.is_part:
-            return [flat]
+        if rows.is_part:
+            return Flat(flat, rows.lengths, [(rows.lengths[0],)])
         shapes = self.shapes[rows.first : rows.stop]
+        if not format.shared or all(map(self._has_whole_parts, range(rows.first, rows.stop))):
+            return Flat(flat, rows.lengths, shapes)
         return [x.view(y) for x, y in zip(flat.split(rows.lengths), shapes, strict=True)]
 
     def _count_writes(self) -> None:
@@ -247,9 +249,10 @@ class _Computed:
         for i in run.results:
             format = self._trace.variables[i].format
             if i in self._unrounded:
-                numbers, components = run.views(self._numbers[i], rows), run.components(i, rows)
+                numbers = run.views(self._numbers[i], rows, format)
+                components = run.components(i, rows)
                 if isinstance(format, PlainFormat):
-                    torch._foreach_copy_(components[0], numbers)
+                    torch._foreach_copy_(components[0], list(numbers))
                 else:
                     self._encode(i, numbers, components)
             elif i in self._rounded:
@@ -302,7 +305,7 @@ class _Computed:
         if i not in self._numbers:
             components = self._rounded.get(i) or self._run.components(i, self._rows)
             numbers = self._new()
-            decode_columns(format, components, self._run.views(numbers, self._rows))
+            decode_columns(format, components, self._run.views(numbers, self._rows, format))
             for rows, own in self._alike({0: self._factors_of(i)}):
                 if own[0] != 1:
                     numbers[rows].mul_(own[0])
@@ -322,8 +325,8 @@ class _Computed:
 
     def _round(self, i: int) -> None:
         """Numbers as they would be stored, in memory of their own."""
-        numbers = self._run.views(self._numbers[i], self._rows)
         format = self._trace.variables[i].format
+        numbers = self._run.views(self._numbers[i], self._rows, format)
         columns = self._run.components(i, self._rows)
         made = [[torch.empty_like(x) for x in column] for column in columns]
         self._encode(i, numbers, made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from mcftensor.arithmetic.noise import draw_key, noise_of
 from mcftensor.arithmetic.numbers import Sum
 from mcftensor.arithmetic.rounding import collapse_terms
 from mcftensor.formats import Format, named
-from mcftensor.kernels import Body, Column, Columns, in_parts, run
+from mcftensor.kernels import Body, Column, Columns, Signature, in_parts, run, run_alike
 from mcftensor.kernels.blocks import BLOCK, indices
 from mcftensor.kernels.opaque import opaque
 from mcftensor.kernels.program import COMPUTED, PATTERNS
@@ -50,10 +51,8 @@ def lent(stored: Sequence[Tensor], format: Format) -> Tensor:
 
 def decode_columns(format: Format, components: Sequence[Column], outputs: Column) -> None:
     """Write the numbers stored in a format, given by columns of components, into plain tensors."""
-    run(
-        _decoding(format, outputs[0].dtype),
-        Columns(components, [], [outputs], shared=format.shared),
-    )
+    body = _decoding(format, outputs[0].dtype)
+    _run(body, Columns(components, [], [outputs], shared=format.shared))
 
 
 def encode_columns(
@@ -65,7 +64,47 @@ def encode_columns(
 ) -> None:
     """Round plain numbers into components of a format; those of parts of tensors start somewhere."""
     first = torch.tensor(start) if start and keys else _START
-    run(*_encoded(format, numbers, components, keys, first))
+    _run(*_encoded(format, numbers, components, keys, first))
+
+
+class Flat(Sequence[Tensor]):
+    """Rows of scratch as a column, of which every one is made when it is asked for.
+
+    What stands beside them in columns is of their lengths, and contiguous.
+    """
+
+    def __init__(self, scratch: Tensor, lengths: Sequence[int], shapes: Sequence[Sequence[int]]):
+        self._scratch, self.lengths, self._shapes = scratch, lengths, shapes
+        self._starts = [0, *itertools.accumulate(lengths)]
+        self.dtype = scratch.dtype
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, i: Any) -> Any:
+        start = self._starts[i]
+        return self._scratch[start : start + self.lengths[i]].view(self._shapes[i])
+
+    def addresses(self) -> list[int]:
+        """Where the rows lie."""
+        first, width = self._scratch.data_ptr(), self._scratch.element_size()
+        return [first + width * x for x in self._starts[:-1]]
+
+
+def _run(body: Body, columns: Columns) -> None:
+    every = [*columns.vectors, *columns.outputs]
+    flat = next((x for x in every if isinstance(x, Flat)), None)
+    if flat is None:
+        run(body, columns)
+        return
+    vectors = tuple([x[0].dtype for x in columns.vectors])
+    outputs = tuple([x[0].dtype for x in columns.outputs])
+    scalars = tuple([x[0].dtype for x in columns.every_scalar()])  # type: ignore[union-attr]
+    addresses = [
+        x.addresses() if isinstance(x, Flat) else list(map(Tensor.data_ptr, x)) for x in every
+    ]
+    signature = Signature(vectors, scalars, outputs, columns.shared)
+    run_alike(body, signature, columns, list(flat.lengths), addresses)
 
 
 def decode_in_parts(

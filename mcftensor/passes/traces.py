@@ -86,6 +86,7 @@ class Trace:
     Attributes:
         begun: keys of the operations on tensors that came later than the first ones.
         variables: what the operations read and write.
+        width: the number of columns that these begin as.
         operations: what is done.
         written: the variables that are written to.
         is_full: whether it is as long as it may become.
@@ -101,6 +102,7 @@ class Trace:
     ) -> None:
         self.begun = begun
         self.variables = variables
+        self.width = sum([x.width for x in variables])
         self.operations = operations
         self.written = tuple(sorted({x.target for x in operations}))
         limits = [longest(x.format) for x in operations]
