@@ -63,7 +63,9 @@ class Program:
         rng = self.rng
         self.shape = rng.choice(SHAPES)
         format = rng.choice([x for x in FORMATS if x != mcf.e4m3i8 or len(self.shape) > 1])
-        alike = [x for x in FORMATS if x.dtype == format.dtype and x != mcf.e4m3i8]  # others raise, in lists as a whole
+        alike = [
+            x for x in FORMATS if x.dtype == format.dtype and x != mcf.e4m3i8
+        ]  # others raise, in lists as a whole
         other = rng.choice(alike) if rng.random() < 0.2 else format
         self.tensors: list[Tensor] = []
         for i in range(rng.randint(2, 5)):

@@ -38,7 +38,7 @@ from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 Lists = Sequence[Sequence[Any]]
 
 # Elements of a tensor that is copied rather than read at once, and of all of a list.
-SMALL, MANY = 1 << 17, 1 << 22
+SMALL, MANY = 1 << 20, 1 << 22
 
 # What a tensor may yet have to be multiplied by where more is noted on the tape, and the least
 # number that is: of as many as a trace has, the product is a normal float32.

@@ -54,10 +54,7 @@ class Kernel:
                 cpu.launch(launch, lengths, addresses, scalars, dtypes, columns.done)
                 return
         elif (
-            has_data
-            and device.type in TRITON_DEVICES
-            and cuda.is_available()
-            and self.has_program
+            has_data and device.type in TRITON_DEVICES and cuda.is_available() and self.has_program
         ):
             cuda.launch(self.program, lengths, addresses, scalars, device)
             if columns.done is not None:

@@ -25,7 +25,7 @@ from mcftensor.passes.recoding import Flat, decode_columns, encode_columns
 from mcftensor.passes.traces import Operation, Trace
 
 # Elements of rows that are computed on together: on a CPU what its caches hold of some variables.
-TOGETHER, TOGETHER_ON_OTHERS = 1 << 17, 1 << 24
+TOGETHER, TOGETHER_ON_OTHERS = 1 << 18, 1 << 24
 
 
 class Factor(Protocol):
@@ -354,9 +354,7 @@ class _Computed:
         (column,) = self._run.columns[i]
         return column[self._rows.first : self._rows.stop]
 
-    def _alike(
-        self, given: dict[int, Sequence[Any]]
-    ) -> list[tuple[slice, dict[int, Any]]]:
+    def _alike(self, given: dict[int, Sequence[Any]]) -> list[tuple[slice, dict[int, Any]]]:
         """Parts of scratch for which numbers are the same, and these."""
         total = sum(self._rows.lengths)
         if all(map(_is_one_number, given.values())):
@@ -390,9 +388,7 @@ def _is_one_number(column: Sequence[Any]) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _steps(
-    trace: Trace, results: tuple[int, ...]
-) -> tuple[list[Operation], list[list[int]]]:
+def _steps(trace: Trace, results: tuple[int, ...]) -> tuple[list[Operation], list[list[int]]]:
     """The operations that results need, and for each the variables that none after it needs."""
     needed, steps = set(results), []
     for operation in reversed(trace.operations):

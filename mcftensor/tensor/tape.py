@@ -280,10 +280,7 @@ def _write_numbers(
 def _beginnings(trace: Trace, columns: Sequence[Column]) -> list[list[Any]]:
     """The columns that each variable begins with."""
     given = iter(columns)
-    return [
-        [next(given) for _ in range(variable.width)]
-        for variable in trace.variables
-    ]
+    return [[next(given) for _ in range(variable.width)] for variable in trace.variables]
 
 
 def _write_the_rest(
