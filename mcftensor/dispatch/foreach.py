@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from mcftensor.dispatch import stored
-from mcftensor.dispatch.elementwise import evaluated, evaluated_into, some_rows
+from mcftensor.dispatch.elementwise import evaluated, evaluated_into
 from mcftensor.dispatch.operands import are_lifted, computes_plainly, leading
 from mcftensor.dispatch.plans import FORMULAS
-from mcftensor.dispatch.recording import parts_of, recorded
+from mcftensor.dispatch.recording import parts_of, recorded, some_rows
 from mcftensor.tensor.tensor import MCFTensor
 
 aten = torch.ops.aten

@@ -8,11 +8,9 @@ nobody else has; what it reads is so too, or small enough to be copied.
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +24,8 @@ from mcftensor.dispatch.registry import SHORTCUTS
 from mcftensor.dispatch.stored import are_apart
 from mcftensor.formats import PLAIN, ExpansionFormat, Format, PlainFormat
 from mcftensor.kernels.columns import are_same, places_of
-from mcftensor.passes.expressions import NUMBER
 from mcftensor.passes.decoded import NO_STATE, State
+from mcftensor.passes.expressions import NUMBER
 from mcftensor.passes.traces import EMPTY, KEYS, NUMBERS, Operation, Trace, Variable
 from mcftensor.tensor.pending import PendingTensor
 from mcftensor.tensor.stepping import open_tape
@@ -256,7 +254,7 @@ def _one(x: Any, is_target: bool, like: tuple[Any, ...] | None) -> _One | None:
         has_state = is_own and (x._writes is not None or x._factor is not None)
         state = State(x._writes, x._first, x._factor) if has_state else NO_STATE
         components = (*components, state)
-    return mark, components, like if layout == like else layout, not is_own  # type: ignore[return-value]
+    return mark, components, like if layout == like else layout, not is_own
 
 
 class _Mark:
@@ -385,7 +383,8 @@ def _move_of_numbers(
     stored = [kind.stored for kind in kinds if kind.number is None]
     if kinds[0].number or not all(x.result is _FLOAT32 or x.dtype in NARROW for x in stored):
         return _IMPOSSIBLE
-    name, key, format = call.name, None, _FLOAT32
+    name, key = call.name, None
+    format: Format = _FLOAT32
     if call.is_list:
         name = f"_foreach_{name}"
     if call.in_place:
@@ -537,18 +536,18 @@ def _lists_at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
             return NotImplemented
         call = _call(name, ("value",) if valued else tuple(kwargs), in_place, True)
         found = _put_down(tape, call, columns)
+        uncounted = args[0]
         if found is None:
-            before = [x._version for x in columns[0]] if in_place else []
+            before = [getattr(x, "_version", None) for x in columns[0]]
             found = _by_parts(tape, call, columns, func, args, kwargs)
-        else:
-            before = []
+            each = zip(columns[0], before, strict=True)
+            uncounted = [x for x, version in each if found and x._version == version]
         if found is None:
             return NotImplemented
         if not in_place:
             return tuple(found)
-        if any(isinstance(x, MCFTensor) for x in args[0]):  # lists of plain tensors do not
-            counted = zip(args[0], before or itertools.repeat(None))
-            _increment_version([x for x, version in counted if version in (None, x._version)])
+        if any(isinstance(x, MCFTensor) for x in args[0]):  # lists of plain tensors count nothing
+            _increment_version(uncounted)
         return args[0]
 
     return put_down

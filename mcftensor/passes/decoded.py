@@ -252,16 +252,16 @@ class _Computed:
                 numbers = run.views(self._numbers[i], rows, format)
                 components = run.components(i, rows)
                 if isinstance(format, PlainFormat):
-                    torch._foreach_copy_(components[0], list(numbers))
+                    torch._foreach_copy_(list(components[0]), list(numbers))
                 else:
                     self._encode(i, numbers, components)
             elif i in self._rounded:
                 for own, new in zip(run.components(i, rows), self._rounded[i], strict=True):
-                    torch._foreach_copy_(own, new)
+                    torch._foreach_copy_(list(own), list(new))
             if run.states(i):
                 run.leave_factors(i, rows, self._factors_of(i))
-        for numbers in self._numbers.values():
-            run.give_back(numbers)
+        for scratch in self._numbers.values():
+            run.give_back(scratch)
 
     def _carry_out(self, operation: Operation) -> None:
         name, _, operands, target, keywords, _ = operation
@@ -328,7 +328,7 @@ class _Computed:
         format = self._trace.variables[i].format
         numbers = self._run.views(self._numbers[i], self._rows, format)
         columns = self._run.components(i, self._rows)
-        made = [[torch.empty_like(x) for x in column] for column in columns]
+        made: list[Column] = [[torch.empty_like(x) for x in column] for column in columns]
         self._encode(i, numbers, made)
         self._rounded[i] = made
         del self._unrounded[i]
@@ -336,9 +336,10 @@ class _Computed:
 
     def _encode(self, i: int, numbers: Column, components: Sequence[Column]) -> None:
         format, operation = self._trace.variables[i].format, self._unrounded[i]
-        rows, keys = self._rows, []
+        rows = self._rows
+        keys: list[Tensor] = []
         if operation.key is not None:
-            keys = self._numbers_of_rows(operation.key)
+            keys = list(self._numbers_of_rows(operation.key))
         elif format.takes_key:
             before = self._writes[i] - 1
             for writes, first, _ in self._run.states(i)[rows.first : rows.stop]:

@@ -62,7 +62,7 @@ def encode_columns(
     keys: Column = (),
     start: int = 0,
 ) -> None:
-    """Round plain numbers into components of a format; those of parts of tensors start somewhere."""
+    """Round plain numbers into components of a format; parts of tensors start somewhere."""
     first = torch.tensor(start) if start and keys else _START
     _run(*_encoded(format, numbers, components, keys, first))
 

@@ -169,6 +169,7 @@ class Trace:
             ]
             entered: dict[tuple[int, Numbers], Number] = {}
             for name, format, operands, target, *_ in self.operations:
+                assert isinstance(format, ExpansionFormat)
                 for i in operands:
                     if (i, format.numbers) not in entered:
                         floats = self.variables[i].format.decode(stored[i])

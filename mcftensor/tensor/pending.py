@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _without_function: Any = torch._C._disabled_torch_function_impl
 _get_device = Tensor.device.__get__
-_get_version = Tensor._version.__get__
+_get_version: Any = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
 
 # What these say is known before the tensor is made.
 _KNOWN = {
