@@ -82,6 +82,7 @@ class Decoded:
         self._made: dict[tuple[int, int], Sequence[Tensor]] = {}
         self._factors: dict[int, list[float]] = {}
         self._parts = self._cut()
+        self._size = max([sum(x.lengths) for x in self._parts])
         self._at: tuple[int, _Computed | None] = (0, None)
         self._scratch: list[Tensor] = []
 
@@ -140,15 +141,14 @@ class Decoded:
         )
 
     def scratch(self) -> Tensor:
-        """Memory for the numbers of a variable."""
+        """Memory for the numbers of a variable in any of the parts."""
         if self._scratch:
             return self._scratch.pop()
-        size = max([sum(x.lengths) for x in self._parts])
-        return torch.empty(size, dtype=torch.float32, device=self.device)
+        return torch.empty(self._size, dtype=torch.float32, device=self.device)
 
-    def give_back(self, scratch: Tensor) -> None:
-        """Memory that is not needed any more."""
-        self._scratch.append(scratch)
+    def give_back(self, used: Tensor) -> None:
+        """Memory of which some was used, and none is needed any more."""
+        self._scratch.append(used.as_strided((self._size,), (1,), 0))
 
     def states(self, i: int) -> Sequence[State]:
         """Beside the components of a variable."""
@@ -185,16 +185,20 @@ class Decoded:
         if not rows.is_part:
             return [list(x) for x in columns]
         (length,) = rows.lengths
-        widths = [SHARING if j in format.shared else 1 for j in range(len(columns))]
-        return [
-            [x.view(-1)[rows.start // width : -(-(rows.start + length) // width)]]
-            for (x,), width in zip(columns, widths, strict=True)
-        ]
+        cut = []
+        for j, (x,) in enumerate(columns):
+            width = SHARING if j in format.shared else 1
+            cut.append(x.view(-1)[rows.start // width : (rows.start + length) // width])
+        if format.shared:  # a row for each block
+            cut = [x.view(length // SHARING, -1) for x in cut]
+        return [[x] for x in cut]
 
     def views(self, flat: Tensor, rows: Rows, format: Format) -> Column:
         """The rows of scratch."""
         if rows.is_part:
-            return Flat(flat, rows.lengths, [(rows.lengths[0],)])
+            (length,) = rows.lengths
+            shape = (length // SHARING, SHARING) if format.shared else (length,)
+            return Flat(flat, rows.lengths, [shape])
         shapes = self.shapes[rows.first : rows.stop]
         if not format.shared or all(map(self._has_whole_parts, range(rows.first, rows.stop))):
             return Flat(flat, rows.lengths, shapes)

@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -267,13 +268,16 @@ def _write_numbers(
     def memory(i: int, row: int) -> list[Tensor]:
         return _memory(references[i][row](), shapes[row], trace.variables[i].format, device)
 
-    work = Decoded(trace, results, _beginnings(trace, columns), shapes, memory, device)
+    begun: list[Decoded] = []
+    beginnings = _beginnings(trace, columns)
+    make = partial(Decoded, trace, results, beginnings, shapes, memory, device)
     try:
-        work.run()
+        begun.append(make())
+        begun[0].run()
     except Exception:
         raise
     except BaseException:
-        work.run()
+        (begun or [make()])[0].run()
         raise
 
 

@@ -1,0 +1,273 @@
+"""Within a step formats that only store numbers go on the tape: PyTorch's own bits, all at once."""
+
+import copy
+import pickle
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mcftensor as mcf
+from mcftensor.passes import decoded
+from mcftensor.tensor import TapedTensor
+from mcftensor.tensor.pending import PendingTensor
+from support.helpers import bits
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+WEIGHTS = [mcf.bf16i16, mcf.bf16i8, mcf.bf16i8.with_rounding("stochastic"), mcf.e4m3i8]
+over_weights = pytest.mark.parametrize("format", WEIGHTS, ids=lambda f: f.name)
+
+
+class Cut(BaseException):
+    """As KeyboardInterrupt, but of this test."""
+
+
+def numbers(format, *shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return mcf.as_expansion(torch.rand(*shape, generator=generator) + 0.5, format)
+
+
+class Adam(torch.optim.Optimizer):
+    """Adam by ordinary operations, or by those on lists, with states in formats of their own."""
+
+    def __init__(self, params, first, second, in_lists):
+        super().__init__(params, {})
+        self.in_lists = in_lists
+        for i, p in enumerate(self.param_groups[0]["params"]):
+            self.state[p]["m"] = numbers(first, *p.shape, seed=10 + i)
+            self.state[p]["v"] = numbers(second, *p.shape, seed=20 + i)
+
+    @torch.no_grad()
+    def step(self):
+        params = self.param_groups[0]["params"]
+        states = [self.state[p] for p in params]
+        ms, vs, gs = [x["m"] for x in states], [x["v"] for x in states], [p.grad for p in params]
+        self.seen = []
+        if self.in_lists:
+            torch._foreach_mul_(params, 0.99)
+            torch._foreach_lerp_(ms, gs, 0.1)
+            torch._foreach_mul_(vs, 0.9)
+            torch._foreach_addcmul_(vs, gs, gs, value=0.1)
+            roots = torch._foreach_sqrt(vs)
+            torch._foreach_add_(roots, 1e-8)
+            torch._foreach_addcdiv_(params, ms, roots, [-0.1 * (i + 1) for i in range(len(ms))])
+            self.seen = [*map(type, (*params, *roots))]
+            return
+        for i, (p, m, v, g) in enumerate(zip(params, ms, vs, gs, strict=True)):
+            p.mul_(0.99)
+            m.lerp_(g, 0.1)
+            v.mul_(0.9).addcmul_(g, g, value=0.1)
+            root = v.sqrt().add_(1e-8)
+            p.addcdiv_(m, root, value=-0.1 * (i + 1))
+            self.seen += [type(p), type(root)]
+
+
+def after_steps(format, in_lists, *, steps=2, shapes=((3, 40), (3, 40), (2, 64))):
+    """All that some steps leave."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(numbers(format, *shape, seed=i)) for i, shape in enumerate(shapes)]
+    optimizer = Adam(params, mcf.mxfp8, mcf.ue5m3, in_lists)
+    for step in range(steps):
+        for i, p in enumerate(params):
+            generator = torch.Generator().manual_seed(100 * step + i)
+            p.grad = torch.randn(p.shape, generator=generator).to(torch.bfloat16)
+        optimizer.step()
+    states = [x for p in params for x in optimizer.state[p].values()]
+    return params, states, optimizer
+
+
+def left(params, states):
+    tensors = [*params, *states]
+    counts = [None if x.writes is None else x.writes.item() for x in tensors]
+    return [bits(x) for x in tensors], counts
+
+
+def without_a_tape(*args, **kwargs):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mcftensor.dispatch.recording.open_tape", lambda: None)
+        params, states, _ = after_steps(*args, **kwargs)
+    return left(params, states)
+
+
+@over_weights
+@pytest.mark.parametrize("in_lists", [False, True])
+def test_all_of_it_is_on_the_tape_and_no_bit_differs(format, in_lists):
+    params, states, optimizer = after_steps(format, in_lists)
+    if not (in_lists and format.rounding == "stochastic"):  # keys are drawn row by row
+        assert set(optimizer.seen) == {TapedTensor, PendingTensor}
+    assert left(params, states) == without_a_tape(format, in_lists)
+
+
+@over_weights
+def test_parts_of_long_rows(format, monkeypatch):
+    monkeypatch.setattr(decoded, "TOGETHER", 64)
+    found = after_steps(format, False, shapes=((4, 64), (3, 40), (2, 16)))
+    monkeypatch.undo()
+    expected = without_a_tape(format, False, shapes=((4, 64), (3, 40), (2, 16)))
+    assert left(*found[:2]) == expected
+
+
+def test_lists_go_to_kernels_of_lists_on_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    called = []
+    for name in ("_foreach_lerp_", "_foreach_sqrt"):
+        function = getattr(torch, name)
+        monkeypatch.setattr(
+            decoded.torch, name, lambda *a, f=function, n=name, **k: called.append(n) or f(*a, **k)
+        )
+    work = [decoded._function(name, name == "_foreach_lerp") for name in ("_foreach_lerp",)]
+    x, y, out = torch.ones(3), torch.zeros(3), torch.empty(3)
+    work[0](x, y, 0.25)
+    decoded._function("_foreach_sqrt", False)(torch.full((3,), 4.0), out=out)
+    assert called == ["_foreach_lerp_", "_foreach_sqrt"]
+    assert x.tolist() == [0.75] * 3
+    assert out.tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("format", WEIGHTS[:2], ids=lambda f: f.name)
+def test_cut_at_any_line_all_is_done(format):
+    """An interrupt while the tape runs comes after what was put down has been done."""
+    shapes = ((3, 40), (3, 40))
+    expected = without_a_tape(format, False, steps=1, shapes=shapes)
+    file, place = decoded.__file__, 0
+    while True:
+        lines = [place]
+
+        def trace(frame, event, arg, lines=lines):
+            if frame.f_code.co_filename != file:
+                return None
+            if event == "line":
+                lines[0] -= 1
+                if lines[0] < 0:
+                    sys.settrace(None)
+                    raise Cut
+            return trace
+
+        before = sys.gettrace()
+        made = {}
+        original = torch.optim.Optimizer.__init__
+
+        def keep(self, params, defaults, made=made, original=original):
+            made["optimizer"] = self
+            original(self, params, defaults)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.optim.Optimizer, "__init__", keep)
+            try:
+                sys.settrace(trace)
+                after_steps(format, False, steps=1, shapes=shapes)
+                was_cut = False
+            except Cut:
+                was_cut = True
+            finally:
+                sys.settrace(before)
+        if not was_cut:
+            assert place > 300
+            return
+        optimizer = made["optimizer"]
+        params = optimizer.param_groups[0]["params"]
+        states = [x for p in params for x in optimizer.state[p].values()]
+        if all(isinstance(p.grad, torch.Tensor) for p in params) and len(optimizer.seen) == 4:
+            assert left(params, states) == expected, place
+        place += 19
+
+
+def in_a_step(function):
+    weight = nn.Parameter(numbers(mcf.bf16i16, 3, 4))
+    weight.grad = torch.ones(3, 4, dtype=torch.bfloat16)
+
+    class Stepping(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self):
+            return function(weight)
+
+    return Stepping([weight], {}).step()
+
+
+USES = {
+    "numpy": lambda x: np.asarray(x),
+    "tolist": lambda x: x.tolist(),
+    "item": lambda x: x[0, 0].item(),
+    "repr": repr,
+    "data_ptr": lambda x: x.data_ptr(),
+    "view": lambda x: x.view(-1).add_(0),
+    "a function in C": lambda x: torch._foreach_norm([x]),
+    "an operator": lambda x: torch.ops.aten.sum.default(x),
+    "out": lambda x: torch.exp(torch.zeros(3, 4), out=x).log_().add_(1),
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "deepcopy": copy.deepcopy,
+    "detach": lambda x: x.detach(),
+    "requires_grad_": lambda x: x.requires_grad_().requires_grad_(False),
+    "a bool": lambda x: bool((x == x).all()),
+    "matmul": lambda x: x @ x.t(),
+    "a plain target": lambda x: torch.zeros(3, 4).add_(x),
+    "a plain list": lambda x: torch._foreach_add([torch.zeros(3, 4)], [x]),
+    "nothing": lambda x: None,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_result_becomes_a_plain_tensor(use):
+    kept = []
+
+    def step(weight):
+        root = weight.sqrt()
+        assert type(root) is PendingTensor
+        assert (root.dtype, root.shape, root.device.type) == (torch.float32, (3, 4), "cpu")
+        kept.append(root)
+        USES[use](root)
+
+    in_a_step(step)
+    assert type(kept[0]) is torch.Tensor
+    if use != "out":
+        assert torch.equal(kept[0], (torch.rand(3, 4, generator=seeded()) + 0.5).sqrt())
+
+
+def seeded():
+    return torch.Generator().manual_seed(0)
+
+
+def test_what_nobody_has_any_longer_is_not_made(monkeypatch):
+    made = []
+    monkeypatch.setattr(decoded, "_function", lambda *a: made.append(a))
+    in_a_step(lambda weight: (weight.sqrt(), weight.square()) and None)
+    assert made == []
+
+
+class Halving(mcf.Format):
+    """A bfloat16 and a tail in a type that kernels do not have."""
+
+    name = "bf16_and_e5m2"
+    components = (
+        mcf.Component("leading", torch.bfloat16),
+        mcf.Component("tail", torch.float8_e5m2),
+    )
+    numbers = mcf.formats.Machine(torch.float32)
+
+    def decode(self, stored):
+        leading, tail = stored
+        return (leading.float() + tail.float(),)
+
+    def encode(self, number, noise):
+        x = number.to(torch.float32)
+        leading = x.to(torch.bfloat16)
+        return leading, (x - leading.float()).to(torch.float8_e5m2)
+
+
+halving = Halving().register()
+
+
+@pytest.mark.parametrize("path", ["for-loop", "foreach", "fused"])
+@torch.enable_grad()
+def test_types_that_kernels_do_not_have_train_by_eager_code(path):
+    weight = nn.Parameter(mcf.as_expansion(torch.ones(1 << 15), halving))
+    options = {"foreach": path == "foreach", "fused": path == "fused"}
+    optimizer = torch.optim.AdamW([weight], lr=1e-3, weight_decay=0, **options)
+    for _ in range(40):
+        weight.grad = torch.ones(1 << 15, dtype=torch.bfloat16)
+        optimizer.step()
+    moved = 1 - mcf.as_plain(weight.detach(), torch.float64)
+    assert (moved - 0.04).abs().max() < 2e-3
