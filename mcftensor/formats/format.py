@@ -19,6 +19,7 @@ from mcftensor.arithmetic.numbers import Floats, Number, Numbers, Sum
 from mcftensor.arithmetic.rounding import peel, quiet, round_to_terms
 from mcftensor.arithmetic.terms import Network
 from mcftensor.arithmetic.wide import Machine, Wide
+from mcftensor.formats.checking import require_codec
 
 F = TypeVar("F", bound="Format")
 
@@ -112,12 +113,15 @@ class Format:
         """Make the format known by its name, from when on it stays as it is, and return it.
 
         Raises:
-            TypeError: it does not say its name, its components or its numbers.
-            ValueError: another one has the name.
+            TypeError: it does not say its name, its components or its numbers; its leading
+                component is no float; what it encodes are not its components.
+            ValueError: another one has the name; what it stores does not come back.
         """
         for attribute in ("name", "components", "numbers"):
             if not hasattr(self, attribute):
                 raise TypeError(f"Format: {type(self).__name__} does not say its {attribute}")
+        if not type(self).__module__.startswith("mcftensor."):
+            require_codec(self)
         if _REGISTRY.setdefault(self.name, self) is not self:
             raise ValueError(f"Format: there is a format called {self.name!r} already")
         return self

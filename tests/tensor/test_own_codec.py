@@ -233,3 +233,43 @@ def test_names_are_one_of_a_kind():
     with pytest.raises(AttributeError, match="fixed"):
         halves.name = "other"
     assert copy.deepcopy(halves) is halves
+
+
+class Codes(mcf.Format):
+    name = "codes_alone"
+    components = (mcf.Component("codes", torch.int16),)
+    numbers = mcf.formats.Machine(torch.float32)
+
+    def decode(self, stored):
+        return (stored[0].float() / 256,)
+
+    def encode(self, number, noise):
+        return ((number.to(torch.float32) * 256).to(torch.int16),)
+
+
+class Narrow(type(halves)):
+    name = "narrow"
+
+    def encode(self, number, noise):
+        upper, lower = super().encode(number, noise)
+        return upper, lower.to(torch.int32)
+
+
+class Lossy(type(halves)):
+    name = "lossy"
+
+    def encode(self, number, noise):
+        upper, lower = super().encode(number, noise)
+        return torch.where(upper == 1, 0.5, upper), lower
+
+
+def test_what_does_not_store_is_not_registered():
+    with pytest.raises(TypeError, match=r"leading component of Codes 'codes_alone' is torch\.int16"):
+        Codes().register()
+    with pytest.raises(TypeError, match="encode of Narrow 'narrow' gives"):
+        Narrow().register()
+    with pytest.raises(ValueError, match=r"Lossy 'lossy' stores .*reads .0.0, 0.5"):
+        Lossy().register()
+    for name in ("codes_alone", "narrow", "lossy"):
+        with pytest.raises(ValueError, match="not the name of a format"):
+            mcf.Format.from_name(name)

@@ -259,7 +259,8 @@ class Halving(mcf.Format):
     def encode(self, number, noise):
         x = number.to(torch.float32)
         leading = x.to(torch.bfloat16)
-        return leading, (x - leading.float()).to(torch.float8_e5m2)
+        rest = torch.where(leading.isfinite(), x - leading.float(), 0)
+        return leading, rest.to(torch.float8_e5m2)
 
 
 halving = Halving().register()
