@@ -28,7 +28,7 @@ from mcftensor.passes.traces import Operation, Trace
 TOGETHER, TOGETHER_ON_OTHERS = 1 << 18, 1 << 24
 
 
-class Factor(Protocol):
+class _Factor(Protocol):
     """What a tensor is yet to be multiplied by."""
 
     value: float
@@ -39,7 +39,7 @@ class State(NamedTuple):
 
     writes: Tensor | None
     first: int
-    factor: Factor | None
+    factor: _Factor | None
 
 
 NO_STATE = State(None, 0, None)

@@ -121,10 +121,10 @@ class PendingTensor(torch.Tensor):
         return _on_plain(func, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return plain(self).__reduce_ex__(protocol)
+        return resolved(self).__reduce_ex__(protocol)
 
 
-def plain(x: Any) -> Any:
+def resolved(x: Any) -> Any:
     """What has been made of a pending tensor; any other as it is."""
     if type(x) is not PendingTensor:
         return x
@@ -146,7 +146,7 @@ def plain(x: Any) -> Any:
 
 def _on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     pending = [x for x in tree_leaves((args, kwargs)) if type(x) is PendingTensor]
-    args, kwargs = tree_map(plain, (args, kwargs))
+    args, kwargs = tree_map(resolved, (args, kwargs))
     result = func(*args, **kwargs)
     held = {id(x._plain): x for x in pending if "_plain" in x.__dict__}
     return tree_map(lambda x: held.get(id(x), x), result) if held else result

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from machine_code import gpus, processors, x86
-from machine_code.kernels import Kernel, kernels
+from machine_code.kernels import WORK, Kernel, kernels
 from mcftensor.kernels import cpu
 
 needs_compiler = pytest.mark.skipif(cpu.find() is None, reason="no C++ compiler")
@@ -28,7 +28,18 @@ def test_bytes_of_kernels(known):
     assert (compact.read, compact.written) == (7 + 2 / 32, 5 + 2 / 32)
     assert plus.is_in_place
     assert not known["float32 to bf16x2"].is_in_place
-    assert known["AdamW plus, for-loop"].prepare is None
+    assert known["AdamW plus, for-loop"].prepare is not None
+
+
+def test_work_of_several_programs_is_not_timed(monkeypatch):
+    one, other = (WORK[name] for name in ("product of bf16x2", "bf16x2 to float32"))
+
+    def two(rows):
+        parts = [prepare(rows) for prepare in (one, other)]
+        return lambda: [part() for part in parts]
+
+    monkeypatch.setattr("machine_code.kernels.WORK", {"one": one, "two": two})
+    assert [kernel.prepare for kernel in kernels()] == [one, None]
 
 
 # ------------------------------------------------------------------------------------------ x86

@@ -264,7 +264,7 @@ class Lossy(type(halves)):
 
 
 def test_what_does_not_store_is_not_registered():
-    with pytest.raises(TypeError, match=r"leading component of Codes 'codes_alone' is torch\.int16"):
+    with pytest.raises(TypeError, match=r"component of Codes 'codes_alone' is torch\.int16"):
         Codes().register()
     with pytest.raises(TypeError, match="encode of Narrow 'narrow' gives"):
         Narrow().register()
