@@ -6,7 +6,6 @@ Lists may mix formats, plain parameters and plain states.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from mcftensor.dispatch import stored
 from mcftensor.dispatch.elementwise import evaluated, evaluated_into
 from mcftensor.dispatch.operands import are_lifted, computes_plainly, leading
 from mcftensor.dispatch.plans import FORMULAS
-from mcftensor.dispatch.recording import parts_of, recorded, some_rows
+from mcftensor.dispatch.recording import some_rows
 from mcftensor.tensor.tensor import MCFTensor
 
 aten = torch.ops.aten
@@ -76,37 +75,13 @@ def foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
         ours = [i for i in range(count) if name in FORMULAS and _are_ours(row(i))]
         if not ours:
             return [single(i) for i in range(count)]
-        own = some_rows(columns, ours, count)
-        found: dict[int, Any] = {}
-        left: list[int] = []
-        for rows in parts_of(own, len(ours)):
-            part = some_rows(own, rows, len(ours))
-            results = recorded(name, part, keywords, in_place=False)
-            if results is None:
-                left += rows
-            else:
-                found |= {ours[i]: result for i, result in zip(rows, results, strict=True)}
-        if left:  # together, in their order
-            left.sort()
-            results = evaluated(name, some_rows(own, left, len(ours)), keywords, len(left))
-            found |= {ours[i]: result for i, result in zip(left, results, strict=True)}
+        results = evaluated(name, some_rows(columns, ours, count), keywords, len(ours))
+        found = dict(zip(ours, results, strict=True))
         return [found[i] if i in found else single(i) for i in range(count)]
     are_ours = name in FORMULAS and all(isinstance(x, MCFTensor) for x in columns[0])
-    left = list(range(count))
-    if are_ours:
-        parts = parts_of(columns, count)
-        done = [
-            rows
-            for rows in parts
-            if recorded(name, some_rows(columns, rows, count), keywords, in_place=True)
-        ]
-        taken = set(chain(*done))
-        left = [i for i in left if i not in taken]
-    if left:
-        rest = some_rows(columns, left, count)
-        if not (are_ours and evaluated_into(name, rest, keywords, len(left))):
-            for i in left:
-                single(i)
+    if not (are_ours and evaluated_into(name, columns, keywords, count)):
+        for i in range(count):
+            single(i)
     return _written(args)
 
 

@@ -340,7 +340,8 @@ def _move(trace: Trace, call: _Call, marks: Sequence[Any]) -> _Move:
     begins = None if any(type(x) is int and x >= 0 for x in marks) else (call, *marks)
     ours = {only_stores(kind.format) for kind in kinds if kind.role is not None}
     is_of_terms = ours == {False}
-    if len(ours) > 1 or (trace.operations and trace.is_of_terms is not is_of_terms):
+    is_plain = not ours and all(type(x) is not int or x < 0 for x in marks)
+    if is_plain or len(ours) > 1 or (trace.operations and trace.is_of_terms is not is_of_terms):
         return _IMPOSSIBLE
     if is_of_terms:
         return _move_of_terms(trace, call, kinds, indices, begins)

@@ -230,6 +230,17 @@ def seeded():
     return torch.Generator().manual_seed(0)
 
 
+def test_plain_rows_beside_ours_are_pytorchs():
+    def step(weight):
+        plain = torch.full((3, 4), 0.3, dtype=torch.bfloat16)
+        first, second = torch._foreach_mul([weight, plain], [weight, plain])
+        assert second.dtype == torch.bfloat16
+        assert torch.equal(second, plain * plain)
+        assert first.dtype == torch.float32
+
+    in_a_step(step)
+
+
 def test_what_nobody_has_any_longer_is_not_made(monkeypatch):
     made = []
     monkeypatch.setattr(decoded, "_function", lambda *a: made.append(a))
