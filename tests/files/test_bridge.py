@@ -570,3 +570,19 @@ def test_json_of_the_optimizer_is_sealed(tmp_path):
     model = nn.Linear(2, 2)
     with pytest.raises(mcf.CheckpointError, match="is damaged, or was altered"):
         mcf.load_file(tmp_path / "to", model, optimizer=torch.optim.SGD(model.parameters()))
+
+
+def test_own_files_are_read_without_the_readers_of_others(tmp_path):
+    program = f"""
+import sys, torch, mcftensor as mcf
+model = mcf.as_expansion(torch.nn.Linear(3, 2))
+mcf.save_file(model, {str(tmp_path / "model.safetensors")!r})
+mcf.load_file({str(tmp_path / "model.safetensors")!r}, model)
+mcf.load_file({str(tmp_path)!r}, model)
+readers = ("deepspeed", "distcp", "foreign", "megatron", "torchtitan", "zero")
+print([x for x in readers if f"mcftensor.checkpoint.bridge.{{x}}" in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -158,3 +159,11 @@ def _require_dense(name: str, x: Tensor) -> None:
         raise CheckpointError(f"{name} is a DTensor, a part of a tensor; gather it before saving")
     if x.layout != torch.strided or x.is_quantized or x.is_nested:
         raise CheckpointError(f"{name} is of {x.layout}; only dense tensors can be converted")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to store a checkpoint."""
+
+    matches: Callable[[Path], bool]
+    read: Callable[[Path, Request], Contents]

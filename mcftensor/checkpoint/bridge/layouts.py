@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 
-from mcftensor.checkpoint.bridge import (
-    deepspeed,
-    distcp,
-    megatron,
-    torch_optimizers,
-    torchtitan,
-    weights,
-    zero,
-)
-from mcftensor.checkpoint.bridge.entries import Contents, Request
+from mcftensor.checkpoint.bridge import torch_optimizers, weights
+from mcftensor.checkpoint.bridge.entries import Contents, Layout, Request
 from mcftensor.checkpoint.errors import CheckpointError, reading
 from mcftensor.checkpoint.reading import IN_FOLDERS, is_safetensors
 from mcftensor.checkpoint.shards import index_of
-
-
-@dataclass(frozen=True)
-class Layout:
-    """One way to store a checkpoint."""
-
-    matches: Callable[[Path], bool]
-    read: Callable[[Path, Request], Contents]
 
 
 def _in_folder(path: Path) -> Path | None:
@@ -39,30 +22,21 @@ def _read_folder(path: Path, request: Request) -> Contents:
     return contents
 
 
-def _distributed(path: Path) -> Path | None:
-    """The folder of `torch.distributed.checkpoint` that a path stands for."""
-    found = path if (path / distcp.METADATA).is_file() else None
-    return found or megatron.last_iteration(path) or torchtitan.last_step(path)
-
-
-def _read_distributed(path: Path, request: Request) -> Contents:
-    path = _distributed(path) or path
-    folder = distcp.folder_at(path, request.verify)
-    reader = megatron if megatron.matches(folder) else torchtitan
-    return reader.read(path, folder, request)
-
-
-LAYOUTS = (
-    Layout(lambda path: path.is_dir() and _in_folder(path) is not None, _read_folder),
-    Layout(deepspeed.matches, deepspeed.read),
-    Layout(lambda path: zero.folder_of(path) is not None, zero.read),
-    Layout(megatron.is_legacy, megatron.refuse_legacy),
-    Layout(lambda path: _distributed(path) is not None, _read_distributed),
+FILES = (
     Layout(lambda path: path.suffix == ".json", weights.read_shards),
     Layout(lambda path: path.is_file() and is_safetensors(path), weights.read_safetensors),
     Layout(lambda path: path.is_file(), torch_optimizers.read_file),
+    Layout(lambda path: _in_folder(path) is not None, _read_folder),
 )
-"""The first that matches reads."""
+"""Those of this library and of files; the first that matches reads."""
+
+
+def _layouts(path: Path) -> Iterable[Layout]:
+    yield from FILES
+    if path.is_dir():
+        from mcftensor.checkpoint.bridge.foreign import FOLDERS
+
+        yield from FOLDERS
 
 
 def read_checkpoint(path: Path, request: Request) -> Contents:
@@ -70,7 +44,7 @@ def read_checkpoint(path: Path, request: Request) -> Contents:
     with reading(path):
         if index_of(path).is_file():
             path = index_of(path)
-        for layout in LAYOUTS:
+        for layout in _layouts(path):
             if layout.matches(path):
                 contents = layout.read(path, request)
                 contents.require_fitting_moments(request.parameters)
