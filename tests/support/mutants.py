@@ -368,10 +368,25 @@ MUTATIONS = [
         ),
     ),
     *_of(
+        "decoded.py",
+        "tests/tensor/test_tape_of_numbers.py",
+        "tests/tensor/test_fuzz_steps.py",
+        key_of_the_first_write=("count + before if before else count", "count"),
+        notes_are_forgotten=("[x * y for x, y in own]", "[x for x, y in own]"),
+        reads_what_is_not_rounded=("if i in self._unrounded and not (", "if False and not ("),
+        writes_are_not_counted=("if counts and number:", "if False:"),
+        parts_begin_at_zero=("keys, start=rows.start)", "keys, start=0)"),
+        one_number_for_all=(
+            "column.count(first) == len(column)",
+            "column.count(first) > 0",
+        ),
+        done_twice_after_a_cut=("self._at = i + 1, None", "self._at = i + 1, computed"),
+    ),
+    *_of(
         "recording.py",
         "tests/tensor/test_tape.py",
         "tests/tensor/test_tape_writes.py",
-        gradients_are_read_late=("[[*map(Tensor.clone, x)] for x in", "[x for x in"),
+        gradients_are_read_late=("[[*map(_copied, x)] for x in", "[x for x in"),
         rows_read_each_other=(" or (count > 1 and new and not _are_apart(added))", ""),
         writes_are_not_counted=(
             "            _increment_version(columns[0])",
