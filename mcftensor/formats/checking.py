@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mcftensor.arithmetic.noise import noise_of
 from mcftensor.arithmetic.numbers import Sum
 
 if TYPE_CHECKING:
@@ -19,8 +20,9 @@ def require_codec(format: Format) -> None:
 
     Raises:
         TypeError: the dtype of the format is not floating; components of other dtypes than it says.
-        ValueError: a number that does not come back: zero and one as they are, infinity as itself
-            or as a large number, the largest float as a finite one.
+        ValueError: a number that does not come back: zero and one as they are, infinity as itself,
+            as a large number, or as NaN where a format has no infinity, the largest float as a
+            finite one.
     """
     name = f"{type(format).__name__} {format.name!r}"
     if not format.dtype.is_floating_point:
@@ -29,17 +31,20 @@ def require_codec(format: Format) -> None:
             "so it has to be a float. Put codes behind it, or give the class a floating `dtype`"
         )
     largest = torch.finfo(format.dtype).max
+    index = torch.arange(_BLOCK).view(1, _BLOCK)
+    noise = noise_of(format.rounding, torch.zeros((), dtype=torch.int64), index)
     values = [0.0, 1.0, largest, torch.inf, torch.nan]
     stored = []
     for value in values:
         x = torch.full((1, _BLOCK), value, dtype=format.numbers.dtype)
-        encoded = format.nearest.encode(Sum([x]), None)
+        encoded = format.encode(Sum([x]), noise)
         dtypes = [c.dtype for c in encoded]
         if dtypes != [c.dtype for c in format.components]:
             raise TypeError(f"Format: encode of {name} gives {dtypes}, not its components' dtypes")
         stored.append(Sum(format.decode(encoded)).to(torch.float64).flatten()[0].item())
     zero, one, large, infinity, nan = stored
-    is_right = zero == 0 and one == 1 and 0 < large < torch.inf and infinity > 1 and nan != nan
+    is_large = infinity > 1 or infinity != infinity
+    is_right = zero == 0 and one == 1 and 0 < large < torch.inf and is_large and nan != nan
     if not is_right:
         raise ValueError(
             f"Format: {name} stores {values} and reads {stored}; encode and decode do not belong "

@@ -263,6 +263,31 @@ class Lossy(type(halves)):
         return torch.where(upper == 1, 0.5, upper), lower
 
 
+class Finite(type(halves)):
+    name = "finite"
+
+    def encode(self, number, noise):
+        upper, lower = super().encode(number, noise)
+        return torch.where(upper.isinf(), torch.nan, upper), lower
+
+
+class Kept(Finite):
+    """Rounded in one way, which takes noise."""
+
+    name, rounding = "kept", "balanced"
+
+    def encode(self, number, noise):
+        assert noise is not None
+        return super().encode(number, noise)
+
+
+def test_a_format_may_have_no_infinity_and_no_rounding_to_nearest():
+    for format in (Finite(), Kept()):
+        format.register()
+        assert mcf.Format.from_name(format.name) is format
+        del mcf.formats.format._REGISTRY[format.name]
+
+
 def test_what_does_not_store_is_not_registered():
     with pytest.raises(TypeError, match=r"component of Codes 'codes_alone' is torch\.int16"):
         Codes().register()
