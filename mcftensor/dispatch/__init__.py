@@ -8,10 +8,11 @@ those of formats that only store.
 1. Structure, on each term alike: `structure` moves, copies, makes and places elements, by `rows`
    where these share scales; `pieces` knows where those begin that are cut off, and `collectives`
    moves them between processes.
-2. Arithmetic, by kernels of its own: `elementwise`, as `plans` works it out, or `alone` where one
-   row of tensors lies alike; `foreach` for lists, and `fused` for steps of optimizers. Within a
-   step `recording` puts them on its tape. What only compares elements is exact: `comparison`; so
-   are whole numbers and remainders: `modular`.
+2. Arithmetic of the table in `operators`: `elementwise` has its forms on single tensors, `foreach`
+   those on lists, and `fused` steps of optimizers. `plans` says how an operation is carried out by
+   the kinds of its operands, `evaluate` does so now, and `recording` puts it on the tape of a step.
+   What only compares elements is exact: `comparison`; so are whole numbers and remainders:
+   `modular`.
 3. Compute on a parameter: `compute`, with the leading term, and `statistics` for norms that keep
    averages.
 4. All else, on a value: `compute` too, in float64, or beyond 48 bits by the algorithms of `long`.

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcftensor.dispatch.operators import Number
 from mcftensor.formats import MAX_TERMS, PLAIN, ExpansionFormat, Format
 from mcftensor.kernels.opaque import is_bare
 from mcftensor.passes.recoding import collapse, key_for, recode
 from mcftensor.tensor.tensor import COMPONENTS, LiftedTensor, MCFTensor, Role
-
-Number = (int, float, torch.SymInt, torch.SymFloat)
 
 
 def expansions(tree: Any) -> list[MCFTensor]:

@@ -1,63 +1,31 @@
-"""What an elementwise operation becomes, by its name and the kinds of its operands.
+"""How an elementwise operation is carried out, by its name and the kinds of its operands.
 
-There are few kinds, and so this is worked out once for each; lists of thousands of tensors look it
-up.
+There are few kinds, so each plan is made once; lists of thousands of tensors look it up.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch.operands import Number, longest_format, require_one_base
+from mcftensor.dispatch.operands import longest_format, only_stores, require_one_base
+from mcftensor.dispatch.operators import OPERATORS, Number
 from mcftensor.formats import PLAIN, Format
 from mcftensor.kernels import Body, Signature
 from mcftensor.passes.expressions import NUMBER, Expression, on_whole
 from mcftensor.tensor.tensor import LiftedTensor, MCFTensor, Role
 
-# An operation of `formulas.py`, and its operands.
-Formula = tuple[str, Sequence[Any]]
 
-
-def _is_one(x: Any) -> bool:
-    return isinstance(x, Number) and x == 1
-
-
-def _add(x: Any, y: Any, alpha: Any = 1) -> Formula:
-    return ("add", (x, y)) if _is_one(alpha) else ("fma", (y, alpha, x))
-
-
-def _sub(x: Any, y: Any, alpha: Any = 1) -> Formula:
-    return ("sub", (x, y)) if _is_one(alpha) else ("fnma", (y, alpha, x))
-
-
-def _addcmul(x: Any, a: Any, b: Any, value: Any = 1) -> Formula:
-    return ("fma", (a, b, x)) if _is_one(value) else ("addcmul", (x, a, b, value))
-
-
-# aten's name: how expansions carry it out. Operators that exist as name, name_ and name.out.
-FORMULAS: dict[str, Callable[..., Formula]] = {
-    "add": _add,  # every optimizer; residual connections of values
-    "sub": _sub,
-    "rsub": lambda x, y, alpha=1: _sub(y, x, alpha),  # 1 - x
-    "mul": lambda x, y: ("mul", (x, y)),  # weight decay, decay of moments
-    "div": lambda x, y: ("div", (x, y)),  # bias corrections
-    "reciprocal": lambda x: ("div", (1.0, x)),
-    "sqrt": lambda x: ("sqrt", (x,)),  # Adam's denominator
-    "square": lambda x: ("square", (x,)),
-    "addcmul": _addcmul,  # second moments
-    "addcdiv": lambda x, a, b, value=1: ("addcdiv", (x, a, b, value)),  # Adam's update
-    "lerp": lambda x, end, weight: ("lerp", (x, end, weight)),  # first moments
-}
-
-
-class Kind(NamedTuple):
-    """What a plan depends on of an operand. Only expansions have a role."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Kind:
+    """What a plan depends on of an operand; `kind` makes one object of each. Only expansions have a
+    role."""
 
     format: Format
     role: Role | None = None
@@ -71,19 +39,21 @@ class Kind(NamedTuple):
         return PLAIN[self.format.dtype] if self.is_lifted else self.format
 
 
-_NUMBER, _ONE = Kind(NUMBER, number="other"), Kind(NUMBER, number="one")
+kind = functools.lru_cache(maxsize=1024)(Kind)
+_NUMBER, _ONE = kind(NUMBER, None, False, "other"), kind(NUMBER, None, False, "one")
 
 
 def kind_of(x: Any) -> Kind:
     """The kind of an operand."""
     if isinstance(x, MCFTensor):
-        return Kind(x._format, x.acts_as, x.dim() > 0, is_lifted=type(x) is LiftedTensor)
+        return kind(x._format, x.acts_as, x.dim() > 0, None, type(x) is LiftedTensor)
     if isinstance(x, Tensor):
-        return Kind(PLAIN[x.dtype])
-    return _ONE if _is_one(x) else _NUMBER
+        return kind(PLAIN[x.dtype], None, x.dim() > 0)
+    return _ONE if isinstance(x, Number) and x == 1 else _NUMBER
 
 
 _facts = attrgetter("_format", "_role")
+_dtype = attrgetter("dtype")
 
 
 def kinds_of(column: Sequence[Any]) -> list[Kind]:
@@ -92,25 +62,31 @@ def kinds_of(column: Sequence[Any]) -> list[Kind]:
 
 
 def _look_alike(column: Sequence[Any]) -> bool:
+    if len(column) == 1:
+        return True
     cls, *others = set(map(type, column))
     if others or torch.is_grad_enabled():
         return False
-    if issubclass(cls, MCFTensor):
-        return len(set(map(_facts, column))) == 1 and 0 not in map(Tensor.dim, column)
     if issubclass(cls, Tensor):
-        return len({x.dtype for x in column}) == 1
+        facts = _facts if issubclass(cls, MCFTensor) else _dtype
+        return len(set(map(facts, column))) == 1 and 0 not in map(Tensor.dim, column)
     return 1 not in column
 
 
 class Plan(NamedTuple):
-    """An operation, as far as the kinds of its operands say what it is."""
+    """An operation on terms, as far as the kinds of its operands say what it is."""
 
     expression: Expression
     order: tuple[int | float, ...]
     """Of the operands; a float stands for itself."""
+    read: tuple[Kind, ...]
+    """The kinds of the operands in that order."""
     role: Role
     on_whole: tuple[Body, Signature]
-    """What runs on tensors of the result's shape and on numbers."""
+    """The kernel of tensors that have the shape of the result; those without dimensions are
+    scalars, as numbers are."""
+    widths: tuple[int, ...]
+    """Bytes of an element of each of its vectors, and then of each component of the result."""
 
 
 class _Place(NamedTuple):
@@ -120,26 +96,48 @@ class _Place(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def plan(
     name: str, kinds: tuple[Kind, ...], keywords: tuple[str, ...], target: Format | None
-) -> Plan:
-    """What an operation on operands of these kinds becomes, the last of them given by keywords;
-    its result is written into a target of some format, or is new.
+) -> Plan | None:
+    """How an operation on operands of these kinds is carried out, the last of them given by
+    keywords; its result is written into a target of some format, or is new.
+
+    Returns:
+        The plan, or None if PyTorch's own operation carries it out: on numbers that are only
+        stored, or on the leading terms of parameters.
 
     Raises:
         ValueError: expansions of unlike bases.
     """
-    stand_ins = [1 if kind.number == "one" else _Place(i) for i, kind in enumerate(kinds)]
+    ours = [x for x in kinds if x.role is not None]
+    formats = [x.format for x in ours]
+    written = [] if target is None else [target]
+    if target is None and _computes_plainly(kinds, ours):
+        return None
+    if all(map(only_stores, [*formats, *written])) or any(x.shared for x in formats):
+        return None
+    if target is None:
+        format = longest_format(name, formats).result
+    else:
+        format = target
+        require_one_base(name, [target, *formats])
+    stand_ins = [1 if x.number == "one" else _Place(i) for i, x in enumerate(kinds)]
     count = len(kinds) - len(keywords)
     named = dict(zip(keywords, stand_ins[count:], strict=True))
-    operation, found = FORMULAS[name](*stand_ins[:count], **named)
-    own = [kind for kind in kinds if kind.role is not None]
-    if target is None:
-        format = longest_format(name, [x.format for x in own]).result
-    else:
-        require_one_base(name, [target, *(x.format for x in own)])
-        format = target
-    role: Role = "parameter" if all(x.role == "parameter" for x in own) else "value"
-    read = [kinds[x.number] if isinstance(x, _Place) else _ONE for x in found]
+    operation, found = OPERATORS[name].formula(*stand_ins[:count], **named)
+    role: Role = "parameter" if all(x.role == "parameter" for x in ours) else "value"
+    read = tuple(kinds[x.number] if isinstance(x, _Place) else _ONE for x in found)
     expression = Expression(operation, format)
     order = tuple(x.number if isinstance(x, _Place) else float(x) for x in found)
-    flat = [(x.stored, x.number is not None) for x in read]
-    return Plan(expression, order, role, on_whole(expression, flat))
+    flat = [(x.stored, not x.has_dims) for x in read]
+    kernel = on_whole(expression, flat)
+    dtypes = (*kernel[1].vectors, *kernel[1].outputs)
+    return Plan(expression, order, read, role, kernel, tuple([x.itemsize for x in dtypes]))
+
+
+def _computes_plainly(kinds: Sequence[Kind], ours: Sequence[Kind]) -> bool:
+    """As `operands.computes_plainly`; of plain tensors alone, too."""
+    if any(x.role == "value" for x in ours):
+        return False
+    least = any(x.has_dims for x in ours)
+    return not ours or any(
+        x.role is None and x.number is None and x.has_dims >= least for x in kinds
+    )

@@ -19,7 +19,8 @@ from torch import Tensor
 from mcftensor.arithmetic.bases import NARROW
 from mcftensor.arithmetic.noise import draw_key
 from mcftensor.dispatch.operands import only_stores
-from mcftensor.dispatch.plans import Kind, plan
+from mcftensor.dispatch.operators import OPERATORS
+from mcftensor.dispatch.plans import Kind, kind, plan
 from mcftensor.dispatch.registry import SHORTCUTS
 from mcftensor.dispatch.stored import are_apart
 from mcftensor.formats import PLAIN, ExpansionFormat, Format, PlainFormat
@@ -261,7 +262,7 @@ class _Mark:
     """What a tensor of ours is that is not on the tape."""
 
     def __init__(self, format: Format, is_lifted: bool, takes_factor: bool) -> None:
-        self.kind = Kind(format, "value", has_dims=True, is_lifted=is_lifted)
+        self.kind = kind(format, "value", True, None, is_lifted)
         self.variable = Variable(self.kind.stored, "tensor", takes_factor)
         self.is_stored = only_stores(format)
 
@@ -352,6 +353,7 @@ def _move_of_terms(
     trace: Trace, call: _Call, kinds: Sequence[Kind], indices: Sequence[int], begins: Any
 ) -> _Move:
     found = plan(call.name, tuple(kinds), call.keywords, kinds[0].format if call.in_place else None)
+    assert found is not None
     format = found.expression.format
     if not isinstance(format, ExpansionFormat) or format.rounding != "nearest":
         return _IMPOSSIBLE
@@ -423,10 +425,10 @@ _FLOAT32 = PLAIN[torch.float32]
 
 def _kind(mark: Any) -> Kind:
     if isinstance(mark, str):
-        return Kind(NUMBER, number="one" if mark == "one" else "other")
+        return kind(NUMBER, None, False, "one" if mark == "one" else "other")
     if isinstance(mark, PlainFormat):
-        return Kind(mark)
-    return mark.kind if isinstance(mark, _Mark) else Kind(mark, "value", has_dims=True)
+        return kind(mark, None, True)
+    return mark.kind if isinstance(mark, _Mark) else kind(mark, "value", True)
 
 
 def _variable(mark: Any) -> Variable:
@@ -484,18 +486,10 @@ def _written(
 
 # ---------------------------------------------------------------- without PyTorch's dispatcher
 
-# name: how many operands are given by their places.
-_TAKES = {
-    **dict.fromkeys(("sqrt", "square", "reciprocal"), 1),
-    **dict.fromkeys(("add", "sub", "mul", "div"), 2),
-    **dict.fromkeys(("lerp", "addcmul", "addcdiv"), 3),
-}
-_KEYWORDS = {"add": "alpha", "sub": "alpha", "addcmul": "value", "addcdiv": "value"}
-
 
 def _at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
     """What puts an operation on the tape without PyTorch's dispatcher, which takes longer."""
-    count, keyword = _TAKES[name], _KEYWORDS.get(name, "")
+    _, count, _, keyword, _ = OPERATORS[name]
     ordinary, valued = _call(name, (), in_place), _call(name, (keyword,), in_place)
 
     def put_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -520,20 +514,16 @@ def _at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
 
 def _lists_at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
     """The same of lists, the rows of which that are of the same kinds go together."""
-    count = _TAKES[name]
+    _, count, _, keyword, _ = OPERATORS[name]
 
     def put_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tape = open_tape()
-        valued = len(args) == count + 1 and _KEYWORDS.get(name) == "value" and not kwargs
+        valued = len(args) == count + 1 and keyword == "value" and not kwargs
         if tape is None or not (valued or len(args) == count):
             return NotImplemented
         columns = [x if isinstance(x, (list, tuple)) else (x,) for x in (*args, *kwargs.values())]
         lengths = [len(x) for x in args if isinstance(x, (list, tuple))]
-        if (
-            not all(columns)
-            or len(set(lengths)) > 1
-            or (kwargs and [*kwargs] != [_KEYWORDS.get(name)])
-        ):
+        if not all(columns) or len(set(lengths)) > 1 or (kwargs and [*kwargs] != [keyword]):
             return NotImplemented
         call = _call(name, ("value",) if valued else tuple(kwargs), in_place, True)
         found = _put_down(tape, call, columns)
@@ -608,17 +598,16 @@ def _method(name: str, func: Any) -> None:
     setattr(PendingTensor, name, method)
 
 
-for _name in _TAKES:
+for _name, *_, _symbol in OPERATORS.values():
     for _suffix, _in_place in (("", False), ("_", True)):
-        _func = getattr(Tensor, _name + _suffix)
+        _func = getattr(Tensor, _name + _suffix, None)
+        if _func is None:  # rsub
+            continue
         SHORTCUTS[_func] = PendingTensor._shortcuts[_func] = _at_once(_name, in_place=_in_place)
         _method(_name + _suffix, _func)
+        if _symbol is not None:
+            _method(f"__{'i' * _in_place}{_symbol}__", _func)
         _foreach = getattr(torch, f"_foreach_{_name}{_suffix}", None)
         if _foreach is not None:
             SHORTCUTS[_foreach] = _lists_at_once(_name, in_place=_in_place)
             PendingTensor._shortcuts[_foreach] = SHORTCUTS[_foreach]
-
-for _name in ("add", "sub", "mul", "div"):
-    _operator = _name.replace("div", "truediv")
-    _method(f"__{_operator}__", getattr(Tensor, _name))
-    _method(f"__i{_operator}__", getattr(Tensor, f"{_name}_"))

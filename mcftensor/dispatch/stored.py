@@ -91,9 +91,13 @@ def are_numbers(operands: Any) -> bool:
 def on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on numbers as plain tensors; those that it writes to are stored again.
 
-    What it makes of parameters alone acts as a parameter, and holds the numbers all the same.
+    What it makes of parameters alone acts as a parameter, and holds the numbers all the same. Where
+    it writes to a parameter, the parameter is its number.
     """
-    if computes_plainly((*args, *kwargs.values())):
+    if computes_plainly((*args, *kwargs.values())) and not (
+        func._schema.is_mutable
+        and any(isinstance(x, MCFTensor) for _, x in written_to(func, args, kwargs))
+    ):
         return func(*leading(args), **leading(kwargs))
     return _in_role(_on_numbers(func, args, kwargs), (args, kwargs))
 

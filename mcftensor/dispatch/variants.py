@@ -63,7 +63,7 @@ def by_functional_form(func: Any, *args: Any, **kwargs: Any) -> Any:
         return compute(func, *args, **kwargs)
     new = functional(func)
     if expansions(targets):
-        args, options = _whole((args, options))
+        args, options = as_values((args, options))
     elif new not in TABLE:  # where it would be evaluated in float64 and rounded to the format first
         return compute(func, *args, **kwargs)
     values = [x for x in expansions((args, options)) if x.acts_as == "value"]
@@ -76,11 +76,11 @@ def evaluate_into(
 ) -> Any:
     """Run a function whose `out` holds expansions by way of its functional form."""
     require_no_grad(func.__name__, (args, kwargs, out))
-    args, kwargs = _whole((args, kwargs))
+    args, kwargs = as_values((args, kwargs))
     return assign_tree(func.__name__, out, func(*args, **kwargs))
 
 
-def _whole(inputs: Any) -> Any:
+def as_values(inputs: Any) -> Any:
     """Parameters as values: an expansion that is written to gets all their terms."""
     return tree_map(
         lambda x: (

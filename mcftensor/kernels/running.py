@@ -238,12 +238,12 @@ def _lie_alike(tensors: Sequence[Tensor], shared: set[int], in_order: bool) -> b
     return (
         not in_order
         and not shared
-        and _is_dense(first)
+        and is_dense(first)
         and all(x.shape == first.shape and x.stride() == first.stride() for x in tensors)
     )
 
 
-def _is_dense(x: Tensor) -> bool:
+def is_dense(x: Tensor) -> bool:
     """Whether the elements, in some order of dimensions, fill their memory without gaps."""
     expected = 1
     for stride, length in sorted(zip(x.stride(), x.shape, strict=True)):

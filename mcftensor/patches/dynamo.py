@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mcftensor.dispatch.elementwise import register_in_place
+from mcftensor.dispatch.operators import OPERATORS
 from mcftensor.patches.table import by_name, patch
 from mcftensor.tensor import MCFTensor
 
@@ -120,12 +121,13 @@ def _is_ours(x: Any) -> bool:
 # number, which aten has not. Compiled optimizers have their step size in one.
 _WITH_A_NUMBER: dict[str, tuple[str, Any, Any]] = {}
 _LIBRARY = torch.library.Library("mcftensor", "FRAGMENT")
-for _operator, _operands, _keyword in (
-    (torch.ops.aten.add_.Tensor, "Tensor other", "alpha"),
-    (torch.ops.aten.addcmul_.default, "Tensor tensor1, Tensor tensor2", "value"),
-    (torch.ops.aten.addcdiv_.default, "Tensor tensor1, Tensor tensor2", "value"),
+for _operator, _operands in (
+    (torch.ops.aten.add_.Tensor, "Tensor other"),
+    (torch.ops.aten.addcmul_.default, "Tensor tensor1, Tensor tensor2"),
+    (torch.ops.aten.addcdiv_.default, "Tensor tensor1, Tensor tensor2"),
 ):
     _name = _operator.overloadpacket.__name__
+    _keyword = OPERATORS[_name.rstrip("_")].keyword or ""
     _LIBRARY.define(f"{_name}(Tensor(a!) self, {_operands}, Tensor {_keyword}) -> ()")
     register_in_place(f"mcftensor::{_name}", _name.rstrip("_"))
     _of_tensor = getattr(torch.ops.mcftensor, _name).default

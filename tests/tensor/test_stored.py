@@ -338,3 +338,34 @@ class TestCompiled:
             step()
             optimizers[1].step()
         assert_same_bits(model.state_dict(), reference.state_dict())
+
+
+IN_PLACE = {
+    "add_": lambda x, y: x.add_(y),
+    "sub_ alpha": lambda x, y: x.sub_(y, alpha=0.3),
+    "mul_": lambda x, y: x.mul_(y),
+    "addcmul_": lambda x, y: x.addcmul_(y, y, value=0.1),
+    "addcdiv_": lambda x, y: x.addcdiv_(y, y + 1, value=0.1),
+    "lerp_": lambda x, y: x.lerp_(y, 0.01),
+    "clamp_": lambda x, y: x.clamp_(min=y),
+    "copysign_": lambda x, y: x.copysign_(y),
+    "atan2_": lambda x, y: x.atan2_(y),
+    "masked_fill_": lambda x, y: x.masked_fill_(y > 1, 1.2),
+    "out=": lambda x, y: torch.mul(x, y, out=x),
+    "_foreach_add_": lambda x, y: torch._foreach_add_([x], [y]),
+    "_foreach_lerp_": lambda x, y: torch._foreach_lerp_([x], [y], 0.01),
+    "_foreach_maximum_": lambda x, y: torch._foreach_maximum_([x], [y]),
+}
+
+
+@pytest.mark.parametrize("operation", IN_PLACE)
+@pytest.mark.parametrize("format", [mcf.bf16i16, mcf.bf16i8.nearest, mcf.e4m3i16, mcf.bf16x2])
+def test_a_parameter_that_is_written_to_is_its_number(format, operation):
+    found = []
+    for make in (torch.nn.Parameter, lambda x: x):
+        torch.manual_seed(3)
+        x = make(mcf.as_expansion(1 + torch.rand(4, 32) / 100, format))
+        with torch.no_grad():
+            IN_PLACE[operation](x, 1 + torch.rand(4, 32) / 1000)
+        found.append(mcf.as_plain(x, torch.float64))
+    assert torch.equal(*found)

@@ -1,0 +1,305 @@
+"""Elementwise operations of the table on rows of operands, carried out now.
+
+An operation on one tensor is one on a list of one: operands are columns, of an element for each
+row, or of one for all rows. Rows whose operands are of the same kinds go together.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mcftensor.dispatch.operands import (
+    after,
+    component_columns,
+    count_write,
+    plain,
+    require_numbers,
+    rounding_key,
+)
+from mcftensor.dispatch.plans import Kind, Plan, kind_of, kinds_of, plan
+from mcftensor.dispatch.recording import recorded, some_rows
+from mcftensor.formats import Format
+from mcftensor.kernels import Columns, run_alike
+from mcftensor.kernels.columns import Column, places_of, repeated
+from mcftensor.kernels.opaque import is_bare
+from mcftensor.kernels.running import is_dense
+from mcftensor.passes import expressions
+from mcftensor.passes.expressions import Operand, carry_out, empty
+from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
+
+Lists = Sequence[Sequence[Any]]
+Rows = Sequence[int]
+
+
+def evaluate(
+    name: str, columns: Lists, keywords: tuple[str, ...], count: int, target: Format | None = None
+) -> list[Any]:
+    """Carry out an operation on rows of operands, the last of which are given by keywords.
+
+    Returns:
+        The results, in the format of a target, if there is one; None for each row that PyTorch's
+        own operation carries out (see `plans.plan`).
+    """
+    plans = _plans(name, columns, keywords, count, target)
+    if count == 1 and target is None and plans:
+        found = recorded(name, columns, keywords, in_place=False)
+        if found is not None:
+            return [*found]
+    results: list[Any] = [None] * count
+    parts = [_Part(plan, columns, rows, count) for plan, rows in plans]
+    keys = _keys(parts, columns)
+    for part in parts:
+        for i, result in zip(part.rows, part.results(keys), strict=True):
+            results[i] = result
+    return results
+
+
+def evaluate_into(name: str, columns: Lists, keywords: tuple[str, ...], count: int) -> bool | None:
+    """Write the results into the first column, which holds expansions.
+
+    Returns:
+        None if PyTorch's own operation carries out a row. False if results cannot be written
+        element by element while operands are read: some lie otherwise in memory than targets, or
+        overlap them. Nothing is written then.
+    """
+    plans = _plans(name, columns, keywords, count, None, in_place=True)
+    if sum([len(rows) for _, rows in plans]) < count:
+        return None
+    if count == 1 and recorded(name, columns, keywords, in_place=True):
+        return True
+    parts = [_Part(plan, columns, rows, count) for plan, rows in plans]
+    lying: list[Any] = [x.beside_targets() for x in parts]
+    are_own = count == 1 and columns[0][0]._is_own
+    if None in lying or not (are_own or _are_apart(parts, lying)):
+        return False
+    keys = _keys(parts, columns)
+    for part, found in zip(parts, lying, strict=True):
+        part.write(found, keys)
+    return True
+
+
+class Lying(NamedTuple):
+    """Tensors whose elements of the same index lie at the same place, and scalars beside them."""
+
+    vectors: list[Column]
+    scalars: list[Sequence[Any]]
+    like: Column
+    """Of each row a plain tensor that lies like all others."""
+    addresses: list[list[int]]
+    """Of the vectors."""
+
+
+class _Part:
+    """Rows whose operands are of the same kinds."""
+
+    def __init__(self, plan: Plan, columns: Lists, rows: Rows, count: int) -> None:
+        self.plan = plan
+        self.rows = rows
+        self.width = len(plan.expression.format.components)
+        columns = some_rows(columns, rows, count)
+        self.targets = columns[0]
+        self.read = [
+            _components(columns[i] if type(i) is int else [i], kind)
+            for i, kind in zip(plan.order, plan.read, strict=True)
+        ]
+
+    def results(self, keys: dict[int, Tensor]) -> Sequence[Tensor]:
+        """New results."""
+        format, role = self.plan.expression.format, self.plan.role
+        made = self._computed([keys[i] for i in self.rows if i in keys])
+        return [
+            MCFTensor.of(components, format, role, own=True, writes=after(format, keys.get(i)))
+            for i, components in zip(self.rows, made, strict=True)
+        ]
+
+    def _computed(self, keys: list[Tensor]) -> Iterable[Sequence[Tensor]]:
+        """The components of new results, row by row."""
+        expression, count = self.plan.expression, len(self.rows)
+        every = list(itertools.chain(*self.read))
+        formats = [kind.stored for kind in self.plan.read]
+        if not is_bare(*every, keys):
+            flat = [repeated([plain(x) for x in column], count) for column in every]
+            found = expressions.evaluate(
+                expression.operation,
+                expression.format.name,
+                list(itertools.chain(*flat)),
+                [x.name for x in formats],
+                keys,
+            )
+            return [found[i::count] for i in range(count)]
+        lying = lying_alike(self.read, count, in_order=bool(keys))
+        if lying is None:
+            operands = list(map(Operand, formats, self.read))
+            outputs = empty(expression.format, operands, count)
+            carry_out(expression, operands, outputs, keys)
+            return zip(*outputs, strict=True)
+        made = [expression.format.empty_like(x) for x in lying.like]
+        outputs = [list(column) for column in zip(*made, strict=True)]
+        self._run(lying, outputs, keys, _addresses(outputs))
+        return made
+
+    def _run(
+        self,
+        lying: Lying,
+        outputs: Sequence[Column],
+        keys: list[Tensor],
+        addresses: list[list[int]],
+    ) -> None:
+        columns = Columns(lying.vectors, lying.scalars, outputs, keys)
+        lengths = list(map(Tensor.numel, lying.like))
+        run_alike(*self.plan.on_whole, columns, lengths, [*lying.addresses, *addresses])
+
+    def beside_targets(self) -> Lying | None:
+        """How operands and, behind them, the components of targets lie; None if not alike."""
+        for x in self.targets:
+            if type(x) is LiftedTensor:
+                x.grow_tails()
+        format = self.plan.expression.format
+        every = [*self.read, component_columns(self.targets, format)]
+        if not is_bare(*itertools.chain(*every)):
+            return None
+        return lying_alike(every, len(self.rows), in_order=format.takes_key)
+
+    def write(self, lying: Lying, keys: dict[int, Tensor]) -> None:
+        """Write into the targets."""
+        read = lying._replace(
+            vectors=lying.vectors[: -self.width], addresses=lying.addresses[: -self.width]
+        )
+        own = [keys[i] for i in self.rows if i in keys]
+        self._run(read, lying.vectors[-self.width :], own, lying.addresses[-self.width :])
+        count_write(self.targets)
+
+
+def _plans(
+    name: str,
+    columns: Lists,
+    keywords: tuple[str, ...],
+    count: int,
+    target: Format | None,
+    in_place: bool = False,
+) -> list[tuple[Plan, Rows]]:
+    """Rows whose operands are of the same kinds, and their plans; not those that have none."""
+    if count == 1:
+        alone = tuple([kind_of(x) for (x,) in columns])
+        only = plan(name, alone, keywords, alone[0].format if in_place else target)
+        return [] if only is None else [(only, range(1))]
+    groups: Iterable[tuple[tuple[Kind, ...], Rows]]
+    kinds = list(map(kinds_of, columns))
+    if all(len(set(x)) == 1 for x in kinds):
+        groups = [(tuple([x[0] for x in kinds]), range(count))]
+    else:
+        every = zip(*[x if len(x) == count else x * count for x in kinds], strict=True)
+        groups = places_of(every).items()
+    found = [
+        (plan(name, own, keywords, own[0].format if in_place else target), rows)
+        for own, rows in groups
+    ]
+    return [(plan, rows) for plan, rows in found if plan is not None]
+
+
+def _components(column: Sequence[Any], kind: Kind) -> Sequence[Sequence[Any]]:
+    """What is read of a column of one kind."""
+    if kind.number is not None:
+        require_numbers(column)
+        return [list(map(float, column))]
+    if kind.is_lifted:
+        return [[x._component0 for x in column]]
+    return component_columns(column, kind.format)
+
+
+def _keys(parts: Sequence[_Part], columns: Lists) -> dict[int, Tensor]:
+    """A key for each row whose rounding takes one, in the order of rows, whatever is alike."""
+    keys: dict[int, Any] = {}
+    formats = [p.plan.expression.format for p in parts]
+    if not any(f.takes_key for f in formats):
+        return keys
+    taking = {i: f for f, p in zip(formats, parts, strict=True) if f.takes_key for i in p.rows}
+    for i in sorted(taking):
+        row = [column[i if len(column) > 1 else 0] for column in columns]
+        keys[i] = rounding_key(taking[i], row)
+    return keys
+
+
+def lying_alike(
+    operands: Sequence[Sequence[Sequence[Any]]], count: int, *, in_order: bool
+) -> Lying | None:
+    """The components of rows of operands, given by columns, if all tensors of a row lie alike:
+    without gaps, of one shape, layout in memory and device. Tensors without dimensions are scalars
+    beside the others. Where elements are drawn by their index, they must lie in order."""
+    vectors: list[Column] = []
+    scalars: list[Sequence[Any]] = []
+    every: list[Column] = []  # the leading components of vectors
+    shapes: list[torch.Size] = []
+    devices: set[int] = set()
+    are_contiguous = True
+    for columns in operands:
+        leading = columns[0]
+        if type(leading[0]) is float:
+            scalars.append(leading)
+            continue
+        own = list(map(Tensor.size, leading))
+        if not own[0]:
+            if any(own) or not _are_at_hand(leading, operands):
+                return None
+            scalars += columns
+            continue
+        if own != (shapes or own) or len(own) != count or not leading[0].is_floating_point():
+            return None
+        shapes = own
+        devices.update(map(Tensor.get_device, leading))
+        are_contiguous = are_contiguous and all(map(Tensor.is_contiguous, leading))
+        vectors += columns
+        every.append(leading)
+    if len(devices) != 1 or (count > 1 and any(0 in shape for shape in shapes)):
+        return None
+    if not are_contiguous:
+        strides = [list(map(Tensor.stride, x)) for x in every]
+        are_alike = all(x == strides[0] for x in strides) and all(map(is_dense, every[0]))
+        if in_order or not are_alike:
+            return None
+    return Lying(vectors, scalars, every[0], _addresses(vectors))
+
+
+def _are_at_hand(scalars: Column, operands: Sequence[Sequence[Sequence[Any]]]) -> bool:
+    """Whether tensors without dimensions are all on a CPU, or all where the others are."""
+    devices = {x.device for x in scalars}
+    others = {x.device for column, *_ in operands for x in column if isinstance(x, Tensor)}
+    return devices == {torch.device("cpu")} or (len(devices) == 1 and devices == others)
+
+
+def _addresses(columns: Sequence[Column]) -> list[list[int]]:
+    return [list(map(Tensor.data_ptr, column)) for column in columns]
+
+
+def _are_apart(parts: Sequence[_Part], lying: Sequence[Lying]) -> bool:
+    """Whether targets, which stand last in each part, share memory with each other, or with what is
+    read but for the same elements of the same row: if not, rows are independent."""
+    spans: list[tuple[int, int, bool]] = []
+    for part, found in zip(parts, lying, strict=True):
+        lengths = list(map(Tensor.numel, found.like))
+        widths = part.plan.widths
+        first = len(widths) - part.width
+        written = list(zip(found.addresses[first:], widths[first:], strict=True))
+        for i, (places, width) in enumerate(zip(found.addresses, widths, strict=True)):
+            is_target = i >= first
+            if not is_target:
+                own = [x for x, y in written if y == width]
+                if places in own:
+                    continue
+                at = list(zip(*own, strict=True)) or [()] * len(places)
+            for row, place in enumerate(places):
+                if is_target or place not in at[row]:
+                    spans.append((place, place + lengths[row] * width, is_target))
+    spans.sort()
+    reach = reach_of_targets = 0
+    for start, stop, is_target in spans:
+        if start < (reach if is_target else reach_of_targets):
+            return False
+        reach = max(reach, stop)
+        reach_of_targets = max(reach_of_targets, stop) if is_target else reach_of_targets
+    return True
