@@ -115,70 +115,95 @@ def _kind_of(x: Any) -> Any:
 
 def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
     with LOCK:
-        count = len(columns[0])
-        marks: list[Any] = [call]  # and what operands are
-        new: list[Sequence[Any]] = []  # columns that are not on the tape
-        added: list[tuple[Sequence[Any], _New | None]] = []  # those, and numbers
-        layout: Layout | None = None
-        strand: Strand | None = None
-        for column in columns:
-            x = column[0]
-            cls = type(x)
-            if cls is TapedTensor or (cls is PendingTensor and "_place" in x.__dict__):
-                own, index = x._place
-                if strand is None:
-                    strand = own
-                    if own.tape is not tape or (layout is not None and layout != own.layout):
-                        return None
-                    layout = own.layout
-                elif own is not strand:
-                    if own.tape is not tape or own.layout != strand.layout:
-                        return None
-                    tape.part([own, strand])
-                    return _put_down(tape, call, columns)
-                if not own.holds(column, index):
-                    return None
-                marks.append(index)
-            elif cls is float or cls is int:
-                if cls is float and len(column) == 1:
-                    mark: str | None = _mark_of_float(x)
-                else:
-                    mark = _mark_of_numbers(column, count)
-                if mark is None:
-                    return None
-                marks.append(mark)
-                added.append((column, None))
-            elif len(column) != count:
+        strand = None
+        while strand is None:  # until its operands are on one strand that may become longer
+            given = _given(tape, call, columns)
+            if given is None:
                 return None
-            elif new and (i := _index(new, column)) >= 0:
-                marks.append(-1 - i)
+            key = tuple(given.marks)
+            strands = given.strands
+            if not strands:
+                strand = tape.strand_for((given.layout, given.is_stored), given.layout, key)
+            elif len(strands) > 1:
+                tape.part(strands)
+            elif strands[0].trace.is_full:
+                strands[0].run()
             else:
-                is_target = call.in_place and len(marks) == 1
-                found = _new(column, is_target)
-                if found is None or (layout is not None and layout != found.layout):
-                    return None
-                layout = found.layout
-                marks.append(found.mark)
-                new.append(column)
-                added.append((column, found))
-        if layout is None or (count > 1 and new and not _are_apart(added)):
-            return None
-        key = tuple(marks)
-        if strand is None:
-            of_terms = not any(type(x) is _Mark and x.is_stored for x in marks)
-            strand = tape.strand_for((layout, of_terms), layout, key)
-        elif strand.trace.is_full:
-            strand.run()
-            return _put_down(tape, call, columns)
+                (strand,) = strands
         trace = strand.trace
-        move = trace.made.get(key) or trace.once(key, lambda: _move(trace, call, marks[1:]))
+        move = trace.made.get(key) or trace.once(key, lambda: _move(trace, call, key[1:]))
         if move is _IMPOSSIBLE:
             return None
-        results = _written(strand, move, added, count)
+        assert given is not None
+        results = _written(strand, move, given.added, len(columns[0]))
         return results if results else columns[0]
 
 
 # ------------------------------------------------------------------------------ what operands are
+
+
+class _Given:
+    """The operands of an operation, as far as the tape is concerned."""
+
+    __slots__ = ("added", "is_stored", "layout", "marks", "new", "strands")
+
+    def __init__(self, call: _Call) -> None:
+        self.marks: list[Any] = [call]
+        """The operation, and what each operand is: the place of a variable of the trace, that of
+        what is new counted from -1 on, or a mark."""
+        self.new: list[Sequence[Any]] = []
+        """Columns of tensors that are not on the tape."""
+        self.added: list[tuple[Sequence[Any], _New | None]] = []
+        """Those, and numbers."""
+        self.strands: list[Strand] = []
+        """On which the others are."""
+        self.layout: Layout = ()
+        self.is_stored = False
+        """Whether some of the new ones are only stored."""
+
+
+def _given(tape: Tape, call: _Call, columns: Lists) -> _Given | None:
+    """Rows of operands for the tape, or None if they cannot go there."""
+    found, count = _Given(call), len(columns[0])
+    marks, new = found.marks, found.new
+    for column in columns:
+        x = column[0]
+        cls = type(x)
+        if cls is TapedTensor or (cls is PendingTensor and "_place" in x.__dict__):
+            strand, index = x._place
+            if strand.tape is not tape or strand.layout != (found.layout or strand.layout):
+                return None
+            if not strand.holds(column, index):
+                return None
+            found.layout = strand.layout
+            if strand not in found.strands:
+                found.strands.append(strand)
+            marks.append(index)
+        elif cls is float or cls is int:
+            mark = _mark_of_numbers(column, count)
+            if mark is None:
+                return None
+            marks.append(mark)
+            found.added.append((column, None))
+        elif len(column) != count:
+            return None
+        elif new and (i := _index(new, column)) >= 0:
+            marks.append(-1 - i)
+        else:
+            one = _new(column, call.in_place and len(marks) == 1)
+            if one is None or one.layout != (found.layout or one.layout):
+                return None
+            found.layout = one.layout
+            found.is_stored |= type(one.mark) is _Mark and one.mark.is_stored
+            marks.append(one.mark)
+            new.append(column)
+            found.added.append((column, one))
+    if not found.layout or (count > 1 and new and not _are_apart(found.added)):
+        return None
+    return found
+
+
+# ------------------------------------------------------------------------------------ what is new
 
 
 class _New(NamedTuple):
@@ -285,10 +310,6 @@ def _are_apart(added: Sequence[tuple[Sequence[Any], _New | None]]) -> bool:
     return len(set(own)) == len(own) and (not copied or set(own).isdisjoint(copied))
 
 
-def _mark_of_float(x: float) -> str:
-    return "one" if x == 1.0 else "below one" if LEAST_NOTED <= x < 1.0 else "other"
-
-
 def _mark_of_numbers(column: Sequence[Any], count: int) -> str | None:
     """Whether numbers are one, or little less, which some operations depend on; None of what is too
     large for PyTorch, and where they are not alike."""
@@ -296,7 +317,7 @@ def _mark_of_numbers(column: Sequence[Any], count: int) -> str | None:
         x = column[0]
         if type(x) is int and not -(2**63) <= x < 2**63:
             return None
-        return _mark_of_float(x)
+        return "one" if x == 1.0 else "below one" if LEAST_NOTED <= x < 1.0 else "other"
     if len(column) != count or not {float, int}.issuperset(map(type, column)):
         return None
     marks = {_mark_of_numbers((x,), 1) for x in column}
