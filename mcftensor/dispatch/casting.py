@@ -12,7 +12,6 @@ from mcftensor.dispatch.compute import PRECISION, WIDE
 from mcftensor.dispatch.functions import narrowed
 from mcftensor.dispatch.operands import is_wrapped, value_of
 from mcftensor.formats import Format
-from mcftensor.formats.format import PlainFormat
 from mcftensor.tensor.sharded import format_of, on_local
 
 
@@ -29,7 +28,7 @@ def cast(
     Raises:
         ValueError: an expansion in another format that requires grad.
     """
-    if isinstance(format, PlainFormat):
+    if format.arithmetic == "plain":
         return x.to(format.dtype, non_blocking, copy, memory_format=memory_format)
     if format_of(x) is format:
         return x.clone() if copy else x

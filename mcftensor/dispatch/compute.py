@@ -19,7 +19,6 @@ from mcftensor.dispatch.operands import (
     common_format,
     expansions,
     leading,
-    only_stores,
     plainly,
     value_of,
     with_leading,
@@ -75,7 +74,7 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
     if func.namespace == "mcftensor":
         raise TypeError(f"{func}: takes the terms of expansions, and got an expansion")
     format = common_format(str(func), found)
-    if only_stores(format):
+    if format.arithmetic == "numbers":
         return stored.on_numbers(func, args, kwargs)
     if format.precision > PRECISION:
         return long.by_algorithm(func, format, *args, **kwargs)

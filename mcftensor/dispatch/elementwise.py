@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mcftensor.dispatch import stored
 from mcftensor.dispatch.compute import PRECISION, WIDE, compute
-from mcftensor.dispatch.evaluate import evaluate, evaluate_into
+from mcftensor.dispatch.evaluate import evaluate_rows, evaluate_rows_into
 from mcftensor.dispatch.operands import (
     are_lifted,
     common_role,
@@ -31,7 +31,7 @@ def _register(name: str) -> None:
         operands = (*args, *kwargs.values())
         if computes_plainly(operands):  # the commonest: a layer of a model
             return func(*leading(args), **leading(kwargs))
-        (result,) = evaluate(name, [[x] for x in operands], tuple(kwargs), 1)
+        (result,) = evaluate_rows(name, [[x] for x in operands], tuple(kwargs), 1)
         return stored.on_numbers(func, args, kwargs) if result is None else result
 
     def in_place(func: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -54,7 +54,7 @@ def _evaluate_to(
         if name in ("add", "sub") and _is_sparse(args[1]) and not stored.are_numbers(args):
             sign = 1 if name == "add" else -1
             return _add_sparse(target, args[1], sign * named.get("alpha", 1))
-        is_done = evaluate_into(name, columns, keywords, 1)
+        is_done = evaluate_rows_into(name, columns, keywords, 1)
         if is_done is None:
             return stored.on_numbers(func, args, kwargs)
         if is_done:
@@ -68,7 +68,7 @@ def _evaluate_to(
         return target
     else:
         rounding(name, expansions(operands), target)
-    (result,) = evaluate(name, columns, keywords, 1, format)
+    (result,) = evaluate_rows(name, columns, keywords, 1, format)
     store(target, result)
     return target
 

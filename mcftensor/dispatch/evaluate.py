@@ -36,7 +36,7 @@ Lists = Sequence[Sequence[Any]]
 Rows = Sequence[int]
 
 
-def evaluate(
+def evaluate_rows(
     name: str, columns: Lists, keywords: tuple[str, ...], count: int, target: Format | None = None
 ) -> list[Any]:
     """Carry out an operation on rows of operands, the last of which are given by keywords.
@@ -59,7 +59,9 @@ def evaluate(
     return results
 
 
-def evaluate_into(name: str, columns: Lists, keywords: tuple[str, ...], count: int) -> bool | None:
+def evaluate_rows_into(
+    name: str, columns: Lists, keywords: tuple[str, ...], count: int
+) -> bool | None:
     """Write the results into the first column, which holds expansions.
 
     Returns:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mcftensor.dispatch import stored
-from mcftensor.dispatch.evaluate import evaluate, evaluate_into
+from mcftensor.dispatch.evaluate import evaluate_rows, evaluate_rows_into
 from mcftensor.dispatch.operands import are_lifted, computes_plainly, leading
 from mcftensor.dispatch.operators import OPERATORS
 from mcftensor.dispatch.variants import as_values
@@ -70,7 +70,7 @@ class _Lists:
         """New results of the rows that expansions carry out by themselves; None for the others."""
         if self.name not in OPERATORS:
             return [None] * self.count
-        return evaluate(self.name, self.columns, self.keywords, self.count)
+        return evaluate_rows(self.name, self.columns, self.keywords, self.count)
 
     def evaluated_into(self) -> bool:
         """Write into the first column, if expansions do so by themselves; else do nothing."""
@@ -78,7 +78,7 @@ class _Lists:
         return (
             are_ours
             and self.name in OPERATORS
-            and bool(evaluate_into(self.name, self.columns, self.keywords, self.count))
+            and bool(evaluate_rows_into(self.name, self.columns, self.keywords, self.count))
         )
 
     def by_torch(self, made: list[Any]) -> list[Any]:

@@ -25,7 +25,6 @@ from mcftensor.dispatch.operands import (
     common_format,
     expansions,
     is_wrapped,
-    only_stores,
     plainly,
     value_of,
     with_leading,
@@ -154,9 +153,9 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
     found = expansions((args, kwargs, out))
     name = getattr(func, "__name__", str(func))
     format = common_format(name, found)
-    if only_stores(format):
+    if format.arithmetic == "numbers":
         (args, kwargs), _ = decoded((args, kwargs))
-    if only_stores(format) or format.precision > PRECISION:
+    if format.arithmetic == "numbers" or format.precision > PRECISION:
         return func(*args, **kwargs, **({} if out is None else {"out": out}))
 
     def widen(x: Any) -> Any:

@@ -17,11 +17,11 @@ from mcftensor.dispatch.operands import (
     component_columns,
     count_write,
     plain,
-    require_one_base,
     rounding_key,
 )
 from mcftensor.dispatch.registry import SHORTCUTS, TABLE, implements
-from mcftensor.formats import PLAIN, Format, PlainFormat
+from mcftensor.formats import PLAIN, Format
+from mcftensor.formats.promotion import require_one_base
 from mcftensor.kernels.columns import places_of
 from mcftensor.kernels.opaque import is_bare
 from mcftensor.passes.steps import step_, take, unscale_
@@ -68,7 +68,7 @@ def fused_step(func: Any, *lists: list[Tensor], **options: Any) -> None:
     quantities = lists if rule == "sgd" else lists[:-1]
     groups = _groups([x for x in quantities if x])
     for formats in groups:  # before anything is written
-        require_one_base("fused step", [f for f in formats if not isinstance(f, PlainFormat)])
+        require_one_base("fused step", [f for f in formats if f.arithmetic != "plain"])
     keys = _keys(groups, [x for x in (params, *quantities[2:]) if x])
     names = {"weight_decay": decay, "is_first_step": "first"}
     numbers = {
@@ -82,7 +82,7 @@ def fused_step(func: Any, *lists: list[Tensor], **options: Any) -> None:
         own = lists
         if len(groups) > 1:
             own = tuple([x[i] for i in rows] if x else [] for x in lists)
-        if all(isinstance(f, PlainFormat) for f in formats):
+        if all(f.arithmetic == "plain" for f in formats):
             func(*own, **options)
             continue
         found = [x for x in own[: len(quantities)] if x]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mcftensor.dispatch.operators import Number
-from mcftensor.formats import MAX_TERMS, PLAIN, ExpansionFormat, Format
+from mcftensor.formats import PLAIN, Format
+from mcftensor.formats.promotion import promoted
 from mcftensor.kernels.opaque import is_bare
 from mcftensor.passes.recoding import collapse, key_for, recode
 from mcftensor.tensor.tensor import COMPONENTS, LiftedTensor, MCFTensor, Role
@@ -101,23 +102,6 @@ def common_role(operands: Sequence[Any]) -> Role:
     return "parameter" if parameters else "value"
 
 
-def only_stores(format: Format) -> bool:
-    """Whether a format is one of storage alone, whose numbers leave it as plain tensors."""
-    return format.result is not format
-
-
-def require_one_base(name: str, formats: Sequence[Format]) -> None:
-    """Raise ValueError for formats of unlike bases."""
-    if len(formats) > 1 and len({f.dtype for f in formats if not only_stores(f)}) > 1:
-        # Not a TypeError: Python's operators would hide its message.
-        raise ValueError(
-            f"{name}: expansions in {' and '.join(sorted({f.name for f in formats}))}, whose terms "
-            "are of unlike types. Convert one: copy_() it into an expansion of the other, or "
-            "mcf.as_expansion(x, format); states of an optimizer stay as they were when its "
-            "parameters are converted, so make the optimizer anew"
-        )
-
-
 def common_format(name: str, operands: Sequence[Any]) -> Format:
     """The format of a result: of one base, most terms, and the first rounding but to nearest.
 
@@ -126,21 +110,7 @@ def common_format(name: str, operands: Sequence[Any]) -> Format:
     Raises:
         ValueError: expansions of unlike bases.
     """
-    return longest_format(name, [x._format for x in expansions(operands)])
-
-
-def longest_format(name: str, formats: Sequence[Format]) -> Format:
-    """The same of the formats themselves, of which there is one at least."""
-    first = formats[0]
-    if all(f is first for f in formats):
-        return first
-    require_one_base(name, formats)
-    of_terms = [f for f in formats if isinstance(f, ExpansionFormat)]
-    if not of_terms:
-        return max(formats, key=lambda f: f.precision)
-    terms = max(f.terms for f in of_terms)
-    roundings = [f.rounding for f in of_terms if f.takes_key and terms < MAX_TERMS]
-    return Format(of_terms[0].base, terms, *roundings[:1])
+    return promoted(name, [x._format for x in expansions(operands)])
 
 
 def require_dense(operand: Tensor) -> None:
@@ -202,13 +172,9 @@ def stored_in(
         source, found = operand._format, list(operand._read())
         if source.nearest is format.nearest:
             return found
-        if (
-            isinstance(source, ExpansionFormat)
-            and isinstance(format, ExpansionFormat)
-            and source.base == format.base
-            and source.terms <= format.terms
-        ):
-            return found + [torch.zeros_like(found[0])] * (format.terms - source.terms)
+        if format.extends(source):
+            missing = len(format.components) - len(source.components)
+            return found + [torch.zeros_like(found[0])] * missing
     else:
         x = plain(operand)
         source, found = PLAIN[x.dtype], [x.to(device) if x.dim() == 0 else x]

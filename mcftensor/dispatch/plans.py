@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch.operands import longest_format, only_stores, require_one_base
 from mcftensor.dispatch.operators import OPERATORS, Number
 from mcftensor.formats import PLAIN, Format
+from mcftensor.formats.promotion import promoted, require_one_base
 from mcftensor.kernels import Body, Signature
 from mcftensor.passes.expressions import NUMBER, Expression, on_whole
 from mcftensor.tensor.tensor import LiftedTensor, MCFTensor, Role
@@ -112,10 +112,12 @@ def plan(
     written = [] if target is None else [target]
     if target is None and _computes_plainly(kinds, ours):
         return None
-    if all(map(only_stores, [*formats, *written])) or any(x.shared for x in formats):
+    if all(x.arithmetic == "numbers" for x in [*formats, *written]) or any(
+        x.shared for x in formats
+    ):
         return None
     if target is None:
-        format = longest_format(name, formats).result
+        format = promoted(name, formats).result
     else:
         format = target
         require_one_base(name, [target, *formats])

@@ -18,12 +18,11 @@ from torch import Tensor
 
 from mcftensor.arithmetic.bases import NARROW
 from mcftensor.arithmetic.noise import draw_key
-from mcftensor.dispatch.operands import only_stores
 from mcftensor.dispatch.operators import OPERATORS
 from mcftensor.dispatch.plans import Kind, kind, plan
 from mcftensor.dispatch.registry import SHORTCUTS
 from mcftensor.dispatch.stored import are_apart
-from mcftensor.formats import PLAIN, ExpansionFormat, Format, PlainFormat
+from mcftensor.formats import PLAIN, Format
 from mcftensor.kernels.columns import are_same, places_of
 from mcftensor.passes.decoded import NO_STATE, State
 from mcftensor.passes.expressions import NUMBER
@@ -289,7 +288,7 @@ class _Mark:
     def __init__(self, format: Format, is_lifted: bool, takes_factor: bool) -> None:
         self.kind = kind(format, "value", True, None, is_lifted)
         self.variable = Variable(self.kind.stored, "tensor", takes_factor)
-        self.is_stored = only_stores(format)
+        self.is_stored = format.arithmetic == "numbers"
 
 
 _mark = functools.lru_cache(maxsize=256)(_Mark)
@@ -360,7 +359,7 @@ def _move(trace: Trace, call: _Call, marks: Sequence[Any]) -> _Move:
         kinds.append(kind)
         indices.append(index)
     begins = None if any(type(x) is int and x >= 0 for x in marks) else (call, *marks)
-    ours = {only_stores(kind.format) for kind in kinds if kind.role is not None}
+    ours = {kind.format.arithmetic == "numbers" for kind in kinds if kind.role is not None}
     is_of_terms = ours == {False}
     is_plain = not ours and all(type(x) is not int or x < 0 for x in marks)
     if is_plain or len(ours) > 1 or (trace.operations and trace.is_of_terms is not is_of_terms):
@@ -376,7 +375,7 @@ def _move_of_terms(
     found = plan(call.name, tuple(kinds), call.keywords, kinds[0].format if call.in_place else None)
     assert found is not None
     format = found.expression.format
-    if not isinstance(format, ExpansionFormat) or format.rounding != "nearest":
+    if format.takes_key:
         return _IMPOSSIBLE
     read, constants = [], []
     for i in found.order:
@@ -413,7 +412,7 @@ def _move_of_numbers(
         name = f"_foreach_{name}"
     if call.in_place:
         target, format = indices[0], stored[0]
-        if kinds[0].is_lifted or not (only_stores(format) or format is _FLOAT32):
+        if kinds[0].is_lifted or not (format.arithmetic == "numbers" or format is _FLOAT32):
             return _IMPOSSIBLE
     else:
         target = len(trace.variables)
@@ -447,9 +446,9 @@ _FLOAT32 = PLAIN[torch.float32]
 def _kind(mark: Any) -> Kind:
     if isinstance(mark, str):
         return kind(NUMBER, None, False, "one" if mark == "one" else "other")
-    if isinstance(mark, PlainFormat):
-        return kind(mark, None, True)
-    return mark.kind if isinstance(mark, _Mark) else kind(mark, "value", True)
+    if isinstance(mark, _Mark):
+        return mark.kind
+    return kind(mark, None if mark.arithmetic == "plain" else "value", True)
 
 
 def _variable(mark: Any) -> Variable:
@@ -495,7 +494,7 @@ def _written(
     results: list[TapedTensor | PendingTensor] = []
     if move.result is not None:
         place = strand, begun + len(holders)
-        made = PendingTensor if isinstance(move.result, PlainFormat) else TapedTensor
+        made = PendingTensor if move.result.arithmetic == "plain" else TapedTensor
         for device, shape, stride in strand.layout:
             results.append(made.result(shape, stride, move.result, device, place))
         holders.append([*map(weakref.ref, results)])

@@ -23,7 +23,6 @@ from mcftensor.dispatch.operands import (
     count_write,
     expansions,
     leading,
-    only_stores,
     overwrite,
     require_castable,
     rounding_key,
@@ -69,14 +68,14 @@ def of_terms(handler: Handler) -> Handler:
 def are_among(column: Sequence[Any]) -> bool:
     """Whether one of a column is only stored."""
     ours = [x for x in column if isinstance(x, MCFTensor)]
-    return any(map(only_stores, set(map(_format, ours))))
+    return any(x.arithmetic == "numbers" for x in set(map(_format, ours)))
 
 
 _format = attrgetter("_format")
 
 
 def _are_among(operands: Any) -> bool:
-    return any(only_stores(x._format) for x in expansions(operands))
+    return any(x._format.arithmetic == "numbers" for x in expansions(operands))
 
 
 def are_numbers(operands: Any) -> bool:
@@ -84,7 +83,7 @@ def are_numbers(operands: Any) -> bool:
     which some share scales, which other kernels do not read."""
     formats = {x._format for x in expansions(operands)}
     return bool(formats) and (
-        all(map(only_stores, formats)) or any(format.shared for format in formats)
+        all(x.arithmetic == "numbers" for x in formats) or any(format.shared for format in formats)
     )
 
 
@@ -172,7 +171,7 @@ def _is_decoded(x: Any) -> bool:
     """Whether a tensor is computed with in a wider type than it is stored in; beside expansions
     plain ones of 16 bits are, too, and written to with one rounding, and what reads as one."""
     if isinstance(x, MCFTensor):
-        return only_stores(x._format) or isinstance(x, LiftedTensor)
+        return x._format.arithmetic == "numbers" or isinstance(x, LiftedTensor)
     return isinstance(x, Tensor) and x.dtype in NARROW and x.layout == torch.strided
 
 
@@ -276,7 +275,7 @@ def _finish(written: Sequence[Tensor]) -> None:
 
 def _dtype_of(x: Tensor) -> torch.dtype:
     """That of its numbers."""
-    if isinstance(x, MCFTensor) and only_stores(x._format):
+    if isinstance(x, MCFTensor) and x._format.arithmetic == "numbers":
         return x._format.result.dtype
     return torch.float32
 

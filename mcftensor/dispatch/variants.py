@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from mcftensor.arithmetic.bases import BASES
 from mcftensor.dispatch import stored
 from mcftensor.dispatch.compute import compute
-from mcftensor.dispatch.operands import expansions, only_stores, plainly
+from mcftensor.dispatch.operands import expansions, plainly
 from mcftensor.dispatch.registry import TABLE, Handler
 from mcftensor.dispatch.writing import assign_tree, require_no_grad, written_to
 from mcftensor.tensor import LiftedTensor, MCFTensor
@@ -145,7 +145,7 @@ def _wide_for(
         if all(x._format.dtype == dtype for x in found):
             return None
     else:
-        are_stored = all(only_stores(x._format) for x in found)
+        are_stored = all(x._format.arithmetic == "numbers" for x in found)
         if dtype.itemsize == 2 or (dtype.itemsize == 4 and are_stored):
             return None
     precision = max(map(_precision, found))

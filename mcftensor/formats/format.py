@@ -7,7 +7,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from mcftensor.arithmetic.wide import Machine, Wide
 from mcftensor.formats.checking import require_codec
 
 F = TypeVar("F", bound="Format")
+
+Arithmetic = Literal["terms", "numbers", "plain"]
 
 SUFFIXES: dict[Rounding, str] = {"nearest": "", "stochastic": "sr", "balanced": "br"}
 """Of the names of formats."""
@@ -92,6 +94,11 @@ class Format:
     components: tuple[Component, ...]
     numbers: Numbers
     rounding: Rounding = "nearest"
+
+    arithmetic: Arithmetic = "numbers"
+    """How operators are carried out: on `"terms"`, which the results have too; on `"numbers"`, by
+    PyTorch, where the format only stores what is computed in plain tensors; or `"plain"`, where a
+    tensor is one already."""
 
     lends: tuple[str, tuple[int, ...]] | None = None
     """Where the leading component is no number by itself: which of the components are, and in which
@@ -284,6 +291,14 @@ class Format:
         elements have some that cannot belong together."""
         return stored, 0
 
+    def rounded(self, number: Number) -> Number:
+        """Return what a number is once it is stored, to nearest, without storing it."""
+        raise NotImplementedError(f"{type(self).__name__}: its numbers are not terms")
+
+    def extends(self, other: Format) -> bool:
+        """Whether components of another format, with zeros behind them, are those of this one."""
+        return False
+
     def moves(self, func: Any) -> bool:
         """Whether an operator that moves elements may act on each component by itself."""
         return True
@@ -299,6 +314,8 @@ def named(name: str) -> Format:
 
 class PlainFormat(Format):
     """A plain tensor: one float, or whatever else a dtype holds."""
+
+    arithmetic = "plain"
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.name = str(dtype).removeprefix("torch.")
@@ -322,6 +339,7 @@ class PlainFormat(Format):
 class ExpansionFormat(Format):
     """Unevaluated sums of floats of one type; `Format(base, terms, rounding)` makes these."""
 
+    arithmetic = "terms"
     base: torch.dtype
     terms: int
 
@@ -365,6 +383,12 @@ class ExpansionFormat(Format):
     def max_exponent(self) -> int:
         """Exponent e of the largest numbers: every finite one is below 2^(e+1)."""
         return BASES[self.base].max_exponent
+
+    def extends(self, other: Format) -> bool:
+        """Whether it has terms of the same float, and as many at least."""
+        if not isinstance(other, ExpansionFormat):
+            return False
+        return other.base == self.base and other.terms <= self.terms
 
     @property
     def full_precision_min(self) -> float:

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.counting import moved
-from mcftensor.formats import Format, PlainFormat
+from mcftensor.formats import Format
 from mcftensor.kernels.columns import Column
 from mcftensor.kernels.shared import BLOCK as SHARING
 from mcftensor.passes.recoding import Flat, decode_columns, encode_columns
 from mcftensor.passes.traces import Operation, Trace
 
 # Elements of rows that are computed on together: on a CPU what its caches hold of some variables.
-TOGETHER, TOGETHER_ON_OTHERS = 1 << 18, 1 << 24
+TOGETHER, TOGETHER_ON_OTHERS = 1 << 19, 1 << 24
 
 
 class _Factor(Protocol):
@@ -255,7 +255,7 @@ class _Computed:
             if i in self._unrounded:
                 numbers = run.views(self._numbers[i], rows, format)
                 components = run.components(i, rows)
-                if isinstance(format, PlainFormat):
+                if format.arithmetic == "plain":
                     torch._foreach_copy_(list(components[0]), list(numbers))
                 else:
                     self._encode(i, numbers, components)
@@ -304,7 +304,7 @@ class _Computed:
     def _read(self, i: int) -> Tensor:
         """The numbers of a variable, as they are or would be stored."""
         format = self._trace.variables[i].format
-        if i in self._unrounded and not (format.is_exact or isinstance(format, PlainFormat)):
+        if i in self._unrounded and not (format.is_exact or format.arithmetic == "plain"):
             self._round(i)
         if i not in self._numbers:
             components = self._rounded.get(i) or self._run.components(i, self._rows)

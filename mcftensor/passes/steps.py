@@ -20,7 +20,7 @@ from mcftensor.arithmetic.noise import noise_of
 from mcftensor.arithmetic.numbers import Number, Numbers
 from mcftensor.arithmetic.terms import Network
 from mcftensor.arithmetic.wide import Machine
-from mcftensor.formats import Format, PlainFormat, named
+from mcftensor.formats import Format, named
 from mcftensor.kernels import Body, Column, Columns, Scalar, run
 from mcftensor.kernels.columns import columns_of, regroup
 from mcftensor.kernels.opaque import opaque
@@ -191,7 +191,7 @@ def _on_device(formula: Callable[..., Sequence[Any]], device: torch.device) -> B
 def numbers_for(formats: Sequence[Format]) -> Numbers:
     """The kind of numbers in which a step is computed whose gradient, parameter and states are in
     these formats."""
-    own = [f for f in formats if not isinstance(f, PlainFormat)]
+    own = [f for f in formats if f.arithmetic != "plain"]
     networks = [f.numbers for f in own if isinstance(f.numbers, Network)]
     if networks:
         return max(networks, key=lambda x: x.terms)
@@ -199,7 +199,7 @@ def numbers_for(formats: Sequence[Format]) -> Numbers:
     # a float32 itself others, too.
     limit = 4 if all(f.result is not f for f in own) else 2
     narrow = all(f.numbers.dtype == torch.float32 for f in own) and all(
-        f.dtype.itemsize <= limit for f in formats[1:] if isinstance(f, PlainFormat)
+        f.dtype.itemsize <= limit for f in formats[1:] if f.arithmetic == "plain"
     )
     return Machine(torch.float32 if own and narrow else torch.float64)
 

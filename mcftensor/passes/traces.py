@@ -21,7 +21,7 @@ from mcftensor.arithmetic.formulas import OPERATIONS
 from mcftensor.arithmetic.numbers import Number, Numbers
 from mcftensor.arithmetic.terms import Network
 from mcftensor.arithmetic.wide import Machine
-from mcftensor.formats import PLAIN, ExpansionFormat, Format
+from mcftensor.formats import PLAIN, Format
 from mcftensor.kernels import Body, Signature
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ _MOST = 256
 
 def longest(format: Format) -> int:
     """Operations that a trace with results in a format may have."""
-    if not isinstance(format, ExpansionFormat):
+    if format.arithmetic != "terms":
         return LONGEST_OF_STORED
     return LONGEST_OF_NETWORKS if isinstance(format.numbers, Network) else LONGEST
 
@@ -107,7 +107,7 @@ class Trace:
         self.written = tuple(sorted({x.target for x in operations}))
         limits = [longest(x.format) for x in operations]
         self.is_full = bool(limits) and len(operations) >= min(limits)
-        self.is_of_terms = any(isinstance(x.format, ExpansionFormat) for x in operations)
+        self.is_of_terms = any(x.format.arithmetic == "terms" for x in operations)
         self.made: dict[Hashable, Any] = {}
         self._goes_on: set[Hashable] = set()
 
@@ -169,7 +169,6 @@ class Trace:
             ]
             entered: dict[tuple[int, Numbers], Number] = {}
             for name, format, operands, target, *_ in self.operations:
-                assert isinstance(format, ExpansionFormat)
                 for i in operands:
                     if (i, format.numbers) not in entered:
                         floats = self.variables[i].format.decode(stored[i])

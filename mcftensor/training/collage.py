@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from mcftensor.convert import as_expansion, as_plain, as_state
 from mcftensor.formats import (
-    BlockFormat,
     Format,
     bf16i16,
     require_format,
@@ -288,7 +287,7 @@ class _Plan:
             # With dampening the two are not the same.
             if is_sgd and group["momentum"] and not group["dampening"]:
                 wanted = self._wanted("momentum_buffer", p, format, ())
-                if isinstance(wanted, Format):
+                if wanted is not None and wanted is not _AS_IT_IS:
                     states[p]["momentum_buffer"] = as_expansion(torch.zeros_like(p), wanted)
 
     def after_initializing(self, optimizer: Optimizer, group: dict[str, Any], found: Any) -> None:
@@ -319,9 +318,11 @@ class _Plan:
         wanted = self.named.get(name, self.others)
         if wanted is _OWN:
             return own.of_states
-        if isinstance(wanted, BlockFormat) and p.dim() < 2:
-            return bf16i16
-        return compact_format(name, p.shape, names) if wanted is _COMPACT else wanted
+        if wanted is _COMPACT:
+            return compact_format(name, p.shape, names)
+        if wanted is None or wanted is _AS_IT_IS:
+            return wanted
+        return bf16i16 if wanted.shared and p.dim() < 2 else wanted
 
     def _convert(self, p: Tensor, own: Format, state: dict[str, Any]) -> None:
         if self.unchecked and state:
@@ -382,7 +383,7 @@ def _require_base(name: str, format: Format, formats: list[Format]) -> None:
 
 
 def _require_fit(name: str, format: Format) -> None:
-    if not isinstance(format, BlockFormat):
+    if not format.shared:
         return
     reason = WIDE.get(name)
     if name in FIRST_MOMENTS and format.nearest is ue5m3.nearest:

@@ -147,7 +147,7 @@ def widened(x: Tensor, parameter: Tensor, name: str) -> Tensor:
     if name == "step" or not x.is_floating_point():
         return x.clone()
     wide = wide_type(parameter)
-    if isinstance(wide, Format) and x.shape == parameter.shape and name != "grad":
+    if not isinstance(wide, torch.dtype) and x.shape == parameter.shape and name != "grad":
         return on_local(_terms_of, x, wide)
     if format_of(x):
         return as_plain(x, torch.float64)

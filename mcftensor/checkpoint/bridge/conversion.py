@@ -22,7 +22,7 @@ from mcftensor.checkpoint.shards import size_in_bytes
 from mcftensor.checkpoint.state_dicts import as_terms
 from mcftensor.convert import as_plain, for_shape, value_in
 from mcftensor.dispatch.operands import after
-from mcftensor.formats import PLAIN, Format, PlainFormat, bf16i16, named
+from mcftensor.formats import PLAIN, Format, bf16i16, named
 from mcftensor.tensor import MCFTensor
 from mcftensor.training.moments import compact_format
 
@@ -245,7 +245,7 @@ def _format_of_state(
     """Return the format that a state becomes, given the names of all states of its parameter."""
     own = _own(entry)
     is_float = own.dtype.is_floating_point and own.dtype.itemsize > 1
-    if compact and entry.shape and (is_float or not isinstance(own, PlainFormat)):
+    if compact and entry.shape and (is_float or own.arithmetic != "plain"):
         moment = compact_format(key, entry.shape, names)
         if moment is not None:
             return moment
@@ -253,7 +253,7 @@ def _format_of_state(
 
 
 def _is_wide(entry: Entry) -> bool:
-    return not isinstance(entry.format, PlainFormat) or entry.format.dtype in _WIDE
+    return _own(entry).arithmetic != "plain" or entry.format.dtype in _WIDE
 
 
 def _size(entry: Entry) -> int:
@@ -262,7 +262,7 @@ def _size(entry: Entry) -> int:
 
 def _likes(name: str, shape: torch.Size, format: Format) -> dict[str, Tensor]:
     """What `as_terms` gives of a tensor, without data: components, and what stands beside them."""
-    if isinstance(format, PlainFormat):
+    if format.arithmetic == "plain":
         return {name: torch.empty(shape, dtype=format.dtype, device="meta")}
     none = torch.Size([0, 0])  # which has rows
     empty = [torch.empty(x.shape(none), dtype=x.dtype) for x in format.components]
@@ -293,13 +293,13 @@ def _recoded(name: str, x: Tensor, source: Format, target: Format) -> tuple[Tens
         return _components_of(y)
 
     parts = in_blocks(convert, [x], [component.dtype for component in target.components])
-    if isinstance(target, PlainFormat):
+    if target.arithmetic == "plain":
         return parts[0], lost
     return MCFTensor.of(parts, target, writes=after(target, first)), lost
 
 
 def _in(format: Format, x: Tensor, count: Tensor) -> Tensor:
-    if isinstance(format, PlainFormat):
+    if format.arithmetic == "plain":
         return as_plain(x, format.dtype)
     return value_in(x, format, count)
 
@@ -323,6 +323,6 @@ def _components_of(x: Tensor) -> Sequence[Tensor]:
 def _repair(format: Format) -> str:
     if format == PLAIN[torch.float32]:
         return "mcf.bf16i16 holds every float32"
-    if isinstance(format, PlainFormat):
+    if format.arithmetic == "plain":
         return "mcf.fp64x2 holds every float64"
     return f"keep {format.name}, or take one with more bits"

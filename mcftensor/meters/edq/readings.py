@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from mcftensor.convert import as_plain
-from mcftensor.formats import ExpansionFormat
 from mcftensor.meters.edq.state_readings import COLUMNS as STATE_COLUMNS
 from mcftensor.meters.edq.state_readings import state_sums
 from mcftensor.scaling import ScaledTensor
@@ -263,6 +262,6 @@ def _parts(x: Tensor) -> Sequence[Tensor]:
     if isinstance(x, ScaledTensor):
         leading = ScaledTensor.of(x.components[:1], x.exponent, x.format.lead).to_plain()
         return leading, x.to_plain() - leading
-    if not isinstance(x, MCFTensor) or isinstance(x.format, ExpansionFormat):
+    if not isinstance(x, MCFTensor) or x.format.arithmetic == "terms":
         return _components(x)
     return x.lent, x._collapsed() - x.lent

@@ -1,0 +1,41 @@
+"""The format of a result whose operands are in several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mcftensor.formats.format import MAX_TERMS, ExpansionFormat, Format
+
+
+def require_one_base(name: str, formats: Sequence[Format]) -> None:
+    """Raise ValueError for formats of unlike bases."""
+    if len(formats) > 1 and len({f.dtype for f in formats if f.arithmetic != "numbers"}) > 1:
+        # Not a TypeError: Python's operators would hide its message.
+        raise ValueError(
+            f"{name}: expansions in {' and '.join(sorted({f.name for f in formats}))}, whose terms "
+            "are of unlike types. Convert one: copy_() it into an expansion of the other, or "
+            "mcf.as_expansion(x, format); states of an optimizer stay as they were when its "
+            "parameters are converted, so make the optimizer anew"
+        )
+
+
+def promoted(name: str, formats: Sequence[Format]) -> Format:
+    """Return the format of a result of operands in these formats: that of most terms, rounded in
+    the first way that is not to nearest.
+
+    The longest formats are rounded to nearest alone. A format that only stores counts as a plain
+    tensor beside others.
+
+    Raises:
+        ValueError: expansions of unlike bases.
+    """
+    first = formats[0]
+    if all(f is first for f in formats):
+        return first
+    require_one_base(name, formats)
+    of_terms = [f for f in formats if isinstance(f, ExpansionFormat)]
+    if not of_terms:
+        return max(formats, key=lambda f: f.precision)
+    terms = max(f.terms for f in of_terms)
+    roundings = [f.rounding for f in of_terms if f.takes_key and terms < MAX_TERMS]
+    return Format(of_terms[0].base, terms, *roundings[:1])
