@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mcftensor.dispatch.operators import Number
 from mcftensor.formats import PLAIN, Format
-from mcftensor.formats.promotion import promoted
+from mcftensor.formats.promotion import longest_format
 from mcftensor.kernels.opaque import is_bare
 from mcftensor.passes.recoding import collapse, key_for, recode
 from mcftensor.tensor.tensor import COMPONENTS, LiftedTensor, MCFTensor, Role
@@ -110,7 +110,7 @@ def common_format(name: str, operands: Sequence[Any]) -> Format:
     Raises:
         ValueError: expansions of unlike bases.
     """
-    return promoted(name, [x._format for x in expansions(operands)])
+    return longest_format(name, [x._format for x in expansions(operands)])
 
 
 def require_dense(operand: Tensor) -> None:

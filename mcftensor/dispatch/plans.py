@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mcftensor.dispatch.operators import OPERATORS, Number
 from mcftensor.formats import PLAIN, Format
-from mcftensor.formats.promotion import promoted, require_one_base
+from mcftensor.formats.promotion import longest_format, require_one_base
 from mcftensor.kernels import Body, Signature
 from mcftensor.passes.expressions import NUMBER, Expression, on_whole
 from mcftensor.tensor.tensor import LiftedTensor, MCFTensor, Role
@@ -117,7 +117,7 @@ def plan(
     ):
         return None
     if target is None:
-        format = promoted(name, formats).result
+        format = longest_format(name, formats).result
     else:
         format = target
         require_one_base(name, [target, *formats])

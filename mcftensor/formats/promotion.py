@@ -19,7 +19,7 @@ def require_one_base(name: str, formats: Sequence[Format]) -> None:
         )
 
 
-def promoted(name: str, formats: Sequence[Format]) -> Format:
+def longest_format(name: str, formats: Sequence[Format]) -> Format:
     """Return the format of a result of operands in these formats: that of most terms, rounded in
     the first way that is not to nearest.
 
