@@ -9,15 +9,14 @@ of 32 or 64 bits, 0 or -1. Integers wrap around, and products and sums must not 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from mcftensor.kernels.printer import COMMON, Dialect, Printer
-from mcftensor.kernels.program import COMPUTED, Program, varying
+from mcftensor.kernels.printer import COMMON, Copy, Dialect, Printer
+from mcftensor.kernels.program import COMPUTED, Program
 from mcftensor.kernels.shared import BLOCK
 
 # Elements a thread is worth starting for; as many as PyTorch's own.
@@ -51,14 +50,14 @@ _DIALECT = Dialect(
     loaded={torch.uint8: "int32", torch.uint16: "int32"},  # after zeros
     operations=COMMON
     | {
-        "vector": "load<U>(in{0} + i, n)",
-        ("vector", torch.int64): "load<UL>(in{0} + i, n)",
-        ("vector", torch.float64): "load<UL>(in{0} + i, n)",
-        "shared": "all<U>(in{0}[i / SHARING])",
+        "vector": "load<U>(in{0} + {i}, n)",
+        ("vector", torch.int64): "load<UL>(in{0} + {i}, n)",
+        ("vector", torch.float64): "load<UL>(in{0} + {i}, n)",
+        "shared": "all<U>(in{0}[{first} / SHARING])",
         "block_max": "block_max({0})",
         "scalar": "entered<{type}>(scalar{0})",
-        "index": "counted<L>() + i",
-        ("index", torch.int32): "counted<I>() + int32_t(i)",
+        "index": "counted<L>() + {i}",
+        ("index", torch.int32): "counted<I>() + int32_t({i})",
         "to": "to<{type}>({0})",
         "where": "choose({0}, {1}, {2})",
         "abs": "magnitude({0})",
@@ -71,6 +70,11 @@ _DIALECT = Dialect(
         ("xor", torch.bool): "{0} ^ like({0}, {1})",
         ("eq", torch.bool): "{0} == like({0}, {1})",
     },
+)
+
+_IN_PAIRS = dataclasses.replace(
+    _DIALECT,
+    operations={**_DIALECT.operations, "vector": "{half}_of_pair(in{0} + {first})"},
 )
 
 _PRELUDE = """\
@@ -164,6 +168,8 @@ INLINE U pair(const uint16_t *p) {
   __builtin_memcpy(&both, p, sizeof both);
   return both;
 }
+INLINE U first_of_pair(const uint16_t *p) { return pair(p) & 0xffff; }
+INLINE U second_of_pair(const uint16_t *p) { return pair(p) >> 16; }
 INLINE void store_pair(uint16_t *p, U first, U second) {
   U both = (first & 0xffff) | second << 16;
   __builtin_memcpy(p, &both, sizeof both);
@@ -397,24 +403,23 @@ def source(program: Program, width: int) -> str:
         else:
             names.append(f"const double scalar{i} = number[{scalars} * count];")
             scalars += 1
-    printer, varies = Printer(program, _DIALECT), varying(program.instructions)
-    before, body = printer.lines(varies)
-    for i, place in enumerate(program.results):
-        pattern = printer.pattern(place)
-        if signature.shares(i):
-            body.append(f"out{i}[i / SHARING] = {pattern}[0];")
-        else:
-            body.append(f"store(out{i} + i, {pattern}, n);")
-    inside = itertools.compress(program.instructions, varies)
+    plain = Printer(program, _DIALECT, Copy(words={"i": "i", "first": "i"}))
+    inside = itertools.compress(program.instructions, plain.varies)
     lanes = width // max(4, *(x.dtype.itemsize for x in inside))
     alone = BLOCK // lanes if signature.shared else 1
     blocks = max(_blocks(len(program.instructions)), alone)
-    weave = _Weave(blocks, alone, _in_pairs(program) and blocks > 1, varies)
+    in_pairs = blocks > 1 and _in_pairs(program)
+    size, dialect = (2, _IN_PAIRS) if in_pairs else (alone, _DIALECT)
+    groups = [
+        _lines(program, [Printer(program, dialect, x) for x in _copies(first, size)], in_pairs)
+        for first in range(0, blocks, size)
+    ]
+    body = groups[0] if signature.shared else _lines(program, [plain])
     loop = _LOOP.format(
         names=_indented(names, 2),
-        before=_indented(before, 2),
-        body=_indented(_Weave(alone, alone, False, varies).lines(body) if alone > 1 else body, 4),
-        interleaved=_indented(weave.lines(body, _BEHIND if _waits(program) else 0), 4),
+        before=_indented(plain.lines(varying=False), 2),
+        body=_indented(_woven([body]), 4),
+        interleaved=_indented(_woven(groups, size * _BEHIND if _waits(program) else 0), 4),
         blocks=blocks,
         rest=_indented((_SHARING_REST if signature.shared else _REST).splitlines(), 2),
     )
@@ -447,72 +452,43 @@ def _waits(program: Program) -> bool:
     return any(x.name in ("div", "sqrt") for x in program.instructions)
 
 
-_LOAD = re.compile(r"const auto p(\d+) = load<U>\((in\d+) \+ i, n\);")
-_STORE = re.compile(r"store\((out\d+) \+ i, (.*), n\);")
+def _copies(first: int, size: int) -> list[Copy]:
+    """The copies of a group of blocks of lanes, whose elements share a scale or come in pairs."""
+    places = [f"(i + {k} * LANES)" for k in range(first, first + size)]
+    suffixes = [f"_{k}" for k in range(first, first + size)]
+    return [
+        Copy(suffix, {"i": place, "first": places[0], "half": ("first", "second")[k % 2]}, suffixes)
+        for k, (suffix, place) in enumerate(zip(suffixes, places, strict=True))
+    ]
 
 
-@dataclass(frozen=True)
-class _Weave:
-    """The lines of a program for blocks of lanes that are computed together.
+def _lines(
+    program: Program, printers: Sequence[Printer], in_pairs: bool = False
+) -> list[Sequence[str]]:
+    """The loop's body for a group of blocks: at each place one line for every block, or one for
+    all."""
+    lines: list[Sequence[str]] = list(zip(*(x.lines(varying=True) for x in printers), strict=True))
+    words = [x.copy.words for x in printers]
+    for i, place in enumerate(program.results):
+        patterns = [x.pattern(place) for x in printers]
+        if program.signature.shares(i):
+            lines.append([f"out{i}[{words[0]['first']} / SHARING] = {patterns[0]}[0];"])
+        elif in_pairs:
+            lines.append([f"store_pair(out{i} + {words[0]['first']}, {', '.join(patterns)});"])
+        else:
+            both = zip(words, patterns, strict=True)
+            lines.append([f"store(out{i} + {at['i']}, {pattern}, n);" for at, pattern in both])
+    return lines
 
-    Attributes:
-        blocks: how many.
-        alone: of which so many make a block that shares something.
-        in_pairs: whether two blocks have their elements in turn.
-        varies: which instructions are not the same for all elements.
-    """
 
-    blocks: int
-    alone: int
-    in_pairs: bool
-    varies: Sequence[bool]
-
-    def lines(self, body: Sequence[str], behind: int = 0) -> list[str]:
-        """Those of the body, each for all blocks, or later for later ones."""
-        group = 2 if self.in_pairs else self.alone
-        placed: list[tuple[int, str]] = []
-        for row, line in enumerate(body):
-            load, store = _LOAD.fullmatch(line), _STORE.fullmatch(line)
-            for k in range(0, self.blocks, self.alone if line.startswith("out") else 1):
-                text = self._copied(line, k)
-                if self.in_pairs and load:
-                    text = self._part(load[1], load[2], k)
-                elif self.in_pairs and store:
-                    if k % 2:
-                        continue
-                    first, second = (self._copied(store[2], block) for block in (k, k + 1))
-                    text = f"store_pair({store[1]} + (i + {k} * LANES), {first}, {second});"
-                placed.append((row + behind * (k // group * group), text))
-        return [text for _, text in sorted(placed, key=lambda x: x[0])]
-
-    def _part(self, place: str, source: str, block: int) -> str:
-        """What a block reads of a pair."""
-        if block % 2:
-            return f"const auto p{place}_{block} = both{place}_{block - 1} >> 16;"
-        both = f"both{place}_{block}"
-        return (
-            f"const auto {both} = pair({source} + (i + {block} * LANES)), "
-            f"p{place}_{block} = {both} & 0xffff;"
-        )
-
-    def _copied(self, line: str, block: int) -> str:
-        """A line of the body for one of the blocks."""
-
-        def renamed(name: re.Match[str]) -> str:
-            if re.search(r"_\d+$", name[0]):
-                return name[0]
-            return f"{name[0]}_{block}" if self.varies[int(name[1])] else name[0]
-
-        first = block // self.alone * self.alone
-
-        def of_all(call: re.Match[str]) -> str:
-            blocks = range(first, first + self.alone)
-            return f"block_max({', '.join(f'{call[1]}_{k}' for k in blocks)})"
-
-        line = re.sub(r"\bblock_max\((v\d+)\)", of_all, line)
-        line = line.replace("[i / SHARING]", f"[(i + {first} * LANES) / SHARING]")
-        line = re.sub(r"\b[pv](\d+)(?:_\d+)?\b", renamed, line)
-        return re.sub(r"\bi\b(?! \+ \d+ \* LANES)", f"(i + {block} * LANES)", line)
+def _woven(groups: Sequence[Sequence[Sequence[str]]], behind: int = 0) -> list[str]:
+    """The lines of groups of blocks in turn; each group is so many lines behind the one before."""
+    places = [
+        (row + behind * number, row, number)
+        for number, lines in enumerate(groups)
+        for row in range(len(lines))
+    ]
+    return [line for _, row, number in sorted(places) for line in groups[number][row]]
 
 
 def _indented(lines: Sequence[str], places: int) -> str:

@@ -16,7 +16,14 @@ from typing import Any
 
 import torch
 
-from mcftensor.kernels.program import COMPUTED, Instruction, Place, Program, last_zeros
+from mcftensor.kernels.program import (
+    COMPUTED,
+    Instruction,
+    Place,
+    Program,
+    last_zeros,
+    varying,
+)
 
 Key = str | tuple[str, torch.dtype]
 
@@ -50,8 +57,9 @@ class Dialect:
     """How a language says what programs do.
 
     In the text of an operation `{0}`, `{1}`, ... are its operands and `{type}` the type of its
-    result; where one with the type of its operands is given, it goes before. Some types' patterns
-    may be those of others as they come from memory.
+    result; other names are words of the `Copy` that is printed. Where an operation with the type of
+    its operands is given, it goes before. Some types' patterns may be those of others as they come
+    from memory.
     """
 
     types: Mapping[torch.dtype, str]
@@ -61,48 +69,72 @@ class Dialect:
     loaded: Mapping[torch.dtype, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Copy:
+    """One copy of a program's lines. A language prints several where it computes on several sets of
+    elements together.
+
+    Attributes:
+        suffix: the end of the names of values that vary from element to element.
+        words: the words of a copy in the text of operations.
+        sharing: the suffixes of the copies whose elements share a scale with those of this one.
+    """
+
+    suffix: str = ""
+    words: Mapping[str, Any] = field(default_factory=dict)
+    sharing: Sequence[str] = ("",)
+
+
 class Printer:
     """The lines of a program: `p3` is the pattern of instruction 3, and `v3` its value."""
 
-    def __init__(self, program: Program, dialect: Dialect) -> None:
+    def __init__(self, program: Program, dialect: Dialect, copy: Copy | None = None) -> None:
         self.instructions = program.instructions
         self.dialect = dialect
+        self.copy = copy or Copy()
+        self.varies = varying(program.instructions)
         self._zeros = last_zeros(program.instructions)
 
-    def lines(self, varies: Sequence[bool]) -> tuple[list[str], list[str]]:
-        """Those that are the same for all elements, and those that are not."""
-        parts: tuple[list[str], list[str]] = [], []
-        for i, x in enumerate(self.instructions):
-            for name, value in self._values(i, x):
-                parts[varies[i]].append(self.dialect.assignment.format(name=name, value=value))
-        return parts
+    def lines(self, *, varying: bool) -> list[str]:
+        """The lines of values that vary from element to element, or of the others."""
+        return [
+            self.dialect.assignment.format(name=name, value=value)
+            for i, x in enumerate(self.instructions)
+            if self.varies[i] == varying
+            for name, value in self._values(i, x)
+        ]
+
+    def _name(self, kind: str, place: int, suffix: str | None = None) -> str:
+        suffix = self.copy.suffix if suffix is None else suffix
+        return f"{kind}{place}{suffix}" if self.varies[place] else f"{kind}{place}"
 
     def _values(self, place: int, x: Instruction) -> Iterator[tuple[str, str]]:
+        pattern, value = self._name("p", place), self._name("v", place)
         if x.name not in ("vector", "shared", "bits"):
-            yield f"v{place}", self._value(x)
+            yield value, self._value(x)
             return
         if x.name in ("vector", "shared"):
-            yield f"p{place}", self._operation(x.name, x.dtype, x.dtype, str(x.operands[0]))
+            yield pattern, self._operation(x.name, x.dtype, x.dtype, str(x.operands[0]))
         else:
-            yield f"p{place}", self.pattern(x.operands[0])
+            yield pattern, self.pattern(x.operands[0])
         name = name_of(x.dtype)
         if x.name != "bits":
             name = self.dialect.loaded.get(x.dtype, name)
         elif x.dtype == torch.float32 and self._zeros[place] >= _SHORT:
             name = "short"
-        yield f"v{place}", f"{name}_value(p{place})"
+        yield value, f"{name}_value({pattern})"
 
     def pattern(self, place: Place) -> str:
         """The bits of a result as memory holds them; those that were never computed with as they
         came, NaNs too."""
         x, name = self.instructions[place.index], name_of(self.instructions[place.index].dtype)
         if x.name in ("vector", "shared", "bits"):
-            return f"p{place.index}"
+            return self._name("p", place.index)
         if x.name == "to" and not x.dtype.is_floating_point:
             of = self.instructions[x.operands[0].index].dtype
             if COMPUTED[of] == COMPUTED[x.dtype] == torch.int32:  # of which memory has the last
-                return f"{name}_bits(v{x.operands[0].index})"
-        return f"{name}_bits(v{place.index})"
+                return f"{name}_bits({self._name('v', x.operands[0].index)})"
+        return f"{name}_bits({self._name('v', place.index)})"
 
     def _value(self, x: Instruction) -> str:
         if x.name in ("scalar", "index"):
@@ -113,6 +145,9 @@ class Printer:
         of = self.instructions[places[0].index].dtype
         own = of if x.dtype == torch.bool else x.dtype
         operands = [self._text(o, own) for o in x.operands]
+        if x.name == "block_max":
+            of_each = [self._name("v", places[0].index, suffix) for suffix in self.copy.sharing]
+            operands = [", ".join(of_each)]
         if x.name not in ("to", "narrow"):
             value = self._operation(x.name, own, x.dtype, *operands)
         elif COMPUTED[of] == COMPUTED[x.dtype]:
@@ -126,11 +161,12 @@ class Printer:
     def _operation(self, name: str, of: torch.dtype, dtype: torch.dtype, *operands: str) -> str:
         operations = self.dialect.operations
         text = operations.get((name, of)) or operations[name]
-        return text.format(*operands, type=self.dialect.types[COMPUTED[dtype]])
+        type_ = self.dialect.types[COMPUTED[dtype]]
+        return text.format(*operands, type=type_, **self.copy.words)
 
     def _text(self, operand: Any, dtype: torch.dtype) -> str:
         if isinstance(operand, Place):
-            return f"v{operand.index}"
+            return self._name("v", operand.index)
         wide = torch.float64 if dtype.is_floating_point else torch.int64
         # As eager PyTorch would round it, or wrap it around.
         return self.dialect.constant(torch.tensor(operand, dtype=wide).to(dtype).item(), dtype)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from mcftensor.kernels.printer import COMMON, Dialect, Printer, name_of
-from mcftensor.kernels.program import COMPUTED, Program, varying
+from mcftensor.kernels.program import COMPUTED, Program
 from mcftensor.kernels.shared import BLOCK as SHARING
 
 # Elements that a block of threads works on.
@@ -274,8 +274,7 @@ def source(program: Program, on_device: Sequence[bool], rounds: bool) -> str:
     for i, (dtype, there) in enumerate(zip(signature.scalars, on_device, strict=True)):
         lines.append(f"scalar{i} = {_scalar(i, dtype, there)}")
     printer = Printer(program, _DIALECT)
-    for part in printer.lines(varying(program.instructions)):
-        lines += part
+    lines += printer.lines(varying=False) + printer.lines(varying=True)
     for i, place in enumerate(program.results):
         pattern = printer.pattern(place)
         if signature.shares(i):
