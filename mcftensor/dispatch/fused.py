@@ -6,6 +6,7 @@ Lists may mix formats, plain parameters and plain states. Gradients are unscaled
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -24,92 +25,138 @@ from mcftensor.formats import PLAIN, Format
 from mcftensor.formats.promotion import require_one_base
 from mcftensor.kernels.columns import places_of
 from mcftensor.kernels.opaque import is_bare
-from mcftensor.passes.steps import step_, take, unscale_
+from mcftensor.passes.steps import RULES, step_, take, unscale_
 from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
 aten = torch.ops.aten
 
-# The formats of a parameter, its gradient and its states.
+# The formats of a gradient, its parameter and its states.
 Formats = tuple[Format, ...]
 
-# By torch's name: the rule of ours, and what it calls torch's decay of weights.
-_RULES = {
-    "_fused_adam_": ("adam", "l2"),
-    "_fused_adamw_": ("adam", "decay"),
-    "_fused_sgd_": ("sgd", "l2"),
-    "_fused_adagrad_": ("adagrad", "l2"),
-}
 
+@dataclass(frozen=True)
+class StepCall:
+    """A call of a fused step by names: lists of tensors, of which each parameter has a row.
 
-@implements(
-    aten._fused_adam_,  # Adam with fused=True
-    aten._fused_adamw_,  # AdamW with fused=True
-    aten._fused_sgd_,  # SGD with fused=True
-    aten._fused_adagrad_,  # Adagrad with fused=True
-)
-def fused_step(func: Any, *lists: list[Tensor], **options: Any) -> None:
-    """A step of ours for what holds an expansion, and torch's own for the rest.
-
-    The lists are of parameters, gradients, states and, but for SGD, counts of steps.
+    Attributes:
+        name: the name of PyTorch's operator.
+        params: the parameters.
+        grads: their gradients.
+        states: the lists of states by their names; a list that this step does not need is empty.
+        counts: how many steps each parameter has taken, this one counted; empty for SGD.
+        options: the settings by PyTorch's names.
     """
-    params, grads, *others = lists
-    if LiftedTensor in map(type, grads):
-        lists = (params, [_plain_gradient(x) for x in grads], *others)
-    if len(set(map(id, params))) < len(params):  # a parameter given twice takes two steps
-        for i in range(len(params)):
-            fused_step(func, *[x[i : i + 1] for x in lists], **options)
-        return
-    if options.get("is_first_step") and options.get("found_inf") is not None:
-        for buffer in lists[2]:  # which SGD makes without values, and a skipped step leaves so
-            buffer.zero_()
-    rule, decay = _RULES[func.overloadpacket.__name__]
-    if options.get("amsgrad") is False:
-        lists = (*lists[:4], [], lists[-1])
-    quantities = lists if rule == "sgd" else lists[:-1]
-    groups = _groups([x for x in quantities if x])
+
+    name: str
+    params: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    states: dict[str, Sequence[Tensor]]
+    counts: Sequence[Tensor]
+    options: dict[str, Any]
+
+    @staticmethod
+    def of(name: str, lists: Sequence[Sequence[Tensor]], options: dict[str, Any]) -> StepCall:
+        """The lists of a call in PyTorch's order, by names."""
+        params, grads, *others = lists
+        names = RULES[name].states
+        states, counts = dict(zip(names, others, strict=False)), others[len(names) :]
+        if options.get("amsgrad") is False:
+            states["max_exp_avg_sqs"] = []
+        if LiftedTensor in map(type, grads):
+            grads = [_plain_gradient(x) for x in grads]
+        return StepCall(name, params, grads, states, counts[0] if counts else [], options)
+
+    def rows(self, chosen: Sequence[int]) -> StepCall:
+        """The call of some of the parameters."""
+        if len(chosen) == len(self.params):
+            return self
+
+        def of(column: Sequence[Tensor]) -> Sequence[Tensor]:
+            return [column[i] for i in chosen] if column else []
+
+        states = {name: of(x) for name, x in self.states.items()}
+        return StepCall(
+            *(self.name, of(self.params), of(self.grads), states, of(self.counts), self.options)
+        )
+
+    def lists(self) -> list[Sequence[Tensor]]:
+        """The lists in PyTorch's order."""
+        counts = [] if RULES[self.name].by_step is None else [self.counts]
+        return [self.params, self.grads, *self.states.values(), *counts]
+
+    def written(self) -> list[Sequence[Tensor]]:
+        """The lists that the step writes to."""
+        return [self.params, *filter(len, self.states.values())]
+
+    def settings(self) -> dict[str, Any]:
+        """The numbers that have an effect, by our names."""
+        names = {"weight_decay": RULES[self.name].decay, "is_first_step": "first"}
+        return {
+            names.get(name, name): x
+            for name, x in self.options.items()
+            if name == "lr" or isinstance(x, Tensor) or x not in (None, 0)
+        }
+
+
+@implements(*(getattr(aten, name) for name in RULES))  # optimizers with fused=True
+def fused_step(func: Any, *lists: Sequence[Tensor], **options: Any) -> None:
+    """A step of ours for what holds an expansion, and torch's own for the rest."""
+    call = StepCall.of(func.overloadpacket.__name__, lists, options)
+    count = len(call.params)
+    if len(set(map(id, call.params))) == count:
+        _step(func, call)
+    else:  # a parameter given twice takes two steps
+        for i in range(count):
+            _step(func, call.rows([i]))
+
+
+def _step(func: Any, call: StepCall) -> None:
+    """The step of parameters that are all different."""
+    scale, found_inf = call.options.get("grad_scale"), call.options.get("found_inf")
+    if call.options.get("is_first_step") and found_inf is not None:
+        for buffer in call.states["momentum_buffer_list"]:
+            buffer.zero_()  # SGD makes it without values, and a skipped step leaves it so
+    groups = _groups([call.grads, *call.written()])
     for formats in groups:  # before anything is written
         require_one_base("fused step", [f for f in formats if f.arithmetic != "plain"])
-    keys = _keys(groups, [x for x in (params, *quantities[2:]) if x])
-    names = {"weight_decay": decay, "is_first_step": "first"}
-    numbers = {
-        names.get(name, name): x
-        for name, x in options.items()
-        if name == "lr" or isinstance(x, Tensor) or x not in (None, 0)  # others have no effect
-    }
-    scale = options.get("grad_scale")
-    scaled: list[tuple[list[Tensor], Format]] = []
+    keys = _keys(groups, call.written())
+    settings = call.settings()
+    taken: list[tuple[list[Tensor], Format]] = []
     for formats, rows in groups.items():
-        own = lists
-        if len(groups) > 1:
-            own = tuple([x[i] for i in rows] if x else [] for x in lists)
+        part = call.rows(rows)
         if all(f.arithmetic == "plain" for f in formats):
-            func(*own, **options)
+            func(*part.lists(), **part.options)
             continue
-        found = [x for x in own[: len(quantities)] if x]
-        parts = [component_columns(x, f) for x, f in zip(found, formats, strict=True)]
-        parameters, gradients, *states = parts
-        scaled.append(([x for column in gradients for x in column], formats[1]))
-        targets = [*parameters, *chain(*states)]
-        order = (formats[1], formats[0], *formats[2:])
-        steps = [] if rule == "sgd" else own[-1]
-        own_keys = [keys[i] for i in rows if i in keys]
-        if is_bare(*gradients, *targets, steps, own_keys, list(numbers.values())):
-            take(rule, order, gradients, targets, steps, own_keys, numbers)
-        else:
-            step_(
-                rule,
-                [f.name for f in order],
-                [*chain(*targets)],
-                [*chain(*gradients)],
-                steps,
-                own_keys,
-                [*numbers],
-                list(map(plain, numbers.values())),
-            )
-        count_write(list(chain(found[0], *found[2:])))
+        gradients = _take(part, formats, [keys[i] for i in rows if i in keys], settings)
+        taken.append(([*chain(*gradients)], formats[0]))
     if scale is not None:
-        for flat, format in scaled:
+        for flat, format in taken:
             unscale_(flat, format.name, scale)
+
+
+def _take(
+    call: StepCall, formats: Formats, keys: list[Tensor], settings: dict[str, Any]
+) -> list[Sequence[Tensor]]:
+    """Take the step of parameters in the same formats; return the components of the gradients."""
+    written = call.written()
+    gradients = component_columns(call.grads, formats[0])
+    columns = [component_columns(x, f) for x, f in zip(written, formats[1:], strict=True)]
+    targets = [*chain(*columns)]
+    if is_bare(*gradients, *targets, call.counts, keys, list(settings.values())):
+        take(call.name, formats, gradients, targets, call.counts, keys, settings)
+    else:
+        step_(
+            call.name,
+            [f.name for f in formats],
+            [*chain(*targets)],
+            [*chain(*gradients)],
+            call.counts,
+            keys,
+            [*settings],
+            list(map(plain, settings.values())),
+        )
+    count_write([*chain(*written)])
+    return gradients
 
 
 def _plain_gradient(x: Tensor) -> Tensor:
@@ -124,12 +171,12 @@ def _keys(
     goes by the first count of a row, or by the key that others beside it have drawn."""
     drawing = [
         rows
-        for (parameter, _, *states), rows in groups.items()
-        if any(f.rounding == "stochastic" for f in (parameter, *states))
+        for (_, *written), rows in groups.items()
+        if any(f.rounding == "stochastic" for f in written)
     ]
     keys = {i: draw_key(targets[0][i].device) for i in sorted(chain(*drawing))}
-    for (parameter, _, *states), rows in groups.items():
-        balanced = next((f for f in (parameter, *states) if f.rounding == "balanced"), None)
+    for (_, *written), rows in groups.items():
+        balanced = next((f for f in written if f.rounding == "balanced"), None)
         if balanced is not None:
             for i in rows:
                 counted = rounding_key(balanced, [x[i] for x in targets])
@@ -142,7 +189,7 @@ def _format(x: Tensor) -> Format:
     return x._format if isinstance(x, MCFTensor) else PLAIN[x.dtype]
 
 
-def _groups(quantities: Sequence[list[Tensor]]) -> dict[Formats, list[int]]:
+def _groups(quantities: Sequence[Sequence[Tensor]]) -> dict[Formats, list[int]]:
     """Which rows of lists of tensors are in which formats."""
     columns = [list(map(_format, quantity)) for quantity in quantities]
     if all(len(set(column)) == 1 for column in columns):  # mostly
@@ -167,8 +214,7 @@ def _directly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return TABLE[operator](operator, *args, **kwargs)
 
 
-for _step in (torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_):
-    SHORTCUTS[_step] = _directly
+SHORTCUTS.update({getattr(torch, name): _directly for name in RULES})
 
 
 @implements(aten._amp_foreach_non_finite_check_and_unscale_.default)  # GradScaler

@@ -12,6 +12,6 @@ from mcftensor.kernels.columns import Columns as Columns
 from mcftensor.kernels.columns import Scalar as Scalar
 from mcftensor.kernels.program import Body as Body
 from mcftensor.kernels.program import Signature as Signature
-from mcftensor.kernels.running import in_parts as in_parts
+from mcftensor.kernels.running import InParts as InParts
 from mcftensor.kernels.running import run as run
 from mcftensor.kernels.running import run_alike as run_alike

@@ -14,7 +14,7 @@ from mcftensor.arithmetic.noise import draw_key, noise_of
 from mcftensor.arithmetic.numbers import Sum
 from mcftensor.arithmetic.rounding import collapse_terms
 from mcftensor.formats import Format, named
-from mcftensor.kernels import Body, Column, Columns, Signature, in_parts, run, run_alike
+from mcftensor.kernels import Body, Column, Columns, InParts, Signature, run, run_alike
 from mcftensor.kernels.blocks import BLOCK, indices
 from mcftensor.kernels.opaque import opaque
 from mcftensor.kernels.program import COMPUTED, PATTERNS
@@ -110,17 +110,17 @@ def _run(body: Body, columns: Columns) -> None:
 def decode_in_parts(
     format: Format, components: Sequence[Column], numbers: Tensor
 ) -> Callable[[int, int], None]:
-    """`decode_columns` of one tensor as `kernels.in_parts` does it, into scratch."""
+    """`decode_columns` of one tensor as `kernels.InParts` does it, into scratch."""
     columns = Columns(components, [], [[numbers]], shared=format.shared)
-    return in_parts(_decoding(format, numbers.dtype), columns)
+    return InParts(_decoding(format, numbers.dtype), columns)
 
 
 def encode_in_parts(
     format: Format, numbers: Tensor, components: Sequence[Column], keys: Column
 ) -> Callable[[int, int], None]:
-    """`encode_columns` of one tensor as `kernels.in_parts` does it, from scratch."""
+    """`encode_columns` of one tensor as `kernels.InParts` does it, from scratch."""
     first = torch.tensor(0)
-    encode_part = in_parts(*_encoded(format, [numbers], components, keys, first))
+    encode_part = InParts(*_encoded(format, [numbers], components, keys, first))
 
     def encode(start: int, stop: int) -> None:
         first.fill_(start)

@@ -6,14 +6,17 @@ tensors. Each rule is written once, for every kind of numbers and every format.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from mcftensor.arithmetic import eft
 from mcftensor.arithmetic.noise import noise_of
@@ -124,26 +127,60 @@ def _of_sgd(s: Settings) -> dict[str, Any]:
     return found
 
 
-class Rule(NamedTuple):
-    """A step, and where its numbers come from: fixed ones from the settings, varying ones, by their
-    names, from the step count and the settings that it reads for them."""
+@dataclass(frozen=True)
+class Rule:
+    """One of PyTorch's fused steps: who calls it, with which lists, and how it is computed.
 
+    Its numbers are fixed ones from the settings, and varying ones, by their names, from the step
+    count and the settings that it reads for them.
+
+    Attributes:
+        optimizer: the class that calls it where `fused=True`.
+        states: the names of its lists of states, which follow those of parameters and gradients;
+            a list of step counts follows if some numbers vary.
+        squares: the states that hold squares of gradients.
+        decay: `"l2"` where the decay of weights is added to gradients, `"decay"` where it is apart.
+    """
+
+    optimizer: type[Optimizer]
     update: Callable[[Number, Number, Sequence[Number], Settings], Change]
     fixed: Callable[[Settings], dict[str, Any]]
     by_step: Callable[..., Sequence[Any]] | None = None
     varying: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()
+    squares: tuple[str, ...] = ()
+    decay: str = "l2"
 
+
+_ADAM = Rule(
+    torch.optim.Adam,
+    adam,
+    _of_adam,
+    by_step=adam_corrections,
+    varying=("-rate", "1 / root_correction"),
+    reads=("lr", "beta1", "beta2"),
+    states=("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"),
+    squares=("exp_avg_sqs", "max_exp_avg_sqs"),
+)
+_ADAGRAD = Rule(
+    torch.optim.Adagrad,
+    adagrad,
+    lambda s: {"eps": s.get("eps", 0.0)},
+    by_step=adagrad_rate,
+    varying=("-rate",),
+    reads=("lr", "lr_decay"),
+    states=("state_sums",),
+    squares=("state_sums",),
+)
 
 RULES = {
-    "adam": Rule(
-        adam, _of_adam, adam_corrections, ("-rate", "1 / root_correction"), ("lr", "beta1", "beta2")
-    ),
-    "sgd": Rule(sgd, _of_sgd),
-    "adagrad": Rule(
-        adagrad, lambda s: {"eps": s.get("eps", 0.0)}, adagrad_rate, ("-rate",), ("lr", "lr_decay")
-    ),
+    "_fused_adam_": _ADAM,
+    "_fused_adamw_": dataclasses.replace(_ADAM, optimizer=torch.optim.AdamW, decay="decay"),
+    "_fused_sgd_": Rule(torch.optim.SGD, sgd, _of_sgd, states=("momentum_buffer_list",)),
+    "_fused_adagrad_": _ADAGRAD,
 }
+"""The fused steps by the names of PyTorch's operators."""
 
 # What every rule takes as it is, if it has an effect.
 _COMMON = ("l2", "grad_scale", "found_inf")
@@ -260,7 +297,7 @@ def take(
     """A step of tensors in the same formats, given by columns of components.
 
     Args:
-        rule: its name.
+        rule: its name in `RULES`.
         formats: those of gradients, parameters and each of the states.
         gradients: their components.
         targets: the components of the parameters, then those of each of the states.

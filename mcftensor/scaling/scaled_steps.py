@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mcftensor.passes.steps import RULES as STEPS
 from mcftensor.scaling.exponents import known, largest, times_any_power
 from mcftensor.scaling.ruling import RULES, ScalingRule, aten, rule
 from mcftensor.scaling.scaled import ScaledTensor
@@ -40,28 +41,27 @@ def _on_one(name: str) -> Callable[..., Any]:
 RULES["foreach"] = ScalingRule(_foreach)
 
 
-def _fused_by(func: Any, written: tuple[int, ...], squares: tuple[int, ...] = ()) -> Any:
+def _fused_by(func: Any, states: Sequence[str], squares: Sequence[str]) -> Any:
     """Fused steps, one tensor after the other: in float64, which holds the squares of gradients of
     any scale that is met, and of which each result is rounded to float32 and then to its data.
 
     Args:
         func: the operator, which takes a list for each of its operands.
-        written: places of the lists that it writes to.
+        states: the names of its lists of states.
         squares: those among them that hold squares, which are placed high.
     """
-    numbers = range(max(written) + 1)  # behind these are counts of steps
+    quantities = ("params", "grads", *states)  # behind these are counts of steps
+    count = len(quantities)
 
     def step(*args: Any, **kwargs: Any) -> None:
         for i in range(len(args[0])):
             own = [x[i : i + 1] if isinstance(x, list | tuple) else x for x in args]
-            operands = [
-                [_in_float64(y) for y in x] if place in numbers else x
-                for place, x in enumerate(own)
-            ]
-            func(*operands, **kwargs)
-            for place in written:
-                for target, made in zip(own[place], operands[place], strict=True):
-                    _write(target, made, "high" if place in squares else "by rule")
+            operands = [[_in_float64(y) for y in x] for x in own[:count]]
+            func(*operands, *own[count:], **kwargs)
+            for name, targets, results in zip(quantities, own, operands, strict=False):
+                for target, made in zip(targets, results, strict=True):
+                    if name != "grads":
+                        _write(target, made, "high" if name in squares else "by rule")
 
     return step
 
@@ -83,10 +83,8 @@ def _write(target: Tensor, made: Tensor, placing: Placing) -> None:
         target.copy_(made)
 
 
-for _packet in (aten._fused_adamw_, aten._fused_adam_):
-    for _name in _packet.overloads():
-        _operator = getattr(_packet, _name)
-        rule(_operator)(_fused_by(_operator, written=(0, 2, 3, 4), squares=(3, 4)))
-for _name in aten._fused_sgd_.overloads():
-    _operator = getattr(aten._fused_sgd_, _name)
-    rule(_operator)(_fused_by(_operator, written=(0, 2)))
+for _name, _step in STEPS.items():
+    _packet = getattr(aten, _name)
+    for _overload in _packet.overloads():
+        _operator = getattr(_packet, _overload)
+        rule(_operator)(_fused_by(_operator, _step.states, _step.squares))

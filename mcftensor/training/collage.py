@@ -22,6 +22,7 @@ from mcftensor.formats import (
     require_format,
     ue5m3,
 )
+from mcftensor.passes.steps import RULES
 from mcftensor.patches.optimizers import (
     breaks_graphs,
     have_states_made_by_plan,
@@ -43,7 +44,7 @@ Mode = str | Mapping[str, Format | str | None]
 _OWN = "expansion in the format of the parameter"
 _AS_IT_IS = "what the optimizer makes it"
 _COMPACT = "codes of one byte, and float32 where these do not do"
-_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+_FUSED = tuple(rule.optimizer for rule in RULES.values())
 _MODES: dict[str, dict[str, Any]] = {
     "light": dict.fromkeys(FIRST_MOMENTS | SECOND_MOMENTS),
     "plus": dict.fromkeys(FIRST_MOMENTS)

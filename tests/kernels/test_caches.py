@@ -120,6 +120,6 @@ def test_the_bound_of_functions_is_reached():
     assert info.currsize == info.maxsize < info.misses
     steps._body.cache_clear()
     for i in range(1500):
-        steps._body("sgd", False, (mcf.bf16x2, mcf.bf16x2), (f"number {i}",))
+        steps._body("_fused_sgd_", False, (mcf.bf16x2, mcf.bf16x2), (f"number {i}",))
     info = steps._body.cache_info()
     assert info.currsize == info.maxsize < info.misses

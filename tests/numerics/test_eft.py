@@ -441,19 +441,22 @@ def step_samples(ops):
     scale, bad, key = torch.tensor(2.0), torch.tensor(0.0), torch.tensor(7)
     adam = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "decay": 0.1}
     nearest = ["bfloat16", "bf16x3", "bfloat16", "bf16x2"]
-    yield ops.step_, ("adam", nearest, [*p, *m, *v], [g], [step], [], *settings(**adam))
+    yield ops.step_, ("_fused_adam_", nearest, [*p, *m, *v], [g], [step], [], *settings(**adam))
     scaled = settings(**adam, grad_scale=scale, found_inf=bad)
-    yield ops.step_, ("adam", nearest, [*p, *m, *v], [g], [step], [], *scaled)
+    yield ops.step_, ("_fused_adam_", nearest, [*p, *m, *v], [g], [step], [], *scaled)
     drawn = ["bfloat16", "bf16x2sr", "bfloat16", "bf16x2sr"]
-    yield ops.step_, ("adam", drawn, [*p[:2], *m, *v], [g], [step], [key], *settings(**adam))
+    yield (
+        ops.step_,
+        ("_fused_adam_", drawn, [*p[:2], *m, *v], [g], [step], [key], *settings(**adam)),
+    )
     several = [x.clone() * n for x in (*p[:2], *m, *v) for n in (1, 2)]
     rows = ([g, g * 2], [step, step + 1], [key, key + 1])
-    yield ops.step_, ("adam", drawn, several, *rows, *settings(**adam))
+    yield ops.step_, ("_fused_adam_", drawn, several, *rows, *settings(**adam))
     sgd = settings(lr=1e-3, momentum=0.9, l2=0.1, nesterov=1.0)
-    yield ops.step_, ("sgd", ["bfloat16", "bf16x3", "bf16x2"], [*p, *v], [g], [], [], *sgd)
+    yield ops.step_, ("_fused_sgd_", ["bfloat16", "bf16x3", "bf16x2"], [*p, *v], [g], [], [], *sgd)
     adagrad = settings(lr=1e-3, lr_decay=0.1, l2=0.1, eps=1e-8)
     formats = ["bfloat16", "bf16x3", "bf16x2"]
-    yield ops.step_, ("adagrad", formats, [*p, *sums], [g], [step], [], *adagrad)
+    yield ops.step_, ("_fused_adagrad_", formats, [*p, *sums], [g], [step], [], *adagrad)
     yield ops.unscale_, ([g, g * 2], "bfloat16", scale)
     yield ops.unscale_, ([*v], "bf16x2", scale)
 
