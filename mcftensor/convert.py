@@ -43,8 +43,8 @@ from mcftensor.scaling.scaled import ScaledTensor
 from mcftensor.scaling.scaled_format import ScaledFormat
 from mcftensor.scaling.switch import as_scaled, scalify, unscaled
 from mcftensor.tensor import MCFTensor
+from mcftensor.tensor.components import Role
 from mcftensor.tensor.sharded import format_of, local, on_local, place_of, require_unsharded
-from mcftensor.tensor.tensor import Role
 from mcftensor.training.conversions import note_conversion
 from mcftensor.training.gradient_hooks import GradientHook
 

@@ -23,8 +23,9 @@ from mcftensor.kernels.program import PATTERNS
 from mcftensor.patches.distributed import after_loads, around_broadcasts
 from mcftensor.scaling.scaled import ScaledTensor
 from mcftensor.scaling.scaled_format import ScaledFormat
+from mcftensor.tensor.checks import check_components, check_writes, normalized
 from mcftensor.tensor.sharded import format_of, local, on_local, place_of
-from mcftensor.tensor.tensor import MCFTensor, check_components, check_writes, normalized
+from mcftensor.tensor.tensor import MCFTensor
 
 AnyFormat = Format | ScaledFormat
 

@@ -15,7 +15,8 @@ from mcftensor.formats import PLAIN, Format
 from mcftensor.formats.promotion import longest_format
 from mcftensor.kernels.opaque import is_bare
 from mcftensor.passes.recoding import collapse, key_for, recode
-from mcftensor.tensor.tensor import COMPONENTS, LiftedTensor, MCFTensor, Role
+from mcftensor.tensor.components import COMPONENTS, Role
+from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
 
 def expansions(tree: Any) -> list[MCFTensor]:

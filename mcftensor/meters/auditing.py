@@ -21,7 +21,8 @@ from mcftensor.checkpoint.reading import Checkpoint
 from mcftensor.checkpoint.reading import tensors as tensors_of
 from mcftensor.scaling import ScaledTensor
 from mcftensor.tensor import showing
-from mcftensor.tensor.tensor import MCFTensor, check_components
+from mcftensor.tensor.checks import check_components
+from mcftensor.tensor.tensor import MCFTensor
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -11,14 +11,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mcftensor.formats import lent as LENT
 from mcftensor.kernels.opaque import is_bare
 from mcftensor.passes.recoding import recode
-from mcftensor.tensor.tensor import MCFTensor, wrapper
+from mcftensor.tensor.components import wrapper
+from mcftensor.tensor.tensor import MCFTensor
 
 
 class LentTensor(MCFTensor):
@@ -78,27 +77,3 @@ def holding(x: MCFTensor, numbers: Tensor) -> MCFTensor:
     made = recode([numbers], "float32", format.nearest.name, None)
     writes = None if writes is None else writes.clone()
     return MCFTensor.of(made, format, "parameter", own=True, writes=writes)
-
-
-def before_gathering(
-    x: MCFTensor, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, policy: Any
-) -> tuple[tuple[Tensor, ...], None]:
-    """What `fully_shard` gathers of a shard: what the model computes with, in rows as many as those
-    of the longest shard; or the number, where it computes in a wider type."""
-    dtype = policy.param_dtype
-    own = x.lent if dtype in (None, x._format.dtype) else x._collapsed(dtype)
-    missing = -(-outer_size[0] // mesh.size()) - own.shape[0]
-    if missing > 0 and own.shape[1:] == outer_size[1:]:
-        own = F.pad(own, [*[0] * (2 * own.dim() - 1), missing])
-    return (own,), None
-
-
-def after_gathering(
-    outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
-) -> Any:
-    """What was gathered lies where the parameter does, from the first time on."""
-    return (outputs[0], ()) if out is None else None
-
-
-MCFTensor._before_gathering = staticmethod(before_gathering)
-MCFTensor._after_gathering = staticmethod(after_gathering)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from mcftensor.formats import Format
+from mcftensor.tensor.components import COMPONENTS, Role
 from mcftensor.tensor.tape import LOCK, Strand
-from mcftensor.tensor.tensor import COMPONENTS, MCFTensor, Role
+from mcftensor.tensor.tensor import MCFTensor
 
 _without_function: Any = torch._C._disabled_torch_function_impl
 _get_device = Tensor.device.__get__

@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mcftensor.convert import as_plain
 from mcftensor.dispatch.operands import stored_in
 from mcftensor.formats import Format, fp64x2
+from mcftensor.tensor.components import COMPONENTS
 from mcftensor.tensor.sharded import format_of, on_local
-from mcftensor.tensor.tensor import COMPONENTS, MCFTensor
+from mcftensor.tensor.tensor import MCFTensor
 
 Conversion = Callable[[Tensor, Tensor, str], Tensor]
 """What becomes of a tensor, the parameter that it belongs to, and the tensor's name."""

@@ -1,7 +1,10 @@
 """Parameters of codes under shared scales: what a model computes with, sees of them, and writes."""
 
 import copy
+import inspect
 import io
+import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -278,3 +281,25 @@ def test_embeddings_make_anew_the_rows_that_are_asked_for(format, shape, compile
     assert torch.equal(p.grad.float(), expected)
     with pytest.raises(IndexError):
         F.embedding(torch.tensor([50]), p)
+
+
+def test_fully_shard_finds_hooks_where_it_gathers_what_is_lent():
+    """FSDP asks a shard by `hasattr`; its module then holds the shard, or a plain part instead."""
+    module, policy = nn.Linear(4, 8), SimpleNamespace(param_dtype=None)
+    mesh = SimpleNamespace(size=lambda: 1)
+    shard = mcf.as_expansion(torch.randn(8, 4), mcf.e4m3i8)
+    copied = copy.deepcopy(shard)
+    assert not hasattr(mcf.as_expansion(torch.randn(8, 4), mcf.bf16x2), "fsdp_pre_all_gather")
+    assert len(inspect.signature(shard.fsdp_pre_all_gather).parameters) == 5
+
+    module.weight._local_tensor = shard
+    (own,), _ = copied.fsdp_pre_all_gather(mesh, shard.shape, (4, 1), module, policy)  # offloaded
+    assert torch.equal(own, shard.lent)
+    assert hasattr(shard, "fsdp_pre_all_gather")
+    module.weight._local_tensor = own
+    assert not hasattr(shard, "fsdp_pre_all_gather")
+    assert hasattr(shard, "fsdp_post_all_gather")
+    assert hasattr(copy.deepcopy(shard), "fsdp_pre_all_gather")
+    assert "_shard_of" not in pickle.dumps(shard).decode("latin-1")
+    module.weight = nn.Parameter(own)  # the whole one, after it was gathered
+    assert hasattr(shard, "fsdp_pre_all_gather")

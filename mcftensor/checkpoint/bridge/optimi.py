@@ -20,7 +20,7 @@ from mcftensor.checkpoint.bridge.entries import Entry, Group
 from mcftensor.checkpoint.errors import CheckpointError
 from mcftensor.formats import PLAIN, Format
 from mcftensor.tensor import MCFTensor
-from mcftensor.tensor.tensor import normalized
+from mcftensor.tensor.checks import normalized
 
 KEY = "kahan_comp"
 

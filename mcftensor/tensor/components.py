@@ -1,0 +1,206 @@
+"""`ComponentTensor`: a tensor that is held as components, and who shares their memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from mcftensor.arithmetic.counting import moved, writes_of
+from mcftensor.formats import MAX_TERMS, Format, bytes_of
+from mcftensor.passes.recoding import collapse, lent
+from mcftensor.tensor.factor import Factor
+from mcftensor.tensor.stepping import current_step
+from mcftensor.tensor.tape import Strand
+
+Role = Literal["value", "parameter"]
+
+COMPONENTS = tuple(f"_component{i}" for i in range(MAX_TERMS))
+
+
+def require_computing(format: Format) -> None:
+    """Raise TypeError for a format that parameters cannot have."""
+    if format.shared and format.lends is None:
+        raise TypeError(
+            f"Parameter: {format.name} stores the states of optimizers; a model computes "
+            "with the leading component of its parameters, and here that is codes. Take "
+            "mcf.bf16i8, mcf.bf16i16 or mcf.e4m3i8"
+        )
+
+
+class ComponentTensor(torch.Tensor):
+    """A tensor whose elements are held as components: terms, codes and scales.
+
+    This is what `MCFTensor` holds; its other base classes are what PyTorch asks of it.
+    """
+
+    _component0: Tensor
+    _component1: Tensor
+    _format: Format
+    _role: Role
+    _writes: Tensor | None = None  # where rounding is balanced, the count of `counting.py`
+    _first: int = 0  # of a view: the place of its first element in what that is the count of
+    _factor: Factor | None = None  # by which it is yet to be multiplied, where scales are shared
+    _is_own: bool = False  # nobody else has its memory
+    _place: tuple[Strand, int] | None = None  # of a TapedTensor: where it is on the tape
+    # The module that had it when it was converted, its name there, and its own identity: copies, to
+    # which attributes go as they are, have another one.
+    _holder: tuple[weakref.ref[torch.nn.Module], str, int] | None = None
+    _hooks: tuple[Callable[[Tensor], None], ...] = ()  # on gradients; they stay when it is moved
+
+    # Makes a tensor of components; `MCFTensor` defines it.
+    of: ClassVar[Callable[..., Any]]
+
+    def _hold(self, components: Sequence[Tensor], format: Format, role: Role, own: bool) -> None:
+        for name, component in zip(COMPONENTS, components, strict=False):
+            setattr(self, name, component)
+        self._format = format
+        self._role = role
+        if own:
+            self._is_own = True
+
+    @property
+    def _count(self) -> Tensor | None:
+        """What balanced rounding goes by: the count of writes from the first element on."""
+        return None if self._writes is None else moved(self._writes, self._first)
+
+    @property
+    def components(self) -> tuple[Tensor, ...]:
+        """The components, leading one first, as plain tensors that share memory with this one: the
+        terms of an expansion."""
+        components = self._read()
+        if self._is_own:
+            self._is_own = False
+        return components
+
+    def _read(self) -> tuple[Tensor, ...]:
+        """The components, for those who neither write to them nor pass them on."""
+        if self._factor is not None:
+            self._factor.settle()
+        return self._held()
+
+    def _held(self) -> tuple[Tensor, ...]:
+        """The components, whatever they are yet to be multiplied by."""
+        if len(self._format.components) == 2:  # the commonest, and asked for at every turn
+            return self._component0, self._component1
+        return tuple([getattr(self, name) for name in COMPONENTS[: len(self._format.components)]])
+
+    @property
+    def lent(self) -> Tensor:
+        """What a model computes with, as a plain tensor: the leading component, unless that is no
+        number by itself."""
+        return self._component0 if self._format.lends is None else lent(self._read(), self._format)
+
+    @property
+    def has_tails(self) -> bool:
+        """Whether it may be more than its leading component."""
+        return True
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it shares scales, and its memory is a part of what was made."""
+        return self._factor is not None and not self._factor.is_of_all(self._held())
+
+    def leave_gradient(self) -> None:
+        """As what a gradient has read as: no longer share memory with it."""
+        self._component0 = self._component0.clone()
+
+    def regain(self) -> bool:
+        """Find out whether nobody else has the memory, or has no longer."""
+        if not self._is_own:
+            held = [weakref.ref(x) for x in self._held()]
+            alone = [x.detach() for x in self._held()]  # whoever has a component keeps the memory
+            self._hold_anew(alone)
+            self._is_own = all(map(_is_sole_holder, alone))
+            if not self._is_own:
+                kept = [y if x() is None else x() for x, y in zip(held, alone, strict=True)]
+                self._hold_anew(kept)
+        return self._is_own
+
+    def _hold_anew(self, components: Sequence[Any]) -> None:
+        """The same memory by other tensors."""
+        self.__dict__.update(zip(COMPONENTS, components, strict=False))
+        if self._factor is not None and not self.is_part:
+            self._factor.components = components
+
+    @property
+    def format(self) -> Format:
+        """The format of the elements."""
+        return self._format
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of all components."""
+        return bytes_of(self._format.components, self.shape)
+
+    @property
+    def writes(self) -> Tensor | None:
+        """How often something was rounded into it, where rounding is balanced: an int64 without
+        dimensions, on its device. Views count together, and copies go on from it. None otherwise.
+        """
+        return None if self._writes is None else writes_of(self._writes)
+
+    @property
+    def role(self) -> Role:
+        """`"value"` or `"parameter"`."""
+        return self._role
+
+    @property
+    def is_inside_step(self) -> bool:
+        """Whether it is its number: within a step of an optimizer, unless gradients are recorded of
+        what is done with it."""
+        return current_step() is not None and not (torch.is_grad_enabled() and self.requires_grad)
+
+    @property
+    def acts_as(self) -> Role:
+        """The role that it has at the moment: inside a step that of a value."""
+        return "value" if self._role == "value" or self.is_inside_step else "parameter"
+
+    @property
+    def _is_param(self) -> bool:
+        # nn.Parameter(expansion) sets this flag, and does nothing else that a class could see.
+        return bool(self.__dict__.get("_parameter", False))
+
+    @_is_param.setter
+    def _is_param(self, flag: bool) -> None:
+        if flag:
+            require_computing(self._format)
+        self.__dict__["_parameter"] = flag
+        if flag:
+            self._role = "parameter"
+            for hook in self._hooks if self.requires_grad else ():
+                self.register_post_accumulate_grad_hook(hook)
+
+    def _collapsed(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """The numbers as plain floats, rounded once."""
+        return collapse(self._read(), self._format.name, dtype)
+
+    def _lying(self) -> Tensor:
+        """The leading component where it lies."""
+        return self._component0
+
+
+def _is_sole_holder(x: Tensor) -> bool:
+    """Whether no other tensor has its memory."""
+    storage = x.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) == 2  # of which the storage object is one
+
+
+T = TypeVar("T", bound=ComponentTensor)
+
+
+def wrapper(cls: type[T], like: Tensor, format: Format) -> T:
+    """A tensor without storage, with the layout of another one and the dtype of a format."""
+    made: T = torch.Tensor._make_wrapper_subclass(
+        cls,
+        like.size(),
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=format.dtype,
+        device=like.device,
+        layout=like.layout,
+    )
+    return made

@@ -1,0 +1,87 @@
+"""How a tensor is taken apart and made again: by compilers, by pickle and by copies."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mcftensor.formats import Format
+from mcftensor.tensor.addresses import without_addresses
+from mcftensor.tensor.components import COMPONENTS, ComponentTensor, Role
+
+# What a pickle has of its own, beside attributes that users gave a tensor.
+_OWN = (
+    *(*COMPONENTS, "_format", "_role", "_writes", "_first", "_factor", "_is_own", "_place"),
+    *("_hooks", "_holder", "_shard_of", "_parameter"),
+)
+
+
+class PickledTensor(ComponentTensor):
+    """The part of `MCFTensor` that takes it apart, into components and texts."""
+
+    # Makes a tensor again of what a pickle has, whose name is in files; `MCFTensor` defines it.
+    _rebuilt: ClassVar[Callable[..., Any]]
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role, int]]:
+        self._is_own = False  # compiled code may write to it
+        self._read()
+        names = list(COMPONENTS[: len(self._format.components)])
+        if self._writes is not None:
+            names.append("_writes")
+        return names, (self._format.name, self._role, self._first)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls,
+        inner: dict[str, Tensor],
+        context: tuple[str, Role, int],
+        outer_size: Any,
+        outer_stride: Any,
+    ) -> Any:
+        name, role, first = context
+        format = Format.from_name(name)
+        components = [inner[n] for n in COMPONENTS[: len(format.components)]]
+        return cls.of(components, format, role, writes=inner.get("_writes"), first=first)
+
+    def _stable_hash_for_caching(self) -> str:
+        # Compiled code holds what dispatch did, which another release may do differently.
+        version = sys.modules["mcftensor"].__version__
+        parts = [(t.dtype, tuple(t.shape), t.stride(), str(t.device)) for t in self._read()]
+        kind = f"{self._format.name} {self._role} {self._first}"
+        return f"{version} {kind} {self.requires_grad} {parts}"
+
+    def __setstate__(self, state: Any) -> None:
+        """What else a pickle has of this tensor: attributes that users gave it."""
+        if not isinstance(state, dict):
+            super().__setstate__(state)  # of a tensor with storage; raises
+        if any(name in _OWN for name in state):
+            raise ValueError("MCFTensor: damaged components, format or role")
+        self.__dict__.update(state)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # torch's own keeps the device beside the components, where no function as map_location
+        # finds it.
+        torch.utils.hooks.warn_if_has_hooks(self)
+        state = {name: x for name, x in self.__dict__.items() if name not in _OWN}
+        # By the protocol of torch.save nobody gets the memory itself.
+        components = self._read() if protocol == 2 else self.components
+        whole = (components, self._format.name, self._role, tuple(self.shape))
+        flags = (self.requires_grad, self._is_param)
+        counted = () if self._count is None else (self._count,)
+        return self._rebuilt, (*whole, *flags, *counted), state or None
+
+    def __copy__(self) -> ComponentTensor:
+        """Another tensor with the same memory."""
+        rebuild, arguments, state = self.__reduce_ex__(4)
+        made: ComponentTensor = rebuild(*arguments)
+        made.__dict__.update(state or {})
+        made._factor = self._factor
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ComponentTensor:
+        copied: ComponentTensor = without_addresses(lambda: torch.Tensor.__deepcopy__(self, memo))
+        return copied
