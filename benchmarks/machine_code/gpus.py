@@ -100,7 +100,7 @@ def _compiled(program: Program, target: str, warps: int) -> Any:
     linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
     module: dict[str, Any] = {"__name__": "whole"}
     exec(compile(source, name, "exec"), module)
-    options = {"STEP": 0, "BLOCK": kernels.BLOCK, "ALIGNED": True}
+    options = {"STEP": 0, "BLOCK": kernels.THREAD_BLOCK, "ALIGNED": True}
     unit = triton.compiler.ASTSource(
         fn=module["kernel"],
         signature={"rows": "*i64", "owners": "*i32", "numbers": "*i64"}
@@ -132,7 +132,7 @@ def _nvidia(made: Any, warps: int, scratch: Path) -> Code:
         if not any(x.startswith("CALL") for x in block)
         for name in block
     ]
-    share = 32 * warps / kernels.BLOCK  # of an instruction of a thread, an element
+    share = 32 * warps / kernels.THREAD_BLOCK  # of an instruction of a thread, an element
     counts = Counter(_kind(name, _NVIDIA) for name in names)
     return Code(
         {kind: count * share for kind, count in counts.items()},
@@ -164,7 +164,7 @@ def _amd(made: Any, warps: int) -> Code:
     text: str = made["amdgcn"]
     body = text.partition("s_endpgm")[0]
     names = re.findall(r"^\s+([a-z]+_\w+)", body, re.MULTILINE)
-    share = 64 * warps / kernels.BLOCK
+    share = 64 * warps / kernels.THREAD_BLOCK
     counts = Counter(_kind(name, _AMD) for name in names)
     (registers,) = re.findall(r"\.vgpr_count:\s+(\d+)", text)
     (spills,) = re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)

@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import mcftensor as mcf
 from mcftensor.kernels import running
 from mcftensor.kernels.program import Program
-from mcftensor.kernels.shared import BLOCK as SHARING
+from mcftensor.kernels.shared import BLOCK
 
 SIDE, ROWS = 256, 4096
 """Of a matrix that is large enough for all operations to go through kernels."""
@@ -54,7 +54,7 @@ class Kernel:
     def _bytes(self, start: int, stop: int) -> float:
         signature = self.program.signature
         sizes = [x.itemsize for x in (*signature.vectors, *signature.outputs)]
-        return sum(sizes[i] / (SHARING if i in signature.shared else 1) for i in range(start, stop))
+        return sum(sizes[i] / (BLOCK if i in signature.shared else 1) for i in range(start, stop))
 
 
 def _step(

@@ -22,13 +22,13 @@ from mcftensor.kernels.shared import BLOCK
 # Elements a thread is worth starting for; as many as PyTorch's own.
 GRAIN = 1 << 15
 
-# Blocks of lanes computed together, line by line, since one alone mostly waits for its own results:
-# so many in programs of at most so many instructions. More would not fit into registers, nor, in
-# long ones, be worth the time to compile.
-_BLOCKS = {100: 8, 300: 4}
+# Vectors computed together, line by line, since one alone mostly waits for its own results: so many
+# in programs of at most so many instructions. More would not fit into registers, nor, in long ones,
+# be worth the time to compile.
+_TOGETHER = {100: 8, 300: 4}
 
-# Lines by which each block is behind the one before, where there are quotients or roots: else all
-# blocks would wait for the one unit that makes these at the same time.
+# Lines by which each vector is behind the one before, where there are quotients or roots: else all
+# would wait for the one unit that makes these at the same time.
 _BEHIND = 4
 
 _TYPES = {
@@ -162,7 +162,7 @@ INLINE void store(T *p, V pattern, int n) {
   else put(to<typename Lanes<T>::type>(pattern));
 }
 
-// Of two blocks of 16 bits each, elements in turn: no pattern has to change its place.
+// Of two vectors of 16 bits each, elements in turn: no pattern has to change its place.
 INLINE U pair(const uint16_t *p) {
   U both;
   __builtin_memcpy(&both, p, sizeof both);
@@ -331,13 +331,13 @@ static void run(
     const int64_t *word, const double *number, int64_t count, int64_t begin, int64_t end) {{
 {names}
 {before}
-  auto block = [&](int64_t i, auto n) __attribute__((always_inline)) {{
+  auto compute = [&](int64_t i, auto n) __attribute__((always_inline)) {{
 {body}
   }};
   struct Whole {{ constexpr operator int() const {{ return LANES; }} }};
   constexpr Whole n;
   int64_t i = begin;
-  for (; i + {blocks} * LANES <= end; i += {blocks} * LANES) {{
+  for (; i + {vectors} * LANES <= end; i += {vectors} * LANES) {{
 {interleaved}
   }}
 {rest}
@@ -376,9 +376,9 @@ extern "C" void launch(
 
 # What is left where blocks of elements share nothing, and where they do: those are whole.
 _REST = """\
-for (; i + LANES <= end; i += LANES) block(i, n);
-if (i < end) block(i, int(end - i));"""
-_SHARING_REST = "for (; i < end; i += SHARING) block(i, n);"
+for (; i + LANES <= end; i += LANES) compute(i, n);
+if (i < end) compute(i, int(end - i));"""
+_SHARING_REST = "for (; i < end; i += SHARING) compute(i, n);"
 
 
 def source(program: Program, width: int) -> str:
@@ -406,13 +406,13 @@ def source(program: Program, width: int) -> str:
     plain = Printer(program, _DIALECT, Copy(words={"i": "i", "first": "i"}))
     inside = itertools.compress(program.instructions, plain.varies)
     lanes = width // max(4, *(x.dtype.itemsize for x in inside))
-    alone = BLOCK // lanes if signature.shared else 1
-    blocks = max(_blocks(len(program.instructions)), alone)
-    in_pairs = blocks > 1 and _in_pairs(program)
-    size, dialect = (2, _IN_PAIRS) if in_pairs else (alone, _DIALECT)
+    of_block = BLOCK // lanes if signature.shared else 1
+    count = max(_together(len(program.instructions)), of_block)
+    in_pairs = count > 1 and _in_pairs(program)
+    size, dialect = (2, _IN_PAIRS) if in_pairs else (of_block, _DIALECT)
     groups = [
         _lines(program, [Printer(program, dialect, x) for x in _copies(first, size)], in_pairs)
-        for first in range(0, blocks, size)
+        for first in range(0, count, size)
     ]
     body = groups[0] if signature.shared else _lines(program, [plain])
     loop = _LOOP.format(
@@ -420,15 +420,15 @@ def source(program: Program, width: int) -> str:
         before=_indented(plain.lines(varying=False), 2),
         body=_indented(_woven([body]), 4),
         interleaved=_indented(_woven(groups, size * _BEHIND if _waits(program) else 0), 4),
-        blocks=blocks,
+        vectors=count,
         rest=_indented((_SHARING_REST if signature.shared else _REST).splitlines(), 2),
     )
     prelude = _SCHEDULED + _PRELUDE + _SHARING if signature.shared else _PRELUDE
     return f"#define LANES {lanes}\n#define GRAIN {GRAIN}\n{_shuffles(lanes)}{prelude}{loop}"
 
 
-def _blocks(instructions: int) -> int:
-    return next((blocks for most, blocks in _BLOCKS.items() if instructions <= most), 1)
+def _together(instructions: int) -> int:
+    return next((vectors for most, vectors in _TOGETHER.items() if instructions <= most), 1)
 
 
 def _shuffles(lanes: int) -> str:
@@ -453,7 +453,7 @@ def _waits(program: Program) -> bool:
 
 
 def _copies(first: int, size: int) -> list[Copy]:
-    """The copies of a group of blocks of lanes, whose elements share a scale or come in pairs."""
+    """The copies of a group of vectors, whose elements make a block or come in pairs."""
     places = [f"(i + {k} * LANES)" for k in range(first, first + size)]
     suffixes = [f"_{k}" for k in range(first, first + size)]
     return [
@@ -465,7 +465,7 @@ def _copies(first: int, size: int) -> list[Copy]:
 def _lines(
     program: Program, printers: Sequence[Printer], in_pairs: bool = False
 ) -> list[Sequence[str]]:
-    """The loop's body for a group of blocks: at each place one line for every block, or one for
+    """The loop's body for a group of vectors: at each place one line for every vector, or one for
     all."""
     lines: list[Sequence[str]] = list(zip(*(x.lines(varying=True) for x in printers), strict=True))
     words = [x.copy.words for x in printers]
@@ -482,7 +482,7 @@ def _lines(
 
 
 def _woven(groups: Sequence[Sequence[Sequence[str]]], behind: int = 0) -> list[str]:
-    """The lines of groups of blocks in turn; each group is so many lines behind the one before."""
+    """The lines of groups of vectors in turn; each group is so many lines behind the one before."""
     places = [
         (row + behind * number, row, number)
         for number, lines in enumerate(groups)

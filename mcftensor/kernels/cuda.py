@@ -68,7 +68,7 @@ class _Kernel:
         How many registers a program takes differs from release to release of NVIDIA's compiler.
         """
         options = {"num_warps": self.warps, "enable_fp_fusion": False}
-        ran = self.function[(blocks,)](*tables, BLOCK=triton.BLOCK, **constants, **options)
+        ran = self.function[(blocks,)](*tables, BLOCK=triton.THREAD_BLOCK, **constants, **options)
         if getattr(ran, "n_spills", 0) and self.warps < triton.MOST_WARPS:
             self.warps *= 2
 
@@ -89,7 +89,7 @@ def launch(
     """Run a program on dense tensors of these lengths and addresses, given by columns, and on
     scalars, of which the kernel reads those of a device there and the others in its table."""
     there = tuple([isinstance(x, Tensor) and x.device == device for x, *_ in scalars])
-    counts = [-(-length // triton.BLOCK) for length in lengths]
+    counts = [-(-length // triton.THREAD_BLOCK) for length in lengths]
     starts = [0, *itertools.accumulate(counts[:-1])]
     numbers = _numbers(program, scalars, there)
     aligned = not any(address % 16 for column in addresses for address in column)

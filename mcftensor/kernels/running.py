@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.kernels import blocks, cpp, cpu, cuda, hard
+from mcftensor.kernels import cpp, cpu, cuda, eager, hard
 from mcftensor.kernels.columns import (
     Columns,
     Scalar,
@@ -21,7 +21,7 @@ from mcftensor.kernels.columns import (
     repeated,
 )
 from mcftensor.kernels.program import Body, Program, Signature, record
-from mcftensor.kernels.shared import BLOCK as SHARING
+from mcftensor.kernels.shared import BLOCK
 
 # Elements after which the time to look for compiled code, and to make it, is well spent; and for
 # how many a call on one set of tensors counts, by the time that its operations take in Python.
@@ -60,7 +60,7 @@ class Kernel:
             if columns.done is not None:
                 columns.done.append((sum(lengths), None))
             return
-        blocks.run(self.body, columns)
+        eager.run(self.body, columns)
 
     def compiled(self, elements: int, calls: int = 1) -> cpu.Launch | None:
         """The compiled form, if work so far is worth it and there is a compiler."""
@@ -84,9 +84,9 @@ class Kernel:
         count = len(signature.vectors)
         columns = [[x] for x in tensors]
         scalars = [[hard.scalar(dtype, i)] for i, dtype in enumerate(signature.scalars)]
-        call = blocks.flat(Columns(columns[:count], scalars, columns[count:], (), signature.shared))
+        call = eager.flat(Columns(columns[:count], scalars, columns[count:], (), signature.shared))
         vectors, got = call.vectors, call.outputs
-        index = blocks.indices(got[0][0])
+        index = eager.indices(got[0][0])
         results = self.body([x for (x,) in vectors], [x for (x,) in scalars], index)
         expected = [x.to(y.dtype) for x, (y,) in zip(results, got, strict=True)]
         addresses = [[x.data_ptr()] for (x,) in (*vectors, *got)]
@@ -161,7 +161,7 @@ class InParts:
     def __init__(self, body: Body, columns: Columns) -> None:
         tensors = [x.view(-1) for (x,) in (*columns.vectors, *columns.outputs)]
         length = max(map(Tensor.numel, tensors))
-        widths = [SHARING if i in columns.shared else 1 for i in range(len(tensors))]
+        widths = [BLOCK if i in columns.shared else 1 for i in range(len(tensors))]
         self.tensors = [
             _Parted(x, width, is_scratch=x.numel() * width < length)
             for x, width in zip(tensors, widths, strict=True)
@@ -184,7 +184,7 @@ class InParts:
         part = Columns(
             *(parts[:count], columns.scalars, parts[count:], columns.keys, columns.shared)
         )
-        blocks.run(self.kernel.body, blocks.flat(part))
+        eager.run(self.kernel.body, eager.flat(part))
 
 
 def run(body: Body, columns: Columns) -> None:
@@ -216,7 +216,7 @@ def run(body: Body, columns: Columns) -> None:
         if own[i]:
             (flat if _lie_alike(row, shared, bool(columns.keys)) else others).append(i)
     if others:
-        blocks.run_whole(body, columns.only(others))
+        eager.run_whole(body, columns.only(others))
     if flat:
         own, *asked = ([column[i] for i in flat] for column in (own, *asked))
         kernel.run(columns.only(flat), own, asked)
@@ -235,7 +235,7 @@ def _run_by_kind(body: Body, columns: Columns) -> None:
         if len({device for _, device in kinds[: len(tensors)]}) == 1:
             run(body, part)
         else:  # torch says what is wrong
-            blocks.run_whole(body, part)
+            eager.run_whole(body, part)
 
 
 def _kind(column: Sequence[Scalar]) -> tuple[torch.dtype, torch.device | None] | None:
@@ -249,7 +249,7 @@ def _kind(column: Sequence[Scalar]) -> tuple[torch.dtype, torch.device | None] |
 
 def _elements(lengths: list[int], is_shared: bool) -> list[int]:
     """The numbers of elements of which so many numbers are held, if all blocks are whole."""
-    return [SHARING * x for x in lengths] if is_shared else lengths
+    return [BLOCK * x for x in lengths] if is_shared else lengths
 
 
 def _lie_alike(tensors: Sequence[Tensor], shared: set[int], in_order: bool) -> bool:
@@ -258,7 +258,7 @@ def _lie_alike(tensors: Sequence[Tensor], shared: set[int], in_order: bool) -> b
     length = max(map(Tensor.numel, tensors))
     first = tensors[0]
     if all(
-        x.is_contiguous() and x.numel() * (SHARING if i in shared else 1) == length
+        x.is_contiguous() and x.numel() * (BLOCK if i in shared else 1) == length
         for i, x in enumerate(tensors)
     ):
         return True

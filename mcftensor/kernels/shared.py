@@ -1,4 +1,4 @@
-"""Numbers that neighbours share: one for each block of 32 elements of a row.
+"""Numbers that neighbours share: one for each *block*, 32 elements of a row.
 
 A row is what one index of the first dimension leaves of a tensor. Where its length is no multiple
 of 32, the last block of each is shorter.

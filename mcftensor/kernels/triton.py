@@ -16,10 +16,10 @@ import torch
 
 from mcftensor.kernels.printer import COMMON, Dialect, Printer, name_of
 from mcftensor.kernels.program import COMPUTED, Program
-from mcftensor.kernels.shared import BLOCK as SHARING
+from mcftensor.kernels.shared import BLOCK
 
-# Elements that a block of threads works on.
-BLOCK = 1024
+# Elements that a block of threads works on: `BLOCK` in Triton's code, where `SHARING` is ours.
+THREAD_BLOCK = 1024
 
 MOST_WARPS = 16
 
@@ -173,7 +173,7 @@ def to_{name}(x):
 _SHARING = (
     f"""
 
-SHARING = tl.constexpr({SHARING})
+SHARING = tl.constexpr({BLOCK})
 """
     + """
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from mcftensor.arithmetic.counting import moved
 from mcftensor.formats import Format
 from mcftensor.kernels.columns import Column
-from mcftensor.kernels.shared import BLOCK as SHARING
+from mcftensor.kernels.shared import BLOCK
 from mcftensor.passes.recoding import Flat, decode_columns, encode_columns
 from mcftensor.passes.traces import Operation, Trace
 
@@ -134,7 +134,7 @@ class Decoded:
     def _has_whole_parts(self, row: int) -> bool:
         """Whether parts of a row have whole blocks, where these share something."""
         return all(
-            SHARING * columns[i][row].numel() == self.shapes[row].numel()
+            BLOCK * columns[i][row].numel() == self.shapes[row].numel()
             for variable, columns in zip(self.trace.variables, self.columns, strict=True)
             for i in variable.format.shared
             if columns
@@ -187,17 +187,17 @@ class Decoded:
         (length,) = rows.lengths
         cut = []
         for j, (x,) in enumerate(columns):
-            width = SHARING if j in format.shared else 1
+            width = BLOCK if j in format.shared else 1
             cut.append(x.view(-1)[rows.start // width : (rows.start + length) // width])
         if format.shared:  # a row for each block
-            cut = [x.view(length // SHARING, -1) for x in cut]
+            cut = [x.view(length // BLOCK, -1) for x in cut]
         return [[x] for x in cut]
 
     def views(self, flat: Tensor, rows: Rows, format: Format) -> Column:
         """The rows of scratch."""
         if rows.is_part:
             (length,) = rows.lengths
-            shape = (length // SHARING, SHARING) if format.shared else (length,)
+            shape = (length // BLOCK, BLOCK) if format.shared else (length,)
             return Flat(flat, rows.lengths, [shape])
         shapes = self.shapes[rows.first : rows.stop]
         if not format.shared or all(map(self._has_whole_parts, range(rows.first, rows.stop))):

@@ -15,10 +15,10 @@ from mcftensor.arithmetic.numbers import Sum
 from mcftensor.arithmetic.rounding import collapse_terms
 from mcftensor.formats import Format, named
 from mcftensor.kernels import Body, Column, Columns, InParts, Signature, run, run_alike
-from mcftensor.kernels.blocks import BLOCK, indices
+from mcftensor.kernels.eager import CHUNK, indices
 from mcftensor.kernels.opaque import opaque
 from mcftensor.kernels.program import COMPUTED, PATTERNS
-from mcftensor.kernels.shared import BLOCK as SHARING
+from mcftensor.kernels.shared import BLOCK
 
 
 @opaque(lambda stored, source, format, key: named(format).empty_like(stored[0]), of_one=True)
@@ -174,14 +174,14 @@ def _are_zeros(stored: Sequence[Tensor]) -> bool:
 @functools.lru_cache(maxsize=64)
 def _zero(source: Format, format: Format) -> list[float]:
     """The components of +0 in a format."""
-    stored = [x.zero_() for x in source.empty_like(torch.empty(1, SHARING))]
+    stored = [x.zero_() for x in source.empty_like(torch.empty(1, BLOCK))]
     return [x.flatten()[0].item() for x in format.encode(Sum(source.decode(stored)), None)]
 
 
 def _is_large(stored: Sequence[Tensor]) -> bool:
     """Whether what is computed on the way should not be there in whole, and is what programs
     compute with."""
-    return stored[0].numel() > BLOCK and all(x.dtype in COMPUTED for x in stored)
+    return stored[0].numel() > CHUNK and all(x.dtype in COMPUTED for x in stored)
 
 
 def _columns(tensors: Sequence[Tensor]) -> list[Column]:

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import mcftensor as mcf
-from mcftensor.kernels import blocks, cpu, directory, running
+from mcftensor.kernels import cpu, directory, eager, running
 from support.helpers import small_model
 from support.kernel_cases import assert_same_bits, expression, operand, run, way
 
-BLOCKS = blocks.run
+EAGER = eager.run
 REASON = "runs without compiled code"
 
 needs_compiler = pytest.mark.skipif(
@@ -45,7 +45,7 @@ def compute(name, operation, monkeypatch, format="bf16x2"):
     format = mcf.Format.from_name(format)
     operands = [operand(format, 501) for _ in range(2)]
     with way(name), monkeypatch.context() as patch:
-        patch.setattr(blocks, "run", BLOCKS)
+        patch.setattr(eager, "run", EAGER)
         return run(expression(operation, format), *operands)
 
 

@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 import mcftensor as mcf
-from mcftensor.kernels import blocks
+from mcftensor.kernels import eager
 from support.helpers import assert_same_bits
 from support.kernel_cases import way
 
-COUNT = 3 * blocks.BLOCK // 2 + 77
+COUNT = 3 * eager.CHUNK // 2 + 77
 STEPS = {
     "AdamW-fused": lambda p: torch.optim.AdamW(p, 0.1, amsgrad=True, fused=True),
     "AdamW-foreach": lambda p: torch.optim.AdamW(p, 0.1, foreach=True),

@@ -10,7 +10,7 @@ from torch import nn
 import mcftensor as mcf
 from mcftensor.arithmetic.numbers import Sum
 from mcftensor.kernels import cpu
-from mcftensor.kernels.blocks import indices
+from mcftensor.kernels.eager import indices
 from mcftensor.passes import steps
 from mcftensor.passes.recoding import decode_columns, encode_columns
 from support.kernel_cases import same, way

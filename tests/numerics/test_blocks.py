@@ -13,7 +13,7 @@ from torch import Tensor
 import mcftensor as mcf
 from mcftensor.arithmetic.noise import noise_of
 from mcftensor.arithmetic.numbers import Sum
-from mcftensor.kernels.blocks import indices
+from mcftensor.kernels.eager import indices
 from mcftensor.kernels.shared import BLOCK, block_max, shape_of_shared, spread
 from mcftensor.passes.recoding import decode_columns, encode_columns
 

@@ -17,8 +17,8 @@ from common.oracle import BASES, integers, is_normalized, round_fraction, scale_
 from common.probes import Strategy, displacement
 from mcftensor.arithmetic import noise
 from mcftensor.arithmetic.rounding import move
-from mcftensor.kernels import blocks
-from mcftensor.kernels.blocks import indices
+from mcftensor.kernels import eager
+from mcftensor.kernels.eager import indices
 from mcftensor.passes.expressions import evaluate
 from support.helpers import Given, assert_same_terms, compiled_whole, same_terms, sample
 
@@ -271,7 +271,7 @@ def test_neither_layout_nor_blocks_matter(monkeypatch):
     p = nn.Parameter(x.clone())
     p.grad = y.components[0]
     stepped = step(p)
-    monkeypatch.setattr(blocks, "BLOCK", 100)
+    monkeypatch.setattr(eager, "CHUNK", 100)
     torch.manual_seed(2)
     assert_same_terms(x * y, expected)
     q = nn.Parameter(x.clone())

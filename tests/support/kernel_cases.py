@@ -16,7 +16,7 @@ from torch import Tensor
 import mcftensor as mcf
 from mcftensor import kernels
 from mcftensor.formats import PLAIN
-from mcftensor.kernels import Body, Columns, blocks, cuda, running
+from mcftensor.kernels import Body, Columns, cuda, eager, running
 from mcftensor.kernels.program import Program
 from mcftensor.passes import expansion
 from mcftensor.passes.expressions import Expression, Operand, carry_out, empty
@@ -61,7 +61,7 @@ def way(name: str) -> Iterator[list[Program]]:
         patch.setattr(running, "LOOK_AFTER", after)
         patch.setattr(running, "BUILD_AFTER", after)
         if name != "eager":
-            patch.setattr(blocks, "run", _must_not_run)
+            patch.setattr(eager, "run", _must_not_run)
         if name in ("triton", "rounding"):
             from triton.runtime import interpreter  # noqa: PLC0415
 

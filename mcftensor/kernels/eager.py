@@ -1,4 +1,4 @@
-"""Elementwise functions run by eager PyTorch."""
+"""Elementwise functions run by eager PyTorch, in chunks that fit into caches."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from torch import Tensor
 
 from mcftensor.kernels.columns import Columns
 from mcftensor.kernels.program import Body
-from mcftensor.kernels.shared import BLOCK as SHARING
+from mcftensor.kernels.shared import BLOCK
 
-# Elements whose intermediate tensors fit into the caches of a CPU together.
-BLOCK = 1 << 16
+# Elements of a chunk, whose intermediate tensors fit into the caches of a CPU together.
+CHUNK = 1 << 16
 
 
 def run(body: Body, columns: Columns) -> None:
     """Write a function of vectors and scalars into outputs, whose elements all lie alike in memory.
 
-    On a CPU this is done block by block, so that memory is read once.
+    On a CPU this is done chunk by chunk, so that memory is read once.
     """
     for call in columns:
         output = call.outputs[0][0]
         length = output.numel()
-        if output.device.type != "cpu" or length <= BLOCK:
+        if output.device.type != "cpu" or length <= CHUNK:
             run_whole(body, call)
             continue
         call = flat(call)
-        width = SHARING if call.shared else 1
-        for start in range(0, length, BLOCK):
-            part = slice(start // width, (start + BLOCK) // width)
+        width = BLOCK if call.shared else 1
+        for start in range(0, length, CHUNK):
+            part = slice(start // width, (start + CHUNK) // width)
             vectors, outputs = ([[x[part]] for (x,) in y] for y in (call.vectors, call.outputs))
-            block = Columns(vectors, call.scalars, outputs, call.keys, call.shared, call.done)
-            run_whole(body, block, start)
+            chunk = Columns(vectors, call.scalars, outputs, call.keys, call.shared, call.done)
+            run_whole(body, chunk, start)
 
 
 def flat(call: Columns) -> Columns:
@@ -42,7 +42,7 @@ def flat(call: Columns) -> Columns:
     def seen(i: int, x: Tensor) -> Tensor:
         if not call.shared:
             return x.as_strided((x.numel(),), (1,))
-        width = 1 if i in call.shared else SHARING
+        width = 1 if i in call.shared else BLOCK
         return x.as_strided((x.numel() // width, width), (width, 1))
 
     count = len(call.vectors)
