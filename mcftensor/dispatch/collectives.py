@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mcftensor.dispatch.operands import expansions, stored_in
 from mcftensor.dispatch.registry import implements
 from mcftensor.dispatch.writing import refusal
-from mcftensor.formats import Format
+from mcftensor.formats import Format, movable
 from mcftensor.tensor import MCFTensor
 
 NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
@@ -143,8 +143,9 @@ def _counts(written: list[MCFTensor], *others: Any) -> list[Any]:
 
 
 def carried(term: Tensor) -> Tensor:
-    """The same bits in a type that backends carry: they know no integers of 16 bits."""
-    return term.view(torch.bfloat16) if term.dtype == torch.int16 else term
+    """The same bits in a type that backends carry: they know no integers of 16 bits, and no floats
+    of 8."""
+    return term.view(torch.bfloat16) if term.dtype == torch.int16 else movable(term)
 
 
 def _moved(x: MCFTensor, components: Sequence[Tensor], count: Tensor | None) -> MCFTensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from mcftensor.arithmetic.counting import moved
-from mcftensor.dispatch.operands import overwrite, plain, plainly
+from mcftensor.dispatch.operands import move_component, overwrite, plain, plainly
 from mcftensor.dispatch.stored import on_numbers, store_numbers
 from mcftensor.dispatch.writing import refusal
 from mcftensor.formats import PLAIN
@@ -60,7 +60,7 @@ def on_rows(func: Any, x: MCFTensor, args: Any, kwargs: Any, *, own: bool) -> li
             for t in components
         ]
     elif func.overloadpacket.__name__ in _COPIES or _takes_rows(name, x, args, kwargs):
-        results = [func(t, *args, **_for_component(t, x, kwargs)) for t in components]
+        results = [move_component(func, t, args, _for_component(t, x, kwargs)) for t in components]
     elif own or lends(x):
         return None
     else:

@@ -127,7 +127,7 @@ def _on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return args[0]
     if _goes_in_blocks(func, args, kwargs):
         return asking(lambda: _in_blocks(func, args, kwargs, list(written.values())))
-    (args, kwargs), copies = decoded((args, kwargs))
+    (args, kwargs), copies = decoded((args, kwargs), targets)
     result = asking(lambda: func(*args, **kwargs))
     originals = {}
     for i, x in written.items():
@@ -175,11 +175,18 @@ def _is_decoded(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dtype in NARROW and x.layout == torch.strided
 
 
-def decoded(tree: Any) -> tuple[Any, dict[int, Tensor]]:
+def decoded(tree: Any, written: Sequence[Tensor] = ()) -> tuple[Any, dict[int, Tensor]]:
     """The arguments with numbers in the place of what only stores them, and these numbers by the
-    id of what stores them."""
+    id of what stores them; beside float64, plain tensors that are read alone become float64 too,
+    as those of 16 bits become float32."""
     found = {id(x): x for x in tree_leaves(tree) if _is_decoded(x)}
     numbers = dict(zip(found, numbers_of([*found.values()]), strict=True))
+    if any(x.dtype == torch.float64 for x in numbers.values()):
+        read = {id(x): x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.dim()}
+        for i in read.keys() - set(map(id, written)):
+            x = numbers.get(i, read[i])
+            if x.dtype == torch.float32:
+                numbers[i] = x.double()
     if not numbers:
         return tree, numbers
     return tree_map(lambda x: numbers.get(id(x), x), tree), numbers

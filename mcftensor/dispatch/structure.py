@@ -27,6 +27,7 @@ from mcftensor.dispatch.operands import (
     expansions,
     fill,
     leading,
+    move_component,
     named_arguments,
     rounding_key,
     selected,
@@ -47,7 +48,7 @@ from mcftensor.dispatch.rows import (
 )
 from mcftensor.dispatch.stored import plain_numbers
 from mcftensor.dispatch.writing import refusal
-from mcftensor.formats import Format, lent
+from mcftensor.formats import Format, lent, movable, unmoved
 from mcftensor.kernels.opaque import is_bare
 from mcftensor.passes.recoding import lent as lent_by
 from mcftensor.tensor import LiftedTensor, MCFTensor, Role
@@ -81,7 +82,9 @@ def _on_components(func: Any, x: MCFTensor, args: Any, kwargs: Any, *, own: bool
         if results is None:
             return func(plain_numbers(x), *args, **kwargs)
     else:
-        results = [func(t, *args, **kwargs) for t in (x._read() if own else x.components)]
+        results = [
+            move_component(func, t, args, kwargs) for t in (x._read() if own else x.components)
+        ]
     starts = repeat(0) if own or x._writes is None else starts_of_pieces(func, x, args, kwargs)
     is_one = isinstance(results[0], Tensor)
     pieces = [results] if is_one else zip(*results, strict=True)
@@ -459,9 +462,10 @@ def _require_places(func: Any, term: Tensor, named: dict[str, Any]) -> None:
 def _elements(source: Any, format: Format, device: torch.device) -> Sequence[Any]:
     """What goes into each term; of a number Python floats, which compilers leave alone too."""
     if isinstance(source, torch.Tensor):
-        return stored_in(source, format, device)
+        return list(map(movable, stored_in(source, format, device)))
     with no_dispatch():
-        return [term.item() for term in stored_in(float(source), format, torch.device("cpu"))]
+        stored = stored_in(float(source), format, torch.device("cpu"))
+        return [movable(term).item() for term in stored]
 
 
 @implements(
@@ -507,8 +511,8 @@ def place(func: Any, *args: Any, **kwargs: Any) -> Any:
     if expansions(named) or named.get("accumulate") or (in_place and not isinstance(x, MCFTensor)):
         return compute(func, *args, **kwargs)
     format = x.format if in_place else common_format(func.overloadpacket.__name__, (x, source))
-    terms = x.components if in_place else stored_in(x, format, x.device)
-    numbers = _elements(source, format, x.device)
+    stored = x.components if in_place else stored_in(x, format, x.device)
+    terms, numbers = list(map(movable, stored)), _elements(source, format, x.device)
     by_copy = func is aten.masked_scatter_.default  # which raises in its middle
     write = aten.masked_scatter.default if by_copy else func
     calls = [
@@ -517,7 +521,7 @@ def place(func: Any, *args: Any, **kwargs: Any) -> Any:
     ]
     if in_place:
         _require_places(func, terms[0], named)
-    results = uninterrupted(calls)
+    results = list(map(unmoved, uninterrupted(calls), format.components))
     if by_copy:
         fill(x, results)
     return x if in_place else selected(results, format, common_role((x, source)), (x, source))

@@ -3,6 +3,7 @@
 from mcftensor.arithmetic.terms import Network as Network
 from mcftensor.arithmetic.wide import Machine as Machine
 from mcftensor.formats.codes import BlockFormat as BlockFormat
+from mcftensor.formats.codes import Scales as Scales
 from mcftensor.formats.codes import mxfp8 as mxfp8
 from mcftensor.formats.codes import ue5m3 as ue5m3
 from mcftensor.formats.finfo import FInfo as FInfo
@@ -23,9 +24,11 @@ from mcftensor.formats.format import fp32x2 as fp32x2
 from mcftensor.formats.format import fp32x3 as fp32x3
 from mcftensor.formats.format import fp64x2 as fp64x2
 from mcftensor.formats.format import is_vector as is_vector
+from mcftensor.formats.format import movable as movable
 from mcftensor.formats.format import named as named
 from mcftensor.formats.format import require_expansion_format as require_expansion_format
 from mcftensor.formats.format import require_format as require_format
+from mcftensor.formats.format import unmoved as unmoved
 from mcftensor.formats.scaled_tails import LentFormat as LentFormat
 from mcftensor.formats.scaled_tails import ScaledTailFormat as ScaledTailFormat
 from mcftensor.formats.scaled_tails import e4m3i8 as e4m3i8
@@ -34,3 +37,5 @@ from mcftensor.formats.scaled_tails import lent as lent
 from mcftensor.formats.tails import TailFormat as TailFormat
 from mcftensor.formats.tails import bf16i8 as bf16i8
 from mcftensor.formats.tails import bf16i16 as bf16i16
+from mcftensor.kernels.shared import block_max as block_max
+from mcftensor.kernels.shared import spread as spread

@@ -170,6 +170,11 @@ class UE5M3(BlockFormat):
     stands for a negative number too. No other element becomes one of these.
     """
 
+    @property
+    def largest(self) -> float:
+        """The last codes of the largest scale are no numbers."""
+        return 1.625 * 2.0**127
+
     def require(self, x: Tensor) -> None:
         """Nor may a number be negative, as far as one can see."""
         super().require(x)

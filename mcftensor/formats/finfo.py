@@ -67,9 +67,7 @@ def finfo(format: Format | str) -> FInfo:
         normal, full_precision_min = base.smallest_normal, format.full_precision_min
         smallest = base.smallest_normal * 2 * format.u
     else:  # it stores as many bits as it keeps of a machine type
-        base = torch.finfo(format.numbers.dtype)
-        eps = 2.0 ** (1 - format.precision)
-        largest = base.max / (2 - base.eps) * (2 - eps)
+        eps, largest = 2.0 ** (1 - format.precision), format.largest
         normal, smallest = format.smallest
         full_precision_min = normal
     return FInfo(

@@ -100,10 +100,6 @@ class Format:
     PyTorch, where the format only stores what is computed in plain tensors; or `"plain"`, where a
     tensor is one already."""
 
-    lends: tuple[str, tuple[int, ...]] | None = None
-    """Where the leading component is no number by itself: which of the components are, and in which
-    format; a model computes with that number in the dtype of this one."""
-
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An expansion, if no other class is asked for."""
         return of_floats(*args, **kwargs) if cls is Format else super().__new__(cls)
@@ -194,6 +190,18 @@ class Format:
         """The dtype of tensors of this format, which gradients follow: the leading component's."""
         return self.components[0].dtype
 
+    @functools.cached_property
+    def lends(self) -> tuple[str, tuple[int, ...]] | None:
+        """What a model computes with where blocks of elements share a component: the name of a
+        format, and which of the components that format decodes to a number of this dtype.
+
+        The leading component by default, if it is a float. None where blocks share nothing, and
+        where no model can compute with the format, which then stores states alone.
+        """
+        leading = self.components[0].dtype
+        is_lent = bool(self.shared) and leading.is_floating_point
+        return (PLAIN[leading].name, (0,)) if is_lent else None
+
     @property
     def bytes(self) -> int:
         """Bytes an element, without what blocks of elements share."""
@@ -209,6 +217,12 @@ class Format:
         """The smallest number that has all its bits, and the smallest one above zero."""
         normal = torch.finfo(self.numbers.dtype).smallest_normal
         return normal, normal * 2.0 ** (1 - self.precision)
+
+    @property
+    def largest(self) -> float:
+        """The largest finite number, that of the type that numbers are computed in by default."""
+        base = torch.finfo(self.numbers.dtype)
+        return base.max / (2 - base.eps) * (2 - 2.0 ** (1 - self.precision))
 
     @property
     def dtype_of_numbers(self) -> torch.dtype:
@@ -305,6 +319,24 @@ class Format:
 
 
 _REGISTRY: dict[str, Format] = {}
+
+
+def movable(stored: Tensor) -> Tensor:
+    """A component, or its memory as bytes where it holds floats of 8 bits, which most operators of
+    PyTorch that move elements do not take, nor its pickles and collectives."""
+    return stored.view(torch.uint8) if stored.dtype in _FLOATS_OF_8_BITS else stored
+
+
+def unmoved(moved: Tensor, component: Component) -> Tensor:
+    """What `movable` made of a component, in the dtype of the component."""
+    return moved.view(component.dtype) if component.dtype in _FLOATS_OF_8_BITS else moved
+
+
+_FLOATS_OF_8_BITS = frozenset(
+    x
+    for x in vars(torch).values()
+    if isinstance(x, torch.dtype) and x.is_floating_point and x.itemsize == 1
+)
 
 
 def named(name: str) -> Format:

@@ -98,6 +98,8 @@ class TailFormat(Format):
         default = {0: None, 8: "balanced", 16: "nearest"}[self.bits]
         if self.rounding == default:
             return f"mcf.{self.name}"
+        if self.bits == 0 and self.rounding == "nearest":
+            return super().__repr__()
         if self.bits == 0:
             return f'mcf.Format(torch.bfloat16, 1, rounding="{self.rounding}")'
         return f'mcf.bf16i{self.bits}.with_rounding("{self.rounding}")'

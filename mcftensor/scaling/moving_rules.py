@@ -50,7 +50,7 @@ for _operator in (
     rule(_operator)(_moved_by(_operator))
 
 
-@rule(aten.constant_pad_nd)
+@rule(aten.constant_pad_nd, keeps_tails=True)
 def _padded(x: Any, pad: Sequence[int], value: float = 0) -> Unrounded:
     """Zeros go with every scale; another value raises it."""
     level = number(value)
@@ -251,14 +251,14 @@ for _operator in (
 # --------------------------------------------------------------------- several tensors, and places
 
 
-@rule(aten.cat)
+@rule(aten.cat, keeps_tails=True)
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Unrounded:
     """All at the largest of their exponents."""
     s, numbers = aligned(tensors)
     return Unrounded(torch.cat([x.at(s) for x in numbers], dim), s)
 
 
-@rule(aten.stack)
+@rule(aten.stack, keeps_tails=True)
 def _stacked(tensors: Sequence[Tensor], dim: int = 0) -> Unrounded:
     s, numbers = aligned(tensors)
     return Unrounded(torch.stack([x.at(s) for x in numbers], dim), s)

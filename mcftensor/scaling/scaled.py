@@ -197,7 +197,7 @@ class ScaledTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         kind = "Parameter containing:\n" if isinstance(self, torch.nn.Parameter) else ""
-        if type(self._data) is not torch.Tensor:
+        if type(self._data) is not torch.Tensor or self.is_meta:
             return f"{kind}ScaledTensor(shape={tuple(self.shape)}, format={self._format.name})"
         text = repr(self.to_plain()).removeprefix("tensor(").removesuffix(")")
         text = re.sub(r",\s*dtype=torch\.float64", "", text)

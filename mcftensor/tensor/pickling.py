@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mcftensor.formats import Format
+from mcftensor.formats import Format, movable
 from mcftensor.tensor.addresses import without_addresses
 from mcftensor.tensor.components import COMPONENTS, ComponentTensor, Role
 
@@ -68,7 +68,7 @@ class PickledTensor(ComponentTensor):
         torch.utils.hooks.warn_if_has_hooks(self)
         state = {name: x for name, x in self.__dict__.items() if name not in _OWN}
         # By the protocol of torch.save nobody gets the memory itself.
-        components = self._read() if protocol == 2 else self.components
+        components = tuple(map(movable, self._read() if protocol == 2 else self.components))
         whole = (components, self._format.name, self._role, tuple(self.shape))
         flags = (self.requires_grad, self._is_param)
         counted = () if self._count is None else (self._count,)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from mcftensor.arithmetic.counting import count_beside, moved, start
 from mcftensor.formats import Format, require_format
-from mcftensor.formats.format import named
+from mcftensor.formats.format import named, unmoved
 from mcftensor.passes.recoding import recode
 from mcftensor.tensor.checks import check_components, check_writes, normalized
 from mcftensor.tensor.components import COMPONENTS, wrapper
@@ -48,6 +48,8 @@ def _rebuild(
     """
     try:
         found = Format.from_name(format)
+        if len(components) == len(found.components):
+            components = list(map(unmoved, components, found.components))
         check_components(components, found)
         if components[0].shape != shape or role not in ("value", "parameter"):
             raise ValueError(f"shape {shape}, {role!r}, components of {components[0].shape}")
