@@ -3,14 +3,12 @@
 import copy
 import hashlib
 import io
-import pickle
 
 import pytest
 import torch
 from torch import nn
 
 import mcftensor as mcf
-from support.helpers import small_model
 
 ALONE = mcf.Format(torch.bfloat16, 1, rounding="balanced")
 LONG = mcf.bf16x2.with_rounding("balanced")
@@ -40,145 +38,6 @@ def saved_and_loaded(x):
     return torch.load(buffer)
 
 
-@by_format
-class TestTheCount:
-    def test_begins_at_nothing(self, format):
-        x = made(format, 3, 4)
-        assert x.writes.dtype == torch.int64
-        assert x.writes.shape == ()
-        for y in (torch.zeros_like(x), torch.full_like(x, 0.1), torch.empty_like(x)):
-            assert y.writes == 0
-        assert made(format, 3).writes == 1
-        assert made(format.nearest, 3).writes is None
-
-    @pytest.mark.parametrize(
-        "write",
-        [
-            lambda x: x.mul_(0.3),
-            lambda x: x.add_(torch.ones(3, 4), alpha=0.1),
-            lambda x: x.exp_(),
-            lambda x: x.clamp_(max=0.3),
-            lambda x: x.copy_(torch.full((3, 4), 0.1, dtype=torch.float64)),
-            lambda x: torch._foreach_mul_([x], 0.3),
-            lambda x: torch.mul(x, 0.3, out=x),
-        ],
-        ids=["mul_", "add_", "exp_", "clamp_", "copy_", "foreach", "out"],
-    )
-    def test_goes_on_with_what_is_rounded(self, format, write):
-        x = made(format, 3, 4)
-        before = x.writes.item()
-        write(x)
-        write(x)
-        assert x.writes.item() == before + 2
-
-    def test_stays_where_nothing_is_rounded_by_it(self, format):
-        x = made(format, 3, 4).mul_(0.3)
-        before = x.writes.item()
-        x.fill_(0.1)
-        x[1] = 0.3
-        x.masked_fill_(x.components[0] > 0.2, 0.7)
-        x.zero_()
-        _ = (x + 1, x.sum(), x == 0.1, x.clone(), x[1:])
-        assert x.writes.item() == before
-
-    def test_is_shared_by_views(self, format):
-        x = made(format, 3, 4)
-        for view in (x[1:], x.t(), x.view(-1), x.detach(), x.data, x.unbind()[0], nn.Parameter(x)):
-            before = x.writes.item()
-            with torch.no_grad():
-                view.mul_(0.3)
-            assert x.writes.item() == view.writes.item() == before + 1
-
-    @pytest.mark.parametrize(
-        "take",
-        [
-            torch.clone,
-            copy.copy,
-            copy.deepcopy,
-            saved_and_loaded,
-            lambda x: pickle.loads(pickle.dumps(x)),
-            lambda x: x.to("cpu", copy=True),
-            lambda x: x[[0, 1, 2]],
-            lambda x: torch.cat([x, x])[:3].clone(),
-            lambda x: torch.empty_like(x).copy_(x),
-            lambda x: mcf.from_terms(mcf.as_terms({"x": x}))["x"].clone(),
-        ],
-        ids=[
-            *("clone", "copy", "deepcopy", "save", "pickle", "to", "index", "cat", "copy_"),
-            "terms",
-        ],
-    )
-    def test_goes_along_with_copies(self, format, take):
-        x = made(format, 3, 4).mul_(0.3).mul_(0.3)
-        y = take(x)
-        assert y.format is format
-        assert y.writes.item() == x.writes.item()
-        for z in (x, y):
-            z.mul_(0.99)
-        assert same(x, y)
-        if take is not copy.copy:
-            before = x.writes.item()
-            y.mul_(0.99)
-            assert x.writes.item() == before
-
-    def test_a_module_takes_it_from_a_state_dict(self, format):
-        model = mcf.as_expansion(small_model(), format)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(0.3)
-        other = mcf.as_expansion(small_model(), format)
-        other.load_state_dict(model.state_dict())
-        for p, q in zip(model.parameters(), other.parameters(), strict=True):
-            assert p.writes == q.writes == 2
-            assert p.writes is not q.writes
-
-    def test_save_file(self, format, tmp_path):
-        x = made(format, 3, 4).mul_(0.3)
-        mcf.save_file({"x": x}, tmp_path / "x.safetensors")
-        y = mcf.load_file(tmp_path / "x.safetensors")["x"]
-        assert y.format is format
-        assert same(x, y)
-        assert y.writes == x.writes
-
-    def test_no_generator_is_asked(self, format):
-        state = torch.get_rng_state()
-        x = made(format, 3, 4)
-        for _ in range(3):
-            x.mul_(0.3)
-        assert torch.equal(torch.get_rng_state(), state)
-
-    @pytest.mark.parametrize("path", ["for-loop", "foreach", "fused"])
-    def test_bits_do_not_depend_on_the_seed(self, format, path):
-        flags = {"foreach": path == "foreach", "fused": path == "fused"}
-        found = []
-        for seed in (1, 2):
-            torch.manual_seed(0)
-            p = nn.Parameter(made(format, 7, 5))
-            optimizer = torch.optim.AdamW([p], lr=1e-4, **flags)
-            gradients = torch.randn(4, 7, 5).bfloat16()
-            torch.manual_seed(seed)
-            for g in gradients:
-                p.grad = g.to(p.dtype)
-                optimizer.step()
-            found.append([p, *(optimizer.state[p][n] for n in ("exp_avg", "exp_avg_sq"))])
-        assert all(same(a, b) for a, b in zip(*found, strict=True))
-
-
-@by_format
-def test_small_updates_survive_in_the_mean(format):
-    """Of which rounding to nearest loses all, where the last place has a fixed one."""
-    unit = 2.0 ** (1 - format.precision)
-    x = mcf.as_expansion(torch.ones(50, dtype=torch.float64), format)
-    nearest = mcf.as_expansion(torch.ones(50, dtype=torch.float64), format.nearest)
-    update = torch.full((50,), 0.07 * unit, dtype=torch.float64)
-    for _ in range(1000):
-        x.add_(update)
-        nearest.add_(update)
-    assert (plain(x) - (1 + 70 * unit)).abs().max() < 4 * unit
-    if format.result is not format:
-        assert torch.equal(plain(nearest), torch.ones(50, dtype=torch.float64))
-
-
 @pytest.mark.parametrize("format", [LONG], ids=lambda f: f.name)
 def test_results_of_their_own_go_on_from_their_operand(format):
     """Or an average that is computed out of place would be rounded alike each time."""
@@ -188,20 +47,6 @@ def test_results_of_their_own_go_on_from_their_operand(format):
         x = x + 0.07 * unit
         assert x.writes == count
     assert (plain(x) - (1 + 70 * unit)).abs().max() < 4 * unit
-
-
-@pytest.mark.parametrize("format", [mcf.bf16i8, ALONE, LONG], ids=lambda f: f.name)
-def test_compiled_steps_count_too(format):
-    def train(x):
-        for _ in range(3):
-            x.mul_(0.9).add_(0.01)
-        return x
-
-    eager, compiled = made(format, 6, 5), made(format, 6, 5)
-    train(eager)
-    torch.compile(train, backend="aot_eager", fullgraph=True)(compiled)
-    assert same(eager, compiled)
-    assert eager.writes == compiled.writes == 1 + 6
 
 
 def test_counts_of_files_are_checked():
