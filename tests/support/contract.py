@@ -18,7 +18,7 @@ from torch import Tensor
 import mcftensor as mcf
 from mcftensor.formats import ExpansionFormat, PlainFormat, ScaledTailFormat, TailFormat, lent
 from mcftensor.formats.format import _REGISTRY
-from support import scales
+from support import scales, toys
 
 STOCHASTIC = mcf.scaled(torch.float16, rounding="stochastic")
 SCALED = [*scales.FORMATS, STOCHASTIC]
@@ -31,8 +31,9 @@ QUICK = {
     *("bf16x2", "bf16x3", "fp16x2", "fp32x2", "fp64x2", "bf16x2sr", "fp32x2br"),
     *("bf16i16", "bf16i8", "bf16i8sr", "bf16br", "e4m3i8", "mxfp8", "ue5m3"),
     *("scaled(float16)", "scaled(fp16x2)", "scaled(fp16i8)"),
+    *(toy.name for toy in toys.TOYS),
 }
-"""Formats of the package that `make test` takes, one of each kind; `make test-all` takes all."""
+"""Formats that `make test` takes, one of each kind; `make test-all` takes all."""
 
 
 def propagates(f) -> bool:
