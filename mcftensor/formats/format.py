@@ -241,7 +241,8 @@ class Format:
     def of_gradients(self) -> Format | None:
         """The format in which a plain gradient of a parameter reads within a step: its number and
         no tail, and room for what is written to it. None where no format has that component."""
-        return named("bf16i16") if self.dtype == torch.bfloat16 else None
+        found = {torch.bfloat16: "bf16i16", torch.float32: "fp32x2"}.get(self.dtype)
+        return None if found is None else named(found)
 
     @property
     def of_states(self) -> Format:

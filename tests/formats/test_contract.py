@@ -177,7 +177,7 @@ class TestConversion:
         """Beside a tie, which a float32 in between would round to the other side."""
         last = 2.0 ** (1 - format.precision)
         x = torch.full((1, 32), 1 + step * last, dtype=torch.float64)
-        expected = x.round(decimals=0) + (last if step > 0.5 else 0.0)
+        nearest = torch.minimum((x - 1).abs(), (x - 1 - last).abs())  # of two that are stored
         zeros = mcf.as_expansion(torch.zeros(1, 32), format)
         placed = zeros.clone()
         placed[torch.ones(1, 32) > 0] = x[0, 0]
@@ -188,7 +188,7 @@ class TestConversion:
             zeros.clone().fill_(x[0, 0].item()),
             placed,
         ):
-            assert torch.equal(numbers(y), expected)
+            assert ((numbers(y) - x).abs() <= nearest).all()
 
 
 # ----------------------------------------------------------------------------------- arithmetic
@@ -266,6 +266,7 @@ SAME = {
 class TestArithmetic:
     @over()
     @by(OUT_OF_PLACE)
+    @pytest.mark.thinned(of=2)
     def test_out_of_place(self, format, do):
         compute, formula = do
         x, y = sample(format, 3, 40), sample(format, 3, 40, seed=1)
@@ -286,6 +287,7 @@ class TestArithmetic:
 
     @over()
     @by(IN_PLACE)
+    @pytest.mark.thinned(of=2)
     def test_in_place(self, format, do):
         compute, formula = do
         x, y = sample(format, 3, 40), sample(format, 3, 40, seed=1)
@@ -483,6 +485,7 @@ def taken(format, halved):
 class TestStructure:
     @over()
     @by(VIEWS)
+    @pytest.mark.thinned(of=2)
     def test_views_keep_the_format_and_share_memory(self, format, do):
         x, exact = taken(format, True)
         y = do(x)
@@ -515,6 +518,7 @@ class TestStructure:
 
     @over()
     @by(ACROSS)
+    @pytest.mark.thinned(of=2)
     def test_views_across_rows(self, format, do):
         """Whole blocks alone are viewed; other formats are viewed in any way."""
         x, exact = taken(format, True)
@@ -548,7 +552,7 @@ class TestStructure:
     @over()
     @by(WHOLE_COPIES)
     @pytest.mark.parametrize("shape", [(4, 40), (2, 3, 11), (0, 7), (3, 0)], ids=str)
-    @pytest.mark.thinned(of=2)
+    @pytest.mark.thinned(of=4)
     def test_copies_go_on_as_the_original_does(self, format, do, shape):
         """They keep all that is stored, counts of writes too, in memory of their own."""
         x = sample(format, *shape)
@@ -568,6 +572,7 @@ class TestStructure:
 
     @over()
     @by(COPIES)
+    @pytest.mark.thinned(of=2)
     def test_copies_of_rows(self, format, do):
         for is_halved in (False, True):
             x, exact = taken(format, is_halved)
@@ -579,6 +584,7 @@ class TestStructure:
 
     @over()
     @by(COPIES_ACROSS)
+    @pytest.mark.thinned(of=2)
     def test_copies_across_rows(self, format, do):
         for is_halved in (False, True):
             x, exact = taken(format, is_halved)
@@ -654,6 +660,7 @@ def values(x, *shape):
 class TestWritesIntoPlaces:
     @over()
     @by(WRITES)
+    @pytest.mark.thinned(of=2)
     def test_round_to_nearest_and_do_not_count(self, format, do):
         for is_halved in (False, True):
             x, exact = taken(format, is_halved)
