@@ -68,6 +68,10 @@ def is_scaled_e4m3(f) -> bool:
     return propagates(f) and f.dtype == torch.float8_e4m3fn
 
 
+def is_float16(f) -> bool:
+    return f.dtype == torch.float16
+
+
 @dataclass(frozen=True)
 class Exempt:
     """A promise that some formats do not make, and why."""
@@ -95,6 +99,7 @@ EXEMPT = [
     Exempt("counts", propagates, "stochastic rounding counts no writes, and nothing is balanced"),
     Exempt("modes", propagates, "states of scaled parameters are scaled; collage refuses others"),
     Exempt("modes", holds_states_alone, "no parameter is in it"),
+    Exempt("modes", is_float16, "a plain second moment of float16 underflows"),
     Exempt("processes", propagates, "scales do not travel between processes"),
     Exempt("plain gradients", propagates, "gradients are scaled, too"),
     Exempt("plain gradients", holds_states_alone, "no parameter is in it"),
