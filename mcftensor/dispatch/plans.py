@@ -19,7 +19,7 @@ from mcftensor.formats import PLAIN, Format
 from mcftensor.formats.promotion import longest_format, require_one_base
 from mcftensor.kernels import Body, Signature
 from mcftensor.passes.expressions import NUMBER, Expression, on_whole
-from mcftensor.tensor.tensor import LiftedTensor, MCFTensor, Role
+from mcftensor.tensor import LiftedTensor, MCFTensor, Role
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -33,7 +33,7 @@ from mcftensor.dispatch.writing import written_to
 from mcftensor.formats import PLAIN, Format
 from mcftensor.kernels.columns import Column, places_of
 from mcftensor.kernels.opaque import is_bare
-from mcftensor.kernels.shared import BLOCK as SHARING
+from mcftensor.kernels.shared import BLOCK
 from mcftensor.passes.recoding import (
     decode_columns,
     decode_in_parts,
@@ -45,7 +45,7 @@ from mcftensor.tensor.rounded import asking, rounding
 from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
 # Elements whose numbers fit into the caches of a CPU, and are work enough for its threads.
-BLOCK = 1 << 19
+PART = 1 << 19
 
 # Elements of lists that are decoded together on other devices.
 CHUNK = 1 << 24
@@ -302,7 +302,7 @@ def _goes_in_blocks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return False
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     first = tensors[0]
-    if first.numel() <= BLOCK or first.device.type != "cpu":
+    if first.numel() <= PART or first.device.type != "cpu":
         return False
     large = [x for x in tensors if x.dim()]
     others = [[x] for x in tensors if x is not first]
@@ -353,7 +353,7 @@ def _span(x: Tensor) -> tuple[int, int]:
 def _has_whole_parts(x: Tensor) -> bool:
     """Whether parts of the memory of a tensor have whole blocks, where these share something."""
     shared = _format_of(x).shared
-    return all(_components(x)[i].numel() * SHARING == x.numel() for i in shared)
+    return all(_components(x)[i].numel() * BLOCK == x.numel() for i in shared)
 
 
 def _in_blocks(
@@ -366,7 +366,7 @@ def _in_blocks(
     factors = {id(x): _factor_of(x) for x in tree_leaves((args, kwargs))}
     found = {id(x): x for x in tree_leaves((args, kwargs)) if _is_decoded(x)}
     numbers = {
-        i: torch.empty(BLOCK, dtype=_dtype_of(x)) if x.dim() else numbers_of([x])[0]
+        i: torch.empty(PART, dtype=_dtype_of(x)) if x.dim() else numbers_of([x])[0]
         for i, x in found.items()
     }
     readers = [
@@ -384,8 +384,8 @@ def _in_blocks(
     cuts = [_cut(x, numbers) for x in args]
     named = {name: _cut(x, numbers) for name, x in kwargs.items()}
     count, result = args[0].numel(), None
-    for start in range(0, count, BLOCK):
-        stop = min(start + BLOCK, count)
+    for start in range(0, count, PART):
+        stop = min(start + PART, count)
         for read in readers:
             read(start, stop)
         piece = func(
@@ -448,7 +448,7 @@ def foreach_on_numbers(
         rows = [i for i in rows if i not in noted]
         if not rows:
             return
-    limit = BLOCK if args[0][rows[0]].device.type == "cpu" else CHUNK
+    limit = PART if args[0][rows[0]].device.type == "cpu" else CHUNK
     chunk: list[int] = []
     room: float = limit
     for i in (*rows, None):

@@ -18,8 +18,7 @@ from mcftensor.formats import Format, require_format
 from mcftensor.formats.format import named, unmoved
 from mcftensor.passes.recoding import recode
 from mcftensor.tensor.checks import check_components, check_writes, normalized
-from mcftensor.tensor.components import COMPONENTS, wrapper
-from mcftensor.tensor.components import Role as Role  # noqa: PLC0414  # `plans` imports it
+from mcftensor.tensor.components import COMPONENTS, Role, wrapper
 from mcftensor.tensor.factor import Factor
 from mcftensor.tensor.gathering import GatheredTensor
 from mcftensor.tensor.gradients import GradedTensor

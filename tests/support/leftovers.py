@@ -129,8 +129,16 @@ def _patched() -> dict[str, Any]:
             module = sys.modules.get(".".join(parts[: i + 1]))
             place = module if module is not None else getattr(place, part, None)
         if place is not None and patch.change is not None:
-            found[patch.name] = getattr(place, attribute, None)
+            found[patch.name] = _untraced(getattr(place, attribute, None))
     return found
+
+
+def _untraced(function: Any) -> Any:
+    """A function as it was before torch's compiler, where it is first called, took it out of what
+    it traces."""
+    while hasattr(function, "_torchdynamo_orig_callable"):
+        function = function._torchdynamo_orig_callable
+    return function
 
 
 def _formats_of_others() -> set[str]:
