@@ -19,6 +19,8 @@ from mcftensor.dispatch.elementwise import register_in_place
 from mcftensor.dispatch.operators import OPERATORS
 from mcftensor.patches.table import by_name, patch
 from mcftensor.tensor import MCFTensor
+from mcftensor.tensor.pending import resolved
+from mcftensor.tensor.stepping import current_step
 
 COMPILER = "import torch._dynamo"
 
@@ -100,6 +102,39 @@ def _in_contexts_that_fit(convert: Callable[[], Any], given: dict[str, Any]) -> 
     if not _fits(given.get("symbolic_context"), given["t"]):
         given["symbolic_context"] = None
     return convert()
+
+
+# Guards look at the types of tensors before anything is compiled.
+@patch(
+    "torch._dynamo.eval_frame._callback_from_stance",
+    why="Within a step the tape and gradients have tensors of types of their own, for which "
+    "functions would be compiled anew at each call.",
+    loss="functions that a step compiles are compiled more often, or raise; read their arguments "
+    "before.",
+    when=COMPILER,
+    takes=("callback",),
+)
+def _after_the_tape(callback_from_stance: Callable[..., Any]) -> Callable[..., Any]:
+    def entered(callback: Any) -> Any:
+        step = current_step()
+        if step is not None and callback not in (None, False):
+            step.settle_types()
+        return callback_from_stance(callback)
+
+    return entered
+
+
+@patch(
+    "torch._dynamo.variables.builder.VariableBuilder.__call__",
+    why="The same between two parts of a compiled function.",
+    loss="functions that a step compiles may raise; read their arguments before.",
+    when=COMPILER,
+    takes=("self", "value"),
+)
+@by_name
+def _of_what_is_there(build: Callable[[], Any], given: dict[str, Any]) -> Any:
+    given["value"] = resolved(given["value"])
+    return build()
 
 
 def _fits(context: Any, t: Any) -> bool:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from types import GetSetDescriptorType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mcftensor.patches.dynamo import CLASSES
 from mcftensor.patches.table import by_name, patch, row
+from mcftensor.tensor.pending import resolved
 from mcftensor.tensor.rounded import saying_itself
 from mcftensor.tensor.sharded import format_of
 from mcftensor.tensor.taped import TapedTensor
@@ -68,7 +72,49 @@ def _off_the_tape(swap: Callable[[], Any], given: dict[str, Any]) -> Any:
     for x in (given["t1"], given["t2"]):
         if isinstance(x, TapedTensor):
             x.settle()
+        resolved(x)
     return swap()
+
+
+@patch(
+    "torch.Tensor.data",
+    why="`plain.data = expansion` would leave a plain tensor without memory, and the next operation "
+    "on it would end the process; PyTorch asks only the tensor that is assigned to.",
+    loss="`plain.data = expansion` ends the process at the next operation.",
+    kind=GetSetDescriptorType,
+)
+def _refusing_what_has_no_memory(data: Any) -> property:
+    def assign(self: Tensor, value: Any) -> None:
+        value = resolved(value)
+        if isinstance(value, tuple(CLASSES)) and not isinstance(self, tuple(CLASSES)):
+            raise TypeError(
+                f"data: a plain tensor of shape {tuple(self.shape)} cannot take the data of a "
+                f"{type(value).__name__} of shape {tuple(value.shape)}, which has no storage of its "
+                "own. To assign values, use copy_(); to tie a weight, assign the parameter itself"
+            )
+        data.__set__(self, value)
+
+    return property(data.__get__, assign, doc=data.__doc__)
+
+
+def _by_its_protocol(to_dlpack: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(to_dlpack)
+    def refusing(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(tensor, tuple(CLASSES)):
+            return tensor.__dlpack__()  # which raises
+        return to_dlpack(resolved(tensor), *args, **kwargs)
+
+    return refusing
+
+
+for _module in ("torch", "torch.utils.dlpack"):
+    row(
+        f"{_module}.to_dlpack",
+        why="It reads the memory of a tensor in C++, and that of an expansion is in its components: "
+        "the process would end with a segmentation fault.",
+        loss="torch.to_dlpack of an expansion ends the process.",
+        change=_by_its_protocol,
+    )
 
 
 def register_load_hook(

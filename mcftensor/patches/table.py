@@ -11,8 +11,8 @@ import inspect
 import pkgutil
 import sys
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import ChainMap, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -53,7 +53,7 @@ class Patch:
         assert self.change is not None
         try:
             owner = owner or pkgutil.resolve_name(self.name.rpartition(".")[0])
-            declared = {**vars(object), **vars(owner)}[self.attribute]  # methods of every class
+            declared = _declared(owner)[self.attribute]
             is_static = isinstance(declared, staticmethod)
             found = declared.__func__ if is_static else declared
             self._check(found)
@@ -85,6 +85,14 @@ class Patch:
         if self.takes and not set(self.takes) <= inspect.signature(found).parameters.keys():
             raise TypeError(f"{self.name} does not take {', '.join(self.takes)}")
 
+
+def _declared(owner: object) -> Mapping[str, Any]:
+    """What a module or class has, with what it inherits from classes of C, which cannot change."""
+    bases = [x for x in getattr(owner, "__mro__", ()) if not x.__flags__ & _CAN_CHANGE]
+    return ChainMap(*[dict(vars(x)) for x in (owner, *bases, object)])
+
+
+_CAN_CHANGE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 _waiting: defaultdict[str, list[Callable[[], None]]] = defaultdict(list)
 

@@ -8,7 +8,6 @@ a plain tensor, the same object.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 _without_function: Any = torch._C._disabled_torch_function_impl
 _get_device = Tensor.device.__get__
 _get_version: Any = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
+_count_uses: Any = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
 
 # What these say is known before the tensor is made.
 _KNOWN = {
@@ -64,25 +64,25 @@ class PendingTensor(torch.Tensor):
 
     def leave_tape(self) -> None:
         """Become the plain tensor that has been made."""
+        if "_plain" in self.__dict__:
+            version = _without_function(_get_version, (), (self,))
+            torch._C._autograd._unsafe_set_version_counter((self._plain,), (version,))
         self.__dict__.pop("_place", None)
         self.become()
 
     def become(self) -> None:
-        """Change places with the plain tensor, unless some call in C++ holds this one: then later.
+        """Change places with the plain tensor, unless something in C++ holds this one: then later.
 
         By one bytecode: Python handles signals between two.
         """
         plain = self.__dict__.get("_plain")
-        if plain is not None:
-            version = _without_function(_get_version, (), (self,))
+        if plain is not None and _without_function(_count_uses, (), (self,)) == 1:
             calls = [
-                partial(torch._C._autograd._unsafe_set_version_counter, (plain,), (version,)),
                 partial(torch._C._swap_tensor_impl, self, plain),
                 partial(setattr, self, "__class__", Tensor),
                 partial(self.__dict__.pop, "_plain"),
             ]
-            with suppress(RuntimeError):
-                list(map(partial.__call__, calls))
+            list(map(partial.__call__, calls))
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -105,7 +105,7 @@ class PendingTensor(torch.Tensor):
             result = shortcut(func, args, kwargs)
             if result is not NotImplemented:
                 return result
-        if func in _KNOWN:
+        if func in _KNOWN and args and "_plain" not in args[0].__dict__:
             return _without_function(func, types, args, kwargs)
         return _on_plain(func, args, kwargs)
 
@@ -119,6 +119,10 @@ class PendingTensor(torch.Tensor):
     ) -> Any:
         """The same where torch's functions are called from C++."""
         return _on_plain(func, args, kwargs or {})
+
+    def as_subclass(self, cls: Any) -> Any:
+        """As of any tensor; torch's own way to it goes by no protocol."""
+        return resolved(self).as_subclass(cls)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return resolved(self).__reduce_ex__(protocol)

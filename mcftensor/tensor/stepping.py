@@ -42,6 +42,13 @@ class Step:
         self.made[x] = number + 1
         return number
 
+    def settle_types(self) -> None:
+        """Leave no tensor of a type that it would not have outside of a step."""
+        self.tape.run()
+        for _, read in self.gradients.values():
+            if hasattr(read, "grow_tails"):
+                read.grow_tails()
+
     def end(self) -> None:
         """Run the tape, and leave plain gradients to themselves."""
         try:

@@ -185,7 +185,8 @@ def _run_together(strands: Sequence[Strand], results: tuple[int, ...]) -> None:
     done: list[tuple[int, None]] = []
     # Nobody is to see or change what is done with plain tensors. Contexts written in Python would
     # not do: a KeyboardInterrupt may cut their ends.
-    modes = []
+    modes: list[Any] = []
+    transforms: list[Any] = []
     is_inference = torch.is_inference_mode_enabled()
     with (
         torch._C.DisableTorchFunctionSubclass(),
@@ -196,6 +197,8 @@ def _run_together(strands: Sequence[Strand], results: tuple[int, ...]) -> None:
                 strand.trace, strand.holders, strand.columns = EMPTY, [], []
             while torch._C._len_torch_dispatch_stack():
                 modes.append(torch._C._pop_torch_dispatch_stack(None))
+            while torch._C._functorch.peek_interpreter_stack() is not None:
+                transforms.append(torch._C._functorch.pop_dynamic_layer_stack())
             if results and trace.is_of_terms:
                 _write(trace, results, columns, shapes, holders, done)
             elif results:
@@ -213,6 +216,8 @@ def _run_together(strands: Sequence[Strand], results: tuple[int, ...]) -> None:
                         if x is not None and place is not None and place[0] is strand:
                             x.leave_tape()
             finally:
+                while transforms:
+                    torch._C._functorch.push_dynamic_layer_stack(transforms.pop())
                 while modes:
                     torch._C._push_on_torch_dispatch_stack(modes.pop())
 

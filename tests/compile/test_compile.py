@@ -373,3 +373,36 @@ class TestOptimizerSteps:
             tail = exact(p).abs() * 2.0 ** (1 - p.format.precision)
             moved = 3e-2 * (2.0**-14 if mode == "full" else 2.0**-8)
             assert ((exact(p) - exact(q)).abs() <= tail + moved).all()
+
+
+@pytest.mark.parametrize("format", [mcf.bf16x2, mcf.bf16x3, mcf.bf16i16, mcf.bf16i8], ids=str)
+def test_functions_that_a_step_compiles(format):
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter)
+    def orthogonal(x, g):
+        return x * 2 + g.square() @ x
+
+    class Stepping(torch.optim.Optimizer):
+        def __init__(self, params, function):
+            super().__init__(params, {})
+            self.function = function
+
+        @torch.no_grad()
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                m = p.grad.lerp(p, 0.1)
+                update = self.function((m * 0.9).add(p), p.grad)
+                p.mul_(0.9).add_(update, alpha=-0.1)
+
+    left = []
+    for function in (orthogonal, lambda x, g: x * 2 + g.square() @ x):
+        params = [parameter(format, 4, 4, seed=i) for i in range(3)]
+        for i, p in enumerate(params):
+            p.grad = sample(mcf.bf16x2, 4, 4, seed=9 + i).components[0]
+        optimizer = Stepping(params, function)
+        for _ in range(4):
+            optimizer.step()
+        left.append([[x.tolist() for x in p.components] for p in params])
+    assert left[0] == left[1]
+    assert counter.frame_count == 1

@@ -40,6 +40,8 @@ def change(name: str) -> None:
             owner._register_load_state_dict_pre_hook = register_by_the_new_name
     elif attribute == "swap_tensors":
         setattr(owner, attribute, functools.partial(swap_by_other_names, found))
+    elif attribute == "_callback_from_stance":
+        setattr(owner, attribute, lambda compiler: found(compiler))
     elif attribute == "profile_hook_step":
         owner._renamed = staticmethod(found)
         owner._patch_step_function = hook_by_the_new_name

@@ -175,6 +175,28 @@ class TestExchange:
             p.data = torch.ones(4, dtype=dtype)
         assert_same_terms(p.detach(), before)
 
+    @pytest.mark.parametrize("is_parameter", [False, True])
+    def test_a_plain_tensor_does_not_take_the_data_of_an_expansion(self, is_parameter):
+        plain = torch.zeros(4, dtype=torch.bfloat16)
+        scaled = mcf.as_expansion(torch.ones(4), mcf.scaled(torch.float16))
+        for x in (parameter(mcf.bf16x2, 4), scaled):
+            with pytest.raises(TypeError, match=r"data: a plain tensor .*copy_\(\)"):
+                (nn.Parameter(plain) if is_parameter else plain).data = x
+            assert plain.tolist() == [0] * 4
+            with pytest.raises((TypeError, RuntimeError), match="__dlpack__|storage"):
+                torch.to_dlpack(x)
+
+    def test_data_of_plain_tensors_is_pytorchs(self):
+        plain = torch.zeros(4, requires_grad=True)
+        assert not plain.data.requires_grad
+        plain.data = torch.ones(2, 3)
+        assert plain.shape == (2, 3)
+        with pytest.raises(RuntimeError):
+            plain.data = torch.ones(2, device="meta").to_sparse()
+        with pytest.raises(TypeError):
+            plain.data = 1
+        assert torch.compile(lambda x: x.data * 2, fullgraph=True, backend="eager")(plain).sum() == 12
+
     def test_a_plain_tensor_takes_the_values_by_copy(self):
         x, plain = sample(mcf.bf16x2, 4), torch.zeros(4)
         plain.data.copy_(x)

@@ -205,6 +205,10 @@ USES = {
     "matmul": lambda x: x @ x.t(),
     "a plain target": lambda x: torch.zeros(3, 4).add_(x),
     "a plain list": lambda x: torch._foreach_add([torch.zeros(3, 4)], [x]),
+    "data": lambda x: setattr(torch.zeros(3, 4), "data", x),
+    "a capsule": lambda x: torch.from_dlpack(torch.to_dlpack(x)),
+    "another class": lambda x: x.as_subclass(nn.Parameter),
+    "a compiled function": lambda x: torch.compile(torch.sin, backend="eager")(x),
     "nothing": lambda x: None,
 }
 
@@ -228,6 +232,69 @@ def test_a_result_becomes_a_plain_tensor(use):
 
 def seeded():
     return torch.Generator().manual_seed(0)
+
+
+def test_a_result_lends_its_memory_to_a_plain_tensor():
+    def step(weight):
+        root, plain = weight.sqrt(), torch.zeros(2)
+        plain.data = root
+        assert torch.equal(plain, root)
+        assert plain.data_ptr() == root.data_ptr()
+        root.mul_(2)
+        assert torch.equal(plain, root)
+        assert torch.equal(torch.from_dlpack(torch.utils.dlpack.to_dlpack(weight.sqrt() * 2)), root)
+
+    in_a_step(step)
+
+
+def test_results_change_places():
+    def step(weight):
+        root, square = weight.sqrt(), weight.square()
+        torch.utils.swap_tensors(root, square)
+        plain = torch.zeros(2)
+        torch.utils.swap_tensors(square, plain)
+        number = mcf.as_plain(weight, torch.float32)
+        assert torch.equal(root, number.square())
+        assert torch.equal(plain, number.sqrt())
+        assert square.tolist() == [0, 0]
+
+    in_a_step(step)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
+def test_a_result_that_a_transform_holds(transform):
+    def step(weight):
+        plain = mcf.as_plain(weight, torch.float32)
+        root, number = weight.sqrt(), plain.sqrt()
+        if transform == "vmap":
+            found, expected = torch.vmap(lambda x: x * x + x)(root), number * number + number
+        elif transform == "grad":
+            found, expected = torch.func.grad(lambda x: (x * x).sum())(root), 2 * number
+        else:
+            found = torch.func.jvp(torch.square, (root,), (weight.square(),))[1]
+            expected = 2 * number * plain.square()
+        assert torch.equal(found, expected)
+        assert torch.equal(root, number)
+        assert type(root) is torch.Tensor
+
+    in_a_step(step)
+
+
+def test_memory_taken_while_a_transform_holds_the_result():
+    def step(weight):
+        root = weight.sqrt()
+
+        def function(x):
+            x.sum()
+            assert type(root) is PendingTensor
+            root.resize_(2)
+            assert root.shape == (2,)
+            return torch.zeros(4)
+
+        torch.vmap(function)(root)
+        assert root.shape == (2,)
+
+    in_a_step(step)
 
 
 def test_plain_rows_beside_ours_are_pytorchs():
