@@ -78,6 +78,7 @@ class Decoded:
 
     def __post_init__(self) -> None:
         self.errors: list[Exception] = []
+        self.lost: set[tuple[int, int]] = set()  # results of which some part could not be made
         self.steps, self.last_use = _steps(self.trace, self.results)
         self._made: dict[tuple[int, int], Sequence[Tensor]] = {}
         self._factors: dict[int, list[float]] = {}
@@ -235,14 +236,15 @@ class _Computed:
         self._factors: dict[int, list[float]] = {}
         self._lost: set[int] = set()
         for place, operation in enumerate(run.steps):
+            target = operation.target
             if self._lost.isdisjoint(operation.operands):
                 try:
                     self._carry_out(operation)
                 except Exception:
                     if not is_careful:
                         raise
-                    if self._trace.variables[operation.target].begins_as == "nothing":
-                        self._lost.update({operation.target} - self._numbers.keys())
+            if target not in self._writes and self._trace.variables[target].begins_as == "nothing":
+                self._lost.add(target)
             for i in run.last_use[place]:
                 if i in self._numbers:
                     run.give_back(self._numbers.pop(i))
@@ -262,6 +264,8 @@ class _Computed:
             elif i in self._rounded:
                 for own, new in zip(run.components(i, rows), self._rounded[i], strict=True):
                     torch._foreach_copy_(list(own), list(new))
+            if i in self._lost:
+                run.lost.update([(i, row) for row in range(rows.first, rows.stop)])
             if run.states(i):
                 run.leave_factors(i, rows, self._factors_of(i))
         for scratch in self._numbers.values():

@@ -62,6 +62,10 @@ class PendingTensor(torch.Tensor):
 
     _role = None
 
+    def give_memory(self) -> None:
+        """Be without the memory of a result that has not been computed."""
+        self.__dict__.pop("_plain", None)
+
     def leave_tape(self) -> None:
         """Become the plain tensor that has been made."""
         if "_plain" in self.__dict__:

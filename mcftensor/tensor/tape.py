@@ -189,7 +189,7 @@ def _run_together(strands: Sequence[Strand], results: tuple[int, ...]) -> None:
     transforms: list[Any] = []
     is_inference = torch.is_inference_mode_enabled()
     with (
-        torch._C.DisableTorchFunctionSubclass(),
+        torch._C.DisableTorchFunction(),
         torch._C._InferenceMode(False) if is_inference else nullcontext(),
     ):
         try:
@@ -280,6 +280,9 @@ def _write_numbers(
         begun.append(make())
         begun[0].run()
     except Exception:
+        for i, row in [place for run in begun for place in run.lost]:
+            if (x := references[i][row]()) is not None:
+                x.give_memory()
         raise
     except BaseException:
         (begun or [make()])[0].run()

@@ -294,6 +294,25 @@ class TestWhatIsPutDown:
         assert_same_terms(torch.func.vmap(expression)(x, y), expected)
         assert_same_terms(torch.func.functionalize(expression)(x, y), expected)
 
+    @pytest.mark.parametrize("format", [mcf.bf16x2, mcf.fp32x2], ids=str)
+    def test_a_read_under_other_modes(self, format, at_once):
+        expected = at_once(expression, *values(format))
+        made = []
+
+        def read(row):
+            made[-1].tolist()
+            return row.sum()
+
+        for _ in range(2):
+            made.append(expression(*values(format)))
+            assert waiting(made[-1])
+            if len(made) == 1:
+                with torch.device("meta"):
+                    made[-1].tolist()
+            else:
+                torch.vmap(read)(torch.ones(2, 3))
+            assert_same_terms(made[-1], expected)
+
 
 def test_operands_may_go(at_once):
     expected = at_once(expression, *values())

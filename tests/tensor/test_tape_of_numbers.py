@@ -175,9 +175,9 @@ def test_cut_at_any_line_all_is_done(format):
         place += 19
 
 
-def in_a_step(function):
-    weight = nn.Parameter(numbers(mcf.bf16i16, 3, 4))
-    weight.grad = torch.ones(3, 4, dtype=torch.bfloat16)
+def in_a_step(function, weight=None):
+    weight = nn.Parameter(numbers(mcf.bf16i16, 3, 4)) if weight is None else weight
+    weight.grad = torch.ones(weight.shape, dtype=torch.bfloat16)
 
     class Stepping(torch.optim.Optimizer):
         @torch.no_grad()
@@ -355,3 +355,44 @@ def test_types_that_kernels_do_not_have_train_by_eager_code(path):
         optimizer.step()
     moved = 1 - mcf.as_plain(weight.detach(), torch.float64)
     assert (moved - 0.04).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("format", [mcf.bf16i16, mcf.bf16i8], ids=lambda f: f.name)
+@pytest.mark.parametrize("part", [0, 1])
+def test_an_operation_that_always_raises(format, part, monkeypatch):
+    """It alone is missing, with what would read its result; also where it raises for a part."""
+    monkeypatch.setattr(decoded, "TOGETHER", 64)
+    find, calls = decoded._function, [part]
+
+    def broken(name, is_in_place):
+        def root(*args, **kwargs):
+            calls[0] -= 1
+            if calls[0] < 0:
+                raise ArithmeticError("no roots")
+            return find(name, is_in_place)(*args, **kwargs)
+
+        return root if name == "sqrt" else find(name, is_in_place)
+
+    monkeypatch.setattr(decoded, "_function", broken)
+    results = []
+
+    def step(weight):
+        root, double = weight.sqrt(), weight * 2
+        results.extend([root, root * 3, (root * 3).add_(1).square(), double])
+        weight.mul_(2).sqrt_() if part == 0 else weight.mul_(2)
+        weight.add_(1)
+        double.add_(root)
+        weight.sub_(root)
+
+    weight = nn.Parameter(numbers(format, 3, 64))
+    with pytest.raises(ArithmeticError, match="no roots"):
+        in_a_step(step, weight)
+    before = mcf.as_plain(numbers(format, 3, 64), torch.float32)
+    expected = numbers(format, 3, 64).mul_(2).add_(1)
+    *lost, double = results
+    if part == 0:
+        assert bits(weight.detach()) == bits(expected)
+        assert torch.equal(double, before * 2)
+    for x in lost:
+        with pytest.raises(RuntimeError, match="never made"):
+            x.tolist()
