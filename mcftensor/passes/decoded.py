@@ -100,6 +100,7 @@ class Decoded:
                 self._at = i, computed
             computed.commit()
             self._at = i + 1, None
+            computed.give_back()
         if self._at[0] == len(self._parts):
             self._count_writes()
         if self.errors:
@@ -253,23 +254,40 @@ class _Computed:
         """Store it. The same again does no harm."""
         run, rows = self._run, self._rows
         for i in run.results:
-            format = self._trace.variables[i].format
-            if i in self._unrounded:
-                numbers = run.views(self._numbers[i], rows, format)
-                components = run.components(i, rows)
-                if format.arithmetic == "plain":
-                    torch._foreach_copy_(list(components[0]), list(numbers))
-                else:
-                    self._encode(i, numbers, components)
-            elif i in self._rounded:
-                for own, new in zip(run.components(i, rows), self._rounded[i], strict=True):
-                    torch._foreach_copy_(list(own), list(new))
+            try:
+                self._store(i)
+            except Exception as error:  # noqa: BLE001
+                run.errors.append(error)
+                self._store_if_possible(i)
             if i in self._lost:
                 run.lost.update([(i, row) for row in range(rows.first, rows.stop)])
             if run.states(i):
                 run.leave_factors(i, rows, self._factors_of(i))
-        for scratch in self._numbers.values():
-            run.give_back(scratch)
+
+    def _store(self, i: int) -> None:
+        run, rows, format = self._run, self._rows, self._trace.variables[i].format
+        if i in self._unrounded:
+            numbers = run.views(self._numbers[i], rows, format)
+            components = run.components(i, rows)
+            if format.arithmetic == "plain":
+                torch._foreach_copy_(list(components[0]), list(numbers))
+            else:
+                self._encode(i, numbers, components)
+        elif i in self._rounded:
+            for own, new in zip(run.components(i, rows), self._rounded[i], strict=True):
+                torch._foreach_copy_(list(own), list(new))
+
+    def _store_if_possible(self, i: int) -> None:
+        try:
+            self._store(i)
+        except Exception:  # noqa: BLE001
+            if self._trace.variables[i].begins_as == "nothing":
+                self._lost.add(i)
+
+    def give_back(self) -> None:
+        """Leave the scratch to others."""
+        while self._numbers:
+            self._run.give_back(self._numbers.popitem()[1])
 
     def _carry_out(self, operation: Operation) -> None:
         name, _, operands, target, keywords, _ = operation

@@ -76,21 +76,26 @@ def _off_the_tape(swap: Callable[[], Any], given: dict[str, Any]) -> Any:
     return swap()
 
 
+def _is_ours(x: Any) -> bool:
+    return isinstance(x, tuple(CLASSES))
+
+
 @patch(
     "torch.Tensor.data",
-    why="`plain.data = expansion` would leave a plain tensor without memory, and the next operation "
-    "on it would end the process; PyTorch asks only the tensor that is assigned to.",
+    why="`plain.data = expansion` would leave a plain tensor without memory, and the next "
+    "operation on it would end the process; PyTorch asks only the tensor that is assigned to.",
     loss="`plain.data = expansion` ends the process at the next operation.",
     kind=GetSetDescriptorType,
 )
 def _refusing_what_has_no_memory(data: Any) -> property:
     def assign(self: Tensor, value: Any) -> None:
         value = resolved(value)
-        if isinstance(value, tuple(CLASSES)) and not isinstance(self, tuple(CLASSES)):
+        if _is_ours(value) and not _is_ours(self):
+            kind, shape = type(value).__name__, tuple(value.shape)
             raise TypeError(
                 f"data: a plain tensor of shape {tuple(self.shape)} cannot take the data of a "
-                f"{type(value).__name__} of shape {tuple(value.shape)}, which has no storage of its "
-                "own. To assign values, use copy_(); to tie a weight, assign the parameter itself"
+                f"{kind} of shape {shape}, which has no storage of its own. To assign values, use "
+                "copy_(); to tie a weight, assign the parameter itself"
             )
         data.__set__(self, value)
 
@@ -100,7 +105,7 @@ def _refusing_what_has_no_memory(data: Any) -> property:
 def _by_its_protocol(to_dlpack: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(to_dlpack)
     def refusing(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(tensor, tuple(CLASSES)):
+        if _is_ours(tensor):
             return tensor.__dlpack__()  # which raises
         return to_dlpack(resolved(tensor), *args, **kwargs)
 
@@ -110,8 +115,8 @@ def _by_its_protocol(to_dlpack: Callable[..., Any]) -> Callable[..., Any]:
 for _module in ("torch", "torch.utils.dlpack"):
     row(
         f"{_module}.to_dlpack",
-        why="It reads the memory of a tensor in C++, and that of an expansion is in its components: "
-        "the process would end with a segmentation fault.",
+        why="It reads the memory of a tensor in C++, and that of an expansion is in its "
+        "components: the process would end with a segmentation fault.",
         loss="torch.to_dlpack of an expansion ends the process.",
         change=_by_its_protocol,
     )

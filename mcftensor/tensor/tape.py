@@ -19,7 +19,6 @@ import threading
 import weakref
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext, suppress
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -183,6 +182,7 @@ def _run_together(strands: Sequence[Strand], results: tuple[int, ...]) -> None:
     shapes = [shape for x in strands for _, shape, _ in x.layout]
     device = strands[0].layout[0][0]
     done: list[tuple[int, None]] = []
+    begun: list[Decoded] = []
     # Nobody is to see or change what is done with plain tensors. Contexts written in Python would
     # not do: a KeyboardInterrupt may cut their ends.
     modes: list[Any] = []
@@ -202,10 +202,12 @@ def _run_together(strands: Sequence[Strand], results: tuple[int, ...]) -> None:
             if results and trace.is_of_terms:
                 _write(trace, results, columns, shapes, holders, done)
             elif results:
-                _write_numbers(trace, results, columns, shapes, holders, device)
-        except BaseException:
+                _write_numbers(trace, results, columns, shapes, holders, device, begun)
+        except BaseException as error:
             if trace.is_of_terms:
                 _write_the_rest(trace, results, columns, shapes, holders, done)
+            elif results and not isinstance(error, Exception):
+                _write_numbers(trace, results, columns, shapes, holders, device, begun)
             raise
         finally:
             try:
@@ -266,27 +268,23 @@ def _write_numbers(
     shapes: Sequence[torch.Size],
     holders: Sequence[Sequence[Sequence[weakref.ref[Any]]]],
     device: torch.device,
+    begun: list[Decoded],
 ) -> None:
-    """Compute with stored numbers; after an interrupt do what is left, before it goes on."""
+    """Compute with stored numbers, or go on with what has begun before an interrupt."""
     references = {i: [*chain(*[x[i] for x in holders])] for i in results}
 
     def memory(i: int, row: int) -> list[Tensor]:
         return _memory(references[i][row](), shapes[row], trace.variables[i].format, device)
 
-    begun: list[Decoded] = []
-    beginnings = _beginnings(trace, columns)
-    make = partial(Decoded, trace, results, beginnings, shapes, memory, device)
+    if not begun:
+        beginnings = _beginnings(trace, columns)
+        begun.append(Decoded(trace, results, beginnings, shapes, memory, device))
     try:
-        begun.append(make())
         begun[0].run()
-    except Exception:
-        for i, row in [place for run in begun for place in run.lost]:
+    finally:
+        for i, row in begun[0].lost:
             if (x := references[i][row]()) is not None:
                 x.give_memory()
-        raise
-    except BaseException:
-        (begun or [make()])[0].run()
-        raise
 
 
 def _beginnings(trace: Trace, columns: Sequence[Column]) -> list[list[Any]]:

@@ -41,7 +41,7 @@ def change(name: str) -> None:
     elif attribute == "swap_tensors":
         setattr(owner, attribute, functools.partial(swap_by_other_names, found))
     elif attribute == "_callback_from_stance":
-        setattr(owner, attribute, lambda compiler: found(compiler))
+        setattr(owner, attribute, functools.partial(call_by_another_name, found))
     elif attribute == "profile_hook_step":
         owner._renamed = staticmethod(found)
         owner._patch_step_function = hook_by_the_new_name
@@ -60,6 +60,10 @@ def change(name: str) -> None:
 
 def swap_by_other_names(swap, a, b):
     return swap(a, b)
+
+
+def call_by_another_name(function, compiler):
+    return function(compiler)
 
 
 def set_by_other_names(self, attribute, x):
