@@ -40,8 +40,7 @@ class AddressedTensor(ComponentTensor):
         `p.data = expansion` has both share memory, as of plain tensors: `p` takes over the terms,
         their format and their layout.
 
-        `plain.data = expansion` cannot be intercepted, and leaves `plain` without memory: the next
-        operation on it crashes. Write `plain.data.copy_(expansion)`, or
+        `plain.data = expansion` raises. Write `plain.data.copy_(expansion)`, or
         `plain.data = mcf.as_plain(expansion, plain.dtype)`.
         """
         if is_compiling():
