@@ -51,8 +51,8 @@ soak: $(VENV)/installed ## kill training runs at random and compare what they en
 fuzz: $(VENV)/installed ## compare random programs inside a step, with a tape and at once (ARGS="--help")
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/fuzz_steps.py --workers $(WORKERS) $(ARGS)
 
-mutations: $(VENV)/installed ## make the library wrong on purpose, and see that tests notice (ARGS="--help")
-	$(BIN)/python tests/mutations.py $(ARGS)
+mutations: $(VENV)/installed ## change the library at random places, and list changes that no test notices (ARGS="--help")
+	$(BIN)/python tests/mutations.py --workers $(WORKERS) $(ARGS)
 
 lint: $(VENV)/installed ## check style, format, types, and who writes to torch
 	$(BIN)/ruff check .

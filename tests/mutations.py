@@ -1,135 +1,167 @@
-"""The library made wrong on purpose, one small change at a time: some test must notice each.
+"""Small changes that make the library wrong: some test must notice each.
 
-    python tests/mutations.py                 # all; minutes to an hour
-    python tests/mutations.py "two_sum"       # those whose name has this in it
-    python tests/mutations.py --check         # whether each still has its place in the code
+    python tests/mutations.py                              # a sample of all modules; hours
+    python tests/mutations.py arithmetic/noise.py -n 20    # 20 mutants of a module
+    python tests/mutations.py "formats/*" --all --list     # show all mutants of a folder
+    python tests/mutations.py --seed 7                     # another sample
 
-Each change is made in a copy of the tree, in which the tests run that should notice. What survives
-is a hole in the tests; so is a change that leaves nothing to import, which shows no test anything.
+Each mutant is a copy of the package, with which the tests of its module run until one fails. The
+report ends with the mutants that survive. Each of them needs a test, or an entry in
+`tests/support/equivalent_mutants.py` that says why it cannot fail.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import itertools
 import os
-import re
+import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
 from pathlib import Path
 
-from support.mutants import MUTATIONS, Mutation
+from support.equivalent_mutants import EQUIVALENT, Equivalent
+from support.mutants import Mutant, mutants
 
 ROOT = Path(__file__).parents[1]
-TREES = ("mcftensor", "tests", "benchmarks", "studies", "examples", "docs", "pyproject.toml")
-TIMEOUT = 900
-"""Seconds that the tests of one mutation may take; one that hangs has been noticed."""
+PACKAGE = ROOT / "mcftensor"
+# The tests of a module: those of its own name, and then those of the first pattern it matches.
+TESTS = {
+    "arithmetic/*": "numerics",
+    "formats/*": "numerics",
+    "passes/*": "tensor/test_tape*.py kernels",
+    "kernels/*": "kernels",
+    "dispatch/*": "tensor",
+    "tensor/*": "tensor",
+    "training/*": "training",
+    "checkpoint/*": "files",
+    "meters/*": "meters",
+    "scaling/*": "scaling",
+    "convert.py": "tensor files/test_save_file.py",
+    "exact.py": "numerics/test_exact.py",
+}
+PATIENCE = 60
+"""Seconds that tests may take beyond three times what they take with the module as it is."""
+KILLED, SURVIVED, TIMED_OUT, BROKEN = "killed", "SURVIVED", "timed out", "TESTS FAIL ALREADY"
 
-CAUGHT, SURVIVED, NOT_RUN = "caught", "SURVIVED", "NOT RUN"
+
+def modules(patterns: Sequence[str] = ()) -> list[str]:
+    """The modules that have tests and match a pattern, relative to the package."""
+    found = sorted(x.relative_to(PACKAGE).as_posix() for x in PACKAGE.rglob("*.py"))
+    chosen = [x for x in found if not patterns or any(fnmatch(x, p) for p in patterns)]
+    return [x for x in chosen if any(fnmatch(x, p) for p in TESTS)]
 
 
-def place_of(mutation: Mutation, root: Path) -> Path:
-    """The file that a mutation changes.
+def tests_of(module: str) -> list[str]:
+    """The files and folders that should notice a mutant of a module, the likeliest first."""
+    own = sorted(ROOT.glob(f"tests/*/test_{Path(module).stem}.py"))
+    names = TESTS[_pattern_of(module)].split()
+    rest = [x for name in names for x in sorted(ROOT.glob(f"tests/{name}"))]
+    return [str(x.relative_to(ROOT)) for x in dict.fromkeys([*own, *rest])]
 
-    Raises:
-        LookupError: there is no such file, or more than one; or not one place of the text in it.
-    """
-    folder = root / "mcftensor"
-    found = [
-        f for f in folder.rglob("*.py") if f"/{f.relative_to(root)}".endswith(f"/{mutation.file}")
+
+def _pattern_of(module: str) -> str:
+    return next(p for p in TESTS if fnmatch(module, p))
+
+
+def is_equivalent(module: str, mutant: Mutant, entries: Sequence[Equivalent]) -> bool:
+    """Whether one of the entries is this mutant's."""
+    own = module, mutant.function, mutant.kind, mutant.old, mutant.new
+    return any((x.module, x.function, x.kind, x.old, x.new) == own for x in entries)
+
+
+def unmatched(entries: Sequence[Equivalent]) -> list[Equivalent]:
+    """The entries that match no mutant of their module any more."""
+    sources = {x: PACKAGE / x for x in modules()}
+    return [
+        x
+        for x in entries
+        if x.module not in sources
+        or not any(is_equivalent(x.module, m, [x]) for m in mutants(sources[x.module].read_text()))
     ]
-    if len(found) != 1:
-        raise LookupError(f"{mutation.name}: {len(found)} files are called {mutation.file}")
-    count = found[0].read_text().count(mutation.old)
-    if count != 1:
-        raise LookupError(f"{mutation.name}: {mutation.file} has its text {count} times")
-    return found[0]
 
 
-def outcome(mutation: Mutation, root: Path) -> tuple[str, str]:
-    """What becomes of a mutation in a copy of the tree, and which test says so."""
-    file = place_of(mutation, root)
-    text = file.read_text()
-    file.write_text(text.replace(mutation.old, mutation.new))
-    try:
-        status, said = tested(mutation.tests, root)
-    finally:
-        file.write_text(text)
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
-    if status == 0:
-        return SURVIVED, ", ".join(mutation.tests)
-    if status == 1 and failed:
-        return CAUGHT, failed[1]
-    return NOT_RUN, said.strip().splitlines()[-1] if said.strip() else f"status {status}"
-
-
-def tested(tests: tuple[str, ...], root: Path) -> tuple[int, str]:
-    """Run tests until the first that fails: pytest's status, and what it says."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-rfE",
-        "--tb=no",
-        "-p",
-        "no:cacheprovider",
-    ]
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    try:
-        run = subprocess.run(
-            [*command, *tests], cwd=root, env=environment, text=True, timeout=TIMEOUT, check=False,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+def run_tests(module: str, source: str, timeout: float | None = None) -> str:
+    """What the tests of a module say of another source of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        for path in ROOT.iterdir():
+            if path != PACKAGE and not path.name.startswith("."):
+                (root / path.name).symlink_to(path)
+        shutil.copytree(PACKAGE, root / "mcftensor")  # compiled modules too: they stay valid
+        (root / "mcftensor" / module).write_text(source)
+        options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *options, *tests_of(module)], cwd=root,
+            env=os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return 1, f"FAILED {tests[0]} (it hangs)"
-    return run.returncode, run.stdout
+        try:
+            return KILLED if process.wait(timeout) else SURVIVED
+        except subprocess.TimeoutExpired:
+            return TIMED_OUT
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
-def copy_of_the_tree(folder: Path) -> Path:
-    """All that tests read."""
-    ignored = shutil.ignore_patterns("__pycache__")
-    for name in (*TREES, *(f.name for f in ROOT.glob("*.md")), "mkdocs.yml", "Makefile"):
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=ignored)
-        else:
-            shutil.copy2(source, folder / name)
-    return folder
+def sample(module: str, number: int | None, seed: int) -> list[Mutant]:
+    """So many mutants of a module, or all; one of each kind before any has a second."""
+    found = mutants((PACKAGE / module).read_text())
+    found = [x for x in found if not is_equivalent(module, x, EQUIVALENT)]
+    random.Random(f"{seed} {module}").shuffle(found)
+    places = defaultdict(itertools.count)
+    return sorted(found, key=lambda x: next(places[x.kind]))[:number]
 
 
-def main() -> int:
-    """Run the mutations that were asked for, and say how many survive."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Try the chosen mutants. The status is 1 if one survives."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", help="parts of names (all)")
-    parser.add_argument("--check", action="store_true", help="only look for the places")
-    options = parser.parse_args()
-    chosen = [m for m in MUTATIONS if not options.names or any(n in m.name for n in options.names)]
-    for mutation in chosen:
-        place_of(mutation, ROOT)
-    if options.check:
-        print(f"{len(chosen)} mutations have their places")
-        return 0
-    bad = 0
-    with tempfile.TemporaryDirectory() as folder:
-        root = copy_of_the_tree(Path(folder))
-        passes = functools.cache(lambda tests: tested(tests, root)[0] == 0)
-        for mutation in chosen:
+    parser.add_argument("modules", nargs="*", help="patterns of paths within the package (all)")
+    parser.add_argument("-n", "--number", type=int, default=2, help="mutants of each module (2)")
+    parser.add_argument("--all", action="store_true", help="all mutants of each module")
+    parser.add_argument("--seed", type=int, default=0, help="chooses the sample (0)")
+    parser.add_argument("--workers", type=int, default=1, help="mutants tried side by side (1)")
+    parser.add_argument("--list", action="store_true", help="show the mutants, and run nothing")
+    options = parser.parse_args(arguments)
+    survivors, tried, timeouts = [], 0, {}
+    for module in modules(options.modules):
+        source = (PACKAGE / module).read_text()
+        chosen = sample(module, None if options.all else options.number, options.seed)
+        differences = [x.difference(source, module) for x in chosen]
+        if options.list or not chosen:
+            print(*differences, sep="\n")
+            continue
+        pattern = _pattern_of(module)
+        if pattern not in timeouts:
             start = time.monotonic()
-            what, where = NOT_RUN, "its tests fail already"
-            if passes(mutation.tests):
-                what, where = outcome(mutation, root)
-            bad += what != CAUGHT
-            seconds = time.monotonic() - start
-            print(f"{what:8} {mutation.name}: {where} ({seconds:.0f} s)", flush=True)
-    print(f"{len(chosen) - bad} of {len(chosen)} mutations are caught")
-    return int(bad > 0)
+            if run_tests(module, source) != SURVIVED:
+                print(f"{module}: {BROKEN}: {' '.join(tests_of(module))}")
+                return 1
+            timeouts[pattern] = PATIENCE + 3 * (time.monotonic() - start)
+        run = functools.partial(run_tests, module, timeout=timeouts[pattern])
+        with ThreadPoolExecutor(options.workers) as pool:
+            outcomes = list(pool.map(run, [x.applied(source) for x in chosen]))
+        counts = Counter(outcomes)
+        print(f"{module:40} " + ", ".join(f"{counts[x]} {x}" for x in sorted(counts)), flush=True)
+        survivors += [x for x, what in zip(differences, outcomes, strict=True) if what == SURVIVED]
+        tried += len(chosen)
+    if not options.list:
+        print(f"\n{len(survivors)} of {tried} mutants survive", *survivors, sep="\n")
+    return int(bool(survivors))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,142 @@
+"""Mutants of a function, and what `tests/mutations.py` does with them."""
+
+import dataclasses
+from textwrap import dedent
+
+import pytest
+
+import mutations
+from support.equivalent_mutants import EQUIVALENT, Equivalent
+from support.mutants import mutants
+
+SOURCE = dedent('''
+    """A module."""
+
+
+    def f(x: int, y=1):
+        """A function."""
+        x = floor(x)
+        if x < y and not x:
+            y += 2  # ½ of it
+        return g(x, y - x)
+''')
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("comparison", ["x <= y"]),
+        ("logic", ["x < y or not x"]),
+        ("condition", ["not (x < y and (not x))"]),
+        ("sign", ["x"]),
+        ("operator", ["y -= 2", "y + x"]),
+        ("term", ["y", "-x"]),
+        ("constant", ["2", "0", "y += 3", "y += 1"]),
+        ("name", ["ceil(x)"]),
+        ("arguments", ["g(y - x, x)"]),
+        ("call", ["x", "x"]),
+        ("return", ["return None"]),
+        ("statement", ["pass", "pass"]),
+    ],
+)
+def test_mutants_of_a_function(kind, expected):
+    found = [x for x in mutants(SOURCE) if x.kind == kind]
+    assert [x.new for x in found] == expected
+    assert {x.function for x in found} == {"f"}
+
+
+def test_a_sum_that_is_rounded_once():
+    source = "def f(a, b):\n    return round_to(add_odd(a, b), t)\n"
+    assert [x.new for x in mutants(source) if x.kind == "rounding"] == [
+        "add_odd(a, b).to(t)",
+        "a + b",
+    ]
+
+
+def test_the_rest_of_the_text_stays():
+    (mutant,) = [x for x in mutants(SOURCE) if x.new == "y += 3"]
+    assert mutant.applied(SOURCE) == SOURCE.replace("y += 2", "y += 3")
+    (mutant,) = [x for x in mutants(SOURCE) if x.new == "-x"]
+    assert mutant.applied(SOURCE) == SOURCE.replace("y - x", "(-x)")
+    assert [x for x in mutant.difference(SOURCE, "m.py").splitlines() if x[0] in "-+"][2:] == [
+        "-    return g(x, y - x)",
+        "+    return g(x, (-x))",
+    ]
+
+
+@pytest.mark.parametrize("module", ["arithmetic/rounding.py", "tensor/lending.py"])
+def test_all_mutants_of_a_module_compile(module):
+    source = (mutations.PACKAGE / module).read_text()
+    for mutant in mutants(source):
+        compile(mutant.applied(source), module, "exec")
+
+
+@pytest.mark.parametrize("entry", EQUIVALENT, ids=lambda x: f"{x.module}: {x.new}")
+def test_equivalent_mutants_exist_and_say_why(entry):
+    assert mutations.unmatched([entry]) == []
+    assert len(entry.why.split()) > 4
+
+
+def test_an_entry_without_its_mutant_is_reported():
+    module = "arithmetic/rounding.py"
+    mutant = mutants((mutations.PACKAGE / module).read_text())[0]
+    entry = Equivalent(module, mutant.function, mutant.kind, mutant.old, mutant.new, "")
+    others = [
+        dataclasses.replace(entry, old="nothing"),
+        dataclasses.replace(entry, module="nothing.py"),
+    ]
+    assert mutations.is_equivalent(module, mutant, [entry])
+    assert mutations.unmatched([entry, *others]) == others
+
+
+def test_every_pattern_has_modules_and_tests():
+    for pattern in mutations.TESTS:
+        chosen = mutations.modules([pattern])
+        assert chosen
+        assert all(len(mutations.tests_of(module)) > 0 for module in chosen)
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package of one module and its tests."""
+    for folder in ("mcftensor/part", "tests/part"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "mcftensor/__init__.py").touch()
+    (tmp_path / "mcftensor/part/one.py").write_text("def f(x):\n    return x < 1\n")
+    test = "from mcftensor.part.one import f\ndef test_one():\n    assert f(0) and not f(2)\n"
+    (tmp_path / "tests/part/test_one.py").write_text(test)
+    monkeypatch.setattr(mutations, "ROOT", tmp_path)
+    monkeypatch.setattr(mutations, "PACKAGE", tmp_path / "mcftensor")
+    monkeypatch.setattr(mutations, "TESTS", {"part/*": "part"})
+
+
+@pytest.mark.parametrize(
+    ("body", "timeout", "expected"),
+    [
+        ("return x < 2", None, mutations.SURVIVED),
+        ("return None", None, mutations.KILLED),
+        ("while True: pass", 3, mutations.TIMED_OUT),
+    ],
+)
+def test_tests_of_a_mutant(package, body, timeout, expected):
+    assert mutations.run_tests("part/one.py", f"def f(x):\n    {body}\n", timeout) == expected
+
+
+def test_survivors_are_shown(package, capsys, monkeypatch):
+    def run(module, source, timeout=None):
+        return mutations.KILLED if "None" in source else mutations.SURVIVED
+
+    monkeypatch.setattr(mutations, "run_tests", run)
+    assert mutations.main(["--all", "--workers", "2"]) == 1
+    shown = capsys.readouterr().out
+    assert "3 SURVIVED, 1 killed" in shown
+    assert "3 of 4 mutants survive" in shown
+    assert "+    return (x <= 1)" in shown
+    assert mutations.main(["-n", "1"]) == 1
+    assert " of 1 mutants survive" in capsys.readouterr().out
+
+
+def test_tests_have_to_pass_before(package, capsys, monkeypatch):
+    monkeypatch.setattr(mutations, "run_tests", lambda *_: mutations.KILLED)
+    assert mutations.main([]) == 1
+    assert mutations.BROKEN in capsys.readouterr().out
