@@ -25,14 +25,13 @@ from mcftensor.tensor import rounded
 from support.helpers import a_step, requires_cuda
 from support.leftovers import remember, restore
 from support.ranks import RankPool
-from support.thinning import diagonal
+from support.thinning import diagonals
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(items) -> None:
-    for item in items:
-        thinned = item.get_closest_marker("thinned")
-        if thinned and diagonal(item) % thinned.kwargs["of"]:
+    for item, diagonal in diagonals(items):
+        if diagonal % item.get_closest_marker("thinned").kwargs["of"]:
             item.add_marker("slow")
 
 
