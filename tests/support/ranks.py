@@ -55,29 +55,29 @@ def on_ranks(world: int, backend: str = "gloo") -> Callable[[Callable[..., None]
 
 
 class RankPool:
-    """Processes that wait for tests, some for each number of ranks."""
+    """Processes that wait for tests. A test on two ranks runs on the first two of them."""
 
     def __init__(self) -> None:
-        self.groups: dict[int, list[tuple[Any, Connection]]] = {}
+        self.processes: list[tuple[Any, Connection]] = []
 
     def run(
         self, world: int, backend: str, module: str, name: str, arguments: dict[str, Any]
     ) -> None:
         """Run a check on all ranks; raise AssertionError with the tracebacks of those that fail."""
-        if world not in self.groups:
-            self.groups[world] = [_started(rank, world) for rank in range(world)]
+        self.processes += [_started() for _ in range(world - len(self.processes))]
         with tempfile.TemporaryDirectory() as folder:
-            for _, pipe in self.groups[world]:
-                pipe.send((backend, str(Path(folder, "store")), module, name, arguments))
+            for rank, (_, pipe) in enumerate(self.processes[:world]):
+                store = str(Path(folder, "store"))
+                pipe.send((rank, world, backend, store, module, name, arguments))
             outcomes = self._outcomes(world)
         failures = [f"rank {rank}: {text}" for rank, text in outcomes.items() if text]
         if failures:
-            self._stop(self.groups.pop(world))
+            self.stop()
             pytest.fail("\n".join(failures), pytrace=False)
 
     def _outcomes(self, world: int) -> dict[int, str]:
         outcomes = dict.fromkeys(range(world), f"no answer, stopped after {TIMEOUT} seconds")
-        waiting = {rank: pipe for rank, (_, pipe) in enumerate(self.groups[world])}
+        waiting = {rank: pipe for rank, (_, pipe) in enumerate(self.processes[:world])}
         deadline = time.monotonic() + TIMEOUT
         while waiting and time.monotonic() < deadline:
             for rank, pipe in list(waiting.items()):
@@ -96,33 +96,32 @@ class RankPool:
 
     def stop(self) -> None:
         """Stop all processes."""
-        for group in self.groups.values():
-            self._stop(group)
-
-    def _stop(self, group: list[tuple[Any, Connection]]) -> None:
-        for process, pipe in group:
+        for process, pipe in self.processes:
             pipe.close()
             process.kill()
             process.join()
+        self.processes.clear()
 
 
-def _started(rank: int, world: int) -> tuple[Any, Connection]:
-    context = multiprocessing.get_context("spawn")
+def _started() -> tuple[Any, Connection]:
+    """A fork of a process that has imported torch, which takes seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["support.ranks"])
     ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(rank, world, theirs), daemon=True)
+    process = context.Process(target=_work, args=(theirs,), daemon=True)
     process.start()
     theirs.close()
     return process, ours
 
 
-def _work(rank: int, world: int, pipe: Connection) -> None:
+def _work(pipe: Connection) -> None:
     torch.set_num_threads(1)
     faulthandler.enable()  # where a process died
     if "MCFTENSOR_TEST_STDERR" not in os.environ:
         sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
     while True:
         try:
-            backend, store, module, name, arguments = pipe.recv()
+            rank, world, backend, store, module, name, arguments = pipe.recv()
         except EOFError:
             return
         before = remember()
