@@ -11,12 +11,15 @@ import pytest
 import torch
 from rich.console import Console
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import mcftensor as mcf
 from common.oracle import fractions
 from common.probes import random_updates
 from support.helpers import SCALED, STORED, small_model
 from support.metering import PLAIN, Stepper, gradients, make, with_gradient
+from support.ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("one_by_one")
 
@@ -573,62 +576,37 @@ def test_memory_is_that_of_a_few_copies_of_one_parameter():
     assert copies("coupled") > 60
 
 
-RANK = """
-import os, sys, torch, torch.distributed as dist
-import mcftensor as mcf
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+@on_ranks(2)
+def test_sums_run_over_all_ranks():
+    mesh = init_device_mesh("cpu", (2,))
+    full = [torch.randn(5, 3), torch.randn(7), torch.randn(4, 2)]
+    grads = [torch.randn_like(x) for x in full]
+    placements = [[Shard(0)], [Shard(0)], [Replicate()]]
 
-rank, path = int(sys.argv[1]), sys.argv[2]
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-mesh = init_device_mesh("cpu", (2,))
-torch.manual_seed(0)
-full = [torch.randn(5, 3), torch.randn(7), torch.randn(4, 2)]
-grads = [torch.randn_like(x) for x in full]
-placements = [[Shard(0)], [Shard(0)], [Replicate()]]
+    def run(distribute):
+        parameters = []
+        for x, g, where in zip(full, grads, placements, strict=True):
+            x, g = x.bfloat16(), g.bfloat16()
+            if distribute:
+                x, g = distribute_tensor(x, mesh, where), distribute_tensor(g, mesh, where)
+            p = nn.Parameter(x.clone())
+            p.grad = g.clone()
+            parameters.append(p)
+        optimizer = torch.optim.AdamW(parameters, lr=1e-3, foreach=False)
+        edq = mcf.EDQ(optimizer)
+        optimizer.step()
+        optimizer.step()
+        return edq
 
-def run(distribute):
-    parameters = []
-    for x, g, where in zip(full, grads, placements):
-        x, g = x.bfloat16(), g.bfloat16()
-        if distribute:
-            x, g = distribute_tensor(x, mesh, where), distribute_tensor(g, mesh, where)
-        p = torch.nn.Parameter(x.clone())
-        p.grad = g.clone()
-        parameters.append(p)
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3, foreach=False)
-    edq = mcf.EDQ(optimizer)
-    optimizer.step()
-    optimizer.step()
-    return edq
-
-sharded, whole = run(True), run(False)
-assert not sharded.not_metered, sharded.not_metered
-for name in whole.per_parameter:
-    a, b = sharded.per_parameter[name], whole.per_parameter[name]
-    assert a["numel"] == b["numel"]
-    for key in a:
-        assert abs(a[key] - b[key]) <= 1e-12 * abs(b[key]), (name, key, a[key], b[key])
-assert abs(sharded.last["ratio"] - whole.last["ratio"]) < 1e-12
-assert 0.1 < whole.last["lost"] < 0.9, whole.last
-dist.destroy_process_group()
-print("ok")
-"""
-
-
-def test_sums_run_over_all_ranks(tmp_path):
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert [output.strip().splitlines()[-1] for output in outputs] == ["ok", "ok"], outputs
+    sharded, whole = run(True), run(False)
+    assert not sharded.not_metered, sharded.not_metered
+    for name, b in whole.per_parameter.items():
+        a = sharded.per_parameter[name]
+        assert a["numel"] == b["numel"]
+        for key in a:
+            assert abs(a[key] - b[key]) <= 1e-12 * abs(b[key]), (name, key, a[key], b[key])
+    assert abs(sharded.last["ratio"] - whole.last["ratio"]) < 1e-12
+    assert 0.1 < whole.last["lost"] < 0.9, whole.last
 
 
 def test_names_may_be_a_model():
