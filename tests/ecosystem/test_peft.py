@@ -83,6 +83,7 @@ def same(found, expected) -> bool:
     )
 
 
+@pytest.mark.thinned(of=2)
 @over_one
 @pytest.mark.parametrize("more", [{}, {"modules_to_save": ["ln_f"]}], ids=["lora", "with a norm"])
 def test_resuming(tmp_path, format, more):

@@ -169,6 +169,7 @@ def test_the_model_is_saved_plain_when_it_is_plain(tmp_path):
     assert set(mcf.load_file(tmp_path)) == {n for n, _ in make_model().named_parameters()}
 
 
+@pytest.mark.thinned(of=2)  # what is saved is a matter of the format, and of tests/files
 @over_one
 def test_without_the_line(tmp_path, format):
     """Conversion sees to it that the Trainer can save, and that what it saves is whole."""

@@ -173,36 +173,28 @@ def test_an_error_at_every_point(before, after, tmp_path, monkeypatch):
     assert failed == point > (40 if after else 10)
 
 
-def kill_at_random(folder, rounds, seed):
-    """Kill a process that saves one checkpoint after another."""
-    random_ = random.Random(seed)
-    mcf.save_file(state(0), folder)
+@needs_fork
+@pytest.mark.slow
+def test_killed_at_random(tmp_path):
+    """A process that saves one checkpoint after another. `test_killed_at_every_point` is the short
+    form."""
+    random_ = random.Random(1)
+    mcf.save_file(state(0), tmp_path)
     seen = set()
-    for start in range(rounds):
+    for start in range(1000):
 
         def save_forever(start=start):
             for i in range(start, 10**6):
-                mcf.save_file(state(i % 5), folder, max_shard_size=MANY if i % 3 else ONE)
+                mcf.save_file(state(i % 5), tmp_path, max_shard_size=MANY if i % 3 else ONE)
 
         child = fork(save_forever)
         time.sleep(random_.uniform(0, 0.06))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        seen.add(version(folder))
-    mcf.save_file(state(7), folder)
-    assert names_in(folder) == ["model.safetensors"]
+        seen.add(version(tmp_path))
+    mcf.save_file(state(7), tmp_path)
+    assert names_in(tmp_path) == ["model.safetensors"]
     assert len(seen) > 2
-
-
-@needs_fork
-def test_killed_at_random(tmp_path):
-    kill_at_random(tmp_path, 20, seed=0)
-
-
-@needs_fork
-@pytest.mark.slow
-def test_killed_at_random_many_times(tmp_path):
-    kill_at_random(tmp_path, 1000, seed=1)
 
 
 @needs_fork

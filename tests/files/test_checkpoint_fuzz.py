@@ -237,7 +237,7 @@ def test_digests_under_another_name(name, tmp_path):
 
 
 def test_files(tmp_path):
-    fuzz_a_file(tmp_path, 600, seed=0)
+    fuzz_a_file(tmp_path, 200, seed=0)  # the rest in `test_many_files`
 
 
 @pytest.mark.slow
@@ -297,7 +297,7 @@ def fuzz_a_folder(folder, rounds, seed):
 
 
 def test_folders(tmp_path):
-    fuzz_a_folder(tmp_path, 250, seed=0)
+    fuzz_a_folder(tmp_path, 80, seed=0)  # the rest in `test_many_folders`
 
 
 @pytest.mark.slow

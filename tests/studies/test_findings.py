@@ -106,6 +106,7 @@ def test_eight(run, monkeypatch):
     assert trained["e4m3x2"]["ratio"] < 0.9 < trained["e4m3i16"]["ratio"]
 
 
+@pytest.mark.slow  # `test_eight` runs the command, and the tests of trials what is measured
 def test_growth(run):
     _, record = run("growth")
     rows = {(r["source"], r["strategy"], r["kind"]): r for r in record["rows"]}
@@ -117,6 +118,7 @@ def test_growth(run):
     assert rows["random", "bf16", "vectors"]["error"][-1] == pytest.approx(1, abs=0.3), "frozen"
 
 
+@pytest.mark.slow
 def test_others(run, monkeypatch):
     monkeypatch.setattr(others, "STRATEGIES", {"sgd": ("bf16", "light"), "lion": ("bf16", "light")})
     _, record = run("others")
@@ -148,11 +150,13 @@ def test_the_witness_follows_every_optimizer(train, optimizer):
     assert master["ratio"] == pytest.approx(1, abs=1e-3)
 
 
+@pytest.mark.thinned(of=2)
 @pytest.mark.parametrize("optimizer", ["lion", "adafactor"])
 def test_plus_is_light_where_no_second_moment_is_like_the_weights(train, optimizer):
     assert train("light", optimizer) == train("plus", optimizer)
 
 
+@pytest.mark.slow
 def test_what_is_free_of_a_schedule_is_judged_by_its_average(train, monkeypatch):
     """Of master weights too, whose rounded copies are what is judged."""
     averaged = {name: train(name, "schedulefree", 1e-2) for name in ("master", "plus")}

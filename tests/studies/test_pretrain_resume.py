@@ -1,5 +1,6 @@
 """`studies/pretrain.py` that was stopped goes on to the bit, on one process and on several."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,15 @@ SHORT = ("--steps", 8, "--save-every", 3)
 def whole(tmp_path_factory):
     """The folder of a run that did not stop."""
     folder = tmp_path_factory.mktemp("whole")
-    assert run(folder, *SHORT)[0] == 0
+    assert run(folder, *SHORT, "--strategies", "master,plus")[0] == 0
     return folder
 
 
 @pytest.mark.slow
-def test_every_strategy_goes_on_to_the_bit(whole, tmp_path):
+def test_every_strategy_goes_on_to_the_bit(tmp_path_factory, tmp_path):
     """Each is stopped in the middle; what is finished by then is not run again."""
+    whole = tmp_path_factory.mktemp("whole")
+    assert run(whole, *SHORT)[0] == 0
     for i, strategy in enumerate(STRATEGIES):
         # The first start takes 5 steps, the others the 5 that are lacking and 5 of the next.
         _, taken = run(tmp_path, *SHORT, stop_before=5 + 5 * (i > 0))
@@ -62,11 +65,18 @@ def test_each_part_of_a_checkpoint_matters(whole, begun, part):
         assert_same_bits(state(whole, "plus"), state(begun, "plus"))
 
 
-@pytest.fixture
-def begun(tmp_path):
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
     """A folder with a run that has been stopped."""
-    run(tmp_path, *SHORT, "--strategies", "plus", stop_before=4)
-    return tmp_path
+    folder = tmp_path_factory.mktemp("stopped")
+    run(folder, *SHORT, "--strategies", "plus", stop_before=4)
+    return folder
+
+
+@pytest.fixture
+def begun(stopped, tmp_path):
+    """A copy of it."""
+    return shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +193,8 @@ def goes_on(parallel, folder):
     assert (status, taken) == (0, ["plus"] * 5 + ["master"] * 8)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.thinned(of=2)
+@pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
 def test_two_processes_go_on_with_the_run_of_one(ranks, parallel, begun, whole):
     goes_on(ranks, parallel=parallel, folder=str(begun))
     assert losses(begun, "plus")[:3] == losses(whole, "plus")[:3]

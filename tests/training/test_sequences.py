@@ -424,7 +424,7 @@ def sequences(count):
 
 
 def test_sequences():
-    sequences(100)
+    sequences(30)  # the rest in `test_many_sequences`
 
 
 @pytest.mark.slow
