@@ -1,5 +1,6 @@
 """Shared by all tests: devices, one thread, and compiler caches of this run's own."""
 
+import gc
 import os
 import random
 import sys
@@ -33,6 +34,12 @@ def pytest_collection_modifyitems(items) -> None:
     for item, diagonal in diagonals(items):
         if diagonal % item.get_closest_marker("thinned").kwargs["of"]:
             item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    """Millions of objects live until the end: collections in tests need not visit them."""
+    gc.collect()
+    gc.freeze()
 
 
 settings.register_profile("mcftensor", deadline=None, derandomize=True, print_blob=True)

@@ -5,8 +5,8 @@
     python tests/mutations.py "formats/*" --all --list     # show all mutants of a folder
     python tests/mutations.py --seed 7                     # another sample
 
-Each mutant is a copy of the package, with which the tests of its module run until one fails. The
-report ends with the mutants that survive. Each of them needs a test, or an entry in
+Each mutant is a copy of the package, with which the tests of its module run until one fails. Those
+that survive are shown. Each of them needs a test, or an entry in
 `tests/support/equivalent_mutants.py` that says why it cannot fail.
 """
 
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=1, help="mutants tried side by side (1)")
     parser.add_argument("--list", action="store_true", help="show the mutants, and run nothing")
     options = parser.parse_args(arguments)
-    survivors, tried, timeouts = [], 0, {}
+    survived, tried, timeouts = 0, 0, {}
     for module in modules(options.modules):
         source = (PACKAGE / module).read_text()
         chosen = sample(module, None if options.all else options.number, options.seed)
@@ -157,11 +157,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             outcomes = list(pool.map(run, [x.applied(source) for x in chosen]))
         counts = Counter(outcomes)
         print(f"{module:40} " + ", ".join(f"{counts[x]} {x}" for x in sorted(counts)), flush=True)
-        survivors += [x for x, what in zip(differences, outcomes, strict=True) if what == SURVIVED]
+        survivors = [x for x, what in zip(differences, outcomes, strict=True) if what == SURVIVED]
+        print(*survivors, sep="\n", flush=True)
+        survived += len(survivors)
         tried += len(chosen)
     if not options.list:
-        print(f"\n{len(survivors)} of {tried} mutants survive", *survivors, sep="\n")
-    return int(bool(survivors))
+        print(f"{survived} of {tried} mutants survive")
+    return int(survived > 0)
 
 
 if __name__ == "__main__":

@@ -455,6 +455,7 @@ def test_broadcasting(f, shapes):
         assert {t.shape for t in result} == {torch.broadcast_shapes(*s)}
 
 
+@pytest.mark.thinned(of=3)
 @every_format
 def test_terms_need_not_be_contiguous(f):
     torch.manual_seed(1)
@@ -485,6 +486,7 @@ def test_large_tensors_compute_as_small_ones_do(f):
             assert same(tuple(t[100 * i] for t in whole), row)
 
 
+@pytest.mark.thinned(of=3)
 @every_format
 def test_inputs_stay_as_they_are_and_results_are_new(f):
     x, y, z = operands(f, 14, size=50)

@@ -1,5 +1,7 @@
 """The main job, `studies/pretrain.py`, on a model and a text small enough for seconds."""
 
+import contextlib
+import io
 import itertools
 import json
 import math
@@ -16,6 +18,7 @@ import pretrain
 from pretraining import report, strategies, text, training
 from pretraining.model import GPT, Shape
 from pretraining.strategies import STRATEGIES, WITHOUT_TAILS, bytes_per_parameter, parameters_of
+from support.pretrain_runs import write_poem
 
 TINY = Shape(context=16, layers=1, width=32, heads=2)
 PARAMETERS = sum(p.numel() for p in GPT(TINY).parameters())
@@ -42,9 +45,20 @@ def run(poem, tmp_path):
 # The command
 
 
-def test_all_strategies_start_alike_and_learn(run, tmp_path, capsys):
-    status, record = run("--steps", "12", "--lr", "1e-2")
-    assert status == 0
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a run of all strategies, what results.json holds, and what is printed."""
+    folder, screen = tmp_path_factory.mktemp("finished"), io.StringIO()
+    write_poem(folder)
+    arguments = ["--data", str(folder / "poem.txt"), "--out", str(folder), "--steps", "12"]
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(screen):
+        patch.setitem(training.SHAPES, "cpu", TINY)
+        assert pretrain.main(arguments) == 0
+    return folder, json.loads((folder / "results.json").read_text()), screen.getvalue()
+
+
+def test_all_strategies_start_alike_and_learn(finished):
+    folder, record, screen = finished
     results = record["strategies"]
     assert list(results) == list(STRATEGIES)
     assert len({r["training"][0] for r in results.values()}) == 1
@@ -61,14 +75,13 @@ def test_all_strategies_start_alike_and_learn(run, tmp_path, capsys):
         assert final["bits_per_byte"] == pytest.approx(losses[-1] / math.log(2))
         assert final["difference_to_master"] == losses[-1] - master
         assert result["seconds_per_step"] > 0
-    assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
-    screen = capsys.readouterr().out
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert all(name in screen for name in (*STRATEGIES, "bits per byte", "EDQ ratio"))
 
 
-def test_every_strategy_is_metered(run):
+def test_every_strategy_is_metered(finished):
     """Steps 1, 3, …, 11 of 12; the means are those of the last two of these six."""
-    _, record = run("--steps", "12")
+    _, record, _ = finished
     results = record["strategies"]
     for name, result in results.items():
         readings = result["edq"]
