@@ -251,6 +251,8 @@ def test_sqrt_of_every_16_bit_number(dtype):
         (torch.float64, 40_000, -300, 90),
         (torch.float32, 4_000, -149, -100),  # subnormals
         (torch.float64, 4_000, -1074, -950),
+        (torch.float32, 4_000, 90, 127),
+        (torch.float64, 4_000, 700, 1023),
     ],
 )
 def test_sqrt_is_rounded_to_nearest_where_torchs_is_not(dtype, size, low, high):

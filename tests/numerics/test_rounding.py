@@ -22,6 +22,7 @@ from common.oracle import (
 from common.strategies import expansion, expansions, numbers, tensors, terms_after
 from mcftensor.arithmetic.rounding import (
     add_odd,
+    collapse_odd,
     collapse_terms,
     peel,
     round_to,
@@ -118,14 +119,18 @@ def test_overflow_and_underflow(dtype):
 def test_add_odd():
     a, b = expansion(np.random.default_rng(2), torch.float32, 2, 20_000, -40, 40)
     result = add_odd(a, b)
-    exact = integers(a) + integers(b)
-    rounded = integers(result)
-    inexact = rounded != exact
-    assert inexact.mean() > 0.3
-    # An inexact result has an odd last bit, and is a neighbour of the exact sum.
+    exact = total((a, b), scale_of(torch.float64))
+    assert (integers(result, scale_of(torch.float64)) != exact).mean() > 0.3
+    assert_odd_and_next_to(exact, result)
+
+
+def assert_odd_and_next_to(exact, result):
+    """An inexact result has an odd last bit, and is a neighbour of the exact sum."""
+    scale = scale_of(torch.float64)
+    inexact = integers(result, scale) != exact
     assert (result.view(torch.int32).numpy()[inexact] & 1).all()
-    below = integers(torch.nextafter(result, torch.full_like(result, -torch.inf)))
-    above = integers(torch.nextafter(result, torch.full_like(result, torch.inf)))
+    below = integers(torch.nextafter(result, torch.full_like(result, -torch.inf)), scale)
+    above = integers(torch.nextafter(result, torch.full_like(result, torch.inf)), scale)
     assert ((below < exact) & (exact < above)).all()
 
 
@@ -166,6 +171,19 @@ def test_collapse_of_single_expansions(f, data):
     for dtype in DTYPES:
         (result,) = fractions(collapse_terms(terms, dtype))
         assert result == round_fraction(value(terms), dtype)
+
+
+@pytest.mark.parametrize("terms", [1, 2, 3])
+@pytest.mark.parametrize("base", DTYPES, ids=str)
+def test_collapse_odd(base, terms):
+    x = expansion(np.random.default_rng(5), base, terms, 10_000, *MIDDLE[base])
+    result = collapse_odd(x)
+    exact = total(x, scale_of(torch.float64))
+    assert result.dtype == torch.float32
+    assert_odd_and_next_to(exact, result)
+    # Two terms of few bits fit float32 unless they lie far apart.
+    share = (integers(result, scale_of(torch.float64)) != exact).mean()
+    assert share == 0 if terms == 1 and base != torch.float64 else share > 0.01
 
 
 @every_format

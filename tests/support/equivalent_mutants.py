@@ -17,4 +17,13 @@ class Equivalent:
     why: str
 
 
-EQUIVALENT: list[Equivalent] = []
+EQUIVALENT = [
+    Equivalent(
+        "arithmetic/eft.py",
+        "split",
+        "comparison",
+        "a.abs() > torch.finfo(a.dtype).max * 2.0 ** (-(low_bits + 1))",
+        "a.abs() >= torch.finfo(a.dtype).max * 2.0 ** (-(low_bits + 1))",
+        "At the limit itself both branches are exact: scaling by a power of two changes no bit.",
+    ),
+]
