@@ -42,6 +42,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # modules of compiled code look for leaks at exit
+
+
 settings.register_profile("mcftensor", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("mcftensor")
 torch.set_num_threads(1)

@@ -37,8 +37,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mcftensor"
 # The tests of a module: those of its own name, and then those of the first pattern it matches.
 TESTS = {
-    "arithmetic/*": "numerics",
-    "formats/*": "numerics",
+    "arithmetic/*": "numerics test_fingerprint.py",
+    "formats/*": "numerics test_fingerprint.py",
     "passes/*": "tensor/test_tape*.py kernels",
     "kernels/*": "kernels",
     "dispatch/*": "tensor",

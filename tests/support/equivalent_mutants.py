@@ -20,6 +20,14 @@ class Equivalent:
 EQUIVALENT = [
     Equivalent(
         "arithmetic/eft.py",
+        "two_prod",
+        "comparison",
+        "a.abs() >= b.abs()",
+        "a.abs() > b.abs()",
+        "Of two operands of one magnitude either can be scaled: all partial products are exact.",
+    ),
+    Equivalent(
+        "arithmetic/eft.py",
         "split",
         "comparison",
         "a.abs() > torch.finfo(a.dtype).max * 2.0 ** (-(low_bits + 1))",
