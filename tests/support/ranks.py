@@ -135,6 +135,7 @@ def _work(pipe: Connection) -> None:
             )
             if backend == "nccl":
                 torch.cuda.set_device(rank)
+            dist.barrier()  # or a rank that needs no other leaves while others still connect
             torch.manual_seed(0)
             getattr(importlib.import_module(module), name).check(**arguments)
             outcome = ""
