@@ -48,7 +48,7 @@ def names_in(folder):
 
 
 ONE, MANY = None, 150  # sizes of shards: one file, or three
-KINDS = [(ONE, ONE), (ONE, MANY), (MANY, MANY), (MANY, ONE)]
+KINDS = [(MANY, MANY), (ONE, ONE), (ONE, MANY), (MANY, ONE)]
 
 
 def instrument(patch, before):
@@ -111,7 +111,7 @@ def fork(function):
     return child
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)  # an error at every point is tried for every kind
 @needs_fork
 @pytest.mark.parametrize(("before", "after"), KINDS, ids=str)
 def test_killed_at_every_point(before, after, tmp_path):

@@ -51,7 +51,7 @@ def entered(start, held):
     return [nn.Parameter(mcf.as_expansion(x, held) if held else x.double()) for x in start]
 
 
-@pytest.mark.thinned(of=2)
+@pytest.mark.thinned(of=4)
 @pytest.mark.parametrize(
     "case",
     [
