@@ -38,7 +38,7 @@ PACKAGE = ROOT / "mcftensor"
 # The tests of a module: those of its own name, and then those of the first pattern it matches.
 TESTS = {
     "arithmetic/*": "numerics test_fingerprint.py",
-    "formats/*": "numerics test_fingerprint.py",
+    "formats/*": "formats numerics test_fingerprint.py",
     "passes/*": "tensor/test_tape*.py kernels",
     "kernels/*": "kernels",
     "dispatch/*": "tensor",
