@@ -76,7 +76,8 @@ def _keep(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None
         format = format_of(given)
         if format is None or format_of(x) or given.shape != x.shape or given.is_meta or x.is_meta:
             continue
-        if isinstance(given, MCFTensor) and _is_plain(given._component0) and _is_plain(x):
+        is_whole = isinstance(given, MCFTensor) and _is_bare(given._component0)
+        if is_whole and _is_bare(x) and x.is_floating_point():
             whole = given.detach().to("cpu", copy=True)
             kept[name] = Kept(key, whole, x.dtype, id(x), _version(x))
         elif x.dtype not in BASES or BASES[x.dtype].precision < format.precision:
@@ -100,9 +101,9 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, x
 
 
-def _is_plain(x: Tensor) -> bool:
-    is_bare = type(x) is Tensor or isinstance(x, nn.Parameter)
-    return is_bare and not is_traceable_wrapper_subclass(x) and x.is_floating_point()
+def _is_bare(x: Tensor) -> bool:
+    is_known = type(x) is Tensor or isinstance(x, nn.Parameter)
+    return is_known and not is_traceable_wrapper_subclass(x)
 
 
 def kept_in(module: nn.Module) -> dict[int, MCFTensor]:

@@ -14,7 +14,7 @@ import mcftensor as mcf
 from support.helpers import assert_same_bits
 
 BALANCED = mcf.bf16x2.with_rounding("balanced")
-FORMATS = [None, mcf.fp32x2, mcf.bf16x2, mcf.bf16x3, mcf.bf16i16, mcf.bf16i8, BALANCED]
+FORMATS = [None, mcf.fp32x2, mcf.bf16x2, mcf.bf16x3, mcf.bf16i16, mcf.bf16i8, mcf.e4m3i8, BALANCED]
 MODES = [None, "plus", "compact", "released"]
 
 
