@@ -178,8 +178,8 @@ for _name in (
 
 
 def _of_the_number(func: Any, placing: Any) -> Any:
-    def compute(x: Any) -> Unrounded:
-        return Unrounded(func(number(x).plain()), 0, placing)
+    def compute(x: Any, *how: float) -> Unrounded:
+        return Unrounded(func(number(x).plain(), *how), 0, placing)
 
     return compute
 

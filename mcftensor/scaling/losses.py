@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcftensor.scaling.exponents import times_power
+from mcftensor.scaling.exponents import is_free, times_power
 from mcftensor.scaling.ruling import aten, rule
 from mcftensor.scaling.scaled_format import of_dtype
 from mcftensor.scaling.scaled_numbers import Unrounded, number
@@ -44,7 +45,7 @@ def _softmax_backward(gradient: Any, result: Any, dim: int, dtype: torch.dtype) 
 @rule(aten._log_softmax)
 def _log_softmax(x: Any, dim: int, to_float: bool) -> Unrounded:
     format = of_dtype(torch.float32) if to_float else None
-    return Unrounded(number(x).plain().log_softmax(dim), 0, "by rule", format)
+    return Unrounded(number(x).plain().log_softmax(dim), 0, "to fit", format)
 
 
 @rule(aten._log_softmax_backward_data)
@@ -58,7 +59,7 @@ def _loss_by(func: Any) -> Any:
     def loss(x: Any, target: Tensor, weight: Any, *how: Any) -> tuple[Unrounded, Tensor]:
         plain_weight = None if weight is None else number(weight).plain()
         made, total = func(number(x).plain(), target, plain_weight, *how)
-        return Unrounded(made, 0, "by rule" if made.dim() else "by size"), total
+        return Unrounded(made, 0, "to fit" if made.dim() else "by size"), total
 
     return loss
 
@@ -139,21 +140,49 @@ def _attention_backward(
     Gradients of values are means of gradients; those of queries and keys can be of any size.
     """
     g, values = number(gradient), number(v)
-    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        g.mantissa,
-        number(q).plain(),
-        number(k).plain(),
-        values.mantissa,
-        number(made).at(values.exponent),
-        sums,
-        dropout,
-        is_causal,
-        attn_mask=None if attn_mask is None else number(attn_mask).plain(),
-        scale=scale,
-    )
+    queries, keys = number(q).plain(), number(k).plain()
+    mask = None if attn_mask is None else number(attn_mask).plain()
+    if is_free(sums) and sums.abs().amax() > _EXACT_SCORES:
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        parts = g.mantissa, queries, keys, values.mantissa, mask
+        dq, dk, dv = _attention_backward_in_steps(*parts, is_causal, scale)
+    else:
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            g.mantissa,
+            queries,
+            keys,
+            values.mantissa,
+            number(made).at(values.exponent),
+            sums,
+            dropout,
+            is_causal,
+            attn_mask=mask,
+            scale=scale,
+        )
     s = g.exponent + values.exponent
     return (
         Unrounded(dq, s, "by size"),
         Unrounded(dk, s, "by size"),
         Unrounded(dv, g.exponent),
     )
+
+
+_EXACT_SCORES = 2.0**10
+"""The kernel computes scores once more, in another order, and takes exponentials of them: above
+this float32 is too coarse for that."""
+
+
+def _attention_backward_in_steps(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of queries, keys and values, by chances whose sums are made of the same scores."""
+    scores = q @ k.mT * scale
+    if is_causal:
+        past = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.where(past, -math.inf)
+    if mask is not None:
+        scores = scores + mask
+    chances = torch.nan_to_num(scores.softmax(-1), 0.0)
+    slope = g @ v.mT
+    slope = chances * (slope - (slope * chances).sum(-1, keepdim=True)) * scale
+    return slope @ k, slope.mT @ q, chances.mT @ g

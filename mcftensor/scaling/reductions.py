@@ -98,7 +98,7 @@ def _std_mean(
 @rule(aten.logsumexp)
 def _logsumexp(x: Any, dim: Dims, keepdim: bool = False) -> Unrounded:
     """Of the numbers, in float32; near 1, as log softmax."""
-    return Unrounded(number(x).plain().logsumexp(dims_of(x, dim), keepdim), 0)
+    return Unrounded(number(x).plain().logsumexp(dims_of(x, dim), keepdim), 0, "to fit")
 
 
 @rule(aten.cumsum)

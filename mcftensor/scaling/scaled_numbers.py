@@ -27,10 +27,11 @@ from mcftensor.scaling.exponents import (
 from mcftensor.scaling.scaled import ScaledTensor
 from mcftensor.scaling.scaled_format import FP8, ScaledFormat
 
-Placing: TypeAlias = Literal["by rule", "by size", "high"]
+Placing: TypeAlias = Literal["by rule", "to fit", "by size", "high"]
 """How the exponent of a result is found.
 
 - `"by rule"`: it is known before the numbers are, and 8-bit data alone is placed by its size.
+- `"to fit"`: by rule, but higher where the largest number would not fit.
 - `"by size"`: the data's root mean square is put into [1, 2), or lower if the largest number would
   not fit. All who rebalance do this.
 - `"high"`: the largest number is put as high as it fits: squares, which have twice the range.
@@ -100,9 +101,13 @@ def nearest_exponent(x: float) -> int:
 def stored(x: Unrounded, format: ScaledFormat, name: str = "") -> ScaledTensor:
     """A number as a tensor of a format, or its own, with memory and an exponent of its own."""
     format = x.format or format
-    placing = "by size" if format.dtype in FP8 and x.placing == "by rule" else x.placing
+    is_by_rule = x.placing in ("by rule", "to fit")
+    placing = "by size" if format.dtype in FP8 and is_by_rule else x.placing
     if placing == "by rule":
         mantissa, exponent = x.mantissa, x.exponent
+    elif placing == "to fit":
+        further = largest(exponent_of_largest(x.mantissa) - format.top, 0)
+        mantissa, exponent = times_power(x.mantissa, -further), x.exponent + further
     else:
         if name and x.mantissa.dim():
             count("rescaled", name)

@@ -52,6 +52,15 @@ def attended(self, x):
     return self.out((q @ k.mT / 4).softmax(-1) @ v)
 
 
+def attended_by_one_operation(is_causal):
+    def function(self, x):
+        q, k, v = self.three(x).unflatten(-1, (2, 24)).transpose(1, 2).chunk(3, -1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        return self.out(y.transpose(1, 2).flatten(-2))
+
+    return lambda: Of(function, three=nn.Linear(16, 48), out=nn.Linear(16, 4))
+
+
 def loss(function):
     """Of what is near the targets."""
 
@@ -91,6 +100,10 @@ MODELS = {
     "prelu": mlp(nn.PReLU),
     "elu": mlp(nn.ELU),
     "hardswish": mlp(nn.Hardswish),
+    "softplus": mlp(nn.Softplus),
+    "log softmax": mlp(lambda: nn.LogSoftmax(-1)),
+    "log of sum": lambda: Of(lambda m, x: m.out(x) - m.a(x).logsumexp(-1, keepdim=True),
+                             a=nn.Linear(16, 16), out=nn.Linear(16, 4)),
     "gated by sigmoid": gated(torch.sigmoid),
     "gated by silu": gated(F.silu),
     "gated by gelu": gated(F.gelu),
@@ -109,6 +122,8 @@ MODELS = {
                                        out=nn.Linear(16, 4)),
     "attention": lambda: Of(attended, norm=nn.LayerNorm(16), three=nn.Linear(16, 48),
                             out=nn.Linear(16, 4)),
+    "attention by one operation": attended_by_one_operation(is_causal=False),
+    "causal attention": attended_by_one_operation(is_causal=True),
     "convolution": lambda: nn.Sequential(nn.Conv1d(8, 8, 3), nn.ReLU(), nn.Conv1d(8, 2, 3)),
     "concatenated": lambda: Of(lambda m, x: m.out(torch.cat([m.a(x), x], -1)),
                                a=nn.Linear(16, 16), out=nn.Linear(32, 4)),
@@ -130,6 +145,9 @@ MODELS = {
     "cosine similarity": loss(lambda x, y: F.cosine_similarity(x, y, -1)),
     "cross entropy": loss_of_classes(F.cross_entropy),
     "label smoothing": loss_of_classes(lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1)),
+    "cross entropy of each": lambda: Of(
+        lambda m, x: F.cross_entropy(m.out(x).flatten(0, 1), torch.arange(32) % 4,
+                                     reduction="none"), out=nn.Linear(16, 4)),
     "nll": loss_of_classes(lambda x, y: F.nll_loss(x.log_softmax(-1), y)),
     "bce": loss_of_signs(lambda x, y: F.binary_cross_entropy(x.sigmoid(), y)),
     "bce with logits": loss_of_signs(F.binary_cross_entropy_with_logits),
