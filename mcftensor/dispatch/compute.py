@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mcftensor.arithmetic import special
@@ -199,9 +200,23 @@ def _evaluated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     aten.signbit.default,  # x.signbit, torch.copysign beyond 48 bits
     aten.is_pinned,  # x.is_pinned, x.pin_memory
     aten.is_same_size,  # torch.autograd.grad
-    aten._has_same_storage_numel.default,  # torch.func.jvp
     "fsdp::all_gather_copy_in",  # fully_shard, which gathers for compute
 )
 def of_leading_term(func: Any, *args: Any, **kwargs: Any) -> Any:
     """The leading term alone decides these."""
     return func(*leading(args), **leading(kwargs))
+
+
+@implements(aten._has_same_storage_numel.default)  # torch.func.jvp
+def has_same_storage_numel(func: Any, x: Tensor, base: Tensor) -> Any:
+    """Of leading terms, for tangents that no graph has as a whole: the graph would have their terms
+    as constants."""
+    mode = get_proxy_mode()
+    if mode is not None and any(has_proxy_slot(y, mode.tracer) for y in expansions((x, base))):
+        raise refusal(
+            func,
+            expansions((x, base)),
+            "make_fx, by which torch.func.linearize goes, would take the tangents for constants; "
+            "torch.func.jvp has no such graph",
+        )
+    return func(*leading((x, base)))

@@ -281,6 +281,17 @@ def new(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
     return x._like([func(t, *args, **kwargs) for t in x._read()], own=True)
 
 
+@implements(aten._new_zeros_with_same_feature_meta.default)  # nested forward derivatives
+def new_tangent(func: Any, x: Tensor, base: Tensor, **kwargs: Any) -> Any:
+    """Zeros of the kind of a tangent, laid out as what it is the tangent of."""
+    base = leading(base)
+    if not isinstance(x, MCFTensor):
+        return func(x, base, **kwargs)
+    if x.format.shared:
+        return x.new_zeros(func(template(x), base, **kwargs).shape)
+    return x._like([func(t, base, **kwargs) for t in x._read()], own=True)
+
+
 def _of_states(x: MCFTensor) -> Format:
     """The format of what is made like a tensor."""
     return x._format.of_states if x._role == "parameter" else x._format

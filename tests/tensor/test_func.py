@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from torch.func import hessian, jacfwd, jacrev, jvp, vjp
+from torch.func import hessian, jacfwd, jacrev, jvp, linearize, vjp
 
 import mcftensor as mcf
 
@@ -72,3 +72,31 @@ def test_tensors_become_expansions_within_a_transform(format):
     assert_close(tangent, [2 * Fraction(a) ** 2 for a in x.tolist()], format)
     assert_close(value, [Fraction(a) ** 2 for a in x.tolist()], format)
     assert torch.equal(jacrev(lambda y: y.to(format).to(torch.float64))(x), torch.eye(2).double())
+
+
+@by_format
+def test_tangents_that_are_laid_out_otherwise(format):
+    x = mcf.from_exact([NUMBERS, NUMBERS], format)
+    tangents = [Fraction(1, 7), Fraction(3, 5)]
+    for base, tangent in (
+        (x, mcf.from_exact(tangents, format).expand(2, 2)),
+        (x, mcf.from_exact([[y, y] for y in tangents], format).t()),
+        (x.t().contiguous().t(), mcf.from_exact([tangents] * 2, format)),
+    ):
+        _, found = jvp(lambda y: y * y, (base,), (tangent,))
+        expected = [2 * a * b for a, b in zip(NUMBERS * 2, tangents * 2, strict=True)]
+        assert_close(found, expected, format)
+
+    def f(y):
+        return (y / (1 + y * y)).sum() + y @ y
+
+    x = x[0]
+    second = [2 + CASES["quotient"][2](a) for a in mcf.to_fraction(x)]
+    assert_close(jacfwd(jacfwd(f))(x), diagonal(second), format)
+
+
+@by_format
+def test_linearize_is_refused(format):
+    x = mcf.from_exact(NUMBERS, format)
+    with pytest.raises(NotImplementedError, match=r"tangents for constants; torch\.func\.jvp"):
+        linearize(lambda y: y * y, x)
