@@ -204,29 +204,49 @@ def _telling_what_is_loaded(load: Callable[[], None], given: dict[str, Any]) -> 
             function(given["self"], given["state_dict"], given["prefix"])
 
 
-@by_name
-def _refusing_expansions(save: Callable[[], Any], given: dict[str, Any]) -> Any:
-    module = given["self"]
-    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
-    found = {name: format for name, x in tensors if (format := format_of(x))}
-    if found:
-        name, format = next(iter(found.items()))
-        raise NotImplementedError(
-            f"torch.jit.save: {name} is an expansion in {format.name}, and TorchScript stores "
-            "plain tensors; trace and save mcf.as_plain(copy.deepcopy(model)), or store the model "
-            "with mcf.save_file"
-        )
-    return save()
+def _refusing_expansions(save: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(save)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for name, x in _stored_by_script(self):
+            format = format_of(x) or getattr(x, "format", None)  # a scaled one
+            if format is not None:
+                raise NotImplementedError(
+                    f"torch.jit.save: {name} is an expansion in {format.name}, and TorchScript "
+                    "stores plain tensors; trace and save mcf.as_plain(copy.deepcopy(model)), or "
+                    "store the model with mcf.save_file"
+                )
+        return save(self, *args, **kwargs)
+
+    return checked
 
 
-for _kind, _name in itertools.product(
-    ("ScriptModule", "RecursiveScriptModule"), ("save", "save_to_buffer")
+def _stored_by_script(script: Any) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of a module or function of TorchScript, and its constants: what a
+    function closes over, and the parameters of a module that is frozen."""
+    if isinstance(script, nn.Module):
+        yield from itertools.chain(script.named_parameters(), script.named_buffers())
+        own: Any = script._c
+        graphs = [own._get_method(name).inlined_graph for name in own._method_names()]
+    else:
+        graphs = [script.inlined_graph]
+    for graph in graphs:
+        for node in graph.findAllNodes("prim::Constant", True):
+            if "value" in node.attributeNames() and node.kindOf("value") == "t":
+                yield f"the constant {node.output().debugName()}", node.t("value")
+
+
+for _name in (
+    *(f"ScriptFunction.{name}" for name in ("save", "save_to_buffer")),
+    *(
+        f"{kind}.{name}"
+        for kind in ("ScriptModule", "RecursiveScriptModule")
+        for name in ("save", "save_to_buffer")
+    ),
 ):
     row(
-        f"torch.jit.{_kind}.{_name}",
+        f"torch.jit.{_name}",
         why="TorchScript writes the memory of each tensor, and that of an expansion is in its "
         "components: the process would end with a segmentation fault.",
         loss="torch.jit.save of a traced model with expansions ends the process.",
         change=_refusing_expansions,
-        takes=("self",),
     )

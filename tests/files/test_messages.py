@@ -77,6 +77,18 @@ def test_traced_modules():
         ):
             with pytest.raises(NotImplementedError, match="weight is an expansion in bf16x2"):
                 save()
+        weight = model.weight.detach()
+        for script, format in (
+            (torch.jit.freeze(torch.jit.trace(model.eval(), x)), "bf16x2"),
+            (torch.jit.trace(lambda y: y @ weight.T, x), "bf16x2"),
+            (torch.jit.trace(mcf.scalify(linear()), x.half()), r"scaled\(float16"),
+        ):
+            for save in (
+                lambda script=script: torch.jit.save(script, io.BytesIO()),
+                script.save_to_buffer,
+            ):
+                with pytest.raises(NotImplementedError, match=f"is an expansion in {format}"):
+                    save()
         plain = torch.jit.trace(mcf.as_plain(copy.deepcopy(model)), x)
         torch.jit.save(plain, file := io.BytesIO())
         file.seek(0)
