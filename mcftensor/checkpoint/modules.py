@@ -97,3 +97,4 @@ def _joined(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, An
 before_loading.append(_joined)
 adapters.to_terms.append(functools.partial(as_terms, sums=True))
 adapters.from_terms.append(from_terms)
+adapters.when_unloaded.append(store_as_terms)

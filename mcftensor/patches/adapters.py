@@ -14,6 +14,8 @@ from mcftensor.tensor.sharded import format_of
 to_terms: list[Callable[[dict[str, Any]], dict[str, Any]]] = []
 from_terms: list[Callable[[dict[str, Any]], dict[str, Any]]] = []
 """State dicts of expansions as one of terms, and the way back, which `checkpoint` sets."""
+when_unloaded: list[Callable[[nn.Module], Any]] = []
+"""What is told of a model with expansions that has no adapters any more, but `save_pretrained`."""
 
 
 @by_name
@@ -46,6 +48,15 @@ def _storing_terms(collect: Callable[[], Any], given: dict[str, Any]) -> Any:
 def _joining_terms(load: Callable[[], Any], given: dict[str, Any]) -> Any:
     given["peft_model_state_dict"] = _through(from_terms, given["peft_model_state_dict"])
     return load()
+
+
+@by_name
+def _telling_of_the_model(unload: Callable[[], Any], given: dict[str, Any]) -> Any:
+    model = unload()
+    if hasattr(model, "save_pretrained") and any(map(format_of, model.parameters())):
+        for function in when_unloaded:
+            function(model)
+    return model
 
 
 def _through(functions: list[Callable[[Any], Any]], state_dict: Any) -> Any:
@@ -98,4 +109,15 @@ row(
     releases="0.21",
     takes=("peft_model_state_dict",),
     change=_wherever_imported(_joining_terms),
+)
+row(
+    "peft.tuners.tuners_utils.BaseTuner._unload_and_optionally_merge",
+    why="Biases and whole modules that were trained beside adapters stay expansions in the model "
+    "that `merge_and_unload` returns, whose `save_pretrained` stores plain tensors.",
+    loss="save_pretrained of a merged model with expansions raises; call "
+    "mcf.store_as_terms(merged) first.",
+    when="import peft.tuners.tuners_utils",
+    releases="0.21",
+    takes=("self",),
+    change=_telling_of_the_model,
 )

@@ -175,7 +175,7 @@ this float32 is too coarse for that."""
 def _attention_backward_in_steps(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of queries, keys and values, by chances whose sums are made of the same scores."""
+    """Gradients of queries, keys and values, by chances that sum to one to the last bits."""
     scores = q @ k.mT * scale
     if is_causal:
         past = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()

@@ -14,7 +14,7 @@ from torch import Tensor
 from mcftensor.arithmetic.rounding import round_to
 from mcftensor.scaling.exponents import times_any_power
 from mcftensor.scaling.scaled_format import ScaledFormat, of_dtype
-from mcftensor.tensor.addresses import are_hidden, without_addresses
+from mcftensor.tensor.addresses import are_hidden, require_dispatch, without_addresses
 
 _PARTS = ("_data", "_tail")
 _OWN = {*_PARTS, "_exponent", "_format", "_whole", "_is_param"}
@@ -218,6 +218,10 @@ class ScaledTensor(torch.Tensor):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         array = self.numpy()
         return array if dtype is None else array.astype(dtype)
+
+    def __float__(self) -> float:
+        require_dispatch(self)
+        return super().__float__()
 
     def tolist(self) -> Any:
         """The numbers as nested lists of Python floats."""

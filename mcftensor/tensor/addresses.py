@@ -10,6 +10,9 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
+from torch import Tensor
+
 R = TypeVar("R")
 
 
@@ -33,3 +36,14 @@ def without_addresses(function: Callable[[], R]) -> R:
         return function()
     finally:
         _thread.hides = outer
+
+
+def require_dispatch(x: Tensor) -> None:
+    """Raise TypeError where PyTorch reads a tensor in a list of numbers, without dispatch, and
+    would look for its memory."""
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
+        raise TypeError(
+            f"torch.tensor and its kin take no {type(x).__name__} in a list, of which they would "
+            "drop terms or scales: to keep them, torch.stack([x[0], x[1]]); to round, "
+            "torch.tensor([float(y) for y in x])"
+        )

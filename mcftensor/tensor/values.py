@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.tensor import showing
+from mcftensor.tensor.addresses import require_dispatch
 from mcftensor.tensor.components import ComponentTensor
 from mcftensor.tensor.printing import formatted, text_of
 
@@ -49,6 +50,10 @@ class ReadableTensor(ComponentTensor):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         array = self.numpy()
         return array if dtype is None else array.astype(dtype)
+
+    def __float__(self) -> float:
+        require_dispatch(self)
+        return super().__float__()
 
     def tolist(self) -> Any:
         """The collapsed values as nested lists of Python floats."""

@@ -17,6 +17,7 @@ from mcftensor.convert import converted_modules
 from mcftensor.patches.optimizers import parameters_of
 from mcftensor.tensor import MCFTensor
 from mcftensor.training.releasing import StepInBackward
+from mcftensor.training.saturation import outside
 
 _WINDOW = 8
 """Parameters of each group that a step looks at, in turn; the first step looks at all."""
@@ -38,7 +39,10 @@ def _warn_of_detached(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     number = _steps.get(optimizer)
     _steps[optimizer] = 0 if number is None else number + 1
-    gone = [p for p in _looked_at(optimizer, number) if _is_gone(p)]
+    looked_at = list(_looked_at(optimizer, number))
+    gone = [p for p in looked_at if _is_gone(p)]
+    if any(p.grad is not None for p in looked_at):  # others have theirs by now
+        gone += [p for p in looked_at if _is_left(p)]
     if gone:
         found = f"{_names(gone)} {'is' if len(gone) == 1 else 'are'} no longer in the module"
     elif _has_gradients(optimizer, args, kwargs) or not _of_modules(optimizer):
@@ -51,7 +55,7 @@ def _warn_of_detached(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         "were made anew since, as by setattr(module, name, nn.Parameter(...)). Write to parameters "
         "in place, or convert with mcf.as_expansion(model) and make the optimizer again",
         DetachedParameterWarning,
-        stacklevel=3,
+        stacklevel=outside(),
     )
 
 
@@ -75,11 +79,21 @@ def _of_modules(optimizer: Optimizer) -> list[Tensor]:
 
 def _holder(p: Any) -> Any:
     """The module that had a parameter when it was converted, if it lives, and the name there."""
+    held = _held(p)
+    owner = None if held is None else held[0]()
+    return None if held is None or owner is None else (owner, held[1])
+
+
+def _held(p: Any) -> Any:
+    """The reference to that module, and the name; None for a copy of what was converted."""
     held = p._holder if isinstance(p, MCFTensor) else None
-    if held is None or held[2] != id(p):  # a copy of the one that was converted
-        return None
-    owner = held[0]()
-    return None if owner is None else (owner, held[1])
+    return None if held is None or held[2] != id(p) else held
+
+
+def _is_left(p: Tensor) -> bool:
+    """Whether the module that had it lives no longer, and no gradient comes from elsewhere."""
+    held = _held(p)
+    return p.grad is None and held is not None and held[0]() is None
 
 
 def _is_gone(p: Any) -> bool:
@@ -113,8 +127,8 @@ def _names(parameters: Iterable[Tensor]) -> str:
         for module in converted_modules()
         for path, part in module.named_modules()
     }
-    held = [holder for holder in map(_holder, parameters) if holder is not None]
-    shown = [paths.get(id(owner), "") + name for owner, name in held]
+    held = [own for own in map(_held, parameters) if own is not None]
+    shown = [paths.get(id(reference()), "") + name for reference, name, _ in held]
     others = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
     return ", ".join(shown[:3]) + others
 

@@ -89,12 +89,13 @@ def warn_of(optimizer: Optimizer, found: Mapping[str, tuple[int, Tensor]]) -> No
         "parameters, or keep them in mcf.bf16i16: mcf.collage(optimizer, {'exp_avg_sq': "
         "mcf.bf16i16})",
         SaturationWarning,
-        stacklevel=_outside(),
+        stacklevel=outside(),
     )
 
 
-def _outside() -> int:
-    """The frames from `warn_of` up to the first one outside of torch and of this package."""
+def outside() -> int:
+    """The stacklevel for a warning of the function that calls this: that of the first frame outside
+    of torch and of this package."""
     level, frame = 2, sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
         ("torch.", "mcftensor.", "contextlib")

@@ -159,6 +159,16 @@ def test_merging(tmp_path, base):
             assert torch.equal(found[name], p)
 
 
+@pytest.mark.parametrize("more", [{"modules_to_save": ["ln_f"]}, {"bias": "lora_only"}], ids=str)
+def test_merging_beside_what_stays_an_expansion(tmp_path, more):
+    merged = trained(adapted(plain_base(), **more)).merge_and_unload()
+    own = {n: p for n, p in merged.named_parameters() if isinstance(p, mcf.MCFTensor)}
+    assert own
+    merged.save_pretrained(tmp_path)
+    found = mcf.load_file(tmp_path)
+    assert same({name: found[name] for name in own}, own)
+
+
 def test_adapters_in_other_formats_are_cast_as_ever():
     model = get_peft_model(
         plain_base(), LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)

@@ -109,6 +109,26 @@ def test_arguments_of_conversion(arguments, message):
         mcf.as_expansion(linear(), **arguments)
 
 
+@pytest.mark.parametrize(
+    "format", [mcf.bf16x2, mcf.fp64x2, mcf.bf16i16, mcf.scaled(torch.float16)], ids=lambda f: f.name
+)
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.tensor,
+        lambda numbers: torch.tensor(numbers, dtype=torch.float64),
+        torch.FloatTensor,
+        lambda numbers: torch.ones(1).new_tensor(numbers),
+        lambda numbers: numbers[0].new_tensor(numbers),
+    ],
+)
+def test_elements_in_a_list(make, format):
+    x = mcf.as_expansion(torch.tensor([0.1, 0.2]), format)
+    assert [float(y) for y in x] == mcf.as_plain(x, torch.float64).tolist()
+    with pytest.raises(TypeError, match=r"no .*Tensor in a list.*torch\.stack.*float\(y\)"):
+        make([x[0], x[1]])
+
+
 # ----------------------------------------------------------------------------- the commands
 
 

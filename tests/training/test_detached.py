@@ -65,6 +65,19 @@ def test_no_gradients(fused):
     optimizer.step()
 
 
+def test_a_module_that_was_replaced():
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    model[0] = nn.Linear(4, 4, dtype=torch.bfloat16)
+    backward(model)
+    with pytest.warns(mcf.DetachedParameterWarning, match=r"weight.* no longer in the module") as w:
+        optimizer.step()
+    assert [x.filename for x in w] == [__file__]
+
+
 def test_what_is_as_it_should_be():
     """Some gradients, closures, steps in backward, plain models, copies, parts that moved, and
     modules that are gone say nothing."""
