@@ -291,17 +291,9 @@ def _looking_at_the_class(zero_grad: Callable[..., None]) -> Callable[..., None]
 
 
 before_clipping: list[Callable[[list[Tensor]], None]] = []
-"""What is told of the parameters whose gradients are about to be clipped by their norm; it may
-raise."""
+"""What is told of the parameters whose gradients are about to be clipped; it may raise."""
 
 
-@patch(
-    "torch.nn.utils.clip_grad._clip_grads_with_norm_",
-    why="Where gradients are released in backward, `clip_grad_norm_` finds none and clips nothing.",
-    loss="clip_grad_norm_ returns 0 and clips nothing where gradients are released; give "
-    "mcf.step_in_backward clip_by_previous_norm.",
-    takes=("parameters",),
-)
 @by_name
 def _asking_first(clip: Callable[[], None], given: dict[str, Any]) -> None:
     if before_clipping and not isinstance(given["parameters"], Tensor):
@@ -310,3 +302,20 @@ def _asking_first(clip: Callable[[], None], given: dict[str, Any]) -> None:
     for function in before_clipping:
         function([chosen] if isinstance(chosen, Tensor) else chosen)
     clip()
+
+
+for _name in (
+    "clip_grad._clip_grads_with_norm_",
+    "clip_grads_with_norm_",
+    "clip_grad.clip_grad_value_",
+    "clip_grad_value_",
+):
+    row(
+        f"torch.nn.utils.{_name}",
+        why="Where gradients are released in backward, `clip_grad_norm_` and `clip_grad_value_` "
+        "find none and clip nothing.",
+        loss="clip_grad_norm_ returns 0 and clips nothing where gradients are released; give "
+        "mcf.step_in_backward clip_by_previous_norm.",
+        change=_asking_first,
+        takes=("parameters",),
+    )

@@ -374,7 +374,8 @@ def _require_held(parameters: list[Tensor]) -> None:
         names = [handle._names[p] for p in parameters if p.grad is None and p in gone]
         if names:
             raise RuntimeError(
-                f"clip_grad_norm_: the gradients of {_listed(names)} were released in backward, "
+                "clip_grad_norm_ or clip_grad_value_: the gradients of "
+                f"{_listed(names)} were released in backward, "
                 "and there is nothing left to clip. Give the norm to step_in_backward, as "
                 "clip_by_previous_norm or clip_value, or to the handle's measure_norm(max_norm), "
                 "and leave out this call"

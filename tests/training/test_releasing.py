@@ -1108,6 +1108,13 @@ def test_clipping_of_released_gradients_raises(format):
                 nn.utils.clip_grad_norm_(given, 1.0)
         with pytest.raises(RuntimeError, match="gradients of weight were released"):
             nn.utils.clip_grad_norm_(model.weight, 1.0)
+        for clip in (
+            lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+            lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0, foreach=False),
+            lambda: nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.ones(())),
+        ):
+            with pytest.raises(RuntimeError, match=match):
+                clip()
         optimizer.step()
         with handle.no_step():
             model(x).sum().backward()
