@@ -17,7 +17,7 @@ from mcftensor.convert import converted_modules
 from mcftensor.patches.optimizers import parameters_of
 from mcftensor.tensor import MCFTensor
 from mcftensor.training.releasing import StepInBackward
-from mcftensor.training.saturation import outside
+from mcftensor.training.saturation import callers_level
 
 _WINDOW = 8
 """Parameters of each group that a step looks at, in turn; the first step looks at all."""
@@ -55,7 +55,7 @@ def _warn_of_detached(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         "were made anew since, as by setattr(module, name, nn.Parameter(...)). Write to parameters "
         "in place, or convert with mcf.as_expansion(model) and make the optimizer again",
         DetachedParameterWarning,
-        stacklevel=outside(),
+        stacklevel=callers_level(),
     )
 
 

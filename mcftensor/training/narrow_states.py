@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from mcftensor.tensor.sharded import format_of
 from mcftensor.training.conversions import latest_conversion
 from mcftensor.training.moments import SECOND_MOMENTS
-from mcftensor.training.saturation import outside
+from mcftensor.training.saturation import callers_level
 
 _seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 """Optimizers that have stepped, and the latest conversion of a module by then."""
@@ -67,7 +67,7 @@ def _warn_after_first_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None
             f"expansions: {told}. What they sum or average loses small changes. "
             + ". ".join(repairs[kind] for kind in kinds),
             NarrowStateWarning,
-            stacklevel=outside(),
+            stacklevel=callers_level(),
         )
 
 

@@ -18,7 +18,7 @@ from mcftensor.patches.optimizers import has_expansions, parameters_of
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.sharded import format_of
 from mcftensor.training.conversions import latest_conversion
-from mcftensor.training.saturation import outside
+from mcftensor.training.saturation import callers_level
 
 _over_expansions: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that have stepped expansions."""
@@ -65,7 +65,7 @@ def warn_of_plain_parameters(optimizer: Optimizer, args: Any = (), kwargs: Any =
             "were frozen when the model was converted, or are new. Call mcf.as_expansion(model) "
             "again, which converts just these, or leave them as they are by overrides",
             PlainParameterWarning,
-            stacklevel=outside(),
+            stacklevel=callers_level(),
         )
 
 
@@ -80,7 +80,7 @@ def _warn_of_rounded_parameters(optimizer: Optimizer) -> None:
             "saved goes on with other bits. To go on with all terms, call mcf.as_expansion(model) "
             "after load_state_dict, or before it; if plain weights are meant, mcf.as_plain(model)",
             PlainParameterWarning,
-            stacklevel=outside(),
+            stacklevel=callers_level(),
         )
 
 
@@ -101,7 +101,7 @@ def _warn_of_left_expansions(optimizer: Optimizer) -> None:
             "export a model in training, convert a copy: mcf.as_plain(copy.deepcopy(model)). To go "
             "on with plain weights, make the optimizer anew",
             PlainParameterWarning,
-            stacklevel=outside(),
+            stacklevel=callers_level(),
         )
 
 

@@ -89,11 +89,11 @@ def warn_of(optimizer: Optimizer, found: Mapping[str, tuple[int, Tensor]]) -> No
         "parameters, or keep them in mcf.bf16i16: mcf.collage(optimizer, {'exp_avg_sq': "
         "mcf.bf16i16})",
         SaturationWarning,
-        stacklevel=outside(),
+        stacklevel=callers_level(),
     )
 
 
-def outside() -> int:
+def callers_level() -> int:
     """The stacklevel for a warning of the function that calls this: that of the first frame outside
     of torch and of this package."""
     level, frame = 2, sys._getframe(2)
