@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from mcftensor.dispatch.operators import Number
-from mcftensor.formats import PLAIN, Format, movable
+from mcftensor.formats import PLAIN, Format
 from mcftensor.formats.promotion import longest_format
 from mcftensor.kernels.opaque import is_bare
 from mcftensor.passes.recoding import collapse, key_for, recode
@@ -160,14 +159,6 @@ def component_columns(column: Sequence[Tensor], format: Format) -> list[Sequence
         for x in column:
             require_dense(x)
     return [column]
-
-
-def move_component(func: Any, term: Tensor, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The results of an operator that moves elements, on a component of any dtype."""
-    bits = movable(term)
-    if bits is term:
-        return func(term, *args, **kwargs)
-    return tree_map(lambda x: x.view(term.dtype), func(bits, *args, **kwargs))
 
 
 def stored_in(

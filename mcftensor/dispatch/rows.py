@@ -1,8 +1,6 @@
-"""Structure of formats whose elements share scales: what takes, copies or joins whole rows.
+"""Tensors whose elements share scales: factories, copies, and what joins or places elements.
 
-Blocks lie within the rows that the first dimension counts, so that operations along it do the same
-to each component. Others are PyTorch's own on the numbers, and give plain tensors; a view that
-would cut a block is refused.
+What only moves elements is a question to their format (`formats/moving.py`).
 """
 
 from __future__ import annotations
@@ -16,23 +14,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from mcftensor.arithmetic.counting import moved
-from mcftensor.dispatch.operands import move_component, overwrite, plain, plainly
+from mcftensor.dispatch.operands import overwrite, plain, plainly
 from mcftensor.dispatch.stored import on_numbers, store_numbers
-from mcftensor.dispatch.writing import refusal
 from mcftensor.formats import PLAIN
+from mcftensor.formats.moving import options_for
 from mcftensor.passes.recoding import recode
 from mcftensor.tensor.tensor import MCFTensor
-
-_COPIES = ("alias", "detach", "clone", "_to_copy", "_pin_memory")
-# Where the dimension stands in the arguments after the tensor, and what it is by default.
-_ALONG = {
-    "slice": (0, 0),
-    "split": (1, 0),
-    "split_with_sizes": (1, 0),
-    "index_select": (0, None),
-}
-_DIMENSIONS = {"flip": 0, "roll": 1}
-_VIEWS = ("view", "_unsafe_view", "reshape")
 
 
 def in_rows(operands: Sequence[Any]) -> bool:
@@ -43,73 +30,6 @@ def in_rows(operands: Sequence[Any]) -> bool:
 def lends(x: MCFTensor) -> bool:
     """Whether it is a parameter of which a model may see other parts than rows."""
     return x._format.lends is not None and x.acts_as == "parameter"
-
-
-def on_rows(func: Any, x: MCFTensor, args: Any, kwargs: Any, *, own: bool) -> list[Any] | None:
-    """For each component what moves its elements, in memory of their own or not; None where that
-    is to be done to the numbers, or to what a parameter lends.
-
-    Raises:
-        NotImplementedError: a view of other parts than whole rows.
-    """
-    name = func.overloadpacket.__name__.removesuffix("_copy") or "_to_copy"
-    components = x._read() if own else x._held()
-    if (name in _VIEWS and _keeps_rows(x, args)) or (name == "slice" and _takes_all(x, *args)):
-        results = [
-            func(t, *args) if t.shape == x.shape else t.clone() if own else t.detach()
-            for t in components
-        ]
-    elif func.overloadpacket.__name__ in _COPIES or _takes_rows(name, x, args, kwargs):
-        results = [move_component(func, t, args, _for_component(t, x, kwargs)) for t in components]
-    elif own or lends(x):
-        return None
-    else:
-        raise refusal(
-            func,
-            [x],
-            "32 elements of a row share a scale, and a view is of whole rows: a part along the "
-            "first dimension, or another shape of its rows. Where an optimizer wants other views, "
-            "mcf.collage(optimizer, {name: mcf.bf16i16}) keeps the state in float32",
-        )
-    if not own:
-        x._is_own = False
-    return results
-
-
-def _takes_rows(name: str, x: MCFTensor, args: Any, kwargs: Any) -> bool:
-    if name in _ALONG:
-        place, default = _ALONG[name]
-        dim = kwargs.get("dim", args[place] if len(args) > place else default)
-        return dim in (0, -x.dim())
-    if name in _DIMENSIONS:
-        place = _DIMENSIONS[name]
-        return len(args) > place and list(args[place]) in ([0], [-x.dim()])
-    if name == "index":
-        (indices,) = args
-        return len(indices) == 1 and indices[0] is not None and indices[0].dim() == 1
-    return False
-
-
-def _keeps_rows(x: MCFTensor, args: Any) -> bool:
-    """Whether another shape has the same rows."""
-    shape = args[0] if args and isinstance(args[0], (list, tuple)) else ()
-    known = torch.Size(n for n in shape if n != -1).numel()
-    first = shape[0] if shape else None
-    if first == -1:
-        first = x.numel() // known if known else None
-    return len(shape) > 1 and first == x.shape[0]
-
-
-def _takes_all(x: MCFTensor, dim: int = 0, start: Any = None, end: Any = None, *step: int) -> bool:
-    """Whether a slice is the whole, as shards are cut along any dimension."""
-    return start in (None, 0) and (end is None or end >= x.shape[dim]) and step in ((), (1,))
-
-
-def _for_component(t: Tensor, x: MCFTensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Options of an operation on a component, which has its own number of dimensions."""
-    if t.shape == x.shape:
-        return kwargs
-    return {name: option for name, option in kwargs.items() if name != "memory_format"}
 
 
 def join_rows(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
@@ -137,7 +57,7 @@ def made_in_rows(
         return MCFTensor.of(plain, vector, x.role, own=True)
     made = []
     for component, t in zip(x._format.components, x._held(), strict=True):
-        own, options = component.shape(shape), _for_component(t, x, kwargs)
+        own, options = component.shape(shape), options_for(t, x.shape, kwargs)
         if is_like:
             made.append(func(t, *args, **options))
         elif own == shape:

@@ -27,7 +27,6 @@ from mcftensor.dispatch.operands import (
     expansions,
     fill,
     leading,
-    move_component,
     named_arguments,
     rounding_key,
     selected,
@@ -42,7 +41,6 @@ from mcftensor.dispatch.rows import (
     join_rows,
     lends,
     made_in_rows,
-    on_rows,
     place_in_rows,
     set_rows_,
 )
@@ -67,24 +65,28 @@ _VIEW_COPIES = (
 def _on_components(func: Any, x: MCFTensor, args: Any, kwargs: Any, *, own: bool) -> Any:
     """One operation on each component, the results of which are tensors or lists of tensors, in
     memory of their own or not; a format whose components do not move so gives plain numbers."""
-    if not x._format.moves(func):
-        return func(plain_numbers(x), *args, **kwargs)
     if isinstance(x, LiftedTensor) and not own:
         return _lifted(func, x, args, kwargs)
     if isinstance(x, LentTensor) and not own:
         return lent_views(func, x, args, kwargs)
     if x._format is lent and own:
         return tree_map(partial(holding, x), func(x._read()[1], *args, **kwargs))
-    if x._format.shared:
-        results = on_rows(func, x, args, kwargs, own=own)
-        if results is None and not own:
+    held = x._read() if own else x._held() if x._format.shared else x.components
+    results = x._format.move(func, held, x.shape, args, kwargs, own=own)
+    if results is None and not own and x._format.shared:
+        if lends(x):
             return lent_views(func, x, args, kwargs)
-        if results is None:
-            return func(plain_numbers(x), *args, **kwargs)
-    else:
-        results = [
-            move_component(func, t, args, kwargs) for t in (x._read() if own else x.components)
-        ]
+        raise refusal(
+            func,
+            [x],
+            "32 elements of a row share a scale, and a view is of whole rows: a part along the "
+            "first dimension, or another shape of its rows. Where an optimizer wants other views, "
+            "mcf.collage(optimizer, {name: mcf.bf16i16}) keeps the state in float32",
+        )
+    if results is None:
+        return func(plain_numbers(x), *args, **kwargs)
+    if not own:
+        x._is_own = False
     starts = repeat(0) if own or x._writes is None else starts_of_pieces(func, x, args, kwargs)
     is_one = isinstance(results[0], Tensor)
     pieces = [results] if is_one else zip(*results, strict=True)

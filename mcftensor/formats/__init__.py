@@ -24,11 +24,11 @@ from mcftensor.formats.format import fp32x2 as fp32x2
 from mcftensor.formats.format import fp32x3 as fp32x3
 from mcftensor.formats.format import fp64x2 as fp64x2
 from mcftensor.formats.format import is_vector as is_vector
-from mcftensor.formats.format import movable as movable
 from mcftensor.formats.format import named as named
 from mcftensor.formats.format import require_expansion_format as require_expansion_format
 from mcftensor.formats.format import require_format as require_format
-from mcftensor.formats.format import unmoved as unmoved
+from mcftensor.formats.moving import movable as movable
+from mcftensor.formats.moving import unmoved as unmoved
 from mcftensor.formats.scaled_tails import LentFormat as LentFormat
 from mcftensor.formats.scaled_tails import ScaledTailFormat as ScaledTailFormat
 from mcftensor.formats.scaled_tails import e4m3i8 as e4m3i8

@@ -20,6 +20,7 @@ from mcftensor.arithmetic.rounding import peel, quiet, round_to_terms
 from mcftensor.arithmetic.terms import Network
 from mcftensor.arithmetic.wide import Machine, Wide
 from mcftensor.formats.checking import require_codec
+from mcftensor.formats.moving import move, move_rows
 
 F = TypeVar("F", bound="Format")
 
@@ -314,30 +315,20 @@ class Format:
         """Whether components of another format, with zeros behind them, are those of this one."""
         return False
 
-    def moves(self, func: Any) -> bool:
-        """Whether an operator that moves elements may act on each component by itself."""
-        return True
+    def move(
+        self, func: Any, stored: Floats, shape: torch.Size, args: Any, kwargs: Any, *, own: bool
+    ) -> list[Any] | None:
+        """Return what an operator that moves elements makes of each component of a tensor of some
+        shape, in memory of their own or as views.
+
+        None if it has to work on decoded numbers.
+        """
+        if self.shared:
+            return move_rows(func, stored, shape, args, kwargs, own=own)
+        return [move(func, x, args, kwargs) for x in stored]
 
 
 _REGISTRY: dict[str, Format] = {}
-
-
-def movable(stored: Tensor) -> Tensor:
-    """A component, or its memory as bytes where it holds floats of 8 bits, which most operators of
-    PyTorch that move elements do not take, nor its pickles and collectives."""
-    return stored.view(torch.uint8) if stored.dtype in _FLOATS_OF_8_BITS else stored
-
-
-def unmoved(moved: Tensor, component: Component) -> Tensor:
-    """What `movable` made of a component, in the dtype of the component."""
-    return moved.view(component.dtype) if component.dtype in _FLOATS_OF_8_BITS else moved
-
-
-_FLOATS_OF_8_BITS = frozenset(
-    x
-    for x in vars(torch).values()
-    if isinstance(x, torch.dtype) and x.is_floating_point and x.itemsize == 1
-)
 
 
 def named(name: str) -> Format:

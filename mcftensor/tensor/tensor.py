@@ -14,8 +14,8 @@ from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
 
 from mcftensor.arithmetic.counting import count_beside, moved, start
-from mcftensor.formats import Format, require_format
-from mcftensor.formats.format import named, unmoved
+from mcftensor.formats import Format, require_format, unmoved
+from mcftensor.formats.format import named
 from mcftensor.passes.recoding import recode
 from mcftensor.tensor.checks import check_components, check_writes, normalized
 from mcftensor.tensor.components import COMPONENTS, Role, wrapper

@@ -1,0 +1,109 @@
+"""How elements move: what an operator that moves them does to each component.
+
+Blocks that share a scale lie within the rows that the first dimension counts, so that operations
+along it do the same to each component.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+if TYPE_CHECKING:
+    from mcftensor.formats.format import Component
+
+_COPIES = ("alias", "detach", "clone", "_to_copy", "_pin_memory")
+# Where the dimension stands in the arguments after the tensor, and what it is by default.
+_ALONG = {
+    "slice": (0, 0),
+    "split": (1, 0),
+    "split_with_sizes": (1, 0),
+    "index_select": (0, None),
+}
+_DIMENSIONS = {"flip": 0, "roll": 1}
+_VIEWS = ("view", "_unsafe_view", "reshape")
+
+
+def move(func: Any, stored: Tensor, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return the results of an operator that moves elements, on a component of any dtype."""
+    bits = movable(stored)
+    if bits is stored:
+        return func(stored, *args, **kwargs)
+    return tree_map(lambda x: x.view(stored.dtype), func(bits, *args, **kwargs))
+
+
+def movable(stored: Tensor) -> Tensor:
+    """A component, or its memory as bytes where it holds floats of 8 bits, which most operators of
+    PyTorch that move elements do not take, nor its pickles and collectives."""
+    return stored.view(torch.uint8) if stored.dtype in _FLOATS_OF_8_BITS else stored
+
+
+def unmoved(moved: Tensor, component: Component) -> Tensor:
+    """What `movable` made of a component, in the dtype of the component."""
+    return moved.view(component.dtype) if component.dtype in _FLOATS_OF_8_BITS else moved
+
+
+_FLOATS_OF_8_BITS = frozenset(
+    x
+    for x in vars(torch).values()
+    if isinstance(x, torch.dtype) and x.is_floating_point and x.itemsize == 1
+)
+
+
+def move_rows(
+    func: Any, stored: Sequence[Tensor], shape: torch.Size, args: Any, kwargs: Any, *, own: bool
+) -> list[Any] | None:
+    """Return what an operator makes of each component where blocks share some of them: of whole
+    rows, in memory of their own or as views. None if it would cut a block."""
+    name = func.overloadpacket.__name__.removesuffix("_copy") or "_to_copy"
+    if (name in _VIEWS and _keeps_rows(shape, args)) or (
+        name == "slice" and _takes_all(shape, *args)
+    ):
+        return [
+            func(x, *args) if x.shape == shape else x.clone() if own else x.detach() for x in stored
+        ]
+    if func.overloadpacket.__name__ in _COPIES or _takes_rows(name, shape, args, kwargs):
+        return [move(func, x, args, options_for(x, shape, kwargs)) for x in stored]
+    return None
+
+
+def _takes_rows(name: str, shape: torch.Size, args: Any, kwargs: Any) -> bool:
+    if name in _ALONG:
+        place, default = _ALONG[name]
+        dim = kwargs.get("dim", args[place] if len(args) > place else default)
+        return dim in (0, -len(shape))
+    if name in _DIMENSIONS:
+        place = _DIMENSIONS[name]
+        return len(args) > place and list(args[place]) in ([0], [-len(shape)])
+    if name == "index":
+        (indices,) = args
+        return len(indices) == 1 and indices[0] is not None and indices[0].dim() == 1
+    return False
+
+
+def _keeps_rows(shape: torch.Size, args: Any) -> bool:
+    """Whether another shape has the same rows."""
+    other = args[0] if args and isinstance(args[0], (list, tuple)) else ()
+    known = torch.Size(n for n in other if n != -1).numel()
+    first = other[0] if other else None
+    if first == -1:
+        first = shape.numel() // known if known else None
+    return len(other) > 1 and first == shape[0]
+
+
+def _takes_all(
+    shape: torch.Size, dim: int = 0, start: Any = None, end: Any = None, *step: int
+) -> bool:
+    """Whether a slice is the whole, as shards are cut along any dimension."""
+    return start in (None, 0) and (end is None or end >= shape[dim]) and step in ((), (1,))
+
+
+def options_for(stored: Tensor, shape: torch.Size, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Options of an operation on a component, which has its own number of dimensions."""
+    if stored.shape == shape:
+        return kwargs
+    return {name: option for name, option in kwargs.items() if name != "memory_format"}
