@@ -39,9 +39,8 @@ from mcftensor.patches.objects import (
     remove_load_hook,
     without_weight_references,
 )
-from mcftensor.scaling.scaled import ScaledTensor
-from mcftensor.scaling.scaled_format import ScaledFormat
-from mcftensor.scaling.switch import as_scaled, scalify, unscaled
+from mcftensor.scaling.ruling import rule
+from mcftensor.scaling.switch import unscaled
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.components import Role
 from mcftensor.tensor.sharded import format_of, local, on_local, place_of, require_unsharded
@@ -63,10 +62,6 @@ _left: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictiona
 
 
 @overload
-def as_expansion(obj: M, format: ScaledFormat, *, overrides: Overrides = ...) -> M: ...
-@overload
-def as_expansion(obj: Tensor, format: ScaledFormat) -> ScaledTensor: ...
-@overload
 def as_expansion(
     obj: M,
     format: Format | str | None = ...,
@@ -78,11 +73,11 @@ def as_expansion(
 def as_expansion(obj: Tensor, format: Format | str | None = ...) -> MCFTensor: ...
 def as_expansion(
     obj: M | Tensor,
-    format: Format | ScaledFormat | str | None = None,
+    format: Format | str | None = None,
     *,
     overrides: Overrides | None = None,
     lr: float | None = None,
-) -> M | MCFTensor | ScaledTensor:
+) -> M | MCFTensor:
     """A tensor as an expansion, or a module whose parameters become expansions, in place.
 
     A tensor of any shape gives a *value* of the same shape: an expansion for arithmetic.
@@ -140,18 +135,23 @@ def as_expansion(
         >>> model.bias.dtype
         torch.float32
     """
-    if isinstance(format, ScaledFormat):
-        return _as_scaled(obj, format, overrides)
-    found = None if format is None else require_format(format, "as_expansion")
+    found = None
+    if format is not None:
+        found = require_format(format, "as_expansion", with_rules=True)
+    rules = None if found is None else found.rules
     if lr is not None and not isinstance(lr, Real | Tensor):
         raise TypeError(f"as_expansion: lr is {lr!r}, a {type(lr).__name__}; give a number")
     if lr is not None and not lr > 0:
         raise ValueError(f"as_expansion: lr is {lr!r}; give the learning rate, above 0")
     if isinstance(obj, nn.Module):
+        if rules is not None:
+            return rules.convert_module(obj, found, overrides)
         return _module_as_expansion(obj, found, overrides or {}, lr)
     if overrides is not None or lr is not None:
         given = "lr says how parameters" if overrides is None else "overrides name parameters"
         raise TypeError(f"as_expansion: {given} of a module are converted; a tensor has none")
+    if rules is not None and isinstance(obj, Tensor):
+        return rules.convert(obj.detach(), found)
     _require_convertible("as_expansion", "the tensor", obj)
     if is_wrapped(obj):
         return cast(obj, found or default_format(obj.shape))  # type: ignore[return-value]
@@ -161,14 +161,6 @@ def as_expansion(
             "which ends here; call .detach() on it first"
         )
     return value_in(obj, found or format_of(obj) or default_format(obj.shape))
-
-
-def _as_scaled(
-    obj: M | Tensor, format: ScaledFormat, overrides: Overrides | None
-) -> M | ScaledTensor:
-    if isinstance(obj, nn.Module):
-        return scalify(obj, format, overrides=overrides)  # type: ignore[arg-type]
-    return as_scaled(obj, format)
 
 
 @overload
@@ -204,8 +196,6 @@ def as_plain(obj: M | Tensor, dtype: torch.dtype | None = None) -> M | Tensor:
         raise TypeError(f"as_plain: {dtype!r} is no floating dtype; give torch.float32, say")
     if isinstance(obj, nn.Module):
         return unscaled(_module_as_plain(obj, dtype), dtype)
-    if isinstance(obj, ScaledTensor):
-        return obj.to_plain(dtype or obj.dtype)
     if isinstance(obj, Tensor) and isinstance(own := local(obj), MCFTensor):
         base = own.dtype if is_compiling() else own._format.dtype  # graphs have no formats
         return on_local(_as_plain, obj.detach(), dtype or base)
@@ -217,6 +207,11 @@ def as_plain(obj: M | Tensor, dtype: torch.dtype | None = None) -> M | Tensor:
 @opaque(lambda x, dtype: torch.empty_like(x, dtype=dtype))
 def _as_plain(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype, copy=True)
+
+
+@rule(torch.ops.mcftensor._as_plain.default)
+def _decode(x: MCFTensor, dtype: torch.dtype) -> Tensor:
+    return x._collapsed(dtype)
 
 
 @implements(torch.ops.mcftensor._as_plain.default)
@@ -264,8 +259,8 @@ def _require_convertible(where: str, name: str, x: object) -> None:
         )
     x = local(x)
     if isinstance(x, MCFTensor):
-        return
-    if isinstance(x, ScaledTensor):
+        if x.format.rules is None:
+            return
         raise TypeError(
             f"{where}: {name} of shape {tuple(x.shape)} is in {x.format.name}; an expansion is "
             "not made from directly; take it back first, with mcf.as_plain(x, torch.float32) of a "

@@ -14,11 +14,14 @@ from torch import Tensor
 
 from mcftensor.arithmetic.bases import BASES
 from mcftensor.arithmetic.decimals import decimal_of, digits_of
-from mcftensor.formats import ExpansionFormat, Format, fp64x2, require_expansion_format
+from mcftensor.formats import (
+    ExpansionFormat,
+    Format,
+    fp64x2,
+    require_expansion_format,
+    require_format,
+)
 from mcftensor.passes import expansion
-from mcftensor.scaling.scaled import ScaledTensor
-from mcftensor.scaling.scaled_format import ScaledFormat
-from mcftensor.scaling.switch import as_scaled
 from mcftensor.tensor import MCFTensor
 
 Exact: TypeAlias = int | float | str | Fraction | Decimal
@@ -26,8 +29,8 @@ Nested: TypeAlias = Exact | Sequence["Nested"]
 
 
 def from_exact(
-    values: Nested, format: Format | ScaledFormat | str, *, device: str | torch.device | None = None
-) -> MCFTensor | ScaledTensor:
+    values: Nested, format: Format | str, *, device: str | torch.device | None = None
+) -> MCFTensor:
     """Numbers of any precision as an expansion, each rounded to its format once.
 
     Args:
@@ -58,9 +61,10 @@ def from_exact(
         >>> mcf.to_fraction(mcf.from_exact("0.1", mcf.bf16x2))
         Fraction(209715, 2097152)
     """
-    if isinstance(format, ScaledFormat):
+    format = require_format(format, "from_exact", with_rules=True)
+    if format.rules is not None:
         expansion_of_all = from_exact(values, fp64x2, device=device)
-        return as_scaled(expansion_of_all.components[0], format)
+        return format.rules.convert(expansion_of_all.components[0], format)
     format = require_expansion_format(format, "from_exact")
     numbers = np.array(values, dtype=object)
     if numbers.ndim and any(isinstance(x, (list, tuple)) for x in numbers.flat):
@@ -129,7 +133,7 @@ def to_decimal(x: Tensor, digits: int | None = None) -> Any:
     terms = _decoded("to_decimal", x)
     if digits is not None and digits < 1:
         raise ValueError(f"to_decimal: digits is {digits!r}; give 1 or more")
-    if isinstance(x, (MCFTensor, ScaledTensor)):
+    if isinstance(x, MCFTensor):
         precision = x.format.precision
     else:
         precision = BASES[x.dtype].precision if x.dtype in BASES else 53
@@ -142,8 +146,6 @@ def _decoded(name: str, x: Tensor) -> Sequence[Tensor]:
     if not isinstance(x, Tensor) or not x.is_floating_point():
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name}: got {kind}; give an expansion or a real floating tensor")
-    if isinstance(x, ScaledTensor):
-        return (x.to_plain(),)
     return x.format.decode(x.components) if isinstance(x, MCFTensor) else (x,)
 
 

@@ -256,7 +256,7 @@ class Job:
 
     def measure(self, kind: str, name: str, x: Tensor) -> None:
         """log2 rms of what is stored."""
-        data = x.components[0] if isinstance(x, mcf.ScaledTensor) else x
+        data = x.components[0] if isinstance(x, mcf.MCFTensor) else x
         size = data.detach().double().square().mean().sqrt().item()
         found = round(math.log2(size), 3) if 0 < size < math.inf else None
         self.sizes[kind][name].append(found)

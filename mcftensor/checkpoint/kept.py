@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from mcftensor.arithmetic.bases import BASES
 from mcftensor.formats import Format
 from mcftensor.patches.objects import after_loading_module
-from mcftensor.tensor.sharded import format_of
+from mcftensor.tensor.sharded import any_format_of, format_of
 from mcftensor.tensor.tensor import MCFTensor
 
 
@@ -74,7 +74,13 @@ def _keep(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None
         kept.pop(name, None)
         given = state_dict[key]
         format = format_of(given)
-        if format is None or format_of(x) or given.shape != x.shape or given.is_meta or x.is_meta:
+        if (
+            format is None
+            or any_format_of(x)
+            or given.shape != x.shape
+            or given.is_meta
+            or x.is_meta
+        ):
             continue
         is_whole = isinstance(given, MCFTensor) and _is_bare(given._component0)
         if is_whole and _is_bare(x) and x.is_floating_point():

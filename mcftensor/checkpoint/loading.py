@@ -17,9 +17,6 @@ from mcftensor.checkpoint.bridge.layouts import read_checkpoint
 from mcftensor.checkpoint.bridge.resuming import load_states, state_dict_for
 from mcftensor.checkpoint.errors import CheckpointError, reading, some
 from mcftensor.checkpoint.state_dicts import from_terms, is_sharded, ties
-from mcftensor.convert import as_plain
-from mcftensor.scaling.scaled import ScaledTensor
-from mcftensor.tensor import MCFTensor
 
 FilePath = str | os.PathLike[str]
 Device = torch.device | str | int
@@ -147,12 +144,6 @@ def _prepared(
             + "; ".join(f"only {side} {some(names)}" for side, names in lone.items() if names)
             + ". strict=False loads what both have"
         )
-    for name, x in own.items():
-        new = state_dict.get(name)
-        if isinstance(new, ScaledTensor) and not isinstance(x, ScaledTensor):
-            state_dict[name] = new.to_plain()
-        if isinstance(new, MCFTensor) and isinstance(x, ScaledTensor):
-            state_dict[name] = as_plain(new, torch.float64)
 
     def load() -> tuple[list[str], list[str]]:
         result = model.load_state_dict(state_dict, strict=False)

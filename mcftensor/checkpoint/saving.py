@@ -20,7 +20,6 @@ from mcftensor.checkpoint.errors import CheckpointError
 from mcftensor.checkpoint.safetensors import DTYPES, RESERVED, write
 from mcftensor.checkpoint.shards import divide, files_named, index_of, remove_stale, size_in_bytes
 from mcftensor.checkpoint.state_dicts import as_terms, from_terms, is_sharded, ties
-from mcftensor.scaling.scaled import ScaledTensor
 from mcftensor.tensor import MCFTensor
 
 
@@ -175,7 +174,7 @@ def _require_storable(name: object, x: object) -> None:
     elif x.layout != torch.strided or x.is_quantized or x.is_nested or x.is_meta:
         kind = "on the meta device" if x.is_meta else f"of {x.layout}"
         obstacle = f"{kind}; only dense tensors that have memory can be stored"
-    elif is_traceable_wrapper_subclass(x) and not isinstance(x, MCFTensor | ScaledTensor):
+    elif is_traceable_wrapper_subclass(x) and not isinstance(x, MCFTensor):
         obstacle = f"a {type(x).__name__}; only plain tensors and expansions can be stored"
     elif x.dtype not in DTYPES:
         obstacle = (

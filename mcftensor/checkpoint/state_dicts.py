@@ -21,33 +21,19 @@ from mcftensor.dispatch.collectives import carried
 from mcftensor.formats import Format
 from mcftensor.kernels.program import PATTERNS
 from mcftensor.patches.distributed import after_loads, around_broadcasts
-from mcftensor.scaling.scaled import ScaledTensor
-from mcftensor.scaling.scaled_format import ScaledFormat
 from mcftensor.tensor.checks import check_components, check_writes, normalized
-from mcftensor.tensor.sharded import format_of, local, on_local, place_of
+from mcftensor.tensor.sharded import any_format_of, format_of, local, on_local, place_of
 from mcftensor.tensor.tensor import MCFTensor
 
-AnyFormat = Format | ScaledFormat
+
+def stored_components(x: Any) -> Sequence[Tensor]:
+    """The components of an MCFTensor, or of a DTensor of one, as files have them, with the same
+    memory."""
+    format = any_format_of(x)
+    return x.components if format is None else format.to_file(x.components)
 
 
-def stored_format_of(x: object) -> AnyFormat | None:
-    """The format of an expansion, of a DTensor of one, or of a scaled tensor; None of all else."""
-    return x.format if isinstance(x, ScaledTensor) else format_of(x)
-
-
-def stored_components(x: Tensor) -> Sequence[Tensor]:
-    """What an expansion or a scaled tensor is stored in, as tensors with the same memory.
-
-    Data without its exponent is no number: it is stored as the integers of its bits, so that no
-    other program takes it for weights.
-    """
-    if not isinstance(x, ScaledTensor):
-        return x.components  # type: ignore[attr-defined]
-    data, *tail = x.components
-    return data.view(PATTERNS[data.dtype.itemsize]), *tail, x.exponent
-
-
-def tail_names(name: str, format: AnyFormat) -> list[str]:
+def tail_names(name: str, format: Format) -> list[str]:
     """Under what names the components after the first stand beside it.
 
     A module cannot have a parameter and a submodule of one name, so none has a parameter of these.
@@ -55,7 +41,7 @@ def tail_names(name: str, format: AnyFormat) -> list[str]:
     return [f"{name}.{format.name}.{x.name}" for x in format.components[1:]]
 
 
-def format_said(names: Sequence[str]) -> AnyFormat | None:
+def format_said(names: Sequence[str]) -> Format | None:
     """The format that the names of a number's components say, those of `names_of_terms`."""
     found = _tail(names[1]) if len(names) > 1 else None
     return found and found[1]
@@ -69,7 +55,7 @@ _WRITES = "writes"
 balanced. Of a format without tails it stands there in any case, to say what format it is."""
 
 
-def _sum_of(leading: Tensor, format: AnyFormat) -> Tensor:
+def _sum_of(leading: Tensor, format: Format) -> Tensor:
     """What tells whether a leading term is still the one that its tails were computed for.
 
     Any integer fits any leading term, so there each pattern counts by its place.
@@ -90,17 +76,13 @@ def _sum_of(leading: Tensor, format: AnyFormat) -> Tensor:
 _PART = 1 << 18
 
 
-def _tail(name: Any) -> tuple[str, AnyFormat] | None:
+def _tail(name: Any) -> tuple[str, Format] | None:
     """Whose component a name is that of, or whose sum, and the format that it says; None of other
     names."""
     parts = name.rsplit(".", 2) if isinstance(name, str) else []
     if len(parts) < 3 or not parts[0]:
         return None
     owner, format, component = parts
-    known: AnyFormat | None = ScaledFormat.from_name(format)
-    if known is not None:
-        names = [x.name for x in known.components]
-        return (owner, known) if component in (_SUM, *names) else None
     is_like_a_term = _LIKE_A_TERM.fullmatch(f"{format}.{component}")
     try:
         known = Format.from_name(format)
@@ -161,12 +143,12 @@ def as_terms(state_dict: Mapping[Any, Any], *, sums: bool = False) -> dict[Any, 
         if isinstance(x, Mapping):
             terms[name] = as_terms(x, sums=sums)
             continue
-        if not isinstance(x, Tensor) and any(map(stored_format_of, tree_leaves(x))):
+        if not isinstance(x, Tensor) and any(map(any_format_of, tree_leaves(x))):
             raise CheckpointError(
                 f"as_terms: {name!r} is a {type(x).__name__} that holds expansions, whose terms "
                 "need names; torch.save and torch.distributed.checkpoint take it as it is"
             )
-        format = stored_format_of(x)
+        format = any_format_of(x)
         if format is None:
             terms[name] = x
             continue
@@ -232,11 +214,6 @@ def joined(
         if format is not None:
             whole = {n: terms[n] for n in names}
             told = whole.pop(f"{name}.{format.name}.{_SUM}", None)
-            if isinstance(format, ScaledFormat):
-                state_dict[name] = _scaled(name, list(whole.values()), format, tails)
-                if verify and tails and not known:
-                    _require_unchanged(name, format, [x], 0, told)
-                continue
             writes = whole.pop(f"{name}.{format.name}.{_WRITES}", None)
             writes = writes if format.rounding == "balanced" else None
             parts, misfits = _components(name, list(whole.values()), format, tails, known)
@@ -252,16 +229,6 @@ def joined(
             x = joined(x, tails, verify, known)
         state_dict[name] = x
     return state_dict
-
-
-def _scaled(name: str, parts: Sequence[Tensor], format: ScaledFormat, tails: bool) -> ScaledTensor:
-    patterns, *tail, exponent = parts
-    if not tails:
-        tail = [torch.zeros_like(x) for x in tail]
-    try:
-        return ScaledTensor([patterns.view(format.dtype), *tail], exponent, format)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"the terms of {name} make no scaled tensor ({error})") from error
 
 
 def _count_of(x: Tensor) -> Tensor:
@@ -285,12 +252,14 @@ def _components(
     """Terms on this rank as they are to be, and how many elements have some that do not fit."""
     parts = [local(term) for term in terms]
     try:
+        parts = list(format.from_file(parts))
         check_components(parts, format)
-        if not tails:
-            kept = {0, *format.shared}  # codes are nothing without their scales
-            return [x if i in kept else torch.zeros_like(x) for i, x in enumerate(parts)], 0
+        if not tails:  # codes are nothing without their scales
+            pairs = zip(parts, format.components, strict=True)
+            kept = [x if y.is_shared else torch.zeros_like(x) for x, y in pairs]
+            return [parts[0], *kept[1:]], 0
         return (parts, 0) if known else normalized(parts, format)
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"the terms of {name} make no expansion ({error})") from error
 
 
@@ -302,7 +271,7 @@ def _require_count(name: str, format: Format, writes: Any) -> None:
 
 
 def _require_unchanged(
-    name: str, format: AnyFormat, parts: Sequence[Tensor], misfits: int, told: Tensor | None
+    name: str, format: Format, parts: Sequence[Tensor], misfits: int, told: Tensor | None
 ) -> None:
     if misfits:
         found = f"{misfits} of {parts[0].numel()} elements have terms that do not fit together"
@@ -320,7 +289,7 @@ def _require_unchanged(
 def names_of_terms(names: Iterable[Any]) -> dict[Any, list[Any]]:
     """For each name, those of tails aside, the names of its terms: its own is the first."""
     groups: dict[Any, list[Any]] = {}
-    tails: dict[str, dict[str, AnyFormat]] = {}
+    tails: dict[str, dict[str, Format]] = {}
     for name in names:
         found = _tail(name)
         if found is None:
@@ -349,7 +318,7 @@ def ties(state_dict: Mapping[str, Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, x in state_dict.items():
         if isinstance(x, Tensor) and not is_lazy(x) and not x.is_meta and x.numel():
-            terms = stored_components(x) if stored_format_of(x) else (x,)
+            terms = stored_components(x) if any_format_of(x) else (x,)
             memory = tuple((t.data_ptr(), t.device, t.dtype, t.shape, t.stride()) for t in terms)
             earlier = first.setdefault(memory, name)
             if earlier != name:
@@ -435,8 +404,6 @@ def _refusals(terms: Mapping[Any, Any]) -> Iterator[CheckpointError]:
             found = stored_components(whole)
         except CheckpointError as error:
             yield error
-            if isinstance(format, ScaledFormat):
-                continue
             found, _ = format.normalized(parts)
         torch._foreach_copy_(parts, list(found))
         count = terms.get(f"{name}.{format.name}.{_WRITES}")

@@ -1,9 +1,10 @@
 """Where an operation goes, by its kind, and the modules of this folder in the order it meets them.
 
-First of all `functions` takes a few functions whole, `casting` those that get a format as a dtype,
-and `dtypes`, within a step of an optimizer, those that ask for one. Any other operator is looked up
-in the table of `registry`; `operands` says what its tensors and numbers mean, and `stored` decodes
-those of formats that only store.
+An MCFTensor asks its format first: where that has rules of its own, as the formats of `scaling/`
+do, these carry operators out, and nothing comes here. Otherwise `functions` takes a few functions
+whole, `casting` those that get a format as a dtype, and `dtypes`, within a step of an optimizer,
+those that ask for one. Any other operator is looked up in the table of `registry`; `operands` says
+what its tensors and numbers mean, and `stored` decodes those of formats that only store.
 
 1. Structure, on each term alike: `structure` moves, copies, makes and places elements, by `rows`
    where these share scales; `pieces` knows where those begin that are cut off, and `collectives`

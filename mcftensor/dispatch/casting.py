@@ -12,7 +12,7 @@ from mcftensor.dispatch.compute import PRECISION, WIDE
 from mcftensor.dispatch.functions import narrowed
 from mcftensor.dispatch.operands import is_wrapped, value_of
 from mcftensor.formats import Format
-from mcftensor.tensor.sharded import format_of, on_local
+from mcftensor.tensor.sharded import any_format_of, format_of, on_local
 
 
 def cast(
@@ -30,8 +30,13 @@ def cast(
     """
     if format.arithmetic == "plain":
         return x.to(format.dtype, non_blocking, copy, memory_format=memory_format)
-    if format_of(x) is format:
+    own = any_format_of(x)
+    if own is format:
         return x.clone() if copy else x
+    if format.rules is not None:
+        return format.rules.convert(x, format)
+    if own is not None and own.rules is not None:
+        x = x.to(WIDE)  # plain, and its gradient is rounded by the rules
     if not x.is_floating_point():
         x = x.to(WIDE)
     format.require(x)

@@ -15,6 +15,7 @@ from mcftensor.formats.format import Component as Component
 from mcftensor.formats.format import ExpansionFormat as ExpansionFormat
 from mcftensor.formats.format import Format as Format
 from mcftensor.formats.format import PlainFormat as PlainFormat
+from mcftensor.formats.format import Rules as Rules
 from mcftensor.formats.format import bf16x2 as bf16x2
 from mcftensor.formats.format import bf16x3 as bf16x3
 from mcftensor.formats.format import bytes_of as bytes_of

@@ -7,7 +7,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -20,11 +20,29 @@ from mcftensor.arithmetic.rounding import peel, quiet, round_to_terms
 from mcftensor.arithmetic.terms import Network
 from mcftensor.arithmetic.wide import Machine, Wide
 from mcftensor.formats.checking import require_codec
-from mcftensor.formats.moving import move, move_rows
+from mcftensor.formats.moving import move_component, move_rows
 
 F = TypeVar("F", bound="Format")
 
-Arithmetic = Literal["terms", "numbers", "plain"]
+Arithmetic = Literal["terms", "numbers", "plain", "rules"]
+
+
+class Rules(Protocol):
+    """How operators are carried out on tensors of a format, in place of `dispatch/`.
+
+    `Format.rules` holds them; a tensor asks its format. `scaling/` has the rules of formats whose
+    scales propagate.
+    """
+
+    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of one of PyTorch's operators."""
+
+    def convert(self, x: Tensor, format: Any) -> Any:
+        """Return a tensor in a format that has these rules; gradients pass through."""
+
+    def convert_module(self, module: Any, format: Any, overrides: Any) -> Any:
+        """Convert the parameters of a module, in place, and return it."""
+
 
 SUFFIXES: dict[Rounding, str] = {"nearest": "", "stochastic": "sr", "balanced": "br"}
 """Of the names of formats."""
@@ -97,9 +115,12 @@ class Format:
     rounding: Rounding = "nearest"
 
     arithmetic: Arithmetic = "numbers"
-    """How operators are carried out: on `"terms"`, which the results have too; on `"numbers"`, by
-    PyTorch, where the format only stores what is computed in plain tensors; or `"plain"`, where a
-    tensor is one already."""
+    """How operators are carried out: on `"terms"`, whose results are in this format; on decoded
+    `"numbers"`, by PyTorch, where the format only stores what is computed in plain tensors; by the
+    format's own `"rules"`; or `"plain"`, where a tensor is one already."""
+
+    rules: ClassVar[Rules | None] = None
+    """The rules that carry operators out, where the format has its own."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An expansion, if no other class is asked for."""
@@ -246,6 +267,16 @@ class Format:
         return None if found is None else named(found)
 
     @property
+    def gradient(self) -> Format:
+        """The format of the gradient that a parameter gets: a plain tensor of the same dtype."""
+        return PLAIN[self.dtype]
+
+    @property
+    def of_sums(self) -> Format:
+        """The format in which gradients of this format are summed: the same."""
+        return self
+
+    @property
     def of_states(self) -> Format:
         """The format of what is made like a parameter: the same, unless its range is one for
         weights."""
@@ -325,7 +356,23 @@ class Format:
         """
         if self.shared:
             return move_rows(func, stored, shape, args, kwargs, own=own)
-        return [move(func, x, args, kwargs) for x in stored]
+        return [move_component(func, x, args, kwargs) for x in stored]
+
+    def leading(self, stored: Floats) -> Tensor:
+        """The leading component as a number."""
+        return stored[0]
+
+    def about(self, stored: Floats) -> str:
+        """What a tensor shows beside its numbers and the name of its format."""
+        return ""
+
+    def to_file(self, stored: Floats) -> Floats:
+        """Components as files have them, with the same memory."""
+        return stored
+
+    def from_file(self, stored: Floats) -> Floats:
+        """Components that a file has, with the same memory."""
+        return stored
 
 
 _REGISTRY: dict[str, Format] = {}
@@ -582,12 +629,17 @@ def default_format(shape: torch.Size) -> ExpansionFormat:
     return bf16x3 if is_vector(shape) else bf16x2
 
 
-def require_format(format: object, where: str) -> Format:
+def require_format(format: object, where: str, *, with_rules: bool = False) -> Format:
     """`format` itself if it is a Format, or the one of this name, else a TypeError that names the
-    caller `where`."""
+    caller `where`; formats that have rules of their own are let through where that is asked."""
     found = _REGISTRY.get(format) if isinstance(format, str) else format
     if isinstance(found, Format) and not isinstance(found, PlainFormat):
-        return found
+        if found.rules is None or with_rules:
+            return found
+        raise TypeError(
+            f"{where}: {found.name} has one scale for each tensor, and is not accepted here; "
+            "mcf.as_expansion(x, format) and mcf.scalify(model, format) take it"
+        )
     known = ", ".join(f"mcf.{name}" for name in [*(f.name for f in FORMATS), *STORAGE])
     plain = isinstance(format, torch.dtype) or isinstance(found, PlainFormat)
     raise TypeError(

@@ -28,7 +28,7 @@ _DIMENSIONS = {"flip": 0, "roll": 1}
 _VIEWS = ("view", "_unsafe_view", "reshape")
 
 
-def move(func: Any, stored: Tensor, args: Any, kwargs: dict[str, Any]) -> Any:
+def move_component(func: Any, stored: Tensor, args: Any, kwargs: dict[str, Any]) -> Any:
     """Return the results of an operator that moves elements, on a component of any dtype."""
     bits = movable(stored)
     if bits is stored:
@@ -67,7 +67,7 @@ def move_rows(
             func(x, *args) if x.shape == shape else x.clone() if own else x.detach() for x in stored
         ]
     if func.overloadpacket.__name__ in _COPIES or _takes_rows(name, shape, args, kwargs):
-        return [move(func, x, args, options_for(x, shape, kwargs)) for x in stored]
+        return [move_component(func, x, args, options_for(x, shape, kwargs)) for x in stored]
     return None
 
 

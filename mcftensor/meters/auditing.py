@@ -19,7 +19,6 @@ from mcftensor.checkpoint.errors import CheckpointError, some
 from mcftensor.checkpoint.extras import extra
 from mcftensor.checkpoint.reading import Checkpoint
 from mcftensor.checkpoint.reading import tensors as tensors_of
-from mcftensor.scaling import ScaledTensor
 from mcftensor.tensor import showing
 from mcftensor.tensor.checks import check_components
 from mcftensor.tensor.tensor import MCFTensor
@@ -294,7 +293,7 @@ def _common_names(
 def _require_comparable(name: str, x: Tensor, y: Tensor) -> None:
     for t in (x, y):
         plain = type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided
-        if not (plain or isinstance(t, MCFTensor | ScaledTensor)) or t.is_nested or t.is_meta:
+        if not (plain or isinstance(t, MCFTensor)) or t.is_nested or t.is_meta:
             kind = "meta tensor" if t.is_meta else f"{type(t).__name__} of {t.layout}"
             raise CheckpointError(
                 f"{name} is a {kind}; only dense tensors and expansions can be compared: convert "
@@ -311,7 +310,7 @@ def _require_comparable(name: str, x: Tensor, y: Tensor) -> None:
 
 
 def _dtype(x: Tensor) -> str:
-    if isinstance(x, MCFTensor | ScaledTensor):
+    if isinstance(x, MCFTensor):
         return x.format.name
     return str(x.dtype).removeprefix("torch.")
 
@@ -335,13 +334,11 @@ def _compare(name: str, x: Tensor, y: Tensor, threshold: float) -> TensorAudit:
 
 
 def _leading(x: Tensor) -> Tensor:
-    return x.components[0] if isinstance(x, MCFTensor | ScaledTensor) else x
+    return x.components[0] if isinstance(x, MCFTensor) else x
 
 
 def _floats(x: Tensor) -> tuple[Tensor, ...]:
     """Floats whose sum the tensor is."""
-    if isinstance(x, ScaledTensor):
-        return (x.to_plain(),)
     return tuple(x.format.decode(x.components)) if isinstance(x, MCFTensor) else (x.detach(),)
 
 

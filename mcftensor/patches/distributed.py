@@ -74,7 +74,7 @@ def _by_terms(broadcast: Callable[..., None]) -> Callable[..., None]:
 
 def _parts(x: Tensor) -> tuple[Tensor, ...]:
     """What all ranks are to have alike."""
-    if not isinstance(x, MCFTensor):
+    if not isinstance(x, MCFTensor) or x.format.rules is not None:  # which refuse
         return (x,)
     components = tuple(map(carried, x.components))
     return components if x._writes is None else (*components, x._writes)

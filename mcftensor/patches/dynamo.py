@@ -40,7 +40,7 @@ def _whole_over_expansions(call_method: Callable[[], Any], given: dict[str, Any]
     if keyword not in given["kwargs"] or not _is_ours(given["self"]):
         return call_method()
     by_tensor = given["kwargs"][keyword].is_tensor()
-    if by_tensor and not issubclass(given["self"].class_type, MCFTensor):
+    if by_tensor and _has_rules(given["self"]):
         return call_method()
     operator: Any = of_tensor if by_tensor else of_number
     operands = [given["self"], *given["args"]]
@@ -143,13 +143,14 @@ def _fits(context: Any, t: Any) -> bool:
     return contexts.keys() == parts.keys() and all(_fits(contexts[x], parts[x]) for x in parts)
 
 
-CLASSES: list[type] = [MCFTensor]
-"""Of tensors for which these calls are kept whole; `scaling` adds its own."""
-
-
 def _is_ours(x: Any) -> bool:
-    """Whether this stands for an expansion or a scaled tensor, in the compiler."""
-    return getattr(x, "is_tensor", bool)() and issubclass(x.class_type, tuple(CLASSES))
+    """Whether this stands for an MCFTensor, in the compiler."""
+    return getattr(x, "is_tensor", bool)() and issubclass(x.class_type, MCFTensor)
+
+
+def _has_rules(x: Any) -> bool:
+    """Whether the MCFTensor that this stands for has a format with rules of its own."""
+    return bool(x.as_proxy().node.meta["example_value"]._has_rules)
 
 
 # By name: the keyword of the number, the operator, and one that takes a tensor in place of the

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcftensor.patches.dynamo import CLASSES
 from mcftensor.patches.table import by_name, patch, row
 from mcftensor.tensor.pending import resolved
 from mcftensor.tensor.rounded import saying_itself
 from mcftensor.tensor.sharded import format_of
 from mcftensor.tensor.taped import TapedTensor
+from mcftensor.tensor.tensor import MCFTensor
 
 _TENSOR_HOOKS = [
     row(
@@ -76,10 +76,6 @@ def _off_the_tape(swap: Callable[[], Any], given: dict[str, Any]) -> Any:
     return swap()
 
 
-def _is_ours(x: Any) -> bool:
-    return isinstance(x, tuple(CLASSES))
-
-
 @patch(
     "torch.Tensor.data",
     why="`plain.data = expansion` would leave a plain tensor without memory, and the next "
@@ -90,7 +86,7 @@ def _is_ours(x: Any) -> bool:
 def _refusing_what_has_no_memory(data: Any) -> property:
     def assign(self: Tensor, value: Any) -> None:
         value = resolved(value)
-        if _is_ours(value) and not _is_ours(self):
+        if isinstance(value, MCFTensor) and not isinstance(self, MCFTensor):
             kind, shape = type(value).__name__, tuple(value.shape)
             raise TypeError(
                 f"data: a plain tensor of shape {tuple(self.shape)} cannot take the data of a "
@@ -105,7 +101,7 @@ def _refusing_what_has_no_memory(data: Any) -> property:
 def _by_its_protocol(to_dlpack: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(to_dlpack)
     def refusing(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_ours(tensor):
+        if isinstance(tensor, MCFTensor):
             return tensor.__dlpack__()  # which raises
         return to_dlpack(resolved(tensor), *args, **kwargs)
 

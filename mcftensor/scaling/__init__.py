@@ -1,8 +1,10 @@
-"""Scales that propagate: tensors of low-precision data times a power of two, and rules for them.
+"""Scales that propagate: formats of low-precision data times a power of two, and rules for them.
 
-`scaled_format` says what data there is, and `scaled` is the tensor; `exponents` computes with
-powers of two, and `scaled_numbers` with numbers that are not rounded yet. `ruling` finds the rule
-of an operator:
+A tensor in such a format is an MCFTensor, which asks its format for the rules.
+
+`scaled_format` has the formats: how data is stored and decoded. `scaled` makes tensors of data and
+an exponent; `exponents` computes with powers of two, and `scaled_numbers` with numbers that are not
+rounded yet. `ruling` finds the rule of an operator:
 `arithmetic_rules`, `reductions`, `choices`, `activations`, `products`, `convolutions`, `norms`,
 `losses`, `pointwise_losses`, `moving_rules`, `scattering`, and `scaled_steps` for optimizers.
 What users call is in `switch`, `rescaling`, `fp8` and `counts`.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcftensor.scaling.exponents import largest, times_any_power
 from mcftensor.scaling.ruling import aten, rule
-from mcftensor.scaling.scaled import ScaledTensor
+from mcftensor.scaling.scaled import is_scaled
 from mcftensor.scaling.scaled_numbers import Unrounded, leveled, number, product_of
 
 # ------------------------------------------------------------- of gates: x · g(x), with g in [0, 1]
@@ -160,7 +160,7 @@ def _elu(x: Any, alpha: float = 1, scale: float = 1, inner: float = 1) -> Unroun
 def _gradient_by(func: Any) -> Callable[..., Unrounded]:
     def backward(gradient: Any, *args: Any) -> Unrounded:
         g = number(gradient)
-        plain = [number(x).plain() if isinstance(x, ScaledTensor) else x for x in args]
+        plain = [number(x).plain() if is_scaled(x) else x for x in args]
         return Unrounded(func(g.mantissa, *plain), g.exponent)
 
     return backward

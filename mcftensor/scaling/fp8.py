@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mcftensor.scaling.counts import count
 from mcftensor.scaling.exponents import half_log2, times_power
-from mcftensor.scaling.scaled import ScaledTensor
+from mcftensor.scaling.scaled import ScaledTensor, is_scaled
 from mcftensor.scaling.scaled_format import of_dtype
 from mcftensor.scaling.scaled_numbers import Unrounded, by_size, number, stored
 
@@ -44,7 +44,7 @@ def fp8_product(x: Tensor, y: Tensor) -> Tensor:
         >>> e4m3 = mcf.scaled(torch.float8_e4m3fn)
         >>> x = mcf.as_expansion(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), e4m3)
         >>> mcf.scaling.fp8_product(x, x)
-        ScaledTensor([[ 7., 10.],
+        MCFTensor([[ 7., 10.],
                       [15., 22.]], format=scaled(float16), exponent=2)
     """
     a, b = _eight_bits(x), _eight_bits(y)
@@ -52,15 +52,16 @@ def fp8_product(x: Tensor, y: Tensor) -> Tensor:
         raise ValueError(
             f"fp8_product: shapes {tuple(x.shape)} and {tuple(y.shape)}; give (m, k) and (k, n)"
         )
-    data = _native(a._data, b._data) if _is_native(a._data, b._data) else _emulated(a, b)
+    own = a._component0, b._component0
+    data = _native(*own) if _is_native(*own) else _emulated(a, b)
     half = half_log2(x.shape[1])
     exponent = a.exponent + b.exponent + half
     return stored(Unrounded(times_power(data, -half), exponent), of_dtype(torch.float16))
 
 
 def _eight_bits(x: Tensor) -> ScaledTensor:
-    if not isinstance(x, ScaledTensor) or x.dtype not in (E4M3, E5M2):
-        given = x.format.name if isinstance(x, ScaledTensor) else f"plain {x.dtype}"
+    if not is_scaled(x) or x.dtype not in (E4M3, E5M2):
+        given = x.format.name if is_scaled(x) else f"plain {x.dtype}"
         raise TypeError(
             f"fp8_product: an operand of shape {tuple(x.shape)} is {given}; convert it with "
             "mcf.as_expansion(x, mcf.scaled(torch.float8_e4m3fn))"

@@ -11,17 +11,18 @@ from torch import Tensor
 
 from mcftensor.scaling.exponents import ANY, Exponent, largest
 from mcftensor.scaling.ruling import aten, rule
-from mcftensor.scaling.scaled import ScaledTensor
+from mcftensor.scaling.scaled import ScaledTensor, data_of, is_all, is_scaled, made_of
 from mcftensor.scaling.scaled_format import TOPS, ScaledFormat, of_dtype
 from mcftensor.scaling.scaled_numbers import Unrounded, aligned, by_size, leveled, number, write_to
+from mcftensor.tensor.tensor import MCFTensor
 
 
 def _moved_by(func: Any) -> Callable[..., ScaledTensor]:
     """An operator that moves elements, done to each component; the exponent is copied."""
 
     def move(x: ScaledTensor, *args: Any, **kwargs: Any) -> ScaledTensor:
-        parts = [func(part, *args, **kwargs) for part in x.components]
-        return ScaledTensor.of(parts, x.exponent.clone(), x.format)
+        *data, s = x._held()
+        return made_of([func(part, *args, **kwargs) for part in data], s.clone(), x._format)
 
     return move
 
@@ -55,7 +56,7 @@ def _padded(x: Any, pad: Sequence[int], value: float = 0) -> Unrounded:
     """Zeros go with every scale; another value raises it."""
     level = number(value)
     s = largest(x.exponent, level.exponent)
-    inside = aten.constant_pad_nd(torch.ones_like(x.components[0], dtype=torch.bool), pad, 0)
+    inside = aten.constant_pad_nd(torch.ones_like(x._component0, dtype=torch.bool), pad, 0)
     padded = aten.constant_pad_nd(number(x).at(s), pad, 0.0)
     return Unrounded(torch.where(inside, padded, level.at(s)) if value else padded, s)
 
@@ -74,15 +75,15 @@ def _to_copy(
     not fit."""
     dtype = dtype or x.dtype
     if device is not None and torch.device(device) != x.device:
-        parts = [part.to(device, non_blocking=non_blocking) for part in x.components]
-        x = ScaledTensor.of(parts, x.exponent.to(device), x.format)
+        parts = [part.to(device, non_blocking=non_blocking) for part in data_of(x)]
+        x = made_of(parts, x.exponent.to(device), x.format)
         if dtype == x.dtype:
             return x
     if dtype not in TOPS:
-        return x.to_plain().to(dtype)
+        return x._collapsed().to(dtype)
     format = x.format if dtype == x.dtype else of_dtype(dtype)
     if format.top >= x.format.top:
-        return ScaledTensor.of(format.store(number(x).mantissa), x.exponent.clone(), format)
+        return made_of(format.store(number(x).mantissa), x.exponent.clone(), format)
     made = _empty_like(x, format)
     write_to(made, number(x))
     return made
@@ -91,25 +92,24 @@ def _to_copy(
 @rule(aten.copy_)
 def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """Values: the same format is copied with its exponent, others are placed by their size."""
-    if not isinstance(target, ScaledTensor):
-        assert isinstance(source, ScaledTensor)
-        return target.copy_(
-            source.to_plain(target.dtype if target.is_floating_point() else torch.float64)
-        )
-    is_all = target._whole is None or target._whole[0].numel() == target.numel()
-    if isinstance(source, ScaledTensor) and source.format is target.format and is_all:
-        for mine, theirs in zip(target.components, source.components, strict=True):
+    if not is_scaled(target):
+        assert is_scaled(source)
+        is_plain = target.is_floating_point() and not isinstance(target, MCFTensor)
+        return target.copy_(source._collapsed(target.dtype if is_plain else torch.float64))
+    if is_scaled(source) and source.format is target.format and is_all(target):
+        for mine, theirs in zip(target._held(), source._held(), strict=True):
             mine.copy_(theirs, non_blocking)
-        target.exponent.copy_(source.exponent)
         return target
-    if isinstance(source, ScaledTensor):
+    if is_scaled(source):
         return write_to(target, number(source).to(target.device))
     new = encoded(source.to(target.device), target.format)
     return write_to(target, number(new.expand(target.shape)))
 
 
 def encoded(x: Tensor, format: ScaledFormat) -> ScaledTensor:
-    """A plain tensor in a format, each number rounded once, and placed by its size."""
+    """A plain tensor, or an expansion, in a format: each number rounded once, placed by size."""
+    if isinstance(x, MCFTensor):
+        x = x._collapsed()
     placed = by_size(x, format)
     if x.dtype != torch.float64:
         return placed
@@ -117,15 +117,16 @@ def encoded(x: Tensor, format: ScaledFormat) -> ScaledTensor:
     near = torch.where(
         placed.exponent == ANY, 0.0, x * ((1023 - s).clamp(1, 2046) << 52).view(torch.float64)
     )
-    return ScaledTensor.of(format.store(near), placed.exponent, format)
+    return made_of(format.store(near), placed.exponent, format)
 
 
 # ---------------------------------------------------------------------------------------- making
 
 
 def _empty_like(x: ScaledTensor, format: ScaledFormat, **kwargs: Any) -> ScaledTensor:
-    parts = [torch.empty_like(x._data, dtype=dtype, **kwargs) for dtype in format.dtypes]
-    return ScaledTensor.of(parts, torch.full_like(x.exponent, ANY), format)
+    data = format.components[:-1]
+    parts = [torch.empty_like(x._component0, dtype=y.dtype, **kwargs) for y in data]
+    return made_of(parts, torch.full_like(x.exponent, ANY), format)
 
 
 def _format_for(x: ScaledTensor, dtype: torch.dtype | None) -> ScaledFormat | None:
@@ -140,9 +141,9 @@ def _filled(template: Tensor, x: ScaledTensor, dtype: torch.dtype | None, value:
     format = _format_for(x, dtype)
     if format is None:
         return torch.full_like(template, value, dtype=dtype)
-    parts = [torch.zeros_like(template, dtype=own) for own in format.dtypes]
+    parts = [torch.zeros_like(template, dtype=y.dtype) for y in format.components[:-1]]
     exponent = torch.full((), ANY, dtype=torch.int32, device=template.device)
-    made = ScaledTensor.of(parts, exponent, format)
+    made = made_of(parts, exponent, format)
     return made.fill_(value) if value else made
 
 
@@ -156,7 +157,7 @@ def _full_like(
     memory_format: torch.memory_format | None = None,
     **unused: Any,
 ) -> Tensor:
-    template = torch.empty_like(x._data, device=device, memory_format=memory_format)
+    template = torch.empty_like(x._component0, device=device, memory_format=memory_format)
     return _filled(template, x, dtype, value)
 
 
@@ -221,9 +222,9 @@ def _spread(x: Tensor, value: Unrounded) -> tuple[Tensor, Exponent]:
 
 @rule(aten.zero_)
 def _zero_(x: ScaledTensor) -> ScaledTensor:
-    for part in x.components:
+    for part in data_of(x):
         part.zero_()
-    if x._whole is None or x._whole[0].numel() == x.numel():
+    if is_all(x):
         x.exponent.fill_(ANY)
     return x
 
@@ -232,7 +233,7 @@ def _drawn_by(func: Any) -> Callable[..., Tensor]:
     """Random numbers, drawn in float32."""
 
     def draw(x: ScaledTensor, *args: Any, **kwargs: Any) -> Tensor:
-        drawn = torch.empty_like(x._data, dtype=torch.float32)
+        drawn = torch.empty_like(x._component0, dtype=torch.float32)
         return x.copy_(func(drawn, *args, **kwargs))
 
     return draw
@@ -285,12 +286,12 @@ def _masked_fill(x: Any, mask: Tensor, value: Any) -> Unrounded:
 
 @rule(aten._local_scalar_dense)
 def _item(x: ScaledTensor) -> float:
-    return x.to_plain().item()
+    return x._collapsed().item()
 
 
 @rule(aten.is_pinned)
 def _is_pinned(x: ScaledTensor, *args: Any) -> bool:
-    return x._data.is_pinned()
+    return x._component0.is_pinned()
 
 
 def _asked_by(func: Any) -> Callable[..., Any]:
@@ -303,7 +304,7 @@ def _asked_by(func: Any) -> Callable[..., Any]:
 
 
 def _exactly(x: Any) -> Any:
-    return x.to_plain() if isinstance(x, ScaledTensor) else x
+    return x._collapsed() if is_scaled(x) else x
 
 
 for _packet in (aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge):

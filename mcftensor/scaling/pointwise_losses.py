@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.scaling.ruling import aten, rule
-from mcftensor.scaling.scaled import ScaledTensor
+from mcftensor.scaling.scaled import is_scaled
 from mcftensor.scaling.scaled_numbers import Unrounded, number, product_of, sum_of
 
 
@@ -50,7 +50,7 @@ def _gradient_by(func: Any) -> Callable[..., Unrounded]:
 
 
 def _plain(x: Any) -> Any:
-    if isinstance(x, ScaledTensor):
+    if is_scaled(x):
         return number(x).plain()
     return x.to(torch.float32) if isinstance(x, Tensor) else x
 

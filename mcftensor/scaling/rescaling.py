@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.scaling.exponents import Exponent
-from mcftensor.scaling.scaled import ScaledTensor
+from mcftensor.scaling.scaled import is_scaled
 from mcftensor.scaling.scaled_numbers import Unrounded, number, stored
 
 
@@ -24,7 +24,7 @@ class _Rescale(torch.autograd.Function):
 
 
 def _balanced(x: Tensor) -> Tensor:
-    if not isinstance(x, ScaledTensor):
+    if not is_scaled(x):
         return x.clone()
     own = number(x)
     exponent: Exponent = own.exponent
@@ -46,7 +46,7 @@ def rescale(x: Tensor) -> Tensor:
         >>> (x * 0.001).components[0]
         tensor([1.0244, 1.5361], dtype=torch.float16)
         >>> mcf.rescale(y)
-        ScaledTensor([0.0002, 0.0005], format=scaled(float16), exponent=-12)
+        MCFTensor([0.0002, 0.0005], format=scaled(float16), exponent=-12)
     """
     return _Rescale.apply(x, True, False)
 

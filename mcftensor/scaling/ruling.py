@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from mcftensor.patches.dynamo import CLASSES
 from mcftensor.scaling.counts import count
-from mcftensor.scaling.scaled import ScaledTensor
+from mcftensor.scaling.scaled import is_scaled, made_of
 from mcftensor.scaling.scaled_format import ScaledFormat, promoted
 from mcftensor.scaling.scaled_numbers import Unrounded, by_size, number, stored, write_to
+from mcftensor.tensor.tensor import MCFTensor
 
 aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -69,7 +69,7 @@ def fallback() -> Iterator[None]:
         >>> x = mcf.as_expansion(torch.tensor([0.5, 1.0]), mcf.scaled(torch.float16))
         >>> with mcf.scaling.fallback():
         ...     torch.special.i0(x)
-        ScaledTensor([1.0635, 1.2656], format=scaled(float16), exponent=0)
+        MCFTensor([1.0635, 1.2656], format=scaled(float16), exponent=0)
     """
     token = _FALLBACK.set(True)
     try:
@@ -112,7 +112,7 @@ def _functional(func: Any) -> Any:
 
 def result_format(tree: Any, *, keep_tails: bool) -> ScaledFormat:
     """The format of what is computed of the scaled tensors in a tree of arguments."""
-    found = [x for x in _leaves(tree) if isinstance(x, ScaledTensor)]
+    found = [x for x in _leaves(tree) if is_scaled(x)]
     formats = [x.format for x in found if x.dim()] or [x.format for x in found]
     return promoted(formats, keep_tails=keep_tails)
 
@@ -167,23 +167,21 @@ def _given_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
 def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A view: the same of each component, with the exponent of the base."""
     base, *others = args
-    if not isinstance(base, ScaledTensor):
+    if not is_scaled(base):
         return _without_rule(func, args, kwargs)
-    views = [func(part, *others, **kwargs) for part in base.components]
-    whole = base._whole or base.components
+    *data, s = base._held()
+    views = [func(part, *others, **kwargs) for part in data]
+    whole = base._base_components or tuple(data)
     if isinstance(views[0], Tensor):
-        return ScaledTensor.of(views, base.exponent, base.format, whole)
-    return [
-        ScaledTensor.of(parts, base.exponent, base.format, whole)
-        for parts in zip(*views, strict=True)
-    ]
+        return made_of(views, s, base._format, whole)
+    return [made_of(parts, s, base._format, whole) for parts in zip(*views, strict=True)]
 
 
 def _without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _FALLBACK.get() or func._schema.is_mutable or func.namespace in _BETWEEN_PROCESSES:
         formats = [
             f"{x.format.name} of shape {tuple(x.shape)}"
-            if isinstance(x, ScaledTensor)
+            if is_scaled(x)
             else f"plain {x.dtype} of shape {tuple(x.shape)}"
             for x in _leaves((args, kwargs))
             if isinstance(x, Tensor)
@@ -205,16 +203,10 @@ def _without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         )
     name = func.overloadpacket.__name__
     count("fallback", name)
-    plain_args, plain_kwargs = tree_map_only(
-        ScaledTensor, lambda x: number(x).plain(), (args, kwargs)
-    )
+    plain_args, plain_kwargs = tree_map_only(MCFTensor, lambda x: number(x).plain(), (args, kwargs))
     format = result_format((args, kwargs), keep_tails=False)
 
     def back(x: Tensor) -> Tensor:
         return by_size(x, format) if x.is_floating_point() else x
 
     return tree_map_only(Tensor, back, func(*plain_args, **plain_kwargs))
-
-
-ScaledTensor._dispatch = staticmethod(follow_rule)
-CLASSES.append(ScaledTensor)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.bases import BASES
+from mcftensor.arithmetic.noise import Rounding
 from mcftensor.arithmetic.rounding import round_to
-from mcftensor.formats import Component, ExpansionFormat, Format
+from mcftensor.formats import Component, ExpansionFormat, Format, Machine
+from mcftensor.kernels.program import PATTERNS
 from mcftensor.scaling import integer_tails
+from mcftensor.scaling.exponents import times_any_power
 
 TOPS: dict[torch.dtype, int] = {
     torch.float32: 60,  # so that float32 holds products
@@ -49,60 +51,43 @@ class _Exponent(Component):
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-@dataclass(frozen=True)
-class ScaledFormat:
+class ScaledFormat(Format):
     """Data of a small type times 2^s, with one integer s for each tensor; `scaled` makes these.
 
     Attributes:
-        dtype: of the data, and of tensors of this format.
         tail: the dtype of what follows the data, if anything does. That of a scaled expansion is
             stored times 2^precision, so that it is as large as the leading term: it has all its
             bits wherever that is a normal number. An int8 goes on where the bits of a float16 end.
         rounding: of what is written into tensors of this format.
+        top: exponent of the largest number that data is given room for.
     """
 
-    dtype: torch.dtype
-    tail: torch.dtype | None = None
-    rounding: Literal["nearest", "stochastic"] = "nearest"
+    tail: torch.dtype | None
+    dtype: torch.dtype = None  # type: ignore[assignment]  # that of the data, asked at every turn
+    top: int
+    arithmetic = "rules"
+    shared = frozenset()  # blocks share nothing, and the exponent is the whole tensor's
 
-    @property
-    def name(self) -> str:
-        """As in `scaled(float16)`, `scaled(fp16i8)` or `scaled(fp16x2)`."""
-        base = str(self.dtype).removeprefix("torch.")
-        if self.tail is not None:
-            base = BASES[self.dtype].name + ("i8" if self.tail == torch.int8 else "x2")
-        return f"scaled({base}{'' if self.rounding == 'nearest' else ', ' + self.rounding})"
+    def __new__(
+        cls,
+        dtype: torch.dtype,
+        tail: torch.dtype | None = None,
+        rounding: Rounding = "nearest",
+    ) -> ScaledFormat:
+        """The one format of these."""
+        self: ScaledFormat = object.__new__(cls)
+        self.name = _name_of(dtype, tail, rounding)
+        self.dtype, self.tail, self.rounding = dtype, tail, rounding
+        self.top, self.numbers = TOPS[dtype], Machine(torch.float32)
+        stored = [Component("data", dtype), *([] if tail is None else [Component("tail", tail)])]
+        self.components = (*stored, _Exponent("exponent", torch.int32))
+        return self.register()
 
     def __repr__(self) -> str:
         base = f"mcf.{BASES[self.dtype].name}x2" if self.tail == self.dtype else str(self.dtype)
         tail = ", tail=8" if self.tail == torch.int8 else ""
         how = "" if self.rounding == "nearest" else f", rounding={self.rounding!r}"
         return f"mcf.scaled({base}{tail}{how})"
-
-    def __reduce__(self) -> tuple[Callable[..., ScaledFormat], tuple[object, ...]]:
-        return of_dtype, (self.dtype, self.tail, self.rounding)
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of the components: the data, and the tail if there is one."""
-        return (self.dtype,) if self.tail is None else (self.dtype, self.tail)
-
-    @property
-    def components(self) -> tuple[Component, ...]:
-        """What a tensor is stored in: data, the tail if there is one, and the exponent."""
-        names = ("data", "tail")[: len(self.dtypes)]
-        stored = [Component(n, dtype) for n, dtype in zip(names, self.dtypes, strict=True)]
-        return (*stored, _Exponent("exponent", torch.int32))
-
-    @staticmethod
-    def from_name(name: str) -> ScaledFormat | None:
-        """The format of a name such as `"scaled(float16)"`, or None."""
-        return next((format for format in _all() if format.name == name), None)
-
-    @property
-    def top(self) -> int:
-        """Exponent of the largest number that data is given room for."""
-        return TOPS[self.dtype]
 
     @property
     def precision(self) -> int:
@@ -115,25 +100,72 @@ class ScaledFormat:
             return 0
         return integer_tails.BITS if self.tail == torch.int8 else PRECISIONS[self.tail]
 
-    @property
-    def bytes(self) -> int:
-        """Bytes an element; the exponent of the tensor has four."""
-        return sum(dtype.itemsize for dtype in self.dtypes)
-
-    @property
+    @functools.cached_property
     def lead(self) -> ScaledFormat:
         """The format of the leading term alone, to nearest, in which products are taken."""
         return of_dtype(self.dtype)
 
     @property
+    def result(self) -> ScaledFormat:
+        """Arithmetic gives the leading term."""
+        return self.lead
+
+    @property
+    def gradient(self) -> ScaledFormat:
+        """Gradients have a scale of their own."""
+        return self.lead
+
+    def with_rounding(self, rounding: Rounding) -> ScaledFormat:
+        """The same data, rounded in another way, if `scaled` has that."""
+        return cast(ScaledFormat, Format.from_name(_name_of(self.dtype, self.tail, rounding)))
+
+    @functools.cached_property
     def nearest(self) -> ScaledFormat:
-        """The same format, rounded to nearest: of what is computed."""
+        """The same data, rounded to nearest: of what is computed."""
         return of_dtype(self.dtype, self.tail)
+
+    @property
+    def of_gradients(self) -> None:
+        """Gradients are scaled already."""
+        return None
+
+    @property
+    def of_sums(self) -> ScaledFormat:
+        """Sums of gradients of 16 bits have two terms."""
+        is_single = self.dtype.itemsize == 2 and self.tail is None
+        return of_dtype(self.dtype, self.dtype) if is_single else self
 
     @property
     def of_states(self) -> ScaledFormat:
         """The format of what is made like a tensor: an integer tail is for weights alone."""
         return self.lead if self.tail == torch.int8 else self.nearest
+
+    # ---------------------------------------------------------------------------------- the codec
+
+    def decode(self, stored: Sequence[Tensor]) -> list[Tensor]:
+        """The numbers in float64; what that cannot hold, below 2^-1022, becomes zero."""
+        *parts, exponent = stored
+        return [times_any_power(self.load(parts, torch.float64), exponent)]
+
+    def leading(self, stored: Sequence[Tensor]) -> Tensor:
+        """The numbers of the data alone."""
+        (number,) = self.lead.decode([stored[0], stored[-1]])
+        return number
+
+    def about(self, stored: Sequence[Tensor]) -> str:
+        """The exponent."""
+        return f", exponent={stored[-1].item()}"
+
+    def to_file(self, stored: Sequence[Tensor]) -> list[Tensor]:
+        """Data without its exponent is no number: it is stored as the integers of its bits, so that
+        no other program takes it for weights."""
+        data, *others = stored
+        return [data.view(PATTERNS[data.dtype.itemsize]), *others]
+
+    def from_file(self, stored: Sequence[Tensor]) -> list[Tensor]:
+        """Integers as data."""
+        patterns, *others = stored
+        return [patterns.view(self.dtype), *others]
 
     def store(self, x: Tensor) -> tuple[Tensor, ...]:
         """Numbers, already divided by 2^s, as data: each term is rounded to nearest, once.
@@ -165,6 +197,13 @@ class ScaledFormat:
         return leading + parts[1].to(dtype) * 2.0 ** -PRECISIONS[self.dtype]
 
 
+def _name_of(dtype: torch.dtype, tail: torch.dtype | None, rounding: Rounding) -> str:
+    base = str(dtype).removeprefix("torch.")
+    if tail is not None:
+        base = BASES[dtype].name + ("i8" if tail == torch.int8 else "x2")
+    return f"scaled({base}{'' if rounding == 'nearest' else ', ' + rounding})"
+
+
 def _dithered(x: Tensor, precision: int) -> Tensor:
     """x cut to some bits, after a random number below those has been added: right in the mean."""
     cut = 24 - precision
@@ -174,24 +213,25 @@ def _dithered(x: Tensor, precision: int) -> Tensor:
     return torch.where(x.isfinite(), rounded, x)
 
 
+_one_object = functools.lru_cache(maxsize=None)(ScaledFormat)
+
+
 def of_dtype(
-    dtype: torch.dtype,
-    tail: torch.dtype | None = None,
-    rounding: Literal["nearest", "stochastic"] = "nearest",
+    dtype: torch.dtype, tail: torch.dtype | None = None, rounding: Rounding = "nearest"
 ) -> ScaledFormat:
     """The one object for a dtype, that of a tail and a rounding."""
     return _one_object(dtype, tail, rounding)
 
 
-_one_object = functools.lru_cache(maxsize=None)(ScaledFormat)
-
-
-@functools.cache
-def _all() -> tuple[ScaledFormat, ...]:
-    half, brain = torch.float16, torch.bfloat16
-    kinds = [*((dtype, None) for dtype in TOPS), (half, half), (brain, brain), (half, torch.int8)]
-    narrow = [(half, None), (half, torch.int8), (brain, None)]
-    return (*(of_dtype(*x) for x in kinds), *(of_dtype(*x, "stochastic") for x in narrow))
+_half, _brain = torch.float16, torch.bfloat16
+for _dtype in TOPS:  # known by their names, in files
+    of_dtype(_dtype)
+for _tail in (_half, torch.int8):
+    of_dtype(_half, _tail)
+of_dtype(_brain, _brain)
+of_dtype(_half, None, "stochastic")
+of_dtype(_half, torch.int8, "stochastic")
+of_dtype(_brain, None, "stochastic")
 
 
 def scaled(
@@ -227,7 +267,7 @@ def scaled(
         >>> import torch, mcftensor as mcf
         >>> x = mcf.as_expansion(torch.tensor([3e-9, 5e-8]), mcf.scaled(torch.float16))
         >>> x
-        ScaledTensor([2.9995e-09, 5.0000e-08], format=scaled(float16), exponent=-25)
+        MCFTensor([2.9995e-09, 5.0000e-08], format=scaled(float16), exponent=-25)
         >>> x.components[0]
         tensor([0.1006, 1.6777], dtype=torch.float16)
         >>> mcf.scaled(mcf.fp16x2).precision, mcf.scaled(torch.float16, tail=8).precision

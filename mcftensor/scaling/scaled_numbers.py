@@ -24,8 +24,9 @@ from mcftensor.scaling.exponents import (
     times_any_power,
     times_power,
 )
-from mcftensor.scaling.scaled import ScaledTensor
+from mcftensor.scaling.scaled import ScaledTensor, data_of, is_all, is_scaled, made_of
 from mcftensor.scaling.scaled_format import FP8, ScaledFormat
+from mcftensor.tensor.tensor import MCFTensor
 
 Placing: TypeAlias = Literal["by rule", "to fit", "by size", "high"]
 """How the exponent of a result is found.
@@ -70,13 +71,16 @@ class Unrounded:
 
 
 def number(x: Any) -> Unrounded:
-    """An operand as a number: a scaled tensor, a plain one, or a Python number.
+    """An operand as a number: a scaled tensor, a plain one, an expansion, or a Python number.
 
     A plain tensor is put near 1 by its largest element, and a Python number by the power of two
     that is nearest to it.
     """
-    if isinstance(x, ScaledTensor):
-        return Unrounded(x.format.load(x.components), known(x.exponent))
+    if is_scaled(x):
+        *data, s = x._held()
+        return Unrounded(x._format.load(data), known(s))
+    if isinstance(x, MCFTensor):
+        x = x._collapsed()
     if not isinstance(x, Tensor):
         exponent = nearest_exponent(x)
         return Unrounded(torch.tensor(x * 2.0**-exponent if x else 0.0), exponent)
@@ -88,8 +92,8 @@ def number(x: Any) -> Unrounded:
 
 def lead(x: Any) -> Unrounded:
     """An operand of a product: of a scaled expansion the leading term."""
-    if isinstance(x, ScaledTensor) and x.format.tail is not None:
-        return Unrounded(x.format.lead.load(x.components[:1]), known(x.exponent))
+    if is_scaled(x) and x._format.tail is not None:
+        return Unrounded(x._format.lead.load([x._component0]), known(x.exponent))
     return number(x)
 
 
@@ -112,7 +116,7 @@ def stored(x: Unrounded, format: ScaledFormat, name: str = "") -> ScaledTensor:
         if name and x.mantissa.dim():
             count("rescaled", name)
         mantissa, exponent = _placed(x, format, placing)
-    return ScaledTensor.of(format.store(mantissa), as_tensor(exponent, mantissa.device), format)
+    return made_of(format.store(mantissa), as_tensor(exponent, mantissa.device), format)
 
 
 def by_size(x: Any, format: ScaledFormat) -> ScaledTensor:
@@ -152,7 +156,7 @@ def write_to(target: Tensor, x: Unrounded, name: str = "") -> Tensor:
     square of the data to 1 or more, and the largest number to where it fits. For parameters the
     root mean square stays below 4, so that products with them stay near 1.
     """
-    if not isinstance(target, ScaledTensor):
+    if not is_scaled(target):
         target.copy_(x.plain())
         return target
     format = target.format
@@ -161,8 +165,8 @@ def write_to(target: Tensor, x: Unrounded, name: str = "") -> Tensor:
         if x.placing == "high"
         else _moved_little(x, format, target.requires_grad)
     )
-    whole = target._whole
-    if whole is not None and whole[0].numel() > target.numel():
+    whole = target._base_components
+    if whole is not None and not is_all(target):
         before = known(target.exponent)
         raised = largest(exponent, before)
         beside = format.load(whole) * power_of_two(before - raised)
@@ -170,7 +174,7 @@ def write_to(target: Tensor, x: Unrounded, name: str = "") -> Tensor:
             part.copy_(new)
         mantissa = times_power(mantissa, exponent - raised)
         exponent = raised
-    for part, new in zip(target.components, format.store(mantissa), strict=True):
+    for part, new in zip(data_of(target), format.store(mantissa), strict=True):
         part.copy_(new)
     if isinstance(exponent, Tensor):
         target.exponent.copy_(exponent)

@@ -11,7 +11,7 @@ from torch import Tensor
 from mcftensor.passes.steps import RULES as STEPS
 from mcftensor.scaling.exponents import known, largest, times_any_power
 from mcftensor.scaling.ruling import RULES, ScalingRule, aten, rule
-from mcftensor.scaling.scaled import ScaledTensor
+from mcftensor.scaling.scaled import is_scaled
 from mcftensor.scaling.scaled_numbers import Placing, Unrounded, number, write_to
 
 
@@ -68,14 +68,14 @@ def _fused_by(func: Any, states: Sequence[str], squares: Sequence[str]) -> Any:
 
 def _in_float64(x: Tensor) -> Tensor:
     """A copy for the step to write to."""
-    if not isinstance(x, ScaledTensor):
+    if not is_scaled(x):
         return x.to(torch.float64, copy=True)
     own = number(x)
     return times_any_power(own.mantissa, own.exponent)
 
 
 def _write(target: Tensor, made: Tensor, placing: Placing) -> None:
-    if isinstance(target, ScaledTensor):
+    if is_scaled(target):
         measured = number(made)
         exponent = largest(known(target.exponent), measured.exponent)
         write_to(target, Unrounded(measured.at(exponent), exponent, placing))

@@ -15,16 +15,18 @@ from torch.utils._pytree import tree_map_only
 from mcftensor.patches.objects import exchange
 from mcftensor.scaling.fp8 import Fp8Linear, switched
 from mcftensor.scaling.moving_rules import encoded
-from mcftensor.scaling.scaled import ScaledTensor
+from mcftensor.scaling.ruling import follow_rule
+from mcftensor.scaling.scaled import ScaledTensor, is_scaled
 from mcftensor.scaling.scaled_format import ScaledFormat, of_dtype
 from mcftensor.scaling.scaled_numbers import by_size
+from mcftensor.tensor import MCFTensor
 
 M = TypeVar("M", bound=nn.Module)
 
 
 def as_scaled(x: Tensor, format: ScaledFormat) -> ScaledTensor:
     """A tensor in a scaled format; `mcf.as_expansion` is the public name."""
-    if isinstance(x, ScaledTensor):
+    if is_scaled(x):
         return by_size(x.detach(), format)
     if not x.is_floating_point() or x.layout != torch.strided:
         raise TypeError(
@@ -94,7 +96,7 @@ def scalify(
         wanted = overrides[matching[0]] if matching else format
         if wanted is None or not p.is_floating_point():
             continue
-        if isinstance(p, ScaledTensor) and p.format is wanted:
+        if is_scaled(p) and p.format is wanted:
             continue
         _require_exchangeable(name, p)
         chosen.append((p, wanted))
@@ -147,8 +149,8 @@ def _with_scale(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """PyTorch compares the dtypes of a convolution before any rule is asked."""
     x, *others = inputs
     weight = module.weight
-    if isinstance(weight, ScaledTensor) and isinstance(x, Tensor):
-        x = x if isinstance(x, ScaledTensor) else _Encoded.apply(x, weight.format.lead)
+    if is_scaled(weight) and isinstance(x, Tensor):
+        x = x if is_scaled(x) else _Encoded.apply(x, weight.format.lead)
     return (x, *others)
 
 
@@ -156,7 +158,7 @@ class _Decoded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: ScaledTensor) -> Tensor:
         ctx.format = x.format.lead
-        return x.to_plain(torch.float32)
+        return x._collapsed(torch.float32)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -165,7 +167,7 @@ class _Decoded(torch.autograd.Function):
 
 def _with_plain(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
     """A layer that has no rules computes in float32."""
-    return tree_map_only(ScaledTensor, _Decoded.apply, inputs)
+    return tree_map_only(MCFTensor, lambda x: _Decoded.apply(x) if is_scaled(x) else x, inputs)
 
 
 def _scaled_again(format: ScaledFormat, module: nn.Module, inputs: Any, results: Any) -> Any:
@@ -175,13 +177,32 @@ def _scaled_again(format: ScaledFormat, module: nn.Module, inputs: Any, results:
 def unscaled(model: M, dtype: torch.dtype | None = None) -> M:
     """A model whose scaled parameters are plain again, in place, as of `mcf.as_plain`."""
     for p in list(model.parameters()):
-        if isinstance(p, ScaledTensor):
+        if is_scaled(p):
             grad = p.grad
-            exchange(p, nn.Parameter(p.to_plain(dtype or p.dtype), requires_grad=p.requires_grad))
+            exchange(p, nn.Parameter(p._collapsed(dtype or p.dtype), requires_grad=p.requires_grad))
             p.grad = None if grad is None else plain_of(grad, p.dtype)
     return model
 
 
 def plain_of(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor as a plain one, rounded once."""
-    return x.to_plain(dtype) if isinstance(x, ScaledTensor) else x.to(dtype)
+    return x._collapsed(dtype) if is_scaled(x) else x.to(dtype)
+
+
+class _ScalingRules:
+    """The rules that scaled formats have."""
+
+    carry_out = staticmethod(follow_rule)
+
+    def convert(self, x: Tensor, format: ScaledFormat) -> Tensor:
+        """Placed by size; gradients of plain tensors pass through."""
+        if torch.is_grad_enabled() and x.requires_grad and not is_scaled(x):
+            return _Encoded.apply(x, format)
+        return as_scaled(x, format)
+
+    def convert_module(self, module: M, format: ScaledFormat, overrides: Any) -> M:
+        """As of `scalify`."""
+        return scalify(module, format, overrides=overrides)
+
+
+ScaledFormat.rules = _ScalingRules()

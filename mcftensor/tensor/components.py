@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.counting import moved, writes_of
+from mcftensor.arithmetic.rounding import collapse_terms
 from mcftensor.formats import MAX_TERMS, Format, bytes_of
 from mcftensor.passes.recoding import collapse, lent
 from mcftensor.tensor.factor import Factor
@@ -44,7 +45,10 @@ class ComponentTensor(torch.Tensor):
     _writes: Tensor | None = None  # where rounding is balanced, the count of `counting.py`
     _first: int = 0  # of a view: the place of its first element in what that is the count of
     _factor: Factor | None = None  # by which it is yet to be multiplied, where scales are shared
+    # Of a view that shares the exponent of its base: the components of the base.
+    _base_components: tuple[Tensor, ...] | None = None
     _is_own: bool = False  # nobody else has its memory
+    _has_rules: bool = False  # whether its format has, which compilers ask
     _place: tuple[Strand, int] | None = None  # of a TapedTensor: where it is on the tape
     # The module that had it when it was converted, its name there, and its own identity: copies, to
     # which attributes go as they are, have another one.
@@ -55,12 +59,15 @@ class ComponentTensor(torch.Tensor):
     of: ClassVar[Callable[..., Any]]
 
     def _hold(self, components: Sequence[Tensor], format: Format, role: Role, own: bool) -> None:
-        for name, component in zip(COMPONENTS, components, strict=False):
-            setattr(self, name, component)
-        self._format = format
-        self._role = role
+        held = self.__dict__
+        held.update(zip(COMPONENTS, components, strict=False))
+        held["_format"], held["_role"] = format, role
         if own:
-            self._is_own = True
+            held["_is_own"] = True
+        if format.rules is not None:
+            held["_has_rules"] = True
+            # PyTorch looks here before it calls the class; operators go to the rules directly.
+            held["__torch_function__"] = torch._C._disabled_torch_function_impl
 
     @property
     def _count(self) -> Tensor | None:
@@ -92,7 +99,9 @@ class ComponentTensor(torch.Tensor):
     def lent(self) -> Tensor:
         """What a model computes with, as a plain tensor: the leading component, unless that is no
         number by itself."""
-        return self._component0 if self._format.lends is None else lent(self._read(), self._format)
+        if self._format.lends is not None:
+            return lent(self._read(), self._format)
+        return self._format.leading(self._read()) if self._has_rules else self._component0
 
     @property
     def has_tails(self) -> bool:
@@ -130,6 +139,14 @@ class ComponentTensor(torch.Tensor):
     def format(self) -> Format:
         """The format of the elements."""
         return self._format
+
+    @property
+    def exponent(self) -> Tensor:
+        """The exponent s of all elements, where the format has one: an int32 without dimensions on
+        the device of the data. Views share it."""
+        if not self._has_rules:
+            raise AttributeError(f"a tensor in {self._format.name} has no exponent")
+        return self._held()[-1]
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -170,12 +187,14 @@ class ComponentTensor(torch.Tensor):
             require_computing(self._format)
         self.__dict__["_parameter"] = flag
         if flag:
-            self._role = "parameter"
+            self._role = "value" if self._has_rules else "parameter"
             for hook in self._hooks if self.requires_grad else ():
                 self.register_post_accumulate_grad_hook(hook)
 
     def _collapsed(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """The numbers as plain floats, rounded once."""
+        if self._has_rules:
+            return collapse_terms(self._format.decode(self._read()), dtype)
         return collapse(self._read(), self._format.name, dtype)
 
     def _lying(self) -> Tensor:

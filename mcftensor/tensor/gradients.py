@@ -19,6 +19,12 @@ _SETS_UNTRACED = torch.__version__ >= "2.14"  # whose compiler fails where a des
 
 
 @torch._disable_dynamo
+def _untraced_grad(x: Tensor) -> Tensor | None:
+    found: Tensor | None = _get_grad(x)
+    return found
+
+
+@torch._disable_dynamo
 def _set_grad(x: Tensor, value: Tensor | None) -> None:
     _GRAD.__set__(x, value)
 
@@ -36,6 +42,9 @@ class GradedTensor(ComponentTensor):
             gradient = torch.ones_like(self.lent)
         elif self._role == "parameter" and isinstance(gradient, ComponentTensor):
             gradient = gradient.lent
+        elif self._has_rules and not isinstance(gradient, ComponentTensor | None):
+            # Autograd would round it to the dtype of the data.
+            gradient = torch.empty_like(self.detach()).copy_(gradient)
         super().backward(gradient, *args, **kwargs)
 
     @property
@@ -46,6 +55,8 @@ class GradedTensor(ComponentTensor):
         Optimizers ask for it at every turn, and torch's own way to it goes by
         `__torch_function__`.
         """
+        if is_compiling():  # what reads it in a graph would come here again
+            return _untraced_grad(self)
         found: Tensor | None = _without_function(_get_grad, (), (self,))
         step = current_step()
         if step is None or found is None:

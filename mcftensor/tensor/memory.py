@@ -50,7 +50,11 @@ class AddressedTensor(ComponentTensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         # torch's own setter would change shape and dtype, and leave the terms as they are.
-        if not isinstance(value, ComponentTensor) or value._format.dtype != self._format.dtype:
+        if (
+            not isinstance(value, ComponentTensor)
+            or value._format.dtype != self._format.dtype
+            or value._has_rules != self._has_rules
+        ):
             given = (
                 value.format.name if isinstance(value, ComponentTensor) else f"plain {value.dtype}"
             )
@@ -76,6 +80,7 @@ class AddressedTensor(ComponentTensor):
             zip(COMPONENTS, [x.detach() for x in value.components], strict=False)
         )
         new |= {"_writes": value._writes, "_first": value._first, "_factor": value._factor}
+        new["_base_components"] = value._base_components
         new["_format"] = value._format  # what is tied is of one format
         self.__dict__.update(new)  # all by one call
 

@@ -16,7 +16,8 @@ from mcftensor.tensor.components import COMPONENTS, ComponentTensor, Role
 # What a pickle has of its own, beside attributes that users gave a tensor.
 _OWN = (
     *(*COMPONENTS, "_format", "_role", "_writes", "_first", "_factor", "_is_own", "_place"),
-    *("_hooks", "_holder", "_shard_of", "_parameter"),
+    *("_hooks", "_holder", "_shard_of", "_parameter", "_base_components", "_has_rules"),
+    "__torch_function__",
 )
 
 
@@ -79,7 +80,7 @@ class PickledTensor(ComponentTensor):
         rebuild, arguments, state = self.__reduce_ex__(4)
         made: ComponentTensor = rebuild(*arguments)
         made.__dict__.update(state or {})
-        made._factor = self._factor
+        made._factor, made._base_components = self._factor, self._base_components
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ComponentTensor:

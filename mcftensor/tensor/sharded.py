@@ -25,7 +25,14 @@ def local(x: Tensor) -> Tensor:
 
 
 def format_of(x: object) -> Format | None:
-    """The format of an expansion or of a DTensor of one; None of all else."""
+    """The format of an expansion or of a DTensor of one; None of all else, and of formats that have
+    rules of their own, whose steps are those of any tensor."""
+    format = any_format_of(x)
+    return format if format is None or format.rules is None else None
+
+
+def any_format_of(x: object) -> Format | None:
+    """The format of an MCFTensor or of a DTensor of one, whatever it is; None of all else."""
     if isinstance(x, MCFTensor):
         return x._format
     x = getattr(x, "_local_tensor", None)

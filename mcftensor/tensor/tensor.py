@@ -73,7 +73,8 @@ class MCFTensor(GatheredTensor, PickledTensor, GradedTensor, AddressedTensor, Re
     numbers, plain tensors and expansions gives expansions. A *parameter* is a weight: it computes
     as its leading term and gives plain results wherever it meets a plain tensor, while every
     update in place reaches all its terms. `nn.Parameter(expansion)` makes a parameter. Within a
-    step of an optimizer it counts as a value.
+    step of an optimizer it counts as a value. In a format that has rules of its own, such as
+    `mcf.scaled(torch.float16)`, all tensors are values, and the rules carry operators out.
 
     Args:
         components: the terms, leading term first, normalized; plain tensors alike in shape,
@@ -119,7 +120,7 @@ class MCFTensor(GatheredTensor, PickledTensor, GradedTensor, AddressedTensor, Re
             format = Format.from_name(_name)
         if format is None:
             format = Format(components[0].dtype, len(components))
-        format = require_format(format, "MCFTensor")
+        format = require_format(format, "MCFTensor", with_rules=True)
         check_components(components, format)
         return _made(components, format, role, _writes, _first, own=False)
 
@@ -171,6 +172,8 @@ class MCFTensor(GatheredTensor, PickledTensor, GradedTensor, AddressedTensor, Re
         )
         if not own and self._factor is not None:
             made._factor = self._factor
+        if not own and self._base_components is not None:
+            made._base_components = self._base_components
         return made
 
     def _made_beside(self, components: Sequence[Tensor], role: Role) -> MCFTensor:
@@ -194,15 +197,20 @@ class MCFTensor(GatheredTensor, PickledTensor, GradedTensor, AddressedTensor, Re
     ) -> Any:
         if len(types) > 1 and any(issubclass(kind, (Format, PendingTensor)) for kind in types):
             return NotImplemented  # that knows
+        is_eager = not is_compiling()
+        if is_eager:
+            for x in args if not kwargs else (*args, *kwargs.values()):
+                if isinstance(x, MCFTensor) and x._has_rules:
+                    return _without_function(func, types, args, kwargs or {})
         shortcut = cls._shortcuts.get(func)
-        if shortcut is not None and not is_compiling():
+        if shortcut is not None and is_eager:
             result = shortcut(func, args, kwargs or {})
             if result is not NotImplemented:
                 return result
         if not kwargs and func not in cls._whole and func not in _CHOICES:
             return _without_function(func, types, args)
         kwargs = kwargs or {}
-        if "dtype" in kwargs and not is_compiling():
+        if "dtype" in kwargs and is_eager:
             result = cls._narrowly(func, args, kwargs)
             if result is not NotImplemented:
                 return result
@@ -228,6 +236,12 @@ class MCFTensor(GatheredTensor, PickledTensor, GradedTensor, AddressedTensor, Re
     ) -> Any:
         if PendingTensor in types:
             return NotImplemented
+        for x in args if not kwargs else (*args, *kwargs.values()):
+            if isinstance(x, list):
+                x = next((y for y in x if isinstance(y, MCFTensor) and y._has_rules), None)
+            if isinstance(x, MCFTensor) and x._has_rules:
+                rules: Any = x._format.rules
+                return rules.carry_out(func, args, kwargs or {})
         return cls._dispatch(func, args, kwargs or {})
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -400,7 +414,7 @@ def _made(
 
 def _where(condition: Tensor, input: Any = None, other: Any = None, **kwargs: Any) -> Any:
     """torch.where; numbers become expansions, since torch rounds them before dispatch."""
-    expansions = [x for x in (input, other) if isinstance(x, MCFTensor)]
+    expansions = [x for x in (input, other) if isinstance(x, MCFTensor) and not x._has_rules]
     if not expansions:
         chosen = () if input is None else (input, other)
         return torch.where(condition, *chosen, **kwargs)
@@ -417,7 +431,7 @@ def number_in(
     """A number as an expansion without dimensions, to nearest; a plain one beside formats that have
     none of these."""
     number = torch.tensor(x, dtype=torch.float64, device=device)
-    if format.shared:
+    if format.shared or format.rules is not None:
         return number
     return MCFTensor.of(recode([number], "float64", format.nearest.name, None), format, role)
 
@@ -430,11 +444,14 @@ _CHOICES: dict[Any, Callable[..., Any]] = {
 
 
 def _holds_expansion(tree: Any) -> bool:
-    return any(isinstance(x, MCFTensor) for x in tree_leaves(tree))
+    return any(isinstance(x, MCFTensor) and not x._has_rules for x in tree_leaves(tree))
 
 
 def _has_value(tree: Any) -> bool:
-    return any(isinstance(x, MCFTensor) and x.acts_as == "value" for x in tree_leaves(tree))
+    return any(
+        isinstance(x, MCFTensor) and not x._has_rules and x.acts_as == "value"
+        for x in tree_leaves(tree)
+    )
 
 
 torch.serialization.add_safe_globals([MCFTensor, named, _rebuild])

@@ -19,11 +19,13 @@ class ReadableTensor(ComponentTensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         kind = "Parameter containing:\n" if self._is_param else ""
-        if type(self._read()[0]) is not torch.Tensor:
+        is_unknown = self._has_rules and self.is_meta  # the exponent is
+        if type(self._read()[0]) is not torch.Tensor or is_unknown:
             return f"{kind}MCFTensor(shape={tuple(self.shape)}, format={self._format.name})"
         text = text_of(self._collapsed(), self._format.decode(self._read()), self._format)
+        about = f"format={self._format.name}{self._format.about(self._read())}"
         grad = ", requires_grad=True" if self.requires_grad else ""
-        return f"{kind}MCFTensor({text}, format={self._format.name}{grad})"
+        return f"{kind}MCFTensor({text}, {about}{grad})"
 
     def _repr_html_(self) -> str:
         components = self._read()

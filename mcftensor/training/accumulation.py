@@ -7,11 +7,9 @@ import sys
 import torch
 from torch import Tensor, nn
 
+from mcftensor.convert import as_expansion
 from mcftensor.dispatch.operands import value_of
 from mcftensor.formats import Format, require_format
-from mcftensor.scaling.scaled import ScaledTensor
-from mcftensor.scaling.scaled_format import of_dtype
-from mcftensor.scaling.switch import as_scaled
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.sharded import local, on_local
 from mcftensor.training.gradient_hooks import GradientHook, Handle, trained
@@ -103,11 +101,11 @@ def accumulate_gradients(module: nn.Module, format: Format | str | None = None) 
 
 def _whole(grad: Tensor, format: Format | None) -> Tensor:
     """A gradient as an expansion, if it is not one already and can be."""
-    if grad.requires_grad or grad.is_complex() or isinstance(grad, MCFTensor):
+    if isinstance(grad, MCFTensor) and not grad.requires_grad:
+        sums = grad.format.of_sums
+        return grad if sums is grad.format else as_expansion(grad, sums)
+    if grad.requires_grad or grad.is_complex():
         return grad
-    if isinstance(grad, ScaledTensor):
-        is_single = grad.dtype.itemsize == 2 and grad.format.tail is None
-        return as_scaled(grad, of_dtype(grad.dtype, grad.dtype)) if is_single else grad
     if local(grad) is not grad:
         whole = _whole(local(grad), format)
         return grad if whole is local(grad) else on_local(lambda _: whole, grad)

@@ -31,8 +31,7 @@ from mcftensor.patches.optimizers import (
     untraced,
 )
 from mcftensor.patches.states import as_loaded
-from mcftensor.scaling.scaled import ScaledTensor
-from mcftensor.tensor.sharded import format_of
+from mcftensor.tensor.sharded import any_format_of, format_of
 from mcftensor.training.moments import FIRST_MOMENTS, SECOND_MOMENTS, WIDE, compact_format
 from mcftensor.training.plain_parameters import warn_of_plain_parameters
 from mcftensor.training.shadow import CannotShadow, attributes, plain_step
@@ -211,7 +210,7 @@ class _Plan:
 
     def __init__(self, optimizer: Optimizer, mode: Mode) -> None:
         formats = [format for format in map(format_of, parameters_of(optimizer)) if format]
-        if not formats and any(isinstance(p, ScaledTensor) for p in parameters_of(optimizer)):
+        if not formats and any(map(any_format_of, parameters_of(optimizer))):
             raise TypeError(
                 "collage: the parameters of this optimizer are scaled, and so are its states, by "
                 "mcf.scalify; leave collage out, or take the model back with mcf.as_plain(model, "

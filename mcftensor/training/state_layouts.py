@@ -14,12 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mcftensor.checkpoint.state_dicts import stored_format_of
 from mcftensor.convert import as_expansion
 from mcftensor.formats import PLAIN, Format, bytes_of
-from mcftensor.scaling import ScaledFormat, ScaledTensor
 from mcftensor.tensor import MCFTensor
-from mcftensor.tensor.sharded import local
+from mcftensor.tensor.sharded import any_format_of, local
 from mcftensor.training.shadow import CannotShadow, attributes, plain_step, same_randomness
 
 # Lengths of stand-ins, for the shortest dimension, the next, and so on. A length of a state that
@@ -31,7 +29,7 @@ _LENGTHS = (2, 3, 5, 7, 11, 13, 17, 19), (3, 5, 7, 11, 13, 17, 19, 23)
 class TensorLayout:
     """How a tensor is stored."""
 
-    format: Format | ScaledFormat
+    format: Format
     shape: torch.Size
     counts_writes: bool = False
     is_exact: bool = True
@@ -42,15 +40,13 @@ class TensorLayout:
         """That of a tensor, or of what this rank has of it."""
         x = local(x)
         counts_writes = isinstance(x, MCFTensor) and x.writes is not None
-        return TensorLayout(stored_format_of(x) or PLAIN[x.dtype], x.shape, counts_writes)
+        return TensorLayout(any_format_of(x) or PLAIN[x.dtype], x.shape, counts_writes)
 
     @staticmethod
     def of_gradient(p: Tensor) -> TensorLayout:
         """That of the gradient that a parameter will have."""
-        p = local(p)
-        return TensorLayout(
-            p.format.lead if isinstance(p, ScaledTensor) else PLAIN[p.dtype], p.shape
-        )
+        format = any_format_of(p)
+        return TensorLayout(format.gradient if format else PLAIN[p.dtype], local(p).shape)
 
     @property
     def bytes(self) -> int:
@@ -92,7 +88,7 @@ def predicted(optimizer: Optimizer) -> dict[Tensor, States]:
         for p in group["params"]
         if p.requires_grad
     ]
-    keys = {p: (g, stored_format_of(p) or p.dtype, _pattern(local(p).shape)) for g, p in parameters}
+    keys = {p: (g, any_format_of(p) or p.dtype, _pattern(local(p).shape)) for g, p in parameters}
     kinds = list(dict.fromkeys(keys.values()))
     short, long = (_trial(optimizer, kinds, lengths) for lengths in _LENGTHS)
     made = dict(zip(kinds, zip(short, long, strict=True), strict=True))
@@ -172,8 +168,9 @@ def _parameter(kind: Kind, lengths: Sequence[int]) -> nn.Parameter:
 
 def _gradient(p: Tensor, *, sparse: bool) -> Tensor:
     gradient = torch.rand(p.shape)
-    if isinstance(p, ScaledTensor):
-        return as_expansion(gradient, p.format.lead)
+    format = TensorLayout.of_gradient(p).format
+    if format.rules is not None:
+        return as_expansion(gradient, format)
     return gradient.to(p.dtype).to_sparse(1) if sparse else gradient.to(p.dtype)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import mcftensor as mcf
-from support.scales import FORMATS, FP16, at, bits_of, exact, least_of, normal, rms
+from support.scales import FORMATS, FP16, at, bits_of, exact, is_scaled, least_of, normal, rms
 
 FEW = settings(max_examples=20)
 TAILED = mcf.scaled(torch.float16, tail=8)
@@ -63,7 +63,7 @@ def test_a_scaled_expansion_has_22_bits_over_the_whole_range(s):
 def test_bits_and_bytes(format):
     x = mcf.as_expansion(torch.ones(3), format)
     assert format.precision == bits_of(format)
-    assert format.bytes == sum(part.element_size() for part in x.components)
+    assert format.bytes == sum(part.element_size() for part in x.components[:-1])
     assert eval(repr(format), {"mcf": mcf, "torch": torch}) is format
 
 
@@ -88,7 +88,7 @@ def test_ties_of_integer_tails_go_to_even():
 def at_tail(numbers):
     """Encoded under the scale 1."""
     exponent = torch.tensor(0, dtype=torch.int32)
-    return mcf.ScaledTensor(TAILED.store(numbers), exponent, TAILED)
+    return mcf.MCFTensor([*TAILED.store(numbers), exponent], TAILED)
 
 
 def test_the_leading_float16_of_an_integer_tail_is_the_nearest():
@@ -126,7 +126,7 @@ def test_exact_numbers():
 def test_other_types_of_data_keep_the_scale():
     x = normal(40, exponent=-70)
     wide = x.float()
-    assert isinstance(wide, mcf.ScaledTensor)
+    assert is_scaled(wide)
     assert torch.equal(exact(wide), exact(x))
     assert torch.equal(exact(wide.half()), exact(x))
     assert type(x.double()) is torch.Tensor
@@ -153,11 +153,17 @@ def test_what_is_no_format_raises():
     with pytest.raises(TypeError, match="floating"):
         mcf.as_expansion(torch.arange(3), FP16)
     with pytest.raises(ValueError, match="components"):
-        mcf.ScaledTensor([torch.ones(2).half(), torch.ones(3).half()], torch.tensor(0).int())
-    with pytest.raises(TypeError, match=r"holds torch\.float16, torch\.int8"):
-        mcf.ScaledTensor([torch.ones(2).half()] * 2, torch.tensor(0).int(), TAILED)
-    with pytest.raises(TypeError, match="int32"):
-        mcf.ScaledTensor([torch.ones(2).half()], torch.tensor(0))
+        mcf.MCFTensor([torch.ones(2).half()], FP16)
+    with pytest.raises(ValueError, match="components of shapes"):
+        mcf.MCFTensor([torch.ones(2).half(), torch.zeros(1).int()], FP16)
+    with pytest.raises(ValueError, match="components of shapes"):
+        mcf.MCFTensor(
+            [torch.ones(2).half(), torch.ones(3, dtype=torch.int8), torch.tensor(0).int()], TAILED
+        )
+    with pytest.raises(TypeError, match=r"torch\.float16 in a format of torch\.int8: the tail"):
+        mcf.MCFTensor([*[torch.ones(2).half()] * 2, torch.tensor(0).int()], TAILED)
+    with pytest.raises(TypeError, match=r"int32: the exponent"):
+        mcf.MCFTensor([torch.ones(2).half(), torch.tensor(0)], FP16)
 
 
 # ----------------------------------------------------------------------------------------- copies
@@ -178,7 +184,7 @@ def test_copies(format, way, tmp_path):
             "deepcopy": lambda: copy.deepcopy(x),
             "clone": x.clone,
         }[way]()
-    assert type(y) is mcf.ScaledTensor
+    assert type(y) is mcf.MCFTensor
     assert y.format is x.format
     assert torch.equal(exact(y), exact(x))
     y.mul_(2.0**30)
@@ -198,7 +204,7 @@ def test_parameters_stay_parameters(tmp_path):
 
 def test_printing():
     assert repr(at(torch.tensor([1.0, 1.5]).half(), -1)) == (
-        "ScaledTensor([0.5000, 0.7500], format=scaled(float16), exponent=-1)"
+        "MCFTensor([0.5000, 0.7500], format=scaled(float16), exponent=-1)"
     )
 
 
@@ -300,7 +306,7 @@ def test_a_module_and_back():
     before = [p.detach().clone() for p in parameters]
     mcf.as_expansion(model, FP16, overrides={"1.*": None})
     assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
-    assert [isinstance(p, mcf.ScaledTensor) for p in parameters] == [
+    assert [is_scaled(p) for p in parameters] == [
         True,
         True,
         False,

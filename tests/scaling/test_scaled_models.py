@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mcftensor as mcf
+from support.scales import is_scaled
 
 SIZES = [1e-12, 1e-5, 1.0, 1e4, 1e10]
 ROOM = 1.1
@@ -165,7 +166,7 @@ MODELS = {
 def gradients(model, x):
     y = model(x)
     weights = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape)
-    (y * weights.to(torch.float32 if isinstance(y, mcf.ScaledTensor) else y.dtype)).sum().backward()
+    (y * weights.to(torch.float32 if is_scaled(y) else y.dtype)).sum().backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -174,9 +175,7 @@ def errors(found, wanted):
     out = {}
     for name, exact in wanted.items():
         own = found[name]
-        own = (
-            mcf.as_plain(own, torch.float64) if isinstance(own, mcf.ScaledTensor) else own.double()
-        )
+        own = mcf.as_plain(own, torch.float64) if is_scaled(own) else own.double()
         out[name] = float((own - exact).norm() / exact.norm()) if exact.norm() else 0.0
     return out
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import mcftensor as mcf
-from support.scales import FP16, exact, normal, rms
+from support.scales import FP16, exact, is_scaled, normal, rms
 
 TAILED = mcf.scaled(torch.float16, tail=8)
 PATHS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
@@ -57,7 +57,7 @@ def test_steps(kind, path):
         assert torch.isfinite(p.components[0]).all()
     for state in optimizer.state.values():
         for name, x in state.items():
-            assert name == "step" or (isinstance(x, mcf.ScaledTensor) and x.dtype == torch.float16)
+            assert name == "step" or (is_scaled(x) and x.dtype == torch.float16)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -22,7 +22,8 @@ from support import scales, toys
 
 STOCHASTIC = mcf.scaled(torch.float16, rounding="stochastic")
 SCALED = [*scales.FORMATS, STOCHASTIC]
-REGISTERED = [f for f in _REGISTRY.values() if not isinstance(f, PlainFormat) and f is not lent]
+_OTHERS = (PlainFormat, mcf.ScaledFormat)
+REGISTERED = [f for f in _REGISTRY.values() if not isinstance(f, _OTHERS) and f is not lent]
 FORMATS = [*REGISTERED, *SCALED]
 """All formats that numbers are written in; `lent` is a view of a parameter that nobody writes to.
 Formats of a plugin (`pytest -p module`) are registered before this line is run."""

@@ -26,28 +26,34 @@ LEAST = {torch.float16: -24, torch.bfloat16: -133, torch.float32: -149}
 LEAST |= {torch.float8_e4m3fn: -9, torch.float8_e5m2: -16}
 
 
-def at(data: Tensor, exponent: int, requires_grad: bool = False) -> mcf.ScaledTensor:
+def at(data: Tensor, exponent: int, requires_grad: bool = False) -> mcf.MCFTensor:
     """data · 2^exponent, of any data that float16 holds."""
-    made = mcf.ScaledTensor([data], torch.tensor(exponent, dtype=torch.int32))
+    s = torch.tensor(exponent, dtype=torch.int32)
+    made = mcf.MCFTensor([data, s], mcf.scaled(data.dtype))
     return made.requires_grad_(requires_grad)
 
 
-def normal(*shape: int, exponent: int = 0, seed: int = 0, dtype=torch.float16) -> mcf.ScaledTensor:
+def normal(*shape: int, exponent: int = 0, seed: int = 0, dtype=torch.float16) -> mcf.MCFTensor:
     """Normal numbers times 2^exponent."""
     generator = torch.Generator().manual_seed(seed)
     return at(torch.randn(shape, generator=generator).to(dtype), exponent)
 
 
+def is_scaled(x: object) -> bool:
+    """Whether it is a tensor in a scaled format."""
+    return type(x) is mcf.MCFTensor and isinstance(x.format, mcf.ScaledFormat)
+
+
 def exact(x: Tensor) -> Tensor:
     """The numbers in float64: data times 2^s, by Python."""
-    if not isinstance(x, mcf.ScaledTensor):
+    if not is_scaled(x):
         return x.detach().double()
     s = x.exponent.item()
     if s < -2000:
-        assert not any(part.double().any() for part in x.components)
+        assert not any(part.double().any() for part in x.components[:-1])
         return torch.zeros(x.shape, dtype=torch.float64)
     total = x.components[0].detach().double()
-    if len(x.components) == 2:
+    if len(x.components) == 3:
         tail = x.components[1].detach()
         unit = _unit_behind(total, tail) if tail.dtype == torch.int8 else 2.0 ** -BITS[x.dtype]
         total = total + tail.double() * unit
@@ -73,7 +79,7 @@ def least_of(format: mcf.ScaledFormat) -> int:
     return LEAST[format.dtype] + BITS[format.dtype] - bits_of(format)
 
 
-def rms(x: mcf.ScaledTensor) -> float:
+def rms(x: mcf.MCFTensor) -> float:
     """Of the data."""
     return x.components[0].double().square().mean().sqrt().item()
 
@@ -91,9 +97,9 @@ def half(n: int) -> int:
     return math.floor(0.5 * math.log2(n))
 
 
-def assert_near(x: mcf.ScaledTensor, expected: Tensor, slack: float | Tensor = 0.0) -> None:
+def assert_near(x: mcf.MCFTensor, expected: Tensor, slack: float | Tensor = 0.0) -> None:
     """x is what is expected, to half an ulp of its data, beside `slack` for sums in float32."""
-    assert isinstance(x, mcf.ScaledTensor)
+    assert is_scaled(x)
     assert x.shape == expected.shape
     unit = 2.0 ** -BITS[x.dtype]
     least = 2.0 ** (LEAST[x.dtype] - 1 + x.exponent.item())

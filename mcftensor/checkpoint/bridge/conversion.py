@@ -230,7 +230,7 @@ class _Writer:
 
 
 def _own(entry: Entry) -> Format:
-    if isinstance(entry.format, Format):
+    if entry.format.rules is None:
         return entry.format
     raise CheckpointError(
         f"convert_checkpoint: {entry.name} of shape {tuple(entry.shape)} is {entry.format.name}, "

@@ -15,13 +15,12 @@ from torch import Tensor
 from mcftensor.checkpoint.errors import CheckpointError
 from mcftensor.checkpoint.reading import Lazy
 from mcftensor.checkpoint.state_dicts import (
-    AnyFormat,
     format_said,
     is_sharded,
     joined,
     names_of_terms,
 )
-from mcftensor.formats import PLAIN
+from mcftensor.formats import PLAIN, Format
 from mcftensor.tensor.sharded import format_of
 
 LIKE_PARAMETERS = (
@@ -39,7 +38,7 @@ class Entry:
     """A tensor of a checkpoint."""
 
     name: str
-    format: AnyFormat
+    format: Format
     shape: torch.Size
     read: Callable[[], Tensor]
 

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from mcftensor.convert import as_plain
 from mcftensor.meters.edq.state_readings import COLUMNS as STATE_COLUMNS
 from mcftensor.meters.edq.state_readings import state_sums
-from mcftensor.scaling import ScaledTensor
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.sharded import local
 from mcftensor.training.shadow import (
@@ -252,16 +251,11 @@ def reading(step: int, rows: list[list[float]], rates: Sequence[float | None]) -
 def _components(x: Tensor) -> tuple[Tensor, ...]:
     if isinstance(x, MCFTensor):
         return x._read()
-    if isinstance(x, ScaledTensor):
-        return (*x.components, x.exponent)
     return (torch.view_as_real(x) if x.is_complex() else x,)
 
 
 def _parts(x: Tensor) -> Sequence[Tensor]:
     """Floats whose sum is the number, of which the first is what models compute with."""
-    if isinstance(x, ScaledTensor):
-        leading = ScaledTensor.of(x.components[:1], x.exponent, x.format.lead).to_plain()
-        return leading, x.to_plain() - leading
     if not isinstance(x, MCFTensor) or x.format.arithmetic == "terms":
         return _components(x)
     return x.lent, x._collapsed() - x.lent
