@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcftensor.formats.moving import move_component
 from mcftensor.scaling.exponents import ANY, Exponent, largest
 from mcftensor.scaling.ruling import aten, rule
 from mcftensor.scaling.scaled import ScaledTensor, data_of, is_all, is_scaled, made_of
@@ -22,7 +23,7 @@ def _moved_by(func: Any) -> Callable[..., ScaledTensor]:
 
     def move(x: ScaledTensor, *args: Any, **kwargs: Any) -> ScaledTensor:
         *data, s = x._held()
-        return made_of([func(part, *args, **kwargs) for part in data], s.clone(), x._format)
+        return made_of([move_component(func, y, args, kwargs) for y in data], s.clone(), x._format)
 
     return move
 

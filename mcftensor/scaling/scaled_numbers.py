@@ -86,6 +86,8 @@ def number(x: Any) -> Unrounded:
         return Unrounded(torch.tensor(x * 2.0**-exponent if x else 0.0), exponent)
     if not x.is_floating_point():
         return Unrounded(x.to(torch.float32), 0)
+    if x.dtype.itemsize == 1:  # of which PyTorch does not tell the largest
+        x = x.to(torch.float32)
     peak = exponent_of_largest(x)
     return Unrounded(times_any_power(x, -largest(peak, -1000)).to(torch.float32), peak)
 

@@ -555,10 +555,12 @@ class TestStructure:
     @pytest.mark.thinned(of=4)
     def test_copies_go_on_as_the_original_does(self, format, do, shape):
         """They keep all that is stored, counts of writes too, in memory of their own."""
+        if do is WHOLE_COPIES["pickle"] and not makes(format, "pickles"):
+            do = WHOLE_COPIES["save"]
         x = sample(format, *shape)
         x.mul_(0.5)
         exact, y = numbers(x), do(x)
-        assert y.format is format
+        assert keeps(y, format)
         assert_moved(y, exact)
         if makes(format, "identity"):
             assert_same(y, x)
@@ -577,7 +579,7 @@ class TestStructure:
         for is_halved in (False, True):
             x, exact = taken(format, is_halved)
             y = do(x)
-            assert y.format is format
+            assert keeps(y, format)
             assert_moved(y, do(exact))
             y.zero_()
             assert torch.equal(numbers(x), exact)
@@ -589,7 +591,7 @@ class TestStructure:
         for is_halved in (False, True):
             x, exact = taken(format, is_halved)
             y = do(x)
-            assert type(y) is torch.Tensor if shares(format) else y.format is format
+            assert type(y) is torch.Tensor if shares(format) else keeps(y, format)
             assert_moved(y, do(exact))
 
     @over()
@@ -615,6 +617,11 @@ class TestStructure:
         if format.rounding == "balanced":
             likes = (torch.zeros_like(x), torch.full_like(x, 0.75), torch.empty_like(x))
             assert [y.writes.item() for y in likes] == [0, 0, 0]
+
+
+def keeps(y, format):
+    """Whether copies are in a format; what rules compute of scaled tensors is rounded to nearest."""
+    return y.format is format or (propagates(format) and y.format is format.nearest)
 
 
 def assert_moved(y, expected):

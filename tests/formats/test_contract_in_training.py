@@ -146,7 +146,7 @@ def converted(format, seed=0):
 
 
 class TestFiles:
-    @over("parameters")
+    @over("parameters", "pickles")
     @pytest.mark.parametrize("protocol", [2, 3, pickle.HIGHEST_PROTOCOL])
     def test_parameters_stay_parameters(self, format, protocol):
         x = sample(format, 4, 40)

@@ -91,6 +91,7 @@ EXEMPT = [
     Exempt("reductions", propagates, "sums and the like have the precision of the leading term"),
     Exempt("without rules", propagates, "there are no sums into places"),
     Exempt("terms", propagates, "the exponent goes by a name of its own"),
+    Exempt("pickles", is_scaled_fp8, "PyTorch pickles no float8; torch.save writes it"),
     Exempt("isfinite", is_scaled_e4m3, "PyTorch's own asks for the dtype, and does not know this"),
     Exempt("compiled bits", shares, "eager code notes a number as a factor, which is not rounded"),
     Exempt("special", is_scaled_fp8, "E4M3 has no infinity, and both saturate"),
