@@ -620,7 +620,7 @@ class TestStructure:
 
 
 def keeps(y, format):
-    """Whether copies are in a format; what rules compute of scaled tensors is rounded to nearest."""
+    """Whether copies are in a format; what rules compute of scaled ones is rounded to nearest."""
     return y.format is format or (propagates(format) and y.format is format.nearest)
 
 
