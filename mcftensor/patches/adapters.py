@@ -89,7 +89,7 @@ row(
     when="import peft.tuners.tuners_utils",
     releases="0.21",
     takes=("model",),
-    change=_keeping_expansions,
+    change=_wherever_imported(_keeping_expansions),
 )
 row(
     "peft.utils.save_and_load.get_peft_model_state_dict",

@@ -198,6 +198,9 @@ def _apart(hooked: Callable[..., Any]) -> Callable[..., Any]:
     loss="steps use leading terms where parameters meet plain gradients, as forward passes do, "
     "take longer, and torch.compile traces them, which may take minutes. fused=True is as exact "
     "as ever.",
+    when="import mcftensor",
+    before="Schedulers and Accelerate keep the step that an optimizer has when they are made, and "
+    "its parameters may become expansions afterwards, by `mcf.collage` say.",
 )
 def _hooking_steps_over_numbers(hook: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(hook)
@@ -259,6 +262,9 @@ _LOSES = (
     why="A function that is assigned to an optimizer as its step replaces one of its class, over "
     "numbers. Schedulers and Accelerate assign some that only go on to the one before.",
     loss=f"steps that are assigned to an optimizer {_LOSES}",
+    when="import mcftensor",
+    before="The parameters may become expansions after the assignment, of which nothing is left "
+    "to tell it from a step that only goes on.",
     kind=type(object.__setattr__),  # whose name torch.compile knows
 )
 def _assigning_steps(set_attribute: Callable[..., None]) -> Callable[..., None]:
@@ -290,32 +296,42 @@ def _looking_at_the_class(zero_grad: Callable[..., None]) -> Callable[..., None]
     return look
 
 
-before_clipping: list[Callable[[list[Tensor]], None]] = []
-"""What is told of the parameters whose gradients are about to be clipped; it may raise."""
+_before_clipping: list[Callable[[list[Tensor]], None]] = []
 
 
 @by_name
 def _asking_first(clip: Callable[[], None], given: dict[str, Any]) -> None:
-    if before_clipping and not isinstance(given["parameters"], Tensor):
+    if not isinstance(given["parameters"], Tensor):
         given["parameters"] = list(given["parameters"])
     chosen = given["parameters"]
-    for function in before_clipping:
+    for function in _before_clipping:
         function([chosen] if isinstance(chosen, Tensor) else chosen)
     clip()
 
 
-for _name in (
-    "clip_grad._clip_grads_with_norm_",
-    "clip_grads_with_norm_",
-    "clip_grad.clip_grad_value_",
-    "clip_grad_value_",
-):
+_CLIPS = [
     row(
         f"torch.nn.utils.{_name}",
         why="Where gradients are released in backward, `clip_grad_norm_` and `clip_grad_value_` "
         "find none and clip nothing.",
         loss="clip_grad_norm_ returns 0 and clips nothing where gradients are released; give "
         "mcf.step_in_backward clip_by_previous_norm.",
+        when="mcf.step_in_backward(model, optimizer)",
         change=_asking_first,
         takes=("parameters",),
     )
+    for _name in (
+        "clip_grad._clip_grads_with_norm_",
+        "clip_grads_with_norm_",
+        "clip_grad.clip_grad_value_",
+        "clip_grad_value_",
+    )
+]
+
+
+def before_each_clipping(function: Callable[[list[Tensor]], None]) -> None:
+    """Call a function with the parameters whose gradients are about to be clipped; it may raise."""
+    if function not in _before_clipping:
+        _before_clipping.append(function)
+        for each in _CLIPS:
+            each.install()

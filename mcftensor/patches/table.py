@@ -19,6 +19,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from mcftensor.tensor.first import WAITING
+
+FIRST = "the first expansion"
+
 
 class PatchWarning(UserWarning):
     """This release of torch has changed where the library changes it, and something is lost.
@@ -37,8 +41,11 @@ class Patch:
     """Who needs the change."""
     loss: str
     """What users lose without it, in a sentence."""
-    when: str = "import mcftensor"
-    """An import, or the call that installs it or makes the change to its arguments alone."""
+    when: str = FIRST
+    """What installs it: the first expansion of the process; an import, of a module that may come
+    later than that; or a call, which may also make the change to its arguments alone."""
+    before: str = ""
+    """Why it is installed by `import mcftensor`, before there is any expansion; empty of others."""
     releases: str = "2.11 to 2.15"
     """Releases of its package that were seen to have the name."""
     change: Callable[[Any], Any] | None = None
@@ -102,6 +109,8 @@ def after_import(name: str, function: Callable[[], None]) -> None:
     if name in sys.modules:
         function()
     else:
+        if _FINDER not in sys.meta_path:
+            sys.meta_path.insert(0, _FINDER)
         _waiting[name].append(function)
 
 
@@ -121,26 +130,39 @@ class _Finder(MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                for function in _waiting.pop(fullname, ()):
+                functions = _waiting.pop(fullname, ())
+                if not _waiting:
+                    _leave()
+                for function in functions:
                     function()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-sys.meta_path.insert(0, _Finder())
+_FINDER = _Finder()
+
+
+def _leave() -> None:
+    # A new list: other threads may be going through the old one, and would miss a finder.
+    sys.meta_path = [finder for finder in sys.meta_path if finder is not _FINDER]
 
 
 TABLE: list[Patch] = []
 
 
 def row(name: str, **columns: Any) -> Patch:
-    """Add a row to the table, and make its change as soon as torch has what it needs."""
+    """Add a row to the table. Its change is made with the first expansion, or when torch has what
+    it needs by then; now, where it says why; or by the call that it names."""
     new = Patch(name, **columns)
     TABLE.append(new)
     action, _, module = new.when.partition(" ")
-    if action == "import":
-        after_import(module, new.install)
+    if new.before:
+        new.install()
+    elif action == "import":
+        WAITING.append(functools.partial(after_import, module, new.install))
+    elif new.when == FIRST:
+        WAITING.append(new.install)
     return new
 
 

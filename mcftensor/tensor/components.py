@@ -14,6 +14,7 @@ from mcftensor.arithmetic.rounding import collapse_terms
 from mcftensor.formats import MAX_TERMS, Format, bytes_of
 from mcftensor.passes.recoding import collapse, lent
 from mcftensor.tensor.factor import Factor
+from mcftensor.tensor.first import WAITING, prepare
 from mcftensor.tensor.stepping import current_step
 from mcftensor.tensor.tape import Strand
 
@@ -213,6 +214,8 @@ T = TypeVar("T", bound=ComponentTensor)
 
 def wrapper(cls: type[T], like: Tensor, format: Format) -> T:
     """A tensor without storage, with the layout of another one and the dtype of a format."""
+    if WAITING:
+        prepare()
     made: T = torch.Tensor._make_wrapper_subclass(
         cls,
         like.size(),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from mcftensor.patches.optimizers import before_clipping
+from mcftensor.patches.optimizers import before_each_clipping
 from mcftensor.tensor.sharded import local
 from mcftensor.training.gradient_hooks import GradientHook, Handle, trained
 from mcftensor.training.plain_parameters import warn_of_plain_parameters
@@ -356,6 +356,7 @@ def step_in_backward(
                 "step_in_backward: this model or optimizer has a handle; remove() that one first"
             )
     warn_of_plain_parameters(optimizer)  # whose first step comes before optimizer.step()
+    before_each_clipping(_require_held)
     handle = StepInBackward(names, optimizer, clip_value, clip_by_previous_norm, bucket_bytes)
     handle.attach_to(model.modules())
     return handle
@@ -381,8 +382,6 @@ def _require_held(parameters: list[Tensor]) -> None:
                 "and leave out this call"
             )
 
-
-before_clipping.append(_require_held)
 
 _OF_DDP = (
     "DistributedDataParallel reduces gradients after the hooks of parameters, and its buckets hold "

@@ -14,16 +14,57 @@ from support.writes_to_torch import writes
 
 PACKAGE = Path(mcf.__file__).parent
 NAMES = {row.attribute for row in TABLE}
+WAITING = [row.name for row in TABLE if row.change is not None and not row.before]
 
 
 @pytest.fixture(scope="module")
 def warned_of(request):
     """What is warned of where a name is not as it was, by the names of the tests that run."""
-    program = Path(__file__).parents[1] / "support" / "patch_losses.py"
     params = [getattr(item, "callspec", None) for item in request.session.items]
     rows = [x.params["row"] for x in params if x and "row" in x.params]
-    command = [sys.executable, "-W", "error", str(program), *(row.name for row in rows)]
+    return result_of("patch_losses.py", *(row.name for row in rows))
+
+
+def result_of(program, *arguments):
+    path = Path(__file__).parents[1] / "support" / program
+    command = [sys.executable, "-W", "error", str(path), *arguments]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+
+
+def test_few_changes_do_not_wait_and_say_why():
+    early = [row for row in TABLE if row.before]
+    assert len(early) <= 3
+    assert early == [row for row in TABLE if row.when == "import mcftensor"]
+
+
+@pytest.fixture(scope="module")
+def process():
+    """One that imports the library, and makes an expansion late."""
+    names = (name for name in WAITING if not name.startswith("peft."))
+    return result_of("without_expansions.py", *names)
+
+
+def test_without_an_expansion_torch_is_as_it_was(process):
+    assert process["changed without expansions"] == []
+
+
+def test_the_first_expansion_makes_all_changes_that_wait(process):
+    by_calls = {row.name for row in TABLE if row.when.startswith("mcf.")}
+    waited = {name for name in WAITING if not name.startswith("peft.")}  # which is not imported
+    assert set(process["changed with one"]) == waited - by_calls
+
+
+def test_whatever_makes_the_first_expansion_makes_the_changes(process):
+    assert process["ways that change nothing"] == []
+
+
+def test_a_step_that_a_scheduler_kept_before_the_first_expansion_is_over_numbers(process):
+    before, after = process["steps"]
+    assert before == after
+
+
+def test_nothing_finds_modules_while_nothing_waits(process):
+    assert "_Finder" not in process["finders"]
 
 
 @pytest.mark.thinned(of=3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcftensor.patches.table import TABLE
+from mcftensor.patches.table import FIRST, TABLE
 from tables.sources import load, machine, table
 
 
@@ -13,14 +13,15 @@ def patches() -> str:
     occasions: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for row in TABLE:
         alike = occasions.setdefault(row.when, {})
-        alike.setdefault((row.why, row.loss, row.releases), []).append(f"`{row.name}`")
+        alike.setdefault((row.why, row.loss, row.before, row.releases), []).append(f"`{row.name}`")
     parts = []
     for when, groups in occasions.items():
-        parts.append(f"## With `{when}`")
-        for (why, loss, releases), names in groups.items():
+        parts.append(f"## With {when if when == FIRST else f'`{when}`'}")
+        for (why, loss, before, releases), names in groups.items():
             package = names[0].strip("`").partition(".")[0]
             head = f"{', '.join(names)} ({package} {releases})"
-            parts.append(f"{head}\n:   {why} *Without it,* {loss}")
+            early = f" *It does not wait for an expansion:* {before}" if before else ""
+            parts.append(f"{head}\n:   {why} *Without it,* {loss}{early}")
     return "\n\n".join(parts)
 
 
