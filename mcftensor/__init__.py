@@ -6,7 +6,10 @@ from mcftensor import options as _options  # noqa: F401  # tells mistakes before
 
 # isort: split
 from mcftensor import checkpoint as checkpoint
+from mcftensor import errors as errors
+from mcftensor import exact as exact
 from mcftensor import formats as formats
+from mcftensor import meters as meters
 from mcftensor import scaling as scaling
 from mcftensor.arithmetic import eft as eft
 from mcftensor.arithmetic import networks as networks

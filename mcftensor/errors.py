@@ -1,0 +1,26 @@
+"""All errors and warnings of the library's own, wherever they are raised."""
+
+from mcftensor.checkpoint.errors import CheckpointError
+from mcftensor.meters.edq import FrozenWeightWarning
+from mcftensor.patches.table import PatchWarning
+from mcftensor.selfcheck import SelfCheckError
+from mcftensor.tensor.rounded import RoundedError, RoundedWarning
+from mcftensor.training.detached import DetachedParameterWarning
+from mcftensor.training.narrow_states import NarrowStateWarning
+from mcftensor.training.plain_parameters import PlainParameterWarning
+from mcftensor.training.releasing import StepInBackwardError
+from mcftensor.training.saturation import SaturationWarning
+
+__all__ = [
+    "CheckpointError",
+    "DetachedParameterWarning",
+    "FrozenWeightWarning",
+    "NarrowStateWarning",
+    "PatchWarning",
+    "PlainParameterWarning",
+    "RoundedError",
+    "RoundedWarning",
+    "SaturationWarning",
+    "SelfCheckError",
+    "StepInBackwardError",
+]
