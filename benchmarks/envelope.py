@@ -65,7 +65,7 @@ def main() -> int:
     torch.set_num_threads(1)
     results = {
         "machine": describe("cpu", packages=()),
-        "formats": {f.name: measure(f, options.rounds) for f in mcf.FORMATS},
+        "formats": {f.name: measure(f, options.rounds) for f in mcf.formats.FORMATS},
     }
     options.out.write_text(json.dumps(results, indent=2) + "\n")
     entries = [e for operations in results["formats"].values() for e in operations.values()]

@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name, model in {
             "bf16": make_model(),
-            "expansions": mcf.store_as_terms(mcf.as_expansion(make_model())),
+            "expansions": mcf.checkpoint.store_as_terms(mcf.as_expansion(make_model())),
         }.items():
             loss, meter = train(model, options.steps, options.lr, folder)
             reading = meter.last

@@ -31,8 +31,8 @@ KINDS: dict[str, Kind] = {
 def numbers(values: Any, kind: Kind) -> Tensor:
     """Exact values, rounded once."""
     if isinstance(kind, mcf.Format):
-        return mcf.from_exact(values, kind)
-    return mcf.as_plain(mcf.from_exact(values, mcf.fp64x2), kind)
+        return mcf.exact.from_exact(values, kind)
+    return mcf.as_plain(mcf.exact.from_exact(values, mcf.fp64x2), kind)
 
 
 def dot_product(length: int = 100) -> None:
@@ -76,7 +76,7 @@ def linear_system(size: int = 11, sweeps: int = 5) -> None:
         for _ in range(sweeps + 1):
             residual = mcf.as_plain(b - (a * x).sum(1))
             x = x + torch.linalg.lu_solve(*factors, residual[:, None])[:, 0]
-            found = mcf.to_fraction(mcf.as_expansion(x, mcf.fp64x2))
+            found = mcf.exact.to_fraction(mcf.as_expansion(x, mcf.fp64x2))
             pairs = zip(found, solution, strict=True)
             errors.append(float(max(abs(got / wanted - 1) for got, wanted in pairs)))
         print(f"  {name:<10} " + "".join(f"{error:>9.0e}" for error in errors))

@@ -14,7 +14,7 @@ from mcftensor import scaling as scaling
 from mcftensor.arithmetic import eft as eft
 from mcftensor.arithmetic import networks as networks
 from mcftensor.checkpoint.bridge import convert_checkpoint as convert_checkpoint
-from mcftensor.checkpoint.errors import CheckpointError as CheckpointError
+from mcftensor.checkpoint.checkpoint_error import CheckpointError as CheckpointError
 from mcftensor.checkpoint.loading import load_file as load_file
 from mcftensor.checkpoint.modules import store_as_terms as store_as_terms
 from mcftensor.checkpoint.saving import save_file as save_file

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from mcftensor.checkpoint.bridge.conversion import Conversion, Progress, convert_checkpoint
-from mcftensor.checkpoint.errors import CheckpointError
+from mcftensor.checkpoint.checkpoint_error import CheckpointError
 from mcftensor.checkpoint.shards import size_in_bytes
 from mcftensor.formats import named
 from mcftensor.meters import fitting

@@ -1,6 +1,6 @@
 """All errors and warnings of the library's own, wherever they are raised."""
 
-from mcftensor.checkpoint.errors import CheckpointError
+from mcftensor.checkpoint.checkpoint_error import CheckpointError
 from mcftensor.meters.edq import FrozenWeightWarning
 from mcftensor.patches.table import PatchWarning
 from mcftensor.selfcheck import SelfCheckError

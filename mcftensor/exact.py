@@ -55,10 +55,10 @@ def from_exact(
 
     Examples:
         >>> import mcftensor as mcf
-        >>> x = mcf.from_exact(["0.1", "1/3"], mcf.fp32x2)
+        >>> x = mcf.exact.from_exact(["0.1", "1/3"], mcf.fp32x2)
         >>> x.components[0]
         tensor([0.1000, 0.3333])
-        >>> mcf.to_fraction(mcf.from_exact("0.1", mcf.bf16x2))
+        >>> mcf.exact.to_fraction(mcf.exact.from_exact("0.1", mcf.bf16x2))
         Fraction(209715, 2097152)
     """
     format = require_format(format, "from_exact", with_rules=True)
@@ -94,7 +94,7 @@ def to_fraction(x: Tensor) -> Any:
 
     Examples:
         >>> import torch, mcftensor as mcf
-        >>> mcf.to_fraction(mcf.as_expansion(torch.tensor([0.5, 3.0]), mcf.bf16x2))
+        >>> mcf.exact.to_fraction(mcf.as_expansion(torch.tensor([0.5, 3.0]), mcf.bf16x2))
         [Fraction(1, 2), Fraction(3, 1)]
     """
     terms = _decoded("to_fraction", x)
@@ -124,10 +124,10 @@ def to_decimal(x: Tensor, digits: int | None = None) -> Any:
 
     Examples:
         >>> import torch, mcftensor as mcf
-        >>> x = mcf.from_exact("1/3", mcf.fp64x2)
-        >>> mcf.to_decimal(x, 30)
+        >>> x = mcf.exact.from_exact("1/3", mcf.fp64x2)
+        >>> mcf.exact.to_decimal(x, 30)
         Decimal('0.333333333333333333333333333333')
-        >>> mcf.to_decimal(x * x, 5)
+        >>> mcf.exact.to_decimal(x * x, 5)
         Decimal('0.11111')
     """
     terms = _decoded("to_decimal", x)

@@ -73,7 +73,7 @@ SAMPLES = 20
 class Variant:
     """What is kept in which type."""
 
-    format: mcf.ScaledFormat | None = None  # of parameters; None is plain
+    format: mcf.scaling.ScaledFormat | None = None  # of parameters; None is plain
     dtype: torch.dtype = torch.float32  # of plain parameters
     masters: bool = False  # weights and states are float32
     states: bool = False  # states are float32, and weights are what they are
@@ -82,9 +82,9 @@ class Variant:
     eps: float = 1e-8
 
 
-_SCALED = mcf.scaled(HALF)
-_STOCHASTIC = mcf.scaled(HALF, rounding="stochastic")
-_TAILS = mcf.scaled(HALF, tail=8)
+_SCALED = mcf.scaling.scaled(HALF)
+_STOCHASTIC = mcf.scaling.scaled(HALF, rounding="stochastic")
+_TAILS = mcf.scaling.scaled(HALF, tail=8)
 VARIANTS = {
     "float32": Variant(),
     "float16": Variant(dtype=HALF),
@@ -97,7 +97,7 @@ VARIANTS = {
     "weights8": Variant(_TAILS, states=True),
     "scaled8": Variant(_TAILS),
     "stochastic": Variant(_STOCHASTIC),
-    "pairs": Variant(mcf.scaled(mcf.fp16x2)),
+    "pairs": Variant(mcf.scaling.scaled(mcf.fp16x2)),
     "fp8": Variant(_STOCHASTIC, products="fp8"),
     "fp8masters": Variant(_SCALED, masters=True, products="fp8"),
 }
@@ -176,7 +176,7 @@ class Job:
         self.outcome = Outcome()
         self.model = GPT(SHAPES["cpu"]).to(self.variant.dtype)
         if self.variant.format is not None:
-            mcf.scalify(self.model, self.variant.format, products=self.variant.products)
+            mcf.scaling.scalify(self.model, self.variant.format, products=self.variant.products)
         self.masters: Masters | None = None
         parameters: list[Any] = list(self.model.parameters())
         if self.variant.masters or self.variant.states:

@@ -56,7 +56,7 @@ def device(request) -> str:
     return request.param
 
 
-@pytest.fixture(params=mcf.FORMATS, ids=lambda f: f.name)
+@pytest.fixture(params=mcf.formats.FORMATS, ids=lambda f: f.name)
 def format(request) -> mcf.Format:
     return request.param
 

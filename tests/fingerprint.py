@@ -40,7 +40,7 @@ STOCHASTIC = tuple(
     mcf.Format(f.base, f.terms, rounding="stochastic")
     for f in (mcf.bf16x2, mcf.bf16x3, mcf.fp16x2, mcf.fp32x2)
 )
-FORMATS = (*mcf.FORMATS, *LONGER, *STOCHASTIC)
+FORMATS = (*mcf.formats.FORMATS, *LONGER, *STOCHASTIC)
 STORED = (
     *(mcf.bf16i16, mcf.bf16i8, mcf.bf16i8.nearest, mcf.bf16i8.with_rounding("stochastic")),
     mcf.Format(torch.bfloat16, 1, rounding="balanced"),
@@ -311,8 +311,8 @@ def conversions(format: mcf.Format) -> Results:
         yield attempt(f"to {other.name}", mcf.as_expansion, x, other)
         yield attempt(f"copy to {other.name}", number(other, *SHAPE, seed="y").copy_, x)
     exact = ["0.1", "1/3", "-1e-5", "12345678901234567890123", 2**-30 + 1.0, "-0.0", "inf"]
-    yield attempt("exact", mcf.from_exact, exact, format)
-    yield attempt("fraction", mcf.to_fraction, number(format, 40, wide=False))
+    yield attempt("exact", mcf.exact.from_exact, exact, format)
+    yield attempt("fraction", mcf.exact.to_fraction, number(format, 40, wide=False))
 
 
 class Model(nn.Module):
@@ -330,9 +330,9 @@ def checkpoints(format: mcf.Format) -> Results:
     torch.save(model.state_dict(), memory)
     memory.seek(0)
     yield "torch", torch.load(memory, weights_only=True)
-    tensors = mcf.as_terms(model.state_dict())
+    tensors = mcf.checkpoint.as_terms(model.state_dict())
     yield "terms", (list(tensors), tensors)
-    yield "from terms", mcf.from_terms(tensors)
+    yield "from terms", mcf.checkpoint.from_terms(tensors)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.safetensors")
         mcf.save_file(model, path)

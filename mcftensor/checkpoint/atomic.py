@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import BinaryIO
 
-from mcftensor.checkpoint.errors import CheckpointError
+from mcftensor.checkpoint.checkpoint_error import CheckpointError
 
 # To lock a new file, before its system is held to be one that says so of every file.
 _ATTEMPTS = 16

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.checkpoint.errors import CheckpointError
+from mcftensor.checkpoint.checkpoint_error import CheckpointError
 
 KEY = "mcftensor"
 """Under what name a file's metadata hold what is said here."""

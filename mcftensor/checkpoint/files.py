@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from mcftensor.checkpoint.checkpoint_error import CheckpointError, some
 from mcftensor.checkpoint.digests import KEY, digest, unsealed
-from mcftensor.checkpoint.errors import CheckpointError, some
 from mcftensor.checkpoint.reading import Lazy, open_safetensors
 from mcftensor.checkpoint.shards import files_in
 

@@ -34,7 +34,8 @@ def store_as_terms(module: M) -> M:
 
     Examples:
         >>> import torch, mcftensor as mcf
-        >>> model = mcf.store_as_terms(mcf.as_expansion(torch.nn.Linear(3, 2, bias=False)))
+        >>> model = mcf.as_expansion(torch.nn.Linear(3, 2, bias=False))
+        >>> model = mcf.checkpoint.store_as_terms(model)
         >>> list(model.state_dict())
         ['weight', 'weight.bf16x2.term1', 'weight.bf16x2.sum']
         >>> model.load_state_dict(model.state_dict())

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import torch
 
-from mcftensor.checkpoint.errors import CheckpointError
+from mcftensor.checkpoint.checkpoint_error import CheckpointError
 
 MOST = 4
 """How many times the size of its file the tensors of a checkpoint may have in all: tensors may

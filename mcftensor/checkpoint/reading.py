@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.checkpoint.errors import CheckpointError, reading, some
+from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading, some
 from mcftensor.checkpoint.extras import extra
 from mcftensor.checkpoint.pickles import require_bounded
 from mcftensor.checkpoint.safetensors import DTYPES

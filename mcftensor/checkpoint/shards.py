@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from mcftensor.checkpoint.atomic import remove_abandoned, synchronize
-from mcftensor.checkpoint.errors import CheckpointError, some
+from mcftensor.checkpoint.checkpoint_error import CheckpointError, some
 from mcftensor.checkpoint.state_dicts import names_of_terms
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mcftensor.arithmetic.counting import moved
-from mcftensor.checkpoint.errors import CheckpointError, some
+from mcftensor.checkpoint.checkpoint_error import CheckpointError, some
 from mcftensor.dispatch.collectives import carried
 from mcftensor.formats import Format
 from mcftensor.kernels.program import PATTERNS
@@ -132,10 +132,10 @@ def as_terms(state_dict: Mapping[Any, Any], *, sums: bool = False) -> dict[Any, 
     Examples:
         >>> import torch, mcftensor as mcf
         >>> model = mcf.as_expansion(torch.nn.Linear(3, 2, bias=False))
-        >>> terms = mcf.as_terms(model.state_dict())
+        >>> terms = mcf.checkpoint.as_terms(model.state_dict())
         >>> list(terms)
         ['weight', 'weight.bf16x2.term1']
-        >>> mcf.from_terms(terms)["weight"].format
+        >>> mcf.checkpoint.from_terms(terms)["weight"].format
         mcf.bf16x2
     """
     terms: dict[Any, Any] = {}
@@ -197,7 +197,7 @@ def from_terms(
     Examples:
         >>> import torch, mcftensor as mcf
         >>> hi, lo = torch.tensor([1.0, 2.0]).bfloat16(), torch.tensor([2e-3, 0.0]).bfloat16()
-        >>> mcf.from_terms({"x": hi, "x.bf16x2.term1": lo, "y": hi})["x"]
+        >>> mcf.checkpoint.from_terms({"x": hi, "x.bf16x2.term1": lo, "y": hi})["x"]
         MCFTensor([1.0020, 2.0000], format=bf16x2)
     """
     return joined(terms, tails, verify)

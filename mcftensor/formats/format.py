@@ -638,7 +638,7 @@ def require_format(format: object, where: str, *, with_rules: bool = False) -> F
             return found
         raise TypeError(
             f"{where}: {found.name} has one scale for each tensor, and is not accepted here; "
-            "mcf.as_expansion(x, format) and mcf.scalify(model, format) take it"
+            "mcf.as_expansion(x, format) and mcf.scaling.scalify(model, format) take it"
         )
     known = ", ".join(f"mcf.{name}" for name in [*(f.name for f in FORMATS), *STORAGE])
     plain = isinstance(format, torch.dtype) or isinstance(found, PlainFormat)

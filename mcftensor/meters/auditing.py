@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mcftensor.checkpoint.errors import CheckpointError, some
+from mcftensor.checkpoint.checkpoint_error import CheckpointError, some
 from mcftensor.checkpoint.extras import extra
 from mcftensor.checkpoint.reading import Checkpoint
 from mcftensor.checkpoint.reading import tensors as tensors_of
@@ -224,7 +224,7 @@ def audit(
         >>> before = {name: x.clone() for name, x in norm.state_dict().items()}
         >>> for p in norm.parameters():
         ...     _ = p.data.sub_(1e-4)  # an update that 1.0 cannot take
-        >>> found = mcf.audit(before, norm.state_dict())
+        >>> found = mcf.meters.audit(before, norm.state_dict())
         >>> [(t.name, t.verdict, t.unchanged, t.ones) for t in found.tensors]
         [('weight', 'frozen', 1.0, 1.0), ('bias', 'moving', 0.0, 0.0)]
         >>> print(found.summary())

@@ -55,9 +55,9 @@ def estimate(
         >>> import torch, mcftensor as mcf
         >>> with torch.device("meta"):
         ...     model = torch.nn.Linear(32_768, 32_768, bias=False)
-        >>> mcf.estimate(model)
+        >>> mcf.meters.estimate(model)
         Summary(12.00 GiB, 12.00 bytes a parameter)
-        >>> mcf.estimate(model, "compact", format=mcf.bf16i8, released=True)
+        >>> mcf.meters.estimate(model, "compact", format=mcf.bf16i8, released=True)
         Summary(5.06 GiB, 5.06 bytes a parameter)
     """
     if not isinstance(model, nn.Module):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from mcftensor.checkpoint.errors import CheckpointError
+from mcftensor.checkpoint.checkpoint_error import CheckpointError
 from mcftensor.checkpoint.reading import shapes
 from mcftensor.formats import Format, bf16i8, bf16i16, bf16x2
 from mcftensor.meters.configured import configured, is_configuration

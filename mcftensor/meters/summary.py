@@ -242,9 +242,9 @@ def summary(
         >>> with torch.device("meta"):
         ...     model = torch.nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16)
         >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> mcf.summary(model, optimizer)
+        >>> mcf.meters.summary(model, optimizer)
         Summary(8.00 MiB, 8.00 bytes a parameter)
-        >>> mcf.summary(model, optimizer).by_format("states")
+        >>> mcf.meters.summary(model, optimizer).by_format("states")
         {'float32': 4, 'bfloat16': 4194304}
     """
     if not isinstance(model, nn.Module):

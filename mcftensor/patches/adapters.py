@@ -115,7 +115,7 @@ row(
     why="Biases and whole modules that were trained beside adapters stay expansions in the model "
     "that `merge_and_unload` returns, whose `save_pretrained` stores plain tensors.",
     loss="save_pretrained of a merged model with expansions raises; call "
-    "mcf.store_as_terms(merged) first.",
+    "mcf.checkpoint.store_as_terms(merged) first.",
     when="import peft.tuners.tuners_utils",
     releases="0.21",
     takes=("self",),

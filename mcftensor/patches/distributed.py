@@ -214,7 +214,7 @@ if dist.is_available():
         why="`dcp.load` writes into terms in place, and asks nothing afterwards: what another "
         "program has changed is to be normalized, or refused.",
         loss="dcp.load into terms takes what another program has changed as it is; give what was "
-        "loaded to mcf.from_terms, and load what comes back.",
+        "loaded to mcf.checkpoint.from_terms, and load what comes back.",
         when="import torch.distributed.checkpoint.state_dict_loader",
         takes=("state_dict", "storage_reader"),
         change=_and_then,
@@ -222,7 +222,7 @@ if dist.is_available():
     row(
         "torch.distributed.checkpoint._state_dict_stager.StateDictStager.stage",
         why="`dcp.async_save` takes an address for the sign of a storage, by which it copies.",
-        loss="dcp.async_save fails with expansions; give it mcf.as_terms(state_dict).",
+        loss="dcp.async_save fails with expansions; give it mcf.checkpoint.as_terms(state_dict).",
         when="import torch.distributed.checkpoint._state_dict_stager",
         change=_by_attributes,
     )
@@ -230,7 +230,8 @@ if dist.is_available():
         "torch.distributed._state_dict_utils._iterate_state_dict",
         why="The stagers of `dcp.async_save` that keep their memory make plain tensors of what has "
         "an address.",
-        loss="stagers that cache state dicts round expansions; give them mcf.as_terms(state_dict).",
+        loss="stagers that cache state dicts round expansions; give them "
+        "mcf.checkpoint.as_terms(state_dict).",
         when="import torch.distributed._state_dict_utils",
         change=_by_attributes,
     )

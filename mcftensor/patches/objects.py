@@ -172,9 +172,10 @@ of its names there."""
     "torch.nn.Module.load_state_dict",
     why="Terms among the keys of a state dict, as readers of safetensors files give them, belong "
     "to expansions. A process without expansions reads these files with `mcf.load_file`, and other "
-    "terms with `mcf.from_terms`; to a plain model's `load_state_dict` they are unexpected keys.",
+    "terms with `mcf.checkpoint.from_terms`; to a plain model's `load_state_dict` they are unexpected "
+    "keys.",
     loss="load_state_dict(strict=False) drops terms that stand among the keys without a word; load "
-    "mcf.from_terms(state_dict).",
+    "mcf.checkpoint.from_terms(state_dict).",
     takes=("self", "state_dict"),
 )
 @by_name

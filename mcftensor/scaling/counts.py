@@ -36,9 +36,9 @@ def counting() -> Iterator[Counter[tuple[str, str]]]:
 
     Examples:
         >>> import torch, mcftensor as mcf
-        >>> x = mcf.as_expansion(torch.ones(2, 3), mcf.scaled(torch.float16))
+        >>> x = mcf.as_expansion(torch.ones(2, 3), mcf.scaling.scaled(torch.float16))
         >>> with mcf.scaling.counting() as counts:
-        ...     y = mcf.rescale(x * 1e-3)
+        ...     y = mcf.scaling.rescale(x * 1e-3)
         >>> counts
         Counter({('rescaled', 'rescale'): 1})
     """

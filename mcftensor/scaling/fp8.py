@@ -41,7 +41,7 @@ def fp8_product(x: Tensor, y: Tensor) -> Tensor:
 
     Examples:
         >>> import torch, mcftensor as mcf
-        >>> e4m3 = mcf.scaled(torch.float8_e4m3fn)
+        >>> e4m3 = mcf.scaling.scaled(torch.float8_e4m3fn)
         >>> x = mcf.as_expansion(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), e4m3)
         >>> mcf.scaling.fp8_product(x, x)
         MCFTensor([[ 7., 10.],
@@ -64,7 +64,7 @@ def _eight_bits(x: Tensor) -> ScaledTensor:
         given = x.format.name if is_scaled(x) else f"plain {x.dtype}"
         raise TypeError(
             f"fp8_product: an operand of shape {tuple(x.shape)} is {given}; convert it with "
-            "mcf.as_expansion(x, mcf.scaled(torch.float8_e4m3fn))"
+            "mcf.as_expansion(x, mcf.scaling.scaled(torch.float8_e4m3fn))"
         )
     return x
 

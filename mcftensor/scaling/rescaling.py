@@ -41,11 +41,11 @@ def rescale(x: Tensor) -> Tensor:
 
     Examples:
         >>> import torch, mcftensor as mcf
-        >>> x = mcf.as_expansion(torch.tensor([1.0, 1.5]), mcf.scaled(torch.float16))
+        >>> x = mcf.as_expansion(torch.tensor([1.0, 1.5]), mcf.scaling.scaled(torch.float16))
         >>> y = x * 2.0**-12 * x
         >>> (x * 0.001).components[0]
         tensor([1.0244, 1.5361], dtype=torch.float16)
-        >>> mcf.rescale(y)
+        >>> mcf.scaling.rescale(y)
         MCFTensor([0.0002, 0.0005], format=scaled(float16), exponent=-12)
     """
     return _Rescale.apply(x, True, False)
@@ -58,10 +58,10 @@ def rescale_grad(x: Tensor) -> Tensor:
 
     Examples:
         >>> import torch, mcftensor as mcf
-        >>> x = mcf.as_expansion(torch.tensor([1.0, 1.5]), mcf.scaled(torch.float16))
+        >>> x = mcf.as_expansion(torch.tensor([1.0, 1.5]), mcf.scaling.scaled(torch.float16))
         >>> x.requires_grad_() is x
         True
-        >>> (mcf.rescale_grad(x) * torch.tensor([1e-9, 2e-9])).sum().backward()
+        >>> (mcf.scaling.rescale_grad(x) * torch.tensor([1e-9, 2e-9])).sum().backward()
         >>> x.grad.components[0]
         tensor([1.0742, 2.1484], dtype=torch.float16)
     """

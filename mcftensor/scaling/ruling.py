@@ -66,7 +66,7 @@ def fallback() -> Iterator[None]:
 
     Examples:
         >>> import torch, mcftensor as mcf
-        >>> x = mcf.as_expansion(torch.tensor([0.5, 1.0]), mcf.scaled(torch.float16))
+        >>> x = mcf.as_expansion(torch.tensor([0.5, 1.0]), mcf.scaling.scaled(torch.float16))
         >>> with mcf.scaling.fallback():
         ...     torch.special.i0(x)
         MCFTensor([1.0635, 1.2656], format=scaled(float16), exponent=0)

@@ -21,7 +21,7 @@ class _InScaledFormats(type(MCFTensor)):  # type: ignore[misc]
 class ScaledTensor(MCFTensor, metaclass=_InScaledFormats):
     """The MCFTensors whose format is a `ScaledFormat`: a name, which has no instances of its own.
 
-    The numbers are `data · 2^exponent`. `mcf.as_expansion(x, mcf.scaled(torch.float16))` makes
+    The numbers are `data · 2^exponent`. `mcf.as_expansion(x, mcf.scaling.scaled(torch.float16))` makes
     these tensors. Shape, strides, device and dtype are those of the data; `components` are the
     data, the tail if the format has one, and the exponent. Operations follow the rules of unit
     scaling, which this folder's modules list by operator: what comes out is scaled again, and so
@@ -42,12 +42,12 @@ class ScaledTensor(MCFTensor, metaclass=_InScaledFormats):
 
     Examples:
         >>> import torch, mcftensor as mcf
-        >>> x = mcf.as_expansion(torch.tensor([1e-6, 2e-6]), mcf.scaled(torch.float16))
+        >>> x = mcf.as_expansion(torch.tensor([1e-6, 2e-6]), mcf.scaling.scaled(torch.float16))
         >>> x @ x
         MCFTensor(5.0022e-12, format=scaled(float16), exponent=-40)
         >>> mcf.as_plain(x, torch.float64)
         tensor([1.0002e-06, 2.0005e-06], dtype=torch.float64)
-        >>> isinstance(x, mcf.ScaledTensor), type(x) is mcf.MCFTensor
+        >>> isinstance(x, mcf.scaling.ScaledTensor), type(x) is mcf.MCFTensor
         (True, True)
     """
 

@@ -87,7 +87,7 @@ class ScaledFormat(Format):
         base = f"mcf.{BASES[self.dtype].name}x2" if self.tail == self.dtype else str(self.dtype)
         tail = ", tail=8" if self.tail == torch.int8 else ""
         how = "" if self.rounding == "nearest" else f", rounding={self.rounding!r}"
-        return f"mcf.scaled({base}{tail}{how})"
+        return f"mcf.scaling.scaled({base}{tail}{how})"
 
     @property
     def precision(self) -> int:
@@ -265,13 +265,15 @@ def scaled(
 
     Examples:
         >>> import torch, mcftensor as mcf
-        >>> x = mcf.as_expansion(torch.tensor([3e-9, 5e-8]), mcf.scaled(torch.float16))
+        >>> x = mcf.as_expansion(torch.tensor([3e-9, 5e-8]), mcf.scaling.scaled(torch.float16))
         >>> x
         MCFTensor([2.9995e-09, 5.0000e-08], format=scaled(float16), exponent=-25)
         >>> x.components[0]
         tensor([0.1006, 1.6777], dtype=torch.float16)
-        >>> mcf.scaled(mcf.fp16x2).precision, mcf.scaled(torch.float16, tail=8).precision
-        (22, 19)
+        >>> mcf.scaling.scaled(mcf.fp16x2).precision
+        22
+        >>> mcf.scaling.scaled(torch.float16, tail=8).precision
+        19
     """
     if tail not in (0, 8) or (tail and base != torch.float16):
         raise ValueError(

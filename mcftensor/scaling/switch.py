@@ -70,16 +70,18 @@ def scalify(
 
     Examples:
         >>> import torch, mcftensor as mcf
-        >>> model = mcf.scalify(torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU()))
+        >>> model = mcf.scaling.scalify(torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU()))
         >>> opt = torch.optim.AdamW(model.parameters())
         >>> model(torch.ones(2, 8) * 1e-6).square().mean().backward()
         >>> opt.step()
         >>> model[0].weight.grad.format, opt.state[model[0].weight]["exp_avg"].dtype
-        (mcf.scaled(torch.float16), torch.float16)
+        (mcf.scaling.scaled(torch.float16), torch.float16)
     """
     format = of_dtype(torch.float16, None, "stochastic") if format is None else format
     if not isinstance(format, ScaledFormat):
-        raise TypeError(f"scalify: {format!r} is no scaled format; give mcf.scaled(torch.float16)")
+        raise TypeError(
+            f"scalify: {format!r} is no scaled format; give mcf.scaling.scaled(torch.float16)"
+        )
     if products not in (None, "fp8"):
         raise ValueError(f"scalify: products={products!r}; give 'fp8' or None")
     overrides = overrides or {}

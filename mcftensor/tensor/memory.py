@@ -103,7 +103,7 @@ class AddressedTensor(ComponentTensor):
         raise TypeError(
             f"storage: an expansion in {self._format.name} of shape {tuple(self.shape)} has none, "
             "but one for each of its terms. To save in safetensors files, use mcf.save_file, or "
-            "mcf.store_as_terms(model) where another program saves the model"
+            "mcf.checkpoint.store_as_terms(model) where another program saves the model"
         )
 
     def share_memory_(self) -> Self:

@@ -74,7 +74,7 @@ class MCFTensor(GatheredTensor, PickledTensor, GradedTensor, AddressedTensor, Re
     as its leading term and gives plain results wherever it meets a plain tensor, while every
     update in place reaches all its terms. `nn.Parameter(expansion)` makes a parameter. Within a
     step of an optimizer it counts as a value. In a format that has rules of its own, such as
-    `mcf.scaled(torch.float16)`, all tensors are values, and the rules carry operators out.
+    `mcf.scaling.scaled(torch.float16)`, all tensors are values, and the rules carry operators out.
 
     Args:
         components: the terms, leading term first, normalized; plain tensors alike in shape,

@@ -213,8 +213,8 @@ class _Plan:
         if not formats and any(map(any_format_of, parameters_of(optimizer))):
             raise TypeError(
                 "collage: the parameters of this optimizer are scaled, and so are its states, by "
-                "mcf.scalify; leave collage out, or take the model back with mcf.as_plain(model, "
-                "torch.float32) and convert it with mcf.as_expansion(model)"
+                "mcf.scaling.scalify; leave collage out, or take the model back with "
+                "mcf.as_plain(model, torch.float32) and convert it with mcf.as_expansion(model)"
             )
         if not formats:
             raise ValueError(

@@ -35,7 +35,7 @@ class E4M3Terms(mcf.Format):
     def __init__(self, terms: int, apart: bool, rounding: Rounding) -> None:
         self.step, self.rounding = 2.0**APART if apart else 1.0, rounding
         self.name = f"e4m3x{terms}" + "s" * apart + {"nearest": "", "balanced": "br"}[rounding]
-        codes = (mcf.Component(f"codes{i}", torch.uint8) for i in range(terms))
+        codes = (mcf.formats.Component(f"codes{i}", torch.uint8) for i in range(terms))
         self.components = (*codes, Scales("scales", torch.uint8))
         self.numbers = mcf.formats.Machine(torch.float32)
         self.lends = ("mxfp8", (0, terms))

@@ -70,7 +70,7 @@ class TestFunctions:
             (mcf.fp32x2, "aot_eager"),
             *(
                 pytest.param(f, "inductor", marks=pytest.mark.slow)
-                for f in (*mcf.FORMATS, mcf.Format(torch.bfloat16, 4))
+                for f in (*mcf.formats.FORMATS, mcf.Format(torch.bfloat16, 4))
             ),
         ],
         ids=str,

@@ -217,10 +217,10 @@ def test_parameters_from_before_sharding_are_noticed():
 def test_memory_is_that_of_this_rank():
     model = sharded("expansions")
     optimizer = mcf.collage(torch.optim.AdamW(model.parameters()), "plus")
-    before = mcf.summary(model, optimizer)
+    before = mcf.meters.summary(model, optimizer)
     loss_of(model, 0).backward()
     optimizer.step()
-    after = mcf.summary(model, optimizer)
+    after = mcf.meters.summary(model, optimizer)
     used = [x for x in after.held if not x.name.startswith("unused")]
     assert [(x.name, x.state, x.format, x.bytes) for x in used] == [
         (x.name, x.state, x.format, x.bytes) for x in before.held if not x.name.startswith("unused")

@@ -106,20 +106,22 @@ def save(folder, format):
     run = Run(format).train(2)
     state, expected = run.state(), whole(run.state())
     dcp.save(state, checkpoint_id=f"{folder}/whole")
-    dcp.save(mcf.as_terms(state), checkpoint_id=f"{folder}/terms")
+    dcp.save(mcf.checkpoint.as_terms(state), checkpoint_id=f"{folder}/terms")
     gathered = StateDictOptions(full_state_dict=True, cpu_offload=True)
     full = get_model_state_dict(run.model, options=gathered)
     if dist.get_rank() == 0:
         torch.save(expected, f"{folder}/expected.pt")
         mcf.save_file(full, f"{folder}/model.safetensors")
-    with pytest.raises(mcf.CheckpointError, match="full_state_dict=True"):
+    with pytest.raises(mcf.errors.CheckpointError, match="full_state_dict=True"):
         mcf.save_file(run.model, folder)
     # Their messages would be taken for those of the training.
     groups = [dist.new_group() for _ in range(2)]
     writing = [
         dcp.async_save(x, checkpoint_id=f"{folder}/{name}", process_group=group)
         for (name, x), group in zip(
-            {"async": state, "async-terms": mcf.as_terms(state)}.items(), groups, strict=True
+            {"async": state, "async-terms": mcf.checkpoint.as_terms(state)}.items(),
+            groups,
+            strict=True,
         )
     ]
     run.train(1)  # meanwhile
@@ -138,11 +140,13 @@ def goes_on_to_the_bit(format, mode, by_terms, folder):
     torch.manual_seed(4 + dist.get_rank())
     stopped = Run(format, seed=5, mode=mode).train(2)
     state = stopped.state()
-    dcp.save(mcf.as_terms(state) if by_terms else state, checkpoint_id=folder)
+    dcp.save(mcf.checkpoint.as_terms(state) if by_terms else state, checkpoint_id=folder)
     random = torch.get_rng_state()
     resumed = Run(format, seed=6, mode=mode)
     state = resumed.state()
-    dcp.load(mcf.as_terms(state) if by_terms else state, checkpoint_id=folder)  # in place
+    dcp.load(
+        mcf.checkpoint.as_terms(state) if by_terms else state, checkpoint_id=folder
+    )  # in place
     torch.set_rng_state(random)
     resumed.set(state).train(2, start=2)
     assert_same_state(whole(whole_run.state()), whole(resumed.state()))
@@ -177,7 +181,7 @@ def what_another_program_saved(folder):
         tail[-1] = last
         saved = {"model": {"x": leading, "x.bf16x2.term1": tail}}
         dcp.save(saved, checkpoint_id=f"{folder}/{last}")
-        state = {"model": mcf.as_terms({"x": x})}
+        state = {"model": mcf.checkpoint.as_terms({"x": x})}
         if error is None:
             dcp.load(state, checkpoint_id=f"{folder}/{last}")
         else:
@@ -201,9 +205,9 @@ def check(folder, format):
         run = Run(format, seed=1)
         state = run.state()
         if "terms" in kind:
-            terms = mcf.as_terms(state)
+            terms = mcf.checkpoint.as_terms(state)
             dcp.load(terms, checkpoint_id=f"{folder}/{kind}")
-            state = mcf.from_terms(terms)
+            state = mcf.checkpoint.from_terms(terms)
         else:
             dcp.load(state, checkpoint_id=f"{folder}/{kind}")
         run.set(state)
@@ -217,7 +221,7 @@ def check(folder, format):
             assert_same_terms(x, mcf.as_expansion(y, mcf.fp32x2))
     before = whole(state)
     with pytest.raises(CheckpointException, match=r"Missing key.*fp32x2\.term1"):
-        dcp.load(mcf.as_terms(state), checkpoint_id=f"{folder}/terms")
+        dcp.load(mcf.checkpoint.as_terms(state), checkpoint_id=f"{folder}/terms")
     assert_same_state(before, whole(state))
     plain = mcf.as_plain(network(seed=1), torch.float32)
     plain = fully_shard(plain) if dist.is_initialized() else plain
@@ -237,7 +241,7 @@ def check(folder, format):
 @on_ranks(3)
 def check_on_ranks(folder, format):
     check(folder, format)
-    with pytest.raises(mcf.CheckpointError, match="DTensor; load before"):
+    with pytest.raises(mcf.errors.CheckpointError, match="DTensor; load before"):
         mcf.load_file(folder, Run().model)
 
 
@@ -250,7 +254,7 @@ def save_compact(folder):
     run = compact().train(2)
     state = run.state()
     dcp.save(state, checkpoint_id=f"{folder}/whole")
-    dcp.save(mcf.as_terms(state), checkpoint_id=f"{folder}/terms")
+    dcp.save(mcf.checkpoint.as_terms(state), checkpoint_id=f"{folder}/terms")
     expected = whole(state)
     formats = {getattr(x, "format", None) for x in tree_leaves(expected["optimizer"])}
     assert {mcf.mxfp8, mcf.ue5m3, mcf.bf16i16} <= formats
@@ -264,9 +268,9 @@ def check_compact(folder):
         run = compact(seed=1)
         state = run.state()
         if kind == "terms":
-            terms = mcf.as_terms(state)
+            terms = mcf.checkpoint.as_terms(state)
             dcp.load(terms, checkpoint_id=f"{folder}/{kind}")
-            state = mcf.from_terms(terms)
+            state = mcf.checkpoint.from_terms(terms)
         else:
             dcp.load(state, checkpoint_id=f"{folder}/{kind}")
         run.set(state)

@@ -166,19 +166,19 @@ def test_states_in_blocks_of_layers_divided_within(foreach):
     assert moment.to_local().format is mcf.mxfp8
     assert type(moment.full_tensor()) is torch.Tensor
     with pytest.raises(NotImplementedError, match="shard its rows"):
-        mcf.as_terms({"x": moment.detach()})
+        mcf.checkpoint.as_terms({"x": moment.detach()})
 
 
 def assert_counts_are_of_the_whole(model: nn.Module) -> None:
     """What is saved is the same on all ranks, and every rank has its own of it again."""
     state = {name: x.detach() for name, x in model.state_dict().items()}
-    terms = mcf.as_terms(state)
+    terms = mcf.checkpoint.as_terms(state)
     counts = {name: x.item() for name, x in terms.items() if name.endswith(".writes")}
     assert len(counts) == len(state)
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, counts)
     assert all(x == counts for x in found)
-    again = mcf.from_terms(terms)
+    again = mcf.checkpoint.from_terms(terms)
     for name, x in state.items():
         own, loaded = (getattr(y, "_local_tensor", y) for y in (x, again[name]))
         if own.numel():

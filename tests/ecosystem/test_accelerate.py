@@ -28,7 +28,7 @@ def batches() -> DataLoader:
 
 def parts(format=None):
     """A model, its optimizer and its scheduler."""
-    model = mcf.store_as_terms(mcf.as_expansion(small_model(), format))
+    model = mcf.checkpoint.store_as_terms(mcf.as_expansion(small_model(), format))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     if format is None:
         mcf.collage(optimizer, "plus")

@@ -39,7 +39,7 @@ def counting() -> list[dict]:
 
 def make_model(format=None) -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    return mcf.store_as_terms(mcf.as_expansion(GPT2LMHeadModel(CONFIG), format))
+    return mcf.checkpoint.store_as_terms(mcf.as_expansion(GPT2LMHeadModel(CONFIG), format))
 
 
 def make_trainer(model, folder, accumulated=1, bf16=False, **options):

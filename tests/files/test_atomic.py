@@ -375,7 +375,7 @@ def test_folders_of_conversions(tmp_path):
     mcf.save_file(state(0), source)
     folder.mkdir(mode=0o700)
     link.symlink_to(folder)
-    mcf.convert_checkpoint(source, link, mcf.bf16x2)
+    mcf.checkpoint.convert_checkpoint(source, link, mcf.bf16x2)
     assert link.is_symlink()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert names_in(folder) == ["model.safetensors"]

@@ -60,11 +60,11 @@ HOSTILE = {
 def refuse(path, message):
     """Refused by every way in, with one line."""
     for read in (
-        lambda: mcf.convert_checkpoint(path, path.parent / "converted"),
+        lambda: mcf.checkpoint.convert_checkpoint(path, path.parent / "converted"),
         lambda: mcf.load_file(path),
-        lambda: mcf.audit(path, path),
+        lambda: mcf.meters.audit(path, path),
     ):
-        with pytest.raises(mcf.CheckpointError, match=message) as raised:
+        with pytest.raises(mcf.errors.CheckpointError, match=message) as raised:
             read()
         assert str(path) in str(raised.value)
     assert not (path.parent / "converted").exists()
@@ -82,7 +82,7 @@ def test_what_asks_for_memory(kind, zipped, tmp_path):
         refuse(path, message)
 
 
-@pytest.mark.parametrize("format", mcf.FORMATS, ids=lambda f: f.name)
+@pytest.mark.parametrize("format", mcf.formats.FORMATS, ids=lambda f: f.name)
 @pytest.mark.parametrize("read", [torch.load, mcf.load_file])
 def test_elements_that_stand_behind_the_tensors(format, read, tmp_path):
     """As the old form of torch.save has them: what memory held before is not made normalized."""
@@ -155,7 +155,9 @@ def test_tensors_longer_than_their_storage(tmp_path):
     torch.save({"w": torch.ones(7)}, path, _use_new_zipfile_serialization=False)
     content = path.read_bytes()
     path.write_bytes(content[::-1].replace(b"\x07K", b"\x09K", 1)[::-1])
-    with pytest.raises(mcf.CheckpointError, match=r"shape \(9,\) goes beyond the end of its stora"):
+    with pytest.raises(
+        mcf.errors.CheckpointError, match=r"shape \(9,\) goes beyond the end of its stora"
+    ):
         mcf.load_file(path)
 
 
@@ -178,9 +180,12 @@ def test_two_records_of_one_name(tmp_path):
 def test_tensors_without_numbers(tmp_path):
     path = tmp_path / "small.pt"
     torch.save({"w": torch.ones(3, device="meta")}, path)
-    for read in (mcf.load_file, lambda path: mcf.convert_checkpoint(path, tmp_path / "to")):
+    for read in (
+        mcf.load_file,
+        lambda path: mcf.checkpoint.convert_checkpoint(path, tmp_path / "to"),
+    ):
         with pytest.raises(
-            mcf.CheckpointError, match=r"w of shape .* was saved on the meta device"
+            mcf.errors.CheckpointError, match=r"w of shape .* was saved on the meta device"
         ):
             read(path)
 
@@ -216,7 +221,7 @@ def test_sizes_in_metadata(tmp_path):
         kind.size = kind.chunks[0].sizes = torch.Size([LENGTH, 4])
 
     rewritten(folder, claim)
-    with pytest.raises(mcf.CheckpointError, match="says that there are 4,294,967,296 bytes"):
+    with pytest.raises(mcf.errors.CheckpointError, match="says that there are 4,294,967,296 bytes"):
         mcf.load_file(folder)
 
 
@@ -232,7 +237,7 @@ def test_expanded_parts(tmp_path):
 
     rewritten(folder, replace)
     file.write_bytes(file.read_bytes() + part.getvalue())
-    with pytest.raises(mcf.CheckpointError, match=SHARED):
+    with pytest.raises(mcf.errors.CheckpointError, match=SHARED):
         mcf.load_file(folder)
 
 
@@ -240,10 +245,10 @@ def test_numbers_of_objects_in_metadata(tmp_path):
     """Python's unpickler makes a list of their length."""
     folder = distributed(tmp_path / "run", {"w": torch.ones(4)})
     (folder / ".metadata").write_bytes(b"\x80\x02]r" + struct.pack("<I", 2**26) + b".")
-    with pytest.raises(mcf.CheckpointError, match="numbers 2 objects up to 67108864"):
+    with pytest.raises(mcf.errors.CheckpointError, match="numbers 2 objects up to 67108864"):
         mcf.load_file(folder)
 
 
 def test_parts_are_counted_before_the_whole_is_made():
-    with pytest.raises(mcf.CheckpointError, match=r"1099511627768 elements .* are missing"):
+    with pytest.raises(mcf.errors.CheckpointError, match=r"1099511627768 elements .* are missing"):
         zero._joined([torch.ones(8)], torch.Size([2**40]))

@@ -32,8 +32,8 @@ class TestWeights:
     def test_every_float32_and_back(self, tmp_path):
         x = every_kind_of_float()
         torch.save({"x": x, "scalar": x[3, 3], "empty": x[:0]}, tmp_path / "x.pt")
-        mcf.convert_checkpoint(tmp_path / "x.pt", tmp_path / "narrow")
-        mcf.convert_checkpoint(tmp_path / "narrow", tmp_path / "wide", torch.float32)
+        mcf.checkpoint.convert_checkpoint(tmp_path / "x.pt", tmp_path / "narrow")
+        mcf.checkpoint.convert_checkpoint(tmp_path / "narrow", tmp_path / "wide", torch.float32)
         found = mcf.load_file(tmp_path / "wide")
         for name, y in {"x": x, "scalar": x[3, 3], "empty": x[:0]}.items():
             assert found[name].shape == y.shape
@@ -51,16 +51,18 @@ class TestWeights:
         format = mcf.formats.named(source)
         y = x.to(torch.float64) if source == "float64" else mcf.as_expansion(x, format)
         mcf.save_file({"y": y}, tmp_path / "y.safetensors")
-        mcf.convert_checkpoint(tmp_path / "y.safetensors", tmp_path / "to", target)
+        mcf.checkpoint.convert_checkpoint(tmp_path / "y.safetensors", tmp_path / "to", target)
         other = mcf.load_file(tmp_path / "to")["y"]
         assert getattr(other, "format", mcf.formats.PLAIN[other.dtype]).name == target
-        mcf.convert_checkpoint(tmp_path / "to", tmp_path / "back", source)
+        mcf.checkpoint.convert_checkpoint(tmp_path / "to", tmp_path / "back", source)
         assert_same_bits(mcf.load_file(tmp_path / "back"), {"y": y})
 
     def test_vectors_have_no_rows_to_share_scales(self, tmp_path):
         layer = nn.Linear(40, 30)
         torch.save(layer.state_dict(), tmp_path / "x.pt")
-        done = mcf.convert_checkpoint(tmp_path / "x.pt", tmp_path / "to", mcf.e4m3i16, lossy=True)
+        done = mcf.checkpoint.convert_checkpoint(
+            tmp_path / "x.pt", tmp_path / "to", mcf.e4m3i16, lossy=True
+        )
         found = mcf.load_file(tmp_path / "to")
         assert (found["weight"].format, found["bias"].format) == (mcf.e4m3i16, mcf.bf16i16)
         assert list(done.lost) == ["weight"]
@@ -76,7 +78,7 @@ class TestWeights:
             "mask": torch.tensor([True, False]),
         }
         torch.save(plain, tmp_path / "x.pt")
-        mcf.convert_checkpoint(tmp_path / "x.pt", tmp_path / "to")
+        mcf.checkpoint.convert_checkpoint(tmp_path / "x.pt", tmp_path / "to")
         assert_same_bits(
             dict(sorted(mcf.load_file(tmp_path / "to").items())), dict(sorted(plain.items()))
         )
@@ -85,20 +87,22 @@ class TestWeights:
         x = torch.tensor([[1.0, 1 + 2**-8 + 2**-23], [0.5, 3.0]])
         torch.save({"a.b": x}, tmp_path / "x.pt")
         with pytest.raises(
-            mcf.CheckpointError,
+            mcf.errors.CheckpointError,
             match=r"a\.b of shape \(2, 2\) would lose bits in 1 of 4 elements, from float32 into "
             r"bf16x2; mcf.bf16i16 holds every float32. lossy=True \(--lossy\) rounds them",
         ):
-            mcf.convert_checkpoint(tmp_path / "x.pt", tmp_path / "to", mcf.bf16x2)
+            mcf.checkpoint.convert_checkpoint(tmp_path / "x.pt", tmp_path / "to", mcf.bf16x2)
         assert [f.name for f in tmp_path.iterdir()] == ["x.pt"]
-        done = mcf.convert_checkpoint(tmp_path / "x.pt", tmp_path / "to", "bf16x2", lossy=True)
+        done = mcf.checkpoint.convert_checkpoint(
+            tmp_path / "x.pt", tmp_path / "to", "bf16x2", lossy=True
+        )
         assert done.lost == {"a.b": 1}
         assert_same_bits(mcf.load_file(tmp_path / "to"), {"a.b": mcf.as_expansion(x, mcf.bf16x2)})
 
     def test_zeros_whose_sign_would_be_lost(self, tmp_path):
         x = torch.tensor([-0.0, 0.0, 1.0])
         torch.save({"x": x}, tmp_path / "x.pt")
-        mcf.convert_checkpoint(tmp_path / "x.pt", tmp_path / "to")
+        mcf.checkpoint.convert_checkpoint(tmp_path / "x.pt", tmp_path / "to")
         assert_same_bits(
             {"x": mcf.as_plain(mcf.load_file(tmp_path / "to")["x"], torch.float32)}, {"x": x}
         )
@@ -106,14 +110,14 @@ class TestWeights:
     def test_tied_weights(self, tmp_path):
         x = torch.randn(3)
         torch.save({"a": x, "b": x, "c": x.clone()}, tmp_path / "x.pt")
-        mcf.convert_checkpoint(tmp_path / "x.pt", tmp_path / "to")
+        mcf.checkpoint.convert_checkpoint(tmp_path / "x.pt", tmp_path / "to")
         found = mcf.load_file(tmp_path / "to")
         assert found["a"] is found["b"]
         assert found["a"] is not found["c"]
 
     def test_shards(self, tmp_path):
         torch.save(foreign.MASTERS, tmp_path / "x.pt")
-        mcf.convert_checkpoint(tmp_path / "x.pt", tmp_path / "to", max_shard_size=100)
+        mcf.checkpoint.convert_checkpoint(tmp_path / "x.pt", tmp_path / "to", max_shard_size=100)
         assert len(list((tmp_path / "to").glob("model-*.safetensors"))) > 2
         found = {
             name: mcf.as_plain(x, torch.float32)
@@ -126,7 +130,7 @@ class TestWeights:
         state = {"x": sample(mcf.bf16x3, 4, 3), "y": torch.ones(2)}
         torch.save(state, tmp_path / "x.pt")
         assert_same_bits(mcf.load_file(tmp_path / "x.pt"), state)
-        mcf.convert_checkpoint(tmp_path / "x.pt", tmp_path / "to", mcf.bf16x3)
+        mcf.checkpoint.convert_checkpoint(tmp_path / "x.pt", tmp_path / "to", mcf.bf16x3)
         found = mcf.load_file(tmp_path / "to")
         assert_same_bits({"x": found["x"]}, {"x": state["x"]})
         assert found["y"].format == mcf.bf16x3
@@ -140,20 +144,24 @@ class TestWeights:
     @pytest.mark.parametrize("format", ["bf17", 3, torch.int8, None, "int8"])
     def test_no_format(self, format, tmp_path):
         with pytest.raises((TypeError, ValueError), match="format"):
-            mcf.convert_checkpoint(tmp_path, tmp_path / "to", format)
+            mcf.checkpoint.convert_checkpoint(tmp_path, tmp_path / "to", format)
 
 
 class TestDestinations:
     def test_what_is_there_stays(self, tmp_path):
         torch.save(foreign.MASTERS, tmp_path / "x.pt")
         (tmp_path / "to").mkdir()
-        mcf.convert_checkpoint(tmp_path / "x.pt", tmp_path / "to")  # an empty folder may be there
+        mcf.checkpoint.convert_checkpoint(
+            tmp_path / "x.pt", tmp_path / "to"
+        )  # an empty folder may be there
         before = (tmp_path / "to" / "model.safetensors").read_bytes()
-        with pytest.raises(mcf.CheckpointError, match="is there already; remove it"):
-            mcf.convert_checkpoint(tmp_path / "x.pt", tmp_path / "to", torch.float32)
+        with pytest.raises(mcf.errors.CheckpointError, match="is there already; remove it"):
+            mcf.checkpoint.convert_checkpoint(tmp_path / "x.pt", tmp_path / "to", torch.float32)
         assert (tmp_path / "to" / "model.safetensors").read_bytes() == before
-        with pytest.raises(mcf.CheckpointError, match=r"there is no folder .*; make it first"):
-            mcf.convert_checkpoint(tmp_path / "x.pt", tmp_path / "no" / "to")
+        with pytest.raises(
+            mcf.errors.CheckpointError, match=r"there is no folder .*; make it first"
+        ):
+            mcf.checkpoint.convert_checkpoint(tmp_path / "x.pt", tmp_path / "no" / "to")
 
     def test_an_error_in_the_middle_leaves_nothing(self, tmp_path):
         torch.save(foreign.MASTERS, tmp_path / "x.pt")
@@ -164,19 +172,20 @@ class TestDestinations:
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            mcf.convert_checkpoint(tmp_path / "x.pt", tmp_path / "to", progress=stop)
+            mcf.checkpoint.convert_checkpoint(tmp_path / "x.pt", tmp_path / "to", progress=stop)
         assert [f.name for f in tmp_path.iterdir()] == ["x.pt"]
 
     def test_what_a_killed_process_has_left_goes_with_the_next(self, tmp_path):
         torch.save(foreign.MASTERS, tmp_path / "x.pt")
         script = (
             "import os, sys, mcftensor as mcf\n"
-            "mcf.convert_checkpoint(sys.argv[1], sys.argv[2], progress=lambda *_: os._exit(9))"
+            "convert = mcf.checkpoint.convert_checkpoint\n"
+            "convert(sys.argv[1], sys.argv[2], progress=lambda *_: os._exit(9))"
         )
         paths = str(tmp_path / "x.pt"), str(tmp_path / "to")
         assert subprocess.run([sys.executable, "-c", script, *paths], check=False).returncode == 9
         assert len(list(tmp_path.glob(".to.*.tmp"))) == 1
-        mcf.convert_checkpoint(*paths)
+        mcf.checkpoint.convert_checkpoint(*paths)
         assert sorted(f.name for f in tmp_path.iterdir()) == ["to", "x.pt"]
 
 
@@ -230,7 +239,7 @@ def test_a_run_with_master_weights_goes_on_to_the_bit(is_converted, tmp_path):
     source = path
     if is_converted:
         source = tmp_path / "converted"
-        mcf.convert_checkpoint(path, source)
+        mcf.checkpoint.convert_checkpoint(path, source)
     mcf.load_file(source, model, optimizer=optimizer)
     scheduler.load_state_dict(torch.load(path, weights_only=True)["scheduler"])
     losses = []
@@ -258,7 +267,7 @@ class TestOptimizers:
         optimizer.step()
         content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save(content, tmp_path / "run.pt")
-        mcf.convert_checkpoint(tmp_path / "run.pt", tmp_path / "to")
+        mcf.checkpoint.convert_checkpoint(tmp_path / "run.pt", tmp_path / "to")
         return model, optimizer
 
     @pytest.mark.parametrize("optimizer_of", [
@@ -273,7 +282,7 @@ class TestOptimizers:
     ])  # fmt: skip
     def test_there_and_back(self, optimizer_of, tmp_path):
         _, optimizer = self.save(tmp_path, optimizer_of)
-        mcf.convert_checkpoint(tmp_path / "to", tmp_path / "back", torch.float32)
+        mcf.checkpoint.convert_checkpoint(tmp_path / "to", tmp_path / "back", torch.float32)
         other = make(seed=1)
         loaded = optimizer_of(other)
         for group in loaded.param_groups:
@@ -286,7 +295,7 @@ class TestOptimizers:
 
     def test_formats_of_states(self, tmp_path):
         self.save(tmp_path, lambda model: torch.optim.AdamW(model.parameters()))
-        done = mcf.convert_checkpoint(
+        done = mcf.checkpoint.convert_checkpoint(
             tmp_path / "run.pt", tmp_path / "two", mcf.bf16x3, states="bf16x2", lossy=True
         )
         states = mcf.load_file(tmp_path / "two" / "optimizer.safetensors")
@@ -327,7 +336,9 @@ class TestOptimizers:
         before = copy.deepcopy(optimizer.state_dict()["state"])
         content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save(content, tmp_path / "run.pt")
-        done = mcf.convert_checkpoint(tmp_path / "run.pt", tmp_path / "to", states="compact")
+        done = mcf.checkpoint.convert_checkpoint(
+            tmp_path / "run.pt", tmp_path / "to", states="compact"
+        )
         states = mcf.load_file(tmp_path / "to" / "optimizer.safetensors")
         for i, p in enumerate(model.parameters()):
             for key, format in expected.items():
@@ -349,8 +360,8 @@ class TestOptimizers:
 
     def test_compact_states_may_round_and_weights_may_not(self, tmp_path):
         self.save(tmp_path, lambda model: torch.optim.AdamW(model.parameters()))
-        with pytest.raises(mcf.CheckpointError, match=r"weight of shape .* would lose bits"):
-            mcf.convert_checkpoint(
+        with pytest.raises(mcf.errors.CheckpointError, match=r"weight of shape .* would lose bits"):
+            mcf.checkpoint.convert_checkpoint(
                 tmp_path / "run.pt", tmp_path / "two", mcf.bf16x2, states="compact"
             )
 
@@ -367,7 +378,7 @@ class TestOptimizers:
         }  # fmt: skip
         for message, given in optimizers.items():
             optimizer = torch.optim.AdamW(given)
-            with pytest.raises(mcf.CheckpointError, match=message):
+            with pytest.raises(mcf.errors.CheckpointError, match=message):
                 mcf.load_file(tmp_path / "to", model, optimizer=optimizer)
             assert not optimizer.state
         assert_same_bits(model.state_dict(), before)
@@ -377,7 +388,7 @@ class TestOptimizers:
         model = nn.Module()
         model.norm = nn.LayerNorm(6)
         optimizer = torch.optim.AdamW(model.parameters())
-        with pytest.raises(mcf.CheckpointError, match="only the model has norm"):
+        with pytest.raises(mcf.errors.CheckpointError, match="only the model has norm"):
             mcf.load_file(source, model, optimizer=optimizer)
         mcf.load_file(source, model, optimizer=optimizer, strict=False)
         assert torch.equal(model.norm.weight, foreign.MASTERS["norm.weight"])
@@ -387,9 +398,11 @@ class TestOptimizers:
         content = torch.load(foreign.torch_file(tmp_path), weights_only=True)
         content["optimizer"]["state"][0]["history"] = [torch.ones(2)]
         torch.save(content, tmp_path / "run.pt")
-        with pytest.raises(mcf.CheckpointError, match="optimizer=False leaves its states out"):
-            mcf.convert_checkpoint(tmp_path / "run.pt", tmp_path / "to")
-        mcf.convert_checkpoint(tmp_path / "run.pt", tmp_path / "to", optimizer=False)
+        with pytest.raises(
+            mcf.errors.CheckpointError, match="optimizer=False leaves its states out"
+        ):
+            mcf.checkpoint.convert_checkpoint(tmp_path / "run.pt", tmp_path / "to")
+        mcf.checkpoint.convert_checkpoint(tmp_path / "run.pt", tmp_path / "to", optimizer=False)
 
     def test_an_optimizer_without_its_model(self):
         with pytest.raises(ValueError, match="is loaded with the model of its parameters"):
@@ -465,14 +478,15 @@ def watch():
 torch.set_num_threads(1)
 with tempfile.TemporaryDirectory() as folder:  # what is there once: modules, tables
     torch.save({"x": torch.randn(1 << 17)}, f"{folder}/x.pt")
+    convert = mcf.checkpoint.convert_checkpoint
     for format in ("bf16i16", "bf16x3"):
-        mcf.convert_checkpoint(f"{folder}/x.pt", f"{folder}/{format}", format, lossy=True)
-        mcf.convert_checkpoint(f"{folder}/{format}", f"{folder}/{format} back", "float32")
+        convert(f"{folder}/x.pt", f"{folder}/{format}", format, lossy=True)
+        convert(f"{folder}/{format}", f"{folder}/{format} back", "float32")
 most = [0]
 threading.Thread(target=watch, daemon=True).start()
 for source, destination, format, most_in_a_file in json.loads(sys.argv[1]):
     before = most[0] = held()
-    mcf.convert_checkpoint(
+    mcf.checkpoint.convert_checkpoint(
         source, destination, format, step=7, lossy=True, max_shard_size=most_in_a_file
     )
     print(most[0] - before)
@@ -554,7 +568,9 @@ class TestMemory:
 def test_the_table_of_layouts_is_the_page():
     """The docstring and the guide name the same layouts."""
     page = (foreign.ROOT / "docs/guides/bridge.md").read_text()
-    rows = re.findall(r"^ *\| ([A-Z][^|]+?) \|", mcf.convert_checkpoint.__doc__, re.MULTILINE)
+    rows = re.findall(
+        r"^ *\| ([A-Z][^|]+?) \|", mcf.checkpoint.convert_checkpoint.__doc__, re.MULTILINE
+    )
     assert len(rows) == 10
     assert re.findall(r"^\| ([A-Z][^|,]+?)(?: \||,)", page, re.MULTILINE) == [
         row.split(",")[0] for row in rows
@@ -562,13 +578,13 @@ def test_the_table_of_layouts_is_the_page():
 
 
 def test_json_of_the_optimizer_is_sealed(tmp_path):
-    mcf.convert_checkpoint(foreign.torch_file(tmp_path), tmp_path / "to")
+    mcf.checkpoint.convert_checkpoint(foreign.torch_file(tmp_path), tmp_path / "to")
     path = tmp_path / "to" / "optimizer.safetensors"
     content = path.read_bytes()
     assert json.dumps({"lr": 0.0003})[1:-1].replace('"', '\\"').encode() in content
     path.write_bytes(content.replace(b"0.0003", b"0.0004"))
     model = nn.Linear(2, 2)
-    with pytest.raises(mcf.CheckpointError, match="is damaged, or was altered"):
+    with pytest.raises(mcf.errors.CheckpointError, match="is damaged, or was altered"):
         mcf.load_file(tmp_path / "to", model, optimizer=torch.optim.SGD(model.parameters()))
 
 

@@ -19,7 +19,7 @@ from support.accidents import ACCIDENTS
 
 def converted(folder):
     source = foreign.torch_file(folder)
-    mcf.convert_checkpoint(source, folder / "to", max_shard_size=200)
+    mcf.checkpoint.convert_checkpoint(source, folder / "to", max_shard_size=200)
     source.unlink()
     return folder / "to"
 
@@ -60,7 +60,7 @@ class Target:
         """Whether it was loaded."""
         try:
             mcf.load_file(source, self.model, optimizer=self.optimizer, step=foreign.STEPS)
-        except mcf.CheckpointError as error:
+        except mcf.errors.CheckpointError as error:
             assert same(self.weights(), self.before)
             assert not self.optimizer.state
             assert self.optimizer.param_groups[0]["lr"] == 7
@@ -71,8 +71,8 @@ class Target:
 def convert(source, destination):
     """Whether it was converted."""
     try:
-        mcf.convert_checkpoint(source, destination, step=foreign.STEPS, lossy=True)
-    except mcf.CheckpointError as error:
+        mcf.checkpoint.convert_checkpoint(source, destination, step=foreign.STEPS, lossy=True)
+    except mcf.errors.CheckpointError as error:
         assert not destination.exists()
         return refused(error)
     mcf.load_file(destination)
@@ -89,7 +89,7 @@ def try_a_damaged_one(source, is_sealed, folder):
     read = True
     try:
         found = as_plain(mcf.load_file(source))
-    except mcf.CheckpointError as error:
+    except mcf.errors.CheckpointError as error:
         read = refused(error)
     else:
         known = {name: x for name, x in found.items() if name in foreign.MASTERS}
@@ -187,7 +187,7 @@ def test_an_index_of_other_shards(tmp_path):
         None,
     ):
         index.write_text(json.dumps({**content, "weight_map": wrong}))
-        with pytest.raises(mcf.CheckpointError):
+        with pytest.raises(mcf.errors.CheckpointError):
             mcf.load_file(source)
         assert not convert(source, tmp_path / "out")
 
@@ -210,7 +210,7 @@ def test_a_master_under_another_name(part, other, tmp_path):
     name = b"chained_0.optimizer.state.param.norm.weight"
     path.write_bytes(content.replace(name, name.replace(part, other)))
     assert path.read_bytes() != content
-    with pytest.raises(mcf.CheckpointError):
+    with pytest.raises(mcf.errors.CheckpointError):
         mcf.load_file(source)
     assert not convert(source, tmp_path / "out")
 
@@ -231,7 +231,7 @@ def test_a_bit_of_a_part(tmp_path):
     content = path.read_bytes()
     place = content.index(foreign.MASTERS["norm.weight"].numpy().tobytes())
     path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-    with pytest.raises(mcf.CheckpointError, match=r"norm\.weight does not have the CRC-32"):
+    with pytest.raises(mcf.errors.CheckpointError, match=r"norm\.weight does not have the CRC-32"):
         mcf.load_file(source)
     assert len(mcf.load_file(source, verify=False)) == 4
 
@@ -277,5 +277,7 @@ def test_parts_that_make_no_whole(offset, tmp_path):
         return mcf.load_file(tmp_path / "saved")["x"]
 
     assert torch.equal(load_with((4, 0)), x)
-    with pytest.raises(mcf.CheckpointError, match=r"the parts of x in .* do not make a tensor"):
+    with pytest.raises(
+        mcf.errors.CheckpointError, match=r"the parts of x in .* do not make a tensor"
+    ):
         load_with(offset)

@@ -47,12 +47,12 @@ def moments(optimizer, model):
 @pytest.mark.parametrize("layout", foreign.EXACT)
 def test_weights_and_back(layout, tmp_path):
     source = foreign.EXACT[layout](tmp_path)
-    done = mcf.convert_checkpoint(source, tmp_path / "narrow", step=foreign.STEPS)
+    done = mcf.checkpoint.convert_checkpoint(source, tmp_path / "narrow", step=foreign.STEPS)
     assert done.lost == {}
     loaded = mcf.load_file(tmp_path / "narrow")
     assert {x.format for x in loaded.values()} == {mcf.bf16i16}
     assert_same_bits(plain(loaded), foreign.MASTERS)
-    mcf.convert_checkpoint(tmp_path / "narrow", tmp_path / "wide", torch.float32)
+    mcf.checkpoint.convert_checkpoint(tmp_path / "narrow", tmp_path / "wide", torch.float32)
     assert_same_bits(mcf.load_file(tmp_path / "wide"), foreign.MASTERS)
     assert_same_bits(mcf.load_file(source), foreign.MASTERS)
 
@@ -65,7 +65,7 @@ def test_weights_and_back(layout, tmp_path):
 def test_states(layout, is_converted, format, tmp_path):
     source = foreign.EXACT[layout](tmp_path)
     if is_converted:
-        mcf.convert_checkpoint(source, tmp_path / "converted", step=foreign.STEPS)
+        mcf.checkpoint.convert_checkpoint(source, tmp_path / "converted", step=foreign.STEPS)
         source = tmp_path / "converted"
     model = mcf.as_expansion(foreign.Model(), format) if format else foreign.Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1)
@@ -90,7 +90,7 @@ def test_states(layout, is_converted, format, tmp_path):
 @pytest.mark.parametrize("compressed", [False, True])
 def test_flashoptim(bits, compressed, tmp_path):
     source = foreign.flashoptim(tmp_path, bits, compressed)
-    mcf.convert_checkpoint(source, tmp_path / "converted")
+    mcf.checkpoint.convert_checkpoint(source, tmp_path / "converted")
     model = mcf.as_expansion(foreign.Model(), mcf.bf16i16)
     optimizer = torch.optim.AdamW(model.parameters())
     mcf.load_file(tmp_path / "converted", model, optimizer=optimizer)
@@ -124,7 +124,7 @@ def test_corrections_of_flashoptim_over_all_weights():
 
 def test_optimi(tmp_path):
     source, weights, rest = foreign.optimi(tmp_path)
-    mcf.convert_checkpoint(source, tmp_path / "converted", mcf.bf16x2)
+    mcf.checkpoint.convert_checkpoint(source, tmp_path / "converted", mcf.bf16x2)
     for name, x in mcf.load_file(tmp_path / "converted").items():
         expected = weights[name].double() + rest[name].double()
         assert torch.equal(mcf.as_plain(x, torch.float64), expected)
@@ -158,7 +158,7 @@ def test_transformers_itself(tmp_path):
     model = transformers.GPT2LMHeadModel(config)
     model.save_pretrained(tmp_path / "saved", max_shard_size="2KB")
     assert (tmp_path / "saved" / "model.safetensors.index.json").exists()
-    mcf.convert_checkpoint(tmp_path / "saved", tmp_path / "converted")
+    mcf.checkpoint.convert_checkpoint(tmp_path / "saved", tmp_path / "converted")
     other = mcf.as_expansion(transformers.GPT2LMHeadModel(config), mcf.bf16i16)
     assert mcf.load_file(tmp_path / "converted", other) == ([], [])
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
@@ -197,7 +197,7 @@ class TestMasters:
             content["optimizer"]["state"][0]["master_param"] += 1
 
         with pytest.raises(
-            mcf.CheckpointError, match=r"66 of 66 elements of embed\.weight are not"
+            mcf.errors.CheckpointError, match=r"66 of 66 elements of embed\.weight are not"
         ):
             mcf.load_file(self.write(tmp_path, change))
 
@@ -206,7 +206,7 @@ class TestMasters:
             content["optimizer"]["state"][0]["master_param"] = torch.ones(3)
 
         with pytest.raises(
-            mcf.CheckpointError, match=r"embed.weight is of float32 and shape \(3,\)"
+            mcf.errors.CheckpointError, match=r"embed.weight is of float32 and shape \(3,\)"
         ):
             mcf.load_file(self.write(tmp_path, change))
 
@@ -221,11 +221,13 @@ class TestMasters:
             state[0], state[1] = state[1], state[0]
 
         path = self.write(tmp_path, change)
-        with pytest.raises(mcf.CheckpointError, match="give parameters, their names in the order"):
+        with pytest.raises(
+            mcf.errors.CheckpointError, match="give parameters, their names in the order"
+        ):
             mcf.load_file(path)
         names = ["layers.0.weight", "embed.weight", "layers.0.bias", "norm.weight"]
         assert_same_bits(mcf.load_file(path, parameters=names), foreign.MASTERS)
-        with pytest.raises(mcf.CheckpointError, match="belongs to another parameter"):
+        with pytest.raises(mcf.errors.CheckpointError, match="belongs to another parameter"):
             mcf.load_file(path, parameters=list(foreign.SHAPES))
 
     def test_names_that_torch_keeps(self, tmp_path):
@@ -272,49 +274,51 @@ def test_pickles_that_would_run_code(layout, tmp_path):
         file.write_bytes(pickle.dumps(Bomb(exploded)))
     else:
         torch.save({"state": Bomb(exploded), "param_groups": []}, file)
-    with pytest.raises(mcf.CheckpointError):
-        mcf.convert_checkpoint(source, tmp_path / "to", step=1)
+    with pytest.raises(mcf.errors.CheckpointError):
+        mcf.checkpoint.convert_checkpoint(source, tmp_path / "to", step=1)
     assert not exploded.exists()
 
 
 class TestRefusals:
     def test_megatron_without_a_step(self, tmp_path):
         source = foreign.megatron(tmp_path)
-        with pytest.raises(mcf.CheckpointError, match="give step, which is the iteration"):
-            mcf.convert_checkpoint(source, tmp_path / "converted")
-        mcf.convert_checkpoint(source, tmp_path / "converted", optimizer=False)
+        with pytest.raises(mcf.errors.CheckpointError, match="give step, which is the iteration"):
+            mcf.checkpoint.convert_checkpoint(source, tmp_path / "converted")
+        mcf.checkpoint.convert_checkpoint(source, tmp_path / "converted", optimizer=False)
         assert [f.name for f in (tmp_path / "converted").iterdir()] == ["model.safetensors"]
 
     def test_megatron_in_flat_parts(self, tmp_path):
         source = foreign.megatron(tmp_path, prefix="chained_1.")
         state = {"w": torch.ones(2, 3).bfloat16(), "optimizer.state.fp32_param.w": torch.ones(6)}
         foreign.save_distributed(state, source / "iter_0000007")
-        with pytest.raises(mcf.CheckpointError, match="--dist-ckpt-optim-fully-reshardable"):
+        with pytest.raises(mcf.errors.CheckpointError, match="--dist-ckpt-optim-fully-reshardable"):
             mcf.load_file(source)
 
     def test_flat_tensors_of_deepspeed_without_shapes(self, tmp_path):
         source = foreign.deepspeed_stage_3(tmp_path)
         (file,) = source.rglob("*_model_states.pt")
         file.unlink()
-        with pytest.raises(mcf.CheckpointError, match=r"is flat in .*, as ZeRO stage 3 leaves it"):
+        with pytest.raises(
+            mcf.errors.CheckpointError, match=r"is flat in .*, as ZeRO stage 3 leaves it"
+        ):
             mcf.load_file(source)
 
     def test_two_optimizers(self, tmp_path):
         content = torch.load(foreign.torch_file(tmp_path), weights_only=True)
         torch.save({**content, "second": content["optimizer"]}, tmp_path / "two.pt")
         with pytest.raises(
-            mcf.CheckpointError, match="the states of 2 optimizers, optimizer, second"
+            mcf.errors.CheckpointError, match="the states of 2 optimizers, optimizer, second"
         ):
             mcf.load_file(tmp_path / "two.pt")
 
     def test_a_folder_of_something_else(self, tmp_path):
-        with pytest.raises(mcf.CheckpointError, match="and is no checkpoint of DeepSpeed"):
+        with pytest.raises(mcf.errors.CheckpointError, match="and is no checkpoint of DeepSpeed"):
             mcf.load_file(tmp_path)
 
     def test_no_states(self, tmp_path):
         model = foreign.Model()
         source = foreign.torch_shards(tmp_path)
-        with pytest.raises(mcf.CheckpointError, match="holds no states of an optimizer"):
+        with pytest.raises(mcf.errors.CheckpointError, match="holds no states of an optimizer"):
             mcf.load_file(source, model, optimizer=torch.optim.AdamW(model.parameters()))
 
 
@@ -339,7 +343,7 @@ class TestDistributed:
         state = get_optimizer_state_dict(model, optimizer, options=options)
         content = {"optimizer": state, **get_model_state_dict(model)}
         foreign.save_distributed(content, tmp_path / "saved")
-        mcf.convert_checkpoint(tmp_path / "saved", tmp_path / "converted")
+        mcf.checkpoint.convert_checkpoint(tmp_path / "saved", tmp_path / "converted")
         for source in ("saved", "converted"):
             other = mcf.as_expansion(foreign.Model(), mcf.bf16i16)
             parameters = list(other.parameters())
@@ -368,7 +372,9 @@ class TestDistributed:
         foreign.save_distributed({"optimizer": content, **foreign.MASTERS}, source)
         model = foreign.Model()
         optimizer = torch.optim.AdamW(model.parameters())
-        with pytest.raises(mcf.CheckpointError, match="parameters of one group of the optimizer"):
+        with pytest.raises(
+            mcf.errors.CheckpointError, match="parameters of one group of the optimizer"
+        ):
             mcf.load_file(source, model, optimizer=optimizer)
 
     def test_weights_alone(self, tmp_path):
@@ -385,13 +391,15 @@ class TestDistributed:
     def test_states_of_no_weight(self, tmp_path):
         state = {"optimizer": {"state.norm.exp_avg": torch.ones(6)}, **foreign.MASTERS}
         foreign.save_distributed(state, tmp_path / "saved")
-        with pytest.raises(mcf.CheckpointError, match="has states of norm, and no such weights"):
-            mcf.convert_checkpoint(tmp_path / "saved", tmp_path / "to")
+        with pytest.raises(
+            mcf.errors.CheckpointError, match="has states of norm, and no such weights"
+        ):
+            mcf.checkpoint.convert_checkpoint(tmp_path / "saved", tmp_path / "to")
 
     def test_no_weights(self, tmp_path):
         state = {"optimizer": {"state.w.exp_avg": torch.ones(6)}, "other": {"x": torch.ones(1)}}
         foreign.save_distributed(state, tmp_path / "saved")
-        with pytest.raises(mcf.CheckpointError, match="holds no weights"):
+        with pytest.raises(mcf.errors.CheckpointError, match="holds no weights"):
             mcf.load_file(tmp_path / "saved")
 
 
@@ -401,8 +409,8 @@ def test_older_files_of_megatron(tmp_path):
     torch.save({}, folder / "mp_rank_00_001" / "model_optim_rng.pt")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     for source in (tmp_path, folder):
-        with pytest.raises(mcf.CheckpointError, match="--ckpt-convert-format torch_dist"):
-            mcf.convert_checkpoint(source, tmp_path / "to")
+        with pytest.raises(mcf.errors.CheckpointError, match="--ckpt-convert-format torch_dist"):
+            mcf.checkpoint.convert_checkpoint(source, tmp_path / "to")
 
 
 class TestZero:
@@ -454,11 +462,11 @@ class TestZero:
         source = foreign.zero(tmp_path)
         (last,) = source.rglob("zero_pp_rank_2*")
         last.unlink()
-        with pytest.raises(mcf.CheckpointError, match="has 2 parts of 3 that were saved"):
+        with pytest.raises(mcf.errors.CheckpointError, match="has 2 parts of 3 that were saved"):
             mcf.load_file(source)
         (first,) = source.rglob("zero_pp_rank_0*")
         first.unlink()
-        with pytest.raises(mcf.CheckpointError, match="lacks the part of process 0"):
+        with pytest.raises(mcf.errors.CheckpointError, match="lacks the part of process 0"):
             mcf.load_file(source)
 
     @pytest.mark.parametrize(
@@ -469,7 +477,7 @@ class TestZero:
     def test_other_kinds_of_parallelism(self, name, tmp_path):
         source = foreign.zero(tmp_path)
         torch.save({}, source / "global_step7" / name)
-        with pytest.raises(mcf.CheckpointError, match=rf"{name}.*ds_to_universal\.py"):
+        with pytest.raises(mcf.errors.CheckpointError, match=rf"{name}.*ds_to_universal\.py"):
             mcf.load_file(source)
 
     @pytest.mark.parametrize("stage", [2, 3])
@@ -479,7 +487,7 @@ class TestZero:
 
         source = foreign.zero(tmp_path, stage)
         self.change(source, "*_model_states.pt", change)
-        with pytest.raises(mcf.CheckpointError, match=r"elements, and \d+ are there"):
+        with pytest.raises(mcf.errors.CheckpointError, match=r"elements, and \d+ are there"):
             mcf.load_file(source)
 
     def test_states_of_elastic_checkpoints(self, tmp_path):
@@ -489,5 +497,5 @@ class TestZero:
         source = foreign.zero(tmp_path)
         self.change(source, "*_optim_states.pt", change)
         assert_same_bits(mcf.load_file(source), foreign.MASTERS)
-        with pytest.raises(mcf.CheckpointError, match=r"elastic.*ds_to_universal\.py"):
-            mcf.convert_checkpoint(source, tmp_path / "to")
+        with pytest.raises(mcf.errors.CheckpointError, match=r"elastic.*ds_to_universal\.py"):
+            mcf.checkpoint.convert_checkpoint(source, tmp_path / "to")

@@ -56,7 +56,7 @@ def load(path, model=None):
     """What `load_file` gives, or None where it refuses, in one line."""
     try:
         return mcf.load_file(path, model)
-    except mcf.CheckpointError as error:
+    except mcf.errors.CheckpointError as error:
         message = str(error)
     assert "\n" not in message
     return None
@@ -232,7 +232,7 @@ def test_digests_under_another_name(name, tmp_path):
     header, data = parsed(path.read_bytes())
     header["__metadata__"][name] = header["__metadata__"].pop(KEY)
     path.write_bytes(composed(header, data[:-1] + b"!"))
-    with pytest.raises(mcf.CheckpointError, match="its digests are not under mcftensor"):
+    with pytest.raises(mcf.errors.CheckpointError, match="its digests are not under mcftensor"):
         mcf.load_file(path)
 
 
@@ -317,8 +317,8 @@ def test_an_index_that_leaves_its_folder(name, tmp_path):
     (folder / "sub").mkdir(parents=True)
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": name.replace("{absolute}", str(secret))}}))
-    for read in (mcf.load_file, lambda path: mcf.audit(path, {"x": torch.ones(2)})):
-        with pytest.raises(mcf.CheckpointError, match="shards are files in the folder of"):
+    for read in (mcf.load_file, lambda path: mcf.meters.audit(path, {"x": torch.ones(2)})):
+        with pytest.raises(mcf.errors.CheckpointError, match="shards are files in the folder of"):
             read(folder)
     mcf.save_file({"x": torch.ones(3)}, folder)  # removes what the index names, and no more
     assert secret.exists()
@@ -358,9 +358,9 @@ def test_pickles_that_would_run_code(kind, name, tmp_path):
     for read in (
         mcf.load_file,
         lambda p: mcf.load_file(p, nn.Linear(2, 2)),
-        lambda p: mcf.audit(p, {"x": torch.ones(2)}),
+        lambda p: mcf.meters.audit(p, {"x": torch.ones(2)}),
     ):
-        with pytest.raises(mcf.CheckpointError):
+        with pytest.raises(mcf.errors.CheckpointError):
             read(path)
     with pytest.raises((pickle.UnpicklingError, SafetensorError)):
         torch.load(path, weights_only=True)

@@ -263,7 +263,7 @@ class TestMemory:
     def test_by_a_step(self, model):
         references = kept(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.warns(mcf.PlainParameterWarning):
+        with pytest.warns(mcf.errors.PlainParameterWarning):
             optimizer.step()
         gc.collect()
         alive = [reference for reference in references if reference() is not None]
@@ -287,7 +287,7 @@ def test_a_step_of_what_was_rounded_warns(format, dtype, released):
         rf"AdamW: hidden.weight and 4 more were loaded from expansions in {format.name} and are "
         rf"plain {dtype}, so they were rounded.*as_expansion\(model\).*as_plain\(model\)"
     )
-    with pytest.warns(mcf.PlainParameterWarning, match=match):
+    with pytest.warns(mcf.errors.PlainParameterWarning, match=match):
         run = Trained(model, "released" if released else None).train(1, seed=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -358,12 +358,12 @@ class TestTermsAmongTheKeys:
         file["hidden.weight"] = file["hidden.weight"] * 2
         model = mcf.as_expansion(new(), mcf.bf16x3)
         before = copy.deepcopy(model.state_dict())
-        with pytest.raises(mcf.CheckpointError, match=r"hidden\.weight"):
+        with pytest.raises(mcf.errors.CheckpointError, match=r"hidden\.weight"):
             model.load_state_dict(file, strict=False)
         assert_same_bits(model.state_dict(), before)
 
     def test_of_models_stored_as_terms_as_before(self, file):
-        model = mcf.store_as_terms(mcf.as_expansion(new(seed=5), mcf.bf16x3))
+        model = mcf.checkpoint.store_as_terms(mcf.as_expansion(new(seed=5), mcf.bf16x3))
         file = {name: x for name, x in file.items() if name != "hidden.bias.bf16x3.sum"}
         for name in ("hidden.bias.bf16x3.term1", "hidden.bias.bf16x3.term2"):
             del file[name]

@@ -34,9 +34,9 @@ def training(path, **moments):
 def test_moments_of_another_shape(shape, tmp_path):
     path = training(tmp_path / "run.pt", _0=torch.zeros(shape))
     for parameters in (None, ["weight", "bias"]):
-        with pytest.raises(mcf.CheckpointError, match=r"exp_avg.* of shape .*\(2, 3\)"):
-            mcf.convert_checkpoint(path, tmp_path / "to", parameters=parameters)
-    mcf.convert_checkpoint(path, tmp_path / "to", optimizer=False)
+        with pytest.raises(mcf.errors.CheckpointError, match=r"exp_avg.* of shape .*\(2, 3\)"):
+            mcf.checkpoint.convert_checkpoint(path, tmp_path / "to", parameters=parameters)
+    mcf.checkpoint.convert_checkpoint(path, tmp_path / "to", optimizer=False)
 
 
 def test_moments_of_no_weight(tmp_path):
@@ -46,9 +46,9 @@ def test_moments_of_no_weight(tmp_path):
         state["exp_avg"] = state["exp_avg_sq"] = torch.zeros(7, 7)
     torch.save(content, path)
     with pytest.raises(
-        mcf.CheckpointError, match=r"parameter 0 is of shape \(7, 7\), as no weight"
+        mcf.errors.CheckpointError, match=r"parameter 0 is of shape \(7, 7\), as no weight"
     ):
-        mcf.convert_checkpoint(path, tmp_path / "to")
+        mcf.checkpoint.convert_checkpoint(path, tmp_path / "to")
 
 
 def test_parameters_in_another_order(tmp_path):
@@ -60,7 +60,7 @@ def test_parameters_in_another_order(tmp_path):
     optimizer.step()
     path = tmp_path / "run.pt"
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
-    assert mcf.convert_checkpoint(path, tmp_path / "to").states == 6
+    assert mcf.checkpoint.convert_checkpoint(path, tmp_path / "to").states == 6
 
 
 def test_traced_modules():
@@ -81,7 +81,7 @@ def test_traced_modules():
         for script, format in (
             (torch.jit.freeze(torch.jit.trace(model.eval(), x)), "bf16x2"),
             (torch.jit.trace(lambda y: y @ weight.T, x), "bf16x2"),
-            (torch.jit.trace(mcf.scalify(linear()), x.half()), r"scaled\(float16"),
+            (torch.jit.trace(mcf.scaling.scalify(linear()), x.half()), r"scaled\(float16"),
         ):
             for save in (
                 lambda script=script: torch.jit.save(script, io.BytesIO()),
@@ -110,7 +110,9 @@ def test_arguments_of_conversion(arguments, message):
 
 
 @pytest.mark.parametrize(
-    "format", [mcf.bf16x2, mcf.fp64x2, mcf.bf16i16, mcf.scaled(torch.float16)], ids=lambda f: f.name
+    "format",
+    [mcf.bf16x2, mcf.fp64x2, mcf.bf16i16, mcf.scaling.scaled(torch.float16)],
+    ids=lambda f: f.name,
 )
 @pytest.mark.parametrize(
     "make",

@@ -115,5 +115,5 @@ class TestTorchSave:
         torch.save({"x": x}, tmp_path / "x.pt")
         with pytest.raises(ValueError, match="damaged components, format or role"):
             torch.load(tmp_path / "x.pt", weights_only=True)
-        with pytest.raises(mcf.CheckpointError, match="damaged"):
-            mcf.audit(tmp_path / "x.pt", {"x": torch.ones(3)})
+        with pytest.raises(mcf.errors.CheckpointError, match="damaged"):
+            mcf.meters.audit(tmp_path / "x.pt", {"x": torch.ones(3)})

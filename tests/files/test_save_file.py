@@ -18,7 +18,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 safe_open = pytest.importorskip("safetensors").safe_open
 
 OWN = (mcf.Format(torch.bfloat16, 4), mcf.Format(torch.bfloat16, 2, rounding="stochastic"))
-FORMATS = [*mcf.FORMATS, *OWN, *STORED, *SCALED]
+FORMATS = [*mcf.formats.FORMATS, *OWN, *STORED, *SCALED]
 
 
 def assert_same(x, y):
@@ -107,7 +107,7 @@ class TestStateDicts:
         file = tmp_path / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-4] + bytes(4))
         with pytest.raises(
-            mcf.CheckpointError, match=r"damaged, or was altered: the digests of x "
+            mcf.errors.CheckpointError, match=r"damaged, or was altered: the digests of x "
         ):
             mcf.load_file(tmp_path)
         assert mcf.load_file(tmp_path, verify=False)["x"].tolist() == [1, 0]
@@ -118,7 +118,7 @@ class TestStateDicts:
         with safe_open(file, "pt") as content:
             metadata = content.metadata()
         safetensors.save_file({"x": torch.ones(2)}, file, metadata)
-        with pytest.raises(mcf.CheckpointError, match="the digests of y are not"):
+        with pytest.raises(mcf.errors.CheckpointError, match="the digests of y are not"):
             mcf.load_file(file)
         assert mcf.load_file(file, verify=False).keys() == {"x"}
 
@@ -126,7 +126,7 @@ class TestStateDicts:
         file = tmp_path / "model.safetensors"
         metadata = {KEY: json.dumps(sealed({"version": 2, "tied": {}, "tensors": {}}))}
         safetensors.save_file({"x": torch.ones(2)}, file, metadata)
-        with pytest.raises(mcf.CheckpointError, match="by a later version of mcftensor"):
+        with pytest.raises(mcf.errors.CheckpointError, match="by a later version of mcftensor"):
             mcf.load_file(file)
 
     def test_views_and_strides(self, tmp_path):
@@ -224,7 +224,9 @@ class TestModels:
         state["more"] = state.pop("0.0.weight")
         mcf.save_file(state, tmp_path / "x.safetensors")
         before = {name: x.clone() for name, x in other.state_dict().items()}
-        with pytest.raises(mcf.CheckpointError, match=r"the model has 0\.0\.weight; only .* more"):
+        with pytest.raises(
+            mcf.errors.CheckpointError, match=r"the model has 0\.0\.weight; only .* more"
+        ):
             mcf.load_file(tmp_path / "x.safetensors", other)
         for name, x in other.state_dict().items():
             assert_same(before[name], x)
@@ -242,7 +244,7 @@ class TestModels:
         model = mcf.as_expansion(transformers.GPT2LMHeadModel(config))
         for i, p in enumerate(model.parameters()):
             p.data = sample(p.format, *p.shape, seed=i)
-        terms = mcf.as_terms(model.state_dict())
+        terms = mcf.checkpoint.as_terms(model.state_dict())
         model.save_pretrained(tmp_path / "terms", state_dict=terms, max_shard_size="2KB")
         other = mcf.as_expansion(transformers.GPT2LMHeadModel(config))
         mcf.load_file(tmp_path / "terms", other)
@@ -305,7 +307,7 @@ class TestTies:
 
     def test_a_tied_model_takes_no_two_different_tensors(self, tmp_path):
         mcf.save_file(mcf.as_expansion(Tied(tie=False)), tmp_path / "x.safetensors")
-        with pytest.raises(mcf.CheckpointError, match="tied in the model, and differ"):
+        with pytest.raises(mcf.errors.CheckpointError, match="tied in the model, and differ"):
             mcf.load_file(tmp_path / "x.safetensors", mcf.as_expansion(Tied()))
 
 
@@ -318,7 +320,7 @@ class TestShards:
     def test_files_and_index(self, tmp_path):
         model = mcf.as_expansion(Tied())
         index = self.save(model, tmp_path, metadata={"author": "me"})
-        terms = mcf.as_terms(
+        terms = mcf.checkpoint.as_terms(
             {"embedding.weight": model.embedding.weight, "head.bias": model.head.bias}, sums=True
         )
         assert index["weight_map"].keys() == terms.keys()
@@ -426,7 +428,7 @@ class TestRefusals:
         ],
     )
     def test_what_cannot_be_stored(self, state, match, tmp_path):
-        with pytest.raises(mcf.CheckpointError, match=match):
+        with pytest.raises(mcf.errors.CheckpointError, match=match):
             mcf.save_file(state, tmp_path)
         assert not names_in(tmp_path)
 
@@ -451,18 +453,18 @@ class TestRefusals:
         mcf.save_file(change(expansion_model(seed=1).state_dict()), tmp_path)
         before = {name: x.clone() for name, x in model.state_dict().items()}
         for strict in (True, False):
-            with pytest.raises(mcf.CheckpointError, match=match):
+            with pytest.raises(mcf.errors.CheckpointError, match=match):
                 mcf.load_file(tmp_path, model, strict=strict)
         for name, x in model.state_dict().items():
             assert_same(before[name], x)
 
     def test_a_model_without_memory(self, tmp_path):
         mcf.save_file(nn.Linear(2, 2), tmp_path)
-        with pytest.raises(mcf.CheckpointError, match=r"meta device.*to_empty"):
+        with pytest.raises(mcf.errors.CheckpointError, match=r"meta device.*to_empty"):
             mcf.load_file(tmp_path, nn.Linear(2, 2, device="meta"))
 
     def test_a_model_without_shapes(self, tmp_path):
-        with pytest.raises(mcf.CheckpointError, match="no shape yet"):
+        with pytest.raises(mcf.errors.CheckpointError, match="no shape yet"):
             mcf.save_file(nn.LazyLinear(2), tmp_path)
         mcf.save_file(nn.Linear(3, 2), tmp_path)
         model = nn.LazyLinear(2)
@@ -470,9 +472,11 @@ class TestRefusals:
         assert model.weight.shape == (2, 3)
 
     def test_no_file(self, tmp_path):
-        with pytest.raises(mcf.CheckpointError, match=r"cannot read .*No such file"):
+        with pytest.raises(mcf.errors.CheckpointError, match=r"cannot read .*No such file"):
             mcf.load_file(tmp_path / "x")
-        with pytest.raises(mcf.CheckpointError, match=r"the folder .* holds none of model\."):
+        with pytest.raises(
+            mcf.errors.CheckpointError, match=r"the folder .* holds none of model\."
+        ):
             mcf.load_file(tmp_path)
         with pytest.raises(FileNotFoundError):
             mcf.save_file({}, tmp_path / "no" / "x")
@@ -492,11 +496,11 @@ class TestRefusals:
 
 class TestForeignTerms:
     def test_terms_that_another_program_has_changed(self, tmp_path):
-        terms = mcf.as_terms({"x": sample(mcf.bf16x2, 50), "y": sample(mcf.bf16x3, 50)})
+        terms = mcf.checkpoint.as_terms({"x": sample(mcf.bf16x2, 50), "y": sample(mcf.bf16x3, 50)})
         halves = {name: t * 0.7 if "sum" not in name else t for name, t in terms.items()}
         halves["x.bf16x2.term1"] *= 300
         safetensors.save_file(halves, tmp_path / "model.safetensors")
-        with pytest.raises(mcf.CheckpointError, match="terms of x in bf16x2 were changed"):
+        with pytest.raises(mcf.errors.CheckpointError, match="terms of x in bf16x2 were changed"):
             mcf.load_file(tmp_path)
         for name, x in mcf.load_file(tmp_path, tails=False).items():
             assert torch.equal(mcf.as_plain(x, torch.bfloat16), halves[name])
@@ -513,7 +517,9 @@ def test_audit_reads_expansions_from_safetensors(tmp_path):
         mcf.save_file(state, tmp_path / "before.safetensors", max_shard_size=size)
         mcf.save_file(after, tmp_path / "after.safetensors", max_shard_size=size)
         suffix = ".index.json" if size else ""
-        found = mcf.audit(*(tmp_path / f"{n}.safetensors{suffix}" for n in ("before", "after")))
+        found = mcf.meters.audit(
+            *(tmp_path / f"{n}.safetensors{suffix}" for n in ("before", "after"))
+        )
         assert {t.name: (t.dtype, t.unchanged) for t in found.tensors} == {
             "x": ("bf16x2", 0.75),
             "y": ("bf16x3", 1),

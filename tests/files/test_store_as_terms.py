@@ -12,7 +12,7 @@ from support.helpers import all_terms, assert_same_terms, small_model
 
 @pytest.fixture
 def model() -> nn.Module:
-    model = mcf.store_as_terms(mcf.as_expansion(small_model()))
+    model = mcf.checkpoint.store_as_terms(mcf.as_expansion(small_model()))
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1.001)
@@ -20,7 +20,7 @@ def model() -> nn.Module:
 
 
 def other() -> nn.Module:
-    return mcf.store_as_terms(mcf.as_expansion(small_model(1)))
+    return mcf.checkpoint.store_as_terms(mcf.as_expansion(small_model(1)))
 
 
 def test_a_state_dict_of_plain_tensors(model):
@@ -50,7 +50,9 @@ def test_other_state_dicts_load_as_before(model):
 
 
 def test_wrapped_copied_and_called_twice(model):
-    wrapped = nn.ModuleDict({"inner": mcf.store_as_terms(copy.deepcopy(model)), "rest": nn.ReLU()})
+    wrapped = nn.ModuleDict(
+        {"inner": mcf.checkpoint.store_as_terms(copy.deepcopy(model)), "rest": nn.ReLU()}
+    )
     state_dict = wrapped.state_dict()
     assert list(state_dict)[:2] == ["inner.0.weight", "inner.0.weight.bf16x2.term1"]
     second = nn.ModuleDict({"inner": other(), "rest": nn.ReLU()})
@@ -62,7 +64,7 @@ def test_terms_of_tied_weights_that_were_not_stored_are_missing_like_the_weight(
     def make():
         model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
         model[1].weight = model[0].weight
-        return mcf.store_as_terms(mcf.as_expansion(model))
+        return mcf.checkpoint.store_as_terms(mcf.as_expansion(model))
 
     model, second = make(), make()
     stored = {name: x for name, x in model.state_dict().items() if name.startswith("0.")}
@@ -75,7 +77,7 @@ def test_terms_of_tied_weights_that_were_not_stored_are_missing_like_the_weight(
 def test_terms_that_are_missing_are_an_error(model):
     state_dict = model.state_dict()
     del state_dict["0.bias.bf16x3.term1"]
-    with pytest.raises(mcf.CheckpointError, match=r"0\.bias"):
+    with pytest.raises(mcf.errors.CheckpointError, match=r"0\.bias"):
         other().load_state_dict(state_dict)
 
 
@@ -98,7 +100,7 @@ def test_a_tail_that_is_missing_beside_others_is_named(model):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("strict", [False, True])
 def test_save_file_and_load_file(tied, strict, tmp_path):
-    def make(seed, store=mcf.store_as_terms):
+    def make(seed, store=mcf.checkpoint.store_as_terms):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         if tied:
@@ -120,8 +122,8 @@ def test_one_within_another():
     """As where adapters are put around a model that has been converted."""
 
     def make(seed):
-        inner = mcf.store_as_terms(mcf.as_expansion(small_model(seed)))
-        return mcf.store_as_terms(
+        inner = mcf.checkpoint.store_as_terms(mcf.as_expansion(small_model(seed)))
+        return mcf.checkpoint.store_as_terms(
             mcf.as_expansion(nn.ModuleDict({"a": inner, "b": nn.Linear(2, 2)}))
         )
 

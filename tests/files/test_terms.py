@@ -57,29 +57,34 @@ def assert_same(x, y):
 
 class TestAsTerms:
     @pytest.mark.parametrize(
-        "format", [*mcf.FORMATS, STOCHASTIC, *STORED, *SCALED], ids=lambda f: f.name
+        "format", [*mcf.formats.FORMATS, STOCHASTIC, *STORED, *SCALED], ids=lambda f: f.name
     )
     def test_there_and_back(self, format):
         x = sample(format, 3, 2)
-        terms = mcf.as_terms({"x": x, "n": {"p": nn.Parameter(x)}, 3: {"step": 4, "e": x[1:]}})
+        terms = mcf.checkpoint.as_terms(
+            {"x": x, "n": {"p": nn.Parameter(x)}, 3: {"step": 4, "e": x[1:]}}
+        )
         assert all(type(t) is torch.Tensor for t in [*terms["n"].values(), terms["x"]])
-        back = mcf.from_terms(terms)
+        back = mcf.checkpoint.from_terms(terms)
         assert_same(back, {"x": x, "n": {"p": x}, 3: {"step": 4, "e": x[1:]}})
         assert back["n"]["p"].role == "value"
 
     def test_memory_is_shared(self):
         x = sample(mcf.bf16x2, 3)
-        leading, tail = (terms := mcf.as_terms({"x": x})).values()
-        mcf.from_terms(terms)["x"].mul_(3)
+        leading, tail = (terms := mcf.checkpoint.as_terms({"x": x})).values()
+        mcf.checkpoint.from_terms(terms)["x"].mul_(3)
         for term, other in zip(x.components, (leading, tail), strict=True):
             assert term.data_ptr() == other.data_ptr()
         assert_same_terms(x, sample(mcf.bf16x2, 3) * 3)
 
     def test_states_of_optimizers(self):
         state = states(*trained())
-        assert_same(mcf.from_terms(mcf.as_terms(state)), state)
+        assert_same(mcf.checkpoint.from_terms(mcf.checkpoint.as_terms(state)), state)
         _, optimizer = trained()
-        assert_same(mcf.from_terms(mcf.as_terms(optimizer.state_dict())), optimizer.state_dict())
+        assert_same(
+            mcf.checkpoint.from_terms(mcf.checkpoint.as_terms(optimizer.state_dict())),
+            optimizer.state_dict(),
+        )
 
     @pytest.mark.parametrize(
         ("state", "match"),
@@ -92,8 +97,8 @@ class TestAsTerms:
         ],
     )
     def test_what_has_no_terms(self, state, match):
-        with pytest.raises(mcf.CheckpointError, match=match):
-            mcf.as_terms(state)
+        with pytest.raises(mcf.errors.CheckpointError, match=match):
+            mcf.checkpoint.as_terms(state)
 
     @pytest.mark.parametrize(
         ("change", "match"),
@@ -111,15 +116,15 @@ class TestAsTerms:
         ],
     )
     def test_what_is_no_expansion(self, change, match):
-        terms = mcf.as_terms({"x": sample(mcf.bf16x3, 4)})
+        terms = mcf.checkpoint.as_terms({"x": sample(mcf.bf16x3, 4)})
         change(terms)
-        with pytest.raises(mcf.CheckpointError, match=match):
-            mcf.from_terms(terms)
+        with pytest.raises(mcf.errors.CheckpointError, match=match):
+            mcf.checkpoint.from_terms(terms)
 
 
 def changed(format, change, count=256):
     """Terms of which another program has changed the leading one alone."""
-    terms = copied(mcf.as_terms({"x": sample(format, count)}, sums=True))
+    terms = copied(mcf.checkpoint.as_terms({"x": sample(format, count)}, sums=True))
     terms["x"] = change(terms["x"])
     return terms
 
@@ -138,23 +143,25 @@ WITH_TAILS = [f for f in STORED if len(f.components) > 1]
 
 
 @pytest.mark.parametrize("how", CHANGES)
-@pytest.mark.parametrize("format", [*mcf.FORMATS, STOCHASTIC, *WITH_TAILS], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "format", [*mcf.formats.FORMATS, STOCHASTIC, *WITH_TAILS], ids=lambda f: f.name
+)
 class TestTermsThatAnotherProgramHasChanged:
     def test_are_refused(self, format, how):
         terms = changed(format, CHANGES[how])
-        with pytest.raises(mcf.CheckpointError, match=r"the terms of x in .*tails=False"):
-            mcf.from_terms(terms)
+        with pytest.raises(mcf.errors.CheckpointError, match=r"the terms of x in .*tails=False"):
+            mcf.checkpoint.from_terms(terms)
 
     def test_leading_ones_are_taken_if_asked_for(self, format, how):
         terms = changed(format, CHANGES[how])
-        x = mcf.from_terms(terms, tails=False)["x"]
+        x = mcf.checkpoint.from_terms(terms, tails=False)["x"]
         assert torch.equal(x.components[0], terms["x"])
         assert not any(tail.any() for tail in x.components[1:])
 
     def test_or_all(self, format, how):
         """Which are normalized then; any integer tail is."""
         terms = changed(format, CHANGES[how])
-        x = mcf.from_terms(terms, verify=False)["x"]
+        x = mcf.checkpoint.from_terms(terms, verify=False)["x"]
         parts = [t for name, t in terms.items() if not name.endswith(("sum", "writes"))]
         if format in STORED:
             number = format.decode(parts)[0]
@@ -166,15 +173,15 @@ class TestTermsThatAnotherProgramHasChanged:
 @pytest.mark.parametrize("format", [*SCALED, mcf.mxfp8], ids=lambda f: f.name)
 def test_codes_that_another_program_has_changed(format):
     x = sample(format, 4, 40)
-    terms = copied(mcf.as_terms({"x": x}, sums=True))
+    terms = copied(mcf.checkpoint.as_terms({"x": x}, sums=True))
     terms["x"][1, 3] ^= 1
-    with pytest.raises(mcf.CheckpointError, match=r"the terms of x in .*tails=False"):
-        mcf.from_terms(terms)
+    with pytest.raises(mcf.errors.CheckpointError, match=r"the terms of x in .*tails=False"):
+        mcf.checkpoint.from_terms(terms)
     codes = terms["x"].view(torch.float8_e4m3fn).double()
     scales = x.components[-1].double().repeat_interleave(32, 1)[:, :40]
-    leading = mcf.from_terms(terms, tails=False)["x"]
+    leading = mcf.checkpoint.from_terms(terms, tails=False)["x"]
     assert torch.equal(exact(leading), codes * torch.exp2(scales - 127))
-    found = mcf.from_terms(terms, verify=False)["x"]
+    found = mcf.checkpoint.from_terms(terms, verify=False)["x"]
     assert all(
         torch.equal(a, terms[n]) for a, n in zip(found.components, names(terms), strict=True)
     )
@@ -185,21 +192,21 @@ def names(terms):
     return [name for name in terms if not name.endswith(("sum", "writes"))]
 
 
-@pytest.mark.parametrize("format", mcf.FORMATS, ids=lambda f: f.name)
+@pytest.mark.parametrize("format", mcf.formats.FORMATS, ids=lambda f: f.name)
 class TestTermsThatAreNotNormalized:
     def test_without_a_sum_those_that_do_not_fit_are_refused(self, format):
         terms = changed(format, CHANGES["pruned"])
         del terms[f"x.{format.name}.sum"]
-        with pytest.raises(mcf.CheckpointError, match=r"\d\d of 256 elements"):
-            mcf.from_terms(terms)
+        with pytest.raises(mcf.errors.CheckpointError, match=r"\d\d of 256 elements"):
+            mcf.checkpoint.from_terms(terms)
 
     @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
     @pytest.mark.parametrize("verify", [True, False])
     def test_tails_that_are_no_numbers(self, format, wrong, verify):
-        terms = copied(mcf.as_terms({"x": sample(format, 5)}))
+        terms = copied(mcf.checkpoint.as_terms({"x": sample(format, 5)}))
         terms[f"x.{format.name}.term1"][2] = wrong
-        with pytest.raises(mcf.CheckpointError, match="terms of x"):
-            mcf.from_terms(terms, verify=verify)
+        with pytest.raises(mcf.errors.CheckpointError, match="terms of x"):
+            mcf.checkpoint.from_terms(terms, verify=verify)
 
     def test_numbers_of_two_forms(self, format):
         """1 and an ulp is two floats, and the leading one is the even one."""
@@ -209,7 +216,9 @@ class TestTermsThatAreNotNormalized:
         zeros = [torch.zeros_like(one)] * (format.terms - 2)
         names = [f"x.{format.name}.term{i}" for i in range(1, format.terms)]
         odd, even = (
-            mcf.from_terms({"x": leading, **dict(zip(names, [tail, *zeros], strict=True))})["x"]
+            mcf.checkpoint.from_terms(
+                {"x": leading, **dict(zip(names, [tail, *zeros], strict=True))}
+            )["x"]
             for leading, tail in ((next_, half), (after, -half))
         )
         assert torch.equal(odd, even)
@@ -219,16 +228,16 @@ class TestTermsThatAreNotNormalized:
     def test_special_values(self, format):
         x = sample(format, 4)
         x[0], x[1], x[2] = torch.inf, -torch.inf, torch.nan
-        back = mcf.from_terms(copied(mcf.as_terms({"x": x})))["x"]
+        back = mcf.checkpoint.from_terms(copied(mcf.checkpoint.as_terms({"x": x})))["x"]
         assert_same_terms(back, x)
 
     def test_sums_of_terms_that_were_left_out_are_left_out(self, format):
-        terms = mcf.as_terms({"x": sample(format, 4)}, sums=True)
+        terms = mcf.checkpoint.as_terms({"x": sample(format, 4)}, sums=True)
         sums = {name: x for name, x in terms.items() if "term" not in name}
-        assert mcf.from_terms(sums) == {"x": terms["x"]}
+        assert mcf.checkpoint.from_terms(sums) == {"x": terms["x"]}
 
 
-@pytest.mark.parametrize("format", mcf.FORMATS, ids=lambda f: f.name)
+@pytest.mark.parametrize("format", mcf.formats.FORMATS, ids=lambda f: f.name)
 class TestPickles:
     def reloaded(self, components, format):
         content = io.BytesIO()
@@ -264,8 +273,10 @@ class TestDistributedCheckpoint:
 
     def test_saved_as_terms(self, tmp_path):
         (model, optimizer), (other, its_optimizer) = trained(), trained(seed=1)
-        dcp.save(mcf.as_terms(states(model, optimizer)), checkpoint_id=tmp_path)
-        dcp.load(mcf.as_terms(states(other, its_optimizer)), checkpoint_id=tmp_path)  # in place
+        dcp.save(mcf.checkpoint.as_terms(states(model, optimizer)), checkpoint_id=tmp_path)
+        dcp.load(
+            mcf.checkpoint.as_terms(states(other, its_optimizer)), checkpoint_id=tmp_path
+        )  # in place
         assert_same(states(model, optimizer), states(other, its_optimizer))
 
     def test_loaded_into_another_format_with_one_rounding(self, tmp_path):
@@ -278,10 +289,10 @@ class TestDistributedCheckpoint:
         )
 
     def test_terms_of_another_format_are_missing(self, tmp_path):
-        dcp.save(mcf.as_terms({"x": sample(mcf.bf16x3, 5)}), checkpoint_id=tmp_path)
+        dcp.save(mcf.checkpoint.as_terms({"x": sample(mcf.bf16x3, 5)}), checkpoint_id=tmp_path)
         x = sample(mcf.bf16x2, 5)
         with pytest.raises(CheckpointException, match=r"Missing key.* x\.bf16x2\.term1"):
-            dcp.load(mcf.as_terms({"x": x}), checkpoint_id=tmp_path)
+            dcp.load(mcf.checkpoint.as_terms({"x": x}), checkpoint_id=tmp_path)
         assert_same_terms(x, sample(mcf.bf16x2, 5))
 
     def loaded(self, saved, folder, **options):
@@ -290,7 +301,7 @@ class TestDistributedCheckpoint:
         state = {name: mcf.as_expansion(torch.zeros(2), mcf.bf16x2) for name in names}
         dcp.save({"state": saved}, checkpoint_id=folder)
         try:
-            dcp.load({"state": mcf.as_terms(state, **options)}, checkpoint_id=folder)
+            dcp.load({"state": mcf.checkpoint.as_terms(state, **options)}, checkpoint_id=folder)
         except CheckpointException as error:
             return state, str(error)
         return state, ""
@@ -323,17 +334,17 @@ class TestDistributedCheckpoint:
         assert state["x"].components[1].tolist() == [0.0, 0.0]
 
     def test_leading_terms_that_another_program_changed(self, tmp_path):
-        terms = mcf.as_terms({"x": sample(mcf.bf16x2, 2)}, sums=True)
+        terms = mcf.checkpoint.as_terms({"x": sample(mcf.bf16x2, 2)}, sums=True)
         terms["x"] = torch.full((2,), 3.0).bfloat16()
         _, error = self.loaded(terms, tmp_path / "one", sums=True)
         assert "the sum beside them is not that of its leading term" in error
         # On purpose:
         dcp.format_utils.dcp_to_torch_save(tmp_path / "one", tmp_path / "one.pt")
         state = torch.load(tmp_path / "one.pt")["state"]
-        assert mcf.from_terms(state, tails=False)["x"].tolist() == [3.0, 3.0]
+        assert mcf.checkpoint.from_terms(state, tails=False)["x"].tolist() == [3.0, 3.0]
 
     def test_a_term_by_itself_is_refused(self, tmp_path):
-        terms = mcf.as_terms({"x": sample(mcf.bf16x2, 2)})
+        terms = mcf.checkpoint.as_terms({"x": sample(mcf.bf16x2, 2)})
         dcp.save(terms, checkpoint_id=tmp_path)
         with pytest.raises(CheckpointException, match=r"x\.bf16x2\.term1 would be terms of x"):
             dcp.load({"x.bf16x2.term1": terms["x.bf16x2.term1"]}, checkpoint_id=tmp_path)
@@ -354,12 +365,14 @@ class TestDistributedCheckpoint:
     def test_readers_and_planners_of_users_see_what_they_did(self, tmp_path):
         x = sample(mcf.bf16x2, 2)
         reader, planner = dcp.FileSystemReader(tmp_path), dcp.DefaultLoadPlanner()
-        dcp.save(mcf.as_terms({"x": x}), checkpoint_id=tmp_path)
-        terms = mcf.as_terms({"x": torch.zeros_like(x)})
+        dcp.save(mcf.checkpoint.as_terms({"x": x}), checkpoint_id=tmp_path)
+        terms = mcf.checkpoint.as_terms({"x": torch.zeros_like(x)})
         dcp.load(terms, storage_reader=reader, planner=planner)
-        assert_same_terms(mcf.from_terms(terms)["x"], x)
+        assert_same_terms(mcf.checkpoint.from_terms(terms)["x"], x)
 
-    @pytest.mark.parametrize("form", [lambda state: state, mcf.as_terms], ids=["whole", "terms"])
+    @pytest.mark.parametrize(
+        "form", [lambda state: state, mcf.checkpoint.as_terms], ids=["whole", "terms"]
+    )
     def test_async_save_is_of_the_moment_it_was_called(self, form, tmp_path, monkeypatch):
         model, optimizer = trained()
         expected = copied(states(model, optimizer))
@@ -376,7 +389,9 @@ class TestDistributedCheckpoint:
             assert_same(expected, states(model, optimizer))
         found = form(states(model, optimizer))
         dcp.load(found, checkpoint_id=tmp_path)
-        assert_same(expected, states(model, optimizer) if form is mcf.as_terms else found)
+        assert_same(
+            expected, states(model, optimizer) if form is mcf.checkpoint.as_terms else found
+        )
 
     def test_deferred_results(self, tmp_path):
         with torch.no_grad():
@@ -406,7 +421,7 @@ class TestPlainModelsThatLoadExpansions:
         assert said == []
         optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
         match = "0.weight and 3 more were loaded from expansions.*as_expansion"
-        with pytest.warns(mcf.PlainParameterWarning, match=match):
+        with pytest.warns(mcf.errors.PlainParameterWarning, match=match):
             optimizer.step()
 
     @pytest.mark.parametrize(

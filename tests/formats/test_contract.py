@@ -120,9 +120,11 @@ class TestConversion:
         assert torch.equal(torch.tensor(x.tolist(), dtype=torch.float64), exact)
         assert torch.equal(torch.from_numpy(x.double().numpy()), exact)
         assert x.to(format.dtype) is x
-        assert [v for row in mcf.to_fraction(x) for v in row] == fractions(x)
+        assert [v for row in mcf.exact.to_fraction(x) for v in row] == fractions(x)
         if isinstance(format, ExpansionFormat):
-            assert_same(mcf.from_exact(mcf.to_fraction(x), format.nearest), in_nearest(x))
+            assert_same(
+                mcf.exact.from_exact(mcf.exact.to_fraction(x), format.nearest), in_nearest(x)
+            )
 
     @over("special")
     def test_special_values(self, format):
@@ -274,7 +276,7 @@ class TestArithmetic:
         found = compute(x, y)
         expected = [formula(*row) for row in zip(fractions(x), fractions(y), strict=True)]
         if propagates(format):
-            assert isinstance(found, mcf.ScaledTensor)
+            assert isinstance(found, mcf.scaling.ScaledTensor)
             assert_near(found, expected, 4 * 2.0**-format.lead.precision)
         elif stores(format):
             assert type(found) is torch.Tensor
@@ -446,7 +448,7 @@ WHOLE_COPIES = {
     "pickle": lambda x: pickle.loads(pickle.dumps(x)),
     "save": saved_and_loaded,
     "save in a state dict": lambda x: saved_and_loaded({"x": x})["x"],
-    "terms": lambda x: mcf.from_terms(mcf.as_terms({"x": x}))["x"].clone(),
+    "terms": lambda x: mcf.checkpoint.from_terms(mcf.checkpoint.as_terms({"x": x}))["x"].clone(),
 }
 COPIES = {
     "index": lambda x: x[torch.tensor([2, 0, 0])],
@@ -812,7 +814,7 @@ class TestFacts:
 
     @over()
     def test_names(self, format):
-        known = mcf.ScaledFormat if propagates(format) else mcf.Format
+        known = mcf.scaling.ScaledFormat if propagates(format) else mcf.Format
         assert known.from_name(format.name) is format
         assert copy.deepcopy(format) is pickle.loads(pickle.dumps(format)) is format
         assert eval(repr(format), {"mcf": mcf, "torch": torch}) is format

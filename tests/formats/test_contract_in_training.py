@@ -53,7 +53,7 @@ def train(weights, path, steps, kind=torch.optim.AdamW, mode=None):
 
 
 def _gradient_for(p, g):
-    if isinstance(p, mcf.ScaledTensor):
+    if isinstance(p, mcf.scaling.ScaledTensor):
         return mcf.as_expansion(g, p.format.lead)
     return g.to(p.dtype)
 
@@ -139,7 +139,7 @@ class Small(nn.Module):
 
 def converted(format, seed=0):
     return (
-        mcf.scalify(Small(seed), format)
+        mcf.scaling.scalify(Small(seed), format)
         if propagates(format)
         else mcf.as_expansion(Small(seed), format)
     )
@@ -161,7 +161,7 @@ class TestFiles:
 
     @over("terms")
     def test_names_of_terms(self, format):
-        terms = mcf.as_terms({"x": sample(format, 4, 40)})
+        terms = mcf.checkpoint.as_terms({"x": sample(format, 4, 40)})
         others = [f"x.{format.name}.{c.name}" for c in format.components[1:]]
         assert [name for name in terms if not name.endswith(".writes")] == ["x", *others]
 

@@ -89,7 +89,7 @@ def test_traces(name):
     same("cpp", run_trace, *traced(mcf.Format.from_name(name), 5003))
 
 
-@pytest.mark.parametrize("name", [f.name for f in mcf.FORMATS])
+@pytest.mark.parametrize("name", [f.name for f in mcf.formats.FORMATS])
 def test_traces_round_as_single_operations_do(name):
     trace, operands, numbers = traced(mcf.Format.from_name(name), 20_011)
     variables = [*operands, *numbers, None]

@@ -15,7 +15,7 @@ from torch import nn
 import mcftensor as mcf
 from mcftensor.__main__ import main
 from mcftensor.checkpoint import reading
-from mcftensor.checkpoint.errors import CheckpointError
+from mcftensor.checkpoint.checkpoint_error import CheckpointError
 from mcftensor.meters import auditing
 from mcftensor.meters.auditing import TensorAudit, audit
 from support.helpers import sample

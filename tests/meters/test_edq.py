@@ -96,7 +96,9 @@ def test_figures_of_bf16x2_by_hand():
     assert edq.last["lost_leading"] == 2 / 3
 
 
-@pytest.mark.parametrize("kind", [*PLAIN, torch.float64, *mcf.FORMATS, *STORED, *SCALED], ids=str)
+@pytest.mark.parametrize(
+    "kind", [*PLAIN, torch.float64, *mcf.formats.FORMATS, *STORED, *SCALED], ids=str
+)
 def test_figures_against_rationals(kind):
     precision = (
         kind.precision if isinstance(kind, mcf.Format) else mcf.Format(kind, 2).precision / 2
@@ -120,7 +122,7 @@ def test_figures_against_rationals(kind):
     resolution = 2.0**-53 / scale if precision <= 48 else 2.0**-106 / scale
     assert found == pytest.approx(figures, rel=max(1e-12, 100 * resolution))
     assert 0.01 < figures["lost"] < 0.5
-    assert figures["ratio_leading"] < figures["ratio"] or kind not in mcf.FORMATS
+    assert figures["ratio_leading"] < figures["ratio"] or kind not in mcf.formats.FORMATS
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,9 @@ def test_frozen_ones_ring_the_alarm_once():
 
     step()
     step()
-    with pytest.warns(mcf.FrozenWeightWarning, match=r"norm\.weight of shape \(64,\).*3 samples"):
+    with pytest.warns(
+        mcf.errors.FrozenWeightWarning, match=r"norm\.weight of shape \(64,\).*3 samples"
+    ):
         step()
     step()  # warnings are errors here
     assert edq.last["lost"] == 1.0
@@ -176,7 +180,7 @@ def test_the_alarm_waits_for_samples_in_a_row():
         p.grad = torch.full((4,), update, dtype=torch.bfloat16)
         optimizer.step()
     p.grad = torch.full((4,), 1e-4, dtype=torch.bfloat16)
-    with pytest.warns(mcf.FrozenWeightWarning):  # a step of zeros says nothing
+    with pytest.warns(mcf.errors.FrozenWeightWarning):  # a step of zeros says nothing
         optimizer.step()
 
 
@@ -317,7 +321,7 @@ def test_readings_reach_tensorboard(tmp_path):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter(tmp_path)
     (p,), optimizer, edq = with_gradient(
-        Stepper, every=2, callback=mcf.edq.to_tensorboard(writer, parameters=True)
+        Stepper, every=2, callback=mcf.meters.edq.to_tensorboard(writer, parameters=True)
     )
     for step in range(3):
         gradients([p], step)
@@ -354,7 +358,7 @@ def test_a_resumed_meter_goes_on_as_one_that_did_not_stop(tmp_path):
     assert resumed.per_parameter == stopped.per_parameter
     train(resumed_optimizer, 1)
     for optimizer in (whole_optimizer, resumed_optimizer):
-        with pytest.warns(mcf.FrozenWeightWarning, match="the last of 3 samples"):
+        with pytest.warns(mcf.errors.FrozenWeightWarning, match="the last of 3 samples"):
             train(optimizer, 1)
         train(optimizer, 3)  # and not once more
     assert [r["step"] for r in resumed.history] == [1, 4, 7, 10]

@@ -12,7 +12,7 @@ from support.optimizers import CASES, OPTIMIZERS
 
 pytestmark = [
     pytest.mark.usefixtures("one_by_one"),
-    pytest.mark.filterwarnings("ignore::mcftensor.NarrowStateWarning"),
+    pytest.mark.filterwarnings("ignore::mcftensor.errors.NarrowStateWarning"),
 ]
 
 
@@ -43,7 +43,7 @@ def test_all_formats(cls, flags, kind):
 
 
 def test_mixed_kinds_in_one_optimizer():
-    parameters = [make(kind, 8, scale=0.1) for kind in (*PLAIN, *mcf.FORMATS)]
+    parameters = [make(kind, 8, scale=0.1) for kind in (*PLAIN, *mcf.formats.FORMATS)]
     optimizer = torch.optim.AdamW(parameters, lr=2e-5, foreach=False)
     edq = mcf.EDQ(optimizer)
     gradients(parameters, 0)

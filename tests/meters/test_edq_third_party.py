@@ -13,7 +13,7 @@ schedulefree = pytest.importorskip("schedulefree")
 
 pytestmark = [
     pytest.mark.usefixtures("one_by_one"),
-    pytest.mark.filterwarnings("ignore::mcftensor.NarrowStateWarning"),
+    pytest.mark.filterwarnings("ignore::mcftensor.errors.NarrowStateWarning"),
 ]
 
 

@@ -34,7 +34,7 @@ def network():
 def test_what_is_estimated_is_what_a_conversion_takes(kind, mode):
     model = network()
     before = copy.deepcopy(model.state_dict())
-    found = mcf.estimate(model, mode, format=kind, overrides={"0.bias": None})
+    found = mcf.meters.estimate(model, mode, format=kind, overrides={"0.bias": None})
     for name, x in model.state_dict().items():
         assert type(x) is torch.Tensor
         assert x.dtype == before[name].dtype
@@ -47,39 +47,41 @@ def test_what_is_estimated_is_what_a_conversion_takes(kind, mode):
     for p in model.parameters():
         p.grad = torch.zeros(p.shape, dtype=p.dtype) if p.requires_grad else None
     optimizer.step()
-    assert said(found) == said(mcf.summary(model, optimizer))
+    assert said(found) == said(mcf.meters.summary(model, optimizer))
 
 
 def test_a_converted_model_keeps_its_formats():
     model = mcf.as_expansion(small_model(), mcf.bf16x3)
-    assert mcf.estimate(model, "full").by_format("parameters").keys() == {"bf16x3"}
+    assert mcf.meters.estimate(model, "full").by_format("parameters").keys() == {"bf16x3"}
 
 
 def test_tied_weights_are_counted_once():
     model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6, bias=False))
     model[1].weight = model[0].weight
-    assert mcf.estimate(model).trained == 24
+    assert mcf.meters.estimate(model).trained == 24
 
 
 def test_nothing_is_copied():
     """Of a model as large as this, a copy of which nobody would miss."""
     model = nn.Linear(1, 1)
     model.weight = nn.Parameter(torch.empty(1).expand(2**20, 2**20))
-    assert mcf.estimate(model, "plus").trained == 2**40 + 1
+    assert mcf.meters.estimate(model, "plus").trained == 2**40 + 1
 
 
 def test_any_optimizer():
-    found = mcf.estimate(small_model(), "full", optimizer=lambda p: torch.optim.SGD(p, **SGD))
+    found = mcf.meters.estimate(
+        small_model(), "full", optimizer=lambda p: torch.optim.SGD(p, **SGD)
+    )
     assert {x.state for x in found.held if x.kind == "states"} == {"momentum_buffer"}
     assert (found.optimizer, found.mode) == ("SGD", "full")
-    assert mcf.estimate(small_model(), released=True).bytes_of("gradients") == 0
+    assert mcf.meters.estimate(small_model(), released=True).bytes_of("gradients") == 0
 
 
 def test_errors():
     with pytest.raises(TypeError, match="estimate: got list; give a module"):
-        mcf.estimate([])
+        mcf.meters.estimate([])
     with pytest.raises(ValueError, match="unknown mode 'most'"):
-        mcf.estimate(small_model(), "most")
+        mcf.meters.estimate(small_model(), "most")
 
 
 # ------------------------------------------------------------------------------------ the command

@@ -36,10 +36,10 @@ def said(memory):
 
 
 def assert_foretold(model, optimizer):
-    before = mcf.summary(model, optimizer)
+    before = mcf.meters.summary(model, optimizer)
     assert not optimizer.state or isinstance(optimizer, torch.optim.Adagrad)
     step(model, optimizer)
-    after = mcf.summary(model, optimizer)
+    after = mcf.meters.summary(model, optimizer)
     assert said(before) == said(after)
     assert before.unpredicted is None
     assert {x.known for x in after.held} == {"measured"}
@@ -79,7 +79,7 @@ def test_what_is_predicted_is_there_after_a_step(cls, flags, mode):
     assert found.bytes_of("buffers") == sum(b.nbytes for b in model.buffers())
 
 
-@pytest.mark.parametrize("kind", [*mcf.FORMATS, *STORED, *SCALED], ids=lambda f: f.name)
+@pytest.mark.parametrize("kind", [*mcf.formats.FORMATS, *STORED, *SCALED], ids=lambda f: f.name)
 def test_formats(kind):
     model = mcf.as_expansion(small_model(), kind)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -130,11 +130,11 @@ def test_optimizers_of_other_packages(name):
 def test_sparse_gradients():
     model = nn.Embedding(50, 7, sparse=True)
     optimizer = torch.optim.SparseAdam(model.parameters())
-    before = mcf.summary(model, optimizer)
+    before = mcf.meters.summary(model, optimizer)
     model(torch.tensor([1, 2])).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    assert said(before) == said(mcf.summary(model, optimizer))
+    assert said(before) == said(mcf.meters.summary(model, optimizer))
 
 
 class Shapes(torch.optim.Optimizer):
@@ -163,11 +163,11 @@ class Shapes(torch.optim.Optimizer):
 def test_shapes_of_states():
     model = nn.ParameterList([torch.zeros(40, 8, 9), torch.zeros(8, 8, 4)])
     optimizer = Shapes(model.parameters())
-    before = mcf.summary(model, optimizer)
+    before = mcf.meters.summary(model, optimizer)
     estimated = {x.state for x in before.held if x.known == "estimated"}
     assert estimated == {"odd"}
     step(model, optimizer)
-    after = mcf.summary(model, optimizer)
+    after = mcf.meters.summary(model, optimizer)
     kept = [[x for x in said(m) if x["state"] != "odd"] for m in (before, after)]
     assert kept[0] == kept[1]
     assert {x.state for x in after.held} >= {"list.0", "list.1", "odd"}
@@ -197,7 +197,7 @@ def test_before_anything_is_allocated(kind):
     optimizer = torch.optim.AdamW(model.parameters())
     if kind:
         mcf.collage(optimizer, "full")
-    found = mcf.summary(model, optimizer)
+    found = mcf.meters.summary(model, optimizer)
     size = 3 * (kind.bytes if kind else 2) + 2
     assert found.bytes_per_parameter == pytest.approx(size, rel=1e-9)
     assert found.trained == 2**40 + 2**23
@@ -208,7 +208,7 @@ def test_before_anything_is_allocated(kind):
 
 def test_without_an_optimizer():
     model = network()
-    found = mcf.summary(model)
+    found = mcf.meters.summary(model)
     assert found.bytes_of("states") == 0
     assert found.bytes_of("gradients") == 2 * found.trained
     assert found.by_format("parameters").keys() == {"bf16x2", "bf16x3"}
@@ -219,7 +219,7 @@ def test_tied_and_frozen_parameters():
     model[1].weight = model[0].weight
     model[2].requires_grad_(False)
     model = mcf.as_expansion(model)
-    found = mcf.summary(model, torch.optim.AdamW(model.parameters()))
+    found = mcf.meters.summary(model, torch.optim.AdamW(model.parameters()))
     assert [x.name for x in found.held if x.kind == "gradients"] == ["0.weight"]
     assert found.trained == 24
     assert found.bytes_of("parameters") == 6 * 24 + 2 * 20
@@ -229,35 +229,35 @@ def test_tied_and_frozen_parameters():
 def test_gradients_that_are_there_are_measured():
     model = mcf.as_expansion(nn.Linear(4, 4, bias=False))
     mcf.accumulate_gradients(model)
-    assert mcf.summary(model).bytes_of("gradients") == 2 * 16
+    assert mcf.meters.summary(model).bytes_of("gradients") == 2 * 16
     model(torch.ones(4).bfloat16()).sum().backward()
-    assert mcf.summary(model).bytes_of("gradients") == 4 * 16
-    assert mcf.summary(model).by_format("gradients") == {"bf16x2": 64}
+    assert mcf.meters.summary(model).bytes_of("gradients") == 4 * 16
+    assert mcf.meters.summary(model).by_format("gradients") == {"bf16x2": 64}
 
 
 def test_released_gradients():
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
-    assert mcf.summary(model, optimizer, released=True).bytes_of("gradients") == 0
+    assert mcf.meters.summary(model, optimizer, released=True).bytes_of("gradients") == 0
     with mcf.step_in_backward(model, optimizer):
-        found = mcf.summary(model, optimizer)
+        found = mcf.meters.summary(model, optimizer)
         assert found.released
         assert found.bytes_of("gradients") == 0
         assert "gradients are released" in str(found)
-    assert mcf.summary(model, optimizer).bytes_of("gradients") == 2 * found.trained
+    assert mcf.meters.summary(model, optimizer).bytes_of("gradients") == 2 * found.trained
 
 
 def test_parameters_that_only_the_optimizer_has():
     model, other = small_model(), nn.Parameter(torch.ones(5))
     optimizer = torch.optim.SGD([*model.parameters(), other])
-    found = mcf.summary(model, optimizer)
+    found = mcf.meters.summary(model, optimizer)
     assert found.bytes_of("parameters", "optimizer 0.6") == 20
 
 
 def test_what_cannot_be_predicted_is_said():
     model = small_model()
     optimizer = torch.optim.LBFGS(model.parameters())
-    found = mcf.summary(model, optimizer)
+    found = mcf.meters.summary(model, optimizer)
     assert found.unpredicted.startswith("LBFGS: LBFGS keeps as many vectors")
     assert "without the states of the optimizer: LBFGS" in str(found)
 
@@ -268,8 +268,8 @@ def test_what_cannot_be_predicted_is_said():
         return loss
 
     optimizer.step(closure)
-    assert mcf.summary(model, optimizer).unpredicted is None
-    assert mcf.summary(model, optimizer).bytes_of("states") > 0
+    assert mcf.meters.summary(model, optimizer).unpredicted is None
+    assert mcf.meters.summary(model, optimizer).bytes_of("states") > 0
 
 
 class Failing(torch.optim.SGD):
@@ -279,7 +279,7 @@ class Failing(torch.optim.SGD):
 
 def test_an_optimizer_whose_step_fails():
     model = small_model()
-    found = mcf.summary(model, Failing(model.parameters()))
+    found = mcf.meters.summary(model, Failing(model.parameters()))
     assert found.unpredicted == "Failing: its step raises ArithmeticError: no such step"
 
 
@@ -288,7 +288,7 @@ def test_nothing_is_changed():
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.register_step_pre_hook(lambda *_: pytest.fail("a hook ran"))
     generator = torch.get_rng_state()
-    mcf.summary(model, optimizer)
+    mcf.meters.summary(model, optimizer)
     assert not optimizer.state
     assert torch.equal(generator, torch.get_rng_state())
     assert all(p.grad is None for p in model.parameters())
@@ -300,7 +300,7 @@ def test_nothing_is_changed():
 )
 def test_errors(arguments, message):
     with pytest.raises(TypeError, match=message):
-        mcf.summary(*arguments)
+        mcf.meters.summary(*arguments)
 
 
 # ------------------------------------------------------------------------------------------ shown
@@ -311,7 +311,7 @@ def test_the_table():
     model[31].requires_grad_(False)
     model = mcf.as_expansion(model, overrides={"30.running_var": mcf.bf16x3})
     optimizer = mcf.collage(torch.optim.AdamW(model.parameters()), "plus")
-    found = mcf.summary(model, optimizer)
+    found = mcf.meters.summary(model, optimizer)
     first, line, *rows = str(found).splitlines()
     heads = ["shape", "role", "format", "gradient", "exp_avg", "exp_avg_sq", "bytes"]
     assert first.split() == heads
@@ -335,7 +335,7 @@ def test_the_table():
 def test_layers_that_differ_have_rows_of_their_own():
     model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(4)])
     model = mcf.as_expansion(model, overrides={"2.weight": mcf.bf16x3})
-    rows = [line.split() for line in str(mcf.summary(model)).splitlines()]
+    rows = [line.split() for line in str(mcf.meters.summary(model)).splitlines()]
     assert ["*.weight", "8×8", "3"] in [row[:3] for row in rows]
     assert ["2.weight", "8×8", "parameter", "bf16x3"] in [row[:4] for row in rows]
 
@@ -347,7 +347,7 @@ def test_many_states_take_a_few_columns():
                 self.state[p] = {f"s{i}": torch.zeros_like(p) for i in range(9)}
 
     model = mcf.as_expansion(nn.Linear(3, 3, bias=False))
-    found = mcf.summary(model, Many(model.parameters()))
+    found = mcf.meters.summary(model, Many(model.parameters()))
     assert len(found._states()) == 4
     assert found.bytes_of("states") == 9 * found.bytes_of("parameters")
 
@@ -361,14 +361,14 @@ def test_modes_are_said(mode, said):
     optimizer = torch.optim.AdamW(model.parameters())
     if mode:
         mcf.collage(optimizer, mode)
-    found = mcf.summary(model, optimizer)
+    found = mcf.meters.summary(model, optimizer)
     assert (found.optimizer, found.mode) == ("AdamW", said)
 
 
 def test_the_dict():
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
-    content = json.loads(json.dumps(mcf.summary(model, optimizer).to_dict()))
+    content = json.loads(json.dumps(mcf.meters.summary(model, optimizer).to_dict()))
     kinds = content["kinds"]
     assert content["total"] == sum(kind["bytes"] for kind in kinds.values())
     assert content["total"] == sum(x["bytes"] for x in content["held"])
@@ -402,7 +402,7 @@ warm = mcf.as_expansion(first)
 step(warm, mcf.collage(torch.optim.AdamW(warm.parameters()), "plus"))
 before = used()
 model, optimizer = build()
-said = mcf.summary(model, optimizer).total
+said = mcf.meters.summary(model, optimizer).total
 step(model, optimizer)
 print((used() - before) / said)
 """

@@ -16,7 +16,7 @@ from mcftensor.passes.expansion import convert
 from support.helpers import assert_same_terms, sample
 
 FORMATS = [
-    *mcf.FORMATS,
+    *mcf.formats.FORMATS,
     mcf.Format(torch.bfloat16, 4),
     mcf.Format(torch.bfloat16, 6),
     mcf.Format(torch.float32, 4),
@@ -76,9 +76,13 @@ def test_a_tie_is_decided_by_what_lies_far_behind():
     # Halfway between two numbers of bf16x2, and 2^-60 to either side: rounding by way of float64
     # would not see it.
     for hair in (2.0**-60, -(2.0**-60)):
-        x = mcf.from_exact(1 + Fraction(3, 2**10) + Fraction(1, 2**18) + Fraction(hair), mcf.fp64x2)
+        x = mcf.exact.from_exact(
+            1 + Fraction(3, 2**10) + Fraction(1, 2**18) + Fraction(hair), mcf.fp64x2
+        )
         y = mcf.as_expansion(x, mcf.bf16x2)
-        assert mcf.to_fraction(y) == mcf.to_fraction(mcf.from_exact(mcf.to_fraction(x), mcf.bf16x2))
+        assert mcf.exact.to_fraction(y) == mcf.exact.to_fraction(
+            mcf.exact.from_exact(mcf.exact.to_fraction(x), mcf.bf16x2)
+        )
 
 
 @every_pair

@@ -41,7 +41,7 @@ def leading_terms(x, y, format=None):
 )
 def test_finds_what_is_broken(module, name, broken, named, monkeypatch, capsys):
     monkeypatch.setattr(module, name, broken)
-    with pytest.raises(mcf.SelfCheckError, match=named):
+    with pytest.raises(mcf.errors.SelfCheckError, match=named):
         mcf.selfcheck(compiled=False)
     assert main(["selfcheck", "--eager"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
@@ -54,7 +54,7 @@ def test_finds_what_a_compiler_changes(monkeypatch):
     def broken_by(function):
         return lambda *inputs: (function(*inputs)[0], *map(torch.zeros_like, function(*inputs)[1:]))
 
-    with pytest.raises(mcf.SelfCheckError, match="two_sum in bfloat16, compiled"):
+    with pytest.raises(mcf.errors.SelfCheckError, match="two_sum in bfloat16, compiled"):
         mcf.selfcheck()
 
 

@@ -37,7 +37,7 @@ DRAWS = 100_000
 
 def value(x):
     """The exact number of an expansion of one element."""
-    return mcf.to_fraction(x.reshape(()))
+    return mcf.exact.to_fraction(x.reshape(()))
 
 
 def assert_no_error_in_the_mean(x, exact):
@@ -69,7 +69,7 @@ def exact_sum(column):
 
 def many(f, number, device="cpu", count=DRAWS):
     """One number in every element."""
-    x = mcf.from_exact(number, f, device=device)
+    x = mcf.exact.from_exact(number, f, device=device)
     return mcf.MCFTensor([t.expand(count).contiguous() for t in x.components], f)
 
 

@@ -130,7 +130,7 @@ def test_what_they_are():
 def test_foreign_nans_become_one():
     leading = torch.tensor([0x7F80, 0x7FC0, 0x7FFF, 0x3F80], dtype=torch.int16).view(torch.bfloat16)
     tail = torch.tensor([5, -1, 3, 7], dtype=torch.int16)
-    x = mcf.from_terms({"x": leading, "x.bf16i16.tail": tail})["x"]
+    x = mcf.checkpoint.from_terms({"x": leading, "x.bf16i16.tail": tail})["x"]
     back = patterns(mcf.as_plain(x, torch.float32))
     assert back.tolist() == [0x7FC00000, 0x7FC00000, 0x7FC00000, 0x3F800007]
 

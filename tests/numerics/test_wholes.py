@@ -10,7 +10,7 @@ import mcftensor as mcf
 from common.oracle import value
 from support.helpers import assert_same_terms
 
-FORMATS = [*mcf.FORMATS, mcf.Format(torch.float64, 3), mcf.Format(torch.bfloat16, 4)]
+FORMATS = [*mcf.formats.FORMATS, mcf.Format(torch.float64, 3), mcf.Format(torch.bfloat16, 4)]
 by_format = pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
 
 
@@ -29,7 +29,7 @@ def hard(format, count=50):
         tail = Fraction(2) ** draw(least, 0) * draw(-1, 1)
         numbers.append(size + tail)
         numbers.append(Fraction(draw(0, 40), 2) + tail)
-    x = mcf.from_exact(numbers, format)
+    x = mcf.exact.from_exact(numbers, format)
     return torch.cat([x, -x])
 
 
@@ -39,8 +39,8 @@ def rationals(x):
 
 def assert_exact(found, expected, format):
     assert found.format is format
-    assert_same_terms(found.abs(), mcf.from_exact(expected, format).abs())
-    assert rationals(found) == rationals(mcf.from_exact(expected, format))
+    assert_same_terms(found.abs(), mcf.exact.from_exact(expected, format).abs())
+    assert rationals(found) == rationals(mcf.exact.from_exact(expected, format))
 
 
 EXACT = {
@@ -67,7 +67,9 @@ def test_whole_numbers(name, format):
 @by_format
 @pytest.mark.parametrize("decimals", [1, 3, -1])
 def test_decimals(decimals, format):
-    x = torch.cat([hard(format, 20), mcf.from_exact(["0.25", "0.35", "-2.5", "15", "25"], format)])
+    x = torch.cat(
+        [hard(format, 20), mcf.exact.from_exact(["0.25", "0.35", "-2.5", "15", "25"], format)]
+    )
     assert_exact(x.round(decimals=decimals), [round(r, decimals) for r in rationals(x)], format)
 
 
@@ -115,13 +117,15 @@ def test_special_values_and_signs_are_those_of_torch(format):
 
 
 def test_tails_count():
-    x = mcf.from_exact([1 - Fraction(1, 2**100), Fraction(5, 2) + Fraction(1, 2**100)], mcf.bf16x2)
-    assert mcf.to_fraction(x.floor()) == [0, 2]
-    assert mcf.to_fraction(x.round()) == [1, 3]
-    assert mcf.to_fraction(torch.fmod(x, 1.0))[1] == Fraction(1, 2) + Fraction(1, 2**100)
-    y = mcf.from_exact([2**80 + Fraction(1, 3)], mcf.fp64x2)
-    assert mcf.to_fraction(y.trunc()) == [2**80]
-    assert 0 < mcf.to_fraction(y % 1)[0] < Fraction(1, 2)
+    x = mcf.exact.from_exact(
+        [1 - Fraction(1, 2**100), Fraction(5, 2) + Fraction(1, 2**100)], mcf.bf16x2
+    )
+    assert mcf.exact.to_fraction(x.floor()) == [0, 2]
+    assert mcf.exact.to_fraction(x.round()) == [1, 3]
+    assert mcf.exact.to_fraction(torch.fmod(x, 1.0))[1] == Fraction(1, 2) + Fraction(1, 2**100)
+    y = mcf.exact.from_exact([2**80 + Fraction(1, 3)], mcf.fp64x2)
+    assert mcf.exact.to_fraction(y.trunc()) == [2**80]
+    assert 0 < mcf.exact.to_fraction(y % 1)[0] < Fraction(1, 2)
 
 
 def test_a_whole_number_beyond_the_base_overflows():

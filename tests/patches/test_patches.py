@@ -84,7 +84,7 @@ def test_what_is_not_as_expected_stays(found):
     owner = SimpleNamespace(function=found)
     columns = {"why": "", "releases": "", "when": "", "kind": type(lambda: 0)}
     row = Patch("torch.function", loss=str(found), change=id, takes=("wanted", "x"), **columns)
-    with pytest.warns(mcf.PatchWarning, match="torch has no torch.function as"):
+    with pytest.warns(mcf.errors.PatchWarning, match="torch has no torch.function as"):
         row.install(owner)
     assert owner.function is found
 

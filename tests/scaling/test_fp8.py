@@ -11,7 +11,7 @@ import mcftensor as mcf
 from mcftensor.scaling import Fp8Linear, counting, fp8, fp8_linear, fp8_product
 from support.scales import FP16, assert_near, exact, half, normal
 
-E4M3, E5M2 = mcf.scaled(torch.float8_e4m3fn), mcf.scaled(torch.float8_e5m2)
+E4M3, E5M2 = mcf.scaling.scaled(torch.float8_e4m3fn), mcf.scaling.scaled(torch.float8_e5m2)
 PAIRS = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2), (E5M2, E5M2)]
 EXPONENTS = st.integers(-100, 100)
 
@@ -63,7 +63,7 @@ def test_the_error_is_that_of_the_data_types(s, t, u):
 
 
 def test_a_linear_layer_with_bias_and_batches():
-    layer = mcf.scalify(nn.Linear(16, 8), products="fp8")
+    layer = mcf.scaling.scalify(nn.Linear(16, 8), products="fp8")
     assert type(layer) is Fp8Linear
     x = torch.randn(2, 3, 16)
     with counting() as counts:

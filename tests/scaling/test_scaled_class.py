@@ -29,14 +29,14 @@ def test_all_are_of_one_class(format):
 
 
 def test_the_former_name_stands_for_the_formats():
-    x = mcf.ScaledTensor([torch.ones(2).half()], torch.tensor(3, dtype=torch.int32))
+    x = mcf.scaling.ScaledTensor([torch.ones(2).half()], torch.tensor(3, dtype=torch.int32))
     assert type(x) is mcf.MCFTensor
     assert x.format is FP16
-    assert isinstance(x, mcf.ScaledTensor)
-    assert not isinstance(mcf.as_expansion(x.double(), mcf.bf16x2), mcf.ScaledTensor)
-    assert not isinstance(torch.ones(2), mcf.ScaledTensor)
-    tailed = mcf.scaled(mcf.fp16x2)
-    assert mcf.ScaledTensor([*[torch.ones(2).half()] * 2], x.exponent).format is tailed
+    assert isinstance(x, mcf.scaling.ScaledTensor)
+    assert not isinstance(mcf.as_expansion(x.double(), mcf.bf16x2), mcf.scaling.ScaledTensor)
+    assert not isinstance(torch.ones(2), mcf.scaling.ScaledTensor)
+    tailed = mcf.scaling.scaled(mcf.fp16x2)
+    assert mcf.scaling.ScaledTensor([*[torch.ones(2).half()] * 2], x.exponent).format is tailed
 
 
 def test_pytorch_sends_operators_to_the_rules_directly():
@@ -58,7 +58,9 @@ class Former:
 
 @pytest.mark.parametrize("is_param", [False, True])
 @pytest.mark.parametrize(
-    "format", [*FORMATS, mcf.scaled(torch.float16, rounding="stochastic")], ids=lambda f: f.name
+    "format",
+    [*FORMATS, mcf.scaling.scaled(torch.float16, rounding="stochastic")],
+    ids=lambda f: f.name,
 )
 def test_files_of_the_former_class_load(format, is_param):
     x = mcf.as_expansion(torch.randn(3, 4) * 1e-9, format)
@@ -104,7 +106,7 @@ def test_scales_win_where_they_meet_expansions(format):
 
 @pytest.mark.parametrize("format", TO_NEAREST, ids=lambda f: f.name)
 def test_copies_between_scaled_tensors_and_expansions_round_once(format):
-    x = mcf.as_expansion(torch.randn(2, 32), mcf.scaled(mcf.fp16x2))
+    x = mcf.as_expansion(torch.randn(2, 32), mcf.scaling.scaled(mcf.fp16x2))
     e = mcf.as_expansion(torch.zeros(2, 32), format)
     e.copy_(x)
     assert e.format is format
@@ -128,7 +130,7 @@ def test_a_format_in_the_place_of_a_dtype():
 
 
 def test_numbers_are_rounded_once():
-    x = mcf.as_expansion(torch.ones(3), mcf.scaled(mcf.fp16x2))
+    x = mcf.as_expansion(torch.ones(3), mcf.scaling.scaled(mcf.fp16x2))
     x[0] = 1 / 3
     assert exact(x)[0].item() == pytest.approx(1 / 3, rel=2**-22, abs=0)
     made = x.new_tensor([1e-9, 3e-9])

@@ -10,7 +10,7 @@ from support.scales import FP16, exact, is_scaled
 
 
 def build():
-    return mcf.scalify(
+    return mcf.scaling.scalify(
         nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 5)), FP16
     )
 

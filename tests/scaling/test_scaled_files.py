@@ -9,7 +9,7 @@ from torch import nn
 import mcftensor as mcf
 from support.scales import FORMATS, FP16, exact, normal
 
-STOCHASTIC = mcf.scaled(torch.float16, rounding="stochastic")
+STOCHASTIC = mcf.scaling.scaled(torch.float16, rounding="stochastic")
 formats = pytest.mark.parametrize("format", [*FORMATS, STOCHASTIC], ids=lambda f: f.name)
 
 
@@ -19,7 +19,7 @@ def build(format=FP16):
     model[3].weight = model[2].weight
     with torch.no_grad():
         model[0].weight.mul_(2.0**-30)  # below what float16 holds
-    return mcf.scalify(model, format)
+    return mcf.scaling.scalify(model, format)
 
 
 def numbers(model):
@@ -63,7 +63,7 @@ def test_into_other_kinds_of_models_and_back(format, tmp_path):
 
 
 def test_to_other_programs_data_are_integers(tmp_path):
-    model = build(mcf.scaled(torch.float16, tail=8))
+    model = build(mcf.scaling.scaled(torch.float16, tail=8))
     mcf.save_file(model, tmp_path / "x.safetensors")
     found = safetensors.torch.load_file(tmp_path / "x.safetensors")
     name = "0.weight.scaled(fp16i8)"
@@ -74,19 +74,19 @@ def test_to_other_programs_data_are_integers(tmp_path):
 
 def test_terms_share_memory_and_other_programs_are_noticed():
     model, other = build(), build()
-    terms = mcf.as_terms(other.state_dict(), sums=True)
-    for name, x in mcf.as_terms(model.state_dict(), sums=True).items():
+    terms = mcf.checkpoint.as_terms(other.state_dict(), sums=True)
+    for name, x in mcf.checkpoint.as_terms(model.state_dict(), sums=True).items():
         terms[name].copy_(x)
     assert are_equal(numbers(other), numbers(model))
     terms["0.weight"] += 1
-    with pytest.raises(mcf.CheckpointError, match=r"0\.weight in scaled\(float16\)"):
-        mcf.from_terms(terms)
-    assert mcf.from_terms(terms, verify=False)["0.weight"].format is FP16
+    with pytest.raises(mcf.errors.CheckpointError, match=r"0\.weight in scaled\(float16\)"):
+        mcf.checkpoint.from_terms(terms)
+    assert mcf.checkpoint.from_terms(terms, verify=False)["0.weight"].format is FP16
     kept = {n: x for n, x in terms.items() if not n.startswith("0.weight.")}
-    assert mcf.from_terms(kept)["0.weight"].dtype == torch.int16
+    assert mcf.checkpoint.from_terms(kept)["0.weight"].dtype == torch.int16
     terms["1.weight.scaled(float16).exponent"] = torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(mcf.CheckpointError, match=r"1\.weight make no expansion"):
-        mcf.from_terms(terms, verify=False)
+    with pytest.raises(mcf.errors.CheckpointError, match=r"1\.weight make no expansion"):
+        mcf.checkpoint.from_terms(terms, verify=False)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -96,14 +96,14 @@ def test_distributed_checkpoints(by_terms, tmp_path):
     with torch.no_grad():
         for p in other.parameters():
             p.add_(1).mul_(2.0**20)
-    view = mcf.as_terms if by_terms else dict
+    view = mcf.checkpoint.as_terms if by_terms else dict
     dcp.save(view(model.state_dict()), checkpoint_id=tmp_path)
     dcp.load(view(other.state_dict()), checkpoint_id=tmp_path)
     assert are_equal(numbers(other), numbers(model))
 
 
 def test_programs_that_save_modules(tmp_path):
-    model, other = mcf.store_as_terms(build()), mcf.store_as_terms(build())
+    model, other = mcf.checkpoint.store_as_terms(build()), mcf.checkpoint.store_as_terms(build())
     stored = model.state_dict()
     assert all(type(x) is torch.Tensor for x in stored.values())
     other.load_state_dict(stored)
@@ -112,8 +112,10 @@ def test_programs_that_save_modules(tmp_path):
 
 def test_converters_say_what_to_do(tmp_path):
     mcf.save_file(build(), tmp_path / "x.safetensors")
-    with pytest.raises(mcf.CheckpointError, match=r"scaled\(float16\), and scales .*as_plain"):
-        mcf.convert_checkpoint(tmp_path / "x.safetensors", tmp_path / "to")
+    with pytest.raises(
+        mcf.errors.CheckpointError, match=r"scaled\(float16\), and scales .*as_plain"
+    ):
+        mcf.checkpoint.convert_checkpoint(tmp_path / "x.safetensors", tmp_path / "to")
 
 
 def test_names():
@@ -125,5 +127,5 @@ def test_names():
 
 def test_tensors_of_equal_shape_are_not_tied():
     x, y = normal(3), normal(3, seed=1)
-    found = mcf.from_terms(mcf.as_terms({"x": x, "y": y}))
+    found = mcf.checkpoint.from_terms(mcf.checkpoint.as_terms({"x": x, "y": y}))
     assert torch.equal(exact(found["y"]), exact(y))

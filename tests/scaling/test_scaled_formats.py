@@ -15,7 +15,7 @@ import mcftensor as mcf
 from support.scales import FORMATS, FP16, at, bits_of, exact, is_scaled, least_of, normal, rms
 
 FEW = settings(max_examples=20)
-TAILED = mcf.scaled(torch.float16, tail=8)
+TAILED = mcf.scaling.scaled(torch.float16, tail=8)
 formats = pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
 
 
@@ -53,7 +53,7 @@ def test_a_scaled_expansion_has_22_bits_over_the_whole_range(s):
     generator = torch.Generator().manual_seed(s + 200)
     binades = torch.randint(-12, 1, (200,), generator=generator)
     numbers = torch.rand(200, generator=generator, dtype=torch.float64) * 2.0 ** (binades + s)
-    x = mcf.as_expansion(numbers, mcf.scaled(mcf.fp16x2))
+    x = mcf.as_expansion(numbers, mcf.scaling.scaled(mcf.fp16x2))
     relative = ((exact(x) - numbers).abs() / numbers)[numbers > 2.0 ** (s - 13)]
     assert relative.max() <= 2.0**-22
     assert relative.max() > 2.0**-25
@@ -113,13 +113,13 @@ def test_leaving_is_exact(format):
 
 
 def test_exact_numbers():
-    x = mcf.from_exact(["1/3", "1e-30", 0], mcf.scaled(mcf.fp16x2))
-    one, small, zero = mcf.to_fraction(x)
+    x = mcf.exact.from_exact(["1/3", "1e-30", 0], mcf.scaling.scaled(mcf.fp16x2))
+    one, small, zero = mcf.exact.to_fraction(x)
     assert abs(one - Fraction(1, 3)) <= Fraction(1, 3 * 2**22)
     assert zero == 0
     assert small == 0  # 2^98 below the largest: one scale for all
-    assert mcf.to_fraction(mcf.from_exact("1e-30", FP16)) == Fraction(
-        exact(mcf.from_exact("1e-30", FP16)).item()
+    assert mcf.exact.to_fraction(mcf.exact.from_exact("1e-30", FP16)) == Fraction(
+        exact(mcf.exact.from_exact("1e-30", FP16)).item()
     )
 
 
@@ -147,9 +147,9 @@ def test_special_values():
 
 def test_what_is_no_format_raises():
     with pytest.raises(TypeError, match="fp16x2"):
-        mcf.scaled(torch.int8)
+        mcf.scaling.scaled(torch.int8)
     with pytest.raises(TypeError, match="fp16x2"):
-        mcf.scaled(mcf.fp32x2)
+        mcf.scaling.scaled(mcf.fp32x2)
     with pytest.raises(TypeError, match="floating"):
         mcf.as_expansion(torch.arange(3), FP16)
     with pytest.raises(ValueError, match="components"):
@@ -223,7 +223,9 @@ def test_data():
 # ----------------------------------------------------------------------------- views and writes
 
 
-@pytest.mark.parametrize("format", [FP16, TAILED, mcf.scaled(mcf.fp16x2)], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "format", [FP16, TAILED, mcf.scaling.scaled(mcf.fp16x2)], ids=lambda f: f.name
+)
 @FEW
 @given(s=st.integers(-60, 60), t=st.integers(-60, 60))
 def test_a_write_into_a_view_raises_the_exponent_of_all(format, s, t):
@@ -324,29 +326,29 @@ def test_a_module_and_back():
 def test_tied_weights_stay_tied():
     model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
     model["b"].weight = model["a"].weight
-    mcf.scalify(model)
+    mcf.scaling.scalify(model)
     assert model["b"].weight is model["a"].weight
 
 
 def test_mistakes_are_named():
     model = nn.Linear(3, 3)
     with pytest.raises(TypeError, match="scaled format"):
-        mcf.scalify(model, torch.float16)
+        mcf.scaling.scalify(model, torch.float16)
     with pytest.raises(RuntimeError, match=r"weight_ih_l0 .* Recurrent layers .*: None"):
-        mcf.scalify(nn.LSTM(3, 3))
+        mcf.scaling.scalify(nn.LSTM(3, 3))
     with pytest.raises(ValueError, match="rounding"):
-        mcf.scaled(torch.float32, rounding="stochastic")
+        mcf.scaling.scaled(torch.float32, rounding="stochastic")
     for base, tail in ((torch.bfloat16, 8), (torch.float16, 16), (mcf.fp16x2, 8)):
         with pytest.raises(ValueError, match="tail of 8 bits"):
-            mcf.scaled(base, tail=tail)
+            mcf.scaling.scaled(base, tail=tail)
     with pytest.raises(ValueError, match="products"):
-        mcf.scalify(model, products="int8")
+        mcf.scaling.scalify(model, products="int8")
     with pytest.raises(ValueError, match="matches none"):
-        mcf.scalify(model, overrides={"gain": None})
+        mcf.scaling.scalify(model, overrides={"gain": None})
 
 
 def test_state_dicts():
-    model, other = mcf.scalify(nn.Linear(3, 3)), mcf.scalify(nn.Linear(3, 3))
+    model, other = mcf.scaling.scalify(nn.Linear(3, 3)), mcf.scaling.scalify(nn.Linear(3, 3))
     other.load_state_dict(model.state_dict())
     assert torch.equal(exact(other.weight), exact(model.weight))
     plain = nn.Linear(3, 3)

@@ -242,7 +242,7 @@ def test_gradients_of_attention():
 
 
 def test_plain_inputs_of_convolutions_get_plain_gradients():
-    layer = mcf.scalify(nn.Conv2d(3, 4, 3), FP16)
+    layer = mcf.scaling.scalify(nn.Conv2d(3, 4, 3), FP16)
     x = torch.randn(2, 3, 6, 6, requires_grad=True)
     layer(x).backward(torch.ones(2, 4, 4, 4) * 1e-6)
     copy = x.detach().double().requires_grad_()
@@ -256,13 +256,13 @@ def test_plain_inputs_of_convolutions_get_plain_gradients():
 
 def test_rescaling_forward_and_backward():
     x = at(torch.full((40,), 2.0**-9).half(), 5, requires_grad=True)
-    made = mcf.rescale(x)
+    made = mcf.scaling.rescale(x)
     assert rms(made) == 1
     assert torch.equal(exact(made), exact(x))
     made.backward(at(torch.full((40,), 2.0**-6).half(), -30))
     assert rms(x.grad) == 2.0**-6
     x.grad = None
-    made = mcf.rescale_grad(x)
+    made = mcf.scaling.rescale_grad(x)
     assert torch.equal(made.components[0], x.components[0])
     made.backward(at(torch.full((40,), 2.0**-6).half(), -30))
     assert rms(x.grad) == 1
@@ -326,9 +326,9 @@ def test_recurrent_layers_stay_plain(kind):
     scaled = Recurrent(kind)
     scaled.load_state_dict(model.state_dict())
     with pytest.raises(RuntimeError, match=r"rnn\.weight_ih_l0 .*overrides=\{'rnn\.\*': None\}"):
-        mcf.scalify(scaled)
-    mcf.scalify(scaled, FP16, overrides={"rnn.*": None})
-    mcf.scalify(scaled, FP16, overrides={"rnn.*": None})  # hooks once
+        mcf.scaling.scalify(scaled)
+    mcf.scaling.scalify(scaled, FP16, overrides={"rnn.*": None})
+    mcf.scaling.scalify(scaled, FP16, overrides={"rnn.*": None})  # hooks once
     x, y = torch.randint(11, (3, 7)), torch.randint(11, (3, 7))
     for (_, p), q in zip(scaled.named_parameters(), model.double().parameters(), strict=True):
         q.data.copy_(exact(p))
@@ -358,7 +358,7 @@ def test_gradients_of_models(name):
     model, (x, y) = build(), draw()
     scaled = build()
     scaled.load_state_dict(model.state_dict())
-    mcf.scalify(scaled)
+    mcf.scaling.scalify(scaled)
     for (_, p), q in zip(scaled.named_parameters(), model.double().parameters(), strict=True):
         q.data.copy_(exact(p))
     expected = loss_of(model, x.double() if x.is_floating_point() else x, y)
@@ -377,7 +377,7 @@ def test_gradients_of_models(name):
 @pytest.mark.parametrize("k", [-60, 60])
 def test_the_scale_of_a_loss_changes_no_bit_of_data(name, k):
     build, draw = MODELS[name]
-    model, (x, y) = mcf.scalify(build()), draw()
+    model, (x, y) = mcf.scaling.scalify(build()), draw()
     loss_of(model, x, y).backward()
     first = [p.grad for p in model.parameters()]
     model.zero_grad()
@@ -389,7 +389,7 @@ def test_the_scale_of_a_loss_changes_no_bit_of_data(name, k):
 
 def test_gradients_of_single_samples():
     """By vmap: one scale for all samples."""
-    model = mcf.scalify(perceptron(), FP16)
+    model = mcf.scaling.scalify(perceptron(), FP16)
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     x, y = torch.randn(6, 6), torch.arange(6) % 5
 
@@ -409,7 +409,7 @@ def test_gradients_of_single_samples():
 def test_plain_float16_loses_what_scaled_float16_keeps():
     torch.manual_seed(0)
     plain = perceptron()
-    scaled = mcf.scalify(perceptron(), FP16)
+    scaled = mcf.scaling.scalify(perceptron(), FP16)
     scaled.load_state_dict(plain.state_dict())
     plain.half()
     x, y = torch.randn(12, 6), torch.arange(12) % 5

@@ -7,7 +7,7 @@ from torch import nn
 import mcftensor as mcf
 from support.scales import FP16, exact, normal
 
-TAILED = mcf.scaled(torch.float16, tail=8)
+TAILED = mcf.scaling.scaled(torch.float16, tail=8)
 PATHS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
@@ -16,7 +16,9 @@ def leading_of(x):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("format", [FP16, TAILED, mcf.scaled(mcf.fp16x2)], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "format", [FP16, TAILED, mcf.scaling.scaled(mcf.fp16x2)], ids=lambda f: f.name
+)
 def test_updates(format, path):
     """Against what the parameters really moved by, and float64 optimizers on the same gradients."""
     p = nn.Parameter(mcf.as_expansion(exact(normal(40, 30)) / 3, format))
@@ -48,7 +50,7 @@ def test_a_meter_changes_no_bit():
     results = []
     for every in (None, 1):
         torch.manual_seed(0)
-        model = mcf.scalify(nn.Linear(7, 5))  # rounded stochastically
+        model = mcf.scaling.scalify(nn.Linear(7, 5))  # rounded stochastically
         optimizer = torch.optim.AdamW(model.parameters())
         meter = every and mcf.EDQ(optimizer, every)
         for i in range(3):
@@ -62,12 +64,12 @@ def test_a_meter_changes_no_bit():
 
 @pytest.mark.parametrize("format", [FP16, TAILED], ids=lambda f: f.name)
 def test_memory(format):
-    model = mcf.scalify(nn.Linear(7, 5), format)
+    model = mcf.scaling.scalify(nn.Linear(7, 5), format)
     optimizer = torch.optim.AdamW(model.parameters())
-    predicted = mcf.summary(model, optimizer)
+    predicted = mcf.meters.summary(model, optimizer)
     model(torch.ones(2, 7)).sum().backward()
     optimizer.step()
-    measured = mcf.summary(model, optimizer)
+    measured = mcf.meters.summary(model, optimizer)
     of_parameters = sum(sum(x.nbytes for x in p.components) for p in model.parameters())
     assert measured.bytes_of("parameters") == of_parameters == 40 * format.bytes + 2 * 4
     assert measured.bytes_of("gradients") == 40 * 2 + 2 * 4
@@ -77,14 +79,16 @@ def test_memory(format):
 
 
 def test_audits():
-    model = mcf.scalify(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 5)), FP16)
+    model = mcf.scaling.scalify(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 5)), FP16)
     before = {name: x.clone() for name, x in model.state_dict().items()}
     with torch.no_grad():
         model[0].weight.mul_(1.5)
         model[1].weight[0].mul_(2.0**-3)
-    found = {x.name: x for x in mcf.audit(before, model.state_dict()).tensors}
+    found = {x.name: x for x in mcf.meters.audit(before, model.state_dict()).tensors}
     assert found["0.bias"].verdict == "frozen"
     assert found["0.weight"].verdict == "moving"
     assert found["1.weight"].unchanged == pytest.approx(0.8)
-    with pytest.raises(mcf.CheckpointError, match=r"scaled\(float16\) in before and scaled\(fp16"):
-        mcf.audit(before, mcf.scalify(model, TAILED).state_dict())
+    with pytest.raises(
+        mcf.errors.CheckpointError, match=r"scaled\(float16\) in before and scaled\(fp16"
+    ):
+        mcf.meters.audit(before, mcf.scaling.scalify(model, TAILED).state_dict())

@@ -191,8 +191,8 @@ def test_gradients_are_as_good_as_in_bfloat16(name, size):
     x = (torch.randn(4, 8, 16) * size).bfloat16()
     wanted = gradients(copy.deepcopy(model).double(), x.double())
     yardstick = errors(gradients(copy.deepcopy(model).bfloat16(), x), wanted)
-    scaled = mcf.scalify(copy.deepcopy(model), mcf.scaled(torch.float16))
-    entered = mcf.as_expansion(x, mcf.scaled(torch.float16))
+    scaled = mcf.scaling.scalify(copy.deepcopy(model), mcf.scaling.scaled(torch.float16))
+    entered = mcf.as_expansion(x, mcf.scaling.scaled(torch.float16))
     found = errors(gradients(scaled, entered), wanted)
     for parameter, error in found.items():
         assert error <= ROOM * yardstick[parameter], (parameter, error, yardstick)
@@ -200,12 +200,12 @@ def test_gradients_are_as_good_as_in_bfloat16(name, size):
 
 class TestRefusals:
     def test_modes_of_states(self):
-        optimizer = torch.optim.AdamW(mcf.scalify(nn.Linear(16, 4)).parameters())
+        optimizer = torch.optim.AdamW(mcf.scaling.scalify(nn.Linear(16, 4)).parameters())
         with pytest.raises(TypeError, match=r"collage: .* are scaled.*leave collage out.*as_plain"):
             mcf.collage(optimizer, "compact")
 
     def test_expansions(self):
-        model = mcf.scalify(nn.Linear(16, 4))
+        model = mcf.scaling.scalify(nn.Linear(16, 4))
         for scaled in (model, model.weight):
             with pytest.raises(TypeError, match=r"as_expansion: .*scaled\(float16.*mcf\.as_plain"):
                 mcf.as_expansion(scaled, mcf.bf16x2)

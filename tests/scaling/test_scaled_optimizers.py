@@ -9,7 +9,7 @@ from torch import nn
 import mcftensor as mcf
 from support.scales import FP16, exact, is_scaled, normal, rms
 
-TAILED = mcf.scaled(torch.float16, tail=8)
+TAILED = mcf.scaling.scaled(torch.float16, tail=8)
 PATHS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.99)}),
@@ -63,7 +63,7 @@ def test_steps(kind, path):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", ["adamw", "amsgrad", "sgd"])
 def test_scaled_expansions_keep_22_bits_of_a_step(kind, path):
-    scaled, plain, begin, _ = steps(kind, path, mcf.scaled(mcf.fp16x2))
+    scaled, plain, begin, _ = steps(kind, path, mcf.scaling.scaled(mcf.fp16x2))
     for p, q, x in zip(scaled, plain, begin, strict=True):
         moved, intended = exact(p) - x, q.detach() - x
         assert (moved - intended).norm() <= 3e-5 * intended.norm()
@@ -119,7 +119,9 @@ def test_second_moments_have_room_below(path):
 def test_stochastic_rounding_keeps_small_steps_in_the_mean():
     start = torch.full((4000,), 1.5)
     for rounding, kept in (("nearest", 0.0), ("stochastic", 1.0)):
-        p = nn.Parameter(mcf.as_expansion(start, mcf.scaled(torch.float16, rounding=rounding)))
+        p = nn.Parameter(
+            mcf.as_expansion(start, mcf.scaling.scaled(torch.float16, rounding=rounding))
+        )
         optimizer = torch.optim.SGD([p], lr=1.0)
         for _ in range(50):
             p.grad = mcf.as_expansion(torch.full((4000,), 2.0**-13), FP16)
@@ -130,7 +132,7 @@ def test_stochastic_rounding_keeps_small_steps_in_the_mean():
 
 def test_states_of_stochastic_parameters_are_rounded_to_nearest():
     p = nn.Parameter(
-        mcf.as_expansion(torch.ones(3), mcf.scaled(torch.float16, rounding="stochastic"))
+        mcf.as_expansion(torch.ones(3), mcf.scaling.scaled(torch.float16, rounding="stochastic"))
     )
     assert torch.zeros_like(p).format is FP16
     assert (p * 2).format is FP16
@@ -156,7 +158,7 @@ def test_sums_of_many_gradients():
     with mcf.accumulate_gradients(nn.ParameterList([p])):
         for size in (2.0**-50, *[2.0**-62] * 64):
             (p * size).sum().backward()
-    assert p.grad.format is mcf.scaled(mcf.fp16x2)
+    assert p.grad.format is mcf.scaling.scaled(mcf.fp16x2)
     assert (exact(p.grad) == 2.0**-50 * (1 + 2.0**-6)).all()  # one float16 stays as it is
     optimizer = torch.optim.SGD([p], lr=2.0**50)
     before = exact(p)

@@ -24,8 +24,8 @@ def test_every_way_is_refused():
     with pytest.raises(NotImplementedError, match=REFUSED):
         distribute_tensor(normal(4, 3), mesh, [Shard(0)])
     with pytest.raises(NotImplementedError, match=REFUSED):
-        nn.parallel.DistributedDataParallel(mcf.scalify(nn.Linear(4, 4)))
+        nn.parallel.DistributedDataParallel(mcf.scaling.scalify(nn.Linear(4, 4)))
     with pytest.raises(NotImplementedError, match=REFUSED):
-        fully_shard(mcf.scalify(nn.Linear(4, 4)))(torch.ones(2, 4))
+        fully_shard(mcf.scaling.scalify(nn.Linear(4, 4)))(torch.ones(2, 4))
     with pytest.raises(NotImplementedError, match=rf"weight .* is sharded, and {REFUSED}"):
-        mcf.scalify(fully_shard(nn.Linear(4, 4)))
+        mcf.scaling.scalify(fully_shard(nn.Linear(4, 4)))

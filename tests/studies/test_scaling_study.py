@@ -64,7 +64,7 @@ def test_what_is_done_is_not_done_again(run, monkeypatch):
 
 def test_masters_are_rounded_where_they_are_to_be():
     p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
-    q = torch.nn.Parameter(mcf.as_expansion(p.detach(), mcf.scaled(torch.float16)))
+    q = torch.nn.Parameter(mcf.as_expansion(p.detach(), mcf.scaling.scaled(torch.float16)))
     kept, rounded = scaling.Masters([q], keep=True), scaling.Masters([q], keep=False)
     for masters in (kept, rounded):
         with torch.no_grad():

@@ -20,9 +20,9 @@ from mcftensor.formats import ExpansionFormat, PlainFormat, ScaledTailFormat, Ta
 from mcftensor.formats.format import _REGISTRY
 from support import scales, toys
 
-STOCHASTIC = mcf.scaled(torch.float16, rounding="stochastic")
+STOCHASTIC = mcf.scaling.scaled(torch.float16, rounding="stochastic")
 SCALED = [*scales.FORMATS, STOCHASTIC]
-_OTHERS = (PlainFormat, mcf.ScaledFormat)
+_OTHERS = (PlainFormat, mcf.scaling.ScaledFormat)
 REGISTERED = [f for f in _REGISTRY.values() if not isinstance(f, _OTHERS) and f is not lent]
 FORMATS = [*REGISTERED, *SCALED]
 """All formats that numbers are written in; `lent` is a view of a parameter that nobody writes to.
@@ -39,7 +39,7 @@ QUICK = {
 
 def propagates(f) -> bool:
     """Whether scales are carried along through operations."""
-    return isinstance(f, mcf.ScaledFormat)
+    return isinstance(f, mcf.scaling.ScaledFormat)
 
 
 def shares(f) -> bool:
@@ -97,7 +97,9 @@ EXEMPT = [
     Exempt("special", is_scaled_fp8, "E4M3 has no infinity, and both saturate"),
     Exempt("special", is_unsigned, "it holds second moments, and negative numbers are NaN"),
     Exempt("signs", is_unsigned, "it holds second moments"),
-    Exempt("rounding", propagates, "mcf.scaled takes the rounding; there is no with_rounding"),
+    Exempt(
+        "rounding", propagates, "mcf.scaling.scaled takes the rounding; there is no with_rounding"
+    ),
     Exempt("counts", propagates, "stochastic rounding counts no writes, and nothing is balanced"),
     Exempt("modes", propagates, "states of scaled parameters are scaled; collage refuses others"),
     Exempt("modes", holds_states_alone, "no parameter is in it"),
@@ -180,7 +182,7 @@ def fractions(x: Tensor) -> list[Fraction]:
 def floats(x: Tensor) -> list[Tensor]:
     """float64 tensors whose sum is the number."""
     x = x.detach()
-    if isinstance(x, mcf.ScaledTensor):
+    if isinstance(x, mcf.scaling.ScaledTensor):
         return [scales.exact(x)]
     if not isinstance(x, mcf.MCFTensor):
         return [x.double()]
@@ -246,7 +248,7 @@ TABLES = {
 def bits(x: Tensor) -> list[object]:
     """All that is stored, exponents and counts of writes too, byte by byte."""
     x = x.detach()
-    own = [*x.components, x.exponent if isinstance(x, mcf.ScaledTensor) else x.writes]
+    own = [*x.components, x.exponent if isinstance(x, mcf.scaling.ScaledTensor) else x.writes]
     raw = [None if t is None else t.reshape(-1).view(torch.uint8).tolist() for t in own]
     return [x.format, x.shape, *raw]
 

@@ -100,7 +100,7 @@ def use(name: str) -> None:
         mcf.step_in_backward(model, optimizer).remove()
     assert model.weight.tolist() != before
     for _ in range(2):
-        mcf.as_plain(mcf.store_as_terms(mcf.as_expansion(nn.Linear(3, 2))))
+        mcf.as_plain(mcf.checkpoint.store_as_terms(mcf.as_expansion(nn.Linear(3, 2))))
         mcf.collage(torch.optim.AdamW(model.parameters()), "plus")
         with contextlib.suppress(RuntimeError):  # it has weak references of another name
             mcf.as_expansion(nn.GRU(3, 2))

@@ -8,16 +8,16 @@ from torch import Tensor
 
 import mcftensor as mcf
 
-FP16 = mcf.scaled(torch.float16)
+FP16 = mcf.scaling.scaled(torch.float16)
 FORMATS = [
     FP16,
-    mcf.scaled(torch.bfloat16),
-    mcf.scaled(torch.float32),
-    mcf.scaled(torch.float8_e4m3fn),
-    mcf.scaled(torch.float8_e5m2),
-    mcf.scaled(mcf.fp16x2),
-    mcf.scaled(mcf.bf16x2),
-    mcf.scaled(torch.float16, tail=8),
+    mcf.scaling.scaled(torch.bfloat16),
+    mcf.scaling.scaled(torch.float32),
+    mcf.scaling.scaled(torch.float8_e4m3fn),
+    mcf.scaling.scaled(torch.float8_e5m2),
+    mcf.scaling.scaled(mcf.fp16x2),
+    mcf.scaling.scaled(mcf.bf16x2),
+    mcf.scaling.scaled(torch.float16, tail=8),
 ]
 # Bits of the data, and the exponent of the smallest one that is not zero.
 BITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24}
@@ -29,7 +29,7 @@ LEAST |= {torch.float8_e4m3fn: -9, torch.float8_e5m2: -16}
 def at(data: Tensor, exponent: int, requires_grad: bool = False) -> mcf.MCFTensor:
     """data · 2^exponent, of any data that float16 holds."""
     s = torch.tensor(exponent, dtype=torch.int32)
-    made = mcf.MCFTensor([data, s], mcf.scaled(data.dtype))
+    made = mcf.MCFTensor([data, s], mcf.scaling.scaled(data.dtype))
     return made.requires_grad_(requires_grad)
 
 
@@ -41,7 +41,7 @@ def normal(*shape: int, exponent: int = 0, seed: int = 0, dtype=torch.float16) -
 
 def is_scaled(x: object) -> bool:
     """Whether it is a tensor in a scaled format."""
-    return type(x) is mcf.MCFTensor and isinstance(x.format, mcf.ScaledFormat)
+    return type(x) is mcf.MCFTensor and isinstance(x.format, mcf.scaling.ScaledFormat)
 
 
 def exact(x: Tensor) -> Tensor:
@@ -69,12 +69,12 @@ def _unit_behind(leading: Tensor, tail: Tensor) -> Tensor:
     return torch.where(torch.signbit(leading), -unit, unit)
 
 
-def bits_of(format: mcf.ScaledFormat) -> int:
+def bits_of(format: mcf.scaling.ScaledFormat) -> int:
     """Significand bits of a number."""
     return BITS[format.dtype] + {torch.int8: 8}.get(format.tail, BITS.get(format.tail, 0))
 
 
-def least_of(format: mcf.ScaledFormat) -> int:
+def least_of(format: mcf.scaling.ScaledFormat) -> int:
     """The exponent of the smallest number that is not zero, unscaled."""
     return LEAST[format.dtype] + BITS[format.dtype] - bits_of(format)
 

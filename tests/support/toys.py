@@ -15,8 +15,8 @@ class FloatTail(mcf.Format):
 
     name = "bf16f8"
     components = (
-        mcf.Component("leading", torch.bfloat16),
-        mcf.Component("tail", torch.float8_e5m2),
+        mcf.formats.Component("leading", torch.bfloat16),
+        mcf.formats.Component("tail", torch.float8_e5m2),
     )
     numbers = Machine(torch.float32)
     precision = 12
@@ -47,8 +47,8 @@ class WideTail(mcf.Format):
 
     name = "fp32bf16"
     components = (
-        mcf.Component("leading", torch.float32),
-        mcf.Component("tail", torch.bfloat16),
+        mcf.formats.Component("leading", torch.float32),
+        mcf.formats.Component("tail", torch.bfloat16),
     )
     numbers = Machine(torch.float64)
     precision = 32
@@ -71,8 +71,8 @@ class Halves(mcf.Format):
 
     name = "halves"
     components = (
-        mcf.Component("upper", torch.bfloat16),
-        mcf.Component("lower", torch.int16),
+        mcf.formats.Component("upper", torch.bfloat16),
+        mcf.formats.Component("lower", torch.int16),
     )
     numbers = Machine(torch.float32)
 
@@ -91,9 +91,9 @@ class Bytes(mcf.Format):
 
     name = "bf16i8i8"
     components = (
-        mcf.Component("leading", torch.bfloat16),
-        mcf.Component("middle", torch.int8),
-        mcf.Component("last", torch.int8),
+        mcf.formats.Component("leading", torch.bfloat16),
+        mcf.formats.Component("middle", torch.int8),
+        mcf.formats.Component("last", torch.int8),
     )
     numbers = Machine(torch.float32)
 
@@ -113,7 +113,7 @@ class Int8Blocks(mcf.Format):
     """Integers of a byte times a power of two that 32 neighbours share: 7 bits of the largest."""
 
     name = "int8blocks"
-    components = (mcf.Component("codes", torch.int8), Scales("scales", torch.bfloat16))
+    components = (mcf.formats.Component("codes", torch.int8), Scales("scales", torch.bfloat16))
     numbers = Machine(torch.float32)
     dtype = torch.float32
     precision = 7
@@ -138,8 +138,8 @@ class ScaledTail(mcf.Format):
 
     name = "bf16i8s"
     components = (
-        mcf.Component("leading", torch.bfloat16),
-        mcf.Component("tail", torch.int8),
+        mcf.formats.Component("leading", torch.bfloat16),
+        mcf.formats.Component("tail", torch.int8),
         Scales("scales", torch.bfloat16),
     )
     numbers = Machine(torch.float32)

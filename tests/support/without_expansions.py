@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import state_dict as _  # noqa: F401  # which rows wait for
+from torch.distributed.checkpoint import state_dict as waited_for  # noqa: F401
 
 HELD = (list, dict)
 
@@ -90,7 +90,7 @@ def ways(folder: Path) -> dict[str, Callable[[], object]]:
         "pickle": lambda: pickle.loads((folder / "x.pickle").read_bytes()),
         "components": lambda: mcf.MCFTensor([torch.ones(3).bfloat16(), torch.zeros(3).bfloat16()]),
         "torch.zeros": lambda: torch.zeros(3, dtype=mcf.bf16i16),
-        "scaled": lambda: mcf.as_expansion(torch.rand(3), mcf.scaled(torch.float16)),
+        "scaled": lambda: mcf.as_expansion(torch.rand(3), mcf.scaling.scaled(torch.float16)),
         "compiled code": compiled,
     }
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 import mcftensor as mcf
 from support.helpers import assert_same_terms, exact, parameter, sample
 
-FORMATS = [*mcf.FORMATS, mcf.bf16i8, mcf.bf16i16, mcf.e4m3i8, mcf.mxfp8, mcf.ue5m3]
+FORMATS = [*mcf.formats.FORMATS, mcf.bf16i8, mcf.bf16i16, mcf.e4m3i8, mcf.mxfp8, mcf.ue5m3]
 VIEWS = [lambda x: x, lambda x: x[1:], lambda x: x.view(4, 8, 8), lambda x: x.detach()]
 
 
@@ -33,7 +33,7 @@ def test_parts_of_what_a_parameter_lends_lie_where_its_codes_do():
 
 
 def test_scaled_tensors():
-    x = mcf.as_expansion(torch.rand(4, 8), mcf.scaled(torch.float16))
+    x = mcf.as_expansion(torch.rand(4, 8), mcf.scaling.scaled(torch.float16))
     assert x.data_ptr() == x.components[0].data_ptr() != 0
     assert x[1:].data_ptr() == x.components[0][1:].data_ptr()
     assert copy.deepcopy(x).data_ptr() not in (0, x.data_ptr())

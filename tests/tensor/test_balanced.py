@@ -51,26 +51,26 @@ def test_results_of_their_own_go_on_from_their_operand(format):
 
 def test_counts_of_files_are_checked():
     x = made(mcf.bf16i8, 3)
-    terms = mcf.as_terms({"x": x})
+    terms = mcf.checkpoint.as_terms({"x": x})
     assert list(terms) == ["x", "x.bf16i8.tail", "x.bf16i8.writes"]
     for wrong in (torch.zeros(3, dtype=torch.int64), torch.tensor(1.0), 3):
-        with pytest.raises(mcf.CheckpointError, match="count of writes"):
-            mcf.from_terms(terms | {"x.bf16i8.writes": wrong})
+        with pytest.raises(mcf.errors.CheckpointError, match="count of writes"):
+            mcf.checkpoint.from_terms(terms | {"x.bf16i8.writes": wrong})
     del terms["x.bf16i8.writes"]
-    assert mcf.from_terms(terms)["x"].writes == 0
+    assert mcf.checkpoint.from_terms(terms)["x"].writes == 0
 
 
 def test_a_format_without_tails_is_told_by_what_stands_beside():
     for rounding in ("balanced", "stochastic"):
         format = mcf.Format(torch.bfloat16, 1, rounding=rounding)
-        terms = mcf.as_terms({"x": made(format, 3)})
+        terms = mcf.checkpoint.as_terms({"x": made(format, 3)})
         assert list(terms) == ["x", f"x.{format.name}.writes"]
-        assert mcf.from_terms(terms)["x"].format is format
+        assert mcf.checkpoint.from_terms(terms)["x"].format is format
 
 
 def salt(x):
     """By which sequences a tensor is rounded, as its files have it."""
-    return mcf.as_terms({"x": x.detach()})[f"x.{x.format.name}.writes"].item() >> 32
+    return mcf.checkpoint.as_terms({"x": x.detach()})[f"x.{x.format.name}.writes"].item() >> 32
 
 
 def salt_of(*names):
@@ -130,7 +130,7 @@ class TestTheSalt:
             nn.Parameter,
             lambda x: torch.cat([x, x]),
             lambda x: torch.empty_like(x).copy_(x),
-            lambda x: mcf.from_terms(mcf.as_terms({"x": x}))["x"],
+            lambda x: mcf.checkpoint.from_terms(mcf.checkpoint.as_terms({"x": x}))["x"],
         ],
     )
     def test_goes_along(self, format, take):
@@ -141,9 +141,9 @@ class TestTheSalt:
         """Files of a count alone, which others than this release have written."""
         model = mcf.as_expansion(nn.Linear(3, 2), format)
         old = made(format, 2, 3).mul_(0.3)
-        terms = mcf.as_terms({"weight": old, "bias": model.bias.detach()})
+        terms = mcf.checkpoint.as_terms({"weight": old, "bias": model.bias.detach()})
         assert terms[f"weight.{format.name}.writes"] == 2
-        model.load_state_dict(mcf.from_terms(terms))
+        model.load_state_dict(mcf.checkpoint.from_terms(terms))
         assert salt(model.weight) == 0
         with torch.no_grad():
             model.weight.mul_(0.7)
@@ -175,7 +175,7 @@ class TestTheSalt:
         plain_model = nn.Linear(size // 8, 8, bias=False, dtype=torch.float64)
         torch.save(plain_model.state_dict(), tmp_path / "old.pt")
         path = tmp_path / "new.safetensors"
-        mcf.convert_checkpoint(tmp_path / "old.pt", path, format, lossy=True)
+        mcf.checkpoint.convert_checkpoint(tmp_path / "old.pt", path, format, lossy=True)
         found = mcf.load_file(path)["weight"]
         expected = mcf.as_expansion(plain_model, format).weight
         assert same(found, expected)
@@ -208,7 +208,7 @@ class TestPieces:
             saved_and_loaded,
             lambda x: torch.empty_like(x).copy_(x),
             lambda x: x + 0 if x.format.result is x.format else x.clone(),
-            lambda x: mcf.from_terms(mcf.as_terms({"x": x}))["x"],
+            lambda x: mcf.checkpoint.from_terms(mcf.checkpoint.as_terms({"x": x}))["x"],
         ],
         ids=["itself", "clone", "deepcopy", "save", "copy_", "result", "terms"],
     )

@@ -112,7 +112,7 @@ class TestNamesOfFormats:
         model(torch.ones(1, 2).bfloat16()).sum().backward()
         optimizer.step()
         assert optimizer.state[model.weight]["exp_avg"].format is mcf.bf16x2
-        assert mcf.from_exact("0.1", "bf16x3").format is mcf.bf16x3
+        assert mcf.exact.from_exact("0.1", "bf16x3").format is mcf.bf16x3
         assert mcf.finfo("bf16x2") == mcf.finfo(mcf.bf16x2)
         assert len(mcf.expansion.convert((x,), "fp32x3")) == len(mcf.expansion.expand(x, "fp32x3"))
         assert len(mcf.expansion.add((x,), (x,), format="fp32x2")) == 2
@@ -132,7 +132,7 @@ class TestNamesOfFormats:
     def test_what_is_none(self, bad, what):
         for call in (
             lambda: mcf.as_expansion(torch.ones(2), bad),
-            lambda: mcf.from_exact("0.1", bad),
+            lambda: mcf.exact.from_exact("0.1", bad),
             lambda: mcf.finfo(bad),
         ):
             with pytest.raises(TypeError, match=f"{bad!r} is {what}.*its name as a string"):
@@ -148,20 +148,20 @@ class TestShowing:
         assert f"{sample(mcf.bf16x2, 8).sum():+.3f}"[0] in "+-"
 
     def test_more_digits_than_a_float_has(self):
-        x = mcf.from_exact("2/3", mcf.fp64x2)
+        x = mcf.exact.from_exact("2/3", mcf.fp64x2)
         assert f"{x:.30f}" == "0." + "6" * 29 + "7"
-        assert f"{mcf.from_exact('inf', mcf.fp64x2):.3f}" == "inf"
+        assert f"{mcf.exact.from_exact('inf', mcf.fp64x2):.3f}" == "inf"
 
     def test_tensors_of_one_dimension_have_none(self):
         with pytest.raises(TypeError, match="format"):
             f"{sample(mcf.bf16x2, 3):.2f}"
 
     def test_all_digits_are_printed_on_demand(self):
-        x = mcf.from_exact([["1/3", "-2/7"], ["1e-20", "0"]], mcf.fp64x2)
+        x = mcf.exact.from_exact([["1/3", "-2/7"], ["1e-20", "0"]], mcf.fp64x2)
         short = repr(x)
         torch.set_printoptions(precision=30)
         try:
-            text, one = repr(x), repr(mcf.from_exact("1/3", mcf.fp64x2))
+            text, one = repr(x), repr(mcf.exact.from_exact("1/3", mcf.fp64x2))
             assert repr(sample(mcf.bf16x2, 2)).count(".") == 2  # as torch shows it
         finally:
             torch.set_printoptions(profile="default")
@@ -174,26 +174,26 @@ class TestShowing:
 
     def test_decimals(self, format):
         x = sample(format, 2, 3)
-        for row, fractions in zip(mcf.to_decimal(x), mcf.to_fraction(x), strict=True):
+        for row, fractions in zip(mcf.exact.to_decimal(x), mcf.exact.to_fraction(x), strict=True):
             for found, expected in zip(row, fractions, strict=True):
                 error = abs(Fraction(found) - expected)
                 assert error <= abs(expected) * Fraction(2) ** -format.precision
         with decimal.localcontext() as context:
             context.prec = 7
-            third = mcf.from_exact("1/3", mcf.fp64x2)
-            assert mcf.to_decimal(third, 20) == Decimal("0.33333333333333333333")
+            third = mcf.exact.from_exact("1/3", mcf.fp64x2)
+            assert mcf.exact.to_decimal(third, 20) == Decimal("0.33333333333333333333")
 
     def test_decimals_of_all_else(self):
-        assert mcf.to_decimal(torch.tensor(0.5)) == Decimal("0.5")
+        assert mcf.exact.to_decimal(torch.tensor(0.5)) == Decimal("0.5")
         tenth = torch.tensor(0.1)
-        assert mcf.to_decimal(tenth, 40) == Decimal(tenth.item())
-        assert mcf.to_decimal(tenth, 3) == Decimal("0.100")
-        found = mcf.to_decimal(mcf.as_expansion(torch.tensor([torch.inf, -0.0, torch.nan])))
+        assert mcf.exact.to_decimal(tenth, 40) == Decimal(tenth.item())
+        assert mcf.exact.to_decimal(tenth, 3) == Decimal("0.100")
+        found = mcf.exact.to_decimal(mcf.as_expansion(torch.tensor([torch.inf, -0.0, torch.nan])))
         assert [str(x) for x in found] == ["Infinity", "-0", "NaN"]
         with pytest.raises(TypeError, match=r"to_decimal: got torch\.int64"):
-            mcf.to_decimal(torch.tensor(1))
+            mcf.exact.to_decimal(torch.tensor(1))
         with pytest.raises(ValueError, match="digits"):
-            mcf.to_decimal(torch.tensor(1.0), 0)
+            mcf.exact.to_decimal(torch.tensor(1.0), 0)
 
     def test_bytes_of_all_components(self, format):
         x = sample(format, 3, 4)

@@ -28,7 +28,7 @@ by_case = pytest.mark.parametrize("case", CASES)
 def assert_close(found, expected, format):
     assert found.format is format
     found = found.reshape(-1)
-    for a, b in zip(mcf.to_fraction(found), expected, strict=True):
+    for a, b in zip(mcf.exact.to_fraction(found), expected, strict=True):
         assert abs(a - b) <= Fraction(64) / 2**format.precision * max(abs(b), Fraction(1, 100))
 
 
@@ -40,9 +40,9 @@ def diagonal(numbers):
 @by_case
 def test_derivatives(case, format):
     f, first, second = CASES[case]
-    x = mcf.from_exact(NUMBERS, format)
-    v = mcf.from_exact([1, Fraction(1, 7)], format)
-    numbers, tangents = mcf.to_fraction(x), mcf.to_fraction(v)
+    x = mcf.exact.from_exact(NUMBERS, format)
+    v = mcf.exact.from_exact([1, Fraction(1, 7)], format)
+    numbers, tangents = mcf.exact.to_fraction(x), mcf.exact.to_fraction(v)
     value, tangent = jvp(f, (x,), (v,))
     assert_close(value, list(map(f, numbers)), format)
     forward = [first(a) * b for a, b in zip(numbers, tangents, strict=True)]
@@ -76,12 +76,12 @@ def test_tensors_become_expansions_within_a_transform(format):
 
 @by_format
 def test_tangents_that_are_laid_out_otherwise(format):
-    x = mcf.from_exact([NUMBERS, NUMBERS], format)
+    x = mcf.exact.from_exact([NUMBERS, NUMBERS], format)
     tangents = [Fraction(1, 7), Fraction(3, 5)]
     for base, tangent in (
-        (x, mcf.from_exact(tangents, format).expand(2, 2)),
-        (x, mcf.from_exact([[y, y] for y in tangents], format).t()),
-        (x.t().contiguous().t(), mcf.from_exact([tangents] * 2, format)),
+        (x, mcf.exact.from_exact(tangents, format).expand(2, 2)),
+        (x, mcf.exact.from_exact([[y, y] for y in tangents], format).t()),
+        (x.t().contiguous().t(), mcf.exact.from_exact([tangents] * 2, format)),
     ):
         _, found = jvp(lambda y: y * y, (base,), (tangent,))
         expected = [2 * a * b for a, b in zip(NUMBERS * 2, tangents * 2, strict=True)]
@@ -91,12 +91,12 @@ def test_tangents_that_are_laid_out_otherwise(format):
         return (y / (1 + y * y)).sum() + y @ y
 
     x = x[0]
-    second = [2 + CASES["quotient"][2](a) for a in mcf.to_fraction(x)]
+    second = [2 + CASES["quotient"][2](a) for a in mcf.exact.to_fraction(x)]
     assert_close(jacfwd(jacfwd(f))(x), diagonal(second), format)
 
 
 @by_format
 def test_linearize_is_refused(format):
-    x = mcf.from_exact(NUMBERS, format)
+    x = mcf.exact.from_exact(NUMBERS, format)
     with pytest.raises(NotImplementedError, match=r"tangents for constants; torch\.func\.jvp"):
         linearize(lambda y: y * y, x)

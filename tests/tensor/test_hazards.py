@@ -178,7 +178,7 @@ class TestExchange:
     @pytest.mark.parametrize("is_parameter", [False, True])
     def test_a_plain_tensor_does_not_take_the_data_of_an_expansion(self, is_parameter):
         plain = torch.zeros(4, dtype=torch.bfloat16)
-        scaled = mcf.as_expansion(torch.ones(4), mcf.scaled(torch.float16))
+        scaled = mcf.as_expansion(torch.ones(4), mcf.scaling.scaled(torch.float16))
         for x in (parameter(mcf.bf16x2, 4), scaled):
             with pytest.raises(TypeError, match=r"data: a plain tensor .*copy_\(\)"):
                 (nn.Parameter(plain) if is_parameter else plain).data = x

@@ -28,7 +28,7 @@ def tensors(rng, formats):
 
 
 @pytest.mark.usefixtures("no_grad")
-@pytest.mark.filterwarnings("ignore::mcftensor.RoundedWarning")
+@pytest.mark.filterwarnings("ignore::mcftensor.errors.RoundedWarning")
 @pytest.mark.parametrize("formats", FORMATS)
 @pytest.mark.parametrize("seed", range(40))
 def test_lists_whose_tensors_share_memory(seed, formats):

@@ -39,7 +39,7 @@ def test_every_sample_of_an_operator(name, format):
         assert outcome.refused >= expected["refused"]
 
 
-WIDE_RANGE = [f for f in mcf.FORMATS if f.min_exponent < -100]
+WIDE_RANGE = [f for f in mcf.formats.FORMATS if f.min_exponent < -100]
 by_format = pytest.mark.parametrize("format", WIDE_RANGE, ids=lambda f: f.name)
 
 

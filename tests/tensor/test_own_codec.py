@@ -67,7 +67,7 @@ def test_names_are_one_of_a_kind():
 
 class Codes(mcf.Format):
     name = "codes_alone"
-    components = (mcf.Component("codes", torch.int16),)
+    components = (mcf.formats.Component("codes", torch.int16),)
     numbers = mcf.formats.Machine(torch.float32)
 
     def decode(self, stored):

@@ -71,7 +71,7 @@ class TestCopies:
         write(expected, mcf.as_plain(X, torch.float32))
         plain = torch.zeros(3)
         with pytest.warns(
-            mcf.RoundedWarning, match=r"fp32x2 is rounded to torch\.float32"
+            mcf.errors.RoundedWarning, match=r"fp32x2 is rounded to torch\.float32"
         ) as found:
             write(plain, x)
         assert {x.filename for x in found} == {__file__}
@@ -80,7 +80,7 @@ class TestCopies:
     def test_raise_before_anything_is_written(self, write, role):
         x = X.clone() if role == "value" else nn.Parameter(X.clone(), requires_grad=False)
         plain = torch.zeros(3)
-        with mcf.when_rounded("raise"), pytest.raises(mcf.RoundedError, match="as_plain"):
+        with mcf.when_rounded("raise"), pytest.raises(mcf.errors.RoundedError, match="as_plain"):
             write(plain, x)
         assert not plain.any()
 
@@ -113,7 +113,7 @@ def test_every_operation_says_what_it_rounds(function, count, format):
     with mcf.when_rounded("raise"):
         try:
             function(plain, *given)
-        except mcf.RoundedError:
+        except mcf.errors.RoundedError:
             assert torch.equal(plain, before)
             return
         except (NotImplementedError, RuntimeError, TypeError):  # it is not there for expansions
@@ -137,11 +137,14 @@ def test_an_ode_solver_with_plain_stages_says_so():
             y = y + (stages[0] + 2 * stages[1] + 2 * stages[2] + stages[3]) * (h / 6)
         return abs(float(y) - float(torch.tensor(-1.0, dtype=torch.float64).exp()))
 
-    with pytest.warns(mcf.RoundedWarning, match="torch.empty_like") as found:
+    with pytest.warns(mcf.errors.RoundedWarning, match="torch.empty_like") as found:
         assert solved(lambda y: torch.empty(4, *y.shape, dtype=y.dtype)) > 1e-9
     assert {x.filename for x in found} == {__file__}
     assert solved(lambda y: torch.empty(4, *y.shape, dtype=y.format)) < 1e-9
-    with mcf.when_rounded("raise"), pytest.raises(mcf.RoundedError, match=r"of shape \(1,\)"):
+    with (
+        mcf.when_rounded("raise"),
+        pytest.raises(mcf.errors.RoundedError, match=r"of shape \(1,\)"),
+    ):
         solved(lambda y: torch.empty(4, *y.shape, dtype=y.dtype))
 
 
@@ -161,11 +164,11 @@ class TestSetting:
         with mcf.when_rounded("raise"):
             with mcf.when_rounded("ignore"):
                 torch.zeros(3).copy_(X)
-            with pytest.raises(mcf.RoundedError):
+            with pytest.raises(mcf.errors.RoundedError):
                 torch.zeros(3).copy_(X)
         torch.zeros(3).copy_(X)
         former.__exit__()
-        with pytest.warns(mcf.RoundedWarning):
+        with pytest.warns(mcf.errors.RoundedWarning):
             torch.zeros(3).copy_(X)
 
     def test_it_is_that_of_a_thread(self):
@@ -181,7 +184,7 @@ class TestSetting:
             thread = threading.Thread(target=other)
             thread.start()
             thread.join()
-        assert [x.category for x in found] == [mcf.RoundedWarning]
+        assert [x.category for x in found] == [mcf.errors.RoundedWarning]
 
     def test_another_action_is_refused(self):
         with pytest.raises(ValueError, match="'error' is none of 'ignore', 'warn', 'raise'"):
@@ -201,7 +204,7 @@ class TestWhatIsAskedFor:
         with mcf.when_rounded("raise"):
             torch.zeros(3).copy_(sample(format, 3))
             for dtype in (torch.bfloat16, torch.float16):
-                with pytest.raises(mcf.RoundedError, match=format.name):
+                with pytest.raises(mcf.errors.RoundedError, match=format.name):
                     torch.zeros(3, dtype=dtype).copy_(sample(format, 3))
 
     @pytest.mark.parametrize("mode", ["light", "plus", "compact", "full"])
@@ -244,7 +247,7 @@ class TestWhatIsAskedFor:
             def step(self):
                 slow.copy_(p)
 
-        with mcf.when_rounded("raise"), pytest.raises(mcf.RoundedError, match="copy_"):
+        with mcf.when_rounded("raise"), pytest.raises(mcf.errors.RoundedError, match="copy_"):
             Looks([p], {}).step()
 
 

@@ -241,7 +241,7 @@ def test_vectors_are_refused_at_every_entrance(format, shape):
         lambda: mcf.MCFTensor(
             [torch.zeros(shape, dtype=c.dtype) for c in format.components], format
         ),
-        lambda: mcf.from_terms(
+        lambda: mcf.checkpoint.from_terms(
             {
                 "x": torch.zeros(shape, dtype=torch.uint8),
                 **{

@@ -185,7 +185,7 @@ class TestAudits:
             after = {"x": before["x"].clone()}
             bits = after["x"].components[component].view(torch.uint8)
             bits.view(64, -1)[3, 0] ^= 1
-            report = mcf.audit(before, after)
+            report = mcf.meters.audit(before, after)
             (tensor,) = report.tensors
             changed = 32 if component in format.shared else 1
             assert tensor.unchanged == 1 - changed / (64 * 32)
@@ -195,7 +195,7 @@ class TestAudits:
         models = [mcf.as_expansion(small_model(), format) for _ in range(2)]
         with torch.no_grad():
             models[1][0].weight.mul_(1.5)
-        found = [mcf.audit(*(model.state_dict() for model in models))]
+        found = [mcf.meters.audit(*(model.state_dict() for model in models))]
         for kind in ("safetensors", "pt"):
             paths = [tmp_path / f"{i}.{kind}" for i in range(2)]
             for model, path in zip(models, paths, strict=True):
@@ -203,7 +203,7 @@ class TestAudits:
                     torch.save(model.state_dict(), path)
                 else:
                     mcf.save_file(model, path)
-            found.append(mcf.audit(*paths))
+            found.append(mcf.meters.audit(*paths))
         assert found[0].tensors == found[1].tensors == found[2].tensors
 
 

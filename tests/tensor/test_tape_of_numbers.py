@@ -329,8 +329,8 @@ class Halving(mcf.Format):
 
     name = "bf16_and_e5m2"
     components = (
-        mcf.Component("leading", torch.bfloat16),
-        mcf.Component("tail", torch.float8_e5m2),
+        mcf.formats.Component("leading", torch.bfloat16),
+        mcf.formats.Component("tail", torch.float8_e5m2),
     )
     numbers = mcf.formats.Machine(torch.float32)
 

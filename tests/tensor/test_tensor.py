@@ -360,7 +360,7 @@ class TestHazards:
 
 
 def test_a_notebook_shows_a_few_numbers_with_their_terms():
-    x = mcf.from_exact([1, "0.001"], mcf.bf16x2)
+    x = mcf.exact.from_exact([1, "0.001"], mcf.bf16x2)
     page = x._repr_html_()
     for term in x.components:
         for value in term.tolist():
@@ -378,6 +378,6 @@ def test_a_notebook_shows_how_larger_tensors_are_stored(kind):
 
 
 def test_a_notebook_shows_what_has_no_numbers():
-    page = mcf.from_exact([1, "0.001"], mcf.bf16x2).to("meta")._repr_html_()
+    page = mcf.exact.from_exact([1, "0.001"], mcf.bf16x2).to("meta")._repr_html_()
     assert page.count("<tr>") == 0
     assert "bf16x2 (bfloat16 + bfloat16), value, shape (2,), 8 B" in page

@@ -67,7 +67,9 @@ def test_every_sample_with_out(name, format):
 class TestAllTerms:
     """float64 does not hold these values."""
 
-    @pytest.fixture(params=[f for f in mcf.FORMATS if f.min_exponent < -100], ids=lambda f: f.name)
+    @pytest.fixture(
+        params=[f for f in mcf.formats.FORMATS if f.min_exponent < -100], ids=lambda f: f.name
+    )
     def x(self, request):
         return gappy(request.param)
 

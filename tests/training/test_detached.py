@@ -9,7 +9,7 @@ from torch import nn
 
 import mcftensor as mcf
 
-DETACHED = mcf.DetachedParameterWarning
+DETACHED = mcf.errors.DetachedParameterWarning
 
 
 def make(count=2):
@@ -73,7 +73,9 @@ def test_a_module_that_was_replaced():
     optimizer.zero_grad()
     model[0] = nn.Linear(4, 4, dtype=torch.bfloat16)
     backward(model)
-    with pytest.warns(mcf.DetachedParameterWarning, match=r"weight.* no longer in the module") as w:
+    with pytest.warns(
+        mcf.errors.DetachedParameterWarning, match=r"weight.* no longer in the module"
+    ) as w:
         optimizer.step()
     assert [x.filename for x in w] == [__file__]
 

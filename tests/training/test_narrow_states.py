@@ -43,7 +43,7 @@ def model(format=mcf.bf16x3):
 def test_it_is_said_once(format):
     optimizer = Preconditioned(model(format).parameters())
     with pytest.warns(
-        mcf.NarrowStateWarning, match=r"Preconditioned keeps .*preconditioners \(b?float16\)"
+        mcf.errors.NarrowStateWarning, match=r"Preconditioned keeps .*preconditioners \(b?float16\)"
     ):
         steps(optimizer, 1)
     with warnings.catch_warnings():
@@ -74,7 +74,7 @@ def test_second_moments_of_a_plain_run():
     steps(optimizer, 1)
     mcf.as_expansion(plain)
     match = r"AdamW keeps .*: exp_avg_sq \(bfloat16\)\. .*mcf\.collage\(optimizer, 'plus'\)"
-    with pytest.warns(mcf.NarrowStateWarning, match=match):
+    with pytest.warns(mcf.errors.NarrowStateWarning, match=match):
         steps(optimizer, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -40,10 +40,10 @@ def test_weights_that_are_unfrozen_are_named_once():
     model.requires_grad_(True)
     optimizer = sgd(model)
     match = r"SGD: .*plain torch\.bfloat16.*: 0\.weight, 0\.bias\. .*as_expansion\(model\) again"
-    with pytest.warns(mcf.PlainParameterWarning, match=match):
+    with pytest.warns(mcf.errors.PlainParameterWarning, match=match):
         step(model, optimizer)
     step(model, optimizer)
-    with pytest.warns(mcf.PlainParameterWarning, match=r"0\.weight"):
+    with pytest.warns(mcf.errors.PlainParameterWarning, match=r"0\.weight"):
         mcf.collage(sgd(model), "plus")
 
 
@@ -52,28 +52,30 @@ def test_weights_that_are_unfrozen_in_the_middle():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     step(model, optimizer)
     model[0].bias.requires_grad_(True)
-    with pytest.warns(mcf.PlainParameterWarning, match=r": 0\.bias\. "):
+    with pytest.warns(mcf.errors.PlainParameterWarning, match=r": 0\.bias\. "):
         step(model, optimizer)
 
 
 def test_an_optimizer_of_nothing_else():
     model = half_frozen()
     model[0].requires_grad_(True)
-    with pytest.warns(mcf.PlainParameterWarning, match=r"0\.weight"):
+    with pytest.warns(mcf.errors.PlainParameterWarning, match=r"0\.weight"):
         step(model[0], torch.optim.SGD(model[0].parameters(), lr=1e-6))
 
 
 def test_what_is_added_is_named_too():
     model = half_frozen()
     model.append(nn.Linear(2, 2, dtype=torch.bfloat16))
-    with pytest.warns(mcf.PlainParameterWarning, match=r"4\.weight, 4\.bias"):
+    with pytest.warns(mcf.errors.PlainParameterWarning, match=r"4\.weight, 4\.bias"):
         step(model, sgd(model))
 
 
 def test_many_are_counted():
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)]).requires_grad_(False)
     mcf.as_expansion(model).requires_grad_(True)
-    with pytest.warns(mcf.PlainParameterWarning, match=r"0\.weight, 0\.bias, 1\.weight and 5 more"):
+    with pytest.warns(
+        mcf.errors.PlainParameterWarning, match=r"0\.weight, 0\.bias, 1\.weight and 5 more"
+    ):
         step(model, sgd(model))
 
 
@@ -149,7 +151,7 @@ class TestPlainAgain:
         for state in optimizer.state.values():
             state.clear()
         match = rf"{kind.__name__} has stepped expansions, and 0\.weight and \d more.*deepcopy"
-        with pytest.warns(mcf.PlainParameterWarning, match=match):
+        with pytest.warns(mcf.errors.PlainParameterWarning, match=match):
             step(model, optimizer)
         step(model, optimizer)
 
@@ -157,7 +159,9 @@ class TestPlainAgain:
         model = mcf.as_expansion(small_model())
         optimizer = mcf.collage(torch.optim.SGD(model.parameters(), lr=1e-3), "plus")
         mcf.as_plain(model[3], torch.float32)
-        with pytest.warns(mcf.PlainParameterWarning, match="and weight and 1 more are plain"):
+        with pytest.warns(
+            mcf.errors.PlainParameterWarning, match="and weight and 1 more are plain"
+        ):
             step(model, optimizer)
 
     def test_what_is_meant_is_not_told(self):

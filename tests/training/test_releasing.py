@@ -380,7 +380,7 @@ def test_tied_frozen_and_unused_parameters_and_such_used_twice():
     assert sorted(handle.stepped) == ["table.weight", "twice.bias", "twice.weight"]
 
 
-@pytest.mark.filterwarnings("ignore::mcftensor.PlainParameterWarning")
+@pytest.mark.filterwarnings("ignore::mcftensor.errors.PlainParameterWarning")
 def test_parameters_that_are_frozen_or_thawed_later():
     def backward(model, step):
         model.twice.requires_grad_(step != 1)
@@ -699,7 +699,9 @@ def test_reentrant_checkpoints():
         assert_alike(build, {"bucket_bytes": bucket}, backward=backward)
     model, optimizer = build(shared=True)
     mcf.step_in_backward(model, optimizer)
-    with pytest.raises(mcf.StepInBackwardError, match=r"first\.(weight|bias).*use_reentrant=False"):
+    with pytest.raises(
+        mcf.errors.StepInBackwardError, match=r"first\.(weight|bias).*use_reentrant=False"
+    ):
         backward(model, 1)
 
 
@@ -751,7 +753,9 @@ def half_stepped(bucket=0):
     optimizer = Failing(model.parameters(), lr=0.1)
     handle = mcf.step_in_backward(model, optimizer, bucket_bytes=bucket)
     optimizer.shape = model[0].weight.shape
-    with pytest.raises(mcf.StepInBackwardError, match="ArithmeticError: no such step") as raised:
+    with pytest.raises(
+        mcf.errors.StepInBackwardError, match="ArithmeticError: no such step"
+    ) as raised:
         loss_of(model).backward()
     optimizer.shape = None
     return model, optimizer, handle, raised.value
@@ -773,7 +777,9 @@ def test_no_parameter_steps_twice():
     model, optimizer, handle, _ = half_stepped()
     stepped = copy.deepcopy(list(model.parameters()))
     for _ in range(2):
-        with pytest.raises(mcf.StepInBackwardError, match=r"another gradient after its step"):
+        with pytest.raises(
+            mcf.errors.StepInBackwardError, match=r"another gradient after its step"
+        ):
             loss_of(model).backward()
         optimizer.zero_grad()
         assert_same_bits(list(model.parameters()), stepped)
@@ -800,7 +806,7 @@ def test_a_bucket_that_fails_at_the_end_of_backward():
     model, optimizer, handle, error = half_stepped(bucket=1 << 22)
     assert handle.stepped == []
     assert len(error.failed) == 6
-    with pytest.raises(mcf.StepInBackwardError, match="another gradient"):
+    with pytest.raises(mcf.errors.StepInBackwardError, match="another gradient"):
         loss_of(model).backward()
     optimizer.step()
     train(model, optimizer, steps=1)
@@ -894,7 +900,7 @@ def test_a_second_backward_is_no_second_step():
     mcf.step_in_backward(model, optimizer)
     loss_of(model).backward()
     stepped = copy.deepcopy(left(model, optimizer)[:2])
-    with pytest.raises(mcf.StepInBackwardError, match=r"no_step\(\)"):
+    with pytest.raises(mcf.errors.StepInBackwardError, match=r"no_step\(\)"):
         loss_of(model).backward()
     optimizer.step()
     optimizer.zero_grad()

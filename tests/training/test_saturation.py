@@ -86,7 +86,7 @@ def test_kernels_have_the_bits_of_eager_steps(held, name, size):
 def test_saving_warns_once(path):
     _, optimizer = trained("AdamW", path, 1e30, mcf.bf16i8)
     where = r"AdamW: .*exp_avg_sq of 0\.0 of shape \(4, 64\) in ue5m3: 1 block\. .*Clip gradients"
-    with pytest.warns(mcf.SaturationWarning, match=where) as caught:
+    with pytest.warns(mcf.errors.SaturationWarning, match=where) as caught:
         optimizer.state_dict()
     assert [x.filename for x in caught] == [__file__]
     optimizer.state_dict()
@@ -104,7 +104,9 @@ def test_saving_warns_of_weights():
         numbers = mcf.as_plain(p)
         numbers[2, 40] = math.inf
         p.copy_(numbers)
-    with pytest.warns(mcf.SaturationWarning, match=r"0\.0 of shape \(4, 64\) in e4m3i8: 1 block"):
+    with pytest.warns(
+        mcf.errors.SaturationWarning, match=r"0\.0 of shape \(4, 64\) in e4m3i8: 1 block"
+    ):
         optimizer.state_dict()
 
 
@@ -115,7 +117,7 @@ def test_a_meter_counts_blocks_and_warns():
     optimizer.step()
     assert edq.states[-1]["exp_avg_sq"]["saturated"] == 0
     p.grad[PLACE] = p.grad[3, 60] = 1e30
-    with pytest.warns(mcf.SaturationWarning, match=r"exp_avg_sq of weight .*: 2 blocks"):
+    with pytest.warns(mcf.errors.SaturationWarning, match=r"exp_avg_sq of weight .*: 2 blocks"):
         optimizer.step()
     assert edq.states[-1]["exp_avg_sq"]["saturated"] == 2
     assert edq.states[-1]["exp_avg"]["saturated"] == 0

@@ -194,6 +194,6 @@ class TestAdaptersAddedAfterConversion:
         expected = run(transformer(), lambda model: model)
         found = run(mcf.as_expansion(transformer()), mcf.as_expansion)
         assert distance(found[1], expected[1]) < 0.1
-        with pytest.warns(mcf.PlainParameterWarning, match=r"embedding\.weight"):
+        with pytest.warns(mcf.errors.PlainParameterWarning, match=r"embedding\.weight"):
             lost = run(mcf.as_expansion(transformer()), lambda model: model)
         assert distance(lost[1], expected[1]) > 0.5

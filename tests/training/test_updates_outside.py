@@ -181,7 +181,7 @@ def test_copies_outside_of_a_step_lose_updates_and_warn_once(where, update):
     value, found = run(where, update)
     assert value > 0.999
     (warning,) = found
-    assert warning.category is mcf.RoundedWarning
+    assert warning.category is mcf.errors.RoundedWarning
     assert warning.filename == __file__
     assert warning.lineno == update.__code__.co_firstlineno + 1
     assert "p.add_(g, alpha=-lr)" in str(warning.message)
@@ -209,7 +209,7 @@ def test_updates_in_place_are_right_everywhere(where, update):
 @pytest.mark.parametrize("name", ["bf16x2", "bf16x3", "bf16i16", "bf16i8", "fp16x2", "fp32x2"])
 def test_every_format_of_parameters(name):
     _, found = run(plain_loop, by_a_tiny_copy, mcf.Format.from_name(name))
-    assert [x.category for x in found] == [mcf.RoundedWarning]
+    assert [x.category for x in found] == [mcf.errors.RoundedWarning]
 
 
 def by_a_tiny_copy(p, g):
@@ -227,7 +227,7 @@ def times(count, update):
 def test_weights_of_all_sizes():
     torch.manual_seed(0)
     p = nn.Parameter(mcf.as_expansion(0.02 * torch.randn(300, 70)))
-    with pytest.warns(mcf.RoundedWarning, match="for the 4th time"):
+    with pytest.warns(mcf.errors.RoundedWarning, match="for the 4th time"):
         times(4, lambda: p.copy_(p - 1e-4 * torch.randn(300, 70).sign().bfloat16()))
 
 
@@ -241,7 +241,7 @@ def test_tails_that_steps_make_are_erased():
         optimizer.step()
         p.copy_(p - 1e-5 * p.lent)
 
-    with pytest.warns(mcf.RoundedWarning, match="erases"):
+    with pytest.warns(mcf.errors.RoundedWarning, match="erases"):
         times(4, step_and_decay)
 
 
@@ -256,7 +256,10 @@ def test_the_setting():
         p.copy_(p - 1e-4 * g)
 
     for _ in range(2):
-        with mcf.when_rounded("raise"), pytest.raises(mcf.RoundedError, match=r"shape \(3,\)"):
+        with (
+            mcf.when_rounded("raise"),
+            pytest.raises(mcf.errors.RoundedError, match=r"shape \(3,\)"),
+        ):
             times(9, update)
 
 

@@ -145,6 +145,6 @@ def formats() -> str:
             f"2{superscript(round(math.log2(f.full_precision_min)))}",
             f"{mcf.finfo(f).max:.1e}",
         )
-        for f in mcf.FORMATS
+        for f in mcf.formats.FORMATS
     ]
     return table(("format", "bits", "bytes", "full precision from", "largest"), rows)

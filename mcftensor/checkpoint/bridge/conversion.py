@@ -16,7 +16,7 @@ from mcftensor.checkpoint.bridge.blockwise import in_blocks
 from mcftensor.checkpoint.bridge.entries import Entry, Request
 from mcftensor.checkpoint.bridge.layouts import read_checkpoint
 from mcftensor.checkpoint.bridge.torch_optimizers import BESIDE, metadata_of, state_name
-from mcftensor.checkpoint.errors import CheckpointError, reading
+from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading
 from mcftensor.checkpoint.saving import save_terms
 from mcftensor.checkpoint.shards import size_in_bytes
 from mcftensor.checkpoint.state_dicts import as_terms
@@ -114,8 +114,9 @@ def convert_checkpoint(
         >>> x = torch.randn(100, 10)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     torch.save({"weight": x}, f"{folder}/master.pt")
-        ...     done = mcf.convert_checkpoint(f"{folder}/master.pt", f"{folder}/converted")
-        ...     y = mcf.load_file(f"{folder}/converted")["weight"]
+        ...     new = f"{folder}/converted"
+        ...     done = mcf.checkpoint.convert_checkpoint(f"{folder}/master.pt", new)
+        ...     y = mcf.load_file(new)["weight"]
         >>> y.format, torch.equal(mcf.as_plain(y, torch.float32), x), done.lost
         (mcf.bf16i16, True, {})
     """

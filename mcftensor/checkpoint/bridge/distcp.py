@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mcftensor.checkpoint.bridge.entries import Entry
-from mcftensor.checkpoint.errors import CheckpointError, reading
+from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading
 from mcftensor.checkpoint.pickles import MOST, require_bounded, require_pickle
 from mcftensor.checkpoint.safetensors import DTYPES
 from mcftensor.formats import PLAIN

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.checkpoint.errors import CheckpointError
+from mcftensor.checkpoint.checkpoint_error import CheckpointError
 from mcftensor.checkpoint.reading import Lazy
 from mcftensor.checkpoint.state_dicts import (
     format_said,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mcftensor.checkpoint.bridge import torch_optimizers, weights
 from mcftensor.checkpoint.bridge.entries import Contents, Layout, Request
-from mcftensor.checkpoint.errors import CheckpointError, reading
+from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading
 from mcftensor.checkpoint.reading import IN_FOLDERS, is_safetensors
 from mcftensor.checkpoint.shards import index_of
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from mcftensor.checkpoint.bridge import flashoptim, optimi, transformer_engine
 from mcftensor.checkpoint.bridge.entries import Contents, Entry, Group
-from mcftensor.checkpoint.errors import CheckpointError
+from mcftensor.checkpoint.checkpoint_error import CheckpointError
 
 MASTERS: dict[str, Callable[[Entry, dict[str, Any], Group], tuple[Entry, dict[str, Any]]]] = {
     transformer_engine.KEY: transformer_engine.master,

@@ -22,7 +22,7 @@ from pathlib import Path
 from mcftensor.checkpoint.bridge.distcp import Folder
 from mcftensor.checkpoint.bridge.entries import Contents, Entry, Request
 from mcftensor.checkpoint.bridge.transformer_engine import with_master
-from mcftensor.checkpoint.errors import CheckpointError, some
+from mcftensor.checkpoint.checkpoint_error import CheckpointError, some
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mcftensor.checkpoint.bridge.blockwise import in_blocks
 from mcftensor.checkpoint.bridge.entries import Entry, Group
-from mcftensor.checkpoint.errors import CheckpointError
+from mcftensor.checkpoint.checkpoint_error import CheckpointError
 from mcftensor.formats import PLAIN, Format
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.checks import normalized

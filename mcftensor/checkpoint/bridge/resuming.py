@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from mcftensor.checkpoint.bridge.entries import LIKE_PARAMETERS, Contents, Entry
 from mcftensor.checkpoint.bridge.torch_optimizers import restored
-from mcftensor.checkpoint.errors import CheckpointError, some
+from mcftensor.checkpoint.checkpoint_error import CheckpointError, some
 
 
 def state_dict_for(

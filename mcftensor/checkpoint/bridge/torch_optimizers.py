@@ -25,8 +25,8 @@ from torch import Tensor
 from mcftensor.checkpoint.bridge.entries import Contents, Group, Request, entries_in, entry_of
 from mcftensor.checkpoint.bridge.masters import complete
 from mcftensor.checkpoint.bridge.weights import of_state_dict, require_whole
+from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading, some
 from mcftensor.checkpoint.digests import sealed, unsealed
-from mcftensor.checkpoint.errors import CheckpointError, reading, some
 from mcftensor.checkpoint.files import opened
 from mcftensor.checkpoint.reading import state_dict_in, unpickled
 

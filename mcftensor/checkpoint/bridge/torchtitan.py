@@ -16,7 +16,7 @@ from typing import Any
 
 from mcftensor.checkpoint.bridge.distcp import METADATA, Folder
 from mcftensor.checkpoint.bridge.entries import Contents, Group, Request
-from mcftensor.checkpoint.errors import CheckpointError, some
+from mcftensor.checkpoint.checkpoint_error import CheckpointError, some
 
 _MODELS = ("model", "state_dict", "model_state_dict", "model_state")
 _OPTIMIZERS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mcftensor.checkpoint.bridge.blockwise import BLOCK, in_blocks
 from mcftensor.checkpoint.bridge.entries import Entry, Group
-from mcftensor.checkpoint.errors import CheckpointError
+from mcftensor.checkpoint.checkpoint_error import CheckpointError
 from mcftensor.formats import PLAIN
 
 KEY = "master_param"

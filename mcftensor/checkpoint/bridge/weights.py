@@ -16,7 +16,7 @@ from pathlib import Path
 from torch import Tensor
 
 from mcftensor.checkpoint.bridge.entries import Contents, Request, entries_in, entries_of
-from mcftensor.checkpoint.errors import CheckpointError
+from mcftensor.checkpoint.checkpoint_error import CheckpointError
 from mcftensor.checkpoint.files import opened
 from mcftensor.checkpoint.reading import in_shards, is_safetensors
 from mcftensor.checkpoint.shards import files_in

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mcftensor.checkpoint.bridge.entries import Contents, Entry, Request, entry_of
 from mcftensor.checkpoint.bridge.weights import require_whole
-from mcftensor.checkpoint.errors import CheckpointError, reading, some
+from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading, some
 from mcftensor.checkpoint.reading import unpickled
 from mcftensor.formats import PLAIN
 

@@ -123,7 +123,7 @@ def to_tensorboard(
         ...     def add_scalar(self, tag, value, step):
         ...         print(tag, round(value, 4), step)
         >>> opt = torch.optim.SGD([torch.nn.Parameter(torch.ones(4))], lr=0.5)
-        >>> meter = mcf.EDQ(opt, callback=mcf.edq.to_tensorboard(Print()))
+        >>> meter = mcf.EDQ(opt, callback=mcf.meters.edq.to_tensorboard(Print()))
         >>> opt.param_groups[0]["params"][0].grad = torch.ones(4)
         >>> opt.step()
         edq/edq 1.0 1
