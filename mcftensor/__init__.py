@@ -5,72 +5,107 @@ __version__ = "0.1.0"
 from mcftensor import options as _options  # noqa: F401  # tells mistakes before torch is imported
 
 # isort: split
-from mcftensor import checkpoint as checkpoint
-from mcftensor import errors as errors
-from mcftensor import exact as exact
-from mcftensor import formats as formats
-from mcftensor import meters as meters
-from mcftensor import scaling as scaling
-from mcftensor.arithmetic import eft as eft
-from mcftensor.arithmetic import networks as networks
-from mcftensor.checkpoint.bridge import convert_checkpoint as convert_checkpoint
-from mcftensor.checkpoint.checkpoint_error import CheckpointError as CheckpointError
-from mcftensor.checkpoint.loading import load_file as load_file
-from mcftensor.checkpoint.modules import store_as_terms as store_as_terms
-from mcftensor.checkpoint.saving import save_file as save_file
-from mcftensor.checkpoint.state_dicts import as_terms as as_terms
-from mcftensor.checkpoint.state_dicts import from_terms as from_terms
-from mcftensor.convert import as_expansion as as_expansion
-from mcftensor.convert import as_plain as as_plain
-from mcftensor.exact import from_exact as from_exact
-from mcftensor.exact import to_decimal as to_decimal
-from mcftensor.exact import to_fraction as to_fraction
-from mcftensor.formats import FORMATS as FORMATS
-from mcftensor.formats import Component as Component
-from mcftensor.formats import FInfo as FInfo
-from mcftensor.formats import Format as Format
-from mcftensor.formats import bf16i8 as bf16i8
-from mcftensor.formats import bf16i16 as bf16i16
-from mcftensor.formats import bf16x2 as bf16x2
-from mcftensor.formats import bf16x3 as bf16x3
-from mcftensor.formats import e4m3i8 as e4m3i8
-from mcftensor.formats import e4m3i16 as e4m3i16
-from mcftensor.formats import finfo as finfo
-from mcftensor.formats import fp16x2 as fp16x2
-from mcftensor.formats import fp32x2 as fp32x2
-from mcftensor.formats import fp32x3 as fp32x3
-from mcftensor.formats import fp64x2 as fp64x2
-from mcftensor.formats import mxfp8 as mxfp8
-from mcftensor.formats import ue5m3 as ue5m3
-from mcftensor.functional import fma as fma
-from mcftensor.meters import edq as edq
-from mcftensor.meters.auditing import audit as audit
-from mcftensor.meters.edq import EDQ as EDQ
-from mcftensor.meters.edq import FrozenWeightWarning as FrozenWeightWarning
-from mcftensor.meters.estimating import estimate as estimate
-from mcftensor.meters.summary import Held as Held
-from mcftensor.meters.summary import Summary as Summary
-from mcftensor.meters.summary import summary as summary
-from mcftensor.passes import expansion as expansion
-from mcftensor.patches import PatchWarning as PatchWarning
-from mcftensor.scaling import ScaledFormat as ScaledFormat
-from mcftensor.scaling import ScaledTensor as ScaledTensor
-from mcftensor.scaling import rescale as rescale
-from mcftensor.scaling import rescale_grad as rescale_grad
-from mcftensor.scaling import scaled as scaled
-from mcftensor.scaling import scalify as scalify
-from mcftensor.selfcheck import SelfCheckError as SelfCheckError
-from mcftensor.selfcheck import selfcheck as selfcheck
-from mcftensor.tensor import MCFTensor as MCFTensor
-from mcftensor.tensor.rounded import RoundedError as RoundedError
-from mcftensor.tensor.rounded import RoundedWarning as RoundedWarning
-from mcftensor.tensor.rounded import when_rounded as when_rounded
-from mcftensor.training.accumulation import accumulate_gradients as accumulate_gradients
-from mcftensor.training.collage import collage as collage
-from mcftensor.training.detached import DetachedParameterWarning as DetachedParameterWarning
-from mcftensor.training.narrow_states import NarrowStateWarning as NarrowStateWarning
-from mcftensor.training.plain_parameters import PlainParameterWarning as PlainParameterWarning
-from mcftensor.training.releasing import StepInBackward as StepInBackward
-from mcftensor.training.releasing import StepInBackwardError as StepInBackwardError
-from mcftensor.training.releasing import step_in_backward as step_in_backward
-from mcftensor.training.saturation import SaturationWarning as SaturationWarning
+import importlib
+import warnings
+from typing import Any
+
+from mcftensor import checkpoint, errors, exact, formats, meters, scaling
+from mcftensor.arithmetic import eft, networks
+from mcftensor.checkpoint import load_file, save_file
+from mcftensor.convert import as_expansion, as_plain
+from mcftensor.formats import (
+    Format,
+    bf16i8,
+    bf16i16,
+    bf16x2,
+    bf16x3,
+    e4m3i8,
+    e4m3i16,
+    finfo,
+    fp16x2,
+    fp32x2,
+    fp32x3,
+    fp64x2,
+    mxfp8,
+    ue5m3,
+)
+from mcftensor.functional import fma
+from mcftensor.meters import EDQ
+from mcftensor.passes import expansion
+from mcftensor.selfcheck import selfcheck
+from mcftensor.tensor import MCFTensor
+from mcftensor.tensor.rounded import when_rounded
+from mcftensor.training.accumulation import accumulate_gradients
+from mcftensor.training.collage import collage
+from mcftensor.training.releasing import step_in_backward
+
+__all__ = [
+    "EDQ",
+    "Format",
+    "MCFTensor",
+    "accumulate_gradients",
+    "as_expansion",
+    "as_plain",
+    "bf16i8",
+    "bf16i16",
+    "bf16x2",
+    "bf16x3",
+    "checkpoint",
+    "collage",
+    "e4m3i8",
+    "e4m3i16",
+    "eft",
+    "errors",
+    "exact",
+    "expansion",
+    "finfo",
+    "fma",
+    "formats",
+    "fp16x2",
+    "fp32x2",
+    "fp32x3",
+    "fp64x2",
+    "load_file",
+    "meters",
+    "mxfp8",
+    "networks",
+    "save_file",
+    "scaling",
+    "selfcheck",
+    "step_in_backward",
+    "ue5m3",
+    "when_rounded",
+]
+
+_MOVED = {
+    name: place
+    for place, names in {
+        "checkpoint": "as_terms convert_checkpoint from_terms store_as_terms",
+        "errors": "CheckpointError DetachedParameterWarning FrozenWeightWarning NarrowStateWarning "
+        "PatchWarning PlainParameterWarning RoundedError RoundedWarning SaturationWarning "
+        "SelfCheckError StepInBackwardError",
+        "exact": "from_exact to_decimal to_fraction",
+        "formats": "Component FInfo FORMATS",
+        "meters": "Held Summary audit edq estimate summary",
+        "scaling": "ScaledFormat ScaledTensor rescale rescale_grad scaled scalify",
+        "training.releasing": "StepInBackward",
+    }.items()
+    for name in names.split()
+}
+"""Names that the next release has in their new place alone."""
+
+
+def __getattr__(name: str) -> Any:
+    place = _MOVED.get(name)
+    if place is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        f"mcf.{name} is now mcf.{place}.{name}, and has its old name for one more release",
+        DeprecationWarning,
+        2,
+    )
+    return getattr(importlib.import_module(f"{__name__}.{place}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -171,9 +171,8 @@ of its names there."""
 @patch(
     "torch.nn.Module.load_state_dict",
     why="Terms among the keys of a state dict, as readers of safetensors files give them, belong "
-    "to expansions. A process without expansions reads these files with `mcf.load_file`, and other "
-    "terms with `mcf.checkpoint.from_terms`; to a plain model's `load_state_dict` they are unexpected "
-    "keys.",
+    "to expansions. To torch's own function, in a process without expansions, terms are unexpected "
+    "keys: `mcf.load_file` reads such files, and `mcf.checkpoint.from_terms` such state dicts.",
     loss="load_state_dict(strict=False) drops terms that stand among the keys without a word; load "
     "mcf.checkpoint.from_terms(state_dict).",
     takes=("self", "state_dict"),
