@@ -45,7 +45,7 @@ class Patch:
     """What installs it: the first expansion of the process; an import, of a module that may come
     later than that; or a call, which may also make the change to its arguments alone."""
     before: str = ""
-    """Why it is installed by `import mcftensor`, before there is any expansion; empty of others."""
+    """Why `import mcftensor` installs it before there is any expansion; empty in other rows."""
     releases: str = "2.11 to 2.15"
     """Releases of its package that were seen to have the name."""
     change: Callable[[Any], Any] | None = None
@@ -152,8 +152,8 @@ TABLE: list[Patch] = []
 
 
 def row(name: str, **columns: Any) -> Patch:
-    """Add a row to the table. Its change is made with the first expansion, or when torch has what
-    it needs by then; now, where it says why; or by the call that it names."""
+    """Add a row to the table and install it when the row says: now if it has a reason, with the
+    first expansion, after an import that follows it, or by the call that it names."""
     new = Patch(name, **columns)
     TABLE.append(new)
     action, _, module = new.when.partition(" ")

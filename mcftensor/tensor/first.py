@@ -6,14 +6,14 @@ import threading
 from collections.abc import Callable
 
 WAITING: list[Callable[[], None]] = []
-"""Functions to call before the first tensor is made; empty from then on. Who makes tensors looks
-here, and calls `prepare` if there is something."""
+"""Functions to call before the first tensor is made; empty from then on. Both tensor classes call
+`prepare` before they make a tensor if this list is not empty."""
 
 _lock = threading.RLock()
 
 
 def prepare() -> None:
-    """Call what waits. A function that raises stays, and is called again with the next tensor."""
+    """Call the waiting functions; one that raises is called again with the next tensor."""
     with _lock:
         while WAITING:
             WAITING[0]()
