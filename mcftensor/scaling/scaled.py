@@ -21,11 +21,11 @@ class _InScaledFormats(type(MCFTensor)):  # type: ignore[misc]
 class ScaledTensor(MCFTensor, metaclass=_InScaledFormats):
     """The MCFTensors whose format is a `ScaledFormat`: a name, which has no instances of its own.
 
-    The numbers are `data · 2^exponent`. `mcf.as_expansion(x, mcf.scaling.scaled(torch.float16))` makes
-    these tensors. Shape, strides, device and dtype are those of the data; `components` are the
-    data, the tail if the format has one, and the exponent. Operations follow the rules of unit
-    scaling, which this folder's modules list by operator: what comes out is scaled again, and so
-    are gradients.
+    The numbers are `data · 2^exponent`, and
+    `mcf.as_expansion(x, mcf.scaling.scaled(torch.float16))` makes these tensors. Shape, strides,
+    device and dtype are those of the data; `components` are the data, the tail if the format has
+    one, and the exponent. Operations follow the rules of unit scaling, which this folder's modules
+    list by operator: what comes out is scaled again, and so are gradients.
 
     Views share the exponent of their base. A write into the whole of it sets the exponent; one into
     a part can only raise it, and then shifts what lies beside. Copies have an exponent of their
