@@ -34,10 +34,10 @@ from mcftensor.meters import EDQ
 from mcftensor.passes import expansion
 from mcftensor.selfcheck import selfcheck
 from mcftensor.tensor import MCFTensor
-from mcftensor.tensor.rounded import when_rounded
+from mcftensor.tensor.implicit_rounding import when_rounded
 from mcftensor.training.accumulation import accumulate_gradients
 from mcftensor.training.collage import collage
-from mcftensor.training.releasing import step_in_backward
+from mcftensor.training.step_in_backward import step_in_backward
 
 __all__ = [
     "EDQ",
@@ -86,9 +86,9 @@ _MOVED = {
         "SelfCheckError StepInBackwardError",
         "exact": "from_exact to_decimal to_fraction",
         "formats": "Component FInfo FORMATS",
-        "meters": "Held Summary audit edq estimate summary",
+        "meters": "Summary audit edq estimate summary",
         "scaling": "ScaledFormat ScaledTensor rescale rescale_grad scaled scalify",
-        "training.releasing": "StepInBackward",
+        "training.step_in_backward": "StepInBackward",
     }.items()
     for name in names.split()
 }

@@ -12,16 +12,20 @@ from functools import partial
 
 import torch
 
-from mcftensor.checkpoint.bridge.conversion import Conversion, Progress, convert_checkpoint
+from mcftensor.checkpoint.bridge.checkpoint_conversion import (
+    Conversion,
+    Progress,
+    convert_checkpoint,
+)
 from mcftensor.checkpoint.checkpoint_error import CheckpointError
 from mcftensor.checkpoint.shards import size_in_bytes
 from mcftensor.formats import named
-from mcftensor.meters import fitting
+from mcftensor.meters import memory_fit
 from mcftensor.meters.auditing import Audit, audit
-from mcftensor.meters.estimating import MakeOptimizer, estimate
+from mcftensor.meters.memory_estimate import MakeOptimizer, estimate
 from mcftensor.options import parse
 from mcftensor.selfcheck import SelfCheckError, selfcheck
-from mcftensor.tensor import showing
+from mcftensor.tensor import text_tables
 
 
 def screen(found: Audit, *, moving: bool) -> str:
@@ -139,19 +143,19 @@ def by_option(reason: str) -> str:
 def run_memory(options: argparse.Namespace) -> int:
     """Say what a model takes in training, and whether that fits."""
     try:
-        model = fitting.model_of(options.sources)
+        model = memory_fit.model_of(options.sources)
         optimizer = optimizer_named(options.optimizer)
-        size, owner = fitting.room()
+        size, owner = memory_fit.room()
         if options.memory:
             size, owner = size_in_bytes(options.memory, "--memory"), "given"
         if options.mode:
-            own = fitting.format_for(options.mode)
+            own = memory_fit.format_for(options.mode)
             form = named(options.format) if options.format else own
             found = estimate(model, options.mode, format=form, optimizer=optimizer)
             shown, least = str(found), found.total
         else:
-            ways = list(fitting.strategies(model, optimizer))
-            shown, least = fitting.fits(ways, size), min(x.total for x in ways)
+            ways = list(memory_fit.strategies(model, optimizer))
+            shown, least = memory_fit.fits(ways, size), min(x.total for x in ways)
     except (CheckpointError, ImportError, OSError, TypeError, ValueError) as error:
         reason = str(error).removeprefix("collage: ")
         print(f"python -m mcftensor memory: {reason}", file=sys.stderr)
@@ -161,7 +165,7 @@ def run_memory(options: argparse.Namespace) -> int:
     what = f"mode {options.mode}" if options.mode else "the smallest"
     say(
         f"{count:,} parameters, {options.optimizer}, without activations\n{shown}\n"
-        f"{what} {verdict} the {showing.size(size)} {owner}\n"
+        f"{what} {verdict} the {text_tables.size(size)} {owner}\n"
     )
     return int(least > size)
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn.parameter import is_lazy
 
-from mcftensor.arithmetic.counting import count_beside, moved, name_, start, unwritten
-from mcftensor.checkpoint.kept import forget, kept_in
-from mcftensor.checkpoint.modules import store_as_terms
+from mcftensor.arithmetic.write_counts import count_beside, moved, name_, start, unwritten
+from mcftensor.checkpoint.loaded_expansions import forget, kept_in
+from mcftensor.checkpoint.modules_as_terms import store_as_terms
 from mcftensor.checkpoint.state_dicts import ties
-from mcftensor.dispatch.casting import cast
+from mcftensor.dispatch.format_as_dtype import cast
 from mcftensor.dispatch.operands import is_wrapped, rounded_by
 from mcftensor.dispatch.registry import implements
 from mcftensor.formats import (
@@ -31,20 +31,20 @@ from mcftensor.formats import (
     require_format,
 )
 from mcftensor.formats.defaults import format_of_buffer, format_of_weights, is_average
-from mcftensor.kernels.opaque import opaque
-from mcftensor.passes.recoding import key_for
+from mcftensor.kernels.custom_ops import opaque
+from mcftensor.passes.format_conversion import key_for
 from mcftensor.patches.objects import (
     exchange,
     register_load_hook,
     remove_load_hook,
     without_weight_references,
 )
-from mcftensor.scaling.ruling import rule
-from mcftensor.scaling.switch import unscaled
+from mcftensor.scaling.rule_table import rule
+from mcftensor.scaling.scaled_models import unscaled
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.components import Role
-from mcftensor.tensor.sharded import format_of, local, on_local, place_of, require_unsharded
-from mcftensor.training.conversions import note_conversion
+from mcftensor.tensor.dtensor import format_of, local, on_local, place_of, require_unsharded
+from mcftensor.training.conversion_count import note_conversion
 from mcftensor.training.gradient_hooks import GradientHook
 
 M = TypeVar("M", bound=nn.Module)

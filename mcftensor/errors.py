@@ -4,12 +4,12 @@ from mcftensor.checkpoint.checkpoint_error import CheckpointError
 from mcftensor.meters.edq import FrozenWeightWarning
 from mcftensor.patches.table import PatchWarning
 from mcftensor.selfcheck import SelfCheckError
-from mcftensor.tensor.rounded import RoundedError, RoundedWarning
-from mcftensor.training.detached import DetachedParameterWarning
+from mcftensor.tensor.implicit_rounding import RoundedError, RoundedWarning
+from mcftensor.training.detached_parameters import DetachedParameterWarning
 from mcftensor.training.narrow_states import NarrowStateWarning
 from mcftensor.training.plain_parameters import PlainParameterWarning
-from mcftensor.training.releasing import StepInBackwardError
 from mcftensor.training.saturation import SaturationWarning
+from mcftensor.training.step_in_backward import StepInBackwardError
 
 __all__ = [
     "CheckpointError",

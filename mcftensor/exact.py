@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.bases import BASES
+from mcftensor.arithmetic.base_types import BASES
 from mcftensor.arithmetic.decimals import decimal_of, digits_of
 from mcftensor.formats import (
     ExpansionFormat,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic import eft
-from mcftensor.arithmetic.bases import BASES
+from mcftensor.arithmetic.base_types import BASES
 from mcftensor.formats import FORMATS, ExpansionFormat
 from mcftensor.passes import expansion
 from mcftensor.passes.expansion import Terms

@@ -22,7 +22,7 @@ import torch
 from hypothesis import settings
 
 import mcftensor as mcf
-from mcftensor.tensor import rounded
+from mcftensor.tensor import implicit_rounding
 from support.helpers import a_step, requires_cuda
 from support.leftovers import remember, restore
 from support.ranks import RankPool
@@ -64,7 +64,7 @@ def format(request) -> mcf.Format:
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind():
     """Fail the test that changes what is kept for the thread or the process."""
-    rounded._lines.clear()  # of code that was seen copying
+    implicit_rounding._lines.clear()  # of code that was seen copying
     before = remember()
     yield
     changed = restore(before)
@@ -105,7 +105,7 @@ def at_once(monkeypatch):
 
     def call(function, *args):
         with monkeypatch.context() as patch:
-            patch.setattr("mcftensor.dispatch.recording.open_tape", lambda: None)
+            patch.setattr("mcftensor.dispatch.defer.open_tape", lambda: None)
             return function(*args)
 
     return call

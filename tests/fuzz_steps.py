@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 
 import mcftensor as mcf
-from mcftensor.passes import decoded
-from mcftensor.passes.recoding import decode_columns
+from mcftensor.passes import decoded_traces
+from mcftensor.passes.format_conversion import decode_columns
 from mcftensor.tensor import TapedTensor, tape
 from support.helpers import bits, sample
 
@@ -312,14 +312,14 @@ def breaking() -> Iterator[None]:
 
     with (
         mock.patch.object(tape, "run_alike", broken),
-        mock.patch.object(decoded, "decode_columns", broken_once),
+        mock.patch.object(decoded_traces, "decode_columns", broken_once),
     ):
         yield
 
 
 def outcome(seed: int, *, at_once: bool, say: Callable[[str], None] = lambda line: None) -> object:
     """All that a program leaves."""
-    where = "mcftensor.dispatch.recording.open_tape"
+    where = "mcftensor.dispatch.defer.open_tape"
     with (
         mock.patch(where, return_value=None) if at_once else contextlib.nullcontext(),
         warnings.catch_warnings(),

@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import mcftensor as mcf
-from mcftensor.kernels import running
+from mcftensor.kernels import execute
+from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.program import Program
-from mcftensor.kernels.shared import BLOCK
 
 SIDE, ROWS = 256, 4096
 """Of a matrix that is large enough for all operations to go through kernels."""
@@ -54,7 +54,9 @@ class Kernel:
     def _bytes(self, start: int, stop: int) -> float:
         signature = self.program.signature
         sizes = [x.itemsize for x in (*signature.vectors, *signature.outputs)]
-        return sum(sizes[i] / (BLOCK if i in signature.shared else 1) for i in range(start, stop))
+        return sum(
+            sizes[i] / (BLOCK_SIZE if i in signature.shared else 1) for i in range(start, stop)
+        )
 
 
 def _step(
@@ -128,15 +130,15 @@ def kernels() -> list[Kernel]:
 def caught() -> Iterator[list[Program]]:
     """The programs that run meanwhile."""
     programs: list[Program] = []
-    original = running.kernel_of
+    original = execute.kernel_of
 
-    def kernel_of(body: Any, signature: Any) -> running.Kernel:
+    def kernel_of(body: Any, signature: Any) -> execute.Kernel:
         kernel = original(body, signature)
         programs.append(kernel.program)
         return kernel
 
-    running.kernel_of = kernel_of  # type: ignore[assignment]
+    execute.kernel_of = kernel_of  # type: ignore[assignment]
     try:
         yield programs
     finally:
-        running.kernel_of = original
+        execute.kernel_of = original

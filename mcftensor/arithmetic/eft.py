@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.bases import BASES
+from mcftensor.arithmetic.base_types import BASES
 from mcftensor.arithmetic.rounding import add_odd
-from mcftensor.kernels.layout import empty_terms
-from mcftensor.kernels.opaque import inline, opaque
+from mcftensor.kernels.custom_ops import inline, opaque
+from mcftensor.kernels.result_layout import empty_terms
 
 
 def same_float_dtype(name: str, *tensors: Tensor) -> torch.dtype:

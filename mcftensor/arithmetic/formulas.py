@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mcftensor.arithmetic.numbers import Number
+from mcftensor.arithmetic.number_protocol import Number
 
 
 def _lerp(start: Number, end: Number, weight: Number) -> Number:

@@ -3,7 +3,7 @@
 A function reads as its algorithm: one line a transformation. Expansions are tuples of plain
 tensors of one dtype, leading term first, normalized; so are the results. Formats with a base of
 32 or 64 bits compute with these networks; bases of 16 bits have a cheaper and sharper way
-(`wide.py`), but the networks hold for them as well, with u = 2^-8 or 2^-11.
+(`machine_numbers.py`), but the networks hold for them as well, with u = 2^-8 or 2^-11.
 
 References, cited below by their initials:
 
@@ -28,7 +28,7 @@ from torch import Tensor
 from mcftensor.arithmetic import eft
 from mcftensor.arithmetic.noise import Noise
 from mcftensor.arithmetic.rounding import move
-from mcftensor.kernels.opaque import inline
+from mcftensor.kernels.custom_ops import inline
 
 two_sum = inline(eft.two_sum)
 fast_two_sum = inline(eft.fast_two_sum)

@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.counting import salt_of
-from mcftensor.kernels.opaque import opaque
+from mcftensor.arithmetic.write_counts import salt_of
+from mcftensor.kernels.custom_ops import opaque
 
 Rounding = Literal["nearest", "stochastic", "balanced"]
 
@@ -73,8 +73,8 @@ class Balanced(Noise):
     rounded up as often as it should be, but for O(log T) times.
 
     Source: H. Niederreiter, "Random number generation and quasi-Monte Carlo methods", SIAM 1992,
-    theorem 3.3. The places are a hash of the index and the salt of the tensor (`counting.py`), with
-    the constants of C. Wellons' lowbias32.
+    theorem 3.3. The places are a hash of the index and the salt of the tensor (`write_counts.py`),
+    with the constants of C. Wellons' lowbias32.
     """
 
     def __init__(self, key: Tensor, index: Tensor, stream: int = 0) -> None:

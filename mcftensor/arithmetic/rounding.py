@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.bases import BASES, NARROW
+from mcftensor.arithmetic.base_types import BASES, NARROW
 from mcftensor.arithmetic.noise import Noise
-from mcftensor.kernels.opaque import opaque
+from mcftensor.kernels.custom_ops import opaque
 
 
 def add_signed(a: Tensor, b: Tensor) -> Tensor:

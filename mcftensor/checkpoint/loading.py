@@ -13,8 +13,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from mcftensor.checkpoint.bridge.entries import Request
-from mcftensor.checkpoint.bridge.layouts import read_checkpoint
-from mcftensor.checkpoint.bridge.resuming import load_states, state_dict_for
+from mcftensor.checkpoint.bridge.layout_detection import read_checkpoint
+from mcftensor.checkpoint.bridge.optimizer_states import load_states, state_dict_for
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading, some
 from mcftensor.checkpoint.state_dicts import from_terms, is_sharded, ties
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from mcftensor.checkpoint.atomic import beside, synchronize
+from mcftensor.checkpoint.atomic_files import beside, synchronize
 from mcftensor.checkpoint.checkpoint_error import CheckpointError
 from mcftensor.checkpoint.digests import KEY, sealed
-from mcftensor.checkpoint.safetensors import DTYPES, RESERVED, write
+from mcftensor.checkpoint.safetensors_writer import DTYPES, RESERVED, write
 from mcftensor.checkpoint.shards import divide, files_named, index_of, remove_stale, size_in_bytes
 from mcftensor.checkpoint.state_dicts import as_terms, from_terms, is_sharded, ties
 from mcftensor.tensor import MCFTensor

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mcftensor.checkpoint.atomic import remove_abandoned, synchronize
+from mcftensor.checkpoint.atomic_files import remove_abandoned, synchronize
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, some
 from mcftensor.checkpoint.state_dicts import names_of_terms
 

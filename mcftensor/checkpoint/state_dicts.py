@@ -15,14 +15,14 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mcftensor.arithmetic.counting import moved
+from mcftensor.arithmetic.write_counts import moved
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, some
 from mcftensor.dispatch.collectives import carried
 from mcftensor.formats import Format
 from mcftensor.kernels.program import PATTERNS
 from mcftensor.patches.distributed import after_loads, around_broadcasts
 from mcftensor.tensor.checks import check_components, check_writes, normalized
-from mcftensor.tensor.sharded import any_format_of, format_of, local, on_local, place_of
+from mcftensor.tensor.dtensor import any_format_of, format_of, local, on_local, place_of
 from mcftensor.tensor.tensor import MCFTensor
 
 

@@ -1,26 +1,4 @@
-"""Where an operation goes, by its kind, and the modules of this folder in the order it meets them.
-
-An MCFTensor asks its format first: where that has rules of its own, as the formats of `scaling/`
-do, these carry operators out, and nothing comes here. Otherwise `functions` takes a few functions
-whole, `casting` those that get a format as a dtype, and `dtypes`, within a step of an optimizer,
-those that ask for one. Any other operator is looked up in the table of `registry`; `operands` says
-what its tensors and numbers mean, and `stored` decodes those of formats that only store.
-
-1. Structure, on each term alike: `structure` moves, copies, makes and places elements, by `rows`
-   where these share scales; `pieces` knows where those begin that are cut off, and `collectives`
-   moves them between processes.
-2. Arithmetic of the table in `operators`: `elementwise` has its forms on single tensors, `foreach`
-   those on lists, and `fused` steps of optimizers. `plans` says how an operation is carried out by
-   the kinds of its operands, `evaluate` does so now, and `recording` puts it on the tape of a step.
-   What only compares elements is exact: `comparison`; so are whole numbers and remainders:
-   `modular`.
-3. Compute on a parameter: `compute`, with the leading term, and `statistics` for norms that keep
-   averages.
-4. All else, on a value: `compute` too, in float64, or beyond 48 bits by the algorithms of `long`.
-   `variants` makes of what writes in place or to `out=` the form that returns its result, and
-   `writing` writes that, into all targets or none.
-5. What cannot carry the precision raises the refusal that `writing` words.
-"""
+"""Handlers of PyTorch's operators on expansions; README.md lists them in their order."""
 
 from __future__ import annotations
 
@@ -29,27 +7,27 @@ from typing import Any
 
 import torch
 
-from mcftensor.dispatch import casting as casting
+from mcftensor.dispatch import batch_norm as batch_norm
 from mcftensor.dispatch import collectives as collectives
 from mcftensor.dispatch import comparison as comparison
-from mcftensor.dispatch import dtypes as dtypes
+from mcftensor.dispatch import defer as defer
+from mcftensor.dispatch import dtype_in_step as dtype_in_step
 from mcftensor.dispatch import elementwise as elementwise
+from mcftensor.dispatch import floor_and_remainder as floor_and_remainder
+from mcftensor.dispatch import format_as_dtype as format_as_dtype
 from mcftensor.dispatch import fused as fused
-from mcftensor.dispatch import modular as modular
-from mcftensor.dispatch import recording as recording
-from mcftensor.dispatch import statistics as statistics
 from mcftensor.dispatch import structure as structure
-from mcftensor.dispatch.compute import compute
+from mcftensor.dispatch.default_handler import compute
 from mcftensor.dispatch.foreach import foreach
-from mcftensor.dispatch.functions import WHOLE, evaluate_whole
-from mcftensor.dispatch.registry import SHORTCUTS, TABLE, Handler
-from mcftensor.dispatch.variants import (
+from mcftensor.dispatch.inplace_and_out import (
     by_functional_form,
     computes_in_place,
     evaluate_into,
     functional,
     onto_plain,
 )
+from mcftensor.dispatch.registry import SHORTCUTS, TABLE, Handler
+from mcftensor.dispatch.torch_functions import WHOLE, evaluate_whole
 from mcftensor.tensor import MCFTensor
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from mcftensor.dispatch.operands import expansions, stored_in
 from mcftensor.dispatch.registry import implements
-from mcftensor.dispatch.writing import refusal
+from mcftensor.dispatch.write_results import refusal
 from mcftensor.formats import Format, movable
 from mcftensor.tensor import MCFTensor
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from mcftensor.arithmetic.ordering import choose, clamp, equal, less, maximum, minimum
 from mcftensor.arithmetic.rounding import quiet
-from mcftensor.dispatch.compute import compute
+from mcftensor.dispatch.default_handler import compute
 from mcftensor.dispatch.operands import (
     common_format,
     common_role,
@@ -27,12 +27,12 @@ from mcftensor.dispatch.operands import (
     stored_in,
 )
 from mcftensor.dispatch.registry import implements, register_forms
-from mcftensor.dispatch.stored import of_terms
+from mcftensor.dispatch.storage_formats import of_terms
 from mcftensor.formats import Format
-from mcftensor.kernels.opaque import opaque
+from mcftensor.kernels.custom_ops import opaque
 from mcftensor.passes import expansion
 from mcftensor.tensor import LiftedTensor, MCFTensor
-from mcftensor.tensor.rounded import rounding
+from mcftensor.tensor.implicit_rounding import rounding
 
 aten = torch.ops.aten
 Terms = Sequence[Tensor]

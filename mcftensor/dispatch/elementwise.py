@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch import stored
-from mcftensor.dispatch.compute import PRECISION, WIDE, compute
+from mcftensor.dispatch import storage_formats
+from mcftensor.dispatch.default_handler import PRECISION, WIDE, compute
 from mcftensor.dispatch.evaluate import evaluate_rows, evaluate_rows_into
 from mcftensor.dispatch.operands import (
     are_lifted,
@@ -20,7 +20,7 @@ from mcftensor.dispatch.operands import (
 )
 from mcftensor.dispatch.operators import OPERATORS
 from mcftensor.dispatch.registry import TABLE, implements, register_forms
-from mcftensor.tensor.rounded import rounding
+from mcftensor.tensor.implicit_rounding import rounding
 from mcftensor.tensor.tensor import MCFTensor
 
 aten = torch.ops.aten
@@ -32,7 +32,7 @@ def _register(name: str) -> None:
         if computes_plainly(operands):  # the commonest: a layer of a model
             return func(*leading(args), **leading(kwargs))
         (result,) = evaluate_rows(name, [[x] for x in operands], tuple(kwargs), 1)
-        return stored.on_numbers(func, args, kwargs) if result is None else result
+        return storage_formats.on_numbers(func, args, kwargs) if result is None else result
 
     def in_place(func: Any, *args: Any, **kwargs: Any) -> Tensor:
         return _evaluate_to(name, args[0], func, args, kwargs)
@@ -51,16 +51,16 @@ def _evaluate_to(
     operands = (*args, *named.values())
     columns, keywords, format = [[x] for x in operands], tuple(named), None
     if isinstance(target, MCFTensor) and target is args[0]:
-        if name in ("add", "sub") and _is_sparse(args[1]) and not stored.are_numbers(args):
+        if name in ("add", "sub") and _is_sparse(args[1]) and not storage_formats.are_numbers(args):
             sign = 1 if name == "add" else -1
             return _add_sparse(target, args[1], sign * named.get("alpha", 1))
         is_done = evaluate_rows_into(name, columns, keywords, 1)
         if is_done is None:
-            return stored.on_numbers(func, args, kwargs)
+            return storage_formats.on_numbers(func, args, kwargs)
         if is_done:
             return target
-    elif stored.are_numbers((*operands, target)):
-        return stored.on_numbers(func, args, kwargs)
+    elif storage_formats.are_numbers((*operands, target)):
+        return storage_formats.on_numbers(func, args, kwargs)
     if isinstance(target, MCFTensor):
         format = target._format
     elif are_lifted(operands) or common_role(operands) == "parameter":

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mcftensor.dispatch.defer import recorded, some_rows
 from mcftensor.dispatch.operands import (
     after,
     component_columns,
@@ -21,13 +22,12 @@ from mcftensor.dispatch.operands import (
     require_numbers,
     rounding_key,
 )
-from mcftensor.dispatch.plans import Kind, Plan, kind_of, kinds_of, plan
-from mcftensor.dispatch.recording import recorded, some_rows
+from mcftensor.dispatch.resolve import Kind, Plan, kind_of, kinds_of, plan
 from mcftensor.formats import Format
 from mcftensor.kernels import Columns, run_alike
 from mcftensor.kernels.columns import Column, places_of, repeated
-from mcftensor.kernels.opaque import is_bare
-from mcftensor.kernels.running import is_dense
+from mcftensor.kernels.custom_ops import is_bare
+from mcftensor.kernels.execute import is_dense
 from mcftensor.passes import expressions
 from mcftensor.passes.expressions import Operand, carry_out, empty
 from mcftensor.tensor.tensor import LiftedTensor, MCFTensor

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from mcftensor.dispatch import stored
+from mcftensor.dispatch import storage_formats
 from mcftensor.dispatch.evaluate import evaluate_rows, evaluate_rows_into
+from mcftensor.dispatch.inplace_and_out import as_values
 from mcftensor.dispatch.operands import are_lifted, computes_plainly, leading
 from mcftensor.dispatch.operators import OPERATORS
-from mcftensor.dispatch.variants import as_values
 from mcftensor.tensor.tensor import MCFTensor
 
 aten = torch.ops.aten
@@ -84,12 +84,14 @@ class _Lists:
     def by_torch(self, made: list[Any]) -> list[Any]:
         """Carry out the rows that have no result yet: those on stored numbers together."""
         left = [i for i in range(self.count) if made[i] is None]
-        if any(map(stored.are_among, self.columns)):
-            is_in_order = self.in_place and self.count > 1 and not stored.are_apart(self.columns)
+        if any(map(storage_formats.are_among, self.columns)):
+            is_in_order = (
+                self.in_place and self.count > 1 and not storage_formats.are_apart(self.columns)
+            )
             rows = [] if is_in_order else [i for i in left if self._is_stored(i)]
             if rows:
                 given = self.func, rows, self.args, self.kwargs, self._single
-                for i, result in stored.foreach_on_numbers(*given):
+                for i, result in storage_formats.foreach_on_numbers(*given):
                     made[i] = result
             left = [i for i in left if i not in {*rows}]
         for i in left:  # in place a row may read what the one before has written
@@ -101,7 +103,7 @@ class _Lists:
 
     def _is_stored(self, i: int) -> bool:
         row = self._row(i)
-        return stored.are_numbers(row) and (self.in_place or not computes_plainly(row))
+        return storage_formats.are_numbers(row) and (self.in_place or not computes_plainly(row))
 
     def _single(self, i: int) -> Any:
         operands = self._row(i)

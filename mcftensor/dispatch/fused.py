@@ -1,4 +1,5 @@
-"""torch's fused steps, `_fused_adam_` and its like: those of `steps.py` where expansions take part.
+"""torch's fused steps, `_fused_adam_` and its like: those of `optimizer_steps.py` where expansions
+take part.
 
 Lists may mix formats, plain parameters and plain states. Gradients are unscaled here too.
 """
@@ -24,8 +25,8 @@ from mcftensor.dispatch.registry import SHORTCUTS, TABLE, implements
 from mcftensor.formats import PLAIN, Format
 from mcftensor.formats.promotion import require_one_base
 from mcftensor.kernels.columns import places_of
-from mcftensor.kernels.opaque import is_bare
-from mcftensor.passes.steps import RULES, step_, take, unscale_
+from mcftensor.kernels.custom_ops import is_bare
+from mcftensor.passes.optimizer_steps import RULES, step_, take, unscale_
 from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
 aten = torch.ops.aten

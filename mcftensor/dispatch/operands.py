@@ -13,8 +13,8 @@ from torch import Tensor
 from mcftensor.dispatch.operators import Number
 from mcftensor.formats import PLAIN, Format
 from mcftensor.formats.promotion import longest_format
-from mcftensor.kernels.opaque import is_bare
-from mcftensor.passes.recoding import collapse, key_for, recode
+from mcftensor.kernels.custom_ops import is_bare
+from mcftensor.passes.format_conversion import collapse, key_for, recode
 from mcftensor.tensor.components import COMPONENTS, Role
 from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 

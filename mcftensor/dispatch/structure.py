@@ -17,8 +17,17 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
-from mcftensor.arithmetic.counting import moved
-from mcftensor.dispatch.compute import compute
+from mcftensor.arithmetic.write_counts import moved
+from mcftensor.dispatch.block_structure import (
+    copy_blocks_,
+    join_blocks,
+    lends,
+    made_in_blocks,
+    place_in_blocks,
+    set_blocks_,
+    share_scales,
+)
+from mcftensor.dispatch.default_handler import compute
 from mcftensor.dispatch.operands import (
     common_format,
     common_role,
@@ -33,25 +42,16 @@ from mcftensor.dispatch.operands import (
     stored_in,
     uninterrupted,
 )
-from mcftensor.dispatch.pieces import starts_of_pieces
 from mcftensor.dispatch.registry import SHORTCUTS, implements
-from mcftensor.dispatch.rows import (
-    copy_rows_,
-    in_rows,
-    join_rows,
-    lends,
-    made_in_rows,
-    place_in_rows,
-    set_rows_,
-)
-from mcftensor.dispatch.stored import plain_numbers
-from mcftensor.dispatch.writing import refusal
+from mcftensor.dispatch.storage_formats import plain_numbers
+from mcftensor.dispatch.view_offsets import starts_of_pieces
+from mcftensor.dispatch.write_results import refusal
 from mcftensor.formats import Format, lent, movable, unmoved
-from mcftensor.kernels.opaque import is_bare
-from mcftensor.passes.recoding import lent as lent_by
+from mcftensor.kernels.custom_ops import is_bare
+from mcftensor.passes.format_conversion import lent as lent_by
 from mcftensor.tensor import LiftedTensor, MCFTensor, Role
-from mcftensor.tensor.lending import LentTensor, holding, lent_views
-from mcftensor.tensor.rounded import rounding, updating
+from mcftensor.tensor.implicit_rounding import rounding, updating
+from mcftensor.tensor.leading_view import LentTensor, holding, lent_views
 
 aten = torch.ops.aten
 
@@ -198,7 +198,7 @@ def embedding(func: Any, x: Any, indices: Tensor, *args: Any, **kwargs: Any) -> 
 )
 def view_(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> MCFTensor:
     """Another shape for the same tensor object."""
-    if in_rows([x]):
+    if share_scales([x]):
         raise refusal(func, [x], "32 elements of a row share a scale")
     calls = [partial(func._op, t, *args, **kwargs) for t in (*x.components, x)]
     if not is_bare(x.components):  # a compiler's, which see what is dispatched
@@ -214,8 +214,8 @@ def join(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
     """cat and stack, of expansions of one base; a plain tensor enters as a value."""
     if computes_plainly(tensors):
         return func(leading(tensors), *args)
-    if in_rows(tensors):
-        return join_rows(func, tensors, *args)
+    if share_scales(tensors):
+        return join_blocks(func, tensors, *args)
     format = common_format(func.overloadpacket.__name__, tensors)
     format = format.of_states if format is lent else format
     columns = zip(*(stored_in(x, format, x.device) for x in tensors), strict=True)
@@ -260,8 +260,8 @@ def like(func: Any, x: MCFTensor, **kwargs: Any) -> Any:
         plain = template(x)
         made = [func(plain, **{**kwargs, "dtype": y.dtype}) for y in format.components]
         return MCFTensor.of(made, format, own=True)
-    if in_rows([x]):
-        return made_in_rows(func, x, x.shape, (), kwargs)
+    if share_scales([x]):
+        return made_in_blocks(func, x, x.shape, (), kwargs)
     holds = func is aten.empty_like.default and not x._is_param
     made = [func(t, **kwargs) for t in x._read()]
     return x._made_beside(made, x.role if holds else "value")
@@ -278,8 +278,8 @@ def new(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
         return func(template(x), *args, **kwargs)
     if isinstance(x, LentTensor):
         x = x._source
-    if in_rows([x]):
-        return made_in_rows(func, x, torch.Size(args[0]), args[1:], kwargs)
+    if share_scales([x]):
+        return made_in_blocks(func, x, torch.Size(args[0]), args[1:], kwargs)
     return x._like([func(t, *args, **kwargs) for t in x._read()], own=True)
 
 
@@ -325,7 +325,7 @@ def filled_like(func: Any, x: MCFTensor, *value: Any, **kwargs: Any) -> Any:
         return func(template(x), *value, **kwargs)
     if _of_states(x) is not x._format:
         return torch.zeros_like(x, **kwargs).fill_(*value or (1.0,))
-    if in_rows([x]):
+    if share_scales([x]):
         return torch.empty_like(x, **kwargs).fill_(*value or (1.0,))
     return _filled(lambda t: torch.empty_like(t, **kwargs), x, "value", *value)
 
@@ -335,7 +335,7 @@ def new_filled(func: Any, x: MCFTensor, size: Any, *value: Any, **kwargs: Any) -
     """As `filled_like`, of another shape; the role stays."""
     if _asks_other(x, kwargs):
         return func(template(x), size, *value, **kwargs)
-    if in_rows([x]):
+    if share_scales([x]):
         return x.new_empty(size, **kwargs).fill_(*value or (1.0,))
     return _filled(lambda t: t.new_empty(size, **kwargs), x, x.role, *value)
 
@@ -373,7 +373,7 @@ def to_copy(func: Any, x: MCFTensor, *, dtype: torch.dtype | None = None, **kwar
         wide = dtype if dtype.is_floating_point else torch.float64
         plain = x._collapsed(wide)
         return func(plain, dtype=dtype, **kwargs) if kwargs or wide != dtype else plain
-    if in_rows([x]):
+    if share_scales([x]):
         return _on_components(func, x, (), kwargs, own=True)
     copied = x._like([func(t, **kwargs) for t in x._read()], own=True)
     _keep_hooks(x, copied)
@@ -391,8 +391,8 @@ def copy_(func: Any, target: Tensor, source: Any, non_blocking: bool = False) ->
         raise TypeError(f"copy_: {source.dtype} into an expansion in {target.format.name}")
     if target._role == "parameter" and is_bare([source, target._component0]):
         updating(func, target, source)
-    if in_rows([target]):
-        copy_rows_(target, source)
+    if share_scales([target]):
+        copy_blocks_(target, source)
         return target
     is_alike = isinstance(source, MCFTensor) and source.format is target.format
     key = None if is_alike else rounding_key(target.format, [target])
@@ -409,8 +409,8 @@ def fill_(func: Any, target: Tensor, value: Any = 0.0) -> Tensor:
     """Every element set to one number, at full precision."""
     if not isinstance(target, MCFTensor):
         return target.copy_(value.expand(target.shape))
-    if in_rows([target]):
-        set_rows_(target, value)
+    if share_scales([target]):
+        set_blocks_(target, value)
         return target
     numbers = stored_in(value, target.format, target.device)
     fill(target, [x.expand(target.shape) for x in numbers])
@@ -430,8 +430,8 @@ def masked_fill(func: Any, x: Any, mask: Tensor, value: Any) -> Any:
         return func(x, mask, value._collapsed(x.dtype))
     if not isinstance(x, MCFTensor) or isinstance(mask, MCFTensor):
         return compute(func, x, mask, value)
-    if in_rows([x]):
-        return place_in_rows(func, (x, mask, value), {})
+    if share_scales([x]):
+        return place_in_blocks(func, (x, mask, value), {})
     filled = [
         torch.where(mask, number, t)
         for t, number in zip(x._read(), stored_in(value, x.format, x.device), strict=True)
@@ -512,8 +512,8 @@ def place(func: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_sum and _goes_to_plain(args[0], source):
             rounding(func, [source], args[0])
             return func(**named, **{name: source._collapsed(args[0].dtype)})
-    if in_rows([*args, *kwargs.values()]):
-        return place_in_rows(func, args, kwargs)
+    if share_scales([*args, *kwargs.values()]):
+        return place_in_blocks(func, args, kwargs)
     named = named_arguments(func, args, kwargs)
     x = named.pop("self")
     name = next((name for name in _SOURCES if name in named), "value")

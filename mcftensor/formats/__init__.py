@@ -1,11 +1,19 @@
 """Formats: each owns how its numbers are stored, and what they are computed with."""
 
-from mcftensor.arithmetic.terms import Network as Network
-from mcftensor.arithmetic.wide import Machine as Machine
-from mcftensor.formats.codes import BlockFormat as BlockFormat
-from mcftensor.formats.codes import Scales as Scales
-from mcftensor.formats.codes import mxfp8 as mxfp8
-from mcftensor.formats.codes import ue5m3 as ue5m3
+from mcftensor.arithmetic.machine_numbers import Machine as Machine
+from mcftensor.arithmetic.network_numbers import Network as Network
+from mcftensor.formats.bf16_integer import TailFormat as TailFormat
+from mcftensor.formats.bf16_integer import bf16i8 as bf16i8
+from mcftensor.formats.bf16_integer import bf16i16 as bf16i16
+from mcftensor.formats.block_codes import BlockFormat as BlockFormat
+from mcftensor.formats.block_codes import Scales as Scales
+from mcftensor.formats.block_codes import mxfp8 as mxfp8
+from mcftensor.formats.block_codes import ue5m3 as ue5m3
+from mcftensor.formats.e4m3_integer import LentFormat as LentFormat
+from mcftensor.formats.e4m3_integer import ScaledTailFormat as ScaledTailFormat
+from mcftensor.formats.e4m3_integer import e4m3i8 as e4m3i8
+from mcftensor.formats.e4m3_integer import e4m3i16 as e4m3i16
+from mcftensor.formats.e4m3_integer import lent as lent
 from mcftensor.formats.finfo import FInfo as FInfo
 from mcftensor.formats.finfo import finfo as finfo
 from mcftensor.formats.format import FORMATS as FORMATS
@@ -30,13 +38,5 @@ from mcftensor.formats.format import require_expansion_format as require_expansi
 from mcftensor.formats.format import require_format as require_format
 from mcftensor.formats.moving import movable as movable
 from mcftensor.formats.moving import unmoved as unmoved
-from mcftensor.formats.scaled_tails import LentFormat as LentFormat
-from mcftensor.formats.scaled_tails import ScaledTailFormat as ScaledTailFormat
-from mcftensor.formats.scaled_tails import e4m3i8 as e4m3i8
-from mcftensor.formats.scaled_tails import e4m3i16 as e4m3i16
-from mcftensor.formats.scaled_tails import lent as lent
-from mcftensor.formats.tails import TailFormat as TailFormat
-from mcftensor.formats.tails import bf16i8 as bf16i8
-from mcftensor.formats.tails import bf16i16 as bf16i16
-from mcftensor.kernels.shared import block_max as block_max
-from mcftensor.kernels.shared import spread as spread
+from mcftensor.kernels.block_scales import block_max as block_max
+from mcftensor.kernels.block_scales import spread as spread

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic import networks
-from mcftensor.arithmetic.bases import BASES
+from mcftensor.arithmetic.base_types import BASES
+from mcftensor.arithmetic.machine_numbers import Machine, Wide
+from mcftensor.arithmetic.network_numbers import Network
 from mcftensor.arithmetic.noise import Noise, Rounding
-from mcftensor.arithmetic.numbers import Floats, Number, Numbers, Sum
+from mcftensor.arithmetic.number_protocol import Floats, Number, Numbers, Sum
 from mcftensor.arithmetic.rounding import peel, quiet, round_to_terms
-from mcftensor.arithmetic.terms import Network
-from mcftensor.arithmetic.wide import Machine, Wide
-from mcftensor.formats.checking import require_codec
 from mcftensor.formats.moving import move_component, move_rows
+from mcftensor.formats.registration_checks import require_codec
 
 F = TypeVar("F", bound="Format")
 
@@ -192,7 +192,8 @@ class Format:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """PyTorch comes here where a format is given as a dtype; see `dispatch/casting.py`."""
+        """PyTorch comes here where a format is given as a dtype; see
+        `dispatch/format_as_dtype.py`."""
         return cls._in_place_of_dtype(func, args, kwargs or {})
 
     # ---------------------------------------------------------------------------------- the codec

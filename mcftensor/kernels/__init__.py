@@ -2,7 +2,7 @@
 
 `run` is given a function written in PyTorch and columns of tensors. Where there is much to do the
 function becomes a `program`, in C++ (`cpp`, `cpu`) or in Triton (`triton`, `cuda`), which gives the
-bits of the function itself; otherwise the function runs as it is, block by block (`blocks`).
+bits of the function itself; otherwise the function runs as it is, in chunks (`eager`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from mcftensor.kernels.columns import Column as Column
 from mcftensor.kernels.columns import Columns as Columns
 from mcftensor.kernels.columns import Scalar as Scalar
+from mcftensor.kernels.execute import InParts as InParts
+from mcftensor.kernels.execute import run as run
+from mcftensor.kernels.execute import run_alike as run_alike
 from mcftensor.kernels.program import Body as Body
 from mcftensor.kernels.program import Signature as Signature
-from mcftensor.kernels.running import InParts as InParts
-from mcftensor.kernels.running import run as run
-from mcftensor.kernels.running import run_alike as run_alike

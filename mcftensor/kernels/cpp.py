@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 import torch
 
+from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.printer import COMMON, Copy, Dialect, Printer
 from mcftensor.kernels.program import COMPUTED, Program
-from mcftensor.kernels.shared import BLOCK
 
 # Elements a thread is worth starting for; as many as PyTorch's own.
 GRAIN = 1 << 15
@@ -300,7 +300,7 @@ _SCHEDULED = """\
 # What blocks of elements share. A whole one lies in vectors that follow one another.
 _SHARING = (
     f"""\
-#define SHARING {BLOCK}
+#define SHARING {BLOCK_SIZE}
 """
     + """\
 template <int WIDTH>
@@ -406,7 +406,7 @@ def source(program: Program, width: int) -> str:
     plain = Printer(program, _DIALECT, Copy(words={"i": "i", "first": "i"}))
     inside = itertools.compress(program.instructions, plain.varies)
     lanes = width // max(4, *(x.dtype.itemsize for x in inside))
-    of_block = BLOCK // lanes if signature.shared else 1
+    of_block = BLOCK_SIZE // lanes if signature.shared else 1
     count = max(_together(len(program.instructions)), of_block)
     in_pairs = count > 1 and _in_pairs(program)
     size, dialect = (2, _IN_PAIRS) if in_pairs else (of_block, _DIALECT)

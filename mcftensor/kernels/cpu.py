@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from mcftensor.kernels import directory
+from mcftensor.kernels import kernel_cache
 from mcftensor.kernels.columns import Scalar, number_of
 from mcftensor.kernels.cpp import GRAIN
 
@@ -55,7 +55,7 @@ def load(source: str, *, build: bool, is_right: Callable[[Launch], bool]) -> Lau
     if command is None:
         return None
     status = Path(command[0]).resolve().stat()
-    key = directory.key_of(
+    key = kernel_cache.key_of(
         source, *FLAGS, *command, status.st_size, status.st_mtime_ns, _processor()
     )
 
@@ -68,7 +68,7 @@ def load(source: str, *, build: bool, is_right: Callable[[Launch], bool]) -> Lau
         return scratch / "kernel.so"
 
     try:
-        library = directory.kept(key) or (directory.keep(key, make) if build else None)
+        library = kernel_cache.kept(key) or (kernel_cache.keep(key, make) if build else None)
         return _opened(library) if library else None
     except subprocess.CalledProcessError as error:
         _give_up(f"{shlex.join(command)} failed: {error.stderr.strip()[:500]}")

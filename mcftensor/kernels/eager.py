@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.columns import Columns
 from mcftensor.kernels.program import Body
-from mcftensor.kernels.shared import BLOCK
 
 # Elements of a chunk, whose intermediate tensors fit into the caches of a CPU together.
 CHUNK = 1 << 16
@@ -27,7 +27,7 @@ def run(body: Body, columns: Columns) -> None:
             run_whole(body, call)
             continue
         call = flat(call)
-        width = BLOCK if call.shared else 1
+        width = BLOCK_SIZE if call.shared else 1
         for start in range(0, length, CHUNK):
             part = slice(start // width, (start + CHUNK) // width)
             vectors, outputs = ([[x[part]] for (x,) in y] for y in (call.vectors, call.outputs))
@@ -42,7 +42,7 @@ def flat(call: Columns) -> Columns:
     def seen(i: int, x: Tensor) -> Tensor:
         if not call.shared:
             return x.as_strided((x.numel(),), (1,))
-        width = 1 if i in call.shared else BLOCK
+        width = 1 if i in call.shared else BLOCK_SIZE
         return x.as_strided((x.numel() // width, width), (width, 1))
 
     count = len(call.vectors)

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import torch
 
+from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.printer import COMMON, Dialect, Printer, name_of
 from mcftensor.kernels.program import COMPUTED, Program
-from mcftensor.kernels.shared import BLOCK
 
 # Elements that a block of threads works on: `BLOCK` in Triton's code, where `SHARING` is ours.
 THREAD_BLOCK = 1024
@@ -173,7 +173,7 @@ def to_{name}(x):
 _SHARING = (
     f"""
 
-SHARING = tl.constexpr({BLOCK})
+SHARING = tl.constexpr({BLOCK_SIZE})
 """
     + """
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, some
-from mcftensor.checkpoint.extras import extra
-from mcftensor.checkpoint.reading import Checkpoint
-from mcftensor.checkpoint.reading import tensors as tensors_of
-from mcftensor.tensor import showing
+from mcftensor.checkpoint.open_checkpoint import Checkpoint
+from mcftensor.checkpoint.open_checkpoint import tensors as tensors_of
+from mcftensor.checkpoint.optional_imports import extra
+from mcftensor.tensor import text_tables
 from mcftensor.tensor.checks import check_components
 from mcftensor.tensor.tensor import MCFTensor
 
@@ -150,7 +150,7 @@ class Audit:
 
     def _repr_html_(self) -> str:
         heads = ("tensor", "shape", "dtype", "unchanged", "at 0", "at 1", "verdict")
-        return showing.as_html([heads, *(t.cells() for t in self.tensors)], [self.summary()])
+        return text_tables.as_html([heads, *(t.cells() for t in self.tensors)], [self.summary()])
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in plain lists, dicts, strings and numbers."""

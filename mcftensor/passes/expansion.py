@@ -12,8 +12,8 @@ that has more bits than the format adds an error of at most u²/2 (two terms) or
 itself. A result that is not finite is what the base alone gives, with zero tails; x + (-x) is +0;
 the leading term carries the sign of a zero.
 
-How each format computes is in `arithmetic/wide.py` (bases of 16 bits) and `arithmetic/networks.py`
-(32 and 64 bits).
+How each format computes is in `arithmetic/machine_numbers.py` (bases of 16 bits) and
+`arithmetic/networks.py` (32 and 64 bits).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torch import Tensor
 from mcftensor.arithmetic import networks
 from mcftensor.arithmetic.eft import same_float_dtype
 from mcftensor.formats import MAX_TERMS, PLAIN, Format, require_expansion_format
-from mcftensor.kernels.layout import empty_terms
-from mcftensor.kernels.opaque import opaque
-from mcftensor.passes import recoding
+from mcftensor.kernels.custom_ops import opaque
+from mcftensor.kernels.result_layout import empty_terms
+from mcftensor.passes import format_conversion
 from mcftensor.passes.expressions import evaluate
-from mcftensor.passes.recoding import key_for
+from mcftensor.passes.format_conversion import key_for
 
 Terms = tuple[Tensor, ...]
 
@@ -70,7 +70,7 @@ def convert(x: Sequence[Tensor], format: Format | str) -> Terms:
     """
     format = require_expansion_format(format, "convert")
     key = key_for(format, x[0].device)
-    return tuple(recoding.recode(list(x), PLAIN[x[0].dtype].name, format.name, key))
+    return tuple(format_conversion.recode(list(x), PLAIN[x[0].dtype].name, format.name, key))
 
 
 def expand(x: Tensor, format: Format | str) -> Terms:
@@ -105,7 +105,7 @@ def collapse(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         >>> mcf.expansion.collapse(terms, torch.float32)
         tensor(0.9990)
     """
-    return recoding.collapse(list(terms), PLAIN[terms[0].dtype].name, dtype)
+    return format_conversion.collapse(list(terms), PLAIN[terms[0].dtype].name, dtype)
 
 
 @opaque(lambda values, terms: empty_terms(values, values[0].dtype, terms))
@@ -209,7 +209,8 @@ def add(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | str | None = 
 
     *Cost*: two terms: 3 flops and a split, or a network of 20; three terms: 5 and a split, or 200.
 
-    *Source*: `wide.py`; M. Joldes, J.-M. Muller, V. Popescu, ACM TOMS 44(2), 2017, algorithm 6.
+    *Source*: `machine_numbers.py`; M. Joldes, J.-M. Muller, V. Popescu, ACM TOMS 44(2), 2017,
+    algorithm 6.
 
     *Special values*: inf + (-inf) is NaN; x + (-x) is +0; (-0) + (-0) is -0.
 
@@ -264,8 +265,8 @@ def mul(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | str | None = 
 
     *Cost*: two terms: 3 flops and a split, or a network of 9 with fma; three: 5, or 600.
 
-    *Source*: `wide.py`; Joldes, Muller, Popescu 2017, algorithm 12; J.-M. Muller, L. Rideau,
-    ACM TOMS 48(1), 2022.
+    *Source*: `machine_numbers.py`; Joldes, Muller, Popescu 2017, algorithm 12; J.-M. Muller, L.
+    Rideau, ACM TOMS 48(1), 2022.
 
     *Special values*: 0 * inf is NaN; the sign of a zero is that of the leading terms' product.
 
@@ -296,7 +297,7 @@ def fma(
 
     *Cost*: two terms: 6 flops and a split, or a network of 130; three: 8, or 900.
 
-    *Source*: `wide.py`; exact products, and the distillation of `renormalize`.
+    *Source*: `machine_numbers.py`; exact products, and the distillation of `renormalize`.
 
     *Special values*: as x * y + z of the leading terms.
 
@@ -321,7 +322,7 @@ def div(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | str | None = 
 
     *Cost*: two terms: 3 flops and a split, or a network of 250; three: 5, or 1200.
 
-    *Source*: `wide.py`; long division with exact remainders.
+    *Source*: `machine_numbers.py`; long division with exact remainders.
 
     *Special values*: x / 0 is infinite, 0 / 0 is NaN, x / inf is a zero.
 
@@ -346,7 +347,7 @@ def sqrt(x: Sequence[Tensor], format: Format | str | None = None) -> Terms:
 
     *Cost*: two terms: 2 flops and a split, or a network of 8 with fma; three: 3, or 1000.
 
-    *Source*: `wide.py`; V. Lefèvre et al., ACM TOMS 49(1), 2023, algorithm 8.
+    *Source*: `machine_numbers.py`; V. Lefèvre et al., ACM TOMS 49(1), 2023, algorithm 8.
 
     *Special values*: NaN below 0; the sign of a zero stays.
 

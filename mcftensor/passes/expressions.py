@@ -14,12 +14,12 @@ from torch import Tensor
 
 from mcftensor.arithmetic.formulas import OPERATIONS
 from mcftensor.arithmetic.noise import noise_of
-from mcftensor.arithmetic.numbers import Floats, Number
+from mcftensor.arithmetic.number_protocol import Floats, Number
 from mcftensor.formats import PLAIN, Format, named
 from mcftensor.kernels import Body, Column, Columns, Scalar, Signature, run
 from mcftensor.kernels.columns import columns_of, places_of, regroup, repeated
-from mcftensor.kernels.layout import template_of
-from mcftensor.kernels.opaque import opaque
+from mcftensor.kernels.custom_ops import opaque
+from mcftensor.kernels.result_layout import template_of
 
 T = TypeVar("T")
 

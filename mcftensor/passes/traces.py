@@ -5,7 +5,7 @@ writes, a later one reads as it would have been stored, so that no bit differs. 
 made in the same way are the same object.
 
 Those on terms are one kernel. Those on formats that only store numbers are PyTorch's own operations
-on what is stored (`decoded.py`).
+on what is stored (`decoded_traces.py`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.formulas import OPERATIONS
-from mcftensor.arithmetic.numbers import Number, Numbers
-from mcftensor.arithmetic.terms import Network
-from mcftensor.arithmetic.wide import Machine
+from mcftensor.arithmetic.machine_numbers import Machine
+from mcftensor.arithmetic.network_numbers import Network
+from mcftensor.arithmetic.number_protocol import Number, Numbers
 from mcftensor.formats import PLAIN, Format
 from mcftensor.kernels import Body, Signature
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from mcftensor.patches.table import by_name, row
-from mcftensor.tensor.sharded import format_of
+from mcftensor.tensor.dtensor import format_of
 
 to_terms: list[Callable[[dict[str, Any]], dict[str, Any]]] = []
 from_terms: list[Callable[[dict[str, Any]], dict[str, Any]]] = []

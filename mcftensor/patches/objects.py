@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from mcftensor.patches.table import by_name, patch, row
-from mcftensor.tensor.pending import resolved
-from mcftensor.tensor.rounded import saying_itself
-from mcftensor.tensor.sharded import format_of
-from mcftensor.tensor.taped import TapedTensor
+from mcftensor.tensor.dtensor import format_of
+from mcftensor.tensor.implicit_rounding import saying_itself
+from mcftensor.tensor.pending_tensor import resolved
+from mcftensor.tensor.taped_tensor import TapedTensor
 from mcftensor.tensor.tensor import MCFTensor
 
 _TENSOR_HOOKS = [

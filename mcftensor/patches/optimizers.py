@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mcftensor.patches.table import by_name, patch, row
-from mcftensor.tensor.rounded import asking
-from mcftensor.tensor.sharded import format_of, with_lifted_shards
-from mcftensor.tensor.stepping import Step, closure, current_step, in_step
+from mcftensor.tensor.dtensor import format_of, with_lifted_shards
+from mcftensor.tensor.implicit_rounding import asking
+from mcftensor.tensor.step_context import Step, closure, current_step, in_step
 
 
 def _after_the_plan(initialize: Callable[..., Any]) -> Callable[..., Any]:

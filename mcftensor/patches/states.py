@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from mcftensor.formats import Format
 from mcftensor.patches.optimizers import has_expansions, parameters_of
 from mcftensor.patches.table import by_name, patch
-from mcftensor.tensor.sharded import format_of
+from mcftensor.tensor.dtensor import format_of
 
 as_loaded: list[Callable[[Tensor, Tensor, Any], Tensor]] = []
 """Functions of a parameter, a state of it that is being loaded, and the state's name; they give the

@@ -19,7 +19,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from mcftensor.tensor.first import WAITING
+from mcftensor.tensor.first_expansion import WAITING
 
 FIRST = "the first expansion"
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.scaling.exponents import times_power
-from mcftensor.scaling.ruling import aten, rule
+from mcftensor.scaling.rule_table import aten, rule
 from mcftensor.scaling.scaled_numbers import Placing, Unrounded, number, product_of, sum_of
 
 

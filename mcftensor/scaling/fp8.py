@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcftensor.scaling.counts import count
+from mcftensor.scaling.event_counts import count
 from mcftensor.scaling.exponents import half_log2, times_power
 from mcftensor.scaling.scaled import ScaledTensor, is_scaled
 from mcftensor.scaling.scaled_format import of_dtype

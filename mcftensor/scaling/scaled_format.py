@@ -9,12 +9,12 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.bases import BASES
+from mcftensor.arithmetic.base_types import BASES
 from mcftensor.arithmetic.noise import Rounding
 from mcftensor.arithmetic.rounding import round_to
 from mcftensor.formats import Component, ExpansionFormat, Format, Machine
 from mcftensor.kernels.program import PATTERNS
-from mcftensor.scaling import integer_tails
+from mcftensor.scaling import fp16_integer
 from mcftensor.scaling.exponents import times_any_power
 
 TOPS: dict[torch.dtype, int] = {
@@ -98,7 +98,7 @@ class ScaledFormat(Format):
     def _bits_of_tail(self) -> int:
         if self.tail is None:
             return 0
-        return integer_tails.BITS if self.tail == torch.int8 else PRECISIONS[self.tail]
+        return fp16_integer.BITS if self.tail == torch.int8 else PRECISIONS[self.tail]
 
     @functools.cached_property
     def lead(self) -> ScaledFormat:
@@ -178,7 +178,7 @@ class ScaledFormat(Format):
         if self.rounding == "stochastic":
             x = _dithered(x, PRECISIONS[self.dtype] + self._bits_of_tail)
         if self.tail == torch.int8:
-            return integer_tails.in_two_parts(x)
+            return fp16_integer.in_two_parts(x)
         leading = round_to(x, self.dtype)
         if leading is x:
             leading = x.clone()
@@ -192,7 +192,7 @@ class ScaledFormat(Format):
         if len(parts) == 1:
             return parts[0].to(dtype)
         if self.tail == torch.int8:
-            return integer_tails.of_two_parts(*parts).to(dtype)
+            return fp16_integer.of_two_parts(*parts).to(dtype)
         leading = parts[0].to(dtype)
         return leading + parts[1].to(dtype) * 2.0 ** -PRECISIONS[self.dtype]
 

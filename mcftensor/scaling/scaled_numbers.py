@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from mcftensor.scaling.counts import count
+from mcftensor.scaling.event_counts import count
 from mcftensor.scaling.exponents import (
     ANY,
     Exponent,

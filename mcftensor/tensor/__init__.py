@@ -1,6 +1,6 @@
 """`MCFTensor`, the tensor class, and what becomes of it within a step of an optimizer."""
 
 from mcftensor.tensor.components import Role as Role
-from mcftensor.tensor.taped import TapedTensor as TapedTensor
+from mcftensor.tensor.taped_tensor import TapedTensor as TapedTensor
 from mcftensor.tensor.tensor import LiftedTensor as LiftedTensor
 from mcftensor.tensor.tensor import MCFTensor as MCFTensor

@@ -9,13 +9,13 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.counting import moved, writes_of
 from mcftensor.arithmetic.rounding import collapse_terms
+from mcftensor.arithmetic.write_counts import moved, writes_of
 from mcftensor.formats import MAX_TERMS, Format, bytes_of
-from mcftensor.passes.recoding import collapse, lent
-from mcftensor.tensor.factor import Factor
-from mcftensor.tensor.first import WAITING, prepare
-from mcftensor.tensor.stepping import current_step
+from mcftensor.passes.format_conversion import collapse, lent
+from mcftensor.tensor.first_expansion import WAITING, prepare
+from mcftensor.tensor.pending_scale import PendingScale
+from mcftensor.tensor.step_context import current_step
 from mcftensor.tensor.tape import Strand
 
 Role = Literal["value", "parameter"]
@@ -43,9 +43,11 @@ class ComponentTensor(torch.Tensor):
     _component1: Tensor
     _format: Format
     _role: Role
-    _writes: Tensor | None = None  # where rounding is balanced, the count of `counting.py`
+    _writes: Tensor | None = None  # where rounding is balanced, the count of `write_counts.py`
     _first: int = 0  # of a view: the place of its first element in what that is the count of
-    _factor: Factor | None = None  # by which it is yet to be multiplied, where scales are shared
+    _factor: PendingScale | None = (
+        None  # by which it is yet to be multiplied, where scales are shared
+    )
     # Of a view that shares the exponent of its base: the components of the base.
     _base_components: tuple[Tensor, ...] | None = None
     _is_own: bool = False  # nobody else has its memory

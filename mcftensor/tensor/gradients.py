@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 
 from mcftensor.formats import Format
 from mcftensor.tensor.components import ComponentTensor
-from mcftensor.tensor.stepping import current_step
+from mcftensor.tensor.step_context import current_step
 
 _without_function: Any = torch._C._disabled_torch_function_impl
 _GRAD: Any = torch.Tensor.grad

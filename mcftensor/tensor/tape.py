@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mcftensor.formats import Format
 from mcftensor.kernels import Column, Columns, run_alike
-from mcftensor.passes.decoded import Decoded
+from mcftensor.passes.decoded_traces import Decoded
 from mcftensor.passes.expressions import Expression, Operand, carry_out
 from mcftensor.passes.traces import EMPTY, Trace
 

@@ -13,20 +13,20 @@ from torch._ops import OpOverload
 from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
 
-from mcftensor.arithmetic.counting import count_beside, moved, start
+from mcftensor.arithmetic.write_counts import count_beside, moved, start
 from mcftensor.formats import Format, require_format, unmoved
 from mcftensor.formats.format import named
-from mcftensor.passes.recoding import recode
+from mcftensor.passes.format_conversion import recode
 from mcftensor.tensor.checks import check_components, check_writes, normalized
 from mcftensor.tensor.components import COMPONENTS, Role, wrapper
-from mcftensor.tensor.factor import Factor
-from mcftensor.tensor.gathering import GatheredTensor
+from mcftensor.tensor.fsdp_hooks import GatheredTensor
 from mcftensor.tensor.gradients import GradedTensor
-from mcftensor.tensor.memory import AddressedTensor
-from mcftensor.tensor.pending import PendingTensor
+from mcftensor.tensor.pending_scale import PendingScale
+from mcftensor.tensor.pending_tensor import PendingTensor
 from mcftensor.tensor.pickling import PickledTensor
-from mcftensor.tensor.stepping import current_step
-from mcftensor.tensor.values import ReadableTensor
+from mcftensor.tensor.readable_values import ReadableTensor
+from mcftensor.tensor.step_context import current_step
+from mcftensor.tensor.without_storage import AddressedTensor
 
 _without_function: Any = torch._C._disabled_torch_function_impl
 
@@ -408,7 +408,7 @@ def _made(
         if first:
             made._first = first
     if format.shared:
-        made._factor = Factor(components, format, made._writes, first)
+        made._factor = PendingScale(components, format, made._writes, first)
     return made
 
 

@@ -22,7 +22,7 @@ from mcftensor.formats import (
     require_format,
     ue5m3,
 )
-from mcftensor.passes.steps import RULES
+from mcftensor.passes.optimizer_steps import RULES
 from mcftensor.patches.optimizers import (
     breaks_graphs,
     have_states_made_by_plan,
@@ -31,10 +31,10 @@ from mcftensor.patches.optimizers import (
     untraced,
 )
 from mcftensor.patches.states import as_loaded
-from mcftensor.tensor.sharded import any_format_of, format_of
-from mcftensor.training.moments import FIRST_MOMENTS, SECOND_MOMENTS, WIDE, compact_format
+from mcftensor.tensor.dtensor import any_format_of, format_of
 from mcftensor.training.plain_parameters import warn_of_plain_parameters
 from mcftensor.training.shadow import CannotShadow, attributes, plain_step
+from mcftensor.training.state_names import FIRST_MOMENTS, SECOND_MOMENTS, WIDE, compact_format
 
 Opt = TypeVar("Opt", bound=Optimizer)
 Mode = str | Mapping[str, Format | str | None]

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
-from mcftensor.tensor.sharded import format_of
-from mcftensor.training.conversions import latest_conversion
-from mcftensor.training.moments import SECOND_MOMENTS
+from mcftensor.tensor.dtensor import format_of
+from mcftensor.training.conversion_count import latest_conversion
 from mcftensor.training.saturation import callers_level
+from mcftensor.training.state_names import SECOND_MOMENTS
 
 _seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 """Optimizers that have stepped, and the latest conversion of a module by then."""

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mcftensor.arithmetic.bases import NARROW
-from mcftensor.checkpoint.kept import rounded
+from mcftensor.arithmetic.base_types import NARROW
+from mcftensor.checkpoint.loaded_expansions import rounded
 from mcftensor.convert import converted_modules, left_expansions, left_plain
 from mcftensor.patches.optimizers import has_expansions, parameters_of
 from mcftensor.tensor import MCFTensor
-from mcftensor.tensor.sharded import format_of
-from mcftensor.training.conversions import latest_conversion
+from mcftensor.tensor.dtensor import format_of
+from mcftensor.training.conversion_count import latest_conversion
 from mcftensor.training.saturation import callers_level
 
 _over_expansions: weakref.WeakSet[Optimizer] = weakref.WeakSet()

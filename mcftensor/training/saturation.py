@@ -14,11 +14,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.optim import Optimizer
 
-from mcftensor.arithmetic.numbers import Sum
+from mcftensor.arithmetic.number_protocol import Sum
 from mcftensor.formats import Format
-from mcftensor.kernels.shared import BLOCK, block_max
+from mcftensor.kernels.block_scales import BLOCK_SIZE, block_max
 from mcftensor.patches.states import when_saved
-from mcftensor.tensor.sharded import local
+from mcftensor.tensor.dtensor import local
 from mcftensor.tensor.tensor import MCFTensor
 
 
@@ -62,7 +62,7 @@ def saturated_blocks(x: Tensor) -> Tensor | None:
 @functools.lru_cache(maxsize=64)
 def _largest(format: Format) -> float:
     """The number at which a format saturates."""
-    most = torch.full((1, BLOCK), torch.finfo(torch.float32).max, device="cpu")
+    most = torch.full((1, BLOCK_SIZE), torch.finfo(torch.float32).max, device="cpu")
     return float(format.decode(format.nearest.encode(Sum([most]), None))[0].amax())
 
 

@@ -21,7 +21,7 @@ from mcftensor.convert import as_plain
 from mcftensor.dispatch.operands import stored_in
 from mcftensor.formats import Format, fp64x2
 from mcftensor.tensor.components import COMPONENTS
-from mcftensor.tensor.sharded import format_of, on_local
+from mcftensor.tensor.dtensor import format_of, on_local
 from mcftensor.tensor.tensor import MCFTensor
 
 Conversion = Callable[[Tensor, Tensor, str], Tensor]

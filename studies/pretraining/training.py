@@ -119,7 +119,7 @@ class Training:
         self.optimizer = optimizer_for(run.strategy, self.model.named_parameters(), stock)
         # Between two samples is at least one step without, whose time counts.
         self.meter = mcf.EDQ(self.optimizer, every=max(2, run.steps // SAMPLES), callback=watch)
-        self.steps_in_backward: mcf.training.releasing.StepInBackward | None = None
+        self.steps_in_backward: mcf.training.step_in_backward.StepInBackward | None = None
         if run.strategy == "released":
             self.steps_in_backward = mcf.step_in_backward(self.model, self.optimizer)
         schedule = partial(learning_rate_factor, steps=run.steps)

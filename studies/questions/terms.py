@@ -9,9 +9,9 @@ from torch import Tensor
 
 import mcftensor as mcf
 from mcftensor.arithmetic.noise import Noise, Rounding
-from mcftensor.arithmetic.numbers import Sum
-from mcftensor.formats.codes import MXFP8, Scales, factors_of
-from mcftensor.kernels.shared import spread
+from mcftensor.arithmetic.number_protocol import Sum
+from mcftensor.formats.block_codes import MXFP8, Scales, factors_of
+from mcftensor.kernels.block_scales import spread
 
 TERMS = (2, 3, 4)
 APART = 4  # A remainder is at most half a unit of four bits: it fits under a scale of 2^-4 of that.

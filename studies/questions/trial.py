@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import mcftensor as mcf
-from mcftensor.training.moments import FIRST_MOMENTS, SECOND_MOMENTS
+from mcftensor.training.state_names import FIRST_MOMENTS, SECOND_MOMENTS
 from pretraining.model import GPT, Shape, loss
 from pretraining.run import last_quarter, mean
 from pretraining.strategies import as_kept, optimizer_for

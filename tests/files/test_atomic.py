@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import mcftensor as mcf
-from mcftensor.checkpoint import atomic, saving
+from mcftensor.checkpoint import atomic_files, saving
 from support.helpers import same_terms, sample
 
 pytest.importorskip("safetensors")
@@ -218,12 +218,12 @@ def test_two_writers_at_once(tmp_path):
 @pytest.mark.parametrize("is_removed", [True, False])
 def test_another_writer_takes_a_new_file_for_abandoned(is_removed, tmp_path, monkeypatch):
     """It looks between the moments when the file is made and when it is locked."""
-    lock, write, held = atomic._lock, saving.write, contextlib.ExitStack()
+    lock, write, held = atomic_files._lock, saving.write, contextlib.ExitStack()
 
     def lock_late(file):
-        monkeypatch.setattr(atomic, "_lock", lock)
+        monkeypatch.setattr(atomic_files, "_lock", lock)
         if is_removed:
-            atomic.remove_abandoned(Path(file.name))
+            atomic_files.remove_abandoned(Path(file.name))
         else:
             with contextlib.ExitStack() as other:
                 lock(other.enter_context(Path(file.name).open("rb+")))
@@ -232,21 +232,21 @@ def test_another_writer_takes_a_new_file_for_abandoned(is_removed, tmp_path, mon
 
     def write_late(file, *args):
         held.close()
-        atomic.remove_abandoned(Path(file.name))
+        atomic_files.remove_abandoned(Path(file.name))
         return write(file, *args)
 
-    monkeypatch.setattr(atomic, "_lock", lock_late)
+    monkeypatch.setattr(atomic_files, "_lock", lock_late)
     monkeypatch.setattr(saving, "write", write_late)
     mcf.save_file(state(1), tmp_path)
     assert version(tmp_path) == 1
-    assert atomic._lock is lock
+    assert atomic_files._lock is lock
 
 
 def test_where_every_file_is_said_to_be_locked(tmp_path, monkeypatch):
     def refuse(file, how):
         raise BlockingIOError(errno.EAGAIN, "")
 
-    monkeypatch.setattr(atomic.fcntl, "flock", refuse)
+    monkeypatch.setattr(atomic_files.fcntl, "flock", refuse)
     mcf.save_file(state(1), tmp_path)
     assert version(tmp_path) == 1
     assert names_in(tmp_path) == ["model.safetensors"]
@@ -329,7 +329,7 @@ def test_mode_is_kept(mode, before, after, tmp_path):
 def test_nobody_reads_it_meanwhile(tmp_path):
     path = tmp_path / "training.pt"
     path.touch(mode=0o600)
-    with atomic.replacing(path) as temporary:
+    with atomic_files.replacing(path) as temporary:
         assert stat.S_IMODE(temporary.stat().st_mode) == 0o600
         temporary.write_text("secret")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -346,7 +346,7 @@ def test_a_file_of_another_group(tmp_path, monkeypatch):
     path.touch()
     path.chmod(0o660)
     monkeypatch.setattr(os, "chown", refuse)
-    with atomic.replacing(path) as temporary:
+    with atomic_files.replacing(path) as temporary:
         temporary.write_text("new")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 

@@ -217,7 +217,7 @@ def test_overrides_have_the_last_word():
 
 def kept(model):
     """Weak references to what is kept of parameters."""
-    from mcftensor.checkpoint.kept import _kept  # noqa: PLC0415
+    from mcftensor.checkpoint.loaded_expansions import _kept  # noqa: PLC0415
 
     return [
         weakref.ref(x.whole._component0)

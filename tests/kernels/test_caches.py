@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 import mcftensor as mcf
-from mcftensor.dispatch import plans
-from mcftensor.dispatch.plans import Kind
+from mcftensor.dispatch import resolve
+from mcftensor.dispatch.resolve import Kind
 from mcftensor.formats import Format
-from mcftensor.kernels import Columns, cuda, running
-from mcftensor.passes import expressions, steps, traces
+from mcftensor.kernels import Columns, cuda, execute
+from mcftensor.passes import expressions, optimizer_steps, traces
 from mcftensor.passes.expressions import Expression
 from mcftensor.passes.traces import Operation, Trace
 
@@ -62,8 +62,8 @@ def test_several_threads():
 
 
 def test_kernels_are_kept_up_to_a_number(monkeypatch):
-    kernel_of = functools.lru_cache(maxsize=3)(running.kernel_of.__wrapped__)
-    monkeypatch.setattr(running, "kernel_of", kernel_of)
+    kernel_of = functools.lru_cache(maxsize=3)(execute.kernel_of.__wrapped__)
+    monkeypatch.setattr(execute, "kernel_of", kernel_of)
     x = torch.arange(5.0, dtype=torch.float64)
     for scale in range(8):
 
@@ -71,7 +71,7 @@ def test_kernels_are_kept_up_to_a_number(monkeypatch):
             return [vectors[0] * scale]
 
         output = torch.empty_like(x)
-        running.run(body, Columns([[x]], [], [[output]]))
+        execute.run(body, Columns([[x]], [], [[output]]))
         assert torch.equal(output, x * scale)
     info = kernel_of.cache_info()
     assert (info.currsize, info.misses) == (3, 8)
@@ -96,12 +96,12 @@ def test_every_cache_of_a_function_has_a_bound():
 
 
 def test_the_bound_of_plans_is_reached():
-    plans.plan.cache_clear()
+    resolve.plan.cache_clear()
     formats = [Format(torch.bfloat16, terms) for terms in range(2, 7)]
     kinds = [Kind(*x) for x in itertools.product(formats, ("value", "parameter"), (True, False))]
     for own in itertools.islice(itertools.product(kinds, repeat=3), 5000):
-        plans.plan("addcmul", own, (), None)
-    info = plans.plan.cache_info()
+        resolve.plan("addcmul", own, (), None)
+    info = resolve.plan.cache_info()
     assert info.currsize == info.maxsize < info.misses
 
 
@@ -118,8 +118,8 @@ def test_the_bound_of_functions_is_reached():
         expressions._body(Expression(f"operation {i}", mcf.bf16x2), (mcf.bf16x2,), (False, False))
     info = expressions._body.cache_info()
     assert info.currsize == info.maxsize < info.misses
-    steps._body.cache_clear()
+    optimizer_steps._body.cache_clear()
     for i in range(1500):
-        steps._body("_fused_sgd_", False, (mcf.bf16x2, mcf.bf16x2), (f"number {i}",))
-    info = steps._body.cache_info()
+        optimizer_steps._body("_fused_sgd_", False, (mcf.bf16x2, mcf.bf16x2), (f"number {i}",))
+    info = optimizer_steps._body.cache_info()
     assert info.currsize == info.maxsize < info.misses

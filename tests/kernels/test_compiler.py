@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mcftensor as mcf
-from mcftensor.kernels import cpu, directory, eager, running
+from mcftensor.kernels import cpu, eager, execute, kernel_cache
 from support.helpers import small_model
 from support.kernel_cases import assert_same_bits, expression, operand, run, way
 
@@ -27,7 +27,7 @@ def fresh(monkeypatch, tmp_path):
     """As in a new process with nothing compiled."""
     cpu.find.cache_clear()
     monkeypatch.setattr(cpu, "_REASONS", [])
-    monkeypatch.setattr(directory, "_PRIVATE", [])
+    monkeypatch.setattr(kernel_cache, "_PRIVATE", [])
     monkeypatch.setenv("MCFTENSOR_CACHE_DIR", str(tmp_path / "cache"))
     yield
     cpu.find.cache_clear()
@@ -100,7 +100,7 @@ def test_relative_paths(monkeypatch, tmp_path, directory):
 
 
 def test_small_work_is_not_compiled(monkeypatch, tmp_path):
-    running.kernel_of.cache_clear()
+    execute.kernel_of.cache_clear()
     model = mcf.as_expansion(small_model())
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
@@ -110,13 +110,13 @@ def test_small_work_is_not_compiled(monkeypatch, tmp_path):
 
 def made(monkeypatch):
     """A list that kernels are put into when they are made."""
-    kernels, make = [], running.Kernel
+    kernels, make = [], execute.Kernel
 
     def spy(*args):
         kernels.append(make(*args))
         return kernels[-1]
 
-    monkeypatch.setattr(running, "Kernel", spy)
+    monkeypatch.setattr(execute, "Kernel", spy)
     return kernels
 
 
@@ -124,10 +124,10 @@ def made(monkeypatch):
 @pytest.mark.parametrize("length", [1 << 18, 8])
 def test_work_that_adds_up_is_compiled(length, monkeypatch, tmp_path):
     """Calls on small tensors too, of which each takes Python some time."""
-    running.kernel_of.cache_clear()
+    execute.kernel_of.cache_clear()
     operands = [operand(mcf.bf16x2, length) for _ in range(2)]
     kernels = made(monkeypatch)
-    steps = -(-running.BUILD_AFTER // (length + (1 << 12)))
+    steps = -(-execute.BUILD_AFTER // (length + (1 << 12)))
     for step in range(1, steps + 2):
         run(expression("add", mcf.bf16x2), *operands)
         (kernel,) = kernels
@@ -136,7 +136,7 @@ def test_work_that_adds_up_is_compiled(length, monkeypatch, tmp_path):
 
 def test_a_directory_that_is_full(monkeypatch, tmp_path):
     """What was used longest ago goes, and nothing that was not put there."""
-    monkeypatch.setattr(directory, "MOST_BYTES", 1000)
+    monkeypatch.setattr(kernel_cache, "MOST_BYTES", 1000)
     other = tmp_path / "cache" / "letters.txt"
     other.parent.mkdir()
     other.write_text("x" * 2000)
@@ -145,17 +145,17 @@ def test_a_directory_that_is_full(monkeypatch, tmp_path):
         (scratch / "draft").write_text("x" * 300)
         return scratch / "draft"
 
-    keys = [directory.key_of(i) for i in range(5)]
+    keys = [kernel_cache.key_of(i) for i in range(5)]
     paths = []
     for i, key in enumerate(keys):
-        paths.append(directory.keep(key, make))
+        paths.append(kernel_cache.keep(key, make))
         os.utime(paths[i], (i, i))
         if i == 2:
-            assert directory.kept(keys[0]) == paths[0]
+            assert kernel_cache.kept(keys[0]) == paths[0]
     assert [path.exists() for path in paths] == [True, False, False, True, True]
     assert other.exists()
-    monkeypatch.setattr(directory, "MOST_BYTES", 0)
-    assert directory.keep(keys[1], make) == paths[1]
+    monkeypatch.setattr(kernel_cache, "MOST_BYTES", 0)
+    assert kernel_cache.keep(keys[1], make) == paths[1]
     assert [path.exists() for path in paths] == [False, True, False, False, False]
     assert sorted(path.name for path in other.parent.iterdir()) == sorted(
         [other.name, paths[1].name]
@@ -164,7 +164,7 @@ def test_a_directory_that_is_full(monkeypatch, tmp_path):
 
 @needs_compiler
 def test_code_that_was_removed_is_compiled_again(monkeypatch, tmp_path):
-    monkeypatch.setattr(directory, "MOST_BYTES", 0)
+    monkeypatch.setattr(kernel_cache, "MOST_BYTES", 0)
     for operation in ("add", "mul", "add"):
         expected = compute("eager", operation, monkeypatch)
         assert_same_bits(compute("cpp", operation, monkeypatch), expected)
@@ -236,7 +236,7 @@ def planted(monkeypatch, tmp_path):
     subprocess.run([*cpu.find(), "-shared", "-fPIC", str(source), "-o", str(made)], check=True)
     stem = library.stem.rpartition("_")[0]
     library.unlink()
-    place = library.with_name(f"{stem}_{directory._digest(made.read_bytes())}.so")
+    place = library.with_name(f"{stem}_{kernel_cache._digest(made.read_bytes())}.so")
     return made.rename(place), trace
 
 
@@ -244,8 +244,8 @@ def belong_to_a_stranger(path, monkeypatch):
     if os.geteuid() == 0:
         os.chown(path, 12345, -1)
     else:  # who cannot give files away
-        is_own, file = directory._is_own, path.stat().st_ino
-        monkeypatch.setattr(directory, "_is_own", lambda x: x.st_ino != file and is_own(x))
+        is_own, file = kernel_cache._is_own, path.stat().st_ino
+        monkeypatch.setattr(kernel_cache, "_is_own", lambda x: x.st_ino != file and is_own(x))
 
 
 @needs_compiler
@@ -269,7 +269,7 @@ def test_what_others_can_write_is_not_executed(planted, what, how, monkeypatch, 
     if how == "owner":
         belong_to_a_stranger(place, monkeypatch)
     elif how == "group":
-        monkeypatch.setattr(directory, "_is_of_this_user_alone", lambda group: False)
+        monkeypatch.setattr(kernel_cache, "_is_of_this_user_alone", lambda group: False)
         place.chmod(0o770)
     else:
         place.chmod(0o777)
@@ -285,7 +285,7 @@ def test_what_others_can_write_is_not_executed(planted, what, how, monkeypatch, 
         (text,) = said
         assert f"other users can write to {place}." in text
         assert "MCFTENSOR_CACHE_DIR" in text
-        (private,) = directory._PRIVATE
+        (private,) = kernel_cache._PRIVATE
         assert private.stat().st_mode & 0o077 == 0
         assert len(list(private.iterdir())) == 1  # compiled once
     assert not trace.exists()
@@ -300,7 +300,7 @@ def test_a_directory_among_those_of_others(monkeypatch, tmp_path):
     monkeypatch.setenv("MCFTENSOR_CACHE_DIR", str(shared / "cache"))
     compute("cpp", "add", monkeypatch)
     assert len(list((shared / "cache").iterdir())) == 1
-    assert directory._PRIVATE == []
+    assert kernel_cache._PRIVATE == []
 
 
 @needs_compiler
@@ -308,7 +308,7 @@ def test_a_group_of_this_user_alone(monkeypatch, tmp_path):
     """As with a umask of 002, which some systems have."""
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o775)
-    monkeypatch.setattr(directory, "_is_of_this_user_alone", lambda group: True)
+    monkeypatch.setattr(kernel_cache, "_is_of_this_user_alone", lambda group: True)
     compute("cpp", "add", monkeypatch)
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
@@ -348,7 +348,7 @@ def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MCFTENSOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
     assert_one_warning_and_right_results(monkeypatch, "MCFTENSOR_CACHE_DIR", "compiles anew")
-    assert len(list(directory._PRIVATE[0].iterdir())) == 2
+    assert len(list(kernel_cache._PRIVATE[0].iterdir())) == 2
 
 
 @needs_compiler
@@ -356,7 +356,7 @@ def test_a_disk_that_is_full(monkeypatch, tmp_path):
     def full(self, target):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(directory.Path, "replace", full)
+    monkeypatch.setattr(kernel_cache.Path, "replace", full)
     assert_one_warning_and_right_results(monkeypatch, "No space left on device")
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 import mcftensor as mcf
-from mcftensor.arithmetic.numbers import Sum
+from mcftensor.arithmetic.number_protocol import Sum
 from mcftensor.kernels import cpu
 from mcftensor.kernels.eager import indices
-from mcftensor.passes import steps
-from mcftensor.passes.recoding import decode_columns, encode_columns
+from mcftensor.passes import optimizer_steps
+from mcftensor.passes.format_conversion import decode_columns, encode_columns
 from support.kernel_cases import same, way
 
 FORMATS = [
@@ -144,4 +144,4 @@ def test_rounding_goes_by_places_in_the_whole():
     whole.copy_(mcf.as_plain(whole) + 0)
     assert all(map(torch.equal, y.components, whole.components))
     assert indices(x)[-1, -1] == x.numel() - 1
-    assert steps.numbers_for([mcf.mxfp8]).dtype == torch.float32
+    assert optimizer_steps.numbers_for([mcf.mxfp8]).dtype == torch.float32

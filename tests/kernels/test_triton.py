@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import mcftensor as mcf
-from mcftensor.kernels import Columns, cuda, running
+from mcftensor.kernels import Columns, cuda, execute
 from mcftensor.kernels import triton as programs
 from support.kernel_cases import (
     CASES,
@@ -159,7 +159,7 @@ def scaled(x, scalar):
     def body(vectors, scalars, index):
         return [(vectors[0].to(torch.float64) * scalars[0]).to(torch.float32)]
 
-    running.run(body, Columns([[x]], [[scalar]], [[output]]))
+    execute.run(body, Columns([[x]], [[scalar]], [[output]]))
     return [output]
 
 
@@ -205,7 +205,7 @@ def launch(monkeypatch):
         return [(vectors[0].to(torch.float64) * scalars[0]).to(torch.float32)]
 
     def call(scalar):
-        running.run(body, Columns([[x]], [[scalar]], [[output]]))
+        execute.run(body, Columns([[x]], [[scalar]], [[output]]))
         assert torch.equal(output, (x.double() * scalar).float())
 
     monkeypatch.setattr(cuda, "_TABLES", cuda._Tables(1 << 20))

@@ -14,7 +14,7 @@ from torch import nn
 
 import mcftensor as mcf
 from mcftensor.__main__ import main
-from mcftensor.checkpoint import reading
+from mcftensor.checkpoint import open_checkpoint
 from mcftensor.checkpoint.checkpoint_error import CheckpointError
 from mcftensor.meters import auditing
 from mcftensor.meters.auditing import TensorAudit, audit
@@ -281,7 +281,7 @@ KINDS = [
     *WRITERS,
     "model.safetensors.index.json",
     "pytorch_model.bin.index.json",
-    *(f"folder/{name}" for name in reading.IN_FOLDERS),
+    *(f"folder/{name}" for name in open_checkpoint.IN_FOLDERS),
 ]
 
 
@@ -303,7 +303,7 @@ class TestFiles:
         assert audit(before, after) == audit(after, before) == audit(STATE, changed())
 
     def test_a_folder_with_several_is_read_in_the_order_of_hugging_face(self, tmp_path):
-        for i, name in enumerate(reversed(reading.IN_FOLDERS)):
+        for i, name in enumerate(reversed(open_checkpoint.IN_FOLDERS)):
             write({"x": torch.full((2,), float(i))}, tmp_path, f"folder/{name}")
             # The index comes first, and its shards bear other names than the whole file.
             (found,) = audit(tmp_path, {"x": torch.full((2,), float(i))}).tensors
@@ -323,7 +323,7 @@ class TestFiles:
         audit(tmp_path / "x.index.json", state)
         assert opened == ["0.pt", "1.pt"]
 
-    @pytest.mark.parametrize("key", reading._NESTED)
+    @pytest.mark.parametrize("key", open_checkpoint._NESTED)
     def test_nested_state_dicts(self, key, tmp_path):
         torch.save(
             {key: STATE, "optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}}, "step": 3,

@@ -12,10 +12,10 @@ from torch import Tensor
 
 import mcftensor as mcf
 from mcftensor.arithmetic.noise import noise_of
-from mcftensor.arithmetic.numbers import Sum
+from mcftensor.arithmetic.number_protocol import Sum
+from mcftensor.kernels.block_scales import BLOCK_SIZE, block_max, shape_of_shared, spread
 from mcftensor.kernels.eager import indices
-from mcftensor.kernels.shared import BLOCK, block_max, shape_of_shared, spread
-from mcftensor.passes.recoding import decode_columns, encode_columns
+from mcftensor.passes.format_conversion import decode_columns, encode_columns
 
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
 UE5M3 = np.array([0.0] + [2.0 ** ((c >> 3) - 31) * (1 + (c & 7) / 8) for c in range(1, 256)])
@@ -42,7 +42,7 @@ def said(stored: list[Tensor], format: mcf.Format) -> np.ndarray:
     """What codes and scales say, by the table."""
     codes, scales = (x.numpy() for x in stored)
     rows = codes.reshape(codes.shape[0], torch.Size(codes.shape[1:]).numel())
-    exponents = np.repeat(scales.astype(np.float64) - 127, BLOCK, 1)[:, : rows.shape[1]]
+    exponents = np.repeat(scales.astype(np.float64) - 127, BLOCK_SIZE, 1)[:, : rows.shape[1]]
     return (TABLES[format.stem][rows] * 2.0**exponents).reshape(codes.shape)
 
 
@@ -56,8 +56,8 @@ def sample(format: mcf.Format, *shape: int, spread: float = 2.0, seed: int = 0) 
 def scales_of(x: np.ndarray, format: mcf.Format) -> np.ndarray:
     """By the rule, in float64."""
     rows = np.abs(x.reshape(x.shape[0], torch.Size(x.shape[1:]).numel()).astype(np.float64))
-    rows = np.pad(rows, ((0, 0), (0, -rows.shape[1] % BLOCK)))
-    largest = rows.reshape(x.shape[0], rows.shape[1] // BLOCK, BLOCK).max(2)
+    rows = np.pad(rows, ((0, 0), (0, -rows.shape[1] % BLOCK_SIZE)))
+    largest = rows.reshape(x.shape[0], rows.shape[1] // BLOCK_SIZE, BLOCK_SIZE).max(2)
     # Of the least float64, a subnormal, for zero.
     exponents = np.log2(np.maximum(largest, 5e-324) / {"mxfp8": 448, "ue5m3": 1.875}[format.stem])
     return np.maximum(np.ceil(exponents) + 127, 1)
@@ -82,7 +82,7 @@ class TestCodec:
         x = sample(format, *shape)
         stored = encoded(x, format)
         exact, got = x.double().numpy().ravel(), decoded(stored, format).ravel()
-        units = np.repeat(2.0 ** (stored[1].double().numpy() - 127), BLOCK, 1)
+        units = np.repeat(2.0 ** (stored[1].double().numpy() - 127), BLOCK_SIZE, 1)
         units = units[:, : torch.Size(shape[1:]).numel()].ravel()
         table = np.unique(TABLES[format.stem][np.isfinite(TABLES[format.stem])])
         for a, b, unit in zip(exact, got, units, strict=True):
@@ -223,7 +223,7 @@ class TestSharing:
         found = block_max(x)
         assert found.shape == shape_of_shared(x.shape)
         for row, own in zip(x.reshape(shape[0], -1), found, strict=True):
-            assert own.tolist() == [int(part.max()) for part in row.split(BLOCK)]
+            assert own.tolist() == [int(part.max()) for part in row.split(BLOCK_SIZE)]
 
     @given(SHAPES)
     def test_what_blocks_share_is_spread(self, shape):
@@ -232,4 +232,4 @@ class TestSharing:
         found = spread(shared, x).reshape(shape[0], -1)
         assert found.shape[1] == x[0].numel()
         for row, own in zip(found, shared, strict=True):
-            assert row.tolist() == [int(own[i // BLOCK]) for i in range(len(row))]
+            assert row.tolist() == [int(own[i // BLOCK_SIZE]) for i in range(len(row))]

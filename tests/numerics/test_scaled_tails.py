@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mcftensor as mcf
-from mcftensor.arithmetic.numbers import Sum
+from mcftensor.arithmetic.number_protocol import Sum
 from support.helpers import Given
 
 FORMATS = [mcf.e4m3i8, mcf.e4m3i16]

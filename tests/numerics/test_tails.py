@@ -8,7 +8,7 @@ import torch
 
 import mcftensor as mcf
 from mcftensor.arithmetic import noise
-from mcftensor.arithmetic.numbers import Sum
+from mcftensor.arithmetic.number_protocol import Sum
 from support.helpers import Given
 
 ALONE = mcf.Format(torch.bfloat16, 1, rounding="balanced").nearest

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mcftensor"
 DISPATCH = PACKAGE / "dispatch"
 MODULES = sorted(PACKAGE.rglob("*.py"))
+FOLDERS = sorted(x.parent for x in PACKAGE.glob("*/**/__init__.py"))
 
 _ALIKE = "one operation: on floats, on the terms of a number, on tensors of terms"
 _LAYOUTS = "one for each layout of checkpoints"
@@ -37,9 +38,14 @@ SHARED = {
 """Public names of more than one module, and why."""
 
 
-def test_the_map_of_dispatch_names_each_of_its_modules():
-    named = re.findall("`([a-z0-9_]+)`", ast.get_docstring(ast.parse(_text("__init__"))))
-    assert set(named) == {path.stem for path in DISPATCH.glob("*.py")} - {"__init__"}
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
+def test_each_folder_has_a_page_that_names_its_modules(folder):
+    page = (folder / "README.md").read_text()
+    named = set(re.findall(r"`([a-z0-9_/]+)\.py`", page))
+    own = {name for name in named if "/" not in name}
+    assert own == {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert [name for name in named - own if not (PACKAGE / f"{name}.py").exists()] == []
+    assert len(page.splitlines()) <= 70
 
 
 def test_files_have_names_of_their_own():

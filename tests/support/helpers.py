@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten
 import mcftensor as mcf
 from mcftensor.arithmetic.noise import Noise
 from mcftensor.formats import ExpansionFormat
-from mcftensor.tensor import stepping
+from mcftensor.tensor import step_context
 
 # Formats that only store numbers, with each rounding.
 STORED = [
@@ -159,12 +159,12 @@ def assert_same_bits(state: object, other: object) -> None:
 
 
 @contextlib.contextmanager
-def a_step() -> Iterator[stepping.Step]:
+def a_step() -> Iterator[step_context.Step]:
     """What `stepping.in_step` does, for the lines of a test."""
-    outer = stepping._thread.step
-    stepping._thread.step = step = stepping.Step(outer)
+    outer = step_context._thread.step
+    step_context._thread.step = step = step_context.Step(outer)
     try:
         yield step
     finally:
-        stepping._thread.step = outer
+        step_context._thread.step = outer
         step.end()

@@ -16,11 +16,11 @@ from torch import Tensor
 import mcftensor as mcf
 from mcftensor import kernels
 from mcftensor.formats import PLAIN
-from mcftensor.kernels import Body, Columns, cuda, eager, running
+from mcftensor.kernels import Body, Columns, cuda, eager, execute
 from mcftensor.kernels.program import Program
 from mcftensor.passes import expansion
 from mcftensor.passes.expressions import Expression, Operand, carry_out, empty
-from mcftensor.passes.recoding import decode_columns, encode_columns
+from mcftensor.passes.format_conversion import decode_columns, encode_columns
 from mcftensor.passes.traces import EMPTY, NUMBERS, Operation, Trace, Variable
 
 NAMES = [
@@ -56,10 +56,10 @@ def way(name: str) -> Iterator[list[Program]]:
     programs: list[Program] = []
     after = 1 if name == "cpp" else 1 << 60
     with pytest.MonkeyPatch.context() as patch:
-        fresh = functools.lru_cache(maxsize=1024)(running.kernel_of.__wrapped__)
-        patch.setattr(running, "kernel_of", fresh)
-        patch.setattr(running, "LOOK_AFTER", after)
-        patch.setattr(running, "BUILD_AFTER", after)
+        fresh = functools.lru_cache(maxsize=1024)(execute.kernel_of.__wrapped__)
+        patch.setattr(execute, "kernel_of", fresh)
+        patch.setattr(execute, "LOOK_AFTER", after)
+        patch.setattr(execute, "BUILD_AFTER", after)
         if name != "eager":
             patch.setattr(eager, "run", _must_not_run)
         if name in ("triton", "rounding"):
@@ -71,7 +71,7 @@ def way(name: str) -> Iterator[list[Program]]:
                 programs.append(program)
                 launch(program, *args)
 
-            patch.setattr(running, "TRITON_DEVICES", ["cpu"])
+            patch.setattr(execute, "TRITON_DEVICES", ["cpu"])
             patch.setattr(cuda, "launch", spy)
             patch.setenv("TRITON_INTERPRET", "1")
             if not hasattr(interpreter._interpreter, "fma_fp32"):  # Triton 3.6
@@ -241,7 +241,7 @@ def run_one(
     outputs: Sequence[Tensor],
 ) -> None:
     """A single call of an elementwise function."""
-    running.run(body, Columns(*[[[x] for x in part] for part in (vectors, scalars, outputs)]))
+    execute.run(body, Columns(*[[[x] for x in part] for part in (vectors, scalars, outputs)]))
 
 
 def _format_of(terms: Sequence[Tensor]) -> mcf.Format:

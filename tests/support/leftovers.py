@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 import mcftensor as mcf
 from mcftensor.formats.format import _REGISTRY
 from mcftensor.patches.table import TABLE
-from mcftensor.tensor import rounded, stepping
+from mcftensor.tensor import implicit_rounding, step_context
 
 mcf.as_expansion(torch.ones(1))  # the first of the process changes torch, whichever test makes it
 
@@ -177,7 +177,7 @@ KEPT = {
     "levels of forward derivatives": Kept(lambda: forward_ad._current_level),
     "function transforms": Kept(lambda: torch._C._functorch.peek_interpreter_stack() is None),
     "the step of this thread": Kept(
-        stepping.current_step, lambda step: setattr(stepping._thread, "step", step)
+        step_context.current_step, lambda step: setattr(step_context._thread, "step", step)
     ),
     "the default dtype": Kept(torch.get_default_dtype, torch.set_default_dtype),
     "the default device": Kept(torch.get_default_device),
@@ -209,7 +209,8 @@ KEPT = {
         lambda: logging.root.manager.disable, logging.disable
     ),
     "what happens where an expansion is rounded": Kept(
-        lambda: rounded._thread.action, lambda action: setattr(rounded._thread, "action", action)
+        lambda: implicit_rounding._thread.action,
+        lambda action: setattr(implicit_rounding._thread, "action", action),
     ),
     "garbage collection": Kept(gc.isenabled, lambda is_on: gc.enable() if is_on else gc.disable()),
     "registered formats": Kept(_formats_of_others, _forget_formats),

@@ -3,7 +3,7 @@
 import pytest
 
 import fuzz_steps
-from mcftensor.dispatch import recording
+from mcftensor.dispatch import defer
 
 
 @pytest.mark.parametrize("seed", [*range(0, 300, 20), 121, 296, 1150])
@@ -12,7 +12,7 @@ def test_programs(seed):
 
 
 def test_a_tape_that_is_wrong_is_found(monkeypatch, capsys):
-    monkeypatch.setattr(recording, "_are_apart", lambda added: True)
+    monkeypatch.setattr(defer, "_are_apart", lambda added: True)
     assert fuzz_steps.main(["--programs", "1", "--seed", "121"]) == 1
     assert "program 121 differs" in capsys.readouterr().out
     assert fuzz_steps.main(["--replay", "121"]) == 1

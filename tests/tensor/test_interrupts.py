@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mcftensor as mcf
 from mcftensor.kernels.program import Signature, record
-from mcftensor.tensor.stepping import current_step
+from mcftensor.tensor.step_context import current_step
 from support.kernel_cases import way
 
 COUNT = 1 << 20

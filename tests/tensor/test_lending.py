@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import mcftensor as mcf
 from mcftensor.dispatch import structure
-from mcftensor.tensor.lending import LentTensor
+from mcftensor.tensor.leading_view import LentTensor
 from support.helpers import assert_same_bits, exact, sample
 
 FORMATS = [mcf.e4m3i8, mcf.e4m3i16]

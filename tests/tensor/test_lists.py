@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import mcftensor as mcf
-from mcftensor.kernels import running
+from mcftensor.kernels import execute
 from support.helpers import a_step, assert_same_terms, sample
 
 FORMATS = {
@@ -262,8 +262,8 @@ def test_steps_in_several_formats_draw_in_the_order_of_parameters(path):
 
 def test_one_transposed_tensor_among_many(monkeypatch):
     """Kernels are asked for what is laid out alike; facts are found some hundred at a time."""
-    monkeypatch.setattr(running, "LOOK_AFTER", 0)
-    monkeypatch.setattr(running, "BUILD_AFTER", 0)
+    monkeypatch.setattr(execute, "LOOK_AFTER", 0)
+    monkeypatch.setattr(execute, "BUILD_AFTER", 0)
     x = [sample(mcf.bf16x2, 3, 2).t(), *(sample(mcf.bf16x2, 2, 3, seed=i) for i in range(1, 300))]
     y = [sample(mcf.bf16x2, 2, 3, seed=1000 + i) for i in range(300)]
     for found, a, b in zip(torch._foreach_mul(x, y), x, y, strict=True):
@@ -306,7 +306,7 @@ def test_rows_that_read_the_targets_of_others(case, in_step):
 @pytest.mark.usefixtures("no_grad")
 def test_a_large_tensor_and_a_part_of_it(monkeypatch):
     """One that only stores is written to block by block, each after the next one was read."""
-    monkeypatch.setattr("mcftensor.dispatch.stored.PART", 8)
+    monkeypatch.setattr("mcftensor.dispatch.storage_formats.PART", 8)
     x = mcf.as_expansion(torch.arange(100.0), mcf.bf16i16)
     x[1:].add_(x[:-1])
     assert x.tolist() == [0.0, *(2.0 * i - 1 for i in range(1, 100))]

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import mcftensor as mcf
-from mcftensor.dispatch import functions
+from mcftensor.dispatch import torch_functions
 from support.helpers import exact, parameter, sample
 
 # Shapes of plain operands, of parameters, and a call, where it is not of these in order.
@@ -38,7 +38,7 @@ CALLS = {
 
 
 def test_every_function_is_tested():
-    assert set(CALLS) == functions.FUNCTIONS
+    assert set(CALLS) == torch_functions.FUNCTIONS
 
 
 @pytest.mark.parametrize("with_grad", [True, False])

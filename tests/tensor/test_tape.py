@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import mcftensor as mcf
-from mcftensor.dispatch import recording
+from mcftensor.dispatch import defer
 from mcftensor.formats.format import default_format
 from mcftensor.passes import traces
 from mcftensor.tensor import tape
@@ -224,7 +224,7 @@ class TestWhatIsPutDown:
         x, y = values()
         random = mcf.as_expansion(x, mcf.Format.from_name("bf16x2sr"))
         row = own(sample(mcf.bf16x2, 5))
-        many = torch.ones(recording.SMALL + 1, dtype=torch.bfloat16)
+        many = torch.ones(defer.SMALL + 1, dtype=torch.bfloat16)
         with torch.enable_grad():
             assert not waiting(x * y)
         for z in (random * 2, x * row, mcf.as_expansion(many, mcf.bf16x2) * many):

@@ -39,7 +39,7 @@ def two(format, shape=(3, 5)):
 
 def expected(format, shape=(3, 5)):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mcftensor.dispatch.recording.open_tape", lambda: None)
+        patch.setattr("mcftensor.dispatch.defer.open_tape", lambda: None)
         return step(*two(format, shape))
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import mcftensor as mcf
-from mcftensor.passes import decoded
-from mcftensor.passes.decoded import Decoded
+from mcftensor.passes import decoded_traces
+from mcftensor.passes.decoded_traces import Decoded
 from mcftensor.tensor import TapedTensor, tape
-from mcftensor.tensor.pending import PendingTensor
+from mcftensor.tensor.pending_tensor import PendingTensor
 from support.helpers import bits
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -88,7 +88,7 @@ def left(params, states):
 
 def without_a_tape(*args, **kwargs):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mcftensor.dispatch.recording.open_tape", lambda: None)
+        patch.setattr("mcftensor.dispatch.defer.open_tape", lambda: None)
         params, states, _ = after_steps(*args, **kwargs)
     return left(params, states)
 
@@ -104,7 +104,7 @@ def test_all_of_it_is_on_the_tape_and_no_bit_differs(format, in_lists):
 
 @over_weights
 def test_parts_of_long_rows(format, monkeypatch):
-    monkeypatch.setattr(decoded, "TOGETHER", 64)
+    monkeypatch.setattr(decoded_traces, "TOGETHER", 64)
     found = after_steps(format, False, shapes=((4, 64), (3, 40), (2, 16)))
     monkeypatch.undo()
     expected = without_a_tape(format, False, shapes=((4, 64), (3, 40), (2, 16)))
@@ -117,12 +117,14 @@ def test_lists_go_to_kernels_of_lists_on_gpus(monkeypatch):
     for name in ("_foreach_lerp_", "_foreach_sqrt"):
         function = getattr(torch, name)
         monkeypatch.setattr(
-            decoded.torch, name, lambda *a, f=function, n=name, **k: called.append(n) or f(*a, **k)
+            decoded_traces.torch,
+            name,
+            lambda *a, f=function, n=name, **k: called.append(n) or f(*a, **k),
         )
-    work = [decoded._function(name, name == "_foreach_lerp") for name in ("_foreach_lerp",)]
+    work = [decoded_traces._function(name, name == "_foreach_lerp") for name in ("_foreach_lerp",)]
     x, y, out = torch.ones(3), torch.zeros(3), torch.empty(3)
     work[0](x, y, 0.25)
-    decoded._function("_foreach_sqrt", False)(torch.full((3,), 4.0), out=out)
+    decoded_traces._function("_foreach_sqrt", False)(torch.full((3,), 4.0), out=out)
     assert called == ["_foreach_lerp_", "_foreach_sqrt"]
     assert x.tolist() == [0.75] * 3
     assert out.tolist() == [2.0] * 3
@@ -132,7 +134,7 @@ def test_lists_go_to_kernels_of_lists_on_gpus(monkeypatch):
 @pytest.mark.parametrize(("function", "least"), [(Decoded.run, 300), (tape._write_numbers, 5)])
 def test_cut_at_any_line_all_is_done(function, least, format, monkeypatch):
     """An interrupt while the tape runs comes after what was put down has been done."""
-    monkeypatch.setattr(decoded, "TOGETHER", 64)
+    monkeypatch.setattr(decoded_traces, "TOGETHER", 64)
     shapes = ((3, 40), (3, 40))
     expected = without_a_tape(format, False, steps=1, shapes=shapes)
     file, place = function.__code__.co_filename, 0
@@ -314,7 +316,7 @@ def test_plain_rows_beside_ours_are_pytorchs():
 
 def test_what_nobody_has_any_longer_is_not_made(monkeypatch):
     made = []
-    monkeypatch.setattr(decoded, "_function", lambda *a: made.append(a))
+    monkeypatch.setattr(decoded_traces, "_function", lambda *a: made.append(a))
 
     def step(weight):
         weight.sqrt()
@@ -365,8 +367,8 @@ def test_types_that_kernels_do_not_have_train_by_eager_code(path):
 @pytest.mark.parametrize("part", [0, 1])
 def test_an_operation_that_always_raises(format, part, monkeypatch):
     """It alone is missing, with what would read its result; also where it raises for a part."""
-    monkeypatch.setattr(decoded, "TOGETHER", 64)
-    find, calls = decoded._function, [part]
+    monkeypatch.setattr(decoded_traces, "TOGETHER", 64)
+    find, calls = decoded_traces._function, [part]
 
     def broken(name, is_in_place):
         def root(*args, **kwargs):
@@ -377,7 +379,7 @@ def test_an_operation_that_always_raises(format, part, monkeypatch):
 
         return root if name == "sqrt" else find(name, is_in_place)
 
-    monkeypatch.setattr(decoded, "_function", broken)
+    monkeypatch.setattr(decoded_traces, "_function", broken)
     results = []
 
     def step(weight):

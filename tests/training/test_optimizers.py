@@ -8,7 +8,7 @@ from torch import nn
 
 import mcftensor as mcf
 from common.probes import Strategy, decay, displacement, frozen_weight, second_moment
-from mcftensor.passes.steps import integer_power
+from mcftensor.passes.optimizer_steps import integer_power
 from support.helpers import assert_same_terms, exact, sample, small_model
 
 PATHS = ["for-loop", "foreach", "fused"]

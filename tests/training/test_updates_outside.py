@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import mcftensor as mcf
-from mcftensor.tensor import rounded
+from mcftensor.tensor import implicit_rounding
 from support.helpers import exact
 
 RIGHT = 0.99  # after a hundred updates of 1e-4 from one
@@ -21,7 +21,7 @@ UPDATE = 1e-4
 @pytest.fixture
 def lines():
     """What was seen of lines of code."""
-    return rounded._lines
+    return implicit_rounding._lines
 
 
 def by_copy(p, g):
@@ -343,9 +343,9 @@ def test_large_changes_are_no_updates():
 @torch.no_grad()
 def test_a_line_is_looked_at_a_few_times(lines, monkeypatch):
     looks = []
-    judge = rounded._is_small_update
+    judge = implicit_rounding._is_small_update
     monkeypatch.setattr(
-        rounded, "_is_small_update", lambda *args: looks.append(args) or judge(*args)
+        implicit_rounding, "_is_small_update", lambda *args: looks.append(args) or judge(*args)
     )
     ps = [nn.Parameter(mcf.as_expansion(torch.randn(16))) for _ in range(30)]
     for _ in range(10):

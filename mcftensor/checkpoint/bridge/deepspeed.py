@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from mcftensor.checkpoint.bridge.entries import Contents, Entry, Request
-from mcftensor.checkpoint.bridge.weights import require_whole
+from mcftensor.checkpoint.bridge.weight_files import require_whole
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading, some
-from mcftensor.checkpoint.reading import unpickled
+from mcftensor.checkpoint.open_checkpoint import unpickled
 from mcftensor.formats import PLAIN
 
 _LATEST = "latest_universal"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.checkpoint.checkpoint_error import CheckpointError
-from mcftensor.checkpoint.reading import Lazy
+from mcftensor.checkpoint.open_checkpoint import Lazy
 from mcftensor.checkpoint.state_dicts import (
     format_said,
     is_sharded,
@@ -21,7 +21,7 @@ from mcftensor.checkpoint.state_dicts import (
     names_of_terms,
 )
 from mcftensor.formats import PLAIN, Format
-from mcftensor.tensor.sharded import format_of
+from mcftensor.tensor.dtensor import format_of
 
 LIKE_PARAMETERS = (
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.checkpoint.bridge.blockwise import BLOCK, in_blocks
+from mcftensor.checkpoint.bridge.chunked import CHUNK_SIZE, in_chunks
 from mcftensor.checkpoint.bridge.entries import Entry, Group
 from mcftensor.checkpoint.checkpoint_error import CheckpointError
 from mcftensor.formats import PLAIN
@@ -49,7 +49,7 @@ def master(weight: Entry, state: dict[str, Any], group: Group) -> tuple[Entry, d
                 e = e.view(torch.int16) if bits == 16 else e.to(torch.int8)
             return [corrected(x, e)]
 
-        return in_blocks(together, [weight.read(), errors.read()], [torch.float32])[0]
+        return in_chunks(together, [weight.read(), errors.read()], [torch.float32])[0]
 
     return Entry(weight.name, PLAIN[torch.float32], weight.shape, read), states
 
@@ -97,7 +97,7 @@ def _moment(name: str, codes: Entry, scales: Entry, is_square: bool) -> Entry:
         factors = scales.read().reshape(-1)
         if factors.dtype == torch.bfloat16:
             factors = factors.view(torch.float16)
-        its_factors = iter(factors.split(BLOCK // _BLOCK))
+        its_factors = iter(factors.split(CHUNK_SIZE // _BLOCK))
 
         def decoded(x: Tensor) -> list[Tensor]:
             # What codes were cast to holds them exactly.
@@ -107,6 +107,6 @@ def _moment(name: str, codes: Entry, scales: Entry, is_square: bool) -> Entry:
             x = x * next(its_factors).float().repeat_interleave(_BLOCK)[: x.numel()]
             return [x.square() if is_square else x]
 
-        return in_blocks(decoded, [codes.read()], [torch.float32])[0]
+        return in_chunks(decoded, [codes.read()], [torch.float32])[0]
 
     return Entry(name, PLAIN[torch.float32], codes.shape, read)

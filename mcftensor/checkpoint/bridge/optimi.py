@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.checkpoint.bridge.blockwise import in_blocks
+from mcftensor.checkpoint.bridge.chunked import in_chunks
 from mcftensor.checkpoint.bridge.entries import Entry, Group
 from mcftensor.checkpoint.checkpoint_error import CheckpointError
 from mcftensor.formats import PLAIN, Format
@@ -47,7 +47,7 @@ def master(weight: Entry, state: dict[str, Any], group: Group) -> tuple[Entry, d
         def together(*terms: Tensor) -> Sequence[Tensor]:
             return normalized(terms, format)[0]
 
-        parts = in_blocks(together, [weight.read(), compensation.read()], [format.dtype] * 2)
+        parts = in_chunks(together, [weight.read(), compensation.read()], [format.dtype] * 2)
         return MCFTensor.of(parts, format)
 
     return Entry(weight.name, format, weight.shape, read), rest

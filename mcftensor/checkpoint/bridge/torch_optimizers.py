@@ -9,7 +9,7 @@ Layouts, of which `state_dict()` makes the halves:
   `state.PARAMETER.NAME`, the names of `torch.distributed.checkpoint.state_dict`, where a parameter
   may be its number in the optimizer; everything else as JSON among the metadata.
 
-Optimizers that keep what completes their weights are those of `masters.py`.
+Optimizers that keep what completes their weights are those of `master_weights.py`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from mcftensor.checkpoint.bridge.entries import Contents, Group, Request, entries_in, entry_of
-from mcftensor.checkpoint.bridge.masters import complete
-from mcftensor.checkpoint.bridge.weights import of_state_dict, require_whole
+from mcftensor.checkpoint.bridge.master_weights import complete
+from mcftensor.checkpoint.bridge.weight_files import of_state_dict, require_whole
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading, some
 from mcftensor.checkpoint.digests import sealed, unsealed
-from mcftensor.checkpoint.files import opened
-from mcftensor.checkpoint.reading import state_dict_in, unpickled
+from mcftensor.checkpoint.open_checkpoint import state_dict_in, unpickled
+from mcftensor.checkpoint.safetensors_files import opened
 
 BESIDE = ("optimizer.safetensors", "optimizer.pt", "optimizer.bin")
 """What the states of an optimizer are called in a folder of weights."""

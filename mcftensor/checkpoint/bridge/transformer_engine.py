@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.checkpoint.bridge.blockwise import BLOCK, in_blocks
+from mcftensor.checkpoint.bridge.chunked import CHUNK_SIZE, in_chunks
 from mcftensor.checkpoint.bridge.entries import Entry, Group
 from mcftensor.checkpoint.checkpoint_error import CheckpointError
 from mcftensor.formats import PLAIN
@@ -40,7 +40,7 @@ def with_master(weight: Entry, part: Entry) -> Entry:
 
     def read() -> Tensor:
         if is_remainder:
-            return in_blocks(_joined, [weight.read(), part.read()], [torch.float32])[0]
+            return in_chunks(_joined, [weight.read(), part.read()], [torch.float32])[0]
         x = part.read()
         _require_rounding(weight, x)
         return x
@@ -56,7 +56,7 @@ def _joined(leading: Tensor, tail: Tensor) -> list[Tensor]:
 def _require_rounding(weight: Entry, x: Tensor) -> None:
     """By it a master of another parameter of this shape is told, or one of another step."""
     differ = 0
-    blocks = (y.reshape(-1).split(BLOCK) for y in (x, weight.read()))
+    blocks = (y.reshape(-1).split(CHUNK_SIZE) for y in (x, weight.read()))
     for master, found in zip(*blocks, strict=True):
         rounded = master.to(weight.format.dtype)
         differ += int(((rounded != found) & ~(rounded.isnan() & found.isnan())).sum())

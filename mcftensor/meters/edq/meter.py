@@ -28,7 +28,7 @@ from mcftensor.meters.edq.readings import (
 )
 from mcftensor.meters.edq.state_readings import StateReading, state_reading
 from mcftensor.patches.optimizers import untraced
-from mcftensor.tensor.sharded import format_of
+from mcftensor.tensor.dtensor import format_of
 from mcftensor.training.saturation import warn_of
 from mcftensor.training.shadow import Original, reaches_parameters
 

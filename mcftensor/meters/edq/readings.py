@@ -16,7 +16,7 @@ from mcftensor.convert import as_plain
 from mcftensor.meters.edq.state_readings import COLUMNS as STATE_COLUMNS
 from mcftensor.meters.edq.state_readings import state_sums
 from mcftensor.tensor import MCFTensor
-from mcftensor.tensor.sharded import local
+from mcftensor.tensor.dtensor import local
 from mcftensor.training.shadow import (
     CannotShadow,
     Original,

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mcftensor.checkpoint.extras import extra
+from mcftensor.checkpoint.optional_imports import extra
 from mcftensor.meters.edq.readings import Reading
 from mcftensor.meters.edq.state_readings import StateReading
-from mcftensor.tensor import showing
+from mcftensor.tensor import text_tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,7 +39,7 @@ def notebook(last: Reading | None, readings: Mapping[str, Reading], limit: int |
     """The same in a notebook."""
     whole = [("all", *_cells(last))] if last else []
     rows = [("parameter", *_HEADS), *_rows(readings, limit), *whole]
-    return showing.as_html(rows, [_title(last)])
+    return text_tables.as_html(rows, [_title(last)])
 
 
 def _title(last: Reading | None) -> str:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from mcftensor.convert import as_plain
-from mcftensor.tensor.sharded import local
-from mcftensor.training.moments import FIRST_MOMENTS, SECOND_MOMENTS
+from mcftensor.tensor.dtensor import local
 from mcftensor.training.saturation import saturated_blocks
+from mcftensor.training.state_names import FIRST_MOMENTS, SECOND_MOMENTS
 
 
 class StateReading(TypedDict):

@@ -1,0 +1,83 @@
+"""Numbers as terms of one base, computed with by networks of error-free transformations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcftensor.arithmetic import networks, ordering
+from mcftensor.arithmetic.noise import Noise
+from mcftensor.arithmetic.number_protocol import Floats, Number, Numbers
+from mcftensor.arithmetic.rounding import split_terms
+
+
+@dataclass(frozen=True)
+class Network(Numbers):
+    """Numbers of so many terms of a base."""
+
+    dtype: torch.dtype
+    terms: int
+
+    def of(self, floats: Floats) -> Terms:
+        """Floats of other types are split, more of them than there are terms summed."""
+        if any(x.dtype != self.dtype for x in floats):
+            floats = [part for x in floats for part in split_terms(x, self.dtype, self.terms)]
+        if len(floats) > self.terms:
+            return Terms(networks.settle(networks.distill(floats, self.terms), floats[0]))
+        zeros = [torch.zeros_like(floats[0])] * (self.terms - len(floats))
+        return Terms([*floats, *zeros])
+
+
+class Terms(Number):
+    """A number as normalized terms."""
+
+    def _by(
+        self,
+        two: Callable[..., Floats],
+        more: Callable[..., Floats],
+        *others: Number | Tensor | float,
+    ) -> Terms:
+        """The result of a network on this number and others."""
+        operands = [x.floats for x in (self, *map(self._entered, others))]
+        return Terms((two if len(self.floats) == 2 else more)(*operands))
+
+    def split(self, base: torch.dtype, terms: int, noise: Noise | None = None) -> Floats:
+        """Normalized terms of a base: where one too many was computed, that is rounded off."""
+        if (base, terms) == (self.floats[0].dtype, len(self.floats) - 1):
+            return networks.shorten(self.floats, noise)
+        return super().split(base, terms, noise)
+
+    def _entered(self, x: Number | Tensor | float) -> Number:
+        if isinstance(x, Number):
+            return x
+        leading = self.floats[0]
+        if not isinstance(x, Tensor):
+            x = torch.scalar_tensor(x, dtype=torch.float64, device=leading.device)
+        return Network(leading.dtype, len(self.floats)).of([x])
+
+    def __neg__(self) -> Terms:
+        return Terms(networks.neg(self.floats))
+
+    def __add__(self, other: Number | Tensor | float) -> Terms:
+        return self._by(networks.add2, networks.add, other)
+
+    def __mul__(self, other: Number | Tensor | float) -> Terms:
+        return self._by(networks.mul2, networks.mul, other)
+
+    def __truediv__(self, other: Number | Tensor | float) -> Terms:
+        return self._by(networks.div, networks.div, other)
+
+    def sqrt(self) -> Terms:
+        """The square root."""
+        return self._by(networks.sqrt2, networks.sqrt)
+
+    def fma(self, y: Number, z: Number) -> Terms:
+        """self * y + z."""
+        return self._by(networks.fma2, networks.fma, y, z)
+
+    def maximum(self, other: Number) -> Terms:
+        """The larger of two numbers."""
+        return Terms(ordering.maximum(self.floats, other.floats))

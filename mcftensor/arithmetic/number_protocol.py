@@ -1,0 +1,122 @@
+"""What is computed with: numbers of two kinds, under the same operators.
+
+A number is an unevaluated sum of floats. Of a *machine* kind it is evaluated in a type wide enough
+for its format (`machine_numbers.py`), of a *network* kind by error-free transformations in the base
+type alone (`network_numbers.py`). Formulas, of operations and of optimizers, are written once, for
+both.
+
+What stands on the right of an operator may also be a float, or a tensor without dimensions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from mcftensor.arithmetic import networks, ordering
+from mcftensor.arithmetic.noise import Noise
+from mcftensor.arithmetic.rounding import collapse_odd, collapse_terms, move, split_terms
+
+Floats: TypeAlias = Sequence[Tensor]
+
+
+class Sum:
+    """Normalized floats of one type, leading one first, that stand for their sum."""
+
+    def __init__(self, floats: Floats) -> None:
+        self.floats = tuple(floats)
+
+    def to(self, dtype: torch.dtype) -> Tensor:
+        """The sum, rounded once."""
+        return collapse_terms(self.floats, dtype)
+
+    def to_odd(self) -> Tensor:
+        """The sum in float32, rounded to odd, and so to be rounded once more."""
+        return collapse_odd(self.floats)
+
+    def split(self, base: torch.dtype, terms: int, noise: Noise | None = None) -> Floats:
+        """Normalized terms of a base, the last of them rounded to nearest, or by noise where
+        there is some.
+
+        A wider base takes every float as it is, and the network gathers them. A narrower one takes
+        the whole rounded, then what remains rounded, each remainder exactly.
+        """
+        leading, *tails = self.floats
+        if not tails:
+            return split_terms(leading, base, terms, noise)
+        if leading.dtype == base and len(tails) < terms:
+            return *self.floats, *(torch.zeros_like(leading) for _ in range(terms - 1 - len(tails)))
+        holds_both = torch.promote_types(leading.dtype, base)
+        entered = tuple(x.to(holds_both) for x in self.floats)
+        if holds_both == base:
+            longer = networks.settle(networks.distill(entered, terms + 1), entered[0])
+            return networks.shorten(longer, noise)
+        peeled = []
+        for _ in range(terms):
+            peeled.append(collapse_terms(entered, base))
+            entered = networks.distill([*entered, -peeled[-1].to(holds_both)], len(entered))
+        if noise is not None:
+            peeled[-1] = move(peeled[-1], entered[0], noise)
+        return networks.settle(networks.distill(peeled, terms), peeled[0])
+
+
+class Number(Sum, ABC):
+    """A sum that one computes with."""
+
+    @abstractmethod
+    def __neg__(self) -> Number: ...
+
+    @abstractmethod
+    def __add__(self, other: Number | Tensor | float) -> Number: ...
+
+    @abstractmethod
+    def __mul__(self, other: Number | Tensor | float) -> Number: ...
+
+    @abstractmethod
+    def __truediv__(self, other: Number | Tensor | float) -> Number: ...
+
+    def __sub__(self, other: Number | float) -> Number:
+        return self + -other
+
+    @abstractmethod
+    def sqrt(self) -> Number:
+        """The square root."""
+
+    @abstractmethod
+    def fma(self, y: Number, z: Number) -> Number:
+        """self * y + z."""
+
+    @abstractmethod
+    def maximum(self, other: Number) -> Number:
+        """The larger of two numbers."""
+
+    def where(self, condition: Tensor, other: Number) -> Number:
+        """This number where a condition holds, else another."""
+        return type(self)(ordering.choose(condition, self.floats, other.floats))
+
+    def is_below(self, limit: float) -> Tensor:
+        """Whether the magnitude is below a limit, as the leading float says."""
+        return self.floats[0].abs() < limit
+
+    def moved_by(self, change: Number) -> Number:
+        """self + change, where the change is small."""
+        return self + change
+
+    def summed(self) -> Number:
+        """The same as one float, where one holds it."""
+        return self
+
+
+class Numbers(ABC):
+    """A kind of numbers."""
+
+    dtype: torch.dtype
+    """That of the floats which they are computed in."""
+
+    @abstractmethod
+    def of(self, floats: Floats) -> Number:
+        """The number that is the sum of floats of any type, leading one first."""

@@ -1,0 +1,200 @@
+"""Checkpoints, in memory or in files, read tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading, some
+from mcftensor.checkpoint.optional_imports import extra
+from mcftensor.checkpoint.pickle_checks import require_bounded
+from mcftensor.checkpoint.safetensors_writer import DTYPES
+from mcftensor.checkpoint.shards import files_in
+from mcftensor.checkpoint.state_dicts import from_terms, names_of_terms
+
+Checkpoint = str | os.PathLike[str] | Mapping[str, Any]
+
+# As Hugging Face names them, in the order in which it looks for them.
+IN_FOLDERS = (
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "pytorch_model.bin.index.json",
+    "pytorch_model.bin",
+)
+
+# Where training scripts keep the state dict of the model, beside that of the optimizer.
+_NESTED = (
+    *("state_dict", "model_state_dict", "model_state", "model", "module"),
+    *("network", "net", "weights", "params"),
+)
+
+
+def tensors(checkpoint: Checkpoint, side: str) -> Mapping[str, Tensor]:
+    """The tensors of a checkpoint by name, each read when it is asked for."""
+    if isinstance(checkpoint, Mapping):
+        return state_dict_in(checkpoint, side)
+    if isinstance(checkpoint, (str, os.PathLike)):
+        return _whole(_read(Path(checkpoint)))
+    raise TypeError(
+        f"audit: {side} is a {type(checkpoint).__name__}; give a state dict, as of "
+        "module.state_dict(), or a path"
+    )
+
+
+def shapes(path: Path) -> Mapping[str, Tensor]:
+    """The tensors of a checkpoint without their data, on the meta device, by name."""
+    terms = _read(path)
+    return {name: like_in(terms, name) for name in names_of_terms(terms)}
+
+
+def state_dict_in(content: object, source: object) -> dict[str, Tensor]:
+    """The tensors of a state dict, or of the one that is nested in it."""
+    if not isinstance(content, Mapping):
+        raise CheckpointError(
+            f"{source} holds a {type(content).__name__} where a state dict belongs"
+        )
+    nested = [key for key in _NESTED if _holds_tensors(content.get(key))]
+    if len(nested) == 1:
+        return state_dict_in(content[nested[0]], f"{source}[{nested[0]!r}]")
+    if nested:
+        raise CheckpointError(
+            f"{source} holds several state dicts, {some(nested)}; save one by itself"
+        )
+    found = {
+        name: x for name, x in content.items() if isinstance(name, str) and isinstance(x, Tensor)
+    }
+    if not found:
+        keys = some([repr(key) for key in content]) if content else "none"
+        raise CheckpointError(f"{source} holds no state dict; its keys: {keys}")
+    return found
+
+
+def _holds_tensors(content: object) -> bool:
+    return isinstance(content, Mapping) and any(
+        isinstance(x, Tensor) or _holds_tensors(x) for x in content.values()
+    )
+
+
+def _read(path: Path) -> Mapping[str, Tensor]:
+    """What a path stands for: a file, an index, or a folder that holds one of these."""
+    with reading(path):
+        if path.is_dir():
+            for name in IN_FOLDERS:
+                if (path / name).is_file():
+                    return _read(path / name)
+            raise CheckpointError(
+                f"the folder {path} holds none of {', '.join(IN_FOLDERS)}; name the file itself"
+            )
+        return in_shards(path) if path.suffix == ".json" else _read_file(path)
+
+
+def _read_file(path: Path) -> Mapping[str, Tensor]:
+    with reading(path):
+        if is_safetensors(path):
+            return open_safetensors(path, "audit")[0]
+        return state_dict_in(unpickled(path), path)
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether a file is one of safetensors, or says so."""
+    with path.open("rb") as file:
+        head = file.read(9)
+    # It starts with the length of its header in eight bytes; that is JSON.
+    return path.suffix == ".safetensors" or head[4:] == b"\0\0\0\0{"
+
+
+def unpickled(path: Path) -> Any:
+    """What torch.save has put into a file; tensors are read from it where they are used."""
+    with reading(path), path.open("rb") as file, warnings.catch_warnings():
+        require_bounded(file, path.stat().st_size, path)
+        warnings.simplefilter("ignore")  # Of pickle protocols, which are no concern here.
+        # Before torch 1.6 files were no zip archives, and such cannot be mapped.
+        is_zip = file.read(2) == b"PK"
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+
+
+class Lazy(Mapping[str, Tensor]):
+    """Tensors by name, each read when it is asked for."""
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        read: Callable[[str], Tensor],
+        like: Callable[[str], Tensor] | None = None,
+    ) -> None:
+        self.names = dict.fromkeys(names)
+        self.read = read
+        self.like = like or (lambda name: read(name).to("meta"))
+        """A tensor without data of the dtype and the shape of a stored one."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names  # Mapping's own would read the tensor.
+
+
+def open_safetensors(path: Path, caller: str) -> tuple[Lazy, dict[str, str]]:
+    """The tensors of a safetensors file as they are, each term by itself, and its metadata."""
+
+    def read(name: str) -> Tensor:
+        with reading(path):
+            return file.get_tensor(name)
+
+    def like(name: str) -> Tensor:
+        with reading(path):
+            header = file.get_slice(name)
+            dtype = _DTYPES[header.get_dtype()]
+            return torch.empty(header.get_shape(), dtype=dtype, device="meta")
+
+    with reading(path):
+        file = extra("safetensors", caller).safe_open(path, framework="pt", device="cpu")
+        return Lazy(file.keys(), read, like), file.metadata() or {}
+
+
+_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def in_shards(index: Path) -> Lazy:
+    """Several files and the index that says what is where; one of them is open at a time."""
+    files = files_in(index, json.loads(index.read_text(encoding="utf-8")))
+    opened: dict[str, Mapping[str, Tensor]] = {}
+
+    def shard(name: str) -> Mapping[str, Tensor]:
+        file = files[name]
+        if file not in opened:
+            opened.clear()  # The last shard goes before the next one comes.
+            opened[file] = _read_file(index.parent / file)
+        if name not in opened[file]:
+            raise CheckpointError(f"{index} says that {name} is in {file}, which does not hold it")
+        return opened[file]
+
+    return Lazy(
+        sorted(files, key=lambda name: files[name]),  # Shard by shard.
+        lambda name: shard(name)[name],
+        lambda name: like_in(shard(name), name),
+    )
+
+
+def like_in(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """A tensor without data, of the dtype and the shape of one of these."""
+    return tensors.like(name) if isinstance(tensors, Lazy) else tensors[name].to("meta")
+
+
+def _whole(terms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Expansions of which the terms are stored."""
+    names = names_of_terms(terms)
+    return Lazy(names, lambda name: from_terms({n: terms[n] for n in names[name]})[name])

@@ -1,0 +1,263 @@
+"""Operations of formats beyond 48 bits, which no machine type holds: made of their arithmetic.
+
+Sums are summed in pairs, so that the error of n terms grows with log2 n; products of matrices are
+sums of exact-to-the-format products. Everything is in terms of + * / and the root of the format.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from mcftensor.dispatch.operands import expansions, stored_in
+from mcftensor.dispatch.write_results import assign, refusal, written_to
+from mcftensor.formats import Format
+from mcftensor.tensor import MCFTensor
+
+_PRODUCTS = 1 << 20
+"""Elementwise products that a matrix product holds at a time."""
+
+
+# ---------------------------------------------------------------------------------- reductions
+
+
+def _reduce(
+    combine: Callable[[Tensor, Tensor], Tensor],
+    neutral: float,
+    x: Tensor,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+) -> Tensor:
+    """Combine all elements along dimensions in pairs."""
+    dims = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    reduced = sorted(d % max(x.dim(), 1) for d in dims) if x.dim() else []
+    kept = [d for d in range(x.dim()) if d not in reduced]
+    shape = [x.shape[d] for d in kept]
+    row = x.permute(kept + reduced).reshape([*shape, math.prod(x.shape[d] for d in reduced)])
+    if row.shape[-1] == 0:
+        row = torch.full_like(row[..., :0].new_empty([*shape, 1]), neutral)
+    while row.shape[-1] > 1:
+        half = row.shape[-1] // 2
+        pairs = combine(row[..., :half], row[..., half : 2 * half])
+        row = torch.cat([pairs, row[..., 2 * half :]], -1)
+    result = row[..., 0]
+    for d in reduced if keepdim else ():
+        result = result.unsqueeze(d)
+    return result
+
+
+_sum = functools.partial(_reduce, torch.add, 0.0)
+
+
+def _mean(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    total = _sum(x, dim, keepdim)
+    return total / (x.numel() / max(total.numel(), 1))
+
+
+def _scan(combine: Callable[[Tensor, Tensor], Tensor], x: Tensor, dim: int) -> Tensor:
+    """Running results: at each pass every element takes in the one 1, 2, 4, ... places before."""
+    distance = 1
+    while x.dim() and distance < x.shape[dim]:
+        length = x.shape[dim] - distance
+        later = combine(x.narrow(dim, distance, length), x.narrow(dim, 0, length))
+        x = torch.cat([x.narrow(dim, 0, distance), later], dim)
+        distance *= 2
+    return x.clone()
+
+
+def _var(
+    x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+) -> Tensor:
+    squares = torch.square(x - _mean(x, dim, True))
+    total = _sum(squares, dim, keepdim)
+    count = x.numel() / max(total.numel(), 1) - (1 if correction is None else correction)
+    return total / max(count, 0.0)
+
+
+def _norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False) -> Tensor:
+    if ord in (math.inf, -math.inf):
+        dims = list(range(x.dim())) if dim is None else dim
+        return (torch.amax if ord > 0 else torch.amin)(x.abs(), dims, keepdim)
+    if ord == 1:
+        return _sum(x.abs(), dim, keepdim)
+    if ord == 2:
+        return torch.sqrt(_sum(torch.square(x), dim, keepdim))
+    raise NotImplementedError(f"a norm of order {ord} of expansions beyond 48 bits")
+
+
+# ------------------------------------------------------------------------------------ products
+
+
+def _matmul(x: Tensor, y: Tensor) -> Tensor:
+    columns = max(1, _PRODUCTS // max(1, x.numel() // max(1, x.shape[-1]) * y.shape[-1]))
+    parts = [
+        _sum(a.unsqueeze(-1) * b.unsqueeze(-3), -2)
+        for a, b in zip(x.split(columns, -1), y.split(columns, -2), strict=True)
+    ]
+    return _sum(torch.stack(parts), 0) if len(parts) > 1 else parts[0]
+
+
+def _mv(x: Tensor, y: Tensor) -> Tensor:
+    return _sum(x * y, 1)
+
+
+def _added(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    def added(z: Tensor, x: Tensor, y: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+        result = product(x, y) if alpha == 1 else product(x, y) * alpha
+        return result if beta == 0 else result + (z if beta == 1 else z * beta)
+
+    return added
+
+
+# -------------------------------------------------------------------------------- accumulation
+
+
+def _accumulate(x: Tensor, positions: Tensor, values: Tensor) -> Tensor:
+    """Add values to elements at flat positions, which may occur more than once."""
+    positions = positions.reshape(-1)
+    order = torch.argsort(positions, stable=True)
+    positions, values = positions[order], values.reshape(-1)[order]
+    places = torch.arange(len(positions), device=positions.device)
+    first = torch.ones_like(positions, dtype=torch.bool)
+    first[1:] = positions[1:] != positions[:-1]
+    occurrence = places - places.masked_fill(~first, 0).cummax(0).values
+    result = x.reshape(-1).clone()
+    for i in range(int(occurrence.max()) + 1 if len(positions) else 0):
+        chosen = occurrence == i
+        at = positions[chosen]
+        result = result.index_put((at,), result[at] + values[chosen])
+    return result.reshape(x.shape)
+
+
+def _places(x: Tensor) -> Tensor:
+    return torch.arange(x.numel(), device=x.device).view(x.shape)
+
+
+def _index_put(
+    x: Tensor, indices: list[Any], values: Tensor, accumulate: bool = True, unsafe: bool = False
+) -> Tensor:
+    positions = _places(x)[tuple(slice(None) if i is None else i for i in indices)]
+    return _accumulate(x, positions, values.expand(positions.shape))
+
+
+def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
+    positions = _places(x).index_select(dim, index)
+    return _accumulate(x, positions, source if alpha == 1 else source * alpha)
+
+
+def _scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    part = source[tuple(slice(0, n) for n in index.shape)]
+    slices = tuple(
+        slice(None) if d == dim % x.dim() else slice(0, n) for d, n in enumerate(index.shape)
+    )
+    return _accumulate(x, _places(x)[slices].gather(dim, index), part)
+
+
+# --------------------------------------------------------------------------------- elementwise
+
+
+def _sign(x: MCFTensor) -> MCFTensor:
+    leading, *tails = x._read()
+    return x._like([torch.sign(leading), *map(torch.zeros_like, tails)])
+
+
+def _copysign(x: MCFTensor, sign: Any) -> Tensor:
+    number = sign if isinstance(sign, Tensor) else torch.tensor(float(sign))
+    return torch.where(torch.signbit(x) == torch.signbit(number), x, -x)
+
+
+def _allclose(
+    x: Tensor, y: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> bool:
+    close = (x == y) | (torch.isfinite(y) & ((x - y).abs() <= y.abs() * rtol + atol))
+    if equal_nan:
+        close = close | (torch.isnan(x) & torch.isnan(y))
+    return bool(close.all())
+
+
+def _pow(x: Any, exponent: Any) -> Tensor:
+    """Whole powers by repeated squaring, and halves of them by the root."""
+    twice = None if isinstance(exponent, Tensor) or isinstance(x, (int, float)) else 2 * exponent
+    if twice is None or twice != int(twice):
+        raise NotImplementedError("a power of expansions beyond 48 bits that is no half-integer")
+    power, half = divmod(abs(int(twice)), 2)
+    result = torch.sqrt(x) if half else None
+    square = x
+    while power:
+        if power & 1:
+            result = square if result is None else result * square
+        power >>= 1
+        square = square * square if power else square
+    result = torch.ones_like(x) if result is None else result
+    return 1 / result if twice < 0 else result
+
+
+# --------------------------------------------------------------------------------- all by name
+
+ALGORITHMS: dict[str, Callable[..., Any]] = {
+    "sum": _sum,  # x.sum, gradients of what broadcasts
+    "prod": functools.partial(_reduce, torch.mul, 1.0),  # x.prod
+    "mean": _mean,  # x.mean
+    "cumsum": functools.partial(_scan, torch.add),  # x.cumsum
+    "cumprod": functools.partial(_scan, torch.mul),  # x.cumprod
+    "var": _var,  # x.var
+    "std": lambda x, dim=None, **options: torch.sqrt(_var(x, dim, **options)),  # x.std
+    "linalg_vector_norm": _norm,  # x.norm, clip_grad_norm_
+    "mm": _matmul,  # x @ y
+    "bmm": _matmul,  # torch.einsum
+    "mv": _mv,  # matrix @ vector
+    "dot": lambda x, y: _sum(x * y),  # torch.dot
+    "vdot": lambda x, y: _sum(x * y),  # torch.linalg.vecdot
+    "addmm": _added(_matmul),  # torch.addmm, F.linear
+    "baddbmm": _added(_matmul),  # torch.baddbmm
+    "addmv": _added(_mv),  # torch.addmv
+    "addbmm": _added(lambda x, y: _sum(_matmul(x, y), 0)),  # torch.addbmm
+    "addr": _added(lambda x, y: x.unsqueeze(1) * y.unsqueeze(0)),  # torch.addr
+    "index_put": _index_put,  # x.index_put with accumulate, gradients of x[i]
+    "_unsafe_index_put": _index_put,  # compiled gradients of F.interpolate
+    "index_add": _index_add,  # x.index_add, gradients of x.index_select
+    "scatter_add": _scatter_add,  # x.scatter_add, gradients of x.gather
+    "sign": _sign,  # x.sign, gradients of x.abs
+    "sgn": _sign,  # x.sgn
+    "rsqrt": lambda x: 1 / torch.sqrt(x),  # x.rsqrt
+    "copysign": _copysign,  # torch.copysign
+    "allclose": _allclose,  # torch.allclose
+    "pow": _pow,  # x ** 4
+}
+"""Names of aten operators, and what carries them out."""
+
+
+def by_algorithm(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
+    """Run an operation by its algorithm; plain tensors enter as expansions.
+
+    Raises:
+        NotImplementedError: there is none.
+    """
+    name = func.overloadpacket.__name__
+    found = expansions((args, kwargs))
+    targets = [x for _, x in written_to(func, args, kwargs)]
+    found_for = ALGORITHMS.get(name.removesuffix("_") if targets else name)
+    if found_for is None or len(targets) > 1:
+        raise refusal(func, found, f"it has no algorithm for {format.precision} bits")
+    dtype, _ = kwargs.pop("dtype", None), kwargs.pop("out", None)
+    device = found[0].device
+
+    def enter(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        writes = x._count if isinstance(x, MCFTensor) else None
+        return MCFTensor.of(stored_in(x, format, device), format, writes=writes)
+
+    result = found_for(*tree_map(enter, args), **tree_map(enter, kwargs))
+    if targets:
+        assign(func, targets, [result], found)
+        return targets[0]
+    if dtype not in (None, format.dtype) and isinstance(result, MCFTensor):
+        return result._collapsed(dtype)
+    return result

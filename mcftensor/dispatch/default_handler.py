@@ -1,0 +1,222 @@
+"""Everything else: a parameter computes as its leading term, a value on all its terms.
+
+float64 holds every value of formats up to 48 bits to more bits than they promise, so that one
+evaluation and one rounding give the format's precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot
+from torch.utils._pytree import tree_leaves, tree_map
+
+from mcftensor.arithmetic import special_functions
+from mcftensor.dispatch import beyond_float64, storage_formats
+from mcftensor.dispatch.operands import (
+    common_format,
+    expansions,
+    leading,
+    plainly,
+    value_of,
+    with_leading,
+)
+from mcftensor.dispatch.registry import implements
+from mcftensor.dispatch.write_results import assign, refusal, written_to
+from mcftensor.formats import Format
+from mcftensor.tensor import MCFTensor
+
+aten = torch.ops.aten
+
+WIDE = torch.float64
+PRECISION = 48
+"""Bits of the longest format that float64 serves; its five others cover the error of evaluating."""
+
+# What PyTorch evaluates in float64 with an error that these bits do not cover.
+_SHARPER: dict[Any, Callable[..., Tensor]] = {
+    aten.binary_cross_entropy_with_logits: special_functions.binary_cross_entropy_with_logits,
+    aten.digamma: special_functions.digamma,
+    aten.gelu: special_functions.gelu,
+    aten.gelu_backward: special_functions.gelu_backward,
+    aten.igammac: special_functions.igammac,
+    aten.igammac_: special_functions.igammac,
+    aten._log_softmax: special_functions.log_softmax,
+    aten.logaddexp2: special_functions.logaddexp2,
+    aten.logit: special_functions.logit,
+    aten.logsumexp: special_functions.logsumexp,
+    aten.polygamma: special_functions.polygamma,
+    aten.polygamma_: lambda x, n: special_functions.polygamma(n, x),
+    aten.sinc: special_functions.sinc,
+    aten.soft_margin_loss: special_functions.soft_margin_loss,
+    aten.special_log_ndtr: special_functions.log_ndtr,
+    aten.special_zeta: special_functions.zeta,
+}
+
+
+def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the operation on leading terms, where only parameters take part and none is written to.
+
+    Otherwise it is evaluated on all terms: in float64, or beyond 48 bits by an algorithm of its
+    own.
+    """
+    if not kwargs and not func._schema.is_mutable:
+        plain = with_leading(args)
+        if plain is not None:
+            return _plainly(func, args, kwargs, plain)
+    found = expansions((args, kwargs))
+    writes = func._schema.is_mutable and any(
+        isinstance(x, MCFTensor) for _, x in written_to(func, args, kwargs)
+    )
+    if not writes and all(x.acts_as == "parameter" for x in found):
+        return _plainly(func, args, kwargs)
+    if func.namespace == "mcftensor":
+        raise TypeError(f"{func}: takes the terms of expansions, and got an expansion")
+    format = common_format(str(func), found)
+    if format.arithmetic == "numbers":
+        return storage_formats.on_numbers(func, args, kwargs)
+    if format.precision > PRECISION:
+        return beyond_float64.by_algorithm(func, format, *args, **kwargs)
+    return _in_float64(func, format, found, args, kwargs)
+
+
+def _plainly(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], plain: list[Any] | None = None
+) -> Any:
+    """The operation on leading terms; in float32 where PyTorch has it not in 16 bits.
+
+    Some decompositions say so by a NotImplementedError, as QR, others by a bare RuntimeError, as
+    the pseudo-inverse.
+    """
+    try:
+        return func(*(leading(args) if plain is None else plain), **leading(kwargs))
+    except RuntimeError as error:
+        base = expansions((args, kwargs))[0].dtype
+        missing = isinstance(error, NotImplementedError) or func._opname.startswith("linalg_")
+        if base.itemsize > 2 or not missing:
+            raise explained(error, args, kwargs) from error
+
+        def cast(dtype: torch.dtype, new: torch.dtype) -> Any:
+            return lambda x: x.to(new) if isinstance(x, Tensor) and x.dtype == dtype else x
+
+        args, kwargs = tree_map(cast(base, torch.float32), leading((args, kwargs)))
+        return tree_map(cast(torch.float32, base), func(*args, **kwargs))
+
+
+def explained(error: RuntimeError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RuntimeError:
+    """An error of PyTorch's, which where dtypes are unlike says of what, and what to do."""
+    return unlike_dtypes(f"{error}", (args, kwargs)) or error if "type" in str(error) else error
+
+
+def unlike_dtypes(problem: str, operands: Any) -> RuntimeError | None:
+    """The error of parameters that meet a floating tensor of another dtype; None if none do."""
+    found = expansions(operands)[0]
+    other = f". Or run the model under torch.autocast({found.device.type!r}, dtype={found.dtype})"
+    if torch._C._is_any_autocast_enabled():
+        other = ". This operation is not one that autocast casts for"
+    for x in tree_leaves(operands):
+        is_plain = isinstance(x, Tensor) and not isinstance(x, MCFTensor)
+        if is_plain and x.is_floating_point() and x.dtype != found.dtype:
+            return RuntimeError(
+                f"{problem}. Here parameters in {found._format.name}, of shape "
+                f"{tuple(found.shape)}, compute in {found.dtype} and meet a tensor of {x.dtype}, "
+                f"of shape {tuple(x.shape)}. If that is an input of the model or a constant, cast "
+                f"it, x.to({found.dtype}); if it comes from a layer that was added later, call "
+                f"mcf.as_expansion(model) once more{other}"
+            )
+    return None
+
+
+def _in_float64(
+    func: Any,
+    format: Format,
+    found: list[MCFTensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """The operation on float64 copies; its floating results become values.
+
+    Tensors that it writes to, expansions or plain, get their results by one rounding.
+
+    Raises:
+        NotImplementedError: a result that is complex, or of another shape than where it goes.
+    """
+    copies: dict[int, Tensor] = {}
+    asked: list[torch.dtype] = []
+
+    def widen(x: Any) -> Any:
+        if isinstance(x, torch.dtype) and x.is_floating_point:
+            asked.append(x)
+            return WIDE
+        if not isinstance(x, Tensor) or not (isinstance(x, MCFTensor) or x.is_floating_point()):
+            return x
+        if x.layout != torch.strided:
+            raise refusal(func, found, f"it meets a tensor of {x.layout}")
+        if id(x) not in copies:
+            copies[id(x)] = (
+                x._collapsed(WIDE) if isinstance(x, MCFTensor) else x.to(WIDE, copy=True)
+            )
+        return copies[id(x)]
+
+    written = [x for _, x in written_to(func, args, kwargs)]
+    result = _evaluated(func, tree_map(widen, args), tree_map(widen, kwargs))
+    written = [x for x in written if id(x) in copies]  # integers are written to as they are
+    assign(func, written, [copies[id(x)] for x in written], found)
+    originals = {id(copies[id(x)]): x for x in written}
+
+    def narrow(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) in originals:
+            return originals[id(x)]
+        if x.is_complex():
+            raise refusal(func, found, "its result is complex")
+        if not x.is_floating_point():
+            return x
+        if asked and asked[-1] != format.dtype:
+            return plainly(x, asked[-1])
+        return value_of(x, format, found)
+
+    return tree_map(narrow, result)
+
+
+def _evaluated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    sharper = _SHARPER.get(func.overloadpacket)
+    if sharper is None:
+        return func(*args, **kwargs)
+    targets = [x for _, x in written_to(func, args, kwargs)]
+    options = {name: x for name, x in kwargs.items() if not any(x is y for y in targets)}
+    result = sharper(*args, **options)
+    return targets[0].resize_(result.shape).copy_(result) if targets else result
+
+
+@implements(
+    aten.isnan.default,  # x.isnan
+    aten.isinf.default,  # x.isinf
+    aten.isposinf.default,  # x.isposinf
+    aten.isneginf.default,  # x.isneginf
+    aten.signbit.default,  # x.signbit, torch.copysign beyond 48 bits
+    aten.is_pinned,  # x.is_pinned, x.pin_memory
+    aten.is_same_size,  # torch.autograd.grad
+    "fsdp::all_gather_copy_in",  # fully_shard, which gathers for compute
+)
+def of_leading_term(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """The leading term alone decides these."""
+    return func(*leading(args), **leading(kwargs))
+
+
+@implements(aten._has_same_storage_numel.default)  # torch.func.jvp
+def has_same_storage_numel(func: Any, x: Tensor, base: Tensor) -> Any:
+    """Of leading terms, for tangents that no graph has as a whole: the graph would have their terms
+    as constants."""
+    mode = get_proxy_mode()
+    if mode is not None and any(has_proxy_slot(y, mode.tracer) for y in expansions((x, base))):
+        raise refusal(
+            func,
+            expansions((x, base)),
+            "make_fx, by which torch.func.linearize goes, would take the tangents for constants; "
+            "torch.func.jvp has no such graph",
+        )
+    return func(*leading((x, base)))

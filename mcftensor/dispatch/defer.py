@@ -1,0 +1,633 @@
+"""Operations that go on the tape of a step, where nobody can tell.
+
+That is, within a step of an optimizer and where gradients are not recorded: an operation that is
+rounded to nearest, on tensors that lie alike and on numbers. What it writes to is in memory that
+nobody else has; what it reads is so too, or small enough to be copied.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mcftensor.arithmetic.base_types import NARROW
+from mcftensor.arithmetic.noise import draw_key
+from mcftensor.dispatch.operators import OPERATORS
+from mcftensor.dispatch.registry import SHORTCUTS
+from mcftensor.dispatch.resolve import Kind, kind, plan
+from mcftensor.dispatch.storage_formats import are_apart
+from mcftensor.formats import PLAIN, Format
+from mcftensor.kernels.columns import are_same, places_of
+from mcftensor.passes.decoded_traces import NO_STATE, State
+from mcftensor.passes.expressions import NUMBER
+from mcftensor.passes.traces import EMPTY, KEYS, NUMBERS, Operation, Trace, Variable
+from mcftensor.tensor.pending_tensor import PendingTensor
+from mcftensor.tensor.step_context import open_tape
+from mcftensor.tensor.tape import LOCK, Layout, Strand, Tape
+from mcftensor.tensor.taped_tensor import TapedTensor
+from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
+
+Lists = Sequence[Sequence[Any]]
+
+# Elements of a tensor that is copied rather than read at once, and of all of a list.
+SMALL, MANY = 1 << 20, 1 << 22
+
+# What a tensor may yet have to be multiplied by where more is noted on the tape, and the least
+# number that is: of as many as a trace has, the product is a normal float32.
+SETTLED, LEAST_NOTED = 2.0**-60, 0.5
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_increment_version = torch._C._increment_version
+_has_function_mode = torch._C._is_torch_function_mode_enabled
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Call:
+    """An operation, the names of its last operands, and whether it writes to its first one."""
+
+    name: str
+    keywords: tuple[str, ...]
+    in_place: bool
+    is_list: bool = False
+    """Whether it is one on lists."""
+
+
+_call = functools.lru_cache(maxsize=256)(_Call)
+
+
+def recorded(name: str, columns: Lists, keywords: tuple[str, ...], *, in_place: bool) -> Any:
+    """Put an operation on rows of operands on the tape, the last of which are given by keywords.
+
+    Returns:
+        The results, or what is written to, the first column. None where nothing was put down.
+    """
+    tape = None if torch.compiler.is_compiling() else open_tape()
+    return None if tape is None else _put_down(tape, _call(name, keywords, in_place), columns)
+
+
+def parts_of(columns: Lists, count: int) -> Sequence[Sequence[int]]:
+    """Rows whose operands are of the same kinds, which go on the tape together; all of them where
+    it matters in what order they are carried out."""
+    kinds = [[_kind_of(x) for x in column] for column in columns]
+    groups = places_of(zip(*[x if len(x) == count else x * count for x in kinds], strict=True))
+    if len(groups) > 1:
+        targets = set(map(id, columns[0]))
+        others = [
+            x
+            for column in columns[1:]
+            for x, y in zip(column, columns[0], strict=False)
+            if x is not y
+        ]
+        if len(targets) < count or not targets.isdisjoint(map(id, others)):
+            return [range(count)]
+        loose = list(filter(_is_loose, columns[0]))  # memory of the others is their own
+        if loose and not are_apart([loose, list(filter(_is_loose, others))]):
+            return [range(count)]
+    return list(groups.values())
+
+
+def some_rows(columns: Lists, rows: Sequence[int], count: int) -> Lists:
+    """Some rows; a column of one element is for all."""
+    if len(rows) == count:
+        return columns
+    return [[x[i] for i in rows] if len(x) == count else x for x in columns]
+
+
+def _is_loose(x: Any) -> bool:
+    """Whether another tensor may have the memory of this one."""
+    is_ours = getattr(x, "_place", None) is not None or getattr(x, "_is_own", False)
+    return isinstance(x, Tensor) and not is_ours
+
+
+def _kind_of(x: Any) -> Any:
+    if isinstance(x, (MCFTensor, PendingTensor)):
+        place = getattr(x, "_place", None)
+        return place or (type(x), getattr(x, "_format", None), x._role)
+    return x.dtype if isinstance(x, Tensor) else type(x)
+
+
+def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
+    with LOCK:
+        strand = None
+        while strand is None:  # until its operands are on one strand that may become longer
+            given = _given(tape, call, columns)
+            if given is None:
+                return None
+            key = tuple(given.marks)
+            strands = given.strands
+            if not strands:
+                strand = tape.strand_for((given.layout, given.is_stored), given.layout, key)
+            elif len(strands) > 1:
+                tape.part(strands)
+            elif strands[0].trace.is_full:
+                strands[0].run()
+            else:
+                (strand,) = strands
+        trace = strand.trace
+        move = trace.made.get(key) or trace.once(key, lambda: _move(trace, call, key[1:]))
+        if move is _IMPOSSIBLE:
+            return None
+        assert given is not None
+        results = _written(strand, move, given.added, len(columns[0]))
+        return results if results else columns[0]
+
+
+# ------------------------------------------------------------------------------ what operands are
+
+
+class _Given:
+    """The operands of an operation, as far as the tape is concerned."""
+
+    __slots__ = ("added", "is_stored", "layout", "marks", "new", "strands")
+
+    def __init__(self, call: _Call) -> None:
+        self.marks: list[Any] = [call]
+        """The operation, and what each operand is: the place of a variable of the trace, that of
+        what is new counted from -1 on, or a mark."""
+        self.new: list[Sequence[Any]] = []
+        """Columns of tensors that are not on the tape."""
+        self.added: list[tuple[Sequence[Any], _New | None]] = []
+        """Those, and numbers."""
+        self.strands: list[Strand] = []
+        """On which the others are."""
+        self.layout: Layout = ()
+        self.is_stored = False
+        """Whether some of the new ones are only stored."""
+
+
+def _given(tape: Tape, call: _Call, columns: Lists) -> _Given | None:
+    """Rows of operands for the tape, or None if they cannot go there."""
+    found, count = _Given(call), len(columns[0])
+    marks, new = found.marks, found.new
+    for column in columns:
+        x = column[0]
+        cls = type(x)
+        if cls is TapedTensor or (cls is PendingTensor and "_place" in x.__dict__):
+            strand, index = x._place
+            if strand.tape is not tape or strand.layout != (found.layout or strand.layout):
+                return None
+            if not strand.holds(column, index):
+                return None
+            found.layout = strand.layout
+            if strand not in found.strands:
+                found.strands.append(strand)
+            marks.append(index)
+        elif cls is float or cls is int:
+            mark = _mark_of_numbers(column, count)
+            if mark is None:
+                return None
+            marks.append(mark)
+            found.added.append((column, None))
+        elif len(column) != count:
+            return None
+        elif new and (i := _index(new, column)) >= 0:
+            marks.append(-1 - i)
+        else:
+            one = _new(column, call.in_place and len(marks) == 1)
+            if one is None or one.layout != (found.layout or one.layout):
+                return None
+            found.layout = one.layout
+            found.is_stored |= type(one.mark) is _Mark and one.mark.is_stored
+            marks.append(one.mark)
+            new.append(column)
+            found.added.append((column, one))
+    if not found.layout or (count > 1 and new and not _are_apart(found.added)):
+        return None
+    return found
+
+
+# ------------------------------------------------------------------------------------ what is new
+
+
+class _New(NamedTuple):
+    """Tensors that are not on the tape, one for each row."""
+
+    mark: Any
+    """What they are: a mark of ours or a plain format."""
+    columns: Sequence[Sequence[Any]]
+    """Their components, and what else stored numbers have."""
+    layout: Layout
+    is_copied: bool
+    """Whether the tape is to have a copy."""
+
+
+_One = tuple[Any, Sequence[Any], tuple[Any, ...], bool]
+"""The same of one of them."""
+
+
+def _new(column: Sequence[Any], is_target: bool) -> _New | None:
+    """Tensors for the tape; None where they cannot go there."""
+    first = _one(column[0], is_target, None)
+    if first is None:
+        return None
+    mark, components, layout, is_copied = first
+    if len(column) == 1:
+        return _New(mark, [*zip(components)], (layout,), is_copied)
+    rows, layouts = [components], [layout]
+    for x in column[1:]:
+        found = _one(x, is_target, layout)
+        if found is None or found[0] is not mark or found[2][0] != layout[0]:
+            return None
+        rows.append(found[1])
+        layouts.append(found[2])
+        is_copied |= found[3]
+    if is_copied and (is_target or sum([shape.numel() for _, shape, _ in layouts]) > MANY):
+        return None
+    return _New(mark, [*zip(*rows, strict=True)], tuple(layouts), is_copied)
+
+
+def _one(x: Any, is_target: bool, like: tuple[Any, ...] | None) -> _One | None:
+    """Given the layout of another, which is kept where it is the same: Python's collector looks at
+    every object that stays."""
+    cls, is_own = type(x), False
+    mark: Any = None
+    components: tuple[Any, ...] = ()
+    if cls is MCFTensor:
+        factor = x._factor
+        mark = _mark(x._format, False, factor is not None and x._role == "value")
+        is_own = x._is_own or (is_target and x.regain())
+        components = x._held()
+        if factor is not None and (factor.value < SETTLED if is_own else factor.value != 1):
+            return None
+    elif cls is LiftedTensor:
+        mark, components = _mark(x._format, True, False), (x._component0,)
+    elif cls in _PLAIN and x.dtype.is_floating_point:
+        mark, components = PLAIN[x.dtype], (x,)
+    if mark is None:
+        return None
+    leading = components[0]
+    shape = leading.shape
+    length = shape.numel()
+    if (
+        not shape
+        or not length
+        or not (is_own or (length <= SMALL and not is_target))
+        or type(leading) not in _PLAIN
+        or leading.layout is not torch.strided
+        or not leading.is_contiguous()
+        or leading.is_meta
+    ):
+        return None
+    layout = (leading.device, shape, leading.stride())
+    if cls is MCFTensor and mark.is_stored:
+        has_state = is_own and (x._writes is not None or x._factor is not None)
+        state = State(x._writes, x._first, x._factor) if has_state else NO_STATE
+        components = (*components, state)
+    return mark, components, like if layout == like else layout, not is_own
+
+
+class _Mark:
+    """What a tensor of ours is that is not on the tape."""
+
+    def __init__(self, format: Format, is_lifted: bool, takes_factor: bool) -> None:
+        self.kind = kind(format, "value", True, None, is_lifted)
+        self.variable = Variable(self.kind.stored, "tensor", takes_factor)
+        self.is_stored = format.arithmetic == "numbers"
+
+
+_mark = functools.lru_cache(maxsize=256)(_Mark)
+
+
+def _index(columns: Sequence[Sequence[Any]], column: Sequence[Any]) -> int:
+    """Which of the columns is of the same tensors; or -1."""
+    for i, x in enumerate(columns):
+        if x[0] is column[0] and are_same(x, column):
+            return i
+    return -1
+
+
+def _are_apart(added: Sequence[tuple[Sequence[Any], _New | None]]) -> bool:
+    """Whether no tensor of one row that goes on the tape stands in another one, copied or not."""
+    own = [id(x) for column, new in added if new and not new.is_copied for x in column]
+    copied = [id(x) for column, new in added if new and new.is_copied for x in column]
+    return len(set(own)) == len(own) and (not copied or set(own).isdisjoint(copied))
+
+
+def _mark_of_numbers(column: Sequence[Any], count: int) -> str | None:
+    """Whether numbers are one, or little less, which some operations depend on; None of what is too
+    large for PyTorch, and where they are not alike."""
+    if len(column) == 1:
+        x = column[0]
+        if type(x) is int and not -(2**63) <= x < 2**63:
+            return None
+        return "one" if x == 1.0 else "below one" if LEAST_NOTED <= x < 1.0 else "other"
+    if len(column) != count or not {float, int}.issuperset(map(type, column)):
+        return None
+    marks = {_mark_of_numbers((x,), 1) for x in column}
+    return marks.pop() if len(marks) == 1 else None
+
+
+# ------------------------------------------------------------------------------- what comes of it
+
+
+class _Move(NamedTuple):
+    """How an operation lengthens a trace."""
+
+    trace: Trace
+    constants: tuple[float, ...]
+    """Numbers of its own, behind those it is given."""
+    result: Format | None
+    """The format of a new result."""
+    draws: bool = False
+    """Whether keys are drawn, behind the constants."""
+
+
+_IMPOSSIBLE = _Move(EMPTY, (), None)
+
+
+def _move(trace: Trace, call: _Call, marks: Sequence[Any]) -> _Move:
+    """The move of an operation that is rounded to nearest, of an expansion."""
+    kinds: list[Kind] = []
+    indices: list[int] = []
+    own: list[tuple[Kind, int]] = []  # of what is new
+    for mark in marks:
+        if type(mark) is int and mark < 0:
+            kind, index = own[-1 - mark]
+        elif type(mark) is int:
+            kind, index = _kind(trace.variables[mark].format), mark
+        else:
+            kind, index = _kind(mark), len(trace.variables)
+            trace = trace.with_variable(_variable(mark))
+            if not kind.number:
+                own.append((kind, index))
+        kinds.append(kind)
+        indices.append(index)
+    begins = None if any(type(x) is int and x >= 0 for x in marks) else (call, *marks)
+    ours = {kind.format.arithmetic == "numbers" for kind in kinds if kind.role is not None}
+    is_of_terms = ours == {False}
+    is_plain = not ours and all(type(x) is not int or x < 0 for x in marks)
+    if is_plain or len(ours) > 1 or (trace.operations and trace.is_of_terms is not is_of_terms):
+        return _IMPOSSIBLE
+    if is_of_terms:
+        return _move_of_terms(trace, call, kinds, indices, begins)
+    return _move_of_numbers(trace, call, kinds, indices, begins, marks)
+
+
+def _move_of_terms(
+    trace: Trace, call: _Call, kinds: Sequence[Kind], indices: Sequence[int], begins: Any
+) -> _Move:
+    found = plan(call.name, tuple(kinds), call.keywords, kinds[0].format if call.in_place else None)
+    assert found is not None
+    format = found.expression.format
+    if format.takes_key:
+        return _IMPOSSIBLE
+    read, constants = [], []
+    for i in found.order:
+        if type(i) is float:
+            constants.append(i)
+            read.append(len(trace.variables))
+            trace = trace.with_variable(NUMBERS)
+        else:
+            read.append(indices[int(i)])
+    if call.in_place:
+        target = indices[0]
+    else:
+        target = len(trace.variables)
+        trace = trace.with_variable(Variable(format, "nothing"))
+    operation = Operation(found.expression.operation, format, tuple(read), target)
+    return _moved(trace, operation, begins, tuple(constants), None if call.in_place else format)
+
+
+def _move_of_numbers(
+    trace: Trace,
+    call: _Call,
+    kinds: Sequence[Kind],
+    indices: Sequence[int],
+    begins: Any,
+    marks: Sequence[Any],
+) -> _Move:
+    """The move of one of PyTorch's operations on stored numbers, which gives plain ones."""
+    stored = [kind.stored for kind in kinds if kind.number is None]
+    if kinds[0].number or not all(x.result is _FLOAT32 or x.dtype in NARROW for x in stored):
+        return _IMPOSSIBLE
+    name, key = call.name, None
+    format: Format = _FLOAT32
+    if call.is_list:
+        name = f"_foreach_{name}"
+    if call.in_place:
+        target, format = indices[0], stored[0]
+        if kinds[0].is_lifted or not (format.arithmetic == "numbers" or format is _FLOAT32):
+            return _IMPOSSIBLE
+    else:
+        target = len(trace.variables)
+        trace = trace.with_variable(Variable(_FLOAT32, "nothing"))
+    operation = Operation(name, format, tuple(indices), target, call.keywords)
+    if trace.is_note(operation):
+        if marks[1] == "other":
+            return _IMPOSSIBLE
+    elif call.in_place and format.rounding == "stochastic":
+        key = len(trace.variables)
+        trace = trace.with_variable(KEYS)
+    operation = operation._replace(key=key)
+    result = None if call.in_place else _FLOAT32
+    return _moved(trace, operation, begins, (), result, draws=key is not None)
+
+
+def _moved(
+    trace: Trace,
+    operation: Operation,
+    begins: Any,
+    constants: tuple[float, ...],
+    result: Format | None,
+    draws: bool = False,
+) -> _Move:
+    return _Move(trace.then(operation, begins), constants, result, draws)
+
+
+_FLOAT32 = PLAIN[torch.float32]
+
+
+def _kind(mark: Any) -> Kind:
+    if isinstance(mark, str):
+        return kind(NUMBER, None, False, "one" if mark == "one" else "other")
+    if isinstance(mark, _Mark):
+        return mark.kind
+    return kind(mark, None if mark.arithmetic == "plain" else "value", True)
+
+
+def _variable(mark: Any) -> Variable:
+    if isinstance(mark, str):
+        return NUMBERS
+    return mark.variable if isinstance(mark, _Mark) else Variable(mark, "tensor")
+
+
+def _copied(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) else x
+
+
+def _written(
+    strand: Strand, move: _Move, added: Sequence[tuple[Sequence[Any], _New | None]], count: int
+) -> list[TapedTensor | PendingTensor]:
+    """Write an operation down, and return its results, if they are new.
+
+    What an interrupt leaves half written, behind the variables of the trace, is written over.
+    """
+    begun, width = len(strand.trace.variables), strand.trace.width
+    holders: list[Any] = []
+    columns: list[Any] = []
+    for column, new in added:
+        if new is None:
+            columns.append([*column] * (count // len(column)))  # a list may be the caller's
+            holders.append(())
+        elif new.is_copied:
+            columns += [[*map(_copied, x)] for x in new.columns]
+            holders.append(())
+        else:
+            place = strand, begun + len(holders)
+            columns += new.columns
+            holders.append([*map(weakref.ref, column)])
+            for tensor in column:
+                tensor._place = place
+                tensor.__class__ = TapedTensor
+    for constant in move.constants:
+        columns.append([constant] * count)
+        holders.append(())
+    if move.draws:
+        columns.append([draw_key(device) for device, _, _ in strand.layout])
+        holders.append(())
+    results: list[TapedTensor | PendingTensor] = []
+    if move.result is not None:
+        place = strand, begun + len(holders)
+        made = PendingTensor if move.result.arithmetic == "plain" else TapedTensor
+        for device, shape, stride in strand.layout:
+            results.append(made.result(shape, stride, move.result, device, place))
+        holders.append([*map(weakref.ref, results)])
+    strand.holders[begun:] = holders
+    strand.columns[width:] = columns
+    strand.trace = move.trace
+    return results
+
+
+# ---------------------------------------------------------------- without PyTorch's dispatcher
+
+
+def _at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
+    """What puts an operation on the tape without PyTorch's dispatcher, which takes longer."""
+    _, count, _, keyword, _ = OPERATORS[name]
+    ordinary, valued = _call(name, (), in_place), _call(name, (keyword,), in_place)
+
+    def put_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tape = open_tape()
+        if tape is None or len(args) != count:
+            return NotImplemented
+        call, columns = ordinary, [*zip(args)]
+        if kwargs:
+            if len(kwargs) > 1 or keyword not in kwargs:
+                return NotImplemented
+            call = valued
+            columns.append((kwargs[keyword],))
+        found = _put_down(tape, call, columns)
+        if found is None:
+            return NotImplemented
+        if in_place:
+            _increment_version(columns[0])
+        return found[0]
+
+    return put_down
+
+
+def _lists_at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
+    """The same of lists, the rows of which that are of the same kinds go together."""
+    _, count, _, keyword, _ = OPERATORS[name]
+
+    def put_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tape = open_tape()
+        valued = len(args) == count + 1 and keyword == "value" and not kwargs
+        if tape is None or not (valued or len(args) == count):
+            return NotImplemented
+        columns = [x if isinstance(x, (list, tuple)) else (x,) for x in (*args, *kwargs.values())]
+        lengths = [len(x) for x in args if isinstance(x, (list, tuple))]
+        if not all(columns) or len(set(lengths)) > 1 or (kwargs and [*kwargs] != [keyword]):
+            return NotImplemented
+        call = _call(name, ("value",) if valued else tuple(kwargs), in_place, True)
+        found = _put_down(tape, call, columns)
+        uncounted = args[0]
+        if found is None:
+            before = [getattr(x, "_version", None) for x in columns[0]]
+            found = _by_parts(tape, call, columns, func, args, kwargs)
+            each = zip(columns[0], before, strict=True)
+            uncounted = [x for x, version in each if found and x._version == version]
+        if found is None:
+            return NotImplemented
+        if not in_place:
+            return tuple(found)
+        if any(isinstance(x, MCFTensor) for x in args[0]):  # lists of plain tensors count nothing
+            _increment_version(uncounted)
+        return args[0]
+
+    return put_down
+
+
+def _by_parts(
+    tape: Tape,
+    call: _Call,
+    columns: Lists,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Sequence[Any] | None:
+    """Put those rows down that can be, and carry out the others; None where all are alike."""
+    count = max(map(len, columns))
+    parts = parts_of(columns, count)
+    draws = any(isinstance(x, MCFTensor) and x._format.rounding == "stochastic" for x in columns[0])
+    if len(parts) == 1 or draws:  # keys are drawn row by row
+        return None
+    results: list[Any] = [None] * count
+    left: list[int] = []
+    for rows in parts:
+        found = _put_down(tape, call, some_rows(columns, rows, count))
+        if found is None:
+            left += rows
+        else:
+            for i, x in zip(rows, found, strict=True):
+                results[i] = x
+    if len(left) == count:
+        return None
+    if left:
+        left.sort()
+        own = [[x[i] for i in left] if isinstance(x, (list, tuple)) else x for x in args]
+        named = {
+            key: [x[i] for i in left] if isinstance(x, (list, tuple)) else x
+            for key, x in kwargs.items()
+        }
+        for i, x in zip(left, func(*own, **named), strict=True):
+            results[i] = x
+    return results
+
+
+def _method(name: str, func: Any) -> None:
+    """The same as a method of what is on the tape, which goes there without `__torch_function__`:
+    PyTorch's way to it takes longer than the rest."""
+    original, put_down = getattr(Tensor, name), SHORTCUTS[func]
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _has_function_mode():
+            found = put_down(func, (self, *args), kwargs)
+            if found is not NotImplemented:
+                return found
+        return original(self, *args, **kwargs)
+
+    setattr(TapedTensor, name, method)
+    setattr(PendingTensor, name, method)
+
+
+for _name, *_, _symbol in OPERATORS.values():
+    for _suffix, _in_place in (("", False), ("_", True)):
+        _func = getattr(Tensor, _name + _suffix, None)
+        if _func is None:  # rsub
+            continue
+        SHORTCUTS[_func] = PendingTensor._shortcuts[_func] = _at_once(_name, in_place=_in_place)
+        _method(_name + _suffix, _func)
+        if _symbol is not None:
+            _method(f"__{'i' * _in_place}{_symbol}__", _func)
+        _foreach = getattr(torch, f"_foreach_{_name}{_suffix}", None)
+        if _foreach is not None:
+            SHORTCUTS[_foreach] = _lists_at_once(_name, in_place=_in_place)
+            PendingTensor._shortcuts[_foreach] = SHORTCUTS[_foreach]

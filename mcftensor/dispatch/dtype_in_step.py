@@ -1,0 +1,106 @@
+"""Within a step of an optimizer the dtype of an expansion is that of its number.
+
+What optimizers make or round with `p.dtype` then keeps the bits that the parameter has, and what
+they do only for parameters in 16 bits they leave out: a step is what it is over float32. So a
+conversion to this dtype is the identity there, and one to the base dtype rounds. What is made in
+the base dtype, `torch.zeros_like(p, dtype=torch.bfloat16)`, is a plain tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+from mcftensor.dispatch.operands import expansions, plainly
+from mcftensor.dispatch.registry import SHORTCUTS
+from mcftensor.dispatch.structure import template
+from mcftensor.tensor import LiftedTensor, MCFTensor
+from mcftensor.tensor.step_context import current_step
+
+
+def _dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0]._format.dtype_of_numbers if args[0].is_inside_step else NotImplemented
+
+
+def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`x.to(dtype)`, `x.to(device, dtype)`, `x.to(other)`, and their keywords."""
+    if current_step() is None:
+        return NotImplemented
+    x, *rest = args
+    if isinstance(x, MCFTensor) and not x.is_inside_step:
+        return NotImplemented
+    if "tensor" in kwargs:
+        rest = [kwargs["tensor"], *rest]
+        kwargs = {name: value for name, value in kwargs.items() if name != "tensor"}
+    if rest and isinstance(rest[0], Tensor):
+        rest = [rest[0].device, rest[0].dtype, *rest[1:]]
+    if not isinstance(x, MCFTensor):
+        return x.to(*rest, **kwargs)
+    given = [y for y in (*rest, *kwargs.values()) if isinstance(y, torch.dtype)]
+    is_narrow = x._format.dtype != x._format.dtype_of_numbers
+    if is_narrow and given == [x._format.dtype]:
+        return x._collapsed(x._format.dtype).to(*rest, **kwargs)
+    if is_narrow and isinstance(x, LiftedTensor) and given:  # it may have fewer bits than its dtype
+        return x._component0.to(*rest, **kwargs)
+    if given == [x._format.dtype_of_numbers]:  # as torch, which sees the base, knows the identity
+        rest = [x._format.dtype if y in given else y for y in rest]
+        kwargs = {name: x._format.dtype if y in given else y for name, y in kwargs.items()}
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.to(*rest, **kwargs)
+
+
+def _type(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`x.type(dtype)` and `x.type_as(other)`; the name of a type is that of torch."""
+    wanted = (*args[1:], *kwargs.values())[:1]
+    if not wanted or isinstance(wanted[0], str):
+        return NotImplemented
+    dtype = wanted[0].dtype if isinstance(wanted[0], Tensor) else wanted[0]
+    return _to(Tensor.to, (args[0], dtype), {})
+
+
+def narrowly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The plain result of a function that is given the base of an expansion as a dtype, within a
+    step; NotImplemented of other calls."""
+    if current_step() is None:
+        return NotImplemented
+    dtypes = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)]
+    found = [
+        x for x in expansions((args, kwargs)) if x.is_inside_step and x._format.dtype in dtypes
+    ]
+    if not found or found[0]._format.dtype_of_numbers in dtypes:
+        return NotImplemented
+    dtype = found[0]._format.dtype
+    if func.__name__.startswith("new_") or func.__name__.endswith("_like"):
+        source, *rest = args or [kwargs["input"]]
+        named = {name: x for name, x in kwargs.items() if name != "input"}
+        return func(template(source), *rest, **named)
+    args, kwargs = tree_map(lambda x: None if x is dtype else x, (args, kwargs))
+    return tree_map(
+        lambda x: plainly(x, dtype) if isinstance(x, Tensor) and x.is_floating_point() else x,
+        func(*args, **kwargs),
+    )
+
+
+def _register(func: Any, dtype: torch.dtype) -> None:
+    SHORTCUTS[func] = lambda func, args, kwargs: _to(func, (args[0], dtype), kwargs)
+
+
+SHORTCUTS[Tensor.dtype.__get__] = _dtype  # type: ignore[attr-defined]
+SHORTCUTS[Tensor.to] = _to
+SHORTCUTS[Tensor.type] = SHORTCUTS[Tensor.type_as] = _type
+_register(Tensor.float, torch.float32)
+_register(Tensor.double, torch.float64)
+_register(Tensor.half, torch.float16)
+_register(Tensor.bfloat16, torch.bfloat16)
+
+# These take a dtype by its place, too.
+for _func in (F.softmax, F.log_softmax, F.softmin, torch.norm):
+    SHORTCUTS[_func] = narrowly
+for _name in ("softmax", "log_softmax"):
+    SHORTCUTS[getattr(torch, _name)] = SHORTCUTS[getattr(Tensor, _name)] = narrowly
+
+MCFTensor._narrowly = staticmethod(narrowly)

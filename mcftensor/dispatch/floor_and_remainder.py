@@ -1,0 +1,63 @@
+"""Whole numbers and remainders, on all terms: exact, or rounded once where no format holds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor.arithmetic.integer_parts import decimals_of, modulo, whole
+from mcftensor.dispatch.default_handler import compute
+from mcftensor.dispatch.operands import common_format, expansions, plain, selected
+from mcftensor.dispatch.registry import implements
+from mcftensor.dispatch.storage_formats import of_terms
+from mcftensor.tensor import MCFTensor
+
+aten = torch.ops.aten
+
+
+@implements(
+    aten.floor.default,  # x.floor
+    aten.ceil.default,  # x.ceil
+    aten.trunc.default,  # x.trunc, x.fix
+    aten.round.default,  # x.round
+    aten.round.decimals,  # x.round(decimals=2)
+    aten.frac.default,  # x.frac
+)
+@of_terms
+def to_whole(func: Any, x: MCFTensor, *, decimals: int = 0) -> Any:
+    """Each element as a whole number, rounded to decimals, or without its whole part."""
+    if x.acts_as == "parameter":
+        return compute(func, x, **({"decimals": decimals} if func is aten.round.decimals else {}))
+    format, terms = x.format, list(x._read())
+    if decimals:
+        found = decimals_of(terms, decimals, format.dtype, len(terms))
+    else:
+        found = whole(terms, func.overloadpacket.__name__)
+    return selected(found, format, "value", [x])
+
+
+@implements(
+    aten.fmod.Scalar,  # x.fmod(3)
+    aten.fmod.Tensor,  # x.fmod(y)
+    aten.remainder.Scalar,  # x % 3
+    aten.remainder.Tensor,  # x % y
+    aten.remainder.Scalar_Tensor,  # 3 % x
+)
+@of_terms
+def to_remainder(func: Any, x: Any, y: Any) -> Any:
+    """Remainders; numbers and plain tensors enter as they are."""
+    if all(z.acts_as == "parameter" for z in expansions((x, y))):
+        return compute(func, x, y)
+    name = func.overloadpacket.__name__
+    format = common_format(name, (x, y))
+    a, b = (list(z._read()) if isinstance(z, MCFTensor) else [_entered(z, x, y)] for z in (x, y))
+    found = modulo(a, b, name, format.dtype, len(format.components))
+    return selected(found, format, "value", (x, y))
+
+
+def _entered(operand: Any, *operands: Any) -> Tensor:
+    device = expansions(operands)[0].device
+    entered = plain(operand)
+    return entered.to(device) if entered.dim() == 0 else entered

@@ -1,0 +1,183 @@
+"""The forms of an operation that write into a tensor: `x.name_()` and `name(..., out=x)`.
+
+They are the functional form and a copy of its results, so that all terms are written, or none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from mcftensor.arithmetic.base_types import BASES
+from mcftensor.dispatch import storage_formats
+from mcftensor.dispatch.default_handler import compute
+from mcftensor.dispatch.operands import expansions, plainly
+from mcftensor.dispatch.registry import TABLE, Handler
+from mcftensor.dispatch.write_results import assign_tree, require_no_grad, written_to
+from mcftensor.tensor import LiftedTensor, MCFTensor
+from mcftensor.tensor.implicit_rounding import rounding
+
+aten = torch.ops.aten
+
+
+@functools.lru_cache(maxsize=4096)
+def functional(func: Any) -> Any:
+    """The operator that returns what `func` writes into its first argument, or into `out`.
+
+    None where there is no such operator, as for those that draw random numbers in place.
+    """
+    arguments, inputs = func._schema.arguments, _inputs(func)
+    in_place = len(inputs) == len(arguments)
+    written = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    if not written or (in_place and (written != arguments[:1] or draws)):
+        return None
+    packet = getattr(aten, func.overloadpacket.__name__.removesuffix("_"), None)
+    for name in packet.overloads() if packet is not None else ():
+        overload = getattr(packet, name)
+        alike = [(a.name, a.type) for a in overload._schema.arguments]
+        if alike == [(a.name, a.type) for a in inputs] and not overload._schema.is_mutable:
+            return overload
+    return None
+
+
+def _inputs(func: Any) -> list[Any]:
+    """The arguments of an operator but those for its results."""
+    return [a for a in func._schema.arguments if not (a.kwarg_only and a.alias_info is not None)]
+
+
+def by_functional_form(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Carry out one of aten's operators that write by way of its functional form; on numbers that
+    are only stored as it is."""
+    if storage_formats.are_numbers((args, kwargs)):
+        return storage_formats.on_numbers(func, args, kwargs)
+    targets = [x for _, x in written_to(func, args, kwargs)]
+    names = {a.name for a in _inputs(func)}
+    options = {name: x for name, x in kwargs.items() if name in names}
+    if not expansions((args, options)):
+        return compute(func, *args, **kwargs)
+    new = functional(func)
+    if expansions(targets):
+        args, options = as_values((args, options))
+    elif new not in TABLE:  # where it would be evaluated in float64 and rounded to the format first
+        return compute(func, *args, **kwargs)
+    values = [x for x in expansions((args, options)) if x.acts_as == "value"]
+    written = assign_tree(func, targets, new(*args, **options), values)
+    return written if func._schema.returns else None
+
+
+def evaluate_into(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> Any:
+    """Run a function whose `out` holds expansions by way of its functional form."""
+    require_no_grad(func.__name__, (args, kwargs, out))
+    args, kwargs = as_values((args, kwargs))
+    return assign_tree(func.__name__, out, func(*args, **kwargs))
+
+
+def as_values(inputs: Any) -> Any:
+    """Parameters as values: an expansion that is written to gets all their terms."""
+    return tree_map(
+        lambda x: (
+            MCFTensor.of(x.components, x.format, writes=x._count) if isinstance(x, MCFTensor) else x
+        ),
+        inputs,
+    )
+
+
+# --------------------------------------------------------------------------- onto plain tensors
+
+# These round once by themselves.
+_ALONE = ("copy_", "_foreach_copy_", "fill_", "set_")
+
+
+def computes_in_place(func: Any) -> bool:
+    """Whether an operator computes what it writes to its first argument."""
+    name = func.overloadpacket.__name__
+    return (
+        func.namespace == "aten"
+        and name.endswith("_")
+        and name not in _ALONE
+        and not name.startswith("_fused_")
+        and torch.Tag.nondeterministic_seeded not in func.tags
+    )
+
+
+def onto_plain(handler: Handler) -> Handler:
+    """A handler of an operator that writes in place, which leaves plain targets to PyTorch's own
+    operation in a dtype that holds all operands, so that they are rounded to once."""
+
+    def onto(func: Any, *args: Any, **kwargs: Any) -> Any:
+        targets = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+        if any(isinstance(x, MCFTensor) for x in targets):
+            return handler(func, *args, **kwargs)
+        wide = _wide_for(targets, args, kwargs)
+        if wide is None:
+            return handler(func, *args, **kwargs)
+        for x in targets:
+            rounding(func, expansions((args, kwargs)), x)
+        return _in_dtype(func, wide, args, kwargs)
+
+    return onto
+
+
+def _wide_for(
+    targets: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.dtype | None:
+    """The dtype for an operation on values that writes to plain tensors of one dtype; None where
+    handlers compute to as many bits in the formats of the values."""
+    found = expansions((args, kwargs))
+    if not targets or not found:
+        return None
+    dtype = targets[0].dtype
+    if not dtype.is_floating_point or any(
+        x.dtype != dtype or x.layout != torch.strided for x in targets
+    ):
+        return None
+    if any(x.acts_as == "parameter" for x in found):
+        return None
+    if all(isinstance(x, LiftedTensor) for x in found):
+        if all(x._format.dtype == dtype for x in found):
+            return None
+    else:
+        are_stored = all(x._format.arithmetic == "numbers" for x in found)
+        if dtype.itemsize == 2 or (dtype.itemsize == 4 and are_stored):
+            return None
+    precision = max(map(_precision, found))
+    if precision > BASES[torch.float64].precision:
+        return None
+    is_short = dtype.itemsize <= 4 and precision <= BASES[torch.float32].precision
+    return torch.float32 if is_short else torch.float64
+
+
+def _precision(x: MCFTensor) -> int:
+    is_lifted = isinstance(x, LiftedTensor)
+    return BASES[x._format.dtype].precision if is_lifted else x._format.precision
+
+
+def _in_dtype(func: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    copies: dict[int, Tensor] = {}
+
+    def widen(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.layout != torch.strided:
+            return x
+        if id(x) not in copies:
+            copies[id(x)] = _widened(x, dtype)
+        return copies[id(x)]
+
+    func(*tree_map(widen, args), **tree_map(widen, kwargs))
+    for _, x in written_to(func, args, kwargs):
+        if copies[id(x)] is not x:
+            x.copy_(plainly(copies[id(x)], x.dtype))
+    return args[0] if func._schema.returns else None
+
+
+def _widened(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if isinstance(x, LiftedTensor):
+        return x._component0.to(dtype)
+    return x._collapsed(dtype) if isinstance(x, MCFTensor) else x.to(dtype)

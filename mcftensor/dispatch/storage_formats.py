@@ -1,0 +1,487 @@
+"""Formats that only store numbers: PyTorch's own operations work on these, and give plain tensors.
+
+What moves elements keeps the format. What writes into such a tensor decodes it, computes, and
+encodes the result with one rounding: the bits are those of the same operation on plain tensors of
+the numbers. On a CPU large tensors are taken in chunks, so that memory is read once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from mcftensor.arithmetic.base_types import NARROW
+from mcftensor.dispatch.operands import (
+    are_lifted,
+    computes_plainly,
+    count_write,
+    expansions,
+    leading,
+    overwrite,
+    require_castable,
+    rounding_key,
+    stored_in,
+)
+from mcftensor.dispatch.registry import Handler
+from mcftensor.dispatch.write_results import written_to
+from mcftensor.formats import PLAIN, Format
+from mcftensor.kernels.block_scales import BLOCK_SIZE
+from mcftensor.kernels.columns import Column, places_of
+from mcftensor.kernels.custom_ops import is_bare
+from mcftensor.passes.format_conversion import (
+    decode_columns,
+    decode_in_parts,
+    encode_columns,
+    encode_in_parts,
+    recode,
+)
+from mcftensor.tensor.implicit_rounding import asking, rounding
+from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
+
+# Elements whose numbers fit into the caches of a CPU, and are work enough for its threads.
+PART = 1 << 19
+
+# Elements of lists that are decoded together on other devices.
+CHUNK = 1 << 24
+
+# Numbers of which the product is still a normal float32 are noted.
+LEAST = 2.0**-120
+
+
+def of_terms(handler: Handler) -> Handler:
+    """A handler that works on terms, and so leaves other components to `on_numbers`."""
+
+    def on_terms(func: Any, *args: Any, **kwargs: Any) -> Any:
+        if _are_among((args, kwargs)):
+            return on_numbers(func, args, kwargs)
+        return handler(func, *args, **kwargs)
+
+    return on_terms
+
+
+def are_among(column: Sequence[Any]) -> bool:
+    """Whether one of a column is only stored."""
+    ours = [x for x in column if isinstance(x, MCFTensor)]
+    return any(x.arithmetic == "numbers" for x in set(map(_format, ours)))
+
+
+_format = attrgetter("_format")
+
+
+def _are_among(operands: Any) -> bool:
+    return any(x._format.arithmetic == "numbers" for x in expansions(operands))
+
+
+def are_numbers(operands: Any) -> bool:
+    """Whether an operation is one on plain numbers: of expansions that are all only stored, or of
+    which some share scales, which other kernels do not read."""
+    formats = {x._format for x in expansions(operands)}
+    return bool(formats) and (
+        all(x.arithmetic == "numbers" for x in formats) or any(format.shared for format in formats)
+    )
+
+
+def on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on numbers as plain tensors; those that it writes to are stored again.
+
+    What it makes of parameters alone acts as a parameter, and holds the numbers all the same. Where
+    it writes to a parameter, the parameter is its number.
+    """
+    if computes_plainly((*args, *kwargs.values())) and not (
+        func._schema.is_mutable
+        and any(isinstance(x, MCFTensor) for _, x in written_to(func, args, kwargs))
+    ):
+        return func(*leading(args), **leading(kwargs))
+    return _in_role(_on_numbers(func, args, kwargs), (args, kwargs))
+
+
+def _in_role(result: Any, operands: Any) -> Any:
+    """Results in the role that is that of operands, new numbers in a format that holds them."""
+    found = expansions(operands)
+    format = found[0]._format.of_gradients
+    if format is None or any(x.acts_as == "value" for x in found):
+        return result
+
+    def held(x: Any) -> Any:
+        is_new = isinstance(x, Tensor) and not isinstance(x, MCFTensor)
+        if not is_new or x.dtype != format.result.dtype:
+            return x
+        return MCFTensor.of(stored_in(x, format, x.device), format, "parameter", own=True)
+
+    return tree_map(held, result)
+
+
+def _on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    targets = [x for _, x in written_to(func, args, kwargs)]
+    written = {id(x): x for x in targets if _is_decoded(x)}
+    if written and are_lifted((args, kwargs)) and not expansions(list(written.values())):
+        return func(*leading(args), **leading(kwargs))
+    _say_what_is_rounded(func, targets, (args, kwargs))
+    if _is_noted(func, args, kwargs):
+        return args[0]
+    if _goes_in_blocks(func, args, kwargs):
+        return asking(lambda: _in_chunks(func, args, kwargs, list(written.values())))
+    (args, kwargs), copies = decoded((args, kwargs), targets)
+    result = asking(lambda: func(*args, **kwargs))
+    originals = {}
+    for i, x in written.items():
+        require_castable(copies[i].dtype, x)
+        store_numbers([x], [copies[i]])
+        originals[id(copies[i])] = x
+    return tree_map(lambda x: originals.get(id(x), x), result)
+
+
+def _say_what_is_rounded(func: Any, written: Iterable[Tensor], operands: Any) -> None:
+    for x in written:
+        if not isinstance(x, MCFTensor):
+            rounding(func, expansions(operands), x)
+
+
+def _is_noted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether it is enough to note a number by which a tensor is multiplied in place."""
+    if func.overloadpacket is not torch.ops.aten.mul_ or kwargs or torch.compiler.is_compiling():
+        return False
+    return _note(*args)
+
+
+def _note(x: Tensor, number: Any) -> bool:
+    if not isinstance(x, MCFTensor) or not isinstance(number, (int, float)):
+        return False
+    factor = x._factor
+    if (
+        factor is None
+        or x._role == "parameter"  # of which shards may be parts, which note nothing
+        or not 0 < number <= 1
+        or factor.value * number < LEAST
+        or x.is_part
+        or not is_bare(_components(x))
+    ):
+        return False
+    factor.value *= number
+    return True
+
+
+def _is_decoded(x: Any) -> bool:
+    """Whether a tensor is computed with in a wider type than it is stored in; beside expansions
+    plain ones of 16 bits are, too, and written to with one rounding, and what reads as one."""
+    if isinstance(x, MCFTensor):
+        return x._format.arithmetic == "numbers" or isinstance(x, LiftedTensor)
+    return isinstance(x, Tensor) and x.dtype in NARROW and x.layout == torch.strided
+
+
+def decoded(tree: Any, written: Sequence[Tensor] = ()) -> tuple[Any, dict[int, Tensor]]:
+    """The arguments with numbers in the place of what only stores them, and these numbers by the
+    id of what stores them; beside float64, plain tensors that are read alone become float64 too,
+    as those of 16 bits become float32."""
+    found = {id(x): x for x in tree_leaves(tree) if _is_decoded(x)}
+    numbers = dict(zip(found, numbers_of([*found.values()]), strict=True))
+    if any(x.dtype == torch.float64 for x in numbers.values()):
+        read = {id(x): x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.dim()}
+        for i in read.keys() - set(map(id, written)):
+            x = numbers.get(i, read[i])
+            if x.dtype == torch.float32:
+                numbers[i] = x.double()
+    if not numbers:
+        return tree, numbers
+    return tree_map(lambda x: numbers.get(id(x), x), tree), numbers
+
+
+def plain_numbers(x: MCFTensor) -> Tensor:
+    """What is stored, as a plain tensor."""
+    (numbers,) = numbers_of([x])
+    return numbers
+
+
+def numbers_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What tensors store, as plain ones; those of one format are decoded together."""
+    if not is_bare(*map(_components, tensors)):
+        return [
+            x._collapsed(_dtype_of(x)) if isinstance(x, MCFTensor) else x.to(_dtype_of(x))
+            for x in tensors
+        ]
+    made = [torch.empty_like(_components(x)[0], dtype=_dtype_of(x)) for x in tensors]
+    for rows in _alike(tensors):
+        decode_columns(*_stored([tensors[i] for i in rows]), [made[i] for i in rows])
+    for x, numbers in zip(tensors, made, strict=True):
+        if _factor_of(x) != 1:
+            numbers.mul_(_factor_of(x))
+    return made
+
+
+def store_numbers(targets: Sequence[Tensor], numbers: Column) -> None:
+    """Round plain tensors into what stores numbers of their shapes."""
+    if not is_bare(*map(_components, targets), numbers):
+        for x, number in zip(targets, numbers, strict=True):
+            if isinstance(x, MCFTensor) and x._format.shared:
+                made = recode([number], PLAIN[number.dtype].name, x._format.name, _key(x))
+                overwrite(x._held(), made)
+                count_write([x])
+            else:
+                x.copy_(number)
+        return
+    for x in targets:
+        if isinstance(x, LiftedTensor):
+            x.grow_tails()
+        _settle_rest(x)
+    keys = [_key(x) for x in targets]
+    for rows in _alike(targets):
+        own = [targets[i] for i in rows]
+        taken = [key for i in rows if (key := keys[i]) is not None]
+        format, components = _stored(own)
+        encode_columns(format, [numbers[i] for i in rows], components, taken)
+    _finish(targets)
+
+
+def _alike(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Which rows are stored alike."""
+    return list(places_of(map(_format_of, tensors)).values())
+
+
+def _stored(tensors: Sequence[Tensor]) -> tuple[Format, list[Column]]:
+    """The format of tensors that are alike, and columns of their components."""
+    return _format_of(tensors[0]), list(zip(*map(_components, tensors), strict=True))
+
+
+def _format_of(x: Tensor) -> Format:
+    """That in which it is read; a lifted tensor is a plain one."""
+    if not isinstance(x, MCFTensor):
+        return PLAIN[x.dtype]
+    return PLAIN[x._format.dtype] if isinstance(x, LiftedTensor) else x._format
+
+
+def _components(x: Tensor) -> Sequence[Tensor]:
+    if not isinstance(x, MCFTensor):
+        return (x,)
+    return (x._component0,) if isinstance(x, LiftedTensor) else x._held()
+
+
+def _factor_of(x: Any) -> float:
+    """What the numbers of a tensor are yet to be multiplied by."""
+    return x._factor.value if isinstance(x, MCFTensor) and x._factor is not None else 1.0
+
+
+def _settle_rest(x: Tensor) -> None:
+    """Before a part of a tensor is written to, multiply all of it."""
+    if isinstance(x, MCFTensor) and x._factor is not None and x.is_part:
+        x._factor.settle()
+
+
+def _finish(written: Sequence[Tensor]) -> None:
+    """What has been written had been multiplied before."""
+    for x in written:
+        if isinstance(x, MCFTensor) and x._factor is not None:
+            x._factor.value = 1.0
+    count_write(written)
+
+
+def _dtype_of(x: Tensor) -> torch.dtype:
+    """That of its numbers."""
+    if isinstance(x, MCFTensor) and x._format.arithmetic == "numbers":
+        return x._format.result.dtype
+    return torch.float32
+
+
+def _key(x: Tensor) -> Tensor | None:
+    return rounding_key(x._format, [x]) if isinstance(x, MCFTensor) else None
+
+
+# ---------------------------------------------------------------------------------- in chunks
+
+
+def _goes_in_blocks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator works element by element on large tensors that lie alike on a CPU."""
+    if torch.Tag.pointwise not in func.tags or "out" in kwargs:
+        return False
+    if [str(x.type) for x in func._schema.returns] != ["Tensor"]:  # as those of equal and frexp
+        return False
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    first = tensors[0]
+    if first.numel() <= PART or first.device.type != "cpu":
+        return False
+    large = [x for x in tensors if x.dim()]
+    others = [[x] for x in tensors if x is not first]
+    if func._schema.is_mutable and not are_apart([[first], *others]):
+        return False
+    return (
+        all(
+            x.layout == torch.strided and x.shape == first.shape and x.is_contiguous()
+            for x in large
+        )
+        and all(map(_has_whole_parts, tensors))
+        and is_bare(*map(_components, tensors))
+    )
+
+
+def are_apart(columns: Sequence[Sequence[Any]]) -> bool:
+    """Whether the tensors of the first column share memory with each other, or with any of the
+    others, but for the same tensor in the same row: if not, rows are independent."""
+    targets = columns[0]
+    read = [
+        x
+        for column in columns[1:]
+        for i, x in enumerate(column)
+        if isinstance(x, Tensor) and (len(column) != len(targets) or x is not targets[i])
+    ]
+    if not is_bare(*map(_components, targets), *map(_components, read)):
+        return True  # a compiler's, which lie nowhere
+    spans = [(*_span(x), True) for x in targets] + [(*_span(x), False) for x in read]
+    reach = reach_of_targets = 0
+    for start, stop, is_target in sorted(spans):
+        if start < (reach if is_target else reach_of_targets):
+            return False
+        reach = max(reach, stop)
+        reach_of_targets = max(reach_of_targets, stop) if is_target else reach_of_targets
+    return True
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """The addresses between which the leading component of a tensor lies."""
+    leading = _components(x)[0]
+    start, count = leading.data_ptr(), leading.numel()
+    if count and not leading.is_contiguous():
+        steps = zip(leading.shape, leading.stride(), strict=True)
+        count = 1 + sum([(length - 1) * stride for length, stride in steps])
+    return start, start + count * leading.element_size() * bool(start)
+
+
+def _has_whole_parts(x: Tensor) -> bool:
+    """Whether parts of the memory of a tensor have whole blocks, where these share something."""
+    shared = _format_of(x).shared
+    return all(_components(x)[i].numel() * BLOCK_SIZE == x.numel() for i in shared)
+
+
+def _in_chunks(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: Sequence[Tensor]
+) -> Any:
+    for x in written:
+        if isinstance(x, LiftedTensor):
+            x.grow_tails()
+        _settle_rest(x)
+    factors = {id(x): _factor_of(x) for x in tree_leaves((args, kwargs))}
+    found = {id(x): x for x in tree_leaves((args, kwargs)) if _is_decoded(x)}
+    numbers = {
+        i: torch.empty(PART, dtype=_dtype_of(x)) if x.dim() else numbers_of([x])[0]
+        for i, x in found.items()
+    }
+    readers = [
+        _scaled(decode_in_parts(*_stored([x]), numbers[i]), numbers[i], factors[i])
+        for i, x in found.items()
+        if x.dim()
+    ]
+    writers = []
+    for x in written:
+        key = _key(x)
+        format, components = _stored([x])
+        keys = [] if key is None else [key]
+        writers.append(encode_in_parts(format, numbers[id(x)], components, keys))
+    # Operands by their places or names: how the part of each block is had of them.
+    cuts = [_cut(x, numbers) for x in args]
+    named = {name: _cut(x, numbers) for name, x in kwargs.items()}
+    count, result = args[0].numel(), None
+    for start in range(0, count, PART):
+        stop = min(start + PART, count)
+        for read in readers:
+            read(start, stop)
+        piece = func(
+            *[cut(start, stop) for cut in cuts],
+            **{name: cut(start, stop) for name, cut in named.items()},
+        )
+        for write in writers:
+            write(start, stop)
+        if not written:
+            if result is None:
+                result = piece.new_empty(count)
+            result[start:stop] = piece
+    _finish(written)
+    return args[0] if result is None else result.view(args[0].shape)
+
+
+def _scaled(
+    read: Callable[[int, int], None], numbers: Tensor, factor: float
+) -> Callable[[int, int], None]:
+    """What reads parts into scratch, multiplied by a number."""
+    if factor == 1:
+        return read
+
+    def read_scaled(start: int, stop: int) -> None:
+        read(start, stop)
+        numbers.mul_(factor)
+
+    return read_scaled
+
+
+def _cut(x: Any, numbers: dict[int, Tensor]) -> Callable[[int, int], Any]:
+    """An argument for the block that starts and stops somewhere."""
+    if not isinstance(x, Tensor):
+        return lambda start, stop: x
+    scratch = numbers.get(id(x))
+    if not x.dim():
+        whole = x if scratch is None else scratch
+        return lambda start, stop: whole
+    if scratch is not None:
+        return lambda start, stop: scratch[: stop - start]
+    flat = x.view(-1)
+    return lambda start, stop: flat[start:stop]
+
+
+# ----------------------------------------------------------------------------------- in lists
+
+
+def foreach_on_numbers(
+    func: Any,
+    rows: Sequence[int],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    single: Callable[[int], Any],
+) -> Iterator[tuple[int, Any]]:
+    """Run an operator on rows of lists; large tensors on a CPU one by one."""
+    if func.overloadpacket is torch.ops.aten._foreach_mul_ and not kwargs:
+        numbers = args[1] if isinstance(args[1], Sequence) else [args[1]] * len(args[0])
+        noted = {i for i in rows if _note(args[0][i], numbers[i])}
+        yield from ((i, args[0][i]) for i in noted)
+        rows = [i for i in rows if i not in noted]
+        if not rows:
+            return
+    limit = PART if args[0][rows[0]].device.type == "cpu" else CHUNK
+    chunk: list[int] = []
+    room: float = limit
+    for i in (*rows, None):
+        size = math.inf if i is None else args[0][i].numel()
+        if chunk and size > room:
+            yield from zip(chunk, _chunk_on_numbers(func, chunk, args, kwargs), strict=True)
+            chunk, room = [], limit
+        if i is None:
+            return
+        if size > limit:
+            yield i, single(i)
+        else:
+            chunk.append(i)
+            room -= size
+
+
+def _chunk_on_numbers(
+    func: Any, rows: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Sequence[Any]:
+    def chosen(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.dim():  # a number for each row
+            return x[list(rows)]
+        return [x[i] for i in rows] if isinstance(x, Sequence) else x
+
+    given = tuple(map(chosen, args))
+    (own, named), copies = decoded((given, {name: chosen(x) for name, x in kwargs.items()}))
+    targets = given[0]
+    if func._schema.is_mutable:
+        _say_what_is_rounded(func, targets, (given, kwargs))
+    results = asking(lambda: func(*own, **named))
+    if func._schema.is_mutable:
+        written = [x for x in targets if id(x) in copies]
+        store_numbers(written, [copies[id(x)] for x in written])
+        return targets
+    rows_of = zip(*(x for x in (*given, *kwargs.values()) if type(x) is list), strict=True)
+    return [_in_role(x, row) for x, row in zip(results, rows_of, strict=True)]

@@ -1,0 +1,258 @@
+"""Functions that are met whole, before PyTorch takes them apart or sends them to dispatch.
+
+Of values, some look at the dtype of their arguments and refuse 16 bits, some convert to float32 by
+themselves, and in some the rounding of each part would be magnified by the next.
+
+Of parameters, those of models would use the leading terms operator by operator. Where nobody looks
+on, neither autograd nor a compiler nor a tracer, PyTorch's own code is given these at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+from mcftensor.arithmetic import special_functions
+from mcftensor.dispatch.default_handler import PRECISION, WIDE, explained, unlike_dtypes
+from mcftensor.dispatch.operands import (
+    common_format,
+    expansions,
+    is_wrapped,
+    plainly,
+    value_of,
+    with_leading,
+)
+from mcftensor.dispatch.registry import SHORTCUTS
+from mcftensor.dispatch.storage_formats import decoded
+from mcftensor.dispatch.write_results import assign_tree, refusal, require_no_grad
+from mcftensor.formats import Format, named
+from mcftensor.kernels.custom_ops import is_bare
+from mcftensor.tensor import MCFTensor
+from mcftensor.tensor.step_context import current_step, outside
+
+# ----------------------------------------------------------------------------------- of values
+
+_METHODS = (
+    *("quantile", "nanquantile", "nanmean", "logdet", "slogdet", "norm", "stft", "istft"),
+    "isclose",  # which would draw random numbers, taken apart
+)
+
+# PyTorch's own cancel, and are made of operators that do not see it.
+_SHARPER = {torch.special.ndtr: special_functions.ndtr, F.tanhshrink: special_functions.tanhshrink}
+
+WHOLE: set[Callable[..., Any]] = {
+    # torch.quantile, x.quantile
+    *(getattr(torch, name) for name in _METHODS),
+    *(getattr(torch.Tensor, name) for name in _METHODS),
+    # torch.fft.rfft, torch.fft.ihfft2
+    *(getattr(torch.fft, name) for name in dir(torch.fft) if re.fullmatch("i?[rh]?fft[2n]?", name)),
+    # called by these names
+    torch.complex,
+    torch.linalg.multi_dot,  # this and the next two take operands of one dtype alone
+    torch.linalg.vecdot,
+    *(torch.inner, torch.Tensor.inner, torch.tensordot),
+    torch.linalg.matrix_norm,
+    torch.linalg.matrix_rank,
+    torch.linalg.norm,
+    torch.linalg.vander,
+    torch.rms_norm,
+    torch.view_as_complex,
+    *_SHARPER,
+    # the modules of nn that have these names
+    F.fractional_max_pool2d,
+    F.fractional_max_pool3d,
+    F.multi_head_attention_forward,
+    F.rms_norm,
+    F.scaled_dot_product_attention,  # transformers
+    *filter(None, [getattr(F, "linear_cross_entropy", None)]),  # of torch 2.13
+}  # fmt: skip
+
+
+class _Widen(torch.autograd.Function):
+    """A value in float64; its gradient is a value of the same format."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor) -> tuple[Tensor, Any]:
+        """Elements alone matter."""
+        return _Widen.apply(x), in_dims[0]
+
+    @staticmethod
+    def forward(x: MCFTensor) -> Tensor:
+        """Collapse."""
+        return plainly(x, WIDE)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep the format."""
+        ctx.format = getattr(inputs[0], "format", None)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: MCFTensor) -> Tensor:
+        """Collapse."""
+        made: Tensor = _Widen.apply(tangent)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> MCFTensor:
+        """Split."""
+        wrapped = is_wrapped(grad)
+        return _Narrow.apply(grad, ctx.format.name) if wrapped else value_of(grad, ctx.format)
+
+
+class _Narrow(torch.autograd.Function):
+    """A float64 tensor as a value; its gradient is in float64."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, format: str) -> tuple[Tensor, Any]:
+        """Elements alone matter."""
+        return _Narrow.apply(x, format), in_dims[0]
+
+    @staticmethod
+    def forward(x: Tensor, format: str) -> MCFTensor:
+        """Split."""
+        return value_of(x, named(format))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep the format."""
+        ctx.format = inputs[1]
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: Any) -> MCFTensor:
+        """Split."""
+        made: MCFTensor = _Narrow.apply(tangent, ctx.format)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: MCFTensor) -> tuple[Tensor, None]:
+        """Collapse."""
+        return (_Widen.apply(grad) if is_wrapped(grad) else plainly(grad, WIDE)), None
+
+
+def narrowed(x: Tensor, format: Format) -> MCFTensor:
+    """A float64 tensor as a value, through which gradients pass."""
+    made: MCFTensor = _Narrow.apply(x, format.name)
+    return made
+
+
+def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwargs: Any) -> Any:
+    """Run a function of values in float64, and split its results, or round them into `out`.
+
+    Formats beyond 48 bits go on to the operators that it is made of.
+
+    Raises:
+        NotImplementedError: a result that is complex.
+    """
+    found = expansions((args, kwargs, out))
+    name = getattr(func, "__name__", str(func))
+    format = common_format(name, found)
+    if format.arithmetic == "numbers":
+        (args, kwargs), _ = decoded((args, kwargs))
+    if format.arithmetic == "numbers" or format.precision > PRECISION:
+        return func(*args, **kwargs, **({} if out is None else {"out": out}))
+
+    def widen(x: Any) -> Any:
+        if isinstance(x, MCFTensor):
+            return _Widen.apply(x)
+        if isinstance(x, Tensor) and x.is_floating_point():
+            return x.to(WIDE)
+        return WIDE if x == format.dtype and isinstance(x, torch.dtype) else x
+
+    def narrow(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.is_complex():
+            raise refusal(name, found, "its result is complex")
+        return _Narrow.apply(x, format.name) if isinstance(x, Tensor) and x.dtype == WIDE else x
+
+    sharper = _SHARPER.get(func, func)
+    result = sharper(*tree_map(widen, args), **tree_map(widen, kwargs))
+    if out is None:
+        return tree_map(narrow, result)
+    require_no_grad(name, (args, kwargs, out))
+    return assign_tree(name, out, result, found)
+
+
+# ------------------------------------------------------------------------------- of parameters
+
+# Which PyTorch sees to before dispatch.
+_OF_ONE_DTYPE = (
+    *(F.bilinear, F.conv1d, F.conv2d, F.conv3d),
+    *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+)
+
+# What changes none of its arguments. Embeddings may, and see dispatch only once as they are.
+FUNCTIONS: set[Callable[..., Any]] = {
+    # nn.Linear, nn.LayerNorm, and the other modules of these names
+    *(F.linear, F.layer_norm, F.group_norm, F.rms_norm, F.prelu),
+    *_OF_ONE_DTYPE,
+    # x @ weight, torch.matmul, x.mm
+    *(torch.addmm, torch.baddbmm, torch.bmm, torch.matmul, torch.mm, torch.mv),
+    *(Tensor.__matmul__, Tensor.__rmatmul__, Tensor.bmm, Tensor.matmul, Tensor.mm, Tensor.mv),
+}
+
+
+def at_once(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a function of parameters and plain tensors; NotImplemented of other operands,
+    and where anything but eager PyTorch looks on."""
+    if (
+        "out" in kwargs
+        or torch.is_grad_enabled()
+        or not is_bare()
+        or forward_ad._current_level >= 0  # tangents are carried on
+        or torch._C._get_tracing_state() is not None
+        or torch._C._is_any_autocast_enabled()  # casts of parameters are kept
+    ):
+        return NotImplemented
+    plain = with_leading((*args, *kwargs.values()))
+    if plain is None:
+        return NotImplemented
+    count = len(args)
+    named = dict(zip(kwargs, plain[count:], strict=True))
+    try:
+        return func(*plain[:count], **named)
+    except RuntimeError as error:
+        raise explained(error, args, kwargs) from error
+
+
+def _in_one_dtype(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same; operands of unlike dtypes are refused in words that help."""
+    result = at_once(func, args, kwargs)
+    if result is NotImplemented and not torch._C._is_any_autocast_enabled():
+        found = expansions((args, kwargs))
+        if all(x.acts_as == "parameter" for x in found):
+            error = unlike_dtypes(f"{func.__name__}: input and weight are of unlike dtypes", args)
+            if error is not None:
+                raise error
+    return result
+
+
+SHORTCUTS.update(dict.fromkeys(FUNCTIONS, at_once))
+SHORTCUTS.update(dict.fromkeys(_OF_ONE_DTYPE, _in_one_dtype))
+
+# ----------------------------------------------------------------------------------- of both
+
+
+def _is_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Steps ask it of every parameter and gradient."""
+    return False if len(args) == 1 and isinstance(args[0], MCFTensor) else NotImplemented
+
+
+SHORTCUTS[torch.is_complex] = SHORTCUTS[Tensor.is_complex] = _is_complex
+
+
+def _differentiated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A backward pass that a step asks for is no part of it: in its formulas parameters lend, as
+    they do in a forward pass."""
+    if current_step() is None:
+        return NotImplemented
+    with torch._C.DisableTorchFunctionSubclass():
+        return outside(lambda: func(*args, **kwargs))
+
+
+SHORTCUTS[torch.autograd.grad] = _differentiated  # AdaHessian, Sophia

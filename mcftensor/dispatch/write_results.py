@@ -1,0 +1,91 @@
+"""Results written into tensors that are given: into all of them, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from mcftensor.dispatch.operands import expansions, plainly, require_castable
+from mcftensor.tensor import MCFTensor
+from mcftensor.tensor.implicit_rounding import rounding
+
+
+def written_to(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that an operation writes to, and the names of its arguments."""
+    schema = func._schema.arguments
+    given = [
+        *zip(schema, args, strict=False),
+        *((a, kwargs[a.name]) for a in schema if a.name in kwargs),
+    ]
+    for argument, value in given:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for x in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(x, Tensor):
+                    yield argument.name, x
+
+
+def assign(
+    func: Any,
+    targets: Sequence[Tensor],
+    results: Sequence[Tensor],
+    operands: Sequence[MCFTensor] = (),
+) -> None:
+    """Write each result, which was computed from operands, into its target with one rounding.
+
+    As everywhere in PyTorch, a plain target without elements takes the shape of its result.
+
+    Raises:
+        RuntimeError: a target of a kind that does not hold the result, such as integers.
+        NotImplementedError: a target of another shape.
+    """
+    for target, result in zip(targets, results, strict=True):
+        require_castable(result.dtype, target)
+        takes_any_shape = target.numel() == 0 and not isinstance(target, MCFTensor)
+        if target.shape != result.shape and not takes_any_shape:
+            reason = (
+                f"its result is of shape {tuple(result.shape)}, and where it goes of "
+                f"{tuple(target.shape)}"
+            )
+            raise refusal(func, expansions([*targets, *results]), reason)
+        if not isinstance(target, MCFTensor) and result.is_floating_point():
+            rounding(func, [*operands, *expansions(result)], target)
+    for target, result in zip(targets, results, strict=True):
+        if target.shape != result.shape:
+            target.resize_(result.shape)
+        if not isinstance(target, MCFTensor) and result.is_floating_point():
+            result = plainly(result, target.dtype)
+        target.copy_(result)
+
+
+def assign_tree(func: Any, out: Any, result: Any, operands: Sequence[MCFTensor] = ()) -> Any:
+    """Write results of operands into the tensors of `out`, which come back as the results would."""
+    targets, (results, structure) = tree_leaves(out), tree_flatten(result)
+    assign(func, targets, results, operands)
+    return tree_unflatten(targets, structure)
+
+
+def require_no_grad(name: str, tree: Any) -> None:
+    """Raise where `out=` would end a graph, as PyTorch does."""
+    if torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(tree)
+    ):
+        raise RuntimeError(
+            f"{name}: out= does not support differentiation, and one of the arguments requires "
+            "grad; call it within torch.no_grad()"
+        )
+
+
+def refusal(func: Any, found: Sequence[MCFTensor], reason: str) -> NotImplementedError:
+    """The error of an operation that cannot carry the precision."""
+    shapes = ", ".join(f"{x.format.name} {tuple(x.shape)}" for x in found)
+    return NotImplementedError(
+        f"{func}: not available on expansions ({shapes}): {reason}, and terms are never dropped "
+        "in silence. Compute on mcf.as_plain(x, torch.float64) and come back with "
+        "mcf.as_expansion(result, x.format), or copy_() the result into x"
+    )

@@ -1,0 +1,52 @@
+"""Whether a format of a user's stores what every program writes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from mcftensor.arithmetic.noise import noise_of
+from mcftensor.arithmetic.number_protocol import Sum
+
+if TYPE_CHECKING:
+    from mcftensor.formats.format import Format
+
+_BLOCK = 32  # elements: formats may share something among as many
+
+
+def require_codec(format: Format) -> None:
+    """Store zero, one, the largest float of the leading component, infinity and NaN, and read them.
+
+    Raises:
+        TypeError: the dtype of the format is not floating; components of other dtypes than it says.
+        ValueError: a number that does not come back: zero and one as they are, infinity as itself,
+            as a large number, or as NaN where a format has no infinity, the largest float as a
+            finite one.
+    """
+    name = f"{type(format).__name__} {format.name!r}"
+    if not format.dtype.is_floating_point:
+        raise TypeError(
+            f"Format: the leading component of {name} is {format.dtype}; models compute with it, "
+            "so it has to be a float. Put codes behind it, or give the class a floating `dtype`"
+        )
+    largest = torch.finfo(format.dtype).max
+    index = torch.arange(_BLOCK).view(1, _BLOCK)
+    noise = noise_of(format.rounding, torch.zeros((), dtype=torch.int64), index)
+    values = [0.0, 1.0, largest, torch.inf, torch.nan]
+    stored = []
+    for value in values:
+        x = torch.full((1, _BLOCK), value, dtype=format.numbers.dtype)
+        encoded = format.encode(Sum([x]), noise)
+        dtypes = [c.dtype for c in encoded]
+        if dtypes != [c.dtype for c in format.components]:
+            raise TypeError(f"Format: encode of {name} gives {dtypes}, not its components' dtypes")
+        stored.append(Sum(format.decode(encoded)).to(torch.float64).flatten()[0].item())
+    zero, one, large, infinity, nan = stored
+    is_large = infinity > 1 or infinity != infinity
+    is_right = zero == 0 and one == 1 and 0 < large < torch.inf and is_large and nan != nan
+    if not is_right:
+        raise ValueError(
+            f"Format: {name} stores {values} and reads {stored}; encode and decode do not belong "
+            "together, or lose numbers that every program writes"
+        )

@@ -1,0 +1,50 @@
+"""Numbers that neighbours share: one for each *block*, 32 elements of a row.
+
+A row is what one index of the first dimension leaves of a tensor. Where its length is no multiple
+of 32, the last block of each is shorter.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mcftensor.kernels.custom_ops import opaque
+
+BLOCK_SIZE = 32
+"""Elements of a block, as in the OCP Microscaling Formats (MX) specification 1.0."""
+
+
+def shape_of_shared(shape: torch.Size) -> torch.Size:
+    """The shape of what the blocks of a tensor of some shape share."""
+    length = torch.Size(shape[1:]).numel()
+    return torch.Size((*shape[:1], -(-length // BLOCK_SIZE)))
+
+
+def _fake_of_blocks(x: Tensor) -> Tensor:
+    return x.new_empty(shape_of_shared(x.shape))
+
+
+@opaque(_fake_of_blocks, lays_out=True)
+def block_max(x: Tensor) -> Tensor:
+    """The largest of each block of non-negative integers."""
+    rows = x.reshape(x.shape[0], -1) if x.numel() else x.new_empty(x.shape[0], 0)
+    missing = -rows.shape[1] % BLOCK_SIZE
+    if missing:
+        rows = F.pad(rows, (0, missing))
+    return rows.view(x.shape[0], -1, BLOCK_SIZE).amax(2) if rows.numel() else _fake_of_blocks(x)
+
+
+@opaque(
+    lambda shared, like: torch.empty_like(like, dtype=shared.dtype),
+    lays_out=True,
+)
+def spread(shared: Tensor, like: Tensor) -> Tensor:
+    """What each block shares, for each of its elements, which lie as those of another tensor."""
+    made = torch.empty_like(like, dtype=shared.dtype)
+    if not like.numel():
+        return made
+    length = torch.Size(like.shape[1:]).numel()
+    rows = shared.view(like.shape[0], -1).repeat_interleave(BLOCK_SIZE, 1)[:, :length]
+    return made.copy_(rows.reshape(like.shape))

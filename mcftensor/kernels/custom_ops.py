@@ -1,0 +1,88 @@
+"""Functions that compilers must not look into.
+
+A compiler that evaluates bf16 chains in fp32 removes the roundings that error-free
+transformations measure: the error terms become zero, and nothing is said. Every function here
+whose result depends on a rounding is therefore an operator of its own in PyTorch's registry.
+Tracing records one call and runs the same eager code later: eager, compiled, and inlined in a
+user's compiled function give the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from mcftensor.kernels.result_layout import laid_out
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_LIBRARY = torch.library.Library("mcftensor", "DEF")
+
+# Types of arguments that are what they seem.
+_BARE = {Tensor, torch.nn.Parameter, bool, int, float, str, type(None)}
+
+DEFINITIONS: dict[str, Callable[..., Any]] = {}
+"""The plain Python function behind each operator."""
+
+
+def opaque(
+    fake: Callable[P, R],
+    tags: Sequence[torch.Tag] = (),
+    *,
+    schema: str | None = None,
+    lays_out: bool = False,
+    of_one: bool = False,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Register a function as the operator `mcftensor::<name>`, and return a caller of it.
+
+    The arguments and results are tensors, lists of tensors, numbers and strings. The function must
+    not return its inputs. `fake` has the same arguments and says shape, layout and dtype of the
+    results, by tensors without data. `schema` is PyTorch's text for the signature, where arguments
+    are mutated or lists of strings, of which it infers none. `lays_out` says that the function
+    itself sees to the layout; `of_one`, that the operands are components of one tensor, which lie
+    as the first of them.
+    """
+
+    def register(function: Callable[P, R]) -> Callable[P, R]:
+        name = function.__name__
+        DEFINITIONS[name] = function
+        signature = schema or torch.library.infer_schema(function, mutates_args=())
+        _LIBRARY.define(name + signature, tags=tags)
+        kernel = function if lays_out else laid_out(function, *[_first] if of_one else [])
+        _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"mcftensor::{name}", fake, lib=_LIBRARY)
+        operator = getattr(torch.ops.mcftensor, name).default
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            return cast(R, operator(*args, **kwargs))
+
+        return call
+
+    return register
+
+
+def _first(operands: Sequence[Tensor]) -> Tensor:
+    return operands[0]
+
+
+def is_bare(*lists: Sequence[Any]) -> bool:
+    """Whether nothing but eager PyTorch would see a call with the elements of these lists."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch.autograd._profiler_enabled()
+        and _BARE.issuperset(map(type, itertools.chain.from_iterable(lists)))
+    )
+
+
+def inline(function: Callable[P, R]) -> Callable[P, R]:
+    """The plain Python function behind an opaque one, for use inside another opaque one."""
+    return cast(Callable[P, R], function.__wrapped__)  # type: ignore[attr-defined]

@@ -1,0 +1,280 @@
+"""Which way a function runs, and on which tensors together."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor.kernels import cpp, cpu, cuda, eager, probe_inputs
+from mcftensor.kernels.block_scales import BLOCK_SIZE
+from mcftensor.kernels.columns import (
+    Columns,
+    Scalar,
+    facts_of,
+    places,
+    places_of,
+    repeated,
+)
+from mcftensor.kernels.program import Body, Program, Signature, record
+
+# Elements after which the time to look for compiled code, and to make it, is well spent; and for
+# how many a call on one set of tensors counts, by the time that its operations take in Python.
+LOOK_AFTER = 1 << 14
+BUILD_AFTER = 1 << 20
+OF_A_CALL = 1 << 12
+
+# Types of devices that Triton's kernels run on.
+TRITON_DEVICES = ["cuda"]
+
+
+@dataclass
+class Kernel:
+    """What a function has become for one signature."""
+
+    body: Body
+    signature: Signature
+    worked: int = 0
+    launch: cpu.Launch | None = None
+
+    def run(self, columns: Columns, lengths: list[int], addresses: Sequence[list[int]]) -> None:
+        """Run on dense tensors of these lengths, at these addresses by columns."""
+        device = columns.outputs[0][0].device
+        scalars = columns.every_scalar()
+        has_data = 0 not in itertools.chain.from_iterable(addresses)  # as it has not on meta
+        if has_data and device.type == "cpu" and "cpu" not in TRITON_DEVICES:
+            launch = self.compiled(sum(lengths), len(lengths))
+            if launch is not None:
+                dtypes = self.signature.scalars
+                cpu.launch(launch, lengths, addresses, scalars, dtypes, columns.done)
+                return
+        elif (
+            has_data and device.type in TRITON_DEVICES and cuda.is_available() and self.has_program
+        ):
+            cuda.launch(self.program, lengths, addresses, scalars, device)
+            if columns.done is not None:
+                columns.done.append((sum(lengths), None))
+            return
+        eager.run(self.body, columns)
+
+    def compiled(self, elements: int, calls: int = 1) -> cpu.Launch | None:
+        """The compiled form, if work so far is worth it and there is a compiler."""
+        if self.launch is None:
+            before, self.worked = self.worked, self.worked + elements + OF_A_CALL * calls
+            build = before < BUILD_AFTER <= self.worked
+            if (build or before < LOOK_AFTER <= self.worked) and self.has_program:
+                source = cpp.source(self.program, cpu.vector_bytes())
+                self.launch = cpu.load(source, build=build, is_right=self._is_right)
+        return self.launch
+
+    def _is_right(self, launch: cpu.Launch) -> bool:
+        """Whether compiled code gives eager PyTorch's bits on operands that are hard."""
+        if any(map(self.program.is_undefined, self.program.instructions)):
+            return True  # what it does with such operands is left to processors
+        signature = self.signature
+        tensors = [
+            probe_inputs.vector(dtype, i, shared=i in signature.shared)
+            for i, dtype in enumerate((*signature.vectors, *signature.outputs))
+        ]
+        count = len(signature.vectors)
+        columns = [[x] for x in tensors]
+        scalars = [[probe_inputs.scalar(dtype, i)] for i, dtype in enumerate(signature.scalars)]
+        call = eager.flat(Columns(columns[:count], scalars, columns[count:], (), signature.shared))
+        vectors, got = call.vectors, call.outputs
+        index = eager.indices(got[0][0])
+        results = self.body([x for (x,) in vectors], [x for (x,) in scalars], index)
+        expected = [x.to(y.dtype) for x, (y,) in zip(results, got, strict=True)]
+        addresses = [[x.data_ptr()] for (x,) in (*vectors, *got)]
+        cpu.launch(launch, [probe_inputs.COUNT], addresses, scalars, signature.scalars)
+        return all(probe_inputs.are_alike(x, y) for (x,), y in zip(got, expected, strict=True))
+
+    @functools.cached_property
+    def has_program(self) -> bool:
+        """Whether programs have all that the function does; eager PyTorch runs the others."""
+        try:
+            return bool(self.program.instructions)
+        except NotImplementedError:
+            return False
+
+    @functools.cached_property
+    def program(self) -> Program:
+        """The function, recorded."""
+        return record(self.body, self.signature)
+
+
+@functools.lru_cache(maxsize=1024)  # more than any training has
+def kernel_of(body: Body, signature: Signature) -> Kernel:
+    """The one kernel of a function for operands and results of these dtypes."""
+    return Kernel(body, signature)
+
+
+def run_alike(
+    body: Body,
+    signature: Signature,
+    columns: Columns,
+    lengths: list[int],
+    addresses: Sequence[list[int]],
+) -> None:
+    """`run` on contiguous tensors of one device, whose dtypes, lengths and addresses are known."""
+    kernel_of(body, signature).run(columns, lengths, addresses)
+
+
+@dataclass(frozen=True)
+class _Parted:
+    """A contiguous tensor of which each part of a call has a slice.
+
+    Attributes:
+        tensor: all of it, in one dimension.
+        width: the elements of a part that share one of its own.
+        is_scratch: whether every part has its beginning.
+    """
+
+    tensor: Tensor
+    width: int
+    is_scratch: bool
+
+    def address(self, start: int) -> int:
+        """The address of the part that starts at this element."""
+        offset = 0 if self.is_scratch else start // self.width * self.tensor.element_size()
+        return self.tensor.data_ptr() + offset
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """The slice of a part."""
+        if self.is_scratch:
+            return self.tensor[: stop - start]
+        return self.tensor[start // self.width : stop // self.width]
+
+
+class InParts:
+    """`run` on contiguous tensors of one length on a CPU, part by part: called with the first
+    element of a part and the one behind its last. What has to be found out is found out once.
+
+    Shorter tensors are scratch, of which every part has the beginning. The index of an element is
+    that within its part. Where blocks share something, parts are of whole blocks.
+    """
+
+    def __init__(self, body: Body, columns: Columns) -> None:
+        tensors = [x.view(-1) for (x,) in (*columns.vectors, *columns.outputs)]
+        length = max(map(Tensor.numel, tensors))
+        widths = [BLOCK_SIZE if i in columns.shared else 1 for i in range(len(tensors))]
+        self.tensors = [
+            _Parted(x, width, is_scratch=x.numel() * width < length)
+            for x, width in zip(tensors, widths, strict=True)
+        ]
+        self.columns = columns
+        count, dtypes = len(columns.vectors), tuple([x.dtype for x in tensors])
+        scalars = tuple([_kind(x)[0] for x in columns.every_scalar()])  # type: ignore[index]
+        signature = Signature(dtypes[:count], scalars, dtypes[count:], columns.shared)
+        self.kernel = kernel_of(body, signature)
+
+    def __call__(self, start: int, stop: int) -> None:
+        """Run on a part."""
+        launch, columns = self.kernel.compiled(stop - start), self.columns
+        if launch is not None:
+            addresses = [[x.address(start)] for x in self.tensors]
+            scalars, dtypes = columns.every_scalar(), self.kernel.signature.scalars
+            cpu.launch(launch, [stop - start], addresses, scalars, dtypes)
+            return
+        parts, count = [[x.part(start, stop)] for x in self.tensors], len(columns.vectors)
+        part = Columns(
+            *(parts[:count], columns.scalars, parts[count:], columns.keys, columns.shared)
+        )
+        eager.run(self.kernel.body, eager.flat(part))
+
+
+def run(body: Body, columns: Columns) -> None:
+    """Write an elementwise function of vectors and scalars into outputs.
+
+    A function is recorded and compiled once for each combination of dtypes, so it has to be the
+    same object at every call.
+    """
+    tensors, outputs = places(columns.vectors, columns.outputs)
+    dtypes, devices, lengths, addresses, are_contiguous = zip(*map(facts_of, tensors), strict=True)
+    kinds = [_kind(column) for column in columns.every_scalar()]
+    if None in dtypes or None in kinds or None in devices or len(set(devices)) > 1:
+        _run_by_kind(body, columns)
+        return
+    count = len(columns.vectors)
+    scalars = tuple([dtype for dtype, _ in kinds])  # type: ignore[misc]
+    written = tuple([dtypes[i] for i in outputs])
+    kernel = kernel_of(body, Signature(dtypes[:count], scalars, written, columns.shared))
+    own = lengths[outputs[0]]
+    asked = [*addresses[:count], *[addresses[i] for i in outputs]]
+    shared = {i if i < count else outputs[i - count] for i in columns.shared}
+    elements = [_elements(x, i in shared) for i, x in enumerate(lengths)]
+    if 0 not in own and all(are_contiguous) and elements.count(own) == len(lengths):
+        kernel.run(columns, own, asked)
+        return
+    flat: list[int] = []
+    others: list[int] = []
+    for i, row in enumerate(zip(*tensors, strict=True)):
+        if own[i]:
+            (flat if _lie_alike(row, shared, bool(columns.keys)) else others).append(i)
+    if others:
+        eager.run_whole(body, columns.only(others))
+    if flat:
+        own, *asked = ([column[i] for i in flat] for column in (own, *asked))
+        kernel.run(columns.only(flat), own, asked)
+
+
+_FLOAT = (torch.float64, None)
+
+
+def _run_by_kind(body: Body, columns: Columns) -> None:
+    """The same for calls that are not all of the same dtypes and devices."""
+    tensors = [*columns.vectors, *columns.outputs]
+    every: list[Sequence[Any]] = [[(x.dtype, x.device) for x in column] for column in tensors]
+    every += [repeated([_kind([x]) for x in y], len(columns)) for y in columns.every_scalar()]
+    for kinds, rows in places_of(zip(*every, strict=True)).items():
+        part = columns.only(rows)
+        if len({device for _, device in kinds[: len(tensors)]}) == 1:
+            run(body, part)
+        else:  # torch says what is wrong
+            eager.run_whole(body, part)
+
+
+def _kind(column: Sequence[Scalar]) -> tuple[torch.dtype, torch.device | None] | None:
+    """Dtype and device of a column of scalars; None where they are not alike."""
+    first = column[0]
+    if type(first) is float and len(column) == 1:
+        return _FLOAT
+    kinds = {(x.dtype, x.device) if isinstance(x, Tensor) else _FLOAT for x in column}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def _elements(lengths: list[int], is_shared: bool) -> list[int]:
+    """The numbers of elements of which so many numbers are held, if all blocks are whole."""
+    return [BLOCK_SIZE * x for x in lengths] if is_shared else lengths
+
+
+def _lie_alike(tensors: Sequence[Tensor], shared: set[int], in_order: bool) -> bool:
+    """Whether elements of the same index lie at the same place of memory without gaps, and in
+    order, where indices are drawn by, or blocks share something, which are whole then."""
+    length = max(map(Tensor.numel, tensors))
+    first = tensors[0]
+    if all(
+        x.is_contiguous() and x.numel() * (BLOCK_SIZE if i in shared else 1) == length
+        for i, x in enumerate(tensors)
+    ):
+        return True
+    return (
+        not in_order
+        and not shared
+        and is_dense(first)
+        and all(x.shape == first.shape and x.stride() == first.stride() for x in tensors)
+    )
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether the elements, in some order of dimensions, fill their memory without gaps."""
+    expected = 1
+    for stride, length in sorted(zip(x.stride(), x.shape, strict=True)):
+        if length != 1 and stride != expected:
+            return False
+        expected *= length
+    return True

@@ -1,0 +1,171 @@
+"""Whether a model fits into a memory in training, and by which strategy."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from mcftensor.checkpoint.checkpoint_error import CheckpointError
+from mcftensor.checkpoint.open_checkpoint import shapes
+from mcftensor.formats import Format, bf16i8, bf16i16, bf16x2
+from mcftensor.meters.memory_estimate import MakeOptimizer, estimate, without_data
+from mcftensor.meters.memory_summary import Summary, summary
+from mcftensor.meters.transformers_config import configured, is_configuration
+from mcftensor.tensor import text_tables
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to train a model, and the bytes that it takes."""
+
+    name: str
+    weights: int  # master weights and buffers among them
+    gradients: int
+    states: int
+    trained: int  # elements
+
+    @property
+    def total(self) -> int:
+        """Bytes of all."""
+        return self.weights + self.gradients + self.states
+
+
+# A format, a mode, and whether gradients are released.
+_WAYS: Mapping[str, tuple[Format | None, str, bool]] = {
+    "bf16i16, full": (bf16i16, "full", False),
+    "bf16x2, full": (None, "full", False),
+    "bf16x2, plus": (None, "plus", False),
+    "bf16x2, light": (None, "light", False),
+    "bf16i8, compact": (bf16i8, "compact", False),
+    "bf16i8, compact, step_in_backward": (bf16i8, "compact", True),
+}
+
+
+def strategies(model: nn.Module, optimizer: MakeOptimizer = AdamW) -> Iterator[Strategy]:
+    """What a model would take in each mode, beside float32 master weights and plain bf16."""
+    for name, dtype in (("float32 master weights", torch.float32), ("plain bf16", bf16x2.dtype)):
+        plain = without_data(model).to(dtype)
+        found = summary(plain, optimizer(plain.parameters()))
+        beside = 2 * found.trained  # of bf16: weights beside master weights, and gradients
+        masters = beside if dtype == torch.float32 else 0
+        yield _strategy(name, found, masters=masters, gradients=beside)
+    for name, (format, mode, released) in _WAYS.items():
+        yield _strategy(
+            name, estimate(model, mode, format=format, optimizer=optimizer, released=released)
+        )
+
+
+def format_for(mode: str) -> Format | None:
+    """Return the format of weights that goes with a mode in this table, or None for it by shape."""
+    return bf16i8 if mode == "compact" else None
+
+
+def _strategy(
+    name: str, found: Summary, *, masters: int = 0, gradients: int | None = None
+) -> Strategy:
+    weights = masters + found.bytes_of("parameters") + found.bytes_of("buffers")
+    if gradients is None:
+        gradients = found.bytes_of("gradients")
+    return Strategy(name, weights, gradients, found.bytes_of("states"), found.trained)
+
+
+def fits(found: Iterable[Strategy], room: int) -> str:
+    """The strategies, and which of them fit into so many bytes."""
+    rows: list[tuple[str, ...]] = [
+        ("", "weights", "gradients", "states", "bytes a parameter", "in all", "fits")
+    ]
+    for x in found:
+        sizes = [text_tables.size(size) for size in (x.weights, x.gradients, x.states)]
+        each = f"{x.total / max(x.trained, 1):.2f}"
+        fits = "yes" if x.total <= room else "no"
+        rows.append((x.name, *sizes, each, text_tables.size(x.total), fits))
+    return text_tables.as_text(rows)
+
+
+def room() -> tuple[int, str]:
+    """The bytes of the first GPU, or of this machine where it has none, and whose they are.
+
+    Raises:
+        CheckpointError: the system does not say it.
+    """
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name(0)
+        return torch.cuda.get_device_properties(0).total_memory, f"of {name}"
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "of this machine"
+    except (AttributeError, ValueError):
+        raise CheckpointError(
+            "this system does not say how much memory it has; give it with --memory"
+        ) from None
+
+
+# ------------------------------------------------------------------------------- what is asked of
+
+_SHAPE = re.compile(r"(?:(\d+):)?(\d+(?:x\d+)*)")
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMBT])")
+_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_WIDTH = 1000
+_MOST = 2**58
+"""Elements whose bytes, with states, PyTorch can still count."""
+
+
+def model_of(sources: Sequence[str]) -> nn.Module:
+    """A module on the meta device: of checkpoints, of configurations of transformers, of shapes
+    such as `32:4096x11008`, or of a number of parameters such as `7B`.
+
+    Raises:
+        CheckpointError: a source that is none of these; says which.
+    """
+    found: dict[str, Tensor] = {}
+    for i, source in enumerate(sources):
+        count, shape = _COUNT.fullmatch(source.upper()), _SHAPE.fullmatch(source)
+        if is_configuration(source):
+            found |= configured(source)
+        elif Path(source).exists():
+            found |= shapes(Path(source))
+        elif count:
+            _require_countable(source, float(count[1]) * _UNITS[count[2]])
+            rows = int(float(count[1]) * _UNITS[count[2]]) // _WIDTH
+            found[f"{i}.weight"] = torch.empty(rows, _WIDTH, device="meta")
+        elif shape:
+            lengths = [int(length) for length in shape[2].split("x")]
+            _require_countable(source, math.prod(lengths) * int(shape[1] or 1))
+            for k in range(int(shape[1] or 1)):
+                found[f"{i}.{k}.weight"] = torch.empty(lengths, device="meta")
+        else:
+            raise CheckpointError(
+                f"{source} is no file or folder; give a checkpoint, a config.json, the name of a "
+                "model on the hub, shapes such as 4096x4096 or 32:4096x11008, or a number of "
+                "parameters such as 7B"
+            )
+    return _module(found)
+
+
+def _require_countable(source: str, elements: float) -> None:
+    if elements > _MOST:
+        raise CheckpointError(f"{source} is more parameters than can be counted, {_MOST:,}")
+
+
+def _module(tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A module with these parameters, by their qualified names; integers are buffers."""
+    root = nn.Module()
+    for name, x in tensors.items():
+        *path, last = name.split(".")
+        part = root
+        for step in path:
+            if step not in part._modules:
+                part.add_module(step, nn.Module())
+            part = part.get_submodule(step)
+        if x.is_floating_point():
+            part.register_parameter(last, nn.Parameter(x))
+        else:
+            part.register_buffer(last, x)
+    return root

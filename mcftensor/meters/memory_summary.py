@@ -1,0 +1,324 @@
+"""What a model in training holds: measured where tensors exist, predicted where not yet."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mcftensor.formats import PLAIN
+from mcftensor.tensor import text_tables
+from mcftensor.tensor.dtensor import local
+from mcftensor.training.collage import mode_of
+from mcftensor.training.shadow import CannotShadow
+from mcftensor.training.state_layouts import States, TensorLayout, layouts, predicted
+from mcftensor.training.step_in_backward import are_released
+
+Kind = Literal["parameters", "gradients", "states", "buffers"]
+Role = Literal["parameter", "value", "plain"]
+Known = Literal["measured", "predicted", "estimated"]
+KINDS: tuple[Kind, ...] = ("parameters", "gradients", "states", "buffers")
+
+MASTER_WEIGHTS = 16
+"""Bytes a parameter of AdamW with float32 master weights and states, and bf16 beside them."""
+
+
+@dataclass(frozen=True)
+class TensorMemory:
+    """One tensor, and what memory it takes.
+
+    Attributes:
+        kind: `"parameters"`, `"gradients"`, `"states"` or `"buffers"`.
+        name: of the parameter or buffer.
+        state: of a state, its name; else empty.
+        format: name of a format, or of a dtype.
+        shape: on this rank.
+        role: `"parameter"` of an expansion whose leading term a model computes with, `"value"` of
+            one that computes with all terms, or `"plain"`.
+        trained: whether it is a parameter that requires grad, or of one.
+        bytes: of all components.
+        known: `"measured"` of a tensor that is there; `"predicted"` of one that is not; or
+            `"estimated"` of a state whose shape does not follow from that of its parameter.
+    """
+
+    kind: Kind
+    name: str
+    state: str
+    format: str
+    shape: tuple[int, ...]
+    role: Role
+    trained: bool
+    bytes: int
+    known: Known
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What `summary` and `estimate` return. Its text is a table.
+
+    Attributes:
+        held: each tensor, in the order of the model.
+        trained: number of elements of the parameters that require grad.
+        released: whether parameters step in backward, so that their gradients are not held.
+        optimizer: name of its class, or None without one.
+        mode: what `collage` was given, `"by name"` for a dict, or None.
+        unpredicted: why states that are not there yet are left out, or None.
+    """
+
+    held: tuple[TensorMemory, ...]
+    trained: int
+    released: bool
+    optimizer: str | None
+    mode: str | None
+    unpredicted: str | None
+
+    def bytes_of(self, kind: Kind | None = None, name: str | None = None) -> int:
+        """Bytes of a kind, or of all; of one parameter or buffer, or of all."""
+        chosen = (x for x in self.held if kind in (None, x.kind) and name in (None, x.name))
+        return sum(x.bytes for x in chosen)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all."""
+        return self.bytes_of()
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Bytes of the parameters that require grad, their gradients and states, an element."""
+        return sum(x.bytes for x in self.held if x.trained) / max(self.trained, 1)
+
+    @property
+    def master_weights(self) -> int:
+        """Bytes of all, were it AdamW over float32 master weights: 16 for each that is trained."""
+        others = sum(x.bytes for x in self.held if not x.trained)
+        return others + MASTER_WEIGHTS * self.trained
+
+    def by_format(self, kind: Kind) -> dict[str, int]:
+        """Bytes of a kind, by format or dtype."""
+        found: dict[str, int] = {}
+        for x in self.held:
+            if x.kind == kind:
+                found[x.format] = found.get(x.format, 0) + x.bytes
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        return {
+            "total": self.total,
+            "trained": self.trained,
+            "bytes_per_parameter": self.bytes_per_parameter,
+            "master_weights": self.master_weights,
+            "master_weights_bytes_per_parameter": MASTER_WEIGHTS,
+            "released": self.released,
+            "optimizer": self.optimizer,
+            "mode": self.mode,
+            "unpredicted": self.unpredicted,
+            "kinds": {
+                kind: {"bytes": self.bytes_of(kind), "formats": self.by_format(kind)}
+                for kind in KINDS
+            },
+            "parameters": {
+                name: {kind: self.bytes_of(kind, name) for kind in KINDS[:3]}
+                for name in dict.fromkeys(x.name for x in self.held if x.kind == "parameters")
+            },
+            "held": [vars(x) | {"shape": list(x.shape)} for x in self.held],
+        }
+
+    def __str__(self) -> str:
+        return text_tables.as_text(list(self._rows()), list(self._notes()))
+
+    def __repr__(self) -> str:
+        size = text_tables.size(self.total)
+        return f"Summary({size}, {self.bytes_per_parameter:.2f} bytes a parameter)"
+
+    def _repr_html_(self) -> str:
+        return text_tables.as_html(list(self._rows()), list(self._notes()))
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        """One for tensors whose names differ in numbers alone and that are stored alike; all."""
+        columns: list[tuple[Kind, str]] = [("states", state) for state in self._states()]
+        if self.trained and not self.released:
+            columns.insert(0, ("gradients", ""))
+        heads = [state or "gradient" for _, state in columns]
+        yield ("", "shape", "", "role", "format", *heads, "bytes")
+
+        of_name: dict[str, list[TensorMemory]] = {}
+        for x in self.held:
+            of_name.setdefault(x.name, []).append(x)
+        alike: dict[tuple[Any, ...], list[list[TensorMemory]]] = {}
+        for name, held in of_name.items():
+            looks = tuple([(*vars(x).values(),)[2:] for x in held])
+            alike.setdefault((_NUMBER.sub("*", name), looks), []).append(held)
+        for (pattern, _), group in alike.items():
+            first, *others = group[0]
+            yield (
+                pattern if len(group) > 1 else first.name,
+                "×".join(map(str, first.shape)) or "scalar",
+                f"{len(group)} of these" if len(group) > 1 else "",
+                _said(first),
+                first.format,
+                *(_cell(x for x in others if (x.kind, x.state) == c) for c in columns),
+                text_tables.size(sum(x.bytes for held in group for x in held)),
+            )
+
+        own = self.bytes_of("parameters") + self.bytes_of("buffers")
+        totals = [sum(x.bytes for x in self.held if (x.kind, x.state) == c) for c in columns]
+        sizes = [text_tables.size(x) for x in (own, *totals)]
+        yield ("in all", "", "", "", *sizes, text_tables.size(self.total))
+        if self.optimizer:
+            empty = [""] * (3 + len(sizes))
+            yield ("master weights, AdamW", *empty, text_tables.size(self.master_weights))
+
+    def _states(self) -> list[str]:
+        """Names of those that have a column: not of single numbers, and not more than a few."""
+        found: dict[str, int] = {}
+        for x in self.held:
+            if x.kind == "states" and x.shape:
+                found[x.state] = found.get(x.state, 0) + x.bytes
+        few = sorted(found, key=lambda name: -found[name])[:_COLUMNS]
+        return [name for name in found if name in few]
+
+    def _notes(self) -> Iterator[str]:
+        if self.optimizer:
+            mode = f', mode "{self.mode}"' if self.mode else ""
+            yield f"{self.optimizer}{mode}: {self.trained:,} parameters are trained"
+        yield (
+            f"{self.bytes_per_parameter:.2f} bytes a parameter; with float32 master weights and "
+            f"AdamW they are {MASTER_WEIGHTS}"
+        )
+        if self.released:
+            yield "gradients are released: a bucket of them is there at a time"
+        for known, words in (
+            ("predicted", "~ predicted"),
+            ("estimated", "? estimated: the shape of a state does not follow its parameter's"),
+        ):
+            if any(x.known == known for x in self.held):
+                yield words
+        if self.unpredicted:
+            yield f"without the states of the optimizer: {self.unpredicted}"
+
+
+_NUMBER = re.compile(r"\d+")
+_COLUMNS = 4
+
+
+def summary(
+    model: nn.Module, optimizer: Optimizer | None = None, *, released: bool | None = None
+) -> Summary:
+    """Say in which formats a model, its gradients and states are, and what memory they take.
+
+    What exists is measured. Gradients and states that do not exist yet are predicted, on the meta
+    device too: states by steps of a copy of the optimizer on tensors of a few elements, with the
+    same formats, options and Collage mode. Activations are not counted.
+
+    Args:
+        model: a module, converted by `as_expansion` if it is to be. Of sharded parameters, what
+            this rank has of them is counted. Tied parameters are counted once.
+        optimizer: its optimizer. Its parameters that are not of the model are counted too.
+        released: whether parameters step in backward, so that no gradients are held; by default,
+            whether `step_in_backward` has been called.
+
+    Returns:
+        A table, by `print` or in a notebook, in which layers that are stored alike share a row;
+        `to_dict()` has its numbers, tensor by tensor.
+
+    Raises:
+        TypeError: `model` is no module, or `optimizer` no optimizer.
+
+    !!! note
+        - A state is predicted exactly if each of its lengths is one of the parameter's, a
+          product of neighbours of these, or the same for all parameters. Others are marked as
+          estimated.
+        - What an optimizer decides by the size of a tensor, as some store small ones in 32 bits,
+          the prediction cannot know.
+        - Where no step can be taken on copies, as of LBFGS, states are left out until they exist.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> mcf.meters.summary(model, optimizer)
+        Summary(8.00 MiB, 8.00 bytes a parameter)
+        >>> mcf.meters.summary(model, optimizer).by_format("states")
+        {'float32': 4, 'bfloat16': 4194304}
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"summary: got {type(model).__name__}; give a module")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(f"summary: got {type(optimizer).__name__}; give a torch.optim.Optimizer")
+    names = {p: name for name, p in model.named_parameters()}
+    reason: str | None = None
+    coming: dict[Tensor, States] = {}
+    if optimizer is not None:
+        for g, group in enumerate(optimizer.param_groups):
+            for i, p in enumerate(group["params"]):
+                names.setdefault(p, f"optimizer {g}.{i}")
+        if any(p.requires_grad and not optimizer.state.get(p) for p in _parameters(optimizer)):
+            try:
+                coming = predicted(optimizer)
+            except CannotShadow as error:
+                reason = f"{type(optimizer).__name__}: {error}"
+
+    if released is None:
+        released = are_released(names)
+    held: list[TensorMemory] = []
+    for p, name in names.items():
+        trained = p.requires_grad
+        held.append(_tensor_memory("parameters", name, "", TensorLayout.of(p), trained))
+        if p.grad is not None:
+            held.append(_tensor_memory("gradients", name, "", TensorLayout.of(p.grad), trained))
+        elif trained and not released:
+            layout = TensorLayout.of_gradient(p)
+            held.append(_tensor_memory("gradients", name, "", layout, trained, "predicted"))
+        made = layouts(optimizer.state[p]) if optimizer and optimizer.state.get(p) else None
+        for state, layout in (coming.get(p, {}) if made is None else made).items():
+            how: Known = "predicted" if layout.is_exact else "estimated"
+            known: Known = how if made is None else "measured"
+            held.append(_tensor_memory("states", name, state, layout, trained, known))
+    for name, buffer in model.named_buffers():
+        held.append(_tensor_memory("buffers", name, "", TensorLayout.of(buffer), trained=False))
+    return Summary(
+        tuple(held),
+        sum(local(p).numel() for p in names if p.requires_grad),
+        released,
+        type(optimizer).__name__ if optimizer else None,
+        mode_of(optimizer) if optimizer else None,
+        reason,
+    )
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _tensor_memory(
+    kind: Kind,
+    name: str,
+    state: str,
+    layout: TensorLayout,
+    trained: bool,
+    known: Known = "measured",
+) -> TensorMemory:
+    role: Role = "parameter" if kind == "parameters" else "value"
+    if layout.format in PLAIN.values():
+        role = "plain"
+    format, shape = layout.format.name, tuple(layout.shape)
+    return TensorMemory(kind, name, state, format, shape, role, trained, layout.bytes, known)
+
+
+def _said(x: TensorMemory) -> str:
+    """What a tensor of a model is to a reader."""
+    if x.kind == "buffers":
+        return "buffer" if x.role == "plain" else f"buffer, {x.role}"
+    return x.role if x.trained else f"{x.role}, frozen"
+
+
+def _cell(held: Iterable[TensorMemory]) -> str:
+    """The format of a state or a gradient, and how it is known."""
+    marks = {"measured": "", "predicted": "~ ", "estimated": "? "}
+    return " ".join(marks[x.known] + x.format for x in held) or "–"

@@ -1,0 +1,432 @@
+"""Traces on formats that only store numbers: decoded, computed by PyTorch, and encoded.
+
+Rows are decoded into flat float32 scratch, one after the other, as many at a time as fit into the
+caches. Each operation is PyTorch's own, called once for all of them: an elementwise operation gives
+an element the same bits wherever it lies. Nothing is encoded before all has been computed, unless
+the format rounds: then an operation reads what would have been stored.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from mcftensor.arithmetic.write_counts import moved
+from mcftensor.formats import Format
+from mcftensor.kernels.block_scales import BLOCK_SIZE
+from mcftensor.kernels.columns import Column
+from mcftensor.passes.format_conversion import Flat, decode_columns, encode_columns
+from mcftensor.passes.traces import Operation, Trace
+
+# Elements of rows that are computed on together: on a CPU what its caches hold of some variables.
+TOGETHER, TOGETHER_ON_OTHERS = 1 << 19, 1 << 24
+
+
+class _Factor(Protocol):
+    """What a tensor is yet to be multiplied by."""
+
+    value: float
+
+
+class State(NamedTuple):
+    """What a tensor has beside its components."""
+
+    writes: Tensor | None
+    first: int
+    factor: _Factor | None
+
+
+NO_STATE = State(None, 0, None)
+
+
+class Rows(NamedTuple):
+    """Rows that are computed on together, or a part of a long one."""
+
+    first: int
+    stop: int
+    start: int
+    """The first element of a part."""
+    lengths: list[int]
+    is_part: bool
+
+
+@dataclass
+class Decoded:
+    """A trace on rows of tensors.
+
+    Args:
+        trace: what is done.
+        results: the variables that are to be written.
+        columns: by variable, the columns that it begins with.
+        shapes: that of each row.
+        make: gives memory to a result, by its variable and row.
+        device: of all.
+    """
+
+    trace: Trace
+    results: tuple[int, ...]
+    columns: Sequence[Sequence[Sequence[Any]]]
+    shapes: Sequence[torch.Size]
+    make: Callable[[int, int], Sequence[Tensor]]
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.errors: list[Exception] = []
+        self.lost: set[tuple[int, int]] = set()  # results of which some part could not be made
+        self.steps, self.last_use = _steps(self.trace, self.results)
+        self._made: dict[tuple[int, int], Sequence[Tensor]] = {}
+        self._factors: dict[int, list[float]] = {}
+        self._parts = self._cut()
+        self._size = max([sum(x.lengths) for x in self._parts])
+        self._at: tuple[int, _Computed | None] = (0, None)
+        self._scratch: list[Tensor] = []
+
+    def run(self) -> None:
+        """Do what is not done yet: after an interrupt it may be called again.
+
+        Raises:
+            Exception: the first error of an operation; all that does not need its result is done.
+        """
+        while self._at[0] < len(self._parts):
+            i, computed = self._at
+            if computed is None:
+                computed = self._computed(self._parts[i])
+                self._at = i, computed
+            computed.commit()
+            self._at = i + 1, None
+            computed.give_back()
+        if self._at[0] == len(self._parts):
+            self._count_writes()
+        if self.errors:
+            raise self.errors[0]
+
+    def _computed(self, rows: Rows) -> _Computed:
+        try:
+            return _Computed(self, rows)
+        except Exception as error:  # noqa: BLE001
+            self.errors.append(error)
+            return _Computed(self, rows, is_careful=True)
+
+    def _cut(self) -> list[Rows]:
+        limit = TOGETHER if self.device.type == "cpu" else TOGETHER_ON_OTHERS
+        lengths = list(map(torch.Size.numel, self.shapes))
+        parts: list[Rows] = []
+        first = 0
+        while first < len(lengths):
+            if lengths[first] > limit and self._has_whole_parts(first):
+                for start in range(0, lengths[first], limit):
+                    length = min(limit, lengths[first] - start)
+                    parts.append(Rows(first, first + 1, start, [length], True))
+                first += 1
+                continue
+            stop, total = first + 1, lengths[first]
+            while stop < len(lengths) and total + lengths[stop] <= limit:
+                total += lengths[stop]
+                stop += 1
+            parts.append(Rows(first, stop, 0, lengths[first:stop], False))
+            first = stop
+        return parts
+
+    def _has_whole_parts(self, row: int) -> bool:
+        """Whether parts of a row have whole blocks, where these share something."""
+        return all(
+            BLOCK_SIZE * columns[i][row].numel() == self.shapes[row].numel()
+            for variable, columns in zip(self.trace.variables, self.columns, strict=True)
+            for i in variable.format.shared
+            if columns
+        )
+
+    def scratch(self) -> Tensor:
+        """Memory for the numbers of a variable in any of the parts."""
+        if self._scratch:
+            return self._scratch.pop()
+        return torch.empty(self._size, dtype=torch.float32, device=self.device)
+
+    def give_back(self, used: Tensor) -> None:
+        """Memory of which some was used, and none is needed any more."""
+        self._scratch.append(used.as_strided((self._size,), (1,), 0))
+
+    def states(self, i: int) -> Sequence[State]:
+        """Beside the components of a variable."""
+        return self.columns[i][-1] if self.trace.variables[i].width > 1 else ()
+
+    def factors(self, i: int, rows: Rows) -> list[float]:
+        """What the numbers of a variable are yet to be multiplied by."""
+        if i not in self._factors:
+            states = self.states(i)
+            self._factors[i] = [1.0 if x.factor is None else x.factor.value for x in states]
+        return self._factors[i][rows.first : rows.stop] or [1.0] * len(rows.lengths)
+
+    def leave_factors(self, i: int, rows: Rows, factors: Sequence[float]) -> None:
+        """Of a row, what is still to be done when all has been computed."""
+        self._left[i][rows.first : rows.stop] = factors
+
+    @functools.cached_property
+    def _left(self) -> dict[int, list[float]]:
+        return {i: [1.0] * len(self.shapes) for i in range(len(self.trace.variables))}
+
+    def components(self, i: int, rows: Rows) -> list[Column]:
+        """Those of a variable, memory that is made for results included."""
+        format, begins_as, _ = self.trace.variables[i]
+        if begins_as == "nothing":
+            made = []
+            for row in range(rows.first, rows.stop):
+                if (i, row) not in self._made:
+                    self._made[i, row] = self.make(i, row)
+                made.append(self._made[i, row])
+            columns: Sequence[Column] = list(zip(*made, strict=True))
+        else:
+            count = len(format.components)
+            columns = [x[rows.first : rows.stop] for x in self.columns[i][:count]]
+        if not rows.is_part:
+            return [list(x) for x in columns]
+        (length,) = rows.lengths
+        cut = []
+        for j, (x,) in enumerate(columns):
+            width = BLOCK_SIZE if j in format.shared else 1
+            cut.append(x.view(-1)[rows.start // width : (rows.start + length) // width])
+        if format.shared:  # a row for each block
+            cut = [x.view(length // BLOCK_SIZE, -1) for x in cut]
+        return [[x] for x in cut]
+
+    def views(self, flat: Tensor, rows: Rows, format: Format) -> Column:
+        """The rows of scratch."""
+        if rows.is_part:
+            (length,) = rows.lengths
+            shape = (length // BLOCK_SIZE, BLOCK_SIZE) if format.shared else (length,)
+            return Flat(flat, rows.lengths, [shape])
+        shapes = self.shapes[rows.first : rows.stop]
+        if not format.shared or all(map(self._has_whole_parts, range(rows.first, rows.stop))):
+            return Flat(flat, rows.lengths, shapes)
+        return [x.view(y) for x, y in zip(flat.split(rows.lengths), shapes, strict=True)]
+
+    def _count_writes(self) -> None:
+        calls: list[functools.partial[Any]] = []
+        for i in self.results:
+            states = self.states(i)
+            number = sum([x.target == i and not self.trace.is_note(x) for x in self.steps])
+            counts = [x.writes for x in states if x.writes is not None]
+            if counts and number:
+                calls.append(functools.partial(torch._foreach_add_, counts, number))
+            for x, left in zip(states, self._left[i], strict=False):
+                if x.factor is not None:
+                    calls.append(functools.partial(setattr, x.factor, "value", left))
+        calls.append(functools.partial(setattr, self, "_at", (len(self._parts) + 1, None)))
+        list(map(functools.partial.__call__, calls))  # one bytecode, which no signal interrupts
+
+
+class _Computed:
+    """What some rows come to, which is still to be stored.
+
+    Of errors one that is careful leaves out no more than the operation that raises, and what needs
+    its result.
+    """
+
+    def __init__(self, run: Decoded, rows: Rows, is_careful: bool = False) -> None:
+        self._run, self._rows, self._trace = run, rows, run.trace
+        self._numbers: dict[int, Tensor] = {}  # by variable, decoded or computed
+        self._unrounded: dict[int, Operation] = {}  # what has written numbers that are not stored
+        self._rounded: dict[int, list[Column]] = {}  # what is stored as, on the way
+        self._writes: dict[int, int] = {}
+        self._factors: dict[int, list[float]] = {}
+        self._lost: set[int] = set()
+        for place, operation in enumerate(run.steps):
+            target = operation.target
+            if self._lost.isdisjoint(operation.operands):
+                try:
+                    self._carry_out(operation)
+                except Exception:
+                    if not is_careful:
+                        raise
+            if target not in self._writes and self._trace.variables[target].begins_as == "nothing":
+                self._lost.add(target)
+            for i in run.last_use[place]:
+                if i in self._numbers:
+                    run.give_back(self._numbers.pop(i))
+
+    def commit(self) -> None:
+        """Store it. The same again does no harm."""
+        run, rows = self._run, self._rows
+        for i in run.results:
+            try:
+                self._store(i)
+            except Exception as error:  # noqa: BLE001
+                run.errors.append(error)
+                self._store_if_possible(i)
+            if i in self._lost:
+                run.lost.update([(i, row) for row in range(rows.first, rows.stop)])
+            if run.states(i):
+                run.leave_factors(i, rows, self._factors_of(i))
+
+    def _store(self, i: int) -> None:
+        run, rows, format = self._run, self._rows, self._trace.variables[i].format
+        if i in self._unrounded:
+            numbers = run.views(self._numbers[i], rows, format)
+            components = run.components(i, rows)
+            if format.arithmetic == "plain":
+                torch._foreach_copy_(list(components[0]), list(numbers))
+            else:
+                self._encode(i, numbers, components)
+        elif i in self._rounded:
+            for own, new in zip(run.components(i, rows), self._rounded[i], strict=True):
+                torch._foreach_copy_(list(own), list(new))
+
+    def _store_if_possible(self, i: int) -> None:
+        try:
+            self._store(i)
+        except Exception:  # noqa: BLE001
+            if self._trace.variables[i].begins_as == "nothing":
+                self._lost.add(i)
+
+    def give_back(self) -> None:
+        """Leave the scratch to others."""
+        while self._numbers:
+            self._run.give_back(self._numbers.popitem()[1])
+
+    def _carry_out(self, operation: Operation) -> None:
+        name, _, operands, target, keywords, _ = operation
+        if self._trace.is_note(operation):
+            self._note(target, self._numbers_of_rows(operands[1]))
+            return
+        is_in_place = operands[0] == target
+        tensors = {
+            place: self._read(i)
+            for place, i in enumerate(operands)
+            if self._trace.variables[i].begins_as != "number"
+        }
+        given = {
+            place: self._numbers_of_rows(i)
+            for place, i in enumerate(operands)
+            if place not in tensors
+        }
+        function = _function(name, is_in_place)
+        if not is_in_place:
+            out = self._numbers[target] = self._new()
+        count = len(operands) - len(keywords)
+        for rows, numbers in self._alike(given):
+            own = [
+                numbers[place] if place in given else tensors[place][rows]
+                for place in range(len(operands))
+            ]
+            named = dict(zip(keywords, own[count:], strict=True))
+            if is_in_place:
+                function(*own[:count], **named)
+            else:
+                function(*own[:count], **named, out=out[rows])
+        self._unrounded[target] = operation
+        self._writes[target] = self._writes.get(target, 0) + 1
+        self._factors[target] = [1.0] * len(self._rows.lengths)
+
+    def _read(self, i: int) -> Tensor:
+        """The numbers of a variable, as they are or would be stored."""
+        format = self._trace.variables[i].format
+        if i in self._unrounded and not (format.is_exact or format.arithmetic == "plain"):
+            self._round(i)
+        if i not in self._numbers:
+            components = self._rounded.get(i) or self._run.components(i, self._rows)
+            numbers = self._new()
+            decode_columns(format, components, self._run.views(numbers, self._rows, format))
+            for rows, own in self._alike({0: self._factors_of(i)}):
+                if own[0] != 1:
+                    numbers[rows].mul_(own[0])
+            self._numbers[i] = numbers
+        return self._numbers[i]
+
+    def _note(self, i: int, numbers: Sequence[float]) -> None:
+        if i in self._unrounded:
+            self._round(i)
+        if i in self._numbers:
+            self._run.give_back(self._numbers.pop(i))
+        own = zip(self._factors_of(i), numbers, strict=True)
+        self._factors[i] = [x * y for x, y in own]
+
+    def _factors_of(self, i: int) -> list[float]:
+        return self._factors.get(i) or self._run.factors(i, self._rows)
+
+    def _round(self, i: int) -> None:
+        """Numbers as they would be stored, in memory of their own."""
+        format = self._trace.variables[i].format
+        numbers = self._run.views(self._numbers[i], self._rows, format)
+        columns = self._run.components(i, self._rows)
+        made: list[Column] = [[torch.empty_like(x) for x in column] for column in columns]
+        self._encode(i, numbers, made)
+        self._rounded[i] = made
+        del self._unrounded[i]
+        decode_columns(format, made, numbers)
+
+    def _encode(self, i: int, numbers: Column, components: Sequence[Column]) -> None:
+        format, operation = self._trace.variables[i].format, self._unrounded[i]
+        rows = self._rows
+        keys: list[Tensor] = []
+        if operation.key is not None:
+            keys = list(self._numbers_of_rows(operation.key))
+        elif format.takes_key:
+            before = self._writes[i] - 1
+            for writes, first, _ in self._run.states(i)[rows.first : rows.stop]:
+                assert writes is not None
+                count = moved(writes, first)
+                keys.append(count + before if before else count)
+        encode_columns(format, numbers, components, keys, start=rows.start)
+
+    def _new(self) -> Tensor:
+        return self._run.scratch()[: sum(self._rows.lengths)]
+
+    def _numbers_of_rows(self, i: int) -> Sequence[Any]:
+        (column,) = self._run.columns[i]
+        return column[self._rows.first : self._rows.stop]
+
+    def _alike(self, given: dict[int, Sequence[Any]]) -> list[tuple[slice, dict[int, Any]]]:
+        """Parts of scratch for which numbers are the same, and these."""
+        total = sum(self._rows.lengths)
+        if all(map(_is_one_number, given.values())):
+            return [(slice(0, total), {place: x[0] for place, x in given.items()})]
+        ends = list(accumulate(self._rows.lengths))
+        return [
+            (slice(end - length, end), {place: x[row] for place, x in given.items()})
+            for row, (end, length) in enumerate(zip(ends, self._rows.lengths, strict=True))
+        ]
+
+
+def _function(name: str, is_in_place: bool) -> Callable[..., Any]:
+    """PyTorch's function of a name, which lists may have been given to: on GPUs these have kernels
+    of their own."""
+    single = name.removeprefix("_foreach_")
+    if single == name or not torch.cuda.is_available():
+        return getattr(Tensor, f"{single}_") if is_in_place else getattr(torch, single)
+    function = getattr(torch, f"{name}_" if is_in_place else name)
+
+    def of_list(*args: Any, out: Tensor | None = None, **kwargs: Any) -> None:
+        made = function(*[[x] if isinstance(x, Tensor) else x for x in args], **kwargs)
+        if out is not None:
+            out.copy_(made[0])
+
+    return of_list
+
+
+def _is_one_number(column: Sequence[Any]) -> bool:
+    first = column[0]
+    return len(column) == 1 or (first != 0 and column.count(first) == len(column))
+
+
+@functools.lru_cache(maxsize=1024)
+def _steps(trace: Trace, results: tuple[int, ...]) -> tuple[list[Operation], list[list[int]]]:
+    """The operations that results need, and for each the variables that none after it needs."""
+    needed, steps = set(results), []
+    for operation in reversed(trace.operations):
+        if operation.target in needed:
+            needed.update(operation.operands)
+            steps.append(operation)
+    steps.reverse()
+    seen, last = set(results), []
+    for operation in reversed(steps):
+        own = {*operation.operands, operation.target} - seen
+        seen |= own
+        last.append(sorted(own))
+    last.reverse()
+    return steps, last

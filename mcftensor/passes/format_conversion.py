@@ -1,0 +1,222 @@
+"""From one format to another, and out of all of them, with one rounding."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor.arithmetic.noise import draw_key, noise_of
+from mcftensor.arithmetic.number_protocol import Sum
+from mcftensor.arithmetic.rounding import collapse_terms
+from mcftensor.formats import Format, named
+from mcftensor.kernels import Body, Column, Columns, InParts, Signature, run, run_alike
+from mcftensor.kernels.block_scales import BLOCK_SIZE
+from mcftensor.kernels.custom_ops import opaque
+from mcftensor.kernels.eager import CHUNK, indices
+from mcftensor.kernels.program import COMPUTED, PATTERNS
+
+
+@opaque(lambda stored, source, format, key: named(format).empty_like(stored[0]), of_one=True)
+def recode(stored: Sequence[Tensor], source: str, format: str, key: Tensor | None) -> list[Tensor]:
+    """Components of one format as those of another."""
+    s, f = named(source), named(format)
+    if _are_zeros(stored):
+        made = f.empty_like(stored[0])
+        return [x.fill_(zero) for x, zero in zip(made, _zero(s, f), strict=True)]
+    if _is_large(stored):
+        keys = [] if key is None else [key]
+        made = f.empty_like(stored[0])
+        shared = s.shared | {len(stored) + i for i in f.shared}
+        scalars = [[_START]] if keys else []
+        columns = Columns(_columns(stored), scalars, _columns(made), keys, frozenset(shared))
+        run(_recoding(s, f), columns)
+        return made
+    noise = None if key is None else noise_of(f.rounding, key, indices(stored[0]))
+    found = f.encode(Sum(s.decode(stored)), noise)
+    return [x.clone() if any(x is y for y in stored) else x for x in found]
+
+
+def lent(stored: Sequence[Tensor], format: Format) -> Tensor:
+    """What a model computes with, of the components of a format."""
+    if format.lends is None:
+        return stored[0]
+    name, places = format.lends
+    return collapse([stored[i] for i in places], name, format.dtype)
+
+
+def decode_columns(format: Format, components: Sequence[Column], outputs: Column) -> None:
+    """Write the numbers stored in a format, given by columns of components, into plain tensors."""
+    body = _decoding(format, outputs[0].dtype)
+    _run(body, Columns(components, [], [outputs], shared=format.shared))
+
+
+def encode_columns(
+    format: Format,
+    numbers: Column,
+    components: Sequence[Column],
+    keys: Column = (),
+    start: int = 0,
+) -> None:
+    """Round plain numbers into components of a format; parts of tensors start somewhere."""
+    first = torch.tensor(start) if start and keys else _START
+    _run(*_encoded(format, numbers, components, keys, first))
+
+
+class Flat(Sequence[Tensor]):
+    """Rows of scratch as a column, of which every one is made when it is asked for.
+
+    What stands beside them in columns is of their lengths, and contiguous.
+    """
+
+    def __init__(self, scratch: Tensor, lengths: Sequence[int], shapes: Sequence[Sequence[int]]):
+        self._scratch, self.lengths, self._shapes = scratch, lengths, shapes
+        self._starts = [0, *itertools.accumulate(lengths)]
+        self.dtype = scratch.dtype
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, i: Any) -> Any:
+        start = self._starts[i]
+        return self._scratch[start : start + self.lengths[i]].view(self._shapes[i])
+
+    def addresses(self) -> list[int]:
+        """Where the rows lie."""
+        first, width = self._scratch.data_ptr(), self._scratch.element_size()
+        return [first + width * x for x in self._starts[:-1]]
+
+
+def _run(body: Body, columns: Columns) -> None:
+    every = [*columns.vectors, *columns.outputs]
+    flat = next((x for x in every if isinstance(x, Flat)), None)
+    if flat is None:
+        run(body, columns)
+        return
+    vectors = tuple([x[0].dtype for x in columns.vectors])
+    outputs = tuple([x[0].dtype for x in columns.outputs])
+    scalars = tuple([x[0].dtype for x in columns.every_scalar()])  # type: ignore[union-attr]
+    addresses = [
+        x.addresses() if isinstance(x, Flat) else list(map(Tensor.data_ptr, x)) for x in every
+    ]
+    signature = Signature(vectors, scalars, outputs, columns.shared)
+    run_alike(body, signature, columns, list(flat.lengths), addresses)
+
+
+def decode_in_parts(
+    format: Format, components: Sequence[Column], numbers: Tensor
+) -> Callable[[int, int], None]:
+    """`decode_columns` of one tensor as `kernels.InParts` does it, into scratch."""
+    columns = Columns(components, [], [[numbers]], shared=format.shared)
+    return InParts(_decoding(format, numbers.dtype), columns)
+
+
+def encode_in_parts(
+    format: Format, numbers: Tensor, components: Sequence[Column], keys: Column
+) -> Callable[[int, int], None]:
+    """`encode_columns` of one tensor as `kernels.InParts` does it, from scratch."""
+    first = torch.tensor(0)
+    encode_part = InParts(*_encoded(format, [numbers], components, keys, first))
+
+    def encode(start: int, stop: int) -> None:
+        first.fill_(start)
+        encode_part(start, stop)
+
+    return encode if keys else encode_part
+
+
+_START = torch.tensor(0)
+
+
+def _encoded(
+    format: Format,
+    numbers: Column,
+    components: Sequence[Column],
+    keys: Column,
+    start: Tensor,
+) -> tuple[Body, Columns]:
+    scalars = [[start]] if keys else []
+    shared = frozenset(1 + i for i in format.shared)
+    columns = Columns([numbers], scalars, components, keys, shared)
+    return _encoding(format, numbers[0].dtype), columns
+
+
+@functools.lru_cache(maxsize=64)
+def _decoding(format: Format, dtype: torch.dtype) -> Body:
+    return lambda vectors, scalars, index: [Sum(format.decode(vectors)).to(dtype)]
+
+
+@functools.lru_cache(maxsize=64)
+def _recoding(source: Format, format: Format) -> Body:
+    encode = _encoding(format, format.dtype)
+    return lambda vectors, scalars, index: encode(source.decode(vectors), scalars, index)
+
+
+def _are_zeros(stored: Sequence[Tensor]) -> bool:
+    """Whether all is +0, as states are before the first step; others are known by one element."""
+    are_plain = all(
+        x.device.type == "cpu"
+        and x.layout is torch.strided
+        and not x.is_quantized
+        and x.dtype.itemsize in PATTERNS
+        for x in stored
+    )
+    if not are_plain or not stored[0].numel():
+        return False
+    patterns = [x.view(PATTERNS[x.dtype.itemsize]) for x in stored]
+    return not any(x[(0,) * x.dim()].item() or x.any() for x in patterns)
+
+
+@functools.lru_cache(maxsize=64)
+def _zero(source: Format, format: Format) -> list[float]:
+    """The components of +0 in a format."""
+    stored = [x.zero_() for x in source.empty_like(torch.empty(1, BLOCK_SIZE))]
+    return [x.flatten()[0].item() for x in format.encode(Sum(source.decode(stored)), None)]
+
+
+def _is_large(stored: Sequence[Tensor]) -> bool:
+    """Whether what is computed on the way should not be there in whole, and is what programs
+    compute with."""
+    return stored[0].numel() > CHUNK and all(x.dtype in COMPUTED for x in stored)
+
+
+def _columns(tensors: Sequence[Tensor]) -> list[Column]:
+    return [[x] for x in tensors]
+
+
+@functools.lru_cache(maxsize=64)
+def _encoding(format: Format, dtype: torch.dtype) -> Body:
+    def body(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> Sequence[Tensor]:
+        noise = None
+        if format.takes_key:
+            start, key = scalars
+            if format.rounding == "balanced":  # of which int32 is enough
+                index, start = index.to(torch.int32), start.to(torch.int32)
+            noise = noise_of(format.rounding, key, index + start)
+        return format.encode(Sum(vectors), noise)
+
+    return body
+
+
+@opaque(lambda stored, source, dtype: torch.empty_like(stored[0], dtype=dtype), of_one=True)
+def collapse(stored: Sequence[Tensor], source: str, dtype: torch.dtype) -> Tensor:
+    """The numbers stored, as plain floats."""
+    if _is_large(stored) and dtype in COMPUTED:
+        made = torch.empty_like(stored[0], dtype=dtype)
+        decode_columns(named(source), _columns(stored), [made])
+        return made
+    return collapse_terms(named(source).decode(stored), dtype)
+
+
+def key_for(format: Format, device: torch.device, writes: Tensor | None = None) -> Tensor | None:
+    """What the rounding of a format takes: a key that is drawn, or the count of the writes before
+    this one, none by default."""
+    if format.rounding == "nearest":
+        return None
+    if format.rounding == "stochastic":
+        return draw_key(device)
+    return torch.zeros((), dtype=torch.int64, device=device) if writes is None else writes

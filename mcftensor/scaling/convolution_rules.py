@@ -1,0 +1,117 @@
+"""Rules of convolutions and pooling."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor.scaling.exponents import half_log2, times_power
+from mcftensor.scaling.rule_table import aten, rule
+from mcftensor.scaling.scaled_numbers import Unrounded, lead, number, sum_of
+
+
+@rule(aten.convolution)
+def _convolution(x: Any, weight: Any, bias: Any, *how: Any) -> Unrounded:
+    """A product in which input channels and the kernel are contracted."""
+    a, b = lead(x), lead(weight)
+    transposed = how[3]
+    half = half_log2(_contracted(weight, transposed, how[5]))
+    made = Unrounded(
+        times_power(aten.convolution(a.mantissa, b.mantissa, None, *how), -half),
+        a.exponent + b.exponent + half,
+    )
+    if bias is None:
+        return made
+    added = lead(bias)
+    shape = (-1, *(1 for _ in range(weight.dim() - 2)))
+    return sum_of(made, Unrounded(added.mantissa.view(shape), added.exponent))
+
+
+def _contracted(weight: Tensor, transposed: bool, groups: int) -> int:
+    channels = weight.shape[0] // groups if transposed else weight.shape[1]
+    return channels * math.prod(weight.shape[2:])
+
+
+@rule(aten.convolution_backward)
+def _convolution_backward(
+    gradient: Any,
+    x: Any,
+    weight: Any,
+    bias_sizes: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+    mask: list[bool],
+) -> tuple[Unrounded | None, ...]:
+    """Products again: for the input of output channels and kernel, for weight and bias of all
+    places."""
+    g, a, b = number(gradient), lead(x), lead(weight)
+    how = (stride, padding, dilation, transposed, output_padding, groups)
+    made = aten.convolution_backward(g.mantissa, a.mantissa, b.mantissa, bias_sizes, *how, mask)
+    places = gradient.shape[0] * math.prod(gradient.shape[2:])
+    halves = (
+        half_log2(_contracted(weight, not transposed, groups)),
+        half_log2(places),
+        half_log2(places),
+    )
+    exponents = (g.exponent + b.exponent, g.exponent + a.exponent, g.exponent)
+    return tuple(
+        Unrounded(times_power(part, -half), exponent + half) if wanted else None
+        for part, half, exponent, wanted in zip(made, halves, exponents, mask, strict=True)
+    )
+
+
+def _largest_by(func: Any) -> Any:
+    def pool(x: Any, *how: Any) -> tuple[Unrounded, Tensor]:
+        pooled, indices = func(number(x).mantissa, *how)
+        return Unrounded(pooled, x.exponent), indices
+
+    return pool
+
+
+def _largest_backward_by(func: Any) -> Any:
+    def backward(gradient: Any, x: Any, *how: Any) -> Unrounded:
+        g = number(gradient)
+        return Unrounded(func(g.mantissa, torch.empty(x.shape, device=x.device), *how), g.exponent)
+
+    return backward
+
+
+rule(aten.max_pool2d_with_indices)(_largest_by(aten.max_pool2d_with_indices))
+rule(aten.adaptive_max_pool2d)(_largest_by(aten.adaptive_max_pool2d))
+rule(aten.max_pool2d_with_indices_backward)(
+    _largest_backward_by(aten.max_pool2d_with_indices_backward)
+)
+rule(aten.adaptive_max_pool2d_backward)(_largest_backward_by(aten.adaptive_max_pool2d_backward))
+
+
+def _averaged_by(func: Any) -> Any:
+    def average(x: Any, *how: Any, **also: Any) -> Unrounded:
+        pooled = func(number(x).mantissa, *how, **also)
+        half = half_log2(max(1, x.numel() // max(1, pooled.numel())))
+        return Unrounded(times_power(pooled, half), x.exponent - half)
+
+    return average
+
+
+def _spread_by(func: Any) -> Any:
+    def spread(gradient: Any, x: Any, *how: Any, **also: Any) -> Unrounded:
+        """Each gradient goes to n places, divided by n."""
+        g = number(gradient)
+        made = func(g.mantissa, torch.empty(x.shape, device=x.device), *how, **also)
+        whole = max(1, x.numel() // max(1, gradient.numel())).bit_length() - 1
+        return Unrounded(times_power(made, whole), g.exponent - whole)
+
+    return spread
+
+
+rule(aten._adaptive_avg_pool2d)(_averaged_by(aten._adaptive_avg_pool2d))
+rule(aten.avg_pool2d)(_averaged_by(aten.avg_pool2d))
+rule(aten._adaptive_avg_pool2d_backward)(_spread_by(aten._adaptive_avg_pool2d_backward))
+rule(aten.avg_pool2d_backward)(_spread_by(aten.avg_pool2d_backward))

@@ -1,0 +1,87 @@
+"""Rules of what is looked up by indices, written to indices, and spread over other places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor.scaling.rule_table import aten, rule
+from mcftensor.scaling.scaled_numbers import Unrounded, aligned, lead, number, write_to
+
+
+@rule(aten.index_put, keeps_tails=True)
+def _index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Unrounded:
+    """Assignments to indices, and gradients of picking by them."""
+    s, (a, b) = aligned([x, values])
+    return Unrounded(aten.index_put(a.at(s), indices, b.at(s), accumulate), s)
+
+
+@rule(aten._index_put_impl_)
+def _index_put_impl_(
+    x: Any, indices: Any, values: Any, accumulate: bool = False, unsafe: bool = False
+) -> Tensor:
+    return write_to(x, _index_put(x, indices, values, accumulate))
+
+
+def _placed_by(func: Any) -> Callable[..., Unrounded]:
+    """Numbers written or added to places of others, all at the larger exponent."""
+
+    def place(x: Any, dim: int, index: Tensor, source: Any, **also: Any) -> Unrounded:
+        s, (a, b) = aligned([x, source])
+        return Unrounded(func(a.at(s), dim, index, b.at(s), **also), s)
+
+    return place
+
+
+for _operator in (
+    aten.scatter.src,
+    aten.scatter_add.default,
+    aten.index_add.default,
+    aten.index_copy.default,
+):
+    rule(_operator, keeps_tails=True)(_placed_by(_operator))
+
+
+@rule(aten.scatter.value, keeps_tails=True)
+def _scatter_value(x: Any, dim: int, index: Tensor, value: float) -> Unrounded:
+    return _placed_by(aten.scatter.src)(x, dim, index, torch.full(index.shape, float(value)))
+
+
+def _spread_by(func: Any) -> Callable[..., Unrounded]:
+    """Means of neighbours, and sums of a few: they keep the scale."""
+
+    def spread(x: Any, *how: Any) -> Unrounded:
+        return Unrounded(func(number(x).mantissa, *how), x.exponent)
+
+    return spread
+
+
+_UPSAMPLES = (
+    "nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d",
+)  # fmt: skip
+for _operator in (
+    aten.unfold_backward.default,
+    aten.col2im.default,
+    *(getattr(aten, f"upsample_{name}").default for name in _UPSAMPLES),
+    *(getattr(aten, f"upsample_{name}_backward").default for name in _UPSAMPLES),
+):
+    rule(_operator)(_spread_by(_operator))
+
+
+@rule(aten.embedding)
+def _embedding(weight: Any, indices: Tensor, *unused: Any, **also: Any) -> Unrounded:
+    picked = lead(weight)
+    return Unrounded(torch.embedding(picked.mantissa, indices), picked.exponent)
+
+
+@rule(aten.embedding_dense_backward)
+def _embedding_backward(
+    gradient: Any, indices: Tensor, count: int, padding: int, by: bool
+) -> Unrounded:
+    """Sums of as many rows as a token comes up: how many is not known beforehand."""
+    g = number(gradient)
+    summed = aten.embedding_dense_backward(g.mantissa, indices, count, padding, by)
+    return Unrounded(summed, g.exponent, "by size")

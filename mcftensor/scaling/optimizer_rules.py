@@ -1,0 +1,90 @@
+"""Rules of what optimizers ask for as a whole: lists of tensors, and fused steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor.passes.optimizer_steps import RULES as STEPS
+from mcftensor.scaling.exponents import known, largest, times_any_power
+from mcftensor.scaling.rule_table import RULES, ScalingRule, aten, rule
+from mcftensor.scaling.scaled import is_scaled
+from mcftensor.scaling.scaled_numbers import Placing, Unrounded, number, write_to
+
+
+def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same operation on one tensor after the other: each has a scale of its own."""
+    name = func.overloadpacket.__name__.removeprefix("_foreach_")
+    first, *others = args
+    operation = _on_one(name)
+    made = [
+        operation(x, *(y[i] if isinstance(y, list | tuple) else y for y in others), **kwargs)
+        for i, x in enumerate(first)
+    ]
+    return None if name.endswith("_") else made
+
+
+def _on_one(name: str) -> Callable[..., Any]:
+    if name == "norm":
+        return torch.linalg.vector_norm
+    if name == "maximum_":  # amsgrad
+        return lambda x, y: x.copy_(torch.maximum(x, y))
+    method: Callable[..., Any] = getattr(Tensor, name)
+    if name.rstrip("_") in ("addcmul", "addcdiv"):
+        return lambda x, a, b, value=1: method(x, a, b, value=value)
+    return method
+
+
+RULES["foreach"] = ScalingRule(_foreach)
+
+
+def _fused_by(func: Any, states: Sequence[str], squares: Sequence[str]) -> Any:
+    """Fused steps, one tensor after the other: in float64, which holds the squares of gradients of
+    any scale that is met, and of which each result is rounded to float32 and then to its data.
+
+    Args:
+        func: the operator, which takes a list for each of its operands.
+        states: the names of its lists of states.
+        squares: those among them that hold squares, which are placed high.
+    """
+    quantities = ("params", "grads", *states)  # behind these are counts of steps
+    count = len(quantities)
+
+    def step(*args: Any, **kwargs: Any) -> None:
+        for i in range(len(args[0])):
+            own = [x[i : i + 1] if isinstance(x, list | tuple) else x for x in args]
+            operands = [[_in_float64(y) for y in x] for x in own[:count]]
+            func(*operands, *own[count:], **kwargs)
+            for name, targets, results in zip(quantities, own, operands, strict=False):
+                for target, made in zip(targets, results, strict=True):
+                    if name != "grads":
+                        _write(target, made, "high" if name in squares else "by rule")
+
+    return step
+
+
+def _in_float64(x: Tensor) -> Tensor:
+    """A copy for the step to write to."""
+    if not is_scaled(x):
+        return x.to(torch.float64, copy=True)
+    own = number(x)
+    return times_any_power(own.mantissa, own.exponent)
+
+
+def _write(target: Tensor, made: Tensor, placing: Placing) -> None:
+    if is_scaled(target):
+        measured = number(made)
+        exponent = largest(known(target.exponent), measured.exponent)
+        write_to(target, Unrounded(measured.at(exponent), exponent, placing))
+    else:
+        target.copy_(made)
+
+
+for _name, _step in STEPS.items():
+    _packet = getattr(aten, _name)
+    for _overload in _packet.overloads():
+        _operator = getattr(_packet, _overload)
+        rule(_operator)(_fused_by(_operator, _step.states, _step.squares))

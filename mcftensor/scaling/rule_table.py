@@ -1,0 +1,212 @@
+"""Where an operation on scaled tensors goes: the table of rules, and what is done with results.
+
+A rule is a function of one of PyTorch's operators, called with its arguments. It returns a
+`Unrounded`, which is then rounded to the format of the operands or written to what the operator
+writes; or a tensor that is complete; or a tuple of these. So one rule serves `add` and `add_`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from mcftensor.scaling.event_counts import count
+from mcftensor.scaling.scaled import is_scaled, made_of
+from mcftensor.scaling.scaled_format import ScaledFormat, promoted
+from mcftensor.scaling.scaled_numbers import Unrounded, by_size, number, stored, write_to
+from mcftensor.tensor.tensor import MCFTensor
+
+aten = torch.ops.aten
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_BETWEEN_PROCESSES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp")
+_FALLBACK: ContextVar[bool] = ContextVar("scaling_fallback", default=False)
+
+
+@dataclass(frozen=True)
+class ScalingRule:
+    """What carries an operator out, and whether its result has the tails of its operands."""
+
+    function: Callable[..., Any]
+    keeps_tails: bool = False
+
+
+RULES: dict[Any, ScalingRule] = {}
+
+
+def rule(*operators: Any, keeps_tails: bool = False) -> Callable[[Any], Any]:
+    """Register the rule of operators; one without its overload stands for all but out=."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        for operator in operators:
+            overloads = (
+                [getattr(operator, name) for name in operator.overloads() if "out" not in name]
+                if isinstance(operator, torch._ops.OpOverloadPacket)
+                else [operator]
+            )
+            RULES.update(dict.fromkeys(overloads, ScalingRule(function, keeps_tails)))
+        return function
+
+    return register
+
+
+@contextlib.contextmanager
+def fallback() -> Iterator[None]:
+    """Within, an operation that has no rule is computed in plain float32, and its result is scaled
+    by its size; outside it raises. So has to be its backward pass, if that has no rule.
+
+    The numbers pass through float32, so what is beyond its range is lost.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> x = mcf.as_expansion(torch.tensor([0.5, 1.0]), mcf.scaling.scaled(torch.float16))
+        >>> with mcf.scaling.fallback():
+        ...     torch.special.i0(x)
+        MCFTensor([1.0635, 1.2656], format=scaled(float16), exponent=0)
+    """
+    token = _FALLBACK.set(True)
+    try:
+        yield
+    finally:
+        _FALLBACK.reset(token)
+
+
+def follow_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Carry out one of PyTorch's operators on arguments that hold a scaled tensor."""
+    return _way(func)(func, args, kwargs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _way(func: Any) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
+    found = RULES.get(func)
+    if found is not None:
+        return functools.partial(_finished, found)
+    schema = func._schema
+    if func.overloadpacket.__name__.startswith("_foreach_"):
+        return RULES["foreach"].function
+    if "out" in func._overloadname.split("_"):
+        return _given_out
+    functional = _functional(func)
+    if functional in RULES:
+        return functools.partial(_written, RULES[functional])
+    if func.has_kernel_for_dispatch_key(_COMPOSITE):
+        return lambda func, args, kwargs: func.decompose(*args, **kwargs)
+    if any(x.alias_info is not None and not x.alias_info.is_write for x in schema.returns):
+        return _viewed
+    return _without_rule
+
+
+def _functional(func: Any) -> Any:
+    """`add` of `add_`; None of what writes to nothing."""
+    name, is_written = func.overloadpacket.__name__, func._schema.is_mutable
+    packet = getattr(aten, name[:-1], None) if is_written and name.endswith("_") else None
+    return getattr(packet, func._overloadname, None)
+
+
+def result_format(tree: Any, *, keep_tails: bool) -> ScaledFormat:
+    """The format of what is computed of the scaled tensors in a tree of arguments."""
+    found = [x for x in _leaves(tree) if is_scaled(x)]
+    formats = [x.format for x in found if x.dim()] or [x.format for x in found]
+    return promoted(formats, keep_tails=keep_tails)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    """What arguments consist of: PyTorch's own way takes as long as a rule."""
+    if isinstance(tree, list | tuple):
+        for x in tree:
+            yield from _leaves(x)
+    elif isinstance(tree, dict):
+        yield from _leaves(list(tree.values()))
+    else:
+        yield tree
+
+
+def _finished(found: ScalingRule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = found.function(*args, **kwargs)
+    if isinstance(result, Tensor):
+        return result
+    name = func.overloadpacket.__name__
+    format = result_format((args, kwargs), keep_tails=found.keeps_tails)
+    if isinstance(result, Unrounded):
+        return stored(result, format, name)
+    if isinstance(result, tuple):
+        return tuple(stored(x, format, name) if isinstance(x, Unrounded) else x for x in result)
+    return result
+
+
+def _written(
+    found: ScalingRule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    target, *others = args
+    result = found.function(target, *others, **kwargs)
+    if isinstance(result, Tensor):
+        result = number(result)
+    return write_to(target, result)
+
+
+def _given_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """With out=, of amsgrad: the operation, and its result written there."""
+    inputs = {name: x for name, x in kwargs.items() if name != "out"}
+    target = kwargs["out"]
+    result = func.overloadpacket(*args, **inputs)
+    if target.shape != result.shape:
+        raise ValueError(
+            f"{func}: out= has the shape {tuple(target.shape)}, and the result "
+            f"{tuple(result.shape)}; a tensor with a scale is not resized"
+        )
+    return target.copy_(result)
+
+
+def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A view: the same of each component, with the exponent of the base."""
+    base, *others = args
+    if not is_scaled(base):
+        return _without_rule(func, args, kwargs)
+    *data, s = base._held()
+    views = [func(part, *others, **kwargs) for part in data]
+    whole = base._base_components or tuple(data)
+    if isinstance(views[0], Tensor):
+        return made_of(views, s, base._format, whole)
+    return [made_of(parts, s, base._format, whole) for parts in zip(*views, strict=True)]
+
+
+def _without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not _FALLBACK.get() or func._schema.is_mutable or func.namespace in _BETWEEN_PROCESSES:
+        formats = [
+            f"{x.format.name} of shape {tuple(x.shape)}"
+            if is_scaled(x)
+            else f"plain {x.dtype} of shape {tuple(x.shape)}"
+            for x in _leaves((args, kwargs))
+            if isinstance(x, Tensor)
+        ]
+        if func.namespace in _BETWEEN_PROCESSES:
+            raise NotImplementedError(
+                f"{func}: scales do not travel between processes, given {', '.join(formats)}; "
+                "train a scaled model in one process, send what mcf.as_plain(x, torch.float32) "
+                "gives, or shard a model in mcf.bf16i8, whose range needs no scales"
+            )
+        repair = (
+            "use the form that does not write in place"
+            if func._schema.is_mutable
+            else "compute it in float32 within `with mcf.scaling.fallback():`"
+        )
+        raise NotImplementedError(
+            f"{func}: there is no rule for scales, given {', '.join(formats)}; {repair}, or take "
+            "plain tensors with mcf.as_plain(x, torch.float32)"
+        )
+    name = func.overloadpacket.__name__
+    count("fallback", name)
+    plain_args, plain_kwargs = tree_map_only(MCFTensor, lambda x: number(x).plain(), (args, kwargs))
+    format = result_format((args, kwargs), keep_tails=False)
+
+    def back(x: Tensor) -> Tensor:
+        return by_size(x, format) if x.is_floating_point() else x
+
+    return tree_map_only(Tensor, back, func(*plain_args, **plain_kwargs))

@@ -1,0 +1,210 @@
+"""Models and tensors into scaled formats and back."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_map_only
+
+from mcftensor.patches.objects import exchange
+from mcftensor.scaling.fp8 import Fp8Linear, switched
+from mcftensor.scaling.rule_table import follow_rule
+from mcftensor.scaling.scaled import ScaledTensor, is_scaled
+from mcftensor.scaling.scaled_format import ScaledFormat, of_dtype
+from mcftensor.scaling.scaled_numbers import by_size
+from mcftensor.scaling.structure_rules import encoded
+from mcftensor.tensor import MCFTensor
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def as_scaled(x: Tensor, format: ScaledFormat) -> ScaledTensor:
+    """A tensor in a scaled format; `mcf.as_expansion` is the public name."""
+    if is_scaled(x):
+        return by_size(x.detach(), format)
+    if not x.is_floating_point() or x.layout != torch.strided:
+        raise TypeError(
+            f"as_expansion: the tensor of shape {tuple(x.shape)} is of {x.dtype}, {x.layout}; "
+            f"{format.name} is made from dense floating tensors: convert it with "
+            ".to(torch.float32) or .to_dense()"
+        )
+    return encoded(x.detach(), format)
+
+
+def scalify(
+    model: M,
+    format: ScaledFormat | None = None,
+    *,
+    overrides: dict[str, ScaledFormat | None] | None = None,
+    products: str | None = None,
+) -> M:
+    """A model whose parameters are scaled, in place: so are then its activations, its gradients and
+    the states of its optimizer, without a factor on the loss.
+
+    Parameters keep their objects, so that weights that are tied stay tied and an optimizer that was
+    built before still works. Buffers stay as they are: running statistics are float32. Inputs need
+    no conversion; what meets a scaled tensor becomes one.
+
+    Args:
+        model: any module whose operations have rules; others raise, and name the repair.
+        format: of all floating parameters; by default `scaled(torch.float16)` that is rounded
+            stochastically, so that steps too small for 11 bits survive in the mean.
+        overrides: patterns (fnmatch) of names of parameters, and the format that they get instead;
+            None leaves a parameter plain. The first pattern that matches decides.
+        products: `"fp8"` has `nn.Linear` multiply 8-bit data: E4M3 forward, E5M2 for gradients.
+
+    Raises:
+        TypeError: `format` is no scaled format.
+        ValueError: `products` is something else; a pattern that matches no parameter.
+        RuntimeError: a parameter to which weak references exist; one of a recurrent layer.
+        NotImplementedError: a parameter that is sharded.
+
+    *Source*: arXiv 2407.17353; embeddings, attention, convolutions, batch norms and losses, for
+    which it gives no rules, are this library's own.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> model = mcf.scaling.scalify(torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU()))
+        >>> opt = torch.optim.AdamW(model.parameters())
+        >>> model(torch.ones(2, 8) * 1e-6).square().mean().backward()
+        >>> opt.step()
+        >>> model[0].weight.grad.format, opt.state[model[0].weight]["exp_avg"].dtype
+        (mcf.scaling.scaled(torch.float16), torch.float16)
+    """
+    format = of_dtype(torch.float16, None, "stochastic") if format is None else format
+    if not isinstance(format, ScaledFormat):
+        raise TypeError(
+            f"scalify: {format!r} is no scaled format; give mcf.scaling.scaled(torch.float16)"
+        )
+    if products not in (None, "fp8"):
+        raise ValueError(f"scalify: products={products!r}; give 'fp8' or None")
+    overrides = overrides or {}
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for pattern in overrides:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"scalify: the pattern {pattern!r} in overrides matches none of the parameters: "
+                f"{', '.join(names) or 'the module has none'}"
+            )
+    chosen: list[tuple[Tensor, ScaledFormat]] = []
+    for name, p in model.named_parameters():
+        matching = [x for x in overrides if fnmatchcase(name, x)]
+        wanted = overrides[matching[0]] if matching else format
+        if wanted is None or not p.is_floating_point():
+            continue
+        if is_scaled(p) and p.format is wanted:
+            continue
+        _require_exchangeable(name, p)
+        chosen.append((p, wanted))
+    for own, wanted in chosen:
+        exchange(own, nn.Parameter(as_scaled(own, wanted), requires_grad=own.requires_grad))
+        if own.grad is not None:
+            own.grad = as_scaled(own.grad, wanted.lead)
+    for module in model.modules():
+        if isinstance(module, _ConvNd) and _with_scale not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_with_scale)
+        if isinstance(module, nn.RNNBase) and _with_plain not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_with_plain)
+            module.register_forward_hook(functools.partial(_scaled_again, format.lead))
+    if products == "fp8":
+        for module in model.modules():
+            if type(module) in (nn.Linear, Fp8Linear):
+                switched(module)
+    return model
+
+
+def _require_exchangeable(name: str, p: Tensor) -> None:
+    if hasattr(p, "_local_tensor"):
+        raise NotImplementedError(
+            f"scalify: {name} of shape {tuple(p.shape)} is sharded, and scales do not travel "
+            "between processes; train a scaled model in one process, or shard one in mcf.bf16i8"
+        )
+    if weakref.getweakrefs(p):
+        layer = name.rpartition(".")[0]
+        raise RuntimeError(
+            f"scalify: {name} of shape {tuple(p.shape)} has weak references to it, which an "
+            "exchange of its contents would mislead. Recurrent layers have no rules: leave them "
+            f"plain, with overrides={{'{layer + '.' if layer else ''}*': None}}; they get plain "
+            "inputs then, and give scaled results. Averaged copies of a model are made after it is "
+            "converted"
+        )
+
+
+class _Encoded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, format: ScaledFormat) -> Tensor:
+        ctx.dtype = x.dtype
+        return encoded(x, format)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return plain_of(gradient, ctx.dtype), None
+
+
+def _with_scale(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """PyTorch compares the dtypes of a convolution before any rule is asked."""
+    x, *others = inputs
+    weight = module.weight
+    if is_scaled(weight) and isinstance(x, Tensor):
+        x = x if is_scaled(x) else _Encoded.apply(x, weight.format.lead)
+    return (x, *others)
+
+
+class _Decoded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: ScaledTensor) -> Tensor:
+        ctx.format = x.format.lead
+        return x._collapsed(torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return encoded(gradient, ctx.format)
+
+
+def _with_plain(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    """A layer that has no rules computes in float32."""
+    return tree_map_only(MCFTensor, lambda x: _Decoded.apply(x) if is_scaled(x) else x, inputs)
+
+
+def _scaled_again(format: ScaledFormat, module: nn.Module, inputs: Any, results: Any) -> Any:
+    return tree_map_only(Tensor, lambda x: _Encoded.apply(x, format), results)
+
+
+def unscaled(model: M, dtype: torch.dtype | None = None) -> M:
+    """A model whose scaled parameters are plain again, in place, as of `mcf.as_plain`."""
+    for p in list(model.parameters()):
+        if is_scaled(p):
+            grad = p.grad
+            exchange(p, nn.Parameter(p._collapsed(dtype or p.dtype), requires_grad=p.requires_grad))
+            p.grad = None if grad is None else plain_of(grad, p.dtype)
+    return model
+
+
+def plain_of(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor as a plain one, rounded once."""
+    return x._collapsed(dtype) if is_scaled(x) else x.to(dtype)
+
+
+class _ScalingRules:
+    """The rules that scaled formats have."""
+
+    carry_out = staticmethod(follow_rule)
+
+    def convert(self, x: Tensor, format: ScaledFormat) -> Tensor:
+        """Placed by size; gradients of plain tensors pass through."""
+        if torch.is_grad_enabled() and x.requires_grad and not is_scaled(x):
+            return _Encoded.apply(x, format)
+        return as_scaled(x, format)
+
+    def convert_module(self, module: M, format: ScaledFormat, overrides: Any) -> M:
+        """As of `scalify`."""
+        return scalify(module, format, overrides=overrides)
+
+
+ScaledFormat.rules = _ScalingRules()

@@ -1,0 +1,188 @@
+"""Rules of softmax, losses of chances and attention: in float32, and balanced in backward."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor.scaling.exponents import is_free, times_power
+from mcftensor.scaling.rule_table import aten, rule
+from mcftensor.scaling.scaled_format import of_dtype
+from mcftensor.scaling.scaled_numbers import Unrounded, number
+
+
+def _chances(plain: Tensor, n: int, format: Any = None) -> Unrounded:
+    """Chances of n outcomes as numbers with mean 1, as far as float16 has room for n."""
+    whole = min(max(1, n).bit_length() - 1, 14)
+    return Unrounded(times_power(plain, whole), -whole, "by rule", format)
+
+
+@rule(aten._softmax)
+def _softmax(x: Any, dim: int, to_float: bool) -> Unrounded:
+    """Attention that is written out."""
+    format = of_dtype(torch.float32) if to_float else None
+    return _chances(number(x).plain().softmax(dim), x.shape[dim], format)
+
+
+@rule(aten._safe_softmax)
+def _safe_softmax(x: Any, dim: int, dtype: torch.dtype | None = None) -> Unrounded:
+    """Attention with a mask: rows that are masked out whole have no chances."""
+    format = None if dtype is None else of_dtype(dtype)
+    return _chances(torch.nan_to_num(number(x).plain().softmax(dim), 0.0), x.shape[dim], format)
+
+
+@rule(aten._softmax_backward_data)
+def _softmax_backward(gradient: Any, result: Any, dim: int, dtype: torch.dtype) -> Unrounded:
+    g, chances = number(gradient), number(result)
+    inner = (g.mantissa * chances.plain()).sum(dim, keepdim=True)
+    made = chances.mantissa * (g.mantissa - inner)
+    return Unrounded(made, g.exponent + chances.exponent, "by size", of_dtype(dtype))
+
+
+@rule(aten._log_softmax)
+def _log_softmax(x: Any, dim: int, to_float: bool) -> Unrounded:
+    format = of_dtype(torch.float32) if to_float else None
+    return Unrounded(number(x).plain().log_softmax(dim), 0, "to fit", format)
+
+
+@rule(aten._log_softmax_backward_data)
+def _log_softmax_backward(gradient: Any, result: Any, dim: int, dtype: torch.dtype) -> Unrounded:
+    g = number(gradient)
+    made = aten._log_softmax_backward_data(g.mantissa, number(result).plain(), dim, torch.float32)
+    return Unrounded(made, g.exponent, "by size", of_dtype(dtype))
+
+
+def _loss_by(func: Any) -> Any:
+    def loss(x: Any, target: Tensor, weight: Any, *how: Any) -> tuple[Unrounded, Tensor]:
+        plain_weight = None if weight is None else number(weight).plain()
+        made, total = func(number(x).plain(), target, plain_weight, *how)
+        return Unrounded(made, 0, "to fit" if made.dim() else "by size"), total
+
+    return loss
+
+
+def _loss_backward_by(func: Any) -> Any:
+    def backward(gradient: Any, x: Any, target: Tensor, weight: Any, *how: Any) -> Unrounded:
+        g = number(gradient)
+        plain_weight = None if weight is None else number(weight).plain()
+        of_shape = torch.zeros(x.shape, device=x.device)
+        return Unrounded(
+            func(g.mantissa, of_shape, target, plain_weight, *how), g.exponent, "by size"
+        )
+
+    return backward
+
+
+for _name in ("nll_loss", "nll_loss2d"):
+    _forward = getattr(aten, f"{_name}_forward").default
+    _backward = getattr(aten, f"{_name}_backward").default
+    rule(_forward)(_loss_by(_forward))
+    rule(_backward)(_loss_backward_by(_backward))
+
+
+# --------------------------------------------------------------------------------------- attention
+
+_MATH, _FLASH = 0, 1
+
+
+@rule(aten._fused_sdp_choice)
+def _way_of_attention(q: Any, k: Any, v: Any, *how: Any, **also: Any) -> int:
+    """On a CPU attention is one operation, elsewhere its steps have rules of their own."""
+    dropout = how[1] if len(how) > 1 else also.get("dropout_p", 0.0)
+    fits = q.dim() == 4 and k.shape[1] == q.shape[1] and v.shape[-1] == q.shape[-1]
+    return _FLASH if q.device.type == "cpu" and dropout == 0 and fits else _MATH
+
+
+@rule(aten._scaled_dot_product_flash_attention_for_cpu)
+def _attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Any = None,
+    scale: float | None = None,
+) -> tuple[Unrounded, Tensor]:
+    """Means of values: their scale, with softmax and its numbers in float32."""
+    values = number(v)
+    made, sums = aten._scaled_dot_product_flash_attention_for_cpu(
+        number(q).plain(),
+        number(k).plain(),
+        values.mantissa,
+        dropout,
+        is_causal,
+        attn_mask=None if attn_mask is None else number(attn_mask).plain(),
+        scale=scale,
+    )
+    return Unrounded(made, values.exponent), sums
+
+
+@rule(aten._scaled_dot_product_flash_attention_for_cpu_backward)
+def _attention_backward(
+    gradient: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    made: Any,
+    sums: Tensor,
+    dropout: float,
+    is_causal: bool,
+    *,
+    attn_mask: Any = None,
+    scale: float | None = None,
+) -> tuple[Unrounded, Unrounded, Unrounded]:
+    """In units of the gradient's and the values' data, for it is linear in both.
+
+    Gradients of values are means of gradients; those of queries and keys can be of any size.
+    """
+    g, values = number(gradient), number(v)
+    queries, keys = number(q).plain(), number(k).plain()
+    mask = None if attn_mask is None else number(attn_mask).plain()
+    if is_free(sums) and sums.abs().amax() > _EXACT_SCORES:
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        parts = g.mantissa, queries, keys, values.mantissa, mask
+        dq, dk, dv = _attention_backward_in_steps(*parts, is_causal, scale)
+    else:
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            g.mantissa,
+            queries,
+            keys,
+            values.mantissa,
+            number(made).at(values.exponent),
+            sums,
+            dropout,
+            is_causal,
+            attn_mask=mask,
+            scale=scale,
+        )
+    s = g.exponent + values.exponent
+    return (
+        Unrounded(dq, s, "by size"),
+        Unrounded(dk, s, "by size"),
+        Unrounded(dv, g.exponent),
+    )
+
+
+_EXACT_SCORES = 2.0**10
+"""The kernel computes scores once more, in another order, and takes exponentials of them: above
+this float32 is too coarse for that."""
+
+
+def _attention_backward_in_steps(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values, by chances that sum to one to the last bits."""
+    scores = q @ k.mT * scale
+    if is_causal:
+        past = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.where(past, -math.inf)
+    if mask is not None:
+        scores = scores + mask
+    chances = torch.nan_to_num(scores.softmax(-1), 0.0)
+    slope = g @ v.mT
+    slope = chances * (slope - (slope * chances).sum(-1, keepdim=True)) * scale
+    return slope @ k, slope.mT @ q, chances.mT @ g

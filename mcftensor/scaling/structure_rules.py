@@ -1,0 +1,333 @@
+"""Rules of what moves, makes, picks and places elements: scales are carried along."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor.formats.moving import move_component
+from mcftensor.scaling.exponents import ANY, Exponent, largest
+from mcftensor.scaling.rule_table import aten, rule
+from mcftensor.scaling.scaled import ScaledTensor, data_of, is_all, is_scaled, made_of
+from mcftensor.scaling.scaled_format import TOPS, ScaledFormat, of_dtype
+from mcftensor.scaling.scaled_numbers import Unrounded, aligned, by_size, leveled, number, write_to
+from mcftensor.tensor.tensor import MCFTensor
+
+
+def _moved_by(func: Any) -> Callable[..., ScaledTensor]:
+    """An operator that moves elements, done to each component; the exponent is copied."""
+
+    def move(x: ScaledTensor, *args: Any, **kwargs: Any) -> ScaledTensor:
+        *data, s = x._held()
+        return made_of([move_component(func, y, args, kwargs) for y in data], s.clone(), x._format)
+
+    return move
+
+
+for _operator in (
+    aten.clone.default,
+    aten.flip.default,
+    aten.roll.default,
+    aten.tril.default,
+    aten.triu.default,
+    aten._unsafe_view.default,  # flatten and reshape of what is not contiguous
+    aten.index.Tensor,
+    aten.index_select.default,
+    aten.gather.default,
+    aten.repeat.default,
+    aten.view_as_real_copy.default,
+    aten.select_backward.default,
+    aten.slice_backward.default,
+    aten.lift_fresh.default,  # torch.tensor and checkpoints
+    aten._pin_memory.default,
+    aten.pixel_shuffle.default,
+    aten.pixel_unshuffle.default,
+    aten.im2col.default,
+    aten._unsafe_index.Tensor,
+):
+    rule(_operator)(_moved_by(_operator))
+
+
+@rule(aten.constant_pad_nd, keeps_tails=True)
+def _padded(x: Any, pad: Sequence[int], value: float = 0) -> Unrounded:
+    """Zeros go with every scale; another value raises it."""
+    level = number(value)
+    s = largest(x.exponent, level.exponent)
+    inside = aten.constant_pad_nd(torch.ones_like(x._component0, dtype=torch.bool), pad, 0)
+    padded = aten.constant_pad_nd(number(x).at(s), pad, 0.0)
+    return Unrounded(torch.where(inside, padded, level.at(s)) if value else padded, s)
+
+
+@rule(aten._to_copy)
+def _to_copy(
+    x: ScaledTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    non_blocking: bool = False,
+    **unused: Any,
+) -> Any:
+    """Another type of data, or another device. Types of data keep the scale, so that gradients come
+    back scaled; float64 and integers are plain. Of a narrower type data is moved only if it would
+    not fit."""
+    dtype = dtype or x.dtype
+    if device is not None and torch.device(device) != x.device:
+        parts = [part.to(device, non_blocking=non_blocking) for part in data_of(x)]
+        x = made_of(parts, x.exponent.to(device), x.format)
+        if dtype == x.dtype:
+            return x
+    if dtype not in TOPS:
+        return x._collapsed().to(dtype)
+    format = x.format if dtype == x.dtype else of_dtype(dtype)
+    if format.top >= x.format.top:
+        return made_of(format.store(number(x).mantissa), x.exponent.clone(), format)
+    made = _empty_like(x, format)
+    write_to(made, number(x))
+    return made
+
+
+@rule(aten.copy_)
+def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Values: the same format is copied with its exponent, others are placed by their size."""
+    if not is_scaled(target):
+        assert is_scaled(source)
+        is_plain = target.is_floating_point() and not isinstance(target, MCFTensor)
+        return target.copy_(source._collapsed(target.dtype if is_plain else torch.float64))
+    if is_scaled(source) and source.format is target.format and is_all(target):
+        for mine, theirs in zip(target._held(), source._held(), strict=True):
+            mine.copy_(theirs, non_blocking)
+        return target
+    if is_scaled(source):
+        return write_to(target, number(source).to(target.device))
+    new = encoded(source.to(target.device), target.format)
+    return write_to(target, number(new.expand(target.shape)))
+
+
+def encoded(x: Tensor, format: ScaledFormat) -> ScaledTensor:
+    """A plain tensor, or an expansion, in a format: each number rounded once, placed by size."""
+    if isinstance(x, MCFTensor):
+        x = x._collapsed()
+    placed = by_size(x, format)
+    if x.dtype != torch.float64:
+        return placed
+    s = placed.exponent.to(torch.int64)
+    near = torch.where(
+        placed.exponent == ANY, 0.0, x * ((1023 - s).clamp(1, 2046) << 52).view(torch.float64)
+    )
+    return made_of(format.store(near), placed.exponent, format)
+
+
+# ---------------------------------------------------------------------------------------- making
+
+
+def _empty_like(x: ScaledTensor, format: ScaledFormat, **kwargs: Any) -> ScaledTensor:
+    data = format.components[:-1]
+    parts = [torch.empty_like(x._component0, dtype=y.dtype, **kwargs) for y in data]
+    return made_of(parts, torch.full_like(x.exponent, ANY), format)
+
+
+def _format_for(x: ScaledTensor, dtype: torch.dtype | None) -> ScaledFormat | None:
+    """Of what is made like x: its own, that of a dtype, or None where that has no scales."""
+    if dtype is None or dtype == x.dtype:
+        return x.format.of_states
+    return of_dtype(dtype) if dtype in TOPS else None
+
+
+def _filled(template: Tensor, x: ScaledTensor, dtype: torch.dtype | None, value: float) -> Tensor:
+    """A tensor laid out as the template, in the format that x and a dtype say."""
+    format = _format_for(x, dtype)
+    if format is None:
+        return torch.full_like(template, value, dtype=dtype)
+    parts = [torch.zeros_like(template, dtype=y.dtype) for y in format.components[:-1]]
+    exponent = torch.full((), ANY, dtype=torch.int32, device=template.device)
+    made = made_of(parts, exponent, format)
+    return made.fill_(value) if value else made
+
+
+@rule(aten.full_like)
+def _full_like(
+    x: ScaledTensor,
+    value: float,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    memory_format: torch.memory_format | None = None,
+    **unused: Any,
+) -> Tensor:
+    template = torch.empty_like(x._component0, device=device, memory_format=memory_format)
+    return _filled(template, x, dtype, value)
+
+
+@rule(aten.empty_like, aten.zeros_like)
+def _zeros_like(x: ScaledTensor, **how: Any) -> Tensor:
+    """States of optimizers, and gradients of what is unused."""
+    return _full_like(x, 0.0, **how)
+
+
+@rule(aten.ones_like)
+def _ones_like(x: ScaledTensor, **how: Any) -> Tensor:
+    """The gradient of a loss."""
+    return _full_like(x, 1.0, **how)
+
+
+@rule(aten.new_full)
+def _new_full(
+    x: ScaledTensor,
+    size: Sequence[int],
+    value: float,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **unused: Any,
+) -> Tensor:
+    template = torch.empty(size, dtype=x.dtype, device=device or x.device)
+    return _filled(template, x, dtype, value)
+
+
+@rule(aten.new_empty, aten.new_zeros)
+def _new_zeros(x: ScaledTensor, size: Sequence[int], **how: Any) -> Tensor:
+    return _new_full(x, size, 0.0, **how)
+
+
+@rule(aten.new_ones)
+def _new_ones(x: ScaledTensor, size: Sequence[int], **how: Any) -> Tensor:
+    return _new_full(x, size, 1.0, **how)
+
+
+@rule(aten.new_empty_strided)
+def _new_empty_strided(
+    x: ScaledTensor, size: Sequence[int], stride: Sequence[int], **how: Any
+) -> Tensor:
+    """Where gradients are accumulated in the layout of their parameter."""
+    template = torch.empty_strided(size, stride, dtype=x.dtype, device=x.device)
+    return _filled(template, x, how.get("dtype"), 0.0)
+
+
+@rule(aten.fill_.Scalar)
+def _fill_(x: ScaledTensor, value: float) -> Tensor:
+    return write_to(x, Unrounded(*_spread(x, number(value))))
+
+
+@rule(aten.fill_.Tensor)
+def _fill_tensor_(x: Tensor, value: Tensor) -> Tensor:
+    return write_to(x, Unrounded(*_spread(x, number(value))))
+
+
+def _spread(x: Tensor, value: Unrounded) -> tuple[Tensor, Exponent]:
+    return value.mantissa.to(x.device).expand(x.shape), value.exponent
+
+
+@rule(aten.zero_)
+def _zero_(x: ScaledTensor) -> ScaledTensor:
+    for part in data_of(x):
+        part.zero_()
+    if is_all(x):
+        x.exponent.fill_(ANY)
+    return x
+
+
+def _drawn_by(func: Any) -> Callable[..., Tensor]:
+    """Random numbers, drawn in float32."""
+
+    def draw(x: ScaledTensor, *args: Any, **kwargs: Any) -> Tensor:
+        drawn = torch.empty_like(x._component0, dtype=torch.float32)
+        return x.copy_(func(drawn, *args, **kwargs))
+
+    return draw
+
+
+for _operator in (
+    aten.normal_.default,
+    aten.uniform_.default,
+    aten.bernoulli_.float,  # dropout
+    aten.bernoulli_.Tensor,
+    aten.exponential_.default,
+):
+    rule(_operator)(_drawn_by(_operator))
+
+
+# --------------------------------------------------------------------- several tensors, and places
+
+
+@rule(aten.cat, keeps_tails=True)
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Unrounded:
+    """All at the largest of their exponents."""
+    s, numbers = aligned(tensors)
+    return Unrounded(torch.cat([x.at(s) for x in numbers], dim), s)
+
+
+@rule(aten.stack, keeps_tails=True)
+def _stacked(tensors: Sequence[Tensor], dim: int = 0) -> Unrounded:
+    s, numbers = aligned(tensors)
+    return Unrounded(torch.stack([x.at(s) for x in numbers], dim), s)
+
+
+@rule(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, keeps_tails=True)
+def _where(condition: Tensor, x: Any, y: Any) -> Unrounded:
+    s, (a, b) = aligned([x, y])
+    return Unrounded(torch.where(condition, a.at(s), b.at(s)), s)
+
+
+@rule(aten.masked_fill, keeps_tails=True)
+def _masked_fill(x: Any, mask: Tensor, value: Any) -> Unrounded:
+    """What is not finite, as of a causal mask, goes with every scale."""
+    filled = number(value)
+    if not isinstance(value, Tensor) and not math.isfinite(value):
+        return Unrounded(number(x).mantissa.masked_fill(mask, value), x.exponent)
+    s, (filled, own) = leveled([filled, number(x)])
+    return Unrounded(torch.where(mask, filled.at(s), own.at(s)), s)
+
+
+# ------------------------------------------------------------------------------------- questions
+
+
+@rule(aten._local_scalar_dense)
+def _item(x: ScaledTensor) -> float:
+    return x._collapsed().item()
+
+
+@rule(aten.is_pinned)
+def _is_pinned(x: ScaledTensor, *args: Any) -> bool:
+    return x._component0.is_pinned()
+
+
+def _asked_by(func: Any) -> Callable[..., Any]:
+    """What gives no floats is asked of the numbers in float64."""
+
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        return func(*[_exactly(x) for x in args], **kwargs)
+
+    return ask
+
+
+def _exactly(x: Any) -> Any:
+    return x._collapsed() if is_scaled(x) else x
+
+
+for _packet in (aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge):
+    for _name in ("Scalar", "Tensor"):
+        rule(getattr(_packet, _name))(_asked_by(getattr(_packet, _name)))
+for _operator in (
+    aten.equal.default,
+    aten.isnan.default,
+    aten.isinf.default,
+    aten.isfinite.default,
+    aten.isposinf.default,
+    aten.isneginf.default,
+    aten.argmax.default,  # accuracy
+    aten.argmin.default,
+    aten.argsort.default,
+    aten.signbit.default,
+    aten.is_nonzero.default,
+    aten.nonzero.default,
+):
+    rule(_operator)(_asked_by(_operator))
+
+
+@rule(aten.allclose)
+def _allclose(x: Tensor, y: Tensor, *args: Any, **kwargs: Any) -> bool:
+    return torch.allclose(_exactly(x).double(), _exactly(y).double(), *args, **kwargs)

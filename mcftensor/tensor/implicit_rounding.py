@@ -1,0 +1,294 @@
+"""What happens where an expansion is rounded to a plain tensor though nobody asked for it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mcftensor.arithmetic.base_types import BASES
+from mcftensor.formats import Format
+from mcftensor.tensor.step_context import current_step
+
+Action = Literal["ignore", "warn", "raise"]
+_ACTIONS = ("ignore", "warn", "raise")
+_FOLDERS = tuple(
+    f"{Path(str(sys.modules[name].__file__)).parent}{os.sep}" for name in ("torch", "mcftensor")
+)
+
+R = TypeVar("R")
+
+
+class RoundedWarning(UserWarning):
+    """An expansion was rounded to a plain tensor though nobody asked for it, or its update was.
+
+    Raised once for each line of the caller's code; `when_rounded` says what happens instead.
+    """
+
+
+class RoundedError(FloatingPointError):
+    """An expansion would be rounded to a plain tensor, where `when_rounded("raise")` forbids it."""
+
+
+class _Thread(threading.local):
+    action: Action = "warn"
+
+
+_thread = _Thread()
+
+
+class when_rounded:
+    """Say what happens where an expansion is rounded to a plain tensor though nobody asked.
+
+    The setting holds for this thread from the call on; as a context manager it restores the former
+    one at the end, as `numpy.errstate` and `torch.set_grad_enabled` do.
+
+    An operation asks for no rounding where it writes an expansion, or a result computed from a
+    value, into a plain floating tensor that it is given and whose dtype has fewer bits than the
+    format: `plain.copy_(x)`, `plain[i] = x`, `plain.add_(x)`, `torch.stack(xs, out=plain)`. These
+    are no such places:
+
+    - conversions, which ask for it: `mcf.as_plain`, `x.to(dtype)` to another dtype than that of
+      the terms, `float(x)`, `x.numpy()` and all that NumPy is given;
+    - targets that hold every number of the format to the bits that it promises: float32 for
+      `bf16x2`, `bf16x3` and `bf16i16`, float64 for these and `fp32x2`; and targets of integers;
+    - expansions as targets, which round to their own format;
+    - arithmetic on parameters outside of a step, which uses leading terms; a copy of a parameter
+      is such a place;
+    - within a step, gradients, which are plain, and all of an optimizer some of whose states
+      `collage` has made plain.
+
+    Outside of a step the setting also covers updates that a line of code copies over a parameter,
+    as `p.copy_(p - lr * g)` does: they are rounded, and erase the other terms of `p`. The fourth
+    copy over the same memory counts, if the plain tensor has the precision of the leading term
+    and hardly differs from it. `p.add_(g, alpha=-lr)` keeps all terms.
+
+    Args:
+        action: `"ignore"`, `"warn"` (the default: a `RoundedWarning` once for each line of the
+            caller's code), or `"raise"`, a `RoundedError` before anything is written.
+
+    Raises:
+        ValueError: another action.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> y = mcf.as_expansion(torch.tensor([0.1, 0.2], dtype=torch.float64), mcf.fp32x2)
+        >>> stages = torch.empty(3, 2, dtype=y.dtype)
+        >>> with mcf.when_rounded("raise"):
+        ...     stages[0] = y
+        Traceback (most recent call last):
+        ...
+        mcftensor.tensor.implicit_rounding.RoundedError: copy_: an expansion in fp32x2 of shape ...
+        >>> stages = torch.empty(3, 2, dtype=mcf.fp32x2)
+        >>> with mcf.when_rounded("raise"):
+        ...     stages[0] = y
+    """
+
+    def __init__(self, action: Action) -> None:
+        if action not in _ACTIONS:
+            known = ", ".join(map(repr, _ACTIONS))
+            raise ValueError(f"when_rounded: {action!r} is none of {known}")
+        self._former = _thread.action
+        self.action: Action = action
+        _thread.action = action
+
+    def __enter__(self) -> when_rounded:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        _thread.action = self._former
+
+    def __repr__(self) -> str:
+        return f"when_rounded({self.action!r})"
+
+
+def saying_itself(function: Callable[[], R]) -> R:
+    """Call a function that warns of what it rounds by a message of its own."""
+    return asking(function) if _thread.action == "warn" else function()
+
+
+def asking(function: Callable[[], R]) -> R:
+    """Call a function that rounds on purpose.
+
+    Its frame says so: a setting would not be restored where an interrupt comes in between.
+    """
+    return function()
+
+
+def holds(dtype: torch.dtype, format: Format) -> bool:
+    """Whether a plain target takes every number of a format to the bits that the format promises;
+    one of integers is a conversion that was asked for."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return True
+    own, leading = BASES.get(dtype.to_real()), BASES.get(format.dtype)
+    return (
+        own is not None
+        and own.precision >= format.precision
+        and (leading is None or own.max_exponent >= leading.max_exponent)
+    )
+
+
+def rounding(operation: Any, sources: Iterable[Any], target: Tensor) -> None:
+    """Warn or raise where expansions are about to be rounded into a plain tensor."""
+    action = _thread.action
+    if action == "ignore" or torch.compiler.is_dynamo_compiling():
+        return
+    # What has no tails yet is exact.
+    lost = [x for x in sources if x.has_tails and not holds(target.dtype, x.format)]
+    step = current_step()
+    if not lost or (step is not None and step.has_plain_states):
+        return
+    frame = _caller()
+    if frame is None:
+        return
+    name = getattr(operation, "overloadpacket", operation)
+    name = getattr(name, "__name__", str(name))
+    format = lost[0].format
+    repair = (
+        f"To keep all terms, give a target in the format, such as torch.empty_like(x) or "
+        f"torch.empty(shape, dtype=x.format); where rounding is wanted, say so by "
+        f"mcf.as_plain(x, {target.dtype})"
+    )
+    if action == "raise":
+        raise RoundedError(
+            f"{name}: an expansion in {format.name} of shape {tuple(lost[0].shape)} would be "
+            f"rounded to {target.dtype}, in a plain tensor of shape {tuple(target.shape)}. {repair}"
+        )
+    _warn(
+        f"{name}: an expansion in {format.name} is rounded to {target.dtype}, in a plain tensor. "
+        f"{repair}",
+        frame,
+    )
+
+
+def _warn(message: str, frame: FrameType) -> None:
+    """Warn once for the line that a frame is in."""
+    warnings.warn_explicit(
+        f'{message}. mcf.when_rounded("raise") makes this an error, "ignore" ends it',
+        RoundedWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        frame.f_globals.get("__name__", "<unknown>"),
+        frame.f_globals.setdefault("__warningregistry__", {}),  # once a line, as by warnings.warn
+    )
+
+
+def _caller() -> FrameType | None:
+    """The frame of the line that is neither PyTorch's nor the library's; None where somebody rounds
+    on purpose, or `fully_shard` gathers what a model computes with."""
+    frame = outermost = sys._getframe(1)
+    outer: FrameType | None = frame
+    while outer is not None:
+        if outer.f_code is asking.__code__:
+            return None
+        outer = outer.f_back
+    while frame.f_code.co_filename.startswith((*_FOLDERS, "<frozen")) and frame.f_back:
+        if str(frame.f_globals.get("__name__")).startswith("torch.distributed.fsdp."):
+            return None
+        frame = frame.f_back
+    return frame if not frame.f_code.co_filename.startswith(_FOLDERS) else outermost
+
+
+# ------------------------------------------------------------------ updates that are copied over
+#
+# `p.copy_(p - lr * g)` outside of a step computes with the leading term of p, and rounds. What
+# tells it from loading or initializing is that one line does so again and again over the same
+# memory, and that the parameter hardly changes. Only the first few copies by a line are looked at.
+
+_COPIES = 4  # over the same memory, before it is an update
+_OTHERS = 8  # other memory of which the first copy was none
+_SMALL = 2.0**-5  # of an element
+_PLUMBING = (
+    *(f"{_FOLDERS[1]}{folder}{os.sep}" for folder in ("tensor", "dispatch", "kernels")),
+    *(f"{_FOLDERS[0]}{file}" for file in ("_ops.py", "_tensor.py")),
+)
+
+
+class _Line:
+    """What is known of a line of code that copies plain tensors over parameters."""
+
+    def __init__(self) -> None:
+        self.memory: tuple[StorageWeakRef, int] | None = None  # whose address goes to nobody else
+        self.copies = 0
+        self.others = 0
+
+    def updates(self, target: Any, source: Tensor) -> bool:
+        """Whether a copy is the one by which the line is known to update the same memory."""
+        if self.copies == _COPIES or self.others > _OTHERS:
+            return False
+        leading = target._component0
+        memory = StorageWeakRef(leading.untyped_storage()), leading.data_ptr()
+        if self.memory is not None and self.memory[0].expired():
+            self.memory, self.copies = None, 0
+        if self.memory is not None and memory != self.memory:
+            return False
+        if _is_small_update(target, source):
+            self.memory, self.copies = memory, self.copies + 1
+        else:
+            self.memory, self.copies, self.others = None, 0, self.others + 1
+        return self.copies == _COPIES
+
+
+_lines: dict[tuple[str, int], _Line] = {}
+
+
+def updating(operation: Any, target: Any, source: Tensor) -> None:
+    """Warn or raise where a plain tensor is about to be copied over a parameter outside of a step
+    as its update, by the caller's own line."""
+    action = _thread.action
+    if (
+        action == "ignore"
+        or current_step() is not None
+        or target.shape != source.shape
+        or not target.numel()
+    ):
+        return
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PLUMBING):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename.startswith((*_FOLDERS, "<frozen")):
+        return  # PyTorch loads or initializes
+    line = _lines.setdefault((frame.f_code.co_filename, frame.f_lineno), _Line())
+    if not line.updates(target, source):
+        return
+    message = (
+        f"{operation.overloadpacket.__name__}: a plain {source.dtype} tensor is copied over a "
+        f"parameter in {target.format.name} of shape {tuple(target.shape)} from which it hardly "
+        f"differs, for the {_COPIES}th time. If it is an update: outside of a step p - update "
+        "takes the leading term of p, so that small updates are rounded away, and the copy erases "
+        "the other terms of p. Update in place, p.sub_(update) or p.add_(g, alpha=-lr), or in the "
+        "step of a torch.optim.Optimizer"
+    )
+    if action == "raise":
+        line.copies -= 1  # so that the next one raises, too
+        raise RoundedError(message)
+    _warn(message, frame)
+
+
+@torch.no_grad()
+def _is_small_update(target: Any, source: Tensor) -> bool:
+    """Whether half of the elements that a copy changes, and half of all, change by little, seen
+    from the leading term; a sample of them is looked at."""
+    target = target.detach()
+    for dim, size in enumerate(target.shape):
+        step = -(-size // 32)
+        places = [slice(None)] * dim + [slice(None, None, step)]
+        target, source = target[tuple(places)], source.detach()[tuple(places)]
+    new, leading = source.double(), target.lent.double()
+    changes = (new - leading).abs()
+    is_near = changes <= _SMALL * leading.abs()
+    is_changed = changes > 0
+    is_small = (is_near.sum() * 2 >= is_near.numel()) & (
+        (is_near & is_changed).sum() * 2 >= is_changed.sum()
+    )
+    # A wider tensor may have been computed from all terms.
+    return bool(is_small & (new == new.to(target.dtype)).all())

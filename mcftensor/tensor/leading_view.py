@@ -1,0 +1,79 @@
+"""What parameters lend whose leading component is no number by itself: codes under shared scales.
+
+A model computes with the number of codes and scales, which is made anew at each use, so that no
+graph and no shard keeps it. Where a model sees other parts of a parameter than its rows, as in
+`weight.t()`, it is given a `LentTensor`, which nobody can write to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from mcftensor.formats import lent as LENT
+from mcftensor.kernels.custom_ops import is_bare
+from mcftensor.passes.format_conversion import recode
+from mcftensor.tensor.components import wrapper
+from mcftensor.tensor.tensor import MCFTensor
+
+
+class LentTensor(MCFTensor):
+    """A view of what a parameter lends, of which only the parameter takes memory."""
+
+    _source: MCFTensor
+    _view: Callable[[Tensor], Tensor]
+
+    @staticmethod
+    def over(source: MCFTensor, view: Callable[[Tensor], Tensor]) -> MCFTensor:
+        """Given how a plain tensor of that layout is viewed."""
+        codes = source._component0
+        if not is_bare([codes]):  # a compiler's
+            return MCFTensor.of([view(source.lent), view(source.dequantize())], LENT, "parameter")
+        made = wrapper(LentTensor, view(codes), LENT)
+        made._format, made._role = LENT, "parameter"
+        made._source, made._view = source, view
+        return made
+
+    def viewed(self, view: Callable[[Tensor], Tensor]) -> MCFTensor:
+        """A view of it."""
+        first = self._view
+        return LentTensor.over(self._source, lambda x: view(first(x)))
+
+    @property
+    def _component0(self) -> Tensor:  # type: ignore[override]
+        return self._view(self._source.lent)
+
+    @property
+    def _component1(self) -> Tensor:  # type: ignore[override]
+        return self._view(self._source.dequantize())
+
+    def _lying(self) -> Tensor:
+        return self._view(self._source._lying())
+
+
+def lent_views(func: Any, x: MCFTensor, args: Any, kwargs: Any) -> Any:
+    """The results of a view of what a parameter lends, or of what it has lent."""
+    over = x.viewed if isinstance(x, LentTensor) else partial(LentTensor.over, x)
+    views = func(x._component0, *args, **kwargs)
+    if isinstance(views, Tensor):
+        return over(lambda t: func(t, *args, **kwargs))
+
+    def one(i: int) -> Callable[[Tensor], Tensor]:
+        return lambda t: func(t, *args, **kwargs)[i]
+
+    return type(views)(over(one(i)) for i in range(len(views)))
+
+
+def holding(x: MCFTensor, numbers: Tensor) -> MCFTensor:
+    """Copies of numbers that were lent, as a parameter in the format that they come from; or, where
+    that is of rows and there are none, in one that holds them."""
+    source = x._source if isinstance(x, LentTensor) else x
+    format, writes = source._format, source._count
+    if format is LENT or numbers.dim() < 2:
+        format, writes = format.of_states, None
+    made = recode([numbers], "float32", format.nearest.name, None)
+    writes = None if writes is None else writes.clone()
+    return MCFTensor.of(made, format, "parameter", own=True, writes=writes)

@@ -1,0 +1,53 @@
+"""A number by which a tensor is yet to be multiplied.
+
+Where a number is one byte, `v.mul_(0.999)` would be lost, or at best be a second rounding beside
+that of what is added next. So of formats whose elements share scales a multiplication by a number
+is only noted, exactly. What is written next absorbs it, and so does whoever asks for components.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mcftensor.arithmetic.write_counts import moved
+from mcftensor.formats import Format
+from mcftensor.passes.format_conversion import decode_columns, encode_columns, key_for
+
+
+class PendingScale:
+    """What is noted for one memory; its views have the same object.
+
+    Attributes:
+        value: the number, 1 where there is nothing to do.
+        components: those of the memory.
+    """
+
+    def __init__(
+        self, components: Sequence[Tensor], format: Format, writes: Tensor | None, first: int
+    ) -> None:
+        self.value = 1.0
+        self.components, self._format = components, format
+        self._writes, self._first = writes, first
+
+    def is_of_all(self, components: Sequence[Tensor]) -> bool:
+        """Whether components are all there are, and no part of them."""
+        return components[0].numel() == self.components[0].numel()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Multiply, and round once."""
+        if self.value == 1:
+            return
+        columns = [[x] for x in self.components]
+        numbers = torch.empty_like(self.components[0], dtype=torch.float32)
+        decode_columns(self._format, columns, [numbers])
+        numbers.mul_(self.value)
+        count = None if self._writes is None else moved(self._writes, self._first)
+        key = key_for(self._format, numbers.device, count)
+        encode_columns(self._format, [numbers], columns, [] if key is None else [key])
+        self.value = 1.0
+        if self._writes is not None:
+            self._writes.add_(1)

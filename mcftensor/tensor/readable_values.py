@@ -1,0 +1,66 @@
+"""The numbers of an expansion as text, NumPy arrays and Python floats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mcftensor.tensor import text_tables
+from mcftensor.tensor.addresses import require_dispatch
+from mcftensor.tensor.components import ComponentTensor
+from mcftensor.tensor.tensor_repr import formatted, text_of
+
+
+class ReadableTensor(ComponentTensor):
+    """The part of `MCFTensor` that leaves the format."""
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        kind = "Parameter containing:\n" if self._is_param else ""
+        is_unknown = self._has_rules and self.is_meta  # the exponent is
+        if type(self._read()[0]) is not torch.Tensor or is_unknown:
+            return f"{kind}MCFTensor(shape={tuple(self.shape)}, format={self._format.name})"
+        text = text_of(self._collapsed(), self._format.decode(self._read()), self._format)
+        about = f"format={self._format.name}{self._format.about(self._read())}"
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return f"{kind}MCFTensor({text}, {about}{grad})"
+
+    def _repr_html_(self) -> str:
+        components = self._read()
+        has_data = type(components[0]) is torch.Tensor and not self.is_meta
+        is_shown = has_data and 0 < self.numel() <= text_tables.FEW
+        about = f"{self._role}, shape {tuple(self.shape)}, {text_tables.size(self.nbytes)}"
+        numbers = self._collapsed() if is_shown else None
+        return text_tables.numbers(repr(self), about, self._format, components, numbers)
+
+    def __format__(self, spec: str) -> str:
+        if self.dim() or type(self._read()[0]) is not torch.Tensor:
+            return object.__format__(self, spec)
+        terms = self._format.decode(self._read())
+        return formatted(self._collapsed(), terms, self._format, spec)
+
+    def numpy(self, *, force: bool = False) -> np.ndarray:
+        """The collapsed values in float64, a copy on the CPU."""
+        if self.requires_grad and not force:
+            raise RuntimeError(
+                "numpy: this expansion requires grad; call .detach().numpy(), or numpy(force=True)"
+            )
+        return self._collapsed().cpu().numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    def __float__(self) -> float:
+        require_dispatch(self)
+        return super().__float__()
+
+    def tolist(self) -> Any:
+        """The collapsed values as nested lists of Python floats."""
+        return self._collapsed().tolist()
+
+    def dequantize(self) -> Tensor:
+        """The numbers as a plain tensor, exactly where its format only stores them: float32."""
+        return self._collapsed(self._format.dtype_of_numbers)

@@ -1,0 +1,497 @@
+"""Steps in backward: a parameter steps as soon as its gradient is there, which is then freed."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from mcftensor.patches.optimizers import before_each_clipping
+from mcftensor.tensor.dtensor import local
+from mcftensor.training.gradient_hooks import GradientHook, Handle, trained
+from mcftensor.training.plain_parameters import warn_of_plain_parameters
+from mcftensor.training.separability import step_alone, why_inseparable
+
+_handles: weakref.WeakSet[StepInBackward] = weakref.WeakSet()
+
+
+class StepInBackwardError(RuntimeError):
+    """A step in backward has failed, or would be a second one before `optimizer.step()`.
+
+    Attributes:
+        stepped: names of the parameters that have stepped since `optimizer.step()`.
+        failed: names of those whose step has raised. They may have stepped, and their gradients
+            are gone.
+    """
+
+    def __init__(self, message: str, stepped: list[str], failed: list[str]) -> None:
+        super().__init__(message)
+        self.stepped = stepped
+        self.failed = failed
+
+
+class StepInBackward(Handle):
+    """What `step_in_backward` returns; as a context manager it ends with the block.
+
+    Attributes:
+        norm: the norm of all gradients of the latest `measure_norm()`, or step with
+            `clip_by_previous_norm`; None before. It may be set, as when a run is resumed.
+    """
+
+    def __init__(
+        self,
+        names: dict[Tensor, str],
+        optimizer: Optimizer,
+        clip_value: float | None,
+        clip_by_previous_norm: float | None,
+        bucket_bytes: int,
+    ) -> None:
+        self.norm: Tensor | None = None
+        self._names = names
+        self._optimizer = optimizer
+        self._clip_value = clip_value
+        self._max_norm = clip_by_previous_norm
+        self._bucket_bytes = bucket_bytes
+        self._mode: Literal["step", "hold", "measure"] = "step"
+        self._lock = threading.RLock()  # each device has a thread of its own in backward
+        self._groups: dict[Tensor, int] = {}  # of this iteration, the groups of parameters
+        self._stepped: dict[Tensor, None] = {}
+        self._failed: dict[Tensor, None] = {}
+        self._norms: dict[Tensor, Tensor] = {}
+        self._measured: tuple[float, Tensor] | None = None
+        self._buckets: dict[Any, dict[Tensor, None]] = {}  # by streams
+        self._bytes = 0
+        self._undo: list[Callable[[], None]] = []
+
+    # ------------------------------------------------------------------------------ what it says
+
+    @property
+    def stepped(self) -> list[str]:
+        """Names of the parameters that have stepped since the last `optimizer.step()`."""
+        return [self._names[p] for p in self._stepped]
+
+    @property
+    def failed(self) -> list[str]:
+        """Names of the parameters whose step has raised since the last `optimizer.step()`."""
+        return [self._names[p] for p in self._failed]
+
+    def __repr__(self) -> str:
+        count = f"{len(self._stepped)} of {len(self._names)} parameters have stepped"
+        state = count if self._active else "removed"
+        return f"StepInBackward({type(self._optimizer).__name__}, {state})"
+
+    # ------------------------------------------------------------------------------ what it does
+
+    def remove(self) -> None:
+        """Let backward leave gradients to `optimizer.step()`, as ever."""
+        super().remove()
+        while self._undo:
+            self._undo.pop()()
+        _handles.discard(self)
+
+    @contextlib.contextmanager
+    def no_step(self) -> Iterator[None]:
+        """Within, backward leaves gradients where they are, and sums them, as ever.
+
+        For all microbatches but the last, and for steps that need all gradients at once: what has
+        a gradient when `optimizer.step()` is called steps there.
+        """
+        with self._in_mode("hold"):
+            yield
+
+    @contextlib.contextmanager
+    def measure_norm(self, max_norm: float) -> Iterator[None]:
+        """Within, backward measures gradients and drops them. The next backward clips by the norm
+        of all of them, as `torch.nn.utils.clip_grad_norm_` would, and steps.
+
+        It costs a second backward, with `retain_graph=True` in the first, or a second forward too.
+
+        Args:
+            max_norm: that of all gradients together is brought down to it.
+
+        Raises:
+            ValueError: some gradients are there already, as of microbatches, and would be dropped.
+            RuntimeError: no gradient was measured.
+        """
+        held = [name for p, name in self._names.items() if p.grad is not None]
+        if held:
+            raise ValueError(
+                f"measure_norm: {_listed(held)} have gradients, which would be dropped. Over "
+                "several microbatches let all run within no_step(), clip with "
+                "torch.nn.utils.clip_grad_norm_, and call optimizer.step()"
+            )
+        self._norms.clear()
+        try:
+            with self._in_mode("measure"):
+                yield
+            if not self._norms:
+                raise RuntimeError("measure_norm: no gradient was measured; call backward within")
+            self.norm = self._total_norm()
+            self._measured = max_norm, self.norm
+        finally:
+            self._norms.clear()
+
+    @contextlib.contextmanager
+    def _in_mode(self, mode: Literal["hold", "measure"]) -> Iterator[None]:
+        outer, self._mode = self._mode, mode
+        try:
+            yield
+        finally:
+            self._mode = outer
+
+    # ------------------------------------------------------------------------------------- hooks
+
+    def take(self, p: Tensor) -> None:
+        """A gradient that has been made: step, if it is a whole one."""
+        grad = p.grad
+        # A gradient with a graph is about to be differentiated, and so may be the parameter.
+        if not self._active or self._mode == "hold" or grad is None or grad.requires_grad:
+            return
+        with self._lock:
+            if not self._groups:
+                self._groups = _groups_of(self._optimizer)
+            if p not in self._groups:
+                return
+            if p in self._stepped or p in self._failed:
+                p.grad = None
+                raise self._error(
+                    f"{self._names[p]} has got another gradient after its step. Gradients of "
+                    "several backward passes are summed within no_step(), but for the last; "
+                    "optimizer.step() ends an iteration, also one that has failed; and where "
+                    "checkpointed activations share parameters, they need use_reentrant=False"
+                )
+            if self._mode == "measure":
+                self._norms[p] = torch.linalg.vector_norm(grad)
+                p.grad = None
+                return
+            stream = _stream_of(grad)
+            self._buckets.setdefault(stream, {})[p] = None
+            self._bytes += local(grad).numel() * grad.element_size()
+            if self._bytes >= self._bucket_bytes:
+                self._step(self._buckets.pop(stream))
+                self._bytes = 0
+            else:
+                _at_end_of_backward(self._step_all)
+
+    def _step_all(self) -> None:
+        """Step what is left, when backward is through."""
+        with self._lock:
+            self._bytes = 0
+            while self._buckets:
+                stream, parameters = self._buckets.popitem()
+                with _on(stream):
+                    self._step(parameters)
+
+    def _step(self, parameters: Iterable[Tensor]) -> None:
+        """The step of some parameters alone, and the end of their gradients."""
+        chosen: dict[int, list[Tensor]] = {}
+        for p in parameters:
+            if p.grad is not None:  # else somebody has dropped it
+                chosen.setdefault(self._groups[p], []).append(p)
+        stepping = [p for group in chosen.values() for p in group]
+        self._failed |= dict.fromkeys(stepping)
+        try:
+            with torch.no_grad():
+                self._clip(stepping)
+            step_alone(self._optimizer, chosen)
+        except Exception as error:
+            raise self._error(
+                f"the step of {_listed([self._names[p] for p in stepping])} raised "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        else:
+            for p in stepping:
+                del self._failed[p]
+            self._stepped |= dict.fromkeys(stepping)
+        finally:
+            for p in stepping:
+                p.grad = None
+
+    def _clip(self, parameters: Sequence[Tensor]) -> None:
+        if self._max_norm is not None:
+            for p in parameters:
+                assert p.grad is not None
+                self._norms[p] = torch.linalg.vector_norm(p.grad)
+        if self._measured is not None:
+            clip_grads_with_norm_(parameters, *self._measured)
+        elif self._max_norm is not None and self.norm is not None:
+            clip_grads_with_norm_(parameters, self._max_norm, self.norm)
+        if self._clip_value is not None:
+            clip_grad_value_(parameters, self._clip_value)
+
+    def _total_norm(self) -> Tensor:
+        return get_total_norm([self._norms[p] for p in self._names if p in self._norms])
+
+    def _error(self, what: str) -> StepInBackwardError:
+        return StepInBackwardError(
+            f"step_in_backward: {what}. {len(self._stepped)} of {len(self._names)} parameters have "
+            "stepped in this iteration, see the handle's stepped and failed. Load a checkpoint, or "
+            "call optimizer.step() to go on from here",
+            self.stepped,
+            self.failed,
+        )
+
+    # --------------------------------------------------------------------------------- iterations
+
+    def attach_to(self, modules: Iterable[nn.Module]) -> None:
+        """Set all hooks, and keep other programs from what would go wrong."""
+        optimizer = self._optimizer
+        _Gradients(self).attach(self._names)
+        for handle in (
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._end),
+            optimizer.register_load_state_dict_post_hook(self._end),
+        ):
+            self._undo.append(handle.remove)
+        # GradScaler gives its scale to optimizers that say so, which _before_step can see.
+        self._undo.append(_assigned(optimizer, "_step_supports_amp_scaling", True))
+        for module in modules:
+            self._undo.append(_assigned(module, "_ddp_params_and_buffers_to_ignore", _RefusesDDP()))
+        _handles.add(self)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if getattr(optimizer, "grad_scale", None) is not None:
+            raise TypeError(
+                "step_in_backward: GradScaler wants to see all gradients before any parameter "
+                "steps, and they have stepped by scaled ones. Train in bfloat16, which needs no "
+                "scaling, or take off the handle"
+            )
+
+    def _end(self, optimizer: Optimizer, *arguments: Any) -> None:
+        """The end of an iteration, or of what was before a checkpoint."""
+        if self._max_norm is not None and self._norms:
+            self.norm = self._total_norm()
+        for content in (self._groups, self._stepped, self._failed, self._norms, self._buckets):
+            content.clear()
+        self._measured = None
+        self._bytes = 0
+
+
+def step_in_backward(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    clip_value: float | None = None,
+    clip_by_previous_norm: float | None = None,
+    bucket_bytes: int = 1 << 22,
+) -> StepInBackward:
+    """Have each parameter step in backward, as soon as its gradient is there, and free that.
+
+    So gradients of the whole model are never in memory at once. The loop of training stays what it
+    is: `optimizer.step()` ends an iteration. It steps what still has a gradient, calls the
+    hooks on steps, and counts for schedulers. Parameters and states are, to the bit, those of
+    a step after backward; stochastic rounding, and optimizers that draw numbers, draw them in
+    another order.
+
+    Args:
+        model: a module, its parameters expansions or plain; after `fully_shard`, if that is used.
+        optimizer: of its parameters, any whose update of a parameter needs no gradient but its own.
+            That is tried out on small tensors.
+        clip_value: bring gradients into the range of plus and minus this.
+        clip_by_previous_norm: clip to this norm as `clip_grad_norm_` does, by the norm that all
+            gradients had in the step *before*. The first step is not clipped. For the
+            norm of the same step see `measure_norm`.
+        bucket_bytes: gradients wait until there are so many bytes of them, or backward ends, and
+            their parameters step together.
+
+    Returns:
+        A handle. Its `remove()` ends this; so does the end of a `with` block. Its `no_step()` and
+        `measure_norm(max_norm)` are contexts for backward passes that do not step.
+
+    Raises:
+        TypeError: `model` is no module or `optimizer` no optimizer, or one that calls no hooks.
+        ValueError: the optimizer needs all gradients at once, or steps other optimizers; it has no
+            parameter of the model that requires grad; the model or the optimizer has a handle; the
+            model is in DistributedDataParallel or FullyShardedDataParallel; an option that is not
+            above 0.
+        StepInBackwardError: raised in backward, where the step of a parameter raises, and where a
+            parameter gets a second gradient before `optimizer.step()`.
+
+    *Cost*: a bucket of gradients, and the largest of them. Steps are as many operations as ever.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> model = mcf.as_expansion(torch.nn.Linear(3, 2))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> handle = mcf.step_in_backward(model, optimizer)
+        >>> model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+        >>> sorted(handle.stepped), model.weight.grad
+        (['bias', 'weight'], None)
+        >>> optimizer.step()
+        >>> handle.stepped
+        []
+
+    References:
+        K. Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited
+        Resources" (LOMO), 2023, arXiv:2306.09782, for plain SGD.
+    """
+    for name, given in (
+        ("clip_value", clip_value),
+        ("clip_by_previous_norm", clip_by_previous_norm),
+    ):
+        if given is not None and not given > 0:
+            raise ValueError(f"step_in_backward: {name}={given!r}; give a number above 0")
+    if bucket_bytes < 0:
+        raise ValueError(f"step_in_backward: bucket_bytes={bucket_bytes!r}; give 0 or more")
+    _check_model(model)
+    _check_optimizer(optimizer)
+    own = _groups_of(optimizer)
+    names = {p: name for p, name in trained(model).items() if p in own}
+    if not names:
+        raise ValueError(
+            f"step_in_backward: this {type(optimizer).__name__} has no parameter of "
+            f"{type(model).__name__} that requires grad; make it after the model is sharded"
+        )
+    for other in _handles:
+        if other._optimizer is optimizer or not other._names.keys().isdisjoint(names):
+            raise ValueError(
+                "step_in_backward: this model or optimizer has a handle; remove() that one first"
+            )
+    warn_of_plain_parameters(optimizer)  # whose first step comes before optimizer.step()
+    before_each_clipping(_require_held)
+    handle = StepInBackward(names, optimizer, clip_value, clip_by_previous_norm, bucket_bytes)
+    handle.attach_to(model.modules())
+    return handle
+
+
+def are_released(parameters: Iterable[Tensor]) -> bool:
+    """Whether some of these parameters step in backward."""
+    chosen = set(parameters)
+    return any(not chosen.isdisjoint(handle._names) for handle in _handles)
+
+
+def _require_held(parameters: list[Tensor]) -> None:
+    """Raise RuntimeError where gradients that are to be clipped have been released."""
+    for handle in list(_handles):
+        gone = {*handle._stepped, *handle._failed, *handle._norms}
+        names = [handle._names[p] for p in parameters if p.grad is None and p in gone]
+        if names:
+            raise RuntimeError(
+                "clip_grad_norm_ or clip_grad_value_: the gradients of "
+                f"{_listed(names)} were released in backward, "
+                "and there is nothing left to clip. Give the norm to step_in_backward, as "
+                "clip_by_previous_norm or clip_value, or to the handle's measure_norm(max_norm), "
+                "and leave out this call"
+            )
+
+
+_OF_DDP = (
+    "DistributedDataParallel reduces gradients after the hooks of parameters, and its buckets hold "
+    "all of them as long as it lives, so that nothing would be freed. Shard the model with "
+    "torch.distributed.fsdp.fully_shard, over a mesh that replicates if need be"
+)
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"step_in_backward: got {type(model).__name__}; give a module")
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ValueError(f"step_in_backward: {_OF_DDP}")
+        if fsdp and isinstance(module, fsdp.FullyShardedDataParallel):
+            raise ValueError(
+                "step_in_backward: FullyShardedDataParallel keeps gradients in memory of its own; "
+                "shard with torch.distributed.fsdp.fully_shard"
+            )
+
+
+def _check_optimizer(optimizer: object) -> None:
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"step_in_backward: got {name}; give a torch.optim.Optimizer")
+    for attribute, value in vars(optimizer).items():
+        parts = value if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(part, Optimizer) for part in parts):
+            raise ValueError(
+                f"step_in_backward: {name} steps other optimizers; give the one in "
+                f"optimizer.{attribute}"
+            )
+    if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+        raise TypeError(f"step_in_backward: {name} does not call hooks on its step")
+    reason = why_inseparable(optimizer)
+    if reason is not None:
+        raise ValueError(
+            f"step_in_backward: {name} cannot step one parameter after another: {reason}"
+        )
+
+
+def _groups_of(optimizer: Optimizer) -> dict[Tensor, int]:
+    return {p: g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _assigned(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Give an object an attribute; the function that takes it off."""
+    before = vars(owner).get(name, _assigned)
+    setattr(owner, name, value)
+
+    def undo() -> None:
+        if vars(owner).get(name) is value:
+            if before is _assigned:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+    return undo
+
+
+class _Gradients(GradientHook):
+    """Where gradients are sent on to a handle, as long as there is one."""
+
+    def __init__(self, handle: StepInBackward) -> None:
+        self._handle = weakref.ref(handle)
+
+    @torch._disable_dynamo
+    def __call__(self, p: Tensor) -> None:
+        handle = self._handle()
+        if handle is not None:
+            handle.take(p)
+
+
+class _RefusesDDP:
+    """In the place of the list of what DistributedDataParallel is to ignore, which it reads when it
+    is made around a module."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise ValueError(f"step_in_backward: {_OF_DDP}")
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return list, ()  # copies of a module have no handle
+
+
+# ------------------------------------------------------------------------------------- streams
+
+
+def _at_end_of_backward(function: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def _stream_of(x: Tensor) -> torch.Stream | None:
+    """The stream that x was made on, if its device has streams."""
+    return None if x.device.type == "cpu" else torch.accelerator.current_stream(x.device)
+
+
+@contextlib.contextmanager
+def _on(stream: torch.Stream | None) -> Iterator[None]:
+    """Within, work goes on a stream, after what is there now, and before what comes then."""
+    if stream is None:
+        yield
+        return
+    current = torch.accelerator.current_stream(stream.device)
+    stream.wait_stream(current)
+    with stream:
+        yield
+    current.wait_stream(stream)
