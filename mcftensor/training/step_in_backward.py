@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from mcftensor.patches.optimizers import before_each_clipping
@@ -220,12 +220,17 @@ class StepInBackward(Handle):
             for p in parameters:
                 assert p.grad is not None
                 self._norms[p] = torch.linalg.vector_norm(p.grad)
-        if self._measured is not None:
-            clip_grads_with_norm_(parameters, *self._measured)
-        elif self._max_norm is not None and self.norm is not None:
-            clip_grads_with_norm_(parameters, self._max_norm, self.norm)
-        if self._clip_value is not None:
-            clip_grad_value_(parameters, self._clip_value)
+        # As PyTorch does it, whose functions are changed to refuse what is released.
+        clip = self._measured
+        if clip is None and self._max_norm is not None and self.norm is not None:
+            clip = self._max_norm, self.norm
+        for p in parameters:
+            assert p.grad is not None
+            if clip is not None:
+                factor = torch.clamp(float(clip[0]) / (clip[1] + 1e-6), max=1.0)
+                p.grad.mul_(factor.to(p.grad.device))
+            if self._clip_value is not None:
+                p.grad.clamp_(-self._clip_value, self._clip_value)
 
     def _total_norm(self) -> Tensor:
         return get_total_norm([self._norms[p] for p in self._names if p in self._norms])

@@ -297,7 +297,7 @@ def compiled(program, warps):
         fn=kernel.function,
         signature={"rows": "*i64", "owners": "*i32", "numbers": "*i64"}
         | dict.fromkeys(("STEP", "BLOCK", "ALIGNED"), "constexpr"),
-        constexprs={"STEP": 0, "BLOCK": programs.BLOCK, "ALIGNED": True},
+        constexprs={"STEP": 0, "BLOCK": programs.THREAD_BLOCK, "ALIGNED": True},
         attrs={(i,): divisible for i in range(3)},
     )
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
