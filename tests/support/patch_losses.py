@@ -38,6 +38,8 @@ def change(name: str) -> None:
         setattr(owner, attribute, renamed)
         if owner is nn.Module:
             owner._register_load_state_dict_pre_hook = register_by_the_new_name
+    elif owner is nn.utils:  # public, and imported by the library itself
+        setattr(owner, attribute, functools.partial(clip_by_other_names, found))
     elif attribute == "swap_tensors":
         setattr(owner, attribute, functools.partial(swap_by_other_names, found))
     elif attribute == "_callback_from_stance":
@@ -56,6 +58,10 @@ def change(name: str) -> None:
         delattr(owner, attribute)
     else:
         setattr(owner, attribute, None)
+
+
+def clip_by_other_names(clip, tensors, *args):
+    return clip(tensors, *args)
 
 
 def swap_by_other_names(swap, a, b):
