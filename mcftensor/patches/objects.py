@@ -171,10 +171,12 @@ of its names there."""
 @patch(
     "torch.nn.Module.load_state_dict",
     why="Terms among the keys of a state dict, as readers of safetensors files give them, belong "
-    "to expansions. To torch's own function, in a process without expansions, terms are unexpected "
-    "keys: `mcf.load_file` reads such files, and `mcf.checkpoint.from_terms` such state dicts.",
+    "to expansions.",
     loss="load_state_dict(strict=False) drops terms that stand among the keys without a word; load "
     "mcf.checkpoint.from_terms(state_dict).",
+    when="import mcftensor",
+    before="A plain model may load such terms before the process has made an expansion, and is "
+    "converted afterwards.",
     takes=("self", "state_dict"),
 )
 @by_name

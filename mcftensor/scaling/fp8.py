@@ -45,7 +45,7 @@ def fp8_product(x: Tensor, y: Tensor) -> Tensor:
         >>> x = mcf.as_expansion(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), e4m3)
         >>> mcf.scaling.fp8_product(x, x)
         MCFTensor([[ 7., 10.],
-                      [15., 22.]], format=scaled(float16), exponent=2)
+                   [15., 22.]], format=scaled(float16), exponent=2)
     """
     a, b = _eight_bits(x), _eight_bits(y)
     if x.dim() != 2 or y.dim() != 2 or x.shape[1] != y.shape[0]:

@@ -22,6 +22,7 @@ from mcftensor.scaling.event_counts import count
 from mcftensor.scaling.scaled import is_scaled, made_of
 from mcftensor.scaling.scaled_format import ScaledFormat, promoted
 from mcftensor.scaling.scaled_numbers import Unrounded, by_size, number, stored, write_to
+from mcftensor.tensor.implicit_rounding import rounding
 from mcftensor.tensor.tensor import MCFTensor
 
 aten = torch.ops.aten
@@ -145,6 +146,8 @@ def _written(
     found: ScalingRule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     target, *others = args
+    if not is_scaled(target):
+        rounding(func, filter(is_scaled, _leaves((others, kwargs))), target)
     result = found.function(target, *others, **kwargs)
     if isinstance(result, Tensor):
         result = number(result)

@@ -63,6 +63,11 @@ class ScaledTensor(MCFTensor, metaclass=_InScaledFormats):
             format = of_dtype(data, tail[0] if tail else None)
         return MCFTensor([*components, exponent], format)
 
+    def __init__(
+        self, components: Sequence[Tensor], exponent: Tensor, format: ScaledFormat | None = None
+    ) -> None:
+        pass
+
     @property
     def format(self) -> ScaledFormat:
         """The format of the data."""

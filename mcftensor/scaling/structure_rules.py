@@ -15,6 +15,7 @@ from mcftensor.scaling.rule_table import aten, rule
 from mcftensor.scaling.scaled import ScaledTensor, data_of, is_all, is_scaled, made_of
 from mcftensor.scaling.scaled_format import TOPS, ScaledFormat, of_dtype
 from mcftensor.scaling.scaled_numbers import Unrounded, aligned, by_size, leveled, number, write_to
+from mcftensor.tensor.implicit_rounding import rounding
 from mcftensor.tensor.tensor import MCFTensor
 
 
@@ -96,6 +97,8 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
     if not is_scaled(target):
         assert is_scaled(source)
         is_plain = target.is_floating_point() and not isinstance(target, MCFTensor)
+        if is_plain:
+            rounding(aten.copy_, [source], target)
         return target.copy_(source._collapsed(target.dtype if is_plain else torch.float64))
     if is_scaled(source) and source.format is target.format and is_all(target):
         for mine, theirs in zip(target._held(), source._held(), strict=True):

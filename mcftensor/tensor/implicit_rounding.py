@@ -130,6 +130,8 @@ def holds(dtype: torch.dtype, format: Format) -> bool:
     if not (dtype.is_floating_point or dtype.is_complex):
         return True
     own, leading = BASES.get(dtype.to_real()), BASES.get(format.dtype)
+    if format.arithmetic == "rules" and dtype.to_real() not in (torch.float32, torch.float64):
+        return False  # whose range no scale exceeds in practice
     return (
         own is not None
         and own.precision >= format.precision

@@ -173,9 +173,9 @@ def test_code_that_was_removed_is_compiled_again(monkeypatch, tmp_path):
 
 PROGRAM = """
 import mcftensor as mcf, torch
-from mcftensor.kernels import running
-kernels, make = [], running.Kernel
-running.Kernel = lambda *args: kernels.append(make(*args)) or kernels[-1]
+from mcftensor.kernels import execute
+kernels, make = [], execute.Kernel
+execute.Kernel = lambda *args: kernels.append(make(*args)) or kernels[-1]
 torch.manual_seed(0)
 x, y = (mcf.as_expansion(torch.randn(4096, 300, dtype=torch.float64), mcf.bf16x2) for _ in "xy")
 z = x * y + x

@@ -258,3 +258,26 @@ def test_a_plain_model_keeps_what_it_loads_unless_that_is_to_raise():
     assert_same_terms(mcf.as_expansion(model, mcf.fp32x2).weight, state["weight"])
     with mcf.when_rounded("raise"), pytest.raises(RuntimeError, match="fp32x2"):
         nn.Linear(3, 2).load_state_dict(state)
+
+
+@pytest.mark.parametrize("write", ["copy_", "index", "add_", "out=", "_foreach_copy_"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_tensors_with_a_scale_are_rounded_with_a_word(write, dtype):
+    """Their range is that of no type of 16 bits: 1e6 is infinite in float16, and 1e-9 zero."""
+    x = mcf.as_expansion(torch.tensor([1e6, 1e-9]), mcf.scaling.scaled(torch.float16, tail=8))
+    target = torch.zeros(2, dtype=dtype)
+    ways = {
+        "copy_": lambda: target.copy_(x),
+        "index": lambda: target.__setitem__(slice(None), x),
+        "add_": lambda: target.add_(x),
+        "out=": lambda: torch.mul(x, 1.0, out=target),
+        "_foreach_copy_": lambda: torch._foreach_copy_([target], [x]),
+    }
+    with mcf.when_rounded("raise"):
+        if dtype.itemsize > 2:
+            ways[write]()
+            assert target[0] == pytest.approx(1e6, rel=1e-4)
+        else:
+            with pytest.raises(mcf.errors.RoundedError, match=r"scaled\(fp16i8\)"):
+                ways[write]()
+            assert not target.any()
