@@ -220,3 +220,15 @@ def has_same_storage_numel(func: Any, x: Tensor, base: Tensor) -> Any:
             "torch.func.jvp has no such graph",
         )
     return func(*leading((x, base)))
+
+
+@implements(
+    aten._nested_tensor_from_tensor_list.default,  # torch.nested.nested_tensor
+    aten._nested_view_from_jagged.default,  # the same with layout=torch.jagged
+)
+def nest(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Nested tensors hold leading terms of parameters; values would lose the other terms."""
+    found = expansions((args, kwargs))
+    if all(x.acts_as == "parameter" for x in found):
+        return func(*leading(args), **leading(kwargs))
+    raise refusal(func, found, "nested tensors are of plain tensors")

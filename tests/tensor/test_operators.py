@@ -189,3 +189,12 @@ def test_the_published_matrix_has_every_operator_and_most_compute(format):
     entries = [entry[format.name] for entry in MATRIX["operators"].values()]
     assert all(entry["units"] <= operators.UNITS for entry in entries)
     assert sum(entry["computed"] > 0 for entry in entries) >= 620
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.parametrize("format", [mcf.bf16x2, mcf.bf16i16, mcf.fp32x2, mcf.mxfp8])
+def test_nested_tensors_of_values_are_refused(format, layout):
+    x = mcf.as_expansion(torch.randn(3, 32), format)
+    with pytest.raises(NotImplementedError, match="nested tensors are of plain tensors"):
+        torch.nested.as_nested_tensor([x, x], layout=layout)
