@@ -50,7 +50,9 @@ def cast(
     return on_local(value_of, x.detach(), format)
 
 
-def in_place_of_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def in_place_of_dtype(
+    found: Format, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """A function of PyTorch that was given a format: `x.to(format)`, and what takes `dtype=`, whose
     result is computed in float64.
 
@@ -63,13 +65,12 @@ def in_place_of_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         x, *others = args
         return cast(x, others.pop(0) if format is None else format, *others, **options)
     name = getattr(func, "__name__", str(func)).strip("_")
-    if isinstance(format, Format):
+    if format is found:
         is_made_of = any(isinstance(x, Tensor) for x in tree_leaves(args))
         if not is_made_of or format.precision <= PRECISION or "like" in name or "new_" in name:
             requires_grad = options.pop("requires_grad", False)
             made = cast(func(*args, dtype=WIDE, **options), format)
             return made.requires_grad_() if requires_grad else made
-    found = next(x for x in (*args, *kwargs.values()) if isinstance(x, Format))
     raise TypeError(
         f"{name}: {found.name} is a format, which cannot stand here; convert a tensor by "
         f"x.to({found!r}), and a tensor or a module by mcf.as_expansion(x, {found!r})"

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from mcftensor.arithmetic import networks
 from mcftensor.arithmetic.base_types import BASES
@@ -194,7 +195,9 @@ class Format:
     ) -> Any:
         """PyTorch comes here where a format is given as a dtype; see
         `dispatch/format_as_dtype.py`."""
-        return cls._in_place_of_dtype(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        found = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Format))
+        return cls._in_place_of_dtype(found, func, args, kwargs)
 
     # ---------------------------------------------------------------------------------- the codec
 
@@ -647,6 +650,22 @@ def require_format(format: object, where: str, *, with_rules: bool = False) -> F
         f"{where}: {format!r} is {'a plain dtype' if plain else 'not a format'}; give one of "
         f"{known}, its name as a string, or build one with mcf.Format"
         + ("; None leaves a tensor as it is" if plain and "overrides" in where else "")
+    )
+
+
+def require_floats(format: object, where: str) -> Format:
+    """Return a format of floats, plain ones too: `format` itself, or that of a dtype or a name.
+
+    Raises:
+        TypeError: anything else; the message names the caller `where`.
+    """
+    found = PLAIN[format] if isinstance(format, torch.dtype) else format
+    found = named(found) if isinstance(found, str) else found
+    if isinstance(found, Format) and found.dtype.is_floating_point:
+        return found
+    raise TypeError(
+        f"{where}: {format!r} is no format of floats; give mcf.bf16i16, torch.float32, or the name "
+        "of one"
     )
 
 

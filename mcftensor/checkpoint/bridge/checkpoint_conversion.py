@@ -22,7 +22,8 @@ from mcftensor.checkpoint.shards import size_in_bytes
 from mcftensor.checkpoint.state_dicts import as_terms
 from mcftensor.convert import as_plain, for_shape, value_in
 from mcftensor.dispatch.operands import after
-from mcftensor.formats import PLAIN, Format, bf16i16, named
+from mcftensor.formats import PLAIN, Format, bf16i16
+from mcftensor.formats.format import require_floats
 from mcftensor.tensor import MCFTensor
 from mcftensor.training.state_names import compact_format
 
@@ -120,8 +121,9 @@ def convert_checkpoint(
         >>> y.format, torch.equal(mcf.as_plain(y, torch.float32), x), done.lost
         (mcf.bf16i16, True, {})
     """
-    target = _format(format)
-    target_of_states = target if states in (None, "compact") else _format(states)
+    target = target_of_states = require_floats(format, "convert_checkpoint")
+    if states not in (None, "compact"):
+        target_of_states = require_floats(states, "convert_checkpoint")
     names = None if parameters is None else list(parameters)
     most = None if max_shard_size is None else size_in_bytes(max_shard_size)
     destination = Path(destination)
@@ -155,18 +157,6 @@ def convert_checkpoint(
             writer.save(state_entries, formats, {}, metadata_of(contents), folder / BESIDE[0], None)
     return Conversion(
         contents.layout, target.name, len(contents.weights), len(state_entries), writer.lost
-    )
-
-
-def _format(format: Format | torch.dtype | str) -> Format:
-    if isinstance(format, torch.dtype):
-        format = PLAIN[format]
-    found = named(format) if isinstance(format, str) else format
-    if isinstance(found, Format) and found.dtype.is_floating_point:
-        return found
-    raise TypeError(
-        f"convert_checkpoint: {format!r} is no format of floats; give mcf.bf16i16, torch.float32, "
-        "or the name of one"
     )
 
 
