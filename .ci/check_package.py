@@ -22,9 +22,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 wheel = contents(dist)
 assert wheel == contents(again), "the archive builds another wheel"
 
-modules = {str(path.relative_to(ROOT)) for path in ROOT.glob("mcftensor/**/*.py")}
+found = [*ROOT.glob("mcftensor/**/*.py"), *ROOT.glob("mcftensor/**/README.md")]
+files = {str(path.relative_to(ROOT)) for path in found}
 packaged = {name for name in wheel if name.startswith("mcftensor/")}
-assert packaged == modules | {"mcftensor/py.typed"}, packaged ^ modules
+assert packaged == files | {"mcftensor/py.typed"}, packaged ^ files
 
 (metadata,) = (text for name, text in wheel.items() if name.endswith("/METADATA"))
 about = message_from_bytes(metadata)
