@@ -23,6 +23,7 @@ from mcftensor.dispatch.operands import (
     rounding_key,
 )
 from mcftensor.dispatch.resolve import Kind, Plan, kind_of, kinds_of, plan
+from mcftensor.dispatch.storage_formats import spans_are_apart
 from mcftensor.formats import Format
 from mcftensor.kernels import Columns, run_alike
 from mcftensor.kernels.columns import Column, places_of, repeated
@@ -43,7 +44,7 @@ def evaluate_rows(
 
     Returns:
         The results, in the format of a target, if there is one; None for each row that PyTorch's
-        own operation carries out (see `plans.plan`).
+        own operation carries out (see `resolve.plan`).
     """
     plans = _plans(name, columns, keywords, count, target)
     if count == 1 and target is None and plans:
@@ -297,11 +298,4 @@ def _are_apart(parts: Sequence[_Part], lying: Sequence[Lying]) -> bool:
             for row, place in enumerate(places):
                 if is_target or place not in at[row]:
                     spans.append((place, place + lengths[row] * width, is_target))
-    spans.sort()
-    reach = reach_of_targets = 0
-    for start, stop, is_target in spans:
-        if start < (reach if is_target else reach_of_targets):
-            return False
-        reach = max(reach, stop)
-        reach_of_targets = max(reach_of_targets, stop) if is_target else reach_of_targets
-    return True
+    return spans_are_apart(spans)

@@ -331,6 +331,11 @@ def are_apart(columns: Sequence[Sequence[Any]]) -> bool:
     if not is_bare(*map(_components, targets), *map(_components, read)):
         return True  # a compiler's, which lie nowhere
     spans = [(*_span(x), True) for x in targets] + [(*_span(x), False) for x in read]
+    return spans_are_apart(spans)
+
+
+def spans_are_apart(spans: Iterable[tuple[int, int, bool]]) -> bool:
+    """Whether spans of addresses overlap no other, those that are written to, as the last says."""
     reach = reach_of_targets = 0
     for start, stop, is_target in sorted(spans):
         if start < (reach if is_target else reach_of_targets):

@@ -224,10 +224,10 @@ class StepInBackward(Handle):
         clip = self._measured
         if clip is None and self._max_norm is not None and self.norm is not None:
             clip = self._max_norm, self.norm
+        factor = None if clip is None else torch.clamp(float(clip[0]) / (clip[1] + 1e-6), max=1.0)
         for p in parameters:
             assert p.grad is not None
-            if clip is not None:
-                factor = torch.clamp(float(clip[0]) / (clip[1] + 1e-6), max=1.0)
+            if factor is not None:
                 p.grad.mul_(factor.to(p.grad.device))
             if self._clip_value is not None:
                 p.grad.clamp_(-self._clip_value, self._clip_value)
