@@ -1,7 +1,8 @@
-"""Exact numbers into expansions and out of them: fractions, decimals, strings."""
+"""Exact numbers into expansions and out of them, and exact sums of plain tensors."""
 
 from __future__ import annotations
 
+import builtins
 import math
 from collections.abc import Callable, Sequence
 from decimal import Decimal
@@ -22,7 +23,19 @@ from mcftensor.formats import (
     require_format,
 )
 from mcftensor.passes import expansion
+from mcftensor.sums.exact_sums import cumsum, dot, mean, norm, sum
 from mcftensor.tensor import MCFTensor
+
+__all__ = [
+    "cumsum",
+    "dot",
+    "from_exact",
+    "mean",
+    "norm",
+    "sum",
+    "to_decimal",
+    "to_fraction",
+]
 
 Exact: TypeAlias = int | float | str | Fraction | Decimal
 Nested: TypeAlias = Exact | Sequence["Nested"]
@@ -103,7 +116,7 @@ def to_fraction(x: Tensor) -> Any:
             f"to_fraction: the tensor of shape {tuple(x.shape)} holds infinities or NaN, which are "
             "no fractions"
         )
-    return _each(lambda numbers: sum(map(Fraction, numbers), Fraction(0)), terms, x.shape)
+    return _each(lambda numbers: builtins.sum(map(Fraction, numbers), Fraction(0)), terms, x.shape)
 
 
 def to_decimal(x: Tensor, digits: int | None = None) -> Any:

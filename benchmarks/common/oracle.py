@@ -106,7 +106,7 @@ def round_fraction(x: Fraction, dtype: torch.dtype) -> Fraction:
     base = BASES[dtype]
     if x == 0:
         return x
-    exponent = math.floor(math.log2(abs(x))) if abs(x.numerator) < 2**500 else 0
+    exponent = x.numerator.bit_length() - x.denominator.bit_length()
     while abs(x) >= Fraction(2) ** (exponent + 1):
         exponent += 1
     while abs(x) < Fraction(2) ** exponent:

@@ -1,0 +1,136 @@
+"""Accumulators: exact sums of floats, which merge by the addition of integers.
+
+An accumulator is an int64 tensor whose first dimension has the digits of a grid, lowest position
+first, and then five counts, by which sums with infinities, NaN and zeros are what IEEE 754 says.
+The sum of two accumulators is the accumulator of the terms of both, whoever adds them: a loop, a
+thread or an all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from mcftensor.sums.digits import WIDEST, WIDTH, Grid, positions_of, products_of
+
+COUNTS = 5
+"""Behind the digits: terms that are +inf, -inf, NaN, -0, and other numbers."""
+
+# Elements worked on at once, so that what is computed of them stays in the caches.
+_AT_ONCE = 1 << 18
+_RUNNING_AT_ONCE = 1 << 14
+
+Fold = Callable[[Tensor], Tensor]
+
+
+def accumulate(x: Tensor, y: Tensor | None, grid: Grid) -> Tensor:
+    """The accumulators of rows.
+
+    Args:
+        x: floats, of shape (rows, n).
+        y: None, or factors of one dtype and shape with them: then the terms are the products.
+        grid: positions that hold all digits of the terms.
+
+    Returns:
+        int64, of shape (positions of the grid + 5, rows). As many as 2^29 of them can be added.
+    """
+    rows, length = x.shape
+    result = x.new_zeros(grid.count + COUNTS, rows, dtype=torch.int64)
+    wide = min(length, _AT_ONCE)
+    high = max(_AT_ONCE // max(wide, 1), 1)
+    for top in range(0, rows, high):
+        part = result[:, top : top + high]
+        for left in range(0, length, _AT_ONCE):
+            block = (slice(top, top + high), slice(left, left + wide))
+            factors = None if y is None else y[block]
+            _add_block(part, x[block], factors, grid, lambda counts: counts.sum(1))
+            _settle(part[: grid.count])
+    return result
+
+
+def accumulate_all(tensors: Iterable[Tensor], *, squares: bool = False) -> Tensor:
+    """The accumulator of all elements of tensors, or of their squares, in the widest grid.
+
+    Those of several processes are added by an all-reduce of int64, whose result has no order.
+    `rounded_sum` and `rounded_norm` of `correct_rounding.py` round it once.
+
+    Args:
+        tensors: of bfloat16, float16, float32 and float64, of any shapes, on one device.
+        squares: whether the terms are the squares of elements.
+
+    Returns:
+        int64, of 144 elements. On the CPU without tensors, so that it merges with any other.
+    """
+    total: Tensor | None = None
+    for tensor in tensors:
+        row = tensor.detach().reshape(1, -1)
+        one = accumulate(row, row if squares else None, WIDEST)[:, 0]
+        total = one if total is None else total + one
+    return torch.zeros(WIDEST.count + COUNTS, dtype=torch.int64) if total is None else total
+
+
+def running(x: Tensor, grid: Grid) -> Iterator[Tensor]:
+    """The accumulators of the first, of the first two, of all elements of columns, in blocks.
+
+    Args:
+        x: floats, of shape (n, columns).
+        grid: positions that hold all digits of the terms.
+
+    Returns:
+        int64 tensors of shape (positions of the grid + 5, m, columns), whose m add up to n.
+    """
+    length, columns = x.shape
+    before = x.new_zeros(grid.count + COUNTS, columns, dtype=torch.int64)
+    high = max(_RUNNING_AT_ONCE // max(columns, 1), 1)
+    for top in range(0, length, high):
+        block = x[top : top + high]
+        result = before.unsqueeze(1).repeat(1, len(block), 1)
+        _add_block(result, block, None, grid, lambda counts: counts.cumsum(0))
+        _settle(result[: grid.count])
+        before = result[:, -1]
+        yield result
+
+
+def _add_block(result: Tensor, x: Tensor, y: Tensor | None, grid: Grid, fold: Fold) -> None:
+    """Add the digits and the counts of a block of terms, folded along one dimension."""
+    wide, other = x.double(), None if y is None else y.double()
+    is_finite = torch.isfinite(wide)
+    shown = wide
+    if other is not None:
+        is_finite = is_finite & torch.isfinite(other)
+        is_zero = (wide == 0) | (other == 0)
+        shown = torch.where(is_finite & ~is_zero, 1.0, wide * other)
+        other = torch.where(is_finite, other, 0)
+    wide = torch.where(is_finite, wide, 0)
+    plus, minus, nan, minus_zeros, others = result[grid.count :]
+    if not bool(is_finite.all()):
+        plus += fold(shown == torch.inf)
+        minus += fold(shown == -torch.inf)
+        nan += fold(shown.isnan())
+    is_minus_zero = (shown == 0) & shown.signbit()
+    minus_zeros += fold(is_minus_zero)
+    others += fold(~is_minus_zero)
+    for offset, numbers in _terms(wide, other, x.dtype):
+        for position, digits in positions_of(numbers):
+            result[position + offset - grid.lowest] += fold(digits)
+
+
+def _terms(x: Tensor, y: Tensor | None, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    """Offsets of positions, and float64 numbers that add up to the terms."""
+    if y is None:
+        yield 0, x
+    elif dtype == torch.float64:
+        yield from products_of(x, y)
+    else:  # exact: at most 48 bits, and exponents far from those at which float64 ends
+        yield 0, x * y
+
+
+def _settle(digits: Tensor) -> None:
+    """Carry what digits have above their 31 bits to the next position, once: they are then below
+    2^31 + 2^32 in magnitude, but the highest, which has what is left."""
+    above = digits >> WIDTH
+    above[-1] = 0
+    digits -= above << WIDTH
+    digits[1:] += above[:-1]

@@ -1,0 +1,171 @@
+"""Accumulators as floats: the sum, a quotient of it or its square root, rounded once.
+
+The leading 124 bits of a sum, and whether anything follows, decide how it is rounded. They are two
+integers of 62 bits each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcftensor.arithmetic.base_types import BASES, Base
+from mcftensor.sums.digits import WIDEST, WIDTH, Grid
+
+MOST_IN_A_MEAN = 2**31 - 1
+"""Terms of a mean: the divisor of a quotient of 62 bits, which integers of 64 bits have to hold."""
+
+_BITS = 2 * WIDTH
+_MASK = (1 << WIDTH) - 1
+
+# Positions added below, so that there are five from the leading digit down; and above for carries.
+_BELOW, _ABOVE = 4, 2
+
+
+@dataclass(frozen=True)
+class Leading:
+    """The magnitudes of sums: (high + low / 2^62) 2^exponent, and a bit of what follows.
+
+    `high` has 62 bits, but 0 for a sum of zero; `low` has up to 62.
+    """
+
+    high: Tensor
+    low: Tensor
+    exponent: Tensor
+    has_rest: Tensor
+    is_negative: Tensor
+
+
+def rounded_sum(accumulator: Tensor, dtype: torch.dtype, grid: Grid = WIDEST) -> Tensor:
+    """The sums of accumulators, of shape (positions + 5, ...), rounded to nearest, ties to even."""
+    digits, counts = accumulator[: grid.count], accumulator[grid.count :]
+    x = leading_of(digits, grid.lowest)
+    return _with_specials(_rounded(x.high, x.exponent, x.low != 0, x, dtype), counts, dtype)
+
+
+def rounded_mean(
+    accumulator: Tensor, count: int, dtype: torch.dtype, grid: Grid = WIDEST
+) -> Tensor:
+    """The sums, divided by `count`, at most `MOST_IN_A_MEAN`, and then rounded once."""
+    digits, counts = accumulator[: grid.count], accumulator[grid.count :]
+    if count == 0:
+        return torch.full(digits.shape[1:], torch.nan, dtype=dtype, device=digits.device)
+    x = leading_of(digits, grid.lowest)
+    quotient = x.high // count
+    # As many bits as the quotient lacks come from the low part.
+    shift = _BITS - _bit_length(quotient)
+    shift = torch.where(x.high == 0, 0, shift)
+    dividend = ((x.high - quotient * count) << shift) + (x.low >> (_BITS - shift))
+    more = dividend // count
+    rest = (dividend - more * count != 0) | ((x.low & ((1 << (_BITS - shift)) - 1)) != 0)
+    mean = _rounded((quotient << shift) + more, x.exponent - shift, rest, x, dtype)
+    return _with_specials(mean, counts, dtype)
+
+
+def rounded_norm(accumulator: Tensor, dtype: torch.dtype, grid: Grid = WIDEST) -> Tensor:
+    """The square roots of sums, which are of squares, rounded once."""
+    digits, counts = accumulator[: grid.count], accumulator[grid.count :]
+    x = leading_of(digits, grid.lowest)
+    # The square is an integer of 107 or 108 bits, times an even power of two: its root has 54.
+    shift = 46 - (x.exponent & 1)
+    rest = (x.low & ((1 << (_BITS - shift)) - 1)) != 0
+    square = (x.high << shift) + (x.low >> (_BITS - shift))  # of it the last 64 bits
+    root = (x.high.double() * torch.where(shift == 46, 2.0**46, 2.0**45)).sqrt().to(torch.int64)
+    # That is off by a few units, so what remains has no more than 64 bits.
+    root = root + (square - root * root) // (2 * root).clamp(min=1)
+    root = root - (square - root * root < 0).to(torch.int64)
+    root = root + (square - root * root > 2 * root).to(torch.int64)
+    rest = rest | (square != root * root)
+    norm = _rounded(root << 8, ((x.exponent - shift) >> 1) - 8, rest, x, dtype)
+    return _with_specials(norm, counts, dtype)
+
+
+def leading_of(digits: Tensor, lowest: int) -> Leading:
+    """The leading bits of sums of digits, the first dimension of which starts at a position."""
+    used = (
+        digits.reshape(len(digits), -1).any(1).nonzero().flatten().tolist()
+        if digits.numel()
+        else []
+    )
+    first, last = (used[0], used[-1]) if used else (0, 0)
+    shape = digits.shape[1:]
+    below, above = digits.new_zeros(_BELOW, *shape), digits.new_zeros(_ABOVE, *shape)
+    digits = torch.cat([below, digits[first : last + 1], above])
+    is_negative = _carry(digits, torch.zeros_like(digits[0])) < 0
+    digits ^= torch.where(is_negative, _MASK, 0)
+    _carry(digits, is_negative.to(torch.int64))
+    index = torch.arange(len(digits), device=digits.device).view(-1, *[1] * len(shape))
+    leading = torch.where(digits != 0, index, _BELOW).amax(0)
+    places = leading - torch.arange(5, device=digits.device).view(-1, *[1] * len(shape))
+    parts = digits.gather(0, places)
+    shift = (WIDTH - _bit_length(parts[0])).clamp(max=WIDTH - 1)
+    # The five digits, shifted so that the first is full.
+    highs, lows = (parts << shift) & _MASK, parts >> (WIDTH - shift)
+    chunks = highs[:-1] | lows[1:]
+    follows = ((digits != 0) & (index < places[-1])).any(0) | (highs[-1] != 0)
+    return Leading(
+        (chunks[0] << WIDTH) | chunks[1],
+        (chunks[2] << WIDTH) | chunks[3],
+        (leading + (lowest + first - _BELOW - 1)) * WIDTH - shift,
+        follows,
+        is_negative,
+    )
+
+
+def _carry(digits: Tensor, carry: Tensor) -> Tensor:
+    """Bring digits below 2^31, from the lowest up, and return what is carried out."""
+    for digit in digits:
+        digit += carry
+        carry = digit >> WIDTH
+        digit &= _MASK
+    return carry
+
+
+def _rounded(
+    high: Tensor, exponent: Tensor, rest: Tensor, x: Leading, dtype: torch.dtype
+) -> Tensor:
+    """high * 2^exponent, followed by something or not, rounded to a type in float64.
+
+    Beyond the range of the type the result is what its precision would give; conversion then makes
+    an infinity of it, as rounding to nearest has it.
+    """
+    base: Base = BASES[dtype]
+    rest = rest | x.has_rest
+    # Of the 62 bits, so many are dropped; more of a subnormal result.
+    least = base.min_exponent - base.precision + 1
+    dropped = torch.maximum(
+        torch.full_like(exponent, _BITS - base.precision), least - exponent
+    ).clamp(max=_BITS + 1)
+    kept = high >> dropped
+    remainder, half = high - (kept << dropped), 1 << (dropped - 1)
+    is_above = (remainder > half) | ((remainder == half) & (rest | (kept & 1 == 1)))
+    kept = kept + is_above.to(torch.int64)
+    unit = (exponent + dropped).clamp(least, base.max_exponent + 2)
+    size = kept.double() * _power(unit // 2) * _power(unit - unit // 2)
+    return torch.where(x.is_negative, -size, size)
+
+
+def _with_specials(values: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """The results where terms were infinite or NaN, or all of them -0."""
+    plus, minus, nan, minus_zeros, others = counts.unbind()
+    values = torch.where((values == 0) & (minus_zeros > 0) & (others == 0), -0.0, values)
+    values = torch.where(plus > 0, torch.inf, values)
+    values = torch.where(minus > 0, -torch.inf, values)
+    values = torch.where((nan > 0) | ((plus > 0) & (minus > 0)), torch.nan, values)
+    return values.to(dtype)
+
+
+def _bit_length(x: Tensor) -> Tensor:
+    """Of numbers of at most 62 bits."""
+    high = x >> WIDTH
+    part = torch.where(high != 0, high, x).double()  # which float64 holds
+    bits = part.view(torch.int64) >> 52
+    length = torch.where(x == 0, 0, bits - 1022)
+    return length + torch.where(high != 0, WIDTH, 0)
+
+
+def _power(exponent: Tensor) -> Tensor:
+    """Powers of two of exponents from -1022 to 1023."""
+    return ((exponent + 1023) << 52).view(torch.float64)

@@ -1,0 +1,95 @@
+"""Machine floats as digits of 31 bits at fixed places, which integers add without a rounding.
+
+The digit at position k counts multiples of 2^(31 k). A float is a few digits of its own sign, and a
+sum of floats is the sums of their digits, position by position. Those are sums of integers, so they
+are exact and have no order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcftensor.arithmetic.base_types import BASES
+from mcftensor.arithmetic.eft import two_prod
+from mcftensor.kernels.custom_ops import inline
+
+WIDTH = 31
+"""Bits of a digit."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Consecutive positions: `count` from `lowest` on."""
+
+    lowest: int
+    count: int
+
+
+def grid_of(dtype: torch.dtype, factors: int) -> Grid:
+    """The positions of sums of products of so many floats of a type; up to 2^60 of them."""
+    base = BASES[dtype]
+    lowest = factors * (base.min_exponent - base.precision + 1) // WIDTH
+    return Grid(lowest, (factors * (base.max_exponent + 1) + 60) // WIDTH - lowest + 1)
+
+
+WIDEST = grid_of(torch.float64, 2)
+"""The positions of every sum and of every sum of products."""
+
+
+def positions_of(x: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Positions from the highest down, and the digits there, int64 of the shape of x.
+
+    *Requires*: x is float64 and finite.
+
+    *Error*: none: the digits times 2^(31 position) add up to x. Each is x truncated to multiples of
+    2^(31 position), which has the exponent range of x, and the difference is exact.
+    """
+    while largest := _largest(x):
+        position = (math.frexp(largest)[1] - 1) // WIDTH
+        digits = times_power(x, -WIDTH * position).trunc()
+        yield position, digits.to(torch.int64)
+        x = x - times_power(digits, WIDTH * position)
+
+
+def products_of(x: Tensor, y: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Tensors that, each times 2^(31 position), add up to x * y without a rounding.
+
+    *Requires*: x and y are float64, finite and of one shape.
+
+    *Error*: none: the numbers of both are divided into classes whose products neither overflow nor
+    leave an error that underflows.
+    """
+    for i, a in _classes(x):
+        for j, b in _classes(y):
+            product, error = _two_prod(a, b)
+            yield i + j, product
+            yield i + j, error
+
+
+def _classes(x: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Positions, and the numbers of which 2^(31 position) is a factor of at least 2^-434, without
+    it; zeros elsewhere."""
+    while largest := _largest(x):
+        position = (math.frexp(largest)[1] - 1) // WIDTH
+        scaled = times_power(x, -WIDTH * position)
+        is_here = scaled.abs() >= 2.0**-434
+        yield position, torch.where(is_here, scaled, 0)
+        x = torch.where(is_here, 0, x)
+
+
+def _largest(x: Tensor) -> float:
+    return x.abs().amax().item() if x.numel() else 0.0
+
+
+def times_power(x: Tensor, exponent: int) -> Tensor:
+    """x * 2^exponent, by two powers of two of which neither overflows nor underflows."""
+    half = exponent // 2
+    return x * 2.0**half * 2.0 ** (exponent - half)
+
+
+_two_prod = inline(two_prod)

@@ -1,0 +1,177 @@
+"""Sums without order as operators of PyTorch: for compilers, gradients and `torch.vmap`.
+
+The gradient of a sum is spread over its terms, and the gradient of that is such a sum again. So no
+gradient of any order depends on the order of terms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor.kernels.custom_ops import opaque
+from mcftensor.sums.accumulators import accumulate, running
+from mcftensor.sums.correct_rounding import rounded_mean, rounded_norm, rounded_sum
+from mcftensor.sums.digits import grid_of
+
+
+def _reduced(
+    x: Tensor, y: Tensor | None, dims: Sequence[int], finish: str, dtype: torch.dtype
+) -> Tensor:
+    return x.new_empty([n for i, n in enumerate(x.shape) if i not in dims], dtype=dtype)
+
+
+@opaque(_reduced, lays_out=True)
+def exact_reduction(
+    x: Tensor, y: Tensor | None, dims: Sequence[int], finish: str, dtype: torch.dtype
+) -> Tensor:
+    """The "sum" of x or of x * y, the "mean" or the "norm" of x over dimensions, rounded once.
+
+    y is None or of the shape and dtype of x. The dimensions are at least 0, and the result lacks
+    them.
+    """
+    kept = [i for i in range(x.dim()) if i not in dims]
+    shape, count = [x.shape[i] for i in kept], math.prod(x.shape[i] for i in dims)
+    factors = x if finish == "norm" else y
+    grid = grid_of(x.dtype, 1 if factors is None else 2)
+    order, size = [*kept, *dims], (math.prod(shape), count)
+    rows = x.permute(order).reshape(size)
+    other_rows = None if factors is None else factors.permute(order).reshape(size)
+    accumulator = accumulate(rows, other_rows, grid)
+    if finish == "mean":
+        result = rounded_mean(accumulator, count, dtype, grid)
+    elif finish == "norm":
+        result = rounded_norm(accumulator, dtype, grid)
+    else:
+        result = rounded_sum(accumulator, dtype, grid)
+    return result.view(shape)
+
+
+@opaque(lambda x, dim, dtype: x.new_empty(x.shape, dtype=dtype), lays_out=True)
+def exact_running_sum(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """The sums of the first elements along a dimension of at least 0, each rounded once."""
+    columns = x.movedim(dim, 0)
+    result = x.new_empty(columns.shape, dtype=dtype)
+    grid, first = grid_of(x.dtype, 1), 0
+    for accumulators in running(columns.reshape(len(columns), math.prod(columns.shape[1:])), grid):
+        sums = rounded_sum(accumulators, dtype, grid)
+        result[first : first + len(sums)] = sums.view(-1, *columns.shape[1:])
+        first += len(sums)
+    return result.movedim(0, dim).contiguous()
+
+
+class Reduction(torch.autograd.Function):
+    """`exact_reduction`, whose gradients are spread over the terms."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, y: Tensor | None, dims: Sequence[int], finish: str, dtype: torch.dtype
+    ) -> Tensor:
+        """As the operator."""
+        return exact_reduction(x, y, dims, finish, dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep the factors of products."""
+        x, y, ctx.dims, ctx.finish, _ = inputs
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        saved = (x, output) if ctx.finish == "norm" else () if y is None else (x, y)
+        ctx.save_for_backward(*saved)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of x and of y."""
+        if ctx.finish == "norm":
+            x, norm = ctx.saved_tensors
+            gradient = torch.where(norm == 0, 0, gradient / torch.where(norm == 0, 1, norm))
+        elif ctx.finish == "mean":
+            gradient = gradient / math.prod([ctx.shape[i] for i in ctx.dims])
+        spread = Spread.apply(gradient.to(ctx.dtype), ctx.dims, ctx.shape)
+        if ctx.finish == "norm":
+            return x * spread, None, None, None, None
+        if not ctx.saved_tensors:
+            return spread, None, None, None, None
+        x, y = ctx.saved_tensors
+        of_x, of_y, *_ = ctx.needs_input_grad
+        return spread * y if of_x else None, spread * x if of_y else None, None, None, None
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: Any,
+        x: Tensor,
+        y: Tensor | None,
+        dims: Sequence[int],
+        finish: str,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, int]:
+        """The same of every member of a batch."""
+        x = _with_batch_first(x, in_dims[0], info.batch_size)
+        y = None if y is None else _with_batch_first(y, in_dims[1], info.batch_size)
+        return Reduction.apply(x, y, [i + 1 for i in dims], finish, dtype), 0
+
+
+class Spread(torch.autograd.Function):
+    """A tensor repeated along dimensions, whose gradient is an exact sum over these."""
+
+    @staticmethod
+    def forward(x: Tensor, dims: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """A view of x with the dimensions of the shape that x lacks."""
+        for dim in dims:
+            x = x.unsqueeze(dim)
+        return x.expand(shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep the dimensions."""
+        _, ctx.dims, _ = inputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """The exact sum."""
+        return Reduction.apply(gradient, None, ctx.dims, "sum", gradient.dtype), None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, x: Tensor, dims: Sequence[int], shape: Sequence[int]
+    ) -> tuple[Tensor, int]:
+        """The same of every member of a batch."""
+        x = _with_batch_first(x, in_dims[0], info.batch_size)
+        return Spread.apply(x, [i + 1 for i in dims], [info.batch_size, *shape]), 0
+
+
+class RunningSum(torch.autograd.Function):
+    """`exact_running_sum`, whose gradient is one from the other end."""
+
+    @staticmethod
+    def forward(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+        """As the operator."""
+        return exact_running_sum(x, dim, dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep the dimension."""
+        x, ctx.dim, _ = inputs
+        ctx.dtype = x.dtype
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """The sums of the last elements."""
+        later = RunningSum.apply(gradient.flip(ctx.dim), ctx.dim, ctx.dtype)
+        return later.flip(ctx.dim), None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, x: Tensor, dim: int, dtype: torch.dtype
+    ) -> tuple[Tensor, int]:
+        """The same of every member of a batch."""
+        x = _with_batch_first(x, in_dims[0], info.batch_size)
+        return RunningSum.apply(x, dim + 1, dtype), 0
+
+
+def _with_batch_first(x: Tensor, dim: int | None, size: int) -> Tensor:
+    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
