@@ -12,17 +12,13 @@ from functools import partial
 
 import torch
 
-from mcftensor.checkpoint.bridge.checkpoint_conversion import (
-    Conversion,
-    Progress,
-    convert_checkpoint,
-)
+from mcftensor.checkpoint.bridge.checkpoint_conversion import Progress, convert_checkpoint
 from mcftensor.checkpoint.checkpoint_error import CheckpointError
-from mcftensor.checkpoint.shards import size_in_bytes
+from mcftensor.checkpoint.saving import size_in_bytes
 from mcftensor.formats import named
 from mcftensor.meters import memory_fit
 from mcftensor.meters.auditing import Audit, audit
-from mcftensor.meters.memory_estimate import MakeOptimizer, estimate
+from mcftensor.meters.memory_summary import MakeOptimizer, estimate
 from mcftensor.options import parse
 from mcftensor.selfcheck import SelfCheckError, selfcheck
 from mcftensor.tensor import text_tables
@@ -31,7 +27,7 @@ from mcftensor.tensor import text_tables
 def screen(found: Audit, *, moving: bool) -> str:
     """The table, if it has a row, and the summary in one line."""
     if not (moving or found.suspicious):
-        return found.summary() + "\n"
+        return found.summary()
     # Without a terminal there is no width to keep to, and names stay in one piece.
     width = None if sys.stdout.isatty() else 100_000
     console = importlib.import_module("rich.console").Console(width=width)
@@ -39,7 +35,7 @@ def screen(found: Audit, *, moving: bool) -> str:
         console.print(found.table(moving=moving))
     lines = [line.rstrip() for line in capture.get().splitlines()]
     equal = "; the two checkpoints are equal" if found.unchanged == 1 else ""
-    return "\n".join([*(line for line in lines if line), "", found.summary() + equal, ""])
+    return "\n".join([*(line for line in lines if line), "", found.summary() + equal])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,6 +52,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except (CheckpointError, ImportError, OSError, TypeError, ValueError) as error:
+        reason = str(error)
+        for prefix in ("audit: ", "convert_checkpoint: ", "collage: "):
+            reason = reason.removeprefix(prefix)
+        if options.command == "audit":
+            reason = reason.removesuffix(". verify=False reads it all the same")
+        for argument, option in _BY_OPTION.items():
+            reason = reason.replace(argument, option)
+        print(f"python -m mcftensor {options.command}: {reason}", file=sys.stderr)
+        return 2
+
+
+_BY_OPTION = {
+    "lossy=True (--lossy)": "--lossy",
+    "verify=False": "--no-verify",
+    "optimizer=False": "--weights-only",
+    "give parameters,": "give --parameters, a file with",
+    "give step,": "give --step,",
+}
+"""What functions say of their arguments, said of the options of a command."""
 
 
 def run_selfcheck(options: argparse.Namespace) -> int:
@@ -67,34 +83,22 @@ def run_selfcheck(options: argparse.Namespace) -> int:
         return 1
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
-        print(f"python -m mcftensor selfcheck: {options.device}: {reason}", file=sys.stderr)
-        return 2
+        raise ValueError(f"{options.device}: {reason}") from error
     print(f"{count} checks passed on {options.device}")
     return 0
 
 
 def run_audit(options: argparse.Namespace) -> int:
     """Show what froze between two checkpoints."""
-    try:
-        found = audit(
-            options.before, options.after, threshold=options.threshold, ignore=options.ignore
-        )
-        output = found.to_json() + "\n" if options.json else screen(found, moving=options.all)
-    except (CheckpointError, ImportError) as error:
-        reason = (
-            str(error).removeprefix("audit: ").removesuffix(". verify=False reads it all the same")
-        )
-        print(f"python -m mcftensor audit: {reason}", file=sys.stderr)
-        return 2
-    say(output)
+    found = audit(options.before, options.after, threshold=options.threshold, ignore=options.ignore)
+    say(found.to_json() if options.json else screen(found, moving=options.all))
     return 1 if found.suspicious else 0
 
 
 def say(output: str) -> None:
     """Print to a reader who may have seen enough."""
     try:
-        sys.stdout.write(output)
-        sys.stdout.flush()
+        print(output, flush=True)
     except BrokenPipeError:
         # Python flushes once more on leaving, to no one.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -102,70 +106,52 @@ def say(output: str) -> None:
 
 def run_convert(options: argparse.Namespace) -> int:
     """Convert a checkpoint, and say what was done."""
-    try:
-        names = options.parameters and options.parameters.read_text(encoding="utf-8").split()
-        with bar() as progress:
-            done = convert_checkpoint(
-                options.source,
-                options.destination,
-                options.format,
-                states=options.states,
-                optimizer=not options.weights_only,
-                parameters=names,
-                step=options.step,
-                lossy=options.lossy,
-                max_shard_size=options.max_shard_size,
-                verify=not options.no_verify,
-                progress=progress,
-            )
-    except (CheckpointError, ImportError, OSError, TypeError, ValueError) as error:
-        reason = by_option(str(error).removeprefix("convert_checkpoint: "))
-        print(f"python -m mcftensor convert: {reason}", file=sys.stderr)
-        return 2
-    say(said(done, options.destination) + "\n")
+    names = options.parameters and options.parameters.read_text(encoding="utf-8").split()
+    with bar() as progress:
+        done = convert_checkpoint(
+            options.source,
+            options.destination,
+            options.format,
+            states=options.states,
+            optimizer=not options.weights_only,
+            parameters=names,
+            step=options.step,
+            lossy=options.lossy,
+            max_shard_size=options.max_shard_size,
+            verify=not options.no_verify,
+            progress=progress,
+        )
+    text = f"{options.destination}: {done.weights} weights"
+    if done.states:
+        text += f" and {done.states} states"
+    text += f" in {done.format}, from {done.layout}"
+    if done.lost:
+        text += f"; {sum(done.lost.values())} elements of {len(done.lost)} tensors lost bits"
+    say(text)
     return 0
-
-
-def by_option(reason: str) -> str:
-    """What a function says of its arguments, said of the options of a command."""
-    options = {
-        "lossy=True (--lossy)": "--lossy",
-        "verify=False": "--no-verify",
-        "optimizer=False": "--weights-only",
-        "give parameters,": "give --parameters, a file with",
-        "give step,": "give --step,",
-    }
-    for argument, option in options.items():
-        reason = reason.replace(argument, option)
-    return reason
 
 
 def run_memory(options: argparse.Namespace) -> int:
     """Say what a model takes in training, and whether that fits."""
-    try:
-        model = memory_fit.model_of(options.sources)
-        optimizer = optimizer_named(options.optimizer)
-        size, owner = memory_fit.room()
-        if options.memory:
-            size, owner = size_in_bytes(options.memory, "--memory"), "given"
-        if options.mode:
-            own = memory_fit.format_for(options.mode)
-            form = named(options.format) if options.format else own
-            found = estimate(model, options.mode, format=form, optimizer=optimizer)
-            shown, least = str(found), found.total
-        else:
-            ways = list(memory_fit.strategies(model, optimizer))
-            shown, least = memory_fit.fits(ways, size), min(x.total for x in ways)
-    except (CheckpointError, ImportError, OSError, TypeError, ValueError) as error:
-        reason = str(error).removeprefix("collage: ")
-        print(f"python -m mcftensor memory: {reason}", file=sys.stderr)
-        return 2
+    model = memory_fit.model_of(options.sources)
+    optimizer = optimizer_named(options.optimizer)
+    size, owner = memory_fit.room()
+    if options.memory:
+        size, owner = size_in_bytes(options.memory, "--memory"), "given"
+    if options.mode:
+        own = memory_fit.format_for(options.mode)
+        form = named(options.format) if options.format else own
+        found = estimate(model, options.mode, format=form, optimizer=optimizer)
+        shown, least, what = str(found), found.total, f"mode {options.mode}"
+    else:
+        ways = list(memory_fit.strategies(model, optimizer))
+        shown, least = memory_fit.fits(ways, size), min(x.total for x in ways)
+        what = "the smallest"
     count = sum(p.numel() for p in model.parameters())
     verdict = "fits into" if least <= size else "does not fit into"
-    what = f"mode {options.mode}" if options.mode else "the smallest"
     say(
         f"{count:,} parameters, {options.optimizer}, without activations\n{shown}\n"
-        f"{what} {verdict} the {text_tables.size(size)} {owner}\n"
+        f"{what} {verdict} the {text_tables.size(size)} {owner}"
     )
     return int(least > size)
 
@@ -176,17 +162,6 @@ def optimizer_named(name: str) -> MakeOptimizer:
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ValueError(f"torch.optim has no optimizer {name!r}; AdamW is one")
     return partial(found, lr=1e-3, momentum=0.9) if found is torch.optim.SGD else found
-
-
-def said(done: Conversion, destination: str) -> str:
-    """What was done, in one line."""
-    text = f"{destination}: {done.weights} weights"
-    if done.states:
-        text += f" and {done.states} states"
-    text += f" in {done.format}, from {done.layout}"
-    if done.lost:
-        text += f"; {sum(done.lost.values())} elements of {len(done.lost)} tensors lost bits"
-    return text
 
 
 @contextlib.contextmanager

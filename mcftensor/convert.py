@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from numbers import Real
 from typing import Any, TypeVar, overload
@@ -14,12 +15,15 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn.parameter import is_lazy
 
-from mcftensor.arithmetic.write_counts import count_beside, moved, name_, start, unwritten
-from mcftensor.checkpoint.loaded_expansions import forget, kept_in
-from mcftensor.checkpoint.modules_as_terms import store_as_terms
-from mcftensor.checkpoint.state_dicts import ties
+from mcftensor.checkpoint.module_hooks import (
+    KEPT,
+    forget,
+    keep_expansions,
+    kept_in,
+    store_as_terms,
+)
 from mcftensor.dispatch.format_as_dtype import cast
-from mcftensor.dispatch.operands import is_wrapped, rounded_by
+from mcftensor.dispatch.operands import first_count, is_wrapped, value_in
 from mcftensor.dispatch.registry import implements
 from mcftensor.formats import (
     Format,
@@ -31,9 +35,9 @@ from mcftensor.formats import (
     require_format,
 )
 from mcftensor.formats.defaults import format_of_buffer, format_of_weights, is_average
-from mcftensor.kernels.custom_ops import opaque
-from mcftensor.passes.format_conversion import key_for
+from mcftensor.kernels.custom_ops import is_bare, opaque
 from mcftensor.patches.objects import (
+    as_held,
     exchange,
     register_load_hook,
     remove_load_hook,
@@ -43,16 +47,14 @@ from mcftensor.scaling.rule_table import rule
 from mcftensor.scaling.scaled_models import unscaled
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.components import Role
-from mcftensor.tensor.dtensor import format_of, local, on_local, place_of, require_unsharded
-from mcftensor.training.conversion_count import note_conversion
+from mcftensor.tensor.dtensor import format_of, local, on_local, require_unsharded
 from mcftensor.training.gradient_hooks import GradientHook
 
 M = TypeVar("M", bound=nn.Module)
 Overrides = Mapping[str, Format | str | None]
-Plans = dict[str, tuple[Tensor, Format | None, Role]]
-"""Of tensors, by name: their format, or None of what is to be plain, and their role."""
-Whole = Mapping[int, MCFTensor]
-"""The expansions that plain tensors were loaded from, by the identities of these."""
+
+latest_conversion = 0
+"""The number of the latest conversion of a module, by which others notice that one was."""
 
 _converted: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
 """Modules with expansions, and the names of what overrides leave as it is."""
@@ -196,6 +198,8 @@ def as_plain(obj: M | Tensor, dtype: torch.dtype | None = None) -> M | Tensor:
         raise TypeError(f"as_plain: {dtype!r} is no floating dtype; give torch.float32, say")
     if isinstance(obj, nn.Module):
         return unscaled(_module_as_plain(obj, dtype), dtype)
+    if type(obj) is MCFTensor and is_bare():
+        return obj._collapsed(dtype or obj._format.dtype)
     if isinstance(obj, Tensor) and isinstance(own := local(obj), MCFTensor):
         base = own.dtype if is_compiling() else own._format.dtype  # graphs have no formats
         return on_local(_as_plain, obj.detach(), dtype or base)
@@ -209,46 +213,8 @@ def _as_plain(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype, copy=True)
 
 
-@rule(torch.ops.mcftensor._as_plain.default)
-def _decode(x: MCFTensor, dtype: torch.dtype) -> Tensor:
-    return x._collapsed(dtype)
-
-
-@implements(torch.ops.mcftensor._as_plain.default)
-def _collapse(func: object, x: MCFTensor, dtype: torch.dtype) -> Tensor:
-    return x._collapsed(dtype)
-
-
-def as_state(x: Tensor, format: Format, p: Tensor, name: str) -> MCFTensor:
-    """A state of a parameter as a value, whose balanced rounding goes by sequences of its own."""
-    count = _count(p)
-    if count is None or _count(x) is not None:
-        return value_in(x, format)
-    return value_in(x, format, count_beside(count, name).to(x.device))
-
-
-def _count(x: Tensor) -> Tensor | None:
-    x = local(x)
-    return x._count if isinstance(x, MCFTensor) else None
-
-
-def _named(name: str, x: Tensor) -> Tensor:
-    """The count of a tensor of a module that has not been written to."""
-    return moved(start(local(x).device, name), place_of(x))
-
-
-def value_in(x: Tensor, format: Format, writes: Tensor | None = None) -> MCFTensor:
-    """A value, or a DTensor of one; balanced rounding goes by a count, or by the salt of x."""
-    if writes is None:
-        own = _count(x)
-        place = moved(start(local(x).device), place_of(x))
-        writes = place if own is None else unwritten(own)
-
-    def convert(x: Tensor) -> MCFTensor:
-        format.require(x)
-        return rounded_by(x.detach(), format, key_for(format, x.device, writes))
-
-    return on_local(convert, x)  # type: ignore[return-value]
+rule(torch.ops.mcftensor._as_plain.default)(lambda x, dtype: x._collapsed(dtype))
+implements(torch.ops.mcftensor._as_plain.default)(lambda func, x, dtype: x._collapsed(dtype))
 
 
 def _require_convertible(where: str, name: str, x: object) -> None:
@@ -279,57 +245,82 @@ def _require_convertible(where: str, name: str, x: object) -> None:
 # ------------------------------------------------------------------------------------- modules
 
 
+@dataclass
+class _Held:
+    """A parameter or buffer of a module, and what is to become of it."""
+
+    x: Tensor
+    names: list[str]
+    format: Format | None
+    """Its own, or that of the expansion that it was loaded from."""
+    loaded: MCFTensor | None
+    wanted: Format | None = None
+    """None where it is to be plain."""
+    role: Role = "value"
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def is_parameter(self) -> bool:
+        return isinstance(self.x, nn.Parameter)
+
+
+def _held_by(where: str, module: nn.Module) -> list[_Held]:
+    """Every parameter and buffer of a module that can be converted, with all its names."""
+    require_unsharded(where, module)
+    loaded = kept_in(module) if KEPT else {}
+    found: dict[int, _Held] = {}
+    for name, x in itertools.chain(
+        module.named_parameters(remove_duplicate=False),
+        module.named_buffers(remove_duplicate=False),
+    ):
+        if is_lazy(x):
+            raise TypeError(f"{name} has no shape yet; run the module once before it is converted")
+        if id(x) not in found:
+            whole = loaded.get(id(x))
+            found[id(x)] = _Held(x, [], format_of(x if whole is None else whole), whole)
+        found[id(x)].names.append(name)
+    return list(found.values())
+
+
 def _module_as_expansion(
     module: M, format: Format | None, overrides: Overrides, lr: float | None
 ) -> M:
-    require_unsharded("as_expansion", module)
-    found = _tensors(module)
-    overrides = _checked(overrides, [name for _, aliases, _ in found for name in aliases])
-    loaded = kept_in(module)
-    formats = {id(x): format_of(loaded.get(id(x), x)) for _, _, x in found}
-    choose = _Choice(format, [(x, formats[id(x)]) for _, _, x in found], lr)
-    plans: Plans = {}
-    meant: list[str] = []
-    for name, aliases, x in found:
-        matching = [p for p in overrides if any(fnmatchcase(alias, p) for alias in aliases)]
-        integer = not (x.is_floating_point() or x.is_complex())
-        if matching and overrides[matching[0]] is None:
-            meant.append(name)
-            continue
-        if integer and name not in matching:
-            continue
-        own = formats[id(x)]
-        role: Role = "value"
-        if not isinstance(x, nn.Parameter) and not matching:
-            role = "value" if is_average(name) else "parameter"
-        if matching:
-            _require_convertible("as_expansion", name, x)
-            wanted = overrides[matching[0]]
-        elif own and format is None:
-            wanted = own
-        elif not isinstance(x, nn.Parameter) and (x.is_complex() or choose.of_buffer(x)):
-            wanted = None if x.is_complex() else choose.of_buffer(x)
-        elif own or (isinstance(x, nn.Parameter) and x.requires_grad):
-            _require_convertible("as_expansion", f"parameter {name}", x)
-            wanted = choose.of_weights(x)
-        else:
-            wanted = None
-        if wanted is None and (x.is_complex() or (x.dtype == choose.base and not format_of(x))):
-            continue
-        if wanted is None or format_of(x) != wanted:
-            plans[name] = x, wanted, role
-    _carry_out("as_expansion", module, plans, choose.base, loaded)
-    forget(module)
+    found = _held_by("as_expansion", module)
+    checked = _checked(overrides, [name for held in found for name in held.names])
+    choose = _Choice(format, found, lr)
+    changed, meant = [], []
+    for held in found:
+        matches = [p for p in checked if any(fnmatchcase(name, p) for name in held.names)]
+        is_number = held.x.is_floating_point() or held.x.is_complex()
+        wanted = checked[matches[0]] if matches else None
+        if matches and wanted is None:
+            meant.append(held.name)
+        elif (is_number or held.name in matches) and choose.changes(held, wanted):
+            changed.append(held)
+    _carry_out("as_expansion", module, changed, choose.base)
     _left.pop(module, None)
-    note_conversion()
     for part in module.modules():
-        if any(format_of(x) for x in _own_tensors(part).values()):
-            register_load_hook(part, _keep_expansions)
+        if any(map(format_of, (part._parameters | part._buffers).values())):
+            register_load_hook(part, keep_expansions)
         for name, p in part._parameters.items():
             if isinstance(p, MCFTensor):
                 p._holder = weakref.ref(part), name, id(p)
     _store_pretrained(module)
     _converted[module] = meant + _converted.get(module, [])
+    return module
+
+
+def _module_as_plain(module: M, dtype: torch.dtype | None) -> M:
+    changed = [held for held in _held_by("as_plain", module) if format_of(held.x)]
+    _carry_out("as_plain", module, changed, dtype)
+    if changed:
+        _left[module] = [held.name for held in changed]
+    _converted.pop(module, None)
+    for part in module.modules():
+        remove_load_hook(part, keep_expansions)
     return module
 
 
@@ -370,30 +361,46 @@ def _checked(overrides: Overrides, names: list[str]) -> dict[str, Format | None]
 class _Choice:
     """The formats in a module: one that is given, or those that are there, or the defaults."""
 
-    def __init__(
-        self,
-        format: Format | None,
-        tensors: Sequence[tuple[Tensor, Format | None]],
-        lr: float | None,
-    ) -> None:
+    def __init__(self, format: Format | None, found: list[_Held], lr: float | None) -> None:
         self.format, self.lr = format, lr
-        own = [(is_vector(x.shape), f) for x, f in tensors if f and isinstance(x, nn.Parameter)]
+        formats = {held.name: held.format for held in found if held.format}
+        own = [
+            (is_vector(x.x.shape), formats[x.name])
+            for x in found
+            if x.name in formats and x.is_parameter
+        ]
         self.present = {} if {f for _, f in own} <= {bf16x2, bf16x3} else dict(reversed(own))
-        formats = [f for _, f in tensors if f]
-        self.base = (format or next(iter([f for _, f in own] + formats), bf16x2)).dtype
+        self.base = (format or next(iter([f for _, f in own] + [*formats.values()]), bf16x2)).dtype
 
-    def of_weights(self, x: Tensor) -> Format:
-        """Of a parameter that is trained."""
+    def changes(self, held: _Held, wanted: Format | None) -> bool:
+        """Say what becomes of a tensor, of which an override may want a format; False where it
+        stays as it is."""
+        x = held.x
+        if wanted is not None:
+            _require_convertible("as_expansion", held.name, x)
+            held.wanted = wanted
+            return format_of(x) != wanted
+        if not held.is_parameter and not is_average(held.name):
+            held.role = "parameter"
+        of_buffer = None if held.is_parameter else format_of_buffer(x, self.base)
+        if held.format and self.format is None:
+            held.wanted = held.format
+        elif of_buffer is not None or (x.is_complex() and not held.is_parameter):
+            held.wanted = of_buffer
+        elif held.format or (held.is_parameter and x.requires_grad):
+            _require_convertible("as_expansion", f"parameter {held.name}", x)
+            held.wanted = self._of_weights(x)
+        if held.wanted is None:
+            return not x.is_complex() and (x.dtype != self.base or format_of(x) is not None)
+        return format_of(x) != held.wanted
+
+    def _of_weights(self, x: Tensor) -> Format:
         if self.format is not None:
             return for_shape(self.format, x.shape)
         if self.present:
             known = self.present.get(is_vector(x.shape)) or next(iter(self.present.values()))
             return for_shape(known, x.shape)
         return format_of_weights(x, self.lr)
-
-    def of_buffer(self, x: Tensor) -> Format | None:
-        """Of a floating buffer."""
-        return format_of_buffer(x, self.base)
 
 
 def for_shape(format: Format, shape: torch.Size) -> Format:
@@ -410,138 +417,70 @@ def _store_pretrained(module: nn.Module) -> None:
         _store_pretrained(part)
 
 
-def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    return dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-
-
-def _keep_expansions(
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: Mapping[str, Any],
-    *unused: Any,
-) -> None:
-    """With `assign=True`, torch puts the tensors of a checkpoint in place of the parameters; and
-    what was on the meta device has no salt yet."""
-    for name, x in _own_tensors(module).items():
-        count = _count(x)
-        if count is not None and not count.is_meta:
-            name_(count, prefix + name, place_of(x))
-    if not local_metadata.get("assign_to_params_buffers", False):
-        return
-    for name, x in _own_tensors(module).items():
-        new = state_dict.get(prefix + name)
-        format = format_of(x)
-        if format and isinstance(new, Tensor) and new.shape == x.shape:
-            if format_of(new) != format:
-                new = value_in(new, format, _named(prefix + name, new))
-            if isinstance(x, nn.Parameter):
-                new = _parameter(new, x.requires_grad)
-            elif isinstance(part := local(x), MCFTensor):
-                new = _in_role(new.detach(), part.role)
-            state_dict[prefix + name] = new
-
-
-def _module_as_plain(module: M, dtype: torch.dtype | None) -> M:
-    require_unsharded("as_plain", module)
-    plans: Plans = {name: (x, None, "value") for name, _, x in _tensors(module) if format_of(x)}
-    _carry_out("as_plain", module, plans, dtype, {})
-    forget(module)
-    if plans:
-        _left[module] = list(plans)
-        note_conversion()
-    _converted.pop(module, None)
-    for part in module.modules():
-        remove_load_hook(part, _keep_expansions)
-    return module
-
-
-def _tensors(module: nn.Module) -> list[tuple[str, list[str], Tensor]]:
-    """Every parameter and buffer: its first name, all its names, and itself."""
-    found: dict[int, tuple[str, list[str], Tensor]] = {}
-    for name, x in itertools.chain(
-        module.named_parameters(remove_duplicate=False),
-        module.named_buffers(remove_duplicate=False),
-    ):
-        if is_lazy(x):
-            raise TypeError(f"{name} has no shape yet; run the module once before it is converted")
-        found.setdefault(id(x), (name, [], x))[1].append(name)
-    return list(found.values())
-
-
 @torch.no_grad()
 def _carry_out(
-    where: str, module: nn.Module, plans: Plans, dtype: torch.dtype | None, loaded: Whole
+    where: str, module: nn.Module, changed: list[_Held], dtype: torch.dtype | None
 ) -> None:
-    """Exchange the contents of all tensors, plain ones for such of a dtype, or of none, and those
+    """Exchange the contents of tensors, plain ones for such of a dtype, or of their base, and those
     that were loaded from expansions for these."""
+    global latest_conversion  # noqa: PLW0603
     with without_weight_references(module):
-        for name, (x, _, _) in plans.items():
-            if weakref.getweakrefs(x):
-                raise RuntimeError(
-                    f"{where}: {name} of shape {tuple(x.shape)} has weak references to it, which "
-                    "an exchange of its contents would mislead (averaged copies of a model keep "
-                    "such). Convert before they are made, or delete them"
-                )
-            if not _is_free(x):
-                raise RuntimeError(
-                    f"{where}: {name} of shape {tuple(x.shape)} is in use by an autograd graph or "
-                    "a view; run backward, or delete the outputs and losses that hold it, first"
-                )
-        tied = _tied(plans)
-        for name, (x, wanted, role) in plans.items():
-            if name in tied:
-                _exchange(x, _in_role(plans[tied[name]][0].detach(), role))
-            elif wanted is None:
-                _exchange(x, as_plain(x, dtype))
+        for held in changed:
+            _require_free(where, held)
+        first: dict[Any, Tensor] = {}  # of those in one memory, as by `p.data = q.data`
+        for held in changed:
+            x, memory = held.x, _memory_of(held.x)
+            if memory in first:
+                new = first[memory].detach()
+            elif held.wanted is None:
+                new = as_plain(x, dtype)
             else:
-                new = value_in(x, wanted, _named(name, x))
-                if id(x) in loaded:
-                    new.copy_(loaded[id(x)])
-                _exchange(x, _in_role(new, role))
+                new = value_in(x, held.wanted, first_count(held.name, x))
+                if held.loaded is not None:
+                    new.copy_(held.loaded)
+            _exchange(x, new, held.role)
+            if memory is not None:
+                first.setdefault(memory, x)
+    if KEPT:
+        forget(module)
+    if changed or where == "as_expansion":
+        latest_conversion += 1
 
 
-def _tied(plans: Plans) -> dict[str, str]:
-    """For each tensor in the memory of an earlier one, as by `p.data = q.data`, its name."""
-    own = {name: x for name, (x, _, _) in plans.items() if local(x) is x}
-    return ties({name: x for name, x in own.items() if _has_memory(x)})
-
-
-def _has_memory(x: Tensor) -> bool:
-    part = x._read()[0] if isinstance(x, MCFTensor) else x
-    return type(part) in (Tensor, nn.Parameter) and part.layout == torch.strided
-
-
-def _is_free(x: Tensor) -> bool:
-    """Whether nothing but its Python object, and the node that sums its gradient, holds x."""
+def _require_free(where: str, held: _Held) -> None:
+    x = held.x
+    if weakref.getweakrefs(x):
+        raise RuntimeError(
+            f"{where}: {held.name} of shape {tuple(x.shape)} has weak references to it, which "
+            "an exchange of its contents would mislead (averaged copies of a model keep "
+            "such). Convert before they are made, or delete them"
+        )
     uses: Callable[[], int] = x._use_count  # type: ignore[attr-defined]
-    if uses() == 2 and x.is_leaf and x.requires_grad:
+    is_free = uses() == 1
+    if uses() == 2 and x.is_leaf and x.requires_grad:  # by the node that sums its gradient
         node = torch.autograd.graph.get_gradient_edge(x).node  # held here, it cannot be made anew
-        return node is not None and uses() == 2
-    return uses() == 1
+        is_free = node is not None and uses() == 2
+    if not is_free:
+        raise RuntimeError(
+            f"{where}: {held.name} of shape {tuple(x.shape)} is in use by an autograd graph or "
+            "a view; run backward, or delete the outputs and losses that hold it, first"
+        )
 
 
-def _parameter(x: Tensor, requires_grad: bool) -> nn.Parameter:
-    p = nn.Parameter(x, requires_grad=requires_grad)
-    _in_role(p, "parameter")  # of which that of a DTensor has not been told
-    return p
+def _memory_of(x: Tensor) -> Any:
+    """Where the elements of a tensor of this process lie, and how."""
+    parts = x._read() if isinstance(x, MCFTensor) else (x,)
+    if x.is_meta or not x.numel() or local(x) is not x:
+        return None
+    if type(parts[0]) not in (Tensor, nn.Parameter) or parts[0].layout != torch.strided:
+        return None
+    return tuple((t.data_ptr(), t.device, t.dtype, t.shape, t.stride()) for t in parts)
 
 
-def _in_role(x: Tensor, role: Role) -> Tensor:
-    part = local(x)
-    if isinstance(part, MCFTensor):
-        part._role = role
-    return x
-
-
-def _exchange(x: Tensor, new: Tensor) -> None:
+def _exchange(x: Tensor, new: Tensor, role: Role) -> None:
     """Give the tensor object x the contents of new, and its gradient the dtype; hooks stay."""
     grad = x.grad
-    if isinstance(x, nn.Parameter):
-        new = _parameter(new, x.requires_grad)
-    else:
-        new.requires_grad_(x.requires_grad)
-    exchange(x, new)
+    exchange(x, as_held(isinstance(x, nn.Parameter), new, role, x.requires_grad))
     if grad is not None:
         x.grad = grad.to(x.dtype)
     for hook in (getattr(x, "_post_accumulate_grad_hooks", None) or {}).values():

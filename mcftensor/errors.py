@@ -5,11 +5,13 @@ from mcftensor.meters.edq import FrozenWeightWarning
 from mcftensor.patches.table import PatchWarning
 from mcftensor.selfcheck import SelfCheckError
 from mcftensor.tensor.implicit_rounding import RoundedError, RoundedWarning
-from mcftensor.training.detached_parameters import DetachedParameterWarning
-from mcftensor.training.narrow_states import NarrowStateWarning
-from mcftensor.training.plain_parameters import PlainParameterWarning
 from mcftensor.training.saturation import SaturationWarning
 from mcftensor.training.step_in_backward import StepInBackwardError
+from mcftensor.training.step_warnings import (
+    DetachedParameterWarning,
+    NarrowStateWarning,
+    PlainParameterWarning,
+)
 
 __all__ = [
     "CheckpointError",

@@ -1,12 +1,14 @@
-"""The one error of everything that reads or writes checkpoints."""
+"""The error of all that reads or writes checkpoints, and packages that some of it needs."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import pickle
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 
 class CheckpointError(ValueError):
@@ -53,3 +55,14 @@ def some(names: Iterable[str], most: int = 3) -> str:
     names = list(names)
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def extra(module: str, caller: str) -> Any:
+    """A module of an optional package; ImportError says how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise ImportError(
+            f"{caller}: {package} is not installed; install it with pip install {package}"
+        ) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, overload
 
@@ -14,9 +14,11 @@ from torch.optim import Optimizer
 
 from mcftensor.checkpoint.bridge.entries import Request
 from mcftensor.checkpoint.bridge.layout_detection import read_checkpoint
-from mcftensor.checkpoint.bridge.optimizer_states import load_states, state_dict_for
+from mcftensor.checkpoint.bridge.torch_optimizers import load_states, state_dict_for
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading, some
-from mcftensor.checkpoint.state_dicts import from_terms, is_sharded, ties
+from mcftensor.checkpoint.safetensors_files import index_of, opened
+from mcftensor.checkpoint.state_dicts import from_terms, is_sharded, joined, ties
+from mcftensor.tensor.dtensor import any_format_of
 
 FilePath = str | os.PathLike[str]
 Device = torch.device | str | int
@@ -106,27 +108,35 @@ def load_file(
     path = Path(path)
     names = None if parameters is None else list(parameters)
     with reading(path):
-        contents = read_checkpoint(path, Request(optimizer is not None, names, step, verify, tails))
-        state_dict = {name: entry.read() for name, entry in contents.weights.items()}
-        state_dict |= {alias: state_dict[name] for alias, name in contents.tied.items()}
+        is_own = path.suffix == ".safetensors" and path.is_file() and not index_of(path).is_file()
+        if is_own and optimizer is None:
+            stored = opened(path, verify)
+            known = verify and stored.seal is not None
+            state_dict, tied = joined(stored.terms, tails, verify, known), stored.tied
+        else:
+            request = Request(optimizer is not None, names, step, verify, tails)
+            contents = read_checkpoint(path, request)
+            state_dict = {name: entry.read() for name, entry in contents.weights.items()}
+            tied = contents.tied
+        state_dict |= {alias: state_dict[name] for alias, name in tied.items()}
     if model is not None:
-        load_model = _prepared(model, state_dict, strict, path)
+        _require_fit(model, state_dict, strict, path)
         if optimizer is not None:
             load_states(optimizer, state_dict_for(optimizer, model, contents, strict, path), path)
-        return load_model()
-    device = "cpu" if device is None else device
-    moved = {id(x): x.to(device) for x in state_dict.values()}
-    return {name: moved[id(x)] for name, x in state_dict.items()}
+        result = model.load_state_dict(state_dict, strict=False)
+        return result.missing_keys, result.unexpected_keys
+    if device is not None:
+        moved = {id(x): x.to(device) for x in state_dict.values()}
+        state_dict = {name: moved[id(x)] for name, x in state_dict.items()}
+    return state_dict
 
 
 # -------------------------------------------------------------------------------- the model
 
 
-def _prepared(
-    model: nn.Module, state_dict: dict[str, Tensor], strict: bool, path: Path
-) -> Callable[[], tuple[list[str], list[str]]]:
-    """What is left to be done once everything has been checked."""
-    own = from_terms(model.state_dict())
+def _require_fit(model: nn.Module, state_dict: dict[str, Tensor], strict: bool, path: Path) -> None:
+    """Check all that is to be loaded, and give tied tensors all their names."""
+    own = from_terms(model.state_dict(keep_vars=True))
     for name, x in own.items():
         if name in state_dict:
             _require_loadable(name, state_dict[name], x, path)
@@ -144,12 +154,6 @@ def _prepared(
             + "; ".join(f"only {side} {some(names)}" for side, names in lone.items() if names)
             + ". strict=False loads what both have"
         )
-
-    def load() -> tuple[list[str], list[str]]:
-        result = model.load_state_dict(state_dict, strict=False)
-        return result.missing_keys, result.unexpected_keys
-
-    return load
 
 
 def _require_loadable(name: str, new: Tensor, old: Any, path: Path) -> None:
@@ -171,10 +175,14 @@ def _require_loadable(name: str, new: Tensor, old: Any, path: Path) -> None:
             f"load_file: {name} is of shape {tuple(new.shape)} in {path}, and of "
             f"{tuple(old.shape)} in the model"
         )
-    if (new.is_floating_point(), new.is_complex()) != (old.is_floating_point(), old.is_complex()):
+    if _kind(new) != _kind(old):
         raise CheckpointError(
             f"load_file: {name} is of {new.dtype} in {path}, and of {old.dtype} in the model"
         )
+
+
+def _kind(x: Tensor) -> tuple[bool, bool]:
+    return (True, False) if any_format_of(x) else (x.is_floating_point(), x.is_complex())
 
 
 def _tie(state_dict: dict[str, Tensor], names: list[str], path: Path) -> None:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading, some
-from mcftensor.checkpoint.optional_imports import extra
-from mcftensor.checkpoint.pickle_checks import require_bounded
-from mcftensor.checkpoint.safetensors_writer import DTYPES
-from mcftensor.checkpoint.shards import files_in
+from mcftensor.checkpoint.pickle_checks import unpickled
+from mcftensor.checkpoint.safetensors_files import Lazy, files_in, is_safetensors, open_safetensors
 from mcftensor.checkpoint.state_dicts import from_terms, names_of_terms
 
 Checkpoint = str | os.PathLike[str] | Mapping[str, Any]
@@ -100,72 +96,6 @@ def _read_file(path: Path) -> Mapping[str, Tensor]:
         if is_safetensors(path):
             return open_safetensors(path, "audit")[0]
         return state_dict_in(unpickled(path), path)
-
-
-def is_safetensors(path: Path) -> bool:
-    """Whether a file is one of safetensors, or says so."""
-    with path.open("rb") as file:
-        head = file.read(9)
-    # It starts with the length of its header in eight bytes; that is JSON.
-    return path.suffix == ".safetensors" or head[4:] == b"\0\0\0\0{"
-
-
-def unpickled(path: Path) -> Any:
-    """What torch.save has put into a file; tensors are read from it where they are used."""
-    with reading(path), path.open("rb") as file, warnings.catch_warnings():
-        require_bounded(file, path.stat().st_size, path)
-        warnings.simplefilter("ignore")  # Of pickle protocols, which are no concern here.
-        # Before torch 1.6 files were no zip archives, and such cannot be mapped.
-        is_zip = file.read(2) == b"PK"
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-
-
-class Lazy(Mapping[str, Tensor]):
-    """Tensors by name, each read when it is asked for."""
-
-    def __init__(
-        self,
-        names: Iterable[str],
-        read: Callable[[str], Tensor],
-        like: Callable[[str], Tensor] | None = None,
-    ) -> None:
-        self.names = dict.fromkeys(names)
-        self.read = read
-        self.like = like or (lambda name: read(name).to("meta"))
-        """A tensor without data of the dtype and the shape of a stored one."""
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.names  # Mapping's own would read the tensor.
-
-
-def open_safetensors(path: Path, caller: str) -> tuple[Lazy, dict[str, str]]:
-    """The tensors of a safetensors file as they are, each term by itself, and its metadata."""
-
-    def read(name: str) -> Tensor:
-        with reading(path):
-            return file.get_tensor(name)
-
-    def like(name: str) -> Tensor:
-        with reading(path):
-            header = file.get_slice(name)
-            dtype = _DTYPES[header.get_dtype()]
-            return torch.empty(header.get_shape(), dtype=dtype, device="meta")
-
-    with reading(path):
-        file = extra("safetensors", caller).safe_open(path, framework="pt", device="cpu")
-        return Lazy(file.keys(), read, like), file.metadata() or {}
-
-
-_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def in_shards(index: Path) -> Lazy:

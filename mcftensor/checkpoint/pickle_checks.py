@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import pickletools
 import re
+import warnings
 import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import IO, Any
 
 import torch
 
-from mcftensor.checkpoint.checkpoint_error import CheckpointError
+from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading
 
 MOST = 4
 """How many times the size of its file the tensors of a checkpoint may have in all: tensors may
@@ -36,6 +37,32 @@ _STORAGES = {
 """Bytes of an element; one of those that are not here."""
 _COPY = "torch._utils._rebuild_device_tensor_from_cpu_tensor"
 _BY_TYPE = "torch._tensor._rebuild_from_type_v2"
+
+
+def unpickled(path: Path) -> Any:
+    """What torch.save has put into a file; tensors are read from it where they are used."""
+    with reading(path), path.open("rb") as file, warnings.catch_warnings():
+        require_bounded(file, path.stat().st_size, path)
+        warnings.simplefilter("ignore")  # Of pickle protocols, which are no concern here.
+        # Before torch 1.6 files were no zip archives, and such cannot be mapped.
+        is_zip = file.read(2) == b"PK"
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+
+
+def require_whole(path: Path) -> None:
+    """Check the CRC-32 of everything in a file of torch.save, which PyTorch does not."""
+    if not zipfile.is_zipfile(path):
+        with path.open("rb") as file:
+            if file.read(2) == b"PK":
+                raise CheckpointError(f"{path} is damaged: it is cut short")
+        return  # before torch 1.6 there was none
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise CheckpointError(
+            f"{path} is damaged, or was altered: {damaged} in it does not have the CRC-32 that it "
+            "says. verify=False reads it all the same"
+        )
 
 
 def require_bounded(file: IO[bytes], size: int, path: Path) -> None:

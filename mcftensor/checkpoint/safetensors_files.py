@@ -1,17 +1,233 @@
-"""Files of safetensors, opened: what they hold, each tensor checked when it is read."""
+"""Safetensors files: written tensor by tensor with digests, read with each tensor checked.
+
+A file is the length of a header, the header in JSON, which says where in the rest each tensor is,
+and that rest (https://github.com/huggingface/safetensors#format). The package of this name writes
+to a file of its own making, which it renames, so that neither its mode nor its lock is ours.
+
+Digests are CRC-32, which is faster than any disk, of each tensor and of the metadata. They are
+against accidents: whoever alters a file on purpose can write new ones.
+"""
 
 from __future__ import annotations
 
 import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
+import torch
 from torch import Tensor
 
-from mcftensor.checkpoint.checkpoint_error import CheckpointError, some
-from mcftensor.checkpoint.digests import KEY, digest, unsealed
-from mcftensor.checkpoint.open_checkpoint import Lazy, open_safetensors
-from mcftensor.checkpoint.shards import files_in
+from mcftensor.checkpoint.checkpoint_error import CheckpointError, extra, reading, some
+
+KEY = "mcftensor"
+"""Under what name a file's metadata hold what is said here."""
+
+_VERSION = 1
+
+
+def digest(name: str, x: Tensor) -> str:
+    """Of a plain tensor on the CPU: its name, dtype, shape and bytes."""
+    kind = f"{name} {x.dtype} {tuple(x.shape)}"
+    return f"{zlib.crc32(content_of(x), zlib.crc32(kind.encode())):08x}"
+
+
+def content_of(x: Tensor) -> memoryview:
+    """The bytes of a plain tensor on the CPU, in the order of its elements."""
+    x = x.resolve_conj().resolve_neg().contiguous()
+    return x.reshape(-1).view(torch.uint8).numpy().data
+
+
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata with their own digest."""
+    content = {"version": _VERSION, **content}
+    return {**content, "crc32": _of(content)}
+
+
+def unsealed(where: object, content: Any) -> dict[str, Any]:
+    """Metadata that `sealed` has made; CheckpointError if altered, or of a later version."""
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{where}: the metadata under {KEY} are damaged")
+    content = dict(content)
+    seal = content.pop("crc32", None)
+    if seal != _of(content):
+        raise CheckpointError(
+            f"{where} is damaged, or was altered: the metadata under {KEY} do not have the digest "
+            "that they say. verify=False reads it all the same"
+        )
+    if content["version"] != _VERSION:
+        raise CheckpointError(
+            f"{where} was written by a later version of mcftensor; install a newer one"
+        )
+    return content
+
+
+def _of(content: Any) -> str:
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
+
+
+# ----------------------------------------------------------------------------------- written
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+RESERVED = "__metadata__"
+"""The one name that no tensor can have."""
+
+_HEADER_MOST = 100_000_000  # of which the package reads no longer ones
+
+
+def write(
+    file: BinaryIO,
+    likes: Mapping[str, Tensor],
+    tensors: Iterable[tuple[str, Tensor]],
+    tied: dict[str, str],
+    metadata: dict[str, str],
+) -> str:
+    """Write plain tensors to an empty file, as they come, in any order.
+
+    Of each, `likes` has one of its dtype and shape. Returns the digest of what the metadata say of
+    them, their own digests included.
+    """
+    # Every tensor starts at a multiple of the size of its elements.
+    names = sorted(likes, key=lambda name: -likes[name].dtype.itemsize)
+    entries: dict[str, Any] = {}
+    end = 0
+    for name in names:
+        x = likes[name]
+        start, end = end, end + x.nbytes
+        entries[name] = {
+            "dtype": DTYPES[x.dtype],
+            "shape": list(x.shape),
+            "data_offsets": [start, end],
+        }
+
+    def header(digests: dict[str, str]) -> tuple[bytes, str]:
+        seal = sealed({"tied": tied, "tensors": digests})
+        content = {RESERVED: {**metadata, KEY: json.dumps(seal)}, **entries}
+        text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text, seal["crc32"]
+
+    # Digests are known when all is written, and do not change its length.
+    length = len(header(dict.fromkeys(names, "0" * 8))[0])
+    if length > _HEADER_MOST:
+        raise ValueError(
+            f"save_file: the names of {len(names)} tensors are too many for one file; divide it "
+            "with max_shard_size"
+        )
+    digests = {}
+    for name, x in tensors:
+        x = x.detach().cpu().contiguous()
+        digests[name] = digest(name, x)
+        file.seek(length + entries[name]["data_offsets"][0])
+        file.write(content_of(x))
+    first, seal = header({name: digests[name] for name in names})
+    file.seek(0)
+    file.write(first)
+    return seal
+
+
+# -------------------------------------------------------------------------------------- read
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether a file is one of safetensors, or says so."""
+    with path.open("rb") as file:
+        head = file.read(9)
+    # It starts with the length of its header in eight bytes; that is JSON.
+    return path.suffix == ".safetensors" or head[4:] == b"\0\0\0\0{"
+
+
+def index_of(path: Path) -> Path:
+    """Where the index of a checkpoint is that is in several files."""
+    return path.with_name(f"{path.name}.index.json")
+
+
+def files_in(index: Path, content: Any) -> dict[str, str]:
+    """In which file, beside the index, each tensor is; CheckpointError unless all are there."""
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
+        raise CheckpointError(f"{index} is no index of a checkpoint: it has no weight_map of names")
+    names = dict.fromkeys(files.values())
+    foreign = [f for f in names if f in ("", ".", "..") or set(f) & {"/", "\\", ":", "\0"}]
+    if foreign:
+        raise CheckpointError(
+            f"{index} names {some(map(repr, foreign))}; shards are files in the folder of the index"
+        )
+    missing = [f for f in names if not (index.parent / f).is_file()]
+    if missing:
+        raise CheckpointError(f"shards that {index} names are missing: {some(missing)}")
+    return files
+
+
+class Lazy(Mapping[str, Tensor]):
+    """Tensors by name, each read when it is asked for."""
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        read: Callable[[str], Tensor],
+        like: Callable[[str], Tensor] | None = None,
+    ) -> None:
+        self.names = dict.fromkeys(names)
+        self.read = read
+        self.like = like or (lambda name: read(name).to("meta"))
+        """A tensor without data of the dtype and the shape of a stored one."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names  # Mapping's own would read the tensor.
+
+
+def open_safetensors(path: Path, caller: str) -> tuple[Lazy, dict[str, str]]:
+    """The tensors of a safetensors file as they are, each term by itself, and its metadata."""
+
+    def read(name: str) -> Tensor:
+        with reading(path):
+            return file.get_tensor(name)
+
+    def like(name: str) -> Tensor:
+        with reading(path):
+            header = file.get_slice(name)
+            dtype = _DTYPES[header.get_dtype()]
+            return torch.empty(header.get_shape(), dtype=dtype, device="meta")
+
+    with reading(path):
+        file = extra("safetensors", caller).safe_open(path, framework="pt", device="cpu")
+        return Lazy(file.keys(), read, like), file.metadata() or {}
+
+
+_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -27,7 +243,11 @@ class Stored:
 
 def opened(path: Path, verify: bool) -> Stored:
     """A file, or those that an index names."""
-    return (_opened_shards if path.suffix == ".json" else _opened_file)(path, verify)
+    stored = (_opened_shards if path.suffix == ".json" else _opened_file)(path, verify)
+    for alias, name in stored.tied.items():
+        if alias in stored.terms or name not in stored.terms:
+            raise CheckpointError(f"{path} says that {alias} is tied to {name}, which cannot be")
+    return stored
 
 
 def _opened_file(path: Path, verify: bool) -> Stored:

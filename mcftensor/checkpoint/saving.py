@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -14,12 +15,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from mcftensor.checkpoint.atomic_files import beside, synchronize
+from mcftensor.checkpoint.atomic_files import beside, remove_abandoned, synchronize
 from mcftensor.checkpoint.checkpoint_error import CheckpointError
-from mcftensor.checkpoint.digests import KEY, sealed
-from mcftensor.checkpoint.safetensors_writer import DTYPES, RESERVED, write
-from mcftensor.checkpoint.shards import divide, files_named, index_of, remove_stale, size_in_bytes
-from mcftensor.checkpoint.state_dicts import as_terms, from_terms, is_sharded, ties
+from mcftensor.checkpoint.safetensors_files import DTYPES, KEY, RESERVED, index_of, sealed, write
+from mcftensor.checkpoint.state_dicts import as_terms, from_terms, is_sharded, names_of_terms, ties
 from mcftensor.tensor import MCFTensor
 
 
@@ -195,3 +194,67 @@ def _metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
         )
     # Without it, loaders of Hugging Face take the file for one of another framework.
     return {"format": "pt", **metadata}
+
+
+# ------------------------------------------------------------------------------ several files
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {f"{unit}I": 2 ** (10 * i) for i, unit in enumerate("KMGT", 1)}
+
+
+def size_in_bytes(size: int | str, of: str = "save_file: max_shard_size") -> int:
+    """Of a size such as 5_000_000_000, "5GB" or "512MiB"; ValueError for what is none."""
+    text = str(size).strip().upper()
+    match = re.fullmatch(r"(\d+)|(\d+(?:\.\d+)?)\s*([KMGT]I?)B", text)
+    number, unit = (match[1] or match[2], match[3] or "") if match else ("0", "")
+    found = int(float(number) * _UNITS[unit])
+    if found <= 0:
+        raise ValueError(f"{of} is {size!r}; give bytes, or a size such as '5GB'")
+    return found
+
+
+def divide(terms: Mapping[str, Tensor], most: int | None) -> list[list[str]]:
+    """Names of terms, in their order, in shards of at most so many bytes.
+
+    The terms of one number stay together, also where they are more than that.
+    """
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for names in names_of_terms(terms).values():
+        size = sum(terms[name].nbytes for name in names)
+        if most is not None and shards[-1] and filled + size > most:
+            shards.append([])
+            filled = 0
+        shards[-1].extend(names)
+        filled += size
+    return shards
+
+
+def remove_stale(path: Path, previous: Iterable[str]) -> None:
+    """Remove what no index names: shards of the last one, and what killed writers have left."""
+    stem, suffix = re.escape(path.stem), re.escape(path.suffix)
+    shard = rf"{stem}-([0-9a-f]{{8}}-)?\d{{5}}-of-\d{{5}}{suffix}"
+    unfinished = rf"\.({shard}|{stem}{suffix}(\.index\.json)?)\.[0-9a-f]{{8}}\.tmp"
+
+    def is_named(file: Path) -> bool:
+        named = files_named(index_of(path))
+        return named is None or file.name in named
+
+    for file in path.parent.iterdir():
+        match = re.fullmatch(shard, file.name)
+        if match and file.name in previous and not is_named(file):
+            file.unlink(missing_ok=True)
+        elif (match and match[1]) or re.fullmatch(unfinished, file.name):
+            remove_abandoned(file, is_named)
+    synchronize(path.parent)
+
+
+def files_named(index: Path) -> set[str] | None:
+    """The files that an index names, also one that is not there or damaged; None where it cannot be
+    read, as with too many files open, so that nobody can say."""
+    try:
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
+        return set()
+    except OSError:
+        return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from mcftensor.checkpoint.checkpoint_error import CheckpointError, some
 from mcftensor.dispatch.collectives import carried
 from mcftensor.formats import Format
 from mcftensor.kernels.program import PATTERNS
-from mcftensor.patches.distributed import after_loads, around_broadcasts
+from mcftensor.patches.table import calls
 from mcftensor.tensor.checks import check_components, check_writes, normalized
 from mcftensor.tensor.dtensor import any_format_of, format_of, local, on_local, place_of
 from mcftensor.tensor.tensor import MCFTensor
@@ -212,12 +211,12 @@ def joined(
         x = terms[name]
         format = format_said(names)
         if format is not None:
-            whole = {n: terms[n] for n in names}
+            whole = {name: x} | {n: terms[n] for n in names[1:]}
             told = whole.pop(f"{name}.{format.name}.{_SUM}", None)
             writes = whole.pop(f"{name}.{format.name}.{_WRITES}", None)
             writes = writes if format.rounding == "balanced" else None
-            parts, misfits = _components(name, list(whole.values()), format, tails, known)
-            _require_count(name, format, writes)
+            stored = list(whole.values())
+            parts, misfits = _components(name, stored, writes, format, tails, known)
             if verify and tails and not known:
                 _require_unchanged(name, format, parts, misfits, told)
             if writes is not None:
@@ -247,11 +246,12 @@ _parts: MutableMapping[Tensor, Any] = WeakIdKeyDictionary()
 
 
 def _components(
-    name: str, terms: Sequence[Any], format: Format, tails: bool, known: bool
+    name: str, terms: Sequence[Any], writes: Any, format: Format, tails: bool, known: bool
 ) -> tuple[Sequence[Tensor], int]:
     """Terms on this rank as they are to be, and how many elements have some that do not fit."""
     parts = [local(term) for term in terms]
     try:
+        check_writes(writes, format)
         parts = list(format.from_file(parts))
         check_components(parts, format)
         if not tails:  # codes are nothing without their scales
@@ -260,13 +260,6 @@ def _components(
             return [parts[0], *kept[1:]], 0
         return (parts, 0) if known else normalized(parts, format)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"the terms of {name} make no expansion ({error})") from error
-
-
-def _require_count(name: str, format: Format, writes: Any) -> None:
-    try:
-        check_writes(writes, format)
-    except ValueError as error:
         raise CheckpointError(f"the terms of {name} make no expansion ({error})") from error
 
 
@@ -368,12 +361,18 @@ def _in_format_of(own: Any, x: Any) -> Any:
     return local(own).new_empty(x.shape, device=x.device).copy_(x)
 
 
-around_broadcasts.append(_broadcast_as_terms)
+calls.around_broadcasts = _broadcast_as_terms
 
 
-def _settling(state_dict: Mapping[Any, Any]) -> Callable[[], None] | None:
-    """What is to be done once terms have been loaded in place; None where there are none."""
-    return functools.partial(_settle, state_dict) if has_terms(state_dict) else None
+def _settling(terms: Mapping[Any, Any]) -> Callable[[], None] | None:
+    """What is to be done once terms have been loaded in place: all of them are normalized, and then
+    the first error of `from_terms` is raised. None where there are none."""
+
+    def settle() -> None:
+        for error in list(_refusals(terms)):
+            raise error
+
+    return settle if has_terms(terms) else None
 
 
 def has_terms(state_dict: Mapping[Any, Any]) -> bool:
@@ -382,12 +381,6 @@ def has_terms(state_dict: Mapping[Any, Any]) -> bool:
         has_terms(x) if isinstance(x, Mapping) else _tail(name) is not None
         for name, x in state_dict.items()
     )
-
-
-def _settle(terms: Mapping[Any, Any]) -> None:
-    """Normalize terms in place, all of them; then raise the first error of `from_terms`."""
-    for error in list(_refusals(terms)):
-        raise error
 
 
 @torch.no_grad()
@@ -412,4 +405,4 @@ def _refusals(terms: Mapping[Any, Any]) -> Iterator[CheckpointError]:
             part._writes.copy_(moved(count, place_of(terms[name]) - part._first))
 
 
-after_loads.append(_settling)
+calls.after_loads = _settling

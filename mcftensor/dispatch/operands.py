@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcftensor.arithmetic.write_counts import count_beside, moved, start, unwritten
 from mcftensor.dispatch.operators import Number
 from mcftensor.formats import PLAIN, Format
 from mcftensor.formats.promotion import longest_format
 from mcftensor.kernels.custom_ops import is_bare
 from mcftensor.passes.format_conversion import collapse, key_for, recode
 from mcftensor.tensor.components import COMPONENTS, Role
+from mcftensor.tensor.dtensor import local, on_local, place_of
 from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
 
@@ -200,6 +202,39 @@ def rounded_by(x: Tensor, format: Format, key: Tensor | None) -> MCFTensor:
     source, stored = (x._format, x._read()) if isinstance(x, MCFTensor) else (PLAIN[x.dtype], [x])
     made = recode(list(stored), source.name, format.name, key)
     return MCFTensor.of(made, format, own=True, writes=after(format, key))
+
+
+def value_in(x: Tensor, format: Format, writes: Tensor | None = None) -> MCFTensor:
+    """A value, or a DTensor of one; balanced rounding goes by a count, or by the salt of x."""
+    if writes is None:
+        own = count_of(x)
+        fresh = moved(start(local(x).device), place_of(x))
+        writes = fresh if own is None else unwritten(own)
+
+    def convert(x: Tensor) -> MCFTensor:
+        format.require(x)
+        return rounded_by(x.detach(), format, key_for(format, x.device, writes))
+
+    return on_local(convert, x)  # type: ignore[return-value]
+
+
+def as_state(x: Tensor, format: Format, p: Tensor, name: str) -> MCFTensor:
+    """A state of a parameter as a value, whose balanced rounding goes by sequences of its own."""
+    count = count_of(p)
+    if count is None or count_of(x) is not None:
+        return value_in(x, format)
+    return value_in(x, format, count_beside(count, name).to(x.device))
+
+
+def count_of(x: Tensor) -> Tensor | None:
+    """What balanced rounding goes by, of an expansion that has it, also a sharded one."""
+    x = local(x)
+    return x._count if isinstance(x, MCFTensor) else None
+
+
+def first_count(name: str, x: Tensor) -> Tensor:
+    """The count of a tensor of a module that has not been written to."""
+    return moved(start(local(x).device, name), place_of(x))
 
 
 def rounding_key(format: Format, operands: Iterable[Any]) -> Tensor | None:

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mcftensor.checkpoint.checkpoint_error import CheckpointError, some
+from mcftensor.checkpoint.checkpoint_error import CheckpointError, extra, some
 from mcftensor.checkpoint.open_checkpoint import Checkpoint
 from mcftensor.checkpoint.open_checkpoint import tensors as tensors_of
-from mcftensor.checkpoint.optional_imports import extra
 from mcftensor.tensor import text_tables
 from mcftensor.tensor.checks import check_components
 from mcftensor.tensor.tensor import MCFTensor

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,26 +17,29 @@ from torch.optim import AdamW
 from mcftensor.checkpoint.checkpoint_error import CheckpointError
 from mcftensor.checkpoint.open_checkpoint import shapes
 from mcftensor.formats import Format, bf16i8, bf16i16, bf16x2
-from mcftensor.meters.memory_estimate import MakeOptimizer, estimate, without_data
-from mcftensor.meters.memory_summary import Summary, summary
-from mcftensor.meters.transformers_config import configured, is_configuration
+from mcftensor.meters.memory_summary import (
+    MakeOptimizer,
+    Summary,
+    estimate,
+    summary,
+    without_data,
+)
 from mcftensor.tensor import text_tables
 
 
-@dataclass(frozen=True)
-class Strategy:
-    """One way to train a model, and the bytes that it takes."""
+class Strategy(NamedTuple):
+    """One way to train a model, and what it takes."""
 
     name: str
-    weights: int  # master weights and buffers among them
-    gradients: int
-    states: int
-    trained: int  # elements
+    sizes: tuple[int, int, int]
+    """Bytes of weights, with master weights and buffers among them, of gradients, of states."""
+    trained: int
+    """Number of elements."""
 
     @property
     def total(self) -> int:
         """Bytes of all."""
-        return self.weights + self.gradients + self.states
+        return sum(self.sizes)
 
 
 # A format, a mode, and whether gradients are released.
@@ -51,30 +55,24 @@ _WAYS: Mapping[str, tuple[Format | None, str, bool]] = {
 
 def strategies(model: nn.Module, optimizer: MakeOptimizer = AdamW) -> Iterator[Strategy]:
     """What a model would take in each mode, beside float32 master weights and plain bf16."""
+
+    def strategy(name: str, found: Summary, masters: int, gradients: int) -> Strategy:
+        weights = masters + found.bytes_of("parameters") + found.bytes_of("buffers")
+        return Strategy(name, (weights, gradients, found.bytes_of("states")), found.trained)
+
     for name, dtype in (("float32 master weights", torch.float32), ("plain bf16", bf16x2.dtype)):
         plain = without_data(model).to(dtype)
         found = summary(plain, optimizer(plain.parameters()))
         beside = 2 * found.trained  # of bf16: weights beside master weights, and gradients
-        masters = beside if dtype == torch.float32 else 0
-        yield _strategy(name, found, masters=masters, gradients=beside)
+        yield strategy(name, found, beside if dtype == torch.float32 else 0, beside)
     for name, (format, mode, released) in _WAYS.items():
-        yield _strategy(
-            name, estimate(model, mode, format=format, optimizer=optimizer, released=released)
-        )
+        found = estimate(model, mode, format=format, optimizer=optimizer, released=released)
+        yield strategy(name, found, 0, found.bytes_of("gradients"))
 
 
 def format_for(mode: str) -> Format | None:
     """Return the format of weights that goes with a mode in this table, or None for it by shape."""
     return bf16i8 if mode == "compact" else None
-
-
-def _strategy(
-    name: str, found: Summary, *, masters: int = 0, gradients: int | None = None
-) -> Strategy:
-    weights = masters + found.bytes_of("parameters") + found.bytes_of("buffers")
-    if gradients is None:
-        gradients = found.bytes_of("gradients")
-    return Strategy(name, weights, gradients, found.bytes_of("states"), found.trained)
 
 
 def fits(found: Iterable[Strategy], room: int) -> str:
@@ -83,10 +81,11 @@ def fits(found: Iterable[Strategy], room: int) -> str:
         ("", "weights", "gradients", "states", "bytes a parameter", "in all", "fits")
     ]
     for x in found:
-        sizes = [text_tables.size(size) for size in (x.weights, x.gradients, x.states)]
         each = f"{x.total / max(x.trained, 1):.2f}"
         fits = "yes" if x.total <= room else "no"
-        rows.append((x.name, *sizes, each, text_tables.size(x.total), fits))
+        rows.append(
+            (x.name, *map(text_tables.size, x.sizes), each, text_tables.size(x.total), fits)
+        )
     return text_tables.as_text(rows)
 
 
@@ -126,32 +125,30 @@ def model_of(sources: Sequence[str]) -> nn.Module:
     """
     found: dict[str, Tensor] = {}
     for i, source in enumerate(sources):
-        count, shape = _COUNT.fullmatch(source.upper()), _SHAPE.fullmatch(source)
-        if is_configuration(source):
-            found |= configured(source)
-        elif Path(source).exists():
+        number, shape = _COUNT.fullmatch(source.upper()), _SHAPE.fullmatch(source)
+        if _is_configuration(source):
+            found |= _configured(source)
+            continue
+        if Path(source).exists():
             found |= shapes(Path(source))
-        elif count:
-            _require_countable(source, float(count[1]) * _UNITS[count[2]])
-            rows = int(float(count[1]) * _UNITS[count[2]]) // _WIDTH
-            found[f"{i}.weight"] = torch.empty(rows, _WIDTH, device="meta")
+            continue
+        if number:
+            count = float(number[1]) * _UNITS[number[2]]
+            copies, lengths = 1, [int(count) // _WIDTH, _WIDTH]
         elif shape:
-            lengths = [int(length) for length in shape[2].split("x")]
-            _require_countable(source, math.prod(lengths) * int(shape[1] or 1))
-            for k in range(int(shape[1] or 1)):
-                found[f"{i}.{k}.weight"] = torch.empty(lengths, device="meta")
+            copies, lengths = int(shape[1] or 1), [int(length) for length in shape[2].split("x")]
+            count = math.prod(lengths) * copies
         else:
             raise CheckpointError(
                 f"{source} is no file or folder; give a checkpoint, a config.json, the name of a "
                 "model on the hub, shapes such as 4096x4096 or 32:4096x11008, or a number of "
                 "parameters such as 7B"
             )
+        if count > _MOST:
+            raise CheckpointError(f"{source} is more parameters than can be counted, {_MOST:,}")
+        for k in range(copies):
+            found[f"{i}.{k}.weight"] = torch.empty(lengths, device="meta")
     return _module(found)
-
-
-def _require_countable(source: str, elements: float) -> None:
-    if elements > _MOST:
-        raise CheckpointError(f"{source} is more parameters than can be counted, {_MOST:,}")
 
 
 def _module(tensors: Mapping[str, Tensor]) -> nn.Module:
@@ -169,3 +166,45 @@ def _module(tensors: Mapping[str, Tensor]) -> nn.Module:
         else:
             part.register_buffer(last, x)
     return root
+
+
+# -------------------------------------------------------------------------- of transformers
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+
+
+def _is_configuration(source: str) -> bool:
+    """Whether a source is a `config.json`, a folder that has one but no weights, or may be the name
+    of a model on the hub."""
+    path = Path(source)
+    if path.is_dir():
+        return (path / "config.json").exists() and not any(any(path.glob(x)) for x in _WEIGHTS)
+    if path.exists():
+        return path.suffix == ".json" and not path.name.endswith(".index.json")
+    return _HUB_NAME.fullmatch(source) is not None
+
+
+def _configured(source: str) -> dict[str, Tensor]:
+    """The parameters on the meta device, by name.
+
+    Raises:
+        CheckpointError: there is no transformers, or it makes no model from this.
+    """
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError:
+        raise CheckpointError(
+            f"{source}: transformers makes models from configurations, and is not installed; give "
+            "the shapes of parameters, such as 4096x4096 or 32:4096x11008"
+        ) from None
+    try:
+        config = transformers.AutoConfig.from_pretrained(source)
+        named = (getattr(transformers, name, None) for name in config.architectures or ())
+        kind = next(filter(None, named), None)
+        with torch.device("meta"):
+            model = transformers.AutoModel.from_config(config) if kind is None else kind(config)
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split("\n", 1)[0].split())
+        raise CheckpointError(f"{source}: transformers makes no model from it: {reason}") from error
+    return dict(model.named_parameters())

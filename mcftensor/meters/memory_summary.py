@@ -1,19 +1,24 @@
-"""What a model in training holds: measured where tensors exist, predicted where not yet."""
+"""What a model in training holds: measured where tensors exist, predicted where not yet; and what
+one would hold, before anything is allocated."""
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
-from mcftensor.formats import PLAIN
+from mcftensor.convert import Overrides, as_expansion
+from mcftensor.formats import PLAIN, Format, default_format
+from mcftensor.formats.defaults import format_of_weights
+from mcftensor.patches.optimizers import parameters_of
 from mcftensor.tensor import text_tables
-from mcftensor.tensor.dtensor import local
-from mcftensor.training.collage import mode_of
+from mcftensor.tensor.dtensor import format_of, local
+from mcftensor.training.collage import Mode, collage, mode_of
 from mcftensor.training.shadow import CannotShadow
 from mcftensor.training.state_layouts import States, TensorLayout, layouts, predicted
 from mcftensor.training.step_in_backward import are_released
@@ -152,7 +157,7 @@ class Summary:
         alike: dict[tuple[Any, ...], list[list[TensorMemory]]] = {}
         for name, held in of_name.items():
             looks = tuple([(*vars(x).values(),)[2:] for x in held])
-            alike.setdefault((_NUMBER.sub("*", name), looks), []).append(held)
+            alike.setdefault((re.sub(r"\d+", "*", name), looks), []).append(held)
         for (pattern, _), group in alike.items():
             first, *others = group[0]
             yield (
@@ -179,7 +184,7 @@ class Summary:
         for x in self.held:
             if x.kind == "states" and x.shape:
                 found[x.state] = found.get(x.state, 0) + x.bytes
-        few = sorted(found, key=lambda name: -found[name])[:_COLUMNS]
+        few = sorted(found, key=lambda name: -found[name])[:4]
         return [name for name in found if name in few]
 
     def _notes(self) -> Iterator[str]:
@@ -200,10 +205,6 @@ class Summary:
                 yield words
         if self.unpredicted:
             yield f"without the states of the optimizer: {self.unpredicted}"
-
-
-_NUMBER = re.compile(r"\d+")
-_COLUMNS = 4
 
 
 def summary(
@@ -258,7 +259,7 @@ def summary(
         for g, group in enumerate(optimizer.param_groups):
             for i, p in enumerate(group["params"]):
                 names.setdefault(p, f"optimizer {g}.{i}")
-        if any(p.requires_grad and not optimizer.state.get(p) for p in _parameters(optimizer)):
+        if any(p.requires_grad and not optimizer.state.get(p) for p in parameters_of(optimizer)):
             try:
                 coming = predicted(optimizer)
             except CannotShadow as error:
@@ -268,20 +269,18 @@ def summary(
         released = are_released(names)
     held: list[TensorMemory] = []
     for p, name in names.items():
-        trained = p.requires_grad
-        held.append(_tensor_memory("parameters", name, "", TensorLayout.of(p), trained))
+        held.append(_memory("parameters", name, p, TensorLayout.of(p)))
         if p.grad is not None:
-            held.append(_tensor_memory("gradients", name, "", TensorLayout.of(p.grad), trained))
-        elif trained and not released:
-            layout = TensorLayout.of_gradient(p)
-            held.append(_tensor_memory("gradients", name, "", layout, trained, "predicted"))
+            held.append(_memory("gradients", name, p, TensorLayout.of(p.grad)))
+        elif p.requires_grad and not released:
+            held.append(_memory("gradients", name, p, TensorLayout.of_gradient(p), "predicted"))
         made = layouts(optimizer.state[p]) if optimizer and optimizer.state.get(p) else None
         for state, layout in (coming.get(p, {}) if made is None else made).items():
             how: Known = "predicted" if layout.is_exact else "estimated"
-            known: Known = how if made is None else "measured"
-            held.append(_tensor_memory("states", name, state, layout, trained, known))
-    for name, buffer in model.named_buffers():
-        held.append(_tensor_memory("buffers", name, "", TensorLayout.of(buffer), trained=False))
+            known = how if made is None else "measured"
+            held.append(_memory("states", name, p, layout, known, state))
+    for name, x in model.named_buffers():
+        held.append(_memory("buffers", name, x, TensorLayout.of(x)))
     return Summary(
         tuple(held),
         sum(local(p).numel() for p in names if p.requires_grad),
@@ -292,22 +291,19 @@ def summary(
     )
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])
-
-
-def _tensor_memory(
+def _memory(
     kind: Kind,
     name: str,
-    state: str,
+    p: Tensor,
     layout: TensorLayout,
-    trained: bool,
     known: Known = "measured",
+    state: str = "",
 ) -> TensorMemory:
     role: Role = "parameter" if kind == "parameters" else "value"
     if layout.format in PLAIN.values():
         role = "plain"
     format, shape = layout.format.name, tuple(layout.shape)
+    trained = kind != "buffers" and p.requires_grad
     return TensorMemory(kind, name, state, format, shape, role, trained, layout.bytes, known)
 
 
@@ -322,3 +318,79 @@ def _cell(held: Iterable[TensorMemory]) -> str:
     """The format of a state or a gradient, and how it is known."""
     marks = {"measured": "", "predicted": "~ ", "estimated": "? "}
     return " ".join(marks[x.known] + x.format for x in held) or "–"
+
+
+# -------------------------------------------------------------------------------- estimate
+
+MakeOptimizer = Callable[[Any], Optimizer]
+
+
+def estimate(
+    model: nn.Module,
+    mode: Mode | None = "plus",
+    *,
+    format: Format | str | None = None,
+    overrides: Overrides | None = None,
+    lr: float | None = None,
+    optimizer: MakeOptimizer = AdamW,
+    released: bool = False,
+) -> Summary:
+    """Say what a model would take in training, were it converted and given an optimizer.
+
+    The model itself stays as it is: what is counted is a copy without data. It may be on the meta
+    device, so that a model can be asked about that no machine here holds. Activations are not
+    counted.
+
+    Args:
+        model: a module that is not converted, or one that is, whose formats are then kept.
+        mode: as of `collage`; None for what the optimizer makes.
+        format: as of `as_expansion`.
+        overrides: as of `as_expansion`.
+        lr: as of `as_expansion`; weights on the meta device have no size that it would go by.
+        optimizer: a class, or a function of the parameters that makes an optimizer.
+        released: whether `step_in_backward` is to be used, so that no gradients are held.
+
+    Returns:
+        The table of `summary`, all of it predicted.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: what `as_expansion` and `collage` refuse.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Linear(32_768, 32_768, bias=False)
+        >>> mcf.meters.estimate(model)
+        Summary(12.00 GiB, 12.00 bytes a parameter)
+        >>> mcf.meters.estimate(model, "compact", format=mcf.bf16i8, released=True)
+        Summary(5.06 GiB, 5.06 bytes a parameter)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"estimate: got {type(model).__name__}; give a module")
+    by_size = {} if format else _by_size(model, lr)
+    model = as_expansion(without_data(model), format, overrides={**(overrides or {}), **by_size})
+    made = optimizer(model.parameters())
+    if mode is not None:
+        collage(made, mode)
+    return summary(model, made, released=released)
+
+
+def _by_size(model: nn.Module, lr: float | None) -> dict[str, Format]:
+    """The formats of weights that do not go by their shape, which a copy without data does."""
+    named = list(model.named_parameters())
+    if any(format_of(p) for _, p in named):
+        return {}
+    formats = {name: format_of_weights(p, lr) for name, p in named if p.requires_grad}
+    shapes = {name: p.shape for name, p in named}
+    return {name: f for name, f in formats.items() if f != default_format(shapes[name])}
+
+
+def without_data(model: nn.Module) -> nn.Module:
+    """A copy on the meta device; the data of parameters and buffers is not copied on the way."""
+    known: dict[int, Any] = {}
+    for p in model.parameters():
+        known[id(p)] = nn.Parameter(p.detach().to("meta"), p.requires_grad)
+    for buffer in model.buffers():
+        known[id(buffer)] = buffer.to("meta")
+    return copy.deepcopy(model, known)

@@ -8,14 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from mcftensor.patches.table import by_name, row
+from mcftensor.patches.table import by_name, calls, row
 from mcftensor.tensor.dtensor import format_of
-
-to_terms: list[Callable[[dict[str, Any]], dict[str, Any]]] = []
-from_terms: list[Callable[[dict[str, Any]], dict[str, Any]]] = []
-"""State dicts of expansions as one of terms, and the way back, which `checkpoint` sets."""
-when_unloaded: list[Callable[[nn.Module], Any]] = []
-"""What is told of a model with expansions that has no adapters any more, but `save_pretrained`."""
 
 
 @by_name
@@ -38,15 +32,13 @@ def _storing_terms(collect: Callable[[], Any], given: dict[str, Any]) -> Any:
     if not any(format_of(p) for p in model.parameters()):
         return collect()
     state_dict = given.get("state_dict")
-    given["state_dict"] = _through(
-        from_terms, model.state_dict() if state_dict is None else state_dict
-    )
-    return _through(to_terms, collect())
+    given["state_dict"] = calls.from_terms(model.state_dict() if state_dict is None else state_dict)
+    return calls.to_terms(collect())
 
 
 @by_name
 def _joining_terms(load: Callable[[], Any], given: dict[str, Any]) -> Any:
-    given["peft_model_state_dict"] = _through(from_terms, given["peft_model_state_dict"])
+    given["peft_model_state_dict"] = calls.from_terms(given["peft_model_state_dict"])
     return load()
 
 
@@ -54,15 +46,8 @@ def _joining_terms(load: Callable[[], Any], given: dict[str, Any]) -> Any:
 def _telling_of_the_model(unload: Callable[[], Any], given: dict[str, Any]) -> Any:
     model = unload()
     if hasattr(model, "save_pretrained") and any(map(format_of, model.parameters())):
-        for function in when_unloaded:
-            function(model)
+        calls.when_unloaded(model)
     return model
-
-
-def _through(functions: list[Callable[[Any], Any]], state_dict: Any) -> Any:
-    for function in functions:
-        state_dict = function(state_dict)
-    return state_dict
 
 
 def _wherever_imported(change: Callable[[Any], Any]) -> Callable[[Any], Any]:

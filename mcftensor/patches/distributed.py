@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -15,21 +14,12 @@ from torch import Tensor, nn
 
 from mcftensor.dispatch.collectives import carried
 from mcftensor.patches.optimizers import parameters_of
-from mcftensor.patches.table import by_name, row
+from mcftensor.patches.table import by_name, calls, row
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.addresses import without_addresses
 from mcftensor.tensor.dtensor import format_of, local
 
 States = dict[str, Any]
-
-around_broadcasts: list[Callable[[States, States], AbstractContextManager[tuple[States, States]]]]
-around_broadcasts = []
-"""Contexts of what one rank sends to all. They are given what the first rank has and what this rank
-holds, which is to become like it, and say what stands for the two on the way."""
-
-after_loads: list[Callable[[States], Callable[[], None] | None]] = []
-"""What is asked before `torch.distributed.checkpoint` loads into a state dict in place, and says
-what is to be done when this rank has read, if anything."""
 
 
 @by_name
@@ -82,10 +72,8 @@ def _parts(x: Tensor) -> tuple[Tensor, ...]:
 
 @by_name
 def _within_contexts(broadcast: Callable[[], None], given: dict[str, Any]) -> None:
-    with ExitStack() as stack:
-        for context in around_broadcasts:
-            states = context(given["full_state_dict"], given["local_state_dict"])
-            given["full_state_dict"], given["local_state_dict"] = stack.enter_context(states)
+    with calls.around_broadcasts(given["full_state_dict"], given["local_state_dict"]) as states:
+        given["full_state_dict"], given["local_state_dict"] = states
         broadcast()
 
 
@@ -103,8 +91,8 @@ class _ReaderOf:
     """A reader of checkpoints, with something to be done on this rank when it has read. Where that
     raises, all ranks do, as where reading raises."""
 
-    def __init__(self, reader: Any, actions: list[Callable[[], None]]) -> None:
-        self._reader, self._actions = reader, actions
+    def __init__(self, reader: Any, action: Callable[[], None]) -> None:
+        self._reader, self._action = reader, action
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader, name)
@@ -112,17 +100,15 @@ class _ReaderOf:
     def read_data(self, *args: Any, **kwargs: Any) -> Any:
         reading = self._reader.read_data(*args, **kwargs)
         reading.wait()
-        for action in self._actions:
-            action()
+        self._action()
         return reading
 
 
 @by_name
 def _and_then(load: Callable[[], None], given: dict[str, Any]) -> None:
-    asked = [function(given["state_dict"]) for function in after_loads]
-    actions = [action for action in asked if action is not None]
-    if actions:
-        given["storage_reader"] = _ReaderOf(given["storage_reader"], actions)
+    action = calls.after_loads(given["state_dict"])
+    if action is not None:
+        given["storage_reader"] = _ReaderOf(given["storage_reader"], action)
     load()
 
 

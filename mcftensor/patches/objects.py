@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcftensor.patches.table import by_name, patch, row
-from mcftensor.tensor.dtensor import format_of
+from mcftensor.patches.table import by_name, calls, patch, row
+from mcftensor.tensor.components import Role
+from mcftensor.tensor.dtensor import format_of, local
 from mcftensor.tensor.implicit_rounding import saying_itself
 from mcftensor.tensor.pending_tensor import resolved
 from mcftensor.tensor.taped_tensor import TapedTensor
@@ -58,6 +59,22 @@ def exchange(x: Tensor, new: Tensor) -> None:
     for name, hooks in kept.items():
         if hooks is not None:
             setattr(x, name, hooks)
+
+
+def as_held(is_parameter: bool, x: Tensor, role: Role, requires_grad: bool) -> Tensor:
+    """A new tensor as a module holds it: a parameter, or in a role."""
+    own = local(x)
+    if not is_parameter:
+        x.requires_grad_(requires_grad)
+    elif isinstance(x, MCFTensor):  # what nn.Parameter comes to
+        x.requires_grad_(requires_grad)
+        x._is_param = True
+    else:
+        x = nn.Parameter(x, requires_grad=requires_grad)
+        own = local(x)
+    if isinstance(own, MCFTensor):
+        own._role = "parameter" if is_parameter else role
+    return x
 
 
 @patch(
@@ -160,14 +177,6 @@ def without_weight_references(module: nn.Module) -> Iterator[None]:
             layer.flatten_parameters()
 
 
-before_loading: list[Callable[[nn.Module, Mapping[str, Any]], Mapping[str, Any]]] = []
-"""What a module loads in place of a state dict that it is given."""
-
-after_loading_module: list[Callable[[nn.Module, Mapping[str, Any], str], None]] = []
-"""What is told of each module that has loaded a state dict, without its children, and of the prefix
-of its names there."""
-
-
 @patch(
     "torch.nn.Module.load_state_dict",
     why="Terms among the keys of a state dict, as readers of safetensors files give them, belong "
@@ -182,8 +191,7 @@ of its names there."""
 @by_name
 def _finding_terms(load: Callable[[], Any], given: dict[str, Any]) -> Any:
     if isinstance(given["state_dict"], Mapping):
-        for function in before_loading:
-            given["state_dict"] = function(given["self"], given["state_dict"])
+        given["state_dict"] = calls.before_loading(given["self"], given["state_dict"])
     return load()
 
 
@@ -199,8 +207,7 @@ def _finding_terms(load: Callable[[], Any], given: dict[str, Any]) -> Any:
 def _telling_what_is_loaded(load: Callable[[], None], given: dict[str, Any]) -> None:
     saying_itself(load)
     if not given["local_metadata"].get("assign_to_params_buffers", False):
-        for function in after_loading_module:
-            function(given["self"], given["state_dict"], given["prefix"])
+        calls.after_loading(given["self"], given["state_dict"], given["prefix"])
 
 
 def _refusing_expansions(save: Callable[..., Any]) -> Callable[..., Any]:
@@ -234,16 +241,11 @@ def _stored_by_script(script: Any) -> Iterator[tuple[str, Tensor]]:
                 yield f"the constant {node.output().debugName()}", node.t("value")
 
 
-for _name in (
-    *(f"ScriptFunction.{name}" for name in ("save", "save_to_buffer")),
-    *(
-        f"{kind}.{name}"
-        for kind in ("ScriptModule", "RecursiveScriptModule")
-        for name in ("save", "save_to_buffer")
-    ),
+for _kind, _name in itertools.product(
+    ("ScriptFunction", "ScriptModule", "RecursiveScriptModule"), ("save", "save_to_buffer")
 ):
     row(
-        f"torch.jit.{_name}",
+        f"torch.jit.{_kind}.{_name}",
         why="TorchScript writes the memory of each tensor, and that of an expansion is in its "
         "components: the process would end with a segmentation fault.",
         loss="torch.jit.save of a traced model with expansions ends the process.",

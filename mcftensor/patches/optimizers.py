@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mcftensor.patches.table import by_name, patch, row
+from mcftensor.patches.table import by_name, calls, patch, row
 from mcftensor.tensor.dtensor import format_of, with_lifted_shards
 from mcftensor.tensor.implicit_rounding import asking
 from mcftensor.tensor.step_context import Step, closure, current_step, in_step
@@ -296,16 +296,12 @@ def _looking_at_the_class(zero_grad: Callable[..., None]) -> Callable[..., None]
     return look
 
 
-_before_clipping: list[Callable[[list[Tensor]], None]] = []
-
-
 @by_name
 def _asking_first(clip: Callable[[], None], given: dict[str, Any]) -> None:
     if not isinstance(given["parameters"], Tensor):
         given["parameters"] = list(given["parameters"])
     chosen = given["parameters"]
-    for function in _before_clipping:
-        function([chosen] if isinstance(chosen, Tensor) else chosen)
+    calls.before_clipping([chosen] if isinstance(chosen, Tensor) else chosen)
     clip()
 
 
@@ -329,9 +325,8 @@ _CLIPS = [
 ]
 
 
-def before_each_clipping(function: Callable[[list[Tensor]], None]) -> None:
-    """Call a function with the parameters whose gradients are about to be clipped; it may raise."""
-    if function not in _before_clipping:
-        _before_clipping.append(function)
-        for each in _CLIPS:
-            each.install()
+@functools.cache
+def watch_clipping() -> None:
+    """Have functions that clip gradients call `before_clipping`."""
+    for each in _CLIPS:
+        each.install()

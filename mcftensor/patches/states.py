@@ -18,23 +18,14 @@ from torch.utils._pytree import tree_leaves
 
 from mcftensor.formats import Format
 from mcftensor.patches.optimizers import has_expansions, parameters_of
-from mcftensor.patches.table import by_name, patch
+from mcftensor.patches.table import by_name, calls, patch
 from mcftensor.tensor.dtensor import format_of
-
-as_loaded: list[Callable[[Tensor, Tensor, Any], Tensor]] = []
-"""Functions of a parameter, a state of it that is being loaded, and the state's name; they give the
-state that torch is to cast to the dtype of the parameter."""
-
-when_saved: list[Callable[[Optimizer], None]] = []
-"""Functions that look at an optimizer over expansions when it gives its state dict."""
 
 FORMATS = "mcftensor_formats"
 """Where a state dict says in which formats parameters were, by their numbers."""
 
 
 class _Thread(threading.local):
-    """What is being loaded."""
-
     resumed: frozenset[int] = frozenset()  # identities of parameters
 
 
@@ -56,8 +47,7 @@ def _by_way_of_hooks(process: Callable[[], Tensor], given: dict[str, Any]) -> Te
     in_blocks = its is not None and bool(its.shared)  # which is only a state's
     if own and (x.shape != p.shape or id(p) in _thread.resumed or in_blocks):
         return x.to(process().device)
-    for function in as_loaded:
-        given["value"] = function(p, given["value"], given.get("key"))
+    given["value"] = calls.as_loaded(p, given["value"], given.get("key"))
     return process()
 
 
@@ -102,8 +92,7 @@ def _looking_at_all(load: Callable[[], None], given: dict[str, Any]) -> None:
 def _saying_formats(save: Callable[[], Any], given: dict[str, Any]) -> Any:
     if not has_expansions(given["self"]):
         return save()
-    for function in when_saved:
-        function(given["self"])
+    calls.when_saved(given["self"])
 
     def say(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         formats = {

@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -149,6 +150,39 @@ def _leave() -> None:
 
 
 TABLE: list[Patch] = []
+
+States = dict[Any, Any]
+
+
+class _Calls:
+    """What changes call, which the folders that are built on this one set."""
+
+    before_loading: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]
+    """What a module loads in place of a state dict that it is given."""
+    after_loading: Callable[[Any, Mapping[str, Any], str], None]
+    """Told of each module that has loaded a state dict, without its children, and of the prefix of
+    its names there."""
+    as_loaded: Callable[[Any, Any, Any], Any]
+    """From a parameter, a state of it that is being loaded, and the state's name, the state that
+    torch is to cast to the dtype of the parameter."""
+    when_saved: Callable[[Any], None]
+    """Looks at an optimizer over expansions when it gives its state dict."""
+    before_clipping: Callable[[list[Any]], None]
+    """Told of the parameters whose gradients are about to be clipped; it may raise."""
+    around_broadcasts: Callable[[States, States], AbstractContextManager[tuple[States, States]]]
+    """The context of what one rank sends to all. It is given what the first rank has and what this
+    rank holds, which is to become like it, and says what stands for the two on the way."""
+    after_loads: Callable[[States], Callable[[], None] | None]
+    """Asked before `torch.distributed.checkpoint` loads into a state dict in place; says what is to
+    be done when this rank has read, if anything."""
+    to_terms: Callable[[States], States]
+    from_terms: Callable[[States], States]
+    """State dicts of expansions as one of terms, and the way back."""
+    when_unloaded: Callable[[Any], Any]
+    """Told of a model with expansions that has no adapters any more, but `save_pretrained`."""
+
+
+calls = _Calls()
 
 
 def row(name: str, **columns: Any) -> Patch:

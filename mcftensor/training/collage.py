@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 import itertools
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
@@ -15,13 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mcftensor.convert import as_expansion, as_plain, as_state
-from mcftensor.formats import (
-    Format,
-    bf16i16,
-    require_format,
-    ue5m3,
-)
+from mcftensor.convert import as_expansion, as_plain
+from mcftensor.dispatch.operands import as_state
+from mcftensor.formats import Format, bf16i16, require_format, ue5m3
 from mcftensor.passes.optimizer_steps import RULES
 from mcftensor.patches.optimizers import (
     breaks_graphs,
@@ -30,11 +26,11 @@ from mcftensor.patches.optimizers import (
     parameters_of,
     untraced,
 )
-from mcftensor.patches.states import as_loaded
+from mcftensor.patches.table import calls
 from mcftensor.tensor.dtensor import any_format_of, format_of
-from mcftensor.training.plain_parameters import warn_of_plain_parameters
-from mcftensor.training.shadow import CannotShadow, attributes, plain_step
+from mcftensor.training.shadow import CannotShadow, bare, options_of, plain_step, trying
 from mcftensor.training.state_names import FIRST_MOMENTS, SECOND_MOMENTS, WIDE, compact_format
+from mcftensor.training.step_warnings import warn_of_plain_parameters
 
 Opt = TypeVar("Opt", bound=Optimizer)
 Mode = str | Mapping[str, Format | str | None]
@@ -124,7 +120,13 @@ def collage(optimizer: Opt, mode: Mode) -> Opt:
             f"collage: got {type(optimizer).__name__}; give a torch.optim.Optimizer over "
             "parameters that mcf.as_expansion has converted"
         )
-    if not _takes_hooks(optimizer):
+    # Hooks have to be called after its own steps, unlike those of Accelerate's wrapper, and after
+    # it has loaded states, which some wrappers pass on.
+    register = type(optimizer).register_load_state_dict_post_hook
+    if "_optimizer_step_post_hooks" not in vars(optimizer) or not (
+        hasattr(optimizer, "_optimizer_load_state_dict_post_hooks")
+        or register is not Optimizer.register_load_state_dict_post_hook
+    ):
         raise TypeError(
             f"collage: {type(optimizer).__name__} passes its steps on to another optimizer; "
             "give that one, as by mcf.collage(optimizer.optimizer, mode)"
@@ -133,8 +135,8 @@ def collage(optimizer: Opt, mode: Mode) -> Opt:
     mode = {**mode} if isinstance(mode, Mapping) else mode  # copies take it up later
     plan = _Plan(optimizer, mode)
     previous = optimizer.__dict__.get("_collage")
-    if previous is not None:
-        previous.remove()
+    for handle in previous.handles if previous is not None else ():
+        handle.remove()
     optimizer.__dict__["_collage"] = plan
     reference: weakref.ref[Optimizer] = weakref.ref(optimizer)
     optimizer.__dict__["__deepcopy__"] = functools.partial(_deepcopy, reference, mode)
@@ -172,19 +174,8 @@ def _reduce(original: weakref.ref[Optimizer], mode: Mode, protocol: Any) -> tupl
 
 
 def _restore(optimizer: Optimizer, state: tuple[dict[str, Any], Mode]) -> None:
-    stored, mode = state
-    optimizer.__setstate__(stored)
-    collage(optimizer, mode)
-
-
-def _takes_hooks(optimizer: Optimizer) -> bool:
-    """Whether hooks are called after its own steps, unlike those of Accelerate's wrapper, and after
-    it has loaded states, which some wrappers pass on."""
-    register = type(optimizer).register_load_state_dict_post_hook
-    return "_optimizer_step_post_hooks" in vars(optimizer) and (
-        hasattr(optimizer, "_optimizer_load_state_dict_post_hooks")
-        or register is not Optimizer.register_load_state_dict_post_hook
-    )
+    optimizer.__setstate__(state[0])
+    collage(optimizer, state[1])
 
 
 def _choose_fused(optimizer: Optimizer) -> None:
@@ -228,7 +219,12 @@ class _Plan:
         self.settled: list[int] = []  # identities of states
         if isinstance(mode, Mapping):
             self.named = {name: _format_given(name, given, formats) for name, given in mode.items()}
-            self._check_names(optimizer)
+            known = {name for state in optimizer.state.values() for name in state}
+            known = (known | _trial_names(optimizer)) - {"step"}
+            if known:
+                _require_known(set(self.named), known)
+            else:
+                self.unchecked = set(self.named)
         elif isinstance(mode, str) and mode in _MODES:
             self.named = _MODES[mode]
         else:
@@ -237,14 +233,6 @@ class _Plan:
                 "dict from names of states to formats"
             )
         self.makes_plain = None in self.named.values()
-
-    def _check_names(self, optimizer: Optimizer) -> None:
-        known = {name for state in optimizer.state.values() for name in state}
-        known = (known | _trial_names(optimizer)) - {"step"}
-        if known:
-            _require_known(set(self.named), known)
-        else:
-            self.unchecked = set(self.named)
 
     def attach(self, optimizer: Optimizer) -> None:
         is_stock = breaks_graphs(optimizer)
@@ -257,10 +245,6 @@ class _Plan:
             optimizer.register_load_state_dict_post_hook(self.apply),
         )
         have_states_made_by_plan(type(optimizer))
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
 
     def make_states(
         self,
@@ -351,7 +335,7 @@ def _in_format_of_parameter(p: Tensor, x: Tensor, name: Any) -> Tensor:
     return as_state(x, format, p, str(name)) if format and rounds and x.shape == p.shape else x
 
 
-as_loaded.append(_in_format_of_parameter)
+calls.as_loaded = _in_format_of_parameter
 
 
 def _converted(x: Any, p: Tensor, own: Format, wanted: Format | None, name: str) -> Any:
@@ -368,23 +352,14 @@ def _format_given(name: str, given: object, formats: list[Format]) -> Format | N
     if given is None:
         return None
     format = require_format(given, f"collage: mode[{name!r}]")
-    _require_base(name, format, formats)
-    _require_fit(name, format)
-    return format
-
-
-def _require_base(name: str, format: Format, formats: list[Format]) -> None:
-    for own in formats:
-        if own.dtype != format.dtype and not format.shared:
-            raise ValueError(
-                f"collage: mode[{name!r}] is {format.name}, beside parameters in {own.name}; a "
-                f"state has terms of the parameter's dtype, {own.dtype}"
-            )
-
-
-def _require_fit(name: str, format: Format) -> None:
     if not format.shared:
-        return
+        for own in formats:
+            if own.dtype != format.dtype:
+                raise ValueError(
+                    f"collage: mode[{name!r}] is {format.name}, beside parameters in {own.name}; a "
+                    f"state has terms of the parameter's dtype, {own.dtype}"
+                )
+        return format
     reason = WIDE.get(name)
     if name in FIRST_MOMENTS and format.nearest is ue5m3.nearest:
         reason = "it has negative numbers, which this format has not"
@@ -393,6 +368,7 @@ def _require_fit(name: str, format: Format) -> None:
             f"collage: mode[{name!r}] is {format.name}, which {name} cannot be in: {reason}. Use "
             f"mcf.bf16i16{'' if name in WIDE else ' or mcf.mxfp8'}"
         )
+    return format
 
 
 def _require_known(names: set[str], known: set[str]) -> None:
@@ -412,24 +388,15 @@ def _trial_names(optimizer: Optimizer) -> set[str]:
     step = plain_step(optimizer)
     if not inspect.unwrap(step).__module__.startswith("torch.optim."):
         return set()
-    trial = object.__new__(type(optimizer))
-    try:
-        trial.__dict__ = attributes(optimizer, {})
-    except CannotShadow:
-        return set()
     dummy = torch.nn.Parameter(torch.ones(2, 2))
     dummy.grad = torch.ones(2, 2)
-    trial.state = type(optimizer.state)(dict)
     names: set[str] = set()
-    for group in optimizer.param_groups:
-        options = {name: copy.deepcopy(x) for name, x in group.items() if name != "params"}
-        trial.param_groups = [options | {"params": [dummy], "capturable": False}]
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                step(trial)
-            # LBFGS wants a closure, SparseAdam sparse gradients, Adagrad of torch 2.11 its states.
-            except (LookupError, RuntimeError, TypeError):
-                return set()
-        names |= set(trial.state.pop(dummy, {}))
-    return names
+    # LBFGS wants a closure, SparseAdam sparse gradients, Adagrad of torch 2.11 its states.
+    with contextlib.suppress(CannotShadow, LookupError, RuntimeError, TypeError), trying():
+        for group in optimizer.param_groups:
+            options = copy.deepcopy(options_of(group)) | {"capturable": False}
+            trial = bare(optimizer, [{"params": [dummy], **options}])
+            step(trial)
+            names |= set(trial.state.get(dummy, {}))
+        return names
+    return set()

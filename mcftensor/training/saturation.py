@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -17,9 +16,10 @@ from torch.optim import Optimizer
 from mcftensor.arithmetic.number_protocol import Sum
 from mcftensor.formats import Format
 from mcftensor.kernels.block_scales import BLOCK_SIZE, block_max
-from mcftensor.patches.states import when_saved
+from mcftensor.patches.table import calls
 from mcftensor.tensor.dtensor import local
 from mcftensor.tensor.tensor import MCFTensor
+from mcftensor.training.step_warnings import callers_level
 
 
 class SaturationWarning(UserWarning):
@@ -93,17 +93,6 @@ def warn_of(optimizer: Optimizer, found: Mapping[str, tuple[int, Tensor]]) -> No
     )
 
 
-def callers_level() -> int:
-    """The stacklevel for a warning of the function that calls this: that of the first frame outside
-    of torch and of this package."""
-    level, frame = 2, sys._getframe(2)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
-        ("torch.", "mcftensor.", "contextlib")
-    ):
-        level, frame = level + 1, frame.f_back
-    return level
-
-
 def _check_when_saved(optimizer: Optimizer) -> None:
     """Look at all states and parameters of an optimizer that gives its state dict."""
     if torch.compiler.is_compiling():
@@ -125,4 +114,4 @@ def _check_when_saved(optimizer: Optimizer) -> None:
     warn_of(optimizer, {name: (int(count), x) for name, (count, x) in counts.items()})
 
 
-when_saved.append(_check_when_saved)
+calls.when_saved = _check_when_saved

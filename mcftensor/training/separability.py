@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
-from mcftensor.training.shadow import attributes, deepcopied, plain_step, same_randomness
+from mcftensor.training.shadow import bare, deepcopied, options_of, plain_step, trying
 
 
 def step_alone(optimizer: Optimizer, chosen: Mapping[int, Sequence[Tensor]]) -> None:
@@ -46,7 +45,7 @@ def why_inseparable(optimizer: Optimizer) -> str | None:
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "differentiable=True keeps its steps in a graph"
     try:
-        together = _trial(optimizer, _together)
+        together = _trial(optimizer, lambda trial: plain_step(trial)(trial))
     except Exception:  # noqa: BLE001 (it may want a closure, sparse gradients, or anything)
         return None
     try:
@@ -62,18 +61,15 @@ def _trial(
     optimizer: Optimizer, take: Callable[[Optimizer], None]
 ) -> tuple[list[Tensor], list[Any], list[Any]]:
     """Parameters, states and groups after some steps of a copy over tensors of its own."""
-    trial = object.__new__(type(optimizer))
-    trial.__dict__ = attributes(optimizer, {id(optimizer): trial})
-    trial.state = type(optimizer.state)(dict)
-    trial.param_groups = []
-    for options in _kinds(optimizer):
-        draws = [_drawn(i) for i in range(2)]
+    groups: list[dict[str, Any]] = []
+    for options in {repr(x): x for x in map(options_of, optimizer.param_groups)}.values():
         group = {name: deepcopied(x, {}) for name, x in options.items()}
-        group |= {"params": list(map(torch.nn.Parameter, draws)), "capturable": False}
-        trial.param_groups.append({k: v for k, v in group.items() if k in ("params", *options)})
-    parameters = [p for group in trial.param_groups for p in group["params"]]
-    with torch.no_grad(), warnings.catch_warnings(), same_randomness(parameters):
-        warnings.simplefilter("ignore")
+        if "capturable" in group:
+            group["capturable"] = False
+        groups.append({"params": [torch.nn.Parameter(_drawn(i)) for i in range(2)], **group})
+    trial = bare(optimizer, groups)
+    parameters = [p for group in groups for p in group["params"]]
+    with trying(parameters):
         for step in range(3):
             for i, p in enumerate(parameters):
                 p.grad = _drawn(10 * step + i + 2)
@@ -83,21 +79,8 @@ def _trial(
     return parameters, states, noted
 
 
-def _kinds(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The options of groups that differ."""
-    left_out = ("params", "param_names")
-    options = [
-        {k: v for k, v in group.items() if k not in left_out} for group in optimizer.param_groups
-    ]
-    return list({repr(x): x for x in options}.values())
-
-
 def _drawn(seed: int) -> Tensor:
     return torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
-
-
-def _together(trial: Optimizer) -> None:
-    plain_step(trial)(trial)
 
 
 def _one_by_one(trial: Optimizer) -> None:

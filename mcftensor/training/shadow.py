@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any
@@ -112,8 +113,7 @@ class Original:
         for g in sorted({self.group_of[p] for p in twins}):
             group = self.optimizer.param_groups[g]
             chosen = [i for i, p in enumerate(group["params"]) if p in twins]
-            options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-            copied = {k: deepcopied(v, memo) for k, v in options.items()}
+            copied = {k: deepcopied(v, memo) for k, v in options_of(group).items()}
             if isinstance(self.optimizer, torch.optim.Adafactor) and copied["eps"][0] is None:
                 # The default is that of a dtype: have it the same in every precision.
                 stepped = [p for p in group["params"] if p.grad is not None]
@@ -149,14 +149,15 @@ def widened(x: Tensor, parameter: Tensor, name: str) -> Tensor:
         return x.clone()
     wide = wide_type(parameter)
     if not isinstance(wide, torch.dtype) and x.shape == parameter.shape and name != "grad":
-        return on_local(_terms_of, x, wide)
+        return on_local(
+            lambda own: MCFTensor.of(
+                [t.clone() for t in stored_in(own, wide, own.device)], wide, own=True
+            ),
+            x,
+        )
     if format_of(x):
         return as_plain(x, torch.float64)
     return x.to(torch.float64, copy=True)
-
-
-def _terms_of(x: Tensor, format: Format) -> MCFTensor:
-    return MCFTensor.of([t.clone() for t in stored_in(x, format, x.device)], format, own=True)
 
 
 def widened_parameters(x: Tensor, parameter: Tensor, name: str) -> Tensor:
@@ -182,6 +183,41 @@ def wide_type(parameter: Tensor) -> torch.dtype | Format:
     if precision > 2 * 53 or parameter.is_complex():
         raise CannotShadow(f"no format is wide enough to tell what {name} loses")
     return fp64x2 if precision <= 80 else Format(torch.float64, 3)
+
+
+def require_single(caller: str, optimizer: object) -> None:
+    """Raise TypeError for what is no optimizer, and ValueError for one that steps others."""
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"{caller}: got {name}; give a torch.optim.Optimizer")
+    for attribute, value in vars(optimizer).items():
+        parts = value if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(part, Optimizer) for part in parts):
+            raise ValueError(
+                f"{caller}: {name} steps other optimizers; give the one in optimizer.{attribute}"
+            )
+
+
+def bare(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
+    """A copy of an optimizer without states and hooks, over other groups of parameters."""
+    trial: Any = object.__new__(type(optimizer))
+    trial.__dict__ = attributes(optimizer, {id(optimizer): trial})
+    trial.state = type(optimizer.state)(dict)
+    trial.param_groups = list(groups)
+    return trial
+
+
+@contextlib.contextmanager
+def trying(parameters: Sequence[Tensor] = ()) -> Iterator[None]:
+    """Within, steps are taken of which nothing is left, neither warnings nor random numbers."""
+    with torch.no_grad(), warnings.catch_warnings(), same_randomness(parameters):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group has beside its parameters."""
+    return {name: x for name, x in group.items() if name not in ("params", "param_names")}
 
 
 def plain_step(optimizer: Optimizer) -> Callable[..., Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mcftensor.convert import as_expansion
 from mcftensor.formats import PLAIN, Format, bytes_of
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.dtensor import any_format_of, local
-from mcftensor.training.shadow import CannotShadow, attributes, plain_step, same_randomness
+from mcftensor.training.shadow import CannotShadow, bare, options_of, plain_step, trying
 
 # Lengths of stand-ins, for the shortest dimension, the next, and so on. A length of a state that
 # follows a dimension differs between the two, as no length does that is always the same.
@@ -115,28 +115,27 @@ def _trial(optimizer: Optimizer, kinds: Sequence[Kind], lengths: Sequence[int]) 
         return _steps(optimizer, kinds, lengths, sparse=False)
     except CannotShadow:
         raise
-    except Exception as error:  # noqa: BLE001
-        try:
+    except Exception as error:
+        with contextlib.suppress(Exception):
             return _steps(optimizer, kinds, lengths, sparse=True)
-        except Exception:  # noqa: BLE001
-            raise CannotShadow(f"its step raises {type(error).__name__}: {error}") from error
+        raise CannotShadow(f"its step raises {type(error).__name__}: {error}") from error
 
 
 def _steps(
     optimizer: Optimizer, kinds: Sequence[Kind], lengths: Sequence[int], *, sparse: bool
 ) -> list[States]:
-    trial = object.__new__(type(optimizer))
-    trial.__dict__ = attributes(optimizer, {id(optimizer): trial})
-    trial.state = type(optimizer.state)(dict)
+    trial = bare(optimizer, ())
     plan = optimizer.__dict__.get("_collage")
     if plan is not None:
         trial.__dict__["_collage"] = plan
-    with torch.no_grad(), warnings.catch_warnings(), same_randomness([]):
-        warnings.simplefilter("ignore")
-        own = [_parameter(kind, lengths) for kind in kinds]
-        trial.param_groups = []
+    with trying():
+        own = []
+        for _, format, pattern in kinds:
+            x = torch.rand(_stand_in(pattern, lengths))
+            is_plain = isinstance(format, torch.dtype)
+            own.append(nn.Parameter(x.to(format) if is_plain else as_expansion(x, format)))
         for g, group in enumerate(optimizer.param_groups):
-            options = tree_map(_beside, {k: v for k, v in group.items() if k not in _NAMES})
+            options = tree_map_only(Tensor, lambda x: x.detach().cpu().clone(), options_of(group))
             if "capturable" in options:
                 options["capturable"] = False
             chosen = [p for p, kind in zip(own, kinds, strict=True) if kind[0] == g]
@@ -150,22 +149,6 @@ def _steps(
     return [layouts(trial.state.get(p, {})) for p in own]
 
 
-_NAMES = ("params", "param_names")
-
-
-def _beside(x: Any) -> Any:
-    """An option beside parameters on the CPU."""
-    return x.detach().cpu().clone() if isinstance(x, Tensor) else x
-
-
-def _parameter(kind: Kind, lengths: Sequence[int]) -> nn.Parameter:
-    _, format, pattern = kind
-    x = torch.rand(_stand_in(pattern, lengths))
-    return nn.Parameter(
-        x.to(format) if isinstance(format, torch.dtype) else as_expansion(x, format)
-    )
-
-
 def _gradient(p: Tensor, *, sparse: bool) -> Tensor:
     gradient = torch.rand(p.shape)
     format = TensorLayout.of_gradient(p).format
@@ -177,7 +160,12 @@ def _gradient(p: Tensor, *, sparse: bool) -> Tensor:
 def _of(shape: torch.Size, short: States, long: States) -> States:
     """The states of a parameter of a shape, from those of its stand-ins."""
     pattern = _pattern(shape)
-    ways = dict(_products(pattern, shape))
+    stand_ins = [_stand_in(pattern, lengths) for lengths in _LENGTHS]
+    # Products of dimensions that lie beside each other: of both stand-ins, and of the shape.
+    ways = {
+        tuple([prod(x[start:end]) for x in stand_ins]): prod(shape[start:end])
+        for start, end in combinations(range(len(shape) + 1), 2)
+    }
     found: States = {}
     for name, layout in short.items():
         other = long.get(name, layout)
@@ -187,10 +175,3 @@ def _of(shape: torch.Size, short: States, long: States) -> States:
         known = [x if x is not None else shape.numel() for x in lengths]
         found[name] = TensorLayout(layout.format, torch.Size(known), layout.counts_writes, is_exact)
     return found
-
-
-def _products(pattern: tuple[int, ...], shape: torch.Size) -> Iterator[tuple[tuple[int, int], int]]:
-    """Products of dimensions that lie beside each other: of both stand-ins, and of the shape."""
-    short, long = (_stand_in(pattern, lengths) for lengths in _LENGTHS)
-    for start, end in combinations(range(len(shape) + 1), 2):
-        yield (prod(short[start:end]), prod(long[start:end])), prod(shape[start:end])

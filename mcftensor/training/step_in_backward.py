@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from mcftensor.patches.optimizers import before_each_clipping
+from mcftensor.checkpoint.checkpoint_error import some
+from mcftensor.patches.optimizers import watch_clipping
+from mcftensor.patches.table import calls
 from mcftensor.tensor.dtensor import local
 from mcftensor.training.gradient_hooks import GradientHook, Handle, trained
-from mcftensor.training.plain_parameters import warn_of_plain_parameters
 from mcftensor.training.separability import step_alone, why_inseparable
+from mcftensor.training.shadow import require_single
+from mcftensor.training.step_warnings import warn_of_plain_parameters
 
 _handles: weakref.WeakSet[StepInBackward] = weakref.WeakSet()
 
@@ -124,7 +127,7 @@ class StepInBackward(Handle):
         held = [name for p, name in self._names.items() if p.grad is not None]
         if held:
             raise ValueError(
-                f"measure_norm: {_listed(held)} have gradients, which would be dropped. Over "
+                f"measure_norm: {some(held)} have gradients, which would be dropped. Over "
                 "several microbatches let all run within no_step(), clip with "
                 "torch.nn.utils.clip_grad_norm_, and call optimizer.step()"
             )
@@ -172,14 +175,15 @@ class StepInBackward(Handle):
                 self._norms[p] = torch.linalg.vector_norm(grad)
                 p.grad = None
                 return
-            stream = _stream_of(grad)
+            on_cpu = grad.device.type == "cpu"
+            stream = None if on_cpu else torch.accelerator.current_stream(grad.device)
             self._buckets.setdefault(stream, {})[p] = None
             self._bytes += local(grad).numel() * grad.element_size()
             if self._bytes >= self._bucket_bytes:
                 self._step(self._buckets.pop(stream))
                 self._bytes = 0
             else:
-                _at_end_of_backward(self._step_all)
+                torch.autograd.Variable._execution_engine.queue_callback(self._step_all)
 
     def _step_all(self) -> None:
         """Step what is left, when backward is through."""
@@ -204,7 +208,7 @@ class StepInBackward(Handle):
             step_alone(self._optimizer, chosen)
         except Exception as error:
             raise self._error(
-                f"the step of {_listed([self._names[p] for p in stepping])} raised "
+                f"the step of {some([self._names[p] for p in stepping])} raised "
                 f"{type(error).__name__}: {error}"
             ) from error
         else:
@@ -347,12 +351,20 @@ def step_in_backward(
     if bucket_bytes < 0:
         raise ValueError(f"step_in_backward: bucket_bytes={bucket_bytes!r}; give 0 or more")
     _check_model(model)
-    _check_optimizer(optimizer)
+    require_single("step_in_backward", optimizer)
+    name = type(optimizer).__name__
+    if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+        raise TypeError(f"step_in_backward: {name} does not call hooks on its step")
+    reason = why_inseparable(optimizer)
+    if reason is not None:
+        raise ValueError(
+            f"step_in_backward: {name} cannot step one parameter after another: {reason}"
+        )
     own = _groups_of(optimizer)
     names = {p: name for p, name in trained(model).items() if p in own}
     if not names:
         raise ValueError(
-            f"step_in_backward: this {type(optimizer).__name__} has no parameter of "
+            f"step_in_backward: this {name} has no parameter of "
             f"{type(model).__name__} that requires grad; make it after the model is sharded"
         )
     for other in _handles:
@@ -361,7 +373,7 @@ def step_in_backward(
                 "step_in_backward: this model or optimizer has a handle; remove() that one first"
             )
     warn_of_plain_parameters(optimizer)  # whose first step comes before optimizer.step()
-    before_each_clipping(_require_held)
+    watch_clipping()
     handle = StepInBackward(names, optimizer, clip_value, clip_by_previous_norm, bucket_bytes)
     handle.attach_to(model.modules())
     return handle
@@ -381,12 +393,14 @@ def _require_held(parameters: list[Tensor]) -> None:
         if names:
             raise RuntimeError(
                 "clip_grad_norm_ or clip_grad_value_: the gradients of "
-                f"{_listed(names)} were released in backward, "
+                f"{some(names)} were released in backward, "
                 "and there is nothing left to clip. Give the norm to step_in_backward, as "
                 "clip_by_previous_norm or clip_value, or to the handle's measure_norm(max_norm), "
                 "and leave out this call"
             )
 
+
+calls.before_clipping = _require_held
 
 _OF_DDP = (
     "DistributedDataParallel reduces gradients after the hooks of parameters, and its buckets hold "
@@ -409,33 +423,8 @@ def _check_model(model: object) -> None:
             )
 
 
-def _check_optimizer(optimizer: object) -> None:
-    name = type(optimizer).__name__
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"step_in_backward: got {name}; give a torch.optim.Optimizer")
-    for attribute, value in vars(optimizer).items():
-        parts = value if isinstance(value, (list, tuple)) else [value]
-        if any(isinstance(part, Optimizer) for part in parts):
-            raise ValueError(
-                f"step_in_backward: {name} steps other optimizers; give the one in "
-                f"optimizer.{attribute}"
-            )
-    if not hasattr(optimizer, "_optimizer_step_post_hooks"):
-        raise TypeError(f"step_in_backward: {name} does not call hooks on its step")
-    reason = why_inseparable(optimizer)
-    if reason is not None:
-        raise ValueError(
-            f"step_in_backward: {name} cannot step one parameter after another: {reason}"
-        )
-
-
 def _groups_of(optimizer: Optimizer) -> dict[Tensor, int]:
     return {p: g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def _assigned(owner: Any, name: str, value: Any) -> Callable[[], None]:
@@ -478,15 +467,6 @@ class _RefusesDDP:
 
 
 # ------------------------------------------------------------------------------------- streams
-
-
-def _at_end_of_backward(function: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(function)
-
-
-def _stream_of(x: Tensor) -> torch.Stream | None:
-    """The stream that x was made on, if its device has streams."""
-    return None if x.device.type == "cpu" else torch.accelerator.current_stream(x.device)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import mcftensor as mcf
-from mcftensor.checkpoint.bridge import zero
+from mcftensor.checkpoint.bridge import deepspeed
 
 LENGTH = 2**28
 SHARED = "elements share memory, as those of x.expand"
@@ -251,4 +251,4 @@ def test_numbers_of_objects_in_metadata(tmp_path):
 
 def test_parts_are_counted_before_the_whole_is_made():
     with pytest.raises(mcf.errors.CheckpointError, match=r"1099511627768 elements .* are missing"):
-        zero._joined([torch.ones(8)], torch.Size([2**40]))
+        deepspeed._joined([torch.ones(8)], torch.Size([2**40]))

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import mcftensor as mcf
-from mcftensor.checkpoint.bridge import flashoptim as of_flashoptim
-from mcftensor.checkpoint.bridge import zero as of_zero
+from mcftensor.checkpoint.bridge import deepspeed as of_deepspeed
+from mcftensor.checkpoint.bridge import master_weights
 from support import foreign, helpers
 
 
@@ -115,7 +115,7 @@ def test_corrections_of_flashoptim_over_all_weights():
         ulp = torch.where(next_one.isfinite(), next_one - magnitude, torch.nan)
         for most, kind in ((127, torch.int8), (32767, torch.int16)):
             for e in (-most, -5, 0, 1, most):
-                found = of_flashoptim.corrected(x, torch.full(x.shape, e, dtype=kind)).double()
+                found = master_weights.corrected(x, torch.full(x.shape, e, dtype=kind)).double()
                 expected = x.double() + e / most * ulp / 2
                 tolerance = expected.abs() * 2.0**-23 + 2.0**-149
                 known = ~expected.isnan() & (expected.abs() <= torch.finfo(torch.float32).max)
@@ -417,7 +417,7 @@ class TestZero:
     def change(self, source, pattern, change):
         """Write a file anew, as it would be."""
         for file in source.rglob(pattern):
-            with torch.serialization.safe_globals(of_zero._ALLOWED):
+            with torch.serialization.safe_globals(of_deepspeed._ALLOWED):
                 content = torch.load(file, weights_only=True)
             change(content)
             content.get("optimizer_state_dict", {}).pop("loss_scaler", None)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import mcftensor as mcf
-from mcftensor.checkpoint.digests import KEY, sealed
+from mcftensor.checkpoint.safetensors_files import KEY, sealed
 from support.accidents import ACCIDENTS
 from support.helpers import same_terms, sample
 

@@ -217,12 +217,12 @@ def test_overrides_have_the_last_word():
 
 def kept(model):
     """Weak references to what is kept of parameters."""
-    from mcftensor.checkpoint.loaded_expansions import _kept  # noqa: PLC0415
+    from mcftensor.checkpoint.module_hooks import KEPT  # noqa: PLC0415
 
     return [
         weakref.ref(x.whole._component0)
         for part in model.modules()
-        for x in _kept.get(part, {}).values()
+        for x in KEPT.get(part, {}).values()
     ]
 
 

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 import mcftensor as mcf
-from mcftensor.checkpoint.digests import KEY, sealed
-from mcftensor.checkpoint.safetensors_writer import DTYPES
-from mcftensor.checkpoint.shards import size_in_bytes
+from mcftensor.checkpoint.safetensors_files import DTYPES, KEY, sealed
+from mcftensor.checkpoint.saving import size_in_bytes
 from support.helpers import SCALED, STORED, assert_same_terms, sample, small_model
 
 safetensors = pytest.importorskip("safetensors.torch")

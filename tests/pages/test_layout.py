@@ -17,7 +17,6 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 FOLDERS = sorted(x.parent for x in PACKAGE.glob("*/**/__init__.py"))
 
 _ALIKE = "one operation: on floats, on the terms of a number, on tensors of terms"
-_LAYOUTS = "one for each layout of checkpoints"
 _BACK_ENDS = "one operation, for two back ends"
 SHARED = {
     "fma": _ALIKE,
@@ -30,9 +29,6 @@ SHARED = {
     "run": "an elementwise function over columns: eagerly, or by the best way there is",
     "collapse": "the rounded sum: of terms, or of what a format stores",
     "Place": "two meanings: of an instruction in a program, of a parameter in an optimizer",
-    "matches": _LAYOUTS,
-    "read": _LAYOUTS,
-    "master": _LAYOUTS,
     "reading": "two meanings: errors of a checkpoint while it is read; figures of EDQ",
 }
 """Public names of more than one module, and why."""

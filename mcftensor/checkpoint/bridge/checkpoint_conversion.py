@@ -12,16 +12,14 @@ from torch import Tensor
 
 from mcftensor.arithmetic.write_counts import moved, start
 from mcftensor.checkpoint.atomic_files import making
-from mcftensor.checkpoint.bridge.chunked import in_chunks
-from mcftensor.checkpoint.bridge.entries import Entry, Request
+from mcftensor.checkpoint.bridge.entries import Entry, Request, in_chunks
 from mcftensor.checkpoint.bridge.layout_detection import read_checkpoint
 from mcftensor.checkpoint.bridge.torch_optimizers import BESIDE, metadata_of, state_name
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading
-from mcftensor.checkpoint.saving import save_terms
-from mcftensor.checkpoint.shards import size_in_bytes
+from mcftensor.checkpoint.saving import save_terms, size_in_bytes
 from mcftensor.checkpoint.state_dicts import as_terms
-from mcftensor.convert import as_plain, for_shape, value_in
-from mcftensor.dispatch.operands import after
+from mcftensor.convert import as_plain, for_shape
+from mcftensor.dispatch.operands import after, value_in
 from mcftensor.formats import PLAIN, Format, bf16i16
 from mcftensor.formats.format import require_floats
 from mcftensor.tensor import MCFTensor

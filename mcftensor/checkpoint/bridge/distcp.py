@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from mcftensor.checkpoint.bridge.entries import Entry
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading
 from mcftensor.checkpoint.pickle_checks import MOST, require_bounded, require_pickle
-from mcftensor.checkpoint.safetensors_writer import DTYPES
+from mcftensor.checkpoint.safetensors_files import DTYPES
 from mcftensor.formats import PLAIN
 
 METADATA = ".metadata"

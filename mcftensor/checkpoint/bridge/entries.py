@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcftensor.checkpoint.checkpoint_error import CheckpointError
-from mcftensor.checkpoint.open_checkpoint import Lazy
-from mcftensor.checkpoint.state_dicts import (
-    format_said,
-    is_sharded,
-    joined,
-    names_of_terms,
-)
+from mcftensor.checkpoint.safetensors_files import Lazy
+from mcftensor.checkpoint.state_dicts import format_said, is_sharded, joined, names_of_terms
 from mcftensor.formats import PLAIN, Format
 from mcftensor.tensor.dtensor import format_of
 
@@ -62,15 +56,20 @@ class Contents:
         """Names or numbers of the parameters, in the order of the optimizer."""
         return list(itertools.chain.from_iterable(g["params"] for g in self.groups or []))
 
+    def names(self) -> list[str] | None:
+        """Names of the parameters in the same order, where groups say them."""
+        groups = self.groups or []
+        if not groups or not all("param_names" in group for group in groups):
+            return None
+        return [name for group in groups for name in group["param_names"]]
+
     def require_fitting_moments(self, parameters: list[str] | None) -> None:
         """Check that moments have the shape of their weight or, where a number says which that is,
         of any that is left."""
-        own = self.parameters()
-        groups = self.groups or []
-        if groups and all("param_names" in group for group in groups):
-            parameters = [name for group in groups for name in group["param_names"]]
-        known = len(parameters or []) == len(own)
-        names = dict(zip(own, parameters or [], strict=True)) if known else {}
+        if not self.states:
+            return
+        own, said = self.parameters(), self.names() or parameters or []
+        names = dict(zip(own, said, strict=True)) if len(said) == len(own) else {}
         left = Counter(x.shape for x in self.weights.values())
         for i, state in self.states.items():
             moments = [
@@ -134,8 +133,9 @@ def entries_in(terms: Lazy, request: Request, known: bool) -> dict[str, Entry]:
         format = format_said(names) or format_of(like) or PLAIN[like.dtype]
 
         def read(name: str = name, names: list[str] = names) -> Tensor:
-            parts = {n: terms[n] for n in names}
-            return joined(parts, request.tails, request.verify, known)[name].detach()
+            parts = {n: terms[n].detach() for n in names}
+            whole: Tensor = joined(parts, request.tails, request.verify, known)[name]
+            return whole
 
         entries[name] = Entry(name, format, like.shape, read)
     return entries
@@ -160,9 +160,20 @@ def _require_dense(name: str, x: Tensor) -> None:
         raise CheckpointError(f"{name} is of {x.layout}; only dense tensors can be converted")
 
 
-@dataclass(frozen=True)
-class Layout:
-    """One way to store a checkpoint."""
+CHUNK_SIZE = 1 << 16
+"""Elements that are worked on at once, so that beside operands and results little is held."""
 
-    matches: Callable[[Path], bool]
-    read: Callable[[Path, Request], Contents]
+
+def in_chunks(
+    function: Callable[..., Sequence[Tensor]],
+    operands: Sequence[Tensor],
+    dtypes: Sequence[torch.dtype],
+) -> list[Tensor]:
+    """What a function of elements gives of tensors of one shape, of such dtypes."""
+    results = [torch.empty(operands[0].shape, dtype=dtype) for dtype in dtypes]
+    places = [result.view(-1).split(CHUNK_SIZE) for result in results]
+    blocks = zip(*(x.reshape(-1).split(CHUNK_SIZE) for x in operands), strict=True)
+    for i, block in enumerate(blocks):
+        for place, part in zip(places, function(*block), strict=True):
+            place[i].copy_(part)
+    return results

@@ -1,4 +1,5 @@
-"""Training checkpoints: the state dict of a model and that of an optimizer of PyTorch's.
+"""Training checkpoints: the state dict of a model and that of an optimizer of PyTorch's; and the
+states of any checkpoint as a state dict that an optimizer loads.
 
 Layouts, of which `state_dict()` makes the halves:
 
@@ -20,15 +21,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from mcftensor.checkpoint.bridge.entries import Contents, Group, Request, entries_in, entry_of
+from mcftensor.checkpoint.bridge.entries import (
+    LIKE_PARAMETERS,
+    Contents,
+    Entry,
+    Group,
+    Request,
+    entries_in,
+    entries_of,
+    entry_of,
+)
 from mcftensor.checkpoint.bridge.master_weights import complete
-from mcftensor.checkpoint.bridge.weight_files import of_state_dict, require_whole
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading, some
-from mcftensor.checkpoint.digests import sealed, unsealed
-from mcftensor.checkpoint.open_checkpoint import state_dict_in, unpickled
-from mcftensor.checkpoint.safetensors_files import opened
+from mcftensor.checkpoint.open_checkpoint import state_dict_in
+from mcftensor.checkpoint.pickle_checks import require_whole, unpickled
+from mcftensor.checkpoint.safetensors_files import opened, sealed, unsealed
+from mcftensor.checkpoint.state_dicts import ties
 
 BESIDE = ("optimizer.safetensors", "optimizer.pt", "optimizer.bin")
 """What the states of an optimizer are called in a folder of weights."""
@@ -42,7 +53,10 @@ def read_file(path: Path, request: Request) -> Contents:
     if request.verify:
         require_whole(path)
     content = unpickled(path)
-    contents = of_state_dict("torch.save", _weights_in(content, path), request)
+    weights = _weights_in(content, path)
+    tied = ties(weights)
+    own = entries_of({name: x for name, x in weights.items() if name not in tied}, request)
+    contents = Contents("torch.save", own, tied=tied)
     found = _optimizers_in(content)
     if len(found) > 1:
         raise CheckpointError(
@@ -154,7 +168,89 @@ def _add_own(contents: Contents, path: Path, request: Request) -> None:
         contents.states[numbers.get(i, i)][key] = entry
 
 
-def restored(own: Group, theirs: Group) -> Group:
+# ---------------------------------------------------------------------- into an optimizer
+
+
+def state_dict_for(
+    optimizer: Optimizer, model: nn.Module, contents: Contents, strict: bool, path: Path
+) -> dict[str, Any]:
+    """What `optimizer.load_state_dict` takes, all of it read and checked."""
+    if not contents.states and contents.groups is None:
+        raise CheckpointError(f"load_file: {path} holds no states of an optimizer")
+    own = optimizer.state_dict()
+    places = _places(optimizer, model, contents, path)
+    trained = [i for i, p in places.values() if p.requires_grad]
+    given = {places[i][0]: state for i, state in contents.states.items() if i in places}
+    unknown = [str(i) for i in contents.states if i not in places]
+    missing = [i for i in trained if i not in given] if given else []
+    if strict and (unknown or missing):
+        names = {i: name for name, (i, _) in places.items()}
+        raise CheckpointError(
+            f"load_file: the states of {some(unknown)} in {path} are of no parameter of the "
+            "optimizer. strict=False leaves them out"
+            if unknown
+            else f"load_file: {path} has no states of {some(str(names[i]) for i in missing)}. "
+            "strict=False has the optimizer make them anew"
+        )
+    parameters = {i: (str(name), p) for name, (i, p) in places.items()}
+    state = {i: _read(*parameters[i], x, path) for i, x in given.items()}
+    groups = own["param_groups"]
+    theirs = {places[i][0]: group for i, group in contents.group_of().items() if i in places}
+    for group in groups:
+        of_it = [theirs[i] for i in group["params"] if i in theirs]
+        if any(_restored(group, x) != _restored(group, of_it[0]) for x in of_it):
+            raise CheckpointError(
+                f"load_file: parameters of one group of the optimizer are in several in {path}, "
+                "with other hyperparameters; make it as the one that was saved"
+            )
+        group.update(_restored(group, of_it[0]) if of_it else {})
+    return {"state": state, "param_groups": groups}
+
+
+def load_states(optimizer: Optimizer, state_dict: dict[str, Any], path: Path) -> None:
+    """Have an optimizer load them, or leave it as it was."""
+    before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+    try:
+        optimizer.load_state_dict(state_dict)
+    except Exception as error:
+        # Some look at their states once they have them.
+        vars(optimizer).update(before)
+        raise CheckpointError(
+            f"load_file: {type(optimizer).__name__} does not take the states of {path} "
+            f"({type(error).__name__}: {error}); they are those of another optimizer"
+        ) from error
+
+
+def _places(
+    optimizer: Optimizer, model: nn.Module, contents: Contents, path: Path
+) -> dict[Any, tuple[int, Tensor]]:
+    """For what the checkpoint calls a parameter, its number in the optimizer, and itself."""
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = {id(p): i for i, p in enumerate(own)}
+    theirs = contents.parameters()
+    if theirs and not all(isinstance(i, str) for i in theirs):
+        lengths = [len(group["params"]) for group in optimizer.param_groups]
+        if lengths != [len(group["params"]) for group in contents.groups or []]:
+            raise CheckpointError(
+                f"load_file: the groups of the optimizer have {lengths} parameters, and those in "
+                f"{path} others; make it as the one that was saved"
+            )
+        return {i: (place, p) for place, (i, p) in enumerate(zip(theirs, own, strict=True))}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: (numbers[id(p)], p) for name, p in named if id(p) in numbers}
+
+
+def _read(name: str, p: Tensor, state: dict[str, Any], path: Path) -> dict[str, Any]:
+    for key, x in state.items():
+        if isinstance(x, Entry) and key in LIKE_PARAMETERS and x.shape != p.shape:
+            raise CheckpointError(
+                f"load_file: {key} of parameter {name} is of shape {tuple(x.shape)} in {path}, and "
+                f"the parameter of {tuple(p.shape)}"
+            )
+    return {key: x.read() if isinstance(x, Entry) else x for key, x in state.items()}
+
+
+def _restored(own: Group, theirs: Group) -> Group:
     """Hyperparameters that a group of an optimizer takes from that of a checkpoint."""
     known = {key: x for key, x in theirs.items() if key != "params" and key in own}
     known |= {key: x for key, x in theirs.items() if key == "initial_lr"}  # by schedulers

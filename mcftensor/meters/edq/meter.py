@@ -22,15 +22,17 @@ from mcftensor.meters.edq.readings import (
     Place,
     Reading,
     Sample,
+    StateReading,
     reading,
+    state_reading,
     take_samples,
     totals,
 )
-from mcftensor.meters.edq.state_readings import StateReading, state_reading
-from mcftensor.patches.optimizers import untraced
+from mcftensor.patches.optimizers import parameters_of, untraced
 from mcftensor.tensor.dtensor import format_of
 from mcftensor.training.saturation import warn_of
-from mcftensor.training.shadow import Original, reaches_parameters
+from mcftensor.training.shadow import Original, reaches_parameters, require_single
+from mcftensor.training.step_warnings import callers_level
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -130,7 +132,12 @@ class EDQ:
         patience: int = 10,
         coupled: bool = False,
     ) -> None:
-        _check_optimizer(optimizer)
+        require_single("EDQ", optimizer)
+        if not getattr(type(optimizer).step, "hooked", False):
+            raise ValueError(
+                f"EDQ: {type(optimizer).__name__} does not call hooks on its step, since its class "
+                "does not call Optimizer.__init__; without them nothing can be measured"
+            )
         for name, value in (("every", every), ("patience", patience)):
             if not hasattr(value, "__index__") or isinstance(value, bool) or value < 1:
                 raise ValueError(f"EDQ: {name}={value!r}; give a whole number from 1 on")
@@ -241,9 +248,7 @@ class EDQ:
         self.remove()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return untraced(self._begin, optimizer, args, kwargs, True)
-        return self._begin(optimizer, args, kwargs, False)
+        return untraced(self._begin, optimizer, args, kwargs, torch.compiler.is_compiling())
 
     def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any, compiled: bool) -> Any:
         """Take a sample, or return arguments of the step with a closure that takes it."""
@@ -275,10 +280,7 @@ class EDQ:
         return args, {**kwargs, "closure": measured_closure}
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            untraced(self._end, optimizer)
-        else:
-            self._end(optimizer)
+        untraced(self._end, optimizer)
 
     def _end(self, optimizer: Optimizer) -> None:
         if self._bases and _is_nested(optimizer, self._bases):
@@ -355,53 +357,46 @@ class EDQ:
         if failed:
             reason = "its step failed on another rank"
             self._refuse(optimizer, {s.place.name: s.error or reason for s in failed})
-        measured = [(s.place, row) for s, row in zip(samples, rows, strict=True) if not row[FAILED]]
+        measured = [(s, row) for s, row in zip(samples, rows, strict=True) if not row[FAILED]]
         if not measured:
             return
-        step = self._steps
         rates = [_rate(group) for group in optimizer.param_groups]
 
-        def whole(part: Sequence[tuple[Place, list[float]]]) -> Reading:
-            return reading(step, [row for _, row in part], [rates[x.group] for x, _ in part])
+        def whole(part: Sequence[tuple[Sample, list[float]]]) -> Reading:
+            own = [rates[s.place.group] for s, _ in part]
+            return reading(self._steps, [row for _, row in part], own)
 
-        self.per_parameter = {place.name: whole([(place, row)]) for place, row in measured}
+        self.per_parameter = {s.place.name: whole([(s, row)]) for s, row in measured}
         self.per_group = [
-            whole([(place, row) for place, row in measured if place.group == g])
-            for g in range(len(optimizer.param_groups))
+            whole([(s, row) for s, row in measured if s.place.group == g])
+            for g in range(len(rates))
         ]
         self.history.append(whole(measured))
-        own = [s for s, row in zip(samples, rows, strict=True) if not row[FAILED]]
-        self._conclude_states(optimizer, own)
-        for place, _ in measured:
-            self.not_metered.pop(place.name, None)
-            self._watch(place)
+        self._conclude_states(optimizer, [s for s, _ in measured])
+        for s, _ in measured:
+            self.not_metered.pop(s.place.name, None)
+            self._watch(s.place)
         if self.callback is not None:
             self.callback(self)
 
     def _conclude_states(self, optimizer: Optimizer, samples: list[Sample]) -> None:
-        """The same of states."""
-        step, columns = self._steps, [x for s in samples for x in s.states.values()]
+        columns = [x for s in samples for x in s.states.values()]
         values = iter(torch.stack(columns).tolist() if columns else ())
-        rows = {s.place.name: {name: next(values) for name in s.states} for s in samples}
-        self.per_state = {
-            name: {state: state_reading(step, [row]) for state, row in own.items()}
-            for name, own in rows.items()
-            if own
-        }
-        names = dict.fromkeys(state for own in rows.values() for state in own)
-        self.states.append(
-            {
-                state: state_reading(step, [own[state] for own in rows.values() if state in own])
-                for state in names
-            }
-        )
-        held = {s.place.name: optimizer.state.get(s.place.parameter, {}) for s in samples}
-        found = {
-            f"{state} of {name}": (x["saturated"], held[name][state])
-            for name, own in self.per_state.items()
-            for state, x in own.items()
-            if x["saturated"]
-        }
+        of_state: dict[str, list[list[float]]] = {}
+        self.per_state = {}
+        found: dict[str, tuple[int, Tensor]] = {}
+        for s in samples:
+            held = optimizer.state.get(s.place.parameter, {})
+            own = {}
+            for state in s.states:
+                row = next(values)
+                of_state.setdefault(state, []).append(row)
+                own[state] = one = state_reading(self._steps, [row])
+                if one["saturated"]:
+                    found[f"{state} of {s.place.name}"] = one["saturated"], held[state]
+            if own:
+                self.per_state[s.place.name] = own
+        self.states.append({x: state_reading(self._steps, rows) for x, rows in of_state.items()})
         warn_of(optimizer, found)
 
     def _watch(self, place: Place) -> None:
@@ -423,7 +418,7 @@ class EDQ:
                 f"{format.name if format else p.dtype}, is frozen: {report.percent(lost)} of its "
                 f"elements lost their update, the last of {count} samples in a row. {advice}",
                 FrozenWeightWarning,
-                stacklevel=6,
+                stacklevel=callers_level(),
             )
 
     def _refuse(self, optimizer: Optimizer, reasons: Mapping[str, str]) -> None:
@@ -436,7 +431,7 @@ class EDQ:
             warnings.warn(
                 f"EDQ: the updates of {type(optimizer).__name__} cannot be measured for "
                 f"{new[0]}{others}: {reasons[new[0]]}",
-                stacklevel=6,
+                stacklevel=callers_level(),
             )
 
     def _refuse_all(self, optimizer: Optimizer, reason: str) -> None:
@@ -444,8 +439,8 @@ class EDQ:
         self._refuse(optimizer, {place.name: reason for place in self._places(optimizer)})
 
     def _warn_of_coupling(self, optimizer: Optimizer, error: str | None) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        held = [parameters, _gradients(optimizer), list(optimizer.state.values())]
+        states = list(optimizer.state.values())
+        held = [list(parameters_of(optimizer)), _gradients(optimizer), states]
         elements = sum(x.numel() for x in tree_leaves(held) if isinstance(x, Tensor))
         warnings.warn(
             f"EDQ: {type(optimizer).__name__} does not treat parameters one by one"
@@ -453,7 +448,7 @@ class EDQ:
             "once, which on measured steps takes memory for all parameters, gradients and states "
             f"in float64, {elements * 8 / 2**30:.2g} GiB, and for copies of them. With "
             "coupled=True the first step is measured, too, and this warning stays away",
-            stacklevel=6,
+            stacklevel=callers_level(),
         )
 
 
@@ -476,8 +471,7 @@ def _rate(group: Mapping[str, Any]) -> float | None:
 
 
 def _gradients(optimizer: Optimizer) -> list[Tensor]:
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return [p.grad for p in parameters if p.grad is not None]
+    return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
 
 
 def _is_nested(optimizer: Optimizer, bases: Sequence[type]) -> bool:
@@ -494,23 +488,6 @@ def _is_nested(optimizer: Optimizer, bases: Sequence[type]) -> bool:
         steps += frame.f_code is code and frame.f_locals.get("self") is optimizer
         frame = frame.f_back
     return steps > 1
-
-
-def _check_optimizer(optimizer: object) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"EDQ: got {type(optimizer).__name__}; give a torch.optim.Optimizer")
-    name = type(optimizer).__name__
-    for attribute, value in vars(optimizer).items():
-        parts = value if isinstance(value, (list, tuple)) else [value]
-        if any(isinstance(part, Optimizer) for part in parts):
-            raise ValueError(
-                f"EDQ: {name} steps other optimizers; meter these: mcf.EDQ(optimizer.{attribute})"
-            )
-    if not getattr(type(optimizer).step, "hooked", False):
-        raise ValueError(
-            f"EDQ: {name} does not call hooks on its step, since its class does not call "
-            "Optimizer.__init__; without them nothing can be measured"
-        )
 
 
 def _unique_names(

@@ -1,10 +1,16 @@
-"""Readings: what one step lost, from the step on copies to the figures."""
+"""Readings: what one step lost, from the step on copies to the figures; and what it meant to do to
+each state, and what was kept of it.
+
+A second moment that stands still, or is zero beside a first moment that is not, changes the length
+of updates, and a loss need not show it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -13,10 +19,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from mcftensor.convert import as_plain
-from mcftensor.meters.edq.state_readings import COLUMNS as STATE_COLUMNS
-from mcftensor.meters.edq.state_readings import state_sums
+from mcftensor.kernels.program import PATTERNS
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.dtensor import local
+from mcftensor.training.saturation import saturated_blocks
 from mcftensor.training.shadow import (
     CannotShadow,
     Original,
@@ -25,6 +31,7 @@ from mcftensor.training.shadow import (
     widened,
     widened_parameters,
 )
+from mcftensor.training.state_names import FIRST_MOMENTS, SECOND_MOMENTS
 
 
 class Reading(TypedDict):
@@ -51,6 +58,29 @@ class Reading(TypedDict):
     largest: float | None
     """The largest movement of an element, in learning rates: an outlier among them tells of a
     second moment that is too small."""
+    numel: int
+    """Number of elements measured."""
+
+
+class StateReading(TypedDict):
+    """What one step kept of the intended change of a state, in the model or of a parameter.
+
+    A state rounded at random, or in a balanced way, keeps the mean: there `ratio` says what is
+    kept, and `lost` is large because few elements move at a time.
+    """
+
+    step: int
+    """Number of the step since the meter was attached, from 1 on."""
+    ratio: float | None
+    """⟨Δ, Δ̂⟩/‖Δ‖² of the intended change and of that which the state made; 1.0 when nothing is
+    lost."""
+    lost: float | None
+    """Of the elements that were to change, the share that did not."""
+    zero: float | None
+    """Of a second moment: the share of zeros among elements whose first moment is not zero."""
+    saturated: int
+    """Blocks of elements with one scale of which a number is too large for the format, or is not
+    finite. 0 in formats without such blocks."""
     numel: int
     """Number of elements measured."""
 
@@ -105,7 +135,7 @@ def take_samples(
                 Sample(
                     place,
                     _sums(place.parameter, p, w),
-                    state_sums(original.states_of(place.parameter), state, other, p),
+                    _state_sums(original.states_of(place.parameter), state, other, p),
                     _fingerprints(p, state),
                 )
                 for place, (p, state), (w, other) in zip(batch, after, wide, strict=True)
@@ -143,11 +173,7 @@ def _sums(before: Tensor, after: Tensor, wide: Tensor) -> Tensor:
     """The columns of a parameter, of the elements on this rank."""
     size = _CPU_BLOCK if before.device.type == "cpu" else _BLOCK
     blocks = zip(*(local(x).reshape(-1).split(size) for x in (before, after, wide)), strict=True)
-    return _total(torch.stack([_block_sums(*block) for block in blocks]))
-
-
-def _total(rows: Tensor) -> Tensor:
-    """Rows of columns as one."""
+    rows = torch.stack([_block_sums(*block) for block in blocks])
     total = rows.sum(0)
     total[_LARGEST] = rows[:, _LARGEST].amax() if len(rows) else 0
     return total
@@ -177,9 +203,6 @@ def _block_sums(before: Tensor, after: Tensor, wide: Tensor) -> Tensor:
     return sums
 
 
-_PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 def _fingerprints(parameter: Tensor, state: Mapping[str, Any]) -> dict[object, Tensor]:
     """The sums of the bit patterns of a parameter and its states, term by term.
 
@@ -191,7 +214,7 @@ def _fingerprints(parameter: Tensor, state: Mapping[str, Any]) -> dict[object, T
             if isinstance(x, Tensor) and x.layout == torch.strided:
                 terms = _components(local(x))
                 for j, t in enumerate(terms):
-                    bits = t.detach().view(_PATTERNS[t.element_size()])
+                    bits = t.detach().view(PATTERNS[t.element_size()])
                     found[name, i, j, len(terms)] = bits.sum(dtype=torch.int64)
     return found
 
@@ -214,7 +237,7 @@ def totals(samples: list[Sample], states: Mapping[Tensor, Any]) -> list[list[flo
         rows = torch.stack([sample.sums for sample in parts])
         largest = rows[:, _LARGEST].clone()
         columns = [x for sample in parts for x in sample.states.values()]
-        changes = torch.stack([*columns, rows.new_zeros(STATE_COLUMNS)])
+        changes = torch.stack([*columns, rows.new_zeros(_STATE_COLUMNS)])
         for dim in dims:
             group = mesh.get_group(dim)
             torch.distributed.all_reduce(rows, group=group)
@@ -259,3 +282,79 @@ def _parts(x: Tensor) -> Sequence[Tensor]:
     if not isinstance(x, MCFTensor) or x.format.arithmetic == "terms":
         return _components(x)
     return x.lent, x._collapsed() - x.lent
+
+
+# ---------------------------------------------------------------------------------- states
+
+# The sums over elements of a state, of which a reading is made.
+_STATE_COLUMNS = 8
+_S_INTENDED, _S_ALONG, _CHANGES, _S_LOST, _BESIDE, _ZERO, _SATURATED, _S_NUMEL = range(8)
+
+
+def _state_sums(
+    before: Mapping[str, Any], after: Mapping[str, Any], wide: Mapping[str, Any], like: Tensor
+) -> dict[str, Tensor]:
+    """The columns of each state that has the shape of its parameter, on this rank.
+
+    A state that is not there before the step began at zero.
+    """
+    found: dict[str, Tensor] = {}
+    first = next((after[name] for name in after if name in FIRST_MOMENTS), None)
+    for name, x in after.items():
+        if not _is_like(x, like) or not _is_like(wide.get(name), like):
+            continue
+        beside = first if name in SECOND_MOMENTS and _is_like(first, like) else None
+        old = before.get(name)
+        four = old if _is_like(old, like) else None, x, wide[name], beside
+        parts = zip(*map(_rows, four), strict=False)  # nothing comes without end
+        sums = [_row_sums(*part) for part in parts]
+        empty = torch.zeros(_STATE_COLUMNS, dtype=torch.float64, device=local(x).device)
+        found[name] = torch.stack([empty, *sums]).sum(0)
+        saturated = saturated_blocks(x)
+        if saturated is not None:
+            found[name][_SATURATED] = saturated
+    return found
+
+
+def state_reading(step: int, rows: list[list[float]]) -> StateReading:
+    """The figures of a state of one or many parameters, from its columns."""
+    total = [sum(column) for column in zip(*rows, strict=True)]
+    return StateReading(
+        step=step,
+        ratio=total[_S_ALONG] / total[_S_INTENDED] if total[_S_INTENDED] else None,
+        lost=total[_S_LOST] / total[_CHANGES] if total[_CHANGES] else None,
+        zero=total[_ZERO] / total[_BESIDE] if total[_BESIDE] else None,
+        saturated=int(total[_SATURATED]),
+        numel=int(total[_S_NUMEL]),
+    )
+
+
+def _is_like(x: Any, like: Tensor) -> bool:
+    return isinstance(x, Tensor) and x.shape == like.shape and x.is_floating_point()
+
+
+def _rows(x: Tensor | None) -> Iterator[Any]:
+    """The numbers in float64, whole rows at a time; of nothing None, time and again."""
+    if x is None:
+        return itertools.repeat(None)
+    own = local(x.detach())
+    if not own.dim():
+        return iter([as_plain(own, torch.float64).view(1)])
+    rows = max(1, _CPU_BLOCK // max(1, own.numel() // max(1, own.shape[0])))
+    return (as_plain(part, torch.float64).flatten() for part in own.split(rows) if part.numel())
+
+
+def _row_sums(before: Tensor | None, after: Tensor, wide: Tensor, beside: Tensor | None) -> Tensor:
+    old = torch.zeros_like(after) if before is None else before
+    intended, moved = wide - old, after - old
+    changes = intended != 0
+    sums = torch.zeros(_STATE_COLUMNS, dtype=torch.float64, device=after.device)
+    sums[_S_INTENDED] = intended @ intended
+    sums[_S_ALONG] = intended @ moved
+    sums[_CHANGES] = changes.sum()
+    sums[_S_LOST] = (changes & (moved == 0)).sum()
+    if beside is not None:
+        sums[_BESIDE] = (beside != 0).sum()
+        sums[_ZERO] = ((beside != 0) & (after == 0)).sum()
+    sums[_S_NUMEL] = after.numel()
+    return sums

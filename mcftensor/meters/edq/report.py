@@ -6,9 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mcftensor.checkpoint.optional_imports import extra
-from mcftensor.meters.edq.readings import Reading
-from mcftensor.meters.edq.state_readings import StateReading
+from mcftensor.checkpoint.checkpoint_error import extra
+from mcftensor.meters.edq.readings import Reading, StateReading
 from mcftensor.tensor import text_tables
 
 if TYPE_CHECKING:
@@ -18,21 +17,15 @@ if TYPE_CHECKING:
     from mcftensor.meters.edq.meter import EDQ
 
 
+Row = Sequence[str]
 _HEADS = ("elements", "update", "ratio", "lost", "ratio leading", "lost leading")
 
 
 def table(last: Reading | None, readings: Mapping[str, Reading], limit: int | None) -> Table:
     """One reading a row, what is lost most first, and below them that of the whole model."""
-    screen: Table = extra("rich.table", "EDQ.table").Table(title=_title(last))
-    screen.add_column("parameter", overflow="fold")
-    for column in _HEADS:
-        screen.add_column(column.replace(" ", "\n"), justify="right")
-    for row in _rows(readings, limit):
-        screen.add_row(*row)
-    if last:
-        screen.add_section()
-        screen.add_row("all", *_cells(last))
-    return screen
+    heads = [head.replace(" ", "\n") for head in _HEADS]
+    below = [("all", *_cells(last))] if last else []
+    return _screen("table", _title(last), ["parameter"], heads, _rows(readings, limit), below)
 
 
 def notebook(last: Reading | None, readings: Mapping[str, Reading], limit: int | None) -> str:
@@ -57,18 +50,28 @@ def state_table(
     limit: int | None = None,
 ) -> Table:
     """One state of one parameter a row, what is lost most first, and below them the whole model."""
-    screen: Table = extra("rich.table", "EDQ.state_table").Table(title="What states kept")
-    for column in ("parameter", "state"):
-        screen.add_column(column, overflow="fold")
-    for column in ("elements", "ratio", "lost", "zero beside\na first moment", "saturated\nblocks"):
-        screen.add_column(column, justify="right")
-    rows = [(name, state, x) for name, own in readings.items() for state, x in own.items()]
-    rows.sort(key=lambda row: math.inf if row[2]["ratio"] is None else row[2]["ratio"])
-    for name, state, x in rows[:limit]:
-        screen.add_row(name, state, *_state_cells(x))
+    heads = ["elements", "ratio", "lost", "zero beside\na first moment", "saturated\nblocks"]
+    found = [(name, state, x) for name, own in readings.items() for state, x in own.items()]
+    found.sort(key=lambda row: math.inf if row[2]["ratio"] is None else row[2]["ratio"])
+    rows = [(name, state, *_state_cells(x)) for name, state, x in found[:limit]]
+    below = [("all", state, *_state_cells(x)) for state, x in last.items()]
+    names = ["parameter", "state"]
+    return _screen("state_table", "What states kept", names, heads, rows, below)
+
+
+def _screen(
+    caller: str, title: str, names: Row, heads: Row, rows: Sequence[Row], below: Sequence[Row]
+) -> Table:
+    screen: Table = extra("rich.table", f"EDQ.{caller}").Table(title=title)
+    for name in names:
+        screen.add_column(name, overflow="fold")
+    for head in heads:
+        screen.add_column(head, justify="right")
+    for row in rows:
+        screen.add_row(*row)
     screen.add_section()
-    for state, x in last.items():
-        screen.add_row("all", state, *_state_cells(x))
+    for row in below:
+        screen.add_row(*row)
     return screen
 
 

@@ -1,0 +1,266 @@
+"""Modules that store and load expansions: as plain tensors, or to be found by `as_expansion`.
+
+For programs that store nothing but plain tensors, a module's state dict consists of terms. A plain
+parameter rounds the expansion that it loads; a copy of the expansion stays here, in the memory of
+the CPU, until it is written to, so that `as_expansion` finds it whole when it is called after
+`load_state_dict`.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from mcftensor.arithmetic.base_types import BASES
+from mcftensor.arithmetic.write_counts import name_
+from mcftensor.checkpoint.state_dicts import as_terms, from_terms, has_terms, names_of_terms
+from mcftensor.dispatch.operands import count_of, first_count, value_in
+from mcftensor.formats import Format
+from mcftensor.patches.objects import as_held, has_load_hook, register_load_hook
+from mcftensor.patches.table import calls
+from mcftensor.tensor.dtensor import any_format_of, format_of, local, place_of
+from mcftensor.tensor.tensor import MCFTensor
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def store_as_terms(module: M) -> M:
+    """Have a module's `state_dict()` give terms, and `load_state_dict` take them, in place.
+
+    The state dict is then as `as_terms` makes it: leading terms under the names of the parameters,
+    the others beside them. So all that stores modules in safetensors files stores whole
+    expansions: `save_pretrained` and the Trainer of transformers, Accelerate. Any program reads
+    the files as a model of the base dtype. State dicts of expansions and of plain tensors load as
+    before.
+
+    Args:
+        module: the module whose `state_dict` is called; it may be wrapped afterwards.
+
+    Returns:
+        The module itself.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> model = mcf.as_expansion(torch.nn.Linear(3, 2, bias=False))
+        >>> model = mcf.checkpoint.store_as_terms(model)
+        >>> list(model.state_dict())
+        ['weight', 'weight.bf16x2.term1', 'weight.bf16x2.sum']
+        >>> model.load_state_dict(model.state_dict())
+        <All keys matched successfully>
+    """
+    if _store not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(_store)
+        register_load_hook(module, _load, first=True)  # others need expansions
+    return module
+
+
+def _store(module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
+    _exchange(state_dict, prefix, functools.partial(as_terms, sums=True))
+
+
+def _load(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    *unused: Any,
+) -> None:
+    given = set(state_dict)
+    _exchange(state_dict, prefix, from_terms)
+    has_terms = any(len(names) > 1 for names in names_of_terms(given).values())
+    own = module.state_dict(prefix=prefix)
+    for name, names in names_of_terms(own).items():
+        x = state_dict.get(name)
+        # Beside terms of others, what looks like a leading term lacks its own. And loaders that
+        # look for what is tied and was not stored expect all its terms here.
+        is_alone = has_terms and isinstance(x, Tensor) and x.dtype == own[name].dtype
+        if name not in given or (is_alone and format_of(x) is None):
+            missing_keys += [n for n in names[1:] if n not in given]
+
+
+def _exchange(
+    state_dict: dict[str, Any], prefix: str, convert: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    own = [name for name in state_dict if name.startswith(prefix)]
+    state_dict.update(convert({name: state_dict.pop(name) for name in own}))
+
+
+def _joined(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state dict that a module is to load, with expansions in place of the terms among its keys,
+    but for parts that look for terms themselves."""
+    if not has_terms(state_dict):
+        return state_dict
+    parts = (name for name, part in module.named_modules() if has_load_hook(part, _load))
+    prefixes = tuple(f"{name}." if name else "" for name in parts)
+    others = {n: x for n, x in state_dict.items() if not n.startswith(prefixes)}
+    found: Any = OrderedDict((n, x) for n, x in state_dict.items() if n not in others)
+    found.update(from_terms(others))
+    if hasattr(state_dict, "_metadata"):
+        found._metadata = state_dict._metadata
+    return found
+
+
+calls.before_loading = _joined
+calls.to_terms = functools.partial(as_terms, sums=True)
+calls.from_terms = from_terms
+calls.when_unloaded = store_as_terms
+
+
+# ---------------------------------------------------------------------------- loaded expansions
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An expansion that was loaded, and the plain tensor as it was then."""
+
+    name: str
+    """The key in the state dict."""
+    whole: Any
+    """The expansion, a value."""
+    dtype: torch.dtype
+    owner: int
+    """The identity of the plain tensor."""
+    version: int | None
+
+    def was_written(self, x: Tensor) -> bool:
+        """Whether autograd has counted a write to the plain tensor."""
+        return id(x) == self.owner and _version(x) != self.version
+
+    @torch.no_grad()
+    def is_of(self, x: Tensor) -> bool:
+        """Whether the plain tensor still has the rounded values; a module may have made it anew in
+        another dtype, and writes to `x.data` are not counted."""
+        if self.was_written(x) or x.is_meta or x.shape != self.whole.shape:
+            return False
+        rounded = self.whole._collapsed(self.dtype).to(x.dtype)
+        own = x.detach().cpu()
+        return bool(((own == rounded) | (own.isnan() & rounded.isnan())).all())
+
+    @torch.no_grad()
+    def differs_from(self, x: Tensor) -> bool:
+        """Whether the plain tensor has lost something of it."""
+        back: Any = torch.zeros_like(self.whole).copy_(x.detach().cpu())
+        return not all(map(torch.equal, back.components, self.whole.components))
+
+
+KEPT: weakref.WeakKeyDictionary[nn.Module, dict[str, Kept]] = weakref.WeakKeyDictionary()
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
+
+
+def _keep(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
+    """After a module, without its children, has loaded a state dict."""
+    kept = KEPT.pop(module, {})
+    for name, x in _own_tensors(module).items():
+        key = prefix + name
+        if key not in state_dict:
+            continue
+        kept.pop(name, None)
+        given = state_dict[key]
+        format = format_of(given)
+        if format is None or any_format_of(x) or given.shape != x.shape:
+            continue
+        if given.is_meta or x.is_meta:
+            continue
+        is_whole = isinstance(given, MCFTensor) and _is_bare(given._component0)
+        if is_whole and _is_bare(x) and x.is_floating_point():
+            whole = given.detach().to("cpu", copy=True)
+            kept[name] = Kept(key, whole, x.dtype, id(x), _version(x))
+        elif x.dtype not in BASES or BASES[x.dtype].precision < format.precision:
+            warnings.warn(
+                f"load_state_dict: {key} is an expansion in {format.name} in the state dict and "
+                f"a {type(x).__name__} of {x.dtype} in the model, so it was rounded. To go on "
+                "with all terms, call mcf.as_expansion(model) before load_state_dict",
+                stacklevel=2,
+            )
+    if kept:
+        KEPT[module] = kept
+
+
+calls.after_loading = _keep
+
+
+def _is_bare(x: Tensor) -> bool:
+    is_known = type(x) is Tensor or isinstance(x, nn.Parameter)
+    return is_known and not is_traceable_wrapper_subclass(x)
+
+
+def kept_in(module: nn.Module) -> dict[int, MCFTensor]:
+    """By the identities of the plain tensors of a module: the expansions that they were loaded
+    from, where they have not been written to since."""
+    found = {}
+    for part in module.modules():
+        kept = KEPT.get(part, {})
+        for name, x in _own_tensors(part).items():
+            if name in kept and kept[name].is_of(x):
+                found[id(x)] = kept[name].whole
+    return found
+
+
+def forget(module: nn.Module) -> None:
+    """Free what is kept for a module."""
+    for part in module.modules():
+        KEPT.pop(part, None)
+
+
+def rounded(parameters: Iterable[Tensor]) -> list[tuple[str, Tensor, Format]]:
+    """The parameters that are about to be written to and were rounded when they were loaded: names,
+    tensors, and the formats that they were loaded from. What is kept for them is freed."""
+    if not KEPT:
+        return []
+    chosen = {id(p) for p in parameters if p.requires_grad}
+    found: dict[int, tuple[str, Tensor, Format]] = {}
+    for module, kept in list(KEPT.items()):
+        for name, x in _own_tensors(module).items():
+            if name in kept and (id(x) in chosen or kept[name].was_written(x)):
+                one = kept.pop(name)
+                if id(x) in chosen and id(x) not in found and one.is_of(x) and one.differs_from(x):
+                    found[id(x)] = one.name, x, one.whole.format
+        if not kept:
+            del KEPT[module]
+    return list(found.values())
+
+
+# --------------------------------------------------------------------------- modules of expansions
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    own = module._parameters | module._buffers
+    return {name: x for name, x in own.items() if x is not None}
+
+
+def keep_expansions(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Mapping[str, Any],
+    *unused: Any,
+) -> None:
+    """With `assign=True`, torch puts the tensors of a checkpoint in place of the parameters; and
+    what was on the meta device has no salt yet."""
+    assigns = local_metadata.get("assign_to_params_buffers", False)
+    for name, x in _own_tensors(module).items():
+        key = prefix + name
+        count = count_of(x)
+        if count is not None and not count.is_meta:
+            name_(count, key, place_of(x))
+        format, new = format_of(x), state_dict.get(key)
+        if assigns and format and isinstance(new, Tensor) and new.shape == x.shape:
+            if format_of(new) != format:
+                new = value_in(new, format, first_count(key, new))
+            role = local(x).role  # type: ignore[attr-defined]
+            is_parameter = isinstance(x, nn.Parameter)
+            state_dict[key] = as_held(is_parameter, new.detach(), role, x.requires_grad)

@@ -1,0 +1,294 @@
+"""Warnings of steps that do not do what a training over expansions is meant to do."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as hooks
+from torch.utils._pytree import tree_leaves
+
+from mcftensor import convert
+from mcftensor.arithmetic.base_types import NARROW
+from mcftensor.checkpoint.checkpoint_error import some
+from mcftensor.checkpoint.module_hooks import KEPT, rounded
+from mcftensor.patches.optimizers import has_expansions, parameters_of
+from mcftensor.tensor import MCFTensor
+from mcftensor.tensor.dtensor import format_of
+from mcftensor.training.gradient_hooks import Handle
+from mcftensor.training.state_names import SECOND_MOMENTS
+
+
+class DetachedParameterWarning(UserWarning):
+    """An optimizer steps parameters that the model no longer has, or none that has a gradient.
+
+    Programs that make parameters anew, as loaders do that cast them, leave the old ones to the
+    optimizer. Raised once for each optimizer that has expansions, before a step.
+    """
+
+
+class NarrowStateWarning(UserWarning):
+    """An optimizer keeps states in 16 bits beside parameters that are expansions.
+
+    Raised after its first step, and after the first one since a module was converted. It is raised
+    of plain states of another shape than their parameter, as preconditioners are: what they sum or
+    average needs more. States that a step makes of the dtype of its parameters are wider; these
+    were made before it, in 16 bits by name, or of sharded parameters. It is also raised of plain
+    second moments without a mode of `collage`: they are left from a run in plain 16 bits, where
+    they never decay.
+    """
+
+
+class PlainParameterWarning(UserWarning):
+    """An optimizer steps parameters that are plain where expansions were, or are around them.
+
+    They are of 16 bits in a model of expansions: they were frozen when `as_expansion` was called
+    with it, or were added since. Or they were rounded when `load_state_dict` gave them expansions,
+    and `as_expansion` was not called afterwards; or `as_plain` made them plain in the middle of a
+    training. Raised once for each parameter, before the first
+    step on it, and by `collage`.
+    """
+
+
+def callers_level() -> int:
+    """The stacklevel for a warning of the function that calls this: that of the first frame outside
+    of torch and of this package."""
+    level, frame = 2, sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
+        ("torch.", "mcftensor.", "contextlib")
+    ):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        warn_of_plain_parameters(optimizer)
+        if optimizer not in _detached:
+            _warn_of_detached(optimizer, args, kwargs)
+
+
+# ----------------------------------------------------------------------------- plain parameters
+
+_over_expansions: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers that have stepped expansions."""
+_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""Optimizers, and the latest conversion of a module when they were looked at."""
+_told: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
+
+
+def warn_of_plain_parameters(optimizer: Optimizer) -> None:
+    """Name them; those that an override leaves plain are meant to be so."""
+    if torch.compiler.is_compiling():
+        return
+    name = type(optimizer).__name__
+    if KEPT and (kept := rounded(parameters_of(optimizer))):
+        _, p, format = kept[0]
+        warnings.warn(
+            f"{name}: {some([x for x, *_ in kept], 1)} were loaded from expansions in "
+            f"{format.name} and are plain {p.dtype}, so they were rounded, and the run that was "
+            "saved goes on with other bits. To go on with all terms, call mcf.as_expansion(model) "
+            "after load_state_dict, or before it; if plain weights are meant, mcf.as_plain(model)",
+            PlainParameterWarning,
+            stacklevel=callers_level(),
+        )
+    if _checked.get(optimizer) != convert.latest_conversion and (left := _left_plain(optimizer)):
+        warnings.warn(
+            f"{name} has stepped expansions, and {some(left, 1)} are plain "
+            f"{next(iter(left.values())).dtype} since mcf.as_plain(model), which converts in "
+            "place. To export a model in training, convert a copy: "
+            "mcf.as_plain(copy.deepcopy(model)). To go on with plain weights, make the optimizer "
+            "anew",
+            PlainParameterWarning,
+            stacklevel=callers_level(),
+        )
+    plain = [p for p in parameters_of(optimizer) if not isinstance(p, MCFTensor) and _is_narrow(p)]
+    told = _told.setdefault(optimizer, set()) if plain else set()
+    new = [p for p in plain if id(p) not in told]
+    if not new:
+        return
+    told.update(map(id, new))
+    modules = convert.converted_modules()
+    names = {id(p): name for m in modules for name, p in m.named_parameters()}
+    meant = {id(p) for m in modules for p in convert.left_plain(m)}
+    new = [p for p in new if id(p) in names and id(p) not in meant]
+    if new:
+        warnings.warn(
+            f"{name}: parameters of a model of expansions are plain {new[0].dtype}, where small "
+            f"updates are lost: {some(names[id(p)] for p in new)}. They were frozen when the model "
+            "was converted, or are new. Call mcf.as_expansion(model) again, which converts just "
+            "these, or leave them as they are by overrides",
+            PlainParameterWarning,
+            stacklevel=callers_level(),
+        )
+
+
+def _left_plain(optimizer: Optimizer) -> dict[str, Tensor]:
+    """The parameters that became plain since the optimizer was made or stepped."""
+    had_expansions = optimizer in _over_expansions or "_collage" in optimizer.__dict__
+    names = convert.left_expansions() if had_expansions else {}
+    if has_expansions(optimizer):
+        _over_expansions.add(optimizer)
+    _checked[optimizer] = convert.latest_conversion
+    own = ((names.get(id(p)), p) for p in parameters_of(optimizer))
+    return {name: p for name, p in own if name is not None and format_of(p) is None}
+
+
+def _is_narrow(p: Tensor) -> bool:
+    return p.dtype in NARROW and p.requires_grad and format_of(p) is None
+
+
+# -------------------------------------------------------------------------- detached parameters
+
+_WINDOW = 8
+"""Parameters of each group that a step looks at, in turn; the first step looks at all."""
+
+_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_detached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers that the warning has been raised for."""
+
+
+def _warn_of_detached(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    number = _steps.get(optimizer)
+    _steps[optimizer] = 0 if number is None else number + 1
+    looked_at = list(_looked_at(optimizer, number))
+    gone = [p for p in looked_at if _is_gone(p)]
+    if any(p.grad is not None for p in looked_at):  # others have theirs by now
+        gone += [p for p in looked_at if _is_left(p)]
+    if gone:
+        found = f"{_names(gone)} {'is' if len(gone) == 1 else 'are'} no longer in the module"
+    else:
+        named = [p for p in parameters_of(optimizer) if _holder(p) is not None]
+        if _has_gradients(optimizer, args, kwargs) or not named:
+            return
+        found = f"none of its parameters has a gradient: {_names(named)}"
+    _detached.add(optimizer)
+    warnings.warn(
+        f"{type(optimizer).__name__}: {found}. The step does not train a model whose parameters "
+        "were made anew since, as by setattr(module, name, nn.Parameter(...)). Write to parameters "
+        "in place, or convert with mcf.as_expansion(model) and make the optimizer again",
+        DetachedParameterWarning,
+        stacklevel=callers_level(),
+    )
+
+
+def _looked_at(optimizer: Optimizer, number: int | None) -> Iterator[Tensor]:
+    if number is None:
+        return parameters_of(optimizer)
+    lists = [group["params"] for group in optimizer.param_groups]
+    windows = (
+        params[start : start + _WINDOW]
+        for params in lists
+        if params
+        for start in [number % -(-len(params) // _WINDOW) * _WINDOW]
+    )
+    return itertools.chain.from_iterable(windows)
+
+
+def _held(p: Any) -> Any:
+    """The reference to the module that had a parameter when it was converted, and the name there;
+    None for a copy of what was converted."""
+    held = p._holder if isinstance(p, MCFTensor) else None
+    return None if held is None or held[2] != id(p) else held
+
+
+def _holder(p: Any) -> Any:
+    """That module, if it lives, and the name."""
+    held = _held(p)
+    owner = None if held is None else held[0]()
+    return None if held is None or owner is None else (owner, held[1])
+
+
+def _is_left(p: Tensor) -> bool:
+    """Whether the module that had it lives no longer, and no gradient comes from elsewhere."""
+    held = _held(p)
+    return p.grad is None and held is not None and held[0]() is None
+
+
+def _is_gone(p: Any) -> bool:
+    """Whether the module that had it when it was converted, which lives, has it no longer."""
+    held = _holder(p)
+    if held is None or held[0]._parameters.get(held[1]) is p:
+        return False
+    # It may have moved, as parametrizations do it.
+    for module in [held[0], *convert.converted_modules()]:
+        for part in module.modules():
+            for name, own in part._parameters.items():
+                if own is p:
+                    vars(p)["_holder"] = weakref.ref(part), name, id(p)
+                    return False
+    return True
+
+
+def _has_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
+    """Whether a gradient is there, or will be by a closure, or was and has stepped in backward."""
+    own = optimizer._optimizer_step_pre_hooks.values()
+    return (
+        any(p.grad is not None for p in parameters_of(optimizer))
+        or any(callable(x) for x in (*args[1:], *kwargs.values()))
+        or any(isinstance(getattr(hook, "__self__", None), Handle) for hook in own)
+    )
+
+
+def _names(parameters: Iterable[Tensor]) -> str:
+    """The first three, as their modules call them."""
+    paths = {
+        id(part): f"{path}." if path else ""
+        for module in convert.converted_modules()
+        for path, part in module.named_modules()
+    }
+    held = [own for own in map(_held, parameters) if own is not None]
+    return some(paths.get(id(reference()), "") + name for reference, name, _ in held)
+
+
+# -------------------------------------------------------------------------------- narrow states
+
+_seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""Optimizers that have stepped, and the latest conversion of a module by then."""
+
+_REPAIRS = {
+    False: "If it has an option for their dtype, give float32",
+    True: "They are from before mcf.as_expansion(model): call mcf.collage(optimizer, 'plus'), "
+    "which converts states that exist",
+}
+"""By whether a state has the shape of its parameter."""
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """What has the shape of its parameter is an expansion, or plain because a mode says so, or from
+    before its parameter was converted."""
+    latest = convert.latest_conversion
+    if torch.compiler.is_compiling() or not optimizer.state or _seen.get(optimizer) == latest:
+        return
+    _seen[optimizer] = latest
+    has_mode = "_collage" in optimizer.__dict__
+    found = {
+        (name, x.shape == p.shape): x.dtype
+        for p, state in optimizer.state.items()
+        if isinstance(p, Tensor) and format_of(p) and isinstance(state, dict)
+        for name, value in state.items()
+        for x in tree_leaves(value)
+        if type(x) is Tensor and x.dtype in NARROW
+        if x.shape != p.shape or (name in SECOND_MOMENTS and not has_mode)
+    }
+    if found:
+        states = sorted(found.items(), key=str)
+        told = ", ".join(f"{name} ({str(dtype)[6:]})" for (name, _), dtype in states)
+        repairs = ". ".join(_REPAIRS[kind] for kind in sorted({like for _, like in found}))
+        warnings.warn(
+            f"{type(optimizer).__name__} keeps states in 16 bits beside parameters that are "
+            f"expansions: {told}. What they sum or average loses small changes. {repairs}",
+            NarrowStateWarning,
+            stacklevel=callers_level(),
+        )
+
+
+hooks.register_optimizer_step_pre_hook(_before_step)
+hooks.register_optimizer_step_post_hook(_after_step)
