@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import warnings
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from itertools import starmap
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from mcftensor.kernels import kernel_cache
+from mcftensor.kernels import first_use, kernel_cache
 from mcftensor.kernels.columns import Scalar, number_of
 from mcftensor.kernels.cpp import GRAIN
 
@@ -43,6 +42,8 @@ FLAGS = (
 )
 
 Launch = Callable[[int, int, int, int], None]
+
+_HERE = "the CPU"
 
 
 def load(source: str, *, build: bool, is_right: Callable[[Launch], bool]) -> Launch | None:
@@ -71,9 +72,9 @@ def load(source: str, *, build: bool, is_right: Callable[[Launch], bool]) -> Lau
         library = kernel_cache.kept(key) or (kernel_cache.keep(key, make) if build else None)
         return _opened(library) if library else None
     except subprocess.CalledProcessError as error:
-        _give_up(f"{shlex.join(command)} failed: {error.stderr.strip()[:500]}")
+        first_use.say_eager(_HERE, f"{shlex.join(command)} failed: {error.stderr.strip()[:500]}")
     except (ArithmeticError, OSError) as error:
-        _give_up(str(error))
+        first_use.say_eager(_HERE, str(error))
     return None
 
 
@@ -107,7 +108,9 @@ def find() -> list[str] | None:
         path = shutil.which(program)
         if path:
             return [str(Path(path).absolute()), *options]  # it runs in another directory
-    _give_up("found neither c++, g++ nor clang++; the environment variable CXX can name one")
+    first_use.say_eager(
+        _HERE, "found neither c++, g++ nor clang++; the environment variable CXX can name one"
+    )
     return None
 
 
@@ -125,20 +128,6 @@ def vector_bytes() -> int:
     """Of the vectors that the processor computes with at once."""
     flags = _processor().split()
     return 64 if "avx512bw" in flags else 32 if "avx2" in flags else 16
-
-
-_REASONS: list[str] = []
-
-
-def _give_up(reason: str) -> None:
-    """Warn, but once: reasons differ in the names of temporary files."""
-    if _REASONS:
-        return
-    _REASONS.append(reason)
-    warnings.warn(
-        f"mcftensor runs without compiled code on the CPU, several times slower: {reason}",
-        stacklevel=2,
-    )
 
 
 def launch(

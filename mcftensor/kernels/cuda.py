@@ -1,8 +1,10 @@
-"""Triton kernels made, given their tables, and launched."""
+"""Triton kernels made, tried, given their tables, and launched."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import itertools
 import linecache
@@ -13,13 +15,15 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcftensor.kernels import triton
+from mcftensor.kernels import first_use, kernel_cache, triton
 from mcftensor.kernels.columns import Scalar, number_of, repeated
+from mcftensor.kernels.first_use import Launch, Arrangement
 from mcftensor.kernels.program import Program
 
 _NUMBERS = itertools.count()
@@ -61,6 +65,8 @@ class _Kernel:
 
     function: Any
     warps: int
+    key: str = ""
+    """A digest of its source."""
 
     def launch(self, blocks: int, *tables: Tensor, **constants: int) -> None:
         """Launch it; if its registers did not suffice, it has more threads from the next time on.
@@ -85,25 +91,116 @@ def launch(
     addresses: Sequence[list[int]],
     scalars: Sequence[Sequence[Scalar]],
     device: torch.device,
-) -> None:
+    is_right: Callable[[Launch, Arrangement], bool],
+) -> bool:
     """Run a program on dense tensors of these lengths and addresses, given by columns, and on
-    scalars, of which the kernel reads those of a device there and the others in its table."""
+    scalars, of which the kernel reads those of a device there and the others in its table.
+
+    Return whether it ran. It is tried before its first use; where it fails then or later, or is not
+    right, or cannot be tried since a CUDA graph is captured, the caller has to compute.
+    """
     there = tuple([isinstance(x, Tensor) and x.device == device for x, *_ in scalars])
+    aligned = not any(address % 16 for column in addresses for address in column)
+    own = max(map(len, scalars), default=0) > 1
+    arrangement, found = Arrangement(device, there, aligned, own), _found(program)
+    if found.get(arrangement) == 0:
+        return False
+    try:
+        kernel = _kernel(program, there, _rounds(device))
+        run = functools.partial(_run, kernel, program, arrangement)
+        while found.get(arrangement) != kernel.warps:  # which a trial may find to be too few
+            warps = kernel.warps
+            if not _is_kept(kernel, arrangement):
+                if is_capturing(device):
+                    return False
+                if not is_right(run, arrangement):
+                    raise ArithmeticError("a Triton kernel has other bits than PyTorch")
+                _keep(kernel, arrangement, warps)
+            found[arrangement] = warps
+        run(lengths, addresses, scalars)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001  # of compilers, drivers and much else
+        found[arrangement] = 0
+        first_use.say_eager(
+            device.type,
+            f"{type(error).__name__}: {str(error)[:500]}. Results are right all the same. Please "
+            f"report this with what `python -m mcftensor selfcheck --device {device.type}` prints, "
+            "at https://github.com/mcftensor/mcftensor/issues",
+        )
+        return False
+    return True
+
+
+@functools.lru_cache(maxsize=1024)
+def _found(program: Program) -> dict[Arrangement, int]:
+    """At how many warps a program was found right, by how operands lie; 0 where it failed."""
+    return {}
+
+
+def _run(
+    kernel: _Kernel,
+    program: Program,
+    arrangement: Arrangement,
+    lengths: list[int],
+    addresses: Sequence[list[int]],
+    scalars: Sequence[Sequence[Scalar]],
+) -> None:
+    device = arrangement.device
     counts = [-(-length // triton.THREAD_BLOCK) for length in lengths]
     starts = [0, *itertools.accumulate(counts[:-1])]
-    numbers = _numbers(program, scalars, there)
-    aligned = not any(address % 16 for column in addresses for address in column)
+    numbers = _numbers(program, scalars, arrangement.there)
     with torch.cuda.device(device if device.type == "cuda" else -1):
         table = _kept(_words([lengths, starts, *addresses]), _tensor, device)
         owners = _kept(array("q", counts), _owners, device)
-        _kernel(program, there, _rounds(device)).launch(
+        kernel.launch(
             sum(counts),
             table,
             owners,
             _on_device(_tensor(_words(numbers)), device) if numbers else table,
-            STEP=len(numbers) if numbers and len(numbers[0]) > 1 else 0,
-            ALIGNED=aligned,
+            STEP=len(numbers) if arrangement.own else 0,
+            ALIGNED=arrangement.aligned,
         )
+
+
+def _is_kept(kernel: _Kernel, arrangement: Arrangement) -> bool:
+    """Whether an earlier process found it right."""
+    key = _trial(kernel, arrangement, kernel.warps)
+    return key is not None and kernel_cache.kept(key) is not None
+
+
+def _keep(kernel: _Kernel, arrangement: Arrangement, warps: int) -> None:
+    """Have later processes know that it is right."""
+
+    def make(scratch: Path) -> Path:
+        (scratch / "right").write_bytes(b"")
+        return scratch / "right"
+
+    key = _trial(kernel, arrangement, warps)
+    if key is not None:
+        with contextlib.suppress(OSError):  # they will try again
+            kernel_cache.keep(key, make)
+
+
+def _trial(kernel: _Kernel, arrangement: Arrangement, warps: int) -> str | None:
+    """What the result of a trial is kept by; None where it is not."""
+    machine = _machine(arrangement.device)
+    return kernel_cache.key_of(kernel.key, *arrangement[1:], warps, *machine) if machine else None
+
+
+@functools.lru_cache(maxsize=64)
+def _machine(device: torch.device) -> tuple[object, ...]:
+    """The device, its driver and compilers; nothing for Triton's interpreter."""
+    if device.type != "cuda":
+        return ()
+    drivers = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
+    return (
+        importlib.metadata.version("triton"),
+        torch.__version__,
+        torch.cuda.get_device_name(device),
+        torch.cuda.get_device_capability(device),
+        *(path.read_text() for path in drivers if path.exists()),
+    )
 
 
 def _numbers(
@@ -179,6 +276,6 @@ def _kernel(program: Program, there: tuple[bool, ...], rounds: bool) -> _Kernel:
     linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
     module = {"__name__": "mcftensor_kernel"}
     exec(compile(source, name, "exec"), module)
-    kernel = _Kernel(module["kernel"], triton.warps(program))
+    kernel = _Kernel(module["kernel"], triton.warps(program), kernel_cache.key_of(source))
     weakref.finalize(kernel, linecache.cache.pop, name, None)
     return kernel

@@ -8,28 +8,30 @@ import torch
 from torch import Tensor
 
 from mcftensor.kernels.block_scales import BLOCK_SIZE
-from mcftensor.kernels.columns import Columns
+from mcftensor.kernels.columns import Columns, Scalar
 from mcftensor.kernels.program import Body
 
-# Elements of a chunk, whose intermediate tensors fit into the caches of a CPU together.
-CHUNK = 1 << 16
+# Elements of a chunk, whose intermediate tensors fit into the caches of a CPU together; and, on
+# other devices, into memory.
+CHUNK, CHUNK_ON_OTHERS = 1 << 16, 1 << 24
 
 
 def run(body: Body, columns: Columns) -> None:
     """Write a function of vectors and scalars into outputs, whose elements all lie alike in memory.
 
-    On a CPU this is done chunk by chunk, so that memory is read once.
+    This is done chunk by chunk, so that a CPU reads memory once, and others hold little of it.
     """
     for call in columns:
         output = call.outputs[0][0]
         length = output.numel()
-        if output.device.type != "cpu" or length <= CHUNK:
+        size = CHUNK if output.device.type == "cpu" else CHUNK_ON_OTHERS
+        if length <= size:
             run_whole(body, call)
             continue
         call = flat(call)
         width = BLOCK_SIZE if call.shared else 1
-        for start in range(0, length, CHUNK):
-            part = slice(start // width, (start + CHUNK) // width)
+        for start in range(0, length, size):
+            part = slice(start // width, (start + size) // width)
             vectors, outputs = ([[x[part]] for (x,) in y] for y in (call.vectors, call.outputs))
             chunk = Columns(vectors, call.scalars, outputs, call.keys, call.shared, call.done)
             run_whole(body, chunk, start)
@@ -56,11 +58,18 @@ def run_whole(body: Body, columns: Columns, start: int = 0) -> None:
     for call in columns:
         outputs = [x for (x,) in call.outputs]
         index = indices(outputs[0]) + start if call.keys else torch.empty(0)
-        scalars = [x for (x,) in call.every_scalar()]
+        scalars = [_there(x, outputs[0].device) for (x,) in call.every_scalar()]
         results = body([x for (x,) in call.vectors], scalars, index)
         writes = map(torch._foreach_copy_, [outputs], [list(results)])
         done: list[Any] = [] if call.done is None else call.done
         done.extend(zip([outputs[0].numel()], writes, strict=True))  # which no signal interrupts
+
+
+def _there(x: Scalar, device: torch.device) -> Scalar:
+    """A scalar as it is to be: by a number of the host CUDA divides wrongly, by its reciprocal."""
+    if isinstance(x, Tensor) or device.type != "cuda":
+        return x
+    return torch.full((), x, dtype=torch.float64, device=device)
 
 
 def indices(x: Tensor) -> Tensor:

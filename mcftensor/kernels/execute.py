@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.kernels import cpp, cpu, cuda, eager, probe_inputs
+from mcftensor.kernels import cpp, cpu, cuda, eager, first_use
 from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.columns import (
     Columns,
@@ -54,9 +54,12 @@ class Kernel:
                 cpu.launch(launch, lengths, addresses, scalars, dtypes, columns.done)
                 return
         elif (
-            has_data and device.type in TRITON_DEVICES and cuda.is_available() and self.has_program
+            has_data
+            and device.type in TRITON_DEVICES
+            and cuda.is_available()
+            and self.has_program
+            and cuda.launch(self.program, lengths, addresses, scalars, device, self._is_right)
         ):
-            cuda.launch(self.program, lengths, addresses, scalars, device)
             if columns.done is not None:
                 columns.done.append((sum(lengths), None))
             return
@@ -69,29 +72,15 @@ class Kernel:
             build = before < BUILD_AFTER <= self.worked
             if (build or before < LOOK_AFTER <= self.worked) and self.has_program:
                 source = cpp.source(self.program, cpu.vector_bytes())
-                self.launch = cpu.load(source, build=build, is_right=self._is_right)
+                self.launch = cpu.load(source, build=build, is_right=self._is_right_here)
         return self.launch
 
-    def _is_right(self, launch: cpu.Launch) -> bool:
-        """Whether compiled code gives eager PyTorch's bits on operands that are hard."""
-        if any(map(self.program.is_undefined, self.program.instructions)):
-            return True  # what it does with such operands is left to processors
-        signature = self.signature
-        tensors = [
-            probe_inputs.vector(dtype, i, shared=i in signature.shared)
-            for i, dtype in enumerate((*signature.vectors, *signature.outputs))
-        ]
-        count = len(signature.vectors)
-        columns = [[x] for x in tensors]
-        scalars = [[probe_inputs.scalar(dtype, i)] for i, dtype in enumerate(signature.scalars)]
-        call = eager.flat(Columns(columns[:count], scalars, columns[count:], (), signature.shared))
-        vectors, got = call.vectors, call.outputs
-        index = eager.indices(got[0][0])
-        results = self.body([x for (x,) in vectors], [x for (x,) in scalars], index)
-        expected = [x.to(y.dtype) for x, (y,) in zip(results, got, strict=True)]
-        addresses = [[x.data_ptr()] for (x,) in (*vectors, *got)]
-        cpu.launch(launch, [probe_inputs.COUNT], addresses, scalars, signature.scalars)
-        return all(probe_inputs.are_alike(x, y) for (x,), y in zip(got, expected, strict=True))
+    def _is_right_here(self, launch: cpu.Launch) -> bool:
+        run = functools.partial(cpu.launch, launch, dtypes=self.signature.scalars)
+        return self._is_right(run, first_use.Arrangement())
+
+    def _is_right(self, launch: first_use.Launch, arrangement: first_use.Arrangement) -> bool:
+        return first_use.is_right(self.body, self.program, launch, arrangement)
 
     @functools.cached_property
     def has_program(self) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mcftensor as mcf
-from mcftensor.kernels import cpu, eager, execute, kernel_cache
+from mcftensor.kernels import cpu, eager, execute, first_use, kernel_cache
 from support.helpers import small_model
 from support.kernel_cases import assert_same_bits, expression, operand, run, way
 
@@ -26,7 +26,7 @@ needs_compiler = pytest.mark.skipif(
 def fresh(monkeypatch, tmp_path):
     """As in a new process with nothing compiled."""
     cpu.find.cache_clear()
-    monkeypatch.setattr(cpu, "_REASONS", [])
+    monkeypatch.setattr(first_use, "_SAID", set())
     monkeypatch.setattr(kernel_cache, "_PRIVATE", [])
     monkeypatch.setenv("MCFTENSOR_CACHE_DIR", str(tmp_path / "cache"))
     yield

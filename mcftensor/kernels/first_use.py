@@ -1,0 +1,123 @@
+"""Compiled code is compared with eager PyTorch before its first use, on operands that are hard.
+
+Where it has other bits, or does not run, eager PyTorch goes on, and one warning says so.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mcftensor.kernels import eager
+from mcftensor.kernels.block_scales import BLOCK_SIZE
+from mcftensor.kernels.columns import Columns, Scalar
+from mcftensor.kernels.program import PATTERNS, Body, Program, Signature
+
+# Elements of the sets of tensors: whole blocks of a GPU's threads, and a part of one.
+LENGTHS = (1024, 512)
+
+Launch = Callable[[list[int], Sequence[list[int]], Sequence[Sequence[Scalar]]], None]
+"""Runs compiled code on tensors of these lengths and addresses, by columns, and on scalars."""
+
+
+class Arrangement(NamedTuple):
+    """How operands lie, by which compiled code differs."""
+
+    device: torch.device = torch.device("cpu")
+    there: tuple[bool, ...] = ()
+    """Which scalars are tensors on the device."""
+    aligned: bool = True
+    """Whether all addresses are multiples of 16."""
+    own: bool = False
+    """Whether each set of tensors has scalars of its own."""
+
+
+def is_right(body: Body, program: Program, launch: Launch, arrangement: Arrangement) -> bool:
+    """Whether compiled code gives the bits of eager PyTorch on the CPU.
+
+    On GPUs eager PyTorch itself may have others: it multiplies by the reciprocal of a divisor that
+    is a number of the host.
+    """
+    if any(map(program.is_undefined, program.instructions)):
+        return True  # what it does with such operands is left to processors
+    calls = _calls(program.signature, arrangement._replace(device=Arrangement().device))
+    expected: list[Tensor] = []
+    for call in map(eager.flat, calls):
+        index, scalars = eager.indices(call.outputs[0][0]), [x for (x,) in call.scalars]
+        expected += body([x for (x,) in call.vectors], scalars, index)
+    calls = _calls(program.signature, arrangement)
+    addresses = [[x.data_ptr() for x in column] for column in (*calls.vectors, *calls.outputs)]
+    launch([*LENGTHS], addresses, calls.scalars)
+    got = [x for call in map(eager.flat, calls) for (x,) in call.outputs]
+    return all(_are_alike(x.cpu(), y.to(x.dtype)) for x, y in zip(got, expected, strict=True))
+
+
+def _calls(signature: Signature, arrangement: Arrangement) -> Columns:
+    """Calls with operands that are hard, and outputs that hold something else."""
+    dtypes, count = (*signature.vectors, *signature.outputs), len(signature.vectors)
+    columns = [_vectors(x, i, i in signature.shared, arrangement) for i, x in enumerate(dtypes)]
+    scalars = [_scalars(x, i, arrangement) for i, x in enumerate(signature.scalars)]
+    return Columns(columns[:count], scalars, columns[count:], (), signature.shared)
+
+
+def _vectors(
+    dtype: torch.dtype, number: int, is_shared: bool, arrangement: Arrangement
+) -> list[Tensor]:
+    """Numbers of a dtype for each set, others for each number of a vector; one for each element,
+    or for the elements that share it.
+
+    A half has random patterns: of all magnitudes, subnormal too, infinite and no number at all. The
+    other half has sizes that meet, so that sums and products are rounded.
+    """
+    generator = torch.Generator().manual_seed(number)
+    count = sum(LENGTHS) + BLOCK_SIZE
+    bits = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator, device="cpu")
+    width = BLOCK_SIZE if is_shared else 1
+    bits = bits[: count // width]
+    x = bits > 0 if dtype == torch.bool else bits.to(PATTERNS[dtype.itemsize]).view(dtype)
+    if dtype.is_floating_point:
+        exponents = bits[::2] % 16 - 8
+        half = x[::2]
+        half.copy_(torch.ldexp(bits[1::2].double() * 2.0**-63, exponents)[: len(half)])
+    x = x.to(arrangement.device)[0 if arrangement.aligned else 1 :]
+    whole, part = [length // width for length in LENGTHS]
+    return [x[:whole], x[whole : whole + part]]
+
+
+def _scalars(dtype: torch.dtype, number: int, arrangement: Arrangement) -> list[Scalar]:
+    """A number of a dtype for all sets, or for each; one of float64 may be one of Python's."""
+    is_there = number < len(arrangement.there) and arrangement.there[number]
+    numbers: list[Scalar] = []
+    for i in range(number, number + (len(LENGTHS) if arrangement.own else 1)):
+        value = 0x9E3779B97F4A7C1 + i if dtype == torch.int64 else 1 / (i + 3)
+        if dtype == torch.float64 and not is_there:
+            numbers.append(value)
+        else:
+            x = torch.tensor(value, dtype=dtype, device="cpu")
+            numbers.append(x.to(arrangement.device) if is_there else x)
+    return numbers
+
+
+def _are_alike(a: Tensor, b: Tensor) -> bool:
+    """Whether numbers are the same, signs of zeros too; one NaN is as good as another."""
+    if not a.dtype.is_floating_point:
+        return torch.equal(a, b)
+    return bool(((a == b) & (a.signbit() == b.signbit()) | a.isnan() & b.isnan()).all())
+
+
+_SAID: set[str] = set()
+
+
+def say_eager(where: str, reason: str) -> None:
+    """Warn that eager PyTorch computes from now on, but once: reasons differ in the names of
+    temporary files. Where warnings are errors, each is raised."""
+    if where not in _SAID:
+        warnings.warn(
+            f"mcftensor runs without compiled code on {where}, several times slower: {reason}",
+            stacklevel=2,
+        )
+        _SAID.add(where)
