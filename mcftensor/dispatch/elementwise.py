@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mcftensor.dispatch import storage_formats
 from mcftensor.dispatch.default_handler import PRECISION, WIDE, compute
-from mcftensor.dispatch.evaluate import evaluate_rows, evaluate_rows_into
+from mcftensor.dispatch.evaluate import Lists, evaluate_rows, evaluate_rows_into
 from mcftensor.dispatch.operands import (
     are_lifted,
     common_role,
@@ -19,8 +19,9 @@ from mcftensor.dispatch.operands import (
     store,
 )
 from mcftensor.dispatch.operators import OPERATORS
-from mcftensor.dispatch.registry import TABLE, implements, register_forms
+from mcftensor.dispatch.registry import SHORTCUTS, TABLE, Shortcut, implements, register_forms
 from mcftensor.tensor.implicit_rounding import rounding
+from mcftensor.tensor.step_context import current_step, is_unwatched
 from mcftensor.tensor.tensor import MCFTensor
 
 aten = torch.ops.aten
@@ -49,32 +50,89 @@ def _evaluate_to(
     """Store the result in `target`: all of an expansion, or a plain tensor, rounded once."""
     named = {name: x for name, x in kwargs.items() if name != "out"}
     operands = (*args, *named.values())
-    columns, keywords, format = [[x] for x in operands], tuple(named), None
+    columns, keywords = [[x] for x in operands], tuple(named)
     if isinstance(target, MCFTensor) and target is args[0]:
         if name in ("add", "sub") and _is_sparse(args[1]) and not storage_formats.are_numbers(args):
             sign = 1 if name == "add" else -1
             return _add_sparse(target, args[1], sign * named.get("alpha", 1))
-        is_done = evaluate_rows_into(name, columns, keywords, 1)
-        if is_done is None:
-            return storage_formats.on_numbers(func, args, kwargs)
-        if is_done:
+        if _evaluated_in_place(name, columns, keywords):
             return target
-    elif storage_formats.are_numbers((*operands, target)):
         return storage_formats.on_numbers(func, args, kwargs)
-    if isinstance(target, MCFTensor):
-        format = target._format
-    elif are_lifted(operands) or common_role(operands) == "parameter":
-        func(*leading(args), **leading(kwargs))
-        return target
-    else:
+    if storage_formats.are_numbers((*operands, target)):
+        return storage_formats.on_numbers(func, args, kwargs)
+    if not isinstance(target, MCFTensor):
+        if are_lifted(operands) or common_role(operands) == "parameter":
+            func(*leading(args), **leading(kwargs))
+            return target
         rounding(name, expansions(operands), target)
+    format = target._format if isinstance(target, MCFTensor) else None
     (result,) = evaluate_rows(name, columns, keywords, 1, format)
     store(target, result)
     return target
 
 
+def _evaluated_in_place(name: str, columns: Lists, keywords: tuple[str, ...]) -> bool:
+    """Write the result into the first operand, unless PyTorch's own operation is to do it."""
+    is_done = evaluate_rows_into(name, columns, keywords, 1)
+    if is_done is False:
+        target = columns[0][0]
+        (result,) = evaluate_rows(name, columns, keywords, 1, target._format)
+        store(target, result)
+    return is_done is not None
+
+
+# -------------------------------------------------------------- without PyTorch's dispatcher
+
+
+def _at_once(name: str, later: Shortcut, *, in_place: bool) -> Shortcut:
+    """A method of tensors that is carried out without PyTorch's dispatcher, which takes longer;
+    within a step, later."""
+    _, count, _, keyword, _ = OPERATORS[name]
+
+    def carry_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if current_step() is not None:
+            return later(func, args, kwargs)
+        if not is_unwatched() or len(args) != count or _is_autocast():
+            return NotImplemented
+        keywords = tuple(kwargs)
+        if keywords and keywords != (keyword,):
+            return NotImplemented
+        operands = (*args, *kwargs.values())
+        for x in operands:
+            kind = type(x)
+            if kind is MCFTensor:
+                if x._format.arithmetic != "terms":
+                    return NotImplemented
+            elif kind not in _NUMBERS and not (kind in _PLAIN and x.layout is torch.strided):
+                return NotImplemented
+        columns = [[x] for x in operands]
+        if not in_place:
+            (result,) = evaluate_rows(name, columns, keywords, 1)
+            return NotImplemented if result is None else result
+        target = args[0]
+        if (
+            type(target) is not MCFTensor
+            or _without_function(Tensor.is_inference, (), (target,))
+            or not _evaluated_in_place(name, columns, keywords)
+        ):
+            return NotImplemented
+        torch._C._increment_version([target])
+        return target
+
+    return carry_out
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_NUMBERS = (float, int)
+_is_autocast = torch._C._is_any_autocast_enabled
+_without_function: Any = torch._C._disabled_torch_function_impl
+
 for _name in OPERATORS:
     _register(_name)
+    for _suffix in ("", "_"):
+        _func = getattr(Tensor, _name + _suffix, None)
+        if _func is not None:
+            SHORTCUTS[_func] = _at_once(_name, SHORTCUTS[_func], in_place=_suffix == "_")
 
 
 def register_in_place(operator: str, name: str) -> None:

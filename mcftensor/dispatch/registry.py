@@ -13,7 +13,8 @@ TABLE: dict[Any, Handler] = {}
 
 # Functions of PyTorch that eager code need not send through its dispatcher: each is called with
 # args and kwargs, and returns NotImplemented to have them sent there nevertheless.
-SHORTCUTS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
+Shortcut = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+SHORTCUTS: dict[Any, Shortcut] = {}
 
 
 def implements(*operators: Any) -> Callable[[Handler], Handler]:

@@ -104,21 +104,23 @@ def current_step() -> Step | None:
     return _thread.step
 
 
-def open_tape() -> Tape | None:
-    """The tape that operations of this thread may go on: within a step, where no gradients are
-    recorded and nothing but eager PyTorch looks on. Who may be compiled asks for that before."""
-    step = _thread.step
-    if (
-        step is None
-        or _records_gradients()
+def is_unwatched() -> bool:
+    """Whether no gradients are recorded, and nothing but eager PyTorch looks on. Who may be
+    compiled asks for that before."""
+    return not (
+        _records_gradients()
         or _is_inference()
         or _count_modes()
         or _interpreter() is not None
         or _is_profiled()
         or forward_ad._current_level >= 0
-    ):
-        return None
-    return step.tape
+    )
+
+
+def open_tape() -> Tape | None:
+    """The tape that operations of this thread may go on: within a step, where nobody looks on."""
+    step = _thread.step
+    return step.tape if step is not None and is_unwatched() else None
 
 
 # These are no contexts: the end of one that is written in Python may be cut by a KeyboardInterrupt,
