@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mcftensor.kernels import first_use, kernel_cache, triton
 from mcftensor.kernels.columns import Scalar, number_of, repeated
-from mcftensor.kernels.first_use import Launch, Arrangement
+from mcftensor.kernels.first_use import Arrangement, Launch
 from mcftensor.kernels.program import Program
 
 _NUMBERS = itertools.count()
