@@ -51,9 +51,9 @@ def positions_of(x: Tensor) -> Iterator[tuple[int, Tensor]]:
     """
     while largest := _largest(x):
         position = (math.frexp(largest)[1] - 1) // WIDTH
-        digits = times_power(x, -WIDTH * position).trunc()
+        digits = by_power(x, -WIDTH * position).trunc()
         yield position, digits.to(torch.int64)
-        x = x - times_power(digits, WIDTH * position)
+        x = x - by_power(digits, WIDTH * position)
 
 
 def products_of(x: Tensor, y: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -76,7 +76,7 @@ def _classes(x: Tensor) -> Iterator[tuple[int, Tensor]]:
     it; zeros elsewhere."""
     while largest := _largest(x):
         position = (math.frexp(largest)[1] - 1) // WIDTH
-        scaled = times_power(x, -WIDTH * position)
+        scaled = by_power(x, -WIDTH * position)
         is_here = scaled.abs() >= 2.0**-434
         yield position, torch.where(is_here, scaled, 0)
         x = torch.where(is_here, 0, x)
@@ -86,7 +86,7 @@ def _largest(x: Tensor) -> float:
     return x.abs().amax().item() if x.numel() else 0.0
 
 
-def times_power(x: Tensor, exponent: int) -> Tensor:
+def by_power(x: Tensor, exponent: int) -> Tensor:
     """x * 2^exponent, by two powers of two of which neither overflows nor underflows."""
     half = exponent // 2
     return x * 2.0**half * 2.0 ** (exponent - half)

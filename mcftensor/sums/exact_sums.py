@@ -224,7 +224,7 @@ def _reduced(
         count *= x.shape[i]
     if finish == "mean" and count > MOST_IN_A_MEAN:
         raise ValueError(
-            f"exact.mean: a mean of {count} elements of a tensor of shape {tuple(x.shape)}; it takes "
+            f"exact.mean: means of {count} elements of a tensor of shape {tuple(x.shape)}; it takes "
             f"at most {MOST_IN_A_MEAN}: divide the result of mcf.exact.sum"
         )
     result = Reduction.apply(x, y, dims, finish, dtype)
