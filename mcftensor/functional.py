@@ -38,13 +38,12 @@ def fma(x: Tensor | float, y: Tensor | float, z: Tensor | float) -> Tensor:
             "on plain tensors"
         )
     format, role = common_format("fma", operands), common_role(operands)
-    dimensions = max(e.dim() for e in found)
+    device, has_dimensions = found[0].device, any(e.dim() for e in found)
 
     def entered(operand: Tensor | float) -> Tensor:
         if isinstance(operand, Tensor):
             return operand
-        device = found[0].device
-        if dimensions > 0:
+        if has_dimensions:
             return torch.scalar_tensor(operand, dtype=torch.float64, device=device)
         return number_in(operand, format, role, device)
 

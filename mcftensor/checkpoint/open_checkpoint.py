@@ -37,7 +37,9 @@ def tensors(checkpoint: Checkpoint, side: str) -> Mapping[str, Tensor]:
     if isinstance(checkpoint, Mapping):
         return state_dict_in(checkpoint, side)
     if isinstance(checkpoint, (str, os.PathLike)):
-        return _whole(_read(Path(checkpoint)))
+        terms = _read(Path(checkpoint))
+        names = names_of_terms(terms)
+        return Lazy(names, lambda name: from_terms({n: terms[n] for n in names[name]})[name])
     raise TypeError(
         f"audit: {side} is a {type(checkpoint).__name__}; give a state dict, as of "
         "module.state_dict(), or a path"
@@ -122,9 +124,3 @@ def in_shards(index: Path) -> Lazy:
 def like_in(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     """A tensor without data, of the dtype and the shape of one of these."""
     return tensors.like(name) if isinstance(tensors, Lazy) else tensors[name].to("meta")
-
-
-def _whole(terms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Expansions of which the terms are stored."""
-    names = names_of_terms(terms)
-    return Lazy(names, lambda name: from_terms({n: terms[n] for n in names[name]})[name])

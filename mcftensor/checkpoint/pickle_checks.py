@@ -211,7 +211,9 @@ class _Claims:
             storage, offset, size, stride = arguments[:4]
             return self._tensor(storage, offset, size, stride, dtype)
         if function == _COPY:
-            return self._copied(*arguments[:2])
+            x, kind = arguments[:2]
+            self._claim(object(), x.elements * _itemsize(kind), (x.elements,))
+            return x
         if function in ("torch.Size", "torch.nn.parameter.Parameter") or re.fullmatch(
             r"torch\._utils\._rebuild_parameter\w*", function
         ):
@@ -255,10 +257,6 @@ class _Claims:
         # The same part twice is one tensor: weights that are tied.
         self._claim((storage.key, offset, size, stride), elements * itemsize, size)
         return _Tensor(elements)
-
-    def _copied(self, x: _Tensor, dtype: Any) -> _Tensor:
-        self._claim(object(), x.elements * _itemsize(dtype), (x.elements,))
-        return x
 
     def _claim(self, which: object, size: int, shape: tuple[int, ...]) -> None:
         if which in self.tensors:

@@ -15,7 +15,7 @@ from torch.optim import AdamW, Optimizer
 from mcftensor.convert import Overrides, as_expansion
 from mcftensor.formats import PLAIN, Format, default_format
 from mcftensor.formats.defaults import format_of_weights
-from mcftensor.patches.optimizers import parameters_of
+from mcftensor.patches.optimizers import named_parameters_of, parameters_of
 from mcftensor.tensor import text_tables
 from mcftensor.tensor.dtensor import format_of, local
 from mcftensor.training.collage import Mode, collage, mode_of
@@ -252,13 +252,12 @@ def summary(
         raise TypeError(f"summary: got {type(model).__name__}; give a module")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"summary: got {type(optimizer).__name__}; give a torch.optim.Optimizer")
-    names = {p: name for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     reason: str | None = None
     coming: dict[Tensor, States] = {}
     if optimizer is not None:
-        for g, group in enumerate(optimizer.param_groups):
-            for i, p in enumerate(group["params"]):
-                names.setdefault(p, f"optimizer {g}.{i}")
+        for _, (g, i), p in named_parameters_of(optimizer):
+            names.setdefault(p, f"optimizer {g}.{i}")
         if any(p.requires_grad and not optimizer.state.get(p) for p in parameters_of(optimizer)):
             try:
                 coming = predicted(optimizer)

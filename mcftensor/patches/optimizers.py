@@ -92,6 +92,14 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
+def named_parameters_of(optimizer: Optimizer) -> Iterator[tuple[str, tuple[int, int], Tensor]]:
+    """Each with a name, that of its group or `"group.index"`, and the numbers of these two."""
+    for g, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names", ())
+        for i, p in enumerate(group["params"]):
+            yield names[i] if i < len(names) else f"{g}.{i}", (g, i), p
+
+
 def has_expansions(optimizer: Optimizer) -> bool:
     """Whether parameters of it are expansions, also sharded ones."""
     return any(format_of(p) is not None for p in parameters_of(optimizer))
@@ -138,13 +146,6 @@ def _taken(
     return in_step(over_gradients)
 
 
-def _sums_gradients(optimizer: Optimizer) -> bool:
-    """Whether gradients of plain parameters are expansions, which somebody wants to be rounded."""
-    return not torch.compiler.is_compiling() and any(
-        format_of(p.grad) is not None for p in parameters_of(optimizer)
-    )
-
-
 def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:
     """A step within which parameters that are expansions are numbers."""
 
@@ -156,7 +157,11 @@ def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:
         return _taken(self, functools.partial(step, self), args, kwargs)
 
     def choose(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if has_expansions(self) or _sums_gradients(self):
+        # Gradients of plain parameters that are expansions are to be rounded, as somebody wants.
+        if has_expansions(self) or (
+            not torch.compiler.is_compiling()
+            and any(format_of(p.grad) is not None for p in parameters_of(self))
+        ):
             return untraced(take, self, *args, **kwargs)
         return step(self, *args, **kwargs)
 

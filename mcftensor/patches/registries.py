@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mcftensor.patches.table import patch, row
 from mcftensor.tensor import MCFTensor
@@ -29,10 +28,6 @@ for _module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
     )
 
 
-def _stack(batch: Sequence[Tensor], **unused: Any) -> Tensor:
-    return torch.stack(list(batch))
-
-
 @patch(
     "torch.utils.data._utils.collate.default_collate_fn_map",
     why="The workers of data loaders would stack expansions into plain tensors in shared memory.",
@@ -40,7 +35,7 @@ def _stack(batch: Sequence[Tensor], **unused: Any) -> Tensor:
     kind=dict,
 )
 def _stacking_expansions(functions: dict[Any, Callable[..., Any]]) -> dict[Any, Any]:
-    functions[MCFTensor] = _stack
+    functions[MCFTensor] = lambda batch, **unused: torch.stack(list(batch))
     return functions
 
 

@@ -61,7 +61,9 @@ class Patch:
         assert self.change is not None
         try:
             owner = owner or pkgutil.resolve_name(self.name.rpartition(".")[0])
-            declared = _declared(owner)[self.attribute]
+            # What it has, with what it inherits from classes of C, which cannot change.
+            bases = [x for x in getattr(owner, "__mro__", ()) if not x.__flags__ & _CAN_CHANGE]
+            declared = ChainMap(*[dict(vars(x)) for x in (owner, *bases, object)])[self.attribute]
             is_static = isinstance(declared, staticmethod)
             found = declared.__func__ if is_static else declared
             self._check(found)
@@ -92,12 +94,6 @@ class Patch:
             raise TypeError(f"{self.name} is {type(found).__name__}")
         if self.takes and not set(self.takes) <= inspect.signature(found).parameters.keys():
             raise TypeError(f"{self.name} does not take {', '.join(self.takes)}")
-
-
-def _declared(owner: object) -> Mapping[str, Any]:
-    """What a module or class has, with what it inherits from classes of C, which cannot change."""
-    bases = [x for x in getattr(owner, "__mro__", ()) if not x.__flags__ & _CAN_CHANGE]
-    return ChainMap(*[dict(vars(x)) for x in (owner, *bases, object)])
 
 
 _CAN_CHANGE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
@@ -133,7 +129,9 @@ class _Finder(MetaPathFinder):
                 execute(module)
                 functions = _waiting.pop(fullname, ())
                 if not _waiting:
-                    _leave()
+                    # A new list: other threads may be going through the old one, and would miss a
+                    # finder.
+                    sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
                 for function in functions:
                     function()
 
@@ -142,11 +140,6 @@ class _Finder(MetaPathFinder):
 
 
 _FINDER = _Finder()
-
-
-def _leave() -> None:
-    # A new list: other threads may be going through the old one, and would miss a finder.
-    sys.meta_path = [finder for finder in sys.meta_path if finder is not _FINDER]
 
 
 TABLE: list[Patch] = []

@@ -322,7 +322,12 @@ class _Plan:
                 format = format_of(x)
                 is_settled = wanted is not None and (format is wanted or format == wanted)
             if not is_settled:  # after the first step all are
-                state[name] = _converted(x, p, own, wanted, name)
+                if not isinstance(x, Tensor) or x.shape != p.shape or not x.is_floating_point():
+                    continue
+                if wanted is not None:
+                    state[name] = as_state(x, wanted, p, name)
+                elif format_of(x) or x.dtype != own.dtype:
+                    state[name] = as_plain(x, own.dtype)
             elif getattr(getattr(x, "_local_tensor", x), "is_part", False):  # a padded shard
                 state[name] = x.clone()
 
@@ -336,15 +341,6 @@ def _in_format_of_parameter(p: Tensor, x: Tensor, name: Any) -> Tensor:
 
 
 calls.as_loaded = _in_format_of_parameter
-
-
-def _converted(x: Any, p: Tensor, own: Format, wanted: Format | None, name: str) -> Any:
-    """A state as an expansion, or plain; what is no tensor of the parameter's shape stays."""
-    if not (isinstance(x, Tensor) and x.shape == p.shape and x.is_floating_point()):
-        return x
-    if wanted is None:
-        return as_plain(x, own.dtype) if format_of(x) or x.dtype != own.dtype else x
-    return as_state(x, wanted, p, name)
 
 
 def _format_given(name: str, given: object, formats: list[Format]) -> Format | None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from mcftensor.arithmetic.number_protocol import Sum
 from mcftensor.formats import Format
 from mcftensor.kernels.block_scales import BLOCK_SIZE, block_max
+from mcftensor.patches.optimizers import named_parameters_of
 from mcftensor.patches.table import calls
 from mcftensor.tensor.dtensor import local
 from mcftensor.tensor.tensor import MCFTensor
@@ -98,20 +99,14 @@ def _check_when_saved(optimizer: Optimizer) -> None:
     if torch.compiler.is_compiling():
         return
     tensors: dict[str, Tensor] = {}
-    for g, group in enumerate(optimizer.param_groups):
-        for i, p in enumerate(group["params"]):
-            own = optimizer.state.get(p)
-            names = group.get("param_names", ())
-            name = names[i] if i < len(names) else f"{g}.{i}"
-            states: Mapping[Any, Any] = own if isinstance(own, dict) else {}
-            tensors[name] = p
-            tensors |= {f"{key} of {name}": x for key, x in states.items()}
-    counts = {
-        name: (count, x)
-        for name, x in tensors.items()
-        if isinstance(x, Tensor) and (count := saturated_blocks(x)) is not None
-    }
-    warn_of(optimizer, {name: (int(count), x) for name, (count, x) in counts.items()})
+    for name, _, p in named_parameters_of(optimizer):
+        own = optimizer.state.get(p)
+        states: Mapping[Any, Any] = own if isinstance(own, dict) else {}
+        tensors |= {name: p, **{f"{key} of {name}": x for key, x in states.items()}}
+    tensors = {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
+    counts = {name: saturated_blocks(x) for name, x in tensors.items()}
+    found = {name: (int(n), tensors[name]) for name, n in counts.items() if n is not None}
+    warn_of(optimizer, found)
 
 
 calls.when_saved = _check_when_saved

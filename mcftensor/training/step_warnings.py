@@ -109,7 +109,8 @@ def warn_of_plain_parameters(optimizer: Optimizer) -> None:
             PlainParameterWarning,
             stacklevel=callers_level(),
         )
-    plain = [p for p in parameters_of(optimizer) if not isinstance(p, MCFTensor) and _is_narrow(p)]
+    narrow = [p for p in parameters_of(optimizer) if p.dtype in NARROW and p.requires_grad]
+    plain = [p for p in narrow if not isinstance(p, MCFTensor) and format_of(p) is None]
     told = _told.setdefault(optimizer, set()) if plain else set()
     new = [p for p in plain if id(p) not in told]
     if not new:
@@ -141,10 +142,6 @@ def _left_plain(optimizer: Optimizer) -> dict[str, Tensor]:
     return {name: p for name, p in own if name is not None and format_of(p) is None}
 
 
-def _is_narrow(p: Tensor) -> bool:
-    return p.dtype in NARROW and p.requires_grad and format_of(p) is None
-
-
 # -------------------------------------------------------------------------- detached parameters
 
 _WINDOW = 8
@@ -161,7 +158,8 @@ def _warn_of_detached(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     looked_at = list(_looked_at(optimizer, number))
     gone = [p for p in looked_at if _is_gone(p)]
     if any(p.grad is not None for p in looked_at):  # others have theirs by now
-        gone += [p for p in looked_at if _is_left(p)]
+        held = ((p, _held(p)) for p in looked_at if p.grad is None)
+        gone += [p for p, own in held if own is not None and own[0]() is None]
     if gone:
         found = f"{_names(gone)} {'is' if len(gone) == 1 else 'are'} no longer in the module"
     else:
@@ -204,12 +202,6 @@ def _holder(p: Any) -> Any:
     held = _held(p)
     owner = None if held is None else held[0]()
     return None if held is None or owner is None else (owner, held[1])
-
-
-def _is_left(p: Tensor) -> bool:
-    """Whether the module that had it lives no longer, and no gradient comes from elsewhere."""
-    held = _held(p)
-    return p.grad is None and held is not None and held[0]() is None
 
 
 def _is_gone(p: Any) -> bool:

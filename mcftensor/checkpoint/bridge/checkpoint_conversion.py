@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -127,76 +127,60 @@ def convert_checkpoint(
     destination = Path(destination)
     with making(destination) as folder:
         contents = read_checkpoint(Path(source), Request(optimizer, names, step, verify))
-        state_entries = {
-            state_name(i, key): x
+        weights = {
+            name: (x, for_shape(target, x.shape) if _is_wide(x) else _own(x))
+            for name, x in contents.weights.items()
+        }
+        compact = states == "compact"
+        own_states = {
+            state_name(i, key): (x, _format_of_state(key, x, state, target_of_states, compact))
             for i, state in contents.states.items()
             for key, x in state.items()
             if isinstance(x, Entry)
         }
-        entries = [*contents.weights.values(), *state_entries.values()]
-        writer = _Writer(Path(source), lossy, progress, entries)
-        formats = {
-            name: for_shape(target, x.shape) if _is_wide(x) else _own(x)
-            for name, x in contents.weights.items()
-        }
-        path = folder / "model.safetensors"
-        writer.save(contents.weights, formats, contents.tied, {}, path, most)
+        total = sum(_size(x) for x, _ in (*weights.values(), *own_states.values()))
+        writer = _Writer(Path(source), lossy, progress, total)
+        writer.save(weights, contents.tied, {}, folder / "model.safetensors", most)
         if contents.states or contents.groups is not None:
-            compact = states == "compact"
-            formats = {
-                state_name(i, key): _format_of_state(
-                    key, x, state, target_of_states, compact=compact
-                )
-                for i, state in contents.states.items()
-                for key, x in state.items()
-                if isinstance(x, Entry)
-            }
             writer.lossy |= compact  # a mode of one byte an element is a wish to round
-            writer.save(state_entries, formats, {}, metadata_of(contents), folder / BESIDE[0], None)
-    return Conversion(
-        contents.layout, target.name, len(contents.weights), len(state_entries), writer.lost
-    )
+            writer.save(own_states, {}, metadata_of(contents), folder / BESIDE[0], None)
+    return Conversion(contents.layout, target.name, len(weights), len(own_states), writer.lost)
 
 
+@dataclass
 class _Writer:
     """Converts and writes tensors as they are asked for."""
 
-    def __init__(
-        self, source: Path, lossy: bool, progress: Progress | None, entries: Iterable[Entry]
-    ) -> None:
-        self.source, self.lossy, self.progress = source, lossy, progress
-        self.done, self.total = 0, sum(map(_size, entries))
-        self.lost: dict[str, int] = {}
+    source: Path
+    lossy: bool
+    progress: Progress | None
+    total: int
+    done: int = 0
+    lost: dict[str, int] = field(default_factory=dict)
 
     def save(
         self,
-        entries: Mapping[str, Entry],
-        formats: Mapping[str, Format],
+        entries: Mapping[str, tuple[Entry, Format]],
         tied: dict[str, str],
         metadata: dict[str, str],
         path: Path,
         most: int | None,
     ) -> None:
-        likes: dict[str, Tensor] = {}
-        owners: dict[str, str] = {}
-        for name, x in entries.items():
-            parts = _likes(name, x.shape, formats[name])
-            likes |= parts
-            owners |= dict.fromkeys(parts, name)
+        likes = {name: _likes(name, x.shape, format) for name, (x, format) in entries.items()}
+        owners = {part: name for name, parts in likes.items() for part in parts}
 
         def produce(parts: list[str]) -> Iterator[tuple[str, Tensor]]:
             for name in dict.fromkeys(owners[part] for part in parts):
-                converted = self._converted(name, entries[name], formats[name])
-                terms = as_terms({name: converted}, sums=True)
-                del converted
+                terms = as_terms({name: self._converted(name, *entries[name])}, sums=True)
                 while terms:  # nothing of one tensor is held when the next one comes
                     part = next(iter(terms))
                     yield part, terms.pop(part)
-                self.done += _size(entries[name])
+                self.done += _size(entries[name][0])
                 if self.progress is not None:
                     self.progress(name, self.done, self.total)
 
-        save_terms(likes, produce, tied, {"format": "pt", **metadata}, path, most)
+        every = {part: x for parts in likes.values() for part, x in parts.items()}
+        save_terms(every, produce, tied, {"format": "pt", **metadata}, path, most)
 
     def _converted(self, name: str, entry: Entry, target: Format) -> Tensor:
         with reading(self.source):
@@ -229,7 +213,7 @@ def _own(entry: Entry) -> Format:
 
 
 def _format_of_state(
-    key: str, entry: Entry, names: Collection[str], target: Format, *, compact: bool
+    key: str, entry: Entry, names: Collection[str], target: Format, compact: bool
 ) -> Format:
     """Return the format that a state becomes, given the names of all states of its parameter."""
     own = _own(entry)

@@ -11,6 +11,7 @@ import pickle
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,8 @@ def folder_at(path: Path, verify: bool) -> Folder:
                 f"{path / METADATA} says that there are {claimed:,} bytes of tensors, and all "
                 f"files in the folder have {available:,}"
             )
-        objects = {
-            name: _object(name, path, places.get((name, None)), verify)
+        objects: dict[str, Callable[[], Any]] = {
+            name: partial(_content, name, path, places.get((name, None)), verify)
             for name, _ in kinds
             if name not in tensors
         }
@@ -105,10 +106,6 @@ def _cover(chunks: list[Any], size: torch.Size) -> bool:
             if all(a < b + m and b < a + n for a, n, b, m in sides):
                 return False
     return sum(torch.Size(length).numel() for _, length in boxes) == size.numel()
-
-
-def _object(name: str, path: Path, place: Any, verify: bool) -> Callable[[], Any]:
-    return lambda: _content(name, path, place, verify)
 
 
 def _content(name: str, path: Path, place: Any, verify: bool) -> Any:

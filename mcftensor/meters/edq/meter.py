@@ -28,7 +28,7 @@ from mcftensor.meters.edq.readings import (
     take_samples,
     totals,
 )
-from mcftensor.patches.optimizers import parameters_of, untraced
+from mcftensor.patches.optimizers import named_parameters_of, parameters_of, untraced
 from mcftensor.tensor.dtensor import format_of
 from mcftensor.training.saturation import warn_of
 from mcftensor.training.shadow import Original, reaches_parameters, require_single
@@ -330,12 +330,10 @@ class EDQ:
 
     def _places(self, optimizer: Optimizer) -> list[Place]:
         places: dict[str, Place] = {}
-        for g, group in enumerate(optimizer.param_groups):
-            given = group.get("param_names", ())
-            for i, p in enumerate(group["params"]):
-                name = self._names.get(p) or (given[i] if i < len(given) else f"{g}.{i}")
-                name = f"{name} ({g}.{i})" if name in places else name
-                places[name] = Place(name, g, p)
+        for given, (g, i), p in named_parameters_of(optimizer):
+            name = self._names.get(p, given)
+            name = f"{name} ({g}.{i})" if name in places else name
+            places[name] = Place(name, g, p)
         return list(places.values())
 
     def _conclude(self, optimizer: Optimizer, samples: list[Sample]) -> None:
