@@ -26,11 +26,9 @@ from mcftensor.dispatch.inplace_and_out import (
     functional,
     onto_plain,
 )
-from mcftensor.dispatch.registry import SHORTCUTS, TABLE, Handler
+from mcftensor.dispatch.registry import SHORTCUTS, TABLE, Handler, handler_of
 from mcftensor.dispatch.torch_functions import WHOLE, evaluate_whole
 from mcftensor.tensor import MCFTensor
-
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -45,20 +43,13 @@ def _handler(func: Any) -> Handler:
 
 
 def _own_handler(func: Any) -> Handler:
-    handler = TABLE.get(func) or TABLE.get(func.name())
-    if handler is not None:
-        return handler
-    if func.namespace == "prims" and (found := _of_prims(func)) is not None:
-        return found
-    if func.namespace in collectives.NAMESPACES:
-        return collectives.refuse
-    if func.overloadpacket.__name__.startswith("_foreach_"):
-        return foreach
-    if func.has_kernel_for_dispatch_key(_COMPOSITE):  # arrives whole in inference mode
-        return lambda func, *args, **kwargs: func.decompose(*args, **kwargs)
-    if any(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns):
-        return structure.view
-    return by_functional_form if functional(func) else compute
+    own = TABLE.get(func) or TABLE.get(func.name())
+    if own is None and func.namespace == "prims":
+        own = _of_prims(func)
+    if own is None and func.namespace in collectives.NAMESPACES:
+        own = collectives.refuse
+    found = handler_of(func, own, foreach, structure.view)
+    return found or (by_functional_form if functional(func) else compute)
 
 
 def _of_prims(func: Any) -> Handler | None:

@@ -48,3 +48,20 @@ def register_forms(name: str, new: Handler, in_place: Handler, with_out: Handler
                 handler = with_out if overload.endswith("out") else new
                 func = getattr(packet, overload)
                 TABLE[func] = in_place if packet_name != name else handler
+
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+def handler_of(func: Any, own: Handler | None, foreach: Handler, view: Handler) -> Handler | None:
+    """What carries an operator out: its own handler, or that of lists, of its parts or of views;
+    None of any other."""
+    if own is not None:
+        return own
+    if func.overloadpacket.__name__.startswith("_foreach_"):
+        return foreach
+    if func.has_kernel_for_dispatch_key(_COMPOSITE):  # arrives whole in inference mode
+        return lambda func, *args, **kwargs: func.decompose(*args, **kwargs)
+    if any(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns):
+        return view
+    return None

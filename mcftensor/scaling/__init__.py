@@ -7,7 +7,6 @@ from mcftensor.scaling import index_rules as index_rules
 from mcftensor.scaling import matmul_rules as matmul_rules
 from mcftensor.scaling import norm_rules as norm_rules
 from mcftensor.scaling import optimizer_rules as optimizer_rules
-from mcftensor.scaling import order_rules as order_rules
 from mcftensor.scaling import pointwise_loss_rules as pointwise_loss_rules
 from mcftensor.scaling import reduction_rules as reduction_rules
 from mcftensor.scaling import softmax_rules as softmax_rules

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from mcftensor.scaling.exponents import times_power
+from mcftensor.scaling.rule_shapes import on_data
 from mcftensor.scaling.rule_table import aten, rule
 from mcftensor.scaling.scaled_numbers import Placing, Unrounded, number, product_of, sum_of
+
+on_data(aten.neg, aten.abs, keeps_tails=True)
 
 
 @rule(aten.add, keeps_tails=True)
@@ -43,16 +46,6 @@ def _div(x: Any, y: Any) -> Unrounded:
     a, b = number(x), number(y)
     placing: Placing = "by size" if isinstance(y, Tensor) and y.dim() else "by rule"
     return Unrounded(a.mantissa / b.mantissa, a.exponent - b.exponent, placing)
-
-
-@rule(aten.neg, keeps_tails=True)
-def _neg(x: Any) -> Unrounded:
-    return Unrounded(-number(x).mantissa, x.exponent)
-
-
-@rule(aten.abs, keeps_tails=True)
-def _abs(x: Any) -> Unrounded:
-    return Unrounded(number(x).mantissa.abs(), x.exponent)
 
 
 @rule(aten.sign, aten.sgn)
@@ -111,19 +104,17 @@ def _addcdiv(x: Any, a: Any, b: Any, value: float = 1) -> Unrounded:
     return sum_of(number(x), _multiple(quotient, value))
 
 
-@rule(aten.maximum, aten.clamp_min.Tensor, keeps_tails=True)
-def _maximum(x: Any, y: Any) -> Unrounded:
-    """Both at the larger exponent, as Adam with amsgrad needs it."""
-    a, b = number(x), number(y)
-    s = sum_of(a, b).exponent
-    return Unrounded(torch.maximum(a.at(s), b.at(s)), s)
+def _larger_or_smaller(choose: Any, *operators: Any) -> None:
+    @rule(*operators, keeps_tails=True)
+    def choice(x: Any, y: Any) -> Unrounded:
+        """Both at the larger exponent, as Adam with amsgrad needs it."""
+        a, b = number(x), number(y)
+        s = sum_of(a, b).exponent
+        return Unrounded(choose(a.at(s), b.at(s)), s)
 
 
-@rule(aten.minimum, aten.clamp_max.Tensor, keeps_tails=True)
-def _minimum(x: Any, y: Any) -> Unrounded:
-    a, b = number(x), number(y)
-    s = sum_of(a, b).exponent
-    return Unrounded(torch.minimum(a.at(s), b.at(s)), s)
+_larger_or_smaller(torch.maximum, aten.maximum, aten.clamp_min.Tensor)
+_larger_or_smaller(torch.minimum, aten.minimum, aten.clamp_max.Tensor)
 
 
 @rule(aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.scaling.exponents import half_log2, times_power
+from mcftensor.scaling.rule_shapes import by_gradient, on_data
 from mcftensor.scaling.rule_table import aten, rule
 from mcftensor.scaling.scaled_numbers import Unrounded, lead, number, sum_of
 
@@ -37,29 +38,15 @@ def _contracted(weight: Tensor, transposed: bool, groups: int) -> int:
 
 @rule(aten.convolution_backward)
 def _convolution_backward(
-    gradient: Any,
-    x: Any,
-    weight: Any,
-    bias_sizes: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: bool,
-    output_padding: Any,
-    groups: int,
-    mask: list[bool],
+    gradient: Any, x: Any, weight: Any, bias_sizes: Any, *how: Any
 ) -> tuple[Unrounded | None, ...]:
     """Products again: for the input of output channels and kernel, for weight and bias of all
     places."""
     g, a, b = number(gradient), lead(x), lead(weight)
-    how = (stride, padding, dilation, transposed, output_padding, groups)
-    made = aten.convolution_backward(g.mantissa, a.mantissa, b.mantissa, bias_sizes, *how, mask)
-    places = gradient.shape[0] * math.prod(gradient.shape[2:])
-    halves = (
-        half_log2(_contracted(weight, not transposed, groups)),
-        half_log2(places),
-        half_log2(places),
-    )
+    made = aten.convolution_backward(g.mantissa, a.mantissa, b.mantissa, bias_sizes, *how)
+    *_, transposed, _, groups, mask = how
+    of_places = half_log2(gradient.shape[0] * math.prod(gradient.shape[2:]))
+    halves = half_log2(_contracted(weight, not transposed, groups)), of_places, of_places
     exponents = (g.exponent + b.exponent, g.exponent + a.exponent, g.exponent)
     return tuple(
         Unrounded(times_power(part, -half), exponent + half) if wanted else None
@@ -67,51 +54,25 @@ def _convolution_backward(
     )
 
 
-def _largest_by(func: Any) -> Any:
-    def pool(x: Any, *how: Any) -> tuple[Unrounded, Tensor]:
-        pooled, indices = func(number(x).mantissa, *how)
-        return Unrounded(pooled, x.exponent), indices
-
-    return pool
+on_data(aten.max_pool2d_with_indices, aten.adaptive_max_pool2d)
+by_gradient(aten.max_pool2d_with_indices_backward, aten.adaptive_max_pool2d_backward)
 
 
-def _largest_backward_by(func: Any) -> Any:
-    def backward(gradient: Any, x: Any, *how: Any) -> Unrounded:
-        g = number(gradient)
-        return Unrounded(func(g.mantissa, torch.empty(x.shape, device=x.device), *how), g.exponent)
-
-    return backward
-
-
-rule(aten.max_pool2d_with_indices)(_largest_by(aten.max_pool2d_with_indices))
-rule(aten.adaptive_max_pool2d)(_largest_by(aten.adaptive_max_pool2d))
-rule(aten.max_pool2d_with_indices_backward)(
-    _largest_backward_by(aten.max_pool2d_with_indices_backward)
-)
-rule(aten.adaptive_max_pool2d_backward)(_largest_backward_by(aten.adaptive_max_pool2d_backward))
-
-
-def _averaged_by(func: Any) -> Any:
+def _averaged_by(operator: Any, backward: Any) -> None:
+    @rule(operator)
     def average(x: Any, *how: Any, **also: Any) -> Unrounded:
-        pooled = func(number(x).mantissa, *how, **also)
+        pooled = operator(number(x).mantissa, *how, **also)
         half = half_log2(max(1, x.numel() // max(1, pooled.numel())))
         return Unrounded(times_power(pooled, half), x.exponent - half)
 
-    return average
-
-
-def _spread_by(func: Any) -> Any:
+    @rule(backward)
     def spread(gradient: Any, x: Any, *how: Any, **also: Any) -> Unrounded:
         """Each gradient goes to n places, divided by n."""
         g = number(gradient)
-        made = func(g.mantissa, torch.empty(x.shape, device=x.device), *how, **also)
+        made = backward(g.mantissa, torch.empty(x.shape, device=x.device), *how, **also)
         whole = max(1, x.numel() // max(1, gradient.numel())).bit_length() - 1
         return Unrounded(times_power(made, whole), g.exponent - whole)
 
-    return spread
 
-
-rule(aten._adaptive_avg_pool2d)(_averaged_by(aten._adaptive_avg_pool2d))
-rule(aten.avg_pool2d)(_averaged_by(aten.avg_pool2d))
-rule(aten._adaptive_avg_pool2d_backward)(_spread_by(aten._adaptive_avg_pool2d_backward))
-rule(aten.avg_pool2d_backward)(_spread_by(aten.avg_pool2d_backward))
+_averaged_by(aten._adaptive_avg_pool2d, aten._adaptive_avg_pool2d_backward)
+_averaged_by(aten.avg_pool2d, aten.avg_pool2d_backward)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mcftensor.scaling.rule_shapes import on_data
 from mcftensor.scaling.rule_table import aten, rule
 from mcftensor.scaling.scaled_numbers import Unrounded, aligned, lead, number, write_to
 
@@ -26,49 +26,38 @@ def _index_put_impl_(
     return write_to(x, _index_put(x, indices, values, accumulate))
 
 
-def _placed_by(func: Any) -> Callable[..., Unrounded]:
+def _placed_by(operator: Any) -> None:
     """Numbers written or added to places of others, all at the larger exponent."""
 
+    @rule(operator, keeps_tails=True)
     def place(x: Any, dim: int, index: Tensor, source: Any, **also: Any) -> Unrounded:
+        if not isinstance(source, Tensor):
+            source = torch.full(index.shape, float(source))
         s, (a, b) = aligned([x, source])
-        return Unrounded(func(a.at(s), dim, index, b.at(s), **also), s)
-
-    return place
+        by_tensor = aten.scatter.src if operator is aten.scatter.value else operator
+        return Unrounded(by_tensor(a.at(s), dim, index, b.at(s), **also), s)
 
 
 for _operator in (
     aten.scatter.src,
+    aten.scatter.value,
     aten.scatter_add.default,
     aten.index_add.default,
     aten.index_copy.default,
 ):
-    rule(_operator, keeps_tails=True)(_placed_by(_operator))
+    _placed_by(_operator)
 
-
-@rule(aten.scatter.value, keeps_tails=True)
-def _scatter_value(x: Any, dim: int, index: Tensor, value: float) -> Unrounded:
-    return _placed_by(aten.scatter.src)(x, dim, index, torch.full(index.shape, float(value)))
-
-
-def _spread_by(func: Any) -> Callable[..., Unrounded]:
-    """Means of neighbours, and sums of a few: they keep the scale."""
-
-    def spread(x: Any, *how: Any) -> Unrounded:
-        return Unrounded(func(number(x).mantissa, *how), x.exponent)
-
-    return spread
-
-
+# Means of neighbours, and sums of a few: they keep the scale.
 _UPSAMPLES = (
-    "nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d",
-)  # fmt: skip
-for _operator in (
+    *("nearest1d", "nearest2d", "nearest3d", "linear1d"),
+    *("bilinear2d", "bicubic2d", "trilinear3d"),
+)
+on_data(
     aten.unfold_backward.default,
     aten.col2im.default,
     *(getattr(aten, f"upsample_{name}").default for name in _UPSAMPLES),
     *(getattr(aten, f"upsample_{name}_backward").default for name in _UPSAMPLES),
-):
-    rule(_operator)(_spread_by(_operator))
+)
 
 
 @rule(aten.embedding)

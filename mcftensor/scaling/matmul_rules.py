@@ -8,51 +8,33 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from mcftensor.scaling.exponents import half_log2, times_power
 from mcftensor.scaling.rule_table import aten, rule
 from mcftensor.scaling.scaled_numbers import Unrounded, lead, number, product_of, sum_of
 
 
-def _product(operator: Any, x: Any, y: Any, contracted: int) -> Unrounded:
-    a, b = lead(x), lead(y)
-    half = half_log2(contracted)
-    data = operator(a.mantissa, b.mantissa)
-    return Unrounded(times_power(data, -half), a.exponent + b.exponent + half)
+def _product_by(operator: Any, contracted: int, with_bias: Any = None) -> None:
+    """The rule of a product, of which a dimension of the first operand is contracted, and of its
+    form with a bias."""
+
+    @rule(operator)
+    def product(x: Any, y: Any) -> Unrounded:
+        a, b = lead(x), lead(y)
+        half = half_log2(x.shape[contracted])
+        data = operator(a.mantissa, b.mantissa)
+        return Unrounded(times_power(data, -half), a.exponent + b.exponent + half)
+
+    if with_bias is not None:
+
+        @rule(with_bias)
+        def added(bias: Any, x: Any, y: Any, *, beta: float = 1, alpha: float = 1) -> Unrounded:
+            return _with_bias(bias, product(x, y), beta, alpha)
 
 
-@rule(aten.mm)
-def _mm(x: Any, y: Any) -> Unrounded:
-    """Linear layers, forward and backward."""
-    return _product(torch.mm, x, y, x.shape[1])
-
-
-@rule(aten.bmm)
-def _bmm(x: Any, y: Any) -> Unrounded:
-    """Attention that is written out."""
-    return _product(torch.bmm, x, y, x.shape[2])
-
-
-@rule(aten.mv)
-def _mv(x: Any, y: Any) -> Unrounded:
-    return _product(torch.mv, x, y, x.shape[1])
-
-
-@rule(aten.dot)
-def _dot(x: Any, y: Any) -> Unrounded:
-    return _product(torch.dot, x, y, x.shape[0])
-
-
-@rule(aten.addmm)
-def _addmm(bias: Any, x: Any, y: Any, *, beta: float = 1, alpha: float = 1) -> Unrounded:
-    """Linear layers with a bias."""
-    return _with_bias(bias, _mm(x, y), beta, alpha)
-
-
-@rule(aten.baddbmm)
-def _baddbmm(bias: Any, x: Any, y: Any, *, beta: float = 1, alpha: float = 1) -> Unrounded:
-    return _with_bias(bias, _bmm(x, y), beta, alpha)
+_product_by(aten.mm, 1, aten.addmm)  # linear layers, forward and backward
+_product_by(aten.bmm, 2, aten.baddbmm)  # attention that is written out
+_product_by(aten.mv, 1)
+_product_by(aten.dot, 0)
 
 
 def _with_bias(bias: Any, made: Unrounded, beta: float, alpha: float) -> Unrounded:

@@ -55,47 +55,25 @@ def _with_gain(normal: Tensor, weight: Any, bias: Any, shape: tuple[int, ...]) -
     return made
 
 
-@rule(aten.native_layer_norm)
-def _layer_norm(
-    x: Any, shape: Any, weight: Any, bias: Any, eps: float
-) -> tuple[Unrounded, Tensor, Tensor]:
-    a = number(x)
-    dims = tuple(range(-len(shape), 0))
-    variance, mean = torch.var_mean(a.mantissa, dims, correction=0, keepdim=True)
-    inverse = _inverse_deviation(variance, eps, a.exponent)
-    made = _with_gain((a.mantissa - mean) * inverse, weight, bias, tuple(shape))
-    return made, *_saved(mean, inverse, a.exponent)
+def _around(x: Any) -> tuple[int, ...]:
+    """The shape in which a number for each channel meets what has channels."""
+    return (1, -1, *[1] * (x.dim() - 2))
 
 
-@rule(aten.native_layer_norm_backward)
-def _layer_norm_backward(
-    gradient: Any,
-    x: Any,
-    shape: Any,
-    mean: Tensor,
-    inverse: Tensor,
-    weight: Any,
-    bias: Any,
-    mask: list[bool],
-) -> tuple[Unrounded | None, ...]:
-    g, a = number(gradient), number(x)
-    gain = None if weight is None else number(weight)
-    made = aten.native_layer_norm_backward(
-        g.mantissa,
-        a.mantissa,
-        shape,
-        *_of_data(mean, inverse, a.exponent),
-        None if gain is None else gain.mantissa,
-        None if bias is None else number(bias).mantissa,
-        mask,
-    )
-    s = g.exponent - a.exponent + (0 if gain is None else gain.exponent)
-    return _gradients(made, s, g.exponent, x.numel(), mask)
+def _gain_of(weight: Any) -> tuple[Tensor | None, Exponent]:
+    if weight is None:
+        return None, 0
+    gain = number(weight)
+    return gain.mantissa, gain.exponent
+
+
+Gradients = tuple[Unrounded | None, ...]
+"""Of input, gain and bias, where they are wanted."""
 
 
 def _gradients(
     made: Any, s: Exponent, of_gradient: Exponent, size: int, mask: list[bool]
-) -> tuple[Unrounded | None, ...]:
+) -> Gradients:
     """Of the input at the exponent s, and of gain and bias, each a sum over all places."""
     dx, *sums = made
     return (
@@ -112,6 +90,28 @@ def _summed(part: Tensor, exponent: Exponent, size: int) -> Unrounded:
     return close(Unrounded(times_power(part, -half), exponent + half))
 
 
+@rule(aten.native_layer_norm)
+def _layer_norm(
+    x: Any, shape: Any, weight: Any, bias: Any, eps: float
+) -> tuple[Unrounded, Tensor, Tensor]:
+    a = number(x)
+    dims = tuple(range(-len(shape), 0))
+    variance, mean = torch.var_mean(a.mantissa, dims, correction=0, keepdim=True)
+    inverse = _inverse_deviation(variance, eps, a.exponent)
+    made = _with_gain((a.mantissa - mean) * inverse, weight, bias, tuple(shape))
+    return made, *_saved(mean, inverse, a.exponent)
+
+
+@rule(aten.native_layer_norm_backward)
+def _layer_norm_backward(gradient: Any, x: Any, shape: Any, *how: Any) -> Gradients:
+    mean, inverse, weight, bias, mask = how
+    g, a, (gain, level) = number(gradient), number(x), _gain_of(weight)
+    statistics = _of_data(mean, inverse, a.exponent)
+    parts = gain, _gain_of(bias)[0], mask
+    made = aten.native_layer_norm_backward(g.mantissa, a.mantissa, shape, *statistics, *parts)
+    return _gradients(made, g.exponent - a.exponent + level, g.exponent, x.numel(), mask)
+
+
 @rule(aten._fused_rms_norm)
 def _rms_norm(x: Any, shape: Any, weight: Any, eps: float | None) -> tuple[Unrounded, Tensor]:
     a = number(x)
@@ -126,73 +126,48 @@ def _rms_norm(x: Any, shape: Any, weight: Any, eps: float | None) -> tuple[Unrou
 @rule(aten._fused_rms_norm_backward)
 def _rms_norm_backward(
     gradient: Any, x: Any, shape: Any, inverse: Tensor, weight: Any, mask: list[bool]
-) -> tuple[Unrounded | None, ...]:
-    g, a = number(gradient), number(x)
+) -> Gradients:
+    g, a, (gain, level) = number(gradient), number(x), _gain_of(weight)
     _, inverse = _of_data(inverse, inverse, a.exponent)
     normal = a.mantissa * inverse
-    own, s = g.mantissa, g.exponent - a.exponent
-    if weight is not None:
-        gain = number(weight)
-        own, s = own * gain.mantissa, s + gain.exponent
+    own = g.mantissa if gain is None else g.mantissa * gain
     dims = tuple(range(-len(shape), 0))
     dx = inverse * (own - normal * (own * normal).mean(dims, keepdim=True))
     dw = (g.mantissa * normal).sum(tuple(range(x.dim() - len(shape))))
-    return _gradients((dx, dw), s, g.exponent, x.numel(), mask)
+    return _gradients((dx, dw), g.exponent - a.exponent + level, g.exponent, x.numel(), mask)
 
 
 @rule(aten.native_group_norm)
-def _group_norm(
-    x: Any, weight: Any, bias: Any, n: int, channels: int, places: int, groups: int, eps: float
-) -> tuple[Unrounded, Tensor, Tensor]:
+def _group_norm(x: Any, weight: Any, bias: Any, *how: Any) -> tuple[Unrounded, Tensor, Tensor]:
+    n, _channels, _places, groups, eps = how
     a = number(x)
     parts = a.mantissa.reshape(n, groups, -1)
     variance, mean = torch.var_mean(parts, 2, correction=0)
     inverse = _inverse_deviation(variance, eps, a.exponent)
     normal = ((parts - mean[..., None]) * inverse[..., None]).view(x.shape)
-    shape = (1, -1, *(1 for _ in range(x.dim() - 2)))
-    return _with_gain(normal, weight, bias, shape), *_saved(mean, inverse, a.exponent)
+    return _with_gain(normal, weight, bias, _around(x)), *_saved(mean, inverse, a.exponent)
 
 
 @rule(aten.native_group_norm_backward)
-def _group_norm_backward(
-    gradient: Any,
-    x: Any,
-    mean: Tensor,
-    inverse: Tensor,
-    weight: Any,
-    n: int,
-    channels: int,
-    places: int,
-    groups: int,
-    mask: list[bool],
-) -> tuple[Unrounded | None, ...]:
-    g, a = number(gradient), number(x)
-    gain = None if weight is None else number(weight)
-    data = None if gain is None else gain.mantissa
-    how = (*_of_data(mean, inverse, a.exponent), data, n, channels, places, groups, mask)
-    made = aten.native_group_norm_backward(g.mantissa.contiguous(), a.mantissa.contiguous(), *how)
-    s = g.exponent - a.exponent + (0 if gain is None else gain.exponent)
-    return _gradients(made, s, g.exponent, x.numel(), mask)
+def _group_norm_backward(gradient: Any, x: Any, *how: Any) -> Gradients:
+    mean, inverse, weight, *sizes, mask = how
+    g, a, (gain, level) = number(gradient), number(x), _gain_of(weight)
+    data = g.mantissa.contiguous(), a.mantissa.contiguous()
+    statistics = _of_data(mean, inverse, a.exponent)
+    made = aten.native_group_norm_backward(*data, *statistics, gain, *sizes, mask)
+    return _gradients(made, g.exponent - a.exponent + level, g.exponent, x.numel(), mask)
 
 
 # ------------------------------------------------------------------------------------ batch norms
 
 
 @rule(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
-def _batch_norm(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    running_mean: Any,
-    running_variance: Any,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[Unrounded, Tensor, Tensor]:
+def _batch_norm(x: Any, weight: Any, bias: Any, *how: Any) -> tuple[Unrounded, Tensor, Tensor]:
     """By the statistics of the batch, in units of its data, or by the running ones."""
+    running_mean, running_variance, training, momentum, eps = how
     a = number(x)
     dims = [0, *range(2, x.dim())]
-    shape = (1, -1, *(1 for _ in range(x.dim() - 2)))
+    shape = _around(x)
     if training:
         variance, mean = torch.var_mean(a.mantissa, dims, correction=0)
         if running_mean is not None:
@@ -210,38 +185,25 @@ def _batch_norm(
 
 
 @rule(aten._native_batch_norm_legit.no_stats)
-def _batch_norm_of_batch(
-    x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
-) -> tuple[Unrounded, Tensor, Tensor]:
-    return _batch_norm(x, weight, bias, None, None, True, momentum, eps)
+def _batch_norm_of_batch(x: Any, weight: Any, bias: Any, training: bool, *how: Any) -> Any:
+    return _batch_norm(x, weight, bias, None, None, True, *how)
 
 
 @rule(aten.native_batch_norm_backward)
-def _batch_norm_backward(
-    gradient: Any,
-    x: Any,
-    weight: Any,
-    running_mean: Any,
-    running_variance: Any,
-    mean: Tensor,
-    inverse: Tensor,
-    training: bool,
-    eps: float,
-    mask: list[bool],
-) -> tuple[Unrounded | None, ...]:
-    g, a = number(gradient), number(x)
+def _batch_norm_backward(gradient: Any, x: Any, weight: Any, *how: Any) -> Gradients:
+    _running_mean, _running_variance, mean, inverse, training, _eps, mask = how
+    g, a, (gain, level) = number(gradient), number(x), _gain_of(weight)
     mean, inverse = _of_data(mean, inverse, a.exponent)
-    shape = (1, -1, *(1 for _ in range(x.dim() - 2)))
     dims = [0, *range(2, x.dim())]
+    shape = _around(x)
     normal = (a.mantissa - mean.view(shape)) * inverse.view(shape)
     dw = (g.mantissa * normal).sum(dims)
     db = g.mantissa.sum(dims)
-    dx, s = g.mantissa, g.exponent - a.exponent
+    dx = g.mantissa
     if training:
         n = math.prod(x.shape[d] for d in dims)
         dx = dx - (db.view(shape) + normal * dw.view(shape)) / n
     dx = dx * inverse.view(shape)
-    if weight is not None:
-        gain = number(weight)
-        dx, s = dx * gain.mantissa.view(shape), s + gain.exponent
+    dx = dx if gain is None else dx * gain.view(shape)
+    s = g.exponent - a.exponent + level
     return _gradients((dx, dw, db), s, g.exponent, x.numel(), mask)

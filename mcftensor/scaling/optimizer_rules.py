@@ -15,10 +15,9 @@ from mcftensor.scaling.scaled import is_scaled
 from mcftensor.scaling.scaled_numbers import Placing, Unrounded, number, write_to
 
 
-def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _foreach(func: Any, first: Sequence[Tensor], *others: Any, **kwargs: Any) -> Any:
     """The same operation on one tensor after the other: each has a scale of its own."""
     name = func.overloadpacket.__name__.removeprefix("_foreach_")
-    first, *others = args
     operation = _on_one(name)
     made = [
         operation(x, *(y[i] if isinstance(y, list | tuple) else y for y in others), **kwargs)

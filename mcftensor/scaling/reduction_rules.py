@@ -1,20 +1,28 @@
-"""Rules of sums over dimensions: n independent numbers sum to √n times one of them."""
+"""Rules of reductions. The sum of n independent numbers is √n times one of them; what goes by the
+order of numbers goes by that of data, and keeps the scale."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcftensor.scaling.exponents import half_log2, times_power
+from mcftensor.scaling.rule_shapes import on_data
 from mcftensor.scaling.rule_table import aten, rule
 from mcftensor.scaling.scaled_format import of_dtype
 from mcftensor.scaling.scaled_numbers import Placing, Unrounded, number
 
 Dims = int | Sequence[int] | None
+
+on_data(
+    *(aten.max.dim, aten.min.dim, aten.median.dim, aten.max.default, aten.min.default),
+    *(aten.median.default, aten.amax, aten.amin, aten.topk.default, aten.kthvalue.default),
+    *(aten.sort.default, aten.sort.stable, aten.cummax.default, aten.cummin.default),
+)
 
 
 @rule(aten.sum.default, aten.sum.dim_IntList)
@@ -71,28 +79,17 @@ def _deviation(x: Any, dim: Dims, correction: Any, keepdim: bool) -> Unrounded:
     return Unrounded(made, x.exponent, _placing(made))
 
 
-@rule(aten.var.correction)
-def _var(x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Unrounded:
-    return _variance(x, dim, correction, keepdim)
+def _spread_by(operator: Any, spread: Callable[..., Unrounded], *, and_mean: bool = False) -> None:
+    @rule(operator)
+    def compute(x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+        found = spread(x, dim, correction, keepdim)
+        return (found, _mean(x, dim, keepdim)) if and_mean else found
 
 
-@rule(aten.std.correction)
-def _std(x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Unrounded:
-    return _deviation(x, dim, correction, keepdim)
-
-
-@rule(aten.var_mean.correction)
-def _var_mean(
-    x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False
-) -> tuple[Unrounded, Unrounded]:
-    return _variance(x, dim, correction, keepdim), _mean(x, dim, keepdim)
-
-
-@rule(aten.std_mean.correction)
-def _std_mean(
-    x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False
-) -> tuple[Unrounded, Unrounded]:
-    return _deviation(x, dim, correction, keepdim), _mean(x, dim, keepdim)
+_spread_by(aten.var.correction, _variance)
+_spread_by(aten.std.correction, _deviation)
+_spread_by(aten.var_mean.correction, _variance, and_mean=True)
+_spread_by(aten.std_mean.correction, _deviation, and_mean=True)
 
 
 @rule(aten.logsumexp)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from mcftensor.dispatch.registry import Handler, handler_of
 from mcftensor.scaling.event_counts import count
 from mcftensor.scaling.scaled import is_scaled, made_of
 from mcftensor.scaling.scaled_format import ScaledFormat, promoted
@@ -26,7 +27,6 @@ from mcftensor.tensor.implicit_rounding import rounding
 from mcftensor.tensor.tensor import MCFTensor
 
 aten = torch.ops.aten
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _BETWEEN_PROCESSES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp")
 _FALLBACK: ContextVar[bool] = ContextVar("scaling_fallback", default=False)
 
@@ -81,27 +81,19 @@ def fallback() -> Iterator[None]:
 
 def follow_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Carry out one of PyTorch's operators on arguments that hold a scaled tensor."""
-    return _way(func)(func, args, kwargs)
+    return _handler(func)(func, *args, **kwargs)
 
 
 @functools.lru_cache(maxsize=4096)
-def _way(func: Any) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
-    found = RULES.get(func)
-    if found is not None:
-        return functools.partial(_finished, found)
-    schema = func._schema
-    if func.overloadpacket.__name__.startswith("_foreach_"):
-        return RULES["foreach"].function
-    if "out" in func._overloadname.split("_"):
-        return _given_out
-    functional = _functional(func)
-    if functional in RULES:
-        return functools.partial(_written, RULES[functional])
-    if func.has_kernel_for_dispatch_key(_COMPOSITE):
-        return lambda func, args, kwargs: func.decompose(*args, **kwargs)
-    if any(x.alias_info is not None and not x.alias_info.is_write for x in schema.returns):
-        return _viewed
-    return _without_rule
+def _handler(func: Any) -> Handler:
+    own: Handler | None = None
+    if func in RULES:
+        own = functools.partial(_finished, RULES[func])
+    elif "out" in func._overloadname.split("_"):
+        own = _given_out
+    elif (functional := _functional(func)) in RULES:
+        own = functools.partial(_written, RULES[functional])
+    return handler_of(func, own, RULES["foreach"].function, _viewed) or _without_rule
 
 
 def _functional(func: Any) -> Any:
@@ -129,7 +121,7 @@ def _leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-def _finished(found: ScalingRule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _finished(found: ScalingRule, func: Any, *args: Any, **kwargs: Any) -> Any:
     result = found.function(*args, **kwargs)
     if isinstance(result, Tensor):
         return result
@@ -142,10 +134,7 @@ def _finished(found: ScalingRule, func: Any, args: tuple[Any, ...], kwargs: dict
     return result
 
 
-def _written(
-    found: ScalingRule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
-    target, *others = args
+def _written(found: ScalingRule, func: Any, target: Tensor, *others: Any, **kwargs: Any) -> Tensor:
     if not is_scaled(target):
         rounding(func, filter(is_scaled, _leaves((others, kwargs))), target)
     result = found.function(target, *others, **kwargs)
@@ -154,24 +143,21 @@ def _written(
     return write_to(target, result)
 
 
-def _given_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _given_out(func: Any, *args: Any, out: Tensor, **inputs: Any) -> Tensor:
     """With out=, of amsgrad: the operation, and its result written there."""
-    inputs = {name: x for name, x in kwargs.items() if name != "out"}
-    target = kwargs["out"]
     result = func.overloadpacket(*args, **inputs)
-    if target.shape != result.shape:
+    if out.shape != result.shape:
         raise ValueError(
-            f"{func}: out= has the shape {tuple(target.shape)}, and the result "
+            f"{func}: out= has the shape {tuple(out.shape)}, and the result "
             f"{tuple(result.shape)}; a tensor with a scale is not resized"
         )
-    return target.copy_(result)
+    return out.copy_(result)
 
 
-def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _viewed(func: Any, base: Tensor, *others: Any, **kwargs: Any) -> Any:
     """A view: the same of each component, with the exponent of the base."""
-    base, *others = args
     if not is_scaled(base):
-        return _without_rule(func, args, kwargs)
+        return _without_rule(func, base, *others, **kwargs)
     *data, s = base._held()
     views = [func(part, *others, **kwargs) for part in data]
     whole = base._base_components or tuple(data)
@@ -180,7 +166,7 @@ def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return [made_of(parts, s, base._format, whole) for parts in zip(*views, strict=True)]
 
 
-def _without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _without_rule(func: Any, *args: Any, **kwargs: Any) -> Any:
     if not _FALLBACK.get() or func._schema.is_mutable or func.namespace in _BETWEEN_PROCESSES:
         formats = [
             f"{x.format.name} of shape {tuple(x.shape)}"

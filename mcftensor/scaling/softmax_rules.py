@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from mcftensor.scaling.exponents import is_free, times_power
+from mcftensor.scaling.rule_shapes import by_gradient, plain
 from mcftensor.scaling.rule_table import aten, rule
 from mcftensor.scaling.scaled_format import of_dtype
 from mcftensor.scaling.scaled_numbers import Unrounded, number
 
 
-def _chances(plain: Tensor, n: int, format: Any = None) -> Unrounded:
+def _chances(chances: Tensor, n: int, format: Any = None) -> Unrounded:
     """Chances of n outcomes as numbers with mean 1, as far as float16 has room for n."""
     whole = min(max(1, n).bit_length() - 1, 14)
-    return Unrounded(times_power(plain, whole), -whole, "by rule", format)
+    return Unrounded(times_power(chances, whole), -whole, "by rule", format)
 
 
 @rule(aten._softmax)
@@ -55,32 +56,16 @@ def _log_softmax_backward(gradient: Any, result: Any, dim: int, dtype: torch.dty
     return Unrounded(made, g.exponent, "by size", of_dtype(dtype))
 
 
-def _loss_by(func: Any) -> Any:
-    def loss(x: Any, target: Tensor, weight: Any, *how: Any) -> tuple[Unrounded, Tensor]:
-        plain_weight = None if weight is None else number(weight).plain()
-        made, total = func(number(x).plain(), target, plain_weight, *how)
+def _loss_by(operator: Any) -> None:
+    @rule(operator)
+    def loss(*args: Any) -> tuple[Unrounded, Tensor]:
+        made, total = operator(*map(plain, args))
         return Unrounded(made, 0, "to fit" if made.dim() else "by size"), total
 
-    return loss
 
-
-def _loss_backward_by(func: Any) -> Any:
-    def backward(gradient: Any, x: Any, target: Tensor, weight: Any, *how: Any) -> Unrounded:
-        g = number(gradient)
-        plain_weight = None if weight is None else number(weight).plain()
-        of_shape = torch.zeros(x.shape, device=x.device)
-        return Unrounded(
-            func(g.mantissa, of_shape, target, plain_weight, *how), g.exponent, "by size"
-        )
-
-    return backward
-
-
-for _name in ("nll_loss", "nll_loss2d"):
-    _forward = getattr(aten, f"{_name}_forward").default
-    _backward = getattr(aten, f"{_name}_backward").default
-    rule(_forward)(_loss_by(_forward))
-    rule(_backward)(_loss_backward_by(_backward))
+_loss_by(aten.nll_loss_forward.default)
+_loss_by(aten.nll_loss2d_forward.default)
+by_gradient(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default, placing="by size")
 
 
 # --------------------------------------------------------------------------------------- attention
@@ -98,66 +83,36 @@ def _way_of_attention(q: Any, k: Any, v: Any, *how: Any, **also: Any) -> int:
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu)
 def _attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    dropout: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: Any = None,
-    scale: float | None = None,
+    q: Any, k: Any, v: Any, *how: Any, attn_mask: Any = None, **also: Any
 ) -> tuple[Unrounded, Tensor]:
     """Means of values: their scale, with softmax and its numbers in float32."""
-    values = number(v)
+    values, mask = number(v), None if attn_mask is None else number(attn_mask).plain()
+    scored = number(q).plain(), number(k).plain()
     made, sums = aten._scaled_dot_product_flash_attention_for_cpu(
-        number(q).plain(),
-        number(k).plain(),
-        values.mantissa,
-        dropout,
-        is_causal,
-        attn_mask=None if attn_mask is None else number(attn_mask).plain(),
-        scale=scale,
+        *scored, values.mantissa, *how, attn_mask=mask, **also
     )
     return Unrounded(made, values.exponent), sums
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu_backward)
 def _attention_backward(
-    gradient: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    made: Any,
-    sums: Tensor,
-    dropout: float,
-    is_causal: bool,
-    *,
-    attn_mask: Any = None,
-    scale: float | None = None,
+    gradient: Any, q: Any, k: Any, v: Any, *how: Any, attn_mask: Any = None, scale: Any = None
 ) -> tuple[Unrounded, Unrounded, Unrounded]:
     """In units of the gradient's and the values' data, for it is linear in both.
 
     Gradients of values are means of gradients; those of queries and keys can be of any size.
     """
+    made, sums, dropout, is_causal = how
     g, values = number(gradient), number(v)
-    queries, keys = number(q).plain(), number(k).plain()
     mask = None if attn_mask is None else number(attn_mask).plain()
+    parts = g.mantissa, number(q).plain(), number(k).plain(), values.mantissa
     if is_free(sums) and sums.abs().amax() > _EXACT_SCORES:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        parts = g.mantissa, queries, keys, values.mantissa, mask
-        dq, dk, dv = _attention_backward_in_steps(*parts, is_causal, scale)
+        dq, dk, dv = _attention_backward_in_steps(*parts, mask, is_causal, scale)
     else:
+        own = number(made).at(values.exponent), sums, dropout, is_causal
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            g.mantissa,
-            queries,
-            keys,
-            values.mantissa,
-            number(made).at(values.exponent),
-            sums,
-            dropout,
-            is_causal,
-            attn_mask=mask,
-            scale=scale,
+            *parts, *own, attn_mask=mask, scale=scale
         )
     s = g.exponent + values.exponent
     return (

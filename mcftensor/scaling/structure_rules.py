@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.formats.moving import move_component
-from mcftensor.scaling.exponents import ANY, Exponent, largest
+from mcftensor.scaling.exponents import ANY, largest
 from mcftensor.scaling.rule_table import aten, rule
 from mcftensor.scaling.scaled import ScaledTensor, data_of, is_all, is_scaled, made_of
 from mcftensor.scaling.scaled_format import TOPS, ScaledFormat, of_dtype
@@ -165,18 +166,6 @@ def _full_like(
     return _filled(template, x, dtype, value)
 
 
-@rule(aten.empty_like, aten.zeros_like)
-def _zeros_like(x: ScaledTensor, **how: Any) -> Tensor:
-    """States of optimizers, and gradients of what is unused."""
-    return _full_like(x, 0.0, **how)
-
-
-@rule(aten.ones_like)
-def _ones_like(x: ScaledTensor, **how: Any) -> Tensor:
-    """The gradient of a loss."""
-    return _full_like(x, 1.0, **how)
-
-
 @rule(aten.new_full)
 def _new_full(
     x: ScaledTensor,
@@ -191,14 +180,20 @@ def _new_full(
     return _filled(template, x, dtype, value)
 
 
-@rule(aten.new_empty, aten.new_zeros)
-def _new_zeros(x: ScaledTensor, size: Sequence[int], **how: Any) -> Tensor:
-    return _new_full(x, size, 0.0, **how)
+def _factories(value: float, *operators: Any) -> None:
+    """States of optimizers, gradients of what is unused or of a loss."""
+    for operator in operators:
+        make = _full_like if operator.__name__.endswith("_like") else _new_full
+        rule(operator)(functools.partial(_made_of, make, value))
 
 
-@rule(aten.new_ones)
-def _new_ones(x: ScaledTensor, size: Sequence[int], **how: Any) -> Tensor:
-    return _new_full(x, size, 1.0, **how)
+def _made_of(make: Any, value: float, x: ScaledTensor, *size: Any, **how: Any) -> Tensor:
+    made: Tensor = make(x, *size, value, **how)
+    return made
+
+
+_factories(0.0, aten.empty_like, aten.zeros_like, aten.new_empty, aten.new_zeros)
+_factories(1.0, aten.ones_like, aten.new_ones)
 
 
 @rule(aten.new_empty_strided)
@@ -210,18 +205,10 @@ def _new_empty_strided(
     return _filled(template, x, how.get("dtype"), 0.0)
 
 
-@rule(aten.fill_.Scalar)
-def _fill_(x: ScaledTensor, value: float) -> Tensor:
-    return write_to(x, Unrounded(*_spread(x, number(value))))
-
-
-@rule(aten.fill_.Tensor)
-def _fill_tensor_(x: Tensor, value: Tensor) -> Tensor:
-    return write_to(x, Unrounded(*_spread(x, number(value))))
-
-
-def _spread(x: Tensor, value: Unrounded) -> tuple[Tensor, Exponent]:
-    return value.mantissa.to(x.device).expand(x.shape), value.exponent
+@rule(aten.fill_.Scalar, aten.fill_.Tensor)
+def _fill_(x: Tensor, value: Any) -> Tensor:
+    filled = number(value)
+    return write_to(x, Unrounded(filled.mantissa.to(x.device).expand(x.shape), filled.exponent))
 
 
 @rule(aten.zero_)
@@ -257,16 +244,13 @@ for _operator in (
 
 
 @rule(aten.cat, keeps_tails=True)
-def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Unrounded:
+def _cat(tensors: Sequence[Tensor], dim: int = 0, join: Any = torch.cat) -> Unrounded:
     """All at the largest of their exponents."""
     s, numbers = aligned(tensors)
-    return Unrounded(torch.cat([x.at(s) for x in numbers], dim), s)
+    return Unrounded(join([x.at(s) for x in numbers], dim), s)
 
 
-@rule(aten.stack, keeps_tails=True)
-def _stacked(tensors: Sequence[Tensor], dim: int = 0) -> Unrounded:
-    s, numbers = aligned(tensors)
-    return Unrounded(torch.stack([x.at(s) for x in numbers], dim), s)
+rule(aten.stack, keeps_tails=True)(functools.partial(_cat, join=torch.stack))
 
 
 @rule(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, keeps_tails=True)

@@ -1,0 +1,74 @@
+"""The rules that many operators share: on data, on numbers in float32, in proportion to a gradient.
+
+Each registers the operators that it is given, and calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor.scaling.exponents import Exponent
+from mcftensor.scaling.rule_table import rule
+from mcftensor.scaling.scaled import is_scaled
+from mcftensor.scaling.scaled_numbers import Placing, Unrounded, number
+
+
+def on_data(*operators: Any, keeps_tails: bool = False) -> None:
+    """Operators that are in proportion to their first operand: done to its data, floating results
+    have its exponent."""
+
+    def rule_of(operator: Any) -> Callable[..., Any]:
+        def compute(x: Any, *how: Any, **also: Any) -> Any:
+            a = number(x)
+            return unrounded(operator(a.mantissa, *how, **also), a.exponent)
+
+        return compute
+
+    for operator in operators:
+        rule(operator, keeps_tails=keeps_tails)(rule_of(operator))
+
+
+def on_numbers(*operators: Any, placing: Placing) -> None:
+    """Operators that bend where a number says: done to the numbers in float32, near 1."""
+
+    def rule_of(operator: Any) -> Callable[..., Any]:
+        def compute(*args: Any, **also: Any) -> Any:
+            return unrounded(operator(*map(plain, args), **also), 0, placing)
+
+        return compute
+
+    for operator in operators:
+        rule(operator)(rule_of(operator))
+
+
+def by_gradient(*operators: Any, placing: Placing = "by rule") -> None:
+    """Backward operators: done to the data of a gradient, and the numbers of the others."""
+
+    def rule_of(operator: Any) -> Callable[..., Any]:
+        def backward(gradient: Any, *args: Any, **also: Any) -> Any:
+            g = number(gradient)
+            return unrounded(operator(g.mantissa, *map(plain, args), **also), g.exponent, placing)
+
+        return backward
+
+    for operator in operators:
+        rule(operator)(rule_of(operator))
+
+
+def plain(x: Any) -> Any:
+    """An operand in float32; indices and masks as they are."""
+    if is_scaled(x):
+        return number(x).plain()
+    is_float = isinstance(x, Tensor) and x.is_floating_point()
+    return x.to(torch.float32) if is_float else x
+
+
+def unrounded(made: Any, exponent: Exponent, placing: Placing = "by rule") -> Any:
+    """Results as numbers with an exponent; indices and masks as they are."""
+    if isinstance(made, tuple):
+        return tuple(unrounded(x, exponent, placing) for x in made)
+    return Unrounded(made, exponent, placing) if made.is_floating_point() else made
