@@ -23,7 +23,7 @@ from mcftensor.checkpoint.module_hooks import (
     store_as_terms,
 )
 from mcftensor.dispatch.format_as_dtype import cast
-from mcftensor.dispatch.operands import first_count, is_wrapped, value_in
+from mcftensor.dispatch.operands import is_wrapped, value_in
 from mcftensor.dispatch.registry import implements
 from mcftensor.formats import (
     Format,
@@ -435,7 +435,7 @@ def _carry_out(
             elif held.wanted is None:
                 new = as_plain(x, dtype)
             else:
-                new = value_in(x, held.wanted, first_count(held.name, x))
+                new = value_in(x, held.wanted, name=held.name)
                 if held.loaded is not None:
                     new.copy_(held.loaded)
             _exchange(x, new, held.role)

@@ -5,12 +5,12 @@ from mcftensor.meters.edq import FrozenWeightWarning
 from mcftensor.patches.table import PatchWarning
 from mcftensor.selfcheck import SelfCheckError
 from mcftensor.tensor.implicit_rounding import RoundedError, RoundedWarning
-from mcftensor.training.saturation import SaturationWarning
 from mcftensor.training.step_in_backward import StepInBackwardError
 from mcftensor.training.step_warnings import (
     DetachedParameterWarning,
     NarrowStateWarning,
     PlainParameterWarning,
+    SaturationWarning,
 )
 
 __all__ = [

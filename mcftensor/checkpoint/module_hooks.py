@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from mcftensor.arithmetic.base_types import BASES
 from mcftensor.arithmetic.write_counts import name_
 from mcftensor.checkpoint.state_dicts import as_terms, from_terms, has_terms, names_of_terms
-from mcftensor.dispatch.operands import count_of, first_count, value_in
+from mcftensor.dispatch.operands import count_of, value_in
 from mcftensor.formats import Format
 from mcftensor.patches.objects import as_held, has_load_hook, register_load_hook
 from mcftensor.patches.table import calls
@@ -260,7 +260,7 @@ def keep_expansions(
         format, new = format_of(x), state_dict.get(key)
         if assigns and format and isinstance(new, Tensor) and new.shape == x.shape:
             if format_of(new) != format:
-                new = value_in(new, format, first_count(key, new))
+                new = value_in(new, format, name=key)
             role = local(x).role  # type: ignore[attr-defined]
             is_parameter = isinstance(x, nn.Parameter)
             state_dict[key] = as_held(is_parameter, new.detach(), role, x.requires_grad)

@@ -204,12 +204,14 @@ def rounded_by(x: Tensor, format: Format, key: Tensor | None) -> MCFTensor:
     return MCFTensor.of(made, format, own=True, writes=after(format, key))
 
 
-def value_in(x: Tensor, format: Format, writes: Tensor | None = None) -> MCFTensor:
-    """A value, or a DTensor of one; balanced rounding goes by a count, or by the salt of x."""
-    if writes is None:
-        own = count_of(x)
-        fresh = moved(start(local(x).device), place_of(x))
-        writes = fresh if own is None else unwritten(own)
+def value_in(
+    x: Tensor, format: Format, writes: Tensor | None = None, name: str | None = None
+) -> MCFTensor:
+    """A value, or a DTensor of one; balanced rounding goes by a count, by the salt of a name, or by
+    that of x."""
+    if writes is None and format.rounding == "balanced":
+        own = count_of(x) if name is None else None
+        writes = moved(start(local(x).device, name), place_of(x)) if own is None else unwritten(own)
 
     def convert(x: Tensor) -> MCFTensor:
         format.require(x)
@@ -230,11 +232,6 @@ def count_of(x: Tensor) -> Tensor | None:
     """What balanced rounding goes by, of an expansion that has it, also a sharded one."""
     x = local(x)
     return x._count if isinstance(x, MCFTensor) else None
-
-
-def first_count(name: str, x: Tensor) -> Tensor:
-    """The count of a tensor of a module that has not been written to."""
-    return moved(start(local(x).device, name), place_of(x))
 
 
 def rounding_key(format: Format, operands: Iterable[Any]) -> Tensor | None:

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -72,7 +72,7 @@ class StepInBackward(Handle):
         self._measured: tuple[float, Tensor] | None = None
         self._buckets: dict[Any, dict[Tensor, None]] = {}  # by streams
         self._bytes = 0
-        self._undo: list[Callable[[], None]] = []
+        self._undo = contextlib.ExitStack()
 
     # ------------------------------------------------------------------------------ what it says
 
@@ -96,8 +96,7 @@ class StepInBackward(Handle):
     def remove(self) -> None:
         """Let backward leave gradients to `optimizer.step()`, as ever."""
         super().remove()
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
         _handles.discard(self)
 
     @contextlib.contextmanager
@@ -259,11 +258,12 @@ class StepInBackward(Handle):
             optimizer.register_step_post_hook(self._end),
             optimizer.register_load_state_dict_post_hook(self._end),
         ):
-            self._undo.append(handle.remove)
+            self._undo.callback(handle.remove)
         # GradScaler gives its scale to optimizers that say so, which _before_step can see.
-        self._undo.append(_assigned(optimizer, "_step_supports_amp_scaling", True))
+        self._undo.enter_context(_assigned(optimizer, "_step_supports_amp_scaling", True))
         for module in modules:
-            self._undo.append(_assigned(module, "_ddp_params_and_buffers_to_ignore", _RefusesDDP()))
+            refuses = _assigned(module, "_ddp_params_and_buffers_to_ignore", _RefusesDDP())
+            self._undo.enter_context(refuses)
         _handles.add(self)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -427,19 +427,16 @@ def _groups_of(optimizer: Optimizer) -> dict[Tensor, int]:
     return {p: g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
 
-def _assigned(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Give an object an attribute; the function that takes it off."""
+@contextlib.contextmanager
+def _assigned(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within, an object has another attribute."""
     before = vars(owner).get(name, _assigned)
     setattr(owner, name, value)
-
-    def undo() -> None:
-        if vars(owner).get(name) is value:
-            if before is _assigned:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
-
-    return undo
+    yield
+    if vars(owner).get(name) is value and before is _assigned:
+        delattr(owner, name)
+    elif vars(owner).get(name) is value:
+        setattr(owner, name, before)
 
 
 class _Gradients(GradientHook):

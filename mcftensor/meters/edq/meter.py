@@ -30,9 +30,8 @@ from mcftensor.meters.edq.readings import (
 )
 from mcftensor.patches.optimizers import named_parameters_of, parameters_of, untraced
 from mcftensor.tensor.dtensor import format_of
-from mcftensor.training.saturation import warn_of
 from mcftensor.training.shadow import Original, reaches_parameters, require_single
-from mcftensor.training.step_warnings import callers_level
+from mcftensor.training.step_warnings import callers_level, warn_of_saturation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -395,7 +394,7 @@ class EDQ:
             if own:
                 self.per_state[s.place.name] = own
         self.states.append({x: state_reading(self._steps, rows) for x, rows in of_state.items()})
-        warn_of(optimizer, found)
+        warn_of_saturation(optimizer, found)
 
     def _watch(self, place: Place) -> None:
         """Ring the alarm for a parameter that stays frozen."""

@@ -22,7 +22,6 @@ from mcftensor.convert import as_plain
 from mcftensor.kernels.program import PATTERNS
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.dtensor import local
-from mcftensor.training.saturation import saturated_blocks
 from mcftensor.training.shadow import (
     CannotShadow,
     Original,
@@ -32,6 +31,7 @@ from mcftensor.training.shadow import (
     widened_parameters,
 )
 from mcftensor.training.state_names import FIRST_MOMENTS, SECOND_MOMENTS
+from mcftensor.training.step_warnings import saturated_blocks
 
 
 class Reading(TypedDict):
