@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mcftensor.arithmetic.write_counts import count_beside, moved, start, unwritten
 from mcftensor.dispatch.operators import Number
+from mcftensor.dispatch.resolve import uses_leading
 from mcftensor.formats import PLAIN, Format
 from mcftensor.formats.promotion import longest_format
 from mcftensor.kernels.custom_ops import is_bare
@@ -78,19 +79,10 @@ def with_leading(args: Iterable[Any]) -> list[Any] | None:
 
 
 def computes_plainly(operands: Sequence[Any]) -> bool:
-    """Whether an operation uses leading components: parameters only, and some plain tensor among
-    them.
-
-    A plain tensor without dimensions counts as a number beside an expansion that has some.
-    """
-    found = expansions(operands)
-    if any(x.acts_as == "value" for x in found):
-        return False
-    dimensions = max((x.dim() for x in found), default=0)
-    return any(
-        isinstance(x, Tensor) and not isinstance(x, MCFTensor) and (x.dim() > 0 or dimensions == 0)
-        for x in operands
-    )
+    """Whether an operation on operands uses leading components, as `resolve.uses_leading` says."""
+    ours = [(x.acts_as, x.dim() > 0) for x in expansions(operands)]
+    plain = [x for x in operands if isinstance(x, Tensor) and not isinstance(x, MCFTensor)]
+    return uses_leading(ours, [x.dim() > 0 for x in plain])
 
 
 def are_lifted(operands: Any) -> bool:

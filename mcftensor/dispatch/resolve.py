@@ -6,7 +6,7 @@ There are few kinds, so each plan is made once; lists of thousands of tensors lo
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
@@ -110,7 +110,8 @@ def plan(
     ours = [x for x in kinds if x.role is not None]
     formats = [x.format for x in ours]
     written = [] if target is None else [target]
-    if target is None and _computes_plainly(kinds, ours):
+    plain = [x.has_dims for x in kinds if x.role is None and x.number is None]
+    if target is None and (not ours or uses_leading([(x.role, x.has_dims) for x in ours], plain)):
         return None
     if all(x.arithmetic == "numbers" for x in [*formats, *written]) or any(
         x.shared for x in formats
@@ -135,11 +136,19 @@ def plan(
     return Plan(expression, order, read, role, kernel, tuple([x.itemsize for x in dtypes]))
 
 
-def _computes_plainly(kinds: Sequence[Kind], ours: Sequence[Kind]) -> bool:
-    """As `operands.computes_plainly`; of plain tensors alone, too."""
-    if any(x.role == "value" for x in ours):
-        return False
-    least = any(x.has_dims for x in ours)
-    return not ours or any(
-        x.role is None and x.number is None and x.has_dims >= least for x in kinds
-    )
+def uses_leading(ours: Sequence[tuple[Role | None, bool]], plain: Iterable[bool]) -> bool:
+    """Whether an operation uses leading components: parameters only, and some plain tensor among
+    them.
+
+    A plain tensor without dimensions counts as a number beside an expansion that has some.
+
+    Args:
+        ours: of the expansions, what they act as, and whether they have dimensions.
+        plain: of the plain tensors, whether they have dimensions.
+    """
+    least = False
+    for role, has_dims in ours:
+        if role == "value":
+            return False
+        least |= has_dims
+    return any(has_dims >= least for has_dims in plain)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -36,9 +37,7 @@ from mcftensor.kernels.columns import Column, places_of
 from mcftensor.kernels.custom_ops import is_bare
 from mcftensor.passes.format_conversion import (
     decode_columns,
-    decode_in_parts,
     encode_columns,
-    encode_in_parts,
     recode,
 )
 from mcftensor.tensor.implicit_rounding import asking, rounding
@@ -368,71 +367,57 @@ def _in_chunks(
         if isinstance(x, LiftedTensor):
             x.grow_tails()
         _settle_rest(x)
-    factors = {id(x): _factor_of(x) for x in tree_leaves((args, kwargs))}
     found = {id(x): x for x in tree_leaves((args, kwargs)) if _is_decoded(x)}
     numbers = {
         i: torch.empty(PART, dtype=_dtype_of(x)) if x.dim() else numbers_of([x])[0]
         for i, x in found.items()
     }
-    readers = [
-        _scaled(decode_in_parts(*_stored([x]), numbers[i]), numbers[i], factors[i])
-        for i, x in found.items()
-        if x.dim()
-    ]
-    writers = []
-    for x in written:
-        key = _key(x)
-        format, components = _stored([x])
-        keys = [] if key is None else [key]
-        writers.append(encode_in_parts(format, numbers[id(x)], components, keys))
-    # Operands by their places or names: how the part of each block is had of them.
-    cuts = [_cut(x, numbers) for x in args]
-    named = {name: _cut(x, numbers) for name, x in kwargs.items()}
+    keys = [[] if (key := _key(x)) is None else [key] for x in written]
     count, result = args[0].numel(), None
     for start in range(0, count, PART):
-        stop = min(start + PART, count)
-        for read in readers:
-            read(start, stop)
+        part = slice(start, min(start + PART, count))
+        for i, x in found.items():
+            if x.dim():
+                format, components, scratch = _part_of(x, numbers[i], part)
+                decode_columns(format, components, [scratch])
+                if _factor_of(x) != 1:
+                    scratch.mul_(_factor_of(x))
         piece = func(
-            *[cut(start, stop) for cut in cuts],
-            **{name: cut(start, stop) for name, cut in named.items()},
+            *tree_map(partial(_cut, numbers, part), args),
+            **tree_map(partial(_cut, numbers, part), kwargs),
         )
-        for write in writers:
-            write(start, stop)
+        for x, own in zip(written, keys, strict=True):
+            format, components, scratch = _part_of(x, numbers[id(x)], part)
+            encode_columns(format, [scratch], components, own, start=start)
         if not written:
             if result is None:
                 result = piece.new_empty(count)
-            result[start:stop] = piece
+            result[part] = piece
     _finish(written)
     return args[0] if result is None else result.view(args[0].shape)
 
 
-def _scaled(
-    read: Callable[[int, int], None], numbers: Tensor, factor: float
-) -> Callable[[int, int], None]:
-    """What reads parts into scratch, multiplied by a number."""
-    if factor == 1:
-        return read
+def _part_of(x: Tensor, numbers: Tensor, part: slice) -> tuple[Format, list[Column], Tensor]:
+    """The components of a part of a tensor, and its scratch; of blocks, one in each row."""
+    format, columns = _stored([x])
+    own = [column[0].view(-1) for column in columns]
+    scratch = numbers[: part.stop - part.start]
+    if not format.shared:
+        return format, [[y[part]] for y in own], scratch
+    blocks = slice(part.start // BLOCK_SIZE, part.stop // BLOCK_SIZE)
+    cut = [y[blocks if i in format.shared else part] for i, y in enumerate(own)]
+    rows = blocks.stop - blocks.start
+    return format, [[y.view(rows, -1)] for y in cut], scratch.view(rows, -1)
 
-    def read_scaled(start: int, stop: int) -> None:
-        read(start, stop)
-        numbers.mul_(factor)
 
-    return read_scaled
-
-
-def _cut(x: Any, numbers: dict[int, Tensor]) -> Callable[[int, int], Any]:
-    """An argument for the block that starts and stops somewhere."""
+def _cut(numbers: dict[int, Tensor], part: slice, x: Any) -> Any:
+    """An argument for a part of all elements."""
     if not isinstance(x, Tensor):
-        return lambda start, stop: x
+        return x
     scratch = numbers.get(id(x))
     if not x.dim():
-        whole = x if scratch is None else scratch
-        return lambda start, stop: whole
-    if scratch is not None:
-        return lambda start, stop: scratch[: stop - start]
-    flat = x.view(-1)
-    return lambda start, stop: flat[start:stop]
+        return x if scratch is None else scratch
+    return x.view(-1)[part] if scratch is None else scratch[: part.stop - part.start]
 
 
 # ----------------------------------------------------------------------------------- in lists

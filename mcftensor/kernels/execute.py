@@ -113,69 +113,6 @@ def run_alike(
     kernel_of(body, signature).run(columns, lengths, addresses)
 
 
-@dataclass(frozen=True)
-class _Parted:
-    """A contiguous tensor of which each part of a call has a slice.
-
-    Attributes:
-        tensor: all of it, in one dimension.
-        width: the elements of a part that share one of its own.
-        is_scratch: whether every part has its beginning.
-    """
-
-    tensor: Tensor
-    width: int
-    is_scratch: bool
-
-    def address(self, start: int) -> int:
-        """The address of the part that starts at this element."""
-        offset = 0 if self.is_scratch else start // self.width * self.tensor.element_size()
-        return self.tensor.data_ptr() + offset
-
-    def part(self, start: int, stop: int) -> Tensor:
-        """The slice of a part."""
-        if self.is_scratch:
-            return self.tensor[: stop - start]
-        return self.tensor[start // self.width : stop // self.width]
-
-
-class InParts:
-    """`run` on contiguous tensors of one length on a CPU, part by part: called with the first
-    element of a part and the one behind its last. What has to be found out is found out once.
-
-    Shorter tensors are scratch, of which every part has the beginning. The index of an element is
-    that within its part. Where blocks share something, parts are of whole blocks.
-    """
-
-    def __init__(self, body: Body, columns: Columns) -> None:
-        tensors = [x.view(-1) for (x,) in (*columns.vectors, *columns.outputs)]
-        length = max(map(Tensor.numel, tensors))
-        widths = [BLOCK_SIZE if i in columns.shared else 1 for i in range(len(tensors))]
-        self.tensors = [
-            _Parted(x, width, is_scratch=x.numel() * width < length)
-            for x, width in zip(tensors, widths, strict=True)
-        ]
-        self.columns = columns
-        count, dtypes = len(columns.vectors), tuple([x.dtype for x in tensors])
-        scalars = tuple([_kind(x)[0] for x in columns.every_scalar()])  # type: ignore[index]
-        signature = Signature(dtypes[:count], scalars, dtypes[count:], columns.shared)
-        self.kernel = kernel_of(body, signature)
-
-    def __call__(self, start: int, stop: int) -> None:
-        """Run on a part."""
-        launch, columns = self.kernel.compiled(stop - start), self.columns
-        if launch is not None:
-            addresses = [[x.address(start)] for x in self.tensors]
-            scalars, dtypes = columns.every_scalar(), self.kernel.signature.scalars
-            cpu.launch(launch, [stop - start], addresses, scalars, dtypes)
-            return
-        parts, count = [[x.part(start, stop)] for x in self.tensors], len(columns.vectors)
-        part = Columns(
-            *(parts[:count], columns.scalars, parts[count:], columns.keys, columns.shared)
-        )
-        eager.run(self.kernel.body, eager.flat(part))
-
-
 def run(body: Body, columns: Columns) -> None:
     """Write an elementwise function of vectors and scalars into outputs.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from mcftensor.arithmetic.noise import draw_key, noise_of
 from mcftensor.arithmetic.number_protocol import Sum
 from mcftensor.arithmetic.rounding import collapse_terms
 from mcftensor.formats import Format, named
-from mcftensor.kernels import Body, Column, Columns, InParts, Signature, run, run_alike
+from mcftensor.kernels import Body, Column, Columns, Signature, run, run_alike
 from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.custom_ops import opaque
 from mcftensor.kernels.eager import CHUNK, indices
@@ -105,28 +105,6 @@ def _run(body: Body, columns: Columns) -> None:
     ]
     signature = Signature(vectors, scalars, outputs, columns.shared)
     run_alike(body, signature, columns, list(flat.lengths), addresses)
-
-
-def decode_in_parts(
-    format: Format, components: Sequence[Column], numbers: Tensor
-) -> Callable[[int, int], None]:
-    """`decode_columns` of one tensor as `kernels.InParts` does it, into scratch."""
-    columns = Columns(components, [], [[numbers]], shared=format.shared)
-    return InParts(_decoding(format, numbers.dtype), columns)
-
-
-def encode_in_parts(
-    format: Format, numbers: Tensor, components: Sequence[Column], keys: Column
-) -> Callable[[int, int], None]:
-    """`encode_columns` of one tensor as `kernels.InParts` does it, from scratch."""
-    first = torch.tensor(0)
-    encode_part = InParts(*_encoded(format, [numbers], components, keys, first))
-
-    def encode(start: int, stop: int) -> None:
-        first.fill_(start)
-        encode_part(start, stop)
-
-    return encode if keys else encode_part
 
 
 _START = torch.tensor(0)
