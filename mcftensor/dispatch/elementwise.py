@@ -103,7 +103,9 @@ def _at_once(name: str, later: Shortcut, *, in_place: bool) -> Shortcut:
             if kind is MCFTensor:
                 if x._format.arithmetic != "terms":
                     return NotImplemented
-            elif kind not in _NUMBERS and not (kind in _PLAIN and x.layout is torch.strided):
+            elif kind not in _NUMBERS and not (
+                kind in _PLAIN and x.layout is torch.strided and not x.is_neg()
+            ):
                 return NotImplemented
         columns = [[x] for x in operands]
         if not in_place:

@@ -31,6 +31,7 @@ from mcftensor.kernels.custom_ops import is_bare
 from mcftensor.kernels.execute import is_dense
 from mcftensor.passes import expressions
 from mcftensor.passes.expressions import Operand, carry_out, empty
+from mcftensor.tensor.step_context import current_step
 from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
 Lists = Sequence[Sequence[Any]]
@@ -47,7 +48,7 @@ def evaluate_rows(
         own operation carries out (see `resolve.plan`).
     """
     plans = _plans(name, columns, keywords, count, target)
-    if count == 1 and target is None and plans:
+    if count == 1 and target is None and plans and current_step() is not None:
         found = recorded(name, columns, keywords, in_place=False)
         if found is not None:
             return [*found]
@@ -73,7 +74,8 @@ def evaluate_rows_into(
     plans = _plans(name, columns, keywords, count, None, in_place=True)
     if sum([len(rows) for _, rows in plans]) < count:
         return None
-    if count == 1 and recorded(name, columns, keywords, in_place=True):
+    is_in_step = count == 1 and current_step() is not None
+    if is_in_step and recorded(name, columns, keywords, in_place=True):
         return True
     parts = [_Part(plan, columns, rows, count) for plan, rows in plans]
     lying: list[Any] = [x.beside_targets() for x in parts]
@@ -104,7 +106,7 @@ class _Part:
         self.plan = plan
         self.rows = rows
         self.width = len(plan.expression.format.components)
-        columns = some_rows(columns, rows, count)
+        columns = columns if count == 1 else some_rows(columns, rows, count)
         self.targets = columns[0]
         self.read = [
             _components(columns[i] if type(i) is int else [i], kind)

@@ -6,7 +6,7 @@ operator says who calls it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -42,7 +42,7 @@ from mcftensor.dispatch.operands import (
     stored_in,
     uninterrupted,
 )
-from mcftensor.dispatch.registry import SHORTCUTS, implements
+from mcftensor.dispatch.registry import implements
 from mcftensor.dispatch.storage_formats import plain_numbers
 from mcftensor.dispatch.view_offsets import starts_of_pieces
 from mcftensor.dispatch.write_results import refusal
@@ -62,20 +62,28 @@ _VIEW_COPIES = (
 )
 
 
-def _on_components(func: Any, x: MCFTensor, args: Any, kwargs: Any, *, own: bool) -> Any:
-    """One operation on each component, the results of which are tensors or lists of tensors, in
-    memory of their own or not; a format whose components do not move so gives plain numbers."""
-    if isinstance(x, LiftedTensor) and not own:
-        return _lifted(func, x, args, kwargs)
-    if isinstance(x, LentTensor) and not own:
-        return lent_views(func, x, args, kwargs)
-    if x._format is lent and own:
+def _copies(func: Any, x: MCFTensor, args: Any, kwargs: Any) -> Any:
+    """One operation on each component, whose results have memory of their own; a format whose
+    components do not move so gives plain numbers."""
+    if x._format is lent:
         return tree_map(partial(holding, x), func(x._read()[1], *args, **kwargs))
-    held = x._read() if own else x._held() if x._format.shared else x.components
-    results = x._format.move(func, held, x.shape, args, kwargs, own=own)
-    if results is None and not own and x._format.shared:
-        if lends(x):
-            return lent_views(func, x, args, kwargs)
+    results = x._format.move(func, x._read(), x.shape, args, kwargs, own=True)
+    if results is None:
+        return func(plain_numbers(x), *args, **kwargs)
+    return _together(x, results, repeat(0), own=True)
+
+
+def _views(func: Any, x: MCFTensor, args: Any, kwargs: Any) -> Any:
+    """The same of an operation whose results share memory with the components."""
+    if isinstance(x, (LiftedTensor, LentTensor)):
+        return x.views(func, args, kwargs)
+    held = x._held() if x._format.shared else x.components
+    results = x._format.move(func, held, x.shape, args, kwargs, own=False)
+    if results is None and not x._format.shared:
+        return func(plain_numbers(x), *args, **kwargs)
+    if results is None and lends(x):
+        return lent_views(func, x, args, kwargs)
+    if results is None:
         raise refusal(
             func,
             [x],
@@ -83,27 +91,18 @@ def _on_components(func: Any, x: MCFTensor, args: Any, kwargs: Any, *, own: bool
             "first dimension, or another shape of its rows. Where an optimizer wants other views, "
             "mcf.collage(optimizer, {name: mcf.bf16i16}) keeps the state in float32",
         )
-    if results is None:
-        return func(plain_numbers(x), *args, **kwargs)
-    if not own:
-        x._is_own = False
-    starts = repeat(0) if own or x._writes is None else starts_of_pieces(func, x, args, kwargs)
-    is_one = isinstance(results[0], Tensor)
-    pieces = [results] if is_one else zip(*results, strict=True)
+    x._is_own = False
+    starts = repeat(0) if x._writes is None else starts_of_pieces(func, x, args, kwargs)
+    return _together(x, results, starts, own=False)
+
+
+def _together(x: MCFTensor, results: list[Any], starts: Iterable[int], *, own: bool) -> Any:
+    """Tensors, or lists of them, one for each component, as tensors of the kind of x."""
+    if isinstance(results[0], Tensor):
+        return x._like(results, own=own, start=next(iter(starts)))
+    pieces = zip(*results, strict=True)
     made = (x._like(piece, own=own, start=i) for piece, i in zip(pieces, starts, strict=False))
-    return next(made) if is_one else type(results[0])(made)
-
-
-def _lifted(func: Any, x: LiftedTensor, args: Any, kwargs: Any) -> Any:
-    """Views of a tensor that has no tails yet."""
-    views = func(x._component0, *args, **kwargs)
-    if isinstance(views, Tensor):
-        return x.viewed(views, lambda t: func(t, *args, **kwargs))
-
-    def one(i: int) -> Callable[[Tensor], Tensor]:
-        return lambda t: func(t, *args, **kwargs)[i]
-
-    return type(views)(x.viewed(view, one(i)) for i, view in enumerate(views))
+    return type(results[0])(made)
 
 
 @implements(aten._unsafe_view.default)  # products of stacks of matrices, x.t().reshape
@@ -111,8 +110,8 @@ def view(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
     """Views, which PyTorch's schemas tell: the terms of the result share memory with those of x."""
     if torch.is_inference_mode_enabled():
         with torch._C._InferenceMode(x.is_inference()):  # a view is of the kind of its base
-            return _on_components(func, x, args, kwargs, own=False)
-    out = _on_components(func, x, args, kwargs, own=False)
+            return _views(func, x, args, kwargs)
+    out = _views(func, x, args, kwargs)
     if func is aten.detach.default:
         _keep_hooks(x, out)
     first = out if isinstance(out, Tensor) else next(iter(out), out)
@@ -127,7 +126,7 @@ def _keep_hooks(x: MCFTensor, new: MCFTensor) -> None:
         new._hooks = x._hooks
 
 
-@implements(
+MOVES = (
     aten.clone.default,  # deepcopy, LBFGS, contiguous
     aten.diag_embed.default,  # torch.diag_embed
     aten.flip.default,  # x.flip, x.fliplr
@@ -148,14 +147,18 @@ def _keep_hooks(x: MCFTensor, new: MCFTensor) -> None:
     aten.select_backward.default,  # gradients of x[0]
     aten._pin_memory.default,  # x.pin_memory, data loaders, offloading
 )
+"""What copies, picks and repeats elements, and rounds none."""
+
+
+@implements(*MOVES)
 def move_elements(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Copies and selections of elements."""
     if not isinstance(x, MCFTensor) or any(isinstance(a, MCFTensor) for a in args):  # as indices
         return compute(func, x, *args, **kwargs)
-    return _on_components(func, x, args, kwargs, own=True)
+    return _copies(func, x, args, kwargs)
 
 
-@implements(
+LAYERS = (
     aten.im2col.default,  # F.unfold
     aten.pixel_shuffle.default,  # F.pixel_shuffle
     aten.pixel_unshuffle.default,  # F.pixel_unshuffle
@@ -174,6 +177,10 @@ def move_elements(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     aten._upsample_nearest_exact2d.default,
     aten._upsample_nearest_exact3d.default,
 )
+"""Layers that do so."""
+
+
+@implements(*LAYERS)
 def layer(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Layers that move elements: of a value all terms, of a parameter the leading one."""
     is_value = isinstance(x, MCFTensor) and x.acts_as == "value"
@@ -374,7 +381,7 @@ def to_copy(func: Any, x: MCFTensor, *, dtype: torch.dtype | None = None, **kwar
         plain = x._collapsed(wide)
         return func(plain, dtype=dtype, **kwargs) if kwargs or wide != dtype else plain
     if share_scales([x]):
-        return _on_components(func, x, (), kwargs, own=True)
+        return _copies(func, x, (), kwargs)
     copied = x._like([func(t, **kwargs) for t in x._read()], own=True)
     _keep_hooks(x, copied)
     return copied
@@ -574,11 +581,3 @@ def is_set_to(func: Any, x: Tensor, other: Tensor) -> bool:
 def flatten_weights(func: Any, weights: Sequence[Tensor], *args: Any) -> Tensor:
     """Nothing: layers join the leading terms at each call, since weights keep their memory."""
     return torch.empty(0, dtype=weights[0].dtype, device=weights[0].device)
-
-
-def _is_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """No format is. Optimizers ask it of every parameter at each step."""
-    return False if len(args) == 1 and not kwargs else NotImplemented
-
-
-SHORTCUTS[torch.is_complex] = _is_complex

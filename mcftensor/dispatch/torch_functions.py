@@ -80,28 +80,23 @@ class _Widen(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor) -> tuple[Tensor, Any]:
-        """Elements alone matter."""
         return _Widen.apply(x), in_dims[0]
 
     @staticmethod
     def forward(x: MCFTensor) -> Tensor:
-        """Collapse."""
         return plainly(x, WIDE)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep the format."""
         ctx.format = getattr(inputs[0], "format", None)
 
     @staticmethod
     def jvp(ctx: Any, tangent: MCFTensor) -> Tensor:
-        """Collapse."""
         made: Tensor = _Widen.apply(tangent)
         return made
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> MCFTensor:
-        """Split."""
         wrapped = is_wrapped(grad)
         return _Narrow.apply(grad, ctx.format.name) if wrapped else value_of(grad, ctx.format)
 
@@ -111,28 +106,23 @@ class _Narrow(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, format: str) -> tuple[Tensor, Any]:
-        """Elements alone matter."""
         return _Narrow.apply(x, format), in_dims[0]
 
     @staticmethod
     def forward(x: Tensor, format: str) -> MCFTensor:
-        """Split."""
         return value_of(x, named(format))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep the format."""
         ctx.format = inputs[1]
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: Any) -> MCFTensor:
-        """Split."""
         made: MCFTensor = _Narrow.apply(tangent, ctx.format)
         return made
 
     @staticmethod
     def backward(ctx: Any, grad: MCFTensor) -> tuple[Tensor, None]:
-        """Collapse."""
         return (_Widen.apply(grad) if is_wrapped(grad) else plainly(grad, WIDE)), None
 
 

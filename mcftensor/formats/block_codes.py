@@ -7,16 +7,16 @@ same. A tensor keeps beside them how often it was written to, for balanced round
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from mcftensor.arithmetic.machine_numbers import Machine
 from mcftensor.arithmetic.noise import Noise, Rounding
 from mcftensor.arithmetic.number_protocol import Floats, Sum
-from mcftensor.formats.format import SUFFIXES, Component, Format, named
+from mcftensor.formats.format import SUFFIXES, Component, StoredFormat, named
 from mcftensor.kernels.block_scales import block_max, shape_of_shared, spread
 
 _INFINITY = 0x7F800000
@@ -51,7 +51,7 @@ class Scales(Component):
         return shape_of_shared(shape)
 
 
-class BlockFormat(Format):
+class BlockFormat(StoredFormat):
     """A byte for each element, and one more for each block of 32 elements of a row.
 
     A row is all that one index of the first dimension leaves, so that parts along this dimension
@@ -59,12 +59,10 @@ class BlockFormat(Format):
     """
 
     def __init__(self, stem: str, rounding: Rounding) -> None:
-        self.stem, self.rounding = stem, rounding
-        self.name = _name_of(stem, rounding)
-        self.components = (Component("codes", torch.uint8), Scales("scales", torch.uint8))
-        self.numbers = Machine(torch.float32)
+        codes, scales = Component("codes", torch.uint8), Scales("scales", torch.uint8)
+        super().__init__(stem, rounding, codes, scales)
 
-    @property
+    @functools.cached_property
     def dtype(self) -> torch.dtype:
         """Of the numbers: the codes by themselves are none."""
         return torch.float32
@@ -77,10 +75,6 @@ class BlockFormat(Format):
     @property
     def of_gradients(self) -> None:
         """No parameter is in such a format."""
-
-    def with_rounding(self, rounding: Rounding) -> Format:
-        """The same codes."""
-        return named(_name_of(self.stem, rounding))
 
     def decode(self, stored: Floats) -> Floats:
         """One float32: what a code says, times the scale of its block."""
@@ -109,11 +103,6 @@ class BlockFormat(Format):
     @abstractmethod
     def written(self, x: Tensor, magnitude: Tensor, scales: Tensor, noise: Noise | None) -> Tensor:
         """The codes of numbers, whose magnitudes are given as patterns, under scales."""
-
-    def __repr__(self) -> str:
-        if self.rounding == "balanced":
-            return f"mcf.{self.name}"
-        return f'mcf.{self.stem}.with_rounding("{self.rounding}")'
 
 
 class MXFP8(BlockFormat):
@@ -261,11 +250,6 @@ def _rounded(bits: Tensor, noise: Noise | None) -> Tensor:
     if noise is not None:
         return (bits + noise.bits(_LOST)) >> _LOST
     return (bits + ((bits >> _LOST) & 1) + ((1 << (_LOST - 1)) - 1)) >> _LOST
-
-
-def _name_of(stem: str, rounding: Rounding) -> str:
-    suffixes: dict[Rounding, str] = {**SUFFIXES, "balanced": "", "nearest": "rn"}
-    return stem + suffixes[rounding]
 
 
 for _rounding in SUFFIXES:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from mcftensor.arithmetic.base_types import BASES, NARROW
 from mcftensor.formats.bf16_integer import bf16i16
-from mcftensor.formats.format import ExpansionFormat, Format, default_format
+from mcftensor.formats.expansion_format import ExpansionFormat, default_format
+from mcftensor.formats.format import Format
 
 _LARGE = 0.75
 """Root mean square of weights that two terms are too coarse for: above that of any linear layer or

@@ -7,6 +7,8 @@ and tail are one pattern of more significand bits, and the code is the nearest o
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from mcftensor.arithmetic.machine_numbers import Machine
@@ -14,7 +16,7 @@ from mcftensor.arithmetic.noise import Noise, Rounding
 from mcftensor.arithmetic.number_protocol import Floats, Sum
 from mcftensor.arithmetic.rounding import quiet
 from mcftensor.formats.block_codes import Scales, e4m3_patterns, factors_of
-from mcftensor.formats.format import SUFFIXES, Component, Format, named
+from mcftensor.formats.format import SUFFIXES, Component, Format, StoredFormat, named
 from mcftensor.kernels.block_scales import block_max, spread
 
 _INFINITY = 0x7F800000
@@ -24,7 +26,7 @@ _SPARE = 20  # bits of a float32's significand that a code has not
 _LEAST = 127 - 101
 
 
-class ScaledTailFormat(Format):
+class ScaledTailFormat(StoredFormat):
     """E4M3 codes with integer tails of 8 or 16 bits, and a scale for each block of 32 of a row.
 
     12 or 20 significand bits over 14 binades below the largest of a block, and multiples of 2^-17
@@ -41,17 +43,12 @@ class ScaledTailFormat(Format):
     lends = ("mxfp8", (0, 2))
 
     def __init__(self, bits: int, rounding: Rounding) -> None:
-        self.bits, self.rounding = bits, rounding
-        self.name = _name_of(bits, rounding)
-        tail = {8: torch.int8, 16: torch.int16}[bits]
-        self.components = (
-            Component("codes", torch.uint8),
-            Component("tail", tail),
-            Scales("scales", torch.uint8),
-        )
-        self.numbers = Machine(torch.float32)
+        self.bits = bits
+        tail = Component("tail", {8: torch.int8, 16: torch.int16}[bits])
+        codes, scales = Component("codes", torch.uint8), Scales("scales", torch.uint8)
+        super().__init__(f"e4m3i{bits}", rounding, codes, tail, scales)
 
-    @property
+    @functools.cached_property
     def dtype(self) -> torch.dtype:
         """That in which a model computes: the codes by themselves are no numbers."""
         return torch.bfloat16
@@ -72,10 +69,6 @@ class ScaledTailFormat(Format):
         """Under the least scale: the smallest normal E4M3, and the last bit of a tail."""
         scale = 2.0 ** (_LEAST - 127)
         return 2.0**-6 * scale, 2.0 ** -(9 + self.bits) * scale
-
-    def with_rounding(self, rounding: Rounding) -> Format:
-        """The same components."""
-        return named(_name_of(self.bits, rounding))
 
     def decode(self, stored: Floats) -> Floats:
         """One float32: the pattern of code and tail, times the scale."""
@@ -127,11 +120,6 @@ class ScaledTailFormat(Format):
         tails = torch.where(is_below | is_nan, rest, tails)
         return [codes, tails, scales], int(is_below.count_nonzero())
 
-    def __repr__(self) -> str:
-        if self.rounding == "balanced":
-            return f"mcf.{self.name}"
-        return f'mcf.e4m3i{self.bits}.with_rounding("{self.rounding}")'
-
 
 class LentFormat(Format):
     """What a parameter under shared scales lends where a view is not of its rows: the bfloat16 that
@@ -142,11 +130,6 @@ class LentFormat(Format):
 
     def __init__(self) -> None:
         self.numbers = Machine(torch.float32)
-
-    @property
-    def precision(self) -> int:
-        """Significand bits of a float32."""
-        return 24
 
     @property
     def of_states(self) -> Format:
@@ -168,11 +151,6 @@ class LentFormat(Format):
             "holds what the model computes with, and writing to it would not reach the parameter: "
             "write to the parameter itself, or to its rows"
         )
-
-
-def _name_of(bits: int, rounding: Rounding) -> str:
-    suffixes: dict[Rounding, str] = {**SUFFIXES, "balanced": "", "nearest": "rn"}
-    return f"e4m3i{bits}{suffixes[rounding]}"
 
 
 for _rounding in SUFFIXES:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from mcftensor.formats.format import ExpansionFormat, Format, require_format
+from mcftensor.formats.expansion_format import ExpansionFormat
+from mcftensor.formats.format import Format
+from mcftensor.formats.requirements import require_format
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mcftensor.formats.format import MAX_TERMS, ExpansionFormat, Format
+from mcftensor.formats.expansion_format import MAX_TERMS, ExpansionFormat
+from mcftensor.formats.format import Format
 
 
 def require_one_base(name: str, formats: Sequence[Format]) -> None:

@@ -1,12 +1,14 @@
-"""Rules of arithmetic on elements: + − · /, and what optimizers make of them."""
+"""Rules of arithmetic on elements: the operators of `dispatch/operators.py`, and a few others."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mcftensor.dispatch.operators import OPERATORS, Operator
 from mcftensor.scaling.exponents import times_power
 from mcftensor.scaling.rule_shapes import on_data
 from mcftensor.scaling.rule_table import aten, rule
@@ -15,49 +17,78 @@ from mcftensor.scaling.scaled_numbers import Placing, Unrounded, number, product
 on_data(aten.neg, aten.abs, keeps_tails=True)
 
 
-@rule(aten.add, keeps_tails=True)
-def _add(x: Any, y: Any, alpha: float = 1) -> Unrounded:
-    """Residual connections, weight decay, sums of gradients."""
-    return sum_of(number(x), _multiple(number(y), alpha))
+def _times(x: Unrounded, factor: Any) -> Unrounded:
+    is_one = not isinstance(factor, Tensor) and factor == 1
+    return x if is_one else product_of(x, number(factor))
 
 
-@rule(aten.sub, keeps_tails=True)
-def _sub(x: Any, y: Any, alpha: float = 1) -> Unrounded:
-    return sum_of(number(x), _multiple(number(y), -alpha))
+def _fma(a: Any, b: Any, x: Any, value: Any = 1) -> Unrounded:
+    """x + value · a · b; sums of squares, as second moments are, have twice the range, and are
+    placed high."""
+    total = sum_of(number(x), _times(_times(number(a), b), value))
+    return Unrounded(total.mantissa, total.exponent, "high" if a is b else "by rule")
 
 
-@rule(aten.rsub, keeps_tails=True)
-def _rsub(x: Any, y: Any, alpha: float = 1) -> Unrounded:
-    return sum_of(number(y), _multiple(number(x), -alpha))
+def _quotient(x: Any, y: Any, placing: Placing = "by rule") -> Unrounded:
+    a, b = number(x), number(y)
+    return Unrounded(a.mantissa / b.mantissa, a.exponent - b.exponent, placing)
 
 
-def _multiple(x: Unrounded, alpha: float) -> Unrounded:
-    return x if alpha == 1 else product_of(x, number(alpha))
-
-
-@rule(aten.mul, keeps_tails=True)
-def _mul(x: Any, y: Any) -> Unrounded:
-    return product_of(number(x), number(y))
-
-
-@rule(aten.div.Tensor, aten.div.Scalar, keeps_tails=True)
 def _div(x: Any, y: Any) -> Unrounded:
     """The scales divide; between tensors quotients lie far from 1, and go by their size."""
-    a, b = number(x), number(y)
-    placing: Placing = "by size" if isinstance(y, Tensor) and y.dim() else "by rule"
-    return Unrounded(a.mantissa / b.mantissa, a.exponent - b.exponent, placing)
+    return _quotient(x, y, "by size" if isinstance(y, Tensor) and y.dim() else "by rule")
+
+
+def _lerp(x: Any, end: Any, weight: Any) -> Unrounded:
+    """First moments: (1 − w) · x + w · end, by the rule of a sum."""
+    w = float(weight) if isinstance(weight, Tensor) and not weight.dim() else weight
+    if isinstance(w, Tensor):
+        difference = sum_of(number(end), _times(number(x), -1))
+        return sum_of(number(x), product_of(difference, number(w)))
+    return sum_of(_times(number(x), 1 - w), _times(number(end), w))
+
+
+def _sqrt(x: Any) -> Unrounded:
+    """√data at half the exponent; where that is odd, of twice the data."""
+    a = number(x)
+    return Unrounded(times_power(a.mantissa, a.exponent & 1).sqrt(), a.exponent >> 1)
+
+
+# By the names of `arithmetic/formulas.py`, of which `dispatch/operators.py` makes operators.
+_FORMULAS: dict[str, Callable[..., Unrounded]] = {
+    "add": lambda x, y: sum_of(number(x), number(y)),
+    "sub": lambda x, y: sum_of(number(x), _times(number(y), -1)),
+    "fma": _fma,
+    "fnma": lambda a, b, x: _fma(a, -b, x),
+    "addcmul": lambda x, a, b, value: _fma(a, b, x, value),
+    "addcdiv": lambda x, a, b, value: sum_of(number(x), _times(_quotient(a, b), value)),
+    "mul": lambda x, y: product_of(number(x), number(y)),
+    "div": _div,
+    "square": lambda x: product_of(number(x), number(x)),
+    "sqrt": _sqrt,
+    "lerp": _lerp,
+}
+
+
+def _register(operator: Operator) -> None:
+    packet = getattr(aten, operator.name)
+    overloads = [
+        getattr(packet, x) for x in packet.overloads() if "out" not in x and "mode" not in x
+    ]
+
+    @rule(*overloads, keeps_tails=True)
+    def compute(*args: Any, **kwargs: Any) -> Unrounded:
+        name, operands = operator.formula(*args, **kwargs)
+        return _FORMULAS[name](*operands)
+
+
+for _operator in OPERATORS.values():
+    _register(_operator)
 
 
 @rule(aten.sign, aten.sgn)
 def _sign(x: Any) -> Unrounded:
     return Unrounded(number(x).mantissa.sign(), 0)
-
-
-@rule(aten.sqrt, keeps_tails=True)
-def _sqrt(x: Any) -> Unrounded:
-    """√data at half the exponent; where that is odd, of twice the data."""
-    a = number(x)
-    return Unrounded(times_power(a.mantissa, a.exponent & 1).sqrt(), a.exponent >> 1)
 
 
 @rule(aten.rsqrt)
@@ -77,31 +108,6 @@ def _pow(x: Any, exponent: float) -> Unrounded:
     if exponent == int(exponent) and 0 < exponent <= 4:
         return Unrounded(number(x).mantissa.pow(exponent), x.exponent * int(exponent))
     return Unrounded(number(x).plain().pow(exponent), 0, "by size")
-
-
-@rule(aten.lerp, keeps_tails=True)
-def _lerp(x: Any, end: Any, weight: Any) -> Unrounded:
-    """First moments: (1 − w) · x + w · end, by the rule of a sum."""
-    w = float(weight) if isinstance(weight, Tensor) and not weight.dim() else weight
-    if isinstance(w, Tensor):
-        difference = sum_of(number(end), _multiple(number(x), -1))
-        return sum_of(number(x), product_of(difference, number(w)))
-    return sum_of(_multiple(number(x), 1 - w), _multiple(number(end), w))
-
-
-@rule(aten.addcmul, keeps_tails=True)
-def _addcmul(x: Any, a: Any, b: Any, value: float = 1) -> Unrounded:
-    """Second moments: x + value · a · b; sums of squares, with twice the range, are placed high."""
-    total = sum_of(number(x), _multiple(product_of(number(a), number(b)), value))
-    return Unrounded(total.mantissa, total.exponent, "high" if a is b else "by rule")
-
-
-@rule(aten.addcdiv, keeps_tails=True)
-def _addcdiv(x: Any, a: Any, b: Any, value: float = 1) -> Unrounded:
-    """The updates of Adam: x + value · a / b."""
-    n, d = number(a), number(b)
-    quotient = Unrounded(n.mantissa / d.mantissa, n.exponent - d.exponent)
-    return sum_of(number(x), _multiple(quotient, value))
 
 
 def _larger_or_smaller(choose: Any, *operators: Any) -> None:

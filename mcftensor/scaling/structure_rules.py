@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcftensor.dispatch.structure import MOVES
 from mcftensor.formats.moving import move_component
 from mcftensor.scaling.exponents import ANY, largest
 from mcftensor.scaling.rule_table import aten, rule
@@ -31,25 +32,11 @@ def _moved_by(func: Any) -> Callable[..., ScaledTensor]:
 
 
 for _operator in (
-    aten.clone.default,
-    aten.flip.default,
-    aten.roll.default,
-    aten.tril.default,
-    aten.triu.default,
+    *MOVES,
     aten._unsafe_view.default,  # flatten and reshape of what is not contiguous
-    aten.index.Tensor,
-    aten.index_select.default,
-    aten.gather.default,
-    aten.repeat.default,
     aten.view_as_real_copy.default,
-    aten.select_backward.default,
-    aten.slice_backward.default,
     aten.lift_fresh.default,  # torch.tensor and checkpoints
-    aten._pin_memory.default,
-    aten.pixel_shuffle.default,
-    aten.pixel_unshuffle.default,
-    aten.im2col.default,
-    aten._unsafe_index.Tensor,
+    *(aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.im2col.default),
 ):
     rule(_operator)(_moved_by(_operator))
 

@@ -8,7 +8,6 @@ graph and no shard keeps it. Where a model sees other parts of a parameter than 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +16,7 @@ from mcftensor.formats import lent as LENT
 from mcftensor.kernels.custom_ops import is_bare
 from mcftensor.passes.format_conversion import recode
 from mcftensor.tensor.components import wrapper
-from mcftensor.tensor.tensor import MCFTensor
+from mcftensor.tensor.tensor import MCFTensor, each_view
 
 
 class LentTensor(MCFTensor):
@@ -37,10 +36,9 @@ class LentTensor(MCFTensor):
         made._source, made._view = source, view
         return made
 
-    def viewed(self, view: Callable[[Tensor], Tensor]) -> MCFTensor:
-        """A view of it."""
-        first = self._view
-        return LentTensor.over(self._source, lambda x: view(first(x)))
+    def views(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The results of an operator that makes views."""
+        return lent_views(func, self, args, kwargs)
 
     @property
     def _component0(self) -> Tensor:  # type: ignore[override]
@@ -56,15 +54,14 @@ class LentTensor(MCFTensor):
 
 def lent_views(func: Any, x: MCFTensor, args: Any, kwargs: Any) -> Any:
     """The results of a view of what a parameter lends, or of what it has lent."""
-    over = x.viewed if isinstance(x, LentTensor) else partial(LentTensor.over, x)
-    views = func(x._component0, *args, **kwargs)
-    if isinstance(views, Tensor):
-        return over(lambda t: func(t, *args, **kwargs))
 
-    def one(i: int) -> Callable[[Tensor], Tensor]:
-        return lambda t: func(t, *args, **kwargs)[i]
+    def over(_: Tensor, view: Callable[[Tensor], Tensor]) -> MCFTensor:
+        if not isinstance(x, LentTensor):
+            return LentTensor.over(x, view)
+        first = x._view
+        return LentTensor.over(x._source, lambda t: view(first(t)))
 
-    return type(views)(over(one(i)) for i in range(len(views)))
+    return each_view(over, func, x._component0, args, kwargs)
 
 
 def holding(x: MCFTensor, numbers: Tensor) -> MCFTensor:

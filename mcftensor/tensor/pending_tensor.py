@@ -33,34 +33,46 @@ _KNOWN = {
 }
 
 
-class PendingTensor(torch.Tensor):
-    """A plain tensor that is yet to be made."""
+class PromisedTensor(torch.Tensor):
+    """A tensor that the tape is to make or to write to."""
 
     _place: tuple[Strand, int]
-    _plain: Tensor
+    _role: Any
 
-    # What puts operations on the tape; `dispatch/defer.py` sets it.
-    _shortcuts: ClassVar[dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]] = {}
-
-    @staticmethod
+    @classmethod
     def result(
+        cls,
         shape: torch.Size,
         stride: Sequence[int],
         format: Format,
         device: torch.device,
         place: tuple[Strand, int],
-    ) -> PendingTensor:
+    ) -> Any:
         """A tensor that the tape is to make."""
-        made: PendingTensor = torch.Tensor._make_wrapper_subclass(
-            PendingTensor, shape, strides=stride, dtype=format.dtype, device=device
+        made: PromisedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=stride, dtype=format.dtype, device=device
         )
         made._place = place
         return made
 
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """As of any tensor; torch's own way to it goes by `__torch_function__`."""
+        found: torch.device = _without_function(_get_device, (), (self,))
+        return found
+
+
+class PendingTensor(PromisedTensor):
+    """A plain tensor that is yet to be made."""
+
+    _plain: Tensor
+    _role = None
+
+    # What puts operations on the tape; `dispatch/defer.py` sets it.
+    _shortcuts: ClassVar[dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]] = {}
+
     def _hold(self, components: Sequence[Tensor], *unused: Any, **flags: Any) -> None:
         (self._plain,) = components
-
-    _role = None
 
     def give_memory(self) -> None:
         """Be without the memory of a result that has not been computed."""
@@ -87,12 +99,6 @@ class PendingTensor(torch.Tensor):
                 partial(self.__dict__.pop, "_plain"),
             ]
             list(map(partial.__call__, calls))
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """As of any tensor; torch's own way to it goes by `__torch_function__`."""
-        found: torch.device = _without_function(_get_device, (), (self,))
-        return found
 
     @classmethod
     def __torch_function__(

@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mcftensor.formats import Format
 from mcftensor.tensor.components import COMPONENTS, Role
+from mcftensor.tensor.pending_tensor import PromisedTensor
 from mcftensor.tensor.tape import LOCK, Strand
 from mcftensor.tensor.tensor import MCFTensor
 
-_without_function: Any = torch._C._disabled_torch_function_impl
-_get_device = Tensor.device.__get__
 
-
-class TapedTensor(MCFTensor):
+class TapedTensor(PromisedTensor, MCFTensor):
     """An expansion to whose components something is still to be done, or that has none yet; who
     asks for them gets them when it is done. Then it is an MCFTensor."""
 
-    _place: tuple[Strand, int]
-
-    @staticmethod
+    @classmethod
     def result(
-        shape: torch.Size,
-        stride: Sequence[int],
-        format: Format,
-        device: torch.device,
-        place: tuple[Strand, int],
-    ) -> TapedTensor:
+        cls, shape: Any, stride: Any, format: Format, device: Any, place: tuple[Strand, int]
+    ) -> Any:
         """A value that the tape is to make."""
-        made: TapedTensor = torch.Tensor._make_wrapper_subclass(
-            TapedTensor, shape, strides=stride, dtype=format.dtype, device=device
-        )
-        made._format, made._role, made._place = format, "value", place
+        made = super().result(shape, stride, format, device, place)
+        made._format, made._role = format, "value"
         return made
 
     def leave_tape(self) -> None:
@@ -57,12 +45,6 @@ class TapedTensor(MCFTensor):
                 self._place[0].run()
             if isinstance(self, TapedTensor):  # a signal has cut it short
                 self.leave_tape()
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """As of any tensor; torch's own way to it goes by `__torch_function__`."""
-        found: torch.device = _without_function(_get_device, (), (self,))
-        return found
 
     # By the name of the class: another thread may have made it an MCFTensor by now.
 

@@ -308,6 +308,11 @@ class LiftedTensor(MCFTensor):
         self._views.append((weakref.ref(made), view))
         return made
 
+    def views(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The results of an operator that makes views."""
+
+        return each_view(self.viewed, func, self._component0, args, kwargs)
+
     def grow_tails(self) -> None:
         """Make the tails, which are to be written to or handed out."""
         if self._view_of is None:
@@ -356,6 +361,24 @@ class LiftedTensor(MCFTensor):
         return self.__reduce_ex__(protocol)
 
 
+def each_view(
+    over: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor],
+    func: Any,
+    plain: Tensor,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """What an operator makes of a plain tensor, each view given with how it is had of another."""
+    views = func(plain, *args, **kwargs)
+    if isinstance(views, Tensor):
+        return over(views, lambda t: func(t, *args, **kwargs))
+
+    def one(i: int) -> Callable[[Tensor], Tensor]:
+        return lambda t: func(t, *args, **kwargs)[i]
+
+    return type(views)(over(view, one(i)) for i, view in enumerate(views))
+
+
 def lifted_gradient(gradient: Tensor, format: Format) -> Tensor:
     """What a gradient of a parameter in some format reads as within a step: one of the base as an
     expansion, or, where it is sparse, in the dtype of numbers; any other as itself. One that is a
@@ -380,13 +403,11 @@ class _Lift(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, format: Format) -> Tensor:
-        """Lift it."""
         ctx.dtype = gradient.dtype
         return _lifted(gradient.detach(), format)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Round once."""
         if isinstance(grad, MCFTensor):
             return grad._collapsed(ctx.dtype), None
         return grad.to(ctx.dtype), None

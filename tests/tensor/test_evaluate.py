@@ -131,3 +131,39 @@ def test_in_place_as_out_of_place(case, one_by_one, lying):
     # Where targets overlap what is read, the result is computed apart, by another call.
     assert lying == {case in NOT_ALIKE: [False, False], case in ALIKE: [True]}.get(True, [True] * 2)
     assert_same_terms(*results)
+
+
+class TestWithoutDispatcher:
+    """Small operations outside of a step do not go by PyTorch's dispatcher; nothing tells."""
+
+    def test_bits(self):
+        x, y = sample(mcf.bf16x2, 4, 3), sample(mcf.bf16x3, 4, 3)
+        g = torch.randn(4, 3)
+        for function in (*NEW.values(), *IN_PLACE.values()):
+            x_, there = x.clone(), x.clone()
+            found = function(x_, y, g)
+            with torch.enable_grad():
+                expected = function(there, y, g)
+            assert_same_terms(found, expected)
+            assert_same_terms(x_, there)
+
+    def test_writes_are_counted(self):
+        x, w = sample(mcf.bf16x2, 4), torch.randn(4, requires_grad=True)
+        with torch.enable_grad():
+            loss = (mcf.as_plain(x.mul_(1), torch.float32) * w).sum() + (x * w).sum()
+        before = x._version
+        x.mul_(0.5)
+        assert x._version == before + 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    def test_what_the_dispatcher_has_to_see(self):
+        x, g = sample(mcf.bf16x2, 4), torch.randn(4)
+        assert_same_terms(x + torch._neg_view(g), x - g)
+        with torch.inference_mode():
+            frozen = sample(mcf.bf16x2, 4)
+        with pytest.raises(RuntimeError, match="inference tensor"):
+            frozen.mul_(2)
+        with torch.profiler.profile() as profile:
+            x * x
+        assert "aten::mul" in {event.key for event in profile.key_averages()}

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 import mcftensor as mcf
 from mcftensor.dispatch import defer
-from mcftensor.formats.format import default_format
+from mcftensor.formats import default_format
 from mcftensor.passes import traces
 from mcftensor.tensor import tape
 from mcftensor.tensor.tensor import MCFTensor

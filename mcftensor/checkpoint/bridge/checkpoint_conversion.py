@@ -21,7 +21,7 @@ from mcftensor.checkpoint.state_dicts import as_terms
 from mcftensor.convert import as_plain, for_shape
 from mcftensor.dispatch.operands import after, value_in
 from mcftensor.formats import PLAIN, Format, bf16i16
-from mcftensor.formats.format import require_floats
+from mcftensor.formats.requirements import require_floats
 from mcftensor.tensor import MCFTensor
 from mcftensor.training.state_names import compact_format
 

@@ -1,0 +1,231 @@
+"""Multi-component floats: unevaluated sums of floats of one type."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from typing import Any, get_args
+
+import torch
+
+from mcftensor.arithmetic import networks
+from mcftensor.arithmetic.base_types import BASES
+from mcftensor.arithmetic.machine_numbers import Machine, Wide
+from mcftensor.arithmetic.network_numbers import Network
+from mcftensor.arithmetic.noise import Noise, Rounding
+from mcftensor.arithmetic.number_protocol import Floats, Number, Sum
+from mcftensor.arithmetic.rounding import peel, quiet, round_to_terms
+from mcftensor.formats.format import _REGISTRY, SUFFIXES, Component, Format, named
+
+MAX_TERMS = 6
+"""What float64 can evaluate of bfloat16, and what the range of float32 holds near 1."""
+
+
+class ExpansionFormat(Format):
+    """Unevaluated sums of floats of one type; `Format(base, terms, rounding)` makes these."""
+
+    arithmetic = "terms"
+    base: torch.dtype
+    terms: int
+
+    def __new__(
+        cls, base: torch.dtype, terms: int, rounding: Rounding = "nearest"
+    ) -> ExpansionFormat:
+        """The one format of these."""
+        _check(base, terms, rounding)
+        name = f"{BASES[base].name}x{terms:d}{SUFFIXES[rounding]}"
+        if name in _REGISTRY:
+            return _REGISTRY[name]  # type: ignore[return-value]
+        self: ExpansionFormat = object.__new__(cls)
+        self.name, self.base, self.terms, self.rounding = name, base, terms, rounding
+        self.components = tuple(Component(f"term{i}", base) for i in range(terms))
+        spare = self.takes_key  # networks compute one term more, to round it off
+        wide = self.wide
+        self.numbers = Network(base, terms + spare) if wide is None else Machine(wide)
+        return self.register()
+
+    @property
+    def base_precision(self) -> int:
+        """Significand bits p of one term, the implicit one counted."""
+        return BASES[self.base].precision
+
+    @property
+    def precision(self) -> int:
+        """Significand bits of the whole, `terms` times those of one term."""
+        return self.terms * self.base_precision
+
+    @property
+    def u(self) -> float:
+        """Unit roundoff of the base, 2^-p. Error bounds are stated in powers of it."""
+        return 2.0**-self.base_precision
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent e of the smallest normal number 2^e of the base."""
+        return BASES[self.base].min_exponent
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent e of the largest numbers: every finite one is below 2^(e+1)."""
+        return BASES[self.base].max_exponent
+
+    def extends(self, other: Format) -> bool:
+        """Whether it has terms of the same float, and as many at least."""
+        if not isinstance(other, ExpansionFormat):
+            return False
+        return other.base == self.base and other.terms <= self.terms
+
+    @property
+    def full_precision_min(self) -> float:
+        """Smallest magnitude at which a number is held to u^n for n terms.
+
+        Below it the last term falls among the subnormals of the base, loses bits, and at last
+        vanishes.
+        """
+        return 2.0 ** (self.min_exponent + (self.terms - 1) * self.base_precision)
+
+    @property
+    def wide(self) -> torch.dtype | None:
+        """Machine dtype in which arithmetic of this format is evaluated and then split.
+
+        None for bases of 32 and 64 bits and for more than three terms: there, networks of
+        error-free transformations work.
+        """
+        if self.base.itemsize > 2 or self.terms > 3:
+            return None
+        in_float32 = self.terms == 2 and self.rounding == "nearest"
+        return torch.float32 if in_float32 else torch.float64
+
+    @property
+    def result(self) -> ExpansionFormat:
+        """Arithmetic gives expansions."""
+        return self
+
+    @property
+    def of_gradients(self) -> Format:
+        """The same terms."""
+        return self.nearest
+
+    def with_rounding(self, rounding: Rounding) -> ExpansionFormat:
+        """The same terms, the last of them rounded in another way."""
+        return ExpansionFormat(self.base, self.terms, rounding)
+
+    def __repr__(self) -> str:
+        if self in FORMATS:
+            return f"mcf.{self.name}"
+        rounding = f', rounding="{self.rounding}"' if self.takes_key else ""
+        return f"mcf.Format({self.base}, {self.terms}{rounding})"
+
+    def decode(self, stored: Floats) -> Floats:
+        """The terms themselves."""
+        return stored
+
+    def encode(self, number: Sum, noise: Noise | None) -> Floats:
+        """Normalized terms."""
+        leading, *tails = number.split(self.base, self.terms, noise)
+        return [quiet(leading), *tails]
+
+    def normalized(self, stored: Floats) -> tuple[Floats, int]:
+        """Normalized terms; those do not belong together of which one is more than half an ulp of
+        the one before it."""
+        parts = [stored]
+        if all(x.is_contiguous() and x.numel() > _BLOCK for x in stored):  # memory is read once
+            parts = list(zip(*(x.view(-1).split(_BLOCK) for x in stored), strict=True))
+        found, misfits = zip(*map(_normalized, parts), strict=True)
+        if all(map(operator.is_, found, parts)):
+            return stored, 0
+        return [torch.cat(x).view_as(stored[0]) for x in zip(*found, strict=True)], sum(misfits)
+
+    def rounded(self, number: Number) -> Number:
+        """A number rounded to nearest in this format, to go on with."""
+        if not isinstance(number, Wide):
+            return number  # networks have rounded it
+        total = round_to_terms(number.value, self.base, self.terms)
+        return Wide([x.to(total.dtype) for x in peel(total, self.base, self.terms)], total)
+
+
+_BLOCK = 1 << 16
+
+
+def _normalized(stored: Floats) -> tuple[Floats, int]:
+    """`Format.normalized` of some elements; the same object where nothing is to be done."""
+    fits, is_settled = torch.ones_like(stored[0], dtype=torch.bool), True
+    for i, (a, b) in enumerate(itertools.pairwise(stored)):
+        total = a + b
+        if torch.equal(total, a):
+            continue
+        where = (total != a).nonzero(as_tuple=True)
+        a, b = a[where], b[where]
+        moved = total[where] - a  # by an ulp on a tie
+        stays, is_tie = b == 0, b.isfinite() & (moved == b + b)
+        fits[where] &= stays | is_tie
+        if i + 2 < len(stored):  # a tie is settled where what follows says that a is the nearer one
+            stays |= is_tie & (stored[i + 2][where].sign() == -b.sign())
+        is_settled &= bool(stays.all())
+    if is_settled:
+        return stored, 0
+    terms = networks.settle(networks.distill(stored, len(stored)), stored[0])
+    return terms, int(fits.numel() - fits.count_nonzero())
+
+
+def of_floats(
+    base: torch.dtype | None = None, terms: int | None = None, rounding: Rounding = "nearest"
+) -> Format:
+    """What `Format(base, terms, rounding)` gives."""
+    if base == torch.bfloat16 and terms == 1 and rounding in SUFFIXES and rounding != "nearest":
+        return named("bf16" + SUFFIXES[rounding])
+    return ExpansionFormat(base, terms, rounding)  # type: ignore[arg-type]
+
+
+def _check(base: Any, terms: Any, rounding: Any) -> None:
+    if base not in BASES:
+        raise TypeError(
+            f"Format: base {base!r} is not a dtype that expansions are made of; "
+            "use torch.bfloat16, float16, float32 or float64"
+        )
+    if rounding not in get_args(Rounding):
+        raise ValueError(
+            f"Format: rounding {rounding!r} given; it is 'nearest', 'stochastic' or 'balanced'"
+        )
+    most = _most_terms(base, rounding)
+    if not (isinstance(terms, int) and 2 <= terms <= most):
+        raise ValueError(
+            f"Format: {terms!r} terms given; expansions of {BASES[base].name} with "
+            f"{rounding} rounding have 2 to {most}"
+        )
+
+
+def _most_terms(base: torch.dtype, rounding: Rounding) -> int:
+    return 3 if base == torch.float16 else MAX_TERMS - (rounding != "nearest")
+
+
+for _base, _rounding in itertools.product(BASES, get_args(Rounding)):
+    for _terms in range(2, _most_terms(_base, _rounding) + 1):
+        ExpansionFormat(_base, _terms, _rounding)
+
+bf16x2 = ExpansionFormat(torch.bfloat16, 2)
+bf16x3 = ExpansionFormat(torch.bfloat16, 3)
+fp16x2 = ExpansionFormat(torch.float16, 2)
+fp32x2 = ExpansionFormat(torch.float32, 2)
+fp32x3 = ExpansionFormat(torch.float32, 3)
+fp64x2 = ExpansionFormat(torch.float64, 2)
+
+FORMATS = (bf16x2, bf16x3, fp16x2, fp32x2, fp32x3, fp64x2)
+"""The expansions that have a name of their own."""
+
+
+def is_vector(shape: torch.Size) -> bool:
+    """Whether at most one dimension is longer than 1, as of gains and biases."""
+    return sum(length > 1 for length in shape) <= 1
+
+
+def default_format(shape: torch.Size) -> ExpansionFormat:
+    """The format a tensor of this shape gets when none is asked for.
+
+    `bf16x3` for at most one dimension longer than 1, else `bf16x2`: norm weights live near 1,
+    where two terms lose much of a small update, and such tensors are small.
+    """
+    return bf16x3 if is_vector(shape) else bf16x2
+
+
+Format._of_floats = staticmethod(of_floats)

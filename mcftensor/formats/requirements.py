@@ -1,0 +1,51 @@
+"""Formats that callers give, as objects or names, and what is said of anything else."""
+
+from __future__ import annotations
+
+import torch
+
+from mcftensor.formats.expansion_format import FORMATS, ExpansionFormat
+from mcftensor.formats.format import _REGISTRY, PLAIN, STORAGE, Format, PlainFormat, named
+
+
+def require_format(format: object, where: str, *, with_rules: bool = False) -> Format:
+    """`format` itself if it is a Format, or the one of this name, else a TypeError that names the
+    caller `where`; formats that have rules of their own are let through where that is asked."""
+    found = _REGISTRY.get(format) if isinstance(format, str) else format
+    if isinstance(found, Format) and not isinstance(found, PlainFormat):
+        if found.rules is None or with_rules:
+            return found
+        raise TypeError(
+            f"{where}: {found.name} has one scale for each tensor, and is not accepted here; "
+            "mcf.as_expansion(x, format) and mcf.scaling.scalify(model, format) take it"
+        )
+    known = ", ".join(f"mcf.{name}" for name in [*(f.name for f in FORMATS), *STORAGE])
+    plain = isinstance(format, torch.dtype) or isinstance(found, PlainFormat)
+    raise TypeError(
+        f"{where}: {format!r} is {'a plain dtype' if plain else 'not a format'}; give one of "
+        f"{known}, its name as a string, or build one with mcf.Format"
+        + ("; None leaves a tensor as it is" if plain and "overrides" in where else "")
+    )
+
+
+def require_floats(format: object, where: str) -> Format:
+    """Return a format of floats, plain ones too: `format` itself, or that of a dtype or a name.
+
+    Raises:
+        TypeError: anything else; the message names the caller `where`.
+    """
+    found = PLAIN[format] if isinstance(format, torch.dtype) else format
+    found = named(found) if isinstance(found, str) else found
+    if isinstance(found, Format) and found.dtype.is_floating_point:
+        return found
+    raise TypeError(
+        f"{where}: {format!r} is no format of floats; give mcf.bf16i16, torch.float32, or the name "
+        "of one"
+    )
+
+
+def require_expansion_format(format: object, where: str) -> ExpansionFormat:
+    """The same for what works on terms alone."""
+    if isinstance(found := require_format(format, where), ExpansionFormat):
+        return found
+    raise TypeError(f"{where}: {format!r} does not consist of terms")
