@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
+from mcftensor.arithmetic.base_types import BASES
+from mcftensor.kernels import digit_sums
 from mcftensor.sums.digits import WIDEST, WIDTH, Grid, positions_of, products_of
 
 COUNTS = 5
@@ -37,7 +39,12 @@ def accumulate(x: Tensor, y: Tensor | None, grid: Grid) -> Tensor:
         int64, of shape (positions of the grid + 5, rows). As many as 2^29 of them can be added.
     """
     rows, length = x.shape
-    result = x.new_zeros(grid.count + COUNTS, rows, dtype=torch.int64)
+    by_row = x.new_zeros(rows, grid.count + COUNTS, dtype=torch.int64)
+    base = BASES[x.dtype]
+    least = (1 if y is None else 2) * (base.min_exponent - base.precision + 1)
+    if digit_sums.add_rows(x, y, by_row, grid.lowest, least):
+        return by_row.t()
+    result = by_row.t().contiguous()
     wide = min(length, _AT_ONCE)
     high = max(_AT_ONCE // max(wide, 1), 1)
     for top in range(0, rows, high):

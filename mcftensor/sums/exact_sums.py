@@ -23,7 +23,7 @@ def sum(
     device, or how a compiler divides the loop.
 
     *Requires*: `x` is a plain tensor of bfloat16, float16, float32 or float64, of any strides.
-    `dim` is a dimension, a tuple of them, or None for all.
+    `dim` is a dimension, a tuple of them, or None for all, as is an empty tuple.
 
     *Returns*: the sums over `dim`, which they lack, or have with length 1 if `keepdim`; of `dtype`,
     by default that of `x`.
@@ -130,7 +130,7 @@ def dot(
                 f"exact.dot: got {x.dtype} and {y.dtype}; convert one of them with .to(dtype)"
             )
         try:
-            x, y = torch.broadcast_tensors(x, y)
+            x, y = torch.broadcast_tensors(x, y if y is not x else y.view(y.shape))
         except RuntimeError:
             raise ValueError(
                 f"exact.dot: shapes {tuple(x.shape)} and {tuple(y.shape)} do not broadcast"
@@ -224,8 +224,8 @@ def _reduced(
         count *= x.shape[i]
     if finish == "mean" and count > MOST_IN_A_MEAN:
         raise ValueError(
-            f"exact.mean: means of {count} elements of a tensor of shape {tuple(x.shape)}; it takes "
-            f"at most {MOST_IN_A_MEAN}: divide the result of mcf.exact.sum"
+            f"exact.mean: means of {count} elements, of shape {tuple(x.shape)}; at most "
+            f"{MOST_IN_A_MEAN} are possible: divide the result of mcf.exact.sum"
         )
     result = Reduction.apply(x, y, dims, finish, dtype)
     for i in dims if keepdim else ():
@@ -254,9 +254,9 @@ def _result_type(name: str, x: Tensor, dtype: torch.dtype | None) -> torch.dtype
 
 def _dimensions(name: str, x: Tensor, dim: Dims) -> list[int]:
     """Dimensions in order, all of at least 0."""
-    if dim is None:
+    named = [dim] if isinstance(dim, int) else list(dim or ())
+    if not named:
         return list(range(x.dim()))
-    named = [dim] if isinstance(dim, int) else list(dim)
     most = max(x.dim(), 1)
     for i in named:
         if not -most <= i < most:

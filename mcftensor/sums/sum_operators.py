@@ -59,7 +59,7 @@ def exact_running_sum(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     grid, first = grid_of(x.dtype, 1), 0
     for accumulators in running(columns.reshape(len(columns), math.prod(columns.shape[1:])), grid):
         sums = rounded_sum(accumulators, dtype, grid)
-        result[first : first + len(sums)] = sums.view(-1, *columns.shape[1:])
+        result[first : first + len(sums)] = sums.view(len(sums), *columns.shape[1:])
         first += len(sums)
     return result.movedim(0, dim).contiguous()
 

@@ -6,19 +6,35 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd import gradcheck, gradgradcheck
 
 import mcftensor as mcf
 from common.oracle import BASES, round_fraction
+from mcftensor.kernels import digit_sums
+from mcftensor.sums.accumulators import accumulate_all
+from mcftensor.sums.correct_rounding import rounded_norm, rounded_sum
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INTEGERS = {2: np.int16, 4: np.int32, 8: np.int64}
 
+few = settings(max_examples=25)
 over_floats = pytest.mark.parametrize("dtype", FLOATS, ids=lambda d: str(d)[6:])
 
 
-# ------------------------------------------------------------------------------------- hard terms
+@pytest.fixture(autouse=True, scope="module", params=["compiled", "eager"])
+def way(request):
+    """Sums by compiled code, and by PyTorch's operators."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "eager":
+            patch.setattr(digit_sums, "add_rows", lambda *_: False)
+        elif digit_sums.COMPILED.get(digit_sums.BUILD_AFTER) is None:
+            pytest.skip("needs a C++ compiler")
+        yield request.param
+
+
+# --------------------------------------------------------------------------------------- hard terms
 
 
 def bit_patterns(rng, dtype, size):
@@ -128,10 +144,11 @@ def same_bits(x, y):
     return x.dtype == y.dtype and torch.equal(x.view(integer), y.view(integer))
 
 
-# --------------------------------------------------------------------------------- right and bare
+# ----------------------------------------------------------------------------------- right and bare
 
 
 @over_floats
+@few
 @given(**cases)
 def test_sums_and_means_are_rounded_once(dtype, seed, pattern, size):
     x = pattern(np.random.default_rng(seed), dtype, size)
@@ -143,6 +160,7 @@ def test_sums_and_means_are_rounded_once(dtype, seed, pattern, size):
 
 
 @over_floats
+@few
 @given(seed=cases["seed"], pattern=cases["pattern"], size=st.sampled_from([1, 2, 3, 10, 100]))
 def test_products_and_norms_are_rounded_once(dtype, seed, pattern, size):
     rng = np.random.default_rng(seed)
@@ -155,6 +173,7 @@ def test_products_and_norms_are_rounded_once(dtype, seed, pattern, size):
 
 
 @over_floats
+@few
 @given(**cases)
 def test_running_sums_are_rounded_once(dtype, seed, pattern, size):
     x = pattern(np.random.default_rng(seed), dtype, size)
@@ -164,6 +183,7 @@ def test_running_sums_are_rounded_once(dtype, seed, pattern, size):
         assert is_nearest(result, Fraction(total, 2**1074))
 
 
+@few
 @given(root=st.integers(2**53, 2**54), change=st.integers(-1, 1))
 def test_norms_at_ties(root, change):
     """Squares of numbers of 54 bits, and their neighbours, as sums of squares of integers."""
@@ -174,3 +194,264 @@ def test_norms_at_ties(root, change):
         rest -= squares[-1] ** 2
     x = torch.tensor(squares, dtype=torch.float64)
     assert is_nearest(mcf.exact.norm(x), root_of(Fraction(root**2 + change)))
+
+
+# --------------------------------------------------------------------------------- without an order
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@over_floats
+@pytest.mark.parametrize("pattern", [bit_patterns, normal, ill_conditioned])
+def test_neither_order_nor_threads_nor_blocks_change_a_bit(dtype, pattern, threads):
+    rng = np.random.default_rng(1)
+    x = pattern(rng, dtype, 50_000)[:50_000]
+    y = normal(rng, dtype, 50_000)
+    results = [(mcf.exact.sum(x), mcf.exact.mean(x), mcf.exact.norm(x), mcf.exact.dot(x, y))]
+    assert is_nearest(results[0][0], exact_sum(x))
+    for count in (1, 2, 4):
+        threads(count)
+        order = torch.from_numpy(rng.permutation(len(x)))
+        a, b = x[order], y[order]
+        results.append(
+            (mcf.exact.sum(a), mcf.exact.mean(a), mcf.exact.norm(a), mcf.exact.dot(a, b))
+        )
+        a, b = (z.view(100, 500).t().expand(1, 500, 100) for z in (a, b))
+        results.append(
+            (mcf.exact.sum(a), mcf.exact.mean(a), mcf.exact.norm(a), mcf.exact.dot(a, b))
+        )
+    for result in results[1:]:
+        assert all(map(same_bits, result, results[0]))
+
+
+@over_floats
+def test_accumulators_merge(dtype):
+    """However terms are divided among tensors and processes."""
+    x = bit_patterns(np.random.default_rng(2), dtype, 3000)
+    for squares, rounded, expected in (
+        (False, rounded_sum, mcf.exact.sum(x)),
+        (True, rounded_norm, mcf.exact.norm(x)),
+    ):
+        for sizes in ([3000], [1, 2999], [0, 700, 1300, 1000]):
+            parts = [accumulate_all([part], squares=squares) for part in x.split(sizes)]
+            parts.append(accumulate_all([]))
+            assert same_bits(rounded(torch.stack(parts).sum(0), dtype), expected)
+        assert same_bits(rounded(accumulate_all(x.split(100), squares=squares), dtype), expected)
+
+
+def test_accumulators_of_several_types_merge():
+    rng = np.random.default_rng(3)
+    parts = [bit_patterns(rng, dtype, 200) for dtype in FLOATS]
+    exact = sum(map(exact_sum, parts))
+    assert is_nearest(rounded_sum(accumulate_all(parts), torch.float64), exact)
+
+
+def test_a_million_terms_of_all_exponents():
+    x = bit_patterns(np.random.default_rng(4), torch.float32, 1_000_000)
+    numbers, counts = np.unique((x.double() * 2.0**149).numpy(), return_counts=True)
+    exact = Fraction(sum(int(a) * int(n) for a, n in zip(numbers, counts, strict=True)), 2**149)
+    assert is_nearest(mcf.exact.sum(x), exact)
+    assert is_nearest(mcf.exact.sum(x, dtype=torch.float64), exact)
+
+
+# ------------------------------------------------------------------------------- shapes and strides
+
+
+@over_floats
+@pytest.mark.parametrize("dim", [None, 0, 1, -1, (0, 2), (-1, 0), (0, 1, 2), ()])
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_dimensions(dtype, dim, keepdim):
+    """Against torch on small integers, whose sums are exact in any order."""
+    x = torch.from_numpy(np.random.default_rng(5).integers(-3, 4, (2, 3, 4))).to(dtype)
+    views = [
+        x,
+        x.transpose(0, 2).contiguous().transpose(0, 2),
+        x.repeat_interleave(2, 2)[:, :, ::2],
+    ]
+    dims = dim if dim is None or isinstance(dim, int) else list(dim)
+    expected = x.sum(dims, keepdim)
+    for view in views:
+        assert same_bits(mcf.exact.sum(view, dim, keepdim), expected)
+        assert same_bits(mcf.exact.dot(view, torch.ones(4).to(dtype), dim, keepdim), expected)
+    assert mcf.exact.mean(x, dim, keepdim).shape == expected.shape
+    squares = (x * x).sum(dims, keepdim)
+    root = squares.double().sqrt().to(dtype)
+    assert same_bits(mcf.exact.norm(x, dim, keepdim), root)
+
+
+def test_dimensions_of_running_sums():
+    x = torch.from_numpy(np.random.default_rng(6).integers(-3, 4, (20, 3, 400))).float()
+    for dim in (0, 1, 2, -1):
+        assert same_bits(mcf.exact.cumsum(x, dim), x.cumsum(dim))
+        assert same_bits(mcf.exact.cumsum(x[::2, :, ::3], dim), x[::2, :, ::3].cumsum(dim))
+
+
+def test_tensors_without_elements_or_dimensions():
+    nothing, one = torch.zeros(0, 3), torch.tensor(-2.0)
+    for function in (mcf.exact.sum, mcf.exact.norm):
+        assert same_bits(function(nothing), torch.tensor(0.0))
+        assert same_bits(function(nothing, 0), torch.zeros(3))
+        assert same_bits(function(nothing, 1), torch.zeros(0))
+    assert mcf.exact.mean(nothing).isnan()
+    assert mcf.exact.cumsum(nothing, 0).shape == (0, 3)
+    assert mcf.exact.cumsum(nothing, 1).shape == (0, 3)
+    for dim in (None, 0, -1, ()):
+        assert same_bits(mcf.exact.sum(one, dim), one)
+        assert same_bits(mcf.exact.mean(one, dim, True), one)
+    assert same_bits(mcf.exact.cumsum(one, -1), one)
+
+
+# ------------------------------------------------------------------------------------ special terms
+
+_INF, _NAN = math.inf, math.nan
+
+
+@over_floats
+@pytest.mark.parametrize(
+    ("terms", "expected"),
+    [
+        ([1, _INF], _INF),
+        ([-_INF, 1, -_INF], -_INF),
+        ([_INF, -_INF], _NAN),
+        ([1, _NAN, _INF], _NAN),
+        ([-0.0, -0.0], -0.0),
+        ([-0.0, 0.0], 0.0),
+        ([1, -1, -0.0], 0.0),
+        ([-0.0], -0.0),
+    ],
+)
+def test_special_terms(dtype, terms, expected):
+    x, expected = torch.tensor(terms, dtype=dtype), torch.tensor(expected, dtype=dtype)
+    many = torch.cat([x, x[-1:].expand(5000)])
+    for result in (
+        *(mcf.exact.sum(x), mcf.exact.mean(x), mcf.exact.dot(x, torch.ones_like(x))),
+        *(mcf.exact.cumsum(x, 0)[-1], mcf.exact.sum(many), mcf.exact.sum(x.view(1, -1), 1)[0]),
+    ):
+        assert result.isnan() if expected.isnan() else same_bits(result, expected)
+    norm = mcf.exact.norm(x)
+    assert norm.isnan() if _NAN in map(abs, terms) or x.isnan().any() else norm >= 0
+
+
+@over_floats
+def test_special_products(dtype):
+    x = torch.tensor([0.0, 1.0], dtype=dtype)
+    assert mcf.exact.dot(x, torch.tensor([_INF, 1.0], dtype=dtype)).isnan()
+    zeros = mcf.exact.dot(torch.zeros_like(x), -torch.ones_like(x))
+    assert same_bits(zeros, torch.tensor(-0.0, dtype=dtype))
+    least = torch.full((2,), 2.0 ** BASES[dtype].quantum, dtype=dtype)
+    most = torch.full((2,), torch.finfo(dtype).max, dtype=dtype)
+    assert same_bits(mcf.exact.dot(least, -least), torch.tensor(-0.0, dtype=dtype))
+    assert mcf.exact.dot(most, torch.tensor([1.0, -1.0], dtype=dtype)) == 0
+    assert same_bits(mcf.exact.norm(least[:1]), least[0])
+    assert mcf.exact.norm(most) == _INF
+    assert same_bits(mcf.exact.norm(most[:1]), most[0])
+
+
+# -------------------------------------------------------------------- gradients, compilers, batches
+
+FUNCTIONS = {
+    "sum": lambda x: mcf.exact.sum(x, 1),
+    "mean": lambda x: mcf.exact.mean(x, (0, -1), True),
+    "norm": lambda x: mcf.exact.norm(x, 0),
+    "cumsum": lambda x: mcf.exact.cumsum(x, -1),
+    "dot": lambda x: mcf.exact.dot(x, x.flip(0) + 1, 1),
+    "square": lambda x: mcf.exact.dot(x, x),
+}
+over_functions = pytest.mark.parametrize("name", FUNCTIONS)
+
+
+def a_batch(dtype=torch.float64):
+    x = torch.from_numpy(np.random.default_rng(7).standard_normal((2, 3, 4))).to(dtype)
+    return x.requires_grad_()
+
+
+@over_functions
+def test_gradients(name):
+    assert gradcheck(FUNCTIONS[name], (a_batch(),))
+    assert gradgradcheck(FUNCTIONS[name], (a_batch(),))
+
+
+@over_floats
+def test_gradients_have_the_type_of_the_operand(dtype):
+    x = a_batch(dtype)
+    mcf.exact.sum(mcf.exact.norm(x, 1, dtype=torch.float64)).backward()
+    assert x.grad.dtype == dtype
+    expected = x.detach().double() / x.detach().double().norm(dim=1, keepdim=True)
+    torch.testing.assert_close(x.grad.double(), expected, rtol=2.0**-6, atol=0)
+
+
+def test_the_gradient_of_a_norm_of_zero_is_zero():
+    x = torch.zeros(3, requires_grad=True)
+    mcf.exact.norm(x).backward()
+    assert torch.equal(x.grad, torch.zeros(3))
+
+
+def test_gradients_of_gradients_have_no_order():
+    """That of a norm's share is a sum over all elements."""
+    x = ill_conditioned(np.random.default_rng(8), torch.float32, 300).requires_grad_()
+    y = x.detach().flip(0).requires_grad_()
+    found = []
+    for z in (x, y):
+        (gradient,) = torch.autograd.grad(mcf.exact.dot(z, z) ** 2, z, create_graph=True)
+        (second,) = torch.autograd.grad(mcf.exact.sum(gradient), z)
+        found.append(second)
+    assert same_bits(found[0], found[1].flip(0))
+
+
+@over_functions
+def test_batches(name):
+    x, function = a_batch(), FUNCTIONS[name]
+    for dim in (0, 1, 2):
+        members = [function(y.unsqueeze(0)) for y in x.unbind(dim)]
+        batch = torch.vmap(lambda y: function(y.unsqueeze(0)), in_dims=dim)(x)
+        assert same_bits(batch.detach(), torch.stack(members).detach())
+    y = torch.func.vmap(torch.func.grad(lambda y: function(y.unsqueeze(0)).sum()))(x)
+    assert y.shape == x.shape
+
+
+def test_batches_of_one_factor():
+    x, y = a_batch().detach(), a_batch().detach()[0]
+    one = torch.vmap(lambda a: mcf.exact.dot(a, y, 0))(x)
+    assert same_bits(one, torch.stack([mcf.exact.dot(a, y, 0) for a in x]))
+
+
+@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function:DeprecationWarning")  # torch's
+def test_compiled_programs():
+    def program(x):
+        return torch.stack([mcf.exact.sum(FUNCTIONS[name](x * 2)) for name in FUNCTIONS])
+
+    x, y = a_batch(torch.float32), a_batch(torch.float32)
+    compiled = torch.compile(program, fullgraph=True)
+    a, b = program(x), compiled(y)
+    assert same_bits(a.detach(), b.detach())
+    a.sum().backward()
+    b.sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)  # elsewhere a compiler may contract products
+
+
+# ------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("error", "call", "message"),
+    [
+        (TypeError, lambda x: mcf.exact.sum(x.long()), "exact.sum: got torch.int64; give a plain"),
+        (TypeError, lambda x: mcf.exact.norm([1.0]), "exact.norm: got list; give"),
+        (TypeError, lambda x: mcf.exact.dot(x, 2.0), "exact.dot: got float; give"),
+        (TypeError, lambda x: mcf.exact.dot(x, x.double()), "float32 and torch.float64; convert"),
+        (TypeError, lambda x: mcf.exact.mean(x, dtype=torch.int32), "a result of torch.int32"),
+        (ValueError, lambda x: mcf.exact.dot(x, x[0, :2]), r"shapes \(2, 3\) and \(2,\)"),
+        (ValueError, lambda x: mcf.exact.sum(x, (0, -2)), "names a dimension twice"),
+        (IndexError, lambda x: mcf.exact.cumsum(x, 2), r"cumsum: dimension 2 .*-2 to 1"),
+        (ValueError, lambda x: mcf.exact.mean(x[0, 0].expand(2**31)), "at most 2147483647"),
+        (TypeError, lambda x: mcf.exact.sum(mcf.as_expansion(x, mcf.bf16x2)), "expansion"),
+    ],
+)
+def test_errors(error, call, message):
+    with pytest.raises(error, match=message):
+        call(torch.ones(2, 3))

@@ -1,0 +1,412 @@
+"""Exact sums of rows of floats on the CPU, in one pass over memory.
+
+A chunk of 4096 terms stays in the cache. Added to a large enough power of two, a term becomes a
+multiple of its unit in the last place, and the bit pattern of the sum counts these units. Patterns
+are added as integers. What is left of the terms, exactly, goes the same way with a smaller power of
+two, until nothing is left. The sums of integers are added to the digits of the row's accumulator.
+
+Source: S. M. Rump, T. Ogita, S. Oishi, "Accurate floating-point summation part I: faithful
+rounding", SIAM J. Sci. Comput. 31(1), 2008 (the extraction); R. Neal, "Fast exact summation using
+small and large superaccumulators", 2015 (digits in integers).
+"""
+
+from __future__ import annotations
+
+from array import array
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from mcftensor.kernels import cpu, probe_inputs
+from mcftensor.kernels.cpp import GRAIN
+
+# Elements after which the time to look for compiled code, and to make it, is well spent.
+LOOK_AFTER = 1 << 14
+BUILD_AFTER = 1 << 20
+
+_KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
+
+SOURCE = """\
+using int32_t = __INT32_TYPE__;
+using int64_t = __INT64_TYPE__;
+using uint16_t = __UINT16_TYPE__;
+using uint32_t = __UINT32_TYPE__;
+using uint64_t = __UINT64_TYPE__;
+#define INLINE static inline __attribute__((always_inline))
+
+constexpr int64_t CHUNK = 4096, LANES = 16;
+constexpr int WIDTH = 31, MOST_DIGITS = 160;
+constexpr int64_t MASK = (1ll << WIDTH) - 1;
+
+template <class T, int COUNT>
+struct Vector { typedef T type __attribute__((vector_size(sizeof(T) * COUNT))); };
+using U = Vector<uint32_t, LANES>::type;
+using H = Vector<uint16_t, LANES>::type;
+using HalfF = Vector<float, LANES / 2>::type;
+using D = Vector<double, LANES / 2>::type;
+using L = Vector<int64_t, LANES / 2>::type;
+
+template <class To, class From>
+INLINE To as(From x) {
+  static_assert(sizeof(To) == sizeof(From), "a bit pattern in another type has the same size");
+  To y;
+  __builtin_memcpy(&y, &x, sizeof y);
+  return y;
+}
+template <class V, class T>
+INLINE V load(const T *p) {
+  V x;
+  __builtin_memcpy(&x, p, sizeof x);
+  return x;
+}
+template <class V>
+INLINE auto most(V x) {
+  auto m = x[0];
+  for (unsigned i = 1; i < sizeof x / sizeof m; ++i) m = x[i] > m ? x[i] : m;
+  return m;
+}
+
+INLINE U bits_of(const float *p) { return load<U>(p); }
+INLINE U bits_of(const uint16_t *p) {
+  return __builtin_convertvector(load<H>(p), U) << 16;
+}
+INLINE void widen(const float *p, D &a, D &b) {
+  a = __builtin_convertvector(load<HalfF>(p), D);
+  b = __builtin_convertvector(load<HalfF>(p + LANES / 2), D);
+}
+INLINE void widen(const uint16_t *p, D &a, D &b) {
+  U both = bits_of(p);
+  widen(reinterpret_cast<const float *>(&both), a, b);
+}
+INLINE void widen(const double *p, D &a, D &b) {
+  a = load<D>(p);
+  b = load<D>(p + LANES / 2);
+}
+INLINE double wide(float x) { return x; }
+INLINE double wide(double x) { return x; }
+INLINE double wide(uint16_t x) { return as<float>(uint32_t(x) << 16); }
+
+INLINE double power(int exponent) { return as<double>(uint64_t(exponent + 1023) << 52); }
+INLINE int exponent_of_normal(double x) { return int(as<uint64_t>(x) >> 52 & 2047) - 1023; }
+INLINE int exponent_of(double x) {
+  if (x < 0x1p-900) return exponent_of_normal(x * 0x1p200) - 200;
+  return exponent_of_normal(x);
+}
+
+// The accumulator of one row, and where the grid begins.
+struct Sum {
+  int64_t digits[MOST_DIGITS] = {};
+  int64_t plus = 0, minus = 0, nan = 0, minus_zeros = 0, others = 0;
+  int lowest;
+  explicit Sum(int lowest) : lowest(lowest) {}
+
+  // value * 2^exponent
+  void add(int64_t value, int exponent) {
+    int place = exponent - lowest * WIDTH;
+    __int128 shifted = (__int128)value << place % WIDTH;
+    place /= WIDTH;
+    digits[place] += int64_t(shifted) & MASK;
+    digits[place + 1] += int64_t(shifted >> WIDTH) & MASK;
+    digits[place + 2] += int64_t(shifted >> 2 * WIDTH);
+  }
+  // The same of magnitudes up to 2^106, one by one.
+  void add_wide(unsigned __int128 magnitude, bool is_negative, int exponent) {
+    int place = exponent - lowest * WIDTH, shift = place % WIDTH;
+    for (place /= WIDTH; magnitude; ++place, magnitude >>= WIDTH) {
+      uint64_t part = uint64_t(magnitude & MASK) << shift;
+      int64_t low = part & MASK, high = part >> WIDTH;
+      digits[place] += is_negative ? -low : low;
+      if (high) digits[place + 1] += is_negative ? -high : high;
+    }
+  }
+};
+
+struct Parts {
+  uint64_t significand;
+  int exponent;
+  explicit Parts(double x) {
+    uint64_t bits = as<uint64_t>(x);
+    int field = bits >> 52 & 2047;
+    significand = (bits & ((1ull << 52) - 1)) | (uint64_t(field != 0) << 52);
+    exponent = (field ? field : 1) - 1075;
+    // Digits below the grid are zeros, which are not there.
+    int zeros = significand ? __builtin_ctzll(significand) : 0;
+    significand >>= zeros;
+    exponent += zeros;
+  }
+};
+
+// Any terms, one by one.
+INLINE void add_each(Sum &sum, double x, double y) {
+  bool is_finite = x - x == 0 && y - y == 0;
+  if (is_finite && x != 0 && y != 0) {
+    Parts a(x), b(y);
+    bool is_negative = (x < 0) != (y < 0);
+    sum.add_wide((unsigned __int128)a.significand * b.significand, is_negative,
+                 a.exponent + b.exponent);
+    ++sum.others;
+    return;
+  }
+  double term = x * y;
+  if (term != term) ++sum.nan;
+  else if (term == 0 && as<int64_t>(term) < 0) ++sum.minus_zeros;
+  else ++sum.others;
+  sum.plus += term == __builtin_inf();
+  sum.minus += term == -__builtin_inf();
+}
+
+// n numbers, all finite, below 2^exponent and multiples of 2^least; where `is_whole`, of the last
+// place at the first level. They are overwritten by what is left of them.
+template <bool IS_WHOLE, class T>
+INLINE double level(Sum &sum, const T *x, double *left, int64_t n, int exponent) {
+  double anchor = 1.5 * power(exponent + 2);
+  L counted = {}, counted_too = {}, largest = {};
+  for (int64_t i = 0; i < n; i += LANES) {
+    D a, b;
+    widen(x + i, a, b);
+    D u = a + anchor, v = b + anchor;
+    counted += as<L>(u);
+    counted_too += as<L>(v);
+    if constexpr (!IS_WHOLE) {
+      D r = a - (u - anchor), s = b - (v - anchor);
+      __builtin_memcpy(left + i, &r, sizeof r);
+      __builtin_memcpy(left + i + LANES / 2, &s, sizeof s);
+      L p = as<L>(r) & INT64_MAX_, q = as<L>(s) & INT64_MAX_;
+      p = p > q ? p : q;
+      largest = p > largest ? p : largest;
+    }
+  }
+  counted += counted_too;
+  uint64_t total = 0;
+  for (int i = 0; i < LANES / 2; ++i) total += counted[i];
+  sum.add(int64_t(total - uint64_t(n) * as<uint64_t>(anchor)), exponent - 50);
+  return as<double>(most(largest));
+}
+
+// The level's exponent for numbers of at most this size.
+INLINE int above(double largest, int least) {
+  int exponent = exponent_of(largest) + 1;
+  return exponent > least + 50 ? exponent : least + 50;
+}
+
+template <class T>
+INLINE void levels(Sum &sum, const T *x, double *left, int64_t n, double largest, int least) {
+  largest = level<false>(sum, x, left, n, above(largest, least));
+  while (largest) largest = level<false>(sum, left, left, n, above(largest, least));
+}
+
+INLINE double largest_of(const double *x, int64_t n) {
+  L largest = {}, too = {};
+  for (int64_t i = 0; i < n; i += LANES) {
+    L p = load<L>(x + i) & INT64_MAX_, q = load<L>(x + i + LANES / 2) & INT64_MAX_;
+    largest = p > largest ? p : largest;
+    too = q > too ? q : too;
+  }
+  largest = largest > too ? largest : too;
+  return as<double>(most(largest));
+}
+
+INLINE bool is_level(double largest) { return largest < 0x1p1000; }  // and no NaN
+
+INLINE bool add_chunk(Sum &sum, const double *x, double *left, int64_t n, int least) {
+  double largest = largest_of(x, n);
+  if (largest == 0 || !is_level(largest)) return false;
+  levels(sum, x, left, n, largest, least);
+  return true;
+}
+
+// float32 and bfloat16: mostly one level holds all.
+template <class T>
+INLINE bool add_chunk(Sum &sum, const T *x, double *left, int64_t n, int least) {
+  U largest = {}, smallest = ~U{};
+  for (int64_t i = 0; i < n; i += LANES) {
+    U bits = bits_of(x + i) & 0x7fffffffu, before = bits - 1;  // zeros are the largest there
+    largest = bits > largest ? bits : largest;
+    smallest = before < smallest ? before : smallest;
+  }
+  uint32_t high = most(largest), low = ~most(~smallest) + 1;
+  if (high == 0 || high >= 0x7f800000u) return false;
+  int exponent = above(as<float>(high), least);
+  int unit = (low >> 23 ? int(low >> 23) : 1) - 150 + (sizeof(T) == 2 ? 16 : 0);
+  if (unit >= exponent - 50) level<true>(sum, x, left, n, exponent);
+  else levels(sum, x, left, n, as<float>(high), least);
+  return true;
+}
+
+INLINE bool add_products(Sum &sum, const double *x, const double *y, double *left, double *errors,
+                         int64_t n, int) {
+  L inexact = {};
+  for (int64_t i = 0; i < n; i += LANES / 2) {
+    D a = load<D>(x + i), b = load<D>(y + i), product = a * b, error;
+    for (int k = 0; k < LANES / 2; ++k) error[k] = __builtin_fma(a[k], b[k], -product[k]);
+    D size = as<D>(as<L>(product) & INT64_MAX_);
+    inexact |= (size < 0x1p-960) & (a != 0) & (b != 0);
+    __builtin_memcpy(left + i, &product, sizeof product);
+    __builtin_memcpy(errors + i, &error, sizeof error);
+  }
+  double largest = largest_of(left, n);
+  for (int k = 0; k < LANES / 2; ++k)
+    if (inexact[k]) return false;
+  if (largest == 0 || !is_level(largest)) return false;
+  levels(sum, left, left, n, largest, -1074);
+  if (double most_error = largest_of(errors, n)) levels(sum, errors, errors, n, most_error, -1074);
+  return true;
+}
+template <class T>
+INLINE bool add_products(Sum &sum, const T *x, const T *y, double *left, double *, int64_t n,
+                         int least) {
+  for (int64_t i = 0; i < n; i += LANES) {
+    D a, b, c, d;
+    widen(x + i, a, b);
+    widen(y + i, c, d);
+    a *= c;
+    b *= d;
+    __builtin_memcpy(left + i, &a, sizeof a);
+    __builtin_memcpy(left + i + LANES / 2, &b, sizeof b);
+  }
+  return add_chunk(sum, left, left, n, least);
+}
+
+template <class T>
+INLINE void add_terms(Sum &sum, const T *x, const T *y, int64_t n, int least) {
+  double left[CHUNK], errors[CHUNK];
+  T padded[LANES] = {}, others[LANES] = {};
+  while (n) {  // whole vectors; and what remains, after zeros
+    int64_t size = n < LANES ? n : (n < CHUNK ? n : CHUNK) / LANES * LANES, whole = size;
+    const T *a = x, *b = y;
+    if (size < LANES) {
+      __builtin_memcpy(padded, x, size * sizeof(T));
+      a = padded;
+      if (y) __builtin_memcpy(others, y, size * sizeof(T));
+      b = y ? others : y;
+      whole = LANES;
+    }
+    bool is_done = y ? add_products(sum, a, b, left, errors, whole, least)
+                     : add_chunk(sum, a, left, whole, least);
+    if (is_done) sum.others += size;
+    else for (int64_t i = 0; i < size; ++i) add_each(sum, wide(a[i]), y ? wide(b[i]) : 1.0);
+    x += size;
+    if (y) y += size;
+    n -= size;
+  }
+}
+
+template <class T>
+static void add_rows(const T *x, const T *y, int64_t *out, int64_t rows, int64_t length,
+                     int64_t lowest, int64_t count, int least, int threads) {
+  int64_t chunks = (length + CHUNK - 1) / CHUNK, units = rows * chunks;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (int thread = 0; thread < threads; ++thread) {
+    int64_t unit = units * thread / threads, end = units * (thread + 1) / threads;
+    while (unit < end) {
+      int64_t row = unit / chunks, first = unit % chunks;
+      int64_t last = first + (end - unit) < chunks ? first + (end - unit) : chunks;
+      int64_t start = first * CHUNK, stop = last * CHUNK < length ? last * CHUNK : length;
+      Sum sum(lowest);
+      const T *other = y ? y + row * length + start : y;
+      add_terms(sum, x + row * length + start, other, stop - start, least);
+      int64_t *to = out + row * (count + 5);
+      int64_t counts[] = {sum.plus, sum.minus, sum.nan, sum.minus_zeros, sum.others};
+      for (int64_t i = 0; i < count + 5; ++i) {
+        int64_t value = i < count ? sum.digits[i] : counts[i - count];
+        if (value)
+#pragma omp atomic
+          to[i] += value;
+      }
+      unit += last - first;
+    }
+  }
+}
+
+extern "C" void launch(const int64_t *words, const double *, int64_t kind, int64_t threads) {
+  auto run = [&](auto x) {
+    using T = decltype(x);
+    add_rows((const T *)words[0], (const T *)words[1], (int64_t *)words[2], words[3], words[4],
+             words[5], words[6], words[7], threads);
+  };
+  if (kind == 0) run(float{});
+  else if (kind == 1) run(double{});
+  else run(uint16_t{});
+}
+""".replace("INT64_MAX_", "0x7fffffffffffffffll")
+
+
+class _Compiled:
+    """The compiled code, once work so far is worth it."""
+
+    def __init__(self) -> None:
+        self.worked = 0
+        self.launch: cpu.Launch | None = None
+
+    def get(self, elements: int) -> cpu.Launch | None:
+        """What there is for a call with so many elements."""
+        if self.launch is None:
+            before, self.worked = self.worked, self.worked + elements
+            build = before < BUILD_AFTER <= self.worked
+            if build or before < LOOK_AFTER <= self.worked:
+                self.launch = cpu.load(SOURCE, build=build, is_right=_is_right)
+        return self.launch
+
+
+COMPILED = _Compiled()
+"""That of this process."""
+
+
+def add_rows(x: Tensor, y: Tensor | None, digits: Tensor, lowest: int, least: int) -> bool:
+    """Add the terms of rows, or products of terms, to accumulators; return whether that was done.
+
+    It is not where there is no compiled code (yet), nor for other devices.
+
+    Args:
+        x: floats of shape (rows, n).
+        y: None, or of the dtype and shape of x.
+        digits: int64, of shape (rows, positions + 5), contiguous.
+        lowest: the first position.
+        least: the exponent of the smallest term: all are multiples of that power of two.
+    """
+    if x.device.type != "cpu" or x.data_ptr() == 0:
+        return False
+    launch = COMPILED.get(x.numel())
+    if launch is None:
+        return False
+    _run(launch, x, y, digits, lowest, least)
+    return True
+
+
+def _run(
+    launch: cpu.Launch, x: Tensor, y: Tensor | None, digits: Tensor, lowest: int, least: int
+) -> None:
+    if x.dtype == torch.float16:
+        x, y = x.float(), None if y is None else y.float()
+    x, y = x.contiguous(), None if y is None else y.contiguous()
+    addresses = [x.data_ptr(), 0 if y is None else y.data_ptr(), digits.data_ptr()]
+    words = array("q", [*addresses, *x.shape, lowest, digits.shape[1] - 5, least])
+    threads = max(min(torch.get_num_threads(), x.numel() // GRAIN), 1)
+    launch(words.buffer_info()[0], 0, _KINDS[x.dtype], threads)
+
+
+def _is_right(launch: cpu.Launch) -> bool:
+    """Whether compiled code gives the exact sums of hard terms, and counts those that have none."""
+    return all(
+        _adds_exactly(launch, dtype, least, has_factors)
+        for dtype, least in ((torch.float32, -149), (torch.float64, -1074), (torch.bfloat16, -133))
+        for has_factors in (False, True)
+    )
+
+
+def _adds_exactly(launch: cpu.Launch, dtype: torch.dtype, least: int, has_factors: bool) -> bool:
+    x, y = probe_inputs.vector(dtype, 0).double(), probe_inputs.vector(dtype, 1).double()
+    y = torch.where(y.isfinite(), y, 1) if has_factors else torch.ones_like(y)
+    exact, special = Fraction(0), [0, 0, 0]
+    for a, b in zip(x.tolist(), y.tolist(), strict=True):
+        if a - a == 0:
+            exact += Fraction(a) * Fraction(b)
+        else:
+            special[0 if a * b > 0 else 1 if a * b < 0 else 2] += 1
+    lowest, digits = -70, torch.zeros(1, 144, dtype=torch.int64)
+    terms, factors = x.to(dtype).view(1, -1), y.to(dtype).view(1, -1) if has_factors else None
+    _run(launch, terms, factors, digits, lowest, 2 * least if has_factors else least)
+    *places, plus, minus, nan, _, _ = digits[0].tolist()
+    total = sum(digit << 31 * place for place, digit in enumerate(places))
+    return total * Fraction(2) ** (31 * lowest) == exact and [plus, minus, nan] == special
