@@ -133,9 +133,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     command = commands.add_parser(
         "selfcheck",
-        help="check the arithmetic on a device against exact rationals",
-        description="Run the error-free transformations and the arithmetic of expansions on a "
-        "device, eager and compiled, and hold them against exact rationals.",
+        help="check arithmetic, kernels and steps on a device",
+        description="Run the arithmetic of the library on a device, eager and compiled, against "
+        "exact rationals; kernels, conversions and optimizer steps against digests of what a CPU "
+        "gives; and on a GPU large tensors, streams and graphs.",
         epilog="Exit status: 0 if all is well, 1 if something is broken, which is named, 2 for a "
         "mistake.",
     )

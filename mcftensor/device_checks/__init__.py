@@ -1,0 +1,1 @@
+"""What a device must do for the library to be right on it."""

@@ -1,0 +1,249 @@
+"""A report on a device: arithmetic, kernels, steps, large tensors, streams, graphs, a line each."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from mcftensor.convert import as_expansion
+from mcftensor.device_checks.hard_inputs import full_bits
+from mcftensor.device_checks.known_results import (
+    Work,
+    digest,
+    known_work,
+    recorded_digests,
+)
+from mcftensor.formats import bf16x2
+from mcftensor.selfcheck import found_broken
+from mcftensor.tensor.tensor import MCFTensor
+from mcftensor.training.collage import collage
+
+_PERIOD = 1 << 16
+"""Elements after which large tensors repeat."""
+
+GIBIBYTE, MANY = 1 << 29, 1 << 31
+"""Elements of bfloat16: 1 GiB of them, and more than 32 bits count."""
+
+_NAMES_SHOWN = 3
+
+
+class LeftOut(Exception):
+    """A check that the device has no place for; the message says why."""
+
+
+@dataclass
+class Line:
+    """What one group of checks found.
+
+    Attributes:
+        name: what was checked.
+        count: how many checks there were.
+        failures: the names of those that failed.
+        reason: why there were none, or what was raised.
+        seconds: that it took.
+    """
+
+    name: str
+    count: int = 0
+    failures: list[str] = field(default_factory=list)
+    reason: str = ""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        """One line of the report."""
+        if self.reason and not self.failures:
+            return f"  -   {self.name}: left out, {self.reason}"
+        if self.failures:
+            shown = "; ".join(self.failures[:_NAMES_SHOWN])
+            more = len(self.failures) - _NAMES_SHOWN
+            rest = f" and {more} more" if more > 0 else ""
+            return f"FAIL  {self.name}: {len(self.failures)} of {self.count}: {shown}{rest}"
+        return f"  ok  {self.name}: {self.count}, {self.seconds:.1f} s"
+
+
+def report(device: torch.device, *, compiled: bool = True) -> Iterator[Line]:
+    """Each line when its checks are done."""
+    yield _line("arithmetic against fractions", lambda: found_broken(device, compiled=False))
+    if compiled:
+        yield _line("arithmetic, compiled", lambda: found_broken(device, compiled=True))
+    recorded = recorded_digests()
+    for group, works in known_work().items():
+        yield _line(group, _compared(works, recorded[group], device))
+    for name, check in _CHECKS.items():
+        yield _line(name, lambda check=check: check(device))  # type: ignore[misc]
+
+
+def introduction(device: torch.device) -> str:
+    """The device and the versions."""
+    name = platform.processor() or platform.machine()
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        name = f"{found.name}, {found.total_memory / 2**30:.0f} GiB"
+    return f"{device}: {name}, torch {torch.__version__}"
+
+
+def _line(name: str, check: Callable[[], tuple[int, list[str]]]) -> Line:
+    start = time.perf_counter()
+    try:
+        count, failures = check()
+        line = Line(name, count, failures)
+    except LeftOut as error:
+        line = Line(name, reason=str(error))
+    except (RuntimeError, AssertionError) as error:  # of a launch, say
+        reason = str(error).partition("\n")[0]
+        line = Line(name, 1, [f"{type(error).__name__}: {reason}"])
+    line.seconds = time.perf_counter() - start
+    return line
+
+
+def _compared(
+    works: dict[str, Work], recorded: dict[str, str], device: torch.device
+) -> Callable[[], tuple[int, list[str]]]:
+    def check() -> tuple[int, list[str]]:
+        found = {name: _digest_or_error(work, device) for name, work in works.items()}
+        wrong = {name: x for name, x in found.items() if x != recorded.get(name)}
+        return len(works), [
+            f"{name} ({x})" if x.endswith("Error") else name for name, x in wrong.items()
+        ]
+
+    return check
+
+
+def _digest_or_error(work: Work, device: torch.device) -> str:
+    try:
+        return digest(work(device))
+    except (RuntimeError, AssertionError) as error:
+        return type(error).__name__
+
+
+def broken_on_large(device: torch.device, elements: int) -> tuple[int, list[str]]:
+    """A product in place and a conversion over so many elements, all of which are looked at."""
+    period = full_bits(torch.bfloat16, "large", _PERIOD).to(device)
+    x = MCFTensor.of((_repeated(period, elements), _repeated(period * 2**-9, elements)), bf16x2)
+    with torch.no_grad():
+        x.mul_(0.3)
+    expected = MCFTensor.of((period.clone(), period * 2**-9), bf16x2)
+    with torch.no_grad():
+        expected.mul_(0.3)
+    failures = [
+        f"component {i} of a product"
+        for i, (got, right) in enumerate(zip(x.components, expected.components, strict=True))
+        if not _repeats(got, right)
+    ]
+    return 2, failures
+
+
+def _repeated(period: Tensor, elements: int) -> Tensor:
+    return period.repeat(elements // _PERIOD)
+
+
+def _repeats(x: Tensor, period: Tensor) -> bool:
+    rows = x.view(-1, _PERIOD)
+    parts = rows.split(1 << 12)  # a comparison takes as much memory as it compares
+    return all(bool((part == period).all()) for part in parts)
+
+
+def _large(elements: int) -> Callable[[torch.device], tuple[int, list[str]]]:
+    def check(device: torch.device) -> tuple[int, list[str]]:
+        needed = 5 * elements  # two components and a part
+        if device.type != "cuda":
+            raise LeftOut("a CUDA device is not at hand")
+        free = torch.cuda.mem_get_info(device)[0]
+        if free < needed:
+            raise LeftOut(f"{free / 2**30:.0f} GiB are free, {needed / 2**30:.0f} are needed")
+        return broken_on_large(device, elements)
+
+    return check
+
+
+def _views(device: torch.device) -> tuple[int, list[str]]:
+    """Views that begin at odd addresses, with gaps, and transposed, against their copies."""
+    components = [full_bits(torch.bfloat16, f"view {i}", 61, 67).to(device) for i in range(2)]
+    x = MCFTensor.of((components[0], components[1] * 2**-9), bf16x2)
+    arranged: dict[str, Callable[[Tensor], Tensor]] = {
+        "beginning at an odd address": lambda t: t.flatten()[1:],
+        "with gaps": lambda t: t[:, ::2],
+        "transposed": lambda t: t.t(),
+        "repeated": lambda t: t[:1].expand(5, 67),
+    }
+    failures = []
+    for name, arrange in arranged.items():
+        view = arrange(x)
+        if not _are_alike(view * view + 0.1, view.clone() * view.clone() + 0.1):
+            failures.append(name)
+    return len(arranged), failures
+
+
+def _are_alike(x: Tensor, y: Tensor) -> bool:
+    terms = [t.components if isinstance(t, MCFTensor) else (t,) for t in (x, y)]
+    return all(torch.equal(a, b) for a, b in zip(*terms, strict=True))
+
+
+def _training(device: torch.device) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+    p = nn.Parameter(as_expansion(full_bits(torch.float32, "p", 65, 97).to(device), bf16x2))
+    p.grad = full_bits(torch.bfloat16, "g", 65, 97).to(device)
+    # Its count of steps is on the device, as graphs need it.
+    capturable = device.type == "cuda"
+    return p, collage(torch.optim.AdamW([p], fused=True, capturable=capturable), "plus")
+
+
+def _streams(device: torch.device) -> tuple[int, list[str]]:
+    """Steps on a stream of their own, against steps on the usual one."""
+    if device.type != "cuda":
+        raise LeftOut("a CUDA device is not at hand")
+    (p, optimizer), (q, its_optimizer) = _training(device), _training(device)
+    for _ in range(3):
+        optimizer.step()
+        with torch.cuda.device(device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                its_optimizer.step()
+            torch.cuda.current_stream().wait_stream(stream)
+    return 1, [] if _are_alike(p.detach(), q.detach()) else ["weights after three steps"]
+
+
+def _graphs(device: torch.device) -> tuple[int, list[str]]:
+    """Steps captured and replayed, against steps one by one."""
+    if device.type != "cuda":
+        raise LeftOut("a CUDA device is not at hand")
+    (p, optimizer), (q, its_optimizer) = _training(device), _training(device)
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            its_optimizer.step()  # which makes the states
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            its_optimizer.step()
+        for _ in range(3):
+            graph.replay()
+    for _ in range(4):
+        optimizer.step()
+    return 1, [] if _are_alike(p.detach(), q.detach()) else ["weights after four steps"]
+
+
+def _second_device(device: torch.device) -> tuple[int, list[str]]:
+    """Operations on the last device while another is the current one."""
+    if device.type != "cuda" or torch.cuda.device_count() < 2:
+        raise LeftOut("one device is at hand")
+    works = {n: w for n, w in known_work()["operations"].items() if n.endswith("bf16x2")}
+    last = torch.device("cuda", torch.cuda.device_count() - 1)
+    with torch.cuda.device(0):
+        return _compared(works, recorded_digests()["operations"], last)()
+
+
+_CHECKS: dict[str, Callable[[torch.device], tuple[int, list[str]]]] = {
+    "views": _views,
+    "tensors of 1 GiB": _large(GIBIBYTE),
+    "tensors of 2^31 elements": _large(MANY),
+    "a stream of its own": _streams,
+    "a captured graph": _graphs,
+    "two devices": _second_device,
+}

@@ -1,0 +1,64 @@
+"""Numbers that are hard to compute with, the same on every machine and in every release: they are
+made of hashes in integers and of exact scaling, on the CPU."""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+import torch
+from torch import Tensor
+
+from mcftensor.arithmetic.base_types import BASES
+from mcftensor.formats import ExpansionFormat
+from mcftensor.kernels.program import PATTERNS
+from mcftensor.passes import expansion
+
+
+def hashes(name: str, *shape: int) -> Tensor:
+    """int64 of `shape`: SplitMix64 of a name and of the index of each element."""
+    index = torch.arange(1, math.prod(shape) + 1) + (zlib.crc32(name.encode()) << 20)
+    z = index * _signed(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ _shifted(z, shift)) * _signed(factor)
+    return (z ^ _shifted(z, 31)).view(shape)
+
+
+def _signed(word: int) -> int:
+    return word - 2**64
+
+
+def _shifted(z: Tensor, count: int) -> Tensor:
+    return (z >> count) & ((1 << (64 - count)) - 1)
+
+
+def any_bits(dtype: torch.dtype, name: str, *shape: int) -> Tensor:
+    """Any bit patterns: one in eight is infinite or NaN, one in eight is subnormal or zero."""
+    kind, z = hashes(f"{name} kind", *shape) & 7, hashes(name, *shape)
+    bits = (z >> (64 - 8 * dtype.itemsize)).to(PATTERNS[dtype.itemsize])
+    infinity = torch.tensor(math.inf, dtype=dtype).view(bits.dtype)
+    bits = torch.where(kind == 0, bits | infinity, bits)
+    return torch.where(kind == 1, bits & ~infinity, bits).view(dtype)
+
+
+def full_bits(dtype: torch.dtype, name: str, *shape: int) -> Tensor:
+    """Numbers from 2^-6 to 2^6 of either sign, whose significands have all bits of the type."""
+    z, bits = hashes(name, *shape), BASES[dtype].precision
+    significands = ((z >> 8) & (2 ** (bits - 1) - 1)) + 2 ** (bits - 1)
+    exponents = (z & 15) % 12 - 6 - (bits - 1)
+    signs = 1 - 2 * ((z >> 4) & 1)
+    return (signs * significands * torch.exp2(exponents.double())).to(dtype)
+
+
+def hard_terms(format: ExpansionFormat, name: str, *shape: int) -> list[Tensor]:
+    """Components of normalized numbers with all bits; one in four has any bits in any component."""
+    own = [
+        full_bits(format.base, f"{name} {i}", *shape) * format.u**i / 64
+        for i in range(format.terms)
+    ]
+    terms = expansion.renormalize([own[0] * 64, *own[1:]])
+    is_any = hashes(f"{name} any", *shape) & 3 == 0
+    return [
+        torch.where(is_any, any_bits(t.dtype, f"{name} bits {i}", *shape), t)
+        for i, t in enumerate(terms)
+    ]

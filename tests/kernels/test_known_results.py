@@ -1,0 +1,126 @@
+"""The digests that ship with the package are those of this CPU, of Triton's interpreter, and of a
+GPU; and the report says what differs."""
+
+import pytest
+import torch
+
+from mcftensor.__main__ import main
+from mcftensor.device_checks import device_report, known_results
+from mcftensor.kernels import eager
+from support.kernel_cases import way
+
+CPU = torch.device("cpu")
+WORK = [(group, name) for group, works in known_results.known_work().items() for name in works]
+
+
+def differing(device=CPU):
+    made = known_results.made_digests(torch.device(device))
+    recorded = known_results.recorded_digests()
+    assert {g: list(x) for g, x in made.items()} == {g: list(x) for g, x in recorded.items()}
+    return [(g, n) for g, n in WORK if made[g][n] != recorded[g][n]]
+
+
+def test_a_device_gives_what_is_recorded(device):
+    assert differing(device) == []
+
+
+@pytest.mark.parametrize("path", ["eager", pytest.param("cpp", marks=pytest.mark.slow)])
+def test_other_paths_give_what_is_recorded(path):
+    with way(path):
+        assert differing() == []
+
+
+# Kernels of a hundred instructions and more take the interpreter seconds.
+QUICK = ("bf16x2", "fp16x2")
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [
+        pytest.param(
+            g, n, marks=[] if g == "operations" and n.endswith(QUICK) else pytest.mark.slow
+        )
+        for g, n in WORK
+        if g not in ("transformations of any bits", "subnormal numbers", "quotients and roots")
+    ],
+)
+def test_triton_gives_what_is_recorded(group, name):
+    pytest.importorskip("triton")
+    with way("triton"):
+        found = known_results.digest(known_results.known_work()[group][name](CPU))
+    assert found == known_results.recorded_digests()[group][name]
+
+
+def test_one_bit_changes_a_digest_and_a_nan_does_not():
+    x = torch.tensor([1.0, float("nan"), -0.0])
+    same, other = x.clone(), x.clone()
+    same.view(torch.int32)[1] ^= 1 << 31 | 1
+    other.view(torch.int32)[2] ^= 1
+    assert same.isnan()[1]
+    assert known_results.digest([x]) == known_results.digest([same])
+    for different in (other, x.double(), x.abs(), x[:2], x.view(3, 1)):
+        assert known_results.digest([x]) != known_results.digest([different])
+
+
+def lines(capsys):
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_report_has_twenty_lines(capsys):
+    assert main(["selfcheck", "--eager"]) == 0
+    found = lines(capsys)
+    assert len(found) <= 20
+    assert found[0].startswith("cpu: ")
+    assert all(x.startswith(("  ok  ", "  -   ")) for x in found[1:-1])
+    assert found[-1].startswith("164 checks passed on cpu in ")
+
+
+def test_a_kernel_that_is_wrong_is_named(capsys, monkeypatch):
+    run = eager.run
+
+    def wrong(body, columns):
+        run(body, columns)
+        for x in columns.outputs[0]:
+            if x.dtype == torch.bfloat16:
+                x.view(torch.int16).view(-1)[-1:] ^= 1
+
+    with way("eager"):
+        monkeypatch.setattr(eager, "run", wrong)
+        assert main(["selfcheck", "--eager"]) == 1
+    found = capsys.readouterr()
+    (line,) = [x for x in found.out.splitlines() if x.startswith("FAIL  operations")]
+    assert "add in bf16x2" in line
+    assert len(found.err.splitlines()) == 1
+
+
+def test_a_launch_that_raises_is_told(monkeypatch):
+    def broken(device):
+        raise RuntimeError("CUDA error: misaligned address\nmore")
+
+    works = {"a": lambda device: [torch.ones(1)], "b": broken}
+    recorded = {"a": known_results.digest([torch.ones(1)]), "b": "0"}
+    line = device_report._line("group", device_report._compared(works, recorded, CPU))
+    assert str(line) == "FAIL  group: 1 of 2: b (RuntimeError)"
+    line = device_report._line("group", lambda: broken(CPU))
+    assert str(line) == "FAIL  group: 1 of 1: RuntimeError: CUDA error: misaligned address"
+
+
+def test_large_tensors_are_looked_at_to_the_end(monkeypatch):
+    elements = 4 * device_report._PERIOD
+    assert device_report.broken_on_large(CPU, elements) == (2, [])
+    repeated = device_report._repeated
+
+    def changed(period, elements):
+        x = repeated(period, elements)
+        x[-1] = 3
+        return x
+
+    monkeypatch.setattr(device_report, "_repeated", changed)
+    assert device_report.broken_on_large(CPU, elements)[1] != []
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_whole_report_on_a_gpu(capsys):
+    assert main(["selfcheck", "--device", "cuda"]) == 0
