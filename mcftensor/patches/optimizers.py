@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mcftensor.patches.sharded_optimizers import mean_over_ranks
 from mcftensor.patches.table import by_name, calls, patch, row
 from mcftensor.tensor.dtensor import format_of, with_lifted_shards
 from mcftensor.tensor.implicit_rounding import asking
@@ -105,9 +106,13 @@ def has_expansions(optimizer: Optimizer) -> bool:
     return any(format_of(p) is not None for p in parameters_of(optimizer))
 
 
-def _outside_of_it(x: Any) -> Any:
+def _outside_of_it(x: Any, optimizer: Optimizer) -> Any:
     """An argument of a step, of which a closure is no part."""
-    return closure(x) if callable(x) and not isinstance(x, (Tensor, type)) else x
+    if not callable(x) or isinstance(x, (Tensor, type)):
+        return x
+    if isinstance(optimizer, torch.optim.LBFGS):
+        x = mean_over_ranks(parameters_of(optimizer), x)
+    return closure(x)
 
 
 def _is_fused(optimizer: Optimizer, step: Callable[..., Any]) -> bool:
@@ -133,8 +138,8 @@ def _taken(
     is_assigned: bool = False,
 ) -> Any:
     """What a function returns that runs as a step of an optimizer."""
-    args = tuple([_outside_of_it(x) for x in args])
-    kwargs = {name: _outside_of_it(x) for name, x in kwargs.items()}
+    args = tuple([_outside_of_it(x, optimizer) for x in args])
+    kwargs = {name: _outside_of_it(x, optimizer) for name, x in kwargs.items()}
     plan = optimizer.__dict__.get("_collage")
 
     def over_gradients(own: Step) -> Any:

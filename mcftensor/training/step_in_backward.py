@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
@@ -18,6 +19,7 @@ from mcftensor.checkpoint.checkpoint_error import some
 from mcftensor.patches.optimizers import watch_clipping
 from mcftensor.patches.table import calls
 from mcftensor.tensor.dtensor import local
+from mcftensor.training.ddp_buckets import pass_on_reduced, require_known_gradients
 from mcftensor.training.gradient_hooks import GradientHook, Handle, trained
 from mcftensor.training.separability import step_alone, why_inseparable
 from mcftensor.training.shadow import require_single
@@ -151,6 +153,10 @@ class StepInBackward(Handle):
 
     # ------------------------------------------------------------------------------------- hooks
 
+    def takes(self, p: Tensor) -> bool:
+        """Whether a gradient of a parameter is to be taken."""
+        return self._active and self._mode != "hold" and p in self._names
+
     def take(self, p: Tensor) -> None:
         """A gradient that has been made: step, if it is a whole one."""
         grad = p.grad
@@ -249,10 +255,13 @@ class StepInBackward(Handle):
 
     # --------------------------------------------------------------------------------- iterations
 
-    def attach_to(self, modules: Iterable[nn.Module]) -> None:
+    def attach_to(self, model: nn.Module) -> None:
         """Set all hooks, and keep other programs from what would go wrong."""
-        optimizer = self._optimizer
-        _Gradients(self).attach(self._names)
+        optimizer, gradients = self._optimizer, _Gradients(self)
+        if isinstance(model, DistributedDataParallel):
+            pass_on_reduced(model, gradients.wants, gradients)
+        else:
+            gradients.attach(self._names)
         for handle in (
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._end),
@@ -261,7 +270,7 @@ class StepInBackward(Handle):
             self._undo.callback(handle.remove)
         # GradScaler gives its scale to optimizers that say so, which _before_step can see.
         self._undo.enter_context(_assigned(optimizer, "_step_supports_amp_scaling", True))
-        for module in modules:
+        for module in model.modules():
             refuses = _assigned(module, "_ddp_params_and_buffers_to_ignore", _RefusesDDP())
             self._undo.enter_context(refuses)
         _handles.add(self)
@@ -301,7 +310,8 @@ def step_in_backward(
     another order.
 
     Args:
-        model: a module, its parameters expansions or plain; after `fully_shard`, if that is used.
+        model: a module, its parameters expansions or plain; after `fully_shard`, if that is used;
+            or a DistributedDataParallel, whose buckets still hold all gradients.
         optimizer: of its parameters, any whose update of a parameter needs no gradient but its own.
             That is tried out on small tensors.
         clip_value: bring gradients into the range of plus and minus this.
@@ -319,8 +329,8 @@ def step_in_backward(
         TypeError: `model` is no module or `optimizer` no optimizer, or one that calls no hooks.
         ValueError: the optimizer needs all gradients at once, or steps other optimizers; it has no
             parameter of the model that requires grad; the model or the optimizer has a handle; the
-            model is in DistributedDataParallel or FullyShardedDataParallel; an option that is not
-            above 0.
+            model is in FullyShardedDataParallel, or a DistributedDataParallel that looks for unused
+            parameters or is only a part of it; an option that is not above 0.
         StepInBackwardError: raised in backward, where the step of a parameter raises, and where a
             parameter gets a second gradient before `optimizer.step()`.
 
@@ -361,7 +371,8 @@ def step_in_backward(
             f"step_in_backward: {name} cannot step one parameter after another: {reason}"
         )
     own = _groups_of(optimizer)
-    names = {p: name for p, name in trained(model).items() if p in own}
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    names = {p: name for p, name in trained(inner).items() if p in own}
     if not names:
         raise ValueError(
             f"step_in_backward: this {name} has no parameter of "
@@ -375,7 +386,7 @@ def step_in_backward(
     warn_of_plain_parameters(optimizer)  # whose first step comes before optimizer.step()
     watch_clipping()
     handle = StepInBackward(names, optimizer, clip_value, clip_by_previous_norm, bucket_bytes)
-    handle.attach_to(model.modules())
+    handle.attach_to(model)
     return handle
 
 
@@ -403,9 +414,8 @@ def _require_held(parameters: list[Tensor]) -> None:
 calls.before_clipping = _require_held
 
 _OF_DDP = (
-    "DistributedDataParallel reduces gradients after the hooks of parameters, and its buckets hold "
-    "all of them as long as it lives, so that nothing would be freed. Shard the model with "
-    "torch.distributed.fsdp.fully_shard, over a mesh that replicates if need be"
+    "call it with the DistributedDataParallel itself, after that is made around the model: it "
+    "reduces gradients after the hooks of parameters"
 )
 
 
@@ -414,8 +424,10 @@ def _check_model(model: object) -> None:
         raise TypeError(f"step_in_backward: got {type(model).__name__}; give a module")
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     for module in model.modules():
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            raise ValueError(f"step_in_backward: {_OF_DDP}")
+        if isinstance(module, DistributedDataParallel):
+            if module is not model:
+                raise ValueError(f"step_in_backward: {_OF_DDP}")
+            require_known_gradients(module)
         if fsdp and isinstance(module, fsdp.FullyShardedDataParallel):
             raise ValueError(
                 "step_in_backward: FullyShardedDataParallel keeps gradients in memory of its own; "
@@ -450,6 +462,11 @@ class _Gradients(GradientHook):
         handle = self._handle()
         if handle is not None:
             handle.take(p)
+
+    def wants(self, p: Tensor) -> bool:
+        """Whether a gradient is not left to `optimizer.step()`."""
+        handle = self._handle()
+        return handle is not None and handle.takes(p)
 
 
 class _RefusesDDP:

@@ -1,4 +1,4 @@
-"""Steps in backward on several processes: `fully_shard` as it is, the others refused."""
+"""Steps in backward on several processes: under `fully_shard` and DistributedDataParallel."""
 
 import contextlib
 
@@ -183,18 +183,107 @@ def test_clipping_by_the_norm(kind):
     train(make, True, clip_by_previous_norm=0.05)
 
 
+class Used(Network):
+    """Without a parameter that gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.unused
+
+
+def trained_by_ddp(kind, released, steps=3, accumulated=1, **options):
+    """What training leaves, and the losses."""
+    model = CONVERSIONS[kind](Used())
+    ddp = DDP(model, bucket_cap_mb=2e-4, gradient_as_bucket_view=options.pop("views", False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    handle = mcf.step_in_backward(ddp, optimizer, **options) if released else None
+    for step in range(steps):
+        for i in range(accumulated):
+            with ddp.no_sync() if i < accumulated - 1 else contextlib.nullcontext():
+                loss_of(ddp, step * accumulated + i).backward()
+        if released:
+            assert all(p.grad is None for p in model.parameters())
+            assert set(handle.stepped) == {name for name, _ in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return left_whole(model, optimizer)
+
+
+def left_whole(model, optimizer):
+    return list(model.parameters()), [dict(optimizer.state[p]) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("options", [{}, {"views": True}, {"accumulated": 2}], ids=str)
+@pytest.mark.parametrize("kind", CONVERSIONS)
 @on_ranks(2)
-def test_ddp_is_refused():
+def test_under_ddp_parameters_step_when_their_bucket_is_reduced(kind, options):
+    expected = trained_by_ddp(kind, False, **options)
+    assert_same_bits(trained_by_ddp(kind, True, bucket_bytes=0, **options), expected)
+    assert_same_bits(trained_by_ddp(kind, True, **options), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("kind", CONVERSIONS)
+def test_under_ddp_on_other_numbers_of_ranks(ranks, world, kind):
+    on_ranks(world)(_check_under_ddp)(ranks, kind=kind)
+
+
+def _check_under_ddp(kind):
+    expected = trained_by_ddp(kind, False)
+    assert_same_bits(trained_by_ddp(kind, True, bucket_bytes=0), expected)
+
+
+_check_under_ddp.check = _check_under_ddp
+
+
+@on_ranks(2)
+def test_under_ddp_a_handle_holds_measures_and_ends():
+    model = CONVERSIONS["expansions"](Used())
+    ddp = DDP(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    handle = mcf.step_in_backward(ddp, optimizer)
+    with handle.measure_norm(1.0):
+        loss_of(ddp, 0).backward()
+    assert all(p.grad is None for p in model.parameters())
+    optimizer.step()
+    with handle.no_step():
+        loss_of(ddp, 0).backward()
+    assert handle.stepped == []
+    norm = clip_grad_norm_(model.parameters(), 1.0)
+    torch.testing.assert_close(handle.norm, norm, rtol=1e-2, atol=0, check_dtype=False)
+    optimizer.step()
+    optimizer.zero_grad()
+    handle.remove()
+    loss_of(ddp, 0).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@on_ranks(2)
+def test_under_ddp_a_second_step_in_an_iteration_raises():
+    model = CONVERSIONS["expansions"](Used())
+    ddp = DDP(model)
+    handle = mcf.step_in_backward(ddp, torch.optim.SGD(model.parameters(), lr=0.0))
+    loss_of(ddp, 0).backward()
+    assert handle.stepped
+    with pytest.raises(mcf.errors.StepInBackwardError, match="another gradient after its step"):
+        loss_of(ddp, 0).backward()
+
+
+@on_ranks(2)
+def test_ddp_comes_first_and_knows_which_gradients_are_there():
     model = CONVERSIONS["expansions"](Network())
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ValueError, match=r"DistributedDataParallel.*fully_shard"):
-        mcf.step_in_backward(DDP(model), optimizer)
     handle = mcf.step_in_backward(model, optimizer)
     for module in (model, model.blocks):
-        with pytest.raises(ValueError, match=r"DistributedDataParallel.*fully_shard"):
+        with pytest.raises(ValueError, match="with the DistributedDataParallel itself"):
             DDP(module)
     handle.remove()
-    DDP(model)
+    with pytest.raises(ValueError, match="with the DistributedDataParallel itself"):
+        mcf.step_in_backward(nn.Sequential(DDP(model)), optimizer)
+    for option in ("find_unused_parameters", "static_graph"):
+        with pytest.raises(ValueError, match=option):
+            mcf.step_in_backward(DDP(model, **{option: True}), optimizer)
 
 
 @on_ranks(2)

@@ -1,0 +1,276 @@
+"""Optimizers of torch that DTensor lacks operations for, or that need more of a matrix than a
+shard."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcftensor.patches.table import by_name, row
+from mcftensor.tensor.dtensor import format_of, local, on_local
+from mcftensor.tensor.shard_exchange import Division
+from mcftensor.tensor.step_context import outside
+from mcftensor.tensor.tensor import lifted_gradient
+
+Lists = Sequence[list[Any]]
+
+
+def _are_sharded(parameters: Sequence[Tensor]) -> bool:
+    """Whether some of these parameters are DTensors of expansions."""
+    return any(local(p) is not p and format_of(p) is not None for p in parameters)
+
+
+# ------------------------------------------------------------------------------ element by element
+
+
+def _on_shards(step: Callable[..., None]) -> Callable[..., None]:
+    """The step of an elementwise optimizer, over the shards of this rank."""
+
+    @functools.wraps(step)
+    def over_shards(params: list[Tensor], *lists: list[Any], **options: Any) -> None:
+        if not _are_sharded(params):
+            step(params, *lists, **options)
+            return
+        own = [[x if x is None else local(x) for x in xs] for xs in lists]
+        step([local(p) for p in params], *own, **options)
+        for xs, new in zip(lists, own, strict=True):  # SGD makes its buffers within
+            for i, x in enumerate(xs):
+                if x is None and new[i] is not None:
+                    xs[i] = _placed_like(params[i], new[i])
+
+    return over_shards
+
+
+def _placed_like(p: Tensor, shard: Any) -> Tensor:
+    return on_local(lambda _: shard, p) if local(p) is not p else shard
+
+
+for _name in (
+    "rprop._single_tensor_rprop",
+    "rprop._multi_tensor_rprop",
+    "sgd._fused_sgd",
+    "adagrad._fused_adagrad",
+):
+    row(
+        f"torch.optim.{_name}",
+        why="DTensor has no rule for an operation of it, which needs no element but its own.",
+        loss="Rprop, and SGD and Adagrad with fused=True, raise for sharded expansions.",
+        change=_on_shards,
+    )
+
+
+# -------------------------------------------------------------------------------- whole matrices
+
+
+def _in_turns(xs: Sequence[Any]) -> Iterator[tuple[Division | None, list[int]]]:
+    """The numbers of tensors that are exchanged at once: as many as there are ranks, divided among
+    the same ones. Those that are whole come one by one."""
+    waiting: dict[Division, list[int]] = {}
+    for i, x in enumerate(xs):
+        division = Division.of(x)
+        if division is None:
+            yield None, [i]
+            continue
+        turn = waiting.setdefault(division, [])
+        turn.append(i)
+        if len(turn) == division.size:
+            yield division, waiting.pop(division)
+    yield from waiting.items()
+
+
+def _by_owners(step: Callable[..., None]) -> Callable[..., None]:
+    """A step that needs all of a parameter and its gradient, taken by the owner of each."""
+
+    @functools.wraps(step)
+    def by_owners(*lists: list[Any], **options: Any) -> None:
+        if not _are_sharded(lists[0]):
+            step(*lists, **options)
+            return
+        for division, turn in _in_turns(lists[0]):
+            if division is None:
+                step(*([local(xs[i]) for i in turn] for xs in lists), **options)
+            else:
+                _exchanged(step, division, [[xs[i] for i in turn] for xs in lists], options)
+
+    return by_owners
+
+
+def _exchanged(
+    step: Callable[..., None], division: Division, lists: Lists, options: dict[str, Any]
+) -> None:
+    """A step of each parameter by its owner; what it writes to goes back to all ranks."""
+    wholes = [division.to_owners(xs) for xs in lists]
+    if division.rank < len(lists[0]):
+        step(*([x] for x in wholes), **options)
+    for i, (xs, whole) in enumerate(zip(lists, wholes, strict=True)):
+        if i != 1:  # gradients
+            for x, new in zip(xs, division.from_owners(whole, xs), strict=True):
+                if x is not None:
+                    x.copy_(new)
+
+
+for _name in ("_adafactor._single_tensor_adafactor", "_adafactor._multi_tensor_adafactor"):
+    row(
+        f"torch.optim.{_name}",
+        why="Adafactor needs norms of rows, of columns and of whole parameters. DTensor sums by "
+        "shards, in another order, and lacks operations in place.",
+        loss="Adafactor raises for sharded expansions.",
+        change=_by_owners,
+    )
+
+
+def _orthogonalized_in_turns(step: Callable[..., None]) -> Callable[..., None]:
+    """The step of Muon: only updates travel, to owners that orthogonalize them, and back."""
+
+    @functools.wraps(step)
+    def in_turns(
+        params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], **options: Any
+    ) -> None:
+        if not _are_sharded(params):
+            step(params, grads, buffers, **options)
+            return
+        for division, turn in _in_turns(params):
+            given = [[xs[i] for i in turn] for xs in (params, grads, buffers)]
+            if division is None:
+                step(*([local(x) for x in xs] for xs in given), **options)
+            else:
+                _muon(division, *given, **options)
+
+    return in_turns
+
+
+def _muon(
+    division: Division,
+    params: list[Tensor],
+    grads: list[Tensor],
+    buffers: list[Tensor],
+    *,
+    lr: Any,
+    weight_decay: float,
+    momentum: float,
+    nesterov: bool,
+    ns_coefficients: tuple[float, float, float],
+    ns_steps: int,
+    eps: float,
+    adjust_lr_fn: str | None,
+    **others: Any,
+) -> None:
+    torch._foreach_lerp_(buffers, grads, 1 - momentum)
+    updates = torch._foreach_lerp(grads, buffers, momentum) if nesterov else buffers
+    updates = [update.bfloat16() for update in updates]  # as the iteration begins
+    whole = division.to_owners(updates)
+    if whole is not None:
+        iterate = torch.optim._muon._zeropower_via_newtonschulz
+        whole = iterate(whole, ns_coefficients, ns_steps, eps)
+    lr = float(lr)
+    for p, update in zip(params, division.from_owners(whole, updates), strict=True):
+        p.mul_(1 - lr * weight_decay)
+        p.add_(update, alpha=-torch.optim._muon._adjust_lr(lr, adjust_lr_fn, p.shape))
+
+
+row(
+    "torch.optim._muon._single_tensor_muon",
+    why="DTensor carries out each product of Muon's iteration over all ranks, in an order of "
+    "summation of its own, and with leading terms alone.",
+    loss="Muon over sharded expansions is as exact as bf16, and has other bits than unsharded.",
+    change=_orthogonalized_in_turns,
+)
+
+
+@by_name
+def _of_a_copy(orthogonalize: Callable[[], Tensor], given: dict[str, Any]) -> Tensor:
+    if format_of(given["grad"]) is not None:
+        given["grad"] = given["grad"].clone()
+    return orthogonalize()
+
+
+row(
+    "torch.optim._muon._zeropower_via_newtonschulz",
+    why="It divides what it is given by its norm in place if that is in bfloat16 already: without "
+    "Nesterov's momentum that is the buffer of momentum.",
+    loss="Muon with nesterov=False divides its buffers by their norms at each step, as in plain "
+    "bf16.",
+    takes=("grad",),
+    change=_of_a_copy,
+)
+
+# ------------------------------------------------------------------------------- all at once
+
+
+def _whole_gradient(p: Any) -> Any:
+    """The parameter as LBFGS reads its gradient: the whole, on every rank."""
+    if local(p) is p:
+        return p
+    grad, format = p.grad, format_of(p)
+    whole = None if grad is None else outside(grad.full_tensor)
+    if whole is not None and format is not None:
+        whole = lifted_gradient(whole, format)
+    return SimpleNamespace(grad=whole, numel=p.numel, new=local(p).new)
+
+
+@by_name
+def _gathered(gather: Callable[[], Tensor], given: dict[str, Any]) -> Tensor:
+    optimizer = given["self"]
+    if not _are_sharded(optimizer._params):
+        return gather()
+    stand_ins = SimpleNamespace(_params=list(map(_whole_gradient, optimizer._params)))
+    given["self"] = stand_ins
+    return gather()
+
+
+@by_name
+def _added_to_shards(add: Callable[[], None], given: dict[str, Any]) -> None:
+    optimizer, offset = given["self"], 0
+    if not _are_sharded(optimizer._params):
+        add()
+        return
+    for p in optimizer._params:
+        part = given["update"][offset : offset + p.numel()].view(p.shape)
+        offset += p.numel()
+        if local(p) is not p:
+            part = outside(functools.partial(_shard_of, part, p))
+        p.add_(part, alpha=given["step_size"])
+
+
+def _shard_of(whole: Tensor, p: Any) -> Tensor:
+    everywhere = [torch.distributed.tensor.Replicate()] * p.device_mesh.ndim
+    placed = type(p).from_local(whole, p.device_mesh, everywhere, run_check=False)
+    return placed.redistribute(placements=p.placements)
+
+
+for _name, _change, _takes in (
+    ("_gather_flat_grad", _gathered, ("self",)),
+    ("_add_grad", _added_to_shards, ("self", "step_size", "update")),
+):
+    row(
+        f"torch.optim.LBFGS.{_name}",
+        why="LBFGS joins all gradients to a vector, and DTensor does not flatten uneven shards.",
+        loss="LBFGS raises for sharded expansions.",
+        takes=_takes,
+        change=_change,
+    )
+
+
+def mean_over_ranks(parameters: Iterable[Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """A closure that returns the mean of what it returns on the ranks that share parameters, so
+    that a line search takes the same way on all."""
+    mesh = next((p.device_mesh for p in parameters if local(p) is not p), None)
+    if mesh is None:
+        return function
+
+    @functools.wraps(function)
+    def mean(*args: Any, **kwargs: Any) -> Any:
+        loss = function(*args, **kwargs)
+        total = torch.as_tensor(loss, dtype=torch.float64, device=mesh.device_type).detach().clone()
+        for axis in range(mesh.ndim):
+            dist.all_reduce(total, group=mesh.get_group(axis))
+        total /= mesh.size()
+        return total.to(loss) if isinstance(loss, Tensor) else total.item()
+
+    return mean
