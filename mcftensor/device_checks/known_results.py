@@ -16,7 +16,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from mcftensor.arithmetic import eft
 from mcftensor.arithmetic.base_types import BASES
 from mcftensor.device_checks.hard_inputs import any_bits, full_bits, hard_terms
-from mcftensor.formats import FORMATS, ExpansionFormat, Format, named
+from mcftensor.formats import FORMATS, ExpansionFormat, Format, bf16x2, named
 from mcftensor.kernels.program import PATTERNS
 from mcftensor.passes.expressions import Expression, Operand, carry_out
 from mcftensor.passes.format_conversion import decode_columns, encode_columns
@@ -101,7 +101,7 @@ def known_work() -> dict[str, dict[str, Work]]:
             f"rounding to {name}": partial(_encoded, named(name), torch.float32)
             for name in _ROUNDED["stochastic"]
         }
-        | {"lerp in bf16x2sr": partial(_operated, "lerp", named("bf16x2sr"))},
+        | {"lerp in bf16x2sr": partial(_operated, "lerp", bf16x2.with_rounding("stochastic"))},
         "balanced rounding": {
             f"rounding to {name}": partial(_encoded, named(name), torch.float32)
             for name in _ROUNDED["balanced"]

@@ -18,8 +18,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from mcftensor.kernels import cpu, probe_inputs
+from mcftensor.kernels import cpu
 from mcftensor.kernels.cpp import GRAIN
+from mcftensor.kernels.first_use import hard_numbers
 
 # Elements after which the time to look for compiled code, and to make it, is well spent.
 LOOK_AFTER = 1 << 14
@@ -396,7 +397,7 @@ def _is_right(launch: cpu.Launch) -> bool:
 
 
 def _adds_exactly(launch: cpu.Launch, dtype: torch.dtype, least: int, has_factors: bool) -> bool:
-    x, y = probe_inputs.vector(dtype, 0).double(), probe_inputs.vector(dtype, 1).double()
+    x, y = (hard_numbers(dtype, number, 512).double() for number in (0, 1))
     y = torch.where(y.isfinite(), y, 1) if has_factors else torch.ones_like(y)
     exact, special = Fraction(0), [0, 0, 0]
     for a, b in zip(x.tolist(), y.tolist(), strict=True):

@@ -64,27 +64,31 @@ def _calls(signature: Signature, arrangement: Arrangement) -> Columns:
     return Columns(columns[:count], scalars, columns[count:], (), signature.shared)
 
 
-def _vectors(
-    dtype: torch.dtype, number: int, is_shared: bool, arrangement: Arrangement
-) -> list[Tensor]:
-    """Numbers of a dtype for each set, others for each number of a vector; one for each element,
-    or for the elements that share it.
+def hard_numbers(dtype: torch.dtype, number: int, count: int, *, shared: bool = False) -> Tensor:
+    """Return `count` numbers of a dtype, or one for each block that shares it; others for each
+    `number`.
 
-    A half has random patterns: of all magnitudes, subnormal too, infinite and no number at all. The
-    other half has sizes that meet, so that sums and products are rounded.
+    Half of them are random patterns: of all magnitudes, subnormal, infinite and NaN. The other half
+    have similar sizes, so that sums and products are rounded.
     """
     generator = torch.Generator().manual_seed(number)
-    count = sum(LENGTHS) + BLOCK_SIZE
     bits = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator, device="cpu")
-    width = BLOCK_SIZE if is_shared else 1
-    bits = bits[: count // width]
+    bits = bits[: count // (BLOCK_SIZE if shared else 1)]
     x = bits > 0 if dtype == torch.bool else bits.to(PATTERNS[dtype.itemsize]).view(dtype)
     if dtype.is_floating_point:
         exponents = bits[::2] % 16 - 8
         half = x[::2]
         half.copy_(torch.ldexp(bits[1::2].double() * 2.0**-63, exponents)[: len(half)])
+    return x
+
+
+def _vectors(
+    dtype: torch.dtype, number: int, is_shared: bool, arrangement: Arrangement
+) -> list[Tensor]:
+    """Return hard numbers for each set."""
+    x = hard_numbers(dtype, number, sum(LENGTHS) + BLOCK_SIZE, shared=is_shared)
     x = x.to(arrangement.device)[0 if arrangement.aligned else 1 :]
-    whole, part = [length // width for length in LENGTHS]
+    whole, part = [length // (BLOCK_SIZE if is_shared else 1) for length in LENGTHS]
     return [x[:whole], x[whole : whole + part]]
 
 
