@@ -89,8 +89,9 @@ def _tail(name: Any) -> tuple[str, Format] | None:
         if is_like_a_term:
             raise CheckpointError(f"{name} is a term of no format ({error})") from error
         return None
-    own = [_SUM, _WRITES, *(x.name for x in known.components)]
-    return (owner, known) if is_like_a_term or component in own else None
+    if is_like_a_term or component in (_SUM, _WRITES, *[x.name for x in known.components]):
+        return owner, known
+    return None
 
 
 # What looks like a term of an expansion, though perhaps of one that there cannot be.

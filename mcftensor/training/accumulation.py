@@ -16,14 +16,13 @@ from mcftensor.training.gradient_hooks import GradientHook, Handle, trained
 
 
 class Accumulation(Handle, GradientHook):
-    """What `accumulate_gradients` returns; as a context manager it ends with the block."""
+    """What `accumulate_gradients` returns; as a context manager it ends with the block.
+
+    After `remove()` gradients are plain again, from the next `zero_grad` on.
+    """
 
     def __init__(self, format: Format | None) -> None:
         self._format = format
-
-    def remove(self) -> None:
-        """Let gradients be plain again, from the next `zero_grad` on."""
-        super().remove()
 
     def __call__(self, p: Tensor) -> None:
         """Have the gradient be an expansion."""

@@ -126,8 +126,8 @@ def warn_of_plain_parameters(optimizer: Optimizer) -> None:
             PlainParameterWarning,
             stacklevel=callers_level(),
         )
-    narrow = [p for p in parameters_of(optimizer) if p.dtype in NARROW and p.requires_grad]
-    plain = [p for p in narrow if not isinstance(p, MCFTensor) and format_of(p) is None]
+    others = [p for p in parameters_of(optimizer) if not isinstance(p, MCFTensor)]
+    plain = [p for p in others if p.dtype in NARROW and p.requires_grad and format_of(p) is None]
     told = _told.setdefault(optimizer, set()) if plain else set()
     new = [p for p in plain if id(p) not in told]
     if not new:
@@ -179,11 +179,12 @@ def _warn_of_detached(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         gone += [p for p, own in held if own is not None and own[0]() is None]
     if gone:
         found = f"{_names(gone)} {'is' if len(gone) == 1 else 'are'} no longer in the module"
-    else:
-        named = [p for p in parameters_of(optimizer) if _holder(p) is not None]
-        if _has_gradients(optimizer, args, kwargs) or not named:
-            return
+    elif _has_gradients(optimizer, args, kwargs):
+        return
+    elif named := [p for p in parameters_of(optimizer) if _holder(p) is not None]:
         found = f"none of its parameters has a gradient: {_names(named)}"
+    else:
+        return
     _detached.add(optimizer)
     warnings.warn(
         f"{type(optimizer).__name__}: {found}. The step does not train a model whose parameters "

@@ -30,6 +30,7 @@ from mcftensor.meters.edq.readings import (
 )
 from mcftensor.patches.optimizers import named_parameters_of, parameters_of, untraced
 from mcftensor.tensor.dtensor import format_of
+from mcftensor.training.gradient_hooks import Handle
 from mcftensor.training.shadow import Original, reaches_parameters, require_single
 from mcftensor.training.step_warnings import callers_level, warn_of_saturation
 
@@ -42,7 +43,7 @@ class FrozenWeightWarning(UserWarning):
     """Most elements of a parameter lose their updates, step after step."""
 
 
-class EDQ:
+class EDQ(Handle):
     r"""A meter of what the updates of an optimizer lose to rounding.
 
     On a sampled step it lets the optimizer take the same step twice on copies: in the parameters'
@@ -239,12 +240,6 @@ class EDQ:
             kind = type(getattr(self, name))  # sets are lists there
             if name.lstrip("_") in state:  # older ones have no readings of states
                 setattr(self, name, kind(state[name.lstrip("_")]))
-
-    def __enter__(self) -> EDQ:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         return untraced(self._begin, optimizer, args, kwargs, torch.compiler.is_compiling())
