@@ -90,39 +90,21 @@ def save_terms(
     most: int | None,
 ) -> None:
     """Save plain tensors, in files of at most so many bytes, one in memory at a time."""
-    shards = divide(likes, most)
-    previous = files_named(index_of(path)) or set()
-    if len(shards) > 1:
-        _save_shards(likes, produce, shards, tied, metadata, path, previous)
-        return
-    with beside(path, _previous(path)) as (temporary, put):
-        with temporary.open("wb") as file:
-            write(file, likes, produce(shards[0]), tied, metadata)
-        put()
-        synchronize(temporary.parent)
-    index_of(path).unlink(missing_ok=True)
-    remove_stale(path, previous)
-
-
-def _save_shards(
-    likes: Mapping[str, Tensor],
-    produce: Producer,
-    shards: list[list[str]],
-    tied: Mapping[str, str],
-    metadata: dict[str, str],
-    path: Path,
-    previous: set[str],
-) -> None:
-    token = secrets.token_hex(4)
+    shards, index = divide(likes, most), index_of(path)
+    old = next((x for x in (path, index) if x.exists()), None)  # whose mode the files get
+    previous = files_named(index) or set()
+    token, count = secrets.token_hex(4), len(shards)
+    names_of_files = [
+        path.name if count == 1 else f"{path.stem}-{token}-{i:05}-of-{count:05}{path.suffix}"
+        for i in range(1, count + 1)
+    ]
     seals: dict[str, str] = {}
     where: dict[str, str] = {}
-    old = _previous(path)
     try:
         # Locked until the index names them, so that no other writer takes them for abandoned.
         with contextlib.ExitStack() as locks:
             moves = []
-            for i, names in enumerate(shards, 1):
-                file = f"{path.stem}-{token}-{i:05}-of-{len(shards):05}{path.suffix}"
+            for file, names in zip(names_of_files, shards, strict=True):
                 temporary, put = locks.enter_context(beside(path.with_name(file), old))
                 moves.append(put)
                 shard = {name: likes[name] for name in names}
@@ -132,23 +114,22 @@ def _save_shards(
                 where |= dict.fromkeys(names, file)
             for put in moves:
                 put()
-            synchronize(path.parent)
+            synchronize(temporary.parent)
+            if count == 1:
+                index.unlink(missing_ok=True)
+                return
             seal = sealed({"shards": seals, "weight_map": where})
             del seal["weight_map"]  # It stands beside.
             size = sum(x.nbytes for x in likes.values())
             content = {"metadata": {**metadata, "total_size": size, KEY: seal}, "weight_map": where}
-            with beside(index_of(path), old) as (temporary, put):
+            with beside(index, old) as (temporary, put):
                 temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
                 put()
                 synchronize(temporary.parent)
             path.unlink(missing_ok=True)
     finally:
-        remove_stale(path, {*previous, *seals})
-
-
-def _previous(path: Path) -> Path | None:
-    """The checkpoint that is replaced: one file, or the index of several."""
-    return next((old for old in (path, index_of(path)) if old.exists()), None)
+        if path.parent.is_dir():
+            remove_stale(path, {*previous, *seals})
 
 
 def _require_storable(name: object, x: object) -> None:

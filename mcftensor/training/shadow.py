@@ -185,17 +185,17 @@ def wide_type(parameter: Tensor) -> torch.dtype | Format:
     return fp64x2 if precision <= 80 else Format(torch.float64, 3)
 
 
-def require_single(caller: str, optimizer: object) -> None:
-    """Raise TypeError for what is no optimizer, and ValueError for one that steps others."""
+def require_single(caller: str, optimizer: object, repair: str) -> None:
+    """Raise TypeError for what is no optimizer, and ValueError, with the repair, for one that steps
+    others."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{caller}: got {name}; give a torch.optim.Optimizer")
     for attribute, value in vars(optimizer).items():
         parts = value if isinstance(value, (list, tuple)) else [value]
         if any(isinstance(part, Optimizer) for part in parts):
-            raise ValueError(
-                f"{caller}: {name} steps other optimizers; give the one in optimizer.{attribute}"
-            )
+            found = f"optimizer.{attribute}"
+            raise ValueError(f"{caller}: {name} steps other optimizers; {repair.format(found)}")
 
 
 def bare(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Any:

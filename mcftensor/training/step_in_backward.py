@@ -361,7 +361,7 @@ def step_in_backward(
     if bucket_bytes < 0:
         raise ValueError(f"step_in_backward: bucket_bytes={bucket_bytes!r}; give 0 or more")
     _check_model(model)
-    require_single("step_in_backward", optimizer)
+    require_single("step_in_backward", optimizer, "give the one in {}")
     name = type(optimizer).__name__
     if not hasattr(optimizer, "_optimizer_step_post_hooks"):
         raise TypeError(f"step_in_backward: {name} does not call hooks on its step")

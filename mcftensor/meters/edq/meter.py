@@ -132,7 +132,7 @@ class EDQ(Handle):
         patience: int = 10,
         coupled: bool = False,
     ) -> None:
-        require_single("EDQ", optimizer)
+        require_single("EDQ", optimizer, "meter these: mcf.EDQ({})")
         if not getattr(type(optimizer).step, "hooked", False):
             raise ValueError(
                 f"EDQ: {type(optimizer).__name__} does not call hooks on its step, since its class "
