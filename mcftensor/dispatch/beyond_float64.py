@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from mcftensor.dispatch.operands import expansions, stored_in
+from mcftensor.dispatch.operands import expansions, mapped, stored_in
 from mcftensor.dispatch.write_results import assign, refusal, written_to
 from mcftensor.formats import Format
 from mcftensor.tensor import MCFTensor
@@ -254,7 +253,7 @@ def by_algorithm(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
         writes = x._count if isinstance(x, MCFTensor) else None
         return MCFTensor.of(stored_in(x, format, device), format, writes=writes)
 
-    result = found_for(*tree_map(enter, args), **tree_map(enter, kwargs))
+    result = found_for(*mapped(enter, args), **mapped(enter, kwargs))
     if targets:
         assign(func, targets, [result], found)
         return targets[0]

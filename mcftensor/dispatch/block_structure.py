@@ -11,10 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from mcftensor.arithmetic.write_counts import moved
-from mcftensor.dispatch.operands import overwrite, plain, plainly
+from mcftensor.dispatch.operands import mapped, overwrite, plain, plainly
 from mcftensor.dispatch.storage_formats import on_numbers, store_numbers
 from mcftensor.formats import PLAIN
 from mcftensor.formats.moving import options_for
@@ -100,7 +99,7 @@ def place_in_blocks(func: Any, args: Any, kwargs: Any) -> Any:
     if not (func._schema.is_mutable and isinstance(target, MCFTensor) and share_scales([target])):
         return on_numbers(func, args, kwargs)
     copy = _wide(target)  # what is yet to be multiplied is, by an ordinary write
-    func(copy, *tree_map(_wide, args[1:]), **tree_map(_wide, kwargs))
+    func(copy, *mapped(_wide, args[1:]), **mapped(_wide, kwargs))
     set_blocks_(target, copy)
     return target
 

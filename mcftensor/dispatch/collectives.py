@@ -13,9 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
-from mcftensor.dispatch.operands import expansions, stored_in
+from mcftensor.dispatch.operands import expansions, leaves, mapped, stored_in
 from mcftensor.dispatch.registry import implements
 from mcftensor.dispatch.write_results import refusal
 from mcftensor.formats import Format, movable
@@ -131,14 +130,14 @@ if dist.is_available():
 
 def _term(tree: Any, i: int) -> Any:
     """The arguments with every expansion replaced by one of its terms."""
-    return tree_map(lambda x: carried(x.components[i]) if isinstance(x, MCFTensor) else x, tree)
+    return mapped(lambda x: carried(x.components[i]) if isinstance(x, MCFTensor) else x, tree)
 
 
 def _counts(written: list[MCFTensor], *others: Any) -> list[Any]:
     """The arguments with counts in the place of expansions, where these have some."""
     if written[0]._writes is None:
         return []
-    others = tree_map(lambda x: x._count if isinstance(x, MCFTensor) else x, others)
+    others = mapped(lambda x: x._count if isinstance(x, MCFTensor) else x, others)
     return [([x._writes for x in written], *others)]
 
 
@@ -161,7 +160,7 @@ def _nearest(x: Tensor) -> MCFTensor:
 
 
 def _one_format(func: Any, args: Any) -> Format:
-    tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+    tensors = [x for x in leaves(args) if isinstance(x, Tensor)]
     formats = {x.format for x in tensors if isinstance(x, MCFTensor)}
     kinds = {x.format.name if isinstance(x, MCFTensor) else f"plain {x.dtype}" for x in tensors}
     if len(kinds) > 1:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from mcftensor.arithmetic import special_functions
 from mcftensor.dispatch import beyond_float64, storage_formats
@@ -20,6 +20,8 @@ from mcftensor.dispatch.operands import (
     common_format,
     expansions,
     leading,
+    leaves,
+    mapped,
     plainly,
     value_of,
     with_leading,
@@ -101,7 +103,7 @@ def _plainly(
         def cast(dtype: torch.dtype, new: torch.dtype) -> Any:
             return lambda x: x.to(new) if isinstance(x, Tensor) and x.dtype == dtype else x
 
-        args, kwargs = tree_map(cast(base, torch.float32), leading((args, kwargs)))
+        args, kwargs = mapped(cast(base, torch.float32), leading((args, kwargs)))
         return tree_map(cast(torch.float32, base), func(*args, **kwargs))
 
 
@@ -116,7 +118,7 @@ def unlike_dtypes(problem: str, operands: Any) -> RuntimeError | None:
     other = f". Or run the model under torch.autocast({found.device.type!r}, dtype={found.dtype})"
     if torch._C._is_any_autocast_enabled():
         other = ". This operation is not one that autocast casts for"
-    for x in tree_leaves(operands):
+    for x in leaves(operands):
         is_plain = isinstance(x, Tensor) and not isinstance(x, MCFTensor)
         if is_plain and x.is_floating_point() and x.dtype != found.dtype:
             return RuntimeError(
@@ -161,7 +163,7 @@ def _in_float64(
         return copies[id(x)]
 
     written = [x for _, x in written_to(func, args, kwargs)]
-    result = _evaluated(func, tree_map(widen, args), tree_map(widen, kwargs))
+    result = _evaluated(func, mapped(widen, args), mapped(widen, kwargs))
     written = [x for x in written if id(x) in copies]  # integers are written to as they are
     assign(func, written, [copies[id(x)] for x in written], found)
     originals = {id(copies[id(x)]): x for x in written}

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from mcftensor.dispatch.operands import expansions, plainly
+from mcftensor.dispatch.operands import expansions, mapped, plainly
 from mcftensor.dispatch.registry import SHORTCUTS
 from mcftensor.dispatch.structure import template
 from mcftensor.tensor import LiftedTensor, MCFTensor
@@ -78,7 +78,7 @@ def narrowly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         source, *rest = args or [kwargs["input"]]
         named = {name: x for name, x in kwargs.items() if name != "input"}
         return func(template(source), *rest, **named)
-    args, kwargs = tree_map(lambda x: None if x is dtype else x, (args, kwargs))
+    args, kwargs = mapped(lambda x: None if x is dtype else x, (args, kwargs))
     return tree_map(
         lambda x: plainly(x, dtype) if isinstance(x, Tensor) and x.is_floating_point() else x,
         func(*args, **kwargs),

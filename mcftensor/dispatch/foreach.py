@@ -28,7 +28,7 @@ def foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
 
     A list of tensors or of numbers supplies one element a row; all else goes to every row.
     """
-    lists = _Lists(func, args, kwargs)
+    lists = ListCall(func, args, kwargs)
     targets = lists.columns[0]
     if not lists.in_place:
         made = lists.evaluated()
@@ -42,7 +42,7 @@ def foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
     return None
 
 
-class _Lists:
+class ListCall:
     """The arguments of a function of lists as columns, of which some are for every row."""
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from mcftensor.dispatch.default_handler import PRECISION, WIDE
-from mcftensor.dispatch.operands import is_wrapped, value_of
+from mcftensor.dispatch.operands import is_wrapped, leaves, value_of
 from mcftensor.dispatch.torch_functions import narrowed
 from mcftensor.formats import Format
 from mcftensor.tensor.dtensor import any_format_of, format_of, on_local
@@ -66,7 +65,7 @@ def in_place_of_dtype(
         return cast(x, others.pop(0) if format is None else format, *others, **options)
     name = getattr(func, "__name__", str(func)).strip("_")
     if format is found:
-        is_made_of = any(isinstance(x, Tensor) for x in tree_leaves(args))
+        is_made_of = any(isinstance(x, Tensor) for x in leaves(args))
         if not is_made_of or format.precision <= PRECISION or "like" in name or "new_" in name:
             requires_grad = options.pop("requires_grad", False)
             made = cast(func(*args, dtype=WIDE, **options), format)

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from mcftensor.arithmetic.base_types import BASES
 from mcftensor.dispatch import storage_formats
 from mcftensor.dispatch.default_handler import compute
-from mcftensor.dispatch.operands import expansions, plainly
+from mcftensor.dispatch.operands import expansions, mapped, plainly
 from mcftensor.dispatch.registry import TABLE, Handler
 from mcftensor.dispatch.write_results import assign_tree, require_no_grad, written_to
 from mcftensor.tensor import LiftedTensor, MCFTensor
@@ -82,7 +81,7 @@ def evaluate_into(
 
 def as_values(inputs: Any) -> Any:
     """Parameters as values: an expansion that is written to gets all their terms."""
-    return tree_map(
+    return mapped(
         lambda x: (
             MCFTensor.of(x.components, x.format, writes=x._count) if isinstance(x, MCFTensor) else x
         ),
@@ -170,7 +169,7 @@ def _in_dtype(func: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict
             copies[id(x)] = _widened(x, dtype)
         return copies[id(x)]
 
-    func(*tree_map(widen, args), **tree_map(widen, kwargs))
+    func(*mapped(widen, args), **mapped(widen, kwargs))
     for _, x in written_to(func, args, kwargs):
         if copies[id(x)] is not x:
             x.copy_(plainly(copies[id(x)], x.dtype))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -22,21 +22,33 @@ from mcftensor.tensor.dtensor import local, on_local, place_of
 from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
 
-def expansions(tree: Any) -> list[MCFTensor]:
-    """Every expansion in a tree of arguments."""
-    if isinstance(tree, MCFTensor):
-        return [tree]
+def leaves(tree: Any) -> list[Any]:
+    """What a tree of arguments consists of. Every operation asks it, and a pytree is slow."""
     if isinstance(tree, dict):
         tree = tree.values()
     elif not isinstance(tree, (tuple, list)):
-        return []
-    found = []
+        return [tree]
+    found: list[Any] = []
     for x in tree:
-        if isinstance(x, MCFTensor):
+        if isinstance(x, (tuple, list, dict)):
+            found += leaves(x)
+        else:
             found.append(x)
-        elif isinstance(x, (tuple, list, dict)):
-            found += expansions(x)
     return found
+
+
+def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """A tree of arguments with what a function makes of each leaf."""
+    if type(tree) in (tuple, list):
+        return type(tree)([mapped(function, x) for x in tree])
+    if type(tree) is dict:
+        return {name: mapped(function, x) for name, x in tree.items()}
+    return function(tree)
+
+
+def expansions(tree: Any) -> list[MCFTensor]:
+    """Every expansion in a tree of arguments."""
+    return [x for x in leaves(tree) if isinstance(x, MCFTensor)]
 
 
 def named_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -54,13 +66,7 @@ def is_wrapped(x: Tensor) -> bool:
 
 def leading(tree: Any) -> Any:
     """The arguments with every expansion replaced by its leading component."""
-    if isinstance(tree, MCFTensor):
-        return tree.lent
-    if type(tree) in (tuple, list):  # every operation comes this way, and a pytree is slow
-        return type(tree)(leading(x) for x in tree)
-    if type(tree) is dict:
-        return {name: leading(x) for name, x in tree.items()}
-    return tree
+    return mapped(lambda x: x.lent if isinstance(x, MCFTensor) else x, tree)
 
 
 def with_leading(args: Iterable[Any]) -> list[Any] | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from mcftensor.arithmetic.base_types import NARROW
 from mcftensor.dispatch.operands import (
@@ -24,6 +24,8 @@ from mcftensor.dispatch.operands import (
     count_write,
     expansions,
     leading,
+    leaves,
+    mapped,
     overwrite,
     require_castable,
     rounding_key,
@@ -133,7 +135,7 @@ def _on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         require_castable(copies[i].dtype, x)
         store_numbers([x], [copies[i]])
         originals[id(copies[i])] = x
-    return tree_map(lambda x: originals.get(id(x), x), result)
+    return tree_map(lambda x: originals.get(id(x), x), result) if originals else result
 
 
 def _say_what_is_rounded(func: Any, written: Iterable[Tensor], operands: Any) -> None:
@@ -178,17 +180,17 @@ def decoded(tree: Any, written: Sequence[Tensor] = ()) -> tuple[Any, dict[int, T
     """The arguments with numbers in the place of what only stores them, and these numbers by the
     id of what stores them; beside float64, plain tensors that are read alone become float64 too,
     as those of 16 bits become float32."""
-    found = {id(x): x for x in tree_leaves(tree) if _is_decoded(x)}
+    found = {id(x): x for x in leaves(tree) if _is_decoded(x)}
     numbers = dict(zip(found, numbers_of([*found.values()]), strict=True))
     if any(x.dtype == torch.float64 for x in numbers.values()):
-        read = {id(x): x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.dim()}
+        read = {id(x): x for x in leaves(tree) if isinstance(x, Tensor) and x.dim()}
         for i in read.keys() - set(map(id, written)):
             x = numbers.get(i, read[i])
             if x.dtype == torch.float32:
                 numbers[i] = x.double()
     if not numbers:
         return tree, numbers
-    return tree_map(lambda x: numbers.get(id(x), x), tree), numbers
+    return mapped(lambda x: numbers.get(id(x), x), tree), numbers
 
 
 def plain_numbers(x: MCFTensor) -> Tensor:
@@ -299,7 +301,7 @@ def _goes_in_blocks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return False
     if [str(x.type) for x in func._schema.returns] != ["Tensor"]:  # as those of equal and frexp
         return False
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    tensors = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
     first = tensors[0]
     if first.numel() <= PART or first.device.type != "cpu":
         return False
@@ -367,7 +369,7 @@ def _in_chunks(
         if isinstance(x, LiftedTensor):
             x.grow_tails()
         _settle_rest(x)
-    found = {id(x): x for x in tree_leaves((args, kwargs)) if _is_decoded(x)}
+    found = {id(x): x for x in leaves((args, kwargs)) if _is_decoded(x)}
     numbers = {
         i: torch.empty(PART, dtype=_dtype_of(x)) if x.dim() else numbers_of([x])[0]
         for i, x in found.items()
@@ -383,8 +385,8 @@ def _in_chunks(
                 if _factor_of(x) != 1:
                     scratch.mul_(_factor_of(x))
         piece = func(
-            *tree_map(partial(_cut, numbers, part), args),
-            **tree_map(partial(_cut, numbers, part), kwargs),
+            *mapped(partial(_cut, numbers, part), args),
+            **mapped(partial(_cut, numbers, part), kwargs),
         )
         for x, own in zip(written, keys, strict=True):
             format, components, scratch = _part_of(x, numbers[id(x)], part)

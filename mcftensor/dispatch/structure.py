@@ -126,7 +126,7 @@ def _keep_hooks(x: MCFTensor, new: MCFTensor) -> None:
         new._hooks = x._hooks
 
 
-MOVES = (
+@implements(
     aten.clone.default,  # deepcopy, LBFGS, contiguous
     aten.diag_embed.default,  # torch.diag_embed
     aten.flip.default,  # x.flip, x.fliplr
@@ -147,10 +147,6 @@ MOVES = (
     aten.select_backward.default,  # gradients of x[0]
     aten._pin_memory.default,  # x.pin_memory, data loaders, offloading
 )
-"""What copies, picks and repeats elements, and rounds none."""
-
-
-@implements(*MOVES)
 def move_elements(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Copies and selections of elements."""
     if not isinstance(x, MCFTensor) or any(isinstance(a, MCFTensor) for a in args):  # as indices
@@ -158,7 +154,7 @@ def move_elements(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     return _copies(func, x, args, kwargs)
 
 
-LAYERS = (
+@implements(
     aten.im2col.default,  # F.unfold
     aten.pixel_shuffle.default,  # F.pixel_shuffle
     aten.pixel_unshuffle.default,  # F.pixel_unshuffle
@@ -177,10 +173,6 @@ LAYERS = (
     aten._upsample_nearest_exact2d.default,
     aten._upsample_nearest_exact3d.default,
 )
-"""Layers that do so."""
-
-
-@implements(*LAYERS)
 def layer(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Layers that move elements: of a value all terms, of a parameter the leading one."""
     is_value = isinstance(x, MCFTensor) and x.acts_as == "value"

@@ -25,6 +25,7 @@ from mcftensor.dispatch.operands import (
     common_format,
     expansions,
     is_wrapped,
+    mapped,
     plainly,
     value_of,
     with_leading,
@@ -161,7 +162,7 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
         return _Narrow.apply(x, format.name) if isinstance(x, Tensor) and x.dtype == WIDE else x
 
     sharper = _SHARPER.get(func, func)
-    result = sharper(*tree_map(widen, args), **tree_map(widen, kwargs))
+    result = sharper(*mapped(widen, args), **mapped(widen, kwargs))
     if out is None:
         return tree_map(narrow, result)
     require_no_grad(name, (args, kwargs, out))

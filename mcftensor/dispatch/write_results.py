@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from mcftensor.dispatch.operands import expansions, plainly, require_castable
+from mcftensor.dispatch.operands import expansions, leaves, plainly, require_castable
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.implicit_rounding import rounding
 
@@ -73,7 +73,7 @@ def assign_tree(func: Any, out: Any, result: Any, operands: Sequence[MCFTensor] 
 def require_no_grad(name: str, tree: Any) -> None:
     """Raise where `out=` would end a graph, as PyTorch does."""
     if torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(tree)
+        isinstance(x, Tensor) and x.requires_grad for x in leaves(tree)
     ):
         raise RuntimeError(
             f"{name}: out= does not support differentiation, and one of the arguments requires "

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from mcftensor.scaling.exponents import largest, times_any_power
-from mcftensor.scaling.rule_shapes import by_gradient, on_data, on_numbers
+from mcftensor.scaling.rule_shapes import by_gradient, in_float32, on_data
 from mcftensor.scaling.rule_table import aten, rule
 from mcftensor.scaling.scaled_numbers import Unrounded, leveled, number, product_of
 
 on_data(aten.relu, aten.leaky_relu, aten.native_dropout)
-on_numbers(
+in_float32(
     *(aten.tanh, aten.sigmoid, aten.hardsigmoid, aten.sin, aten.cos, aten.erf, aten.atan),
     placing="by rule",
 )
-on_numbers(
+in_float32(
     *(aten.exp, aten.log, aten.log1p, aten.expm1, aten.softplus),
     placing="by size",
 )

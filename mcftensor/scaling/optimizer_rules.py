@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mcftensor.dispatch.foreach import ListCall
 from mcftensor.passes.optimizer_steps import RULES as STEPS
 from mcftensor.scaling.exponents import known, largest, times_any_power
 from mcftensor.scaling.rule_table import RULES, ScalingRule, aten, rule
@@ -15,26 +16,11 @@ from mcftensor.scaling.scaled import is_scaled
 from mcftensor.scaling.scaled_numbers import Placing, Unrounded, number, write_to
 
 
-def _foreach(func: Any, first: Sequence[Tensor], *others: Any, **kwargs: Any) -> Any:
+def _foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
     """The same operation on one tensor after the other: each has a scale of its own."""
-    name = func.overloadpacket.__name__.removeprefix("_foreach_")
-    operation = _on_one(name)
-    made = [
-        operation(x, *(y[i] if isinstance(y, list | tuple) else y for y in others), **kwargs)
-        for i, x in enumerate(first)
-    ]
-    return None if name.endswith("_") else made
-
-
-def _on_one(name: str) -> Callable[..., Any]:
-    if name == "norm":
-        return torch.linalg.vector_norm
-    if name == "maximum_":  # amsgrad
-        return lambda x, y: x.copy_(torch.maximum(x, y))
-    method: Callable[..., Any] = getattr(Tensor, name)
-    if name.rstrip("_") in ("addcmul", "addcdiv"):
-        return lambda x, a, b, value=1: method(x, a, b, value=value)
-    return method
+    call = ListCall(func, args, kwargs)
+    made = call.by_torch([None] * call.count)
+    return None if call.in_place else made
 
 
 RULES["foreach"] = ScalingRule(_foreach)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcftensor.scaling.rule_shapes import by_gradient, on_numbers
+from mcftensor.scaling.rule_shapes import by_gradient, in_float32
 from mcftensor.scaling.rule_table import aten, rule
 from mcftensor.scaling.scaled_numbers import Unrounded, number, product_of, sum_of
 
-on_numbers(
+in_float32(
     aten.smooth_l1_loss,
     aten.huber_loss,
     aten.binary_cross_entropy,

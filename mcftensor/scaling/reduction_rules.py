@@ -48,8 +48,8 @@ def _mean(
     return Unrounded(times_power(mean, half), x.exponent - half, _placing(mean), _format(dtype))
 
 
-@rule(aten.norm.ScalarOpt_dim)
-def _norm(x: Any, order: float | None, dim: Dims, keepdim: bool = False) -> Unrounded:
+@rule(aten.norm.ScalarOpt_dim, aten.norm.Scalar)
+def _norm(x: Any, order: float | None = 2, dim: Dims = None, keepdim: bool = False) -> Unrounded:
     return _vector_norm(x, 2 if order is None else order, dim, keepdim)
 
 

@@ -32,12 +32,12 @@ def on_data(*operators: Any, keeps_tails: bool = False) -> None:
         rule(operator, keeps_tails=keeps_tails)(rule_of(operator))
 
 
-def on_numbers(*operators: Any, placing: Placing) -> None:
+def in_float32(*operators: Any, placing: Placing) -> None:
     """Operators that bend where a number says: done to the numbers in float32, near 1."""
 
     def rule_of(operator: Any) -> Callable[..., Any]:
         def compute(*args: Any, **also: Any) -> Any:
-            return unrounded(operator(*map(plain, args), **also), 0, placing)
+            return unrounded(operator(*map(plain_operand, args), **also), 0, placing)
 
         return compute
 
@@ -51,7 +51,9 @@ def by_gradient(*operators: Any, placing: Placing = "by rule") -> None:
     def rule_of(operator: Any) -> Callable[..., Any]:
         def backward(gradient: Any, *args: Any, **also: Any) -> Any:
             g = number(gradient)
-            return unrounded(operator(g.mantissa, *map(plain, args), **also), g.exponent, placing)
+            return unrounded(
+                operator(g.mantissa, *map(plain_operand, args), **also), g.exponent, placing
+            )
 
         return backward
 
@@ -59,7 +61,7 @@ def by_gradient(*operators: Any, placing: Placing = "by rule") -> None:
         rule(operator)(rule_of(operator))
 
 
-def plain(x: Any) -> Any:
+def plain_operand(x: Any) -> Any:
     """An operand in float32; indices and masks as they are."""
     if is_scaled(x):
         return number(x).plain()

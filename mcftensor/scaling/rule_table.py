@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from mcftensor.dispatch.operands import leaves
 from mcftensor.dispatch.registry import Handler, handler_of
 from mcftensor.scaling.event_counts import count
 from mcftensor.scaling.scaled import is_scaled, made_of
@@ -105,20 +106,9 @@ def _functional(func: Any) -> Any:
 
 def result_format(tree: Any, *, keep_tails: bool) -> ScaledFormat:
     """The format of what is computed of the scaled tensors in a tree of arguments."""
-    found = [x for x in _leaves(tree) if is_scaled(x)]
+    found = [x for x in leaves(tree) if is_scaled(x)]
     formats = [x.format for x in found if x.dim()] or [x.format for x in found]
     return promoted(formats, keep_tails=keep_tails)
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    """What arguments consist of: PyTorch's own way takes as long as a rule."""
-    if isinstance(tree, list | tuple):
-        for x in tree:
-            yield from _leaves(x)
-    elif isinstance(tree, dict):
-        yield from _leaves(list(tree.values()))
-    else:
-        yield tree
 
 
 def _finished(found: ScalingRule, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,7 +126,7 @@ def _finished(found: ScalingRule, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _written(found: ScalingRule, func: Any, target: Tensor, *others: Any, **kwargs: Any) -> Tensor:
     if not is_scaled(target):
-        rounding(func, filter(is_scaled, _leaves((others, kwargs))), target)
+        rounding(func, filter(is_scaled, leaves((others, kwargs))), target)
     result = found.function(target, *others, **kwargs)
     if isinstance(result, Tensor):
         result = number(result)
@@ -172,7 +162,7 @@ def _without_rule(func: Any, *args: Any, **kwargs: Any) -> Any:
             f"{x.format.name} of shape {tuple(x.shape)}"
             if is_scaled(x)
             else f"plain {x.dtype} of shape {tuple(x.shape)}"
-            for x in _leaves((args, kwargs))
+            for x in leaves((args, kwargs))
             if isinstance(x, Tensor)
         ]
         if func.namespace in _BETWEEN_PROCESSES:

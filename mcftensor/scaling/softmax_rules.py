@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.scaling.exponents import is_free, times_power
-from mcftensor.scaling.rule_shapes import by_gradient, plain
+from mcftensor.scaling.rule_shapes import by_gradient, plain_operand
 from mcftensor.scaling.rule_table import aten, rule
 from mcftensor.scaling.scaled_format import of_dtype
 from mcftensor.scaling.scaled_numbers import Unrounded, number
@@ -59,7 +59,7 @@ def _log_softmax_backward(gradient: Any, result: Any, dim: int, dtype: torch.dty
 def _loss_by(operator: Any) -> None:
     @rule(operator)
     def loss(*args: Any) -> tuple[Unrounded, Tensor]:
-        made, total = operator(*map(plain, args))
+        made, total = operator(*map(plain_operand, args))
         return Unrounded(made, 0, "to fit" if made.dim() else "by size"), total
 
 

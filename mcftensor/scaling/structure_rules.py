@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch.structure import MOVES
+from mcftensor.dispatch.registry import TABLE
+from mcftensor.dispatch.structure import move_elements
 from mcftensor.formats.moving import move_component
 from mcftensor.scaling.exponents import ANY, largest
 from mcftensor.scaling.rule_table import aten, rule
@@ -32,7 +33,7 @@ def _moved_by(func: Any) -> Callable[..., ScaledTensor]:
 
 
 for _operator in (
-    *MOVES,
+    *(func for func, handler in TABLE.items() if handler is move_elements),
     aten._unsafe_view.default,  # flatten and reshape of what is not contiguous
     aten.view_as_real_copy.default,
     aten.lift_fresh.default,  # torch.tensor and checkpoints

@@ -36,7 +36,7 @@ _KNOWN = {
 class PromisedTensor(torch.Tensor):
     """A tensor that the tape is to make or to write to."""
 
-    _place: tuple[Strand, int]
+    _place: Any  # its strand and variable there
     _role: Any
 
     @classmethod
