@@ -30,7 +30,7 @@ from mcftensor.passes.traces import EMPTY, KEYS, NUMBERS, Operation, Trace, Vari
 from mcftensor.tensor.pending_tensor import PendingTensor
 from mcftensor.tensor.step_context import open_tape
 from mcftensor.tensor.tape import LOCK, Layout, Strand, Tape
-from mcftensor.tensor.taped_tensor import TapedTensor
+from mcftensor.tensor.taped_tensor import TapedGradient, TapedTensor
 from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
 Lists = Sequence[Sequence[Any]]
@@ -114,121 +114,107 @@ def _kind_of(x: Any) -> Any:
 
 def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
     with LOCK:
-        strand = None
-        while strand is None:  # until its operands are on one strand that may become longer
+        while True:  # until its operands are on one strand that may become longer
             given = _given(tape, call, columns)
             if given is None:
                 return None
-            key = tuple(given.marks)
-            strands = given.strands
+            marks, added, strands, layout = given
+            key = tuple(marks)
             if not strands:
-                strand = tape.strand_for((given.layout, given.is_stored), given.layout, key)
-            elif len(strands) > 1:
+                is_stored = any(new and getattr(new[0], "is_stored", False) for _, new in added)
+                strand = tape.strand_for((layout, is_stored), layout, key)
+                break
+            strand = strands[0]
+            if len(strands) > 1:
                 tape.part(strands)
-            elif strands[0].trace.is_full:
-                strands[0].run()
+            elif strand.trace.is_full:
+                strand.run()
             else:
-                (strand,) = strands
+                break
         trace = strand.trace
         move = trace.made.get(key) or trace.once(key, lambda: _move(trace, call, key[1:]))
         if move is _IMPOSSIBLE:
             return None
-        assert given is not None
-        results = _written(strand, move, given.added, len(columns[0]))
-        return results if results else columns[0]
+        return _written(strand, move, added, len(columns[0])) or columns[0]
 
 
 # ------------------------------------------------------------------------------ what operands are
 
+_New = tuple[Any, Sequence[Sequence[Any]], Layout, bool]
+"""Tensors that are not on the tape, one for each row: what they are, a mark of ours or a plain
+format; their components, and what else stored numbers have; their layout; whether the tape is to
+have a copy."""
 
-class _Given:
-    """The operands of an operation, as far as the tape is concerned."""
-
-    __slots__ = ("added", "is_stored", "layout", "marks", "new", "strands")
-
-    def __init__(self, call: _Call) -> None:
-        self.marks: list[Any] = [call]
-        """The operation, and what each operand is: the place of a variable of the trace, that of
-        what is new counted from -1 on, or a mark."""
-        self.new: list[Sequence[Any]] = []
-        """Columns of tensors that are not on the tape."""
-        self.added: list[tuple[Sequence[Any], _New | None]] = []
-        """Those, and numbers."""
-        self.strands: list[Strand] = []
-        """On which the others are."""
-        self.layout: Layout = ()
-        self.is_stored = False
-        """Whether some of the new ones are only stored."""
+_Added = list[tuple[Sequence[Any], _New | None]]
+_ON_TAPE = (TapedTensor, TapedGradient, PendingTensor)
 
 
-def _given(tape: Tape, call: _Call, columns: Lists) -> _Given | None:
-    """Rows of operands for the tape, or None if they cannot go there."""
-    found, count = _Given(call), len(columns[0])
-    marks, new = found.marks, found.new
+def _given(
+    tape: Tape, call: _Call, columns: Lists
+) -> tuple[list[Any], _Added, list[Strand], Layout] | None:
+    """Rows of operands for the tape, or None if they cannot go there.
+
+    Returns:
+        The operation and what each operand is: the place of a variable of the trace, that of what
+        is new counted from -1 on, or a mark; the columns that are new, numbers too; the strands
+        on which the others are; the layout of all.
+    """
+    marks: list[Any] = [call]
+    added: _Added = []
+    new: list[Sequence[Any]] = []
+    strands: list[Strand] = []
+    layout: Layout = ()
+    count = len(columns[0])
     for column in columns:
         x = column[0]
         cls = type(x)
-        if cls is TapedTensor or (cls is PendingTensor and "_place" in x.__dict__):
-            strand, index = x._place
-            if strand.tape is not tape or strand.layout != (found.layout or strand.layout):
-                return None
-            if not strand.holds(column, index):
-                return None
-            found.layout = strand.layout
-            if strand not in found.strands:
-                found.strands.append(strand)
-            marks.append(index)
-        elif cls is float or cls is int:
-            mark = _mark_of_numbers(column, count)
+        if cls is float or cls is int:
+            marks.append(mark := _mark_of_numbers(column, count))
             if mark is None:
                 return None
-            marks.append(mark)
-            found.added.append((column, None))
+            added.append((column, None))
+        elif cls in _ON_TAPE and (place := x.__dict__.get("_place")):
+            strand, index = place
+            if strand not in strands:
+                if strand.tape is not tape or (layout and strand.layout != layout):
+                    return None
+                layout = strand.layout
+                strands.append(strand)
+            if not strand.holds(column, index):
+                return None
+            marks.append(index)
         elif len(column) != count:
             return None
         elif new and (i := _index(new, column)) >= 0:
             marks.append(-1 - i)
         else:
-            one = _new(column, call.in_place and len(marks) == 1)
-            if one is None or one.layout != (found.layout or one.layout):
+            one = _new(column, call.in_place and len(marks) == 1, layout)
+            if one is None or (layout and one[2] != layout):
                 return None
-            found.layout = one.layout
-            found.is_stored |= type(one.mark) is _Mark and one.mark.is_stored
-            marks.append(one.mark)
+            layout = one[2]
+            marks.append(one[0])
             new.append(column)
-            found.added.append((column, one))
-    if not found.layout or (count > 1 and new and not _are_apart(found.added)):
+            added.append((column, one))
+    if not layout or (count > 1 and new and not _are_apart(added)):
         return None
-    return found
+    return marks, added, strands, layout
 
 
 # ------------------------------------------------------------------------------------ what is new
-
-
-class _New(NamedTuple):
-    """Tensors that are not on the tape, one for each row."""
-
-    mark: Any
-    """What they are: a mark of ours or a plain format."""
-    columns: Sequence[Sequence[Any]]
-    """Their components, and what else stored numbers have."""
-    layout: Layout
-    is_copied: bool
-    """Whether the tape is to have a copy."""
 
 
 _One = tuple[Any, Sequence[Any], tuple[Any, ...], bool]
 """The same of one of them."""
 
 
-def _new(column: Sequence[Any], is_target: bool) -> _New | None:
-    """Tensors for the tape; None where they cannot go there."""
-    first = _one(column[0], is_target, None)
+def _new(column: Sequence[Any], is_target: bool, like: Layout) -> _New | None:
+    """Tensors for the tape, beside some of a layout; None where they cannot go there."""
+    first = _one(column[0], is_target, like[0] if like else None)
     if first is None:
         return None
     mark, components, layout, is_copied = first
     if len(column) == 1:
-        return _New(mark, [*zip(components)], (layout,), is_copied)
+        return mark, [(x,) for x in components], (layout,), is_copied
     rows, layouts = [components], [layout]
     for x in column[1:]:
         found = _one(x, is_target, layout)
@@ -239,34 +225,32 @@ def _new(column: Sequence[Any], is_target: bool) -> _New | None:
         is_copied |= found[3]
     if is_copied and (is_target or sum([shape.numel() for _, shape, _ in layouts]) > MANY):
         return None
-    return _New(mark, [*zip(*rows, strict=True)], tuple(layouts), is_copied)
+    return mark, [*zip(*rows, strict=True)], tuple(layouts), is_copied
 
 
 def _one(x: Any, is_target: bool, like: tuple[Any, ...] | None) -> _One | None:
     """Given the layout of another, which is kept where it is the same: Python's collector looks at
     every object that stays."""
     cls, is_own = type(x), False
-    mark: Any = None
-    components: tuple[Any, ...] = ()
     if cls is MCFTensor:
         factor = x._factor
-        mark = _mark(x._format, False, factor is not None and x._role == "value")
+        mark: Any = _mark(x._format, False, factor is not None and x._role == "value")
         is_own = x._is_own or (is_target and x.regain())
         components = x._held()
         if factor is not None and (factor.value < SETTLED if is_own else factor.value != 1):
             return None
     elif cls is LiftedTensor:
+        is_own = not is_target and x.is_alone()
         mark, components = _mark(x._format, True, False), (x._component0,)
     elif cls in _PLAIN and x.dtype.is_floating_point:
         mark, components = PLAIN[x.dtype], (x,)
-    if mark is None:
+    else:
         return None
     leading = components[0]
     shape = leading.shape
-    length = shape.numel()
     if (
         not shape
-        or not length
+        or not (length := shape.numel())
         or not (is_own or (length <= SMALL and not is_target))
         or type(leading) not in _PLAIN
         or leading.layout is not torch.strided
@@ -274,12 +258,14 @@ def _one(x: Any, is_target: bool, like: tuple[Any, ...] | None) -> _One | None:
         or leading.is_meta
     ):
         return None
-    layout = (leading.device, shape, leading.stride())
+    device = leading.device
+    if like is None or like[1] != shape or like[0] != device or like[2] != leading.stride():
+        like = device, shape, leading.stride()
     if cls is MCFTensor and mark.is_stored:
         has_state = is_own and (x._writes is not None or x._factor is not None)
         state = State(x._writes, x._first, x._factor) if has_state else NO_STATE
         components = (*components, state)
-    return mark, components, like if layout == like else layout, not is_own
+    return mark, components, like, not is_own
 
 
 class _Mark:
@@ -304,8 +290,8 @@ def _index(columns: Sequence[Sequence[Any]], column: Sequence[Any]) -> int:
 
 def _are_apart(added: Sequence[tuple[Sequence[Any], _New | None]]) -> bool:
     """Whether no tensor of one row that goes on the tape stands in another one, copied or not."""
-    own = [id(x) for column, new in added if new and not new.is_copied for x in column]
-    copied = [id(x) for column, new in added if new and new.is_copied for x in column]
+    own = [id(x) for column, new in added if new and not new[3] for x in column]
+    copied = [id(x) for column, new in added if new and new[3] for x in column]
     return len(set(own)) == len(own) and (not copied or set(own).isdisjoint(copied))
 
 
@@ -372,6 +358,8 @@ def _move(trace: Trace, call: _Call, marks: Sequence[Any]) -> _Move:
 def _move_of_terms(
     trace: Trace, call: _Call, kinds: Sequence[Kind], indices: Sequence[int], begins: Any
 ) -> _Move:
+    if call.in_place and kinds[0].role is None:
+        return _IMPOSSIBLE  # a gradient
     found = plan(call.name, tuple(kinds), call.keywords, kinds[0].format if call.in_place else None)
     assert found is not None
     format = found.expression.format
@@ -475,16 +463,17 @@ def _written(
         if new is None:
             columns.append([*column] * (count // len(column)))  # a list may be the caller's
             holders.append(())
-        elif new.is_copied:
-            columns += [[*map(_copied, x)] for x in new.columns]
+        elif new[3]:
+            columns += [[*map(_copied, x)] for x in new[1]]
             holders.append(())
         else:
             place = strand, begun + len(holders)
-            columns += new.columns
+            columns += new[1]
             holders.append([*map(weakref.ref, column)])
             for tensor in column:
                 tensor._place = place
-                tensor.__class__ = TapedTensor
+                is_gradient = tensor.__class__ is LiftedTensor
+                tensor.__class__ = TapedGradient if is_gradient else TapedTensor
     for constant in move.constants:
         columns.append([constant] * count)
         holders.append(())
@@ -516,6 +505,8 @@ def _at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
         tape = open_tape()
         if tape is None or len(args) != count:
             return NotImplemented
+        if in_place and type(args[0]) in _PLAIN:
+            return _on_plain(func, args, kwargs)
         call, columns = ordinary, [*zip(args)]
         if kwargs:
             if len(kwargs) > 1 or keyword not in kwargs:
@@ -532,6 +523,28 @@ def _at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
     return put_down
 
 
+def _on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What writes to plain tensors, and reads gradients that are not written to meanwhile, is
+    PyTorch's own operation."""
+    columns = [x if isinstance(x, (list, tuple)) else (x,) for x in args]
+    others = [x for column in columns[1:] for x in column if isinstance(x, Tensor)]
+    dtypes = {x.dtype for x in columns[0] if type(x) in _PLAIN}
+    if len(dtypes) != 1 or not all(type(x) in _PLAIN for x in columns[0]):
+        return NotImplemented
+    if not all(
+        type(x) in _PLAIN or (isinstance(x, LiftedTensor) and x._format.dtype in dtypes)
+        for x in others
+    ):
+        return NotImplemented
+
+    def plain(x: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            return [*map(plain, x)]
+        return x.__dict__["_component0"] if isinstance(x, LiftedTensor) else x
+
+    return func(*map(plain, args), **kwargs)
+
+
 def _lists_at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
     """The same of lists, the rows of which that are of the same kinds go together."""
     _, count, _, keyword, _ = OPERATORS[name]
@@ -545,6 +558,8 @@ def _lists_at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
         lengths = [len(x) for x in args if isinstance(x, (list, tuple))]
         if not all(columns) or len(set(lengths)) > 1 or (kwargs and [*kwargs] != [keyword]):
             return NotImplemented
+        if in_place and type(columns[0][0]) in _PLAIN:
+            return _on_plain(func, args, kwargs)
         call = _call(name, ("value",) if valued else tuple(kwargs), in_place, True)
         found = _put_down(tape, call, columns)
         uncounted = args[0]

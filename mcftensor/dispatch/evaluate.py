@@ -162,7 +162,7 @@ class _Part:
     def beside_targets(self) -> Lying | None:
         """How operands and, behind them, the components of targets lie; None if not alike."""
         for x in self.targets:
-            if type(x) is LiftedTensor:
+            if isinstance(x, LiftedTensor):
                 x.grow_tails()
         format = self.plan.expression.format
         every = [*self.read, component_columns(self.targets, format)]

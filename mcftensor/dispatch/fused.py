@@ -27,6 +27,7 @@ from mcftensor.formats.promotion import require_one_base
 from mcftensor.kernels.columns import places_of
 from mcftensor.kernels.custom_ops import is_bare
 from mcftensor.passes.optimizer_steps import RULES, step_, take, unscale_
+from mcftensor.tensor.taped_tensor import TapedGradient
 from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
 aten = torch.ops.aten
@@ -63,7 +64,7 @@ class StepCall:
         states, counts = dict(zip(names, others, strict=False)), others[len(names) :]
         if options.get("amsgrad") is False:
             states["max_exp_avg_sqs"] = []
-        if LiftedTensor in map(type, grads):
+        if not {LiftedTensor, TapedGradient}.isdisjoint(map(type, grads)):
             grads = [_plain_gradient(x) for x in grads]
         return StepCall(name, params, grads, states, counts[0] if counts else [], options)
 

@@ -46,7 +46,7 @@ _NUMBER, _ONE = kind(NUMBER, None, False, "other"), kind(NUMBER, None, False, "o
 def kind_of(x: Any) -> Kind:
     """The kind of an operand."""
     if isinstance(x, MCFTensor):
-        return kind(x._format, x.acts_as, x.dim() > 0, None, type(x) is LiftedTensor)
+        return kind(x._format, x.acts_as, x.dim() > 0, None, isinstance(x, LiftedTensor))
     if isinstance(x, Tensor):
         return kind(PLAIN[x.dtype], None, x.dim() > 0)
     return _ONE if isinstance(x, Number) and x == 1 else _NUMBER

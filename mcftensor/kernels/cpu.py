@@ -12,7 +12,7 @@ import subprocess
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from itertools import starmap
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -130,16 +130,18 @@ def vector_bytes() -> int:
     return 64 if "avx512bw" in flags else 32 if "avx2" in flags else 16
 
 
-def launch(
+_call: Callable[[partial[None]], None] = partial.__call__
+
+
+def prepared(
     function: Launch,
     lengths: list[int],
     addresses: Sequence[list[int]],
     scalars: Sequence[Sequence[Scalar]],
     dtypes: Sequence[torch.dtype],
-    done: list[tuple[int, None]] | None = None,
-) -> None:
-    """Run compiled code on dense tensors of these lengths and addresses, given by columns, and on
-    scalars of these dtypes; say that it is done, as `Columns` has it."""
+) -> partial[None]:
+    """Compiled code as a call on dense tensors of these lengths and addresses, given by columns,
+    and on scalars of these dtypes."""
     count = len(lengths)
     words, numbers = array("q", lengths), array("d")
     for addresses_of_one in addresses:
@@ -151,11 +153,24 @@ def launch(
             words.fromlist([*map(int, values)] * times)
         else:
             numbers.fromlist(values * times)
-    elements = sum(lengths)
-    worth = elements // GRAIN
+    worth = sum(lengths) // GRAIN
     threads = min(torch.get_num_threads(), worth) if worth > 1 else 1
-    given = words.buffer_info()[0], numbers.buffer_info()[0], count, threads
+    call = partial(function, words.buffer_info()[0], numbers.buffer_info()[0], count, threads)
+    call.holds = words, numbers  # type: ignore[attr-defined]
+    return call
+
+
+def launch(
+    function: Launch,
+    lengths: list[int],
+    addresses: Sequence[list[int]],
+    scalars: Sequence[Sequence[Scalar]],
+    dtypes: Sequence[torch.dtype],
+    done: list[tuple[int, None]] | None = None,
+) -> None:
+    """Run it; say that it is done, as `Columns` has it."""
+    call = prepared(function, lengths, addresses, scalars, dtypes)
     if done is None:
-        function(*given)
+        call()
     else:
-        done.extend(zip((elements,), starmap(function, (given,)), strict=True))
+        done.extend(zip((sum(lengths),), map(_call, (call,)), strict=True))

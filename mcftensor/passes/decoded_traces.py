@@ -19,10 +19,13 @@ from torch import Tensor
 
 from mcftensor.arithmetic.write_counts import moved
 from mcftensor.formats import Format
+from mcftensor.kernels import cpu
 from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.columns import Column
+from mcftensor.kernels.execute import TRITON_DEVICES, kernel_of
+from mcftensor.passes.decoded_kernels import Asked, Factor, Stage, stages
 from mcftensor.passes.format_conversion import Flat, decode_columns, encode_columns
-from mcftensor.passes.traces import Operation, Trace
+from mcftensor.passes.traces import NUMBERS, Operation, Trace
 
 # Elements of rows that are computed on together: on a CPU what its caches hold of some variables.
 TOGETHER, TOGETHER_ON_OTHERS = 1 << 19, 1 << 24
@@ -80,11 +83,12 @@ class Decoded:
         self.errors: list[Exception] = []
         self.lost: set[tuple[int, int]] = set()  # results of which some part could not be made
         self.steps, self.last_use = _steps(self.trace, self.results)
+        self.stages = self._usable_stages()
         self._made: dict[tuple[int, int], Sequence[Tensor]] = {}
         self._factors: dict[int, list[float]] = {}
         self._parts = self._cut()
         self._size = max([sum(x.lengths) for x in self._parts])
-        self._at: tuple[int, _Computed | None] = (0, None)
+        self._at: tuple[int, _Computed | _Launched | None] = (0, None)
         self._scratch: list[Tensor] = []
 
     def run(self) -> None:
@@ -106,12 +110,31 @@ class Decoded:
         if self.errors:
             raise self.errors[0]
 
-    def _computed(self, rows: Rows) -> _Computed:
+    def _computed(self, rows: Rows) -> _Computed | _Launched:
         try:
-            return _Computed(self, rows)
+            launches = self._launches(rows)
+            return _Launched(self, rows, launches) if launches else _Computed(self, rows)
         except Exception as error:  # noqa: BLE001
             self.errors.append(error)
             return _Computed(self, rows, is_careful=True)
+
+    def _usable_stages(self) -> list[Stage]:
+        """The kernels that do all, with the bits of PyTorch's operations; or none."""
+        is_on_cpu = self.device.type == "cpu" and "cpu" not in TRITON_DEVICES
+        if not (is_on_cpu and self._have_whole_parts(0, len(self.shapes))):
+            return []
+        for variable, columns in zip(self.trace.variables, self.columns, strict=True):
+            if variable == NUMBERS and not all(map(_is_narrow, set(columns[0]))):
+                return []
+        return stages(self.trace, self.results, self.steps)
+
+    def _launches(self, rows: Rows) -> list[cpu.Launch]:
+        """The compiled form of the kernels, if all have one."""
+        found = [
+            kernel_of(x.body, x.signature).compiled(sum(rows.lengths), len(rows.lengths))
+            for x in self.stages
+        ]
+        return [x for x in found if x is not None] if all(found) else []
 
     def _cut(self) -> list[Rows]:
         limit = TOGETHER if self.device.type == "cpu" else TOGETHER_ON_OTHERS
@@ -135,12 +158,17 @@ class Decoded:
 
     def _has_whole_parts(self, row: int) -> bool:
         """Whether parts of a row have whole blocks, where these share something."""
-        return all(
-            BLOCK_SIZE * columns[i][row].numel() == self.shapes[row].numel()
-            for variable, columns in zip(self.trace.variables, self.columns, strict=True)
-            for i in variable.format.shared
-            if columns
-        )
+        length = self.shapes[row].numel()
+        return all(BLOCK_SIZE * x[row].numel() == length for x in self._shared)
+
+    def _have_whole_parts(self, first: int, stop: int) -> bool:
+        return not self._shared or all(map(self._has_whole_parts, range(first, stop)))
+
+    @functools.cached_property
+    def _shared(self) -> list[Column]:
+        """The columns of what blocks share."""
+        pairs = zip(self.trace.variables, self.columns, strict=True)
+        return [x[i] for variable, x in pairs if x for i in variable.format.shared]
 
     def scratch(self) -> Tensor:
         """Memory for the numbers of a variable in any of the parts."""
@@ -202,7 +230,7 @@ class Decoded:
             shape = (length // BLOCK_SIZE, BLOCK_SIZE) if format.shared else (length,)
             return Flat(flat, rows.lengths, [shape])
         shapes = self.shapes[rows.first : rows.stop]
-        if not format.shared or all(map(self._has_whole_parts, range(rows.first, rows.stop))):
+        if not format.shared or self._have_whole_parts(rows.first, rows.stop):
             return Flat(flat, rows.lengths, shapes)
         return [x.view(y) for x, y in zip(flat.split(rows.lengths), shapes, strict=True)]
 
@@ -219,6 +247,81 @@ class Decoded:
                     calls.append(functools.partial(setattr, x.factor, "value", left))
         calls.append(functools.partial(setattr, self, "_at", (len(self._parts) + 1, None)))
         list(map(functools.partial.__call__, calls))  # one bytecode, which no signal interrupts
+
+
+_call: Callable[[functools.partial[Any]], Any] = functools.partial.__call__
+
+
+class _Launched:
+    """Some rows on which kernels are run, one after the other."""
+
+    def __init__(self, run: Decoded, rows: Rows, launches: Sequence[cpu.Launch]) -> None:
+        self._run, self._rows = run, rows
+        self._size = sum(rows.lengths)
+        self._scratch: dict[int | None, Tensor] = {}
+        self._addresses: dict[int | None, list[list[int]]] = {}
+        self._left: list[functools.partial[Any]] = []
+        for stage, launch in zip(run.stages, launches, strict=True):
+            addresses = [x for i in (*stage.vectors, *stage.stored) for x in self._places(i)]
+            if stage.then is not None:
+                addresses += self._places(None)
+            scalars = list(map(self._scalar, stage.scalars))
+            dtypes = stage.signature.scalars
+            self._left.append(cpu.prepared(launch, rows.lengths, addresses, scalars, dtypes))
+            if stage.then is not None:
+                flat = self._scratch[None]
+                name = stage.then.name.removeprefix("_foreach_")
+                self._left.append(functools.partial(getattr(torch, name), flat, out=flat))
+
+    def commit(self) -> None:
+        """Run what has not run yet."""
+        drop = functools.partial(self._left.pop, 0)
+        while self._left:  # by one bytecode, which no signal interrupts
+            list(map(_call, (self._left[0], drop)))
+        for i in self._run.results:
+            if self._run.states(i):
+                self._run.leave_factors(i, self._rows, self._factors(i, self._run.stages[-1]))
+
+    def give_back(self) -> None:
+        """Leave the scratch to others."""
+        while self._scratch:
+            self._run.give_back(self._scratch.popitem()[1])
+
+    def _places(self, i: int | None) -> list[list[int]]:
+        """The addresses of what a variable is stored in; of what nobody keeps, in scratch."""
+        run, rows = self._run, self._rows
+        if i not in self._addresses:
+            if i is None or (not run.columns[i] and i not in run.results):
+                flat = self._scratch[i] = run.scratch()[: self._size]
+                self._addresses[i] = [Flat(flat, rows.lengths, ()).addresses()]
+            else:
+                columns = run.components(i, rows)
+                self._addresses[i] = [list(map(Tensor.data_ptr, x)) for x in columns]
+        return self._addresses[i]
+
+    def _scalar(self, asked: Asked) -> Sequence[Any]:
+        kind, *which = asked
+        own = slice(self._rows.first, self._rows.stop)
+        if kind == "start":
+            return [self._rows.start]
+        if kind == "factor":
+            return self._product(*which)
+        if kind == "count":
+            i, before = which
+            counts = [(x.writes, x.first) for x in self._run.states(i)[own]]
+            return [moved(x, first).item() + before for x, first in counts if x is not None]
+        return self._run.columns[which[0]][0][own]
+
+    def _factors(self, i: int, last: Stage) -> list[float]:
+        return self._product(i, last.factors.get(i, (True, ())))
+
+    def _product(self, i: int, factor: Factor) -> list[float]:
+        is_of_first, numbers = factor
+        found = self._run.factors(i, self._rows) if is_of_first else [1.0] * len(self._rows.lengths)
+        for j in numbers:
+            column = self._run.columns[j][0][self._rows.first : self._rows.stop]
+            found = [x * y for x, y in zip(found, column, strict=True)]
+        return found
 
 
 class _Computed:
@@ -409,13 +512,18 @@ def _function(name: str, is_in_place: bool) -> Callable[..., Any]:
     return of_list
 
 
+def _is_narrow(x: float) -> bool:
+    """Whether a number is one for kernels, and none that PyTorch refuses as a float32."""
+    return abs(x) < (2.0**53 if type(x) is int else 2.0**127) or x != x
+
+
 def _is_one_number(column: Sequence[Any]) -> bool:
     first = column[0]
     return len(column) == 1 or (first != 0 and column.count(first) == len(column))
 
 
 @functools.lru_cache(maxsize=1024)
-def _steps(trace: Trace, results: tuple[int, ...]) -> tuple[list[Operation], list[list[int]]]:
+def _steps(trace: Trace, results: tuple[int, ...]) -> tuple[tuple[Operation, ...], list[list[int]]]:
     """The operations that results need, and for each the variables that none after it needs."""
     needed, steps = set(results), []
     for operation in reversed(trace.operations):
@@ -429,4 +537,4 @@ def _steps(trace: Trace, results: tuple[int, ...]) -> tuple[list[Operation], lis
         seen |= own
         last.append(sorted(own))
     last.reverse()
-    return steps, last
+    return tuple(steps), last

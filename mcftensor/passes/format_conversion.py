@@ -51,7 +51,7 @@ def lent(stored: Sequence[Tensor], format: Format) -> Tensor:
 
 def decode_columns(format: Format, components: Sequence[Column], outputs: Column) -> None:
     """Write the numbers stored in a format, given by columns of components, into plain tensors."""
-    body = _decoding(format, outputs[0].dtype)
+    body = decoding(format, outputs[0].dtype)
     _run(body, Columns(components, [], [outputs], shared=format.shared))
 
 
@@ -120,17 +120,18 @@ def _encoded(
     scalars = [[start]] if keys else []
     shared = frozenset(1 + i for i in format.shared)
     columns = Columns([numbers], scalars, components, keys, shared)
-    return _encoding(format, numbers[0].dtype), columns
+    return encoding(format, numbers[0].dtype), columns
 
 
 @functools.lru_cache(maxsize=64)
-def _decoding(format: Format, dtype: torch.dtype) -> Body:
+def decoding(format: Format, dtype: torch.dtype) -> Body:
+    """What a format stores as plain numbers."""
     return lambda vectors, scalars, index: [Sum(format.decode(vectors)).to(dtype)]
 
 
 @functools.lru_cache(maxsize=64)
 def _recoding(source: Format, format: Format) -> Body:
-    encode = _encoding(format, format.dtype)
+    encode = encoding(format, format.dtype)
     return lambda vectors, scalars, index: encode(source.decode(vectors), scalars, index)
 
 
@@ -167,7 +168,10 @@ def _columns(tensors: Sequence[Tensor]) -> list[Column]:
 
 
 @functools.lru_cache(maxsize=64)
-def _encoding(format: Format, dtype: torch.dtype) -> Body:
+def encoding(format: Format, dtype: torch.dtype) -> Body:
+    """Numbers of a type in a format; where its rounding takes a key, the scalars are the index of
+    the first element and that key."""
+
     def body(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> Sequence[Tensor]:
         noise = None
         if format.takes_key:

@@ -218,13 +218,11 @@ def wrapper(cls: type[T], like: Tensor, format: Format) -> T:
     """A tensor without storage, with the layout of another one and the dtype of a format."""
     if WAITING:
         prepare()
+    place = like.storage_offset()
+    others: dict[str, Any] = {"storage_offset": place} if place else {}  # what is rare takes long
+    if like.layout is not torch.strided:
+        others["layout"] = like.layout
     made: T = torch.Tensor._make_wrapper_subclass(
-        cls,
-        like.size(),
-        strides=like.stride(),
-        storage_offset=like.storage_offset(),
-        dtype=format.dtype,
-        device=like.device,
-        layout=like.layout,
+        cls, like.shape, strides=like.stride(), dtype=format.dtype, device=like.device, **others
     )
     return made

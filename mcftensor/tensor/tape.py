@@ -82,12 +82,14 @@ class Strand:
         if index >= len(self.holders):  # a signal has cut something short
             return False
         held = self.holders[index]
+        if len(held) == 1:
+            return held[0]() is column[0] and len(column) == 1
         return len(column) == len(held) and all(map(operator.is_, map(_call, held), column))
 
     def results(self) -> tuple[int, ...]:
         """The variables that are to be written to memory: not what nobody has any longer."""
-        held = [(i, self.holders[i]) for i in self.trace.written]
-        return tuple([i for i, x in held if x[0]() is not None or any(map(_is_alive, x))])
+        holders = self.holders
+        return tuple([i for i in self.trace.written if _is_any_alive(holders[i])])
 
     def run(self) -> None:
         """Carry out what has been put down, and what is alike on other strands."""
@@ -101,6 +103,10 @@ _call = weakref.ref.__call__
 
 def _is_alive(reference: weakref.ref[Any]) -> bool:
     return reference() is not None
+
+
+def _is_any_alive(references: Sequence[weakref.ref[Any]]) -> bool:
+    return any(map(_is_alive, references)) if len(references) > 1 else references[0]() is not None
 
 
 class Tape:
@@ -214,8 +220,10 @@ def _run_together(strands: Sequence[Strand], results: tuple[int, ...]) -> None:
                 for strand, own in zip(strands, holders, strict=True):
                     for reference in chain(*own):
                         x = reference()
-                        place = getattr(x, "_place", None)
-                        if x is not None and place is not None and place[0] is strand:
+                        if x is None:
+                            continue
+                        place = x.__dict__.get("_place")
+                        if place is not None and place[0] is strand:
                             x.leave_tape()
             finally:
                 while transforms:
@@ -252,7 +260,10 @@ def _write(
             ]
             components[i] = list(zip(*made, strict=True))
     outputs = [column for i in results for column in components[i]]
-    addresses = {id(x): list(map(Tensor.data_ptr, x)) for x in chain(vectors, outputs)}
+    addresses: dict[int, list[int]] = {}
+    for x in chain(vectors, outputs):
+        if id(x) not in addresses:
+            addresses[id(x)] = list(map(Tensor.data_ptr, x))
     run_alike(
         *trace.kernel(results),
         Columns(vectors, scalars, outputs, done=done),

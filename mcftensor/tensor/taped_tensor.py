@@ -10,7 +10,7 @@ from mcftensor.formats import Format
 from mcftensor.tensor.components import COMPONENTS, Role
 from mcftensor.tensor.pending_tensor import PromisedTensor
 from mcftensor.tensor.tape import LOCK, Strand
-from mcftensor.tensor.tensor import MCFTensor
+from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
 
 class TapedTensor(PromisedTensor, MCFTensor):
@@ -55,6 +55,15 @@ class TapedTensor(PromisedTensor, MCFTensor):
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role, int]]:
         TapedTensor.settle(self)
         return self.__tensor_flatten__()
+
+
+class TapedGradient(TapedTensor, LiftedTensor):
+    """A plain gradient, which nobody else has, that is read by what is on the tape."""
+
+    def leave_tape(self) -> None:
+        """From now on it may be written to."""
+        self.__class__ = LiftedTensor  # type: ignore[assignment]
+        del self._place
 
 
 class LostTensor(MCFTensor):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -334,6 +336,13 @@ class LiftedTensor(MCFTensor):
             if made is not None:
                 made._grow([view(x) for x in tails])
 
+    def is_alone(self) -> bool:
+        """Whether nobody else has, or will have, the plain tensor and its memory, but for a
+        parameter whose gradient it is."""
+        if self._view_of is not None or self._views:
+            return False
+        return _holders(self) in _ALONE
+
     def leave_gradient(self) -> None:
         """It goes on as the gradient does."""
 
@@ -377,6 +386,23 @@ def each_view(
         return lambda t: func(t, *args, **kwargs)[i]
 
     return type(views)(over(view, one(i)) for i, view in enumerate(views))
+
+
+def _holders(x: Any) -> tuple[int, int, int]:
+    """How many hold the plain tensor of one that is lifted: in Python, in C++, and its memory."""
+    plain = x._component0
+    storage = plain.untyped_storage()
+    memory = torch._C._storage_Use_Count(storage._cdata)
+    return sys.getrefcount(plain), plain._use_count(), memory
+
+
+_leaf = torch.empty(0, device="cpu", requires_grad=True)
+_leaf.grad = torch.empty(0, device="cpu")
+_gradient = _leaf.grad  # as a step holds it
+_ALONE = (
+    _holders(SimpleNamespace(_component0=_gradient)),
+    _holders(SimpleNamespace(_component0=torch.empty(0, device="cpu"))),
+)
 
 
 def lifted_gradient(gradient: Tensor, format: Format) -> Tensor:

@@ -1,0 +1,261 @@
+"""Traces on stored numbers as kernels with the bits of PyTorch's own float32 operations.
+
+Each operation is known by its roundings. Where the processor at hand, or a library for it, has
+others, as for square roots, PyTorch's operation runs between two kernels, on scratch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor.arithmetic import eft
+from mcftensor.formats import PLAIN, Format
+from mcftensor.kernels import Signature, probe_inputs
+from mcftensor.passes.format_conversion import decoding, encoding
+from mcftensor.passes.traces import Operation, Trace
+
+
+def _sum(x: Tensor, y: Tensor, alpha: Tensor | None) -> Tensor:
+    return x + y if alpha is None else eft.fma(y, alpha, x)
+
+
+def _times(x: Tensor, value: Tensor | None) -> Tensor:
+    return x if value is None else value * x
+
+
+def _lerp(x: Tensor, end: Tensor, weight: Tensor) -> Tensor:
+    way = end - x
+    from_end = eft.fma(-way, 1 - weight, end)
+    return torch.where(weight.abs() < 0.5, eft.fma(weight, way, x), from_end)
+
+
+# PyTorch's operations on float32, rounding by rounding.
+_FORMULAS: dict[str, Callable[..., Tensor]] = {
+    "add": lambda x, y, alpha=None: _sum(x, y, alpha),
+    "sub": lambda x, y, alpha=None: _sum(x, -y, alpha),
+    "rsub": lambda x, y, alpha=None: _sum(y, -x, alpha),
+    "mul": lambda x, y: x * y,
+    "div": lambda x, y: x / y,
+    "reciprocal": torch.reciprocal,
+    "sqrt": eft.sqrt,
+    "square": lambda x: x * x,
+    "addcmul": lambda x, a, b, value=None: eft.fma(_times(a, value), b, x),
+    "addcdiv": lambda x, a, b, value=None: x + _times(a, value) / b,
+    "lerp": _lerp,
+}
+_TRIED = (0.3, -0.0017, 0.75, 3.0)
+_FLOAT32 = PLAIN[torch.float32]
+
+
+@functools.lru_cache(maxsize=256)
+def _is_known(name: str, are_numbers: tuple[bool, ...], keywords: tuple[str, ...]) -> bool:
+    """Whether a formula gives the bits of PyTorch's operation on operands that are hard."""
+    if name not in _FORMULAS:
+        return False
+    count = len(are_numbers) - len(keywords)
+    tensors = [
+        torch.cat([probe_inputs.vector(torch.float32, 8 * i + k) for k in range(4)])[3:]
+        for i in range(len(are_numbers))
+    ]
+
+    def called(function: Callable[..., Tensor], number: Any) -> Tensor:
+        given = [number if x else tensors[i] for i, x in enumerate(are_numbers)]
+        return function(*given[:count], **dict(zip(keywords, given[count:], strict=True)))
+
+    return all(
+        probe_inputs.are_alike(
+            called(getattr(torch, name), x), called(_FORMULAS[name], torch.tensor(x))
+        )
+        for x in _TRIED
+    )
+
+
+Factor = tuple[bool, tuple[int, ...]]
+"""What a variable is yet to be multiplied by: whether by what it has at first, and numbers."""
+
+Asked = tuple[Any, ...]
+"""A scalar: `("number", variable)`, `("factor", variable, Factor)`, `("key", variable)`,
+`("count", variable, writes before)` or `("start",)`."""
+
+_WHOLE = ("key", "count", "start")
+
+
+class Stage:
+    """Some operations of a trace as a kernel, and one of PyTorch's that follows.
+
+    Attributes:
+        then: the operation that follows; one more output is its operand.
+        vectors: the variables that are read; None is what the operation before has made.
+        scalars: what else is read.
+        stored: the variables that are written.
+        signature: that of `body`.
+        factors: by variable, what is left to be done.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        operations: Sequence[Operation],
+        then: Operation | None,
+        needed: set[int],
+        before: Stage | None,
+    ) -> None:
+        self.then, self._trace, self._operations = then, trace, operations
+        self._entered = before.then if before else None
+        changing = [x for x in operations if not trace.is_note(x)]
+        changing += [self._entered] if self._entered else []
+        self.stored = sorted({x.target for x in changing} & needed)
+        self._writes_before: dict[int, int] = before.writes if before else {}
+        self._factors_before: dict[int, Factor] = before.factors if before else {}
+        self.vectors: list[int | None] = []
+        self.scalars: list[Asked] = []
+        ones = torch.ones(1)
+
+        def components(i: int | None) -> Sequence[Tensor]:
+            if i not in self.vectors:
+                self.vectors.append(i)
+            return [ones.to(x.dtype) for x in self.format(i).components]
+
+        def scalar(asked: Asked) -> Tensor:
+            if asked not in self.scalars:
+                self.scalars.append(asked)
+            return ones[0].to(_dtype(asked))
+
+        outputs = self._compute(components, scalar, ones.long())
+        read = [x for i in self.vectors for x in self.format(i).components]
+        written = [x for i in self.stored for x in self.format(i).components]
+        self.signature = Signature(
+            tuple([x.dtype for x in read]),
+            tuple(map(_dtype, self.scalars)),
+            tuple([x.dtype for x in outputs]),
+            frozenset([i for i, x in enumerate([*read, *written]) if x.is_shared]),
+        )
+
+    def format(self, i: int | None) -> Format:
+        """That of a vector."""
+        return _FLOAT32 if i is None else self._trace.variables[i].format
+
+    def body(
+        self, vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor
+    ) -> Sequence[Tensor]:
+        """The components of what is stored, and the operand of what follows."""
+        left = iter(vectors)
+        stored = {i: [next(left) for _ in self.format(i).components] for i in self.vectors}
+        given = {x: torch.as_tensor(y) for x, y in zip(self.scalars, scalars, strict=True)}
+        return self._compute(stored.__getitem__, given.__getitem__, index)
+
+    def _compute(
+        self,
+        components: Callable[[int | None], Sequence[Tensor]],
+        scalar: Callable[[Asked], Tensor],
+        index: Tensor,
+    ) -> list[Tensor]:
+        variables = self._trace.variables
+        numbers: dict[int, Tensor] = {}
+        made: dict[int, Operation] = {}  # what has made numbers that are not stored
+        stored: dict[int, Sequence[Tensor]] = {}
+        self.writes, self.factors = dict(self._writes_before), dict(self._factors_before)
+
+        def write(operation: Operation, number: Tensor) -> None:
+            i = operation.target
+            numbers[i], made[i], self.factors[i] = number, operation, (False, ())
+            self.writes[i] = self.writes.get(i, 0) + 1
+
+        def store(i: int) -> None:
+            format, operation = variables[i].format, made.pop(i)
+            keys: list[Tensor] = []
+            if operation.key is not None:
+                keys = [scalar(("start",)), scalar(("key", operation.key))]
+            elif format.takes_key:
+                keys = [scalar(("start",)), scalar(("count", i, self.writes[i] - 1))]
+            stored[i] = encoding(format, torch.float32)([numbers.pop(i)], keys, index)
+
+        def factor_of(i: int) -> Factor:
+            return self.factors.get(i, (bool(variables[i].format.shared), ()))
+
+        def read(i: int) -> Tensor:
+            format = variables[i].format
+            if i in made and not (format.is_exact or format.arithmetic == "plain"):
+                store(i)
+            if i not in numbers:
+                own = stored[i] if i in stored else components(i)
+                (number,) = decoding(format, torch.float32)(own, (), index)
+                if any(factor_of(i)):
+                    number = number * scalar(("factor", i, factor_of(i))).to(torch.float32)
+                numbers[i] = number
+            return numbers[i]
+
+        if self._entered is not None:
+            write(self._entered, components(None)[0])
+        for operation in self._operations:
+            name, _, operands, target, keywords, _ = operation
+            if self._trace.is_note(operation):
+                if target in made:
+                    store(target)
+                numbers.pop(target, None)
+                first, factors = factor_of(target)
+                self.factors[target] = first, (*factors, operands[1])
+                continue
+            given = [
+                scalar(("number", i)).to(torch.float32)
+                if variables[i].begins_as == "number"
+                else read(i)
+                for i in operands
+            ]
+            count = len(given) - len(keywords)
+            named = dict(zip(keywords, given[count:], strict=True))
+            write(operation, _FORMULAS[_single(name)](*given[:count], **named))
+        taken = [] if self.then is None else [read(self.then.operands[0])]
+        for i in self.stored:
+            if i in made:
+                store(i)
+        return [*(x for i in self.stored for x in stored[i]), *taken]
+
+
+@functools.lru_cache(maxsize=1024)
+def stages(trace: Trace, results: tuple[int, ...], steps: tuple[Operation, ...]) -> list[Stage]:
+    """The steps to results as kernels, in order; none where PyTorch does better."""
+    left = list(steps)
+    cut: list[tuple[list[Operation], Operation | None]] = []
+    while any(not _has_formula(trace, x) for x in left):
+        place = next(i for i, x in enumerate(left) if not _has_formula(trace, x))
+        then = left[place]
+        if len(then.operands) > 1:
+            return []
+        chosen = [then]
+        for x in reversed(left[:place]):
+            if any(_depends(y, x) for y in chosen):
+                chosen.append(x)
+        cut.append(([x for x in left[:place] if x in chosen], then))
+        left = [x for x in left if x not in chosen]
+    cut.append((left, None))
+    made: list[Stage] = []
+    for place, (operations, last) in enumerate(cut):
+        later = [x for own, _ in cut[place + 1 :] for x in own]
+        later += [x for _, x in cut[place + 1 :] if x is not None]
+        needed = {*results, *(i for x in later for i in x.operands)}
+        made.append(Stage(trace, operations, last, needed, made[-1] if made else None))
+    return made
+
+
+def _has_formula(trace: Trace, operation: Operation) -> bool:
+    are_numbers = [trace.variables[i].begins_as == "number" for i in operation.operands]
+    return _is_known(_single(operation.name), tuple(are_numbers), operation.keywords)
+
+
+def _depends(x: Operation, earlier: Operation) -> bool:
+    """Whether an operation has to stay behind an earlier one."""
+    return earlier.target in (*x.operands, x.target) or x.target in earlier.operands
+
+
+def _single(name: str) -> str:
+    return name.removeprefix("_foreach_")
+
+
+def _dtype(asked: Asked) -> torch.dtype:
+    return torch.int64 if asked[0] in _WHOLE else torch.float64
