@@ -53,7 +53,7 @@ def is_right(body: Body, program: Program, launch: Launch, arrangement: Arrangem
     addresses = [[x.data_ptr() for x in column] for column in (*calls.vectors, *calls.outputs)]
     launch([*LENGTHS], addresses, calls.scalars)
     got = [x for call in map(eager.flat, calls) for (x,) in call.outputs]
-    return all(_are_alike(x.cpu(), y.to(x.dtype)) for x, y in zip(got, expected, strict=True))
+    return all(are_alike(x.cpu(), y.to(x.dtype)) for x, y in zip(got, expected, strict=True))
 
 
 def _calls(signature: Signature, arrangement: Arrangement) -> Columns:
@@ -106,7 +106,7 @@ def _scalars(dtype: torch.dtype, number: int, arrangement: Arrangement) -> list[
     return numbers
 
 
-def _are_alike(a: Tensor, b: Tensor) -> bool:
+def are_alike(a: Tensor, b: Tensor) -> bool:
     """Whether numbers are the same, signs of zeros too; one NaN is as good as another."""
     if not a.dtype.is_floating_point:
         return torch.equal(a, b)

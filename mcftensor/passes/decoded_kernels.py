@@ -15,9 +15,10 @@ from torch import Tensor
 
 from mcftensor.arithmetic import eft
 from mcftensor.formats import PLAIN, Format
-from mcftensor.kernels import Signature, probe_inputs
+from mcftensor.kernels import Signature
+from mcftensor.kernels.first_use import are_alike, hard_numbers
 from mcftensor.passes.format_conversion import decoding, encoding
-from mcftensor.passes.traces import Operation, Trace
+from mcftensor.passes.traces import Operation, Trace, as_tensor
 
 
 def _sum(x: Tensor, y: Tensor, alpha: Tensor | None) -> Tensor:
@@ -58,19 +59,15 @@ def _is_known(name: str, are_numbers: tuple[bool, ...], keywords: tuple[str, ...
     if name not in _FORMULAS:
         return False
     count = len(are_numbers) - len(keywords)
-    tensors = [
-        torch.cat([probe_inputs.vector(torch.float32, 8 * i + k) for k in range(4)])[3:]
-        for i in range(len(are_numbers))
-    ]
+    tensors = [hard_numbers(torch.float32, i, 2048)[3:] for i in range(len(are_numbers))]
 
     def called(function: Callable[..., Tensor], number: Any) -> Tensor:
         given = [number if x else tensors[i] for i, x in enumerate(are_numbers)]
         return function(*given[:count], **dict(zip(keywords, given[count:], strict=True)))
 
+    formula, function = _FORMULAS[name], getattr(torch, name)
     return all(
-        probe_inputs.are_alike(
-            called(getattr(torch, name), x), called(_FORMULAS[name], torch.tensor(x))
-        )
+        are_alike(called(function, x), called(formula, torch.tensor(x, dtype=torch.float32)))
         for x in _TRIED
     )
 
@@ -146,7 +143,7 @@ class Stage:
         """The components of what is stored, and the operand of what follows."""
         left = iter(vectors)
         stored = {i: [next(left) for _ in self.format(i).components] for i in self.vectors}
-        given = {x: torch.as_tensor(y) for x, y in zip(self.scalars, scalars, strict=True)}
+        given = dict(zip(self.scalars, map(as_tensor, scalars), strict=True))
         return self._compute(stored.__getitem__, given.__getitem__, index)
 
     def _compute(

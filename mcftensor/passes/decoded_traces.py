@@ -19,10 +19,9 @@ from torch import Tensor
 
 from mcftensor.arithmetic.write_counts import moved
 from mcftensor.formats import Format
-from mcftensor.kernels import cpu
+from mcftensor.kernels import cpu, execute
 from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.columns import Column
-from mcftensor.kernels.execute import TRITON_DEVICES, kernel_of
 from mcftensor.passes.decoded_kernels import Asked, Factor, Stage, stages
 from mcftensor.passes.format_conversion import Flat, decode_columns, encode_columns
 from mcftensor.passes.traces import NUMBERS, Operation, Trace
@@ -120,7 +119,7 @@ class Decoded:
 
     def _usable_stages(self) -> list[Stage]:
         """The kernels that do all, with the bits of PyTorch's operations; or none."""
-        is_on_cpu = self.device.type == "cpu" and "cpu" not in TRITON_DEVICES
+        is_on_cpu = self.device.type == "cpu" and "cpu" not in execute.TRITON_DEVICES
         if not (is_on_cpu and self._have_whole_parts(0, len(self.shapes))):
             return []
         for variable, columns in zip(self.trace.variables, self.columns, strict=True):
@@ -131,7 +130,7 @@ class Decoded:
     def _launches(self, rows: Rows) -> list[cpu.Launch]:
         """The compiled form of the kernels, if all have one."""
         found = [
-            kernel_of(x.body, x.signature).compiled(sum(rows.lengths), len(rows.lengths))
+            execute.kernel_of(x.body, x.signature).compiled(sum(rows.lengths), len(rows.lengths))
             for x in self.stages
         ]
         return [x for x in found if x is not None] if all(found) else []

@@ -4,11 +4,18 @@ import pytest
 
 import fuzz_steps
 from mcftensor.dispatch import defer
+from support.eager_kernels import eager_kernels
 
 
 @pytest.mark.parametrize("seed", [*range(0, 300, 20), 121, 296, 1150])
 def test_programs(seed):
     assert fuzz_steps.differs(seed) == ""
+
+
+@pytest.mark.parametrize("seed", range(10, 310, 20))
+def test_programs_with_kernels(seed):
+    with eager_kernels():
+        assert fuzz_steps.differs(seed) == ""
 
 
 def test_a_tape_that_is_wrong_is_found(monkeypatch, capsys):

@@ -10,11 +10,15 @@ import torch
 from torch import nn
 
 import mcftensor as mcf
-from mcftensor.passes import decoded_traces
+from mcftensor.passes import decoded_kernels, decoded_traces
+from mcftensor.passes.decoded_kernels import Stage
 from mcftensor.passes.decoded_traces import Decoded
-from mcftensor.tensor import TapedTensor, tape
+from mcftensor.tensor import LiftedTensor, TapedTensor, tape
 from mcftensor.tensor.pending_tensor import PendingTensor
+from mcftensor.tensor.taped_tensor import TapedGradient
+from support.eager_kernels import eager_kernels
 from support.helpers import bits
+from support.kernel_cases import way
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -130,12 +134,124 @@ def test_lists_go_to_kernels_of_lists_on_gpus(monkeypatch):
     assert out.tolist() == [2.0] * 3
 
 
+WHOLE = ((4, 64), (3, 2, 32), (2, 32), (1, 32))
+
+
+@over_weights
+@pytest.mark.parametrize("in_lists", [False, True])
+@pytest.mark.parametrize("together", [1 << 19, 64])
+def test_kernels_have_the_bits_of_pytorchs_operations(format, in_lists, together, monkeypatch):
+    monkeypatch.setattr(decoded_traces, "TOGETHER", together)
+    with eager_kernels() as ran:
+        found = after_steps(format, in_lists, shapes=WHOLE)
+    if not (in_lists and format.rounding == "stochastic"):  # keys are drawn row by row
+        assert any(isinstance(getattr(x, "__self__", None), Stage) for x in ran)
+    assert left(*found[:2]) == without_a_tape(format, in_lists, shapes=WHOLE)
+
+
+def test_compiled_kernels_have_them_too():
+    shapes = ((64, 64), (3, 64), (5, 32))
+    with way("cpp"):
+        found = after_steps(mcf.bf16i8, False, shapes=shapes)
+    assert left(*found[:2]) == without_a_tape(mcf.bf16i8, False, shapes=shapes)
+
+
+@pytest.mark.parametrize("name", sorted({*decoded_kernels._FORMULAS} - {"sqrt"}))
+def test_operations_are_known_by_their_roundings(name, monkeypatch):
+    """Of roots some libraries round otherwise; any other formula is right or is not used."""
+    count, keywords = {"lerp": (3, ()), "addcmul": (4, ("value",)), "addcdiv": (4, ("value",))}.get(
+        name, (1, ()) if name in ("square", "reciprocal") else (2, ())
+    )
+    are_numbers = (False,) * (min(count, 3) - (name == "lerp")) + (True,) * (
+        len(keywords) + (name == "lerp")
+    )
+    known = decoded_kernels._is_known.__wrapped__
+    assert known(name, are_numbers, keywords)
+    right = decoded_kernels._FORMULAS[name]
+    monkeypatch.setitem(
+        decoded_kernels._FORMULAS,
+        name,
+        lambda *x, **y: torch.nextafter(right(*x, **y), torch.ones(())),
+    )
+    assert not known(name, are_numbers, keywords)
+
+
+def test_where_an_operation_rounds_otherwise_pytorchs_runs(monkeypatch):
+    monkeypatch.setattr(decoded_kernels, "stages", decoded_kernels.stages.__wrapped__)
+    monkeypatch.setattr(decoded_traces, "stages", decoded_kernels.stages)
+    monkeypatch.setattr(decoded_kernels, "_is_known", lambda name, *unused: name != "addcdiv")
+    with eager_kernels() as ran:
+        found = after_steps(mcf.bf16i16, False, shapes=WHOLE)
+    assert not any(isinstance(getattr(x, "__self__", None), Stage) for x in ran)
+    assert left(*found[:2]) == without_a_tape(mcf.bf16i16, False, shapes=WHOLE)
+
+
+@pytest.mark.parametrize("number", [1e39, 2**60 + 1])
+def test_numbers_that_are_no_float32_are_pytorchs_affair(number):
+    def steps():
+        weight = nn.Parameter(numbers(mcf.bf16i16, 3, 4))
+        try:
+            in_a_step(lambda w: w.mul_(number), weight)
+        except RuntimeError as error:
+            return str(error)
+        return bits(weight)
+
+    with eager_kernels():
+        found = steps()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mcftensor.dispatch.defer.open_tape", lambda: None)
+        assert found == steps()
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("format", [mcf.bf16x2, mcf.bf16i16], ids=lambda f: f.name)
+def test_a_gradient_that_nobody_else_has_is_not_copied(format, is_held):
+    weight = nn.Parameter(numbers(format, 3, 4))
+    holder = []
+
+    def function(w):
+        state = torch.zeros_like(w)
+        state.add_(w.grad)
+        kind = type(w.grad)
+        for x in holder:
+            x.zero_()
+        return kind, bits(state), bits(w.grad)
+
+    weight.grad = torch.ones(weight.shape, dtype=torch.bfloat16)
+    if is_held:
+        holder.append(weight.grad.view(-1))
+
+    class Stepping(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self):
+            return function(weight)
+
+    kind, state, gradient = Stepping([weight], {}).step()
+    assert kind is (LiftedTensor if is_held else TapedGradient)
+    assert state == bits(mcf.as_expansion(torch.ones(3, 4), format))
+    assert gradient[0] == bits(weight.grad)[0]
+
+
 @pytest.mark.parametrize("format", WEIGHTS[:2], ids=lambda f: f.name)
-@pytest.mark.parametrize(("function", "least"), [(Decoded.run, 300), (tape._write_numbers, 5)])
-def test_cut_at_any_line_all_is_done(function, least, format, monkeypatch):
+@pytest.mark.parametrize(
+    ("function", "least", "shapes"),
+    [
+        (Decoded.run, 300, ((3, 40), (3, 40))),
+        (tape._write_numbers, 5, ((3, 40), (3, 40))),
+        (Decoded.run, 100, ((2, 32), (2, 32))),
+    ],
+)
+def test_cut_at_any_line_all_is_done(function, least, shapes, format, monkeypatch):
     """An interrupt while the tape runs comes after what was put down has been done."""
     monkeypatch.setattr(decoded_traces, "TOGETHER", 64)
-    shapes = ((3, 40), (3, 40))
+    if shapes == ((2, 32), (2, 32)):
+        with eager_kernels():
+            cut_at_any_line(function, least, shapes, format)
+    else:
+        cut_at_any_line(function, least, shapes, format)
+
+
+def cut_at_any_line(function, least, shapes, format):
     expected = without_a_tape(format, False, steps=1, shapes=shapes)
     file, place = function.__code__.co_filename, 0
     code = None if function is Decoded.run else function.__code__

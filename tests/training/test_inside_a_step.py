@@ -492,7 +492,7 @@ def test_reading_a_gradient_makes_no_tails(read):
 
     def function(p):
         result = READS[read](p, p.grad)
-        assert type(p.grad) is LiftedTensor
+        assert isinstance(p.grad, LiftedTensor)
         return result
 
     whole = mcf.as_expansion(p.grad, p.format)
