@@ -6,6 +6,7 @@ from mcftensor import options as _options  # noqa: F401  # tells mistakes before
 
 # isort: split
 import importlib
+import os
 import warnings
 from typing import Any
 
@@ -31,6 +32,7 @@ from mcftensor.formats import (
 )
 from mcftensor.functional import fma
 from mcftensor.meters import EDQ
+from mcftensor.meters.edq.diagnosis import diagnose_process as _diagnose_process
 from mcftensor.passes import expansion
 from mcftensor.selfcheck import selfcheck
 from mcftensor.tensor import MCFTensor
@@ -93,6 +95,10 @@ _MOVED = {
     for name in names.split()
 }
 """Names that the next release has in their new place alone."""
+
+
+if os.environ.get("MCFTENSOR_EDQ"):
+    _diagnose_process(os.environ["MCFTENSOR_EDQ"])
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,6 @@
 """EDQ, effective descent quality: what updates lose, measured on any optimizer."""
 
+from mcftensor.meters.edq.diagnosis import Diagnosis as Diagnosis
 from mcftensor.meters.edq.meter import EDQ as EDQ
 from mcftensor.meters.edq.meter import FrozenWeightWarning as FrozenWeightWarning
 from mcftensor.meters.edq.readings import Reading as Reading

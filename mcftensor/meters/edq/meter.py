@@ -121,6 +121,9 @@ class EDQ(Handle):
         leading term; here that is `ratio_leading`.
     """
 
+    is_sampling = False
+    """Whether steps of copies are being taken."""
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -174,6 +177,11 @@ class EDQ(Handle):
     def last(self) -> Reading | None:
         """The latest reading of the whole model."""
         return self.history[-1] if self.history else None
+
+    @property
+    def steps(self) -> int:
+        """Steps since the meter was attached."""
+        return self._steps
 
     def table(self, limit: int | None = None) -> Table:
         """The latest reading of each parameter, what is lost most first, for `rich.print`.
@@ -292,6 +300,7 @@ class EDQ(Handle):
 
     def _sample(self, optimizer: Optimizer, loss: Callable[[], Any] | None) -> list[Sample]:
         """The step about to be taken, on copies, batch by batch of parameters."""
+        self.is_sampling = True
         try:
             original = Original(optimizer)
             samples: list[Sample] = []
@@ -304,6 +313,12 @@ class EDQ(Handle):
         except Exception as error:  # noqa: BLE001 (a meter that fails must not stop the training)
             self._refuse_all(optimizer, f"{type(error).__name__}: {error}")
             return []
+        finally:
+            self.is_sampling = False
+
+    def parameters_of(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Its parameters by the names that readings have."""
+        return {place.name: place.parameter for place in self._places(optimizer)}
 
     def _batches(self, optimizer: Optimizer) -> list[list[Place]]:
         """Parameters to be stepped together: all, or as many as have the size of the largest."""
