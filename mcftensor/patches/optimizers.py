@@ -151,6 +151,13 @@ def _taken(
     return in_step(over_gradients)
 
 
+def _sums_gradients(optimizer: Optimizer) -> bool:
+    """Whether gradients of plain parameters are expansions, which somebody wants to be rounded."""
+    return not torch.compiler.is_compiling() and any(
+        format_of(p.grad) is not None for p in parameters_of(optimizer)
+    )
+
+
 def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:
     """A step within which parameters that are expansions are numbers."""
 
@@ -162,11 +169,7 @@ def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:
         return _taken(self, functools.partial(step, self), args, kwargs)
 
     def choose(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        # Gradients of plain parameters that are expansions are to be rounded, as somebody wants.
-        if has_expansions(self) or (
-            not torch.compiler.is_compiling()
-            and any(format_of(p.grad) is not None for p in parameters_of(self))
-        ):
+        if has_expansions(self) or _sums_gradients(self):
             return untraced(take, self, *args, **kwargs)
         return step(self, *args, **kwargs)
 
