@@ -12,6 +12,7 @@ from mcftensor.dispatch.default_handler import compute
 from mcftensor.dispatch.operands import common_format, expansions, plain, selected
 from mcftensor.dispatch.registry import implements
 from mcftensor.dispatch.storage_formats import of_terms
+from mcftensor.kernels.columns import on_device
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten
@@ -60,4 +61,4 @@ def to_remainder(func: Any, x: Any, y: Any) -> Any:
 def _entered(operand: Any, *operands: Any) -> Tensor:
     device = expansions(operands)[0].device
     entered = plain(operand)
-    return entered.to(device) if entered.dim() == 0 else entered
+    return on_device(entered, device) if entered.dim() == 0 else entered

@@ -15,6 +15,7 @@ from mcftensor.dispatch.operators import Number
 from mcftensor.dispatch.resolve import uses_leading
 from mcftensor.formats import PLAIN, Format
 from mcftensor.formats.promotion import longest_format
+from mcftensor.kernels.columns import on_device
 from mcftensor.kernels.custom_ops import is_bare
 from mcftensor.passes.format_conversion import collapse, key_for, recode
 from mcftensor.tensor.components import COMPONENTS, Role
@@ -178,7 +179,7 @@ def stored_in(
             return found + [torch.zeros_like(found[0])] * missing
     else:
         x = plain(operand)
-        source, found = PLAIN[x.dtype], [x.to(device) if x.dim() == 0 else x]
+        source, found = PLAIN[x.dtype], [on_device(x, device) if x.dim() == 0 else x]
     return recode(found, source.name, target.name, key)
 
 

@@ -16,6 +16,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from mcftensor.kernels.custom_ops import is_bare
+
 T = TypeVar("T")
 K = TypeVar("K")
 
@@ -133,6 +135,14 @@ def repeated(column: Sequence[T], count: int) -> Sequence[T]:
 def number_of(scalar: Scalar) -> float:
     """A scalar as a number of Python's; that of a device is waited for."""
     return scalar.item() if isinstance(scalar, Tensor) else scalar
+
+
+def on_device(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor without dimensions on a device; one of the host is given to a kernel there as a
+    number, so that the host does not wait for a copy."""
+    if x.device.type != "cpu" or device.type == "cpu" or not is_bare([x]):
+        return x.to(device)
+    return torch.full((), x.item(), dtype=x.dtype, device=device)
 
 
 def regroup(flat: Sequence[T], lengths: Sequence[int]) -> list[list[T]]:

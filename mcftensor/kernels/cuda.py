@@ -122,11 +122,12 @@ def launch(
         raise
     except Exception as error:  # noqa: BLE001  # of compilers, drivers and much else
         found[arrangement] = 0
+        said = f"{type(error).__name__}: {error}"[:500].rstrip(".")
         first_use.say_eager(
             device.type,
-            f"{type(error).__name__}: {str(error)[:500]}. Results are right all the same. Please "
-            f"report this with what `python -m mcftensor selfcheck --device {device.type}` prints, "
-            "at https://github.com/mcftensor/mcftensor/issues",
+            f"{said}. Results are right all the same. Please report this with what "
+            f"`python -m mcftensor selfcheck --device {device.type}` prints, at "
+            "https://github.com/mcftensor/mcftensor/issues",
         )
         return False
     return True

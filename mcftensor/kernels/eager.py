@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.kernels.block_scales import BLOCK_SIZE
-from mcftensor.kernels.columns import Columns, Scalar
+from mcftensor.kernels.columns import Columns, Scalar, on_device
 from mcftensor.kernels.program import Body
 
 # Elements of a chunk, whose intermediate tensors fit into the caches of a CPU together; and, on
@@ -66,9 +66,12 @@ def run_whole(body: Body, columns: Columns, start: int = 0) -> None:
 
 
 def _there(x: Scalar, device: torch.device) -> Scalar:
-    """A scalar as it is to be: by a number of the host CUDA divides wrongly, by its reciprocal."""
-    if isinstance(x, Tensor) or device.type != "cuda":
+    """A scalar where the vectors are: GPUs multiply by the reciprocal of a number of the host
+    instead of dividing by it. Devices without float64 take numbers of the host alone."""
+    if device.type in ("cpu", "mps"):
         return x
+    if isinstance(x, Tensor):
+        return on_device(x, device)
     return torch.full((), x, dtype=torch.float64, device=device)
 
 

@@ -207,17 +207,18 @@ def _numbers(rule: Rule, s: Settings, steps: Column) -> tuple[list[str], list[Se
     device, width = steps[0].device, len(rule.varying)
     found = torch.empty(len(steps), width, 1, dtype=torch.float64, device=device)
     results = [list(column.unbind()) for column in found.unbind(1)]
-    run(_on_device(rule.by_step, device), Columns([steps], [[x] for x in settings], results))
+    run(_on_device(rule.by_step), Columns([steps], [[x] for x in settings], results))
     return names, [*([x[0] for x in column] for column in results), *columns]
 
 
 @functools.lru_cache(maxsize=64)
-def _on_device(formula: Callable[..., Sequence[Any]], device: torch.device) -> Body:
+def _on_device(formula: Callable[..., Sequence[Any]]) -> Body:
     """A formula as a function of tensors of step counts."""
 
     def body(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> Sequence[Tensor]:
-        tensors = [torch.as_tensor(x, dtype=torch.float64, device=device) for x in scalars]
-        return formula(vectors[0].to(torch.float64), *tensors)
+        count = vectors[0].to(torch.float64)
+        tensors = [torch.as_tensor(x, dtype=torch.float64, device=count.device) for x in scalars]
+        return formula(count, *tensors)
 
     return body
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcftensor.kernels.columns import on_device
 from mcftensor.scaling.exponents import largest, times_any_power
 from mcftensor.scaling.rule_shapes import by_gradient, in_float32, on_data
 from mcftensor.scaling.rule_table import aten, rule
@@ -137,7 +138,9 @@ def _hardtanh(x: Any, least: float = -1.0, most: float = 1.0) -> Unrounded:
     ends = [
         times_any_power(torch.tensor(end), -a.exponent).to(torch.float32) for end in (least, most)
     ]
-    return Unrounded(a.mantissa.clamp(*(end.to(a.mantissa.device) for end in ends)), a.exponent)
+    return Unrounded(
+        a.mantissa.clamp(*(on_device(end, a.mantissa.device) for end in ends)), a.exponent
+    )
 
 
 @rule(aten.elu)

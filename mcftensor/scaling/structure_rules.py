@@ -13,6 +13,7 @@ from torch import Tensor
 from mcftensor.dispatch.registry import TABLE
 from mcftensor.dispatch.structure import move_elements
 from mcftensor.formats.moving import move_component
+from mcftensor.kernels.columns import on_device
 from mcftensor.scaling.exponents import ANY, largest
 from mcftensor.scaling.rule_table import aten, rule
 from mcftensor.scaling.scaled import ScaledTensor, data_of, is_all, is_scaled, made_of
@@ -196,7 +197,8 @@ def _new_empty_strided(
 @rule(aten.fill_.Scalar, aten.fill_.Tensor)
 def _fill_(x: Tensor, value: Any) -> Tensor:
     filled = number(value)
-    return write_to(x, Unrounded(filled.mantissa.to(x.device).expand(x.shape), filled.exponent))
+    mantissa = on_device(filled.mantissa, x.device).expand(x.shape)
+    return write_to(x, Unrounded(mantissa, filled.exponent))
 
 
 @rule(aten.zero_)

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from mcftensor.arithmetic.write_counts import count_beside, moved, start
 from mcftensor.formats import Format, require_format, unmoved
 from mcftensor.formats.format import named
+from mcftensor.kernels.columns import on_device
 from mcftensor.passes.format_conversion import recode
 from mcftensor.tensor.checks import check_components, check_writes, normalized
 from mcftensor.tensor.components import COMPONENTS, Role, wrapper
@@ -477,10 +478,13 @@ def number_in(
 ) -> Tensor:
     """A number as an expansion without dimensions, to nearest; a plain one beside formats that have
     none of these."""
-    number = torch.tensor(x, dtype=torch.float64, device=device)
+    number = torch.tensor(x, dtype=torch.float64)
     if format.shared or format.rules is not None:
-        return number
-    return MCFTensor.of(recode([number], "float64", format.nearest.name, None), format, role)
+        return number if device is None else on_device(number, device)
+    terms = recode([number], "float64", format.nearest.name, None)
+    return MCFTensor.of(
+        [t if device is None else on_device(t, device) for t in terms], format, role
+    )
 
 
 # torch rounds a number to the base dtype before dispatch.
