@@ -19,7 +19,7 @@ PATIENT := OMP_NUM_THREADS=$(THREADS) MKL_NUM_THREADS=$(THREADS)
 PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal \
 	--doctest-modules mcftensor tests
 
-.PHONY: help install train study findings bench test test-all soak fuzz mutations lint docs serve pages package publish-docs clean
+.PHONY: help install train study findings bench gpu gpu-at-hand test test-all soak fuzz mutations lint docs serve pages package publish-docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
@@ -38,6 +38,16 @@ findings: $(VENV)/installed ## answer open questions by hundreds of short traini
 
 bench: $(VENV)/benchmarks ## time optimizer steps beside other libraries (ARGS="--help")
 	TORCH_CPP_LOG_LEVEL=ERROR $(BIN)/python benchmarks/steps.py $(ARGS)
+
+gpu: gpu-at-hand $(VENV)/benchmarks ## check and measure the GPU at hand, in twenty minutes, and write a report (BY="your name")
+	@$(BIN)/python -c "import transformer_engine" 2> /dev/null || $(BIN)/pip install \
+		--disable-pip-version-check -q "transformer-engine[pytorch]" > /dev/null 2>&1 \
+		|| echo "TransformerEngine does not install here, and is left out"
+	$(BIN)/python benchmarks/gpu.py $(if $(BY),--by "$(BY)") $(ARGS)
+
+GPUS := /dev/nvidia0 /dev/kfd /dev/dxg
+gpu-at-hand:
+	@: $(if $(wildcard $(GPUS)),,$(error No GPU is at hand: this machine has none of $(GPUS), so there is nothing to measure))
 
 test: $(VENV)/installed ## run the tests and the examples in docstrings, those marked slow aside (ARGS="-k name")
 	$(PYTEST) $(ARGS)

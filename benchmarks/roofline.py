@@ -32,9 +32,9 @@ from tqdm import tqdm
 
 from machine_code import gpus, x86
 from machine_code.kernels import SIDE, Kernel, kernels
-from machine_code.processors import PROCESSORS, predict
+from machine_code.processors import PROCESSORS, predict, processor_at_hand
 from mcftensor.kernels import cpu
-from speed import machine
+from speed import clocks, gpu_report, machine
 
 ELEMENTS = 1 << 24
 ROUNDS = 9
@@ -70,6 +70,32 @@ def before(earlier: dict[str, Any]) -> dict[str, Any]:
         }
         for name, found in earlier["kernels"].items()
     }
+
+
+def at_hand(device: str, elements: int) -> dict[str, Any]:
+    """Each kernel on the device at hand, beside what is predicted there: the longer of the time of
+    its bytes, by the bandwidth that copies have, and of its instructions."""
+    clock = clocks.clock_of(device)
+    speed = clocks.bandwidth(device, clock, None if device == "cuda" else 1 << 26)
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        processor = processor_at_hand(speed / 1e9) if device == "cuda" else None
+        for kernel in kernels():
+            if kernel.prepare is None:
+                continue
+            x = {"memory": 1e12 * (kernel.read + kernel.written) / speed, "computing": 0.0}
+            if processor is not None:
+                code = gpus.code_of(kernel.program, processor.code, Path(folder))
+                x["computing"] = predict(kernel, processor, code).computing
+            with torch.device(device):
+                run = kernel.prepare(elements // SIDE)
+            for _ in range(4):  # compile, and warm up
+                run()
+            seconds = statistics.median([clock.seconds(run) for _ in range(ROUNDS)])
+            x["measured"] = 1e12 * seconds / elements
+            x["ratio"] = x["measured"] / max(x["memory"], x["computing"])
+            found[kernel.name] = x
+    return {"bandwidth": speed, "kernels": found}
 
 
 def analyzed(kernel: Kernel, scratch: Path) -> dict[str, Any]:
@@ -202,7 +228,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-measure", action="store_true", help="predict only")
     parser.add_argument("--before", type=Path, help="an earlier JSON file, to be kept beside")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="measure here alone, beside what is predicted"
+    )
+    parser.add_argument("--elements", type=int, default=1 << 26, help="with --device")
     options = parser.parse_args(arguments)
+    if options.device:
+        found = {
+            "machine": machine.describe(options.device, ("triton",)),
+            "at hand": at_hand(options.device, options.elements),
+        }
+        print(gpu_report.kernels(found))
+        if options.out:
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
+        return 0
     try:
         result = investigate(options)
     except (FileNotFoundError, ImportError) as error:

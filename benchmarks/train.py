@@ -28,6 +28,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 import mcftensor as mcf
@@ -99,18 +100,20 @@ class Training:
         autocast = torch.autocast(device, torch.bfloat16)
         self.precision = autocast if strategy == "autocast" else contextlib.nullcontext()
 
-    def step(self) -> None:
-        """Forward, backward, update."""
+    def step(self) -> Tensor:
+        """Forward, backward, update; the loss before it."""
         with self.precision:
             objective = loss(self.model, self.windows)
         objective.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        return objective.detach()
 
 
-def measure(strategy: str, options: argparse.Namespace, clock: Clock) -> tuple[float, int]:
-    """Seconds of a step, as a mean over one turn, and bytes at the peak."""
+def measure(strategy: str, options: argparse.Namespace, clock: Clock) -> tuple[float, int, float]:
+    """Seconds of a step, as a mean over one turn, bytes at the peak, and the last loss."""
     started: list[Training] = []
+    losses: list[Tensor] = []
 
     def start() -> None:
         started.append(Training(strategy, SHAPES[options.model], options.batch, options.device))
@@ -119,14 +122,17 @@ def measure(strategy: str, options: argparse.Namespace, clock: Clock) -> tuple[f
 
     def steps() -> None:
         for _ in range(options.steps):
-            started[0].step()
+            losses[:] = [started[0].step()]
 
     memory.release(options.device)
     peak = memory.peak(options.device, start)
-    return clock.seconds(steps) / options.steps, peak
+    seconds = clock.seconds(steps) / options.steps
+    return seconds, peak, losses[0].item()
 
 
-def attempt(strategy: str, options: argparse.Namespace, clock: Clock) -> tuple[float, int] | str:
+def attempt(
+    strategy: str, options: argparse.Namespace, clock: Clock
+) -> tuple[float, int, float] | str:
     """The figures of `measure`, or why there are none."""
     try:
         return measure(strategy, options, clock)
@@ -140,6 +146,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     turns = [name for turn in range(options.rounds) for name in order(options.strategies, turn)]
     seconds: dict[str, list[float]] = {name: [] for name in options.strategies}
     peaks: dict[str, int] = {}
+    losses: dict[str, float] = {}
     failures: dict[str, str] = {}
     for name in track(turns, f"GPT-2 {options.model}"):
         found = attempt(name, options, clock)
@@ -147,7 +154,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             failures[name] = found
         else:
             seconds[name].append(found[0])
-            peaks[name] = found[1]
+            _, peaks[name], losses[name] = found
     memory.release(options.device)
 
     tokens = options.batch * SHAPES[options.model].context
@@ -166,6 +173,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 "seconds": statistics.median(times),
                 "seconds_quartiles": quartiles(times),
                 "peak_bytes": peaks[name],
+                "loss": losses[name],
             }
             for name, times in seconds.items()
         },

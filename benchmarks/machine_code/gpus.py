@@ -72,8 +72,9 @@ class Code:
         return sum(x for kind, x in self.counts.items() if kind not in ("control", "scalar"))
 
 
-def code_of(program: Program, target: str, scratch: Path) -> Code:
-    """The kernel for compute capability `"sm_90"`, say, or for AMD's `"gfx942"`.
+def code_of(program: Program, target: str, scratch: Path, *, whole: bool = True) -> Code:
+    """The kernel for compute capability `"sm_90"`, say, or for AMD's `"gfx942"`: its way of whole
+    blocks alone, or all of it, as launches have it.
 
     Where registers do not suffice it has more threads, as launches do.
 
@@ -82,21 +83,21 @@ def code_of(program: Program, target: str, scratch: Path) -> Code:
     """
     warps = kernels.warps(program)
     while True:
-        made = _compiled(program, target, warps)
+        made = _compiled(program, target, warps, whole)
         code = _amd(made, warps) if target.startswith("gfx") else _nvidia(made, warps, scratch)
         if not code.spills or warps >= kernels.MOST_WARPS:
             return code
         warps *= 2
 
 
-def _compiled(program: Program, target: str, warps: int) -> Any:
+def _compiled(program: Program, target: str, warps: int, whole: bool) -> Any:
     triton = importlib.import_module("triton")
     gpu = importlib.import_module("triton.backends.compiler").GPUTarget
     amd = target.startswith("gfx")
     source = kernels.source(program, (False,) * len(program.signature.scalars), rounds=not amd)
     assert _BRANCH in source
-    source = source.replace(_BRANCH, _WHOLE)
-    name = f"<kernel {id(program)} for whole blocks>"  # Triton reads it where files are
+    source = source.replace(_BRANCH, _WHOLE) if whole else source
+    name = f"<kernel {id(program)}, {whole}>"  # Triton reads it where files are
     linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
     module: dict[str, Any] = {"__name__": "whole"}
     exec(compile(source, name, "exec"), module)

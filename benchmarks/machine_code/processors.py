@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from machine_code.gpus import Code
 from machine_code.kernels import Kernel
 from machine_code.x86 import Loop, cycles
@@ -61,6 +63,23 @@ PROCESSORS = (
     Processor("RTX 4090", 128, 2.52, 1008, "sm_89", rates=_SM_89, threads=1536),
     Processor("MI300X", 304, 2.1, 5300, "gfx942", rates=_CDNA_3, registers=4 * 512 * 64),
 )
+
+
+def processor_at_hand(bandwidth: float) -> Processor:
+    """The GPU that PyTorch uses, with the bandwidth in GB/s that was measured on it."""
+    found = torch.cuda.get_device_properties(0)
+    units, clock = found.multi_processor_count, getattr(found, "clock_rate", 0) / 1e6 or 1.7
+    if torch.version.hip:
+        code = found.gcnArchName.partition(":")[0]
+        cores = 4 * 512 * 64
+        return Processor(found.name, units, clock, bandwidth, code, rates=_CDNA_3, registers=cores)
+    rates = {80: _SM_80, 90: _SM_90, 100: _SM_90, 103: _SM_90}
+    capability = 10 * found.major + found.minor
+    return Processor(
+        *(found.name, units, clock, bandwidth, f"sm_{capability}"),
+        rates=rates.get(capability, _SM_89 if capability > 80 else _SM_80),
+        threads=found.max_threads_per_multi_processor,
+    )
 
 
 @dataclass(frozen=True)

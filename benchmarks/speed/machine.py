@@ -21,6 +21,7 @@ PACKAGES = (
     "pytorch_optimizer",
     "bitsandbytes",
     "flashoptim",
+    "transformer_engine",
 )
 
 

@@ -31,6 +31,8 @@ def peer(name: str, build: Callable[[Workload], Running], *, compiles: bool = Fa
     return Contender(name, build, family=name.partition(" ")[0], compiles=compiles)
 
 
+_TRANSFORMER_ENGINE = "transformer_engine.pytorch.optimizers"
+_MASTERS = {"master_weights": True}
 STOCHASTIC = {"bf16_stochastic_round": True}
 
 PEERS = [
@@ -57,6 +59,11 @@ PEERS = [
     peer("pytorch_optimizer Kahan", of("pytorch_optimizer", "StableAdamW", kahan_sum=True)),
     peer("bitsandbytes 32 bit", of("bitsandbytes.optim", "AdamW")),
     peer("bitsandbytes 8 bit", of("bitsandbytes.optim", "AdamW8bit")),
+    peer("TransformerEngine master weights", of(_TRANSFORMER_ENGINE, "FusedAdam", **_MASTERS)),
+    peer(
+        "TransformerEngine remainders",
+        of(_TRANSFORMER_ENGINE, "FusedAdam", **_MASTERS, store_param_remainders=True),
+    ),
     peer("FlashOptim 24", of("flashoptim", "FlashAdamW", master_weight_bits=24)),
     peer("FlashOptim 32", of("flashoptim", "FlashAdamW", master_weight_bits=32)),
 ]

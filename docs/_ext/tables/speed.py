@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from tables.sources import load, machine, table
+from tables.sources import RESULTS, load, machine, table
 
 PEERS = {
     "master weights": ("PyTorch, float32 master weights", "exact float32"),
@@ -271,6 +272,86 @@ def roofline() -> str:
         moved = found["read"] + found["written"]
         rows.append((name, f"{moved:.4g}", *[f"**{c}**" if float(c) > 1 else c for c in cells]))
     return table(("", "bytes", *(n.replace(" (", "<br>(") for n in names)), rows)
+
+
+def compiled_kernels() -> str:
+    """Registers and occupancy of kernels that were compiled without a device."""
+    targets = load("gpu-kernels")["targets"]
+    groups = list(dict.fromkeys(_group(name) for name in sorted(targets["sm_90"])))
+    rows = []
+    for group in sorted(groups):
+        of_group = [
+            [x for name, x in kernels.items() if _group(name) == group and "failed" not in x]
+            for kernels in targets.values()
+        ]
+        cells = [_registers(found) for found in of_group]
+        rows.append((group, f"{max(map(len, of_group))}", *cells))
+    faults = [
+        f"{sum('failed' in x or bool(x['faults']) for x in kernels.values())} of {len(kernels)}"
+        for kernels in targets.values()
+    ]
+    return table(("", "kernels", *targets), [*rows, ("with a fault", "–", *faults)])
+
+
+def _registers(kernels: list[dict[str, Any]]) -> str:
+    """The most of a thread, and the least occupancy."""
+    if not kernels:
+        return "–"
+    most, least = max(x["registers"] for x in kernels), min(x["occupancy"] for x in kernels)
+    return f"{most} ({100 * least:.0f} %)"
+
+
+def _group(name: str) -> str:
+    """Where a kernel is counted: by what asks for it, and by its format."""
+    if " to " in name:
+        return "conversions"
+    asks, form, *_ = name.partition(" (")[0].split(", ")
+    if " for-loop" in asks:
+        return f"traces, {form}"
+    operations = ("add", "mul", "div", "sqrt", "fma", "addcmul", "addcdiv", "lerp")
+    return f"{'operations' if asks in operations else 'fused steps'}, {form}"
+
+
+def gpus() -> str:
+    """What was measured on devices: a row each."""
+    rows = [_device(json.loads(x.read_text())) for x in sorted((RESULTS / "gpu").glob("*.json"))]
+    head = (
+        "", "memory", "torch", "self-check", "plus, of copy bandwidth", "plus, over master weights",
+        "tokens a second, plus over autocast", "peak memory, plus over autocast", "measured by",
+    )  # fmt: skip
+    return table(head, rows) if rows else "*No device has been measured yet.*"
+
+
+def _device(result: dict[str, Any]) -> tuple[str, ...]:
+    found, stages = result["device"], result["stages"]
+    figures = {name: x.get("figures", {}) for name, x in stages.items()}
+
+    def steps(workload: str, key: str) -> float | None:
+        contenders = figures.get("steps", {}).get("workloads", {}).get(workload, {})
+        value: float | None = contenders.get("contenders", {}).get("mcf plus, fused", {}).get(key)
+        return value
+
+    def training(key: str) -> float | None:
+        both = figures.get("training", {}).get("strategies", {})
+        values = [both.get(name, {}).get(key) for name in ("plus", "autocast")]
+        return values[0] / values[1] if all(values) else None
+
+    def shown(x: float | None) -> str:
+        return "–" if x is None else f"{x:.2f}"
+
+    share = steps("one tensor", "share_of_limit")
+    passed = stages["selfcheck"]["status"] == 0 and stages["tests"]["status"] == 0
+    return (
+        found["name"],
+        f"{found['memory'] / 2**30:.0f} GiB",
+        result["machine"]["torch"],
+        "passed" if passed else "**failed**",
+        "–" if share is None else f"{100 * share:.0f} %",
+        shown(steps("GPT-2", "ratio")),
+        shown(training("tokens_a_second")),
+        shown(training("peak_bytes")),
+        result["by"] or "–",
+    )
 
 
 def fewer_instructions() -> str:
