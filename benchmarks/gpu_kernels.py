@@ -1,0 +1,113 @@
+"""Every Triton kernel compiled for GPUs that need not be there, and its machine code inspected.
+
+For each target of NVIDIA's and AMD's: registers, how many threads a unit holds, spills, products
+contracted with sums, flushed subnormals, and the width of accesses. It needs Triton. What is in the
+file already, of as many instructions, is not compiled again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from machine_code.catalogue import catalogue
+from machine_code.inspection import TARGETS, inspect
+from mcftensor.kernels.program import Program
+from speed import machine
+
+KEPT = ("instructions", "registers", "warps", "occupancy", "spills", "access")
+
+programs = functools.cache(catalogue)
+
+
+def figures_of(target: str, name: str) -> dict[str, Any]:
+    """Figures and faults of a kernel for a target, or why it has none."""
+    torch.set_num_threads(1)
+    program = programs()[name]
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        try:
+            seen = inspect(program, target, Path(folder))
+        except (RuntimeError, AssertionError) as error:
+            return {"failed": f"{type(error).__name__}: {error}".partition("\n")[0]}
+    figures = asdict(seen) | {"instructions": len(program.instructions)}
+    return {key: figures[key] for key in KEPT} | {"faults": seen.faults}
+
+
+def chosen(only: Sequence[str], most: int) -> dict[str, Program]:
+    """The kernels whose names contain one of these, or all; of so many instructions at most."""
+    return {
+        name: program
+        for name, program in programs().items()
+        if (not only or any(part in name for part in only)) and len(program.instructions) <= most
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status: 1 if a kernel has a fault."""
+    parser = argparse.ArgumentParser(prog="gpu_kernels.py", description=__doc__)
+    add = parser.add_argument
+    add("--targets", nargs="+", choices=TARGETS, default=[*TARGETS], metavar="NAME")
+    add("--only", nargs="+", default=[], metavar="PART", help="kernels with this in the name")
+    add("--most", type=int, default=1 << 20, help="instructions; long kernels take minutes")
+    add("--workers", type=int, default=1, help="processes (default: 1)")
+    add("--out", type=Path, help="a JSON file to write; what it has, it keeps")
+    options = parser.parse_args(arguments)
+    kept = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
+    targets: dict[str, dict[str, Any]] = {t: kept.get("targets", {}).get(t, {}) for t in TARGETS}
+    record = {"machine": machine.describe("cpu", ("triton",)), "targets": targets}
+    wanted = [
+        (target, name)
+        for name, program in chosen(options.only, options.most).items()
+        for target in options.targets
+        if targets[target].get(name, {}).get("instructions") != len(program.instructions)
+    ]
+    with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
+        waiting = {pool.submit(figures_of, *item): item for item in wanted}
+        for done in as_completed(waiting):
+            target, name = waiting[done]
+            targets[target][name] = done.result()
+            if options.out:  # what is done is kept, should it be broken off
+                options.out.write_text(lines(record))
+    faults = [line for t, rows in targets.items() for line in faults_of(t, rows)]
+    for line in faults:
+        print(line)
+    print(f"{sum(map(len, targets.values()))} kernels compiled, {len(faults)} with faults")
+    return int(bool(faults))
+
+
+def faults_of(target: str, kernels: dict[str, Any]) -> list[str]:
+    """A line for each kernel that is not as it must be."""
+    return [
+        f"{target}, {name}: {found.get('failed') or '; '.join(found['faults'])}"
+        for name, found in kernels.items()
+        if found.get("failed") or found["faults"]
+    ]
+
+
+def lines(record: dict[str, Any]) -> str:
+    """JSON with a kernel a line, in the order of names."""
+    targets = ",\n".join(
+        f'"{target}": {{\n'
+        + ",\n".join(f" {json.dumps(k)}: {json.dumps(x)}" for k, x in sorted(rows.items()))
+        + "\n}"
+        for target, rows in record["targets"].items()
+    )
+    about = json.dumps(record["machine"])
+    return f'{{\n"machine": {about},\n"targets": {{\n{targets}\n}}\n}}\n'
+
+
+if __name__ == "__main__":
+    sys.exit(main())
