@@ -6,7 +6,7 @@ import torch
 
 from mcftensor.__main__ import main
 from mcftensor.device_checks import device_report, known_results
-from mcftensor.kernels import eager
+from mcftensor.kernels import eager, first_use
 from support.kernel_cases import way
 
 CPU = torch.device("cpu")
@@ -104,6 +104,22 @@ def test_a_launch_that_raises_is_told(monkeypatch):
     assert str(line) == "FAIL  group: 1 of 2: b (RuntimeError)"
     line = device_report._line("group", lambda: broken(CPU))
     assert str(line) == "FAIL  group: 1 of 1: RuntimeError: CUDA error: misaligned address"
+
+
+def test_a_kernel_that_fails_its_trial_fails_the_report(monkeypatch):
+    """Though eager PyTorch would give the right bits in its place."""
+
+    def tried(device):
+        first_use.say_eager("meta", "ArithmeticError: other bits")
+        return [torch.ones(1)]
+
+    recorded = {"group": {"work": known_results.digest([torch.ones(1)])}}
+    monkeypatch.setattr(device_report, "known_work", lambda: {"group": {"work": tried}})
+    monkeypatch.setattr(device_report, "recorded_digests", lambda: recorded)
+    monkeypatch.setattr(device_report, "found_broken", lambda device, compiled: (1, []))
+    monkeypatch.setattr(device_report, "_CHECKS", {})
+    said = list(map(str, device_report.report(torch.device("meta"), compiled=False)))
+    assert said[1] == "FAIL  group: 1 of 1: work (UserWarning)"
 
 
 def test_large_tensors_are_looked_at_to_the_end(monkeypatch):
