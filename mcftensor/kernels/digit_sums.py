@@ -12,8 +12,11 @@ small and large superaccumulators", 2015 (digits in integers).
 
 from __future__ import annotations
 
+import math
 from array import array
+from collections.abc import Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +30,17 @@ LOOK_AFTER = 1 << 14
 BUILD_AFTER = 1 << 20
 
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
+
+
+class Finish(NamedTuple):
+    """How a sum becomes a result: it is divided by `divisor`, or its root is taken; that is rounded
+    to `precision` bits and to multiples of 2^quantum."""
+
+    divisor: int
+    is_norm: bool
+    precision: int
+    quantum: int
+
 
 SOURCE = """\
 using int32_t = __INT32_TYPE__;
@@ -320,15 +334,86 @@ static void add_rows(const T *x, const T *y, int64_t *out, int64_t rows, int64_t
   }
 }
 
+using Wide = unsigned __int128;
+
+INLINE int bit_length(Wide x) {
+  uint64_t high = uint64_t(x >> 64), low = uint64_t(x);
+  return high ? 128 - __builtin_clzll(high) : low ? 64 - __builtin_clzll(low) : 0;
+}
+INLINE Wide root(Wide x) {  // of 123 or 124 bits, rounded down
+  Wide r = Wide(__builtin_sqrt(double(x)));
+  r = (r + x / r) / 2;
+  while (r * r > x) --r;
+  while ((r + 1) * (r + 1) <= x) ++r;
+  return r;
+}
+
+// What an accumulator sums up to, divided by a number or its root, rounded once to so many bits and
+// to multiples of 2^quantum.
+static double rounded(int64_t *digits, int count, int lowest, int64_t divisor, bool is_norm,
+                      int precision, int quantum) {
+  const int64_t *counts = digits + count;
+  bool plus = counts[0], minus = counts[1], nan = counts[2];
+  if (nan || (plus && minus)) return __builtin_nan("");
+  if (plus || minus) return plus ? __builtin_inf() : -__builtin_inf();
+  auto carried = [&](int64_t carry, int64_t flip) {
+    for (int i = 0; i < count; ++i) {
+      int64_t digit = (digits[i] ^ flip) + carry;
+      digits[i] = digit & MASK;
+      carry = digit >> WIDTH;
+    }
+    return carry;
+  };
+  bool is_negative = carried(0, 0) < 0;
+  if (is_negative) carried(1, MASK);
+  int first = count - 1;
+  while (first >= 0 && !digits[first]) --first;
+  if (first < 0) return counts[3] && !counts[4] ? -0.0 : 0.0;
+  // 124 bits, and whether anything follows.
+  auto digit = [&](int i) { return Wide(i < 0 ? 0 : digits[i]); };
+  Wide leading = 0, next = digit(first - 4);
+  for (int i = 0; i < 4; ++i) leading = leading << WIDTH | digit(first - i);
+  int shift = 4 * WIDTH - bit_length(leading), exponent = (lowest + first - 3) * WIDTH - shift;
+  leading = leading << shift | next >> (WIDTH - shift);
+  bool rest = next << shift & MASK;
+  for (int i = 0; i < first - 4; ++i) rest |= digits[i] != 0;
+  if (is_norm) {
+    rest |= exponent & leading & 1;
+    leading >>= exponent & 1;
+    exponent += exponent & 1;
+    Wide square = leading;
+    leading = root(square);
+    rest |= leading * leading != square;
+    exponent /= 2;
+  } else {
+    Wide dividend = leading;
+    leading /= divisor;
+    rest |= leading * divisor != dividend;
+  }
+  int dropped = bit_length(leading) - precision;
+  if (dropped < quantum - exponent) dropped = quantum - exponent;
+  if (dropped > 126) return is_negative ? -0.0 : 0.0;
+  Wide kept = leading >> dropped, half = Wide(1) << (dropped - 1);
+  Wide remainder = leading - (kept << dropped);
+  kept += remainder > half || (remainder == half && (rest || kept & 1));
+  double size = __builtin_ldexp(double(uint64_t(kept)), exponent + dropped);
+  return is_negative ? -size : size;
+}
+
 extern "C" void launch(const int64_t *words, const double *, int64_t kind, int64_t threads) {
+  int64_t *digits = (int64_t *)words[2], rows = words[3], lowest = words[5], count = words[6];
   auto run = [&](auto x) {
     using T = decltype(x);
-    add_rows((const T *)words[0], (const T *)words[1], (int64_t *)words[2], words[3], words[4],
-             words[5], words[6], words[7], threads);
+    add_rows((const T *)words[0], (const T *)words[1], digits, rows, words[4], lowest, count,
+             words[7], threads);
   };
   if (kind == 0) run(float{});
   else if (kind == 1) run(double{});
   else run(uint16_t{});
+  if (double *results = (double *)words[8])
+    for (int64_t row = 0; row < rows; ++row)
+      results[row] = rounded(digits + row * (count + 5), count, lowest, words[9], words[10],
+                             words[11], words[12]);
 }
 """.replace("INT64_MAX_", "0x7fffffffffffffffll")
 
@@ -366,23 +451,48 @@ def add_rows(x: Tensor, y: Tensor | None, digits: Tensor, lowest: int, least: in
         lowest: the first position.
         least: the exponent of the smallest term: all are multiples of that power of two.
     """
-    if x.device.type != "cpu" or x.data_ptr() == 0:
-        return False
-    launch = COMPILED.get(x.numel())
+    launch = _launch_for(x)
     if launch is None:
         return False
     _run(launch, x, y, digits, lowest, least)
     return True
 
 
+def sums_of_rows(
+    x: Tensor, y: Tensor | None, digits: Tensor, lowest: int, least: int, finish: Finish
+) -> Tensor | None:
+    """The rounded results of rows, in float64; None where `add_rows` would do nothing.
+
+    The arguments are those of `add_rows`, and how to finish; the digits are scratch, of zeros.
+    """
+    launch = _launch_for(x)
+    if launch is None:
+        return None
+    results = torch.empty(len(x), dtype=torch.float64)
+    _run(launch, x, y, digits, lowest, least, [results.data_ptr(), *finish])
+    return results
+
+
+def _launch_for(x: Tensor) -> cpu.Launch | None:
+    if x.device.type != "cpu" or x.data_ptr() == 0:
+        return None
+    return COMPILED.get(x.numel())
+
+
 def _run(
-    launch: cpu.Launch, x: Tensor, y: Tensor | None, digits: Tensor, lowest: int, least: int
+    launch: cpu.Launch,
+    x: Tensor,
+    y: Tensor | None,
+    digits: Tensor,
+    lowest: int,
+    least: int,
+    finish: Sequence[int] = (0,) * 5,
 ) -> None:
     if x.dtype == torch.float16:
         x, y = x.float(), None if y is None else y.float()
     x, y = x.contiguous(), None if y is None else y.contiguous()
     addresses = [x.data_ptr(), 0 if y is None else y.data_ptr(), digits.data_ptr()]
-    words = array("q", [*addresses, *x.shape, lowest, digits.shape[1] - 5, least])
+    words = array("q", [*addresses, *x.shape, lowest, digits.shape[1] - 5, least, *finish])
     threads = max(min(torch.get_num_threads(), x.numel() // GRAIN), 1)
     launch(words.buffer_info()[0], 0, _KINDS[x.dtype], threads)
 
@@ -407,7 +517,15 @@ def _adds_exactly(launch: cpu.Launch, dtype: torch.dtype, least: int, has_factor
             special[0 if a * b > 0 else 1 if a * b < 0 else 2] += 1
     lowest, digits = -70, torch.zeros(1, 144, dtype=torch.int64)
     terms, factors = x.to(dtype).view(1, -1), y.to(dtype).view(1, -1) if has_factors else None
-    _run(launch, terms, factors, digits, lowest, 2 * least if has_factors else least)
+    least = 2 * least if has_factors else least
+    _run(launch, terms, factors, digits, lowest, least)
     *places, plus, minus, nan, _, _ = digits[0].tolist()
     total = sum(digit << 31 * place for place, digit in enumerate(places))
-    return total * Fraction(2) ** (31 * lowest) == exact and [plus, minus, nan] == special
+    if total * Fraction(2) ** (31 * lowest) != exact or [plus, minus, nan] != special:
+        return False
+    result, is_finite = torch.empty(1, dtype=torch.float64), x.isfinite().view(1, -1)
+    finish = [result.data_ptr(), *Finish(1, False, 53, -1074)]
+    _run(launch, torch.where(is_finite, terms, 0), factors, digits.zero_(), lowest, least, finish)
+    if abs(exact) >= 2**1024 - 2**970:
+        return result.item() == (math.inf if exact > 0 else -math.inf)
+    return result.item() == float(exact)

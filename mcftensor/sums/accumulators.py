@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.base_types import BASES
 from mcftensor.kernels import digit_sums
-from mcftensor.sums.digits import WIDEST, WIDTH, Grid, positions_of, products_of
+from mcftensor.sums.digits import WIDEST, WIDTH, Grid, least_of, positions_of, products_of
 
 COUNTS = 5
 """Behind the digits: terms that are +inf, -inf, NaN, -0, and other numbers."""
@@ -40,9 +39,7 @@ def accumulate(x: Tensor, y: Tensor | None, grid: Grid) -> Tensor:
     """
     rows, length = x.shape
     by_row = x.new_zeros(rows, grid.count + COUNTS, dtype=torch.int64)
-    base = BASES[x.dtype]
-    least = (1 if y is None else 2) * (base.min_exponent - base.precision + 1)
-    if digit_sums.add_rows(x, y, by_row, grid.lowest, least):
+    if digit_sums.add_rows(x, y, by_row, grid.lowest, least_of(x.dtype, 1 if y is None else 2)):
         return by_row.t()
     result = by_row.t().contiguous()
     wide = min(length, _AT_ONCE)

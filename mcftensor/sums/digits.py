@@ -30,11 +30,17 @@ class Grid:
     count: int
 
 
+def least_of(dtype: torch.dtype, factors: int) -> int:
+    """The exponent of the smallest product of so many floats of a type."""
+    base = BASES[dtype]
+    return factors * (base.min_exponent - base.precision + 1)
+
+
 def grid_of(dtype: torch.dtype, factors: int) -> Grid:
     """The positions of sums of products of so many floats of a type; up to 2^60 of them."""
-    base = BASES[dtype]
-    lowest = factors * (base.min_exponent - base.precision + 1) // WIDTH
-    return Grid(lowest, (factors * (base.max_exponent + 1) + 60) // WIDTH - lowest + 1)
+    lowest = least_of(dtype, factors) // WIDTH
+    highest = (factors * (BASES[dtype].max_exponent + 1) + 60) // WIDTH
+    return Grid(lowest, highest - lowest + 1)
 
 
 WIDEST = grid_of(torch.float64, 2)

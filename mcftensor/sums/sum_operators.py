@@ -13,10 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcftensor.arithmetic.base_types import BASES
 from mcftensor.kernels.custom_ops import opaque
-from mcftensor.sums.accumulators import accumulate, running
+from mcftensor.kernels.digit_sums import Finish, sums_of_rows
+from mcftensor.sums.accumulators import COUNTS, accumulate, running
 from mcftensor.sums.correct_rounding import rounded_mean, rounded_norm, rounded_sum
-from mcftensor.sums.digits import grid_of
+from mcftensor.sums.digits import grid_of, least_of
+
+# Rows worked on at once: accumulators of float64 rows take 600 bytes each.
+_ROWS_AT_ONCE = 1 << 14
 
 
 def _reduced(
@@ -37,18 +42,36 @@ def exact_reduction(
     kept = [i for i in range(x.dim()) if i not in dims]
     shape, count = [x.shape[i] for i in kept], math.prod(x.shape[i] for i in dims)
     factors = x if finish == "norm" else y
-    grid = grid_of(x.dtype, 1 if factors is None else 2)
     order, size = [*kept, *dims], (math.prod(shape), count)
     rows = x.permute(order).reshape(size)
     other_rows = None if factors is None else factors.permute(order).reshape(size)
-    accumulator = accumulate(rows, other_rows, grid)
-    if finish == "mean":
-        result = rounded_mean(accumulator, count, dtype, grid)
-    elif finish == "norm":
-        result = rounded_norm(accumulator, dtype, grid)
-    else:
-        result = rounded_sum(accumulator, dtype, grid)
+    result = x.new_empty(len(rows), dtype=dtype)
+    for i in range(0, len(rows), _ROWS_AT_ONCE):
+        some = slice(i, i + _ROWS_AT_ONCE)
+        part = None if other_rows is None else other_rows[some]
+        result[some] = _results_of_rows(rows[some], part, finish, dtype)
     return result.view(shape)
+
+
+def _results_of_rows(x: Tensor, y: Tensor | None, finish: str, dtype: torch.dtype) -> Tensor:
+    """The same bits by compiled code and by operators of PyTorch, since exact sums are rounded."""
+    factors, count = 1 if y is None else 2, x.shape[1]
+    grid = grid_of(x.dtype, factors)
+    if finish == "mean" and count == 0:
+        return x.new_full((len(x),), torch.nan)
+    base, divisor = BASES[dtype], count if finish == "mean" else 1
+    way = Finish(divisor, finish == "norm", base.precision, least_of(dtype, 1))
+    scratch = x.new_zeros(len(x), grid.count + COUNTS, dtype=torch.int64)
+    least = least_of(x.dtype, factors)
+    results = sums_of_rows(x, y, scratch, grid.lowest, least, way)
+    if results is not None:
+        return results
+    accumulator = accumulate(x, y, grid)
+    if finish == "mean":
+        return rounded_mean(accumulator, count, dtype, grid)
+    if finish == "norm":
+        return rounded_norm(accumulator, dtype, grid)
+    return rounded_sum(accumulator, dtype, grid)
 
 
 @opaque(lambda x, dim, dtype: x.new_empty(x.shape, dtype=dtype), lays_out=True)

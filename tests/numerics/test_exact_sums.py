@@ -28,7 +28,7 @@ def way(request):
     """Sums by compiled code, and by PyTorch's operators."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "eager":
-            patch.setattr(digit_sums, "add_rows", lambda *_: False)
+            patch.setattr(digit_sums.COMPILED, "get", lambda _: None)
         elif digit_sums.COMPILED.get(digit_sums.BUILD_AFTER) is None:
             pytest.skip("needs a C++ compiler")
         yield request.param
@@ -64,7 +64,7 @@ def zero(rng, dtype, size):
 def ill_conditioned(rng, dtype, size):
     """Large terms that cancel but for the last bits of small ones."""
     x = normal(rng, torch.float64, size)
-    top = BASES[dtype].emax - 4 - math.ceil(math.log2(size))
+    top = max(BASES[dtype].emax - 4 - math.ceil(math.log2(size)), 1)
     large = torch.ldexp(x, torch.from_numpy(rng.integers(0, top, size))).to(dtype)
     small = normal(rng, dtype, size) * 2.0 ** (BASES[dtype].emin + 4)
     return torch.cat([large, small.to(dtype), -large])
@@ -208,10 +208,10 @@ def threads():
 
 @over_floats
 @pytest.mark.parametrize("pattern", [bit_patterns, normal, ill_conditioned])
-def test_neither_order_nor_threads_nor_blocks_change_a_bit(dtype, pattern, threads):
-    rng = np.random.default_rng(1)
-    x = pattern(rng, dtype, 50_000)[:50_000]
-    y = normal(rng, dtype, 50_000)
+def test_neither_order_nor_threads_nor_blocks_change_a_bit(dtype, pattern, threads, way):
+    rng, size = np.random.default_rng(1), 200_000 if way == "compiled" else 3000
+    x = pattern(rng, dtype, size)[:size]
+    y = normal(rng, dtype, size)
     results = [(mcf.exact.sum(x), mcf.exact.mean(x), mcf.exact.norm(x), mcf.exact.dot(x, y))]
     assert is_nearest(results[0][0], exact_sum(x))
     for count in (1, 2, 4):
@@ -221,7 +221,7 @@ def test_neither_order_nor_threads_nor_blocks_change_a_bit(dtype, pattern, threa
         results.append(
             (mcf.exact.sum(a), mcf.exact.mean(a), mcf.exact.norm(a), mcf.exact.dot(a, b))
         )
-        a, b = (z.view(100, 500).t().expand(1, 500, 100) for z in (a, b))
+        a, b = (z.view(100, -1).t().expand(1, -1, -1) for z in (a, b))
         results.append(
             (mcf.exact.sum(a), mcf.exact.mean(a), mcf.exact.norm(a), mcf.exact.dot(a, b))
         )
@@ -426,12 +426,12 @@ def test_compiled_programs():
         return torch.stack([mcf.exact.sum(FUNCTIONS[name](x * 2)) for name in FUNCTIONS])
 
     x, y = a_batch(torch.float32), a_batch(torch.float32)
-    compiled = torch.compile(program, fullgraph=True)
+    compiled = torch.compile(program, fullgraph=True, backend="aot_eager")
     a, b = program(x), compiled(y)
     assert same_bits(a.detach(), b.detach())
     a.sum().backward()
     b.sum().backward()
-    torch.testing.assert_close(x.grad, y.grad)  # elsewhere a compiler may contract products
+    assert same_bits(x.grad, y.grad)
 
 
 # ------------------------------------------------------------------------------------------- errors
