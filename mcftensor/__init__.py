@@ -39,6 +39,7 @@ from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.implicit_rounding import when_rounded
 from mcftensor.training.accumulation import accumulate_gradients
 from mcftensor.training.collage import collage
+from mcftensor.training.order_free import order_free_gradients
 from mcftensor.training.step_in_backward import step_in_backward
 
 __all__ = [
@@ -71,6 +72,7 @@ __all__ = [
     "meters",
     "mxfp8",
     "networks",
+    "order_free_gradients",
     "save_file",
     "scaling",
     "selfcheck",

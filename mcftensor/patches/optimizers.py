@@ -343,3 +343,41 @@ def watch_clipping() -> None:
     """Have functions that clip gradients call `before_clipping`."""
     for each in _CLIPS:
         each.install()
+
+
+@by_name
+def _asked_of_others(measure: Callable[[], Tensor], given: dict[str, Any]) -> Tensor:
+    tensors = given["tensors"]
+    tensors = given["tensors"] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    is_euclidean = float(given.get("norm_type", 2.0)) == 2.0
+    norm = calls.norm_of_gradients(tensors) if is_euclidean else None
+    if norm is None:
+        return measure()
+    if given.get("error_if_nonfinite") and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"The total norm of order 2 of the gradients is {norm.item()}, so it cannot be "
+            "clipped. error_if_nonfinite=False scales the gradients by it anyway"
+        )
+    return norm
+
+
+_NORMS = [
+    row(
+        f"torch.nn.utils.{_name}",
+        why="The norm of gradients is a sum over elements and over processes, in an order that "
+        "depends on how they are sharded.",
+        loss="clip_grad_norm_ under fully_shard gives other bits on other numbers of processes; "
+        "clip by value.",
+        when="mcf.order_free_gradients(model, microbatches=...)",
+        change=_asked_of_others,
+        takes=("tensors", "norm_type", "error_if_nonfinite"),
+    )
+    for _name in ("clip_grad._get_total_norm", "get_total_norm")
+]
+
+
+@functools.cache
+def watch_norms() -> None:
+    """Have functions that measure gradients call `norm_of_gradients`."""
+    for each in _NORMS:
+        each.install()

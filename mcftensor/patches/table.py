@@ -162,6 +162,8 @@ class _Calls:
     """Looks at an optimizer over expansions when it gives its state dict."""
     before_clipping: Callable[[list[Any]], None]
     """Told of the parameters whose gradients are about to be clipped; it may raise."""
+    norm_of_gradients: Callable[[list[Any]], Any]
+    """The Euclidean norm of gradients, or None, which leaves it to torch."""
     around_broadcasts: Callable[[States, States], AbstractContextManager[tuple[States, States]]]
     """The context of what one rank sends to all. It is given what the first rank has and what this
     rank holds, which is to become like it, and says what stands for the two on the way."""

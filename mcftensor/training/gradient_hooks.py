@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeVar
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from mcftensor.tensor import MCFTensor
@@ -53,3 +55,34 @@ class GradientHook:
 def trained(module: nn.Module) -> dict[Tensor, str]:
     """The parameters of a module that require grad, and their names."""
     return {p: name for name, p in module.named_parameters() if p.requires_grad}
+
+
+class RefusesDDP:
+    """In the place of the list of what DistributedDataParallel is to ignore, which it reads when it
+    is made around a module. It keeps its owner alive as long as there is the module."""
+
+    def __init__(self, reason: str, owner: object = None) -> None:
+        self._reason, self._owner = reason, owner
+
+    def __iter__(self) -> Iterator[str]:
+        raise ValueError(self._reason)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return list, ()  # copies of a module have no handle
+
+
+@contextlib.contextmanager
+def assigned(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within, an object has another attribute."""
+    before = vars(owner).get(name, assigned)
+    setattr(owner, name, value)
+    yield
+    if vars(owner).get(name) is value and before is assigned:
+        delattr(owner, name)
+    elif vars(owner).get(name) is value:
+        setattr(owner, name, before)
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call a function when the backward pass is through that is running."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -20,7 +20,14 @@ from mcftensor.patches.optimizers import watch_clipping
 from mcftensor.patches.table import calls
 from mcftensor.tensor.dtensor import local
 from mcftensor.training.ddp_buckets import pass_on_reduced, require_known_gradients
-from mcftensor.training.gradient_hooks import GradientHook, Handle, trained
+from mcftensor.training.gradient_hooks import (
+    GradientHook,
+    Handle,
+    RefusesDDP,
+    assigned,
+    at_end_of_backward,
+    trained,
+)
 from mcftensor.training.separability import step_alone, why_inseparable
 from mcftensor.training.shadow import require_single
 from mcftensor.training.step_warnings import warn_of_plain_parameters
@@ -188,7 +195,7 @@ class StepInBackward(Handle):
                 self._step(self._buckets.pop(stream))
                 self._bytes = 0
             else:
-                torch.autograd.Variable._execution_engine.queue_callback(self._step_all)
+                at_end_of_backward(self._step_all)
 
     def _step_all(self) -> None:
         """Step what is left, when backward is through."""
@@ -269,10 +276,10 @@ class StepInBackward(Handle):
         ):
             self._undo.callback(handle.remove)
         # GradScaler gives its scale to optimizers that say so, which _before_step can see.
-        self._undo.enter_context(_assigned(optimizer, "_step_supports_amp_scaling", True))
+        self._undo.enter_context(assigned(optimizer, "_step_supports_amp_scaling", True))
+        refusal = RefusesDDP(f"step_in_backward: {_OF_DDP}")
         for module in model.modules():
-            refuses = _assigned(module, "_ddp_params_and_buffers_to_ignore", _RefusesDDP())
-            self._undo.enter_context(refuses)
+            self._undo.enter_context(assigned(module, "_ddp_params_and_buffers_to_ignore", refusal))
         _handles.add(self)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -439,18 +446,6 @@ def _groups_of(optimizer: Optimizer) -> dict[Tensor, int]:
     return {p: g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
 
-@contextlib.contextmanager
-def _assigned(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within, an object has another attribute."""
-    before = vars(owner).get(name, _assigned)
-    setattr(owner, name, value)
-    yield
-    if vars(owner).get(name) is value and before is _assigned:
-        delattr(owner, name)
-    elif vars(owner).get(name) is value:
-        setattr(owner, name, before)
-
-
 class _Gradients(GradientHook):
     """Where gradients are sent on to a handle, as long as there is one."""
 
@@ -467,17 +462,6 @@ class _Gradients(GradientHook):
         """Whether a gradient is not left to `optimizer.step()`."""
         handle = self._handle()
         return handle is not None and handle.takes(p)
-
-
-class _RefusesDDP:
-    """In the place of the list of what DistributedDataParallel is to ignore, which it reads when it
-    is made around a module."""
-
-    def __iter__(self) -> Iterator[str]:
-        raise ValueError(f"step_in_backward: {_OF_DDP}")
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return list, ()  # copies of a module have no handle
 
 
 # ------------------------------------------------------------------------------------- streams

@@ -1,0 +1,263 @@
+"""Sums whose bits depend on the multiset of their terms alone.
+
+**Grid.** The exponent range of float32 is divided into bins of W bits. A float x with 2^(E - 149)
+<= |x| < 2^(E - 148) has the *code* b = 1 + floor(E / W); +0 has the code 1. Under code b the quanta
+are q_j = 2^((b - 1 - j) W - 148), j = 0 to K - 1, each 2^W of the next one. By definition of the
+code, |x| < q_0 2^(W - 1), and the largest term has |x| >= q_0 / 2.
+
+**Slices.** Let T_j(x) be x / q_j rounded to the nearest integer, ties to even. The slice of x in
+bin j is s_j = T_j - 2^W T_(j-1), with T_(-1) = 0. It depends on x and the bin alone, whichever
+other bins are kept. The slices telescope: the sum of s_j q_j is T_(K-1) q_(K-1), x rounded once to
+the last quantum. And |s_j| <= 2^(W - 1), since T_(j-1) is the nearest integer.
+
+**State.** An accumulator of a multiset of terms is the largest code b of any of them and, for each
+of the K highest bins under b, the sum of all slices in it. A term of a lower code has slices of
+zero in bins above its own. When b grows by d, the lowest d bins are dropped, whole. So the state
+after all terms is the same function of the multiset, in whichever order they came and whatever was
+merged with what: the maximum and the sums of integers are associative and commutative, and to drop
+a bin before or after adding to it makes no difference.
+
+**Result.** V = the sum of T_(K-1)(x), and the result is V q_(K-1), rounded once.
+
+**Error.** Before that rounding, each term is off by at most q_(K-1) / 2 <= 2^(-(K-1) W) M, where M
+is the largest magnitude among the terms. So N terms are off by at most N 2^(-(K-1) W) M. A term
+loses nothing if its last bit is at least q_(K-1); as q_(K-1) <= 2^(1 - (K-1) W) M, the result is
+the exact sum, rounded once, if the last bits of all terms are at least 2^(1 - (K-1) W) M. The error
+bound is for finite terms; M = 0 has none.
+
+**Packing.** A sum of N slices is at most N 2^(W - 1) < 2^(F - 1) with F = W + L, where N < 2^L. K
+fields of F bits and a code of 5 bits fit 64: an accumulator is one int64, and sums of slices are
+sums of integers. Codes reach 1 + floor(276 / W) <= 28 for W >= 10. V < 2^53 is exact in float64.
+
+**Special values.** -0 has the code 0 and no slices, and so has an accumulator of nothing: the
+result is -0 if all terms are, as IEEE 754 has it, and +0 if they cancel. Infinities and NaN have
+the code 31: +inf adds one to the last field, -inf one to the field before, NaN one to both. So they
+drop all finite terms, infinities of both signs make NaN, and no order plays a part. Sums overflow
+only where the result does.
+
+Sources: J. Demmel and H. D. Nguyen, "Parallel reproducible summation", IEEE Transactions on
+Computers 64(7), 2015 (bins on a fixed grid, kept from the largest down); W. Ahrens, J. Demmel and
+H. D. Nguyen, "Algorithms for efficient reproducible floating point summation", ACM TOMS 46(3),
+2020; R. M. Neal, "Fast exact summation using small and large superaccumulators", 2015,
+arXiv:1505.05571.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor.arithmetic.rounding import quiet, round_to
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Of terms."""
+
+MOST = 2**19 - 1
+"""Terms of a sum."""
+
+_CODE_BITS = 5
+_FIELDS = 64 - _CODE_BITS
+_SPECIAL = 2**_CODE_BITS - 1
+_LOWEST = -149  # the exponent of the smallest float32
+_INF = 0x7FF << 52
+_NEGATIVE_ZERO = -(2**63)
+_SHIFTER = 1.5 * 2.0**52  # added to a number below 2^51, it leaves an integer
+_SHIFTER_BITS = 0x4338 << 48
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How sums of so many terms are kept.
+
+    Attributes:
+        bins: K, the bins that are kept.
+        width: W, the bits of a bin.
+        field: F, the bits of a sum of slices.
+    """
+
+    bins: int
+    width: int
+    field: int
+
+    @property
+    def guaranteed(self) -> int:
+        """(K - 1) W: a term is off by at most 2 to the minus this, of the largest term."""
+        return (self.bins - 1) * self.width
+
+
+@functools.cache
+def layout_of(count: int) -> Layout:
+    """The layout for sums of `count` terms, with the largest (K - 1) W that fits 64 bits.
+
+    Raises:
+        ValueError: no terms, or more than `MOST`.
+    """
+    if not 1 <= count <= MOST:
+        raise ValueError(f"order-free sums have 1 to {MOST} terms, not {count}")
+    room = count.bit_length()
+    layouts = [Layout(k, min(_FIELDS // k - room, 52 // k), _FIELDS // k) for k in (2, 3)]
+    return max(layouts, key=lambda x: x.guaranteed)
+
+
+def add_body(layout: Layout) -> Any:
+    """A body: an accumulator and some terms -> the accumulator with these added."""
+    return _bodies(layout)[0]
+
+
+def merge_body(layout: Layout) -> Any:
+    """A body: some accumulators -> their sum."""
+    return _bodies(layout)[1]
+
+
+def round_body(layout: Layout, dtype: torch.dtype) -> Any:
+    """A body: an accumulator -> the sum, rounded once to a dtype."""
+    return _bodies(layout)[2 + DTYPES.index(dtype)]
+
+
+def sum_body(layout: Layout, dtype: torch.dtype) -> Any:
+    """A body: all terms of a sum -> what `round_body` gives for an accumulator of them."""
+    return _bodies(layout)[2 + len(DTYPES) + DTYPES.index(dtype)]
+
+
+@functools.cache  # bodies have to be the same objects at every call
+def _bodies(layout: Layout) -> list[Any]:
+    def add(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> list[Tensor]:
+        return [_add(vectors[0], vectors[1:], layout)]
+
+    def merge(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> list[Tensor]:
+        return [_merge(vectors, layout)]
+
+    def rounded(dtype: torch.dtype) -> Any:
+        return lambda vectors, scalars, index: [_round(vectors[0], layout, dtype)]
+
+    def summed(dtype: torch.dtype) -> Any:
+        return lambda vectors, scalars, index: [_sum(vectors, layout, dtype)]
+
+    return [add, merge, *map(rounded, DTYPES), *map(summed, DTYPES)]
+
+
+def _add(accumulator: Tensor, terms: Sequence[Tensor], layout: Layout) -> Tensor:
+    code, fields = _unpacked(accumulator)
+    wide = [x.to(torch.float64) for x in terms]
+    codes = [_code_of(x, layout) for x in wide]
+    highest = functools.reduce(torch.maximum, codes, code)
+    total = _dropped(fields, highest - code, layout)
+    scale = _power_of_two(148 - (highest - layout.bins) * layout.width)
+    for x in wide:
+        total = total + _slices(x, scale, layout)
+    return _packed(highest, total)
+
+
+def _merge(accumulators: Sequence[Tensor], layout: Layout) -> Tensor:
+    parts = [_unpacked(x) for x in accumulators]
+    highest = functools.reduce(torch.maximum, [code for code, _ in parts])
+    dropped = [_dropped(fields, highest - code, layout) for code, fields in parts]
+    return _packed(highest, functools.reduce(torch.add, dropped))
+
+
+def _round(accumulator: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
+    code, fields = _unpacked(accumulator)
+    sums = []
+    for _ in range(layout.bins):
+        low = _lowest_of(fields, layout)
+        sums.append(low)
+        fields = (fields - low) >> layout.field
+    total = sums[-1]
+    for low in reversed(sums[:-1]):
+        total = (total << layout.width) + low
+    quantum = _power_of_two((code - layout.bins) * layout.width - 148)
+    value = total.to(torch.float64) * quantum
+    negative, positive = sums[1] != 0, sums[0] != 0
+    special = torch.where(positive, torch.where(negative, torch.nan, torch.inf), -torch.inf)
+    value = torch.where(code == _SPECIAL, special.to(torch.float64), value)
+    value = torch.where(code == 0, -0.0, value)
+    return round_to(value, dtype)
+
+
+def _sum(terms: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
+    """As the codes of all terms are known, their slices are added without bins: in float64, where
+    all sums are exact."""
+    largest = functools.reduce(torch.maximum, [x.to(torch.float32).abs() for x in terms])
+    exponent = _exponent_of(largest.to(torch.float64))
+    code = _bin_of(exponent, layout)
+    scale = _power_of_two(148 - (code - layout.bins) * layout.width)
+    quantum = _power_of_two((code - layout.bins) * layout.width - 148)
+    wide = [x.to(torch.float64) for x in terms]
+    total = functools.reduce(torch.add, [(x * scale + _SHIFTER) - _SHIFTER for x in wide])
+    plain = functools.reduce(torch.add, wide)  # of zeros, and of what is not finite
+    is_finite = (largest > 0) & (largest < torch.inf)
+    return round_to(quiet(torch.where(is_finite, total * quantum, plain)), dtype)
+
+
+# ------------------------------------------------------------------------------------- of terms
+
+
+def _exponent_of(x: Tensor) -> Tensor:
+    """E of a magnitude in float64: of the smallest float32 and of zero it is 0."""
+    field = (x.view(torch.int64) >> 52) & 0x7FF
+    return torch.maximum(field - (1023 + _LOWEST), torch.zeros_like(field))
+
+
+def _bin_of(exponent: Tensor, layout: Layout) -> Tensor:
+    """1 + floor(E / W) of finite numbers, by a product that is exact below 2^11."""
+    return ((exponent * (2**22 // layout.width + 1)) >> 22) + 1
+
+
+def _code_of(x: Tensor, layout: Layout) -> Tensor:
+    bits = x.view(torch.int64)
+    code = _bin_of(_exponent_of(x), layout)
+    code = torch.where((bits & _INF) == _INF, _SPECIAL, code)
+    return torch.where(bits == _NEGATIVE_ZERO, 0, code)
+
+
+def _slices(x: Tensor, scale: Tensor, layout: Layout) -> Tensor:
+    """The slices of a term under a code, packed; `scale` is 1 / q_(K-1)."""
+    bits = x.view(torch.int64)
+    scaled = torch.nan_to_num(x, 0.0, 0.0, 0.0) * scale
+    width, field = layout.width, layout.field
+    total = _nearest_integer(scaled)
+    for j in range(1, layout.bins):
+        coarse = _nearest_integer(scaled * 2.0 ** (-j * width))
+        total = total + (coarse << (j * field)) - (coarse << ((j - 1) * field + width))
+    negative = torch.where(bits == _INF, 0, 1 << field)
+    positive = torch.where(bits == _INF - 2**63, 0, 1)
+    return torch.where((bits & _INF) == _INF, negative + positive, total)
+
+
+def _nearest_integer(x: Tensor) -> Tensor:
+    """A float64 below 2^51 rounded to an integer, ties to even."""
+    return (x + _SHIFTER).view(torch.int64) - _SHIFTER_BITS
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    return ((exponent + 1023) << 52).view(torch.float64)
+
+
+# ------------------------------------------------------------------------------ of accumulators
+
+
+def _unpacked(accumulator: Tensor) -> tuple[Tensor, Tensor]:
+    code = (accumulator >> _FIELDS) & _SPECIAL
+    return code, (accumulator << _CODE_BITS) >> _CODE_BITS
+
+
+def _packed(code: Tensor, fields: Tensor) -> Tensor:
+    return (code << _FIELDS) | (fields & (2**_FIELDS - 1))
+
+
+def _lowest_of(fields: Tensor, layout: Layout) -> Tensor:
+    return (fields << (64 - layout.field)) >> (64 - layout.field)
+
+
+def _dropped(fields: Tensor, count: Tensor, layout: Layout) -> Tensor:
+    """Without the lowest fields, so many."""
+    kept = torch.where(count == 0, fields, 0)
+    for i in range(1, layout.bins):
+        fields = (fields - _lowest_of(fields, layout)) >> layout.field
+        kept = torch.where(count == i, fields, kept)
+    return kept
