@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import mcftensor as mcf
+from mcftensor.arithmetic.noise import draw_key
 from mcftensor.dispatch.operators import OPERATORS
 from support.helpers import sample
 from support.kernel_cases import assert_same_bits
@@ -362,6 +363,11 @@ def test_on_cuda(name):
 def test_on_xpu(name):
     """Where no kernel of Triton runs."""
     assert runs_alike(name, "xpu").launches == []
+
+
+def test_keys_are_drawn_by_the_generator_of_the_device():
+    with pretended("cuda") as device:
+        assert draw_key(device.device).device == device.device
 
 
 @pytest.mark.parametrize("where", WAITS)
