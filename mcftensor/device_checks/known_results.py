@@ -63,18 +63,30 @@ _UNFUSED: dict[str, Callable[..., Optimizer]] = {
 
 def known_work() -> dict[str, dict[str, Work]]:
     """All of it: groups by their names, and in each what is computed, by its name."""
-    steps = {
+    steps: dict[str, Work] = {
         f"{name}, {weights}, {mode}": partial(_stepped, make, weights, mode)
         for weights, mode in _MODES
         for name, make in _FUSED.items()
         if name == "AdamW" or (weights, mode) == ("bf16x2", "full")
     }
-    unfused = {
+    unfused: dict[str, Work] = {
         f"{name}, {weights}": partial(_stepped, make, weights, "full")
         for weights in ("bf16x2", "bf16x3", "fp32x2")
         for name, make in _UNFUSED.items()
         if weights == "bf16x2" or name == "AdamW for-loop"
     }
+    stochastic: dict[str, Work] = {
+        f"rounding to {name}": partial(_encoded, named(name), torch.float32)
+        for name in _ROUNDED["stochastic"]
+    }
+    stochastic["lerp in bf16x2sr"] = partial(_operated, "lerp", bf16x2.with_rounding("stochastic"))
+    converted = (*FORMATS, *map(named, _STORED))
+    conversions: dict[str, Work] = {
+        f"{str(dtype).removeprefix('torch.')} to {format.name}": partial(_encoded, format, dtype)
+        for format in converted
+        for dtype in (torch.float32, torch.float64)
+    }
+    conversions |= {f"{format.name} to float32": partial(_decoded, format) for format in converted}
     return {
         "transformations of any bits": {
             f"{name} in {str(base).removeprefix('torch.')}": partial(_transformed, name, base)
@@ -97,26 +109,12 @@ def known_work() -> dict[str, dict[str, Work]]:
             for name in _OPERATIONS
             if format.name not in _LONG or name in _LONG[format.name]
         },
-        "stochastic rounding": {
-            f"rounding to {name}": partial(_encoded, named(name), torch.float32)
-            for name in _ROUNDED["stochastic"]
-        }
-        | {"lerp in bf16x2sr": partial(_operated, "lerp", bf16x2.with_rounding("stochastic"))},
+        "stochastic rounding": stochastic,
         "balanced rounding": {
             f"rounding to {name}": partial(_encoded, named(name), torch.float32)
             for name in _ROUNDED["balanced"]
         },
-        "conversions": {
-            f"{str(dtype).removeprefix('torch.')} to {format.name}": partial(
-                _encoded, format, dtype
-            )
-            for format in (*FORMATS, *map(named, _STORED))
-            for dtype in (torch.float32, torch.float64)
-        }
-        | {
-            f"{format.name} to float32": partial(_decoded, format)
-            for format in (*FORMATS, *map(named, _STORED))
-        },
+        "conversions": conversions,
         "fused steps": steps,
         "foreach and for-loop steps": unfused,
     }
