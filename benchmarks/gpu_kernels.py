@@ -46,6 +46,12 @@ def figures_of(target: str, name: str) -> dict[str, Any]:
     return {key: figures[key] for key in KEPT} | {"faults": seen.faults}
 
 
+def still_there(kernels: dict[str, Any]) -> dict[str, Any]:
+    """Those that the library still has, of as many instructions."""
+    lengths = {name: len(program.instructions) for name, program in programs().items()}
+    return {n: x for n, x in kernels.items() if x.get("instructions") == lengths.get(n)}
+
+
 def chosen(only: Sequence[str], most: int) -> dict[str, Program]:
     """The kernels whose names contain one of these, or all; of so many instructions at most."""
     return {
@@ -66,13 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--out", type=Path, help="a JSON file to write; what it has, it keeps")
     options = parser.parse_args(arguments)
     kept = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
-    targets: dict[str, dict[str, Any]] = {t: kept.get("targets", {}).get(t, {}) for t in TARGETS}
+    targets = {t: still_there(kept.get("targets", {}).get(t, {})) for t in TARGETS}
     record = {"machine": machine.describe("cpu", ("triton",)), "targets": targets}
     wanted = [
         (target, name)
-        for name, program in chosen(options.only, options.most).items()
+        for name in chosen(options.only, options.most)
         for target in options.targets
-        if targets[target].get(name, {}).get("instructions") != len(program.instructions)
+        if name not in targets[target]
     ]
     with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
         waiting = {pool.submit(figures_of, *item): item for item in wanted}

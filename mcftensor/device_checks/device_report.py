@@ -15,7 +15,7 @@ from mcftensor.convert import as_expansion
 from mcftensor.device_checks.hard_inputs import full_bits
 from mcftensor.device_checks.known_results import (
     Work,
-    digest,
+    bits_digest,
     known_work,
     recorded_digests,
 )
@@ -127,7 +127,7 @@ def _compared(
 
 def _digest_or_error(work: Work, device: torch.device) -> str:
     try:
-        return digest(work(device))
+        return bits_digest(work(device))
     except _RAISED as error:
         return type(error).__name__
 

@@ -120,7 +120,7 @@ def known_work() -> dict[str, dict[str, Work]]:
     }
 
 
-def digest(results: Iterable[Tensor]) -> str:
+def bits_digest(results: Iterable[Tensor]) -> str:
     """A digest of the bits of tensors; one NaN is as good as another."""
     state = hashlib.blake2b(digest_size=6)
     for x in results:
@@ -141,7 +141,7 @@ def recorded_digests() -> dict[str, dict[str, str]]:
 def made_digests(device: torch.device) -> dict[str, dict[str, str]]:
     """What a device gives."""
     return {
-        group: {name: digest(work(device)) for name, work in works.items()}
+        group: {name: bits_digest(work(device)) for name, work in works.items()}
         for group, works in known_work().items()
     }
 

@@ -48,7 +48,7 @@ QUICK = ("bf16x2", "fp16x2")
 def test_triton_gives_what_is_recorded(group, name):
     pytest.importorskip("triton")
     with way("triton"):
-        found = known_results.digest(known_results.known_work()[group][name](CPU))
+        found = known_results.bits_digest(known_results.known_work()[group][name](CPU))
     assert found == known_results.recorded_digests()[group][name]
 
 
@@ -58,9 +58,9 @@ def test_one_bit_changes_a_digest_and_a_nan_does_not():
     same.view(torch.int32)[1] ^= 1 << 31 | 1
     other.view(torch.int32)[2] ^= 1
     assert same.isnan()[1]
-    assert known_results.digest([x]) == known_results.digest([same])
+    assert known_results.bits_digest([x]) == known_results.bits_digest([same])
     for different in (other, x.double(), x.abs(), x[:2], x.view(3, 1)):
-        assert known_results.digest([x]) != known_results.digest([different])
+        assert known_results.bits_digest([x]) != known_results.bits_digest([different])
 
 
 def lines(capsys):
@@ -99,7 +99,7 @@ def test_a_launch_that_raises_is_told(monkeypatch):
         raise RuntimeError("CUDA error: misaligned address\nmore")
 
     works = {"a": lambda device: [torch.ones(1)], "b": broken}
-    recorded = {"a": known_results.digest([torch.ones(1)]), "b": "0"}
+    recorded = {"a": known_results.bits_digest([torch.ones(1)]), "b": "0"}
     line = device_report._line("group", device_report._compared(works, recorded, CPU))
     assert str(line) == "FAIL  group: 1 of 2: b (RuntimeError)"
     line = device_report._line("group", lambda: broken(CPU))
@@ -113,7 +113,7 @@ def test_a_kernel_that_fails_its_trial_fails_the_report(monkeypatch):
         first_use.say_eager("meta", "ArithmeticError: other bits")
         return [torch.ones(1)]
 
-    recorded = {"group": {"work": known_results.digest([torch.ones(1)])}}
+    recorded = {"group": {"work": known_results.bits_digest([torch.ones(1)])}}
     monkeypatch.setattr(device_report, "known_work", lambda: {"group": {"work": tried}})
     monkeypatch.setattr(device_report, "recorded_digests", lambda: recorded)
     monkeypatch.setattr(device_report, "found_broken", lambda device, compiled: (1, []))
