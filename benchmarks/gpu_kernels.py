@@ -1,7 +1,7 @@
 """Every Triton kernel compiled for GPUs that need not be there, and its machine code inspected.
 
 For each target of NVIDIA's and AMD's: registers, how many threads a unit holds, spills, products
-contracted with sums, flushed subnormals, and the width of accesses. It needs Triton. What is in the
+contracted with sums, flushed subnormals, and narrow stores. It needs Triton. What is in the
 file already, of as many instructions, is not compiled again.
 """
 
@@ -27,7 +27,7 @@ from machine_code.inspection import TARGETS, inspect
 from mcftensor.kernels.program import Program
 from speed import machine
 
-KEPT = ("instructions", "registers", "warps", "occupancy", "spills", "access")
+KEPT = ("instructions", "registers", "warps", "occupancy", "spills")
 
 programs = functools.cache(catalogue)
 
