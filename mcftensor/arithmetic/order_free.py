@@ -52,7 +52,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.rounding import quiet, round_to
+from mcftensor.arithmetic.rounding import narrow, quiet, round_to
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Of terms."""
@@ -182,16 +182,23 @@ def _round(accumulator: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
 def _sum(terms: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
     """As the codes of all terms are known, their slices are added without bins: in float64, where
     all sums are exact."""
-    largest = functools.reduce(torch.maximum, [x.to(torch.float32).abs() for x in terms])
-    exponent = _exponent_of(largest.to(torch.float64))
-    code = _bin_of(exponent, layout)
-    scale = _power_of_two(148 - (code - layout.bins) * layout.width)
-    quantum = _power_of_two((code - layout.bins) * layout.width - 148)
-    wide = [x.to(torch.float64) for x in terms]
-    total = functools.reduce(torch.add, [(x * scale + _SHIFTER) - _SHIFTER for x in wide])
-    plain = functools.reduce(torch.add, wide)  # of zeros, and of what is not finite
+    singles = [x.to(torch.float32) for x in terms]
+    largest = functools.reduce(torch.maximum, [x.abs() for x in singles])
+    exponent = _exponent_of(largest.to(torch.float64)).to(torch.int32)
+    lowest = (_bin_of(exponent, layout) - layout.bins) * layout.width - 148
+    scale = _power_of_two((-lowest).to(torch.int64))
+    scaled = [(x.to(torch.float64) * scale + _SHIFTER) - _SHIFTER for x in terms]
+    total = functools.reduce(torch.add, scaled) * _power_of_two(lowest.to(torch.int64))
+    # Of zeros, and of what is not finite: sums that do not overflow beside it.
+    plain = quiet(functools.reduce(torch.add, [x * 2.0**-24 for x in singles]))
     is_finite = (largest > 0) & (largest < torch.inf)
-    return round_to(quiet(torch.where(is_finite, total * quantum, plain)), dtype)
+    if {dtype, *(x.dtype for x in terms)} == {torch.bfloat16}:
+        # A subnormal sum is a multiple of the smallest number, and needs no rounding.
+        bits = total.view(torch.int64)
+        bits = (bits + ((1 << 44) - 1) + ((bits >> 45) & 1)) & -(1 << 45)
+        single = bits.view(torch.float64).to(torch.float32)
+        return narrow(torch.where(is_finite, single, plain), dtype)
+    return round_to(torch.where(is_finite, total, plain.to(torch.float64)), dtype)
 
 
 # ------------------------------------------------------------------------------------- of terms

@@ -66,6 +66,7 @@ class OrderFree(Handle):
         self._ddp: nn.parallel.DistributedDataParallel | None = None
         self._exchange: OwnerExchange | None = None
         self._counts: list[int] | None = None
+        self._memory: list[Tensor] = []
         self._waiting: list[tuple[BucketSum, torch.futures.Future[Tensor]]] = []
 
     # ------------------------------------------------------------------------------ what it says
@@ -383,6 +384,8 @@ class OrderFree(Handle):
             self._counts,
             self._accumulates(dtype),
             self._layout,
+            self._passes == 0 and not self._is_padding,
+            self._memory,
         )
         if self._waiting:
             self._waiting[-1][0].owned()
@@ -448,7 +451,7 @@ def order_free_gradients(model: nn.Module, *, microbatches: int) -> OrderFree:
     *Source*: Demmel and Nguyen, 2015; Ahrens, Demmel and Nguyen, 2020.
 
     *Special values*: infinities and NaN propagate as in a sum of IEEE 754, without overflow in
-    between; the sum of negative zeros is one.
+    between; the sum of negative zeros is one. One NaN is as good as another.
 
     Raises:
         TypeError: `model` is no module.

@@ -38,6 +38,8 @@ class BucketSum:
         counts: leaves of each process.
         accumulates: whether processes were to accumulate from the first leaf on.
         layout: of the sums.
+        in_bucket: whether the bucket holds the leaf of this process, its only one.
+        memory: what others have received into, of at most two buckets, to be used again.
     """
 
     def __init__(
@@ -49,6 +51,8 @@ class BucketSum:
         counts: Sequence[int],
         accumulates: bool,
         layout: Layout,
+        in_bucket: bool,
+        memory: list[Tensor],
     ) -> None:
         world, rank = group.size(), group.rank()
         self._group, self._out, self._layout = group, out, layout
@@ -56,31 +60,21 @@ class BucketSum:
         most = most_kept(out.dtype)
         self._kept = [0 if accumulates or count > most else count for count in counts]
         own = self._kept[rank]
-        if own:
-            sent = torch.full(
-                (world, own, self._chunk), IDENTITY, dtype=out.dtype, device=out.device
-            )
-        else:
-            sent = accumulators(world * self._chunk, out.device).view(world, 1, self._chunk)
-        for i in range(max(own, 1)):
-            flat = (
-                sent.view(-1)
-                if sent.shape[1] == 1
-                else torch.full_like(sent[:, 0], IDENTITY).view(-1)
-            )
+        if in_bucket and own == 1 and out.numel() % world == 0:
             for one, view in zip(leaves, views, strict=True):
-                leaf = None if one is None else _leaf(one, i, own, out.device)
-                if leaf is not None:
-                    start = view.storage_offset() - out.storage_offset()
-                    flat.as_strided(view.shape, view.stride(), flat.storage_offset() + start).copy_(
-                        leaf.view(view.shape)
-                    )
-            if sent.shape[1] > 1:
-                sent[:, i] = flat.view(world, -1)
+                if one is None:
+                    view.fill_(IDENTITY)
+            sent = out
+        else:
+            sent = self._together(leaves, views, own)
         width = out.dtype.itemsize
         sizes = [self._chunk * (k * width if k else ACCUMULATOR_BYTES) for k in self._kept]
-        self._received = torch.empty(sum(sizes), dtype=torch.uint8, device=out.device)
-        self._sizes = sizes
+        kept_memory = [memory.pop()] if memory else []
+        if not kept_memory or kept_memory[0].numel() < sum(sizes):
+            kept_memory = [torch.empty(sum(sizes), dtype=torch.uint8, device=out.device)]
+        (self._block,) = kept_memory
+        self._received = self._block[: sum(sizes)]
+        self._sizes, self._memory = sizes, memory
         self._work: Any = dist.all_to_all_single(
             self._received,
             sent.view(-1).view(torch.uint8),
@@ -90,6 +84,26 @@ class BucketSum:
             async_op=True,
         )
         self._sent = sent  # until it is
+
+    def _together(
+        self, leaves: Sequence[Leaves | None], views: Sequence[Tensor], kept: int
+    ) -> Tensor:
+        """What goes to each owner, one after the other: its part of all leaves that were kept, or
+        of accumulators."""
+        world, out = self._group.size(), self._out
+        dtype = out.dtype if kept else torch.int64
+        empty = IDENTITY if kept else 0
+        sent = torch.empty((world, max(kept, 1), self._chunk), dtype=dtype, device=out.device)
+        for i in range(sent.shape[1]):
+            flat = torch.full((world * self._chunk,), empty, dtype=dtype, device=out.device)
+            for one, view in zip(leaves, views, strict=True):
+                leaf = None if one is None else _leaf(one, i, kept, out.device)
+                if leaf is not None:
+                    start = view.storage_offset() - out.storage_offset()
+                    place = flat.as_strided(view.shape, view.stride(), start)
+                    place.copy_(leaf.view(view.shape))
+            sent[:, i] = flat.view(world, -1)
+        return sent
 
     def owned(self) -> None:
         """Add what this process owns, and begin to send it to all."""
@@ -104,7 +118,8 @@ class BucketSum:
                 others.append(_aligned(part).view(torch.int64))
         own = self._out.new_empty(self._chunk)
         sum_into(own, terms, others, self._layout)
-        self._received = self._received[:0]
+        self._memory.append(self._block)
+        del self._received, self._block
         whole = self._chunk * self._group.size()
         fits = whole == self._out.numel()
         self._gathered = self._out if fits else self._out.new_empty(whole)
