@@ -89,16 +89,18 @@ def measure(rank: int, world: int, store: str, elements: int, rounds: int, out: 
         "without order": lambda: without_order(buckets, [leaf], memory),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
+    work: dict[str, list[float]] = {name: [] for name in ways}  # of the processor
     for i in range(rounds + 1):
         for name, way in ways.items():
             for x, y in zip(buckets, leaf, strict=True):
                 x.copy_(y)
             dist.barrier()
-            start = time.perf_counter()
+            start, before = time.perf_counter(), time.process_time()
             way()
             dist.barrier()
             if i:  # the first round compiles
                 times[name].append(time.perf_counter() - start)
+                work[name].append(time.process_time() - before)
     if rank == 0:
         ring = 2 * (world - 1) / world
         record = {
@@ -106,6 +108,8 @@ def measure(rank: int, world: int, store: str, elements: int, rounds: int, out: 
             "elements": elements,
             "seconds": {name: statistics.median(x) for name, x in times.items()},
             "rounds": times,
+            "processor seconds": {name: statistics.median(x) for name, x in work.items()},
+            "ratio of processor seconds": ratio(work, "bf16"),
             "ratio to bf16": ratio(times, "bf16"),
             "ratio to float32": ratio(times, "float32"),
             "bytes an element that a process sends": {

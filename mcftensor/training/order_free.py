@@ -85,11 +85,10 @@ class OrderFree(Handle):
     # ------------------------------------------------------------------------------ what it does
 
     def remove(self) -> None:
-        """Let gradients be summed by torch again. Leaves of a step that is not complete are lost.
-
-        After `fully_shard` the exchange of leaves stays, and divides by nothing.
-        """
+        """Let gradients be summed by torch again. Leaves of an unfinished step are lost."""
         super().remove()
+        if self._exchange is not None:
+            self._exchange.is_active = False
         if not self._complete:
             self.reset()
         self._undo.close()

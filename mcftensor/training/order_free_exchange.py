@@ -24,6 +24,9 @@ IDENTITY = -0.0
 all_gather: Callable[..., Any] = getattr(
     dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None)
 )  # type: ignore[assignment]  # there are no processes where there is neither
+_reduce_scatter: Callable[..., Any] = getattr(
+    dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None)
+)  # type: ignore[assignment]
 
 
 class BucketSum:
@@ -154,6 +157,7 @@ class OwnerExchange:
         replicas: the processes with copies of the same shard, if any.
         processes: with other leaves.
         is_padding: whether the leaf of this process counts for nothing.
+        is_active: whether it is not torch's own reduce-scatter.
     """
 
     def __init__(self) -> None:
@@ -161,9 +165,12 @@ class OwnerExchange:
         self.replicas: dist.ProcessGroup | None = None
         self.processes = 0
         self.is_padding = False
+        self.is_active = True
 
     def arrange(self, given: dict[str, Any]) -> None:
         """Have a reduction of `fully_shard` be a sum by this object, without an all-reduce."""
+        if not self.is_active:
+            return
         shards = given["reduce_scatter_group"]
         self.received = None
         self.replicas = given["all_reduce_group"]
@@ -187,6 +194,9 @@ class OwnerExchange:
         async_op: bool = False,
     ) -> None:
         """Exchange the leaves; what becomes of them is seen to when torch has cut the shards."""
+        if not self.is_active:
+            _reduce_scatter(output_tensor, input_tensor, op=op, group=group)
+            return
         if not self.processes:
             raise RuntimeError(
                 "order_free_gradients: this torch does not reduce gradients of fully_shard as the "

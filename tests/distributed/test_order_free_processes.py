@@ -416,11 +416,14 @@ def test_clipping_measures_the_norm_exactly():
     assert clipped.sum().sqrt() == pytest.approx(1e-3, rel=5e-3)
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @on_ranks(2)
-def test_a_removed_handle_leaves_averages_to_ddp():
+def test_a_removed_handle_leaves_averages_to_torch(kind):
     model = nn.Linear(2, 2, bias=False).bfloat16()
-    runner = DDP(model)
+    runner = DDP(model) if kind == "ddp" else fully_shard(model)
     with mcf.order_free_gradients(runner, microbatches=2):
         pass
     runner(torch.full((1, 2), 2.0 * dist.get_rank()).bfloat16()).sum().backward()
-    assert torch.equal(model.weight.grad, torch.ones(2, 2).bfloat16())
+    grad = model.weight.grad
+    grad = grad.full_tensor() if kind == "fsdp" else grad
+    assert torch.equal(grad, torch.ones(2, 2).bfloat16())
