@@ -31,9 +31,10 @@ def sum(
     *Error*: half an ulp of the result. Sums beyond the range of the type become infinite; sums that
     fit do not overflow on the way.
 
-    *Cost*: one pass over memory where the sum runs over the last dimensions of a contiguous
-    tensor on a CPU, at most 3 times the time of `torch.sum` on large float32 tensors; a copy of
-    others. The gradient takes the memory of `x`.
+    *Cost*: one pass over memory where the sum runs over the last dimensions of a contiguous tensor
+    on a CPU. On 10^7 elements of float32 that takes 2.1 times the time of `torch.sum`, and 4.9 times
+    if exponents are spread over the whole range; on fewer than 10^5, most of it are the 50 µs of the
+    call. Other tensors are copied first.
 
     *Source*: R. Neal, "Fast exact summation using small and large superaccumulators", 2015;
     J. Demmel and H. D. Nguyen, "Parallel reproducible summation", IEEE Transactions on Computers
@@ -150,7 +151,7 @@ def norm(
 
     *Error*: half an ulp of the result. No square is rounded, overflows or underflows.
 
-    *Cost*: that of `sum`.
+    *Cost*: up to twice that of `sum`.
 
     *Source*: as `dot`.
 
@@ -181,7 +182,8 @@ def cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     *Error*: half an ulp of each. So a difference of two results is off by that of both, however far
     they are apart.
 
-    *Cost*: 30 to 300 times that of `torch.cumsum`: every element becomes an accumulator.
+    *Cost*: 0.2 to 1 µs an element, hundreds of times that of `torch.cumsum`: each element becomes
+    an accumulator.
 
     *Source*: as `sum`.
 

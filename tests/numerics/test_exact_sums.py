@@ -196,6 +196,27 @@ def test_norms_at_ties(root, change):
     assert is_nearest(mcf.exact.norm(x), root_of(Fraction(root**2 + change)))
 
 
+@over_floats
+def test_small_terms_among_large_ones(dtype):
+    """Their last bits are at every place below the largest."""
+    precision, quantum = BASES[dtype].precision, BASES[dtype].quantum
+    for exponent in range(0, max(quantum + precision, -120), -1):
+        small = (1 + 2.0 ** (1 - precision)) * 2.0**exponent
+        x = torch.tensor([1.0, small, -1.0], dtype=dtype)
+        assert mcf.exact.sum(x).item() == small
+
+
+@pytest.mark.parametrize("exponent", range(430, 600, 9))
+def test_products_whose_errors_underflow(exponent):
+    """A thousand of them are no longer too small for float64."""
+    a, b = (1 + 2.0**-52) * 2.0**-500, (1 + 2.0**-52) * 2.0**-exponent
+    c, d = -(1 + 2.0**-51) * 2.0**-500, 2.0**-exponent
+    x, y = (torch.tensor(z, dtype=torch.float64).repeat(1000) for z in ([a, c], [b, d]))
+    exact = 1000 * (Fraction(a) * Fraction(b) + Fraction(c) * Fraction(d))
+    assert exact > 0
+    assert is_nearest(mcf.exact.dot(x, y), exact)
+
+
 # --------------------------------------------------------------------------------- without an order
 
 

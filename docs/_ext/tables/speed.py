@@ -393,3 +393,31 @@ def measured_roofline() -> str:
             )
     head = ("", "threads", "bound by", "predicted", "measured, ps an element", "ratio")
     return table(head, rows) + "\n\n" + machine(result)
+
+
+def sums() -> str:
+    """Time of exact sums over that of torch.sum, by one thread."""
+    result = load("sums")
+    names = {
+        "torch.sum": "`torch.sum`, ms",
+        "mcf.exact.sum": "**`mcf.exact.sum`**",
+        "mcf.exact.norm": "**`mcf.exact.norm`**",
+        "torch.linalg.vector_norm": "`vector_norm`",
+        "torch.sum, float64": "`torch.sum`, in float64",
+        "numpy.sum": "`numpy.sum`",
+        "math.fsum, of a list": "`math.fsum`",
+        "xprec, double-double": "xprec",
+    }
+    rows = []
+    for found in result["sums"]:
+        if found["threads"] > 1:
+            continue
+        spread = ", all exponents" if found["terms"] == "wide" else ""
+        times = [found["contenders"].get(name) for name in names]
+        figures = [f"{1e3 * times[0]['seconds']:.3f}", *map(ratio, times[1:])]
+        power = _SUPERSCRIPTS[len(str(found["size"])) - 1]
+        rows.append((f"{found['type']}, 10{power}{spread}", *figures))
+    return f"{table(('terms', *names.values()), rows)}\n\n{machine(result, 'One thread. ')}"
+
+
+_SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸"
