@@ -32,9 +32,9 @@ def sum(
     fit do not overflow on the way.
 
     *Cost*: one pass over memory where the sum runs over the last dimensions of a contiguous tensor
-    on a CPU. On 10^7 elements of float32 that takes 2.1 times the time of `torch.sum`, and 4.9 times
-    if exponents are spread over the whole range; on fewer than 10^5, most of it are the 50 µs of the
-    call. Other tensors are copied first.
+    on a CPU: 2.1 times the time of `torch.sum` for 10^7 elements of float32, and 4.9 times if their
+    exponents are spread over the whole range. Other tensors are copied first. A call takes about
+    50 µs, however small the tensor is.
 
     *Source*: R. Neal, "Fast exact summation using small and large superaccumulators", 2015;
     J. Demmel and H. D. Nguyen, "Parallel reproducible summation", IEEE Transactions on Computers
