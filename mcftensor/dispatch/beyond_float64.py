@@ -240,7 +240,7 @@ def by_algorithm(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
     """
     name = func.overloadpacket.__name__
     found = expansions((args, kwargs))
-    targets = [x for _, x in written_to(func, args, kwargs)]
+    targets = written_to(func, args, kwargs)
     found_for = ALGORITHMS.get(name.removesuffix("_") if targets else name)
     if found_for is None or len(targets) > 1:
         raise refusal(func, found, f"it has no algorithm for {format.precision} bits")

@@ -69,9 +69,7 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
         if plain is not None:
             return _plainly(func, args, kwargs, plain)
     found = expansions((args, kwargs))
-    writes = func._schema.is_mutable and any(
-        isinstance(x, MCFTensor) for _, x in written_to(func, args, kwargs)
-    )
+    writes = expansions(written_to(func, args, kwargs))
     if not writes and all(x.acts_as == "parameter" for x in found):
         return _plainly(func, args, kwargs)
     if func.namespace == "mcftensor":
@@ -162,7 +160,7 @@ def _in_float64(
             )
         return copies[id(x)]
 
-    written = [x for _, x in written_to(func, args, kwargs)]
+    written = written_to(func, args, kwargs)
     result = _evaluated(func, mapped(widen, args), mapped(widen, kwargs))
     written = [x for x in written if id(x) in copies]  # integers are written to as they are
     assign(func, written, [copies[id(x)] for x in written], found)
@@ -188,7 +186,7 @@ def _evaluated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     sharper = _SHARPER.get(func.overloadpacket)
     if sharper is None:
         return func(*args, **kwargs)
-    targets = [x for _, x in written_to(func, args, kwargs)]
+    targets = written_to(func, args, kwargs)
     options = {name: x for name, x in kwargs.items() if not any(x is y for y in targets)}
     result = sharper(*args, **options)
     return targets[0].resize_(result.shape).copy_(result) if targets else result

@@ -108,18 +108,16 @@ def _at_once(name: str, later: Shortcut, *, in_place: bool) -> Shortcut:
             ):
                 return NotImplemented
         columns = [[x] for x in operands]
-        if not in_place:
-            (result,) = evaluate_rows(name, columns, keywords, 1)
-            return NotImplemented if result is None else result
-        target = args[0]
-        if (
-            type(target) is not MCFTensor
-            or _without_function(Tensor.is_inference, (), (target,))
-            or not _evaluated_in_place(name, columns, keywords)
-        ):
-            return NotImplemented
-        torch._C._increment_version([target])
-        return target
+        with torch._C.DisableTorchFunctionSubclass():
+            if not in_place:
+                (result,) = evaluate_rows(name, columns, keywords, 1)
+                return NotImplemented if result is None else result
+            target = args[0]
+            is_ours = type(target) is MCFTensor
+            if not is_ours or not _evaluated_in_place(name, columns, keywords):
+                return NotImplemented
+            torch._C._increment_version([target])
+            return target
 
     return carry_out
 
@@ -127,7 +125,6 @@ def _at_once(name: str, later: Shortcut, *, in_place: bool) -> Shortcut:
 _PLAIN = (Tensor, torch.nn.Parameter)
 _NUMBERS = (float, int)
 _is_autocast = torch._C._is_any_autocast_enabled
-_without_function: Any = torch._C._disabled_torch_function_impl
 
 for _name in OPERATORS:
     _register(_name)

@@ -55,7 +55,7 @@ def by_functional_form(func: Any, *args: Any, **kwargs: Any) -> Any:
     are only stored as it is."""
     if storage_formats.are_numbers((args, kwargs)):
         return storage_formats.on_numbers(func, args, kwargs)
-    targets = [x for _, x in written_to(func, args, kwargs)]
+    targets = written_to(func, args, kwargs)
     names = {a.name for a in _inputs(func)}
     options = {name: x for name, x in kwargs.items() if name in names}
     if not expansions((args, options)):
@@ -170,7 +170,7 @@ def _in_dtype(func: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict
         return copies[id(x)]
 
     func(*mapped(widen, args), **mapped(widen, kwargs))
-    for _, x in written_to(func, args, kwargs):
+    for x in written_to(func, args, kwargs):
         if copies[id(x)] is not x:
             x.copy_(plainly(copies[id(x)], x.dtype))
     return args[0] if func._schema.returns else None

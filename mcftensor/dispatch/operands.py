@@ -86,10 +86,14 @@ def with_leading(args: Iterable[Any]) -> list[Any] | None:
 
 
 def computes_plainly(operands: Sequence[Any]) -> bool:
-    """Whether an operation on operands uses leading components, as `resolve.uses_leading` says."""
-    ours = [(x.acts_as, x.dim() > 0) for x in expansions(operands)]
+    """Whether an operation on operands uses leading components: of parameters alone, as
+    `resolve.uses_leading` says."""
+    ours = expansions(operands)
+    for x in ours:
+        if x.acts_as == "value":
+            return False
     plain = [x for x in operands if isinstance(x, Tensor) and not isinstance(x, MCFTensor)]
-    return uses_leading(ours, [x.dim() > 0 for x in plain])
+    return uses_leading([x.dim() > 0 for x in ours], [x.dim() > 0 for x in plain])
 
 
 def are_lifted(operands: Any) -> bool:

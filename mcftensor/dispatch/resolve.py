@@ -110,9 +110,11 @@ def plan(
     ours = [x for x in kinds if x.role is not None]
     formats = [x.format for x in ours]
     written = [] if target is None else [target]
-    plain = [x.has_dims for x in kinds if x.role is None and x.number is None]
-    if target is None and (not ours or uses_leading([(x.role, x.has_dims) for x in ours], plain)):
-        return None
+    if target is None:
+        are_values = any(x.role == "value" for x in ours)
+        plain = [x.has_dims for x in kinds if x.role is None and x.number is None]
+        if not ours or (not are_values and uses_leading([x.has_dims for x in ours], plain)):
+            return None
     if all(x.arithmetic == "numbers" for x in [*formats, *written]) or any(
         x.shared for x in formats
     ):
@@ -136,19 +138,15 @@ def plan(
     return Plan(expression, order, read, role, kernel, tuple([x.itemsize for x in dtypes]))
 
 
-def uses_leading(ours: Sequence[tuple[Role | None, bool]], plain: Iterable[bool]) -> bool:
-    """Whether an operation uses leading components: parameters only, and some plain tensor among
-    them.
+def uses_leading(ours: Iterable[bool], plain: Iterable[bool]) -> bool:
+    """Whether an operation on expansions, all of which are parameters, uses leading components: it
+    does if a plain tensor is among its operands.
 
     A plain tensor without dimensions counts as a number beside an expansion that has some.
 
     Args:
-        ours: of the expansions, what they act as, and whether they have dimensions.
-        plain: of the plain tensors, whether they have dimensions.
+        ours: whether the expansions have dimensions.
+        plain: whether the plain tensors have.
     """
-    least = False
-    for role, has_dims in ours:
-        if role == "value":
-            return False
-        least |= has_dims
+    least = any(ours)
     return any(has_dims >= least for has_dims in plain)

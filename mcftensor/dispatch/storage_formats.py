@@ -94,9 +94,8 @@ def on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     What it makes of parameters alone acts as a parameter, and holds the numbers all the same. Where
     it writes to a parameter, the parameter is its number.
     """
-    if computes_plainly((*args, *kwargs.values())) and not (
-        func._schema.is_mutable
-        and any(isinstance(x, MCFTensor) for _, x in written_to(func, args, kwargs))
+    if computes_plainly((*args, *kwargs.values())) and not expansions(
+        written_to(func, args, kwargs)
     ):
         return func(*leading(args), **leading(kwargs))
     return _in_role(_on_numbers(func, args, kwargs), (args, kwargs))
@@ -119,7 +118,7 @@ def _in_role(result: Any, operands: Any) -> Any:
 
 
 def _on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    targets = [x for _, x in written_to(func, args, kwargs)]
+    targets = written_to(func, args, kwargs)
     written = {id(x): x for x in targets if _is_decoded(x)}
     if written and are_lifted((args, kwargs)) and not expansions(list(written.values())):
         return func(*leading(args), **leading(kwargs))

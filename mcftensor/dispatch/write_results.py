@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,20 +14,17 @@ from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.implicit_rounding import rounding
 
 
-def written_to(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that an operation writes to, and the names of its arguments."""
+def written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operation writes to."""
+    if not func._schema.is_mutable:
+        return []
     schema = func._schema.arguments
     given = [
         *zip(schema, args, strict=False),
         *((a, kwargs[a.name]) for a in schema if a.name in kwargs),
     ]
-    for argument, value in given:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            for x in value if isinstance(value, (list, tuple)) else [value]:
-                if isinstance(x, Tensor):
-                    yield argument.name, x
+    written = [x for a, x in given if a.alias_info is not None and a.alias_info.is_write]
+    return [x for x in leaves(written) if isinstance(x, Tensor)]
 
 
 def assign(

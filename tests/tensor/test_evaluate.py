@@ -5,6 +5,7 @@ import torch
 
 import mcftensor as mcf
 from mcftensor.dispatch import evaluate
+from mcftensor.dispatch.registry import SHORTCUTS
 from support.helpers import assert_same_terms, sample
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -159,6 +160,8 @@ class TestWithoutDispatcher:
 
     def test_what_the_dispatcher_has_to_see(self):
         x, g = sample(mcf.bf16x2, 4), torch.randn(4)
+        add = SHORTCUTS[torch.Tensor.add]
+        assert add(torch.Tensor.add, (x, torch._neg_view(g)), {}) is NotImplemented
         assert_same_terms(x + torch._neg_view(g), x - g)
         with torch.inference_mode():
             frozen = sample(mcf.bf16x2, 4)
