@@ -219,17 +219,16 @@ def stages(trace: Trace, results: tuple[int, ...], steps: tuple[Operation, ...])
     """The steps to results as kernels, in order; none where PyTorch does better."""
     left = list(steps)
     cut: list[tuple[list[Operation], Operation | None]] = []
-    while any(not _has_formula(trace, x) for x in left):
-        place = next(i for i, x in enumerate(left) if not _has_formula(trace, x))
-        then = left[place]
+    while (then := next((x for x in left if not _has_formula(trace, x)), None)) is not None:
         if len(then.operands) > 1:
             return []
-        chosen = [then]
-        for x in reversed(left[:place]):
-            if any(_depends(y, x) for y in chosen):
-                chosen.append(x)
-        cut.append(([x for x in left[:place] if x in chosen], then))
-        left = [x for x in left if x not in chosen]
+        place = left.index(then)
+        chosen = {place}  # by place: a trace may do the same twice
+        for i in reversed(range(place)):
+            if any(_depends(left[j], left[i]) for j in chosen):
+                chosen.add(i)
+        cut.append(([left[i] for i in sorted(chosen - {place})], then))
+        left = [x for i, x in enumerate(left) if i not in chosen]
     cut.append((left, None))
     made: list[Stage] = []
     for place, (operations, last) in enumerate(cut):

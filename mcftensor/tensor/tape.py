@@ -33,7 +33,7 @@ from mcftensor.passes.traces import EMPTY, Trace
 
 # Strands that are put down before the older half of them is run: enough to go together, and few
 # enough to stay in the caches.
-FEW = 64
+FEW = 256
 
 # Elements of tensors on strands after which all these are run: what they hold is not to pile up.
 MUCH = 1 << 20

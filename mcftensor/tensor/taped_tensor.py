@@ -17,6 +17,8 @@ class TapedTensor(PromisedTensor, MCFTensor):
     """An expansion to whose components something is still to be done, or that has none yet; who
     asks for them gets them when it is done. Then it is an MCFTensor."""
 
+    _place: tuple[Strand, int]
+
     @classmethod
     def result(
         cls, shape: Any, stride: Any, format: Format, device: Any, place: tuple[Strand, int]

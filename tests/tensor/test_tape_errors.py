@@ -150,11 +150,11 @@ def test_a_cut_before_or_after_a_write(time, after, compiled, monkeypatch):
     module, name = (eager, "run_whole") if compiled == "eager" else (cpu, "launch")
     function, called = getattr(module, name), []
 
-    def cut(*args):
+    def cut(*args, **kwargs):
         called.append(args)
         if not after and len(called) == time + 1:
             raise Cut
-        function(*args)
+        function(*args, **kwargs)
         if after and len(called) == time + 1:
             raise Cut
 
