@@ -41,7 +41,7 @@ def known(s: Tensor) -> Exponent:
     return int(s.item()) if is_free(s) else s
 
 
-def as_tensor(s: Exponent, device: torch.device) -> Tensor:
+def exponent_tensor(s: Exponent, device: torch.device) -> Tensor:
     """An exponent as a tensor of its own."""
     if isinstance(s, Tensor):
         return s.to(torch.int32, copy=True)

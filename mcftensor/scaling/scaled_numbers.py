@@ -13,9 +13,9 @@ from mcftensor.scaling.event_counts import count
 from mcftensor.scaling.exponents import (
     ANY,
     Exponent,
-    as_tensor,
     exponent_of_largest,
     exponent_of_rms,
+    exponent_tensor,
     floor_log2,
     known,
     largest,
@@ -118,7 +118,7 @@ def stored(x: Unrounded, format: ScaledFormat, name: str = "") -> ScaledTensor:
         if name and x.mantissa.dim():
             count("rescaled", name)
         mantissa, exponent = _placed(x, format, placing)
-    return made_of(format.store(mantissa), as_tensor(exponent, mantissa.device), format)
+    return made_of(format.store(mantissa), exponent_tensor(exponent, mantissa.device), format)
 
 
 def by_size(x: Any, format: ScaledFormat) -> ScaledTensor:
