@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from mcftensor.arithmetic.order_free import layout_of
+from mcftensor.arithmetic.binned_sums import layout_of
 from mcftensor.training.order_free_exchange import BucketSum
 from mcftensor.training.order_free_leaves import Leaves
 from speed.machine import describe

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mcftensor import kernels
-from mcftensor.arithmetic.order_free import (
+from mcftensor.arithmetic.binned_sums import (
     Layout,
     add_body,
     merge_body,

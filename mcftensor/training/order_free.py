@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mcftensor.arithmetic.order_free import DTYPES, layout_of
+from mcftensor.arithmetic.binned_sums import DTYPES, layout_of
 from mcftensor.kernels.execute import is_dense
 from mcftensor.patches.distributed import around_each_reduction
 from mcftensor.patches.optimizers import watch_norms
@@ -440,7 +440,7 @@ def order_free_gradients(model: nn.Module, *, microbatches: int) -> OrderFree:
     *Error*: let M be the largest magnitude of an element's leaves, and g = 34 for N to 3, 30 for 8,
     24 for 64, 19 for 1,000 and 15 for 10,000. Where no leaf has a bit below 2^(1 - g) M the result
     is the exact sum, rounded once; else it is rounded once from a sum within N 2^-g M of the exact
-    one. The proof is in `mcftensor/arithmetic/order_free.py`.
+    one. The proof is in `mcftensor/arithmetic/binned_sums.py`.
 
     *Cost*: with one leaf a process, the bytes of a reduction in bf16, and no memory. Up to four
     bf16 leaves a process (two float32 ones) are kept and sent as they are; more take accumulators

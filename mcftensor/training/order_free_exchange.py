@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcftensor.arithmetic.order_free import Layout
+from mcftensor.arithmetic.binned_sums import Layout
 from mcftensor.passes.order_free_sums import accumulators, merge_into, round_into, sum_into
 from mcftensor.training.order_free_leaves import ACCUMULATOR_BYTES, Leaves, most_kept
 

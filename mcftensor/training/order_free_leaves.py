@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.order_free import Layout
+from mcftensor.arithmetic.binned_sums import Layout
 from mcftensor.passes.order_free_sums import accumulators, add_to, sum_into
 
 ACCUMULATOR_BYTES = 8

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcftensor.arithmetic.order_free import DTYPES, MOST, layout_of
+from mcftensor.arithmetic.binned_sums import DTYPES, MOST, layout_of
 from mcftensor.passes import order_free_sums
 from support.kernel_cases import patterns, way
 

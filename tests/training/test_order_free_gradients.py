@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 import mcftensor as mcf
-from mcftensor.arithmetic.order_free import layout_of
+from mcftensor.arithmetic.binned_sums import layout_of
 from mcftensor.passes import order_free_sums
 from mcftensor.training.order_free_leaves import Leaves
 
