@@ -18,7 +18,7 @@ from mcftensor.formats import PLAIN, Format
 from mcftensor.kernels import Signature
 from mcftensor.kernels.first_use import are_alike, hard_numbers
 from mcftensor.passes.format_conversion import decoding, encoding
-from mcftensor.passes.traces import Operation, Trace, as_tensor
+from mcftensor.passes.traces import Operation, Trace, scalar_tensor
 
 
 def _sum(x: Tensor, y: Tensor, alpha: Tensor | None) -> Tensor:
@@ -143,7 +143,7 @@ class Stage:
         """The components of what is stored, and the operand of what follows."""
         left = iter(vectors)
         stored = {i: [next(left) for _ in self.format(i).components] for i in self.vectors}
-        given = dict(zip(self.scalars, map(as_tensor, scalars), strict=True))
+        given = dict(zip(self.scalars, map(scalar_tensor, scalars), strict=True))
         return self._compute(stored.__getitem__, given.__getitem__, index)
 
     def _compute(

@@ -162,7 +162,7 @@ class Trace:
         def body(
             vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor
         ) -> Sequence[Tensor]:
-            left = {"tensor": iter(vectors), "number": map(as_tensor, scalars)}
+            left = {"tensor": iter(vectors), "number": map(scalar_tensor, scalars)}
             stored: list[Sequence[Tensor]] = [
                 list(itertools.islice(left.get(begins_as, ()), len(format.components)))
                 for format, begins_as, _ in self.variables
@@ -190,6 +190,6 @@ NUMBERS = Variable(PLAIN[torch.float64], "number")
 KEYS = Variable(PLAIN[torch.int64], "number")
 
 
-def as_tensor(x: Any) -> Tensor:
+def scalar_tensor(x: Any) -> Tensor:
     """A scalar; a number of Python's is a float64."""
     return x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
