@@ -314,8 +314,8 @@ WAITS = {
     "dispatch/structure.py item": "steps-Adafactor-for-loop",
     "formats/defaults.py format_of_weights": "conversion_on_the_device",
     "formats/block_codes.py require": "modes-compact",
-    "formats/format.py _normalized": "files",
-    "checkpoint/safetensors_writer.py write": "files",
+    "formats/expansion_format.py _normalized": "files",
+    "checkpoint/safetensors_files.py write": "files",
     "meters/edq/meter.py _conclude_states": "edq-expansions",
     "meters/edq/readings.py totals": "edq-expansions",
     "arithmetic/integer_parts.py modulo": "other_operators-fp32x2",
@@ -326,7 +326,7 @@ LATER = {
     "steps-Adafactor": {"dispatch/structure.py item"},
     "edq": {"meters/edq/meter.py _conclude_states", "meters/edq/readings.py totals"},
     "files": {
-        *("formats/format.py _normalized", "checkpoint/safetensors_writer.py write"),
+        *("formats/expansion_format.py _normalized", "checkpoint/safetensors_files.py write"),
         "dispatch/structure.py to_copy",
     },
 }

@@ -336,8 +336,7 @@ def _show_tensors(mode: Pretence, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tensor, "data_ptr", lambda x: data_ptr(getattr(x, "_cpu", x)))
     patch.setattr(Tensor, "get_device", lambda x: 0 if is_there(x) else get_device(x))
     patch.setattr(Tensor, "device", property(device_of))
-    for name in ("pending_tensor", "taped_tensor"):
-        patch.setattr(f"mcftensor.tensor.{name}._get_device", device_of)
+    patch.setattr("mcftensor.tensor.pending_tensor._get_device", device_of)
     patch.setattr(Tensor, "is_cuda", property(lambda x: device_of(x).type == "cuda"))
     patch.setattr(Tensor, "is_meta", property(lambda x: device_of(x).type == "meta"))
     patch.setattr(Tensor, "to", to_there)
