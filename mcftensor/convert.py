@@ -409,12 +409,13 @@ def for_shape(format: Format, shape: torch.Size) -> Format:
 
 
 def _store_pretrained(module: nn.Module) -> None:
-    """Have models that are saved by `save_pretrained`, in safetensors files, stored as terms."""
-    if hasattr(module, "save_pretrained"):
-        store_as_terms(module)
-        return
-    for part in module.children():
-        _store_pretrained(part)
+    """Have models that are saved by `save_pretrained`, in safetensors files, stored as terms.
+
+    So are their parts: sentence-transformers saves the transformer within its model by itself.
+    """
+    for part in module.modules():
+        if hasattr(part, "save_pretrained"):
+            store_as_terms(part)
 
 
 @torch.no_grad()

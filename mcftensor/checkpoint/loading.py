@@ -18,6 +18,7 @@ from mcftensor.checkpoint.bridge.torch_optimizers import load_states, state_dict
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading, some
 from mcftensor.checkpoint.safetensors_files import index_of, opened
 from mcftensor.checkpoint.state_dicts import from_terms, is_sharded, joined, ties
+from mcftensor.patches.table import calls
 from mcftensor.tensor.dtensor import any_format_of
 
 FilePath = str | os.PathLike[str]
@@ -198,3 +199,6 @@ def _tie(state_dict: dict[str, Tensor], names: list[str], path: Path) -> None:
                 f"load_file: {first} and {name} are tied in the model, and differ in {path}"
             )
     state_dict.update(dict.fromkeys(names, x))
+
+
+calls.when_resumed = lambda part, folder: load_file(folder, part)

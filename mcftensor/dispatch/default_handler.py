@@ -37,6 +37,9 @@ WIDE = torch.float64
 PRECISION = 48
 """Bits of the longest format that float64 serves; its five others cover the error of evaluating."""
 
+_OF_TORCH = frozenset({"aten", "prims", "inductor", "quantized", "higher_order"})
+"""Namespaces of operators that compute the same in every floating dtype, whatever they write to."""
+
 # What PyTorch evaluates in float64 with an error that these bits do not cover.
 _SHARPER: dict[Any, Callable[..., Tensor]] = {
     aten.binary_cross_entropy_with_logits: special_functions.binary_cross_entropy_with_logits,
@@ -74,6 +77,12 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
         return _plainly(func, args, kwargs)
     if func.namespace == "mcftensor":
         raise TypeError(f"{func}: takes the terms of expansions, and got an expansion")
+    if writes and func.namespace not in _OF_TORCH:
+        reason = (
+            "an operator of another package writes to it, and knows its leading term alone; for "
+            "states of 8 bits use mcf.collage(optimizer, 'compact') over mcf.bf16i8"
+        )
+        raise refusal(func, found, reason)
     format = common_format(str(func), found)
     if format.arithmetic == "numbers":
         return storage_formats.on_numbers(func, args, kwargs)

@@ -1,9 +1,11 @@
-"""Adapters of peft that are expansions: trained, saved and loaded as such."""
+"""Adapters of peft, and models of sentence-transformers, that are expansions."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -105,4 +107,28 @@ row(
     releases="0.21",
     takes=("self",),
     change=_telling_of_the_model,
+)
+
+
+@by_name
+def _loading_tails(load: Callable[[], None], given: dict[str, Any]) -> None:
+    load()
+    folder = Path(given["checkpoint_path"])
+    model = getattr(given["self"].model, "_orig_mod", given["self"].model)
+    entries = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+    for entry, part in zip(entries, model.children(), strict=True):
+        for module in part.modules():
+            if hasattr(module, "save_pretrained") and any(map(format_of, module.parameters())):
+                calls.when_resumed(module, str(folder / entry["path"]))
+
+
+row(
+    "sentence_transformers.base.trainer.BaseTrainer._load_from_checkpoint",
+    why="The trainer of sentence-transformers resumes with a model that it makes of the folder, a "
+    "plain one.",
+    loss="trainings of sentence-transformers that are resumed go on without tails.",
+    when="import sentence_transformers.base.trainer",
+    releases="6.2",
+    takes=("self", "checkpoint_path"),
+    change=_loading_tails,
 )

@@ -226,6 +226,15 @@ if dist.is_available():
         change=_uncounted,
     )
     row(
+        "torchtitan.components.optimizer.optimizer.init_optim_state",
+        why="The same step of torchtitan, before it saves or loads states.",
+        loss="where rounding is balanced, runs that torchtitan resumes go on by other counts.",
+        when="import torchtitan.components.optimizer.optimizer",
+        releases="0.3",
+        takes=("optim",),
+        change=_uncounted,
+    )
+    row(
         "torch.distributed.checkpoint.state_dict_loader._load_state_dict",
         why="`dcp.load` writes into terms in place, and asks nothing afterwards: what another "
         "program has changed is to be normalized, or refused.",

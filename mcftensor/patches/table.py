@@ -34,7 +34,7 @@ class PatchWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Patch:
-    """One name of torch or peft, and what takes the place of what is there."""
+    """One name of torch, or of a package around it, and what takes the place of what is there."""
 
     name: str
     """What is changed: a module or class, and an attribute of it or of its objects."""
@@ -173,6 +173,8 @@ class _Calls:
     to_terms: Callable[[States], States]
     from_terms: Callable[[States], States]
     """State dicts of expansions as one of terms, and the way back."""
+    when_resumed: Callable[[Any, str], Any]
+    """Told of a part of a model and the folder that it was loaded from without its tails."""
     when_unloaded: Callable[[Any], Any]
     """Told of a model with expansions that has no adapters any more, but `save_pretrained`."""
 
