@@ -19,7 +19,7 @@ PATIENT := OMP_NUM_THREADS=$(THREADS) MKL_NUM_THREADS=$(THREADS)
 PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal \
 	--doctest-modules mcftensor tests
 
-.PHONY: help install train study findings bench gpu gpu-at-hand test test-all soak fuzz mutations lint docs serve pages package publish-docs clean
+.PHONY: help install train study findings bench works-with gpu gpu-at-hand test test-all soak fuzz mutations lint docs serve pages package publish-docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
@@ -48,6 +48,9 @@ gpu: gpu-at-hand $(VENV)/benchmarks ## check and measure the GPU at hand, in twe
 GPUS := /dev/nvidia0 /dev/kfd /dev/dxg
 gpu-at-hand:
 	@: $(if $(wildcard $(GPUS)),,$(error No GPU is at hand: this machine has none of $(GPUS), so there is nothing to measure))
+
+works-with: $(VENV)/ecosystem ## try the frameworks that people train with, for the page "Works with" (ARGS="name")
+	HF_HUB_OFFLINE=1 $(PATIENT) $(BIN)/python benchmarks/works_with.py $(ARGS)
 
 test: $(VENV)/installed ## run the tests and the examples in docstrings, those marked slow aside (ARGS="-k name")
 	$(PYTEST) $(ARGS)
@@ -96,6 +99,12 @@ $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(if $(filter-out .venv,$(VENV)),ln -sfn $(VENV) .venv)
 	$(BIN)/pip install --disable-pip-version-check -c $(CONSTRAINTS) -e ".[dev,examples]"
+	touch $@
+
+# Without what these need for GPUs.
+$(VENV)/ecosystem: $(VENV)/installed
+	$(BIN)/pip install --disable-pip-version-check -c $(CONSTRAINTS) -e ".[ecosystem]"
+	$(BIN)/pip install --disable-pip-version-check --no-deps bitsandbytes torchtitan trl
 	touch $@
 
 $(VENV)/benchmarks: $(VENV)/installed

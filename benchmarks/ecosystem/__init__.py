@@ -1,0 +1,1 @@
+"""The rows of the page "Works with", and how they are tried."""

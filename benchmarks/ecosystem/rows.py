@@ -1,0 +1,790 @@
+"""The rows: what is done with each framework as its own documents say, over expansions."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mcftensor as mcf
+from ecosystem.models import Regression, batch, gpt, loop, sentences, tokenizer, tokens
+from ecosystem.row import Row, are_same, measured, moves, terms
+
+ROWS: dict[str, tuple[tuple[str, ...], Callable[[Row, Path], None]]] = {}
+
+
+def row(name: str, *packages: str) -> Callable[[Callable[[Row, Path], None]], Any]:
+    """Add a row, of the packages whose versions are named."""
+
+    def add(function: Callable[[Row, Path], None]) -> Callable[[Row, Path], None]:
+        ROWS[name] = packages, function
+        return function
+
+    return add
+
+
+def _adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    chosen = [p for p in model.parameters() if p.requires_grad]
+    return mcf.collage(torch.optim.AdamW(chosen, lr=1e-3, fused=True, **options), "plus")
+
+
+# ------------------------------------------------------------------------------------ Hugging Face
+
+
+def _trainer(cls: Any, settings: Any, model: Any, folder: Path, **options: Any) -> Any:
+    given = settings(
+        output_dir=str(folder),
+        max_steps=4,
+        save_steps=2,
+        per_device_train_batch_size=4,
+        learning_rate=1e-3,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        **options.pop("arguments", {}),
+    )
+    return cls(model=model, args=given, **options)
+
+
+def _resumed(make: Callable[[Any, str], Any], model: Callable[[], Any], folder: Path) -> None:
+    """Four steps, and two and two, of which the second go on from a checkpoint."""
+    whole, second = model(), model()
+    make(whole, "whole").train()
+    checkpoint = next((folder / "whole").glob("checkpoint-2"))
+    make(second, "second").train(resume_from_checkpoint=str(checkpoint))
+    are_same(terms(whole), terms(second))
+
+
+@row("transformers Trainer", "transformers")
+def _transformers(row: Row, folder: Path) -> None:
+    from transformers import GPT2LMHeadModel, Trainer, TrainingArguments
+
+    def make(model: Any, name: str) -> Any:
+        return _trainer(Trainer, TrainingArguments, model, folder / name, train_dataset=tokens())
+
+    def model() -> Any:
+        return mcf.as_expansion(gpt())
+
+    first = model()
+    row.works("train", lambda: moves(first, make(first, "first").train))
+
+    def save() -> None:
+        first.save_pretrained(folder / "saved")
+        again = mcf.as_expansion(GPT2LMHeadModel.from_pretrained(folder / "saved"))
+        mcf.load_file(folder / "saved", again)
+        are_same(terms(first), terms(again))
+
+    row.works("save", save, "mcf.load_file(folder, model)")
+    row.works("resume to the bit", lambda: _resumed(make, model, folder))
+
+    def elsewhere() -> None:
+        plain = GPT2LMHeadModel.from_pretrained(folder / "saved", dtype=torch.bfloat16)
+        own = [mcf.as_plain(p) for p in first.parameters()]
+        are_same(terms(plain), [x.detach() for x in own])
+
+    row.works("load elsewhere", elsewhere)
+
+    def export() -> None:
+        mcf.as_plain(model()).save_pretrained(folder / "plain")
+        assert type(next(GPT2LMHeadModel.from_pretrained(folder / "plain").parameters())) is (
+            nn.Parameter
+        )
+
+    row.works("merge or export", export, "mcf.as_plain(model)")
+    other = model()
+    row.works("EDQ", lambda: measured(make(other, "measured").train))
+    row.says("messages", "on loading elsewhere: names of tails are UNEXPECTED")
+
+
+def _adapters(row: Row, folder: Path, **options: Any) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import Trainer, TrainingArguments
+
+    def model() -> Any:
+        config = LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, **options)
+        return mcf.as_expansion(get_peft_model(gpt(), config))
+
+    def make(model: Any, name: str) -> Any:
+        return _trainer(
+            Trainer,
+            TrainingArguments,
+            model,
+            folder / name,
+            train_dataset=tokens(),
+            arguments={"label_names": ["labels"]},
+        )
+
+    first = model()
+    row.works("train", lambda: moves(first, make(first, "first").train))
+
+    def save() -> None:
+        first.save_pretrained(folder / "adapter")
+        again = model()
+        again.load_adapter(str(folder / "adapter"), "default", is_trainable=True)
+        are_same(terms(first), terms(again))
+
+    row.works("save", save)
+    row.works("resume to the bit", lambda: _resumed(make, model, folder))
+
+    def elsewhere() -> None:
+        plain = PeftModel.from_pretrained(gpt().bfloat16(), folder / "adapter")
+        for (name, p), q in zip(plain.named_parameters(), first.parameters(), strict=True):
+            if "lora" in name:
+                assert torch.equal(p.bfloat16(), mcf.as_plain(q)), name
+
+    row.works("load elsewhere", elsewhere)
+
+    def merge() -> None:
+        merged = first.merge_and_unload()
+        assert not any(isinstance(p, mcf.MCFTensor) for p in merged.parameters())
+        merged.save_pretrained(folder / "merged")
+
+    other = model()
+    row.works("EDQ", lambda: measured(make(other, "measured").train))
+    row.works("merge or export", merge)
+
+
+@row("peft LoRA", "peft", "transformers")
+def _lora(row: Row, folder: Path) -> None:
+    _adapters(row, folder)
+
+
+@row("peft DoRA", "peft", "transformers")
+def _dora(row: Row, folder: Path) -> None:
+    _adapters(row, folder, use_dora=True)
+
+
+@row("peft, base unfrozen late", "peft", "transformers")
+def _unfrozen(row: Row, folder: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def tuned() -> Any:
+        config = LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
+        model = mcf.as_expansion(get_peft_model(gpt(), config))
+        for p in model.parameters():
+            p.requires_grad_(True)
+        return model
+
+    def step(model: Any) -> None:
+        row_ = tokens()[0]["input_ids"][None]
+        optimizer = _adamw(model)
+        for _ in range(2):
+            model(input_ids=row_, labels=row_).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model = tuned()
+    row.works(
+        "train", lambda: moves(mcf.as_expansion(model), partial(step, model)), "as_expansion(model)"
+    )
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(tuned())
+    said = [str(x.message) for x in caught if "as_expansion" in str(x.message)]
+    row.says(
+        "messages", said[0].partition(". ")[0] if said else "FAILS: plain weights train in silence"
+    )
+
+
+def _trl(row: Row, folder: Path, cls: Any, settings: Any, data: Any, **options: Any) -> None:
+    from datasets import Dataset
+
+    given = options.pop("arguments", {})
+
+    def make(model: Any, name: str) -> Any:
+        return _trainer(
+            cls,
+            settings,
+            model,
+            folder / name,
+            train_dataset=Dataset.from_list(data),
+            processing_class=tokenizer(),
+            arguments={"bf16": False, **given},
+            **options,
+        )
+
+    def model() -> Any:
+        return mcf.as_expansion(gpt())
+
+    first = model()
+    row.works("train", lambda: moves(first, make(first, "first").train))
+
+    def save() -> None:
+        first.save_pretrained(folder / "saved")
+        again = model()
+        mcf.load_file(folder / "saved", again)
+        are_same(terms(first), terms(again))
+
+    row.works("save", save, "mcf.load_file(folder, model)")
+    row.works("resume to the bit", lambda: _resumed(make, model, folder))
+    row.works("load elsewhere", lambda: type(first).from_pretrained(folder / "saved"))
+    other = model()
+    row.works("EDQ", lambda: measured(make(other, "measured").train))
+
+
+@row("TRL SFT", "trl", "transformers")
+def _sft(row: Row, folder: Path) -> None:
+    from trl import SFTConfig, SFTTrainer
+
+    _trl(row, folder, SFTTrainer, SFTConfig, [{"text": x} for x in sentences()])
+
+
+@row("TRL DPO", "trl", "transformers")
+def _dpo(row: Row, folder: Path) -> None:
+    from trl import DPOConfig, DPOTrainer
+
+    texts = sentences()
+    data = [
+        {"prompt": x[:9], "chosen": x[9:], "rejected": y[9:]}
+        for x, y in zip(texts, reversed(texts), strict=True)
+    ]
+    _trl(row, folder, DPOTrainer, DPOConfig, data, ref_model=gpt().bfloat16())
+
+
+@row("TRL GRPO", "trl", "transformers")
+def _grpo(row: Row, folder: Path) -> None:
+    from trl import GRPOConfig, GRPOTrainer
+
+    def reward(completions: list[str], **others: Any) -> list[float]:
+        return [float(sum(map(ord, text)) % 7) for text in completions]
+
+    _trl(
+        row,
+        folder,
+        GRPOTrainer,
+        GRPOConfig,
+        [{"prompt": x[:9]} for x in sentences()],
+        reward_funcs=reward,
+        arguments={"num_generations": 2, "max_completion_length": 4},
+    )
+
+
+@row("sentence-transformers", "sentence-transformers", "transformers")
+def _sentence_transformers(row: Row, folder: Path) -> None:
+    from datasets import Dataset
+    from sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+        losses,
+        models,
+    )
+    from transformers import BertConfig, BertModel
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        config = BertConfig(
+            vocab_size=32,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=16,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+        BertModel(config).save_pretrained(folder / "bert")
+        tokenizer().save_pretrained(folder / "bert")
+        words = models.Transformer(str(folder / "bert"), max_seq_length=16)
+        pooling = models.Pooling(16)
+        return mcf.checkpoint.store_as_terms(
+            mcf.as_expansion(SentenceTransformer(modules=[words, pooling], device="cpu"))
+        )
+
+    texts = sentences()
+    data = Dataset.from_list([{"anchor": x, "positive": y} for x, y in itertools.pairwise(texts)])
+
+    def make(model: Any, name: str) -> Any:
+        return _trainer(
+            SentenceTransformerTrainer,
+            SentenceTransformerTrainingArguments,
+            model,
+            folder / name,
+            train_dataset=data,
+            loss=losses.MultipleNegativesRankingLoss(model),
+        )
+
+    first = model()
+    row.works("train", lambda: moves(first, make(first, "first").train))
+    row.works("save", lambda: first.save(str(folder / "saved")))
+    row.works("resume to the bit", lambda: _resumed(make, model, folder))
+
+    def elsewhere() -> None:
+        plain = SentenceTransformer(str(folder / "saved"), device="cpu")
+        x, y = (m.encode(texts[:2], convert_to_tensor=True).float() for m in (plain, first))
+        torch.testing.assert_close(x, y, rtol=0.05, atol=0.05)
+
+    row.works("load elsewhere", elsewhere)
+    row.works("merge or export", lambda: mcf.as_plain(model()).save(str(folder / "plain")))
+    other = model()
+    row.works("EDQ", lambda: measured(make(other, "measured").train))
+
+
+@row("Accelerate", "accelerate")
+def _accelerate(row: Row, folder: Path) -> None:
+    from accelerate import Accelerator
+
+    def prepared() -> tuple[Any, Any, Any]:
+        model = mcf.checkpoint.store_as_terms(mcf.as_expansion(Regression()))
+        accelerator = Accelerator(cpu=True)
+        return (accelerator, *accelerator.prepare(model, _adamw(model)))
+
+    def train(accelerator: Any, model: Any, optimizer: Any, start: int, end: int) -> None:
+        for step in range(start, end):
+            accelerator.backward(model(batch(step)).float().square().mean())
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    first = prepared()
+    row.works("train", lambda: moves(first[1], partial(train, *first, 0, 2)))
+    row.works("save", lambda: first[0].save_state(str(folder / "state")), "store_as_terms(model)")
+
+    def resume() -> None:
+        second = prepared()
+        second[0].load_state(str(folder / "state"))
+        for each in (first, second):
+            train(*each, 2, 4)
+        are_same(terms(first[1]), terms(second[1]))
+
+    row.works("resume to the bit", resume)
+
+    def elsewhere() -> None:
+        from safetensors.torch import load_file
+
+        plain = Regression().bfloat16()
+        missing, unexpected = plain.load_state_dict(
+            load_file(folder / "state/model.safetensors"), strict=False
+        )
+        assert not missing, missing
+        assert all(".bf16x" in name for name in unexpected), unexpected
+
+    row.works("load elsewhere", elsewhere, "strict=False")
+    other = prepared()
+    row.works("EDQ", lambda: measured(partial(train, *other, 0, 4)))
+
+
+# ------------------------------------------------------------------------------------- Lightning
+
+
+@row("Lightning", "lightning")
+def _lightning(row: Row, folder: Path) -> None:
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = mcf.as_expansion(Regression())
+
+        def training_step(self, given: torch.Tensor, index: int) -> torch.Tensor:
+            return self.model(given).float().square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return _adamw(self)
+
+    data = torch.utils.data.DataLoader([x for i in range(4) for x in batch(i)], batch_size=8)
+
+    def fit(module: Any, epochs: int, path: Any = None) -> Any:
+        trainer = lightning.Trainer(
+            max_epochs=epochs,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, data, ckpt_path=path)
+        return trainer
+
+    first = Module()
+    trainers: list[Any] = []
+    row.works("train", lambda: moves(first, lambda: trainers.append(fit(first, 1))))
+    row.works("save", lambda: trainers[0].save_checkpoint(folder / "last.ckpt"))
+
+    def resume() -> None:
+        whole, second = Module(), Module()
+        fit(whole, 2)
+        fit(second, 2, folder / "last.ckpt")
+        are_same(terms(whole), terms(second))
+
+    row.works("resume to the bit", resume)
+    row.works(
+        "load elsewhere",
+        lambda: Regression().load_state_dict(mcf.as_plain(first.model).state_dict()),
+        "mcf.as_plain(model)",
+    )
+    row.works("EDQ", lambda: measured(lambda: fit(Module(), 1)))
+
+
+@row("Fabric", "lightning")
+def _fabric(row: Row, folder: Path) -> None:
+    import lightning
+
+    def made() -> tuple[Any, Any, Any]:
+        fabric = lightning.Fabric(accelerator="cpu", devices=1, precision="bf16-true")
+        model = mcf.as_expansion(Regression())
+        return (fabric, *fabric.setup(model, _adamw(model)))
+
+    def train(fabric: Any, model: Any, optimizer: Any, start: int, end: int) -> None:
+        for step in range(start, end):
+            fabric.backward(model(batch(step)).float().square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    first = made()
+    row.works("train", lambda: moves(first[1], partial(train, *first, 0, 2)))
+    path = folder / "state.ckpt"
+    row.works("save", lambda: first[0].save(path, {"model": first[1], "optimizer": first[2]}))
+
+    def resume() -> None:
+        second = made()
+        second[0].load(path, {"model": second[1], "optimizer": second[2]})
+        for each in (first, second):
+            train(*each, 2, 4)
+        are_same(terms(first[1]), terms(second[1]))
+
+    row.works("resume to the bit", resume)
+    other = made()
+    row.works("EDQ", lambda: measured(partial(train, *other, 0, 4)))
+
+
+# ----------------------------------------------------------------------------------- many processes
+
+
+def _ray_loop(config: dict[str, Any]) -> None:
+    """What each worker of Ray Train runs."""
+    import ray.train
+    from ray.train import Checkpoint
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = mcf.as_expansion(Regression())
+    optimizer = _adamw(model)
+    context, start = ray.train.get_context(), 0
+    parallel = DistributedDataParallel(model)
+    checkpoint = ray.train.get_checkpoint() or config["checkpoint"]
+    if checkpoint:
+        with checkpoint.as_directory() as held:
+            state = torch.load(Path(held, "state.pt"), weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        start = state["step"]
+    for step in range(start, config["steps"]):
+        loss = parallel(batch(2 * step + context.get_world_rank())).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        saved = None
+        if context.get_world_rank() == 0:
+            held = tempfile.mkdtemp()
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save({**state, "step": step + 1}, Path(held, "state.pt"))
+            saved = Checkpoint.from_directory(held)
+        ray.train.report({"step": step + 1}, checkpoint=saved)
+
+
+@row("Ray Train", "ray")
+def _ray(row: Row, folder: Path) -> None:
+    import ray
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    paths = {"PYTHONPATH": ":".join(map(str, Path(__file__).parents[1:3]))}
+    ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": paths})
+    states: dict[str, Any] = {}
+
+    def fit(name: str, steps: int, workers: int = 2, checkpoint: Any = None) -> Any:
+        trainer = TorchTrainer(
+            _ray_loop,
+            train_loop_config={"steps": steps, "checkpoint": checkpoint},
+            scaling_config=ScalingConfig(num_workers=workers),
+            run_config=RunConfig(name=name, storage_path=str(folder)),
+        )
+        result = trainer.fit()
+        with result.checkpoint.as_directory() as held:
+            states[name] = torch.load(Path(held, "state.pt"), weights_only=True)
+        return result.checkpoint
+
+    try:
+        row.works("train", lambda: fit("whole", 4))
+        row.works("save", lambda: states.update(half=fit("half", 2)))
+
+        row.says("resume to the bit", "not measured yet")
+        row.works(
+            "load elsewhere",
+            lambda: Regression().load_state_dict(
+                {name: mcf.as_plain(x) for name, x in states["whole"]["model"].items()}
+            ),
+            "mcf.as_plain(x)",
+        )
+        row.works("EDQ", lambda: measured(partial(_one_by_hand, Regression())))
+    finally:
+        ray.shutdown()
+
+
+def _one_by_hand(model: nn.Module) -> None:
+    model = mcf.as_expansion(model)
+    loop(model, _adamw(model))
+
+
+@row("ZeroRedundancyOptimizer", "torch")
+def _zero(row: Row, folder: Path) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def made() -> tuple[nn.Module, Any]:
+        model = mcf.as_expansion(Regression())
+        return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+
+    first = made()
+    row.works("train", lambda: moves(first[0], lambda: loop(*first, 0, 2)))
+
+    def save() -> None:
+        first[1].consolidate_state_dict()
+        state = {"model": first[0].state_dict(), "optimizer": first[1].state_dict()}
+        torch.save(state, folder / "state.pt")
+
+    row.works("save", save)
+
+    def resume() -> None:
+        second = made()
+        state = torch.load(folder / "state.pt", weights_only=True)
+        second[0].load_state_dict(state["model"])
+        second[1].load_state_dict(state["optimizer"])
+        for each in (first, second):
+            loop(*each, 2, 4)
+        are_same(terms(first[0]), terms(second[0]))
+
+    row.works("resume to the bit", resume)
+    other = made()
+    row.works("EDQ", lambda: measured(lambda: loop(*other)))
+    dist.destroy_process_group()
+
+
+@row("torchtitan", "torchtitan")
+def _torchtitan(row: Row, folder: Path) -> None:
+    """Its container of optimizers, over shards of one rank: its Trainer wants a GPU's names."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.fsdp import fully_shard
+    from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def made(format: Any = None, mode: Any = "plus") -> tuple[nn.Module, Any]:
+        model = mcf.as_expansion(Regression(), format)  # before it is sharded
+        fully_shard(model)
+        group = ParamGroupConfig(
+            pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 1e-3}
+        )
+        config = OptimizersContainer.Config(param_groups=[group], implementation="fused")
+        container = OptimizersContainer(config, model_parts=[model])
+        for optimizer in container:
+            mcf.collage(optimizer, mode)
+        return model, container
+
+    def bits(model: nn.Module) -> list[torch.Tensor]:
+        return [y.clone() for p in model.parameters() for y in p.detach().to_local().components]
+
+    first = made()
+
+    def train() -> None:
+        before = bits(first[0])
+        loop(*first, 0, 2)
+        assert sum(not torch.equal(x, y) for x, y in zip(before, bits(first[0]), strict=True)) > 6
+
+    row.works("train", train, "mcf.as_expansion(model) before sharding")
+
+    def state_of(model: nn.Module, container: Any) -> dict[str, Any]:
+        return mcf.checkpoint.as_terms(
+            {"model": model.state_dict(), "optimizer": container.state_dict()}
+        )
+
+    row.works("save", lambda: dcp.save(state_of(*first), checkpoint_id=folder / "dcp"), "as_terms")
+
+    def resume() -> None:
+        for format, mode in ((None, "plus"), (mcf.bf16i8, "compact")):
+            one, two = made(format, mode), made(format, mode)
+            path = folder / f"dcp-{mode}"
+            loop(*one, 0, 2)
+            dcp.save(state_of(*one), checkpoint_id=path)
+            counts = [p.detach().to_local().writes for p in two[0].parameters()]
+            counts = [None if x is None else x.clone() for x in counts]
+            state = state_of(*two)
+            for p, x in zip(two[0].parameters(), counts, strict=True):
+                y = p.detach().to_local().writes
+                assert x is None or torch.equal(x, y), "a count has moved"
+            dcp.load(state, checkpoint_id=path)
+            state = mcf.checkpoint.from_terms(state)
+            two[0].load_state_dict(state["model"])
+            two[1].load_state_dict(state["optimizer"])
+            for each in (one, two):
+                loop(*each, 2, 4)
+            are_same(bits(one[0]), bits(two[0]))
+
+    row.works("resume to the bit", resume)
+    row.works("EDQ", lambda: measured(lambda: loop(*made())))
+    dist.destroy_process_group()
+
+
+@row("DeepSpeed", "deepspeed")
+def _deepspeed(row: Row, folder: Path) -> None:
+    for column in ("train", "save", "resume to the bit"):
+        row.says(
+            column,
+            "cannot: ZeRO joins parameters in flat buffers and sets `p.data` to views of them; use "
+            "`fully_shard` (read, not run: 0.19.8)",
+        )
+    row.says("load elsewhere", "its checkpoints convert: `python -m mcftensor convert`")
+
+
+@row("Megatron-LM", "megatron-core")
+def _megatron(row: Row, folder: Path) -> None:
+    for column in ("train", "save", "resume to the bit"):
+        row.says(
+            column,
+            "cannot: its parameters and gradients are views of flat buffers (read, not run)",
+        )
+    row.says("load elsewhere", "its checkpoints convert: `python -m mcftensor convert`")
+
+
+# ------------------------------------------------------------------------------------- libraries
+
+
+@row("diffusers EMAModel", "diffusers")
+def _diffusers(row: Row, folder: Path) -> None:
+    from diffusers.training_utils import EMAModel
+
+    def averaged(foreach: bool) -> None:
+        model = mcf.as_expansion(Regression())
+        ema = EMAModel(model.parameters(), decay=0.9999, use_ema_warmup=False, foreach=foreach)
+        start = [mcf.as_plain(p, torch.float64) for p in model.parameters()]
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.01)
+        ema.optimization_step = 100_000
+        for _ in range(10):
+            ema.step(model.parameters())
+        for p, q, x in zip(ema.shadow_params, model.parameters(), start, strict=True):
+            y = mcf.as_plain(q.detach(), torch.float64)
+            expected = y + (x - y) * (1 - ema.cur_decay_value * 0 - 1 + ema.cur_decay_value) ** 10
+            torch.testing.assert_close(
+                mcf.as_plain(p, torch.float64), expected, rtol=1e-4, atol=2e-6
+            )
+
+    row.works("train", lambda: (averaged(False), averaged(True)))
+
+    def save() -> None:
+        model = mcf.as_expansion(Regression())
+        ema = EMAModel(model.parameters())
+        torch.save(ema.state_dict(), folder / "ema.pt")
+        other = EMAModel(mcf.as_expansion(Regression(1)).parameters())
+        other.load_state_dict(torch.load(folder / "ema.pt", weights_only=False))
+        for p, q in zip(ema.shadow_params, other.shadow_params, strict=True):
+            are_same(list(p.components), list(q.components))
+
+    row.works("save", save)
+
+    def copied() -> None:
+        model, other = mcf.as_expansion(Regression()), mcf.as_expansion(Regression(1))
+        EMAModel(model.parameters()).copy_to(other.parameters())
+        are_same(terms(model), terms(other))
+
+    row.works("merge or export", copied)
+
+
+@row("bitsandbytes", "bitsandbytes")
+def _bitsandbytes(row: Row, folder: Path) -> None:
+    import bitsandbytes
+
+    def train() -> None:
+        model = mcf.as_expansion(Regression())
+        optimizer = bitsandbytes.optim.AdamW8bit(model.parameters(), min_8bit_size=1)
+        moves(model, lambda: loop(model, optimizer))
+
+    row.refuses("train", train)
+
+
+@row("gpytorch", "gpytorch")
+def _gpytorch(row: Row, folder: Path) -> None:
+    import gpytorch
+
+    class Model(gpytorch.models.ExactGP):
+        def __init__(self, x: Any, y: Any, likelihood: Any) -> None:
+            super().__init__(x, y, likelihood)
+            self.mean = gpytorch.means.ConstantMean()
+            self.kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
+
+        def forward(self, x: Any) -> Any:
+            return gpytorch.distributions.MultivariateNormal(self.mean(x), self.kernel(x))
+
+    def train() -> None:
+        x = torch.linspace(0, 1, 12)
+        likelihood = gpytorch.likelihoods.GaussianLikelihood()
+        model = Model(x, torch.sin(6 * x), likelihood)
+        mcf.as_expansion(model, mcf.fp32x2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        objective = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, model)
+
+        def steps() -> None:
+            for _ in range(4):
+                (-objective(model(x), torch.sin(6 * x))).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        moves(model, steps)
+
+    row.works("train", train, "mcf.fp32x2")
+
+
+@row("safetensors", "safetensors")
+def _safetensors(row: Row, folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = mcf.as_expansion(Regression())
+    row.refuses("train", lambda: save_file(dict(model.state_dict()), folder / "direct.safetensors"))
+    row.cells["save"] = row.cells.pop("train")
+    row.says("train", "–")
+
+    def resume() -> None:
+        mcf.save_file(model, folder / "model.safetensors")
+        again = mcf.as_expansion(Regression(1))
+        mcf.load_file(folder / "model.safetensors", again)
+        are_same(terms(model), terms(again))
+
+    row.works("resume to the bit", resume, "mcf.save_file(model, path)")
+
+    def elsewhere() -> None:
+        held = load_file(folder / "model.safetensors")
+        plain = mcf.as_plain(model).state_dict()
+        assert all(torch.equal(held[name], x) for name, x in plain.items())
+
+    row.works("load elsewhere", elsewhere)
+
+
+@row("ONNX export", "onnx", "onnxscript")
+def _onnx(row: Row, folder: Path) -> None:
+    import onnx
+
+    def export(model: nn.Module) -> None:
+        torch.onnx.export(
+            model, (batch(0),), str(folder / "model.onnx"), dynamo=True, verbose=False
+        )
+        onnx.checker.check_model(str(folder / "model.onnx"))
+
+    row.works(
+        "merge or export",
+        lambda: export(mcf.as_plain(mcf.as_expansion(Regression()))),
+        "mcf.as_plain(model)",
+    )
+    try:
+        export(mcf.as_expansion(Regression()))
+    except Exception as error:  # noqa: BLE001
+        row.says("messages", f"expansions themselves: torch raises {type(error).__name__}")
