@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import sys
 import weakref
@@ -21,6 +22,7 @@ from mcftensor.kernels.execute import is_dense
 from mcftensor.patches.distributed import around_each_reduction
 from mcftensor.patches.optimizers import watch_norms
 from mcftensor.patches.table import calls
+from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.dtensor import local
 from mcftensor.training.gradient_hooks import (
     GradientHook,
@@ -173,9 +175,10 @@ class OrderFree(Handle):
                 if p.grad is not None:
                     pattern = p.grad.detach().contiguous().view(-1).view(torch.uint8)
                     text.update(name.encode() + pattern.cpu().numpy().tobytes())
-                p.grad = None
         finally:
             self._is_digest = False
+            for p in self._names:  # of a pass that has failed, too
+                p.grad = None
         return text.hexdigest()[:16]
 
     # -------------------------------------------------------------------------------------- setup
@@ -184,13 +187,19 @@ class OrderFree(Handle):
         """Set all hooks."""
         model = self._model()
         assert model is not None
-        _Leaf(self).attach(self._names)
         inner = [m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
         if inner:
             (self._ddp,) = inner
-            self._ddp.register_comm_hook(None, _bucket_hook(self))
-            hook = self._ddp.register_forward_pre_hook(self._before_forward)
-            self._undo.callback(hook.remove)
+            at = _attachments.get(self._ddp)
+            if at is None:
+                at = _Attachment()
+                self._ddp.register_comm_hook(at, _order_free_sum)
+                _attachments[self._ddp] = at
+            at.handle, at.group = weakref.ref(self), self._group()
+            self._undo.callback(self._ddp.register_forward_pre_hook(at.before_forward).remove)
+            self._undo.callback(self._ddp.register_forward_hook(at.after_forward).remove)
+        _Leaf(self).attach(self._names)
+        self._note_given()
         fsdp: Any = sys.modules.get("torch.distributed.fsdp")
         sharded = [m for m in model.modules() if fsdp and isinstance(m, fsdp.FSDPModule)]
         if sharded:
@@ -223,8 +232,17 @@ class OrderFree(Handle):
                 f"order_free_gradients: the gradient of {self._names[p]} is sparse or has a graph; "
                 "leaves are dense and have none (sparse=False, create_graph=False)"
             )
+        if isinstance(local(grad), MCFTensor) or grad.dtype not in DTYPES:
+            kind = _kind(local(grad))
+            raise RuntimeError(
+                f"order_free_gradients: the gradient of {self._names[p]} is {kind} of "
+                f"shape {tuple(grad.shape)}; leaves are plain, of bfloat16, float16 or float32. "
+                "Remove the handle of accumulate_gradients, or do not convert the model afterwards"
+            )
         self._begin_pass(p, grad)
         leaves = self._leaves.get(p)
+        if getattr(grad, "placements", ()) != getattr(p, "placements", ()):
+            grad = grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
         own = local(grad)
         if leaves is None:
             leaves = Leaves(own.numel(), self._layout, self._accumulates(own.dtype))
@@ -254,6 +272,7 @@ class OrderFree(Handle):
                 self._complete = False
                 self._passes = self._own = 0
                 self._counts = None
+            self._require_no_release()
             self._task = task
             at_end_of_backward(self._end_pass)
         given = self._given.get(p)
@@ -264,6 +283,17 @@ class OrderFree(Handle):
                 "steps; and checkpointed activations need use_reentrant=False"
             )
         self._given.pop(p, None)
+
+    def _require_no_release(self) -> None:
+        """Raise RuntimeError where gradients that are to be released come after backward."""
+        is_at_once = self._exchange is not None and self._expected == 1 and self._replicas is None
+        if not is_at_once and are_released(self._names):
+            raise RuntimeError(
+                f"order_free_gradients: {self!r} gives gradients at the end of a backward pass, "
+                "when step_in_backward releases no more. It does under fully_shard over a mesh of "
+                "one dimension, with one microbatch a process; else remove() the handle of "
+                "step_in_backward"
+            )
 
     def _accumulates(self, dtype: torch.dtype) -> bool:
         """Whether a process will have too many leaves to keep them as they are."""
@@ -293,7 +323,7 @@ class OrderFree(Handle):
         if self._ddp is not None:
             if self._counts is not None:  # all are reduced
                 self._complete = True
-                self._given = {p: weakref.ref(p.grad) for p in self._names if p.grad is not None}
+                at_end_of_backward(self._note_given)  # when they have been copied
             else:
                 for p in self._leaves:
                     p.grad = None
@@ -305,8 +335,12 @@ class OrderFree(Handle):
         if self._replicas is not None:
             self._give_over_replicas()
         for p, leaves in list(self._leaves.items()):
-            own = torch.empty_like(local(p.detach()).view(-1), dtype=p.dtype)
-            self._give(p, leaves, own)
+            own = local(p)
+            self._give(p, leaves, torch.empty(own.numel(), dtype=p.dtype, device=own.device))
+
+    def _note_given(self) -> None:
+        """Remember the gradients that parameters have, to which nothing is to be added."""
+        self._given = {p: weakref.ref(p.grad) for p in self._names if p.grad is not None}
 
     def _check_counts(self) -> None:
         own = self._own
@@ -331,8 +365,7 @@ class OrderFree(Handle):
 
     def _set(self, p: Tensor, own: Tensor) -> None:
         if p.grad is None:
-            shape = local(p).shape
-            p.grad = _like(p, own.view(shape))
+            p.grad = _like(p, own)
         self._given[p] = weakref.ref(p.grad)
 
     def _give_over_replicas(self) -> None:
@@ -353,7 +386,7 @@ class OrderFree(Handle):
 
     # ------------------------------------------------------------------------------------- buckets
 
-    def _before_forward(self, ddp: nn.parallel.DistributedDataParallel, args: Any) -> None:
+    def before_forward(self, ddp: nn.parallel.DistributedDataParallel) -> None:
         """DistributedDataParallel wants a gradient of what only earlier microbatches have used."""
         if ddp.require_backward_grad_sync and ddp.find_unused_parameters:
             for p in self._leaves:
@@ -378,7 +411,10 @@ class OrderFree(Handle):
         new = BucketSum(
             group,
             [self._leaves.pop(p, None) for p in bucket.parameters()],
-            bucket.gradients(),
+            [
+                view.as_strided(p.shape, p.stride(), view.storage_offset()) if is_dense(p) else view
+                for p, view in zip(bucket.parameters(), bucket.gradients(), strict=True)
+            ],
             bucket.buffer(),
             self._counts,
             self._accumulates(dtype),
@@ -472,17 +508,17 @@ def order_free_gradients(model: nn.Module, *, microbatches: int) -> OrderFree:
     if not isinstance(model, nn.Module):
         raise TypeError(f"order_free_gradients: got {type(model).__name__}; give a module")
     names = trained(model)
-    _check(model, names)
     try:
         layout_of(microbatches)
     except (TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"order_free_gradients: microbatches={microbatches!r}; {error}") from None
+    _check(model, names, microbatches)
     handle = OrderFree(model, names, microbatches)
     handle.attach()
     return handle
 
 
-def _check(model: nn.Module, names: dict[Tensor, str]) -> None:
+def _check(model: nn.Module, names: dict[Tensor, str], microbatches: int) -> None:
     name = type(model).__name__
     if not names:
         raise ValueError(f"order_free_gradients: {name} has no parameter that requires grad")
@@ -504,6 +540,7 @@ def _check(model: nn.Module, names: dict[Tensor, str]) -> None:
             f"order_free_gradients: {name} holds several DistributedDataParallel modules; call it "
             "for each"
         )
+    _check_containers(model, names, modules)
     if fsdp and any(isinstance(m, fsdp.FSDPModule) for m in modules):
         plain = [its_name for p, its_name in names.items() if local(p) is p]
         if plain:
@@ -511,6 +548,15 @@ def _check(model: nn.Module, names: dict[Tensor, str]) -> None:
                 f"order_free_gradients: {plain[0]} is not sharded, and fully_shard does not reduce "
                 "its gradient; freeze it, or shard it"
             )
+    for m in modules:
+        if isinstance(m, nn.parallel.DistributedDataParallel) and m.static_graph:
+            most = m.process_group.size()
+            if microbatches > most:
+                raise ValueError(
+                    "order_free_gradients: DistributedDataParallel with static_graph=True reduces "
+                    f"its first backward pass, within no_sync() too: {most} microbatches at most, "
+                    f"not {microbatches}; leave static_graph out"
+                )
     if are_released(names):
         raise ValueError(
             "order_free_gradients: the model steps in backward already, by single leaves; call "
@@ -520,18 +566,74 @@ def _check(model: nn.Module, names: dict[Tensor, str]) -> None:
         raise ValueError("order_free_gradients: the model has a handle; remove() that one first")
 
 
+def _check_containers(model: nn.Module, names: dict[Tensor, str], modules: list[nn.Module]) -> None:
+    """Raise ValueError if something around the model reduces its gradients."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    kinds = (nn.parallel.DistributedDataParallel, *((fsdp.FSDPModule,) if fsdp else ()))
+    inside = [m for m in modules if isinstance(m, kinds)]
+    reduced = {p for m in inside for p in m.parameters()}
+    left = names.keys() - reduced
+    if not left:
+        return
+    ids = set(map(id, modules))
+    # Neither a module nor its parameters know what it is in. Proxies may have lost their object, so
+    # objects are not asked for their class.
+    for outer in gc.get_objects():
+        if issubclass(type(outer), kinds) and id(outer) not in ids:
+            its_own = next((p for p in outer.parameters() if p in left), None)
+            if its_own is not None:
+                raise ValueError(
+                    f"order_free_gradients: {names[its_own]} is also in a {type(outer).__name__} "
+                    f"around this {type(model).__name__}, which reduces its gradient; give that "
+                    "one"
+                )
+
+
 # --------------------------------------------------------------------------------------- installed
 
 
-def _bucket_hook(handle: OrderFree) -> Callable[..., Any]:
-    def order_free_sum(state, bucket):  # type: ignore[no-untyped-def]
-        if handle._active:
-            return handle.reduce(bucket)
-        world = handle._group().size()
-        work = dist.all_reduce(bucket.buffer().div_(world), group=handle._group(), async_op=True)
-        return work.get_future().then(lambda future: future.value()[0])
+class _Attachment:
+    """What a DistributedDataParallel, which takes one communication hook in its life, has of the
+    handle of the time. A copy of the module has none."""
 
-    return order_free_sum
+    handle: Callable[[], OrderFree | None] = staticmethod(lambda: None)
+    group: Any = None
+
+    def active(self) -> OrderFree | None:
+        """The handle, if it has not been removed."""
+        handle = self.handle()
+        return handle if handle is not None and handle._active else None
+
+    @torch._disable_dynamo
+    def before_forward(self, ddp: nn.parallel.DistributedDataParallel, args: Any) -> None:
+        """Tell the handle."""
+        handle = self.active()
+        if handle is not None:
+            handle.before_forward(ddp)
+
+    @torch._disable_dynamo
+    def after_forward(self, ddp: nn.Module, args: Any, output: Any) -> None:
+        """Tell the handle: gradients that are views of buckets may be new, as these are."""
+        handle = self.active()
+        if handle is not None and handle._complete:
+            handle._note_given()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _Attachment, ()
+
+
+_attachments: weakref.WeakKeyDictionary[nn.Module, _Attachment] = weakref.WeakKeyDictionary()
+
+
+def _order_free_sum(state, bucket):  # type: ignore[no-untyped-def]
+    handle = state.active()
+    if handle is not None:
+        return handle.reduce(bucket)
+    buffer = bucket.buffer().div_(state.group.size())
+    work = dist.all_reduce(buffer, group=state.group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
 
 
 def _arranged(given: dict[str, Any]) -> None:
@@ -576,8 +678,13 @@ register_optimizer_step_pre_hook(_before_step)
 
 
 def _like(p: Tensor, own: Tensor) -> Tensor:
-    """A gradient of what this process has of a parameter."""
-    if local(p) is p:
+    """A gradient of what this process has of a parameter, of its shape and strides."""
+    of_process = local(p)
+    own = own.view(of_process.shape)
+    if is_dense(of_process) and own.stride() != of_process.stride():
+        strided = own.new_empty_strided(own.shape, of_process.stride())
+        own = strided.copy_(own)
+    if of_process is p:
         return own
     tensor: Any = sys.modules["torch.distributed.tensor"]
     dtensor: Any = p
@@ -590,6 +697,10 @@ def _like(p: Tensor, own: Tensor) -> Tensor:
         stride=p.stride(),
     )
     return result
+
+
+def _kind(x: Tensor) -> str:
+    return f"an expansion in {x.format.name}" if isinstance(x, MCFTensor) else str(x.dtype)
 
 
 def _total(numbers: Sequence[float]) -> float:

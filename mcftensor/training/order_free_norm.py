@@ -33,7 +33,7 @@ def norm_of(tensors: Sequence[Tensor]) -> Tensor:
     *Special values*: NaN if there is one, else infinite if there is an infinity.
     """
     parts: dict[tuple[object, tuple[int, ...]], list[Tensor]] = {}
-    for x in tensors:
+    for x in map(without_partial, tensors):
         parts.setdefault(_sharding(x), []).append(local(x).detach())
     device = local(tensors[0]).device
     count = sum(x.numel() for x in tensors)
@@ -83,8 +83,20 @@ def _sums(tensors: Iterable[Tensor], shifters: Sequence[Tensor]) -> Tensor:
 def _sharding(x: Tensor) -> tuple[object, tuple[int, ...]]:
     """A mesh, and the dimensions along which processes have other parts of a tensor."""
     placements = getattr(x, "placements", ())
-    dims = tuple(i for i, placement in enumerate(placements) if placement.is_shard())
+    # Shards of shards say that they are no shards.
+    dims = tuple(i for i, placement in enumerate(placements) if not placement.is_replicate())
     return (x.device_mesh, dims) if dims else (None, ())  # type: ignore[attr-defined]
+
+
+def without_partial(x: Tensor) -> Tensor:
+    """A DTensor that is added up where its processes had summands, as tensor parallelism has."""
+    placements = getattr(x, "placements", ())
+    if not any(placement.is_partial() for placement in placements):
+        return x
+    from torch.distributed.tensor import Replicate  # noqa: PLC0415
+
+    whole = [Replicate() if placement.is_partial() else placement for placement in placements]
+    return x.redistribute(placements=whole)  # type: ignore[attr-defined]
 
 
 def _over(sharding: tuple[object, tuple[int, ...]], x: Tensor, operation: str) -> Tensor:

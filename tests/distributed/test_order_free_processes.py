@@ -2,8 +2,10 @@
 
 import contextlib
 import copy
+import gc
 import io
 import random
+import weakref
 from functools import partial
 
 import pytest
@@ -12,6 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
 
@@ -427,3 +436,146 @@ def test_a_removed_handle_leaves_averages_to_torch(kind):
     grad = model.weight.grad
     grad = grad.full_tensor() if kind == "fsdp" else grad
     assert torch.equal(grad, torch.ones(2, 2).bfloat16())
+
+
+def passes(runner: nn.Module, batches: list[torch.Tensor]) -> None:
+    """The backward passes of a process in a step, the last one with an exchange."""
+    for i, x in enumerate(batches):
+        with contextlib.nullcontext() if i == len(batches) - 1 else runner.no_sync():
+            runner(x).sum().backward()
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+@pytest.mark.parametrize("leaves", [1, 2, 6])
+@on_ranks(2)
+def test_gradients_of_other_strides(leaves, is_view):
+    """Which lie in a bucket as their parameter lies in memory."""
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 5, 3).bfloat16().to(memory_format=torch.channels_last)
+    alone = copy.deepcopy(model)
+    runner = DDP(model, gradient_as_bucket_view=is_view)
+    mcf.order_free_gradients(runner, microbatches=2 * leaves)
+    mcf.order_free_gradients(alone, microbatches=2 * leaves)
+    batches = list(torch.randn(2 * leaves, 1, 3, 5, 5).bfloat16())
+    for _ in range(2):
+        passes(runner, batches[dist.get_rank() :: 2])
+        for x in batches:
+            alone(x).sum().backward()
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+            assert p.grad.stride() == q.grad.stride()
+        runner.zero_grad()
+        alone.zero_grad()
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+@pytest.mark.parametrize("clears", [False, True])
+@on_ranks(2)
+def test_gradients_that_are_still_there_raise_under_ddp(is_view, clears):
+    runner = DDP(nn.Linear(2, 2).bfloat16(), gradient_as_bucket_view=is_view)
+    handle = mcf.order_free_gradients(runner, microbatches=2)
+    x = torch.ones(1, 2).bfloat16()
+    runner(x).sum().backward()
+    if clears:
+        runner.zero_grad(set_to_none=False)
+    with pytest.raises(RuntimeError, match="has got another gradient"):
+        runner(x).sum().backward()
+    handle.reset()
+
+
+@on_ranks(2)
+def test_a_second_handle_of_one_ddp_and_copies():
+    model = nn.Linear(1, 1, bias=False).bfloat16()
+    runner = DDP(model)
+    with mcf.order_free_gradients(runner, microbatches=2) as first:
+        passes(runner, [torch.ones(1, 1).bfloat16()])
+        copied = copy.deepcopy(runner)
+        torch.save(runner, io.BytesIO())
+    gone = weakref.ref(first)
+    del first
+    gc.collect()
+    assert gone() is None  # and what others have received into
+    runner.zero_grad()
+    copied.zero_grad()
+    own = torch.full((1, 1), 2.0 * dist.get_rank()).bfloat16()
+    passes(runner, [own])
+    passes(copied, [own])
+    assert model.weight.grad.item() == copied.module.weight.grad.item() == 1.0  # means
+    runner.zero_grad()
+    mcf.order_free_gradients(runner, microbatches=4)
+    passes(runner, [own, own])
+    assert model.weight.grad.item() == 4.0
+
+
+@on_ranks(2)
+def test_what_is_around_the_model_is_to_be_given():
+    model = nn.Linear(2, 2).bfloat16()
+    runner = DDP(model)
+    with pytest.raises(ValueError, match=r"weight is also in a DistributedDataParallel around"):
+        mcf.order_free_gradients(model, microbatches=2)
+    mcf.order_free_gradients(runner, microbatches=2).remove()
+    sharded = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=r"also in a FSDPSequential around this Linear"):
+        mcf.order_free_gradients(sharded[0], microbatches=2)
+    mcf.order_free_gradients(sharded, microbatches=2)
+
+
+@on_ranks(2)
+def test_static_graphs_have_one_leaf_a_process():
+    runner = DDP(nn.Linear(2, 2).bfloat16(), static_graph=True)
+    with pytest.raises(ValueError, match=r"static_graph=True .* 2 microbatches at most"):
+        mcf.order_free_gradients(runner, microbatches=3)
+    mcf.order_free_gradients(runner, microbatches=2)
+    for _ in range(3):
+        passes(runner, [torch.full((1, 2), 1.0 + dist.get_rank()).bfloat16()])
+        assert runner.module.weight.grad[0, 0].item() == 3.0
+        runner.zero_grad()
+
+
+@on_ranks(2)
+def test_a_process_without_microbatches():
+    runner = DDP(nn.Linear(1, 1, bias=False).bfloat16())
+    handle = mcf.order_free_gradients(runner, microbatches=3)
+    one = torch.ones(1, 1).bfloat16()
+    if dist.get_rank() == 0:
+        passes(runner, [one] * 3)
+    else:
+        with handle.padding():
+            passes(runner, [5 * one])
+    assert runner.module.weight.grad.item() == 3.0
+
+
+@on_ranks(4)
+def test_the_norm_of_shards_of_shards():
+    """Of tensor parallelism within `fully_shard`."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "parts"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 8, bias=False))
+    parallelize_module(model, mesh["parts"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["shards"])
+    mcf.order_free_gradients(model, microbatches=2)
+    generator = torch.Generator().manual_seed(mesh.get_local_rank("shards"))
+    model(torch.randn(2, 8, generator=generator)).sum().backward()
+    whole = [p.grad.full_tensor().double().square().sum() for p in model.parameters()]
+    assert clip_grad_norm_(model.parameters(), 1e9) == torch.stack(whole).sum().sqrt().float()
+
+
+@on_ranks(2)
+def test_summands_of_tensor_parallelism_are_added():
+    """Each process has the gradient of a part of the sequence, and the weight is whole."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Sequential(nn.LayerNorm(4))
+    alone = copy.deepcopy(model)
+    parallelize_module(model, mesh, {"0": SequenceParallel(sequence_dim=0)})
+    mcf.order_free_gradients(model, microbatches=2)
+    torch.manual_seed(0)
+    x = torch.randn(6, 4)
+    for _ in range(2):
+        model(distribute_tensor(x, mesh, [Replicate()])).sum().backward()
+    alone(x).sum().backward()
+    grad = model[0].bias.grad
+    assert grad.placements == model[0].bias.placements
+    assert torch.equal(grad.full_tensor(), 2 * alone[0].bias.grad)
+    norm = clip_grad_norm_(model.parameters(), 1e9)
+    whole = [p.grad.full_tensor().double().square().sum() for p in model.parameters()]
+    assert norm == torch.stack(whole).sum().sqrt().float()

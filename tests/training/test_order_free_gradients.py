@@ -374,3 +374,66 @@ def test_parameters_that_have_been_replaced():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(RuntimeError, match="other trained parameters"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("convert", [nn.Module.bfloat16, mcf.as_expansion])
+@pytest.mark.parametrize("count", [2, 6])
+def test_gradients_have_the_strides_of_parameters(convert, count):
+    model = convert(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
+    alone = copy.deepcopy(model)
+    mcf.order_free_gradients(model, microbatches=count)
+    x = torch.randn(1, 3, 5, 5).bfloat16()
+    for _ in range(count):
+        model(x).sum().backward()
+    alone(x).sum().backward()
+    grad = model.weight.grad
+    assert torch.equal(grad, (alone.weight.grad.float() * count).bfloat16())
+    assert grad.stride() == model.weight.stride() == (27, 1, 9, 3)
+
+
+def test_gradients_from_before_are_no_leaves():
+    model = model_of()
+    leaf(model, 5.0)
+    handle = mcf.order_free_gradients(model, microbatches=1)
+    with pytest.raises(RuntimeError, match="Call zero_grad"):
+        leaf(model, 1.0)
+    handle.reset()
+    leaf(model, 1.0)
+    assert model.weight.grad.item() == 1.0
+
+
+def test_a_digest_that_fails_leaves_no_gradients():
+    model = model_of()
+    handle = mcf.order_free_gradients(model, microbatches=1)
+
+    def fails() -> None:
+        leaf(model, 5.0)
+        raise ValueError("lost")
+
+    with pytest.raises(ValueError, match="lost"):
+        handle.digest(fails)
+    leaf(model, 1.0)
+    assert model.weight.grad.item() == 1.0
+
+
+def test_leaves_are_plain():
+    model = model_of()
+    accumulation = mcf.accumulate_gradients(model)
+    handle = mcf.order_free_gradients(model, microbatches=1)
+    with pytest.raises(RuntimeError, match=r"an expansion in bf16x2 of shape \(1, 1\)"):
+        leaf(model, 1.0)
+    accumulation.remove()
+    handle.reset()
+    model.double()
+    with pytest.raises(RuntimeError, match=r"weight is torch.float64 of shape \(1, 1\)"):
+        leaf(model, 1.0)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_gradients_at_the_end_of_backward_are_not_released(count):
+    model = model_of(mcf.as_expansion)
+    mcf.order_free_gradients(model, microbatches=count)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    released = mcf.step_in_backward(model, optimizer)
+    with released, pytest.raises(RuntimeError, match=r"remove\(\) the handle of step_in_backward"):
+        leaf(model, 1.0)
