@@ -40,6 +40,7 @@ def accumulate(x: Tensor, y: Tensor | None, grid: Grid) -> Tensor:
     rows, length = x.shape
     by_row = x.new_zeros(rows, grid.count + COUNTS, dtype=torch.int64)
     if digit_sums.add_rows(x, y, by_row, grid.lowest, least_of(x.dtype, 1 if y is None else 2)):
+        _settle(by_row.t()[: grid.count])
         return by_row.t()
     result = by_row.t().contiguous()
     wide = min(length, _AT_ONCE)

@@ -256,11 +256,13 @@ def _result_type(name: str, x: Tensor, dtype: torch.dtype | None) -> torch.dtype
 
 def _dimensions(name: str, x: Tensor, dim: Dims) -> list[int]:
     """Dimensions in order, all of at least 0."""
-    named = [dim] if isinstance(dim, int) else list(dim or ())
+    named = list(dim or ()) if dim is None or isinstance(dim, (list, tuple)) else [dim]
     if not named:
         return list(range(x.dim()))
     most = max(x.dim(), 1)
     for i in named:
+        if not isinstance(i, int):
+            raise TypeError(f"exact.{name}: dim={dim!r}; give integers")
         if not -most <= i < most:
             raise IndexError(
                 f"exact.{name}: dimension {i} of a tensor of shape {tuple(x.shape)}; it can be "

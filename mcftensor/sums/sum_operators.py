@@ -45,12 +45,13 @@ def exact_reduction(
     order, size = [*kept, *dims], (math.prod(shape), count)
     rows = x.permute(order).reshape(size)
     other_rows = None if factors is None else factors.permute(order).reshape(size)
-    result = x.new_empty(len(rows), dtype=dtype)
+    result = x.new_empty(shape, dtype=dtype)  # itself, as views cannot be changed in place
+    flat = result.view(-1)
     for i in range(0, len(rows), _ROWS_AT_ONCE):
         some = slice(i, i + _ROWS_AT_ONCE)
         part = None if other_rows is None else other_rows[some]
-        result[some] = _results_of_rows(rows[some], part, finish, dtype)
-    return result.view(shape)
+        flat[some] = _results_of_rows(rows[some], part, finish, dtype)
+    return result
 
 
 def _results_of_rows(x: Tensor, y: Tensor | None, finish: str, dtype: torch.dtype) -> Tensor:
@@ -78,13 +79,14 @@ def _results_of_rows(x: Tensor, y: Tensor | None, finish: str, dtype: torch.dtyp
 def exact_running_sum(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """The sums of the first elements along a dimension of at least 0, each rounded once."""
     columns = x.movedim(dim, 0)
-    result = x.new_empty(columns.shape, dtype=dtype)
+    result = x.new_empty(x.shape, dtype=dtype)
+    by_column = result.movedim(dim, 0)
     grid, first = grid_of(x.dtype, 1), 0
     for accumulators in running(columns.reshape(len(columns), math.prod(columns.shape[1:])), grid):
         sums = rounded_sum(accumulators, dtype, grid)
-        result[first : first + len(sums)] = sums.view(len(sums), *columns.shape[1:])
+        by_column[first : first + len(sums)] = sums.view(len(sums), *columns.shape[1:])
         first += len(sums)
-    return result.movedim(0, dim).contiguous()
+    return result
 
 
 class Reduction(torch.autograd.Function):
@@ -110,12 +112,13 @@ class Reduction(torch.autograd.Function):
         """The gradients of x and of y."""
         if ctx.finish == "norm":
             x, norm = ctx.saved_tensors
-            gradient = torch.where(norm == 0, 0, gradient / torch.where(norm == 0, 1, norm))
-        elif ctx.finish == "mean":
+            # A quotient of at most 1; that of the gradient and the norm may overflow.
+            sizes = Spread.apply(torch.where(norm == 0, 1, norm), ctx.dims, ctx.shape)
+            slope = x / sizes * Spread.apply(gradient, ctx.dims, ctx.shape)
+            return slope.to(ctx.dtype), None, None, None, None
+        if ctx.finish == "mean":
             gradient = gradient / math.prod([ctx.shape[i] for i in ctx.dims])
         spread = Spread.apply(gradient.to(ctx.dtype), ctx.dims, ctx.shape)
-        if ctx.finish == "norm":
-            return x * spread, None, None, None, None
         if not ctx.saved_tensors:
             return spread, None, None, None, None
         x, y = ctx.saved_tensors

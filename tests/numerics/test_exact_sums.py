@@ -476,3 +476,39 @@ def test_compiled_programs():
 def test_errors(error, call, message):
     with pytest.raises(error, match=message):
         call(torch.ones(2, 3))
+
+
+def test_many_accumulators_can_be_added():
+    """Digits have little above their 31 bits, also where terms are added one by one."""
+    terms = torch.full((1 << 16,), float(2**31 - 1), dtype=torch.float64)
+    terms[::4096] = torch.inf  # chunks with these
+    accumulator = accumulate_all([terms])
+    assert accumulator[:-6].abs().max() < 2**33
+
+
+def test_results_can_be_changed_in_place():
+    x = torch.randn(3, 1, requires_grad=True)
+    for result in (mcf.exact.sum(x), mcf.exact.norm(x, 1), mcf.exact.cumsum(x, 0)):
+        result += 1
+    total = mcf.exact.sum(x)
+    total *= 2
+    total.backward()
+    assert torch.equal(x.grad, torch.full((3, 1), 2.0))
+
+
+def test_gradients_of_tiny_norms():
+    x = torch.tensor([[3e-40, 4e-40], [0.0, 0.0], [3e30, -4e30]], requires_grad=True)
+    mcf.exact.norm(x, 1).sum().backward()
+    right = torch.tensor([[0.6, 0.8], [0.0, 0.0], [0.6, -0.8]])
+    torch.testing.assert_close(x.grad, right, rtol=1e-5, atol=0)
+    half = torch.tensor([6e-8], dtype=torch.float16, requires_grad=True)
+    mcf.exact.norm(half, dtype=torch.float32).backward()
+    assert half.grad.item() == 1.0
+
+
+@pytest.mark.parametrize("dim", [None, (0, 1)])
+def test_a_dimension_is_an_integer(dim):
+    with pytest.raises(TypeError, match=r"exact.cumsum: dim=.*; give integers"):
+        mcf.exact.cumsum(torch.ones(2, 2), dim)
+    with pytest.raises(TypeError, match=r"exact.sum: dim=0.5; give integers"):
+        mcf.exact.sum(torch.ones(2, 2), 0.5)
