@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -256,7 +257,8 @@ def _result_type(name: str, x: Tensor, dtype: torch.dtype | None) -> torch.dtype
 
 def _dimensions(name: str, x: Tensor, dim: Dims) -> list[int]:
     """Dimensions in order, all of at least 0."""
-    named = list(dim or ()) if dim is None or isinstance(dim, (list, tuple)) else [dim]
+    is_list = dim is None or isinstance(dim, (list, tuple))
+    named: list[Any] = list(dim or ()) if is_list else [dim]  # type: ignore[arg-type]
     if not named:
         return list(range(x.dim()))
     most = max(x.dim(), 1)

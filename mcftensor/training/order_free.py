@@ -492,9 +492,12 @@ def order_free_gradients(model: nn.Module, *, microbatches: int) -> OrderFree:
         TypeError: `model` is no module.
         ValueError: no parameter that requires grad, or one of another dtype; `microbatches` out of
             range; the model has a handle, steps in backward already, or holds several
-            DistributedDataParallel modules; FullyShardedDataParallel holds it.
-        RuntimeError: in backward, where a step has more leaves than N, or gradients were not
-            cleared; in `optimizer.step()`, where it has fewer.
+            DistributedDataParallel modules; FullyShardedDataParallel holds it; a
+            DistributedDataParallel or a sharded module around it reduces its gradients, or has a
+            static graph and several microbatches a process.
+        RuntimeError: in backward, where a step has more leaves than N, gradients were not cleared,
+            are not plain, or cannot be released; in `optimizer.step()`, where it has fewer. The
+            DistributedDataParallel has another communication hook.
 
     Examples:
         >>> import torch, mcftensor as mcf
