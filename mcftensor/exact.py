@@ -84,7 +84,10 @@ def from_exact(
         raise ValueError("from_exact: the nested lists are of unlike lengths")
     columns = [_terms(x, format) for x in numbers.flat]
     terms = [
-        torch.tensor(column, dtype=torch.float64).to(format.base).view(numbers.shape).to(device)
+        torch.tensor(column, dtype=torch.float64, device="cpu")
+        .to(format.base)
+        .view(numbers.shape)
+        .to(device)
         for column in (zip(*columns, strict=True) if columns else [[]] * format.terms)
     ]
     leading, *tails = expansion.renormalize(terms)

@@ -158,9 +158,11 @@ def _numbers(base: torch.dtype, seed: int) -> Tensor:
     """Significands of all bits, with exponents near 0, where no product underflows."""
     generator = torch.Generator().manual_seed(seed)
     bits = BASES[base].precision
-    significands = torch.randint(2 ** (bits - 1), 2**bits, (_COUNT,), generator=generator)
-    exponents = torch.randint(0, 7, (_COUNT,), generator=generator) - bits + 1
-    signs = torch.randint(0, 2, (_COUNT,), generator=generator) * 2 - 1
+    significands = torch.randint(
+        2 ** (bits - 1), 2**bits, (_COUNT,), generator=generator, device="cpu"
+    )
+    exponents = torch.randint(0, 7, (_COUNT,), generator=generator, device="cpu") - bits + 1
+    signs = torch.randint(0, 2, (_COUNT,), generator=generator, device="cpu") * 2 - 1
     return (signs * significands * torch.exp2(exponents.double())).to(base)
 
 

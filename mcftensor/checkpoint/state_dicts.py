@@ -231,7 +231,7 @@ def _count_of(x: Tensor) -> Tensor:
     """The count of the whole, of which a sharded tensor is a part."""
     own: Any = local(x)
     if own._writes is None:
-        return torch.zeros((), dtype=torch.int64)
+        return torch.zeros((), dtype=torch.int64, device="cpu")
     count: Tensor = moved(own._count, -place_of(x))
     if count is not own._writes:
         _parts[count] = own

@@ -17,7 +17,7 @@ from mcftensor.passes import expansion
 
 def hashes(name: str, *shape: int) -> Tensor:
     """int64 of `shape`: SplitMix64 of a name and of the index of each element."""
-    index = torch.arange(1, math.prod(shape) + 1) + (zlib.crc32(name.encode()) << 20)
+    index = torch.arange(1, math.prod(shape) + 1, device="cpu") + (zlib.crc32(name.encode()) << 20)
     z = index * _signed(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z = (z ^ _shifted(z, shift)) * _signed(factor)
@@ -36,7 +36,7 @@ def any_bits(dtype: torch.dtype, name: str, *shape: int) -> Tensor:
     """Any bit patterns: one in eight is infinite or NaN, one in eight is subnormal or zero."""
     kind, z = hashes(f"{name} kind", *shape) & 7, hashes(name, *shape)
     bits = (z >> (64 - 8 * dtype.itemsize)).to(PATTERNS[dtype.itemsize])
-    infinity = torch.tensor(math.inf, dtype=dtype).view(bits.dtype)
+    infinity = torch.tensor(math.inf, dtype=dtype, device="cpu").view(bits.dtype)
     bits = torch.where(kind == 0, bits | infinity, bits)
     return torch.where(kind == 1, bits & ~infinity, bits).view(dtype)
 

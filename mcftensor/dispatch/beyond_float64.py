@@ -167,7 +167,7 @@ def _sign(x: MCFTensor) -> MCFTensor:
 
 
 def _copysign(x: MCFTensor, sign: Any) -> Tensor:
-    number = sign if isinstance(sign, Tensor) else torch.tensor(float(sign))
+    number = sign if isinstance(sign, Tensor) else torch.tensor(float(sign), device="cpu")
     return torch.where(torch.signbit(x) == torch.signbit(number), x, -x)
 
 

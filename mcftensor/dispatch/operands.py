@@ -143,7 +143,7 @@ def plain(operand: Any) -> Tensor:
         require_dense(operand)
         return operand
     require_numbers([operand])
-    return torch.scalar_tensor(operand, dtype=torch.float64)
+    return torch.scalar_tensor(operand, dtype=torch.float64, device="cpu")
 
 
 _layout = attrgetter("layout")

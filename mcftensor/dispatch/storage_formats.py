@@ -370,7 +370,7 @@ def _in_chunks(
         _settle_rest(x)
     found = {id(x): x for x in leaves((args, kwargs)) if _is_decoded(x)}
     numbers = {
-        i: torch.empty(PART, dtype=_dtype_of(x)) if x.dim() else numbers_of([x])[0]
+        i: torch.empty(PART, dtype=_dtype_of(x), device="cpu") if x.dim() else numbers_of([x])[0]
         for i, x in found.items()
     }
     keys = [[] if (key := _key(x)) is None else [key] for x in written]

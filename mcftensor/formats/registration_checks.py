@@ -31,12 +31,12 @@ def require_codec(format: Format) -> None:
             "so it has to be a float. Put codes behind it, or give the class a floating `dtype`"
         )
     largest = torch.finfo(format.dtype).max
-    index = torch.arange(_BLOCK).view(1, _BLOCK)
-    noise = noise_of(format.rounding, torch.zeros((), dtype=torch.int64), index)
+    index = torch.arange(_BLOCK, device="cpu").view(1, _BLOCK)
+    noise = noise_of(format.rounding, torch.zeros((), dtype=torch.int64, device="cpu"), index)
     values = [0.0, 1.0, largest, torch.inf, torch.nan]
     stored = []
     for value in values:
-        x = torch.full((1, _BLOCK), value, dtype=format.numbers.dtype)
+        x = torch.full((1, _BLOCK), value, dtype=format.numbers.dtype, device="cpu")
         encoded = format.encode(Sum([x]), noise)
         dtypes = [c.dtype for c in encoded]
         if dtypes != [c.dtype for c in format.components]:

@@ -235,7 +235,7 @@ def _tensor(words: array[int]) -> Tensor:
 
 def _owners(counts: array[int]) -> Tensor:
     """For each block the row it works on."""
-    rows = torch.arange(len(counts), dtype=torch.int32)
+    rows = torch.arange(len(counts), dtype=torch.int32, device="cpu")
     return rows.repeat_interleave(_tensor(counts))
 
 

@@ -468,7 +468,7 @@ def sums_of_rows(
     launch = _launch_for(x)
     if launch is None:
         return None
-    results = torch.empty(len(x), dtype=torch.float64)
+    results = torch.empty(len(x), dtype=torch.float64, device="cpu")
     _run(launch, x, y, digits, lowest, least, [results.data_ptr(), *finish])
     return results
 
@@ -515,7 +515,7 @@ def _adds_exactly(launch: cpu.Launch, dtype: torch.dtype, least: int, has_factor
             exact += Fraction(a) * Fraction(b)
         else:
             special[0 if a * b > 0 else 1 if a * b < 0 else 2] += 1
-    lowest, digits = -70, torch.zeros(1, 144, dtype=torch.int64)
+    lowest, digits = -70, torch.zeros(1, 144, dtype=torch.int64, device="cpu")
     terms, factors = x.to(dtype).view(1, -1), y.to(dtype).view(1, -1) if has_factors else None
     least = 2 * least if has_factors else least
     _run(launch, terms, factors, digits, lowest, least)
@@ -523,7 +523,7 @@ def _adds_exactly(launch: cpu.Launch, dtype: torch.dtype, least: int, has_factor
     total = sum(digit << 31 * place for place, digit in enumerate(places))
     if total * Fraction(2) ** (31 * lowest) != exact or [plus, minus, nan] != special:
         return False
-    result, is_finite = torch.empty(1, dtype=torch.float64), x.isfinite().view(1, -1)
+    result, is_finite = torch.empty(1, dtype=torch.float64, device="cpu"), x.isfinite().view(1, -1)
     finish = [result.data_ptr(), *Finish(1, False, 53, -1074)]
     _run(launch, torch.where(is_finite, terms, 0), factors, digits.zero_(), lowest, least, finish)
     if abs(exact) >= 2**1024 - 2**970:

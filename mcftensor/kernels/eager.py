@@ -57,7 +57,7 @@ def run_whole(body: Body, columns: Columns, start: int = 0) -> None:
     """The same for tensors laid out in any way; the first element has the index `start`."""
     for call in columns:
         outputs = [x for (x,) in call.outputs]
-        index = indices(outputs[0]) + start if call.keys else torch.empty(0)
+        index = indices(outputs[0]) + start if call.keys else torch.empty(0, device="cpu")
         scalars = [_there(x, outputs[0].device) for (x,) in call.every_scalar()]
         results = body([x for (x,) in call.vectors], scalars, index)
         writes = map(torch._foreach_copy_, [outputs], [list(results)])

@@ -169,7 +169,9 @@ class Printer:
             return self._name("v", operand.index)
         wide = torch.float64 if dtype.is_floating_point else torch.int64
         # As eager PyTorch would round it, or wrap it around.
-        return self.dialect.constant(torch.tensor(operand, dtype=wide).to(dtype).item(), dtype)
+        return self.dialect.constant(
+            torch.tensor(operand, dtype=wide, device="cpu").to(dtype).item(), dtype
+        )
 
 
 def name_of(dtype: torch.dtype) -> str:

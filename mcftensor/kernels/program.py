@@ -225,7 +225,7 @@ class _Recorder(TorchDispatchMode):
                 torch._C._pop_torch_dispatch_stack(None)
 
     def enter(self, name: str, number: int, dtype: torch.dtype, dims: int) -> Tensor:
-        x = torch.ones((1,) * dims, dtype=dtype)
+        x = torch.ones((1,) * dims, dtype=dtype, device="cpu")
         self._remember(x, self._add(name, (number,), dtype))
         return x
 

@@ -67,7 +67,9 @@ def _is_known(name: str, are_numbers: tuple[bool, ...], keywords: tuple[str, ...
 
     formula, function = _FORMULAS[name], getattr(torch, name)
     return all(
-        are_alike(called(function, x), called(formula, torch.tensor(x, dtype=torch.float32)))
+        are_alike(
+            called(function, x), called(formula, torch.tensor(x, dtype=torch.float32, device="cpu"))
+        )
         for x in _TRIED
     )
 
@@ -111,7 +113,7 @@ class Stage:
         self._factors_before: dict[int, Factor] = before.factors if before else {}
         self.vectors: list[int | None] = []
         self.scalars: list[Asked] = []
-        ones = torch.ones(1)
+        ones = torch.ones(1, device="cpu")
 
         def components(i: int | None) -> Sequence[Tensor]:
             if i not in self.vectors:

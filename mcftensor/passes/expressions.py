@@ -113,7 +113,7 @@ def on_whole(
 
 
 def _as_tensor(x: Any) -> Tensor:
-    return x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
+    return x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device="cpu")
 
 
 def _are_scalars(column: Sequence[Scalar], outputs: Column) -> list[bool]:

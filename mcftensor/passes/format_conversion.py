@@ -63,7 +63,7 @@ def encode_columns(
     start: int = 0,
 ) -> None:
     """Round plain numbers into components of a format; parts of tensors start somewhere."""
-    first = torch.tensor(start) if start and keys else _START
+    first = torch.tensor(start, device="cpu") if start and keys else _START
     _run(*_encoded(format, numbers, components, keys, first))
 
 
@@ -107,7 +107,7 @@ def _run(body: Body, columns: Columns) -> None:
     run_alike(body, signature, columns, list(flat.lengths), addresses)
 
 
-_START = torch.tensor(0)
+_START = torch.tensor(0, device="cpu")
 
 
 def _encoded(
@@ -153,7 +153,7 @@ def _are_zeros(stored: Sequence[Tensor]) -> bool:
 @functools.lru_cache(maxsize=64)
 def _zero(source: Format, format: Format) -> list[float]:
     """The components of +0 in a format."""
-    stored = [x.zero_() for x in source.empty_like(torch.empty(1, BLOCK_SIZE))]
+    stored = [x.zero_() for x in source.empty_like(torch.empty(1, BLOCK_SIZE, device="cpu"))]
     return [x.flatten()[0].item() for x in format.encode(Sum(source.decode(stored)), None)]
 
 

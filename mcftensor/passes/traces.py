@@ -192,4 +192,4 @@ KEYS = Variable(PLAIN[torch.int64], "number")
 
 def scalar_tensor(x: Any) -> Tensor:
     """A scalar; a number of Python's is a float64."""
-    return x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
+    return x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device="cpu")

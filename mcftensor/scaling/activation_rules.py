@@ -136,7 +136,8 @@ def _hardtanh(x: Any, least: float = -1.0, most: float = 1.0) -> Unrounded:
     """Data cut off where the numbers are."""
     a = number(x)
     ends = [
-        times_any_power(torch.tensor(end), -a.exponent).to(torch.float32) for end in (least, most)
+        times_any_power(torch.tensor(end, device="cpu"), -a.exponent).to(torch.float32)
+        for end in (least, most)
     ]
     return Unrounded(
         a.mantissa.clamp(*(on_device(end, a.mantissa.device) for end in ends)), a.exponent

@@ -32,7 +32,7 @@ def _placed_by(operator: Any) -> None:
     @rule(operator, keeps_tails=True)
     def place(x: Any, dim: int, index: Tensor, source: Any, **also: Any) -> Unrounded:
         if not isinstance(source, Tensor):
-            source = torch.full(index.shape, float(source))
+            source = torch.full(index.shape, float(source), device=index.device)
         s, (a, b) = aligned([x, source])
         by_tensor = aten.scatter.src if operator is aten.scatter.value else operator
         return Unrounded(by_tensor(a.at(s), dim, index, b.at(s), **also), s)

@@ -83,7 +83,7 @@ def number(x: Any) -> Unrounded:
         x = x._collapsed()
     if not isinstance(x, Tensor):
         exponent = nearest_exponent(x)
-        return Unrounded(torch.tensor(x * 2.0**-exponent if x else 0.0), exponent)
+        return Unrounded(torch.tensor(x * 2.0**-exponent if x else 0.0, device="cpu"), exponent)
     if not x.is_floating_point():
         return Unrounded(x.to(torch.float32), 0)
     if x.dtype.itemsize == 1:  # of which PyTorch does not tell the largest

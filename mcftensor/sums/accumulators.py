@@ -73,7 +73,11 @@ def accumulate_all(tensors: Iterable[Tensor], *, squares: bool = False) -> Tenso
         row = tensor.detach().reshape(1, -1)
         one = accumulate(row, row if squares else None, WIDEST)[:, 0]
         total = one if total is None else total + one
-    return torch.zeros(WIDEST.count + COUNTS, dtype=torch.int64) if total is None else total
+    return (
+        torch.zeros(WIDEST.count + COUNTS, dtype=torch.int64, device="cpu")
+        if total is None
+        else total
+    )
 
 
 def running(x: Tensor, grid: Grid) -> Iterator[Tensor]:

@@ -267,7 +267,7 @@ class MCFTensor(GatheredTensor, PickledTensor, GradedTensor, AddressedTensor, Re
             plain = self.lent
             return plain.new_tensor(data, dtype=dtype, device=device, requires_grad=requires_grad)
         if not isinstance(data, Tensor):
-            data = torch.tensor(data, dtype=torch.float64)
+            data = torch.tensor(data, dtype=torch.float64, device="cpu")
         made = self.new_empty(data.shape, device=device).copy_(data.detach())
         return made.requires_grad_(requires_grad)
 
@@ -478,7 +478,7 @@ def number_in(
 ) -> Tensor:
     """A number as an expansion without dimensions, to nearest; a plain one beside formats that have
     none of these."""
-    number = torch.tensor(x, dtype=torch.float64)
+    number = torch.tensor(x, dtype=torch.float64, device="cpu")
     if format.shared or format.rules is not None:
         return number if device is None else on_device(number, device)
     terms = recode([number], "float64", format.nearest.name, None)

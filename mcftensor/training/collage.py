@@ -384,8 +384,8 @@ def _trial_names(optimizer: Optimizer) -> set[str]:
     step = plain_step(optimizer)
     if not inspect.unwrap(step).__module__.startswith("torch.optim."):
         return set()
-    dummy = torch.nn.Parameter(torch.ones(2, 2))
-    dummy.grad = torch.ones(2, 2)
+    dummy = torch.nn.Parameter(torch.ones(2, 2, device="cpu"))
+    dummy.grad = torch.ones(2, 2, device="cpu")
     names: set[str] = set()
     # LBFGS wants a closure, SparseAdam sparse gradients, Adagrad of torch 2.11 its states.
     with contextlib.suppress(CannotShadow, LookupError, RuntimeError, TypeError), trying():

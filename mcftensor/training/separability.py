@@ -80,7 +80,7 @@ def _trial(
 
 
 def _drawn(seed: int) -> Tensor:
-    return torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 def _one_by_one(trial: Optimizer) -> None:

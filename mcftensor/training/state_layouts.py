@@ -131,7 +131,7 @@ def _steps(
     with trying():
         own = []
         for _, format, pattern in kinds:
-            x = torch.rand(_stand_in(pattern, lengths))
+            x = torch.rand(_stand_in(pattern, lengths), device="cpu")
             is_plain = isinstance(format, torch.dtype)
             own.append(nn.Parameter(x.to(format) if is_plain else as_expansion(x, format)))
         for g, group in enumerate(optimizer.param_groups):
@@ -150,7 +150,7 @@ def _steps(
 
 
 def _gradient(p: Tensor, *, sparse: bool) -> Tensor:
-    gradient = torch.rand(p.shape)
+    gradient = torch.rand(p.shape, device="cpu")
     format = TensorLayout.of_gradient(p).format
     if format.rules is not None:
         return as_expansion(gradient, format)

@@ -3,6 +3,7 @@
 Each scenario runs on the CPU and on a device that is pretended, and must leave the same there.
 """
 
+import ast
 import functools
 import re
 import tempfile
@@ -42,7 +43,8 @@ def each(**choices):
 
 
 def drawn(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cpu").to(dtype)
 
 
 def numbers(results):
@@ -311,6 +313,7 @@ WAITS = {
     "formats/moving.py move_component": "operations-mxfp8",
     "scaling/structure_rules.py _to_copy": "scaled-float16",
     "dispatch/operands.py overwrite": "changes_of_place",
+    "dispatch/operands.py uninterrupted": "other_operators-bf16x2",
     "dispatch/structure.py item": "steps-Adafactor-for-loop",
     "formats/defaults.py format_of_weights": "conversion_on_the_device",
     "formats/block_codes.py require": "modes-compact",
@@ -324,6 +327,7 @@ WAITS = {
 # The same from the second step on.
 LATER = {
     "steps-Adafactor": {"dispatch/structure.py item"},
+    "steps-Rprop": {"dispatch/operands.py uninterrupted"},
     "edq": {"meters/edq/meter.py _conclude_states", "meters/edq/readings.py totals"},
     "files": {
         *("formats/expansion_format.py _normalized", "checkpoint/safetensors_files.py write"),
@@ -334,11 +338,11 @@ SLOW = ("operations-fp32x2br", "operations-fp64x2")
 PAGE = Path(__file__).parents[2] / "docs/reference/devices.md"
 
 
-def runs_alike(name, kind):
+def runs_alike(name, kind, default="cpu"):
     """Assert that a scenario leaves the same on the CPU and on a device; return the device."""
     torch.manual_seed(1)
     expected = numbers(SCENARIOS[name]("cpu"))
-    with pretended(kind) as device:
+    with pretended(kind) as device, torch.device(default):
         torch.manual_seed(1)
         got = numbers(SCENARIOS[name](kind))
     assert_same_bits(got, expected)
@@ -363,6 +367,46 @@ def test_on_cuda(name):
 def test_on_xpu(name):
     """Where no kernel of Triton runs."""
     assert runs_alike(name, "xpu").launches == []
+
+
+DEFAULTS = ("operations-mxfp8", "other_operators-bf16x2", "steps-Rprop-foreach", "edq-expansions")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x not in DEFAULTS)) for x in SCENARIOS]
+)
+def test_with_the_device_as_default(name):
+    """`torch.set_default_device("cuda")`: PyTorch makes tensors there that name no device."""
+    runs_alike(name, "cuda", default="cuda")
+
+
+def test_the_library_names_the_device_of_every_tensor():
+    unplaced = [
+        f"{path.name}, line {call.lineno}: {ast.unparse(call)}"
+        for path in sorted(Path(mcf.__file__).parent.rglob("*.py"))
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and is_unplaced(call)
+    ]
+    assert not unplaced
+
+
+MAKERS = {
+    *("arange", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand"),
+    *("randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"),
+}
+
+
+def is_unplaced(call):
+    """Whether a call of `torch.zeros` or the like has no argument `device`."""
+    made_by = ast.unparse(call.func).removeprefix("torch.")
+    is_maker = made_by in MAKERS and ast.unparse(call.func).startswith("torch.")
+    return is_maker and not {"device", None} & {x.arg for x in call.keywords}
+
+
+def test_it_sees_what_names_no_device():
+    calls = ("torch.zeros(1)", "torch.zeros(1, device=d)", "torch.zeros(1, **like)", "zeros(1)")
+    found = [is_unplaced(ast.parse(call, mode="eval").body) for call in calls]
+    assert found == [True, False, False, False]
 
 
 def test_keys_are_drawn_by_the_generator_of_the_device():

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -169,7 +170,7 @@ class Pretence(TorchDispatchMode):
             if blocks and (here or leaves):
                 self.wait()
             return
-        if packet in _READING:
+        if packet in _READING or (packet in _INDEXING and _counts_mask(*args)):
             self.wait()
         if any(x.dtype == torch.float64 for x in here) and not self.has_float64:
             raise Misplaced(f"float64 in {func} on {self.device.type}")
@@ -227,6 +228,12 @@ class Pretence(TorchDispatchMode):
 
 def _real(x: Any) -> Any:
     return getattr(x, "_cpu", x) if isinstance(x, Tensor) else x
+
+
+def _counts_mask(x: Tensor, indices: Any, value: Tensor | None = None, *also: Any) -> bool:
+    """Whether the places in a mask are counted: a number of the host fills it without that."""
+    fills = value is not None and value.numel() == 1 and not hasattr(value, "_cpu")
+    return not fills and any(i is not None and i.dtype == torch.bool for i in indices)
 
 
 def _divided(func: Any, args: Any) -> Any:
@@ -293,6 +300,7 @@ def _show_tensors(mode: Pretence, patch: pytest.MonkeyPatch) -> None:
     make, make_wrapper, to = Tensor._make_subclass, Tensor._make_wrapper_subclass, Tensor.to
     data_ptr, get_device, tolist = Tensor.data_ptr, Tensor.get_device, Tensor.tolist
     device, swap = Tensor.device, torch._C._swap_tensor_impl
+    tensor = torch.tensor
 
     def make_subclass(cls: type, data: Tensor, requires_grad: bool = False) -> Tensor:
         if hasattr(data, "_cpu"):
@@ -320,6 +328,13 @@ def _show_tensors(mode: Pretence, patch: pytest.MonkeyPatch) -> None:
         args, kwargs = tree_map(as_meta, (args, kwargs))
         return to(x, *args, **kwargs)
 
+    def tensor_of(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
+        for outer in _get_current_function_mode_stack() if device is None else ():
+            device = getattr(outer, "device", None)  # the default one
+        if not mode.names(device) or device == _META:
+            return tensor(data, device=device, **kwargs)
+        return tensor(data, device="cpu", **kwargs).to(mode.device)
+
     def to_list(x: Tensor) -> Any:
         if hasattr(x, "_cpu"):
             mode.wait()
@@ -340,6 +355,7 @@ def _show_tensors(mode: Pretence, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tensor, "is_cuda", property(lambda x: device_of(x).type == "cuda"))
     patch.setattr(Tensor, "is_meta", property(lambda x: device_of(x).type == "meta"))
     patch.setattr(Tensor, "to", to_there)
+    patch.setattr(torch, "tensor", tensor_of)
     patch.setattr(Tensor, "pin_memory", Tensor.clone)
     patch.setattr(Tensor, "tolist", to_list)
 

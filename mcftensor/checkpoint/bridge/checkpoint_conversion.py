@@ -238,7 +238,7 @@ def _likes(name: str, shape: torch.Size, format: Format) -> dict[str, Tensor]:
     if format.arithmetic == "plain":
         return {name: torch.empty(shape, dtype=format.dtype, device="meta")}
     none = torch.Size([0, 0])  # which has rows
-    empty = [torch.empty(x.shape(none), dtype=x.dtype) for x in format.components]
+    empty = [torch.empty(x.shape(none), dtype=x.dtype, device="cpu") for x in format.components]
     terms = as_terms({name: MCFTensor.of(empty, format)}, sums=True)
     shapes = [x.shape(shape) for x in format.components]
     shapes += [torch.Size()] * (len(terms) - len(shapes))
@@ -279,7 +279,7 @@ def _in(format: Format, x: Tensor, count: Tensor) -> Tensor:
 
 def _differ(x: Tensor, y: Tensor) -> int:
     """How many elements have other bits, NaNs aside."""
-    differ = torch.zeros(x.shape, dtype=torch.bool)
+    differ = torch.zeros(x.shape, dtype=torch.bool, device="cpu")
     pairs = zip(_components_of(x), _components_of(y), strict=True)
     for a, b in pairs:
         other = a != b

@@ -84,7 +84,7 @@ def _entry(name: str, kind: Any, path: Path, places: dict[Any, Any], verify: boo
     def read() -> Tensor:
         if len(parts) == 1:
             return part(*parts[0])
-        x = torch.empty(kind.size, dtype=dtype)
+        x = torch.empty(kind.size, dtype=dtype, device="cpu")
         for chunk, place in parts:
             where = zip(chunk.offsets, chunk.sizes, strict=True)
             x[tuple(slice(start, start + size) for start, size in where)] = part(chunk, place)

@@ -170,7 +170,7 @@ def in_chunks(
     dtypes: Sequence[torch.dtype],
 ) -> list[Tensor]:
     """What a function of elements gives of tensors of one shape, of such dtypes."""
-    results = [torch.empty(operands[0].shape, dtype=dtype) for dtype in dtypes]
+    results = [torch.empty(operands[0].shape, dtype=dtype, device="cpu") for dtype in dtypes]
     places = [result.view(-1).split(CHUNK_SIZE) for result in results]
     blocks = zip(*(x.reshape(-1).split(CHUNK_SIZE) for x in operands), strict=True)
     for i, block in enumerate(blocks):

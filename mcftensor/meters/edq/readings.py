@@ -147,7 +147,7 @@ def take_samples(
             failure = FAILED
         else:
             reason = f"{type(error).__name__}: {reason}"
-        sums = torch.zeros(_COLUMNS, dtype=torch.float64)
+        sums = torch.zeros(_COLUMNS, dtype=torch.float64, device="cpu")
         sums[failure] = 1
         return [Sample(p, sums.to(p.parameter.device, copy=True), error=reason) for p in measured]
 
