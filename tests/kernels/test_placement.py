@@ -22,6 +22,8 @@ from support.kernel_cases import assert_same_bits
 from support.optimizers import CASES
 from support.pretended import Misplaced, pretended, say_warm
 
+SCALED = mcf.scaling.scaled(torch.float16)
+
 SCENARIOS: dict[str, Callable[[str], list[Tensor]]] = {}
 
 
@@ -102,6 +104,27 @@ def other_operators(device, format):
     results += [x.index_select(0, rows), x.masked_fill(x > 0, 0.1), torch.maximum(x, y), x.std()]
     results += [x.flip(0), x.roll(1), x.repeat(2, 1), x.tril(), x.floor(), x % 0.3, x.erf()]
     return results
+
+
+@scenario
+def beyond_float64(device):
+    """Made of arithmetic of the format."""
+    x, y = (sample(mcf.fp64x2, 6, 12, seed=i).to(device) for i in range(2))
+    rows = torch.tensor([3, 1]).to(device)
+    results = [x.sum(), x.mean(0), x.cumsum(1), x.var(1), x.norm(), x.sign(), x**4, x @ y.t()]
+    results += [x @ y[0], torch.addmm(y @ y.t(), x, y.t()), torch.nextafter(x, y), x.abs().rsqrt()]
+    results += [torch.copysign(x, y), torch.copysign(x, -1.0), x.index_add(0, rows, y[:2])]
+    results += [x.index_put((rows,), y[:2], accumulate=True)]
+    return [*results, x.scatter_add(1, rows.expand(6, 2), y)]
+
+
+@scenario
+def what_is_read(device):
+    """For the caller."""
+    x, y = (sample(mcf.bf16x2, 6, 12, seed=i).to(device) for i in range(2))
+    read = [torch.equal(x, y), x.tolist(), x.numpy(), float(x[0, 0])]
+    read += [x.new_tensor([0.1]), torch.cat([x, x]).unique(), x[x > 0], torch.nextafter(x, y)]
+    return [x if isinstance(x, Tensor) else torch.as_tensor(x, device="cpu") for x in read]
 
 
 @scenario
@@ -287,6 +310,38 @@ def scaled(device, dtype):
 
 
 @scenario
+def layers_of_scaled_numbers(device):
+    """Forward, and the gradients of inputs and weights."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.LeakyReLU(), nn.GroupNorm(2, 8)]
+    layers += [nn.AvgPool2d(2), nn.SiLU(), nn.Flatten(), nn.Linear(72, 16), nn.RMSNorm(16)]
+    layers += [nn.GLU(), nn.ELU(), nn.Hardtanh(), nn.LogSigmoid(), nn.PReLU(), nn.LogSoftmax(1)]
+    model = mcf.as_expansion(nn.Sequential(*layers), SCALED).to(device)
+    x = mcf.as_expansion(drawn(2, 4, 8, 8).to(device), SCALED).requires_grad_()
+    out = model(x)
+    nn.functional.mse_loss(out, drawn(2, 8).to(device)).backward()
+    return [out, x.grad, *[p.grad for p in model.parameters()], *model.parameters()]
+
+
+@scenario
+def operators_of_scaled_numbers(device):
+    x, y = (mcf.as_expansion(drawn(6, 16, seed=i).to(device), SCALED) for i in range(2))
+    rows = torch.tensor([3, 1]).to(device)
+    at = torch.tensor([[3, 1], [0, 2]]).to(device)
+    q, k, v = (mcf.as_expansion(drawn(1, 2, 6, 16, seed=i).to(device), SCALED) for i in range(3))
+    results = [x.scatter(1, at, 0.3), x.scatter(1, at, y), x.index_put((rows,), y[:2])]
+    results += [nn.functional.embedding(rows, x), nn.functional.pad(x, (1, 2)), torch.cat([x, y])]
+    results += [x.masked_fill(x > 0, 0.3), torch.where(x > 0, x, y), x.cumsum(1), x.std()]
+    results += [x.logsumexp(1), x.norm(), x.var(1), x.clamp(-1, 1), torch.maximum(x, y), x.sign()]
+    results += [x.lerp(y, 0.3), x.abs().rsqrt(), x.reciprocal(), torch.zeros_like(x), x.sum(0)]
+    results += [
+        x.new_full((3,), 0.3),
+        mcf.as_plain(nn.functional.scaled_dot_product_attention(q, k, v)),
+    ]
+    return [*results, nn.functional.cross_entropy(x, torch.arange(6, device=x.device))]
+
+
+@scenario
 def files(device):
     """Saved from the device, and loaded there."""
     folder = Path(tempfile.mkdtemp())
@@ -314,6 +369,11 @@ WAITS = {
     "scaling/structure_rules.py _to_copy": "scaled-float16",
     "dispatch/operands.py overwrite": "changes_of_place",
     "dispatch/operands.py uninterrupted": "other_operators-bf16x2",
+    "dispatch/comparison.py all_equal": "what_is_read",
+    "dispatch/comparison.py by_rank": "what_is_read",
+    "tensor/readable_values.py numpy": "what_is_read",
+    "tensor/readable_values.py tolist": "what_is_read",
+    "dispatch/beyond_float64.py _accumulate": "beyond_float64",
     "dispatch/structure.py item": "steps-Adafactor-for-loop",
     "formats/defaults.py format_of_weights": "conversion_on_the_device",
     "formats/block_codes.py require": "modes-compact",
