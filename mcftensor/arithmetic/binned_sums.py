@@ -90,7 +90,7 @@ class Layout:
         return (self.bins - 1) * self.width
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def layout_of(count: int) -> Layout:
     """The layout for sums of `count` terms, with the largest (K - 1) W that fits 64 bits.
 
@@ -124,7 +124,7 @@ def sum_body(layout: Layout, dtype: torch.dtype) -> Any:
     return _bodies(layout)[2 + len(DTYPES) + DTYPES.index(dtype)]
 
 
-@functools.cache  # bodies have to be the same objects at every call
+@functools.lru_cache(maxsize=64)  # bodies have to be the same objects at every call
 def _bodies(layout: Layout) -> list[Any]:
     def add(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> list[Tensor]:
         return [_add(vectors[0], vectors[1:], layout)]

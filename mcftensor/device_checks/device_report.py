@@ -36,7 +36,7 @@ _RAISED = (RuntimeError, AssertionError, UserWarning)
 """By devices, by compilers, and where a kernel is not used since it failed its trial."""
 
 
-class LeftOut(Exception):
+class _LeftOut(Exception):
     """A check that the device has no place for; the message says why."""
 
 
@@ -103,7 +103,7 @@ def _line(name: str, check: Callable[[], tuple[int, list[str]]]) -> Line:
     try:
         count, failures = check()
         line = Line(name, count, failures)
-    except LeftOut as error:
+    except _LeftOut as error:
         line = Line(name, reason=str(error))
     except _RAISED as error:  # of a launch, say
         reason = str(error).partition("\n")[0]
@@ -163,10 +163,10 @@ def _large(elements: int) -> Callable[[torch.device], tuple[int, list[str]]]:
     def check(device: torch.device) -> tuple[int, list[str]]:
         needed = 5 * elements  # two components and a part
         if device.type != "cuda":
-            raise LeftOut("a CUDA device is not at hand")
+            raise _LeftOut("a CUDA device is not at hand")
         free = torch.cuda.mem_get_info(device)[0]
         if free < needed:
-            raise LeftOut(f"{free / 2**30:.0f} GiB are free, {needed / 2**30:.0f} are needed")
+            raise _LeftOut(f"{free / 2**30:.0f} GiB are free, {needed / 2**30:.0f} are needed")
         return broken_on_large(device, elements)
 
     return check
@@ -206,7 +206,7 @@ def _training(device: torch.device) -> tuple[nn.Parameter, torch.optim.Optimizer
 def _streams(device: torch.device) -> tuple[int, list[str]]:
     """Steps on a stream of their own, against steps on the usual one."""
     if device.type != "cuda":
-        raise LeftOut("a CUDA device is not at hand")
+        raise _LeftOut("a CUDA device is not at hand")
     (p, optimizer), (q, its_optimizer) = _training(device), _training(device)
     for _ in range(3):
         optimizer.step()
@@ -222,7 +222,7 @@ def _streams(device: torch.device) -> tuple[int, list[str]]:
 def _graphs(device: torch.device) -> tuple[int, list[str]]:
     """Steps captured and replayed, against steps one by one."""
     if device.type != "cuda":
-        raise LeftOut("a CUDA device is not at hand")
+        raise _LeftOut("a CUDA device is not at hand")
     (p, optimizer), (q, its_optimizer) = _training(device), _training(device)
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()
@@ -243,7 +243,7 @@ def _graphs(device: torch.device) -> tuple[int, list[str]]:
 def _second_device(device: torch.device) -> tuple[int, list[str]]:
     """Operations on the last device while another is the current one."""
     if device.type != "cuda" or torch.cuda.device_count() < 2:
-        raise LeftOut("one device is at hand")
+        raise _LeftOut("one device is at hand")
     works = {n: w for n, w in known_work()["operations"].items() if n.endswith("bf16x2")}
     last = torch.device("cuda", torch.cuda.device_count() - 1)
     with torch.cuda.device(0):

@@ -55,7 +55,7 @@ def sum(
         >>> mcf.exact.sum(x), torch.sum(x)
         (tensor(3.), tensor(2.))
         >>> mcf.exact.sum(x.to(torch.bfloat16).view(2, 2), dim=1, dtype=torch.float32)
-        tensor([ 1.0000e+30, -1.0000e+30])
+        tensor([ 1.0003e+30, -1.0003e+30])
     """
     return _reduced("sum", x, None, dim, keepdim, dtype)
 
