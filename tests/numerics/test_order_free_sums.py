@@ -75,8 +75,8 @@ def summed(terms: list[torch.Tensor], count: int) -> torch.Tensor:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether bits are equal. One NaN is as good as another: PyTorch's conversion to bfloat16 writes
-    0xffff in vectors and 0x7fc0 in what is left over."""
+    """Whether bits are equal. One NaN is as good as another: PyTorch's conversion to bfloat16
+    writes 0xffff in vectors and 0x7fc0 in what is left over."""
     patterns = [torch.where(x.isnan(), -1, x.view(INTEGERS[x.dtype.itemsize])) for x in (a, b)]
     return torch.equal(*patterns)
 
