@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -50,6 +51,20 @@ class GradientHook:
 
     def __deepcopy__(self, memo: object) -> None:
         """Copies of a parameter have no hooks."""
+
+
+class HandleHook(GradientHook):
+    """Passes gradients on to the method `take` of a handle, as long as there is one."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle: Callable[[], Any] = weakref.ref(handle)
+
+    @torch._disable_dynamo
+    def __call__(self, p: Tensor) -> None:
+        """Pass on a gradient."""
+        handle = self.handle()
+        if handle is not None:
+            handle.take(p)
 
 
 def trained(module: nn.Module) -> dict[Tensor, str]:

@@ -25,8 +25,8 @@ from mcftensor.patches.table import calls
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.dtensor import local
 from mcftensor.training.gradient_hooks import (
-    GradientHook,
     Handle,
+    HandleHook,
     RefusesDDP,
     assigned,
     at_end_of_backward,
@@ -198,7 +198,7 @@ class OrderFree(Handle):
             at.handle, at.group = weakref.ref(self), self._group()
             self._undo.callback(self._ddp.register_forward_pre_hook(at.before_forward).remove)
             self._undo.callback(self._ddp.register_forward_hook(at.after_forward).remove)
-        _Leaf(self).attach(self._names)
+        HandleHook(self).attach(self._names)
         self._note_given()
         fsdp: Any = sys.modules.get("torch.distributed.fsdp")
         sharded = [m for m in model.modules() if fsdp and isinstance(m, fsdp.FSDPModule)]
@@ -431,19 +431,6 @@ class OrderFree(Handle):
                 its_future.set_result(one.result())
             self._waiting.clear()
         return future
-
-
-class _Leaf(GradientHook):
-    """Where gradients are sent on to a handle, as long as there is one."""
-
-    def __init__(self, handle: OrderFree) -> None:
-        self._handle = weakref.ref(handle)
-
-    @torch._disable_dynamo
-    def __call__(self, p: Tensor) -> None:
-        handle = self._handle()
-        if handle is not None:
-            handle.take(p)
 
 
 def order_free_gradients(model: nn.Module, *, microbatches: int) -> OrderFree:

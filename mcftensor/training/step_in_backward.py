@@ -21,8 +21,8 @@ from mcftensor.patches.table import calls
 from mcftensor.tensor.dtensor import local
 from mcftensor.training.ddp_buckets import pass_on_reduced, require_known_gradients
 from mcftensor.training.gradient_hooks import (
-    GradientHook,
     Handle,
+    HandleHook,
     RefusesDDP,
     assigned,
     at_end_of_backward,
@@ -446,21 +446,12 @@ def _groups_of(optimizer: Optimizer) -> dict[Tensor, int]:
     return {p: g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
 
-class _Gradients(GradientHook):
-    """Where gradients are sent on to a handle, as long as there is one."""
-
-    def __init__(self, handle: StepInBackward) -> None:
-        self._handle = weakref.ref(handle)
-
-    @torch._disable_dynamo
-    def __call__(self, p: Tensor) -> None:
-        handle = self._handle()
-        if handle is not None:
-            handle.take(p)
+class _Gradients(HandleHook):
+    """The hook of parameters with a handle."""
 
     def wants(self, p: Tensor) -> bool:
         """Whether a gradient is not left to `optimizer.step()`."""
-        handle = self._handle()
+        handle = self.handle()
         return handle is not None and handle.takes(p)
 
 
