@@ -80,51 +80,49 @@ def as_expansion(
     overrides: Overrides | None = None,
     lr: float | None = None,
 ) -> M | MCFTensor:
-    """A tensor as an expansion, or a module whose parameters become expansions, in place.
+    """Convert a tensor to an expansion, or the parameters of a module to expansions, in place.
 
-    A tensor of any shape gives a *value* of the same shape: an expansion for arithmetic.
+    A tensor of any shape becomes a *value* of the same shape: an expansion for arithmetic.
 
-    A module keeps its parameter objects, so that an optimizer built before still works (one that
-    has states of another base by then must be made anew), and weights that are tied stay tied.
-    Parameters that require gradients become expansions in the *parameter* role. As after
-    `module.to(dtype)`, all else follows: frozen parameters and gradients become plain tensors of
-    the base dtype; frozen expansions stay expansions. Cast the inputs, or use autocast. Floating
-    buffers hold what float32 would, in `bf16i16` beside terms of bf16: those whose names say that
-    they are averages (of batch norms, say) act as the numbers that they are, others compute as
-    parameters do.
+    A module keeps its parameter objects, so existing optimizers still work (an optimizer with
+    states of another base dtype must be created again), and tied weights stay tied. Parameters
+    that require gradients become expansions in the *parameter* role. Frozen parameters and
+    gradients become plain tensors of the base dtype, as after `module.to(dtype)`; frozen
+    expansions stay expansions. Cast the inputs, or use autocast. Floating-point buffers keep the
+    precision of float32, in `bf16i16` for bf16 terms. Buffers whose names mark them as averages
+    (such as those of batch norms) act as values, other buffers as parameters.
 
     Plain parameters that have loaded expansions by `load_state_dict`, and have not been written to
     since, become these expansions, with all terms.
 
-    Another call converts what is new: parameters that were added or no longer are frozen. A model
-    of transformers, and what else has `save_pretrained`, is stored as terms (`store_as_terms`).
+    A second call converts parameters that were added or unfrozen since. Models with
+    `save_pretrained`, such as those of transformers, are stored as terms (`store_as_terms`).
 
     Args:
         obj: a real floating tensor, an expansion in this or another format, or a module.
-        format: the format of all, or its name, but that vectors are in `bf16i16` where blocks of a
-            row share scales. By default expansions stay as they are, and others get `bf16x3` if
-            they have at most one dimension longer than 1 (norms, biases) or are large against
-            their updates, such as an embedding that starts at N(0, 1), else `bf16x2`. In a module
-            that has expansions in other formats, what is new follows these.
-        overrides: for modules: patterns (fnmatch) of qualified names of parameters and buffers, and
-            what they get instead: a format makes it an expansion, None leaves it as it is. The
-            first pattern that matches decides.
-        lr: for modules without a format: the learning rate whose updates are to survive. Two terms
-            of a weight w lose updates below 2^-17 w; weights whose root mean square is above 2^14
-            times the learning rate get three. By default that is above 0.75, for a rate of 5e-5.
+        format: the format, or its name. If it has scales shared by blocks of a row, vectors get
+            `bf16i16`. By default expansions keep their format. Other parameters get `bf16x3` if
+            they have at most one dimension longer than 1 (norms, biases) or are large compared
+            with their updates, such as an embedding that starts at N(0, 1), and `bf16x2`
+            otherwise. In a module with expansions in another format, new parameters follow it.
+        overrides: for modules: a dict from patterns (fnmatch) of qualified names of parameters and
+            buffers to a format, or None to leave them unchanged. The first match decides.
+        lr: for modules without a format: the learning rate whose updates must survive. Two terms
+            of a weight w lose updates below 2^-17 w; weights with a root mean square above 2^14
+            times the learning rate get three. The default, above 0.75, is for a rate of 5e-5.
 
     Returns:
         A new MCFTensor that does not require grad, or the module itself.
 
     Raises:
-        TypeError: a tensor that is integer, complex, sparse, quantized or nested; something that
-            is no format; options of modules given with a tensor.
+        TypeError: an integer, complex, sparse, quantized or nested tensor; an invalid format;
+            options of modules given with a tensor.
         ValueError: an override that matches nothing; a tensor that is part of an autograd graph;
             a learning rate that is not positive.
-        RuntimeError: a parameter that cannot be exchanged, because weak references to it exist,
-            or a graph or view holds it.
+        RuntimeError: a parameter that cannot be replaced, because weak references to it exist,
+            or a graph or view uses it.
 
-    A call that raises leaves the module as it was.
+    A call that raises leaves the module unchanged.
 
     Examples:
         >>> import torch, mcftensor as mcf

@@ -51,34 +51,33 @@ _MODES: dict[str, dict[str, Any]] = {
 
 
 def collage(optimizer: Opt, mode: Mode) -> Opt:
-    r"""Say which states of an optimizer are expansions, and return the optimizer.
+    r"""Choose the states of an optimizer that are expansions, and return the optimizer.
 
-    The parameters are expansions already (`as_expansion`), and by `torch.zeros_like` so are the
-    states that a stock optimizer makes. A mode changes that, for parameters that are expansions:
+    If the parameters are expansions (`as_expansion`), the states that a stock optimizer creates by
+    `torch.zeros_like` are expansions too. A mode changes that:
 
     - `"light"`: first and second moments are plain tensors of the base dtype;
     - `"plus"`: second moments are expansions, first moments plain. A plain bf16 second moment
-      cannot decay at $\beta_2 = 0.999$, which rounds to 1. A `momentum_buffer`, as of SGD, is an
-      expansion too: it is the update itself;
-    - `"compact"`: first moments are in `mxfp8` and second moments in `ue5m3`, of one byte; the
-      states of vectors, and those that one byte does not do for (Adagrad's `sum`, the averages of a
-      centered RMSprop, and `v`, which is a second moment in some packages and a velocity in
-      others), are in `bf16i16`, which is float32. The largest second moment of AMSGrad rounds to
-      nearest. In a step that `torch.compile` traces as one graph, by other paths than the fused
-      one, states are rounded twice, and second moments settle 3 % low at a $\beta_2$ of 0.999;
-    - `"full"`: every state of the parameter's shape is an expansion, also where the optimizer
-      makes it from the gradient, as SGD does with its momentum buffer;
-    - a dict from names of states to formats; None makes a state plain, and a state that is not
-      named stays as the optimizer makes it. Formats of one byte store rows: the states of vectors
-      are in `bf16i16` then.
+      cannot decay at $\beta_2 = 0.999$, which rounds to 1. A `momentum_buffer`, such as SGD's, is
+      an expansion too, because it is the update itself;
+    - `"compact"`: first moments are in `mxfp8` and second moments in `ue5m3`, of one byte. States
+      for which one byte is too little are in `bf16i16`, which is float32: the states of vectors,
+      Adagrad's `sum`, the averages of a centered RMSprop, and `v`, which is a second moment in
+      some packages and a velocity in others. The largest second moment of AMSGrad rounds to
+      nearest. In a for-loop or foreach step that `torch.compile` traces as one graph, states are
+      rounded twice, and second moments become 3 % too low at a $\beta_2$ of 0.999;
+    - `"full"`: every state of the parameter's shape is an expansion, also if the optimizer
+      creates it from the gradient, like SGD's momentum buffer;
+    - a dict from names of states to formats. None makes a state plain; other states stay as the
+      optimizer creates them. If the format has one byte, the states of vectors are in `bf16i16`.
 
-    Where the class has a fused step (Adam, AdamW, SGD, Adagrad) and neither `foreach` nor `fused`
-    was given, that is the path from now on, as it is the fastest and rounds least; the optimizer's
-    `repr` says `fused: True`. A group that meets a sparse gradient leaves it.
+    If the class has a fused step (Adam, AdamW, SGD, Adagrad) and neither `foreach` nor `fused` was
+    given, `collage` selects the fused path, which is the fastest and rounds least; the optimizer's
+    `repr` shows `fused: True`. A group with a sparse gradient leaves the fused path.
 
-    The mode takes effect at once for states that exist, and for others when they are made, or at
-    the end of the step that makes them. It holds through `load_state_dict` and `add_param_group`,
-    and another call replaces it. Deep copies and pickles of the optimizer have it.
+    Existing states are converted at once. Others are converted when they are created, or at the
+    end of the step that creates them. The mode persists through `load_state_dict` and
+    `add_param_group`; another call replaces it. Deep copies and pickles of the optimizer keep it.
 
     Args:
         optimizer: any `torch.optim.Optimizer` over expansion parameters.
@@ -88,12 +87,12 @@ def collage(optimizer: Opt, mode: Mode) -> Opt:
         The same optimizer.
 
     Raises:
-        TypeError: `optimizer` is no Optimizer, or a wrapper of one that takes no hooks; a value of
-            the dict is no format.
-        ValueError: an unknown mode; no parameter is an expansion; a name that is no state of this
-            optimizer (found by a trial step on a dummy parameter; for optimizers that are not
-            torch's own, at the end of the first step); a format whose terms are not of the
-            parameters' dtype, or that cannot hold what the state is.
+        TypeError: `optimizer` is not an Optimizer, or a wrapper without hooks; a value of the dict
+            is not a format.
+        ValueError: an unknown mode; no parameter is an expansion; the optimizer has no state of a
+            given name (found by a trial step on a dummy parameter; for optimizers outside torch,
+            at the end of the first step); a format whose terms have another dtype than the
+            parameters, or that cannot store the state.
 
     Examples:
         >>> import torch, mcftensor as mcf
@@ -110,10 +109,9 @@ def collage(optimizer: Opt, mode: Mode) -> Opt:
         arXiv:2405.03637.
 
     !!! warning
-        Two things differ from the paper. Weight decay is compensated in every mode. And the
-        multiplication of the second moment is a correct one: in the code released with the paper
-        it works in place on its own operand, and the moment settles at a third to a half of its
-        value.
+        Two things differ from the paper. Weight decay is compensated in every mode. The
+        multiplication of the second moment is correct: in the code released with the paper
+        it overwrites its own operand, and the moment becomes a third to a half of its value.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
