@@ -13,6 +13,7 @@ import envelope
 import first_steps
 import mcftensor as mcf
 import overhead
+import same_path
 import steps
 import threads
 import train
@@ -316,3 +317,9 @@ def test_worst_cases_are_found():
     cases, worst = envelope.errors("mul", mcf.fp16x2, seed=0)
     assert cases > 10_000
     assert 0.85 < worst <= 1.25
+
+
+def test_steps_are_compared_with_those_of_the_same_path():
+    found = same_path.ratios(2, 8, same_path.PATHS["foreach"], 1)
+    assert found.keys() == {"plus", "exact", "compact", "seconds of float32"}
+    assert min(found.values()) > 0

@@ -19,7 +19,7 @@ def order_cost() -> str:
         *("times bf16", "times float32", "processor time, times bf16"),
     )
     note = (
-        f"two cores for all processes, beside other programs (a load of {result['load'][0]:.0f}), "
+        f"two cores for all processes (a load of {result['load'][0]:.0f}), "
         "one leaf a process, medians of rounds in turn; ratios are medians of those of each round. "
     )
     return table(head, rows) + "\n\n" + machine(result, note)

@@ -237,6 +237,17 @@ def first_steps() -> str:
     return table(head, rows) + "\n\n" + machine(result)
 
 
+def same_path() -> str:
+    """Steps over expansions by the path of PyTorch's, over that."""
+    result = load("same-path")
+    kinds = ("plus", "exact", "compact")
+    rows = [
+        (what, *(f"{found[kind]:.1f}" for kind in kinds))
+        for what, found in result["ratios"].items()
+    ]
+    return table(("", *kinds), rows) + "\n\n" + machine(result)
+
+
 def threads() -> str:
     """Steps by the number of threads and processes."""
     result = load("threads")
