@@ -1,4 +1,4 @@
-"""Norms that keep running statistics, which are averages and keep all that they are stored in.
+"""Norms with running statistics, which are averages and keep all their terms.
 
 PyTorch's kernels write statistics in place, most without saying so in their schema. So they are
 given scratch for those of the batch, and the average is taken here. Outputs and gradients of a
@@ -40,7 +40,7 @@ _OF_INPUT = ("input", "grad_out", "grad_output", "counts", "reserve", "reserveSp
     aten.batch_norm_gather_stats_with_counts.default,  # nn.SyncBatchNorm
 )
 def normalize(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """A norm forward: parameters lend what they compute with, statistics keep all terms."""
+    """A norm forward: parameters compute with leading terms, statistics keep all terms."""
     given = named_arguments(func, args, kwargs)
     trains = given.get("training", func not in _READING)
     dtype = _dtype_beside(given, trains)
@@ -98,7 +98,7 @@ def _like(operand: Tensor, result: Tensor | None) -> Tensor | None:
 
 
 def _dtype_beside(given: dict[str, Any], trains: bool) -> torch.dtype | None:
-    """What the operands beside the input go in; None beside values beyond 48 bits."""
+    """Return the dtype of the other operands, or None for values of more than 48 bits."""
     x = given["input"]
     if _is_value(x):
         return WIDE if x.format.precision <= PRECISION else None

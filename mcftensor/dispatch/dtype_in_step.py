@@ -1,9 +1,9 @@
-"""Within a step of an optimizer the dtype of an expansion is that of its number.
+"""Within an optimizer's step the dtype of an expansion is the dtype of its decoded number.
 
-What optimizers make or round with `p.dtype` then keeps the bits that the parameter has, and what
-they do only for parameters in 16 bits they leave out: a step is what it is over float32. So a
-conversion to this dtype is the identity there, and one to the base dtype rounds. What is made in
-the base dtype, `torch.zeros_like(p, dtype=torch.bfloat16)`, is a plain tensor.
+So states that optimizers create with `p.dtype` have the bits of the parameter, conversions to it
+round nothing, and workarounds for 16-bit parameters stay off: the step is the one over float32. A
+conversion to this dtype is the identity there, and one to the base dtype rounds. A tensor created
+in the base dtype, `torch.zeros_like(p, dtype=torch.bfloat16)`, is plain.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _type(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`x.type(dtype)` and `x.type_as(other)`; the name of a type is that of torch."""
+    """`x.type(dtype)` and `x.type_as(other)`; types have torch's names."""
     wanted = (*args[1:], *kwargs.values())[:1]
     if not wanted or isinstance(wanted[0], str):
         return NotImplemented

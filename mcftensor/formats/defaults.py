@@ -1,4 +1,4 @@
-"""The format of what is converted and of which nobody says it."""
+"""The default formats of conversions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _some_of(x: Tensor) -> Tensor:
 
 
 def format_of_buffer(x: Tensor, base: torch.dtype) -> Format | None:
-    """What holds a float32 beside parameters of a base; None where that does so by itself."""
+    """Return the format of float32 buffers with parameters of a base type, if they need one."""
     if x.dtype not in BASES or x.layout != torch.strided:
         return None
     if base == torch.bfloat16:

@@ -1,9 +1,9 @@
 """States that an optimizer saves and loads.
 
-From a run over other parameters they become what the optimizer makes of these ones. From a run over
-parameters of the same format they stay as they are, also those of another dtype, which some
-optimizers make within a step. Expansions among the states of a parameter tell which of the two it
-was; where there are none, and states would change, the state dict says it.
+States of a run over other parameters are converted to the formats of this run. States of a run over
+parameters of the same format load unchanged, also those of another dtype, which some optimizers
+create within a step. Expansions among the states of a parameter tell the two cases apart. If there
+are none, and states would change, the state dict has an entry that does.
 """
 
 from __future__ import annotations
@@ -119,12 +119,12 @@ def _over_expansions(
 
 
 def _tell(states: dict[Any, Any], format: Format) -> bool:
-    """Whether the states are those of a parameter in a format."""
+    """Return whether the states belong to a parameter in a format."""
     return any(format_of(x) == format for x in tree_leaves(states))
 
 
 def _would_change(p: Tensor, states: dict[Any, Any]) -> bool:
-    """Whether some are no longer what they are if they are loaded as those of another run."""
+    """Return whether loading them as states of another run would change some."""
     return any(
         isinstance(x, Tensor) and x.shape == p.shape and x.dtype != p.dtype
         for name, state in states.items()

@@ -1,8 +1,8 @@
 """Powers of two: exponents as ints where they are known, else as 0-d int32 tensors.
 
-Those that rules know beforehand are ints; so are those that depend on numbers where a look is free,
-on a CPU outside of graphs. On other devices these are tensors, which nobody has to wait for. All
-functions here take both.
+Exponents that rules know in advance are ints. Exponents that depend on numbers are ints on a CPU
+outside of graphs, where reading a number is free, and tensors on other devices, to avoid
+synchronization. All functions here take both.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def known(s: Tensor) -> Exponent:
 
 
 def exponent_tensor(s: Exponent, device: torch.device) -> Tensor:
-    """An exponent as a tensor of its own."""
+    """Return an exponent as a new tensor."""
     if isinstance(s, Tensor):
         return s.to(torch.int32, copy=True)
     return torch.full((), s, dtype=torch.int32, device=device)
@@ -71,7 +71,7 @@ def power_of_two(k: Exponent) -> float | Tensor:
 
 
 def times_power(x: Tensor, k: Exponent) -> Tensor:
-    """x · 2^k, of which k is usually no number of float32's own range."""
+    """Return x · 2^k; k is usually outside the range of float32."""
     if not isinstance(k, Tensor) and k == 0:
         return x
     return x * power_of_two(k)
@@ -88,7 +88,7 @@ def times_any_power(x: Tensor, k: Exponent) -> Tensor:
 
 
 def exponent_of_largest(x: Tensor) -> Exponent:
-    """floor(log2 max|x|) over what is finite; `ANY` where all is zero."""
+    """Return floor(log2 max|x|) over finite elements, or `ANY` if all are zero."""
     if x.numel() == 0:
         return ANY
     if x.dim():
@@ -102,7 +102,7 @@ def exponent_of_largest(x: Tensor) -> Exponent:
 
 
 def exponent_of_rms(x: Tensor) -> Exponent:
-    """floor(log2 rms(x)) over what is finite; x is near 1, so squares fit."""
+    """Return floor(log2 rms(x)) over finite elements; x is near 1, so squares fit."""
     norm = torch.linalg.vector_norm(x) if x.numel() else x.new_zeros(())
     if not _is_known_finite(norm):
         norm = torch.linalg.vector_norm(torch.where(x.isfinite(), x, 0))

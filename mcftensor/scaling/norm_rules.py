@@ -1,7 +1,7 @@
-"""Rules of layer, RMS and batch norms: data is normalized, and the scale is that of the gain.
+"""Rules of layer, RMS and batch norms: the data is normalized, and the gain gives the scale.
 
-The gradient of what is normalized goes by its size: this is where scales of backward passes are
-balanced. Those of gain and bias are sums, and follow the rule of sums.
+The gradient of the input is scaled by its size; this balances the scales of backward passes. The
+gradients of gain and bias are sums and follow the rule of sums.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mcftensor.scaling.scaled_numbers import Unrounded, close, number, product_o
 
 
 def _inverse_deviation(variance: Tensor, eps: float, exponent: Any) -> Tensor:
-    """1 / √(variance + eps), of which eps is one of the true numbers."""
+    """Return 1 / √(variance + eps), where eps is an unscaled number."""
     total = variance + eps * power_of_two(-exponent) * power_of_two(-exponent)
     if not eps:
         return total.rsqrt()
@@ -34,7 +34,7 @@ def _inverse_deviation(variance: Tensor, eps: float, exponent: Any) -> Tensor:
 
 
 def _saved(mean: Tensor, inverse: Tensor, exponent: Exponent) -> tuple[Tensor, Tensor]:
-    """Statistics of data as true numbers, which others may ask for beside ours: vmap does."""
+    """Statistics of the data as unscaled numbers, which other code reads too, such as vmap."""
     return times_any_power(mean, exponent), times_any_power(inverse, -exponent)
 
 

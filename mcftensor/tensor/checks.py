@@ -13,9 +13,8 @@ from mcftensor.tensor.components import ComponentTensor
 
 
 def normalized(components: Sequence[Tensor], format: Format) -> tuple[Sequence[Tensor], int]:
-    """Components that come from elsewhere, as `Format.normalized` gives them; those of fake tensors
-    and on meta, which have no elements, and of which a file has the elements further on, as they
-    are.
+    """Return components from a file or the caller, normalized by `Format.normalized`. Components of
+    fake and meta tensors, which have no elements, are returned unchanged.
 
     Raises:
         ValueError: one is not finite beside a leading one that is.
@@ -64,7 +63,7 @@ def check_components(components: Sequence[Tensor], format: Format) -> None:
 
 
 def check_writes(writes: Any, format: Format) -> None:
-    """Raise ValueError for what is no count of writes of a tensor of this format."""
+    """Raise ValueError for an invalid count of writes of a tensor in this format."""
     if writes is None:
         return
     is_count = isinstance(writes, Tensor) and writes.shape == () and writes.dtype == torch.int64

@@ -1,8 +1,8 @@
-"""A number by which a tensor is yet to be multiplied.
+"""A deferred factor of a tensor.
 
-Where a number is one byte, `v.mul_(0.999)` would be lost, or at best be a second rounding beside
-that of what is added next. So of formats whose elements share scales a multiplication by a number
-is only noted, exactly. What is written next absorbs it, and so does whoever asks for components.
+In a format of one byte, `v.mul_(0.999)` would be lost, or round a second time before the next
+addition. So formats with shared scales store the factor of a multiplication exactly. The next write
+applies it, and so does a read of the components.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mcftensor.passes.format_conversion import decode_columns, encode_columns, k
 
 
 class PendingScale:
-    """What is noted for one memory; its views have the same object.
+    """The factor of one piece of memory; its views share the object.
 
     Attributes:
         value: the number, 1 where there is nothing to do.

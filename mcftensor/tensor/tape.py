@@ -1,13 +1,12 @@
-"""The tape of a step: what its operations do to tensors whose memory nobody else holds.
+"""The tape of a step: deferred operations on tensors whose memory has no other owner.
 
-An optimizer that works by ordinary operations asks for some ten of them on each parameter, one
-parameter after the other. Within its step they are put down rather than carried out. Then tensors
-to which the same was done go together, in one pass over memory, and what a step makes and drops is
-never stored.
+A for-loop optimizer calls about ten operations per parameter, one parameter after the other. Within
+its step the operations are deferred. Tensors with the same operations are then computed together,
+in one pass over memory, and temporary results are never stored.
 
-What is on the tape has no components for others: who asks for them has it run before. Other tensors
-are copied where an operation reads them, so that nobody can change them unseen. At the end of the
-step all that is left is run.
+Access to the components of a tensor on the tape runs its strand first. Other tensors that an
+operation reads are copied, so that later changes to them do not matter. The end of the step runs
+everything that is left.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ Layout = tuple[tuple[torch.device, torch.Size, tuple[int, ...]], ...]
 
 
 class Strand:
-    """What a tape does to some tensors: a trace for each row of them.
+    """Deferred operations on some tensors: one trace for each row of them.
 
     Attributes:
         tape: the one that it is a part of.
@@ -87,12 +86,12 @@ class Strand:
         return len(column) == len(held) and all(map(operator.is_, map(_call, held), column))
 
     def results(self) -> tuple[int, ...]:
-        """The variables that are to be written to memory: not what nobody has any longer."""
+        """Return the variables to write to memory: those that are still referenced."""
         holders = self.holders
         return tuple([i for i in self.trace.written if _is_any_alive(holders[i])])
 
     def run(self) -> None:
-        """Carry out what has been put down, and what is alike on other strands."""
+        """Run this strand, together with other strands of the same trace."""
         with LOCK:
             trace = self.trace
             _run([self, *[x for x in self.tape.strands if x.trace is trace and x is not self]])
@@ -312,8 +311,8 @@ def _write_the_rest(
     holders: Sequence[Sequence[Sequence[weakref.ref[Any]]]],
     done: Sequence[tuple[int, None]],
 ) -> None:
-    """After an error, carry out what is not done, one operation on one row after the other, as
-    without a tape: only what raises then is missing."""
+    """After an error, carry out the remaining operations, one by one and row by row, as without a
+    tape: only those that raise then are missing."""
     left, components = sum([count for count, _ in done]), _beginnings(trace, columns)
     made = [i for i in results if not components[i]]
     references = {i: [*chain(*[x[i] for x in holders])] for i in made}
@@ -363,7 +362,7 @@ def _write_row(
 
 
 def _memory(x: Any, shape: torch.Size, format: Format, device: torch.device) -> list[Tensor]:
-    """Components for a result, which it gets at once, if anybody has it."""
+    """Allocate components for a result, and attach them if the result is still referenced."""
     made = _empty(x, shape, format, device)
     if x is not None:
         x._hold(made, format, x._role, own=True)
@@ -371,7 +370,7 @@ def _memory(x: Any, shape: torch.Size, format: Format, device: torch.device) -> 
 
 
 def _empty(x: Any, shape: torch.Size, format: Format, device: torch.device) -> list[Tensor]:
-    """Memory for the components of a result, which nobody may have."""
+    """Allocate memory for the components of a result that may have no reference."""
     if x is None:
         return [torch.empty(shape, dtype=c.dtype, device=device) for c in format.components]
     stride = x.stride()

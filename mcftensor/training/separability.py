@@ -1,4 +1,4 @@
-"""Steps of some parameters alone, and whether those of an optimizer come to the same as a whole."""
+"""Steps of single parameters, and a test whether they equal a step of the whole optimizer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mcftensor.training.shadow import bare, deepcopied, options_of, plain_step, 
 def step_alone(optimizer: Optimizer, chosen: Mapping[int, Sequence[Tensor]]) -> None:
     """The step of an optimizer for some parameters, by their groups, without its hooks.
 
-    What it notes in groups, as a count of steps, is not kept: the step that follows, when no
-    gradients are left, notes it once.
+    Changes that it makes to the groups, such as a count of steps, are undone; the final step, after
+    all gradients are used, makes them once.
     """
     groups = optimizer.param_groups
     hooks = {name: x for name, x in vars(optimizer).items() if name in _HOOKS}
@@ -35,10 +35,11 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def why_inseparable(optimizer: Optimizer) -> str | None:
-    """Why steps of its parameters one after another are not its step; None if they are, or nobody
-    can tell.
+    """Return why steps of single parameters differ from a step of the optimizer.
 
-    Found out by steps of copies over small tensors.
+    None if they are equal or cannot be tried.
+
+    Copies of the optimizer step over small tensors.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         return "it searches along a line through all parameters at once"
@@ -60,7 +61,7 @@ def why_inseparable(optimizer: Optimizer) -> str | None:
 def _trial(
     optimizer: Optimizer, take: Callable[[Optimizer], None]
 ) -> tuple[list[Tensor], list[Any], list[Any]]:
-    """Parameters, states and groups after some steps of a copy over tensors of its own."""
+    """Return parameters, states and groups after some steps of a copy over separate tensors."""
     groups: list[dict[str, Any]] = []
     for options in {repr(x): x for x in map(options_of, optimizer.param_groups)}.values():
         group = {name: deepcopied(x, {}) for name, x in options.items()}

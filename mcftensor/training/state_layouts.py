@@ -37,14 +37,14 @@ class TensorLayout:
 
     @staticmethod
     def of(x: Tensor) -> TensorLayout:
-        """That of a tensor, or of what this rank has of it."""
+        """Return the layout of a tensor, or of this rank's shard of it."""
         x = local(x)
         counts_writes = isinstance(x, MCFTensor) and x.writes is not None
         return TensorLayout(any_format_of(x) or PLAIN[x.dtype], x.shape, counts_writes)
 
     @staticmethod
     def of_gradient(p: Tensor) -> TensorLayout:
-        """That of the gradient that a parameter will have."""
+        """Return the layout of the future gradient of a parameter."""
         format = any_format_of(p)
         return TensorLayout(format.gradient if format else PLAIN[p.dtype], local(p).shape)
 
@@ -58,7 +58,7 @@ States = dict[str, TensorLayout]
 
 
 def layouts(state: Any) -> States:
-    """Those of the tensors of a state, by name."""
+    """Return the layouts of the tensors of a state, by name."""
     named = state.items() if isinstance(state, dict) else [("state", state)]
     found: States = {}
     for name, value in named:
@@ -69,11 +69,11 @@ def layouts(state: Any) -> States:
 
 
 def predicted(optimizer: Optimizer) -> dict[Tensor, States]:
-    """The states that an optimizer is to make of each parameter that requires grad.
+    """Predict the states that an optimizer creates for each parameter that requires grad.
 
-    Found out by two steps of copies over small tensors of as many dimensions, whose lengths are in
-    the order of those of the parameter, with lengths of two kinds: what differs between the two
-    follows the parameter.
+    Two copies of the optimizer step over small tensors with the same number of dimensions, in the
+    same order of lengths, but of two sizes. Lengths of states that differ between the two follow
+    the parameter.
 
     Raises:
         CannotShadow: no step can be taken on copies; says why.
@@ -158,7 +158,7 @@ def _gradient(p: Tensor, *, sparse: bool) -> Tensor:
 
 
 def _of(shape: torch.Size, short: States, long: States) -> States:
-    """The states of a parameter of a shape, from those of its stand-ins."""
+    """Return the states of a parameter of a shape, from the states of its small substitutes."""
     pattern = _pattern(shape)
     stand_ins = [_stand_in(pattern, lengths) for lengths in _LENGTHS]
     # Products of dimensions that lie beside each other: of both stand-ins, and of the shape.
