@@ -31,14 +31,14 @@ def save_file(
 ) -> None:
     """Save a model, or tensors by name, in a safetensors file, with all terms of expansions.
 
-    Leading terms have the plain names, so that every program that reads safetensors finds a valid
-    file of the base dtype. The other terms stand beside them as `as_terms` names them, and so do
-    the exponents of scaled tensors, whose data are integers to other programs. Tensors that
-    are tied are stored once. A digest of each tensor is among the metadata.
+    Leading terms have the plain names, so every program that reads safetensors finds a valid file
+    of the base dtype. The other terms have the names of `as_terms`, and so have the exponents of
+    scaled tensors, whose data are integers to other programs. Tied tensors are stored once. The
+    metadata contains a digest of each tensor.
 
-    The file is replaced whole: if the process is killed meanwhile, the one from before is there,
-    and what is left of the new one goes when the file is next saved. The same holds for
-    checkpoints in several files, of which the index is replaced last.
+    The file is replaced atomically: if the process is killed, the old file is intact, and the next
+    save removes the temporary one. The same holds for checkpoints in several files; their index is
+    replaced last.
 
     Args:
         model_or_state_dict: a module, or plain tensors and expansions by name.
@@ -184,7 +184,7 @@ _UNITS |= {f"{unit}I": 2 ** (10 * i) for i, unit in enumerate("KMGT", 1)}
 
 
 def size_in_bytes(size: int | str, of: str = "save_file: max_shard_size") -> int:
-    """Of a size such as 5_000_000_000, "5GB" or "512MiB"; ValueError for what is none."""
+    """Return the bytes of a size such as 5_000_000_000, "5GB" or "512MiB", or raise ValueError."""
     text = str(size).strip().upper()
     match = re.fullmatch(r"(\d+)|(\d+(?:\.\d+)?)\s*([KMGT]I?)B", text)
     number, unit = (match[1] or match[2], match[3] or "") if match else ("0", "")
@@ -231,8 +231,8 @@ def remove_stale(path: Path, previous: Iterable[str]) -> None:
 
 
 def files_named(index: Path) -> set[str] | None:
-    """The files that an index names, also one that is not there or damaged; None where it cannot be
-    read, as with too many files open, so that nobody can say."""
+    """Return the files that an index names, for a missing or damaged index too; None if it cannot
+    be read, for example with too many open files."""
     try:
         return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):

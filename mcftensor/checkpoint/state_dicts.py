@@ -33,7 +33,7 @@ def stored_components(x: Any) -> Sequence[Tensor]:
 
 
 def tail_names(name: str, format: Format) -> list[str]:
-    """Under what names the components after the first stand beside it.
+    """Return the names of the components after the first.
 
     A module cannot have a parameter and a submodule of one name, so none has a parameter of these.
     """
@@ -41,7 +41,7 @@ def tail_names(name: str, format: Format) -> list[str]:
 
 
 def format_said(names: Sequence[str]) -> Format | None:
-    """The format that the names of a number's components say, those of `names_of_terms`."""
+    """Return the format given by the names of a number's components (see `names_of_terms`)."""
     found = _tail(names[1]) if len(names) > 1 else None
     return found and found[1]
 
@@ -55,9 +55,9 @@ balanced. Of a format without tails it stands there in any case, to say what for
 
 
 def _sum_of(leading: Tensor, format: Format) -> Tensor:
-    """What tells whether a leading term is still the one that its tails were computed for.
+    """Return a checksum that detects a changed leading term.
 
-    Any integer fits any leading term, so there each pattern counts by its place.
+    Any integer tail fits any leading term, so there the checksum weights patterns by position.
     """
     patterns = leading.detach().view(PATTERNS[leading.dtype.itemsize])
     by_place = not all(x.dtype.is_floating_point for x in format.components)
@@ -76,8 +76,8 @@ _PART = 1 << 18
 
 
 def _tail(name: Any) -> tuple[str, Format] | None:
-    """Whose component a name is that of, or whose sum, and the format that it says; None of other
-    names."""
+    """Return the tensor whose component or checksum has this name, and the format in the name; None
+    for other names."""
     parts = name.rsplit(".", 2) if isinstance(name, str) else []
     if len(parts) < 3 or not parts[0]:
         return None
@@ -101,13 +101,13 @@ _LIKE_A_TERM = re.compile(r"(?:bf16|fp16|fp32|fp64)x\d(?:sr|br)?\.term\d")
 def as_terms(state_dict: Mapping[Any, Any], *, sums: bool = False) -> dict[Any, Any]:
     """A state dict in which every expansion is plain tensors: one for each term.
 
-    The leading term has the name of the expansion, so whoever knows nothing of expansions finds
-    a tensor of the base dtype there, rounded to nearest. The other terms stand beside it, under
-    names that say the format: `weight`, `weight.bf16x3.term1`, `weight.bf16x3.term2`. Of a scaled
-    tensor the data stands there as integers, for it is no number without the exponent beside it.
-    All share memory with the expansion: what is written to them, as by
-    `torch.distributed.checkpoint.load`, is written to it, and then normalized, or refused as by
-    `from_terms`. Sharded expansions give sharded terms (DTensors).
+    The leading term has the name of the expansion, so other programs find a tensor of the base
+    dtype there, rounded to nearest. The names of the other terms contain the format: `weight`,
+    `weight.bf16x3.term1`, `weight.bf16x3.term2`. The data of a scaled tensor is stored as
+    integers, because it has no meaning without the exponent. All terms share memory with the
+    expansion: a write to them, such as by `torch.distributed.checkpoint.load`, changes it; the
+    terms are then normalized, or refused as by `from_terms`. Sharded expansions give sharded terms
+    (DTensors).
 
     Use it where a program that stores tensors takes nothing but plain ones, and `from_terms` for
     the way back. `save_file`, `torch.save` and `torch.distributed.checkpoint` need no help.
@@ -173,7 +173,7 @@ def as_terms(state_dict: Mapping[Any, Any], *, sums: bool = False) -> dict[Any, 
 def from_terms(
     terms: Mapping[Any, Any], *, tails: bool = True, verify: bool = True
 ) -> dict[Any, Any]:
-    """The state dict that `as_terms` made these of; expansions share memory with their terms.
+    """Return the state dict that `as_terms` converted; expansions share memory with their terms.
 
     Other programs may have changed terms. Those that are not normalized and yet a number, as on
     ties, are normalized, in memory of their own.
@@ -228,7 +228,7 @@ def joined(
 
 
 def _count_of(x: Tensor) -> Tensor:
-    """The count of the whole, of which a sharded tensor is a part."""
+    """Return the count of the whole tensor for a shard."""
     own: Any = local(x)
     if own._writes is None:
         return torch.zeros((), dtype=torch.int64, device="cpu")
@@ -277,7 +277,7 @@ def _require_unchanged(
 
 
 def names_of_terms(names: Iterable[Any]) -> dict[Any, list[Any]]:
-    """For each name, those of tails aside, the names of its terms: its own is the first."""
+    """Return the names of the terms for each name of a leading term, its own first."""
     groups: dict[Any, list[Any]] = {}
     tails: dict[str, dict[str, Format]] = {}
     for name in names:
@@ -303,7 +303,7 @@ def names_of_terms(names: Iterable[Any]) -> dict[Any, list[Any]]:
 
 
 def ties(state_dict: Mapping[str, Any]) -> dict[str, str]:
-    """For each name whose tensor is that of an earlier name, the first of these."""
+    """Map each name of a tied tensor to the first name of that tensor."""
     first: dict[Any, str] = {}
     found: dict[str, str] = {}
     for name, x in state_dict.items():

@@ -1,8 +1,8 @@
-"""Operations that go on the tape of a step, where nobody can tell.
+"""Operations deferred on the tape of a step, if no other code can notice.
 
-That is, within a step of an optimizer and where gradients are not recorded: an operation that is
-rounded to nearest, on tensors that lie alike and on numbers. What it writes to is in memory that
-nobody else has; what it reads is so too, or small enough to be copied.
+That is, within an optimizer's step and while autograd does not record: operations that round to
+nearest, on numbers and on tensors with the same layout. An operation writes only to memory without
+other owners. The same holds for the tensors that it reads, or they are small enough to be copied.
 """
 
 from __future__ import annotations
@@ -296,8 +296,8 @@ def _are_apart(added: Sequence[tuple[Sequence[Any], _New | None]]) -> bool:
 
 
 def _mark_of_numbers(column: Sequence[Any], count: int) -> str | None:
-    """Whether numbers are one, or little less, which some operations depend on; None of what is too
-    large for PyTorch, and where they are not alike."""
+    """Return whether numbers are one, or slightly less, on which some operations depend; None if
+    they are too large for PyTorch, or differ in this."""
     if len(column) == 1:
         x = column[0]
         if type(x) is int and not -(2**63) <= x < 2**63:
@@ -546,7 +546,7 @@ def _on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _lists_at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
-    """The same of lists, the rows of which that are of the same kinds go together."""
+    """The same for lists; rows with the same kinds of operands are recorded together."""
     _, count, _, keyword, _ = OPERATORS[name]
 
     def put_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -617,8 +617,8 @@ def _by_parts(
 
 
 def _method(name: str, func: Any) -> None:
-    """The same as a method of what is on the tape, which goes there without `__torch_function__`:
-    PyTorch's way to it takes longer than the rest."""
+    """The same as a method of tensors on the tape, without `__torch_function__`, whose call by
+    PyTorch takes longer than the rest."""
     original, put_down = getattr(Tensor, name), SHORTCUTS[func]
 
     @functools.wraps(original)

@@ -89,7 +89,7 @@ def evaluate_rows_into(
 
 
 class Lying(NamedTuple):
-    """Tensors whose elements of the same index lie at the same place, and scalars beside them."""
+    """Tensors with the same layout in memory, and scalars."""
 
     vectors: list[Column]
     scalars: list[Sequence[Any]]
@@ -188,7 +188,8 @@ def _plans(
     target: Format | None,
     in_place: bool = False,
 ) -> list[tuple[Plan, Rows]]:
-    """Rows whose operands are of the same kinds, and their plans; not those that have none."""
+    """Group rows by the kinds of their operands, with their plans; rows without a plan are left
+    out."""
     if count == 1:
         alone = tuple([kind_of(x) for (x,) in columns])
         only = plan(name, alone, keywords, alone[0].format if in_place else target)
@@ -208,7 +209,7 @@ def _plans(
 
 
 def _components(column: Sequence[Any], kind: Kind) -> Sequence[Sequence[Any]]:
-    """What is read of a column of one kind."""
+    """Return the components that are read of a column of one kind."""
     if kind.number is not None:
         require_numbers(column)
         return [list(map(float, column))]
@@ -218,7 +219,7 @@ def _components(column: Sequence[Any], kind: Kind) -> Sequence[Sequence[Any]]:
 
 
 def _keys(parts: Sequence[_Part], columns: Lists) -> dict[int, Tensor]:
-    """A key for each row whose rounding takes one, in the order of rows, whatever is alike."""
+    """Return a key for each row whose rounding takes one, in the order of rows."""
     keys: dict[int, Any] = {}
     formats = [p.plan.expression.format for p in parts]
     if not any(f.takes_key for f in formats):
@@ -282,8 +283,8 @@ def _addresses(columns: Sequence[Column]) -> list[list[int]]:
 
 
 def _are_apart(parts: Sequence[_Part], lying: Sequence[Lying]) -> bool:
-    """Whether targets, which stand last in each part, share memory with each other, or with what is
-    read but for the same elements of the same row: if not, rows are independent."""
+    """Return whether rows are independent: whether no target, the last of each part, shares memory
+    with another target or with elements that another row reads."""
     spans: list[tuple[int, int, bool]] = []
     for part, found in zip(parts, lying, strict=True):
         lengths = list(map(Tensor.numel, found.like))

@@ -1,8 +1,8 @@
-"""Formats that only store numbers: PyTorch's own operations work on these, and give plain tensors.
+"""Storage formats: PyTorch's own operations compute with decoded numbers and return plain tensors.
 
-What moves elements keeps the format. What writes into such a tensor decodes it, computes, and
-encodes the result with one rounding: the bits are those of the same operation on plain tensors of
-the numbers. On a CPU large tensors are taken in chunks, so that memory is read once.
+Operations that move elements keep the format. Operations that write to such a tensor decode it,
+compute, and encode the result with one rounding, with the bits of the same operation on plain
+tensors. On a CPU, large tensors are processed in chunks, so that memory is read once.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def are_numbers(operands: Any) -> bool:
 def on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on numbers as plain tensors; those that it writes to are stored again.
 
-    What it makes of parameters alone acts as a parameter, and holds the numbers all the same. Where
-    it writes to a parameter, the parameter is its number.
+    A result of parameters alone is a parameter and stores all bits. An operation that writes to a
+    parameter computes with its decoded number.
     """
     if computes_plainly((*args, *kwargs.values())) and not expansions(
         written_to(func, args, kwargs)
@@ -193,13 +193,13 @@ def decoded(tree: Any, written: Sequence[Tensor] = ()) -> tuple[Any, dict[int, T
 
 
 def plain_numbers(x: MCFTensor) -> Tensor:
-    """What is stored, as a plain tensor."""
+    """Return the decoded numbers as a plain tensor."""
     (numbers,) = numbers_of([x])
     return numbers
 
 
 def numbers_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What tensors store, as plain ones; those of one format are decoded together."""
+    """Return the decoded numbers of tensors; tensors of one format are decoded together."""
     if not is_bare(*map(_components, tensors)):
         return [
             x._collapsed(_dtype_of(x)) if isinstance(x, MCFTensor) else x.to(_dtype_of(x))
@@ -319,8 +319,8 @@ def _goes_in_blocks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def are_apart(columns: Sequence[Sequence[Any]]) -> bool:
-    """Whether the tensors of the first column share memory with each other, or with any of the
-    others, but for the same tensor in the same row: if not, rows are independent."""
+    """Return whether the rows are independent: whether no tensor of the first column shares memory
+    with another one of it, or with tensors of other rows."""
     targets = columns[0]
     read = [
         x
@@ -335,7 +335,7 @@ def are_apart(columns: Sequence[Sequence[Any]]) -> bool:
 
 
 def spans_are_apart(spans: Iterable[tuple[int, int, bool]]) -> bool:
-    """Whether spans of addresses overlap no other, those that are written to, as the last says."""
+    """Return whether the spans of addresses that are written to overlap no other span."""
     reach = reach_of_targets = 0
     for start, stop, is_target in sorted(spans):
         if start < (reach if is_target else reach_of_targets):

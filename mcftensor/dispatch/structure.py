@@ -107,7 +107,8 @@ def _together(x: MCFTensor, results: list[Any], starts: Iterable[int], *, own: b
 
 @implements(aten._unsafe_view.default)  # products of stacks of matrices, x.t().reshape
 def view(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
-    """Views, which PyTorch's schemas tell: the terms of the result share memory with those of x."""
+    """Views, according to PyTorch's schemas: the terms of the result share memory with those of
+    x."""
     if torch.is_inference_mode_enabled():
         with torch._C._InferenceMode(x.is_inference()):  # a view is of the kind of its base
             return _views(func, x, args, kwargs)
@@ -181,7 +182,7 @@ def layer(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 @implements(aten.embedding.default)  # F.embedding
 def embedding(func: Any, x: Any, indices: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A layer too; of a table that lends what it makes anew, the rows that are asked for alone."""
+    """An embedding; of a table that is decoded at each use, only the requested rows are decoded."""
     if isinstance(x, MCFTensor) and lends(x) and indices.numel() < x.shape[0]:
         rows = [part.index_select(0, indices.flatten()) for part in x._read()]
         return lent_by(rows, x._format).view(*indices.shape, *x.shape[1:])
@@ -284,7 +285,7 @@ def new(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
 
 @implements(aten._new_zeros_with_same_feature_meta.default)  # nested forward derivatives
 def new_tangent(func: Any, x: Tensor, base: Tensor, **kwargs: Any) -> Any:
-    """Zeros of the kind of a tangent, laid out as what it is the tangent of."""
+    """Zeros of the kind of a tangent, in the layout of its primal."""
     base = leading(base)
     if not isinstance(x, MCFTensor):
         return func(x, base, **kwargs)
@@ -294,7 +295,7 @@ def new_tangent(func: Any, x: Tensor, base: Tensor, **kwargs: Any) -> Any:
 
 
 def _of_states(x: MCFTensor) -> Format:
-    """The format of what is made like a tensor."""
+    """Return the format of a new tensor like another."""
     return x._format.of_states if x._role == "parameter" else x._format
 
 
@@ -317,9 +318,8 @@ def _filled(
 def filled_like(func: Any, x: MCFTensor, *value: Any, **kwargs: Any) -> Any:
     """A value filled with a number at full precision.
 
-    The ones that start a backward pass from a parameter are plain, since gradients of parameters
-    are.
-    """
+    The ones that start a backward pass from a parameter are plain, like all gradients of
+    parameters."""
     if _asks_other(x, kwargs) or _within_graph(x):
         return func(template(x), *value, **kwargs)
     if _of_states(x) is not x._format:
@@ -344,7 +344,7 @@ def new_filled(func: Any, x: MCFTensor, size: Any, *value: Any, **kwargs: Any) -
 
 @implements(aten.view.dtype)  # x.view(torch.int16), FSDP
 def view_bits(func: Any, x: MCFTensor, dtype: torch.dtype) -> Any:
-    """Refused: the bits of an expansion are those of several tensors."""
+    """Refused: the bits of an expansion are in several tensors."""
     raise TypeError(
         f"view: an expansion in {x.format.name} has no bits to be seen as {dtype}; view those of a "
         "term, x.components[0].view(dtype), or convert the values, mcf.as_plain(x, dtype). Where "
@@ -502,7 +502,8 @@ def _elements(source: Any, format: Format, device: torch.device) -> Sequence[Any
     aten.constant_pad_nd,  # F.pad
 )
 def place(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Elements put into places of a tensor; those of a parameter in a plain one, as by copy_."""
+    """Write elements into places of a tensor; a parameter's elements into a plain one as by
+    copy_."""
     if not isinstance(args[0], MCFTensor) and func._schema.name.endswith("_"):
         named = named_arguments(func, args, kwargs)
         name = next((name for name in _SOURCES if name in named), "value")

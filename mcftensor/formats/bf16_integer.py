@@ -1,9 +1,8 @@
-"""float32 in a bfloat16 and an integer: the leading half with which models compute, and the rest.
+"""float32 as a bfloat16 and an integer tail; models compute with the bfloat16.
 
-A number is the bits of a float32, of which the last are rounded off where the integer is short. The
-leading component is the nearest bfloat16, ties away from zero; the tail is what its bits lack.
-All of it is arithmetic on integers, so that subnormal numbers survive on processors that flush
-them.
+A number has the bits of a float32, with the last ones rounded off if the tail is short. The leading
+component is the nearest bfloat16, ties away from zero; the tail is the difference of the patterns.
+All conversions use integer arithmetic, so subnormal numbers survive on processors that flush them.
 """
 
 from __future__ import annotations
@@ -23,15 +22,14 @@ _TAILS = {0: None, 8: torch.int8, 16: torch.int16}
 class TailFormat(Format):
     """A bfloat16 with an integer tail of some bits.
 
-    With 16 bits it is float32, every pattern of it, NaNs aside, of which there is one. With 8 bits
-    it has 16 significant ones, and the range of float32; all codes of the tail are in use. Without
-    a tail it is a bfloat16 whose rounding lets small updates survive in the mean.
+    With 16 bits it holds every float32 pattern, except that NaNs are canonical. With 8 bits it has
+    16 significant bits and the range of float32; all codes of the tail are used. Without a tail it
+    is a bfloat16 whose rounding preserves the mean of small updates.
 
-    These formats store numbers: arithmetic out of place gives plain float32 tensors, PyTorch's own
-    results, and arithmetic in place stores these with one rounding.
+    These are storage formats: arithmetic out of place returns plain float32 tensors, PyTorch's own
+    results, and arithmetic in place encodes them with one rounding.
 
-    Source: the split into a bfloat16 and the rest of float32's bits is that of the fused Adam of
-    NVIDIA's apex and Transformer Engine.
+    Source: NVIDIA's apex and Transformer Engine split float32 in the same way in their fused Adam.
     """
 
     bits: int
@@ -50,7 +48,7 @@ class TailFormat(Format):
 
     @property
     def precision(self) -> int:
-        """Significand bits, those of the tail counted."""
+        """Significand bits, including the tail."""
         return 8 + self.bits
 
     @property
@@ -106,8 +104,8 @@ class TailFormat(Format):
 
 
 def _half_or(noise: Noise | None, bits: Tensor, lost: int) -> Tensor:
-    """What is added before the last bits are cut off: half of what they can be, ties to even, or
-    noise."""
+    """Return the number to add before the last bits are cut off: half of their range, for ties to
+    even, or noise."""
     if noise is not None:
         return noise.bits(lost)
     return ((bits >> lost) & 1) + ((1 << (lost - 1)) - 1)

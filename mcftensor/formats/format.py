@@ -1,4 +1,4 @@
-"""Formats: how numbers are stored, and what they are computed with."""
+"""Formats: the storage of numbers, and their arithmetic."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SUFFIXES: dict[Rounding, str] = {"nearest": "", "stochastic": "sr", "balanced": 
 
 @dataclass(frozen=True)
 class Component:
-    """A tensor among those that numbers are stored in."""
+    """One of the tensors that store numbers."""
 
     name: str
     dtype: torch.dtype
@@ -239,7 +239,7 @@ class Format:
 
     @property
     def largest(self) -> float:
-        """The largest finite number, that of the type that numbers are computed in by default."""
+        """The largest finite number; by default that of the type of the arithmetic."""
         base = torch.finfo(self.numbers.dtype)
         return base.max / (2 - base.eps) * (2 - 2.0 ** (1 - self.precision))
 
@@ -250,9 +250,9 @@ class Format:
 
     @property
     def result(self) -> Format:
-        """The format of what arithmetic gives out of place.
+        """The format of the results of arithmetic out of place.
 
-        One that only stores numbers gives plain tensors of the type that it computes in.
+        Storage formats return plain tensors of the type that they compute in.
         """
         return PLAIN[self.numbers.dtype]
 
@@ -291,7 +291,7 @@ class Format:
 
     @functools.cached_property
     def takes_key(self) -> bool:
-        """Whether rounding takes a key: one that is drawn, or a count of writes."""
+        """Whether rounding takes a key: a random one, or a count of writes."""
         return self.rounding != "nearest"
 
     def with_rounding(self, rounding: Rounding) -> Format:
@@ -340,7 +340,8 @@ class Format:
         raise NotImplementedError(f"{type(self).__name__}: its numbers are not terms")
 
     def extends(self, other: Format) -> bool:
-        """Whether components of another format, with zeros behind them, are those of this one."""
+        """Return whether components of another format, with zeros appended, are components of this
+        one."""
         return False
 
     def move(
@@ -360,7 +361,7 @@ class Format:
         return stored[0]
 
     def about(self, stored: Floats) -> str:
-        """What a tensor shows beside its numbers and the name of its format."""
+        """Return what the repr of a tensor shows besides numbers and the name of the format."""
         return ""
 
     def to_file(self, stored: Floats) -> Floats:
@@ -381,7 +382,7 @@ def named(name: str) -> Format:
 
 
 class PlainFormat(Format):
-    """A plain tensor: one float, or whatever else a dtype holds."""
+    """A plain tensor of any dtype."""
 
     arithmetic = "plain"
 

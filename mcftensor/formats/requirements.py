@@ -1,4 +1,4 @@
-"""Formats that callers give, as objects or names, and what is said of anything else."""
+"""Formats passed by callers, as objects or names, and errors for other arguments."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from mcftensor.formats.format import _REGISTRY, PLAIN, STORAGE, Format, PlainFor
 
 
 def require_format(format: object, where: str, *, with_rules: bool = False) -> Format:
-    """`format` itself if it is a Format, or the one of this name, else a TypeError that names the
-    caller `where`; formats that have rules of their own are let through where that is asked."""
+    """Return `format` if it is a Format, or the format of this name. Otherwise raise a TypeError
+    that names the caller `where`. Formats with their own rules are accepted only on request."""
     found = _REGISTRY.get(format) if isinstance(format, str) else format
     if isinstance(found, Format) and not isinstance(found, PlainFormat):
         if found.rules is None or with_rules:

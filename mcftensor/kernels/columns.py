@@ -1,9 +1,8 @@
-"""What elementwise functions are called with: any number of calls, by columns.
+"""Arguments of elementwise functions: any number of calls, by columns.
 
-An operation on one tensor, a `_foreach_` call on thousands and a fused step are the same thing
-here: columns of tensors, of which the first of each column make the first call. Whatever has to be
-asked of a tensor is asked of a column.
-"""
+An operation on one tensor, a `_foreach_` call on thousands and a fused step have the same form
+here: columns of tensors, with one row per call. Facts about tensors are determined once per
+column."""
 
 from __future__ import annotations
 
@@ -74,7 +73,7 @@ class Columns:
         )
 
     def every_scalar(self) -> list[Sequence[Scalar]]:
-        """The columns of scalars, that of keys last."""
+        """Return the columns of scalars, keys last."""
         return [*self.scalars, self.keys] if self.keys else [*self.scalars]
 
 
@@ -133,7 +132,7 @@ def repeated(column: Sequence[T], count: int) -> Sequence[T]:
 
 
 def number_of(scalar: Scalar) -> float:
-    """A scalar as a number of Python's; that of a device is waited for."""
+    """Return a scalar as a Python number; a scalar on a device is synchronized."""
     return scalar.item() if isinstance(scalar, Tensor) else scalar
 
 

@@ -47,10 +47,10 @@ _HERE = "the CPU"
 
 
 def load(source: str, *, build: bool, is_right: Callable[[Launch], bool]) -> Launch | None:
-    """The function `launch` of a translation unit; None where there is none, or no compiler.
+    """Return the function `launch` of a translation unit, or None without a compiler.
 
-    With `build=False` only what an earlier call has compiled, in whatever process, is loaded. What
-    is compiled is kept if it `is_right`.
+    With `build=False`, load only code that an earlier call of any process has compiled. Compiled
+    code is kept if it `is_right`.
     """
     command = find()
     if command is None:

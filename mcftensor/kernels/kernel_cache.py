@@ -1,7 +1,7 @@
-"""The directory of compiled code, which later processes find, and which does not grow for ever.
+"""The directory of compiled code for later processes, which has a bounded size.
 
-What is found there is executed. So it is taken only from folders and files that nobody but this
-user and root can write, and only if it is whole: a file's name ends in a digest of what is in it.
+Files there are executed. So they are used only if no other user than this one and root can write to
+them and their folders, and only if they are intact: a file's name ends in a digest of its contents.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _directory() -> Path:
 
 
 def _is_safe(status: os.stat_result) -> bool:
-    """Whether it belongs to this user or root, and nobody else can write it."""
+    """Return whether it belongs to this user or root, and no other user can write to it."""
     if os.name != "posix":  # where each user's folders are closed to others
         return True
     is_shared = status.st_mode & stat.S_IWGRP and not _is_of_this_user_alone(status.st_gid)

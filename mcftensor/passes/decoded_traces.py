@@ -37,7 +37,7 @@ class _Factor(Protocol):
 
 
 class State(NamedTuple):
-    """What a tensor has beside its components."""
+    """The state of a tensor besides its components."""
 
     writes: Tensor | None
     first: int
@@ -91,7 +91,7 @@ class Decoded:
         self._scratch: list[Tensor] = []
 
     def run(self) -> None:
-        """Do what is not done yet: after an interrupt it may be called again.
+        """Do the remaining work; after an interrupt it may be called again.
 
         Raises:
             Exception: the first error of an operation; all that does not need its result is done.
@@ -176,7 +176,7 @@ class Decoded:
         return torch.empty(self._size, dtype=torch.float32, device=self.device)
 
     def give_back(self, used: Tensor) -> None:
-        """Memory of which some was used, and none is needed any more."""
+        """Release memory that is no longer needed."""
         self._scratch.append(used.as_strided((self._size,), (1,), 0))
 
     def states(self, i: int) -> Sequence[State]:
@@ -199,7 +199,7 @@ class Decoded:
         return {i: [1.0] * len(self.shapes) for i in range(len(self.trace.variables))}
 
     def components(self, i: int, rows: Rows) -> list[Column]:
-        """Those of a variable, memory that is made for results included."""
+        """Return the components of a variable; allocate memory for results."""
         format, begins_as, _ = self.trace.variables[i]
         if begins_as == "nothing":
             made = []
@@ -324,7 +324,7 @@ class _Launched:
 
 
 class _Computed:
-    """What some rows come to, which is still to be stored.
+    """Computed rows that are not stored yet.
 
     Of errors one that is careful leaves out no more than the operation that raises, and what needs
     its result.

@@ -23,7 +23,7 @@ from mcftensor.kernels.program import COMPUTED, PATTERNS
 
 @opaque(lambda stored, source, format, key: named(format).empty_like(stored[0]), of_one=True)
 def recode(stored: Sequence[Tensor], source: str, format: str, key: Tensor | None) -> list[Tensor]:
-    """Components of one format as those of another."""
+    """Convert components of one format to those of another."""
     s, f = named(source), named(format)
     if _are_zeros(stored):
         made = f.empty_like(stored[0])
@@ -68,9 +68,9 @@ def encode_columns(
 
 
 class Flat(Sequence[Tensor]):
-    """Rows of scratch as a column, of which every one is made when it is asked for.
+    """Rows of scratch memory as a column, created on demand.
 
-    What stands beside them in columns is of their lengths, and contiguous.
+    The tensors in the other columns have the same lengths, and are contiguous.
     """
 
     def __init__(self, scratch: Tensor, lengths: Sequence[int], shapes: Sequence[Sequence[int]]):

@@ -30,9 +30,9 @@ def _keeping_expansions(apply: Callable[[], nn.Module], given: dict[str, Any]) -
 
 
 def _converted(convert: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """What `Module.to` makes of a tensor; DTensors of expansions have to stay such.
+    """Convert a tensor for `Module.to`; DTensors of expansions must stay DTensors of expansions.
 
-    Module puts what it gets in their place, and asks them nothing; expansions themselves refuse.
+    Module replaces tensors by the result without asking them; expansions themselves refuse.
     """
     new = convert(x)
     format = format_of(x)
@@ -46,8 +46,8 @@ def _converted(convert: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _by_terms(broadcast: Callable[..., None]) -> Callable[..., None]:
-    """Terms in place of expansions: tensors of one dtype travel joined, and DistributedDataParallel
-    gives plain buffers beside parameters of several formats."""
+    """Replace expansions by terms: tensors of one dtype are sent together, and
+    DistributedDataParallel passes plain buffers together with parameters of several formats."""
 
     def in_terms(argument: Any) -> Any:
         if not isinstance(argument, (list, tuple)):
@@ -150,8 +150,8 @@ def _of_one_dtype(propagate: Callable[[], Any], given: dict[str, Any]) -> Any:
 
 
 def _as_the_first(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Descriptions of DTensors, or lists of these, of which the others get the dtypes of the first
-    one. Plain tensors of unlike dtypes are refused by the operation itself, as ever."""
+    """Give all descriptions of DTensors, or lists of these, the dtypes of the first one. The
+    operation itself refuses plain tensors of different dtypes."""
 
     def like(own: Any, x: Any) -> Any:
         if not hasattr(x, "tensor_meta"):

@@ -50,7 +50,7 @@ _MAKES_STATES = row(
 
 
 def have_states_made_by_plan(cls: type[Optimizer]) -> None:
-    """Let optimizers of this class that have a plan have it make their states."""
+    """Create the states of optimizers of this class by their plans."""
     owner = next((base for base in cls.__mro__ if "_init_group" in vars(base)), None)
     if owner is None:  # of torch's own, LBFGS and SparseAdam never had it
         _MAKES_STATES.found_in(torch.optim.Adam)
@@ -84,7 +84,7 @@ _BREAKING = {
 
 
 def is_of_torch(step: Callable[..., Any]) -> bool:
-    """Whether a step is that of a class of torch."""
+    """Return whether a step belongs to a class of torch."""
     return str(inspect.unwrap(step).__module__).startswith("torch.optim.")
 
 
@@ -94,7 +94,7 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def named_parameters_of(optimizer: Optimizer) -> Iterator[tuple[str, tuple[int, int], Tensor]]:
-    """Each with a name, that of its group or `"group.index"`, and the numbers of these two."""
+    """Yield each parameter with its name or `"group.index"`, and the numbers of group and index."""
     for g, group in enumerate(optimizer.param_groups):
         names = group.get("param_names", ())
         for i, p in enumerate(group["params"]):
@@ -189,7 +189,7 @@ def _subclasses(cls: type[Optimizer]) -> Iterator[type[Optimizer]]:
 
 
 def _apart(hooked: Callable[..., Any]) -> Callable[..., Any]:
-    """A step with its hooks, which is no part of an assigned one that calls it."""
+    """A step with its hooks, separate from an assigned step that calls it."""
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():

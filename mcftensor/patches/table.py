@@ -34,7 +34,7 @@ class PatchWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Patch:
-    """One name of torch, or of a package around it, and what takes the place of what is there."""
+    """One name of torch, or of a package around it, and its replacement."""
 
     name: str
     """What is changed: a module or class, and an attribute of it or of its objects."""
@@ -112,7 +112,7 @@ def after_import(name: str, function: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds what is waited for as the other finders do."""
+    """Finds modules with waiting patches, by the other finders."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -124,7 +124,8 @@ def _empty_like(x: ScaledTensor, format: ScaledFormat, **kwargs: Any) -> ScaledT
 
 
 def _format_for(x: ScaledTensor, dtype: torch.dtype | None) -> ScaledFormat | None:
-    """Of what is made like x: its own, that of a dtype, or None where that has no scales."""
+    """Return the format of a new tensor like x: that of x, that of a dtype, or None without
+    scales."""
     if dtype is None or dtype == x.dtype:
         return x.format.of_states
     return of_dtype(dtype) if dtype in TOPS else None
@@ -170,7 +171,7 @@ def _new_full(
 
 
 def _factories(value: float, *operators: Any) -> None:
-    """States of optimizers, gradients of what is unused or of a loss."""
+    """States of optimizers, gradients of unused tensors or of a loss."""
     for operator in operators:
         make = _full_like if operator.__name__.endswith("_like") else _new_full
         rule(operator)(functools.partial(_made_of, make, value))
@@ -251,7 +252,7 @@ def _where(condition: Tensor, x: Any, y: Any) -> Unrounded:
 
 @rule(aten.masked_fill, keeps_tails=True)
 def _masked_fill(x: Any, mask: Tensor, value: Any) -> Unrounded:
-    """What is not finite, as of a causal mask, goes with every scale."""
+    """Values that are not finite, such as those of a causal mask, fit every scale."""
     filled = number(value)
     if not isinstance(value, Tensor) and not math.isfinite(value):
         return Unrounded(number(x).mantissa.masked_fill(mask, value), x.exponent)

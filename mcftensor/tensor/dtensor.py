@@ -1,8 +1,8 @@
-"""Parameters and states on more than one process: what PyTorch's classes for that do not ask for.
+"""Parameters and states on several processes, for the cases that PyTorch's classes do not dispatch.
 
-Nothing here is called by users. DistributedDataParallel brings all ranks to the state of the
-first when it is made, and DTensors, of which `fully_shard` and tensor parallelism make
-parameters, hold expansions as what each rank has of them.
+Users call nothing here. DistributedDataParallel copies the state of the first rank to all others at
+construction. DTensors, which `fully_shard` and tensor parallelism use for parameters, have
+expansions as local shards.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def local(x: Tensor) -> Tensor:
 
 
 def format_of(x: object) -> Format | None:
-    """The format of an expansion or of a DTensor of one; None of all else, and of formats that have
-    rules of their own, whose steps are those of any tensor."""
+    """Return the format of an expansion or of a DTensor of one. None for other tensors, and for
+    formats with their own rules, whose steps are those of any tensor."""
     format = any_format_of(x)
     return format if format is None or format.rules is None else None
 
 
 def any_format_of(x: object) -> Format | None:
-    """The format of an MCFTensor or of a DTensor of one, whatever it is; None of all else."""
+    """Return the format of an MCFTensor or of a DTensor of one; None for other tensors."""
     if isinstance(x, MCFTensor):
         return x._format
     x = getattr(x, "_local_tensor", None)
@@ -74,7 +74,7 @@ def on_local(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
 
 
 def place_of(x: Tensor) -> int:
-    """How far from the first element of a DTensor this rank's first one stands.
+    """Return the offset of this rank's first element in a DTensor.
 
     What is divided along its first dimension is a row of parts, one after the other. Where layers
     that are divided within are sharded, so are parts, and the place is that among their elements.

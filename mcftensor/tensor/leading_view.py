@@ -1,8 +1,8 @@
-"""What parameters lend whose leading component is no number by itself: codes under shared scales.
+"""Decoded leading components of parameters whose leading component is a code with a shared scale.
 
-A model computes with the number of codes and scales, which is made anew at each use, so that no
-graph and no shard keeps it. Where a model sees other parts of a parameter than its rows, as in
-`weight.t()`, it is given a `LentTensor`, which nobody can write to.
+A model computes with code times scale, decoded at each use, so that neither a graph nor a shard
+keeps a copy. A view of such a parameter across rows, such as `weight.t()`, is a read-only
+`LentTensor`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mcftensor.tensor.tensor import MCFTensor, each_view
 
 
 class LentTensor(MCFTensor):
-    """A view of what a parameter lends, of which only the parameter takes memory."""
+    """A read-only view of the decoded parameter; only the parameter takes memory."""
 
     _source: MCFTensor
     _view: Callable[[Tensor], Tensor]
@@ -53,7 +53,7 @@ class LentTensor(MCFTensor):
 
 
 def lent_views(func: Any, x: MCFTensor, args: Any, kwargs: Any) -> Any:
-    """The results of a view of what a parameter lends, or of what it has lent."""
+    """Return the results of a view of the decoded parameter, or of a view of it."""
 
     def over(_: Tensor, view: Callable[[Tensor], Tensor]) -> MCFTensor:
         if not isinstance(x, LentTensor):

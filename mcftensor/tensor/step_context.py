@@ -1,8 +1,8 @@
 """The step of an optimizer that this thread is in.
 
-Within it a parameter is its number, unless what is done with it is recorded for gradients: it acts
-as a value, and its gradient reads as an expansion (`MCFTensor.grad`). Where nothing is recorded for
-gradients, operations may go on a tape (`tape.py`). A closure that the step calls is outside of it.
+Within it a parameter acts as a value, unless autograd records the operation, and its gradient reads
+as an expansion (`MCFTensor.grad`). While autograd does not record, operations may be deferred
+(`tape.py`). A closure that the step calls is outside of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 
 class Step:
-    """What is known of a step only within it, which may be a part of an outer one."""
+    """The state of a step, which may be nested in another one."""
 
     def __init__(self, outer: Step | None) -> None:
         # By the identity of parameters: gradients, and what they read as.
@@ -118,7 +118,7 @@ def is_unwatched() -> bool:
 
 
 def open_tape() -> Tape | None:
-    """The tape that operations of this thread may go on: within a step, where nobody looks on."""
+    """Return the tape for operations of this thread: within a step, without an observing mode."""
     step = _thread.step
     return step.tape if step is not None and is_unwatched() else None
 

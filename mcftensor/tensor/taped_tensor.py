@@ -35,13 +35,13 @@ class TapedTensor(PromisedTensor, MCFTensor):
         del self._place
 
     def give_memory(self) -> list[Tensor] | None:
-        """The memory of a result that has not been computed, which no longer has it."""
+        """Take the memory of a result that has not been computed, and return it."""
         names = COMPONENTS[: len(self._format.components)]
         given = [self.__dict__.pop(name) for name in names if name in self.__dict__]
         return given if len(given) == len(names) else None
 
     def settle(self) -> None:
-        """Have done what is to be done, unless another thread has."""
+        """Run the deferred operations, unless another thread has."""
         with LOCK:
             if isinstance(self, TapedTensor):
                 self._place[0].run()
@@ -60,7 +60,7 @@ class TapedTensor(PromisedTensor, MCFTensor):
 
 
 class TapedGradient(TapedTensor, LiftedTensor):
-    """A plain gradient, which nobody else has, that is read by what is on the tape."""
+    """A plain gradient without other owners that deferred operations read."""
 
     def leave_tape(self) -> None:
         """From now on it may be written to."""

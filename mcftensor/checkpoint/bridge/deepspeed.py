@@ -50,14 +50,14 @@ _ALLOWED: list[Any] = [
 
 
 def universal_in(path: Path) -> Path | None:
-    """The folder of a universal checkpoint, which that of a run names."""
+    """Return the folder of the universal checkpoint that the folder of a run names."""
     if (path / "zero").is_dir():
         return path
     return _named_by(path / _LATEST_UNIVERSAL)
 
 
 def parts_in(path: Path) -> Path | None:
-    """The folder of the files of ZeRO, which that of a run names."""
+    """Return the folder of ZeRO's files that the folder of a run names."""
     path = _named_by(path / _LATEST) or path
     return path if any(path.glob("*_optim_states.pt")) else None
 
@@ -144,7 +144,7 @@ class _Shapes:
 
 
 def read_parts(path: Path, request: Request) -> Contents:
-    """Masters, whatever else the model has, and the states of the optimizer."""
+    """Return masters, the other tensors of the model, and the states of the optimizer."""
     path = parts_in(path) or path
     ranks = _ranks(path)
     saved = [_loaded(path / file, request.verify)["optimizer_state_dict"] for file in ranks]
@@ -270,7 +270,7 @@ def _entry(name: str, parts: list[Tensor], place: _Place) -> Entry:
 
 
 def _joined(parts: list[Tensor], shape: torch.Size) -> Tensor:
-    """Consecutive parts, of which the last may have more than is needed."""
+    """Join consecutive parts; the last may be longer than needed."""
     missing = shape.numel() - sum(map(len, parts))
     if missing > 0:
         raise CheckpointError(f"{missing} elements of a tensor of shape {shape} are missing")
@@ -278,7 +278,7 @@ def _joined(parts: list[Tensor], shape: torch.Size) -> Tensor:
 
 
 def _add_rest(contents: Contents, models: list[Any], stage: int) -> None:
-    """What is not trained, as the model has it, and names of the same weight."""
+    """Add the tensors that are not trained, and the names of tied weights."""
     model = models[0]
     shared = dict(model.get("shared_params") or {})
     contents.tied = {alias: name for alias, name in shared.items() if name in contents.weights}

@@ -1,7 +1,7 @@
 """Folders of `torch.distributed.checkpoint`: `.metadata`, which says what is where, and `*.distcp`.
 
-A tensor consists of parts, each of them a file of torch.save within a file; so do what are no
-tensors. Read: PyTorch 2.13.
+A tensor consists of parts; each part is a file of torch.save within a file. Other objects are
+stored in the same way. Read: PyTorch 2.13.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ METADATA = ".metadata"
 
 @dataclass(frozen=True)
 class Folder:
-    """What is in one, by name: tensors, and all else as what reads it."""
+    """The contents of a folder by name: tensors, and readers of other objects."""
 
     tensors: dict[str, Entry]
     objects: dict[str, Callable[[], Any]]
@@ -39,7 +39,7 @@ class Folder:
 
 
 def folder_at(path: Path, verify: bool) -> Folder:
-    """A folder, of which nothing but `.metadata` is read yet."""
+    """Open a folder; read only `.metadata`."""
     with reading(path / METADATA), (path / METADATA).open("rb") as file:
         require_pickle(file, path / METADATA)
         found = _Unpickler(file).load()
@@ -127,7 +127,7 @@ def _content(name: str, path: Path, place: Any, verify: bool) -> Any:
 
 
 class _Window(io.RawIOBase):
-    """A part of a file as a file, of which no more is in memory than is asked for."""
+    """A part of a file as a file; only the requested bytes are in memory."""
 
     def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
         self.file, self.start, self.length, self.place = file, start, length, 0
