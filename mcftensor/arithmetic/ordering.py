@@ -1,4 +1,4 @@
-"""The order of expansions: that of their terms, leading terms first, since they are normalized.
+"""The order of expansions: lexicographic in their terms, because they are normalized.
 
 Operands are lists of as many terms of one base.
 """
@@ -45,7 +45,7 @@ def minimum(x: Terms, y: Terms) -> list[Tensor]:
 
 
 def clamp(x: Terms, low: Terms | None, high: Terms | None = None) -> list[Tensor]:
-    """x within limits, of which either may be missing."""
+    """Clamp x to limits; either may be None."""
     if low is not None:
         x = maximum(x, low)
     return list(x if high is None else minimum(x, high))

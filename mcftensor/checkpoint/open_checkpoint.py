@@ -53,7 +53,7 @@ def shapes(path: Path) -> Mapping[str, Tensor]:
 
 
 def state_dict_in(content: object, source: object) -> dict[str, Tensor]:
-    """The tensors of a state dict, or of the one that is nested in it."""
+    """Return the tensors of a state dict, or of the state dict nested in it."""
     if not isinstance(content, Mapping):
         raise CheckpointError(
             f"{source} holds a {type(content).__name__} where a state dict belongs"
@@ -101,7 +101,7 @@ def _read_file(path: Path) -> Mapping[str, Tensor]:
 
 
 def in_shards(index: Path) -> Lazy:
-    """Several files and the index that says what is where; one of them is open at a time."""
+    """Several files with an index; one of them is open at a time."""
     files = files_in(index, json.loads(index.read_text(encoding="utf-8")))
     opened: dict[str, Mapping[str, Tensor]] = {}
 

@@ -1,5 +1,5 @@
-"""Work whose bits are known: operations, conversions and optimizer steps, and digests of what they
-give on a CPU, which stand in `digests.json`."""
+"""Work with known bits: operations, conversions and optimizer steps. `digests.json` has the
+digests of their results on a CPU."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _UNFUSED: dict[str, Callable[..., Optimizer]] = {
 
 
 def known_work() -> dict[str, dict[str, Work]]:
-    """All of it: groups by their names, and in each what is computed, by its name."""
+    """Return groups of computations by name."""
     steps: dict[str, Work] = {
         f"{name}, {weights}, {mode}": partial(_stepped, make, weights, mode)
         for weights, mode in _MODES

@@ -53,8 +53,8 @@ def _own_handler(func: Any) -> Handler:
 
 
 def _of_prims(func: Any) -> Handler | None:
-    """A handler that calls aten's operator of the same name and arguments; None where there is
-    none. Forward derivatives meet prims, of which PyTorch's references are made."""
+    """Return a handler that calls aten's operator of the same name and arguments, or None. Forward
+    derivatives call prims, the building blocks of PyTorch's references."""
     if func is torch.ops.prims.convert_element_type.default:
         return lambda func, x, dtype: x.to(dtype)
     packet = getattr(torch.ops.aten, func.overloadpacket.__name__, None)

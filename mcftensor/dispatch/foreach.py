@@ -43,7 +43,7 @@ def foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class ListCall:
-    """The arguments of a function of lists as columns, of which some are for every row."""
+    """The arguments of a function of lists as columns; a single value serves every row."""
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs

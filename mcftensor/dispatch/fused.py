@@ -1,5 +1,4 @@
-"""torch's fused steps, `_fused_adam_` and its like: those of `optimizer_steps.py` where expansions
-take part.
+"""torch's fused steps, such as `_fused_adam_`; with expansions, those of `optimizer_steps.py`.
 
 Lists may mix formats, plain parameters and plain states. Gradients are unscaled here too.
 """
@@ -38,7 +37,7 @@ Formats = tuple[Format, ...]
 
 @dataclass(frozen=True)
 class StepCall:
-    """A call of a fused step by names: lists of tensors, of which each parameter has a row.
+    """The arguments of a fused step by name: lists of tensors, with one row per parameter.
 
     Attributes:
         name: the name of PyTorch's operator.
@@ -169,8 +168,8 @@ def _plain_gradient(x: Tensor) -> Tensor:
 def _keys(
     groups: dict[Formats, list[int]], targets: Sequence[Sequence[Tensor]]
 ) -> dict[int, Tensor]:
-    """A key for each row whose rounding takes one, drawn in the order of rows. What is balanced
-    goes by the first count of a row, or by the key that others beside it have drawn."""
+    """Return a key for each row whose rounding takes one, drawn in the order of rows. Balanced
+    rounding uses the first count of a row, or the random key of its other tensors."""
     drawing = [
         rows
         for (_, *written), rows in groups.items()
@@ -200,8 +199,8 @@ def _groups(quantities: Sequence[Sequence[Tensor]]) -> dict[Formats, list[int]]:
 
 
 def _directly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The handler of a step without PyTorch's dispatcher, which takes long over long lists;
-    NotImplemented where that has something to do."""
+    """Call the handler of a step without PyTorch's dispatcher, which is slow for long lists; return
+    NotImplemented if the dispatcher is needed."""
     if len(args) < 2 or torch.is_grad_enabled() or not is_bare():
         return NotImplemented
     # The dispatcher gives lists their places and numbers their types, and refuses negative views.

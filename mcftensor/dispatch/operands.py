@@ -109,9 +109,10 @@ def common_role(operands: Sequence[Any]) -> Role:
 
 
 def common_format(name: str, operands: Sequence[Any]) -> Format:
-    """The format of a result: of one base, most terms, and the first rounding but to nearest.
+    """Return the format of a result: one base, most terms, and the first rounding other than to
+    nearest.
 
-    The longest formats have none. What is only stored counts as a plain tensor beside others.
+    The longest formats only round to nearest. Storage formats count as plain tensors.
 
     Raises:
         ValueError: expansions of unlike bases.
@@ -129,7 +130,7 @@ def require_dense(operand: Tensor) -> None:
 
 
 def require_numbers(operands: Iterable[Any]) -> None:
-    """Raise ValueError for what is no real number of Python's."""
+    """Raise ValueError unless these are real Python numbers."""
     for x in operands:
         if not isinstance(x, Number):
             raise ValueError(
@@ -138,7 +139,7 @@ def require_numbers(operands: Iterable[Any]) -> None:
 
 
 def plain(operand: Any) -> Tensor:
-    """What is no expansion, as a tensor; a number enters as float64, with all its bits."""
+    """Return a plain operand as a tensor; a number becomes float64, with all its bits."""
     if isinstance(operand, Tensor):
         require_dense(operand)
         return operand
@@ -169,9 +170,9 @@ def component_columns(column: Sequence[Tensor], format: Format) -> list[Sequence
 def stored_in(
     operand: Any, format: Format, device: torch.device, key: Tensor | None = None
 ) -> list[Tensor]:
-    """An operand as components of a format; to nearest, unless there is a key to round by.
+    """Return an operand as components of a format, rounded to nearest unless there is a key.
 
-    Those of an expansion may be its own.
+    They may be the components of the operand itself.
     """
     target = format.nearest if key is None else format
     if isinstance(operand, MCFTensor):
@@ -210,8 +211,8 @@ def rounded_by(x: Tensor, format: Format, key: Tensor | None) -> MCFTensor:
 def value_in(
     x: Tensor, format: Format, writes: Tensor | None = None, name: str | None = None
 ) -> MCFTensor:
-    """A value, or a DTensor of one; balanced rounding goes by a count, by the salt of a name, or by
-    that of x."""
+    """Return a value, or a DTensor of one; balanced rounding uses a count, the salt of a name, or
+    the count of x."""
     if writes is None and format.rounding == "balanced":
         own = count_of(x) if name is None else None
         writes = moved(start(local(x).device, name), place_of(x)) if own is None else unwritten(own)
@@ -224,7 +225,7 @@ def value_in(
 
 
 def as_state(x: Tensor, format: Format, p: Tensor, name: str) -> MCFTensor:
-    """A state of a parameter as a value, whose balanced rounding goes by sequences of its own."""
+    """Return a state of a parameter as a value with separate sequences of balanced rounding."""
     count = count_of(p)
     if count is None or count_of(x) is not None:
         return value_in(x, format)
@@ -232,7 +233,7 @@ def as_state(x: Tensor, format: Format, p: Tensor, name: str) -> MCFTensor:
 
 
 def count_of(x: Tensor) -> Tensor | None:
-    """What balanced rounding goes by, of an expansion that has it, also a sharded one."""
+    """Return the count of balanced rounding of an expansion, also of a sharded one."""
     x = local(x)
     return x._count if isinstance(x, MCFTensor) else None
 
@@ -294,7 +295,7 @@ def store(target: Tensor, result: Tensor) -> None:
 
 
 def fill(target: MCFTensor, components: Iterable[Tensor], non_blocking: bool = False) -> None:
-    """Write components into those of an expansion, by one call, which no signal interrupts."""
+    """Write components into those of an expansion by one call, which no signal can interrupt."""
     overwrite(target.components, components, non_blocking)
 
 

@@ -1,8 +1,8 @@
-"""The table of elementwise operations that have kernels of their own, a row for each.
+"""The table of elementwise operations with kernels, one row for each.
 
-Whatever names one of them follows from its row: the handlers of `add`, `add_`, `add` with `out=`,
-`_foreach_add` and `_foreach_add_`, what goes on the tape of a step and the methods that put it
-there, and what compilers keep whole.
+All uses of an operation follow from its row: the handlers of `add`, `add_`, `add` with `out=`,
+`_foreach_add` and `_foreach_add_`, the deferred form in a step and its methods, and the operators
+that stay opaque to compilers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Formula = tuple[str, Sequence[Any]]
 
 
 class Operator(NamedTuple):
-    """One of aten's operations. `name_`, `name.out` and the `_foreach_` forms exist beside it."""
+    """One of aten's operations, with its forms `name_`, `name.out` and `_foreach_name`."""
 
     name: str
     operands: int

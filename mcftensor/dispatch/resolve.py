@@ -35,7 +35,7 @@ class Kind:
 
     @property
     def stored(self) -> Format:
-        """The format of what is read: a lifted tensor has no tails."""
+        """Return the format to read: a lifted tensor has no tails."""
         return PLAIN[self.format.dtype] if self.is_lifted else self.format
 
 
@@ -74,7 +74,7 @@ def _look_alike(column: Sequence[Any]) -> bool:
 
 
 class Plan(NamedTuple):
-    """An operation on terms, as far as the kinds of its operands say what it is."""
+    """An operation on terms, resolved by the kinds of its operands."""
 
     expression: Expression
     order: tuple[int | float, ...]
@@ -139,10 +139,10 @@ def plan(
 
 
 def uses_leading(ours: Iterable[bool], plain: Iterable[bool]) -> bool:
-    """Whether an operation on expansions, all of which are parameters, uses leading components: it
-    does if a plain tensor is among its operands.
+    """Return whether an operation uses leading components: it does if all expansions are
+    parameters and a plain tensor is among its operands.
 
-    A plain tensor without dimensions counts as a number beside an expansion that has some.
+    A 0-d plain tensor counts as a number if the expansions have dimensions.
 
     Args:
         ours: whether the expansions have dimensions.

@@ -21,11 +21,11 @@ def require_one_base(name: str, formats: Sequence[Format]) -> None:
 
 
 def longest_format(name: str, formats: Sequence[Format]) -> Format:
-    """Return the format of a result of operands in these formats: that of most terms, rounded in
-    the first way that is not to nearest.
+    """Return the format of a result of operands in these formats: the one with most terms, with the
+    first rounding that is not to nearest.
 
-    The longest formats are rounded to nearest alone. A format that only stores counts as a plain
-    tensor beside others.
+    The longest formats only round to nearest. A storage format counts as a plain tensor if other
+    formats take part.
 
     Raises:
         ValueError: expansions of unlike bases.

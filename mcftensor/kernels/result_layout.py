@@ -33,10 +33,10 @@ def template_of(operands: Sequence[Tensor]) -> Tensor:
 def laid_out(
     function: Callable[P, R], template_of: Callable[[Sequence[Tensor]], Tensor] = template_of
 ) -> Callable[P, R]:
-    """Results in the layout that `empty_terms` foretells: that of the first operand. Those of
-    another shape stay as they are.
+    """Return results in the layout that `empty_terms` predicts, the layout of the first operand.
+    Results of another shape are unchanged.
 
-    What torch makes of operands with unlike strides depends on the order of operations.
+    For operands with different strides, torch's layout depends on the order of operations.
     """
 
     def kernel(*args: P.args, **kwargs: P.kwargs) -> R:

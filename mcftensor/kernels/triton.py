@@ -1,10 +1,9 @@
 """Programs in Triton: one launch for all tensors of a call.
 
-bfloat16 and float16 numbers are computed with as float32 values that hold them exactly. Where a GPU
-rounds to bfloat16 by itself, that is one instruction of an arithmetic that is bound by these;
-elsewhere, and in Triton's interpreter, which truncates, it is done on the bit pattern. Division and
-square roots are the correctly rounded ones; products and sums are not contracted, for which the
-launch asks.
+bfloat16 and float16 numbers are computed as float32 values. GPUs with an instruction that rounds to
+bfloat16 use it; other GPUs, and Triton's interpreter, which truncates, round on the bit pattern.
+Division and square roots are correctly rounded. The launch disables contraction of products and
+sums.
 """
 
 from __future__ import annotations

@@ -85,15 +85,15 @@ _WHOLE = ("key", "count", "start")
 
 
 class Stage:
-    """Some operations of a trace as a kernel, and one of PyTorch's that follows.
+    """A kernel for some operations of a trace, and an operation of PyTorch that follows it.
 
     Attributes:
         then: the operation that follows; one more output is its operand.
-        vectors: the variables that are read; None is what the operation before has made.
-        scalars: what else is read.
+        vectors: the variables that are read; None is the result of the preceding operation.
+        scalars: the scalars that are read.
         stored: the variables that are written.
         signature: that of `body`.
-        factors: by variable, what is left to be done.
+        factors: by variable, the deferred factors.
     """
 
     def __init__(
@@ -136,13 +136,13 @@ class Stage:
         )
 
     def format(self, i: int | None) -> Format:
-        """That of a vector."""
+        """Return the format of a vector."""
         return _FLOAT32 if i is None else self._trace.variables[i].format
 
     def body(
         self, vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor
     ) -> Sequence[Tensor]:
-        """The components of what is stored, and the operand of what follows."""
+        """Return the components to store, and the operand of the following operation."""
         left = iter(vectors)
         stored = {i: [next(left) for _ in self.format(i).components] for i in self.vectors}
         given = dict(zip(self.scalars, map(scalar_tensor, scalars), strict=True))

@@ -35,7 +35,7 @@ class Expression:
     format: Format
 
     def number(self, operands: Sequence[Floats]) -> Number:
-        """What it comes to, before it is rounded; operands are sums of floats."""
+        """Return the result before rounding; operands are sums of floats."""
         return OPERATIONS[self.operation](*map(self.format.numbers.of, operands))
 
 
@@ -117,7 +117,7 @@ def _as_tensor(x: Any) -> Tensor:
 
 
 def _are_scalars(column: Sequence[Scalar], outputs: Column) -> list[bool]:
-    """Which of a column are scalars beside their outputs; one flag where all are alike."""
+    """Return which rows of a column are scalars; a single flag if all are equal."""
     if len(column) == 1:
         (x,) = column
         return [type(x) is float or (x.dim() == 0 and outputs[0].dim() > 0)]  # type: ignore[union-attr]

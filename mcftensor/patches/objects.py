@@ -138,7 +138,7 @@ for _module in ("torch", "torch.utils.dlpack"):
 def register_load_hook(
     module: nn.Module, hook: Callable[..., None], *, first: bool = False
 ) -> None:
-    """`register_load_state_dict_pre_hook`, once; a first one runs before those that are there."""
+    """Call `register_load_state_dict_pre_hook` once; a first hook runs before existing ones."""
     if not _keys_of(module, hook):
         handle = module.register_load_state_dict_pre_hook(hook)
         if first and (hooks := _LOAD_HOOKS.found_in(module)) is not None:
@@ -146,7 +146,7 @@ def register_load_hook(
 
 
 def remove_load_hook(module: nn.Module, hook: Callable[..., None]) -> None:
-    """Undo it; copies of a module, of whose hooks nobody has a handle, are included."""
+    """Remove the hook, also from copies of a module, whose hooks have no handle."""
     for key in _keys_of(module, hook):
         del _LOAD_HOOKS.found_in(module)[key]
 

@@ -69,8 +69,8 @@ for _name in (
 
 
 def _in_turns(xs: Sequence[Any]) -> Iterator[tuple[Division | None, list[int]]]:
-    """The numbers of tensors that are exchanged at once: as many as there are ranks, divided among
-    the same ones. Those that are whole come one by one."""
+    """Group the tensors that are exchanged together: one for each rank, sharded over the same
+    ranks. Whole tensors come one by one."""
     waiting: dict[Division, list[int]] = {}
     for i, x in enumerate(xs):
         division = Division.of(x)
@@ -104,7 +104,7 @@ def _by_owners(step: Callable[..., None]) -> Callable[..., None]:
 def _exchanged(
     step: Callable[..., None], division: Division, lists: Lists, options: dict[str, Any]
 ) -> None:
-    """A step of each parameter by its owner; what it writes to goes back to all ranks."""
+    """Step each parameter on its owner; the written tensors are sent back to all ranks."""
     wholes = [division.to_owners(xs) for xs in lists]
     if division.rank < len(lists[0]):
         step(*([x] for x in wholes), **options)
@@ -258,8 +258,8 @@ for _name, _change, _takes in (
 
 
 def mean_over_ranks(parameters: Iterable[Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """A closure that returns the mean of what it returns on the ranks that share parameters, so
-    that a line search takes the same way on all."""
+    """Return a closure whose value is the mean over the ranks that share parameters, so that a line
+    search takes the same steps on all ranks."""
     mesh = next((p.device_mesh for p in parameters if local(p) is not p), None)
     if mesh is None:
         return function

@@ -111,7 +111,7 @@ def _count_of(x: Tensor, dim: Dims) -> int:
 
 
 def dims_of(x: Tensor, dim: Dims) -> list[int]:
-    """What is reduced: all if nothing is said."""
+    """Return the reduced dimensions: all by default."""
     dims = [dim] if isinstance(dim, int) else list(dim or ())
     return dims or list(range(x.dim()))
 

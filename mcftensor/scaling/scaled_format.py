@@ -121,7 +121,7 @@ class ScaledFormat(Format):
 
     @functools.cached_property
     def nearest(self) -> ScaledFormat:
-        """The same data, rounded to nearest: of what is computed."""
+        """The same format with rounding to nearest, for results."""
         return of_dtype(self.dtype, self.tail)
 
     @property
@@ -137,7 +137,7 @@ class ScaledFormat(Format):
 
     @property
     def of_states(self) -> ScaledFormat:
-        """The format of what is made like a tensor: an integer tail is for weights alone."""
+        """The format of new tensors like this one: only weights have an integer tail."""
         return self.lead if self.tail == torch.int8 else self.nearest
 
     # ---------------------------------------------------------------------------------- the codec
@@ -219,7 +219,7 @@ _one_object = functools.lru_cache(maxsize=None)(ScaledFormat)
 def of_dtype(
     dtype: torch.dtype, tail: torch.dtype | None = None, rounding: Rounding = "nearest"
 ) -> ScaledFormat:
-    """The one object for a dtype, that of a tail and a rounding."""
+    """Return the format object for a dtype, a tail and a rounding."""
     return _one_object(dtype, tail, rounding)
 
 

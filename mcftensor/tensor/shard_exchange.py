@@ -55,9 +55,8 @@ class Division(NamedTuple):
     def to_owners(self, xs: Sequence[Any]) -> Any:
         """The whole of `xs[rank]`, which this rank owns; None if there are not so many.
 
-        Every element of a DTensor travels to the owner alone, with all terms, and gradients without
-        tails as such. What is whole on every rank, and None, is there.
-        """
+        Every element of a DTensor is sent only to the owner, with all terms; gradients are sent
+        without tails. Tensors that are whole on every rank, and None, are returned."""
         sent = [[] if self._dim(x) is None else _held(self._part(x)) for x in xs]
         x: Any = xs[self.rank] if self.rank < len(xs) else None
         dim, own = self._dim(x), None if x is None else self._part(x)
@@ -72,7 +71,7 @@ class Division(NamedTuple):
         return _made(joined, own, None if writes is None else moved(writes, -place_of(x)))
 
     def from_owners(self, whole: Any, like: Sequence[Any]) -> list[Any]:
-        """Tensors that are divided and stored as these, of those that the owners have."""
+        """Shard the owners' tensors in the layout and format of these."""
         parts = [None if x is None else self._part(x) for x in like]
         found = [
             [] if part is None else [*_empty(part, self._shape(x, self.rank)), *_counts(part)]
@@ -140,7 +139,7 @@ class Division(NamedTuple):
         return torch.Size(shape)
 
     def _shards(self, x: Any, held: list[Tensor]) -> list[list[Tensor]]:
-        """The memory of a whole tensor, as each rank is to have it."""
+        """Return the shards of the memory of a whole tensor, one for each rank."""
         dim = self._dim(x)
         if dim is None:
             return [held] * self.size
@@ -177,7 +176,7 @@ class Division(NamedTuple):
 
 
 def _held(x: Tensor) -> list[Tensor]:
-    """The memory of a tensor: that of all components, of the plain tensor in a lifted one."""
+    """Return the memory of a tensor: all components, or the plain tensor of a lifted one."""
     if isinstance(x, LiftedTensor) and not x.has_tails:
         return [x._component0.contiguous()]
     return [y.contiguous() for y in (x.components if isinstance(x, MCFTensor) else (x.detach(),))]

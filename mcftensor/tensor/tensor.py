@@ -43,7 +43,7 @@ def _rebuild(
     is_param: bool,
     writes: Any = None,
 ) -> MCFTensor:
-    """What a pickle says of a tensor, checked: a file may say anything.
+    """Rebuild a tensor from a pickle, with checks, because a file may contain anything.
 
     Raises:
         ValueError: components, format and role are not those of a tensor of this shape.
@@ -149,11 +149,12 @@ class MCFTensor(GatheredTensor, PickledTensor, GradedTensor, AddressedTensor, Re
         writes: Tensor | None = None,
         first: int = 0,
     ) -> MCFTensor:
-        """The one way to make such a tensor: of components of a format, which are not checked.
+        """Create a tensor from components of a format, without checks. All tensors are created
+        here.
 
-        `own` says that nobody else has, or will have, the memory of the components; `writes` is the
-        count of writes to go on with, by default none, and `first` where it begins among what that
-        is the count of.
+        `own` says that the memory of the components has no other owner, now and later. `writes` is
+        the count of writes, by default none, and `first` the offset of this tensor in the tensor
+        that is counted.
         """
         if is_compiling():  # graphs hold calls of the class, of tensors and texts
             return MCFTensor(
@@ -180,8 +181,8 @@ class MCFTensor(GatheredTensor, PickledTensor, GradedTensor, AddressedTensor, Re
         return made
 
     def _made_beside(self, components: Sequence[Tensor], role: Role) -> MCFTensor:
-        """New components as a tensor of this format that has not been written to, such as a state
-        of an optimizer; of what one step makes like this one, each has sequences of its own."""
+        """Return new components as a tensor of this format without writes, such as a state of an
+        optimizer. Tensors that one step creates like this one round by different sequences."""
         writes, device = self._count, components[0].device
         if writes is not None:
             step = current_step()
@@ -305,7 +306,7 @@ class LiftedTensor(MCFTensor):
         return made
 
     def viewed(self, plain: Tensor, view: Callable[[Tensor], Tensor]) -> LiftedTensor:
-        """A view of it, given that of the plain tensor; they get their tails together."""
+        """Return a view, given the view of the plain tensor; both get their tails together."""
         made = LiftedTensor.over(plain, self._format)
         made._view_of = self
         self._views.append((weakref.ref(made), view))
@@ -390,7 +391,8 @@ def each_view(
 
 
 def _holders(x: Any) -> tuple[int, int, int]:
-    """How many hold the plain tensor of one that is lifted: in Python, in C++, and its memory."""
+    """Count the references to the plain tensor of a lifted one: in Python, in C++, and its
+    memory."""
     plain = x._component0
     storage = plain.untyped_storage()
     memory = torch._C._storage_Use_Count(storage._cdata)
@@ -476,8 +478,8 @@ def _where(condition: Tensor, input: Any = None, other: Any = None, **kwargs: An
 def number_in(
     x: float, format: Format, role: Role = "value", device: torch.device | None = None
 ) -> Tensor:
-    """A number as an expansion without dimensions, to nearest; a plain one beside formats that have
-    none of these."""
+    """Return a number as a 0-d expansion, rounded to nearest; a plain tensor for formats without
+    them."""
     number = torch.tensor(x, dtype=torch.float64, device="cpu")
     if format.shared or format.rules is not None:
         return number if device is None else on_device(number, device)

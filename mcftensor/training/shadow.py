@@ -138,9 +138,9 @@ def same(x: Tensor, parameter: Tensor, name: str) -> Tensor:
 
 
 def widened(x: Tensor, parameter: Tensor, name: str) -> Tensor:
-    """A copy in the format that resolves what updates of the parameter lose.
+    """Return a copy in a format wide enough to resolve the losses of updates.
 
-    Integers stay integers, and step counts what they are: fused kernels require float32.
+    Integers stay integers, and step counts keep their dtype: fused kernels require float32.
     """
     x = x.detach()
     if x.is_complex():
@@ -169,7 +169,7 @@ def widened_parameters(x: Tensor, parameter: Tensor, name: str) -> Tensor:
 
 
 def wide_type(parameter: Tensor) -> torch.dtype | Format:
-    """The type with bits enough beyond those of a parameter: float64, or terms of it."""
+    """Return a type with more bits than a parameter: float64, or terms of it."""
     format = format_of(parameter)
     name = format.name if format else str(parameter.dtype)
     if parameter.dtype.itemsize < 2:
@@ -186,8 +186,8 @@ def wide_type(parameter: Tensor) -> torch.dtype | Format:
 
 
 def require_single(caller: str, optimizer: object, repair: str) -> None:
-    """Raise TypeError for what is no optimizer, and ValueError, with the repair, for one that steps
-    others."""
+    """Raise TypeError if this is not an optimizer, and ValueError, with the repair, if it steps
+    other optimizers."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{caller}: got {name}; give a torch.optim.Optimizer")
@@ -209,14 +209,14 @@ def bare(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
 
 @contextlib.contextmanager
 def trying(parameters: Sequence[Tensor] = ()) -> Iterator[None]:
-    """Within, steps are taken of which nothing is left, neither warnings nor random numbers."""
+    """Within, trial steps leave no trace: neither warnings nor changes of random states."""
     with torch.no_grad(), warnings.catch_warnings(), same_randomness(parameters):
         warnings.simplefilter("ignore")
         yield
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group has beside its parameters."""
+    """Return the options of a group."""
     return {name: x for name, x in group.items() if name not in ("params", "param_names")}
 
 
@@ -227,7 +227,7 @@ def plain_step(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 def attributes(optimizer: Optimizer, memo: dict[int, Any]) -> dict[str, Any]:
-    """Copies of the attributes of an optimizer, without hooks and what is bound to it."""
+    """Copy the attributes of an optimizer, without hooks and bound methods."""
     copied = {}
     for name, value in optimizer.__dict__.items():
         if name in _BOUND:
@@ -317,7 +317,7 @@ def _once(loss: Callable[[], Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def same_randomness(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Whatever is drawn within is drawn again afterwards."""
+    """Restore the random states afterwards."""
     cuda = sorted({p.device.index for p in parameters if p.device.type == "cuda"})
     of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:

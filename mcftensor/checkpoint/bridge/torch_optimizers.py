@@ -68,7 +68,7 @@ def read_file(path: Path, request: Request) -> Contents:
 
 
 def add_beside(contents: Contents, folder: Path, request: Request) -> None:
-    """The states that lie beside weights in a folder, if there are any."""
+    """Add the states in the same folder as the weights, if there are any."""
     for path in (folder / name for name in BESIDE):
         if not path.is_file():
             continue
@@ -251,7 +251,7 @@ def _read(name: str, p: Tensor, state: dict[str, Any], path: Path) -> dict[str, 
 
 
 def _restored(own: Group, theirs: Group) -> Group:
-    """Hyperparameters that a group of an optimizer takes from that of a checkpoint."""
+    """Return the hyperparameters that a group takes from the checkpoint."""
     known = {key: x for key, x in theirs.items() if key != "params" and key in own}
     known |= {key: x for key, x in theirs.items() if key == "initial_lr"}  # by schedulers
     return {key: _like(own.get(key), x) for key, x in known.items()}

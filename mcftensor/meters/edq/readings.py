@@ -1,8 +1,8 @@
-"""Readings: what one step lost, from the step on copies to the figures; and what it meant to do to
-each state, and what was kept of it.
+"""Readings: the losses of one step, from the step on copies to the figures; and the intended
+change of each state, with the share that was kept.
 
-A second moment that stands still, or is zero beside a first moment that is not, changes the length
-of updates, and a loss need not show it.
+A second moment that is frozen, or zero with a non-zero first moment, changes the length of updates,
+and the loss need not show it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ from mcftensor.training.step_warnings import saturated_blocks
 
 
 class Reading(TypedDict):
-    """What one step lost, in the model, a group or a parameter.
+    """The losses of one step, in the model, a group or a parameter.
 
-    Every figure but `update_norm` and `numel` is None where no update was intended, and `largest`
-    where there is no learning rate.
-    """
+    If no update was intended, every figure except `update_norm` and `numel` is None. `largest` is
+    None without a learning rate."""
 
     step: int
     """Number of the step since the meter was attached, from 1 on."""
@@ -63,11 +62,10 @@ class Reading(TypedDict):
 
 
 class StateReading(TypedDict):
-    """What one step kept of the intended change of a state, in the model or of a parameter.
+    """The share of the intended change of a state that one step kept, in the model or a parameter.
 
-    A state rounded at random, or in a balanced way, keeps the mean: there `ratio` says what is
-    kept, and `lost` is large because few elements move at a time.
-    """
+    Stochastic and balanced rounding preserve the mean of a state: there `ratio` is the share that
+    is kept, and `lost` is large because few elements move at a time."""
 
     step: int
     """Number of the step since the meter was attached, from 1 on."""
@@ -96,7 +94,7 @@ class Place:
 
 @dataclass
 class Sample:
-    """A step of one parameter on copies: sums over its elements, and what it came to."""
+    """A step of one parameter on copies: sums over its elements, and the results."""
 
     place: Place
     sums: Tensor
@@ -278,7 +276,7 @@ def _components(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _parts(x: Tensor) -> Sequence[Tensor]:
-    """Floats whose sum is the number, of which the first is what models compute with."""
+    """Return floats whose sum is the number; models compute with the first."""
     if not isinstance(x, MCFTensor) or x.format.arithmetic == "terms":
         return _components(x)
     return x.lent, x._collapsed() - x.lent

@@ -22,7 +22,7 @@ _HEADS = ("elements", "update", "ratio", "lost", "ratio leading", "lost leading"
 
 
 def table(last: Reading | None, readings: Mapping[str, Reading], limit: int | None) -> Table:
-    """One reading a row, what is lost most first, and below them that of the whole model."""
+    """One reading per row, largest loss first; the last row is the whole model."""
     heads = [head.replace(" ", "\n") for head in _HEADS]
     below = [("all", *_cells(last))] if last else []
     return _screen("table", _title(last), ["parameter"], heads, _rows(readings, limit), below)
@@ -49,7 +49,7 @@ def state_table(
     readings: Mapping[str, Mapping[str, StateReading]],
     limit: int | None = None,
 ) -> Table:
-    """One state of one parameter a row, what is lost most first, and below them the whole model."""
+    """One state of one parameter per row, largest loss first; the last rows are the whole model."""
     heads = ["elements", "ratio", "lost", "zero beside\na first moment", "saturated\nblocks"]
     found = [(name, state, x) for name, own in readings.items() for state, x in own.items()]
     found.sort(key=lambda row: math.inf if row[2]["ratio"] is None else row[2]["ratio"])
