@@ -25,7 +25,8 @@ assert wheel == contents(again), "the archive builds another wheel"
 found = [*ROOT.glob("mcftensor/**/*.py"), *ROOT.glob("mcftensor/**/README.md")]
 files = {str(path.relative_to(ROOT)) for path in found}
 packaged = {name for name in wheel if name.startswith("mcftensor/")}
-assert packaged == files | {"mcftensor/py.typed"}, packaged ^ files
+data = {"mcftensor/py.typed", "mcftensor/device_checks/digests.json"}
+assert packaged == files | data, packaged ^ (files | data)
 
 (metadata,) = (text for name, text in wheel.items() if name.endswith("/METADATA"))
 about = message_from_bytes(metadata)
