@@ -17,8 +17,9 @@ from mcftensor.arithmetic import eft
 from mcftensor.formats import PLAIN, Format
 from mcftensor.kernels import Signature
 from mcftensor.kernels.first_use import are_alike, hard_numbers
+from mcftensor.passes.expressions import scalar_tensor
 from mcftensor.passes.format_conversion import decoding, encoding
-from mcftensor.passes.traces import Operation, Trace, scalar_tensor
+from mcftensor.passes.traces import Operation, Trace
 
 
 def _sum(x: Tensor, y: Tensor, alpha: Tensor | None) -> Tensor:
@@ -208,7 +209,7 @@ class Stage:
             ]
             count = len(given) - len(keywords)
             named = dict(zip(keywords, given[count:], strict=True))
-            write(operation, _FORMULAS[_single(name)](*given[:count], **named))
+            write(operation, _FORMULAS[single_name(name)](*given[:count], **named))
         taken = [] if self.then is None else [read(self.then.operands[0])]
         for i in self.stored:
             if i in made:
@@ -243,7 +244,7 @@ def stages(trace: Trace, results: tuple[int, ...], steps: tuple[Operation, ...])
 
 def _has_formula(trace: Trace, operation: Operation) -> bool:
     are_numbers = [trace.variables[i].begins_as == "number" for i in operation.operands]
-    return _is_known(_single(operation.name), tuple(are_numbers), operation.keywords)
+    return _is_known(single_name(operation.name), tuple(are_numbers), operation.keywords)
 
 
 def _depends(x: Operation, earlier: Operation) -> bool:
@@ -251,7 +252,8 @@ def _depends(x: Operation, earlier: Operation) -> bool:
     return earlier.target in (*x.operands, x.target) or x.target in earlier.operands
 
 
-def _single(name: str) -> str:
+def single_name(name: str) -> str:
+    """Return the name of an operation on tensors for one on lists."""
     return name.removeprefix("_foreach_")
 
 

@@ -22,7 +22,7 @@ from mcftensor.formats import Format
 from mcftensor.kernels import cpu, execute
 from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.columns import Column
-from mcftensor.passes.decoded_kernels import Asked, Factor, Stage, stages
+from mcftensor.passes.decoded_kernels import Asked, Factor, Stage, single_name, stages
 from mcftensor.passes.format_conversion import Flat, decode_columns, encode_columns
 from mcftensor.passes.traces import NUMBERS, Operation, Trace
 
@@ -269,8 +269,8 @@ class _Launched:
             self._left.append(cpu.prepared(launch, rows.lengths, addresses, scalars, dtypes))
             if stage.then is not None:
                 flat = self._scratch[None]
-                name = stage.then.name.removeprefix("_foreach_")
-                self._left.append(functools.partial(getattr(torch, name), flat, out=flat))
+                function = getattr(torch, single_name(stage.then.name))
+                self._left.append(functools.partial(function, flat, out=flat))
 
     def commit(self) -> None:
         """Run what has not run yet."""
@@ -498,7 +498,7 @@ class _Computed:
 def _function(name: str, is_in_place: bool) -> Callable[..., Any]:
     """PyTorch's function of a name, which lists may have been given to: on GPUs these have kernels
     of their own."""
-    single = name.removeprefix("_foreach_")
+    single = single_name(name)
     if single == name or not torch.cuda.is_available():
         return getattr(Tensor, f"{single}_") if is_in_place else getattr(torch, single)
     function = getattr(torch, f"{name}_" if is_in_place else name)

@@ -87,7 +87,7 @@ def _body(
     format = expression.format
 
     def body(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> Sequence[Tensor]:
-        left: dict[bool, Iterator[Any]] = {True: map(_as_tensor, scalars), False: iter(vectors)}
+        left: dict[bool, Iterator[Any]] = {True: map(scalar_tensor, scalars), False: iter(vectors)}
         stored = regroup([next(left[is_scalar]) for is_scalar in are_scalars], lengths)
         floats = [f.decode(x) for f, x in zip(formats, stored, strict=True)]
         key = scalars[-1] if format.takes_key else None
@@ -112,7 +112,8 @@ def on_whole(
     return body, Signature(tuple(vectors), tuple(scalars), tuple(outputs))
 
 
-def _as_tensor(x: Any) -> Tensor:
+def scalar_tensor(x: Any) -> Tensor:
+    """A scalar; a number of Python's is a float64."""
     return x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device="cpu")
 
 

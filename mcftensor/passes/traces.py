@@ -23,6 +23,7 @@ from mcftensor.arithmetic.network_numbers import Network
 from mcftensor.arithmetic.number_protocol import Number, Numbers
 from mcftensor.formats import PLAIN, Format
 from mcftensor.kernels import Body, Signature
+from mcftensor.passes.expressions import scalar_tensor
 
 T = TypeVar("T")
 
@@ -188,8 +189,3 @@ class Trace:
 EMPTY = Trace()
 NUMBERS = Variable(PLAIN[torch.float64], "number")
 KEYS = Variable(PLAIN[torch.int64], "number")
-
-
-def scalar_tensor(x: Any) -> Tensor:
-    """A scalar; a number of Python's is a float64."""
-    return x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device="cpu")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcftensor.patches.table import by_name, row
-from mcftensor.tensor.dtensor import format_of, local, on_local
+from mcftensor.tensor.dtensor import format_of, local, placed_like
 from mcftensor.tensor.shard_exchange import Division
 from mcftensor.tensor.step_context import outside
 from mcftensor.tensor.tensor import lifted_gradient
@@ -37,18 +37,14 @@ def _on_shards(step: Callable[..., None]) -> Callable[..., None]:
         if not _are_sharded(params):
             step(params, *lists, **options)
             return
-        own = [[x if x is None else local(x) for x in xs] for xs in lists]
+        own: list[list[Any]] = [[x if x is None else local(x) for x in xs] for xs in lists]
         step([local(p) for p in params], *own, **options)
         for xs, new in zip(lists, own, strict=True):  # SGD makes its buffers within
             for i, x in enumerate(xs):
                 if x is None and new[i] is not None:
-                    xs[i] = _placed_like(params[i], new[i])
+                    xs[i] = placed_like(params[i], new[i])
 
     return over_shards
-
-
-def _placed_like(p: Tensor, shard: Any) -> Tensor:
-    return on_local(lambda _: shard, p) if local(p) is not p else shard
 
 
 for _name in (

@@ -73,6 +73,11 @@ def on_local(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
     return outside(on_own)  # DTensor asks for the dtype of what it holds
 
 
+def placed_like(x: Tensor, own: Tensor) -> Tensor:
+    """Return a DTensor like x, of which this rank has `own`; or `own`, if x is plain."""
+    return on_local(lambda _: own, x)
+
+
 def place_of(x: Tensor) -> int:
     """Return the offset of this rank's first element in a DTensor.
 

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from mcftensor.training.gradient_hooks import at_end_of_backward
+
 
 def require_known_gradients(model: DistributedDataParallel) -> None:
     """Raise ValueError if a bucket may hold zeros in the place of gradients that are not there."""
@@ -46,8 +48,8 @@ def pass_on_reduced(
         for p, grad in chosen:
             p.grad = grad
             take(p)
-        if chosen:
-            _when_copied(lambda: _drop(p for p, _ in chosen))
+        if chosen:  # dropped once the model has copied its buckets to gradients, after backward
+            at_end_of_backward(lambda: at_end_of_backward(lambda: _drop(p for p, _ in chosen)))
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(buffer)
         return done
@@ -58,9 +60,3 @@ def pass_on_reduced(
                 p.grad = None
 
     model.register_comm_hook(None, lambda _, bucket: reduce(bucket))
-
-
-def _when_copied(function: Callable[[], None]) -> None:
-    """Call a function when the model has copied its buckets to gradients, after backward."""
-    queue = torch.autograd.Variable._execution_engine.queue_callback
-    queue(lambda: queue(function))

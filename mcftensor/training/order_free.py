@@ -23,7 +23,7 @@ from mcftensor.patches.distributed import around_each_reduction
 from mcftensor.patches.optimizers import watch_norms
 from mcftensor.patches.table import calls
 from mcftensor.tensor import MCFTensor
-from mcftensor.tensor.dtensor import local
+from mcftensor.tensor.dtensor import local, placed_like
 from mcftensor.training.gradient_hooks import (
     Handle,
     HandleHook,
@@ -621,9 +621,11 @@ def _order_free_sum(state, bucket):  # type: ignore[no-untyped-def]
     handle = state.active()
     if handle is not None:
         return handle.reduce(bucket)
-    buffer = bucket.buffer().div_(state.group.size())
-    work = dist.all_reduce(buffer, group=state.group, async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (  # noqa: PLC0415
+        allreduce_hook,
+    )
+
+    return allreduce_hook(state.group, bucket)
 
 
 def _arranged(given: dict[str, Any]) -> None:
@@ -674,19 +676,7 @@ def _like(p: Tensor, own: Tensor) -> Tensor:
     if is_dense(of_process) and own.stride() != of_process.stride():
         strided = own.new_empty_strided(own.shape, of_process.stride())
         own = strided.copy_(own)
-    if of_process is p:
-        return own
-    tensor: Any = sys.modules["torch.distributed.tensor"]
-    dtensor: Any = p
-    result: Tensor = tensor.DTensor.from_local(
-        own,
-        dtensor.device_mesh,
-        dtensor.placements,
-        run_check=False,
-        shape=p.shape,
-        stride=p.stride(),
-    )
-    return result
+    return placed_like(p, own)
 
 
 def _kind(x: Tensor) -> str:
