@@ -159,11 +159,15 @@ def _repeats(x: Tensor, period: Tensor) -> bool:
     return all(bool((part == period).all()) for part in parts)
 
 
+def _require_cuda(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise _LeftOut("a CUDA device is not at hand")
+
+
 def _large(elements: int) -> Callable[[torch.device], tuple[int, list[str]]]:
     def check(device: torch.device) -> tuple[int, list[str]]:
         needed = 5 * elements  # two components and a part
-        if device.type != "cuda":
-            raise _LeftOut("a CUDA device is not at hand")
+        _require_cuda(device)
         free = torch.cuda.mem_get_info(device)[0]
         if free < needed:
             raise _LeftOut(f"{free / 2**30:.0f} GiB are free, {needed / 2**30:.0f} are needed")
@@ -205,8 +209,7 @@ def _training(device: torch.device) -> tuple[nn.Parameter, torch.optim.Optimizer
 
 def _streams(device: torch.device) -> tuple[int, list[str]]:
     """Steps on a stream of their own, against steps on the usual one."""
-    if device.type != "cuda":
-        raise _LeftOut("a CUDA device is not at hand")
+    _require_cuda(device)
     (p, optimizer), (q, its_optimizer) = _training(device), _training(device)
     for _ in range(3):
         optimizer.step()
@@ -221,8 +224,7 @@ def _streams(device: torch.device) -> tuple[int, list[str]]:
 
 def _graphs(device: torch.device) -> tuple[int, list[str]]:
     """Steps captured and replayed, against steps one by one."""
-    if device.type != "cuda":
-        raise _LeftOut("a CUDA device is not at hand")
+    _require_cuda(device)
     (p, optimizer), (q, its_optimizer) = _training(device), _training(device)
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()

@@ -121,7 +121,7 @@ def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
             marks, added, strands, layout = given
             key = tuple(marks)
             if not strands:
-                is_stored = any(new and getattr(new[0], "is_stored", False) for _, new in added)
+                is_stored = any(getattr(mark, "is_stored", False) for mark in marks)
                 strand = tape.strand_for((layout, is_stored), layout, key)
                 break
             strand = strands[0]
@@ -189,10 +189,13 @@ def _given(
             marks.append(-1 - i)
         else:
             one = _new(column, call.in_place and len(marks) == 1, layout)
-            if one is None or (layout and one[2] != layout):
+            if one is None:
                 return None
-            layout = one[2]
-            marks.append(one[0])
+            mark, _, its_layout, _ = one
+            if layout and its_layout != layout:
+                return None
+            layout = its_layout
+            marks.append(mark)
             new.append(column)
             added.append((column, one))
     if not layout or (count > 1 and new and not _are_apart(added)):
@@ -290,8 +293,12 @@ def _index(columns: Sequence[Sequence[Any]], column: Sequence[Any]) -> int:
 
 def _are_apart(added: Sequence[tuple[Sequence[Any], _New | None]]) -> bool:
     """Whether no tensor of one row that goes on the tape stands in another one, copied or not."""
-    own = [id(x) for column, new in added if new and not new[3] for x in column]
-    copied = [id(x) for column, new in added if new and new[3] for x in column]
+    own: list[int] = []
+    copied: list[int] = []
+    for column, new in added:
+        if new is not None:
+            *_, is_copied = new
+            (copied if is_copied else own).extend(map(id, column))
     return len(set(own)) == len(own) and (not copied or set(own).isdisjoint(copied))
 
 
@@ -463,12 +470,14 @@ def _written(
         if new is None:
             columns.append([*column] * (count // len(column)))  # a list may be the caller's
             holders.append(())
-        elif new[3]:
-            columns += [[*map(_copied, x)] for x in new[1]]
+            continue
+        _, components, _, is_copied = new
+        if is_copied:
+            columns += [[*map(_copied, x)] for x in components]
             holders.append(())
         else:
             place = strand, begun + len(holders)
-            columns += new[1]
+            columns += components
             holders.append([*map(weakref.ref, column)])
             for tensor in column:
                 tensor._place = place

@@ -77,7 +77,7 @@ _IN_PAIRS = dataclasses.replace(
     operations={**_DIALECT.operations, "vector": "{half}_of_pair(in{0} + {first})"},
 )
 
-_PRELUDE = """\
+BITS = """\
 using int32_t = __INT32_TYPE__;
 using int64_t = __INT64_TYPE__;
 using uint8_t = __UINT8_TYPE__;
@@ -85,6 +85,17 @@ using uint16_t = __UINT16_TYPE__;
 using uint32_t = __UINT32_TYPE__;
 using uint64_t = __UINT64_TYPE__;
 #define INLINE static inline __attribute__((always_inline))
+template <class To, class From>
+INLINE To as(From x) {
+  static_assert(sizeof(To) == sizeof(From), "a bit pattern in another type has the same size");
+  To y;
+  __builtin_memcpy(&y, &x, sizeof y);
+  return y;
+}
+"""
+"""What C++ without its library lacks: integers of a width, and bit patterns in other types."""
+
+_PRELUDE = """\
 constexpr double inf = __builtin_inf(), nan = __builtin_nan("");
 
 template <class T>
@@ -106,13 +117,6 @@ template <class V>
 INLINE V counted() {
   V y;
   for (int k = 0; k < LANES; ++k) y[k] = k;
-  return y;
-}
-template <class To, class From>
-INLINE To as(From x) {
-  static_assert(sizeof(To) == sizeof(From), "a bit pattern in another type has the same size");
-  To y;
-  __builtin_memcpy(&y, &x, sizeof y);
   return y;
 }
 template <class To, class From>
@@ -423,7 +427,9 @@ def source(program: Program, width: int) -> str:
         vectors=count,
         rest=_indented((_SHARING_REST if signature.shared else _REST).splitlines(), 2),
     )
-    prelude = _SCHEDULED + _PRELUDE + _SHARING if signature.shared else _PRELUDE
+    prelude = BITS + _PRELUDE
+    if signature.shared:
+        prelude = _SCHEDULED + prelude + _SHARING
     return f"#define LANES {lanes}\n#define GRAIN {GRAIN}\n{_shuffles(lanes)}{prelude}{loop}"
 
 

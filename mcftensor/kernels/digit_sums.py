@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.kernels import cpu
-from mcftensor.kernels.cpp import GRAIN
+from mcftensor.kernels.cpp import BITS, GRAIN
 from mcftensor.kernels.first_use import hard_numbers
 
 # Elements after which the time to look for compiled code, and to make it, is well spent.
@@ -42,17 +42,12 @@ class Finish(NamedTuple):
     quantum: int
 
 
-SOURCE = """\
-using int32_t = __INT32_TYPE__;
-using int64_t = __INT64_TYPE__;
-using uint16_t = __UINT16_TYPE__;
-using uint32_t = __UINT32_TYPE__;
-using uint64_t = __UINT64_TYPE__;
-#define INLINE static inline __attribute__((always_inline))
-
+SOURCE = (
+    BITS
+    + """\
 constexpr int64_t CHUNK = 4096, LANES = 16;
 constexpr int WIDTH = 31, MOST_DIGITS = 160;
-constexpr int64_t MASK = (1ll << WIDTH) - 1;
+constexpr int64_t MASK = (1ll << WIDTH) - 1, SIGNLESS = 0x7fffffffffffffffll;
 
 template <class T, int COUNT>
 struct Vector { typedef T type __attribute__((vector_size(sizeof(T) * COUNT))); };
@@ -62,13 +57,6 @@ using HalfF = Vector<float, LANES / 2>::type;
 using D = Vector<double, LANES / 2>::type;
 using L = Vector<int64_t, LANES / 2>::type;
 
-template <class To, class From>
-INLINE To as(From x) {
-  static_assert(sizeof(To) == sizeof(From), "a bit pattern in another type has the same size");
-  To y;
-  __builtin_memcpy(&y, &x, sizeof y);
-  return y;
-}
 template <class V, class T>
 INLINE V load(const T *p) {
   V x;
@@ -187,7 +175,7 @@ INLINE double level(Sum &sum, const T *x, double *left, int64_t n, int exponent)
       D r = a - (u - anchor), s = b - (v - anchor);
       __builtin_memcpy(left + i, &r, sizeof r);
       __builtin_memcpy(left + i + LANES / 2, &s, sizeof s);
-      L p = as<L>(r) & INT64_MAX_, q = as<L>(s) & INT64_MAX_;
+      L p = as<L>(r) & SIGNLESS, q = as<L>(s) & SIGNLESS;
       p = p > q ? p : q;
       largest = p > largest ? p : largest;
     }
@@ -214,7 +202,7 @@ INLINE void levels(Sum &sum, const T *x, double *left, int64_t n, double largest
 INLINE double largest_of(const double *x, int64_t n) {
   L largest = {}, too = {};
   for (int64_t i = 0; i < n; i += LANES) {
-    L p = load<L>(x + i) & INT64_MAX_, q = load<L>(x + i + LANES / 2) & INT64_MAX_;
+    L p = load<L>(x + i) & SIGNLESS, q = load<L>(x + i + LANES / 2) & SIGNLESS;
     largest = p > largest ? p : largest;
     too = q > too ? q : too;
   }
@@ -255,7 +243,7 @@ INLINE bool add_products(Sum &sum, const double *x, const double *y, double *lef
   for (int64_t i = 0; i < n; i += LANES / 2) {
     D a = load<D>(x + i), b = load<D>(y + i), product = a * b, error;
     for (int k = 0; k < LANES / 2; ++k) error[k] = __builtin_fma(a[k], b[k], -product[k]);
-    D size = as<D>(as<L>(product) & INT64_MAX_);
+    D size = as<D>(as<L>(product) & SIGNLESS);
     inexact |= (size < 0x1p-960) & (a != 0) & (b != 0);
     __builtin_memcpy(left + i, &product, sizeof product);
     __builtin_memcpy(errors + i, &error, sizeof error);
@@ -415,7 +403,8 @@ extern "C" void launch(const int64_t *words, const double *, int64_t kind, int64
       results[row] = rounded(digits + row * (count + 5), count, lowest, words[9], words[10],
                              words[11], words[12]);
 }
-""".replace("INT64_MAX_", "0x7fffffffffffffffll")
+"""
+)
 
 
 class _Compiled:
