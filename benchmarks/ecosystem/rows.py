@@ -62,6 +62,29 @@ def _resumed(make: Callable[[Any, str], Any], model: Callable[[], Any], folder: 
     are_same(terms(whole), terms(second))
 
 
+def _trained(
+    row: Row, make: Callable[[Any, str], Any], model: Callable[[], Any], folder: Path
+) -> Any:
+    """Try what all Trainers have, and return a model that one has trained."""
+    first = model()
+    row.works("train", lambda: moves(first, make(first, "first").train))
+    row.works("resume to the bit", lambda: _resumed(make, model, folder))
+    row.works("EDQ", lambda: measured(make(model(), "measured").train))
+    return first
+
+
+def _saved_pretrained(row: Row, first: Any, other: Callable[[], Any], folder: Path) -> None:
+    """Try whether another model has all terms of what was saved."""
+
+    def save() -> None:
+        first.save_pretrained(folder / "saved")
+        again = other()
+        mcf.load_file(folder / "saved", again)
+        are_same(terms(first), terms(again))
+
+    row.works("save", save, "mcf.load_file(folder, model)")
+
+
 @row("transformers Trainer", "transformers")
 def _transformers(row: Row, folder: Path) -> None:
     from transformers import GPT2LMHeadModel, Trainer, TrainingArguments
@@ -72,17 +95,11 @@ def _transformers(row: Row, folder: Path) -> None:
     def model() -> Any:
         return mcf.as_expansion(gpt())
 
-    first = model()
-    row.works("train", lambda: moves(first, make(first, "first").train))
+    def loaded() -> Any:
+        return mcf.as_expansion(GPT2LMHeadModel.from_pretrained(folder / "saved"))
 
-    def save() -> None:
-        first.save_pretrained(folder / "saved")
-        again = mcf.as_expansion(GPT2LMHeadModel.from_pretrained(folder / "saved"))
-        mcf.load_file(folder / "saved", again)
-        are_same(terms(first), terms(again))
-
-    row.works("save", save, "mcf.load_file(folder, model)")
-    row.works("resume to the bit", lambda: _resumed(make, model, folder))
+    first = _trained(row, make, model, folder)
+    _saved_pretrained(row, first, loaded, folder)
 
     def elsewhere() -> None:
         plain = GPT2LMHeadModel.from_pretrained(folder / "saved", dtype=torch.bfloat16)
@@ -98,8 +115,6 @@ def _transformers(row: Row, folder: Path) -> None:
         )
 
     row.works("merge or export", export, "mcf.as_plain(model)")
-    other = model()
-    row.works("EDQ", lambda: measured(make(other, "measured").train))
     row.says("messages", "on loading elsewhere: names of tails are UNEXPECTED")
 
 
@@ -121,8 +136,7 @@ def _adapters(row: Row, folder: Path, **options: Any) -> None:
             arguments={"label_names": ["labels"]},
         )
 
-    first = model()
-    row.works("train", lambda: moves(first, make(first, "first").train))
+    first = _trained(row, make, model, folder)
 
     def save() -> None:
         first.save_pretrained(folder / "adapter")
@@ -131,7 +145,6 @@ def _adapters(row: Row, folder: Path, **options: Any) -> None:
         are_same(terms(first), terms(again))
 
     row.works("save", save)
-    row.works("resume to the bit", lambda: _resumed(make, model, folder))
 
     def elsewhere() -> None:
         plain = PeftModel.from_pretrained(gpt().bfloat16(), folder / "adapter")
@@ -146,8 +159,6 @@ def _adapters(row: Row, folder: Path, **options: Any) -> None:
         assert not any(isinstance(p, mcf.MCFTensor) for p in merged.parameters())
         merged.save_pretrained(folder / "merged")
 
-    other = model()
-    row.works("EDQ", lambda: measured(make(other, "measured").train))
     row.works("merge or export", merge)
 
 
@@ -215,20 +226,9 @@ def _trl(row: Row, folder: Path, cls: Any, settings: Any, data: Any, **options: 
     def model() -> Any:
         return mcf.as_expansion(gpt())
 
-    first = model()
-    row.works("train", lambda: moves(first, make(first, "first").train))
-
-    def save() -> None:
-        first.save_pretrained(folder / "saved")
-        again = model()
-        mcf.load_file(folder / "saved", again)
-        are_same(terms(first), terms(again))
-
-    row.works("save", save, "mcf.load_file(folder, model)")
-    row.works("resume to the bit", lambda: _resumed(make, model, folder))
+    first = _trained(row, make, model, folder)
+    _saved_pretrained(row, first, model, folder)
     row.works("load elsewhere", lambda: type(first).from_pretrained(folder / "saved"))
-    other = model()
-    row.works("EDQ", lambda: measured(make(other, "measured").train))
 
 
 @row("TRL SFT", "trl", "transformers")
@@ -312,10 +312,8 @@ def _sentence_transformers(row: Row, folder: Path) -> None:
             loss=losses.MultipleNegativesRankingLoss(model),
         )
 
-    first = model()
-    row.works("train", lambda: moves(first, make(first, "first").train))
+    first = _trained(row, make, model, folder)
     row.works("save", lambda: first.save(str(folder / "saved")))
-    row.works("resume to the bit", lambda: _resumed(make, model, folder))
 
     def elsewhere() -> None:
         plain = SentenceTransformer(str(folder / "saved"), device="cpu")
@@ -324,8 +322,6 @@ def _sentence_transformers(row: Row, folder: Path) -> None:
 
     row.works("load elsewhere", elsewhere)
     row.works("merge or export", lambda: mcf.as_plain(model()).save(str(folder / "plain")))
-    other = model()
-    row.works("EDQ", lambda: measured(make(other, "measured").train))
 
 
 @row("Accelerate", "accelerate")
