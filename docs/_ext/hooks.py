@@ -91,6 +91,16 @@ def on_page_content(html: str, **_: Any) -> str:
     )
 
 
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Lessons hold their notebook, which a page opened from a disk cannot fetch."""
+    if not is_lesson(page.file):
+        return output
+    content = notebooks.notebook(Path(config.docs_dir) / page.file.src_uri)
+    data = content.replace("</", "<\\/")  # the same JSON, in which no element ends
+    script = f'<script type="application/json" id="notebook">{data}</script>\n</body>'
+    return output.replace("</body>", script, 1)
+
+
 def figure(name: str, caption: str) -> str:
     """A drawing inside the page, where it takes the page's colours and font, for two widths."""
     wide, narrow = (

@@ -14,8 +14,9 @@ from typing import Any
 BLOCK = re.compile(r"^```(python|output)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 IMAGE = re.compile(r"!\[([^\]]+)\]\(([^)]+\.svg)\)")
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)]+)\)")
-PLAY = re.compile(r"^<div class=\"play\".*?</div>\n", re.MULTILINE)
+PLAY = re.compile(r"^<div class=\"play\" data-play=\"(\w+)\".*?</div>\n", re.MULTILINE)
 FOLDED = re.compile(r"<details markdown>\n<summary>(.*?)</summary>\n|</details>\n")
+SITE = "https://mcftensor.github.io/mcftensor/latest"
 NOTE = "To run this, install the library first: `pip install .` in a clone of it."
 
 
@@ -50,7 +51,8 @@ def notebook(page: Path) -> str:
 
 def prose(text: str, page: Path) -> str:
     """Text of a page that reads alone: figures inside, answers open, links to other lessons."""
-    text = PLAY.sub("", text)
+    here = f"{SITE}/{page.parent.name}/{page.stem}.html"
+    text = PLAY.sub(rf"[A calculator for this]({here}#play=\1) is on the page.\n", text)
     text = FOLDED.sub(lambda m: f"**{m[1]}**\n" if m[1] else "", text)
     text = IMAGE.sub(lambda m: f"![{m[1]}]({inside(page.parent / m[2])})", text)
     return LINK.sub(link, text)

@@ -1,18 +1,23 @@
-/* Floats of 16 bits, in the double precision of a browser, with the bits of the library.
+/* Floats of 8 to 32 bits, in the double precision of a browser, with the bits of the library.
 
 A number is a double that the format holds. Sums and products of such numbers, rounded to double
 and then to 8 or 11 bits, are rounded as if once, since 53 bits are more than twice as many and
-two. Where the library computes in float32 and that can be seen, `Math.fround` does the same. */
+two. Patterns and arithmetic are those of the formats of 16 bits. Where the library computes in float32 and that can be seen, `Math.fround` does the same. */
 
 "use strict";
 
 const floats = (() => {
   const FORMATS = {
-    bf16: { name: "bf16", precision: 8, least: -126, most: 127 },
-    fp16: { name: "fp16", precision: 11, least: -14, most: 15 },
+    bf16: { name: "bf16", width: 16, precision: 8, least: -126, most: 127 },
+    fp16: { name: "fp16", width: 16, precision: 11, least: -14, most: 15 },
+    tf32: { name: "tf32", width: 19, precision: 11, least: -126, most: 127 },
+    fp32: { name: "fp32", width: 32, precision: 24, least: -126, most: 127 },
+    bf16i8: { name: "bf16i8", width: 24, precision: 16, least: -126, most: 127 },
+    e4m3: { name: "e4m3", width: 8, precision: 4, least: -6, most: 8, max: 448 },
+    e5m2: { name: "e5m2", width: 8, precision: 3, least: -14, most: 15 },
   };
   for (const format of Object.values(FORMATS)) {
-    format.max = (2 - 2 ** (1 - format.precision)) * 2 ** format.most;
+    format.max ??= (2 - 2 ** (1 - format.precision)) * 2 ** format.most;
     format.tiny = 2 ** (format.least - format.precision + 1);
   }
 
@@ -194,6 +199,35 @@ const floats = (() => {
     return path;
   }
 
+  // ------------------------------------------------------------------------------- number lines
+
+  /* The numbers of `terms` terms next to a double: the last at or below it, the first at or above
+  it, and the nearest one. */
+  function around(x, format, terms) {
+    let sum = 0;
+    let rest = x;
+    for (let i = 1; i < terms; i++) {
+      const term = round(rest, format);
+      if (!Number.isFinite(term)) return [term, term, term];
+      sum += term;
+      rest -= term;
+    }
+    const gap = ulp(rest, format);
+    const held = (y) => (Math.abs(y) > format.max ? Math.sign(y) * Infinity : y);
+    const below = Math.min(Math.floor(rest / gap) * gap, format.max);
+    const above = Math.max(Math.ceil(rest / gap) * gap, -format.max);
+    return [sum + held(below), sum + held(above), sum + round(rest, format)];
+  }
+
+  /* The place of a double among the numbers of a format, zero having 0: a fraction between two. */
+  function index(x, format) {
+    if (x === 0) return 0;
+    const e = Math.max(exponent(x), format.least);
+    const whole = 2 ** (format.precision - 1);
+    const place = (e - format.least) * whole + Math.abs(x) / ulp(x, format);
+    return x < 0 ? -place : place;
+  }
+
   // ---------------------------------------------------------------------------- exact values
 
   /* A double as m * 2^k, with m an integer. */
@@ -234,6 +268,8 @@ const floats = (() => {
     split,
     grow,
     walk,
+    around,
+    index,
     dyadic,
     plus,
     times,

@@ -1,96 +1,12 @@
-/* What one can play with in the lessons: each `<div class="play" data-play="...">` becomes one. */
+/* The calculators of the lessons. */
 
 "use strict";
 
 (() => {
   const { FORMATS } = floats;
-
-  // ---------------------------------------------------------------------------------- elements
-
-  /* An element with attributes, listeners (`oninput`, ...) and children. */
-  function h(tag, attributes = {}, ...children) {
-    const element = document.createElement(tag);
-    for (const [name, value] of Object.entries(attributes)) {
-      if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-      else if (value === true) element.setAttribute(name, "");
-      else if (value !== false && value !== undefined) element.setAttribute(name, value);
-    }
-    element.append(...children.flat(2).filter((child) => child !== undefined));
-    return element;
-  }
-
-  function svg(tag, attributes, ...children) {
-    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-    element.append(...children);
-    return element;
-  }
-
-  const field = (label, control) => h("label", {}, h("span", {}, label), control);
-
-  const choice = (options, value, oninput) =>
-    h(
-      "select",
-      { oninput },
-      options.map((o) => h("option", { value: o, selected: o === value }, o)),
-    );
-
-  /* A number, as written: 0.1, 2^-9, 1/3, inf, nan, or a pattern of 16 bits as 0x3f80. */
-  function read(text, format) {
-    const words = text.trim().toLowerCase().replace("−", "-").replace("∞", "inf");
-    if (/^0x[0-9a-f]{1,4}$/.test(words)) return floats.fromBits(parseInt(words, 16), format);
-    const plain = (word) => {
-      const [, sign, rest] = /^([+-]?)(.*)$/.exec(word);
-      const named = { inf: Infinity, infinity: Infinity, nan: NaN }[rest];
-      if (named === undefined && (rest === "" || Number.isNaN(Number(rest)))) return undefined;
-      return (sign === "-" ? -1 : 1) * (named === undefined ? Number(rest) : named);
-    };
-    for (const [operator, apply] of [
-      ["/", (a, b) => a / b],
-      ["^", (a, b) => Math.sign(a) * Math.abs(a) ** b],
-    ]) {
-      const parts = words.split(operator).map(plain);
-      if (words.includes(operator))
-        return parts.length === 2 && !parts.includes(undefined)
-          ? floats.round(apply(...parts), format)
-          : undefined;
-    }
-    const value = plain(words);
-    return value === undefined ? undefined : floats.round(value, format);
-  }
-
-  /* A field for a number of a format, which keeps its last good value. */
-  function numeral(name, text, changed) {
-    const input = h("input", {
-      value: text,
-      size: 9,
-      spellcheck: "false",
-      autocomplete: "off",
-      oninput: changed,
-    });
-    return {
-      element: field(name, input),
-      set: (value) => {
-        input.value = value;
-      },
-      value(format) {
-        const found = read(input.value, format);
-        input.toggleAttribute("aria-invalid", found === undefined);
-        return found === undefined ? NaN : found;
-      },
-    };
-  }
-
-  const show = (x) =>
-    Object.is(x, -0)
-      ? "−0"
-      : Number.isNaN(x)
-        ? "NaN"
-        : String(x).replace("-", "−").replace("Infinity", "∞").replace("e−", "e-");
-
-  const superscript = (n) => String(n).replace(/[-\d]/g, (c) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[c] || "⁻");
-
-  const code = (text) => h("code", {}, text);
+  const { h, svg, field, choice, read, numeral, show, brief, superscript, code } = calculators;
+  const { verdict, calculator, examples, ticks } = calculators;
+  const HALVES = ["bf16", "fp16"];
 
   // -------------------------------------------------------------------------------------- bits
 
@@ -178,42 +94,13 @@
       entries.map(([text, value]) => h("li", {}, code(text), " ", h("b", {}, show(value)))),
     );
 
-  const verdict = (good, text) =>
-    h("p", { class: `verdict ${good ? "good" : "bad"}`, role: "status" }, text);
-
-  /* A calculator: controls above, and what `draw` makes of them below, anew with every change. */
-  function calculator(root, title, controls, draw) {
-    const result = h("div", { class: "result" });
-    root.replaceChildren(
-      h("p", { class: "title" }, title),
-      h("div", { class: "controls" }, controls),
-      result,
-    );
-    const update = () => result.replaceChildren(...draw().filter((x) => x !== undefined));
-    return update;
-  }
-
-  /* Buttons that fill in numbers. */
-  const examples = (entries, fill) =>
-    h(
-      "div",
-      { class: "examples" },
-      h("span", {}, "Try"),
-      Object.entries(entries).map(([name, values]) =>
-        h("button", { type: "button", onclick: () => fill(values) }, name),
-      ),
-    );
-
   // ------------------------------------------------------------------------------- one number
 
   function number(root) {
     let update = () => {};
     let format = FORMATS.bf16;
     const x = numeral("number", "1", () => update());
-    const kinds = choice(Object.keys(FORMATS), "bf16", (event) => {
-      format = FORMATS[event.target.value];
-      update();
-    });
+    const kinds = choice(HALVES, "bf16", () => update());
     const held = h("div", {
       class: "pattern",
       role: "group",
@@ -224,7 +111,7 @@
       update();
     };
     const step = (side) => () => {
-      const value = x.value(format);
+      const value = floats.round(read(x.input.value, format) ?? NaN, format);
       if (Number.isFinite(value)) write(floats.neighbours(value, format)[side]);
     };
 
@@ -272,6 +159,7 @@
     update = calculator(
       root,
       "A number, as the machine holds it",
+      { number: x.input, format: kinds },
       [
         field("format", kinds),
         x.element,
@@ -291,6 +179,7 @@
         ),
       ],
       () => {
+        format = FORMATS[kinds.value];
         const value = x.value(format);
         cells(value);
         const bits = floats.toBits(value, format);
@@ -367,9 +256,7 @@
     const style = (name) =>
       `fill:none;stroke:var(--figure-${name});stroke-width:2;stroke-linejoin:round`;
     const parts = [];
-    const digits = Math.min(8, Math.max(2, 2 - Math.floor(Math.log10(high - low))));
-    for (let i = 0; i <= 3; i++) {
-      const value = low + margin + (i / 3) * (high - low - 2 * margin);
+    for (const value of ticks(low, high, 3)) {
       parts.push(
         svg("line", {
           x1: left,
@@ -379,13 +266,7 @@
           style: "stroke:var(--figure-faint)",
         }),
       );
-      parts.push(
-        svg(
-          "text",
-          { x: left - 6, y: y(value) + 4, "text-anchor": "end" },
-          Number(value.toFixed(digits)).toFixed(Math.min(digits, 6)),
-        ),
-      );
+      parts.push(svg("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, value));
     }
     for (const step of [0, last / 2, last])
       parts.push(
@@ -450,6 +331,7 @@
     update = calculator(
       root,
       "Does it move?",
+      { weight: weight.input, format: kind, rate: rate.input, steps: count.input },
       [
         weight.element,
         field("format", kind),
@@ -482,15 +364,21 @@
         const path = found.map((terms) => terms.reduceRight((sum, term) => sum + term));
         const exact = path.map((_, step) => start - step * size);
         const share = (path[steps] - start) / (exact[steps] - start);
-        const gap = start - floats.neighbours(start, format)[0];
+        // The spacing of what is stored: below the weight, or of the least term next to it.
+        let gap = start - floats.neighbours(start, format)[0];
+        for (const _ of found[0].slice(1)) gap = floats.ulp(gap / 2, format);
+        const half = gap / 2;
+        const numbers = `half of the gap ${found[0].length > 1 ? "in its last term" : "below it"}, ${brief(half)},`;
         const why =
-          found[0].length > 1
-            ? ""
-            : ` The next number below is ${gap} away, ${Number((gap / size).toPrecision(2))} updates.`;
+          half > size
+            ? `${numbers} is more than ${size}.`
+            : share === 0
+              ? `${numbers} is a tie with ${size}.`
+              : `${numbers} is less than ${size}${Math.abs(share - 1) < 0.05 ? "" : ", and each update moves it by whole gaps"}.`;
         const text =
           share === 0
-            ? `${steps} updates of ${size}, and the weight is where it was.${why}`
-            : `The weight went ${Math.round(100 * share)} % of the way: from ${show(start)} to ${show(path[steps])}, and ${show(Number(exact[steps].toPrecision(8)))} is exact.`;
+            ? `${steps} updates of ${size}, and the weight is where it was: ${why}`
+            : `The weight went ${Math.round(100 * share)} % of the way, from ${show(start)} to ${show(path[steps])}; exact is ${show(Number(exact[steps].toPrecision(8)))}. ${why[0].toUpperCase()}${why.slice(1)}`;
         const place = h(
           "div",
           { class: "chart", role: "img", "aria-label": text },
@@ -522,6 +410,7 @@
       const t = floats.twoSum(a, b, format);
       return {
         sign: "+",
+        why: `The error of a sum, ${brief(t.e)}, is always a ${format.name} number.`,
         s: t.s,
         e: t.e,
         exact: floats.plus,
@@ -539,6 +428,10 @@
       const t = floats.fastTwoSum(a, b, format);
       return {
         sign: "+",
+        why:
+          Math.abs(a) >= Math.abs(b)
+            ? "|a| ≥ |b|, as fast_two_sum needs."
+            : "That is luck: |a| < |b|, but here no step is rounded.",
         s: t.s,
         e: t.e,
         exact: floats.plus,
@@ -554,6 +447,7 @@
       const t = floats.twoProd(a, b, format);
       return {
         sign: "·",
+        why: `The product has at most ${2 * format.precision} bits, and p and e hold ${format.precision} each.`,
         s: t.p,
         e: t.e,
         exact: floats.times,
@@ -568,7 +462,7 @@
   function sum(root) {
     let update = () => {};
     const change = () => update();
-    const kinds = choice(Object.keys(FORMATS), "bf16", change);
+    const kinds = choice(HALVES, "bf16", change);
     const names = Object.keys(TRANSFORMATIONS);
     const operation = choice(
       names,
@@ -587,6 +481,7 @@
     update = calculator(
       root,
       "Two numbers, and what one operation loses",
+      { operation, format: kinds, a: a.input, b: b.input },
       [
         field("operation", operation),
         field("format", kinds),
@@ -597,9 +492,7 @@
           {
             type: "button",
             onclick: () => {
-              const [first, second] = [a, b].map((x) =>
-                show(x.value(FORMATS[kinds.value])).replace("−", "-"),
-              );
+              const [first, second] = [a, b].map((x) => x.input.value);
               a.set(second);
               b.set(first);
               update();
@@ -637,12 +530,12 @@
             finite &&
             floats.equal(exact, floats.plus(floats.dyadic(found.s), floats.dyadic(found.e)));
           end = !finite
-            ? verdict(false, "This overflows: e is no error then.")
+            ? verdict(false, "The sum overflows, so e is not its error.")
             : right
-              ? verdict(true, `${name} + e = a ${found.sign} b, exactly.`)
+              ? verdict(true, `${name} + e = a ${found.sign} b, exactly. ${found.why}`)
               : verdict(
                   false,
-                  `${name} + e is not a ${found.sign} b: ${found.order === false ? "a is smaller than b, and fast_two_sum wants it larger." : found.sign === "·" ? "the error lies below the least number of the format." : "a step on the way was rounded."}`,
+                  `${name} + e is not a ${found.sign} b: ${found.order === false ? "fast_two_sum needs |a| ≥ |b|, and a is the smaller one." : found.sign === "·" ? `the error is smaller than ${brief(format.tiny)}, the least number of ${format.name}.` : "a step on the way was rounded."}`,
                 );
         }
         rows.push(row(name, found.s, "first", format), row("e", found.e, "second", format));
@@ -673,7 +566,7 @@
   function fma(root) {
     let update = () => {};
     const change = () => update();
-    const kinds = choice(Object.keys(FORMATS), "bf16", change);
+    const kinds = choice(HALVES, "bf16", change);
     const [a, b, c] = [
       ["a", "1.0078125"],
       ["b", "1.0078125"],
@@ -682,6 +575,7 @@
     update = calculator(
       root,
       "a · b + c, rounded once or twice",
+      { format: kinds, a: a.input, b: b.input, c: c.input },
       [
         field("format", kinds),
         a.element,
@@ -721,6 +615,13 @@
           row("once", once, "first", format),
         );
         const same = Object.is(once, twice);
+        const lost = Math.abs(x * y - product); // of 24 bits at most: exact in a double
+        const gap = floats.ulp(once, format);
+        const why = !Number.isFinite(once - twice)
+          ? "Infinities and NaNs have no rounding error."
+          : lost === 0
+            ? "The same: a · b is a number of the format, so the first rounding loses nothing."
+            : `${same ? "The same" : "They differ"}: the first rounding lost ${brief(lost)}, and the numbers around the result are ${brief(gap)} apart.`;
         return [
           h(
             "p",
@@ -743,12 +644,7 @@
             ["twice = RN(p + c)", twice],
             ["once = RN(a · b + c), the fma", once],
           ]),
-          verdict(
-            true,
-            same
-              ? "The same: what the first rounding lost is below what the second keeps."
-              : "They differ: the first rounding lost what the sum was to keep.",
-          ),
+          verdict(true, why),
         ];
       },
     );
@@ -763,7 +659,7 @@
       slider.value = 0;
       update();
     };
-    const kinds = choice(Object.keys(FORMATS), "bf16", restart);
+    const kinds = choice(HALVES, "bf16", restart);
     const terms = choice(["2", "3"], "2", restart);
     const texts = ["1", "0.75", "-3", "0.001"];
     const fields = texts.map((text, i) => numeral(`x${"₁₂₃₄"[i]}`, text, restart));
@@ -791,6 +687,12 @@
     update = calculator(
       root,
       "Renormalization, step by step",
+      {
+        format: kinds,
+        terms,
+        ...Object.fromEntries(fields.map((x, i) => [`x${i + 1}`, x.input])),
+        step: slider,
+      },
       [
         field("format", kinds),
         field("terms", terms),
@@ -848,12 +750,13 @@
         if (at === states.length - 1 && [...values, ...result].every(Number.isFinite)) {
           const total = (list) => list.map(floats.dyadic).reduce(floats.plus);
           const good = floats.equal(total(values), total(result));
+          const half = brief(floats.ulp(result.at(-1), format) / 2);
           parts.push(
             verdict(
               good,
               good
-                ? "Their sum is that of the four values, exactly."
-                : "The sum needs more terms: up to half an ulp of the last one is dropped.",
+                ? `Their sum is that of the four values, exactly: ${terms.value} terms are enough for its bits.`
+                : `The sum needs more than ${terms.value} terms. What is dropped is at most half an ulp of the last one, ${half}.`,
             ),
           );
         }
@@ -863,11 +766,5 @@
     update();
   }
 
-  const PLAYS = { number, walk, sum, fma, renormalize };
-  const start = () => {
-    for (const root of document.querySelectorAll(".play[data-play]"))
-      PLAYS[root.dataset.play](root);
-  };
-  if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", start);
-  else start();
+  calculators.start({ number, walk, sum, fma, renormalize });
 })();

@@ -156,6 +156,58 @@ def test_weights_walk_as_those_of_the_library(name):
                 assert torch.equal(found[:, step, term], expected.double()), (kind, step, term)
 
 
+AROUND = """
+const floats = require(process.argv[1]);
+const { rows, name, terms } = JSON.parse(require("fs").readFileSync(0, "utf8"));
+const format = floats.FORMATS[name];
+console.log(JSON.stringify(rows.map((x) => floats.around(x, format, terms).map(String))));
+"""
+# By the name of a format: the calculator's format, its terms, and the encoding of the library.
+LINES = {
+    "bf16": ("bf16", 1, lambda x: x.bfloat16()),
+    "fp16": ("fp16", 1, lambda x: x.half()),
+    "fp32": ("fp32", 1, lambda x: x.float()),
+    "e4m3": ("e4m3", 1, lambda x: x.to(torch.float8_e4m3fn)),
+    "e5m2": ("e5m2", 1, lambda x: x.to(torch.float8_e5m2)),
+    "bf16x2": ("bf16", 2, lambda x: mcf.as_expansion(x, mcf.bf16x2)),
+    "fp16x2": ("fp16", 2, lambda x: mcf.as_expansion(x, mcf.fp16x2)),
+    "fp32x2": ("fp32", 2, lambda x: mcf.as_expansion(x, mcf.fp32x2)),
+    "bf16i8": ("bf16i8", 1, lambda x: mcf.as_expansion(x, mcf.bf16i8.with_rounding("nearest"))),
+    "bf16i16": ("fp32", 1, lambda x: mcf.as_expansion(x, mcf.bf16i16)),
+}
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_the_number_line_has_the_numbers_of_the_library(kind):
+    name, terms, encode = LINES[kind]
+    generator = torch.Generator().manual_seed(3)
+    count = 40_000
+    wide = kind.startswith(("bf16", "fp32"))
+    exponents = torch.randint(*((-110, 120) if wide else (-12, 15)), (count,), generator=generator)
+    if kind == "e4m3":
+        exponents = exponents.clamp(-9, 7)
+    x = (1 + torch.rand(count, generator=generator, dtype=torch.float64)) * 2.0**exponents
+    x = torch.where(torch.rand(count, generator=generator) < 0.5, -x, x)
+    # Half of them are sums of two short floats: ties, and numbers of the format, are among them.
+    x[::2] = x[::2].bfloat16().double() * (
+        1 + torch.randint(-4, 5, (count // 2,), generator=generator) * 2.0**-9
+    )
+    encoded = encode(x)
+    nearest = mcf.as_plain(encoded, torch.float64) if terms > 1 or "i" in kind else encoded.double()
+    rows = run(AROUND, {"rows": x.tolist(), "name": name, "terms": terms})
+    rows = [[float(v) for v in row] for row in rows]
+    below, above, found = torch.tensor(rows, dtype=torch.float64).T
+    assert torch.equal(found, nearest)
+    assert (below <= x).all()
+    assert (x <= above).all()
+    assert ((found == below) | (found == above)).all()
+    # Nothing lies between: both ends are numbers, and their middle goes to one of them.
+    for end in (below, above):
+        again = encode(end)
+        plain = mcf.as_plain(again, torch.float64) if terms > 1 or "i" in kind else again.double()
+        assert torch.equal(plain, end)
+
+
 def test_a_number_is_rounded_before_it_is_subtracted():
     """What the calculator takes for granted of torch."""
     weights = (1 + torch.rand(2000, generator=torch.Generator().manual_seed(0))).bfloat16()

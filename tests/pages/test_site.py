@@ -304,12 +304,13 @@ def test_in_a_browser_tables_sort_and_filter_and_keep_their_first_column(site, t
 @needs_browser
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
 def test_in_a_browser_calculators_answer(site, tmp_path, width, dark):
-    lessons = ("bf16", "transformations", "expansions")
+    names = [f"tutorials/{name}" for name in ("bf16", "transformations", "expansions")]
+    names.append("reference/floats")
 
     async def play():
         with browser.serve(site) as base:
             async with browser.browse(browser.find(), tmp_path) as tab:
-                urls = [f"{base}/tutorials/{lesson}.html" for lesson in lessons]
+                urls = [f"{base}/{name}.html" for name in names]
                 return [await tab.visit(url, PLAY, width=width, dark=dark) for url in urls]
 
     visits = asyncio.run(play())
@@ -319,12 +320,108 @@ def test_in_a_browser_calculators_answer(site, tmp_path, width, dark):
         assert not visit.value["unread"]
         assert visit.value["overflow"] <= 0
         assert visit.value["first"] != visit.value["last"]
-    (number, walk), (pair, fma), (terms,) = (visit.value["first"] for visit in visits)
+    (number, walk), (pair, fma), (terms,), (line,) = (visit.value["first"] for visit in visits)
     assert "0.99609375" in number
     assert "the weight is where it was" in walk
     assert "0.00225830078125" in pair
     assert "0.00006103515625" in fma
     assert "0 of 6" in terms
+    assert "half of the gap to its neighbour, 0.00195, is more than 0.0016" in line
+
+
+# A link that holds a state, what a calculator shows of it, and the link after a change.
+STATES = {
+    "tutorials/transformations.html#play=sum&a=1&b=2^-12&format=fp16": (
+        ["b = 0.000244140625, rounded to fp16"],
+        "#play=sum&operation=two_sum&format=fp16&a=1&b=abc",
+        "“abc” is not a number",
+    ),
+    "tutorials/bf16.html#play=number&number=1e-45": (
+        ["too small for bf16", ", zero"],
+        "#play=number&number=abc&format=bf16",
+        "“abc” is not a number",
+    ),
+    "reference/floats.html#play=line&format=e4m3&weight=1&update=-0.05&centre=1&span=1": (
+        ["One ulp of e4m3 at 1 is 0.125"],
+        "#play=line&format=e4m3&with=alone&rounding=to+nearest&weight=1&update=abc&centre=1&span=1",
+        "“abc” is not a number",
+    ),
+}
+CHANGE = """(async () => {
+    await new Promise(done => setTimeout(done, 100));
+    const root = document.querySelector(`.play[data-play="${%s}"]`);
+    const shown = root.innerText;
+    const field = [...root.querySelectorAll("input:not([type])")].at(-1);
+    field.value = "abc";
+    field.dispatchEvent(new Event("input", {bubbles: true}));
+    field.dispatchEvent(new Event("change", {bubbles: true}));
+    const hash = decodeURIComponent(location.hash);
+    return {shown, hash, verdict: root.querySelector(".result").innerText};
+})()"""
+
+
+@needs_browser
+def test_in_a_browser_a_link_holds_the_state_of_a_calculator(site, tmp_path):
+    async def ask():
+        async with browser.browse(browser.find(), tmp_path) as tab:
+            return [
+                await tab.visit(
+                    f"{site.as_uri()}/{link}", CHANGE % json.dumps(link.split("=")[1].split("&")[0])
+                )
+                for link in STATES
+            ]
+
+    for visit, (texts, link, verdict) in zip(asyncio.run(ask()), STATES.values(), strict=True):
+        assert not visit.problems
+        for text in texts:
+            assert text in visit.value["shown"]
+        assert visit.value["hash"] == link
+        assert verdict in visit.value["verdict"]
+
+
+# Zoom in twice and move to the right, by keys, on a line that shows numbers from 0.985 to 1.015.
+KEYS = """(async () => {
+    await new Promise(done => setTimeout(done, 100));
+    const stage = document.querySelector(".stage");
+    stage.focus();
+    for (const key of ["+", "+", "ArrowRight"])
+        stage.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true, cancelable: true}));
+    const hash = new URLSearchParams(location.hash.slice(1));
+    const pulled = {pointerId: 1, pointerType: "mouse", bubbles: true};
+    const held = stage.setPointerCapture;
+    stage.setPointerCapture = () => {};
+    const width = stage.getBoundingClientRect().width;
+    for (const [kind, clientX] of [["pointerdown", width], ["pointermove", 0], ["pointerup", 0]])
+        stage.dispatchEvent(new PointerEvent(kind, {...pulled, clientX, clientY: 5}));
+    const after = new URLSearchParams(location.hash.slice(1));
+    return [hash, after].map(x => ["centre", "span"].map(name => Number(x.get(name))));
+})()"""
+
+
+@needs_browser
+def test_in_a_browser_the_number_line_is_moved_and_zoomed(site, tmp_path):
+    async def ask():
+        async with browser.browse(browser.find(), tmp_path) as tab:
+            link = "reference/floats.html#play=line&weight=1&centre=1&span=0.03"
+            return await tab.visit(f"{site.as_uri()}/{link}", KEYS)
+
+    visit = asyncio.run(ask())
+    assert not visit.problems
+    keys, pulled = visit.value
+    assert keys == pytest.approx([1 + 0.0075 / 8, 0.0075])
+    assert pulled == pytest.approx([1 + 0.0075 / 8 + 0.0075, 0.0075])
+
+
+@needs_browser
+def test_in_a_browser_a_lesson_from_a_disk_saves_its_notebook(site, tmp_path):
+    async def ask():
+        async with browser.browse(browser.find(), tmp_path) as tab:
+            script = 'fetch(document.querySelector("a.notebook").href).then(x => x.text())'
+            return await tab.visit(f"{site.as_uri()}/tutorials/frozen.html", script)
+
+    visit = asyncio.run(ask())
+    assert not visit.problems
+    assert json.loads(visit.value) == json.loads((site / "tutorials/frozen.ipynb").read_text())
 
 
 @needs_browser

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
-from tables import accuracy, ecosystem, findings, operators, order, speed, training, updates
+from tables import (
+    accuracy,
+    ecosystem,
+    findings,
+    number_formats,
+    operators,
+    order,
+    speed,
+    training,
+    updates,
+)
 
-MODULES = (accuracy, ecosystem, findings, operators, order, speed, training, updates)
+MODULES = (
+    accuracy,
+    ecosystem,
+    findings,
+    number_formats,
+    operators,
+    order,
+    speed,
+    training,
+    updates,
+)
 
 
 def made(name: str) -> str:
