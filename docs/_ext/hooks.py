@@ -54,19 +54,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Pictures of benchmarks and notebooks are part of the site."""
     for path in sorted((ROOT / "benchmarks/results").glob("*.png")):
         files.append(File.generated(config, f"results/{path.name}", abs_src_path=str(path)))
-    for file in [file for file in files if is_lesson(file)]:
+    for file in [file for file in files if has_notebook(file)]:
         content = notebooks.notebook(Path(config.docs_dir) / file.src_uri)
-        files.append(File.generated(config, f"tutorials/{file.name}.ipynb", content=content))
+        path = Path(file.src_uri).with_suffix(".ipynb").as_posix()
+        files.append(File.generated(config, path, content=content))
     return files
 
 
-def is_lesson(file: File) -> bool:
-    """Whether a page is a lesson."""
-    return (
-        file.src_uri.startswith("tutorials/")
-        and file.src_uri.endswith(".md")
-        and file.name != "index"
-    )
+def has_notebook(file: File) -> bool:
+    """Whether a page can be saved as a notebook: lessons, and the page for one's own files."""
+    lesson = file.src_uri.startswith("tutorials/") and file.name != "index"
+    return file.src_uri.endswith(".md") and (lesson or file.name == "two-checkpoints")
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
@@ -75,7 +73,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     markdown = SECTION.sub(lambda m: section(m[1], m[2], page.file.src_uri), markdown)
     markdown = MARK.sub("", markdown)
     markdown = FIGURE.sub(lambda m: figure(m[2], m[1]), markdown)
-    if is_lesson(page.file):
+    if has_notebook(page.file):
         name = f"{page.file.name}.ipynb"
         button = f'\n[Save as a notebook]({name}){{ .notebook download="{name}" }}\n'
         markdown = TITLE.sub(lambda m: m[0] + button, markdown, count=1)
@@ -92,8 +90,8 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Lessons hold their notebook, which a page opened from a disk cannot fetch."""
-    if not is_lesson(page.file):
+    """Pages hold their notebook, which a page opened from a disk cannot fetch."""
+    if not has_notebook(page.file):
         return output
     content = notebooks.notebook(Path(config.docs_dir) / page.file.src_uri)
     data = content.replace("</", "<\\/")  # the same JSON, in which no element ends

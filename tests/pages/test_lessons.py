@@ -1,4 +1,4 @@
-"""The calculators of the lessons compute what the library computes, to the bit."""
+"""What pages compute in the browser is what the library computes, to the bit."""
 
 import json
 import shutil
@@ -49,8 +49,8 @@ console.log(JSON.stringify(rows.map((row) => floats.walk(...row))));
 """
 
 
-def run(script, data):
-    command = [NODE, "-e", script, str(SOURCE)]
+def run(script, data, source=SOURCE):
+    command = [NODE, "-e", script, str(source)]
     done = subprocess.run(
         command, input=json.dumps(data), check=True, capture_output=True, text=True
     )
@@ -213,3 +213,83 @@ def test_a_number_is_rounded_before_it_is_subtracted():
     weights = (1 + torch.rand(2000, generator=torch.Generator().manual_seed(0))).bfloat16()
     for weight in weights:
         assert weight - 0.0177 == weight - torch.tensor(0.0177).bfloat16()
+
+
+COMPARE = """
+const checkpoints = require(process.argv[1]);
+const fs = require("fs");
+const paths = JSON.parse(fs.readFileSync(0, "utf8"));
+const files = paths.map((path) => new File([fs.readFileSync(path)], path));
+checkpoints.compare([files[0]], [files[1]]).then(
+    (found) => console.log(JSON.stringify({ ...found, summary: checkpoints.summary(found) })),
+    (error) => console.log(JSON.stringify({ error: error.message })),
+);
+"""
+
+
+def compare(*paths):
+    return run(COMPARE, [str(path) for path in paths], SOURCE.with_name("checkpoints.js"))
+
+
+def checkpoints(folder, change):
+    """Two files of one model of many dtypes, in which `change` moves some elements."""
+    generator = torch.Generator().manual_seed(2)
+    tensors = {}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        x = torch.randn(70, 30, generator=generator, dtype=torch.float64).to(dtype)
+        x[0, :8] = torch.tensor([0.0, -0.0, 1.0, 1.0, torch.nan, torch.inf, 0.0, -1.0])
+        tensors[f"{dtype}.weight".replace("torch.", "")] = x
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        bits = torch.randint(0, 256, (999,), generator=generator, dtype=torch.uint8)
+        tensors[str(dtype).replace("torch.", "")] = bits.view(dtype)
+    tensors |= {"count": torch.tensor(3), "empty": torch.zeros(0), "mask": torch.ones(3) > 0}
+    for format in (mcf.bf16x2, mcf.bf16x3, mcf.bf16i8, mcf.bf16i16):
+        x = torch.randn(20, 10, generator=generator)
+        x[0, :4] = torch.tensor([0.0, 1.0, torch.nan, 1 + 2**-12])
+        tensors[f"own.{format.name}"] = mcf.as_expansion(x, format)
+    mcf.save_file(tensors, folder / "before.safetensors")
+    moved = {}
+    for name, x in tensors.items():
+        plain = x.clone() if name in ("count", "mask", "empty") else x.to(torch.float64)
+        if plain.is_floating_point() and plain.numel():
+            mask = torch.rand(plain.shape, generator=generator) < change
+            plain = torch.where(mask, plain * 1.001, plain)
+            plain = torch.where(plain == 0, -plain, plain)
+        if isinstance(x, mcf.MCFTensor):
+            moved[name] = mcf.as_expansion(mcf.as_plain(plain, torch.float64), x.format)
+        else:
+            moved[name] = plain.to(x.dtype)
+    mcf.save_file(moved, folder / "after.safetensors")
+    return folder / "before.safetensors", folder / "after.safetensors"
+
+
+@pytest.mark.parametrize("change", [0.0, 0.3, 1.0])
+def test_the_page_of_two_checkpoints_counts_as_audit_does(tmp_path, change):
+    paths = checkpoints(tmp_path, change)
+    found, expected = compare(*paths), mcf.meters.audit(*paths)
+    assert found["refused"] == found["lone"] == []
+    assert (found["integer"], found["empty"]) == (expected.not_floating, expected.empty)
+    assert found["summary"].replace(" %", "%") == expected.summary()
+    assert len(found["tensors"]) == len(expected.tensors) == 10
+    for a, b in zip(found["tensors"], expected.tensors, strict=True):
+        assert (a["name"], tuple(a["shape"]), a["verdict"]) == (b.name, b.shape, b.verdict)
+        assert a["dtype"] == b.cells()[2]
+        assert (a["unchanged"], a["zeros"], a["ones"]) == (b.unchanged, b.zeros, b.ones), b.name
+        assert sum(a["stretches"]) == pytest.approx(48 * (1 - b.unchanged), abs=3)
+
+
+def test_the_page_of_two_checkpoints_says_what_it_cannot_compare(tmp_path):
+    x = torch.ones(64, 64)
+    mcf.save_file({"a": x, "b": x + 1, "c": mcf.as_expansion(x, mcf.mxfp8)}, tmp_path / "before")
+    mcf.save_file(
+        {"a": x[:3].clone(), "d": x, "c": mcf.as_expansion(x, mcf.mxfp8)}, tmp_path / "after"
+    )
+    found = compare(tmp_path / "before", tmp_path / "after")
+    assert found["tensors"] == []
+    assert found["lone"] == ["b", "d"]
+    assert [text.split(":")[0] for text in found["refused"]] == ["a", "c"]
+    (tmp_path / "other").write_bytes(b"PK\x03\x04 no safetensors file")
+    assert "is not a safetensors file" in compare(tmp_path / "before", tmp_path / "other")["error"]
+    whole = (tmp_path / "after").read_bytes()
+    (tmp_path / "cut").write_bytes(whole[:-10])
+    assert "ends within" in compare(tmp_path / "before", tmp_path / "cut")["error"]

@@ -1,6 +1,7 @@
 """The site of the documentation: it builds without a warning, is complete, and asks no one else."""
 
 import asyncio
+import base64
 import json
 import operator
 import os
@@ -13,6 +14,7 @@ from types import ModuleType
 from urllib.parse import urlsplit
 
 import pytest
+import torch
 from filelock import FileLock
 
 import mcftensor as mcf
@@ -171,9 +173,9 @@ def test_every_patch_is_on_its_page(site):
 def test_every_lesson_is_a_notebook_too(site):
     lessons = [name for name in pages(site) if re.fullmatch(r"tutorials/(?!index).*", name)]
     assert len(lessons) == 7
-    for name in lessons:
+    for name in [*lessons, "guides/two-checkpoints.html"]:
         notebook = f"{Path(name).stem}.ipynb"
-        assert json.loads((site / "tutorials" / notebook).read_text())["nbformat"] == 4
+        assert json.loads((site / name).with_name(notebook).read_text())["nbformat"] == 4
         assert f'download="{notebook}" href="{notebook}"' in (site / name).read_text()
 
 
@@ -422,6 +424,52 @@ def test_in_a_browser_a_lesson_from_a_disk_saves_its_notebook(site, tmp_path):
     visit = asyncio.run(ask())
     assert not visit.problems
     assert json.loads(visit.value) == json.loads((site / "tutorials/frozen.ipynb").read_text())
+
+
+# Give the page two files, and wait for what it finds.
+GIVE = """(async () => {
+    const files = %s.map(text => Uint8Array.from(atob(text), c => c.charCodeAt(0)));
+    const inputs = document.querySelectorAll(".play .file input");
+    files.forEach((bytes, i) => {
+        const given = new DataTransfer();
+        given.items.add(new File([bytes], `${i}.safetensors`));
+        inputs[i].files = given.files;
+        inputs[i].dispatchEvent(new Event("change"));
+    });
+    for (let i = 0; i < 100 && !document.querySelector(".play table"); i++)
+        await new Promise(done => setTimeout(done, 50));
+    const cells = row => [...row.cells].map(cell => cell.innerText);
+    return {
+        verdict: document.querySelector(".play .verdict").innerText,
+        rows: [...document.querySelectorAll(".play tbody tr")].map(cells),
+        overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+    };
+})()"""
+
+
+@needs_browser
+def test_in_a_browser_two_checkpoints_are_compared(site, tmp_path):
+    texts = []
+    for last in (0.5, 0.25):
+        tensors = {"norm.weight": torch.ones(8).bfloat16(), "w": torch.tensor([[1.0, 0.0, last]])}
+        mcf.save_file(tensors, tmp_path / "file.safetensors")
+        texts.append(base64.b64encode((tmp_path / "file.safetensors").read_bytes()).decode())
+
+    async def ask():
+        async with browser.browse(browser.find(), tmp_path) as tab:
+            url = f"{site.as_uri()}/guides/two-checkpoints.html"
+            return await tab.visit(url, GIVE % json.dumps(texts), width=390)
+
+    visit = asyncio.run(ask())
+    assert not visit.problems
+    assert visit.value["overflow"] <= 0
+    assert visit.value["rows"] == [
+        ["norm.weight", "8", "bf16", "100 %", "0 %", "100 %", "frozen", ""],
+        ["w", "1×3", "fp32", "66.67 %", "33.33 %", "33.33 %", "mostly frozen", ""],
+    ]
+    assert visit.value["verdict"] == (
+        "2 tensors: 1 frozen, 1 mostly frozen; 90.91 % of 11 elements unchanged"
+    )
 
 
 @needs_browser
