@@ -45,8 +45,10 @@ RESULT = re.compile(r"\]\((?:\.\./)*benchmarks/results/([\w-]+\.png)\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add the extension, which is no package."""
+    """Add the extension, which is no package, and the version."""
     config.markdown_extensions.append(MathML())  # type: ignore[arg-type]
+    found = re.search(r'__version__ = "(.+)"', (ROOT / "mcftensor/__init__.py").read_text())
+    config.repo_name = f"{config.site_name} {found[1] if found else ''}"
     return config
 
 
@@ -90,7 +92,9 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Pages hold their notebook, which a page opened from a disk cannot fetch."""
+    """Pages hold their notebook, which a page opened from a disk cannot fetch. The link to the
+    repository asks no other host for its stars."""
+    output = output.replace(' data-md-component="source"', "")
     if not has_notebook(page.file):
         return output
     content = notebooks.notebook(Path(config.docs_dir) / page.file.src_uri)

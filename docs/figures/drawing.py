@@ -204,16 +204,41 @@ class Line:
         self.at = at
 
 
+DRAWN = (
+    "<style>@media (prefers-reduced-motion:no-preference)"
+    "{.drawn{animation:draw 20s linear both}}"
+    "@keyframes draw{from{clip-path:inset(-9px 100% -9px 0)}to{clip-path:inset(-9px 0 -9px 0)}}"
+    "</style>"
+)
+
+
 def chart(
-    x: Axis, y: Axis, lines: Sequence[Line], xlabel: str, ylabel: str, right: float = 150.0
+    x: Axis,
+    y: Axis,
+    lines: Sequence[Line],
+    xlabel: str,
+    ylabel: str,
+    right: float = 150.0,
+    drawn: bool = False,
 ) -> Drawings:
-    """Curves with their names beside them, on a phone below them."""
-    wide = _chart(x, y, lines, xlabel, ylabel, right, WIDE)
-    return wide, _chart(x, y, lines, xlabel, ylabel, 14.0, NARROW)
+    """Curves with their names beside them, on a phone below them; `drawn` from left to right in 20
+    seconds, unless the reader's system asks for less motion."""
+    wide, narrow = (
+        _chart(x, y, lines, xlabel, ylabel, margin, width, drawn)
+        for margin, width in ((right, WIDE), (14.0, NARROW))
+    )
+    return wide, narrow
 
 
 def _chart(
-    x: Axis, y: Axis, lines: Sequence[Line], xlabel: str, ylabel: str, right: float, width: float
+    x: Axis,
+    y: Axis,
+    lines: Sequence[Line],
+    xlabel: str,
+    ylabel: str,
+    right: float,
+    width: float,
+    drawn: bool,
 ) -> str:
     narrow = width < WIDE
     height, left, top, bottom = 330.0, 50.0 if narrow else 62.0, 30.0, 46.0
@@ -231,12 +256,17 @@ def _chart(
     drawing.line([(x0, y0), (x1, y0)], SOFT, 1)
     drawing.text((x0 + x1) / 2, height - 8, xlabel, INK, 12.5, "middle")
     drawing.text(6, 15, ylabel, INK, 12.5)
+    if drawn:
+        drawing.parts.append(f'{DRAWN}<g class="drawn">')
     for line in lines:
         points = [(x(a, x0, x1), y(b, y0, y1)) for a, b in line.points]
-        end = points[-1][1] + 4 + line.shift
         if line.stairs:
             points = [q for p, n in itertools.pairwise(points) for q in (p, (n[0], p[1]))]
         drawing.line(points, line.colour, line.width, line.dash)
+    if drawn:
+        drawing.parts.append("</g>")
+    for line in lines:
+        end = y(line.points[-1][1], y0, y1) + 4 + line.shift
         if line.at:
             place, end = x(line.at[0], x0, x1), y(line.at[1], y0, y1)
             if not narrow:

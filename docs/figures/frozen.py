@@ -35,4 +35,6 @@ def draw() -> Drawings:
     ]
     x = Axis(0, STEPS, {n: str(n) for n in range(0, STEPS + 1, 50)})
     y = Axis(0.979, 1.0015, {v: f"{v:.3f}" for v in (0.98, 0.985, 0.99, 0.995, 1.0)})
-    return chart(x, y, lines, "steps of AdamW at a learning rate of 1e-4", "the weight", 165)
+    return chart(
+        x, y, lines, "steps of AdamW at a learning rate of 1e-4", "the weight", 165, drawn=True
+    )

@@ -267,6 +267,14 @@ def test_in_a_browser_search_finds(site, tmp_path, disk):
         "DataParallel": "distributed.html",
         "half()": "reference/limits.html",
         "FSDP": "distributed.html",
+        "peft": "recipes.html",
+        "LoRA": "training.html",
+        "batchnorm": "training.html",
+        "llama": "bytes.html",
+        "OOM": "bytes.html",
+        "wandb": "recipes.html",
+        "GradScaler": "moving.html",
+        "bf16 fp16 tf32": "reference/floats.html",
         "two_sum": "#mcftensor.eft.two_sum",
     }
 
