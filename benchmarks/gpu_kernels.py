@@ -1,19 +1,21 @@
 """Every Triton kernel compiled for GPUs that need not be there, and its machine code inspected.
 
 For each target of NVIDIA's and AMD's: registers, how many threads a unit holds, spills, products
-contracted with sums, flushed subnormals, and narrow stores. It needs Triton. What is in the
-file already, of as many instructions, is not compiled again.
+contracted with sums, flushed subnormals, and the widths of loads and stores. It needs Triton. What
+is in the file already, of as many instructions, is not compiled again. The longest kernel of each
+group comes first, for all targets, so that a run that is broken off has some of each.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from multiprocessing import get_context
@@ -22,12 +24,11 @@ from typing import Any
 
 import torch
 
-from machine_code.catalogue import catalogue
+from machine_code.catalogue import catalogue, group_of
 from machine_code.inspection import TARGETS, inspect
-from mcftensor.kernels.program import Program
 from speed import machine
 
-KEPT = ("instructions", "registers", "warps", "occupancy", "spills")
+KEPT = ("instructions", "registers", "warps", "occupancy", "spills", "loads", "stores")
 
 programs = functools.cache(catalogue)
 
@@ -49,16 +50,25 @@ def figures_of(target: str, name: str) -> dict[str, Any]:
 def still_there(kernels: dict[str, Any]) -> dict[str, Any]:
     """Those that the library still has, of as many instructions."""
     lengths = {name: len(program.instructions) for name, program in programs().items()}
-    return {n: x for n, x in kernels.items() if x.get("instructions") == lengths.get(n)}
-
-
-def chosen(only: Sequence[str], most: int) -> dict[str, Program]:
-    """The kernels whose names contain one of these, or all; of so many instructions at most."""
     return {
-        name: program
-        for name, program in programs().items()
-        if (not only or any(part in name for part in only)) and len(program.instructions) <= most
+        name: found
+        for name, found in kernels.items()
+        if found.get("instructions") == lengths.get(name) and {*KEPT} <= {*found}
     }
+
+
+def chosen(only: Sequence[str], most: int) -> list[str]:
+    """The kernels whose names contain one of these, or all; of so many instructions at most.
+
+    Each group's longest kernel comes first, then each group's second; of those the short ones.
+    """
+    lengths = {name: len(program.instructions) for name, program in programs().items()}
+    groups: dict[str, list[str]] = {}
+    for name in sorted(lengths, key=lambda name: -lengths[name]):
+        if (not only or any(part in name for part in only)) and lengths[name] <= most:
+            groups.setdefault(group_of(name), []).append(name)
+    ranks = itertools.zip_longest(*reversed(groups.values()))
+    return [name for rank in ranks for name in rank if name]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,18 +90,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for target in options.targets
         if name not in targets[target]
     ]
-    with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
-        waiting = {pool.submit(figures_of, *item): item for item in wanted}
-        for done in as_completed(waiting):
-            target, name = waiting[done]
-            targets[target][name] = done.result()
-            if options.out:  # what is done is kept, should it be broken off
-                options.out.write_text(lines(record))
+    for target, name, found in computed(wanted, options.workers):
+        targets[target][name] = found
+        if options.out:  # what is done is kept, should it be broken off
+            options.out.write_text(lines(record))
     faults = [line for t, rows in targets.items() for line in faults_of(t, rows)]
     for line in faults:
         print(line)
     print(f"{sum(map(len, targets.values()))} kernels compiled, {len(faults)} with faults")
     return int(bool(faults))
+
+
+def computed(
+    wanted: Iterable[tuple[str, str]], workers: int
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """The figures of kernels for targets, as they are done. One worker is this process."""
+    if workers == 1:
+        yield from ((*item, figures_of(*item)) for item in wanted)
+        return
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        waiting = {pool.submit(figures_of, *item): item for item in wanted}
+        for done in as_completed(waiting):
+            yield *waiting[done], done.result()
 
 
 def faults_of(target: str, kernels: dict[str, Any]) -> list[str]:

@@ -81,6 +81,16 @@ def catalogue() -> dict[str, Program]:
     return found
 
 
+def group_of(name: str) -> str:
+    """What asks for a kernel, and its format: conversions, operations, fused steps or traces."""
+    if " to " in name:
+        return "conversions"
+    asks, form, *_ = name.partition(" (")[0].split(", ")
+    if " for-loop" in asks:
+        return f"traces, {form}"
+    return f"{'operations' if asks in OPERATIONS else 'fused steps'}, {form}"
+
+
 def work() -> Iterator[tuple[str, Work]]:
     """What training asks of the library, in small."""
     for weights, mode in MIXTURES:

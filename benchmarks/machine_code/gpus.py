@@ -81,11 +81,12 @@ def code_of(program: Program, target: str, scratch: Path, *, whole: bool = True)
     Raises:
         ImportError: Triton is not installed.
     """
-    warps = kernels.warps(program)
+    lanes = 64 if target.startswith("gfx") else 32
+    warps = kernels.warps(program, lanes)
     while True:
         made = _compiled(program, target, warps, whole)
         code = _amd(made, warps) if target.startswith("gfx") else _nvidia(made, warps, scratch)
-        if not code.spills or warps >= kernels.MOST_WARPS:
+        if not code.spills or warps * lanes >= kernels.MOST_THREADS:
             return code
         warps *= 2
 

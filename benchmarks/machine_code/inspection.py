@@ -1,11 +1,12 @@
 """What must hold of a kernel's machine code: no spills, no products that are contracted with sums,
-no flushed subnormals, and stores as wide as they can be."""
+no flushed subnormals, and loads and stores as wide as they can be."""
 
 from __future__ import annotations
 
 import functools
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,10 +56,12 @@ TARGETS = {
 
 _NVIDIA_FUSED = re.compile(r"\s[FD]FMA(2?)\b")  # HFMA2 of zeros are moves
 _AMD_FUSED = re.compile(r"\sv_(pk_)?(?:fma|fmac|mad|mac|fmaak|fmamk)_(?:f16|f32|f64)")
-_STORES = {
-    "nvidia": re.compile(r"\bSTG\.E(?:\.\w+)*?\.(64|128)\b"),
-    "amd": re.compile(r"global_store_dwordx(2|3|4)\b"),
-}
+# Loads and stores without a predicate in PTX. A load of a single 64-bit word reads a table of the
+# launch; one of two 32-bit words reads elements.
+_NVIDIA_ACCESS = re.compile(r"^\s*(ld|st)\.global(?:\.v(\d))?\.b(\d+)", re.MULTILINE)
+# Loads and stores at an address of each thread's own. Tables are read at a scalar address.
+_AMD_ACCESS = re.compile(r"\bglobal_(load|store)_(\w+) .*, off\b")
+_AMD_WIDTHS = {"dwordx4": 16, "dwordx2": 8, "dword": 4, "ushort": 2, "short": 2}
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,9 @@ class Inspection:
         fused: products contracted with sums in the text, those of packed instructions one by one.
         asked: how many the program, its quotients and its roots have.
         flushes: whether subnormal numbers become zero.
-        store: bytes of the widest store of a thread.
-        expected: the bytes that it could have.
+        loads: the widths in bytes of a thread's loads from whole blocks.
+        stores: those of its stores.
+        narrow: the number of loads and stores that are narrower than they could be.
     """
 
     registers: int
@@ -84,8 +88,9 @@ class Inspection:
     fused: int
     asked: int
     flushes: bool
-    store: int
-    expected: int
+    loads: list[int]
+    stores: list[int]
+    narrow: int
 
     @property
     def faults(self) -> list[str]:
@@ -94,7 +99,7 @@ class Inspection:
             f"spills {self.spills} bytes": self.spills,
             f"{self.fused} fused products, {self.asked} asked for": self.fused > self.asked,
             "flushes subnormals": self.flushes,
-            f"stores of {self.store} bytes": self.store < self.expected,
+            f"{self.narrow} narrow loads and stores": self.narrow,
         }
         return [text for text, is_so in found.items() if is_so]
 
@@ -105,7 +110,10 @@ def inspect(program: Program, target: str, scratch: Path) -> Inspection:
     unit = TARGETS[target]
     elements = THREAD_BLOCK // (unit.lanes * code.warps)
     signature = program.signature
-    dense = [x.itemsize for i, x in enumerate(signature.outputs) if not signature.shares(i)]
+    inputs = [x for i, x in enumerate(signature.vectors) if i not in signature.shared]
+    outputs = [x for i, x in enumerate(signature.outputs) if not signature.shares(i)]
+    loads, stores = _widths(inputs, elements), _widths(outputs, elements)
+    found = {kind: _accesses(code, target, kind) for kind in ("load", "store")}
     return Inspection(
         code.registers,
         code.warps,
@@ -114,8 +122,9 @@ def inspect(program: Program, target: str, scratch: Path) -> Inspection:
         fused(code, target),
         _asked(program, target, elements),
         _flushes(code, target, program),
-        _store(code, target),
-        min(16, elements * max(dense)),
+        sorted(loads & found["load"]),
+        sorted(stores & found["store"]),
+        ((loads - found["load"]) + (stores - found["store"])).total(),
     )
 
 
@@ -176,10 +185,23 @@ def _flushes(code: Code, target: str, program: Program) -> bool:
     return ".ftz" in code.text or (not divides and ".FTZ" in _main(code, target))
 
 
-def _store(code: Code, target: str) -> int:
-    """Bytes; four stand for all that is narrower than eight. Loads are also those of the table of
-    addresses, which say nothing."""
-    is_amd = target.startswith("gfx")
-    found = _STORES["amd" if is_amd else "nvidia"].findall(_main(code, target))
-    widest = max(map(int, found), default=0)
-    return (4 * widest if is_amd else widest // 8) or 4
+def _widths(dtypes: Sequence[torch.dtype], elements: int) -> Counter[int]:
+    """How many accesses of each width a thread needs at least for so many elements of these."""
+    widths: Counter[int] = Counter()
+    for dtype in dtypes:
+        size = elements * dtype.itemsize
+        widths[min(size, 16)] += -(-size // 16)
+    return widths
+
+
+def _accesses(code: Code, target: str, kind: str) -> Counter[int]:
+    """The number of loads or stores of elements, by their widths in bytes."""
+    if target.startswith("gfx"):
+        found = [x for x in _AMD_ACCESS.findall(_main(code, target)) if x[0] == kind]
+        return Counter(_AMD_WIDTHS.get(width, 1) for _, width in found)
+    name = {"load": "ld", "store": "st"}[kind]
+    return Counter(
+        int(many or 1) * int(bits) // 8
+        for found, many, bits in _NVIDIA_ACCESS.findall(code.text)
+        if found == name and (many or bits != "64")
+    )

@@ -471,6 +471,15 @@ def _require_places(func: Any, term: Tensor, named: dict[str, Any]) -> None:
         read(term, **places)  # masks have no places beyond
 
 
+def _fills_mask(source: Any, indices: Sequence[Tensor | None]) -> bool:
+    """Whether a number of the host goes into the places of one mask. Such a number stays on the
+    host, since PyTorch then fills the mask, and does not count its places."""
+    masks = [x for x in indices if x is not None]
+    if len(masks) != 1 or masks[0].dtype != torch.bool:
+        return False
+    return isinstance(source, Tensor) and source.dim() == 0 and source.device.type == "cpu"
+
+
 def _elements(source: Any, format: Format, device: torch.device) -> Sequence[Any]:
     """What goes into each term; of a number Python floats, which compilers leave alone too."""
     if isinstance(source, torch.Tensor):
@@ -525,7 +534,8 @@ def place(func: Any, *args: Any, **kwargs: Any) -> Any:
         return compute(func, *args, **kwargs)
     format = x.format if in_place else common_format(func.overloadpacket.__name__, (x, source))
     stored = x.components if in_place else stored_in(x, format, x.device)
-    terms, numbers = list(map(movable, stored)), _elements(source, format, x.device)
+    device = source.device if _fills_mask(source, named.get("indices", ())) else x.device
+    terms, numbers = list(map(movable, stored)), _elements(source, format, device)
     by_copy = func is aten.masked_scatter_.default  # which raises in its middle
     write = aten.masked_scatter.default if by_copy else func
     calls = [

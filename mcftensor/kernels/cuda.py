@@ -61,12 +61,19 @@ _TABLES = _Tables(1 << 28)
 
 @dataclass(eq=False)
 class _Kernel:
-    """A compiled program, and how many warps a block of it has."""
+    """A compiled program.
+
+    Attributes:
+        function: Triton's.
+        warps: of a block.
+        most: warps of a block at most.
+        key: a digest of its source.
+    """
 
     function: Any
     warps: int
+    most: int
     key: str = ""
-    """A digest of its source."""
 
     def launch(self, blocks: int, *tables: Tensor, **constants: int) -> None:
         """Launch it; if its registers did not suffice, it has more threads from the next time on.
@@ -75,7 +82,7 @@ class _Kernel:
         """
         options = {"num_warps": self.warps, "enable_fp_fusion": False}
         ran = self.function[(blocks,)](*tables, BLOCK=triton.THREAD_BLOCK, **constants, **options)
-        if getattr(ran, "n_spills", 0) and self.warps < triton.MOST_WARPS:
+        if getattr(ran, "n_spills", 0) and self.warps < self.most:
             self.warps *= 2
 
 
@@ -106,7 +113,7 @@ def launch(
     if found.get(arrangement) == 0:
         return False
     try:
-        kernel = _kernel(program, there, _rounds(device))
+        kernel = _kernel(program, there, _rounds(device), _lanes(device))
         run = functools.partial(_run, kernel, program, arrangement)
         while found.get(arrangement) != kernel.warps:  # which a trial may find to be too few
             warps = kernel.warps
@@ -269,14 +276,21 @@ def _rounds(device: torch.device) -> bool:
     return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+@functools.lru_cache(maxsize=64)
+def _lanes(device: torch.device) -> int:
+    """Threads of a warp: 64 on AMD's GPUs for data centers, else 32."""
+    return torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
+
+
 @functools.lru_cache(maxsize=1024)
-def _kernel(program: Program, there: tuple[bool, ...], rounds: bool) -> _Kernel:
+def _kernel(program: Program, there: tuple[bool, ...], rounds: bool, lanes: int) -> _Kernel:
     """The kernel of a program. Triton reads the source of its functions, which is in no file."""
     source = triton.source(program, there, rounds)
     name = f"<mcftensor kernel {next(_NUMBERS)}>"
     linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
     module = {"__name__": "mcftensor_kernel"}
     exec(compile(source, name, "exec"), module)
-    kernel = _Kernel(module["kernel"], triton.warps(program), kernel_cache.key_of(source))
+    warps, most = triton.warps(program, lanes), triton.MOST_THREADS // lanes
+    kernel = _Kernel(module["kernel"], warps, most, kernel_cache.key_of(source))
     weakref.finalize(kernel, linecache.cache.pop, name, None)
     return kernel

@@ -20,7 +20,8 @@ from mcftensor.kernels.program import COMPUTED, Program
 # Elements that a block of threads works on: `BLOCK` in Triton's code, where `SHARING` is ours.
 THREAD_BLOCK = 1024
 
-MOST_WARPS = 16
+# Threads of a block at most: with fewer than two elements each, loads are narrow.
+MOST_THREADS = 512
 
 # Instructions after which eight elements a thread do not fit into registers, those on float64
 # counted three times; and those after which four do not.
@@ -245,15 +246,17 @@ def address(word, type_: tl.constexpr, ALIGNED: tl.constexpr):
 """
 
 
-def warps(program: Program) -> int:
-    """How many warps a block has: 4, of eight elements a thread, which are 16 bytes of bfloat16; or
-    more, of fewer elements, for programs that would else spill registers, by what is known of
-    their lengths."""
+def warps(program: Program, lanes: int) -> int:
+    """The number of warps of a block, for warps of `lanes` threads.
+
+    A thread computes eight elements, which are 16 bytes of bfloat16. Programs that would spill
+    registers, by their lengths, get two or four times as many threads.
+    """
     count = len(program.instructions)
     doubles = sum(x.dtype == torch.float64 for x in program.instructions)
     if count > _HEAVIEST:
-        return MOST_WARPS
-    return 8 if count + 2 * doubles > _HEAVY else 4
+        return MOST_THREADS // lanes
+    return (256 if count + 2 * doubles > _HEAVY else 128) // lanes
 
 
 def source(program: Program, on_device: Sequence[bool], rounds: bool) -> str:

@@ -16,6 +16,12 @@ from mcftensor.scaling.scaled_numbers import Unrounded, aligned, lead, number, w
 def _index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Unrounded:
     """Assignments to indices, and gradients of picking by them."""
     s, (a, b) = aligned([x, values])
+    masks = [i for i in indices if i is not None]
+    if values.dim() == 0 and len(masks) == 1 and masks[0].dtype == torch.bool and not accumulate:
+        before = next(i for i, index in enumerate(indices) if index is not None)
+        after = (1,) * (x.dim() - before - masks[0].dim())
+        # Without the number of places, for which the host would wait.
+        return Unrounded(torch.where(masks[0].view(*masks[0].shape, *after), b.at(s), a.at(s)), s)
     return Unrounded(aten.index_put(a.at(s), indices, b.at(s), accumulate), s)
 
 

@@ -251,7 +251,9 @@ class MCFTensor(GatheredTensor, PickledTensor, GradedTensor, AddressedTensor, Re
     def __setitem__(self, index: Any, value: Any) -> None:
         # torch rounds a number to the base dtype before dispatch.
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            value = number_in(value, self._format, device=self.device)
+            is_mask = isinstance(index, Tensor) and index.dtype == torch.bool
+            place = torch.device("cpu") if is_mask else self.device  # where the host fills a mask
+            value = number_in(value, self._format, device=place)
         super().__setitem__(index, value)
 
     def new_tensor(  # type: ignore[override]

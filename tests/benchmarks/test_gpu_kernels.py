@@ -9,6 +9,7 @@ import torch
 import gpu_kernels
 from machine_code import gpus, inspection
 from machine_code.catalogue import catalogue
+from mcftensor.kernels import triton
 from mcftensor.kernels.program import Signature, record
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/gpu-kernels.json"
@@ -64,35 +65,54 @@ def product(tmp_path, monkeypatch):
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_a_contracted_product_is_found(target, product, tmp_path, monkeypatch):
     assert inspection.inspect(product, target, tmp_path).faults == []
-    import triton  # noqa: PLC0415
-
-    compile_ = triton.compile
+    compiler = pytest.importorskip("triton")
+    compile_ = compiler.compile
 
     def fast(*args, options, **rest):
         return compile_(*args, options=options | {"enable_fp_fusion": True}, **rest)
 
-    monkeypatch.setattr(triton, "compile", fast)
+    monkeypatch.setattr(compiler, "compile", fast)
     (fault,) = inspection.inspect(product, target, tmp_path).faults
     assert "fused products, 0 asked for" in fault
 
 
-def test_flushing_and_narrow_accesses_are_found(product):
+def test_flushing_is_found(product):
     code = gpus.Code({}, 32, 0, 4, "LDG.E.128 R1\nSTG.E R2", "add.ftz.f32")
     assert inspection._flushes(code, "sm_90", product)
-    assert inspection._store(code, "sm_90") == 4
-    wide = gpus.Code({}, 32, 0, 4, "LDG.E.64 R1\nSTG.E.128 R2", "add.rn.f32")
-    assert not inspection._flushes(wide, "sm_90", product)
-    assert inspection._store(wide, "sm_90") == 16
-    amd = gpus.Code(
-        {},
-        32,
-        0,
-        4,
-        "",
-        "global_load_dwordx4 v\nglobal_store_dwordx2 v\n.amdhsa_float_denorm_mode_32 0\n",
+    code = gpus.Code({}, 32, 0, 4, "LDG.E.64 R1\nSTG.E.128 R2", "add.rn.f32")
+    assert not inspection._flushes(code, "sm_90", product)
+    code = gpus.Code({}, 32, 0, 4, "", ".amdhsa_float_denorm_mode_32 0\n")
+    assert inspection._flushes(code, "gfx942", product)
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_narrow_accesses_are_found(target, product, tmp_path, monkeypatch):
+    """Vectors that are not at multiples of 16 bytes are read and written number by number."""
+    wide = inspection.inspect(product, target, tmp_path)
+    assert (wide.loads, wide.stores, wide.narrow) == ([16], [16], 0)
+    source = triton.source
+    monkeypatch.setattr(
+        triton,
+        "source",
+        lambda *args, **options: source(*args, **options).replace("if ALIGNED", "if False"),
     )
-    assert inspection._flushes(amd, "gfx942", product)
-    assert inspection._store(amd, "gfx942") == 8
+    narrow = inspection.inspect(product, target, tmp_path)
+    assert (narrow.loads, narrow.stores, narrow.narrow) == ([], [], 8)  # three loads, one store
+    assert narrow.faults == ["8 narrow loads and stores"]
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_widths_of_smaller_numbers(target, tmp_path, monkeypatch):
+    """Eight elements a thread are 16 bytes of two-byte numbers, and 8 of one-byte ones."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    dtypes = torch.bfloat16, torch.int8
+
+    def body(vectors, scalars, index):
+        return [vectors[0] + vectors[1].to(torch.bfloat16)]
+
+    found = inspection.inspect(record(body, Signature(dtypes, (), dtypes[:1])), target, tmp_path)
+    assert (found.loads, found.stores, found.narrow) == ([8, 16], [16], 0)
 
 
 @pytest.mark.parametrize(

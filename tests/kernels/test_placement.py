@@ -95,6 +95,7 @@ def other_operators(device, format):
     z = x.clone()
     z[rows] = y[rows]
     z[z > 1] = 0.25
+    z[z < -1] = y[z < -1]
     z[0, :3] = torch.tensor([1.0, 2.0, 3.0]).to(device)
     results = [z, x.exp(), x.softmax(1), x.sum(), x.mean(0), x.cumsum(1), x.norm(), x.var(1)]
     results += [x @ y.t(), x.sort(1).values, x.amax(1), x.clamp(-1, 1), x.abs().log1p(), x > 0]
@@ -104,6 +105,15 @@ def other_operators(device, format):
     results += [x.index_select(0, rows), x.masked_fill(x > 0, 0.1), torch.maximum(x, y), x.std()]
     results += [x.flip(0), x.roll(1), x.repeat(2, 1), x.tril(), x.floor(), x % 0.3, x.erf()]
     return results
+
+
+@each(format={name: FORMATS[name] for name in ("bf16x2", "bf16i8", "mxfp8")} | {"scaled": SCALED})
+def numbers_into_masks(device, format):
+    x = mcf.as_expansion(drawn(6, 64).to(device), format)
+    x[x > 1] = 0.3
+    x[torch.tensor([True, False] * 3).to(device)] = 0.7
+    x[:, torch.tensor([True, False] * 32).to(device)] = torch.tensor(0.4)
+    return [x]
 
 
 @scenario
@@ -387,7 +397,6 @@ WAITS = {
 # The same from the second step on.
 LATER = {
     "steps-Adafactor": {"dispatch/structure.py item"},
-    "steps-Rprop": {"dispatch/operands.py uninterrupted"},
     "edq": {"meters/edq/meter.py _conclude_states", "meters/edq/readings.py totals"},
     "files": {
         *("formats/expansion_format.py _normalized", "checkpoint/safetensors_files.py write"),
@@ -472,6 +481,11 @@ def test_it_sees_what_names_no_device():
 def test_keys_are_drawn_by_the_generator_of_the_device():
     with pretended("cuda") as device:
         assert draw_key(device.device).device == device.device
+
+
+@pytest.mark.parametrize("format", ["bf16x2", "bf16i8", "mxfp8", "scaled"])
+def test_nobody_waits_for_numbers_in_masks(format):
+    assert runs_alike(f"numbers_into_masks-{format}", "cuda").waits == set()
 
 
 @pytest.mark.parametrize("where", WAITS)

@@ -190,7 +190,7 @@ def test_registers_that_do_not_suffice():
         used.append(num_warps)
         return SimpleNamespace(n_spills=0 if num_warps >= 16 else 12)
 
-    kernel = cuda._Kernel({(7,): launch}, 4)
+    kernel = cuda._Kernel({(7,): launch}, 4, 16)
     for _ in range(4):
         kernel.launch(7, ALIGNED=True)
     assert used == [4, 8, 16, 16]
@@ -291,7 +291,7 @@ def test_so_many_kernels_are_kept(launch, monkeypatch):
 def compiled(program, warps):
     """PTX and more for a GPU of compute capability 9.0, as a launch with aligned pointers makes
     it."""
-    kernel = cuda._kernel(program, (False,) * len(program.signature.scalars), True)
+    kernel = cuda._kernel(program, (False,) * len(program.signature.scalars), True, 32)
     divisible = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(
         fn=kernel.function,
@@ -316,9 +316,9 @@ def spilled(cubin, tmp_path):
 
 def check(program, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    warps = programs.warps(program)
+    warps = programs.warps(program, 32)
     asm = compiled(program, warps)
-    while spilled(asm["cubin"], tmp_path) != [0, 0] and warps < programs.MOST_WARPS:
+    while spilled(asm["cubin"], tmp_path) != [0, 0] and warps < programs.MOST_THREADS // 32:
         warps *= 2  # as launches do
         asm = compiled(program, warps)
     assert spilled(asm["cubin"], tmp_path) == [0, 0]

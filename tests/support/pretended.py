@@ -176,6 +176,8 @@ class Pretence(TorchDispatchMode):
             raise Misplaced(f"float64 in {func} on {self.device.type}")
         takes_numbers = torch.Tag.pointwise in func.tags or func._opname.startswith("_foreach_")
         for x in here:
+            if packet in _INDEXING and _fills_mask(*args):
+                continue
             if packet in _INDEXING and x is not args[0]:
                 self.wait()
             elif x.dim() or not takes_numbers:
@@ -195,7 +197,7 @@ class Pretence(TorchDispatchMode):
             frame = frame.f_back
         # else a test has read it
 
-    def kernel(self, program: Program, there: Sequence[bool], rounds: bool) -> Any:
+    def kernel(self, program: Program, there: Sequence[bool], rounds: bool, lanes: int) -> Any:
         """In the place of `cuda._kernel`: a kernel that checks what it is launched with."""
         signature = program.signature
         dtypes = [*signature.vectors, *signature.outputs]
@@ -230,10 +232,20 @@ def _real(x: Any) -> Any:
     return getattr(x, "_cpu", x) if isinstance(x, Tensor) else x
 
 
-def _counts_mask(x: Tensor, indices: Any, value: Tensor | None = None, *also: Any) -> bool:
-    """Whether the places in a mask are counted: a number of the host fills it without that."""
-    fills = value is not None and value.numel() == 1 and not hasattr(value, "_cpu")
-    return not fills and any(i is not None and i.dtype == torch.bool for i in indices)
+def _counts_mask(x: Tensor, indices: Any, *values: Any) -> bool:
+    """Whether the host reads how many places a mask has."""
+    is_mask = any(i is not None and i.dtype == torch.bool for i in indices)
+    return is_mask and not _fills_mask(x, indices, *values)
+
+
+def _fills_mask(x: Tensor, indices: Any, value: Tensor | None = None, *also: Any) -> bool:
+    """Whether a number of the host goes into the places of one mask on the device: PyTorch calls
+    `masked_fill_` with it, which reads nothing on the device."""
+    masks = [i for i in indices if i is not None]
+    if len(masks) != 1 or masks[0].dtype != torch.bool or not hasattr(masks[0], "_cpu"):
+        return False
+    is_sum = bool(also and also[0])
+    return value is not None and value.numel() == 1 and not hasattr(value, "_cpu") and not is_sum
 
 
 def _divided(func: Any, args: Any) -> Any:
@@ -401,6 +413,7 @@ def _show_device(mode: Pretence, patch: pytest.MonkeyPatch) -> None:
         "is_current_stream_capturing": False,
         "current_stream": _Stream(mode.device),
         "get_device_capability": (9, 0),
+        "get_device_properties": SimpleNamespace(warp_size=32),
         "get_device_name": "pretended",
         "device": contextlib.nullcontext(),
         "get_rng_state": torch.get_rng_state(),
