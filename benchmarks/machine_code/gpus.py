@@ -81,14 +81,20 @@ def code_of(program: Program, target: str, scratch: Path, *, whole: bool = True)
     Raises:
         ImportError: Triton is not installed.
     """
-    lanes = 64 if target.startswith("gfx") else 32
+    lanes = lanes_of(target)
     warps = kernels.warps(program, lanes)
     while True:
         made = _compiled(program, target, warps, whole)
-        code = _amd(made, warps) if target.startswith("gfx") else _nvidia(made, warps, scratch)
+        is_amd = target.startswith("gfx")
+        code = _amd(made, warps, lanes) if is_amd else _nvidia(made, warps, scratch)
         if not code.spills or warps * lanes >= kernels.MOST_THREADS:
             return code
         warps *= 2
+
+
+def lanes_of(target: str) -> int:
+    """The number of threads of a warp: 64 on AMD's GPUs for data centers, elsewhere 32."""
+    return 64 if target.startswith("gfx9") else 32
 
 
 def _compiled(program: Program, target: str, warps: int, whole: bool) -> Any:
@@ -110,7 +116,7 @@ def _compiled(program: Program, target: str, warps: int, whole: bool) -> Any:
         constexprs=options,
         attrs={(i,): [["tt.divisibility", 16]] for i in range(3)},
     )
-    kind = gpu("hip", target, 64) if amd else gpu("cuda", int(target[3:]), 32)
+    kind = gpu("hip", target, lanes_of(target)) if amd else gpu("cuda", int(target[3:]), 32)
     return triton.compile(
         unit, target=kind, options={"enable_fp_fusion": False, "num_warps": warps}
     ).asm
@@ -162,11 +168,11 @@ def _blocks(text: str) -> list[list[str]]:
     return blocks
 
 
-def _amd(made: Any, warps: int) -> Code:
+def _amd(made: Any, warps: int, lanes: int) -> Code:
     text: str = made["amdgcn"]
     body = text.partition("s_endpgm")[0]
     names = re.findall(r"^\s+([a-z]+_\w+)", body, re.MULTILINE)
-    share = 64 * warps / kernels.THREAD_BLOCK
+    share = warps * lanes / kernels.THREAD_BLOCK
     counts = Counter(_kind(name, _AMD) for name in names)
     (registers,) = re.findall(r"\.vgpr_count:\s+(\d+)", text)
     (spills,) = re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)

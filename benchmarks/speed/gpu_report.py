@@ -8,8 +8,9 @@ from typing import Any
 
 Record = dict[str, Any]
 
-OFF = 4 / 3
-"""Measured over predicted time, from which a kernel is flagged."""
+OFF = 1 / 3
+"""Difference of measured and predicted time, over the predicted one, from which on a kernel is
+flagged."""
 
 
 def page(record: Record) -> str:
@@ -66,24 +67,25 @@ def kernels(figures: Record) -> str:
     found = figures["at hand"]
     rows = []
     for name, x in found["kernels"].items():
-        flag = " ←" if x["ratio"] > OFF else ""
+        flag = " ←" if abs(x["ratio"] - 1) > OFF else ""
         times = [f"{x[key]:.2f}" for key in ("memory", "computing", "measured")]
         rows.append((name, *times, f"{x['ratio']:.2f}{flag}"))
     head = ("picoseconds an element", "memory", "computing", "measured", "over predicted")
-    off = flagged(figures)
-    note = f"Memory copies {found['bandwidth'] / 1e9:,.0f} GB/s. "
-    note += (
-        f"More than a third slower than predicted: {', '.join(off)}."
-        if off
-        else ("No kernel is more than a third slower than predicted.")
-    )
-    return f"{table(head, rows)}\n\n{note}"
+    slow, fast = flagged(figures)
+    notes = [f"Memory copies {found['bandwidth'] / 1e9:,.0f} GB/s."]
+    for names, word in ((slow, "slower"), (fast, "faster")):
+        if names:
+            notes.append(f"More than a third {word} than predicted: {', '.join(names)}.")
+    if not (slow or fast):
+        notes.append("No kernel is off its prediction by more than a third.")
+    return f"{table(head, rows)}\n\n{' '.join(notes)}"
 
 
-def flagged(figures: Record) -> list[str]:
-    """The kernels that take more than a third longer than predicted."""
+def flagged(figures: Record) -> tuple[list[str], list[str]]:
+    """The kernels that are slower than predicted by more than a third, and those faster."""
     rows = figures["at hand"]["kernels"].items()
-    return [name for name, x in rows if x["ratio"] > OFF]
+    slow = [name for name, x in rows if x["ratio"] - 1 > OFF]
+    return slow, [name for name, x in rows if 1 - x["ratio"] > OFF]
 
 
 def steps(figures: Record) -> str:

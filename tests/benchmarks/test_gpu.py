@@ -81,6 +81,7 @@ def test_make_gpu_without_a_gpu_ends_in_one_sentence_before_it_installs():
 KERNELS = {
     "fast": {"memory": 10.0, "computing": 4.0, "measured": 11.0, "ratio": 1.1},
     "slow": {"memory": 10.0, "computing": 12.0, "measured": 17.0, "ratio": 17 / 12},
+    "too fast": {"memory": 10.0, "computing": 4.0, "measured": 6.0, "ratio": 0.6},
 }
 
 
@@ -115,10 +116,13 @@ def record(status=0):
 
 
 def test_the_page_says_what_is_off():
-    assert gpu_report.flagged(record()["stages"]["kernels"]["figures"]) == ["slow"]
+    assert gpu_report.flagged(record()["stages"]["kernels"]["figures"]) == (["slow"], ["too fast"])
     page = gpu_report.page(record())
     for part in ("GPU X", "sm_90, 8 GiB, CUDA 13", "70 passed in 3s", "200 checks passed",
-                 "| slow | 10.00 | 12.00 | 17.00 | 1.42 ← |", "absent: ModuleNotFoundError",
+                 "| slow | 10.00 | 12.00 | 17.00 | 1.42 ← |",
+                 "| too fast | 10.00 | 4.00 | 6.00 | 0.60 ← |",
+                 "slower than predicted: slow. More than a third faster than predicted: too fast.",
+                 "absent: ModuleNotFoundError",
                  "1,200", "Measured by somebody."):  # fmt: skip
         assert part in page
     assert "Tests: its words" not in page

@@ -1,6 +1,9 @@
 """The digests that ship with the package are those of this CPU, of Triton's interpreter, and of a
 GPU; and the report says what differs."""
 
+import contextlib
+import functools
+
 import pytest
 import torch
 
@@ -8,6 +11,7 @@ from mcftensor.__main__ import main
 from mcftensor.device_checks import device_report, known_results
 from mcftensor.kernels import eager, first_use
 from support.kernel_cases import way
+from support.pretended import pretended
 
 CPU = torch.device("cpu")
 WORK = [(group, name) for group, works in known_results.known_work().items() for name in works]
@@ -104,6 +108,66 @@ def test_a_launch_that_raises_is_told(monkeypatch):
     assert str(line) == "FAIL  group: 1 of 2: b (RuntimeError)"
     line = device_report._line("group", lambda: broken(CPU))
     assert str(line) == "FAIL  group: 1 of 1: RuntimeError: CUDA error: misaligned address"
+
+
+def test_a_device_without_float64_gets_a_report():
+    with pretended("mps", has_float64=False) as device:
+        said = list(map(str, device_report.report(device.device, compiled=False)))
+    assert any(x.startswith("  ok  ") for x in said)
+    (line,) = [x for x in said if "fused steps" in x]
+    assert line.startswith("FAIL  fused steps: ")
+    assert "(Misplaced)" in line
+
+
+class PretendedGraph:
+    """A captured step. What is captured has run once already, which is the first replay."""
+
+    def __init__(self):
+        self.is_first = True
+
+    def replay(self):
+        if not self.is_first:
+            self.step()
+        self.is_first = False
+
+
+def test_lines_for_cuda_alone_run(monkeypatch):
+    """On a device that is pretended, where eager PyTorch computes."""
+    made, training = [], device_report._training
+
+    def spy(device):
+        made.append(training(device))
+        return made[-1]
+
+    @contextlib.contextmanager
+    def capture(graph):
+        yield
+        graph.step = made[-1][1].step
+
+    monkeypatch.setattr(device_report, "_training", spy)
+    with pretended("cuda") as device:
+        for name, value in {
+            "Stream": torch.cuda.current_stream,
+            "stream": lambda stream: stream,
+            "CUDAGraph": PretendedGraph,
+            "graph": capture,
+            "device_count": lambda: 1,
+            "mem_get_info": lambda device: (1 << 30, 1 << 33),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value, raising=False)
+        lines = {
+            name: device_report._line(name, functools.partial(check, device.device))
+            for name, check in device_report._CHECKS.items()
+        }
+        lines["small"] = device_report._line(
+            "small", lambda: device_report._large(1 << 18)(device.device)
+        )
+    said = {name: str(line) for name, line in lines.items()}
+    assert said["two devices"] == "  -   two devices: left out, one device is at hand"
+    for name, size in (("tensors of 1 GiB", 2), ("tensors of 2^31 elements", 10)):
+        assert said[name] == f"  -   {name}: left out, 1 GiB are free, {size} are needed"
+    for name in ("views", "a stream of its own", "a captured graph", "small"):
+        assert said[name].startswith(f"  ok  {name}: ")
 
 
 def test_a_kernel_that_fails_its_trial_fails_the_report(monkeypatch):
