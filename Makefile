@@ -19,6 +19,13 @@ PATIENT := OMP_NUM_THREADS=$(THREADS) MKL_NUM_THREADS=$(THREADS)
 PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal \
 	--doctest-modules mcftensor tests
 
+GPUS := /dev/nvidia0 /dev/kfd /dev/dxg
+# A PyTorch that finds the GPU here is built for its driver, and is used, whatever its release. Each
+# PyTorch for GPUs comes with a Triton of its own.
+FITTING = $(if $(wildcard $(GPUS)),$(shell $(PYTHON) -c \
+	"import torch; print('torch' if torch.cuda.is_available() else '')" 2> /dev/null))
+UNPINNED = $(if $(FITTING),torch|triton,$(if $(wildcard $(GPUS)),triton,-))
+
 .PHONY: help install train study findings bench works-with gpu gpu-at-hand test test-all soak fuzz mutations lint docs serve pages package publish-docs clean
 
 help: ## list the targets
@@ -45,7 +52,6 @@ gpu: gpu-at-hand $(VENV)/benchmarks ## check and measure the GPU at hand, in twe
 		|| echo "TransformerEngine does not install here, and is left out"
 	$(BIN)/python benchmarks/gpu.py $(if $(BY),--by "$(BY)") $(ARGS)
 
-GPUS := /dev/nvidia0 /dev/kfd /dev/dxg
 gpu-at-hand:
 	@: $(if $(wildcard $(GPUS)),,$(error No GPU is at hand: this machine has none of $(GPUS), so there is nothing to measure))
 
@@ -96,17 +102,18 @@ clean: ## remove .venv, caches and outputs
 	find mcftensor tests benchmarks studies examples docs -name __pycache__ -type d -exec rm -rf {} +
 
 $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(if $(FITTING),--system-site-packages) $(VENV)
+	grep -vE '^($(UNPINNED))==' $(CONSTRAINTS) > $(VENV)/constraints.txt
 	$(if $(filter-out .venv,$(VENV)),ln -sfn $(VENV) .venv)
-	$(BIN)/pip install --disable-pip-version-check -c $(CONSTRAINTS) -e ".[dev,examples]"
+	$(BIN)/pip install --disable-pip-version-check -c $(VENV)/constraints.txt -e ".[dev,examples]"
 	touch $@
 
 # Without what these need for GPUs.
 $(VENV)/ecosystem: $(VENV)/installed
-	$(BIN)/pip install --disable-pip-version-check -c $(CONSTRAINTS) -e ".[ecosystem]"
+	$(BIN)/pip install --disable-pip-version-check -c $(VENV)/constraints.txt -e ".[ecosystem]"
 	$(BIN)/pip install --disable-pip-version-check --no-deps bitsandbytes torchtitan trl
 	touch $@
 
 $(VENV)/benchmarks: $(VENV)/installed
-	$(BIN)/pip install --disable-pip-version-check -c $(CONSTRAINTS) -e ".[benchmarks]"
+	$(BIN)/pip install --disable-pip-version-check -c $(VENV)/constraints.txt -e ".[benchmarks]"
 	touch $@

@@ -194,7 +194,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         build = torch.version.cuda or torch.version.hip
         made = f"is built for {build}, which the driver does not run" if build else "is for CPUs"
-        print(f"gpu.py: PyTorch finds no GPU: torch {torch.__version__} {made}", file=sys.stderr)
+        print(
+            f"gpu.py: PyTorch finds no GPU: torch {torch.__version__} {made}; install a PyTorch "
+            "for the driver, remove .venv, and name its Python: make gpu PYTHON=path",
+            file=sys.stderr,
+        )
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.again:

@@ -78,6 +78,40 @@ def test_make_gpu_without_a_gpu_ends_in_one_sentence_before_it_installs():
     assert "No GPU is at hand" in line
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize(
+    ("has_gpu", "torch_finds_it", "options", "unpinned"),
+    [
+        (False, False, "", set()),
+        (True, False, "", {"triton"}),
+        (True, True, "--system-site-packages ", {"torch", "triton"}),
+    ],
+)
+def test_make_installs_for_the_gpu_that_is_there(
+    has_gpu, torch_finds_it, options, unpinned, tmp_path
+):
+    """A PyTorch that finds the GPU stays, and each PyTorch for GPUs chooses its Triton."""
+    pins = {"numpy": "numpy==2.1", "torch": "torch==2.13.0", "torchao": "torchao==1"}
+    pins["triton"] = 'triton==3.9 ; python_version >= "3.11"'
+    (tmp_path / "constraints.txt").write_text("\n".join(pins.values()) + "\n")
+    (tmp_path / "pyproject.toml").touch()
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    script = f"""#!/bin/sh
+[ "$1" = -c ] && {{ {"echo torch" if torch_finds_it else "exit 1"}; exit; }}
+echo "$@" >> said; mkdir -p .venv/bin; cp python .venv/bin/pip
+"""
+    (tmp_path / "python").write_text(script)
+    (tmp_path / "python").chmod(0o755)
+    gpus = f"GPUS={tmp_path if has_gpu else '/nowhere'}"
+    command = ["make", "-s", "install", "PYTHON=./python", "VENV=.venv", gpus]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    made, installed = (tmp_path / "said").read_text().splitlines()
+    assert made == f"-m venv {options}.venv"
+    assert "-c .venv/constraints.txt" in installed
+    kept = (tmp_path / ".venv/constraints.txt").read_text().splitlines()
+    assert kept == [pin for name, pin in pins.items() if name not in unpinned]
+
+
 KERNELS = {
     "fast": {"memory": 10.0, "computing": 4.0, "measured": 11.0, "ratio": 1.1},
     "slow": {"memory": 10.0, "computing": 12.0, "measured": 17.0, "ratio": 17 / 12},
