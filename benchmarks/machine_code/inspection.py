@@ -58,9 +58,15 @@ _NVIDIA_FUSED = re.compile(r"\s[FD]FMA(2?)\b")  # HFMA2 of zeros are moves
 _AMD_FUSED = re.compile(r"\sv_(pk_)?(?:fma|fmac|mad|mac|fmaak|fmamk)_(?:f16|f32|f64)")
 # Loads and stores without a predicate in PTX. A load of a single 64-bit word reads a table of the
 # launch; one of two 32-bit words reads elements.
-_NVIDIA_ACCESS = re.compile(r"^\s*(ld|st)\.global(?:\.v(\d))?\.b(\d+)", re.MULTILINE)
-# Loads and stores at an address of each thread's own. Tables are read at a scalar address.
-_AMD_ACCESS = re.compile(r"\bglobal_(load|store)_(\w+) .*, off\b")
+_NVIDIA_ACCESS = {
+    kind: re.compile(rf"^\s*{name}\.global(?:\.v(\d))?\.b(\d+)", re.MULTILINE)
+    for kind, name in (("load", "ld"), ("store", "st"))
+}
+# Tables are read at a scalar address, elements at one of each thread's own.
+_AMD_ACCESS = {
+    "load": re.compile(r"\bglobal_load_(\w+) .*, off\b"),
+    "store": re.compile(r"\bglobal_store_(\w+)"),
+}
 _AMD_WIDTHS = {"dwordx4": 16, "dwordx2": 8, "dword": 4, "ushort": 2, "short": 2}
 
 
@@ -197,11 +203,10 @@ def _widths(dtypes: Sequence[torch.dtype], elements: int) -> Counter[int]:
 def _accesses(code: Code, target: str, kind: str) -> Counter[int]:
     """The number of loads or stores of elements, by their widths in bytes."""
     if target.startswith("gfx"):
-        found = [x for x in _AMD_ACCESS.findall(_main(code, target)) if x[0] == kind]
-        return Counter(_AMD_WIDTHS.get(width, 1) for _, width in found)
-    name = {"load": "ld", "store": "st"}[kind]
+        found = _AMD_ACCESS[kind].findall(_main(code, target))
+        return Counter(_AMD_WIDTHS.get(width, 1) for width in found)
     return Counter(
         int(many or 1) * int(bits) // 8
-        for found, many, bits in _NVIDIA_ACCESS.findall(code.text)
-        if found == name and (many or bits != "64")
+        for many, bits in _NVIDIA_ACCESS[kind].findall(code.text)
+        if many or bits != "64"
     )

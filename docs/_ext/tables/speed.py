@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterable
 from typing import Any
 
+from machine_code.catalogue import group_of
 from tables.sources import RESULTS, load, machine, table
 
 PEERS = {
@@ -286,22 +289,23 @@ def roofline() -> str:
 
 
 def compiled_kernels() -> str:
-    """Registers and occupancy of kernels that were compiled without a device."""
+    """Registers, occupancy, and widths of accesses of kernels compiled without a device."""
     targets = load("gpu-kernels")["targets"]
-    groups = list(dict.fromkeys(_group(name) for name in sorted(targets["sm_90"])))
     rows = []
-    for group in sorted(groups):
+    for group in sorted({group_of(name) for kernels in targets.values() for name in kernels}):
         of_group = [
-            [x for name, x in kernels.items() if _group(name) == group and "failed" not in x]
+            [x for name, x in kernels.items() if group_of(name) == group and "failed" not in x]
             for kernels in targets.values()
         ]
         cells = [_registers(found) for found in of_group]
-        rows.append((group, f"{max(map(len, of_group))}", *cells))
+        widths = [_widths(kind, itertools.chain(*of_group)) for kind in ("loads", "stores")]
+        rows.append((group, f"{max(map(len, of_group))}", *widths, *cells))
     faults = [
         f"{sum('failed' in x or bool(x['faults']) for x in kernels.values())} of {len(kernels)}"
         for kernels in targets.values()
     ]
-    return table(("", "kernels", *targets), [*rows, ("with a fault", "–", *faults)])
+    heads = ("", "kernels", "bytes a load", "bytes a store", *targets)
+    return table(heads, [*rows, ("with a fault", *"–––", *faults)])
 
 
 def _registers(kernels: list[dict[str, Any]]) -> str:
@@ -312,15 +316,9 @@ def _registers(kernels: list[dict[str, Any]]) -> str:
     return f"{most} ({100 * least:.0f} %)"
 
 
-def _group(name: str) -> str:
-    """Where a kernel is counted: by what asks for it, and by its format."""
-    if " to " in name:
-        return "conversions"
-    asks, form, *_ = name.partition(" (")[0].split(", ")
-    if " for-loop" in asks:
-        return f"traces, {form}"
-    operations = ("add", "mul", "div", "sqrt", "fma", "addcmul", "addcdiv", "lerp")
-    return f"{'operations' if asks in operations else 'fused steps'}, {form}"
+def _widths(kind: str, kernels: Iterable[dict[str, Any]]) -> str:
+    """The widths of a thread's loads or stores, in bytes."""
+    return ", ".join(map(str, sorted({width for x in kernels for width in x[kind]})))
 
 
 def gpus() -> str:
