@@ -101,6 +101,16 @@ def test_narrow_accesses_are_found(target, product, tmp_path, monkeypatch):
     assert narrow.faults == ["8 narrow loads and stores"]
 
 
+def test_tables_are_no_elements():
+    """They are read, and nothing is written to them."""
+    text = "global_load_dwordx4 v[0:3], v7, s[24:25]\nglobal_store_dwordx4 v0, v[2:5], s[0:1]\n"
+    amd = gpus.Code({}, 32, 0, 4, "", text)
+    nvidia = gpus.Code({}, 32, 0, 4, "", "ld.global.b64 { %rd4 }\nst.global.v2.b64 [ %rd5 ]\n")
+    for code, target in ((amd, "gfx942"), (nvidia, "sm_90")):
+        assert not inspection._accesses(code, target, "load")
+        assert inspection._accesses(code, target, "store") == {16: 1}
+
+
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_widths_of_smaller_numbers(target, tmp_path, monkeypatch):
     """Eight elements a thread are 16 bytes of two-byte numbers, and 8 of one-byte ones."""

@@ -431,7 +431,10 @@ def test_on_cuda(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["operations-bf16x2", "other_operators-bf16x2", "steps-SGD-fused", "modes-compact", "files"],
+    [
+        *("operations-bf16x2", "other_operators-bf16x2", "numbers_into_masks-bf16x2"),
+        *("steps-SGD-fused", "modes-compact", "files"),
+    ],
 )
 def test_on_xpu(name):
     """Where no kernel of Triton runs."""
