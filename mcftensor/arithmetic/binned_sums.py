@@ -52,6 +52,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcftensor.arithmetic.base_types import BASES
 from mcftensor.arithmetic.rounding import narrow, quiet, round_to
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -181,8 +182,10 @@ def _round(accumulator: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
 
 def _sum(terms: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
     """As the codes of all terms are known, their slices are added without bins: in float64, where
-    all sums are exact."""
+    all sums are exact. Two terms of 16 bits need one addition."""
     singles = [x.to(torch.float32) for x in terms]
+    if len(terms) == 2 and {x.dtype for x in terms} == {dtype} and _is_one_addition(layout, dtype):
+        return quiet(singles[0] + singles[1]).to(dtype)
     largest = functools.reduce(torch.maximum, [x.abs() for x in singles])
     exponent = _exponent_of(largest.to(torch.float64)).to(torch.int32)
     lowest = (_bin_of(exponent, layout) - layout.bins) * layout.width - 148
@@ -199,6 +202,22 @@ def _sum(terms: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
         single = bits.view(torch.float64).to(torch.float32)
         return narrow(torch.where(is_finite, single, plain), dtype)
     return round_to(torch.where(is_finite, total, plain.to(torch.float64)), dtype)
+
+
+def _is_one_addition(layout: Layout, dtype: torch.dtype) -> bool:
+    """Whether two terms a, b of a dtype, |b| <= |a|, have a sum that is that of float32, rounded.
+
+    Let p be the precision of the dtype and 2^e <= |a| < 2^(e+1). Then q_(K-1) <= 2^(1-g+e), with g
+    = (K - 1) W, so a is a multiple of it if g >= p. If b is one too, V q_(K-1) is the exact sum. If
+    not, the last bit of b is below q_(K-1), so that b, before and after it is rounded to that, is
+    at most 2^(p-1) q_(K-1) <= 2^(p-g+e). With g >= 2p + 1 that is at most 2^(e-p-1), a quarter of
+    an ulp of a and half of one below it, and a + b rounds to a either way (a power of two is even).
+
+    So the result is a + b, rounded once. To round it to the 24 bits of float32 before changes
+    nothing, if 24 >= 2p + 2 (S. A. Figueroa, "When is double rounding innocuous?", 1995).
+    """
+    precision = BASES[dtype].precision
+    return 2 * precision + 2 <= 24 and layout.guaranteed >= 2 * precision + 1
 
 
 # ------------------------------------------------------------------------------------- of terms

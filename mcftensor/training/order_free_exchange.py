@@ -6,6 +6,7 @@ bytes of a ring's all-reduce or reduce-scatter in bf16.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,13 @@ from torch import Tensor
 
 from mcftensor.arithmetic.binned_sums import Layout
 from mcftensor.passes.order_free_sums import accumulators, merge_into, round_into, sum_into
-from mcftensor.training.order_free_leaves import ACCUMULATOR_BYTES, Leaves, most_kept
+from mcftensor.training.order_free_leaves import Leaves, most_kept
+
+Pairs = Sequence[tuple[int, Tensor]]  # a process, and what goes to it or comes from it
+
+ACCUMULATOR = torch.int64
+ALIGNMENT = 64
+"""Bytes: where received tensors begin in memory."""
 
 IDENTITY = -0.0
 """What changes no sum, not even that of negative zeros."""
@@ -57,83 +64,99 @@ class BucketSum:
         in_bucket: bool,
         memory: list[Tensor],
     ) -> None:
-        world, rank = group.size(), group.rank()
+        world, self._rank = group.size(), group.rank()
         self._group, self._out, self._layout = group, out, layout
-        self._chunk = -(-out.numel() // world)
+        self._chunk = max(-(-out.numel() // world), 1)
         most = most_kept(out.dtype)
         self._kept = [0 if accumulates or count > most else count for count in counts]
-        own = self._kept[rank]
-        if in_bucket and own == 1 and out.numel() % world == 0:
+        if in_bucket and self._kept[self._rank] == 1:
             for one, view in zip(leaves, views, strict=True):
                 if one is None:
                     view.fill_(IDENTITY)
-            sent = out
+            self._own = [out]
         else:
-            sent = self._together(leaves, views, own)
-        width = out.dtype.itemsize
-        sizes = [self._chunk * (k * width if k else ACCUMULATOR_BYTES) for k in self._kept]
-        kept_memory = [memory.pop()] if memory else []
-        if not kept_memory or kept_memory[0].numel() < sum(sizes):
-            kept_memory = [torch.empty(sum(sizes), dtype=torch.uint8, device=out.device)]
-        (self._block,) = kept_memory
-        self._received = self._block[: sum(sizes)]
-        self._sizes, self._memory = sizes, memory
-        self._work: Any = dist.all_to_all_single(
-            self._received,
-            sent.view(-1).view(torch.uint8),
-            sizes,
-            [sizes[rank]] * world,
-            group=group,
-            async_op=True,
+            self._own = self._laid_out(leaves, views, self._kept[self._rank])
+        peers = self._peers()
+        froms = [peer for peer in peers for _ in range(max(self._kept[peer], 1))]
+        self._received = self._memory_for(froms, memory)
+        self._work = self._exchanged(
+            list(zip(froms, self._received, strict=True)),
+            [(peer, self._of(peer, x)) for peer in peers for x in self._own],
         )
-        self._sent = sent  # until it is
 
-    def _together(
+    def _memory_for(self, froms: list[int], memory: list[Tensor]) -> list[Tensor]:
+        """Tensors for what others have of the elements that this process owns, message by
+        message."""
+        count = len(self._of(self._rank, self._out))
+        kinds = [self._out.dtype if self._kept[peer] else ACCUMULATOR for peer in froms]
+        sizes = [count * dtype.itemsize for dtype in kinds]
+        steps = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+        starts = list(itertools.accumulate(steps, initial=0))
+        blocks = [memory.pop()] if memory else []
+        if not blocks or blocks[0].numel() < starts[-1]:
+            blocks = [torch.empty(starts[-1], dtype=torch.uint8, device=self._out.device)]
+        (self._block,) = blocks
+        self._memory = memory
+        return [
+            self._block[start : start + size].view(dtype)
+            for start, size, dtype in zip(starts, sizes, kinds, strict=False)
+        ]
+
+    def _peers(self) -> list[int]:
+        return [peer for peer in range(self._group.size()) if peer != self._rank]
+
+    def _of(self, owner: int, x: Tensor) -> Tensor:
+        """What a process owns of a flat tensor, as a view."""
+        return x.view(-1)[owner * self._chunk : (owner + 1) * self._chunk]
+
+    def _laid_out(
         self, leaves: Sequence[Leaves | None], views: Sequence[Tensor], kept: int
-    ) -> Tensor:
-        """What goes to each owner, one after the other: its part of all leaves that were kept, or
-        of accumulators."""
-        world, out = self._group.size(), self._out
-        dtype = out.dtype if kept else torch.int64
-        empty = IDENTITY if kept else 0
-        sent = torch.empty((world, max(kept, 1), self._chunk), dtype=dtype, device=out.device)
-        for i in range(sent.shape[1]):
-            flat = torch.full((world * self._chunk,), empty, dtype=dtype, device=out.device)
+    ) -> list[Tensor]:
+        """The leaves that were kept, or the accumulators, each as the bucket lies."""
+        out = self._out
+        dtype, empty = (out.dtype, IDENTITY) if kept else (ACCUMULATOR, 0)
+        flats = []
+        for i in range(max(kept, 1)):
+            flat = torch.full((out.numel(),), empty, dtype=dtype, device=out.device)
             for one, view in zip(leaves, views, strict=True):
                 leaf = None if one is None else _leaf(one, i, kept, out.device)
                 if leaf is not None:
                     start = view.storage_offset() - out.storage_offset()
                     place = flat.as_strided(view.shape, view.stride(), start)
                     place.copy_(leaf.view(view.shape))
-            sent[:, i] = flat.view(world, -1)
-        return sent
+            flats.append(flat)
+        return flats
+
+    def _exchanged(self, received: Pairs, sent: Pairs) -> list[Any]:
+        """Begin to send tensors to processes, and to receive others."""
+        # Single messages: gloo's collectives copy what a process keeps for itself, twice a bucket.
+        both = [(dist.irecv, *x) for x in received] + [(dist.isend, *x) for x in sent]
+        messages = [
+            dist.P2POp(move, x, group=self._group, group_peer=peer)
+            for move, peer, x in both
+            if x.numel()
+        ]
+        return dist.batch_isend_irecv(messages) if messages else []
 
     def owned(self) -> None:
         """Add what this process owns, and begin to send it to all."""
-        self._work.wait()
-        del self._sent
-        terms: list[Tensor] = []
-        others: list[Tensor] = []
-        for part, kept in zip(self._received.split(self._sizes), self._kept, strict=True):
-            if kept:
-                terms += part.view(self._out.dtype).view(kept, -1).unbind()
-            else:
-                others.append(_aligned(part).view(torch.int64))
-        own = self._out.new_empty(self._chunk)
-        sum_into(own, terms, others, self._layout)
+        for work in self._work:
+            work.wait()
+        own = self._of(self._rank, self._out)
+        every = [*(self._of(self._rank, x) for x in self._own), *self._received]
+        terms = [x for x in every if x.dtype != ACCUMULATOR]
+        sum_into(own, terms, [x for x in every if x.dtype == ACCUMULATOR], self._layout)
         self._memory.append(self._block)
-        del self._received, self._block
-        whole = self._chunk * self._group.size()
-        fits = whole == self._out.numel()
-        self._gathered = self._out if fits else self._out.new_empty(whole)
-        self._own = own
-        self._work = all_gather(self._gathered, own, group=self._group, async_op=True)
+        del self._own, self._received, self._block
+        peers = self._peers()
+        self._work = self._exchanged(
+            [(peer, self._of(peer, self._out)) for peer in peers], [(peer, own) for peer in peers]
+        )
 
     def result(self) -> Tensor:
         """The bucket, with the sums in it."""
-        self._work.wait()
-        if self._gathered is not self._out:
-            self._out.copy_(self._gathered[: self._out.numel()])
+        for work in self._work:
+            work.wait()
         return self._out
 
 
@@ -141,11 +164,6 @@ def _leaf(leaves: Leaves, i: int, kept: int, device: torch.device) -> Tensor | N
     if not kept:
         return leaves.accumulated(device)
     return leaves.kept[i] if i < len(leaves.kept) else None
-
-
-def _aligned(part: Tensor) -> Tensor:
-    """Bytes that may be seen as int64: other processes' leaves before them may be of any number."""
-    return part.clone() if part.storage_offset() % ACCUMULATOR_BYTES else part
 
 
 class OwnerExchange:

@@ -308,6 +308,21 @@ def test_all_terms_at_their_most():
             assert_right(terms, count)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("count", [2, 8, 4000, 100_000])
+def test_two_terms_of_16_bits(dtype, count):
+    """One addition, or not: terms that are ties and near them, far apart, and beside powers of
+    two, in steps of whatever may be dropped with so many terms."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    every = every[every.isfinite()]
+    for large in (1.0, -1.0, 1.5, 1 + torch.finfo(dtype).eps, torch.finfo(dtype).max, 0.0):
+        own = torch.full_like(every, large)
+        out = torch.empty_like(own)
+        order_free_sums.sum_into(out, [own, every], [], layout_of(count))
+        assert same(out, rounded(added([every, own], count), count, dtype))
+    assert_right(torch.stack([own, every])[:, ::50], count)
+
+
 @pytest.mark.parametrize("count", [0, MOST + 1])
 def test_counts_out_of_range(count):
     with pytest.raises(ValueError, match=f"1 to {MOST} terms, not {count}"):
