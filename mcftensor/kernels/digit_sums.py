@@ -1,9 +1,11 @@
 """Exact sums of rows of floats on the CPU, in one pass over memory.
 
-A chunk of 4096 terms stays in the cache. Added to a large enough power of two, a term becomes a
-multiple of its unit in the last place, and the bit pattern of the sum counts these units. Patterns
-are added as integers. What is left of the terms, exactly, goes the same way with a smaller power of
-two, until nothing is left. The sums of integers are added to the digits of the row's accumulator.
+A chunk of 4096 terms stays in the cache. Where the largest of them is less than 2^45 times the last
+place of the smallest, as it mostly is in float32 and bfloat16, sums in float64 are exact. Else each
+term is added to a large enough power of two: it becomes a multiple of the unit in the last place of
+that, and the bit pattern of the sum counts these units. Patterns are added as integers. What is
+left of the terms, exactly, goes the same way with a smaller power of two, until nothing is left.
+The sums of integers are added to the digits of the row's accumulator.
 
 Source: S. M. Rump, T. Ogita, S. Oishi, "Accurate floating-point summation part I: faithful
 rounding", SIAM J. Sci. Comput. 31(1), 2008 (the extraction); R. Neal, "Fast exact summation using
@@ -86,6 +88,16 @@ INLINE void widen(const double *p, D &a, D &b) {
   a = load<D>(p);
   b = load<D>(p + LANES / 2);
 }
+// So many numbers twice, in any order.
+INLINE void widen_twice(const float *p, D &a, D &b, D &c, D &d) {
+  widen(p, a, b);
+  widen(p + LANES, c, d);
+}
+INLINE void widen_twice(const uint16_t *p, D &a, D &b, D &c, D &d) {
+  U both = load<U>(p), second = both & 0xffff0000u, first = both << 16;
+  widen(reinterpret_cast<const float *>(&first), a, b);
+  widen(reinterpret_cast<const float *>(&second), c, d);
+}
 INLINE double wide(float x) { return x; }
 INLINE double wide(double x) { return x; }
 INLINE double wide(uint16_t x) { return as<float>(uint32_t(x) << 16); }
@@ -159,9 +171,8 @@ INLINE void add_each(Sum &sum, double x, double y) {
   sum.minus += term == -__builtin_inf();
 }
 
-// n numbers, all finite, below 2^exponent and multiples of 2^least; where `is_whole`, of the last
-// place at the first level. They are overwritten by what is left of them.
-template <bool IS_WHOLE, class T>
+// n numbers, all finite, below 2^exponent and multiples of 2^least. What is left of them is kept.
+template <class T>
 INLINE double level(Sum &sum, const T *x, double *left, int64_t n, int exponent) {
   double anchor = 1.5 * power(exponent + 2);
   L counted = {}, counted_too = {}, largest = {};
@@ -171,14 +182,12 @@ INLINE double level(Sum &sum, const T *x, double *left, int64_t n, int exponent)
     D u = a + anchor, v = b + anchor;
     counted += as<L>(u);
     counted_too += as<L>(v);
-    if constexpr (!IS_WHOLE) {
-      D r = a - (u - anchor), s = b - (v - anchor);
-      __builtin_memcpy(left + i, &r, sizeof r);
-      __builtin_memcpy(left + i + LANES / 2, &s, sizeof s);
-      L p = as<L>(r) & SIGNLESS, q = as<L>(s) & SIGNLESS;
-      p = p > q ? p : q;
-      largest = p > largest ? p : largest;
-    }
+    D r = a - (u - anchor), s = b - (v - anchor);
+    __builtin_memcpy(left + i, &r, sizeof r);
+    __builtin_memcpy(left + i + LANES / 2, &s, sizeof s);
+    L p = as<L>(r) & SIGNLESS, q = as<L>(s) & SIGNLESS;
+    p = p > q ? p : q;
+    largest = p > largest ? p : largest;
   }
   counted += counted_too;
   uint64_t total = 0;
@@ -195,8 +204,8 @@ INLINE int above(double largest, int least) {
 
 template <class T>
 INLINE void levels(Sum &sum, const T *x, double *left, int64_t n, double largest, int least) {
-  largest = level<false>(sum, x, left, n, above(largest, least));
-  while (largest) largest = level<false>(sum, left, left, n, above(largest, least));
+  largest = level(sum, x, left, n, above(largest, least));
+  while (largest) largest = level(sum, left, left, n, above(largest, least));
 }
 
 INLINE double largest_of(const double *x, int64_t n) {
@@ -219,21 +228,64 @@ INLINE bool add_chunk(Sum &sum, const double *x, double *left, int64_t n, int le
   return true;
 }
 
-// float32 and bfloat16: mostly one level holds all.
+// The patterns of float32 and bfloat16 numbers without their signs.
+INLINE U sizes_of(const float *p) { return load<U>(p) & 0x7fffffffu; }
+INLINE H sizes_of(const uint16_t *p) { return load<H>(p) & uint16_t(0x7fff); }
+
+// In one pass: the sums, and whether they are exact, as they are if numbers are below 2^45 units and
+// multiples of a unit, which is a power of two, as each is a sum of at most 2^8 numbers.
 template <class T>
 INLINE bool add_chunk(Sum &sum, const T *x, double *left, int64_t n, int least) {
-  U largest = {}, smallest = ~U{};
-  for (int64_t i = 0; i < n; i += LANES) {
-    U bits = bits_of(x + i) & 0x7fffffffu, before = bits - 1;  // zeros are the largest there
-    largest = bits > largest ? bits : largest;
-    smallest = before < smallest ? before : smallest;
+  auto largest = sizes_of(x), smallest = largest;
+  D a, b, c, d, s = {}, t = {}, u = {}, v = {};
+  int64_t i = 0;
+  for (; i + 2 * LANES <= n; i += 2 * LANES) {
+    auto sizes = sizes_of(x + i), others = sizes_of(x + i + LANES);
+    largest = sizes > largest ? sizes : largest;
+    smallest = sizes < smallest ? sizes : smallest;
+    largest = others > largest ? others : largest;
+    smallest = others < smallest ? others : smallest;
+    widen_twice(x + i, a, b, c, d);
+    s += a;
+    t += b;
+    u += c;
+    v += d;
   }
-  uint32_t high = most(largest), low = ~most(~smallest) + 1;
-  if (high == 0 || high >= 0x7f800000u) return false;
-  int exponent = above(as<float>(high), least);
-  int unit = (low >> 23 ? int(low >> 23) : 1) - 150 + (sizeof(T) == 2 ? 16 : 0);
-  if (unit >= exponent - 50) level<true>(sum, x, left, n, exponent);
-  else levels(sum, x, left, n, as<float>(high), least);
+  if (i < n) {
+    auto sizes = sizes_of(x + i);
+    largest = sizes > largest ? sizes : largest;
+    smallest = sizes < smallest ? sizes : smallest;
+    widen(x + i, a, b);
+    s += a;
+    t += b;
+  }
+  smallest = ~smallest;
+  using Size = decltype(most(largest));
+  uint32_t high = most(largest), low = Size(~most(smallest));
+  constexpr int SHORTER = sizeof(T) == 2 ? 16 : 0;
+  if (high == 0 || high >= 0x7f800000u >> SHORTER) return false;
+  if (low == 0) {  // zeros have no last place: less one, they are the largest
+    smallest = ~(sizes_of(x) - 1);
+    for (i = LANES; i < n; i += LANES) {
+      auto before = ~(sizes_of(x + i) - 1);
+      smallest = before > smallest ? before : smallest;
+    }
+    low = Size(~most(smallest));
+  }
+  float high_value = as<float>(high << SHORTER);
+  int field = low << SHORTER >> 23, unit = (field ? field : 1) - 150 + SHORTER;
+  if (unit < least) unit = least;  // of float16 in float32
+  if (exponent_of(high_value) + 1 - unit > 45) {
+    levels(sum, x, left, n, high_value, least);
+    return true;
+  }
+  int64_t total = 0;
+  const D parts[] = {s, t, u, v};
+  for (D part : parts) {
+    part *= power(-unit);
+    for (int k = 0; k < LANES / 2; ++k) total += int64_t(part[k]);
+  }
+  sum.add(total, unit);
   return true;
 }
 
@@ -295,33 +347,6 @@ INLINE void add_terms(Sum &sum, const T *x, const T *y, int64_t n, int least) {
   }
 }
 
-template <class T>
-static void add_rows(const T *x, const T *y, int64_t *out, int64_t rows, int64_t length,
-                     int64_t lowest, int64_t count, int least, int threads) {
-  int64_t chunks = (length + CHUNK - 1) / CHUNK, units = rows * chunks;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-  for (int thread = 0; thread < threads; ++thread) {
-    int64_t unit = units * thread / threads, end = units * (thread + 1) / threads;
-    while (unit < end) {
-      int64_t row = unit / chunks, first = unit % chunks;
-      int64_t last = first + (end - unit) < chunks ? first + (end - unit) : chunks;
-      int64_t start = first * CHUNK, stop = last * CHUNK < length ? last * CHUNK : length;
-      Sum sum(lowest);
-      const T *other = y ? y + row * length + start : y;
-      add_terms(sum, x + row * length + start, other, stop - start, least);
-      int64_t *to = out + row * (count + 5);
-      int64_t counts[] = {sum.plus, sum.minus, sum.nan, sum.minus_zeros, sum.others};
-      for (int64_t i = 0; i < count + 5; ++i) {
-        int64_t value = i < count ? sum.digits[i] : counts[i - count];
-        if (value)
-#pragma omp atomic
-          to[i] += value;
-      }
-      unit += last - first;
-    }
-  }
-}
-
 using Wide = unsigned __int128;
 
 INLINE int bit_length(Wide x) {
@@ -338,9 +363,8 @@ INLINE Wide root(Wide x) {  // of 123 or 124 bits, rounded down
 
 // What an accumulator sums up to, divided by a number or its root, rounded once to so many bits and
 // to multiples of 2^quantum.
-static double rounded(int64_t *digits, int count, int lowest, int64_t divisor, bool is_norm,
-                      int precision, int quantum) {
-  const int64_t *counts = digits + count;
+static double rounded(int64_t *digits, const int64_t *counts, int count, int lowest,
+                      int64_t divisor, bool is_norm, int precision, int quantum) {
   bool plus = counts[0], minus = counts[1], nan = counts[2];
   if (nan || (plus && minus)) return __builtin_nan("");
   if (plus || minus) return plus ? __builtin_inf() : -__builtin_inf();
@@ -388,20 +412,74 @@ static double rounded(int64_t *digits, int count, int lowest, int64_t divisor, b
   return is_negative ? -size : size;
 }
 
+// Where results go, and how sums become results; none where there is no place for them.
+struct Finish {
+  void *results;
+  int64_t divisor;
+  bool is_norm;
+  int precision, quantum;
+  int64_t kind;
+
+  void write(int64_t row, int64_t *digits, const int64_t *counts, int count, int lowest) const {
+    double x = rounded(digits, counts, count, lowest, divisor, is_norm, precision, quantum);
+    if (kind == 0) ((float *)results)[row] = float(x);
+    else if (kind == 1) ((double *)results)[row] = x;
+    else ((uint16_t *)results)[row] = as<uint32_t>(float(x)) >> 16;
+  }
+};
+
+// A row that one thread adds up whole is finished there; the others add to accumulators.
+template <class T>
+static void add_rows(const T *x, const T *y, int64_t *out, int64_t rows, int64_t length,
+                     int64_t lowest, int64_t count, int least, int threads, const Finish &finish) {
+  int64_t chunks = length ? (length + CHUNK - 1) / CHUNK : 1, units = rows * chunks;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (int thread = 0; thread < threads; ++thread) {
+    int64_t unit = units * thread / threads, end = units * (thread + 1) / threads;
+    while (unit < end) {
+      int64_t row = unit / chunks, first = unit % chunks;
+      int64_t last = first + (end - unit) < chunks ? first + (end - unit) : chunks;
+      int64_t start = first * CHUNK, stop = last * CHUNK < length ? last * CHUNK : length;
+      Sum sum(lowest);
+      const T *other = y ? y + row * length + start : y;
+      add_terms(sum, x + row * length + start, other, stop - start, least);
+      int64_t counts[] = {sum.plus, sum.minus, sum.nan, sum.minus_zeros, sum.others};
+      unit += last - first;
+      if (finish.results && last - first == chunks) {
+        finish.write(row, sum.digits, counts, count, lowest);
+        continue;
+      }
+      int64_t *to = out + row * (count + 5);
+      for (int64_t i = 0; i < count + 5; ++i) {
+        int64_t value = i < count ? sum.digits[i] : counts[i - count];
+        if (value)
+#pragma omp atomic
+          to[i] += value;
+      }
+    }
+  }
+  if (!finish.results) return;
+  for (int64_t thread = 1, done = -1; thread < threads; ++thread) {
+    int64_t unit = units * thread / threads, row = unit / chunks;
+    if (unit % chunks == 0 || row == done) continue;
+    int64_t *digits = out + row * (count + 5);
+    finish.write(row, digits, digits + count, count, lowest);
+    done = row;
+  }
+}
+
 extern "C" void launch(const int64_t *words, const double *, int64_t kind, int64_t threads) {
   int64_t *digits = (int64_t *)words[2], rows = words[3], lowest = words[5], count = words[6];
+  Finish finish{(void *)words[8], words[9], words[10] != 0, int(words[11]), int(words[12]),
+                words[13]};
   auto run = [&](auto x) {
     using T = decltype(x);
     add_rows((const T *)words[0], (const T *)words[1], digits, rows, words[4], lowest, count,
-             words[7], threads);
+             words[7], threads, finish);
   };
   if (kind == 0) run(float{});
   else if (kind == 1) run(double{});
   else run(uint16_t{});
-  if (double *results = (double *)words[8])
-    for (int64_t row = 0; row < rows; ++row)
-      results[row] = rounded(digits + row * (count + 5), count, lowest, words[9], words[10],
-                             words[11], words[12]);
 }
 """
 )
@@ -443,23 +521,43 @@ def add_rows(x: Tensor, y: Tensor | None, digits: Tensor, lowest: int, least: in
     launch = _launch_for(x)
     if launch is None:
         return False
-    _run(launch, x, y, digits, lowest, least)
+    _run(launch, x, y, digits.data_ptr(), lowest, digits.shape[1] - 5, least)
     return True
 
 
 def sums_of_rows(
-    x: Tensor, y: Tensor | None, digits: Tensor, lowest: int, least: int, finish: Finish
-) -> Tensor | None:
-    """The rounded results of rows, in float64; None where `add_rows` would do nothing.
+    x: Tensor,
+    y: Tensor | None,
+    results: Tensor,
+    lowest: int,
+    positions: int,
+    least: int,
+    finish: Finish,
+) -> bool:
+    """Write the rounded results of rows; return whether that was done, as `add_rows` would be.
 
-    The arguments are those of `add_rows`, and how to finish; the digits are scratch, of zeros.
+    Args:
+        x: floats of shape (rows, n).
+        y: None, or of the dtype and shape of x.
+        results: contiguous, an element for each row.
+        lowest: the first position.
+        positions: how many there are.
+        least: the exponent of the smallest term.
+        finish: how sums become results.
     """
     launch = _launch_for(x)
     if launch is None:
-        return None
-    results = torch.empty(len(x), dtype=torch.float64, device="cpu")
-    _run(launch, x, y, digits, lowest, least, [results.data_ptr(), *finish])
-    return results
+        return False
+    digits = None
+    if _threads(x) > 1:  # which may share a row
+        digits = x.new_zeros(len(x), positions + 5, dtype=torch.int64)
+    written = results if results.dtype in _KINDS else results.double()
+    address = 0 if digits is None else digits.data_ptr()
+    way = (written.data_ptr(), *finish, _KINDS[written.dtype])
+    _run(launch, x, y, address, lowest, positions, least, way)
+    if written is not results:
+        results.copy_(written)
+    return True
 
 
 def _launch_for(x: Tensor) -> cpu.Launch | None:
@@ -468,22 +566,26 @@ def _launch_for(x: Tensor) -> cpu.Launch | None:
     return COMPILED.get(x.numel())
 
 
+def _threads(x: Tensor) -> int:
+    return max(min(torch.get_num_threads(), x.numel() // GRAIN), 1)
+
+
 def _run(
     launch: cpu.Launch,
     x: Tensor,
     y: Tensor | None,
-    digits: Tensor,
+    digits: int,
     lowest: int,
+    positions: int,
     least: int,
-    finish: Sequence[int] = (0,) * 5,
+    finish: Sequence[int] = (0,) * 6,
 ) -> None:
     if x.dtype == torch.float16:
         x, y = x.float(), None if y is None else y.float()
     x, y = x.contiguous(), None if y is None else y.contiguous()
-    addresses = [x.data_ptr(), 0 if y is None else y.data_ptr(), digits.data_ptr()]
-    words = array("q", [*addresses, *x.shape, lowest, digits.shape[1] - 5, least, *finish])
-    threads = max(min(torch.get_num_threads(), x.numel() // GRAIN), 1)
-    launch(words.buffer_info()[0], 0, _KINDS[x.dtype], threads)
+    addresses = (x.data_ptr(), 0 if y is None else y.data_ptr(), digits)
+    words = array("q", (*addresses, *x.shape, lowest, positions, least, *finish))
+    launch(words.buffer_info()[0], 0, _KINDS[x.dtype], _threads(x))
 
 
 def _is_right(launch: cpu.Launch) -> bool:
@@ -507,14 +609,14 @@ def _adds_exactly(launch: cpu.Launch, dtype: torch.dtype, least: int, has_factor
     lowest, digits = -70, torch.zeros(1, 144, dtype=torch.int64, device="cpu")
     terms, factors = x.to(dtype).view(1, -1), y.to(dtype).view(1, -1) if has_factors else None
     least = 2 * least if has_factors else least
-    _run(launch, terms, factors, digits, lowest, least)
+    _run(launch, terms, factors, digits.data_ptr(), lowest, 139, least)
     *places, plus, minus, nan, _, _ = digits[0].tolist()
     total = sum(digit << 31 * place for place, digit in enumerate(places))
     if total * Fraction(2) ** (31 * lowest) != exact or [plus, minus, nan] != special:
         return False
     result, is_finite = torch.empty(1, dtype=torch.float64, device="cpu"), x.isfinite().view(1, -1)
-    finish = [result.data_ptr(), *Finish(1, False, 53, -1074)]
-    _run(launch, torch.where(is_finite, terms, 0), factors, digits.zero_(), lowest, least, finish)
+    finish = (result.data_ptr(), *Finish(1, False, 53, -1074), _KINDS[torch.float64])
+    _run(launch, torch.where(is_finite, terms, 0), factors, 0, lowest, 139, least, finish)
     if abs(exact) >= 2**1024 - 2**970:
         return result.item() == (math.inf if exact > 0 else -math.inf)
     return result.item() == float(exact)

@@ -7,6 +7,7 @@ are exact and have no order.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,12 +31,14 @@ class Grid:
     count: int
 
 
+@functools.cache
 def least_of(dtype: torch.dtype, factors: int) -> int:
     """The exponent of the smallest product of so many floats of a type."""
     base = BASES[dtype]
     return factors * (base.min_exponent - base.precision + 1)
 
 
+@functools.cache
 def grid_of(dtype: torch.dtype, factors: int) -> Grid:
     """The positions of sums of products of so many floats of a type; up to 2^60 of them."""
     lowest = least_of(dtype, factors) // WIDTH

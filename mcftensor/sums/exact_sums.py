@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mcftensor.arithmetic.base_types import BASES
 from mcftensor.sums.correct_rounding import MOST_IN_A_MEAN
-from mcftensor.sums.sum_operators import Reduction, RunningSum
+from mcftensor.sums.sum_operators import RunningSum, reduction
 
 Dims = int | Sequence[int] | None
 
@@ -230,7 +230,7 @@ def _reduced(
             f"exact.mean: means of {count} elements, of shape {tuple(x.shape)}; at most "
             f"{MOST_IN_A_MEAN} are possible: divide the result of mcf.exact.sum"
         )
-    result = Reduction.apply(x, y, dims, finish, dtype)
+    result = reduction(x, y, dims, finish, dtype)
     for i in dims if keepdim else ():
         result = result.unsqueeze(i)
     return result

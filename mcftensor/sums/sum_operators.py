@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from mcftensor.arithmetic.base_types import BASES
-from mcftensor.kernels.custom_ops import opaque
+from mcftensor.kernels.custom_ops import inline, is_bare, opaque
 from mcftensor.kernels.digit_sums import Finish, sums_of_rows
-from mcftensor.sums.accumulators import COUNTS, accumulate, running
+from mcftensor.sums.accumulators import accumulate, running
 from mcftensor.sums.correct_rounding import rounded_mean, rounded_norm, rounded_sum
 from mcftensor.sums.digits import grid_of, least_of
 
@@ -40,39 +41,46 @@ def exact_reduction(
     them.
     """
     kept = [i for i in range(x.dim()) if i not in dims]
-    shape, count = [x.shape[i] for i in kept], math.prod(x.shape[i] for i in dims)
-    factors = x if finish == "norm" else y
-    order, size = [*kept, *dims], (math.prod(shape), count)
-    rows = x.permute(order).reshape(size)
-    other_rows = None if factors is None else factors.permute(order).reshape(size)
+    shape, count = [x.shape[i] for i in kept], math.prod([x.shape[i] for i in dims])
     result = x.new_empty(shape, dtype=dtype)  # itself, as views cannot be changed in place
+    order, size = [*kept, *dims], (result.numel(), count)
+    factors = x if finish == "norm" else y
+    rows = _rows(x, order, size)
+    other_rows = None if factors is None else _rows(factors, order, size)
     flat = result.view(-1)
     for i in range(0, len(rows), _ROWS_AT_ONCE):
         some = slice(i, i + _ROWS_AT_ONCE)
         part = None if other_rows is None else other_rows[some]
-        flat[some] = _results_of_rows(rows[some], part, finish, dtype)
+        _reduce_rows(rows[some], part, finish, flat[some])
     return result
 
 
-def _results_of_rows(x: Tensor, y: Tensor | None, finish: str, dtype: torch.dtype) -> Tensor:
+def _rows(x: Tensor, order: list[int], size: tuple[int, int]) -> Tensor:
+    return (x if order == list(range(x.dim())) else x.permute(order)).reshape(size)
+
+
+def _reduce_rows(x: Tensor, y: Tensor | None, finish: str, out: Tensor) -> None:
     """The same bits by compiled code and by operators of PyTorch, since exact sums are rounded."""
-    factors, count = 1 if y is None else 2, x.shape[1]
+    factors, count, dtype = 1 if y is None else 2, x.shape[1], out.dtype
     grid = grid_of(x.dtype, factors)
     if finish == "mean" and count == 0:
-        return x.new_full((len(x),), torch.nan)
+        out.fill_(torch.nan)
+        return
     base, divisor = BASES[dtype], count if finish == "mean" else 1
     way = Finish(divisor, finish == "norm", base.precision, least_of(dtype, 1))
-    scratch = x.new_zeros(len(x), grid.count + COUNTS, dtype=torch.int64)
     least = least_of(x.dtype, factors)
-    results = sums_of_rows(x, y, scratch, grid.lowest, least, way)
-    if results is not None:
-        return results
+    if sums_of_rows(x, y, out, grid.lowest, grid.count, least, way):
+        return
     accumulator = accumulate(x, y, grid)
     if finish == "mean":
-        return rounded_mean(accumulator, count, dtype, grid)
-    if finish == "norm":
-        return rounded_norm(accumulator, dtype, grid)
-    return rounded_sum(accumulator, dtype, grid)
+        out.copy_(rounded_mean(accumulator, count, dtype, grid))
+    elif finish == "norm":
+        out.copy_(rounded_norm(accumulator, dtype, grid))
+    else:
+        out.copy_(rounded_sum(accumulator, dtype, grid))
+
+
+_reduction = inline(exact_reduction)
 
 
 @opaque(lambda x, dim, dtype: x.new_empty(x.shape, dtype=dtype), lays_out=True)
@@ -139,6 +147,17 @@ class Reduction(torch.autograd.Function):
         x = _with_batch_first(x, in_dims[0], info.batch_size)
         y = None if y is None else _with_batch_first(y, in_dims[1], info.batch_size)
         return Reduction.apply(x, y, [i + 1 for i in dims], finish, dtype), 0
+
+
+def reduction(
+    x: Tensor, y: Tensor | None, dims: Sequence[int], finish: str, dtype: torch.dtype
+) -> Tensor:
+    """`Reduction`; where nothing records, traces or transforms the call, the bare function."""
+    tensors = (x,) if y is None else (x, y)
+    is_recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if is_recorded or forward_ad._current_level >= 0 or not is_bare(tensors):
+        return Reduction.apply(x, y, dims, finish, dtype)
+    return _reduction(x, y, dims, finish, dtype)
 
 
 class Spread(torch.autograd.Function):
