@@ -108,7 +108,9 @@ def train(
     convert, mode = MODELS[name]
     model, runner = made(kind, convert, **options)
     handle = mcf.order_free_gradients(runner, microbatches=MICROBATCHES) if is_free else None
-    optimizer = optimizer_of(model.parameters(), lr=1e-2)
+    # A power of two: torch's SGD adds products to bf16 parameters in one rounding or in two, as an
+    # element is in one of its vectors or left over, so that shards would differ from the whole.
+    optimizer = optimizer_of(model.parameters(), lr=2**-7)
     if mode is not None:
         optimizer = mcf.collage(optimizer, mode)
     if state is not None:
@@ -191,9 +193,12 @@ def expected(name: str, steps: range, uses_all: bool, **options) -> dict[str, ob
 
 def check(kind: str, name: str, steps: int, **options) -> None:
     own = {k: v for k, v in options.items() if k == "optimizer_of"}
-    right = expected(name, range(steps), kind not in ("plain", "ddp"), **own)
+    right = [None]
+    if dist.get_rank() == 0:
+        right = [expected(name, range(steps), kind not in ("plain", "ddp"), **own)]
+    dist.broadcast_object_list(right)
     got = train(kind, name, range(steps), **options)
-    assert differing(got, right) == NONE
+    assert differing(got, right[0]) == NONE
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
