@@ -31,7 +31,8 @@ def selfcheck(device: str | torch.device = "cpu", *, compiled: bool = True) -> i
     Error-free transformations measure roundings, and compilers, fast-math flags and drivers that
     flush subnormals remove roundings. Run this once on a new machine or release of PyTorch. The
     command `python -m mcftensor selfcheck` also checks kernels, optimizer steps, large tensors,
-    streams and graphs.
+    streams and graphs, and prints the digest of a backward pass, by which machines are compared
+    that are to share the steps of a training.
 
     Args:
         device: where to run, such as `"cuda"`.

@@ -19,6 +19,7 @@ from mcftensor.device_checks.known_results import (
     known_work,
     recorded_digests,
 )
+from mcftensor.device_checks.leaf import leaf_digest
 from mcftensor.formats import bf16x2
 from mcftensor.selfcheck import found_broken
 from mcftensor.tensor.tensor import MCFTensor
@@ -46,6 +47,7 @@ class Line:
         count: how many checks there were.
         failures: the names of those that failed.
         reason: why there were none, or what was raised.
+        note: what is said in the place of checks.
         seconds: that it took.
     """
 
@@ -53,10 +55,13 @@ class Line:
     count: int = 0
     failures: list[str] = field(default_factory=list)
     reason: str = ""
+    note: str = ""
     seconds: float = 0.0
 
     def __str__(self) -> str:
         """One line of the report."""
+        if self.note:
+            return f"  -   {self.name}: {self.note}"
         if self.reason and not self.failures:
             return f"  -   {self.name}: left out, {self.reason}"
         if self.failures:
@@ -82,8 +87,18 @@ def _lines(device: torch.device, compiled: bool) -> Iterator[Line]:
     recorded = recorded_digests()
     for group, works in known_work().items():
         yield _line(group, _compared(works, recorded[group], device))
+    yield _leaf_line(device)
     for name, check in _CHECKS.items():
         yield _line(name, lambda check=check: check(device))  # type: ignore[misc]
+
+
+def _leaf_line(device: torch.device) -> Line:
+    name = "digest of a backward pass, to compare machines that share training steps"
+    try:
+        digest = leaf_digest(device)
+    except _RAISED as error:  # where an operation is lacking, say
+        return Line(name, reason=str(error).partition("\n")[0])
+    return Line(name, note=f"{digest}, by {torch.get_num_threads()} threads of the host")
 
 
 def introduction(device: torch.device) -> str:

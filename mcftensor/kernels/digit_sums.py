@@ -232,8 +232,8 @@ INLINE bool add_chunk(Sum &sum, const double *x, double *left, int64_t n, int le
 INLINE U sizes_of(const float *p) { return load<U>(p) & 0x7fffffffu; }
 INLINE H sizes_of(const uint16_t *p) { return load<H>(p) & uint16_t(0x7fff); }
 
-// In one pass: the sums, and whether they are exact, as they are if numbers are below 2^45 units and
-// multiples of a unit, which is a power of two, as each is a sum of at most 2^8 numbers.
+// In one pass: the sums, and whether they are exact. They are if all numbers are multiples of a
+// unit, which is a power of two, and below 2^45 units: each is a sum of at most 2^8 of them.
 template <class T>
 INLINE bool add_chunk(Sum &sum, const T *x, double *left, int64_t n, int least) {
   auto largest = sizes_of(x), smallest = largest;

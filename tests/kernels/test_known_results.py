@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mcftensor.__main__ import main
-from mcftensor.device_checks import device_report, known_results
+from mcftensor.device_checks import device_report, known_results, leaf
 from mcftensor.kernels import eager, first_use
 from support.kernel_cases import way
 from support.pretended import pretended
@@ -77,7 +77,18 @@ def test_the_report_has_twenty_lines(capsys):
     assert len(found) <= 20
     assert found[0].startswith("cpu: ")
     assert all(x.startswith(("  ok  ", "  -   ")) for x in found[1:-1])
+    assert sum("digest of a backward pass" in x for x in found) == 1
     assert found[-1].startswith("164 checks passed on cpu in ")
+
+
+def test_the_digest_of_a_backward_pass_is_of_its_bits(monkeypatch):
+    host = torch.device("cpu")
+    digest = leaf.leaf_digest(host)
+    assert digest == leaf.leaf_digest(host)
+    assert len(digest) == 12
+    gelu = torch.nn.functional.gelu
+    monkeypatch.setattr(torch.nn.functional, "gelu", lambda x: gelu(x, approximate="tanh"))
+    assert digest != leaf.leaf_digest(host)
 
 
 def test_a_kernel_that_is_wrong_is_named(capsys, monkeypatch):

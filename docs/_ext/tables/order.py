@@ -30,6 +30,7 @@ def order_noise() -> str:
     result = load("order")
     names = {
         "order": "order of eight leaves, added in bf16",
+        "processes": "number of processes: 1, 2, 4, 8",
         "seed": "seed of weights and batches",
         "without order": "order of eight leaves, added without order",
     }
