@@ -18,7 +18,6 @@ from torch import Tensor
 
 from mcftensor.arithmetic.base_types import NARROW
 from mcftensor.arithmetic.noise import draw_key
-from mcftensor.dispatch.operators import OPERATORS
 from mcftensor.dispatch.registry import SHORTCUTS
 from mcftensor.dispatch.resolve import Kind, kind, plan
 from mcftensor.dispatch.storage_formats import are_apart
@@ -26,6 +25,7 @@ from mcftensor.formats import PLAIN, Format
 from mcftensor.kernels.columns import are_same, places_of
 from mcftensor.passes.decoded_traces import NO_STATE, State
 from mcftensor.passes.expressions import NUMBER
+from mcftensor.passes.operators import OPERATORS
 from mcftensor.passes.traces import EMPTY, KEYS, NUMBERS, Operation, Trace, Variable
 from mcftensor.tensor.pending_tensor import PendingTensor
 from mcftensor.tensor.step_context import open_tape

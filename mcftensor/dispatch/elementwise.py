@@ -18,8 +18,8 @@ from mcftensor.dispatch.operands import (
     leading,
     store,
 )
-from mcftensor.dispatch.operators import OPERATORS
 from mcftensor.dispatch.registry import SHORTCUTS, TABLE, Shortcut, implements, register_forms
+from mcftensor.passes.operators import OPERATORS
 from mcftensor.tensor.implicit_rounding import rounding
 from mcftensor.tensor.step_context import current_step, is_unwatched
 from mcftensor.tensor.tensor import MCFTensor

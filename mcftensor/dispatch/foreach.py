@@ -14,7 +14,7 @@ from mcftensor.dispatch import storage_formats
 from mcftensor.dispatch.evaluate import evaluate_rows, evaluate_rows_into
 from mcftensor.dispatch.inplace_and_out import as_values
 from mcftensor.dispatch.operands import are_lifted, computes_plainly, leading
-from mcftensor.dispatch.operators import OPERATORS
+from mcftensor.passes.operators import OPERATORS
 from mcftensor.tensor.tensor import MCFTensor
 
 aten = torch.ops.aten

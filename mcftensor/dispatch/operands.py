@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.write_counts import count_beside, moved, start, unwritten
-from mcftensor.dispatch.operators import Number
 from mcftensor.dispatch.resolve import uses_leading
 from mcftensor.formats import PLAIN, Format
 from mcftensor.formats.promotion import longest_format
 from mcftensor.kernels.columns import on_device
 from mcftensor.kernels.custom_ops import is_bare
 from mcftensor.passes.format_conversion import collapse, key_for, recode
+from mcftensor.passes.operators import Number
 from mcftensor.tensor.components import COMPONENTS, Role
 from mcftensor.tensor.dtensor import local, on_local, place_of
 from mcftensor.tensor.tensor import LiftedTensor, MCFTensor

@@ -14,11 +14,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch.operators import OPERATORS, Number
 from mcftensor.formats import PLAIN, Format
 from mcftensor.formats.promotion import longest_format, require_one_base
 from mcftensor.kernels import Body, Signature
 from mcftensor.passes.expressions import NUMBER, Expression, on_whole
+from mcftensor.passes.operators import OPERATORS, Number
 from mcftensor.tensor import LiftedTensor, MCFTensor, Role
 
 

@@ -14,20 +14,14 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic import eft
+from mcftensor.arithmetic.formulas import OPERATIONS
 from mcftensor.formats import PLAIN, Format
 from mcftensor.kernels import Signature
 from mcftensor.kernels.first_use import are_alike, hard_numbers
 from mcftensor.passes.expressions import scalar_tensor
 from mcftensor.passes.format_conversion import decoding, encoding
+from mcftensor.passes.operators import OPERATORS
 from mcftensor.passes.traces import Operation, Trace
-
-
-def _sum(x: Tensor, y: Tensor, alpha: Tensor | None) -> Tensor:
-    return x + y if alpha is None else eft.fma(y, alpha, x)
-
-
-def _times(x: Tensor, value: Tensor | None) -> Tensor:
-    return x if value is None else value * x
 
 
 def _lerp(x: Tensor, end: Tensor, weight: Tensor) -> Tensor:
@@ -36,20 +30,23 @@ def _lerp(x: Tensor, end: Tensor, weight: Tensor) -> Tensor:
     return torch.where(weight.abs() < 0.5, eft.fma(weight, way, x), from_end)
 
 
-# PyTorch's operations on float32, rounding by rounding.
-_FORMULAS: dict[str, Callable[..., Tensor]] = {
-    "add": lambda x, y, alpha=None: _sum(x, y, alpha),
-    "sub": lambda x, y, alpha=None: _sum(x, -y, alpha),
-    "rsub": lambda x, y, alpha=None: _sum(y, -x, alpha),
-    "mul": lambda x, y: x * y,
-    "div": lambda x, y: x / y,
-    "reciprocal": torch.reciprocal,
+# PyTorch's roundings of the formulas on float32, where these are not the operators of Python.
+_ROUNDINGS: dict[str, Callable[..., Any]] = {
+    **OPERATIONS,
     "sqrt": eft.sqrt,
-    "square": lambda x: x * x,
-    "addcmul": lambda x, a, b, value=None: eft.fma(_times(a, value), b, x),
-    "addcdiv": lambda x, a, b, value=None: x + _times(a, value) / b,
+    "fma": eft.fma,
+    "fnma": lambda x, y, z: eft.fma(-x, y, z),
+    "addcmul": lambda x, a, b, value: eft.fma(value * a, b, x),
     "lerp": _lerp,
 }
+
+
+def _rounded(name: str, *operands: Tensor, **named: Tensor) -> Tensor:
+    """PyTorch's operation on float32, rounding by rounding."""
+    formula, found = OPERATORS[name].formula(*operands, **named)
+    return _ROUNDINGS[formula](*found)
+
+
 _TRIED = (0.3, -0.0017, 0.75, 3.0)
 _FLOAT32 = PLAIN[torch.float32]
 
@@ -57,7 +54,7 @@ _FLOAT32 = PLAIN[torch.float32]
 @functools.lru_cache(maxsize=256)
 def _is_known(name: str, are_numbers: tuple[bool, ...], keywords: tuple[str, ...]) -> bool:
     """Whether a formula gives the bits of PyTorch's operation on operands that are hard."""
-    if name not in _FORMULAS:
+    if name not in OPERATORS:
         return False
     count = len(are_numbers) - len(keywords)
     tensors = [hard_numbers(torch.float32, i, 2048)[3:] for i in range(len(are_numbers))]
@@ -66,7 +63,7 @@ def _is_known(name: str, are_numbers: tuple[bool, ...], keywords: tuple[str, ...
         given = [number if x else tensors[i] for i, x in enumerate(are_numbers)]
         return function(*given[:count], **dict(zip(keywords, given[count:], strict=True)))
 
-    formula, function = _FORMULAS[name], getattr(torch, name)
+    formula, function = functools.partial(_rounded, name), getattr(torch, name)
     return all(
         are_alike(
             called(function, x), called(formula, torch.tensor(x, dtype=torch.float32, device="cpu"))
@@ -209,7 +206,7 @@ class Stage:
             ]
             count = len(given) - len(keywords)
             named = dict(zip(keywords, given[count:], strict=True))
-            write(operation, _FORMULAS[single_name(name)](*given[:count], **named))
+            write(operation, _rounded(single_name(name), *given[:count], **named))
         taken = [] if self.then is None else [read(self.then.operands[0])]
         for i in self.stored:
             if i in made:

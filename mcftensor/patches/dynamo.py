@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mcftensor.dispatch.elementwise import register_in_place
-from mcftensor.dispatch.operators import OPERATORS
+from mcftensor.passes.operators import OPERATORS
 from mcftensor.patches.table import by_name, patch
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.pending_tensor import resolved
@@ -157,14 +157,16 @@ def _has_rules(x: Any) -> bool:
 # number, which aten has not. Compiled optimizers have their step size in one.
 _WITH_A_NUMBER: dict[str, tuple[str, Any, Any]] = {}
 _LIBRARY = torch.library.Library("mcftensor", "FRAGMENT")
-for _operator, _operands in (
-    (torch.ops.aten.add_.Tensor, "Tensor other"),
-    (torch.ops.aten.addcmul_.default, "Tensor tensor1, Tensor tensor2"),
-    (torch.ops.aten.addcdiv_.default, "Tensor tensor1, Tensor tensor2"),
+for _operator in (
+    torch.ops.aten.add_.Tensor,
+    torch.ops.aten.addcmul_.default,
+    torch.ops.aten.addcdiv_.default,
 ):
     _name = _operator.overloadpacket.__name__
-    _keyword = OPERATORS[_name.rstrip("_")].keyword or ""
-    _LIBRARY.define(f"{_name}(Tensor(a!) self, {_operands}, Tensor {_keyword}) -> ()")
-    register_in_place(f"mcftensor::{_name}", _name.rstrip("_"))
+    _row = OPERATORS[_name.rstrip("_")]
+    _keyword = _row.keyword or ""
+    _operands = [f"Tensor {x.name}" for x in _operator._schema.arguments[1 : _row.operands]]
+    _LIBRARY.define(f"{_name}(Tensor(a!) self, {', '.join(_operands)}, Tensor {_keyword}) -> ()")
+    register_in_place(f"mcftensor::{_name}", _row.name)
     _of_tensor = getattr(torch.ops.mcftensor, _name).default
     _WITH_A_NUMBER[_name] = (_keyword, _operator, _of_tensor)

@@ -1,4 +1,4 @@
-"""Rules of arithmetic on elements: the operators of `dispatch/operators.py`, and a few others."""
+"""Rules of arithmetic on elements: the operators of `passes/operators.py`, and a few others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch.operators import OPERATORS, Operator
+from mcftensor.passes.operators import OPERATORS, Operator
 from mcftensor.scaling.exponents import times_power
 from mcftensor.scaling.rule_shapes import on_data
 from mcftensor.scaling.rule_table import aten, rule
@@ -54,7 +54,7 @@ def _sqrt(x: Any) -> Unrounded:
     return Unrounded(times_power(a.mantissa, a.exponent & 1).sqrt(), a.exponent >> 1)
 
 
-# By the names of `arithmetic/formulas.py`, of which `dispatch/operators.py` makes operators.
+# By the names of `arithmetic/formulas.py`, of which `passes/operators.py` makes operators.
 _FORMULAS: dict[str, Callable[..., Unrounded]] = {
     "add": lambda x, y: sum_of(number(x), number(y)),
     "sub": lambda x, y: sum_of(number(x), _times(number(y), -1)),

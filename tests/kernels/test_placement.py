@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import mcftensor as mcf
 from mcftensor.arithmetic.noise import draw_key
-from mcftensor.dispatch.operators import OPERATORS
+from mcftensor.passes.operators import OPERATORS
 from support.helpers import sample
 from support.kernel_cases import assert_same_bits
 from support.optimizers import CASES
