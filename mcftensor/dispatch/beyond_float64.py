@@ -1,7 +1,7 @@
 """Operations of formats beyond 48 bits, which no machine type holds: made of their arithmetic.
 
-Sums are summed in pairs, so that the error of n terms grows with log2 n; products of matrices are
-sums of exact-to-the-format products. Everything is in terms of + * / and the root of the format.
+Sums are summed in pairs, so that the error of n terms grows with log2 n. Products of matrices have
+a file of their own; everything else is in terms of + * / and the root of the format.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcftensor.dispatch import matrix_products
+from mcftensor.dispatch.matrix_products import added
 from mcftensor.dispatch.operands import expansions, mapped, stored_in
 from mcftensor.dispatch.write_results import assign, refusal, written_to
 from mcftensor.formats import Format
 from mcftensor.tensor import MCFTensor
-
-_PRODUCTS = 1 << 20
-"""Elementwise products that a matrix product holds at a time."""
-
 
 # ---------------------------------------------------------------------------------- reductions
 
@@ -88,30 +86,6 @@ def _norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False) -> 
     if ord == 2:
         return torch.sqrt(_sum(torch.square(x), dim, keepdim))
     raise NotImplementedError(f"a norm of order {ord} of expansions beyond 48 bits")
-
-
-# ------------------------------------------------------------------------------------ products
-
-
-def _matmul(x: Tensor, y: Tensor) -> Tensor:
-    columns = max(1, _PRODUCTS // max(1, x.numel() // max(1, x.shape[-1]) * y.shape[-1]))
-    parts = [
-        _sum(a.unsqueeze(-1) * b.unsqueeze(-3), -2)
-        for a, b in zip(x.split(columns, -1), y.split(columns, -2), strict=True)
-    ]
-    return _sum(torch.stack(parts), 0) if len(parts) > 1 else parts[0]
-
-
-def _mv(x: Tensor, y: Tensor) -> Tensor:
-    return _sum(x * y, 1)
-
-
-def _added(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-    def added(z: Tensor, x: Tensor, y: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-        result = product(x, y) if alpha == 1 else product(x, y) * alpha
-        return result if beta == 0 else result + (z if beta == 1 else z * beta)
-
-    return added
 
 
 # -------------------------------------------------------------------------------- accumulation
@@ -208,16 +182,16 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "var": _var,  # x.var
     "std": lambda x, dim=None, **options: torch.sqrt(_var(x, dim, **options)),  # x.std
     "linalg_vector_norm": _norm,  # x.norm, clip_grad_norm_
-    "mm": _matmul,  # x @ y
-    "bmm": _matmul,  # torch.einsum
-    "mv": _mv,  # matrix @ vector
-    "dot": lambda x, y: _sum(x * y),  # torch.dot
-    "vdot": lambda x, y: _sum(x * y),  # torch.linalg.vecdot
-    "addmm": _added(_matmul),  # torch.addmm, F.linear
-    "baddbmm": _added(_matmul),  # torch.baddbmm
-    "addmv": _added(_mv),  # torch.addmv
-    "addbmm": _added(lambda x, y: _sum(_matmul(x, y), 0)),  # torch.addbmm
-    "addr": _added(lambda x, y: x.unsqueeze(1) * y.unsqueeze(0)),  # torch.addr
+    "mm": matrix_products.mm,  # x @ y
+    "bmm": matrix_products.multiplied,  # torch.einsum
+    "mv": matrix_products.mv,  # matrix @ vector
+    "dot": matrix_products.inner,  # torch.dot
+    "vdot": matrix_products.inner,  # torch.linalg.vecdot
+    "addmm": added(matrix_products.mm),  # torch.addmm, F.linear
+    "baddbmm": added(matrix_products.multiplied),  # torch.baddbmm
+    "addmv": added(matrix_products.mv),  # torch.addmv
+    "addbmm": added(lambda x, y: _sum(matrix_products.multiplied(x, y), 0)),  # torch.addbmm
+    "addr": added(lambda x, y: x.unsqueeze(1) * y.unsqueeze(0)),  # torch.addr
     "index_put": _index_put,  # x.index_put with accumulate, gradients of x[i]
     "_unsafe_index_put": _index_put,  # compiled gradients of F.interpolate
     "index_add": _index_add,  # x.index_add, gradients of x.index_select

@@ -101,6 +101,14 @@ class ExpansionFormat(Format):
         """Arithmetic gives expansions."""
         return self
 
+    def sums_in(self, machine: torch.dtype) -> ExpansionFormat:
+        """The format of a machine type that holds a sum before it is rounded to this one."""
+        if machine == self.base:
+            return ExpansionFormat(machine, self.terms + self.takes_key)
+        return ExpansionFormat(
+            machine, max(2, (self.precision + 8) // BASES[machine].precision + 1)
+        )
+
     @property
     def of_gradients(self) -> Format:
         """The same terms."""

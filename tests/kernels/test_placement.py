@@ -384,6 +384,7 @@ WAITS = {
     "tensor/readable_values.py numpy": "what_is_read",
     "tensor/readable_values.py tolist": "what_is_read",
     "dispatch/beyond_float64.py _accumulate": "beyond_float64",
+    "arithmetic/products.py _further": "beyond_float64",
     "dispatch/structure.py item": "steps-Adafactor-for-loop",
     "formats/defaults.py format_of_weights": "conversion_on_the_device",
     "formats/block_codes.py require": "modes-compact",
