@@ -29,9 +29,9 @@ column are spread, or large elements meet small ones. If P = 0, no slices are of
 of the row meet small ones of the column only, as in a graded matrix. Such an element is computed as
 an exact sum of all products of terms (`sums/exact_dots.py`), unless all products are zeros.
 
-**Error.** What is left out is at most 15 * 2^-bits |A||B|. N matrices are summed to n terms by n +
-1 chains of two_sum and a plain sum, which loses at most (N u)^(n + 2) M, where M is the sum of their
-magnitudes. M is at most (T + 1) k 2^w |A||B|, since P >= 2^(2 - 2w) and |A_s|, |B_t| <= 1; so this
+**Error.** What is left out is at most 15 * 2^-bits |A||B|. N matrices are summed to n terms by
+n + 1 chains of two_sum and a plain sum, which loses at most (N u)^(n + 2) M, where M is the sum of
+their magnitudes. M is at most (T + 1) k 2^w |A||B|, since P >= 2^(2 - 2w) and |A_s|, |B_t| <= 1; so this
 is below u^n / 4 |A||B|. Rounding to n terms loses at most u^n / 2 of the result. Together the error
 is at most 2^(4 - bits) |A||B|, if n terms hold `bits` bits.
 

@@ -429,4 +429,27 @@ def sums() -> str:
     return f"{table(('terms', *names.values()), rows)}\n\n{machine(result, 'One thread. ')}"
 
 
+def products() -> str:
+    """Time of matrix products over that of float64, and errors, by one thread."""
+    result = load("products")
+    names = {
+        "fp64x2": "**`fp64x2`**",
+        "fp32x3": "**`fp32x3`**",
+        "xprec": "xprec",
+        "numpy-quaddtype": "numpy-quaddtype",
+        "mpmath": "mpmath",
+        "fp32x2": "`fp32x2`, in float64",
+        "bf16x3": "`bf16x3`, in float64",
+    }
+    rows = []
+    for found in result["products"]:
+        times = [found["contenders"].get(name) for name in names]
+        errors = ["–" if x is None else f"2^{x['error']:.1f}" for x in times]
+        size, base = found["size"], found["contenders"]["float64"]
+        head = f"{size} x {size}"
+        rows.append((f"{head}: time", f"{1e3 * base['seconds']:.3f} ms", *map(ratio, times)))
+        rows.append((f"{head}: error", f"2^{base['error']:.1f}", *errors))
+    return f"{table(('', 'float64', *names.values()), rows)}\n\n{machine(result, 'One thread. ')}"
+
+
 _SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸"
