@@ -105,6 +105,8 @@ FORMATS = {
     "bf16i8 nearest": mcf.bf16i8.with_rounding("nearest"),
     "bf16i8 stochastic": mcf.bf16i8.with_rounding("stochastic"),
     "bf16i8 balanced": mcf.bf16i8,
+    "fp16i16": mcf.fp16i16,
+    "fp16i8 balanced": mcf.fp16i8,
     "bf16 stochastic": ALONE.with_rounding("stochastic"),
     "bf16 balanced": ALONE,
     "e4m3i16 balanced": mcf.e4m3i16,

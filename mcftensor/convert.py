@@ -426,6 +426,7 @@ def _carry_out(
     with without_weight_references(module):
         for held in changed:
             _require_free(where, held)
+            _require_storable(where, held)
         first: dict[Any, Tensor] = {}  # of those in one memory, as by `p.data = q.data`
         for held in changed:
             x, memory = held.x, _memory_of(held.x)
@@ -464,6 +465,15 @@ def _require_free(where: str, held: _Held) -> None:
             f"{where}: {held.name} of shape {tuple(x.shape)} is in use by an autograd graph or "
             "a view; run backward, or delete the outputs and losses that hold it, first"
         )
+
+
+def _require_storable(where: str, held: _Held) -> None:
+    if held.wanted is None:
+        return
+    try:
+        held.wanted.require(local(held.x if held.loaded is None else held.loaded))
+    except ValueError as error:
+        raise ValueError(f"{where}: {held.name}: {error}") from None
 
 
 def _memory_of(x: Tensor) -> Any:

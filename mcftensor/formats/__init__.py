@@ -2,9 +2,6 @@
 
 from mcftensor.arithmetic.machine_numbers import Machine as Machine
 from mcftensor.arithmetic.network_numbers import Network as Network
-from mcftensor.formats.bf16_integer import TailFormat as TailFormat
-from mcftensor.formats.bf16_integer import bf16i8 as bf16i8
-from mcftensor.formats.bf16_integer import bf16i16 as bf16i16
 from mcftensor.formats.block_codes import BlockFormat as BlockFormat
 from mcftensor.formats.block_codes import Scales as Scales
 from mcftensor.formats.block_codes import mxfp8 as mxfp8
@@ -34,6 +31,11 @@ from mcftensor.formats.format import PlainFormat as PlainFormat
 from mcftensor.formats.format import Rules as Rules
 from mcftensor.formats.format import bytes_of as bytes_of
 from mcftensor.formats.format import named as named
+from mcftensor.formats.integer_tails import TailFormat as TailFormat
+from mcftensor.formats.integer_tails import bf16i8 as bf16i8
+from mcftensor.formats.integer_tails import bf16i16 as bf16i16
+from mcftensor.formats.integer_tails import fp16i8 as fp16i8
+from mcftensor.formats.integer_tails import fp16i16 as fp16i16
 from mcftensor.formats.moving import movable as movable
 from mcftensor.formats.moving import unmoved as unmoved
 from mcftensor.formats.requirements import require_expansion_format as require_expansion_format

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.base_types import BASES, NARROW
-from mcftensor.formats.bf16_integer import bf16i16
 from mcftensor.formats.expansion_format import ExpansionFormat, default_format
 from mcftensor.formats.format import Format
+from mcftensor.formats.integer_tails import bf16i16
 
 _LARGE = 0.75
 """Root mean square of weights that two terms are too coarse for: above that of any linear layer or

@@ -260,7 +260,8 @@ class Format:
     def of_gradients(self) -> Format | None:
         """The format in which a plain gradient of a parameter reads within a step: its number and
         no tail, and room for what is written to it. None where no format has that component."""
-        found = {torch.bfloat16: "bf16i16", torch.float32: "fp32x2"}.get(self.dtype)
+        longer = {torch.bfloat16: "bf16i16", torch.float16: "fp16i16", torch.float32: "fp32x2"}
+        found = longer.get(self.dtype)
         return None if found is None else named(found)
 
     @property
@@ -435,7 +436,7 @@ PLAIN = {
 for _plain in PLAIN.values():
     _plain.register()
 
-STORAGE = ("bf16i16", "bf16i8", "e4m3i16", "e4m3i8", "mxfp8", "ue5m3")
+STORAGE = ("bf16i16", "bf16i8", "fp16i16", "fp16i8", "e4m3i16", "e4m3i8", "mxfp8", "ue5m3")
 """Names of the formats that only store, of other modules."""
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from mcftensor.arithmetic.base_types import BASES
 from mcftensor.arithmetic.noise import Rounding
+from mcftensor.arithmetic.number_protocol import Sum
 from mcftensor.arithmetic.rounding import round_to
-from mcftensor.formats import Component, ExpansionFormat, Format, Machine
+from mcftensor.formats import Component, ExpansionFormat, Format, Machine, TailFormat, fp16i8
 from mcftensor.kernels.program import PATTERNS
-from mcftensor.scaling import fp16_integer
 from mcftensor.scaling.exponents import times_any_power
 
 TOPS: dict[torch.dtype, int] = {
@@ -25,6 +25,9 @@ TOPS: dict[torch.dtype, int] = {
     torch.float8_e5m2: 14,
 }
 """Where the largest number is put at most: data is below 2^(top + 1), and does not overflow."""
+
+_HALF_AND_TAIL = cast(TailFormat, fp16i8.nearest)
+"""What data and an integer tail are, without the scale."""
 
 PRECISIONS: dict[torch.dtype, int] = {
     torch.float32: 24,
@@ -98,7 +101,7 @@ class ScaledFormat(Format):
     def _bits_of_tail(self) -> int:
         if self.tail is None:
             return 0
-        return fp16_integer.BITS if self.tail == torch.int8 else PRECISIONS[self.tail]
+        return _HALF_AND_TAIL.bits if self.tail == torch.int8 else PRECISIONS[self.tail]
 
     @functools.cached_property
     def lead(self) -> ScaledFormat:
@@ -178,7 +181,7 @@ class ScaledFormat(Format):
         if self.rounding == "stochastic":
             x = _dithered(x, PRECISIONS[self.dtype] + self._bits_of_tail)
         if self.tail == torch.int8:
-            return fp16_integer.in_two_parts(x)
+            return tuple(_HALF_AND_TAIL.encode(Sum([x]), None))
         leading = round_to(x, self.dtype)
         if leading is x:
             leading = x.clone()
@@ -192,7 +195,7 @@ class ScaledFormat(Format):
         if len(parts) == 1:
             return parts[0].to(dtype)
         if self.tail == torch.int8:
-            return fp16_integer.of_two_parts(*parts).to(dtype)
+            return _HALF_AND_TAIL.decode(parts)[0].to(dtype)
         leading = parts[0].to(dtype)
         return leading + parts[1].to(dtype) * 2.0 ** -PRECISIONS[self.dtype]
 

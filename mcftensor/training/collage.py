@@ -348,7 +348,7 @@ def _format_given(name: str, given: object, formats: list[Format]) -> Format | N
     format = require_format(given, f"collage: mode[{name!r}]")
     if not format.shared:
         for own in formats:
-            if own.dtype != format.dtype:
+            if format.dtype not in (own.dtype, own.of_states.dtype):
                 raise ValueError(
                     f"collage: mode[{name!r}] is {format.name}, beside parameters in {own.name}; a "
                     f"state has terms of the parameter's dtype, {own.dtype}"

@@ -30,7 +30,7 @@ Formats of a plugin (`pytest -p module`) are registered before this line is run.
 
 QUICK = {
     *("bf16x2", "bf16x3", "fp16x2", "fp32x2", "fp64x2", "bf16x2sr", "fp32x2br"),
-    *("bf16i16", "bf16i8", "bf16i8sr", "bf16br", "e4m3i8", "mxfp8", "ue5m3"),
+    *("bf16i16", "bf16i8", "bf16i8sr", "bf16br", "fp16i16", "fp16i8", "e4m3i8", "mxfp8", "ue5m3"),
     *("scaled(float16)", "scaled(fp16x2)", "scaled(fp16i8)"),
     *(toy.name for toy in toys.TOYS),
 }
@@ -190,7 +190,8 @@ def floats(x: Tensor) -> list[Tensor]:
     if isinstance(x.format, ExpansionFormat):
         return [part.double() for part in stored]
     if isinstance(x.format, TailFormat):
-        return [_of_bits(stored, x.format.bits)]
+        read = _of_halves if is_float16(x.format) else _of_bits
+        return [read(stored, x.format.bits)]
     if isinstance(x.format, ScaledTailFormat):
         return [_of_patterns(*stored, x.format.bits)]
     if is_unsigned(x.format) or x.format.name.startswith("mxfp8"):
@@ -205,6 +206,17 @@ def _of_bits(stored: list[Tensor], bits: int) -> Tensor:
         pattern = pattern + (stored[1].numpy().astype(np.int64) << (16 - bits))
     pattern = np.ascontiguousarray(pattern.astype(np.uint32)).view(np.float32)
     return torch.from_numpy(pattern).double().view(stored[0].shape)
+
+
+def _of_halves(stored: list[Tensor], bits: int) -> Tensor:
+    """A float16 whose fraction of 10 bits goes on in the tail."""
+    own = stored[0].view(torch.int16).long()
+    size = ((own & 0x7FFF) << bits) + stored[1].long()
+    exponent, fraction = size >> (10 + bits), size & ((1 << (10 + bits)) - 1)
+    significand = fraction.double() * 2.0 ** -(10 + bits) + (exponent > 0)
+    x = torch.ldexp(significand, exponent.clamp(min=1) - 15)
+    x = torch.where(exponent == 31, torch.where(fraction > 0, torch.nan, torch.inf), x)
+    return torch.where(own < 0, -x, x)
 
 
 def _by_block(shared: Tensor, like: Tensor) -> Tensor:

@@ -288,6 +288,8 @@ STORED_MIXTURES = [
     ("bf16x2br", "bf16x2br"),
     ("bf16i8", torch.float32),
     ("bf16i8sr", "bf16i8rn"),
+    ("fp16i8", "fp16i8"),
+    ("fp16i16", "fp16i16"),
 ]
 SHAPES = [(257,), (7,), (16, 33), (1,), (64,), (65,), (130,), (40, 3), (1003,)]
 STEPS = {
@@ -328,7 +330,10 @@ STORED_STEPS = [
     ("adamw", STORED_MIXTURES[:1]),
     *(pytest.param(kind, STORED_MIXTURES, marks=pytest.mark.slow) for kind in STEPS),
 ]
-STORED = ["bf16i16", "bf16i8", "bf16i8rn", "bf16i8sr", "bf16br", "bf16sr", "bf16x2br"]
+STORED = [
+    *("bf16i16", "bf16i8", "bf16i8rn", "bf16i8sr", "bf16br", "bf16sr", "bf16x2br"),
+    *("fp16i16", "fp16i8", "fp16i8rn", "fp16i8sr"),
+]
 
 
 def decoded(name: str, *stored: Tensor) -> list[Tensor]:
