@@ -41,13 +41,16 @@ from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.implicit_rounding import when_rounded
 from mcftensor.training.accumulation import accumulate_gradients
 from mcftensor.training.collage import collage
+from mcftensor.training.format_change import change_format
 from mcftensor.training.order_free import order_free_gradients
+from mcftensor.training.precision_schedule import PrecisionSchedule
 from mcftensor.training.step_in_backward import step_in_backward
 
 __all__ = [
     "EDQ",
     "Format",
     "MCFTensor",
+    "PrecisionSchedule",
     "accumulate_gradients",
     "as_expansion",
     "as_plain",
@@ -55,6 +58,7 @@ __all__ = [
     "bf16i16",
     "bf16x2",
     "bf16x3",
+    "change_format",
     "checkpoint",
     "collage",
     "e4m3i8",

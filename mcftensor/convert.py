@@ -244,7 +244,7 @@ def _require_convertible(where: str, name: str, x: object) -> None:
 
 
 @dataclass
-class _Held:
+class Held:
     """A parameter or buffer of a module, and what is to become of it."""
 
     x: Tensor
@@ -258,18 +258,20 @@ class _Held:
 
     @property
     def name(self) -> str:
+        """The first of its names."""
         return self.names[0]
 
     @property
     def is_parameter(self) -> bool:
+        """Whether it is no buffer."""
         return isinstance(self.x, nn.Parameter)
 
 
-def _held_by(where: str, module: nn.Module) -> list[_Held]:
+def _held_by(where: str, module: nn.Module) -> list[Held]:
     """Every parameter and buffer of a module that can be converted, with all its names."""
     require_unsharded(where, module)
     loaded = kept_in(module) if KEPT else {}
-    found: dict[int, _Held] = {}
+    found: dict[int, Held] = {}
     for name, x in itertools.chain(
         module.named_parameters(remove_duplicate=False),
         module.named_buffers(remove_duplicate=False),
@@ -278,7 +280,7 @@ def _held_by(where: str, module: nn.Module) -> list[_Held]:
             raise TypeError(f"{name} has no shape yet; run the module once before it is converted")
         if id(x) not in found:
             whole = loaded.get(id(x))
-            found[id(x)] = _Held(x, [], format_of(x if whole is None else whole), whole)
+            found[id(x)] = Held(x, [], format_of(x if whole is None else whole), whole)
         found[id(x)].names.append(name)
     return list(found.values())
 
@@ -286,6 +288,39 @@ def _held_by(where: str, module: nn.Module) -> list[_Held]:
 def _module_as_expansion(
     module: M, format: Format | None, overrides: Overrides, lr: float | None
 ) -> M:
+    plan_conversion(module, format, overrides, lr).carry_out()
+    return module
+
+
+@dataclass
+class ModuleConversion:
+    """What becomes of a module, before it does."""
+
+    module: nn.Module
+    changed: list[Held]
+    base: torch.dtype
+    meant: list[str]
+    """Names of what overrides leave as it is."""
+
+    def carry_out(self, seen: Callable[[Held, Tensor], None] | None = None) -> None:
+        """Convert; of each tensor, `seen` is called with it and with what it becomes."""
+        module = self.module
+        _carry_out("as_expansion", module, self.changed, self.base, seen)
+        _left.pop(module, None)
+        for part in module.modules():
+            if any(map(format_of, (part._parameters | part._buffers).values())):
+                register_load_hook(part, keep_expansions)
+            for name, p in part._parameters.items():
+                if isinstance(p, MCFTensor):
+                    p._holder = weakref.ref(part), name, id(p)
+        _store_pretrained(module)
+        _converted[module] = self.meant + _converted.get(module, [])
+
+
+def plan_conversion(
+    module: nn.Module, format: Format | None, overrides: Overrides, lr: float | None = None
+) -> ModuleConversion:
+    """Say what `as_expansion` is to do to a module, and change nothing."""
     found = _held_by("as_expansion", module)
     checked = _checked(overrides, [name for held in found for name in held.names])
     choose = _Choice(format, found, lr)
@@ -298,22 +333,12 @@ def _module_as_expansion(
             meant.append(held.name)
         elif (is_number or held.name in matches) and choose.changes(held, wanted):
             changed.append(held)
-    _carry_out("as_expansion", module, changed, choose.base)
-    _left.pop(module, None)
-    for part in module.modules():
-        if any(map(format_of, (part._parameters | part._buffers).values())):
-            register_load_hook(part, keep_expansions)
-        for name, p in part._parameters.items():
-            if isinstance(p, MCFTensor):
-                p._holder = weakref.ref(part), name, id(p)
-    _store_pretrained(module)
-    _converted[module] = meant + _converted.get(module, [])
-    return module
+    return ModuleConversion(module, changed, choose.base, meant)
 
 
 def _module_as_plain(module: M, dtype: torch.dtype | None) -> M:
     changed = [held for held in _held_by("as_plain", module) if format_of(held.x)]
-    _carry_out("as_plain", module, changed, dtype)
+    _carry_out("as_plain", module, changed, dtype, None)
     if changed:
         _left[module] = [held.name for held in changed]
     _converted.pop(module, None)
@@ -359,7 +384,7 @@ def _checked(overrides: Overrides, names: list[str]) -> dict[str, Format | None]
 class _Choice:
     """The formats in a module: one that is given, or those that are there, or the defaults."""
 
-    def __init__(self, format: Format | None, found: list[_Held], lr: float | None) -> None:
+    def __init__(self, format: Format | None, found: list[Held], lr: float | None) -> None:
         self.format, self.lr = format, lr
         formats = {held.name: held.format for held in found if held.format}
         own = [
@@ -370,7 +395,7 @@ class _Choice:
         self.present = {} if {f for _, f in own} <= {bf16x2, bf16x3} else dict(reversed(own))
         self.base = (format or next(iter([f for _, f in own] + [*formats.values()]), bf16x2)).dtype
 
-    def changes(self, held: _Held, wanted: Format | None) -> bool:
+    def changes(self, held: Held, wanted: Format | None) -> bool:
         """Say what becomes of a tensor, of which an override may want a format; False where it
         stays as it is."""
         x = held.x
@@ -418,7 +443,11 @@ def _store_pretrained(module: nn.Module) -> None:
 
 @torch.no_grad()
 def _carry_out(
-    where: str, module: nn.Module, changed: list[_Held], dtype: torch.dtype | None
+    where: str,
+    module: nn.Module,
+    changed: list[Held],
+    dtype: torch.dtype | None,
+    seen: Callable[[Held, Tensor], None] | None,
 ) -> None:
     """Exchange the contents of tensors, plain ones for such of a dtype, or of their base, and those
     that were loaded from expansions for these."""
@@ -438,6 +467,8 @@ def _carry_out(
                 new = value_in(x, held.wanted, name=held.name)
                 if held.loaded is not None:
                     new.copy_(held.loaded)
+            if seen is not None:
+                seen(held, new)
             _exchange(x, new, held.role)
             if memory is not None:
                 first.setdefault(memory, x)
@@ -447,8 +478,10 @@ def _carry_out(
         latest_conversion += 1
 
 
-def _require_free(where: str, held: _Held) -> None:
+def _require_free(where: str, held: Held) -> None:
     x = held.x
+    if held.wanted is not None and _keeps_object(x, held.wanted.dtype):
+        return
     if weakref.getweakrefs(x):
         raise RuntimeError(
             f"{where}: {held.name} of shape {tuple(x.shape)} has weak references to it, which "
@@ -463,11 +496,12 @@ def _require_free(where: str, held: _Held) -> None:
     if not is_free:
         raise RuntimeError(
             f"{where}: {held.name} of shape {tuple(x.shape)} is in use by an autograd graph or "
-            "a view; run backward, or delete the outputs and losses that hold it, first"
+            "a view; run backward, or delete the outputs and losses that hold it, first; and "
+            "convert before DistributedDataParallel wraps the model"
         )
 
 
-def _require_storable(where: str, held: _Held) -> None:
+def _require_storable(where: str, held: Held) -> None:
     if held.wanted is None:
         return
     try:
@@ -486,10 +520,26 @@ def _memory_of(x: Tensor) -> Any:
     return tuple((t.data_ptr(), t.device, t.dtype, t.shape, t.stride()) for t in parts)
 
 
+def _keeps_object(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether an expansion may take other components without another tensor in its place, so that
+    graphs, weak references and DistributedDataParallel still have it."""
+    return (
+        type(x) is MCFTensor
+        and x.dtype == dtype
+        and not x._has_rules
+        and not x.storage_offset()
+        and torch.empty_like(x, device="meta").stride() == x.stride()
+    )
+
+
 def _exchange(x: Tensor, new: Tensor, role: Role) -> None:
     """Give the tensor object x the contents of new, and its gradient the dtype; hooks stay."""
     grad = x.grad
-    exchange(x, as_held(isinstance(x, nn.Parameter), new, role, x.requires_grad))
+    new = as_held(isinstance(x, nn.Parameter), new, role, x.requires_grad)
+    if isinstance(new, MCFTensor) and _keeps_object(x, new.dtype) and new.stride() == x.stride():
+        x.hold_as(new)  # type: ignore[attr-defined]
+    else:
+        exchange(x, new)
     if grad is not None:
         x.grad = grad.to(x.dtype)
     for hook in (getattr(x, "_post_accumulate_grad_hooks", None) or {}).values():

@@ -23,6 +23,10 @@ Role = Literal["value", "parameter"]
 COMPONENTS = tuple(f"_component{i}" for i in range(MAX_TERMS))
 
 
+_OF_COMPONENTS = ("_writes", "_first", "_factor", "_base_components", "_is_own")
+"""What is said of components beside them."""
+
+
 def require_computing(format: Format) -> None:
     """Raise TypeError for a format that parameters cannot have."""
     if format.shared and format.lends is None:
@@ -137,6 +141,13 @@ class ComponentTensor(torch.Tensor):
         self.__dict__.update(zip(COMPONENTS, components, strict=False))
         if self._factor is not None and not self.is_part:
             self._factor.components = components
+
+    def hold_as(self, other: ComponentTensor) -> None:
+        """Hold what another tensor of the same shape, strides, dtype and device holds."""
+        held = self.__dict__
+        for name in (*COMPONENTS, *_OF_COMPONENTS):
+            held.pop(name, None)
+        held.update(other.__dict__)
 
     @property
     def format(self) -> Format:

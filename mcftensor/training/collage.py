@@ -8,7 +8,7 @@ import functools
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -131,7 +131,7 @@ def collage(optimizer: Opt, mode: Mode) -> Opt:
         )
     warn_of_plain_parameters(optimizer)
     mode = {**mode} if isinstance(mode, Mapping) else mode  # copies take it up later
-    plan = _Plan(optimizer, mode)
+    plan = CollagePlan(optimizer, mode, list(map(format_of, parameters_of(optimizer))))
     previous = optimizer.__dict__.get("_collage")
     for handle in previous.handles if previous is not None else ():
         handle.remove()
@@ -144,10 +144,16 @@ def collage(optimizer: Opt, mode: Mode) -> Opt:
     return optimizer
 
 
+def plan_of(optimizer: Optimizer) -> CollagePlan | None:
+    """What `collage` has made of the latest mode that it was given for an optimizer."""
+    found: CollagePlan | None = optimizer.__dict__.get("_collage")
+    return found
+
+
 def mode_of(optimizer: Optimizer) -> str | None:
     """The mode that `collage` has given an optimizer, `"by name"` for a dict, or None."""
-    plan = optimizer.__dict__.get("_collage")
-    return plan and plan.mode
+    plan = plan_of(optimizer)
+    return None if plan is None else plan.mode
 
 
 def _deepcopy(original: weakref.ref[Optimizer], mode: Mode, memo: Any) -> Optimizer:
@@ -194,11 +200,13 @@ def _choose_fused(optimizer: Optimizer) -> None:
             group["fused"] = True
 
 
-class _Plan:
+class CollagePlan:
     """One mode, and the hooks by which it reaches states that come later."""
 
-    def __init__(self, optimizer: Optimizer, mode: Mode) -> None:
-        formats = [format for format in map(format_of, parameters_of(optimizer)) if format]
+    def __init__(
+        self, optimizer: Optimizer, mode: Mode, of_parameters: Sequence[Format | None]
+    ) -> None:
+        formats = [format for format in of_parameters if format]
         if not formats and any(map(any_format_of, parameters_of(optimizer))):
             raise TypeError(
                 "collage: the parameters of this optimizer are scaled, and so are its states, by "
@@ -212,6 +220,7 @@ class _Plan:
                 "called, or were added to the model since"
             )
         self.mode = mode if isinstance(mode, str) else "by name"
+        self.given = mode
         self.others: Any = _OWN if mode == "full" else _AS_IT_IS  # of states that are not named
         self.unchecked: set[str] = set()
         self.settled: list[int] = []  # identities of states
@@ -233,6 +242,7 @@ class _Plan:
         self.makes_plain = None in self.named.values()
 
     def attach(self, optimizer: Optimizer) -> None:
+        """Have the mode reach states that come later."""
         is_stock = breaks_graphs(optimizer)
 
         def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -264,7 +274,7 @@ class _Plan:
                 continue
             unused = [[] if isinstance(a, list) else a for a in args]
             initialize(optimizer, {**group, "params": [p]}, *unused, **kwargs)
-            self._convert(p, format, states[p])
+            self.convert(p, format, states[p])
             # SGD makes its buffer from the first gradient, plain: give it a zero to add that to.
             # With dampening the two are not the same.
             if is_sgd and group["momentum"] and not group["dampening"]:
@@ -285,7 +295,7 @@ class _Plan:
         for p, state in optimizer.state.items():
             format = format_of(p)
             if state and format is not None:
-                self._convert(p, format, state)
+                self.convert(p, format, state)
 
     def apply_to_new(self, optimizer: Optimizer) -> None:
         """The same for torch's optimizers, which keep the tensors that they have made."""
@@ -306,7 +316,12 @@ class _Plan:
             return wanted
         return bf16i16 if wanted.shared and p.dim() < 2 else wanted
 
-    def _convert(self, p: Tensor, own: Format, state: dict[str, Any]) -> None:
+    def leaves(self, name: str) -> bool:
+        """Whether the mode leaves a state as the optimizer makes it."""
+        return self.named.get(name, self.others) is _AS_IT_IS
+
+    def convert(self, p: Tensor, own: Format, state: dict[str, Any]) -> None:
+        """Bring the states of a parameter in some format to what the mode says."""
         if self.unchecked and state:
             _require_known(self.unchecked, set(state))
             self.unchecked = set()

@@ -222,3 +222,29 @@ def test_on_gpus():
     torch.optim.AdamW(model.parameters(), fused=True).step()
     for p in model.parameters():
         assert_same_terms(*gathered(p))
+
+
+@pytest.mark.parametrize("path", ["for-loop", "fused"])
+@on_ranks(2)
+def test_another_format_between_two_steps(path):
+    """Ranks still have the mean of their gradients, and the same parameters; so they would have,
+    had the model been wrapped afterwards."""
+    runs = []
+    for is_wrapped_anew in (False, True):
+        model = expansions(KEPT[2])
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=path == "fused")
+        wrapped = DDP(model)
+        for step in range(4):
+            if step == 2:
+                done = mcf.change_format(model, optimizer, mcf.bf16i16)
+                assert not done.lost
+                wrapped = DDP(model) if is_wrapped_anew else wrapped
+            optimizer.zero_grad()
+            wrapped(batch(step)).square().sum().backward()
+            optimizer.step()
+        for p in model.parameters():
+            assert_same_terms(*gathered(p))
+        runs.append(model)
+    for p, q in zip(runs[0].parameters(), runs[1].parameters(), strict=True):
+        assert p.format is mcf.bf16i16
+        assert_same_terms(p, q)

@@ -18,11 +18,12 @@ from mcftensor.checkpoint.bridge.torch_optimizers import BESIDE, metadata_of, st
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading
 from mcftensor.checkpoint.saving import save_terms, size_in_bytes
 from mcftensor.checkpoint.state_dicts import as_terms
-from mcftensor.convert import as_plain, for_shape
-from mcftensor.dispatch.operands import after, value_in
+from mcftensor.convert import for_shape
+from mcftensor.dispatch.operands import after
 from mcftensor.formats import PLAIN, Format, bf16i16
 from mcftensor.formats.requirements import require_floats
 from mcftensor.tensor import MCFTensor
+from mcftensor.training.round_trips import components_of, differing, in_format
 from mcftensor.training.state_names import compact_format
 
 Progress = Callable[[str, int, int], None]
@@ -253,44 +254,22 @@ def _recoded(name: str, x: Tensor, source: Format, target: Format) -> tuple[Tens
     """A tensor in another format, and how many elements would not come back as they were."""
     first = start(x.device, name)
     if any(c.shape(x.shape) != x.shape for f in (source, target) for c in f.components):
-        y = _in(target, x, first)
-        return y, _differ(x, _in(source, y, first))
+        y = in_format(target, x, first)
+        return y, differing(x, in_format(source, y, first))
     lost = place = 0
 
     def convert(block: Tensor) -> Sequence[Tensor]:
         nonlocal lost, place
         count = moved(first, place)
-        y = _in(target, block, count)
-        lost += _differ(block, _in(source, y, count))
+        y = in_format(target, block, count)
+        lost += differing(block, in_format(source, y, count))
         place += block.numel()
-        return _components_of(y)
+        return components_of(y)
 
     parts = in_chunks(convert, [x], [component.dtype for component in target.components])
     if target.arithmetic == "plain":
         return parts[0], lost
     return MCFTensor.of(parts, target, writes=after(target, first)), lost
-
-
-def _in(format: Format, x: Tensor, count: Tensor) -> Tensor:
-    if format.arithmetic == "plain":
-        return as_plain(x, format.dtype)
-    return value_in(x, format, count)
-
-
-def _differ(x: Tensor, y: Tensor) -> int:
-    """How many elements have other bits, NaNs aside."""
-    differ = torch.zeros(x.shape, dtype=torch.bool, device="cpu")
-    pairs = zip(_components_of(x), _components_of(y), strict=True)
-    for a, b in pairs:
-        other = a != b
-        if a.is_floating_point():
-            other = (other & ~(a.isnan() & b.isnan())) | (a.signbit() != b.signbit())
-        differ |= other
-    return int(differ.sum())
-
-
-def _components_of(x: Tensor) -> Sequence[Tensor]:
-    return x.components if isinstance(x, MCFTensor) else [x]
 
 
 def _repair(format: Format) -> str:

@@ -1,0 +1,212 @@
+"""`change_format`: a model in training goes on in another format, values and states kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mcftensor.convert import Held, Overrides, as_plain, for_shape, plan_conversion
+from mcftensor.dispatch.operands import as_state
+from mcftensor.formats import PLAIN, Format, require_format
+from mcftensor.meters.memory_summary import Summary, summary
+from mcftensor.patches.optimizers import parameters_of
+from mcftensor.tensor.dtensor import format_of, local
+from mcftensor.tensor.step_context import current_step
+from mcftensor.training.collage import CollagePlan, Mode, collage, plan_of
+from mcftensor.training.round_trips import differing, in_format
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a tensor lost in another format.
+
+    Attributes:
+        elements: how many of its elements have another value.
+        of: how many elements it has.
+        share: the norm of what they lost, over the norm of the tensor.
+    """
+
+    elements: int
+    of: int
+    share: float
+
+
+@dataclass(frozen=True)
+class FormatChange:
+    """What `change_format` has done. Its text says it in a few lines.
+
+    Attributes:
+        formats: of each tensor that was converted, by its name, the old format and the new one. The
+            name of a state is that of its parameter, a dot, and its own.
+        lost: of those that lost something, what.
+        before: the memory before, as `mcf.meters.summary` gives it.
+        after: the memory after.
+    """
+
+    formats: dict[str, tuple[str, str]]
+    lost: dict[str, Loss]
+    before: Summary
+    after: Summary
+
+    def __str__(self) -> str:
+        kinds: dict[tuple[str, str], int] = {}
+        for pair in self.formats.values():
+            kinds[pair] = kinds.get(pair, 0) + 1
+        lines = [
+            f"{self.before.bytes_per_parameter:.2f} to {self.after.bytes_per_parameter:.2f} bytes "
+            "a parameter",
+            *(f"{old} to {new}: {count} tensors" for (old, new), count in kinds.items()),
+            *(
+                f"lost in {name}: {loss.elements} of {loss.of} elements, {loss.share:.1e} of the "
+                "norm"
+                for name, loss in self.lost.items()
+            ),
+        ]
+        return "\n".join(lines)
+
+
+def change_format(
+    model: nn.Module,
+    optimizer: Optimizer,
+    format: Format | str | None,
+    mode: Mode | None = None,
+    *,
+    overrides: Overrides | None = None,
+) -> FormatChange:
+    """Convert a model in training and the states of its optimizer, between two steps.
+
+    Parameters keep their values exactly where the new format holds them, and are rounded once where
+    it does not; the result says what was lost. They stay the same objects: optimizer, learning-rate
+    scheduler, compiled models and averages of weights go on. Between formats of one leading dtype,
+    so do graphs, weak references to parameters and DistributedDataParallel. Counts and salts of
+    balanced rounding begin anew.
+
+    States that were as the optimizer makes them, in the format of their parameter or a plain state
+    in its dtype, become what it makes for a parameter of the new format. States that `collage` has
+    chosen become what the mode says of the new format. Others stay as they are.
+
+    Args:
+        model: the module, plain or of expansions; for one that DistributedDataParallel has wrapped,
+            give its `module`.
+        optimizer: any optimizer over parameters of the model.
+        format: the new format of the parameters, or its name, as of `as_expansion`. None leaves
+            expansions as they are, if `overrides` do not say otherwise.
+        mode: a mode for `collage`; by default the optimizer keeps the one that it has.
+        overrides: a dict from patterns of names to formats, or None for what is to stay as it is,
+            as of `as_expansion`.
+
+    Returns:
+        What was converted and lost, and the memory before and after.
+
+    Raises:
+        TypeError: no module, no optimizer, no format.
+        ValueError: an override that matches nothing, a mode that does not fit, a number beyond the
+            range of the format.
+        RuntimeError: within a step; a model that `fully_shard` has sharded; a parameter that has to
+            become another tensor, while a graph, a view or a weak reference holds it.
+
+    A call that raises leaves model and optimizer unchanged.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> model = mcf.as_expansion(torch.nn.Linear(64, 64), mcf.bf16i8)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+        >>> optimizer.step()
+        >>> print(mcf.change_format(model, optimizer, mcf.bf16i16))
+        11.01 to 14.00 bytes a parameter
+        bf16i8 to bf16i16: 6 tensors
+    """
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"change_format: got {type(model).__name__} and {type(optimizer).__name__}; give a "
+            "module and a torch.optim.Optimizer over its parameters"
+        )
+    if current_step() is not None:
+        raise RuntimeError("change_format: a step is under way; call it between two steps")
+    found = None if format is None else require_format(format, "change_format")
+    conversion = plan_conversion(model, found, overrides or {})
+    changed = {id(held.x): held for held in conversion.changed if held.is_parameter}
+    if mode is None and (plan := plan_of(optimizer)) is not None:
+        mode = plan.given
+    new_formats = [
+        changed[id(p)].wanted if id(p) in changed else format_of(p)
+        for p in parameters_of(optimizer)
+    ]
+    plan = None if mode is None else CollagePlan(optimizer, mode, new_formats)
+    before = summary(model, optimizer)
+    formats: dict[str, tuple[str, str]] = {}
+    lost: dict[str, Loss] = {}
+
+    def compare(name: str, old: Tensor, new: Tensor) -> None:
+        formats[name] = _format_of(old).name, _format_of(new).name
+        if (loss := _lost(old, new)) is not None:
+            lost[name] = loss
+
+    made_for = {id(p): _formats_made(p) for p in parameters_of(optimizer) if id(p) in changed}
+    conversion.carry_out(lambda held, new: compare(held.name, _whole(held), new))
+    for p in parameters_of(optimizer):
+        state, own = optimizer.state.get(p), format_of(p)
+        if not state or (id(p) not in changed and plan is None):
+            continue
+        old = dict(state)
+        if plan is not None and own is not None:
+            plan.convert(p, own, state)
+        if id(p) in changed:
+            wanted = for_shape(own.of_states, p.shape) if own else PLAIN[p.dtype]
+            for name, x in old.items():
+                is_left = plan is None or plan.leaves(name)
+                if is_left and _is_made_for(x, name, p, made_for[id(p)] - {wanted}):
+                    state[name] = as_state(x, wanted, p, name) if own else x.to(p.dtype)
+        owner = changed[id(p)].name if id(p) in changed else _name_in(model, p)
+        for name, x in old.items():
+            if state[name] is not x:
+                compare(f"{owner}.{name}", x, state[name])
+    if mode is not None:
+        collage(optimizer, mode)
+    return FormatChange(formats, lost, before, summary(model, optimizer))
+
+
+def _whole(held: Held) -> Tensor:
+    return held.x.detach() if held.loaded is None else held.loaded
+
+
+def _format_of(x: Tensor) -> Format:
+    return format_of(x) or PLAIN[x.dtype]
+
+
+def _formats_made(p: Tensor) -> set[Format]:
+    """The formats of the states that optimizers make for a parameter."""
+    own = format_of(p)
+    return {PLAIN[p.dtype]} if own is None else {own, own.of_states, own.nearest}
+
+
+def _is_made_for(x: object, name: str, p: Tensor, made: set[Format]) -> bool:
+    """Whether a state is a number for each element of a parameter, in one of some formats."""
+    return (
+        isinstance(x, Tensor)
+        and name != "step"
+        and x.shape == p.shape
+        and x.is_floating_point()
+        and _format_of(x) in made
+    )
+
+
+def _name_in(model: nn.Module, p: Tensor) -> str:
+    return next((name for name, q in model.named_parameters() if q is p), "a parameter")
+
+
+@torch.no_grad()
+def _lost(old: Tensor, new: Tensor) -> Loss | None:
+    """What does not come back from the new format."""
+    old, new = local(old).detach(), local(new).detach()
+    source = _format_of(old)
+    elements = differing(old, in_format(source.nearest, new))
+    if not elements:
+        return None
+    exact = as_plain(old, torch.float64)
+    off = (exact - as_plain(new, torch.float64)).norm() / exact.norm()
+    return Loss(elements, old.numel(), float(off))
