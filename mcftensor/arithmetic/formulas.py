@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mcftensor.arithmetic import (
+    angles,
+    exponentials,
+    hyperbolic,
+    logarithms,
+    networks,
+    trigonometry,
+)
+from mcftensor.arithmetic.network_numbers import Terms
 from mcftensor.arithmetic.number_protocol import Number
 
 
@@ -14,6 +23,49 @@ def _lerp(start: Number, end: Number, weight: Number) -> Number:
     far = (weight - 1.0).fma(difference, end)
     return near.where(weight.is_below(0.5), far)
 
+
+def _of_terms(function: Callable[..., networks.Terms]) -> Callable[..., Number]:
+    """A function of terms, for numbers that are evaluated by networks."""
+
+    def of_numbers(*operands: Number) -> Number:
+        return Terms(function(*(x.floats for x in operands)))
+
+    return of_numbers
+
+
+_FUNCTIONS: dict[str, Callable[..., networks.Terms]] = {
+    "exp": exponentials.exp,
+    "exp2": exponentials.exp2,
+    "expm1": exponentials.expm1,
+    "log": logarithms.log,
+    "log2": logarithms.log2,
+    "log10": logarithms.log10,
+    "log1p": logarithms.log1p,
+    "pow": logarithms.pow,
+    "sinh": hyperbolic.sinh,
+    "cosh": hyperbolic.cosh,
+    "tanh": hyperbolic.tanh,
+    "asinh": hyperbolic.asinh,
+    "acosh": hyperbolic.acosh,
+    "atanh": hyperbolic.atanh,
+    "sigmoid": hyperbolic.sigmoid,
+    "silu": hyperbolic.silu,
+    "softplus": logarithms.softplus,
+    "gelu_tanh": hyperbolic.gelu_tanh,
+    "sin": trigonometry.sin,
+    "cos": trigonometry.cos,
+    "tan": trigonometry.tan,
+    "asin": angles.asin,
+    "acos": angles.acos,
+    "atan": angles.atan,
+    "atan2": angles.atan2,
+    "hypot": angles.hypot,
+}
+
+# Those that only numbers of networks have.
+_OF_TERMS: dict[str, Callable[..., Number]] = {
+    name: _of_terms(function) for name, function in _FUNCTIONS.items()
+}
 
 # What each comes to, on numbers of one kind. The error of each format stands in `expansion.py`.
 OPERATIONS: dict[str, Callable[..., Number]] = {
@@ -28,4 +80,5 @@ OPERATIONS: dict[str, Callable[..., Number]] = {
     "addcmul": lambda x, a, b, value: (value * a).fma(b, x),
     "addcdiv": lambda x, a, b, value: x + value * a / b,
     "lerp": _lerp,
+    **_OF_TERMS,
 }

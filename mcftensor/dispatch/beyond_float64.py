@@ -1,7 +1,7 @@
 """Operations of formats beyond 48 bits, which no machine type holds: made of their arithmetic.
 
-Sums are summed in pairs, so that the error of n terms grows with log2 n. Products of matrices have
-a file of their own; everything else is in terms of + * / and the root of the format.
+Sums are summed in pairs, so that the error of n terms grows with log2 n. Products of matrices and
+elementary functions have files of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch import matrix_products
+from mcftensor.dispatch import elementary, matrix_products
 from mcftensor.dispatch.matrix_products import added
 from mcftensor.dispatch.operands import expansions, mapped, stored_in
 from mcftensor.dispatch.write_results import assign, refusal, written_to
@@ -154,23 +154,6 @@ def _allclose(
     return bool(close.all())
 
 
-def _pow(x: Any, exponent: Any) -> Tensor:
-    """Whole powers by repeated squaring, and halves of them by the root."""
-    twice = None if isinstance(exponent, Tensor) or isinstance(x, (int, float)) else 2 * exponent
-    if twice is None or twice != int(twice):
-        raise NotImplementedError("a power of expansions beyond 48 bits that is no half-integer")
-    power, half = divmod(abs(int(twice)), 2)
-    result = torch.sqrt(x) if half else None
-    square = x
-    while power:
-        if power & 1:
-            result = square if result is None else result * square
-        power >>= 1
-        square = square * square if power else square
-    result = torch.ones_like(x) if result is None else result
-    return 1 / result if twice < 0 else result
-
-
 # --------------------------------------------------------------------------------- all by name
 
 ALGORITHMS: dict[str, Callable[..., Any]] = {
@@ -201,7 +184,7 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "rsqrt": lambda x: 1 / torch.sqrt(x),  # x.rsqrt
     "copysign": _copysign,  # torch.copysign
     "allclose": _allclose,  # torch.allclose
-    "pow": _pow,  # x ** 4
+    **elementary.ALGORITHMS,  # torch.exp, x.softmax
 }
 """Names of aten operators, and what carries them out."""
 

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from mcftensor.arithmetic import special_functions
+from mcftensor.dispatch import derivatives
 from mcftensor.dispatch.default_handler import PRECISION, WIDE, explained, unlike_dtypes
 from mcftensor.dispatch.operands import (
     common_format,
@@ -66,6 +67,7 @@ WHOLE: set[Callable[..., Any]] = {
     torch.rms_norm,
     torch.view_as_complex,
     *_SHARPER,
+    *derivatives.OWN,
     # the modules of nn that have these names
     F.fractional_max_pool2d,
     F.fractional_max_pool3d,
@@ -144,6 +146,12 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
     found = expansions((args, kwargs, out))
     name = getattr(func, "__name__", str(func))
     format = common_format(name, found)
+    own = derivatives.OWN.get(func)
+    if own is not None:
+        is_long = out is None and format.arithmetic == "terms" and format.precision > PRECISION
+        if is_long:
+            return own(format, *args, **kwargs)
+        return func(*args, **kwargs, **({} if out is None else {"out": out}))
     if format.arithmetic == "numbers":
         (args, kwargs), _ = decoded((args, kwargs))
     if format.arithmetic == "numbers" or format.precision > PRECISION:

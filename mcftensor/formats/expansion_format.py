@@ -114,6 +114,12 @@ class ExpansionFormat(Format):
         """The same terms."""
         return self.nearest
 
+    @property
+    def guarded(self) -> ExpansionFormat:
+        """One term more, rounded to nearest; or the same terms where no format has more."""
+        most = _most_terms(self.base, "nearest")
+        return ExpansionFormat(self.base, min(self.terms + 1, most))
+
     def with_rounding(self, rounding: Rounding) -> ExpansionFormat:
         """The same terms, the last of them rounded in another way."""
         return ExpansionFormat(self.base, self.terms, rounding)

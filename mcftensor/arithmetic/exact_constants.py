@@ -1,0 +1,110 @@
+"""Constants of elementary functions as rationals with a known number of bits, from integers alone.
+
+Each function takes a number of bits, and returns a fraction that differs from the constant by less
+than 2^-bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from fractions import Fraction
+
+Constant = Fraction | int | float
+
+_GUARD = 32
+"""Bits by which sums of rounded terms are longer than what is asked for."""
+
+
+@functools.lru_cache(maxsize=4096)
+def floats_of(value: Constant, precision: int, count: int) -> tuple[float, ...]:
+    """A constant as so many floats of a precision, each the nearest to what remains."""
+    rest, found = Fraction(value), []
+    for _ in range(count):
+        nearest = _nearest(rest, precision)
+        found.append(float(nearest))
+        rest -= nearest
+    return tuple(found)
+
+
+def _nearest(x: Fraction, precision: int) -> Fraction:
+    if not x:
+        return x
+    unit = Fraction(2) ** (math.floor(log2_of(x)) - precision + 1)
+    if abs(x) / unit >= 2**precision:
+        unit *= 2
+    elif abs(x) / unit < 2 ** (precision - 1):
+        unit /= 2
+    return round(x / unit) * unit
+
+
+def log2_of(x: Constant) -> float:
+    """The binary logarithm of a magnitude, to a few digits, of any range."""
+    x = abs(Fraction(x))
+    if not x:
+        return -math.inf
+    shift = x.numerator.bit_length() - x.denominator.bit_length()
+    return math.log2(x / Fraction(2) ** shift) + shift
+
+
+def _fixed(x: Fraction, bits: int) -> int:
+    return (x.numerator << bits) // x.denominator
+
+
+@functools.lru_cache(maxsize=256)
+def atan(x: Fraction, bits: int) -> Fraction:
+    """The angle of a number from 0 to 1, by Euler's series: each term is the one before times
+    2k / (2k + 1) x² / (1 + x²)."""
+    one = bits + _GUARD
+    term = _fixed(x / (1 + x * x), one)
+    ratio = x * x / (1 + x * x)
+    total, k = 0, 0
+    while term:
+        total += term
+        k += 1
+        term = term * 2 * k * ratio.numerator // ((2 * k + 1) * ratio.denominator)
+    return Fraction(total, 1 << one)
+
+
+def pi(bits: int) -> Fraction:
+    """Half the circumference of the unit circle."""
+    return 4 * atan(Fraction(1), bits + 4)
+
+
+@functools.lru_cache(maxsize=1024)
+def log(x: Fraction, bits: int) -> Fraction:
+    """The natural logarithm of a number near 1, by the series of 2 atanh((x - 1) / (x + 1))."""
+    one = bits + _GUARD
+    y = (x - 1) / (x + 1)
+    power, total, k = _fixed(y, one), 0, 1
+    while power not in (0, -1):
+        total += power // k
+        power = power * y.numerator**2 // y.denominator**2
+        k += 2
+    return Fraction(2 * total, 1 << one)
+
+
+def log_2(bits: int) -> Fraction:
+    """log(2)."""
+    return log(Fraction(2), bits)
+
+
+def log_10(bits: int) -> Fraction:
+    """log(10)."""
+    return 3 * log_2(bits + 4) + log(Fraction(5, 4), bits + 4)
+
+
+@functools.lru_cache(maxsize=256)
+def root_of_power(j: int, log2_root: int, bits: int) -> Fraction:
+    """2^(j / 2^log2_root), by as many square roots."""
+    one = bits + _GUARD
+    x = 1 << (one + j)
+    for _ in range(log2_root):
+        x = math.isqrt(x << one)
+    return Fraction(x, 1 << one)
+
+
+def sqrt(x: Fraction, bits: int) -> Fraction:
+    """The root of a number."""
+    one = bits + _GUARD
+    return Fraction(math.isqrt(_fixed(x, 2 * one)), 1 << one)

@@ -1,0 +1,138 @@
+"""The exponential function and what follows from it, on guarded expansions.
+
+x = (16 k + j) log(2) / 16 + r with |j| <= 8 and |r| <= log(2) / 32, so that
+exp(x) = 2^k 2^(j / 16) exp(r). The factor 2^(j / 16) comes from a table, exp(r) - 1 from its power
+series. What is returned is q = exp(x) / 2^k - 1, which keeps its relative error where x is near 0.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from mcftensor.arithmetic import exact_constants as exact
+from mcftensor.arithmetic.base_types import BASES
+from mcftensor.arithmetic.guarded import (
+    SPARE,
+    Terms,
+    add,
+    chosen,
+    constant,
+    constants,
+    finish,
+    gathered,
+    mul,
+    polynomial,
+    power_of_two,
+    precision_of,
+    scaled,
+    series,
+    to_integer,
+    two_prod,
+    where,
+)
+from mcftensor.arithmetic.networks import two_sum
+
+_LOG2_R = math.log2(math.log(2) / 32) + 0.01
+
+
+def bits_of(x: Tensor, terms: int) -> int:
+    """Bits of the constants."""
+    return (terms + 1) * precision_of(x) + 32
+
+
+def bounded(x: Terms, limit: float) -> Terms:
+    """x, and 0 where it is not below a limit or NaN: there others say what the result is."""
+    inside = x[0].abs() < limit
+    return tuple(torch.where(inside, term, 0.0) for term in x)
+
+
+def without_powers(x: Terms, unit: Fraction, terms: int) -> tuple[Terms, Tensor, Tensor]:
+    """x = (16 k + j) unit + r; returns r, k and bits that end with j + 8."""
+    m = terms + 1
+    multiple, bits = to_integer(x[0] * float(1 / unit))
+    bits = bits + 8
+    j = (bits & 15).to(x[0].dtype) - 8
+    products = [v for u in constants(unit, m, x[0]) for v in two_prod(-multiple, u)]
+    head, *tails = x
+    rest = gathered([*two_sum(head, products[0]), products[1], *tails, *products[2:]], m)
+    return rest, (multiple - j) * 0.0625, bits
+
+
+def expm1_of_rest(rest: Terms, bits: Tensor, terms: int) -> Terms:
+    """2^(j / 16) exp(rest) - 1."""
+    x, m = rest[0], terms + 1
+    wanted = terms * precision_of(x) + SPARE
+    taylor = series(lambda k: Fraction(1, math.factorial(k + 1)), _LOG2_R, wanted)
+    q = mul(rest, polynomial(rest, taylor, _LOG2_R, terms), m)
+    table = [exact.root_of_power(j, 4, bits_of(x, terms)) - 1 for j in range(-8, 8)]
+    d = chosen(table, bits, m, x)
+    return add(d, add(q, mul(d, q, m), m), m)
+
+
+def parts(x: Terms, terms: int) -> tuple[Terms, Tensor]:
+    """q and k of exp(x) = 2^k (1 + q)."""
+    unit = exact.log_2(bits_of(x[0], terms) + 8) / 16
+    rest, k, bits = without_powers(x, unit, terms)
+    return expm1_of_rest(rest, bits, terms), k
+
+
+def one(like: Tensor) -> Terms:
+    """1."""
+    return (constant(1.0, like),)
+
+
+def limit_of(x: Tensor) -> float:
+    """A magnitude of exponents of 2 beyond which all powers are 0 or infinite."""
+    base = BASES[x.dtype]
+    return float(base.max_exponent + 2 * base.precision)
+
+
+def _power(x: Terms, found: tuple[Terms, Tensor], limit: float, terms: int) -> Terms:
+    """2^k (1 + q), and 0 or infinity beyond a limit."""
+    q, k = found
+    leading = x[0]
+    value = scaled(add(one(leading), q, terms + 1), k)
+    plain = torch.where(leading < 0, 0.0, torch.inf)
+    plain = torch.where(leading.abs() < limit, value[0], plain)
+    return finish(value, terms, torch.where(torch.isnan(leading), leading, plain))
+
+
+def exp(x: Terms) -> Terms:
+    """e^x."""
+    limit = limit_of(x[0]) * math.log(2)
+    return _power(x, parts(bounded(x, limit), len(x)), limit, len(x))
+
+
+def exp2(x: Terms) -> Terms:
+    """2^x: x = k + j / 16 + r exactly, and r log(2) enters the series."""
+    terms, limit = len(x), limit_of(x[0])
+    rest, k, bits = without_powers(bounded(x, limit), Fraction(1, 16), terms)
+    rest = mul(rest, constants(exact.log_2(bits_of(x[0], terms)), terms + 1, x[0]), terms + 1)
+    return _power(x, (expm1_of_rest(rest, bits, terms), k), limit, terms)
+
+
+def expm1(x: Terms) -> Terms:
+    """e^x - 1 = 2^k (q + (1 - 2^-k))."""
+    terms, leading = len(x), x[0]
+    m, limit = terms + 1, limit_of(leading) * math.log(2)
+    least = -(terms * precision_of(leading) + SPARE) * math.log(2)
+    inside = bounded(x, limit)
+    inside = tuple(torch.where(leading > least, t, 0.0) for t in inside)
+    q, k = parts(inside, terms)
+    value = scaled(add(two_sum(one(leading)[0], -_inverse_power(k, leading)), q, m), k)
+    # two_sum(1, -2^-k) loses nothing while 2^-k is a float; the rest decides no bit.
+    plain = torch.where(leading > least, value[0], -1.0)
+    plain = torch.where(leading >= limit, torch.inf, plain)
+    plain = torch.where(torch.isnan(leading) | (leading == 0), leading, plain)
+    value = where(leading > least, value, (constant(-1.0, leading),))
+    return finish(value, terms, plain)
+
+
+def _inverse_power(k: Tensor, like: Tensor) -> Tensor:
+    """2^-k; of k so large that it decides no bit, some other small power."""
+    most = float(BASES[like.dtype].max_exponent - 2)
+    return power_of_two(-torch.where(k > most, most, k))

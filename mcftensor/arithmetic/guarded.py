@@ -1,0 +1,275 @@
+"""Expansions with a guard term, in which elementary functions are evaluated.
+
+A function of n terms is evaluated in m = n + 1 terms of the same base, by operations that cost
+less than those of `networks.py`: operands and results lie near 1, so that nothing overflows, and
+the error of an operation, a few u^m, lies far below the last term of the function's result. Only
+`finish` returns normalized terms. Everything is in additions, products and quotients of the base,
+so that float32 needs no float64, and compiled code has the bits of eager PyTorch.
+
+References:
+
+- D: T. J. Dekker, "A floating-point technique for extending the available precision", Numerische
+  Mathematik 18, 1971.
+- ORO: T. Ogita, S. M. Rump, S. Oishi, "Accurate sum and dot product", SIAM J. Sci. Comput. 26(6),
+  2005.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from mcftensor.arithmetic import eft, networks
+from mcftensor.arithmetic.base_types import BASES
+from mcftensor.arithmetic.exact_constants import Constant, floats_of, log2_of
+
+Terms = tuple[Tensor, ...]
+
+SPARE = 20
+"""Bits of an evaluation beyond those of the result."""
+
+
+def precision_of(x: Tensor) -> int:
+    """Significand bits of a term."""
+    return BASES[x.dtype].precision
+
+
+def constant(value: float, like: Tensor) -> Tensor:
+    """A number of the base."""
+    return torch.scalar_tensor(value, dtype=like.dtype, device=like.device)
+
+
+def constants(value: Constant, count: int, like: Tensor) -> Terms:
+    """A constant as so many terms."""
+    return tuple(constant(x, like) for x in floats_of(value, precision_of(like), count))
+
+
+# ------------------------------------------------------------------------------------ operations
+
+
+def two_prod(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The product and its error, without the scaling that large operands need (D)."""
+    (ah, al), (bh, bl) = _halves(a), _halves(b)
+    product = a * b
+    return product, al * bl - (((product - ah * bh) - al * bh) - ah * bl)
+
+
+def _halves(a: Tensor) -> tuple[Tensor, Tensor]:
+    c = a * (2.0 ** ((precision_of(a) + 1) // 2) + 1)
+    high = c - (c - a)
+    return high, a - high
+
+
+def gathered(values: Sequence[Tensor], count: int) -> Terms:
+    """The sum of values, which come roughly in descending order, as so many terms: each pass of
+    two_sums from the last to the first gathers the next term (ORO's VecSum)."""
+    x = list(values)
+    for first in range(min(count, len(x) - 1)):
+        for i in range(len(x) - 1, first, -1):
+            x[i - 1], x[i] = networks.two_sum(x[i - 1], x[i])
+    x += [torch.zeros_like(x[0])] * (count - len(x))
+    return tuple(x[:count])
+
+
+def _by_levels(levels: list[list[Tensor]], count: int) -> Terms:
+    """The sum of values that are listed by powers of u: exact up to the last level."""
+    sums: list[Tensor] = []
+    for level, values in enumerate(levels[:count]):
+        if not values:
+            continue
+        total, *others = values
+        for value in others:
+            if level + 1 < count:
+                total, error = networks.two_sum(total, value)
+                levels[level + 1].append(error)
+            else:
+                total = total + value
+        sums.append(total)
+    return gathered(sums, count)
+
+
+def add(x: Terms, y: Terms, count: int) -> Terms:
+    """x + y, with an error of a few u^count of the larger one."""
+    levels: list[list[Tensor]] = [[] for _ in range(count + 1)]
+    for z in (x, y):
+        for level, term in enumerate(z[:count]):
+            levels[level].append(term)
+    return _by_levels(levels, count)
+
+
+def mul(x: Terms, y: Terms, count: int) -> Terms:
+    """x * y, with an error of a few u^count."""
+    levels: list[list[Tensor]] = [[] for _ in range(count + 1)]
+    for i, a in enumerate(x[:count]):
+        for j, b in enumerate(y[: count - i]):
+            if i + j + 1 == count:
+                levels[i + j].append(a * b)
+            else:
+                product, error = two_prod(a, b)
+                levels[i + j].append(product)
+                levels[i + j + 1].append(error)
+    return _by_levels(levels, count)
+
+
+def times(x: Terms, factor: float | Tensor) -> Terms:
+    """x times a power of two."""
+    return tuple(term * factor for term in x)
+
+
+def neg(x: Terms) -> Terms:
+    """-x."""
+    return tuple(-term for term in x)
+
+
+def sub(x: Terms, y: Terms, count: int) -> Terms:
+    """x - y, with an error of a few u^count of the larger one."""
+    return add(x, neg(y), count)
+
+
+def div(x: Terms, y: Terms, count: int) -> Terms:
+    """x / y by long division, with an error of a few u^count."""
+    digits: list[Tensor] = []
+    rest = x
+    for i in range(count):
+        digit = rest[0] / y[0]
+        digits.append(digit)
+        if i + 1 < count:
+            rest = sub(rest, mul((digit,), y, count), count)
+    return gathered(digits, count)
+
+
+def sqrt(x: Terms, count: int) -> Terms:
+    """The root of a number above 0, by Newton's corrections, with an error of a few u^count."""
+    leading = eft.sqrt(x[0])
+    root: Terms = (leading,)
+    for _ in range(count - 1):
+        rest = sub(x, mul(root, root, count), count)
+        root = gathered([*root, rest[0] / (leading + leading)], len(root) + 1)
+    return root
+
+
+def where(condition: Tensor, x: Terms, y: Terms) -> Terms:
+    """x where a condition holds, else y; missing terms are zero."""
+    count = max(len(x), len(y))
+    x, y = ((*z, *[torch.zeros_like(z[0])] * (count - len(z))) for z in (x, y))
+    return tuple(torch.where(condition, a, b) for a, b in zip(x, y, strict=True))
+
+
+def finish(x: Terms, terms: int, plain: Tensor) -> Terms:
+    """Normalized terms; the plain result where it is zero or not finite.
+
+    What lies 12 bits below the last of these terms says nothing, and is taken for zero, so that
+    functions give whole numbers where these are the result.
+    """
+    leading, *tails = x
+    least = leading.abs() * 2.0 ** -(terms * precision_of(leading) + 12)
+    tails = [torch.where(term.abs() < least, 0.0, term) for term in tails]
+    decides = (plain == 0) | ~torch.isfinite(plain)
+    values = [torch.where(decides, plain, leading), *(torch.where(decides, 0.0, t) for t in tails)]
+    return networks.settle(networks.distill(values, terms), plain)
+
+
+# ------------------------------------------------------------------------- integers and exponents
+
+
+def _magic(like: Tensor) -> float:
+    return 1.5 * 2.0 ** (precision_of(like) - 1)
+
+
+def to_integer(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest integer of a number below 2^(p - 2), and bits that end with it."""
+    shifted = x + _magic(x)
+    return shifted - _magic(x), shifted.view(BASES[x.dtype].integer)
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent of integers for which that is a normal number."""
+    base = BASES[exponent.dtype]
+    shifted = exponent + (_magic(exponent) + base.max_exponent)
+    return (shifted.view(base.integer) << (base.precision - 1)).view(exponent.dtype)
+
+
+def scaled(x: Terms, exponent: Tensor) -> Terms:
+    """x * 2^exponent, also where the power alone is out of range."""
+    half, _ = to_integer(exponent * 0.5)
+    return times(times(x, power_of_two(half)), power_of_two(exponent - half))
+
+
+def exponent_of(x: Tensor) -> Tensor:
+    """e of 2^e <= |x| < 2^(e + 1), of normal numbers."""
+    base = BASES[x.dtype]
+    bits = (x.abs().view(base.integer) >> (base.precision - 1)) - base.max_exponent
+    return bits.to(x.dtype)
+
+
+# --------------------------------------------------------------------- tables and polynomials
+
+
+def chosen(table: Sequence[Constant], bits: Tensor, count: int, like: Tensor) -> Terms:
+    """The entry of a table of 2^k constants whose number is given by the last k bits."""
+    entries = [floats_of(value, precision_of(like), count) for value in table]
+    masks = [(bits & (1 << i)) != 0 for i in range((len(table) - 1).bit_length())]
+    return tuple(_chosen([x[i] for x in entries], masks, like) for i in range(count))
+
+
+def _chosen(values: Sequence[float], masks: Sequence[Tensor], like: Tensor) -> Tensor:
+    found = [constant(x, like) for x in values]
+    for mask in masks:
+        found = [torch.where(mask, b, a) for a, b in zip(found[::2], found[1::2], strict=True)]
+    return found[0]
+
+
+def polynomial(
+    x: Terms,
+    coefficients: Sequence[Constant],
+    log2_x: float,
+    terms: int,
+    others: Sequence[Constant] = (),
+    takes_others: Tensor | None = None,
+) -> Terms:
+    """The sum of c_k x^k for |x| <= 2^log2_x, to the bits that a function of so many terms needs;
+    where `takes_others` says so, with other coefficients.
+
+    The first coefficient is of the size of the result. Each other one enters with as many terms as
+    its part of the result needs.
+    """
+    p = precision_of(x[0])
+    wanted = terms * p + SPARE
+    parts = [max(map(log2_of, c)) + k * log2_x for k, c in enumerate(_rows(coefficients, others))]
+    kept = [k for k, part in enumerate(parts) if part > parts[0] - wanted]
+
+    def width(k: int) -> int:
+        bits = wanted + max(parts[k:]) - parts[0]
+        return min(max(-int(-bits // p), 1), terms + 1)
+
+    def coefficient(k: int) -> Terms:
+        found = constants(coefficients[k], width(k), x[0])
+        if takes_others is None:
+            return found
+        return where(takes_others, constants(others[k], width(k), x[0]), found)
+
+    last = max(kept)
+    total = coefficient(last)
+    for k in range(last - 1, -1, -1):
+        product = mul(x, total, width(k + 1))
+        total = add(coefficient(k), product, width(k)) if coefficients[k] else product
+    return total
+
+
+def _rows(*columns: Sequence[Constant]) -> list[tuple[Constant, ...]]:
+    return list(zip(*(x for x in columns if x), strict=True))
+
+
+def series(term: Callable[[int], Fraction], log2_x: float, bits: int) -> list[Fraction]:
+    """Coefficients up to where those of a power series no longer count."""
+    found: list[Fraction] = []
+    k = 0
+    while True:
+        c = term(k)
+        if k > 2 and log2_of(c) + k * log2_x < log2_of(found[0]) - bits:
+            return found
+        found.append(c)
+        k += 1

@@ -1,0 +1,222 @@
+"""Logarithms and powers, on guarded expansions.
+
+x = 2^k f with f between the roots of 1/2 and 2, and c is a short float near 1 / f from a table, so
+that z = c f - 1 is below 2^-5. Then log(x) = k log(2) - log(c) + 2 atanh(z / (2 + z)), the last by
+its power series. About x = 1, k is 0 and c is 1: the relative error does not grow there.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from mcftensor.arithmetic import exact_constants as exact
+from mcftensor.arithmetic import exponentials
+from mcftensor.arithmetic.base_types import BASES
+from mcftensor.arithmetic.exponentials import bits_of, bounded, limit_of, one
+from mcftensor.arithmetic.guarded import (
+    SPARE,
+    Terms,
+    add,
+    chosen,
+    constants,
+    div,
+    exponent_of,
+    finish,
+    gathered,
+    mul,
+    neg,
+    polynomial,
+    precision_of,
+    scaled,
+    series,
+    times,
+    to_integer,
+    two_prod,
+    where,
+)
+
+_NEAR = 1 / 64
+"""How far from 1 a number may be that is given by its distance from 1."""
+
+_INVERSES = [Fraction(round(Fraction(256 * 32, i)), 256) for i in range(16, 48)]
+"""c, by the number of 32nds nearest to f."""
+
+_LOG2_S2 = 2 * math.log2((1 / 45 + 1 / 256) / 2)
+
+
+@functools.lru_cache(maxsize=16)
+def _table(bits: int) -> list[Fraction]:
+    return [-exact.log(c, bits) for c in _INVERSES]
+
+
+def parts(u: Terms, terms: int, near: Terms | None = None) -> tuple[Terms, Tensor]:
+    """log(u) - k log(2), and k, for numbers above 0 that are normal; if u is 1 + near, and near is
+    small, from that."""
+    m, p = terms + 1, precision_of(u[0])
+    k = exponent_of(u[0])
+    f = scaled(u, -k)
+    is_large = f[0] > math.sqrt(2)
+    k = torch.where(is_large, k + 1, k)
+    f = where(is_large, times(f, 0.5), f)
+    _, bits = to_integer(f[0] * 32)
+    bits = bits - 16
+    (c,) = chosen(_INVERSES, bits, 1, f[0])
+    products = [v for term in f for v in two_prod(term, c)]
+    head, *tails = products
+    z = gathered([head - 1, *tails], m)
+    if near is not None:
+        z = where(near[0].abs() < _NEAR, near, z)
+    s = div(z, add(add(one(c), one(c), 1), z, m), m)
+    wanted = terms * p + SPARE
+    taylor = series(lambda i: Fraction(2, 2 * i + 1), _LOG2_S2, wanted)
+    value = mul(s, polynomial(mul(s, s, m), taylor, _LOG2_S2, terms), m)
+    return add(chosen(_table(bits_of(c, terms)), bits, m, c), value, m), k
+
+
+def natural(u: Terms, terms: int, near: Terms | None = None) -> Terms:
+    """log(u), of the same numbers."""
+    rest, k = parts(u, terms, near)
+    log_2 = constants(exact.log_2(bits_of(k, terms)), terms + 1, k)
+    return add(mul((k,), log_2, terms + 1), rest, terms + 1)
+
+
+def _normal(x: Terms) -> tuple[Terms, Tensor]:
+    """x times a power of two that makes it normal, and its exponent; 1 where x is not above 0 and
+    finite."""
+    base = BASES[x[0].dtype]
+    inside = (x[0] > 0) & torch.isfinite(x[0])
+    x = where(inside, x, one(x[0]))
+    shift = float(2 * base.precision)
+    is_small = x[0] < 2.0 ** (base.min_exponent + (len(x) + 1) * base.precision)
+    return where(is_small, times(x, 2.0**shift), x), torch.where(is_small, shift, 0.0)
+
+
+def _special(x: Terms, value: Terms) -> Tensor:
+    """The leading term of a logarithm, with those of 0, infinity, NaN and negative numbers."""
+    leading = x[0]
+    plain = torch.where(leading == 0, -torch.inf, value[0])
+    plain = torch.where(leading == torch.inf, leading, plain)
+    return torch.where((leading < 0) | torch.isnan(leading), torch.nan, plain)
+
+
+def _log(x: Terms, of_two: Fraction, of_e: Fraction) -> Terms:
+    """A logarithm whose base has these multiples for that of 2, and for the natural one."""
+    terms = len(x)
+    u, shift = _normal(x)
+    rest, k = parts(u, terms)
+    m = terms + 1
+    if of_e != 1:
+        rest = mul(rest, constants(of_e, m, k), m)
+    value = add(mul((k - shift,), constants(of_two, m, k), m), rest, m)
+    return finish(value, terms, _special(x, value))
+
+
+def log(x: Terms) -> Terms:
+    """The natural logarithm."""
+    return _log(x, exact.log_2(bits_of(x[0], len(x))), Fraction(1))
+
+
+def log2(x: Terms) -> Terms:
+    """The logarithm to base 2."""
+    return _log(x, Fraction(1), 1 / exact.log_2(bits_of(x[0], len(x))))
+
+
+def log10(x: Terms) -> Terms:
+    """The logarithm to base 10."""
+    bits = bits_of(x[0], len(x))
+    return _log(x, exact.log_2(bits) / exact.log_10(bits), 1 / exact.log_10(bits))
+
+
+def of_one_plus(w: Terms, terms: int) -> Terms:
+    """log(1 + w) of guarded numbers above -1."""
+    return natural(add(one(w[0]), w, terms + 1), terms, w)
+
+
+def log1p(x: Terms) -> Terms:
+    """log(1 + x)."""
+    terms, leading = len(x), x[0]
+    is_inside = torch.isfinite(leading) & (add(one(leading), x, terms + 1)[0] > 0)
+    value = of_one_plus(where(is_inside, x, (torch.zeros_like(leading),)), terms)
+    at_end = add(one(leading), x, terms + 1)[0]
+    plain = torch.where(at_end == 0, -torch.inf, value[0])
+    plain = torch.where((at_end < 0) | (leading < -1), torch.nan, plain)
+    plain = torch.where((leading == torch.inf) | (leading == 0), leading, plain)
+    return finish(value, terms, torch.where(torch.isnan(leading), leading, plain))
+
+
+def softplus(x: Terms) -> Terms:
+    """log(1 + e^x) = max(x, 0) + log(1 + e^-|x|)."""
+    terms, leading = len(x), x[0]
+    is_negative = leading < 0
+    inside = bounded(where(is_negative, x, neg(x)), limit_of(leading) * math.log(2))
+    q, k = exponentials.parts(inside, terms)
+    w = scaled(add(one(leading), q, terms + 1), k)
+    value = of_one_plus(w, terms)
+    is_beyond = leading.abs() >= limit_of(leading) * math.log(2)
+    zero = (torch.zeros_like(leading),)
+    value = add(where(is_negative, zero, x), where(is_beyond, zero, value), terms + 1)
+    plain = torch.where(leading == torch.inf, leading, value[0])
+    plain = torch.where(leading == -torch.inf, 0.0, plain)
+    return finish(value, terms, torch.where(torch.isnan(leading), leading, plain))
+
+
+# ------------------------------------------------------------------------------------- powers
+
+
+def _is_whole(term: Tensor) -> Tensor:
+    """Whether a float is a whole number; infinities are."""
+    least = 2.0 ** (precision_of(term) - 1)
+    size = term.abs()
+    return (size >= least) | ((size + least) - least == size)
+
+
+def pow(x: Terms, y: Terms) -> Terms:
+    """x^y = exp(y log|x|), and its sign."""
+    terms, (base, exponent) = len(x), (x[0], y[0])
+    size = where(base < 0, neg(x), x)
+    u, shift = _normal(size)
+    rest, k = parts(u, terms)
+    m = terms + 1
+    log_2 = constants(exact.log_2(bits_of(k, terms)), m, k)
+    logarithm = add(mul((k - shift,), log_2, m), rest, m)
+    limit = limit_of(base) * math.log(2)
+    of_base = torch.where(size[0] == 0, -torch.inf, logarithm[0])
+    of_base = torch.where(size[0] == torch.inf, torch.inf, of_base)
+    of_base = torch.where(torch.isnan(base), base, of_base)
+    about = of_base * exponent
+    is_inside = (about.abs() < limit) & torch.isfinite(of_base) & torch.isfinite(exponent)
+    zero = (torch.zeros_like(about),)
+    # Of an exponent so large that its halves overflow, the logarithm is tiny.
+    factor = 2.0 ** (BASES[base.dtype].max_exponent // 4)
+    is_large = exponent.abs() > factor
+    logarithm = where(is_large, times(logarithm, factor), logarithm)
+    y_inside = where(is_large, times(y, 1 / factor), y)
+    product = mul(where(is_inside, logarithm, zero), where(is_inside, y_inside, zero), m)
+    q, k = exponentials.parts(product, terms)
+    value = scaled(add(one(base), q, m), k)
+    plain = torch.where(about > 0, torch.inf, 0.0)
+    plain = torch.where(torch.isnan(about), torch.nan, torch.where(is_inside, value[0], plain))
+    # Of each term whether it is whole, and whether it is odd.
+    is_whole = exponent == exponent
+    is_odd = exponent != exponent
+    for term in y:
+        is_whole = is_whole & _is_whole(term)
+        is_odd = is_odd ^ (_is_whole(term) & ~_is_whole(term * 0.5))
+    is_odd = is_odd & is_whole
+    is_negative = torch.signbit(base)
+    is_none = (base < 0) & torch.isfinite(base) & ~is_whole
+    plain = torch.where(is_none, torch.nan, plain)
+    flips = is_negative & is_odd
+    value = where(flips, neg(value), value)
+    plain = torch.where(flips, -plain, plain)
+    is_unit = base.abs() == 1
+    for tail in x[1:]:
+        is_unit = is_unit & (tail == 0)
+    is_one = (exponent == 0) | (is_unit & ((base == 1) | (exponent.abs() == torch.inf)))
+    value = where(is_one, one(base), value)
+    return finish(value, terms, torch.where(is_one, 1.0, plain))

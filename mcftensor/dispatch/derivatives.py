@@ -1,0 +1,106 @@
+"""Functions of formats beyond 48 bits whose derivatives PyTorch forms with constants in float64."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor.arithmetic import exact_constants as exact
+from mcftensor.arithmetic.base_types import BASES
+from mcftensor.dispatch.operands import is_wrapped, stored_in
+from mcftensor.formats import Format, named
+from mcftensor.tensor import MCFTensor
+
+
+def _constant(of_bits: Callable[[int], Any], format: Format) -> MCFTensor:
+    """A constant as an expansion without dimensions."""
+    base, count = BASES[format.dtype], len(format.components)
+    value = of_bits(format.precision + 2 * base.precision)
+    floats = exact.floats_of(value, base.precision, count)
+    return MCFTensor.of([torch.tensor(x, dtype=base.dtype) for x in floats], format.nearest)
+
+
+_DERIVATIVES: dict[str, Callable[[Tensor, Tensor, Format], Tensor]] = {
+    "exp2": lambda x, y, format: y * _constant(exact.log_2, format),
+    "log2": lambda x, y, format: 1 / (x * _constant(exact.log_2, format)),
+    "log10": lambda x, y, format: 1 / (x * _constant(exact.log_10, format)),
+}
+"""Of x, f(x), and the format of both."""
+
+
+class _Differentiated(torch.autograd.Function):
+    """A function by its name, with a derivative from the table."""
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], x: Tensor, name: str, format: str
+    ) -> tuple[Tensor, Any]:
+        return _Differentiated.apply(x, name, format), in_dims[0]
+
+    @staticmethod
+    def forward(x: Tensor, name: str, format: str) -> Tensor:
+        made: Tensor = getattr(torch, name)(x)
+        return made
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, ctx.name, ctx.format = inputs
+        ctx.save_for_backward(x, output)
+        ctx.save_for_forward(x, output)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        return tangent * _derivative(ctx)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad * _derivative(ctx), None, None
+
+
+def _derivative(ctx: Any) -> Tensor:
+    x, y = ctx.saved_tensors
+    return _DERIVATIVES[ctx.name](x, y, named(ctx.format))
+
+
+def _by_name(name: str, format: Format, x: Tensor) -> Tensor:
+    made: Tensor = _Differentiated.apply(x, name, format.name)
+    return made
+
+
+def _pow(format: Format, x: Any, exponent: Any) -> Tensor:
+    """Base and exponent enter as expansions, since the derivatives have the logarithm of the base
+    and the exponent less 1. Whole exponents that are numbers lose nothing."""
+    device = (x if isinstance(x, Tensor) else exponent).device
+
+    def entered(y: Any) -> Any:
+        if isinstance(y, MCFTensor) or (isinstance(y, Tensor) and _is_followed(y)):
+            return y
+        return MCFTensor.of(stored_in(y, format.nearest, device), format.nearest)
+
+    is_whole = not isinstance(exponent, Tensor) and float(exponent).is_integer()
+    return torch.pow(x if is_whole else entered(x), exponent if is_whole else entered(exponent))
+
+
+def _is_followed(x: Tensor) -> bool:
+    return x.requires_grad or is_wrapped(x)
+
+
+def _rpow(format: Format, x: Tensor, base: Any) -> Tensor:
+    return _pow(format, base, x)
+
+
+OWN: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    **{
+        function: functools.partial(_by_name, name)
+        for name in _DERIVATIVES
+        for function in (getattr(torch, name), getattr(Tensor, name))
+    },
+    **dict.fromkeys((torch.pow, Tensor.pow, Tensor.__pow__), _pow),
+    Tensor.__rpow__: _rpow,
+    torch.special.exp2: functools.partial(_by_name, "exp2"),
+}
+"""PyTorch's functions, and what takes the format and their arguments instead."""

@@ -1,0 +1,202 @@
+"""Elementary functions of formats beyond 48 bits.
+
+Those of one element have formulas of their own. Sums of exponentials, and derivatives that PyTorch
+has operators for, are evaluated in a format of one term more and rounded once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcftensor.dispatch.operands import (
+    after,
+    expansions,
+    mapped,
+    rounding_key,
+    stored_in,
+    value_of,
+)
+from mcftensor.dispatch.operators import FUNCTIONS, Number, Operator
+from mcftensor.passes import expressions
+from mcftensor.tensor import MCFTensor
+
+
+def _evaluated(operation: str, *operands: Any) -> MCFTensor:
+    """A formula on expansions of one format and numbers, of which one is an expansion."""
+    first = expansions(operands)[0]
+    format = first._format
+    key = rounding_key(format, operands)
+    components: list[Tensor] = []
+    for x in operands:
+        is_ours = isinstance(x, MCFTensor)
+        components += x._read() if is_ours else stored_in(x, format.nearest, first.device)
+    formats = [format.name] * len(operands)
+    keys = [] if key is None else [key]
+    found = expressions.evaluate(operation, format.name, components, formats, keys)
+    return MCFTensor.of(found, format, own=True, writes=after(format, key))
+
+
+def _function(row: Operator) -> Callable[..., MCFTensor]:
+    def function(*operands: Any) -> MCFTensor:
+        operation, found = row.formula(*operands)
+        return _evaluated(operation, *found)
+
+    return function
+
+
+def _pow(x: Any, exponent: Any) -> Tensor:
+    """Small whole powers by arithmetic."""
+    if isinstance(exponent, Number) and isinstance(x, Tensor):
+        if exponent == 1:
+            return x.clone()
+        if exponent == 2:
+            return torch.square(x)
+        if exponent == -1:
+            return torch.reciprocal(x)
+    return _evaluated("pow", x, exponent)
+
+
+def _in_longer(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of values, evaluated with one term more and rounded once."""
+
+    @functools.wraps(function)
+    def rounded(*args: Any, **kwargs: Any) -> Any:
+        found = expansions((args, kwargs))
+        format = found[0]._format
+        longer = format.guarded  # type: ignore[attr-defined]
+
+        def lengthened(x: Any) -> Any:
+            if not isinstance(x, MCFTensor):
+                return x
+            return MCFTensor.of(stored_in(x, longer, x.device), longer)
+
+        result = function(*mapped(lengthened, args), **mapped(lengthened, kwargs))
+        return mapped(lambda x: value_of(x, format, found), result)
+
+    return rounded
+
+
+# ------------------------------------------------------------------------- sums of exponentials
+
+
+def _shifted(x: Tensor, dim: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest elements along dimensions, what the others lack, and its exponentials."""
+    largest = x.amax(dim, keepdim=True)
+    below = torch.where(x == largest, torch.zeros_like(x), x - largest)  # of infinities too
+    return largest, below, below.exp()
+
+
+def _is_nan(x: Tensor, dim: Any) -> Tensor:
+    """Whether the sum along dimensions is of NaN or of infinite elements alone."""
+    return torch.isnan(x).any(dim, keepdim=True) | (x == torch.inf).any(dim, keepdim=True)
+
+
+@_in_longer
+def _softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
+    if not x.numel():
+        return x.clone()
+    largest, _, powers = _shifted(x, dim)
+    undefined = _is_nan(x, dim) | (largest == -torch.inf)
+    result = powers / powers.sum(dim, keepdim=True)
+    return torch.where(undefined, torch.full_like(result, torch.nan), result)
+
+
+@_in_longer
+def _log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
+    if not x.numel():
+        return x.clone()
+    largest, below, powers = _shifted(x, dim)
+    undefined = _is_nan(x, dim) | (largest == -torch.inf)
+    result = below - _log_of_sum(x, largest, powers, dim)
+    return torch.where(undefined, torch.full_like(result, torch.nan), result)
+
+
+def _log_of_sum(x: Tensor, largest: Tensor, powers: Tensor, dim: Any) -> Tensor:
+    """log of the sum of exponentials, of which those of the largest elements are 1: by log1p."""
+    is_largest = x == largest
+    rest = torch.where(is_largest, torch.zeros_like(powers), powers).sum(dim, keepdim=True)
+    return torch.log1p(rest + (is_largest.sum(dim, keepdim=True) - 1).double())
+
+
+@_in_longer
+def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    dims = list(range(x.dim())) if dim is None or dim == [] else dim
+    if not x.numel():
+        return torch.log(x.exp().sum(dims, keepdim))
+    largest, _, powers = _shifted(x, dims)
+    result = largest + _log_of_sum(x, largest, powers, dims)
+    result = torch.where(torch.isfinite(largest), result, largest)
+    if keepdim:
+        return result
+    chosen = [dims] if isinstance(dims, int) else dims
+    return result.squeeze(tuple(chosen)) if x.dim() else result
+
+
+@_in_longer
+def _logaddexp(x: Tensor, y: Tensor) -> Tensor:
+    larger = torch.maximum(x, y)
+    distance = torch.where(x == y, torch.zeros_like(larger), (x - y).abs())
+    return larger + torch.log1p(torch.exp(-distance))
+
+
+# -------------------------------------------------------------------------------- activations
+
+
+def _softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
+    """PyTorch's: x itself where beta x is above a threshold."""
+    if beta == 1:
+        return torch.where(x > threshold, x, _evaluated("softplus", x))
+    return _scaled_softplus(x, beta, threshold)
+
+
+@_in_longer
+def _scaled_softplus(x: Tensor, beta: float, threshold: float) -> Tensor:
+    inner = x * beta
+    return torch.where(inner > threshold, x, _evaluated("softplus", inner) / beta)
+
+
+@_in_longer
+def _softplus_backward(grad: Tensor, x: Tensor, beta: float, threshold: float) -> Tensor:
+    inner = x * beta
+    return torch.where(inner > threshold, grad, grad * torch.sigmoid(inner))
+
+
+@_in_longer
+def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return grad * s * (1 + x * (1 - s))
+
+
+def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
+    """And an empty buffer, which PyTorch's CUDA code has too."""
+    return -_evaluated("softplus", -x), x.new_empty(0)
+
+
+ALGORITHMS: dict[str, Callable[..., Any]] = {
+    **{name: _function(row) for name, row in FUNCTIONS.items()},  # x.exp, torch.atan2
+    "pow": _pow,  # x ** 0.3
+    "_softmax": _softmax,  # x.softmax
+    "_log_softmax": _log_softmax,  # x.log_softmax
+    "logsumexp": _logsumexp,  # x.logsumexp
+    "logaddexp": _logaddexp,  # torch.logaddexp
+    "softplus": _softplus,  # F.softplus
+    "log_sigmoid_forward": _log_sigmoid,  # F.logsigmoid
+    # Gradients of the functions of these names.
+    "sigmoid_backward": _in_longer(lambda grad, y: grad * (1 - y) * y),
+    "tanh_backward": _in_longer(lambda grad, y: grad * (1 - y * y)),
+    "silu_backward": _silu_backward,
+    "softplus_backward": _softplus_backward,
+    "log_sigmoid_backward": _in_longer(lambda grad, x, buffer: grad * torch.sigmoid(-x)),
+    "_softmax_backward_data": _in_longer(
+        lambda grad, y, dim, dtype: y * (grad - (grad * y).sum(dim, keepdim=True))
+    ),
+    "_log_softmax_backward_data": _in_longer(
+        lambda grad, y, dim, dtype: grad - y.exp() * grad.sum(dim, keepdim=True)
+    ),
+}
+"""Names of aten operators, and what carries them out."""
