@@ -28,23 +28,29 @@ def floats_of(value: Constant, precision: int, count: int) -> tuple[float, ...]:
 
 
 def _nearest(x: Fraction, precision: int) -> Fraction:
+    """A number rounded to so many bits, ties to even."""
     if not x:
         return x
-    unit = Fraction(2) ** (math.floor(log2_of(x)) - precision + 1)
-    if abs(x) / unit >= 2**precision:
-        unit *= 2
-    elif abs(x) / unit < 2 ** (precision - 1):
-        unit /= 2
-    return round(x / unit) * unit
+    n, d = abs(x.numerator), x.denominator
+    shift = precision - (n.bit_length() - d.bit_length())  # gives as many bits, or one more
+    n, d = (n << shift, d) if shift >= 0 else (n, d << -shift)
+    if n >= d << precision:
+        d, shift = d << 1, shift - 1
+    whole, rest = divmod(n, d)
+    whole += 2 * rest > d or (2 * rest == d and whole & 1)
+    found = Fraction(whole, 1 << shift) if shift >= 0 else Fraction(whole << -shift)
+    return found if x > 0 else -found
 
 
 def log2_of(x: Constant) -> float:
     """The binary logarithm of a magnitude, to a few digits, of any range."""
-    x = abs(Fraction(x))
-    if not x:
-        return -math.inf
-    shift = x.numerator.bit_length() - x.denominator.bit_length()
-    return math.log2(x / Fraction(2) ** shift) + shift
+    x = Fraction(x)
+    return _log2_of(abs(x.numerator)) - _log2_of(x.denominator) if x else -math.inf
+
+
+def _log2_of(n: int) -> float:
+    shift = max(n.bit_length() - 64, 0)
+    return math.log2(n >> shift) + shift
 
 
 def _fixed(x: Fraction, bits: int) -> int:
@@ -108,3 +114,37 @@ def sqrt(x: Fraction, bits: int) -> Fraction:
     """The root of a number."""
     one = bits + _GUARD
     return Fraction(math.isqrt(_fixed(x, 2 * one)), 1 << one)
+
+
+def exp(x: Fraction, bits: int) -> Fraction:
+    """e^x of a number of at least 0, by its power series."""
+    one = bits + _GUARD
+    term, total, k = 1 << one, 0, 0
+    while term:
+        total += term
+        k += 1
+        term = term * x.numerator // (x.denominator * k)
+    return Fraction(total, 1 << one)
+
+
+@functools.lru_cache(maxsize=256)
+def scaled_erfc(c: Fraction, count: int, bits: int) -> tuple[Fraction, ...]:
+    """Taylor's coefficients of g(x) = exp(x²) erfc(x) at a number of at least 0.
+
+    exp(x²) erf(x) is 2 / sqrt(pi) times the sum of 2^k x^(2k + 1) / (2k + 1)!!, and the others
+    follow from g' = 2 x g - 2 / sqrt(pi). Both cancel, which takes more bits.
+    """
+    one = bits + math.ceil(float(c * c) * 1.5 + count * (math.log2(float(c) + 2) + 4)) + _GUARD
+    square, term, total, k = c * c, _fixed(c, one), 0, 0
+    while term:
+        total += term
+        k += 1
+        term = term * 2 * square.numerator // (square.denominator * (2 * k + 1))
+    factor = _fixed(2 / sqrt(pi(one), one), one)
+    series = [_fixed(exp(square, one), one) - (total * factor >> one)]
+    twice = 2 * c
+    series.append(series[0] * twice.numerator // twice.denominator - factor)
+    for k in range(1, count):
+        after = series[k] * twice.numerator // twice.denominator + 2 * series[k - 1]
+        series.append(after // (k + 1))
+    return tuple(_nearest(Fraction(x, 1 << one), bits) for x in series[:count])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from mcftensor.arithmetic import (
     angles,
+    error_function,
     exponentials,
     hyperbolic,
     logarithms,
@@ -60,6 +61,9 @@ _FUNCTIONS: dict[str, Callable[..., networks.Terms]] = {
     "atan": angles.atan,
     "atan2": angles.atan2,
     "hypot": angles.hypot,
+    "erf": error_function.erf,
+    "erfc": error_function.erfc,
+    "gelu": error_function.gelu,
 }
 
 # Those that only numbers of networks have.

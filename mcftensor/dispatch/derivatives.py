@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -24,10 +25,16 @@ def _constant(of_bits: Callable[[int], Any], format: Format) -> MCFTensor:
     return MCFTensor.of([torch.tensor(x, dtype=base.dtype) for x in floats], format.nearest)
 
 
+def _two_by_root_of_pi(bits: int) -> Fraction:
+    return 2 / exact.sqrt(exact.pi(bits), bits)
+
+
 _DERIVATIVES: dict[str, Callable[[Tensor, Tensor, Format], Tensor]] = {
     "exp2": lambda x, y, format: y * _constant(exact.log_2, format),
     "log2": lambda x, y, format: 1 / (x * _constant(exact.log_2, format)),
     "log10": lambda x, y, format: 1 / (x * _constant(exact.log_10, format)),
+    "erf": lambda x, y, format: torch.exp(-(x * x)) * _constant(_two_by_root_of_pi, format),
+    "erfc": lambda x, y, format: -torch.exp(-(x * x)) * _constant(_two_by_root_of_pi, format),
 }
 """Of x, f(x), and the format of both."""
 
@@ -101,6 +108,9 @@ OWN: dict[Callable[..., Any], Callable[..., Tensor]] = {
     },
     **dict.fromkeys((torch.pow, Tensor.pow, Tensor.__pow__), _pow),
     Tensor.__rpow__: _rpow,
-    torch.special.exp2: functools.partial(_by_name, "exp2"),
+    **{
+        getattr(torch.special, name): functools.partial(_by_name, name)
+        for name in ("exp2", "erf", "erfc")
+    },
 }
 """PyTorch's functions, and what takes the format and their arguments instead."""

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mcftensor.arithmetic import exact_constants as exact
+from mcftensor.arithmetic.base_types import BASES
 from mcftensor.dispatch.operands import (
     after,
     expansions,
@@ -172,6 +175,37 @@ def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
     return grad * s * (1 + x * (1 - s))
 
 
+def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    return _evaluated("gelu_tanh" if approximate == "tanh" else "gelu", x)
+
+
+@_in_longer
+def _gelu_backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor:
+    """Of x F(x) with the normal distribution F, or with the logistic function of a cubic."""
+    base = BASES[x.dtype]
+    bits = (x._format.terms + 2) * base.precision  # type: ignore[attr-defined]
+    if approximate == "tanh":
+        root, cubic = (
+            like(x, y) for y in (exact.sqrt(8 / exact.pi(bits), bits), Fraction("0.044715"))
+        )
+        square = x * x
+        s = torch.sigmoid(root * x * (1 + cubic * square))
+        return grad * s * (1 + x * (1 - s) * root * (1 + 3 * cubic * square))
+    half, density = (
+        like(x, y)
+        for y in (exact.sqrt(Fraction(1, 2), bits), exact.sqrt(1 / exact.pi(bits) / 2, bits))
+    )
+    return grad * (torch.erfc(-x * half) / 2 + x * density * torch.exp(-x * x / 2))
+
+
+def like(x: Tensor, value: Fraction) -> MCFTensor:
+    """A constant as an expansion without dimensions, in the format of another."""
+    format, base = x._format, BASES[x.dtype]  # type: ignore[attr-defined]
+    floats = exact.floats_of(value, base.precision, len(format.components))
+    terms = [torch.tensor(y, dtype=base.dtype, device=x.device) for y in floats]
+    return MCFTensor.of(terms, format.nearest)
+
+
 def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
     """And an empty buffer, which PyTorch's CUDA code has too."""
     return -_evaluated("softplus", -x), x.new_empty(0)
@@ -184,6 +218,8 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "_log_softmax": _log_softmax,  # x.log_softmax
     "logsumexp": _logsumexp,  # x.logsumexp
     "logaddexp": _logaddexp,  # torch.logaddexp
+    "gelu": _gelu,  # F.gelu
+    "gelu_backward": _gelu_backward,
     "softplus": _softplus,  # F.softplus
     "log_sigmoid_forward": _log_sigmoid,  # F.logsigmoid
     # Gradients of the functions of these names.

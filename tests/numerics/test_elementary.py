@@ -118,6 +118,15 @@ FUNCTIONS = {
     "atan": (torch.atan, mp.atan, [(-60, -4), (-4, 4), (4, 60)], (1, -1)),
     "sigmoid": (torch.sigmoid, _logistic, [*ALL, (6, 9)], (1, -1)),
     "silu": (F.silu, lambda x: x * _logistic(x), [*ALL, (6, 9)], (1, -1)),
+    "erf": (torch.erf, mp.erf, [(-60, -3), (-3, 1), (1, 2)], (1, -1)),
+    "erfc": (torch.erfc, mp.erfc, [(-60, -3), (-3, 1), (1, 3.2)], (1, -1)),
+    "gelu": (F.gelu, lambda x: x * mp.erfc(-x / mp.sqrt(2)) / 2, [(-60, -3), (-3, 3.2)], (1, -1)),
+    "gelu by tanh": (
+        lambda x: F.gelu(x, approximate="tanh"),
+        lambda x: x * _logistic(mp.sqrt(8 / mp.pi) * (x + mp.mpf(44715) / 10**6 * x**3)),
+        [(-60, -3), (-3, 2)],
+        (1, -1),
+    ),
     "softplus": (F.softplus, lambda x: mp.log1p(mp.exp(x)), [(-60, -3), (-3, 4)], (1, -1)),
 }
 
@@ -193,7 +202,7 @@ def test_special_values(format):
     x, wide = mcf.as_expansion(plain, format), plain.double()
     for name, (function, *_) in FUNCTIONS.items():
         expected = function(wide)
-        if name == "silu":  # PyTorch's is NaN at -infinity
+        if name == "silu" or "gelu" in name:  # PyTorch's are NaN at -infinity
             expected = torch.where(wide == -math.inf, -0.0, expected)
         assert_like_float64(function(x), expected, name)
     for name, (function, *_) in PAIRS.items():
