@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import tempfile
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,6 +20,7 @@ import mcftensor as mcf
 from ecosystem.models import Regression, batch, gpt, loop, sentences, tokenizer, tokens
 from ecosystem.row import Row, are_same, measured, moves, terms
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 ROWS: dict[str, tuple[tuple[str, ...], Callable[[Row, Path], None]]] = {}
 
 
@@ -455,74 +459,37 @@ def _fabric(row: Row, folder: Path) -> None:
 # ----------------------------------------------------------------------------------- many processes
 
 
-def _ray_loop(config: dict[str, Any]) -> None:
-    """What each worker of Ray Train runs."""
-    import ray.train
-    from ray.train import Checkpoint
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = mcf.as_expansion(Regression())
-    optimizer = _adamw(model)
-    context, start = ray.train.get_context(), 0
-    parallel = DistributedDataParallel(model)
-    checkpoint = ray.train.get_checkpoint() or config["checkpoint"]
-    if checkpoint:
-        with checkpoint.as_directory() as held:
-            state = torch.load(Path(held, "state.pt"), weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        start = state["step"]
-    for step in range(start, config["steps"]):
-        loss = parallel(batch(2 * step + context.get_world_rank())).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        saved = None
-        if context.get_world_rank() == 0:
-            held = tempfile.mkdtemp()
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save({**state, "step": step + 1}, Path(held, "state.pt"))
-            saved = Checkpoint.from_directory(held)
-        ray.train.report({"step": step + 1}, checkpoint=saved)
-
-
 @row("Ray Train", "ray")
 def _ray(row: Row, folder: Path) -> None:
-    import ray
-    from ray.train import RunConfig, ScalingConfig
-    from ray.train.torch import TorchTrainer
+    """The example: a training, one whose worker is killed, and two that stop and are resumed."""
+    said: list[str] = []
 
-    paths = {"PYTHONPATH": ":".join(map(str, Path(__file__).parents[1:3]))}
-    ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": paths})
+    def train() -> None:
+        command = [sys.executable, str(EXAMPLES / "ray_train.py"), "--folder", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        said.extend(x for x in done.stdout.splitlines() if "differing bits" in x)
+
+    def resume() -> None:
+        assert len(said) == 3, said
+        assert all(": 0 differing bits, after 8 steps" in x for x in said), said
+
+    row.works("train", train)
+    row.works("resume to the bit", resume)
     states: dict[str, Any] = {}
 
-    def fit(name: str, steps: int, workers: int = 2, checkpoint: Any = None) -> Any:
-        trainer = TorchTrainer(
-            _ray_loop,
-            train_loop_config={"steps": steps, "checkpoint": checkpoint},
-            scaling_config=ScalingConfig(num_workers=workers),
-            run_config=RunConfig(name=name, storage_path=str(folder)),
-        )
-        result = trainer.fit()
-        with result.checkpoint.as_directory() as held:
-            states[name] = torch.load(Path(held, "state.pt"), weights_only=True)
-        return result.checkpoint
+    def save() -> None:
+        path = max(folder.rglob("state.pt"), key=lambda path: path.stat().st_mtime)
+        states.update(torch.load(path, weights_only=True)["model"])
+        assert all(isinstance(x, mcf.MCFTensor) for x in states.values())
 
-    try:
-        row.works("train", lambda: fit("whole", 4))
-        row.works("save", lambda: states.update(half=fit("half", 2)))
+    row.works("save", save)
 
-        row.says("resume to the bit", "not measured yet")
-        row.works(
-            "load elsewhere",
-            lambda: Regression().load_state_dict(
-                {name: mcf.as_plain(x) for name, x in states["whole"]["model"].items()}
-            ),
-            "mcf.as_plain(x)",
-        )
-        row.works("EDQ", lambda: measured(partial(_one_by_hand, Regression())))
-    finally:
-        ray.shutdown()
+    def elsewhere() -> None:
+        plain = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 1))
+        plain.load_state_dict({name: mcf.as_plain(x) for name, x in states.items()})
+
+    row.works("load elsewhere", elsewhere, "mcf.as_plain(x)")
+    row.works("EDQ", lambda: measured(partial(_one_by_hand, Regression())))
 
 
 def _one_by_hand(model: nn.Module) -> None:
@@ -565,68 +532,76 @@ def _zero(row: Row, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def _titan(folder: Path, format: str, mode: str, kill_at: int = 0) -> list[str]:
+    """What each process of a training of torchtitan's debug model says at its end, or nothing where
+    all are killed when the first one has taken a step."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *(
+            str(EXAMPLES / "torchtitan_train.py"),
+            "--format",
+            format,
+            "--mode",
+            mode,
+            "--folder",
+            str(folder),
+        ),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        said.append(line)
+        if kill_at and re.search(rf"step: *{kill_at} ", line):
+            started = psutil.Process(process.pid)
+            for each in (*started.children(recursive=True), started):
+                each.kill()
+    if process.wait() and not kill_at:
+        raise RuntimeError(next((x for x in reversed(said) if "Error" in x), said[-1]).strip())
+    return [line.strip() for line in said if line.startswith("process ")]
+
+
 @row("torchtitan", "torchtitan")
 def _torchtitan(row: Row, folder: Path) -> None:
-    """Its container of optimizers, over shards of one rank: its Trainer wants a GPU's names."""
-    import torch.distributed.checkpoint as dcp
+    """Its Trainer over two processes, which stands for a GPU in a few places: the example does."""
+    formats = {"bf16x2": ("plus", 12.0), "bf16i8": ("compact", 7.1)}
+    whole: dict[str, list[str]] = {}
+
+    def train() -> None:
+        for format, (mode, size) in formats.items():
+            whole[format] = _titan(folder / f"whole-{format}", format, mode)
+            held = [float(re.findall(r"([\d.]+) bytes a parameter", x)[0]) for x in whole[format]]
+            assert len(held) == 2, whole
+            assert all(abs(x - size) < 0.05 for x in held), held
+
+    def resume() -> None:
+        for format, (mode, _) in formats.items():
+            ended = _titan(folder / f"killed-{format}", format, mode, kill_at=5)
+            assert not ended, "it was not killed"
+            assert sorted(_titan(folder / f"killed-{format}", format, mode)) == sorted(
+                whole[format]
+            ), "other bits"
+
+    row.works("train", train, "in_expansions(model_spec, format, mode)")
+    row.works("resume to the bit", resume)
+    row.says("save", row.cells["resume to the bit"])
+    row.works("EDQ", partial(_containers, folder))
+
+
+def _containers(folder: Path) -> None:
+    """Its container of optimizers, over shards of one process, with a meter."""
     from torch.distributed.fsdp import fully_shard
     from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-    def made(format: Any = None, mode: Any = "plus") -> tuple[nn.Module, Any]:
-        model = mcf.as_expansion(Regression(), format)  # before it is sharded
-        fully_shard(model)
-        group = ParamGroupConfig(
-            pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 1e-3}
-        )
-        config = OptimizersContainer.Config(param_groups=[group], implementation="fused")
-        container = OptimizersContainer(config, model_parts=[model])
-        for optimizer in container:
-            mcf.collage(optimizer, mode)
-        return model, container
-
-    def bits(model: nn.Module) -> list[torch.Tensor]:
-        return [y.clone() for p in model.parameters() for y in p.detach().to_local().components]
-
-    first = made()
-
-    def train() -> None:
-        before = bits(first[0])
-        loop(*first, 0, 2)
-        assert sum(not torch.equal(x, y) for x, y in zip(before, bits(first[0]), strict=True)) > 6
-
-    row.works("train", train, "mcf.as_expansion(model) before sharding")
-
-    def state_of(model: nn.Module, container: Any) -> dict[str, Any]:
-        return mcf.checkpoint.as_terms(
-            {"model": model.state_dict(), "optimizer": container.state_dict()}
-        )
-
-    row.works("save", lambda: dcp.save(state_of(*first), checkpoint_id=folder / "dcp"), "as_terms")
-
-    def resume() -> None:
-        for format, mode in ((None, "plus"), (mcf.bf16i8, "compact")):
-            one, two = made(format, mode), made(format, mode)
-            path = folder / f"dcp-{mode}"
-            loop(*one, 0, 2)
-            dcp.save(state_of(*one), checkpoint_id=path)
-            counts = [p.detach().to_local().writes for p in two[0].parameters()]
-            counts = [None if x is None else x.clone() for x in counts]
-            state = state_of(*two)
-            for p, x in zip(two[0].parameters(), counts, strict=True):
-                y = p.detach().to_local().writes
-                assert x is None or torch.equal(x, y), "a count has moved"
-            dcp.load(state, checkpoint_id=path)
-            state = mcf.checkpoint.from_terms(state)
-            two[0].load_state_dict(state["model"])
-            two[1].load_state_dict(state["optimizer"])
-            for each in (one, two):
-                loop(*each, 2, 4)
-            are_same(bits(one[0]), bits(two[0]))
-
-    row.works("resume to the bit", resume)
-    row.works("EDQ", lambda: measured(lambda: loop(*made())))
+    model = mcf.as_expansion(Regression())
+    fully_shard(model)
+    group = ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 1e-3})
+    config = OptimizersContainer.Config(param_groups=[group], implementation="fused")
+    container = OptimizersContainer(config, model_parts=[model])
+    for optimizer in container:
+        mcf.collage(optimizer, "plus")
+    measured(lambda: loop(model, container))
     dist.destroy_process_group()
 
 
@@ -706,6 +681,56 @@ def _bitsandbytes(row: Row, folder: Path) -> None:
         moves(model, lambda: loop(model, optimizer))
 
     row.refuses("train", train)
+
+
+@row("torchdiffeq", "torchdiffeq")
+def _torchdiffeq(row: Row, folder: Path) -> None:
+    """Weights as expansions, states plain; its solvers control their steps by the states' bits."""
+    from torchdiffeq import odeint, odeint_adjoint
+
+    class Field(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
+            self.evaluations = 0
+
+        def forward(self, t: Any, y: Any) -> Any:
+            self.evaluations += 1
+            return self.layers(y)
+
+    times = torch.linspace(0, 1, 4)
+
+    def steps(field: Field, dtype: torch.dtype, **options: Any) -> None:
+        optimizer = torch.optim.AdamW(field.parameters(), lr=1e-3, fused=True)
+        for solve in (odeint, odeint_adjoint):
+            for method in ("rk4", "dopri5"):
+                solve(field, torch.ones(2, dtype=dtype), times, method=method, **options)[
+                    -1
+                ].square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def train() -> None:
+        wide, narrow = mcf.as_expansion(Field(), mcf.fp32x2), mcf.as_expansion(Field())
+        moves(wide, lambda: steps(wide, torch.float32))
+        moves(narrow, lambda: steps(narrow, torch.bfloat16, rtol=1e-2, atol=1e-2))
+
+    row.works("train", train, "mcf.fp32x2, or rtol=1e-2, atol=1e-2 in bf16")
+    counts = []
+    for field, dtype in (
+        (Field(), torch.float32),
+        (Field().bfloat16(), torch.bfloat16),
+        (mcf.as_expansion(Field()), torch.bfloat16),
+    ):
+        odeint(field, torch.ones(2, dtype=dtype), times, method="dopri5")
+        counts.append(field.evaluations)
+    row.says(
+        "messages",
+        f"at its default rtol=1e-7, dopri5 evaluates a field {counts[0]} times in float32, "
+        f"{counts[1]} times in plain bf16 and {counts[2]} times over bf16x2, since a state in bf16 "
+        "resolves 4e-3",
+    )
 
 
 @row("gpytorch", "gpytorch")

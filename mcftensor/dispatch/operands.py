@@ -8,9 +8,10 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mcftensor.arithmetic.write_counts import count_beside, moved, start, unwritten
+from mcftensor.arithmetic.write_counts import count_beside, moved, name_, start, unwritten
+from mcftensor.dispatch.operators import Number
 from mcftensor.dispatch.resolve import uses_leading
 from mcftensor.formats import PLAIN, Format
 from mcftensor.formats.promotion import longest_format
@@ -236,6 +237,15 @@ def count_of(x: Tensor) -> Tensor | None:
     """Return the count of balanced rounding of an expansion, also of a sharded one."""
     x = local(x)
     return x._count if isinstance(x, MCFTensor) else None
+
+
+def name_counts(module: nn.Module) -> None:
+    """Give tensors of a module that nothing was written to the salts of their names, and shards
+    their places."""
+    for name, x in (*module.named_parameters(), *module.named_buffers()):
+        count = count_of(x)
+        if count is not None and not count.is_meta:
+            name_(count, name, place_of(x))
 
 
 def rounding_key(format: Format, operands: Iterable[Any]) -> Tensor | None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mcftensor.dispatch.collectives import carried
+from mcftensor.dispatch.operands import name_counts
 from mcftensor.patches.optimizers import parameters_of
 from mcftensor.patches.table import by_name, calls, row
 from mcftensor.tensor import MCFTensor
@@ -24,9 +25,15 @@ States = dict[str, Any]
 
 @by_name
 def _keeping_expansions(apply: Callable[[], nn.Module], given: dict[str, Any]) -> nn.Module:
-    if getattr(given["fn"], "func", None) is not _converted:  # that of a module around it
-        given["fn"] = functools.partial(_converted, given["fn"])
-    return apply()
+    if getattr(given["fn"], "func", None) is _converted:  # that of a module around it
+        return apply()
+    given["fn"] = functools.partial(_converted, given["fn"])
+    module: nn.Module = given["self"]
+    had_no_memory = any(x.is_meta for x in module.parameters())
+    result = apply()
+    if had_no_memory:
+        name_counts(module)
+    return result
 
 
 def _converted(convert: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -193,7 +200,7 @@ if dist.is_available():
     row(
         "torch.nn.Module._apply",
         why="`module.to(dtype)` puts plain DTensors in place of those of expansions, and asks "
-        "neither them nor a hook.",
+        "neither them nor a hook; nor does `to_empty`, after which balanced rounding wants names.",
         loss="module.to(dtype) does not raise for sharded expansions, but drops all terms except "
         "the leading ones; call mcf.as_plain(module) before sharding.",
         takes=("fn",),
