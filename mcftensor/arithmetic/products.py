@@ -31,9 +31,9 @@ an exact sum of all products of terms (`sums/exact_dots.py`), unless all product
 
 **Error.** What is left out is at most 15 * 2^-bits |A||B|. N matrices are summed to n terms by
 n + 1 chains of two_sum and a plain sum, which loses at most (N u)^(n + 2) M, where M is the sum of
-their magnitudes. M is at most (T + 1) k 2^w |A||B|, since P >= 2^(2 - 2w) and |A_s|, |B_t| <= 1; so this
-is below u^n / 4 |A||B|. Rounding to n terms loses at most u^n / 2 of the result. Together the error
-is at most 2^(4 - bits) |A||B|, if n terms hold `bits` bits.
+their magnitudes. M is at most (T + 1) k 2^w |A||B|, since P >= 2^(2 - 2w) and |A_s|, |B_t| <= 1;
+so this is below u^n / 4 |A||B|. Rounding to n terms loses at most u^n / 2 of the result. Together
+the error is at most 2^(4 - bits) |A||B|, if n terms hold `bits` bits.
 
 **Special values.** Rows and columns are scaled by powers of two, so that no product overflows or
 underflows where the result does not. An element is infinite or NaN as the sum of products of

@@ -24,8 +24,8 @@ from mcftensor.dispatch.operands import (
     stored_in,
     value_of,
 )
-from mcftensor.dispatch.operators import FUNCTIONS, Number, Operator
 from mcftensor.passes import expressions
+from mcftensor.passes.operators import FUNCTIONS, Number, Operator
 from mcftensor.tensor import MCFTensor
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from mcftensor.arithmetic.write_counts import count_beside, moved, name_, start, unwritten
-from mcftensor.dispatch.operators import Number
 from mcftensor.dispatch.resolve import uses_leading
 from mcftensor.formats import PLAIN, Format
 from mcftensor.formats.promotion import longest_format
