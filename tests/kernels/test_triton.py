@@ -196,6 +196,22 @@ def test_registers_that_do_not_suffice():
     assert used == [4, 8, 16, 16]
 
 
+@pytest.mark.parametrize(("lanes", "warps"), [(32, 4), (64, 2)])
+def test_a_thread_has_eight_elements(lanes, warps, monkeypatch):
+    """Whatever the size of warps, which is 64 threads on AMD's GPUs for data centers."""
+    properties = SimpleNamespace(warp_size=lanes)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    lanes_of = cuda._lanes.__wrapped__
+    assert lanes_of(torch.device("cpu")) == 32
+    format = mcf.bf16x2
+    operands = [operand(format, 64) for _ in range(2)]
+    program = program_of(lambda: run(expression("add", format), *operands))
+    kernel = cuda._kernel(program, (), True, lanes_of(torch.device("cuda")))
+    assert kernel.warps == warps
+    assert kernel.warps * lanes * 8 == programs.THREAD_BLOCK
+    assert kernel.most * lanes * 2 == programs.THREAD_BLOCK
+
+
 @pytest.fixture
 def launch(monkeypatch):
     """A function that multiplies a vector, always the same one, by a number, in a kernel."""
