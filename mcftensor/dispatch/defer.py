@@ -121,7 +121,7 @@ def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
             marks, added, strands, layout = given
             key = tuple(marks)
             if not strands:
-                is_stored = any(getattr(mark, "is_stored", False) for mark in marks)
+                is_stored = True in [type(x) is _Mark and x.is_stored for x in marks]
                 strand = tape.strand_for((layout, is_stored), layout, key)
                 break
             strand = strands[0]

@@ -23,7 +23,7 @@ from mcftensor.dispatch.operands import (
     rounding_key,
 )
 from mcftensor.dispatch.resolve import Kind, Plan, kind_of, kinds_of, plan
-from mcftensor.dispatch.storage_formats import spans_are_apart
+from mcftensor.dispatch.storage_formats import are_apart
 from mcftensor.formats import Format
 from mcftensor.kernels import Columns, run_alike
 from mcftensor.kernels.columns import Column, places_of, repeated
@@ -80,7 +80,7 @@ def evaluate_rows_into(
     parts = [_Part(plan, columns, rows, count) for plan, rows in plans]
     lying: list[Any] = [x.beside_targets() for x in parts]
     are_own = count == 1 and columns[0][0]._is_own
-    if None in lying or not (are_own or _are_apart(parts, lying)):
+    if None in lying or not (are_own or are_apart(columns)):
         return False
     keys = _keys(parts, columns)
     for part, found in zip(parts, lying, strict=True):
@@ -280,25 +280,3 @@ def _are_at_hand(scalars: Column, operands: Sequence[Sequence[Sequence[Any]]]) -
 
 def _addresses(columns: Sequence[Column]) -> list[list[int]]:
     return [list(map(Tensor.data_ptr, column)) for column in columns]
-
-
-def _are_apart(parts: Sequence[_Part], lying: Sequence[Lying]) -> bool:
-    """Return whether rows are independent: whether no target, the last of each part, shares memory
-    with another target or with elements that another row reads."""
-    spans: list[tuple[int, int, bool]] = []
-    for part, found in zip(parts, lying, strict=True):
-        lengths = list(map(Tensor.numel, found.like))
-        widths = part.plan.widths
-        first = len(widths) - part.width
-        written = list(zip(found.addresses[first:], widths[first:], strict=True))
-        for i, (places, width) in enumerate(zip(found.addresses, widths, strict=True)):
-            is_target = i >= first
-            if not is_target:
-                own = [x for x, y in written if y == width]
-                if places in own:
-                    continue
-                at = list(zip(*own, strict=True)) or [()] * len(places)
-            for row, place in enumerate(places):
-                if is_target or place not in at[row]:
-                    spans.append((place, place + lengths[row] * width, is_target))
-    return spans_are_apart(spans)

@@ -85,8 +85,6 @@ class Plan(NamedTuple):
     on_whole: tuple[Body, Signature]
     """The kernel of tensors that have the shape of the result; those without dimensions are
     scalars, as numbers are."""
-    widths: tuple[int, ...]
-    """Bytes of an element of each of its vectors, and then of each component of the result."""
 
 
 class _Place(NamedTuple):
@@ -133,9 +131,7 @@ def plan(
     expression = Expression(operation, format)
     order = tuple(x.number if isinstance(x, _Place) else float(x) for x in found)
     flat = [(x.stored, not x.has_dims) for x in read]
-    kernel = on_whole(expression, flat)
-    dtypes = (*kernel[1].vectors, *kernel[1].outputs)
-    return Plan(expression, order, read, role, kernel, tuple([x.itemsize for x in dtypes]))
+    return Plan(expression, order, read, role, on_whole(expression, flat))
 
 
 def uses_leading(ours: Iterable[bool], plain: Iterable[bool]) -> bool:

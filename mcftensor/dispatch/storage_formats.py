@@ -328,14 +328,10 @@ def are_apart(columns: Sequence[Sequence[Any]]) -> bool:
         for i, x in enumerate(column)
         if isinstance(x, Tensor) and (len(column) != len(targets) or x is not targets[i])
     ]
-    if not is_bare(*map(_components, targets), *map(_components, read)):
+    written, others = ([y for x in each for y in _components(x)] for each in (targets, read))
+    if not is_bare(written, others):
         return True  # a compiler's, which lie nowhere
-    spans = [(*_span(x), True) for x in targets] + [(*_span(x), False) for x in read]
-    return spans_are_apart(spans)
-
-
-def spans_are_apart(spans: Iterable[tuple[int, int, bool]]) -> bool:
-    """Return whether the spans of addresses that are written to overlap no other span."""
+    spans = [(*_span(x), True) for x in written] + [(*_span(x), False) for x in others]
     reach = reach_of_targets = 0
     for start, stop, is_target in sorted(spans):
         if start < (reach if is_target else reach_of_targets):
@@ -346,13 +342,12 @@ def spans_are_apart(spans: Iterable[tuple[int, int, bool]]) -> bool:
 
 
 def _span(x: Tensor) -> tuple[int, int]:
-    """The addresses between which the leading component of a tensor lies."""
-    leading = _components(x)[0]
-    start, count = leading.data_ptr(), leading.numel()
-    if count and not leading.is_contiguous():
-        steps = zip(leading.shape, leading.stride(), strict=True)
+    """The addresses between which a plain tensor lies."""
+    start, count = x.data_ptr(), x.numel()
+    if count and not x.is_contiguous():
+        steps = zip(x.shape, x.stride(), strict=True)
         count = 1 + sum([(length - 1) * stride for length, stride in steps])
-    return start, start + count * leading.element_size() * bool(start)
+    return start, start + count * x.element_size() * bool(start)
 
 
 def _has_whole_parts(x: Tensor) -> bool:

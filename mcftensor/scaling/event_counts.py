@@ -17,11 +17,6 @@ def count(event: str, name: str) -> None:
         counts[event, name] += 1
 
 
-def current_counts() -> Counter[tuple[str, str]] | None:
-    """What counts at the moment."""
-    return _COUNTS.get()
-
-
 @contextlib.contextmanager
 def counting() -> Iterator[Counter[tuple[str, str]]]:
     """Count what scaling does within.
