@@ -33,6 +33,7 @@ from mcftensor.formats import (
     ue5m3,
 )
 from mcftensor.functional import fma
+from mcftensor.kernels.without_float64 import without_float64
 from mcftensor.meters import EDQ
 from mcftensor.meters.edq.diagnosis import diagnose_process as _diagnose_process
 from mcftensor.passes import expansion
@@ -87,6 +88,7 @@ __all__ = [
     "step_in_backward",
     "ue5m3",
     "when_rounded",
+    "without_float64",
 ]
 
 _MOVED = {

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.dispatch.operands import common_format, common_role, expansions
+from mcftensor.kernels.without_float64 import has_float64
 from mcftensor.tensor.tensor import number_in
 
 
@@ -43,7 +44,7 @@ def fma(x: Tensor | float, y: Tensor | float, z: Tensor | float) -> Tensor:
     def entered(operand: Tensor | float) -> Tensor:
         if isinstance(operand, Tensor):
             return operand
-        if has_dimensions:
+        if has_dimensions and has_float64(device):
             return torch.scalar_tensor(operand, dtype=torch.float64, device=device)
         return number_in(operand, format, role, device)
 

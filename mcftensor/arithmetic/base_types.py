@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+from mcftensor.kernels.without_float64 import has_float64
 
 
 @dataclass(frozen=True)
@@ -42,3 +45,10 @@ BASES = {
 
 NARROW = (torch.bfloat16, torch.float16)
 """The bases of 16 bits."""
+
+
+def wider_than(x: Tensor) -> torch.dtype | None:
+    """The type in which products of such numbers are exact, if there is one and the device has
+    it."""
+    wider = BASES[x.dtype].wider
+    return wider if wider != torch.float64 or has_float64(x.device) else None

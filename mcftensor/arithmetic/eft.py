@@ -10,10 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.base_types import BASES
+from mcftensor.arithmetic.base_types import BASES, NARROW, wider_than
 from mcftensor.arithmetic.rounding import add_odd
 from mcftensor.kernels.custom_ops import inline, opaque
 from mcftensor.kernels.result_layout import empty_terms
+from mcftensor.kernels.without_float64 import has_float64
 
 
 def same_float_dtype(name: str, *tensors: Tensor) -> torch.dtype:
@@ -136,7 +137,7 @@ def two_prod(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     *Error*: none under the requirement.
 
     *Cost*: 2 multiplications and 1 subtraction in the next wider type; 17 flops and scaling by
-    Dekker's product for float64, which has none.
+    Dekker's product for float64, which has none, and for float32 without float64.
 
     *Source*: T. J. Dekker, Numerische Mathematik 18, 1971 (float64).
 
@@ -149,20 +150,34 @@ def two_prod(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         (tensor(1.0156, dtype=torch.bfloat16), tensor(6.1035e-05, dtype=torch.bfloat16))
     """
     dtype = same_float_dtype("two_prod", a, b)
-    wider = BASES[dtype].wider
+    wider = wider_than(a)
     if wider is not None:
         exact = a.to(wider) * b.to(wider)
         product = exact.to(dtype)
         return product, (exact - product.to(wider)).to(dtype)
     product = a * b
     # Dekker's partial products can overflow where the product does not: scale the larger operand.
-    large = product.abs() > 2.0**900
+    limit, factor = (2.0**900, 2.0**64) if dtype == torch.float64 else (2.0**100, 2.0**16)
+    large = product.abs() > limit
     first = a.abs() >= b.abs()
-    a = torch.where(large & first, a * 2.0**-64, a)
-    b = torch.where(large & ~first, b * 2.0**-64, b)
+    a = torch.where(large & first, a * (1 / factor), a)
+    b = torch.where(large & ~first, b * (1 / factor), b)
+    if dtype == torch.float64:
+        error = _error(a, b)
+        return product, torch.where(large, error * factor, error)
+    small = product.abs() < 2.0**-76  # of which float64 would keep the error
+    a = torch.where(small & ~first, a * 2.0**100, a)
+    b = torch.where(small & first, b * 2.0**100, b)
+    error = _error(a, b)
+    lost = error + (a * b - product * 2.0**100)
+    error = torch.where(large, error * factor, error)
+    return product, torch.where(small, lost * 2.0**-100, error)
+
+
+def _error(a: Tensor, b: Tensor) -> Tensor:
+    """a * b less what it is rounded to."""
     (ah, al), (bh, bl) = _split(a), _split(b)
-    error = al * bl - (((a * b - ah * bh) - al * bh) - ah * bl)
-    return product, torch.where(large, error * 2.0**64, error)
+    return al * bl - (((a * b - ah * bh) - al * bh) - ah * bl)
 
 
 @opaque(lambda a, b, c: empty_terms((a, b, c), a.dtype, 1)[0])
@@ -188,10 +203,10 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         >>> mcf.eft.fma(a, a, c), a * a + c
         (tensor(6.1035e-05, dtype=torch.bfloat16), tensor(0., dtype=torch.bfloat16))
     """
-    dtype = same_float_dtype("fma", a, b, c)
-    wider = BASES[dtype].wider
+    same_float_dtype("fma", a, b, c)
+    wider = wider_than(a)
     if wider is not None:
-        return add_odd(a.to(wider) * b.to(wider), c.to(wider)).to(dtype)
+        return add_odd(a.to(wider) * b.to(wider), c.to(wider)).to(a.dtype)
     uh, ul = _two_prod(a, b)
     th, tl = _two_sum(c, ul)
     vh, vl = _two_sum(uh, th)
@@ -212,8 +227,8 @@ def sqrt(a: Tensor) -> Tensor:
 
     *Error*: half an ulp.
 
-    *Cost*: one square root in float64; for float64 itself also an fma, and the neighbours of the
-    result.
+    *Cost*: one square root in float64; for float64 itself, and without it, also an fma, and the
+    neighbours of the result.
 
     *Source*: Tuckerman's test (float64): R. Agarwal et al., "New scalar and vector elementary
     functions for the IBM System/370", IBM J. Res. Dev. 30(2), 1986.
@@ -226,10 +241,17 @@ def sqrt(a: Tensor) -> Tensor:
         tensor(1.4142)
     """
     dtype = same_float_dtype("sqrt", a)
-    if dtype != torch.float64:
+    if dtype != torch.float64 and has_float64(a.device):
         return torch.sqrt(a.to(torch.float64)).to(dtype)
-    tiny = a < 2.0**-960
-    scaled = torch.where(tiny, a * 2.0**256, a)
+    if dtype in NARROW:  # whose roots survive two roundings
+        return _root(a.to(torch.float32)).to(dtype)
+    return _root(a)
+
+
+def _root(a: Tensor) -> Tensor:
+    tiny = a < (2.0**-960 if a.dtype == torch.float64 else 2.0**-80)
+    power = 2.0**128 if a.dtype == torch.float64 else 2.0**32
+    scaled = torch.where(tiny, a * power * power, a)
     root = torch.sqrt(scaled)
     remainder = _fma(-root, root, scaled)
     above = torch.nextafter(root, torch.full_like(root, torch.inf))
@@ -239,7 +261,7 @@ def sqrt(a: Tensor) -> Tensor:
     down = remainder <= root * (below - root)
     nearest = torch.where(up, above, torch.where(down, below, root))
     nearest = torch.where(a > 0, nearest, root)
-    return torch.where(tiny, nearest * 2.0**-128, nearest)
+    return torch.where(tiny, nearest * (1 / power), nearest)
 
 
 _two_sum, _split, _two_prod, _fma = inline(two_sum), inline(split), inline(two_prod), inline(fma)

@@ -14,6 +14,7 @@ from mcftensor.arithmetic import networks
 from mcftensor.arithmetic.number_protocol import Sum
 from mcftensor.kernels.custom_ops import opaque
 from mcftensor.kernels.result_layout import empty_terms
+from mcftensor.kernels.without_float64 import has_float64
 
 Terms = Sequence[Tensor]
 
@@ -84,13 +85,19 @@ def _at(terms: Terms, place: tuple[int, ...]) -> Fraction:
 
 
 _FLOATS = 8
-"""float64 terms that hold every fraction whose bits lie within the range of float32."""
+"""Terms that hold every fraction whose bits lie within the range of float32."""
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """The type in which elements are computed."""
+    return torch.float64 if has_float64(x.device) else torch.float32
 
 
 def _put(x: Fraction, floats: Sequence[Tensor], place: tuple[int, ...]) -> None:
     """A fraction as floats, each the nearest to what remains."""
-    for float64 in floats:
-        float64[place] = nearest = _nearest(x)
+    for column in floats:
+        column[place] = _nearest(x)
+        nearest = column[place].item()
         x = x - Fraction(nearest) if math.isfinite(nearest) else Fraction(0)
 
 
@@ -102,7 +109,9 @@ def _nearest(x: Fraction) -> float:
 
 
 def _split(floats: Sequence[Tensor], base: torch.dtype, terms: int) -> list[Tensor]:
-    """Normalized float64 terms as those of a base, rounded once."""
+    """Normalized terms of a wide type as those of a base, rounded once."""
+    if base == floats[0].dtype != torch.float64:
+        return [x.clone() for x in networks.settle(networks.distill(floats, terms), floats[0])]
     if base == torch.float64:
         floats = [*floats, *[torch.zeros_like(floats[0])] * (terms - len(floats))][:terms]
         return [x.clone() for x in networks.settle(networks.distill(floats, terms), floats[0])]
@@ -117,7 +126,7 @@ def _floats_of(base: torch.dtype, terms: int) -> int:
 def decimals_of(x: Sequence[Tensor], decimals: int, base: torch.dtype, terms: int) -> list[Tensor]:
     """A normalized expansion rounded to decimals, ties to even, as terms of a base: the number as
     a fraction, rounded, and what that is, rounded once. Elements are computed one by one."""
-    x = [t.double() for t in x]
+    x = [t.to(_wide(t)) for t in x]
     floats = [x[0].clone(), *(torch.zeros_like(x[0]) for _ in range(_floats_of(base, terms) - 1))]
     for place in map(tuple, torch.nonzero(torch.isfinite(x[0])).tolist()):
         rounded = round(_at(x, place), decimals)
@@ -134,12 +143,13 @@ def modulo(
     """`fmod` or `remainder` of normalized expansions, as terms of a base: exact where these hold
     the result, else rounded once.
 
-    Where float64 holds both operands it computes fmod exactly. Elements of which it does not are
-    computed as fractions, one by one.
+    Where float64, or without it float32, holds both operands it computes fmod exactly. Other
+    elements are computed as fractions, one by one.
     """
     shape = torch.broadcast_shapes(x[0].shape, y[0].shape)
-    x = [t.double().broadcast_to(shape) for t in x]
-    y = [t.double().to(x[0].device).broadcast_to(shape) for t in y]
+    wide, device = _wide(x[0]), x[0].device
+    x = [t.to(wide).broadcast_to(shape) for t in x]
+    y = [t.to(wide).to(device).broadcast_to(shape) for t in y]
     (a, a_tail), (b, b_tail) = _in_two(x), _in_two(y)
     is_held = (a_tail == 0) & (b_tail == 0)
     is_special = ~torch.isfinite(a) | torch.isnan(b) | (b == 0)
@@ -170,7 +180,7 @@ def modulo(
 
 
 def _in_two(x: Terms) -> tuple[Tensor, Tensor]:
-    """Terms as two float64, the second of which is zero where the first is all."""
+    """Terms as two floats, the second of which is zero where the first is all."""
     if len(x) == 1:
         return x[0], torch.zeros_like(x[0])
     first, second = networks.settle(networks.distill(x, 2), x[0])

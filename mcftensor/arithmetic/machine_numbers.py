@@ -18,7 +18,8 @@ from torch import Tensor
 from mcftensor.arithmetic import eft
 from mcftensor.arithmetic.base_types import NARROW
 from mcftensor.arithmetic.number_protocol import Floats, Number, Numbers
-from mcftensor.arithmetic.rounding import add_signed
+from mcftensor.arithmetic.rounding import add_signed, as_floats
+from mcftensor.kernels.without_float64 import Halves, has_float64
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Machine(Numbers):
     def of(self, floats: Floats) -> Wide:
         """Floats enter as they are; a float64 or an integer takes two of float32."""
         entered = []
+        if not has_float64(floats[0].device):
+            return Wide([y.to(self.dtype) for x in floats for y in as_floats(x)])
         for x in floats:
             leading = x.to(self.dtype)
             entered.append(leading)
@@ -69,7 +72,7 @@ class Wide(Number):
     def __add__(self, other: Number | Tensor | float) -> Wide:
         """Two roundings, neither where leading terms cancel."""
         if not isinstance(other, Wide):
-            return Wide([self.value + other])  # type: ignore[operator]
+            return Wide([self.value + _value(other)])
         pairs = zip_longest(self.levels, other.levels)
         leading, *tails = [a if b is None else b if a is None else a + b for a, b in pairs]
         return Wide([add_signed(leading, _total(tails)) if tails else leading])
@@ -113,5 +116,7 @@ def _total(levels: Floats) -> Tensor:
     return result
 
 
-def _value(x: Number | Tensor | float) -> Tensor:
+def _value(x: Number | Halves | Tensor | float) -> Tensor:
+    if isinstance(x, Halves):
+        return x.high
     return x.value if isinstance(x, Wide) else x  # type: ignore[return-value]

@@ -11,7 +11,8 @@ from torch import Tensor
 from mcftensor.arithmetic import networks, ordering
 from mcftensor.arithmetic.noise import Noise
 from mcftensor.arithmetic.number_protocol import Floats, Number, Numbers
-from mcftensor.arithmetic.rounding import split_terms
+from mcftensor.arithmetic.rounding import as_floats, split_terms
+from mcftensor.kernels.without_float64 import Halves, halves, has_float64
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,24 @@ class Network(Numbers):
     def of(self, floats: Floats) -> Terms:
         """Floats of other types are split, more of them than there are terms summed."""
         if any(x.dtype != self.dtype for x in floats):
-            floats = [part for x in floats for part in split_terms(x, self.dtype, self.terms)]
+            floats = [part for x in floats for y in as_floats(x) for part in self._parts(y)]
         if len(floats) > self.terms:
             return Terms(networks.settle(networks.distill(floats, self.terms), floats[0]))
         zeros = [torch.zeros_like(floats[0])] * (self.terms - len(floats))
         return Terms([*floats, *zeros])
+
+    def _parts(self, x: Tensor) -> Floats:
+        """A float of another type in terms of this one."""
+        if x.dtype.itemsize >= self.dtype.itemsize and x.dtype != self.dtype:
+            return split_terms(x, self.dtype, self.terms)
+        return [x.to(self.dtype)]
+
+
+def where_it_runs(kind: Numbers) -> Numbers:
+    """The kind itself; without float64, in place of float64 two float32 terms, of 48 bits."""
+    if kind.dtype != torch.float64 or has_float64() or isinstance(kind, Network):
+        return kind
+    return Network(torch.float32, 2)
 
 
 class Terms(Number):
@@ -50,13 +64,18 @@ class Terms(Number):
             return networks.shorten(self.floats, noise)
         return super().split(base, terms, noise)
 
-    def _entered(self, x: Number | Tensor | float) -> Number:
+    def _entered(self, x: Number | Halves | Tensor | float) -> Number:
         if isinstance(x, Number):
             return x
         leading = self.floats[0]
+        kind = Network(leading.dtype, len(self.floats))
+        if isinstance(x, Halves):
+            return kind.of(x)
+        if not isinstance(x, Tensor) and not has_float64(leading.device):
+            return kind.of([y.to(leading.device) for y in halves(x)])
         if not isinstance(x, Tensor):
             x = torch.scalar_tensor(x, dtype=torch.float64, device=leading.device)
-        return Network(leading.dtype, len(self.floats)).of([x])
+        return kind.of([x])
 
     def __neg__(self) -> Terms:
         return Terms(networks.neg(self.floats))

@@ -41,6 +41,12 @@ class Noise(ABC):
     def bits(self, count: int) -> Tensor:
         """Their first bits as an integer, an int32; 1 to 31 of them."""
 
+    def is_below(self, share: Tensor) -> Tensor:
+        """Whether their first 31 bits are below numbers of float32 that are not negative."""
+        limit = share * 2.0**31
+        whole = limit.to(torch.int64)
+        return self.bits(31) < whole + (whole.to(torch.float32) < limit).to(torch.int64)
+
 
 class Random(Noise):
     """Independent ones, of 53 bits.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mcftensor.arithmetic import networks, ordering
 from mcftensor.arithmetic.noise import Noise
-from mcftensor.arithmetic.rounding import collapse_odd, collapse_terms, move, split_terms
+from mcftensor.arithmetic.rounding import as_floats, collapse_odd, collapse_terms, move, split_terms
 
 Floats: TypeAlias = Sequence[Tensor]
 
@@ -45,9 +45,12 @@ class Sum:
         A wider base takes every float as it is, and the network gathers them. A narrower one takes
         the whole rounded, then what remains rounded, each remainder exactly.
         """
+        if len(self.floats) == 1:
+            floats = as_floats(self.floats[0])
+            if len(floats) == 1:
+                return split_terms(floats[0], base, terms, noise)
+            return Sum(networks.distill(floats, len(floats))).split(base, terms, noise)
         leading, *tails = self.floats
-        if not tails:
-            return split_terms(leading, base, terms, noise)
         if leading.dtype == base and len(tails) < terms:
             return *self.floats, *(torch.zeros_like(leading) for _ in range(terms - 1 - len(tails)))
         holds_both = torch.promote_types(leading.dtype, base)

@@ -10,6 +10,7 @@ from torch import Tensor
 from mcftensor.arithmetic.base_types import BASES, NARROW
 from mcftensor.arithmetic.noise import Noise
 from mcftensor.kernels.custom_ops import opaque
+from mcftensor.kernels.without_float64 import has_float64, without
 
 
 def add_signed(a: Tensor, b: Tensor) -> Tensor:
@@ -68,7 +69,10 @@ def collapse_terms(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         return round_to(leading, dtype)
     if dtype == torch.float64:
         return add_signed(leading.to(torch.float64), _sum_odd(tails))
-    return round_to(_sum_odd(terms), dtype)
+    if has_float64(leading.device):
+        return round_to(_sum_odd(terms), dtype)
+    nearest, error = _sum_in_float32(terms)
+    return nearest if dtype == torch.float32 else _make_odd(nearest, error).to(dtype)
 
 
 def _sum_odd(terms: Sequence[Tensor]) -> Tensor:
@@ -84,9 +88,37 @@ def collapse_odd(terms: Sequence[Tensor]) -> Tensor:
     """The sum of normalized terms in float32, rounded to odd, and so to be rounded once more."""
     if len(terms) == 1 and terms[0].dtype in (torch.float32, *NARROW):
         return terms[0].to(torch.float32)
+    if not has_float64(terms[0].device):
+        return _make_odd(*_sum_in_float32(terms))
     total = _sum_odd(terms)
     nearest = total.to(torch.float32)
     return _make_odd(nearest, total - nearest.to(torch.float64))
+
+
+def _sum_in_float32(terms: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The sum of normalized terms of at most 32 bits rounded to float32, and what that loses,
+    or anything of its sign.
+
+    A chain of exact sums from the last term on leaves the sum and errors; another one gathers the
+    errors, and a third what that leaves, of which the sign is enough.
+    """
+    if terms[0].dtype == torch.float64:
+        raise without("the sum of terms of float64")
+    x = [term.to(torch.float32) for term in terms]
+    for first in range(3):
+        for i in range(len(x) - 1, first, -1):
+            a, b = x[i - 1], x[i]
+            total = a + b
+            bb = total - a
+            x[i - 1], x[i] = total, (a - (total - bb)) + (b - bb)
+    rest = x[1] if len(x) == 2 else _make_odd(x[1], x[2])
+    total = add_signed(x[0], rest)
+    bb = total - x[0]
+    error = (x[0] - (total - bb)) + (rest - bb)
+    finite = torch.isfinite(total)
+    leading = terms[0].to(torch.float32)
+    total = torch.where(finite, torch.copysign(total, leading), leading)
+    return total, torch.where(finite, error, 0)
 
 
 def _to_precision(x: Tensor, base: torch.dtype) -> Tensor:
@@ -99,6 +131,19 @@ def _to_precision(x: Tensor, base: torch.dtype) -> Tensor:
     return x.to(base)
 
 
+def as_floats(x: Tensor) -> list[Tensor]:
+    """A plain tensor as floats, leading one first: integers become float64, or three float32."""
+    if x.is_floating_point():
+        return [x]
+    if has_float64(x.device):
+        return [x.to(torch.float64)]
+    floats = [x.to(torch.float32)]
+    while x.dtype in (torch.int32, torch.int64) and len(floats) < 3:
+        x = x - floats[-1].to(x.dtype)
+        floats.append(x.to(torch.float32))
+    return floats
+
+
 def split_terms(
     x: Tensor, base: torch.dtype, terms: int, noise: Noise | None = None
 ) -> list[Tensor]:
@@ -107,7 +152,7 @@ def split_terms(
     The last one is rounded to nearest, or by noise where there is some.
     """
     if not x.is_floating_point():
-        x = x.to(torch.float64)
+        (x,) = as_floats(x)
     if x.dtype == base or x.dtype.itemsize < base.itemsize:
         return [x.to(base, copy=True), *(torch.zeros_like(x, dtype=base) for _ in range(terms - 1))]
     return peel(round_to_terms(x, base, terms, noise), base, terms)
@@ -120,7 +165,7 @@ def round_to_terms(x: Tensor, base: torch.dtype, terms: int, noise: Noise | None
     rounds onto a tie beside an odd term before it (one in a thousand) leaves that off by an ulp. So
     they are summed, and peeled off anew.
     """
-    if noise is not None:
+    if noise is not None and has_float64(x.device):
         x = x.to(torch.float64)
     elif x.dtype in NARROW:
         x = x.to(torch.float32)
@@ -162,6 +207,9 @@ def move(x: Tensor, remainder: Tensor, noise: Noise) -> Tensor:
     neighbour = _on_the_side_of(remainder, x, bits + 1, bits - 1).view(x.dtype)
     least = torch.ones_like(bits).view(x.dtype)
     neighbour = torch.where(x == 0, torch.copysign(least, remainder.to(x.dtype)), neighbour)
+    if not has_float64(x.device):
+        way = neighbour.to(torch.float32) - x.to(torch.float32)
+        return torch.where(noise.is_below(remainder.to(torch.float32) / way), neighbour, x)
     way = neighbour.to(torch.float64) - x.to(torch.float64)
     return torch.where(noise.uniform() < remainder.to(torch.float64) / way, neighbour, x)
 

@@ -30,6 +30,7 @@ from mcftensor.dispatch.registry import implements, register_forms
 from mcftensor.dispatch.storage_formats import of_terms
 from mcftensor.formats import Format
 from mcftensor.kernels.custom_ops import opaque
+from mcftensor.kernels.without_float64 import has_float64, without
 from mcftensor.passes import expansion
 from mcftensor.tensor import LiftedTensor, MCFTensor
 from mcftensor.tensor.implicit_rounding import rounding
@@ -175,7 +176,7 @@ def _stepped(x: Terms, towards: Tensor) -> list[Tensor]:
 
 
 def _ranks(x: MCFTensor) -> tuple[Tensor, list[Tensor]]:
-    """The rank of each element in float64, and the terms of the elements of each rank.
+    """The rank of each element as a float, and the terms of the elements of each rank.
 
     Equal elements have equal ranks, larger ones larger ranks, and NaN stays NaN.
     """
@@ -189,8 +190,13 @@ def _ranks(x: MCFTensor) -> tuple[Tensor, list[Tensor]]:
         is_new[1:] |= term[1:] != term[:-1]
     rank = is_new.cumsum(0)
     first = torch.zeros_like(order).index_put((rank,), torch.arange(len(order), device=x.device))
-    ranked = torch.empty(len(order), dtype=torch.float64, device=x.device)
-    ranked[order] = rank.double().masked_fill(torch.isnan(terms[0]), torch.nan)
+    dtype = torch.float64
+    if not has_float64(x.device):
+        if len(order) > 1 << 24:
+            raise without(f"the order of {len(order)} numbers, more than float32 counts,")
+        dtype = torch.float32
+    ranked = torch.empty(len(order), dtype=dtype, device=x.device)
+    ranked[order] = rank.to(dtype).masked_fill(torch.isnan(terms[0]), torch.nan)
     return ranked.view(x.shape), [term[first] for term in terms]
 
 

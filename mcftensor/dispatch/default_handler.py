@@ -28,7 +28,8 @@ from mcftensor.dispatch.operands import (
 )
 from mcftensor.dispatch.registry import implements
 from mcftensor.dispatch.write_results import assign, refusal, written_to
-from mcftensor.formats import Format
+from mcftensor.formats import Format, named
+from mcftensor.kernels.without_float64 import HALVES, has_float64, without
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten
@@ -64,8 +65,8 @@ _SHARPER: dict[Any, Callable[..., Tensor]] = {
 def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the operation on leading terms, where only parameters take part and none is written to.
 
-    Otherwise it is evaluated on all terms: in float64, or beyond 48 bits by an algorithm of its
-    own.
+    Otherwise it is evaluated on all terms: in float64, or beyond 48 bits, and without float64, by
+    an algorithm of its own.
     """
     if not kwargs and not func._schema.is_mutable:
         plain = with_leading(args)
@@ -88,6 +89,8 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
         return storage_formats.on_numbers(func, args, kwargs)
     if format.precision > PRECISION:
         return beyond_float64.by_algorithm(func, format, *args, **kwargs)
+    if not has_float64(found[0].device):
+        return _in_float32_terms(func, format, found, args, kwargs)
     return _in_float64(func, format, found, args, kwargs)
 
 
@@ -189,6 +192,29 @@ def _in_float64(
         return value_of(x, format, found)
 
     return tree_map(narrow, result)
+
+
+def _in_float32_terms(
+    func: Any,
+    format: Format,
+    found: list[MCFTensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """The operation by its algorithm in two float32 terms; what it gives is rounded once.
+
+    Raises:
+        NotImplementedError: there is none.
+    """
+    try:
+        result = beyond_float64.by_algorithm(func, named(HALVES), *args, **kwargs)
+    except NotImplementedError as error:
+        shapes = ", ".join(f"{x._format.name} {tuple(x.shape)}" for x in found)
+        raise without(f"{func} on expansions ({shapes})") from error
+    if any(result is x for x in written_to(func, args, kwargs)):
+        return result
+    is_long = isinstance(result, MCFTensor) and result._format is not format
+    return value_of(result, format, found) if is_long else result
 
 
 def _evaluated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

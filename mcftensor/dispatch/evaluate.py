@@ -24,13 +24,14 @@ from mcftensor.dispatch.operands import (
 )
 from mcftensor.dispatch.resolve import Kind, Plan, kind_of, kinds_of, plan
 from mcftensor.dispatch.storage_formats import are_apart
-from mcftensor.formats import Format
+from mcftensor.formats import Format, named
 from mcftensor.kernels import Columns, run_alike
 from mcftensor.kernels.columns import Column, places_of, repeated
 from mcftensor.kernels.custom_ops import is_bare
 from mcftensor.kernels.execute import is_dense
+from mcftensor.kernels.without_float64 import HALVES, halves, has_float64
 from mcftensor.passes import expressions
-from mcftensor.passes.expressions import Operand, carry_out, empty
+from mcftensor.passes.expressions import NUMBER, Operand, carry_out, empty
 from mcftensor.tensor.step_context import current_step
 from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
@@ -88,6 +89,20 @@ def evaluate_rows_into(
     return True
 
 
+def _device_of(columns: Lists) -> torch.device | None:
+    tensors = [x for column in columns for x in column[:1] if isinstance(x, Tensor)]
+    return next((x.device for x in tensors if x.dim()), tensors[0].device if tensors else None)
+
+
+def _in_halves(
+    format: Format, columns: Sequence[Sequence[Any]]
+) -> tuple[Format, Sequence[Sequence[Any]]]:
+    """Operands of a format; numbers as what holds them without float64."""
+    if format is not NUMBER or isinstance(columns[0][0], Tensor):
+        return format, columns
+    return named(HALVES), list(zip(*map(halves, columns[0]), strict=True))
+
+
 class Lying(NamedTuple):
     """Tensors with the same layout in memory, and scalars."""
 
@@ -128,6 +143,10 @@ class _Part:
         every = list(itertools.chain(*self.read))
         formats = [kind.stored for kind in self.plan.read]
         if not is_bare(*every, keys):
+            if not has_float64(_device_of(every)):
+                halved = list(map(_in_halves, formats, self.read))
+                formats = [format for format, _ in halved]
+                every = list(itertools.chain(*[columns for _, columns in halved]))
             flat = [repeated([plain(x) for x in column], count) for column in every]
             found = expressions.evaluate(
                 expression.operation,

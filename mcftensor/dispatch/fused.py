@@ -17,7 +17,6 @@ from mcftensor.arithmetic.noise import draw_key
 from mcftensor.dispatch.operands import (
     component_columns,
     count_write,
-    plain,
     rounding_key,
 )
 from mcftensor.dispatch.registry import SHORTCUTS, TABLE, implements
@@ -25,7 +24,7 @@ from mcftensor.formats import PLAIN, Format
 from mcftensor.formats.promotion import require_one_base
 from mcftensor.kernels.columns import places_of
 from mcftensor.kernels.custom_ops import is_bare
-from mcftensor.passes.optimizer_steps import RULES, step_, take, unscale_
+from mcftensor.passes.optimizer_steps import RULES, setting, step_, take, unscale_
 from mcftensor.tensor.taped_tensor import TapedGradient
 from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
@@ -154,7 +153,7 @@ def _take(
             call.counts,
             keys,
             [*settings],
-            list(map(plain, settings.values())),
+            list(map(setting, settings.values())),
         )
     count_write([*chain(*written)])
     return gradients

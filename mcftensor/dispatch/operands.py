@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from mcftensor.arithmetic.write_counts import count_beside, moved, name_, start, unwritten
 from mcftensor.dispatch.resolve import uses_leading
-from mcftensor.formats import PLAIN, Format
+from mcftensor.formats import PLAIN, Format, named
 from mcftensor.formats.promotion import longest_format
 from mcftensor.kernels.columns import on_device
 from mcftensor.kernels.custom_ops import is_bare
+from mcftensor.kernels.without_float64 import HALVES, halves, has_float64
 from mcftensor.passes.format_conversion import collapse, key_for, recode
 from mcftensor.passes.operators import Number
 from mcftensor.tensor.components import COMPONENTS, Role
@@ -144,7 +145,8 @@ def plain(operand: Any) -> Tensor:
         require_dense(operand)
         return operand
     require_numbers([operand])
-    return torch.scalar_tensor(operand, dtype=torch.float64, device="cpu")
+    dtype = torch.float64 if has_float64() else torch.float32  # of formats that hold no more
+    return torch.scalar_tensor(operand, dtype=dtype, device="cpu")
 
 
 _layout = attrgetter("layout")
@@ -183,9 +185,16 @@ def stored_in(
             missing = len(format.components) - len(source.components)
             return found + [torch.zeros_like(found[0])] * missing
     else:
-        x = plain(operand)
-        source, found = PLAIN[x.dtype], [on_device(x, device) if x.dim() == 0 else x]
+        source, found = _entered(operand, device)
     return recode(found, source.name, target.name, key)
+
+
+def _entered(operand: Any, device: torch.device) -> tuple[Format, list[Tensor]]:
+    """A plain operand, or a number, as components of a format on a device."""
+    if isinstance(operand, Number) and not has_float64(device):
+        return named(HALVES), [on_device(x, device) for x in halves(float(operand))]
+    x = plain(operand)
+    return PLAIN[x.dtype], [on_device(x, device) if x.dim() == 0 else x]
 
 
 def plainly(x: Tensor, dtype: torch.dtype) -> Tensor:

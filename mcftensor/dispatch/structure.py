@@ -560,7 +560,7 @@ def record_stream(func: Any, x: MCFTensor, stream: Any) -> None:
 @implements(aten._local_scalar_dense.default)  # .item(), float(x)
 def item(func: Any, x: MCFTensor) -> Any:
     """The collapsed value as a Python float."""
-    return func(x._collapsed())
+    return x._on_host().item()
 
 
 @implements(aten.set_.source_Tensor)  # plain.set_(x)

@@ -36,6 +36,7 @@ from mcftensor.dispatch.storage_formats import decoded
 from mcftensor.dispatch.write_results import assign_tree, refusal, require_no_grad
 from mcftensor.formats import Format, named
 from mcftensor.kernels.custom_ops import is_bare
+from mcftensor.kernels.without_float64 import has_float64
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.step_context import current_step, outside
 
@@ -138,7 +139,7 @@ def narrowed(x: Tensor, format: Format) -> MCFTensor:
 def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwargs: Any) -> Any:
     """Run a function of values in float64, and split its results, or round them into `out`.
 
-    Formats beyond 48 bits go on to the operators that it is made of.
+    Formats beyond 48 bits, and all without float64, go on to the operators that it is made of.
 
     Raises:
         NotImplementedError: a result that is complex.
@@ -154,7 +155,8 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
         return func(*args, **kwargs, **({} if out is None else {"out": out}))
     if format.arithmetic == "numbers":
         (args, kwargs), _ = decoded((args, kwargs))
-    if format.arithmetic == "numbers" or format.precision > PRECISION:
+    is_apart = format.precision > PRECISION or not has_float64(found[0].device)
+    if format.arithmetic == "numbers" or is_apart:
         return func(*args, **kwargs, **({} if out is None else {"out": out}))
 
     def widen(x: Any) -> Any:

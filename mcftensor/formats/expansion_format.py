@@ -11,9 +11,9 @@ import torch
 from mcftensor.arithmetic import networks
 from mcftensor.arithmetic.base_types import BASES
 from mcftensor.arithmetic.machine_numbers import Machine, Wide
-from mcftensor.arithmetic.network_numbers import Network
+from mcftensor.arithmetic.network_numbers import Network, where_it_runs
 from mcftensor.arithmetic.noise import Noise, Rounding
-from mcftensor.arithmetic.number_protocol import Floats, Number, Sum
+from mcftensor.arithmetic.number_protocol import Floats, Number, Numbers, Sum
 from mcftensor.arithmetic.rounding import peel, quiet, round_to_terms
 from mcftensor.formats.format import _REGISTRY, SUFFIXES, Component, Format, named
 
@@ -27,6 +27,7 @@ class ExpansionFormat(Format):
     arithmetic = "terms"
     base: torch.dtype
     terms: int
+    _numbers: Numbers
 
     def __new__(
         cls, base: torch.dtype, terms: int, rounding: Rounding = "nearest"
@@ -41,8 +42,13 @@ class ExpansionFormat(Format):
         self.components = tuple(Component(f"term{i}", base) for i in range(terms))
         spare = self.takes_key  # networks compute one term more, to round it off
         wide = self.wide
-        self.numbers = Network(base, terms + spare) if wide is None else Machine(wide)
+        self._numbers = Network(base, terms + spare) if wide is None else Machine(wide)
         return self.register()
+
+    @property
+    def numbers(self) -> Numbers:  # type: ignore[override]
+        """What arithmetic works on, here."""
+        return where_it_runs(self._numbers)
 
     @property
     def base_precision(self) -> int:

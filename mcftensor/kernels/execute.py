@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from mcftensor.kernels.columns import (
     repeated,
 )
 from mcftensor.kernels.program import Body, Program, Signature, record
+from mcftensor.kernels.without_float64 import Halves, halves, has_float64, without_float64
 
 # Elements after which the time to look for compiled code, and to make it, is well spent; and for
 # how many a call on one set of tensors counts, by the time that its operations take in Python.
@@ -110,6 +112,10 @@ def run_alike(
     addresses: Sequence[list[int]],
 ) -> None:
     """`run` on contiguous tensors of one device, whose dtypes, lengths and addresses are known."""
+    if not has_float64(columns.outputs[0][0].device):
+        vectors, outputs = ([list(x) for x in y] for y in (columns.vectors, columns.outputs))
+        run(body, dataclasses.replace(columns, vectors=vectors, outputs=outputs))
+        return
     kernel_of(body, signature).run(columns, lengths, addresses)
 
 
@@ -119,6 +125,41 @@ def run(body: Body, columns: Columns) -> None:
     A function is recorded and compiled once for each combination of dtypes, so it has to be the
     same object at every call.
     """
+    if not has_float64(columns.outputs[0][0].device):
+        body, columns = _in_halves(body, columns)
+        with without_float64():
+            _run(body, columns)
+        return
+    _run(body, columns)
+
+
+def _in_halves(body: Body, columns: Columns) -> tuple[Body, Columns]:
+    """The same with numbers of Python's and float64 as two float32 tensors each."""
+    are_split = tuple([_is_wide(column[0]) for column in columns.scalars])
+    if not any(are_split):
+        return body, columns
+    scalars: list[Sequence[Scalar]] = []
+    for column, is_split in zip(columns.scalars, are_split, strict=True):
+        scalars += zip(*[halves(float(x)) for x in column], strict=True) if is_split else [column]
+    made = dataclasses.replace(columns, scalars=scalars)
+    return _with_halves(body, are_split), made
+
+
+def _is_wide(x: Scalar) -> bool:
+    return not isinstance(x, Tensor) or x.dtype == torch.float64
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_halves(body: Body, are_split: tuple[bool, ...]) -> Body:
+    def regrouped(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> Any:
+        left = iter(scalars)
+        found = [Halves(next(left), next(left)) if x else next(left) for x in are_split]
+        return body(vectors, [*found, *left], index)
+
+    return regrouped
+
+
+def _run(body: Body, columns: Columns) -> None:
     tensors, outputs = places(columns.vectors, columns.outputs)
     dtypes, devices, lengths, addresses, are_contiguous = zip(*map(facts_of, tensors), strict=True)
     kinds = [_kind(column) for column in columns.every_scalar()]
@@ -128,7 +169,9 @@ def run(body: Body, columns: Columns) -> None:
     count = len(columns.vectors)
     scalars = tuple([dtype for dtype, _ in kinds])  # type: ignore[misc]
     written = tuple([dtypes[i] for i in outputs])
-    kernel = kernel_of(body, Signature(dtypes[:count], scalars, written, columns.shared))
+    kernel = kernel_of(
+        body, Signature(dtypes[:count], scalars, written, columns.shared, has_float64())
+    )
     own = lengths[outputs[0]]
     asked = [*addresses[:count], *[addresses[i] for i in outputs]]
     shared = {i if i < count else outputs[i - count] for i in columns.shared}
@@ -159,7 +202,7 @@ def _run_by_kind(body: Body, columns: Columns) -> None:
     for kinds, rows in places_of(zip(*every, strict=True)).items():
         part = columns.only(rows)
         if len({device for _, device in kinds[: len(tensors)]}) == 1:
-            run(body, part)
+            _run(body, part)
         else:  # torch says what is wrong
             eager.run_whole(body, part)
 

@@ -16,6 +16,7 @@ from mcftensor.kernels import eager
 from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.columns import Columns, Scalar
 from mcftensor.kernels.program import PATTERNS, Body, Program, Signature
+from mcftensor.kernels.without_float64 import has_float64
 
 # Elements of the sets of tensors: whole blocks of a GPU's threads, and a part of one.
 LENGTHS = (1024, 512)
@@ -78,7 +79,8 @@ def hard_numbers(dtype: torch.dtype, number: int, count: int, *, shared: bool = 
     if dtype.is_floating_point:
         exponents = bits[::2] % 16 - 8
         half = x[::2]
-        half.copy_(torch.ldexp(bits[1::2].double() * 2.0**-63, exponents)[: len(half)])
+        wide = torch.float64 if has_float64() else torch.float32
+        half.copy_(torch.ldexp(bits[1::2].to(wide) * 2.0**-63, exponents)[: len(half)])
     return x
 
 

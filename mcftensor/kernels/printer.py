@@ -167,7 +167,7 @@ class Printer:
     def _text(self, operand: Any, dtype: torch.dtype) -> str:
         if isinstance(operand, Place):
             return self._name("v", operand.index)
-        wide = torch.float64 if dtype.is_floating_point else torch.int64
+        wide = dtype if dtype.is_floating_point else torch.int64
         # As eager PyTorch would round it, or wrap it around.
         return self.dialect.constant(
             torch.tensor(operand, dtype=wide, device="cpu").to(dtype).item(), dtype

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcftensor.kernels.custom_ops import DEFINITIONS
+from mcftensor.kernels.without_float64 import has_float64
 
 aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -45,13 +46,14 @@ Body = Callable[[Sequence[Tensor], Sequence[Any], Tensor], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Signature:
-    """The dtypes of what a program reads, and of what it writes; and which of the vectors and then
-    the outputs are what blocks of elements share."""
+    """The dtypes of what a program reads, and of what it writes; which of the vectors and then the
+    outputs are what blocks of elements share; and whether it may compute in float64."""
 
     vectors: tuple[torch.dtype, ...]
     scalars: tuple[torch.dtype, ...]
     outputs: tuple[torch.dtype, ...]
     shared: frozenset[int] = frozenset()
+    has_float64: bool = True
 
     def shares(self, output: int) -> bool:
         """Whether an output is what blocks share."""
@@ -193,6 +195,14 @@ _NATIVE = {
     "block_max": (torch.int32,),
     "spread": (torch.uint8, torch.int32, torch.bool),
 }
+
+
+def _is_native(name: str, dtype: torch.dtype) -> bool:
+    """Whether machines have an operator of ours; without float64 eager PyTorch has no fma of tiny
+    products, and so programs have none."""
+    return dtype in _NATIVE.get(name, ()) and (name != "fma" or has_float64())
+
+
 _SAME = (aten.clone, aten.detach, aten.alias, aten.lift_fresh)
 _CONSTANTS = {aten.zeros_like: 0, aten.ones_like: 1}
 
@@ -276,7 +286,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.has_kernel_for_dispatch_key(_COMPOSITE):  # arrives whole in inference mode
             return self.watch(func.decompose, *args, **kwargs)
-        if func.namespace == "mcftensor" and args[0].dtype not in _NATIVE.get(func._opname, ()):
+        if func.namespace == "mcftensor" and not _is_native(func._opname, args[0].dtype):
             return self.watch(DEFINITIONS[func._opname], *args)
         result = func(*args, **kwargs)
         self._remember(result, self._record(func, args, kwargs, result))

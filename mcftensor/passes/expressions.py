@@ -20,6 +20,7 @@ from mcftensor.kernels import Body, Column, Columns, Scalar, Signature, run
 from mcftensor.kernels.columns import columns_of, places_of, regroup, repeated
 from mcftensor.kernels.custom_ops import opaque
 from mcftensor.kernels.result_layout import template_of
+from mcftensor.kernels.without_float64 import Halves
 
 T = TypeVar("T")
 
@@ -89,11 +90,16 @@ def _body(
     def body(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> Sequence[Tensor]:
         left: dict[bool, Iterator[Any]] = {True: map(scalar_tensor, scalars), False: iter(vectors)}
         stored = regroup([next(left[is_scalar]) for is_scalar in are_scalars], lengths)
-        floats = [f.decode(x) for f, x in zip(formats, stored, strict=True)]
+        floats = [floats_of(f, x) for f, x in zip(formats, stored, strict=True)]
         key = scalars[-1] if format.takes_key else None
         return format.encode(expression.number(floats), noise_of(format.rounding, key, index))
 
     return body
+
+
+def floats_of(format: Format, stored: Sequence[Any]) -> Floats:
+    """What is stored as floats; a number in halves is these."""
+    return stored[0] if isinstance(stored[0], Halves) else format.decode(stored)
 
 
 def on_whole(
@@ -112,9 +118,11 @@ def on_whole(
     return body, Signature(tuple(vectors), tuple(scalars), tuple(outputs))
 
 
-def scalar_tensor(x: Any) -> Tensor:
-    """A scalar; a number of Python's is a float64."""
-    return x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device="cpu")
+def scalar_tensor(x: Any) -> Any:
+    """A scalar; a number of Python's is a float64, where there is that, or else its halves."""
+    if isinstance(x, Tensor | Halves):
+        return x
+    return torch.tensor(x, dtype=torch.float64, device="cpu")
 
 
 def _are_scalars(column: Sequence[Scalar], outputs: Column) -> list[bool]:

@@ -19,6 +19,7 @@ from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.custom_ops import opaque
 from mcftensor.kernels.eager import CHUNK, indices
 from mcftensor.kernels.program import COMPUTED, PATTERNS
+from mcftensor.kernels.without_float64 import HALVES, halves, has_float64
 
 
 @opaque(lambda stored, source, format, key: named(format).empty_like(stored[0]), of_one=True)
@@ -39,6 +40,14 @@ def recode(stored: Sequence[Tensor], source: str, format: str, key: Tensor | Non
     noise = None if key is None else noise_of(f.rounding, key, indices(stored[0]))
     found = f.encode(Sum(s.decode(stored)), noise)
     return [x.clone() if any(x is y for y in stored) else x for x in found]
+
+
+def of_number(x: float, format: Format, device: torch.device | None) -> list[Tensor]:
+    """A number of Python's as components of a format, rounded to nearest."""
+    if has_float64(device):
+        entered = [torch.tensor(x, dtype=torch.float64, device="cpu")]
+        return recode(entered, "float64", format.nearest.name, None)
+    return recode(list(halves(float(x))), HALVES, format.nearest.name, None)
 
 
 def lent(stored: Sequence[Tensor], format: Format) -> Tensor:

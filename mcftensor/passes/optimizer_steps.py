@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +21,14 @@ from torch.optim import Optimizer
 
 from mcftensor.arithmetic import eft
 from mcftensor.arithmetic.machine_numbers import Machine
-from mcftensor.arithmetic.network_numbers import Network
+from mcftensor.arithmetic.network_numbers import Network, where_it_runs
 from mcftensor.arithmetic.noise import noise_of
 from mcftensor.arithmetic.number_protocol import Number, Numbers
 from mcftensor.formats import Format, named
 from mcftensor.kernels import Body, Column, Columns, Scalar, run
 from mcftensor.kernels.columns import columns_of, regroup
 from mcftensor.kernels.custom_ops import opaque
+from mcftensor.kernels.without_float64 import has_float64
 
 Settings = Mapping[str, Any]
 """The numbers of a step by name; those that have no effect are not among them."""
@@ -199,7 +201,7 @@ def _numbers(rule: Rule, s: Settings, steps: Column) -> tuple[list[str], list[Se
     if rule.by_step is None:
         return names, columns
     settings = [s.get(name, 0.0) for name in rule.reads]
-    if steps[0].device.type == "cpu":
+    if steps[0].device.type == "cpu" or not has_float64(steps[0].device):
         counts = [x.item() for x in steps]
         known = {count: rule.by_step(count, *settings) for count in set(counts)}
         rows = list(known.values()) if len(known) == 1 else [known[count] for count in counts]
@@ -239,7 +241,7 @@ def numbers_for(formats: Sequence[Format]) -> Numbers:
     narrow = all(f.numbers.dtype == torch.float32 for f in own) and all(
         f.dtype.itemsize <= limit for f in formats[1:] if f.arithmetic == "plain"
     )
-    return Machine(torch.float32 if own and narrow else torch.float64)
+    return where_it_runs(Machine(torch.float32 if own and narrow else torch.float64))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -249,11 +251,11 @@ def _body(rule: str, maximize: bool, formats: tuple[Format, ...], names: tuple[s
     The scalars are those that `names` says, and a key, if one of the results rounds
     stochastically; they draw from streams of it.
     """
-    numbers = numbers_for(formats)
     update = RULES[rule].update
     lengths = [len(f.components) for f in formats]
 
     def body(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> Sequence[Tensor]:
+        numbers = numbers_for(formats)
         stored = regroup(vectors, lengths)
         s = dict(zip(names, scalars, strict=False))
         read = [numbers.of(f.decode(x)) for f, x in zip(formats, stored, strict=True)]
@@ -280,10 +282,12 @@ def _body(rule: str, maximize: bool, formats: tuple[Format, ...], names: tuple[s
 
 
 def _at_hand(x: Scalar) -> Scalar:
-    """A number for a step: as a float where that takes no waiting for the device."""
+    """A number for a step: as a float where that takes no waiting for the device, or where the
+    device has no float64."""
     if not isinstance(x, Tensor):
         return x
-    return x.item() if x.device.type == "cpu" else x.to(torch.float64)
+    is_near = x.device.type == "cpu" or not has_float64(x.device)
+    return x.item() if is_near else x.to(torch.float64)
 
 
 def take(
@@ -323,6 +327,23 @@ def _shared(formats: tuple[Format, ...]) -> frozenset[int]:
     return frozenset(i for i, x in enumerate(is_shared) if x)
 
 
+def setting(x: Scalar) -> Tensor:
+    """A setting as a tensor for `step_`; without float64, a number of Python's as its bits."""
+    if isinstance(x, Tensor):
+        return x
+    if has_float64():
+        return torch.scalar_tensor(x, dtype=torch.float64, device="cpu")
+    (bits,) = struct.unpack("q", struct.pack("d", x))
+    return torch.scalar_tensor(bits, dtype=torch.int64, device="cpu")
+
+
+def _from_setting(x: Tensor) -> Scalar:
+    if x.dtype != torch.int64:
+        return x
+    (number,) = struct.unpack("d", struct.pack("q", x.item()))
+    return number
+
+
 @opaque(
     lambda *args: None,
     schema="(str rule, str[] formats, Tensor(a!)[] targets, Tensor[] gradients, Tensor[] steps, "
@@ -342,7 +363,7 @@ def step_(
     """`take` as an operator: column after column in one list, and settings as tensors."""
     found = [named(name) for name in formats]
     count = len(gradients) // len(found[0].components)
-    given = dict(zip(names, settings, strict=True))
+    given = dict(zip(names, map(_from_setting, settings), strict=True))
     take(rule, found, columns_of(gradients, count), columns_of(targets, count), steps, keys, given)
 
 
@@ -360,9 +381,8 @@ def unscale_(gradients: Sequence[Tensor], format: str, grad_scale: Tensor) -> No
 
 @functools.lru_cache(maxsize=64)
 def _unscaled(f: Format) -> Body:
-    numbers = numbers_for([f])
-
     def body(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> Sequence[Tensor]:
+        numbers = numbers_for([f])
         return f.nearest.encode(numbers.of(f.decode(vectors)).summed() / scalars[0], None)
 
     return body

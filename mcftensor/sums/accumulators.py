@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.kernels import digit_sums
+from mcftensor.kernels.without_float64 import has_float64, without
 from mcftensor.sums.digits import WIDEST, WIDTH, Grid, least_of, positions_of, products_of
 
 COUNTS = 5
@@ -104,6 +105,8 @@ def running(x: Tensor, grid: Grid) -> Iterator[Tensor]:
 
 def _add_block(result: Tensor, x: Tensor, y: Tensor | None, grid: Grid, fold: Fold) -> None:
     """Add the digits and the counts of a block of terms, folded along one dimension."""
+    if not has_float64(x.device):
+        raise without("an exact sum")
     wide, other = x.double(), None if y is None else y.double()
     is_finite = torch.isfinite(wide)
     shown = wide

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mcftensor.kernels.without_float64 import has_float64
 from mcftensor.tensor import text_tables
 from mcftensor.tensor.addresses import require_dispatch
 from mcftensor.tensor.components import ComponentTensor
-from mcftensor.tensor.tensor_repr import formatted, text_of
+from mcftensor.tensor.tensor_repr import formatted, sum_on_host, text_of
 
 
 class ReadableTensor(ComponentTensor):
@@ -22,24 +23,34 @@ class ReadableTensor(ComponentTensor):
         is_unknown = self._has_rules and self.is_meta  # the exponent is
         if type(self._read()[0]) is not torch.Tensor or is_unknown:
             return f"{kind}MCFTensor(shape={tuple(self.shape)}, format={self._format.name})"
-        text = text_of(self._collapsed(), self._format.decode(self._read()), self._format)
+        text = text_of(self._shown(), self._format.decode(self._read()), self._format)
         about = f"format={self._format.name}{self._format.about(self._read())}"
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"{kind}MCFTensor({text}, {about}{grad})"
+
+    def _shown(self) -> Tensor:
+        """The collapsed values, in float64 where that is there."""
+        return self._collapsed(torch.float64 if has_float64(self.device) else torch.float32)
 
     def _repr_html_(self) -> str:
         components = self._read()
         has_data = type(components[0]) is torch.Tensor and not self.is_meta
         is_shown = has_data and 0 < self.numel() <= text_tables.FEW
         about = f"{self._role}, shape {tuple(self.shape)}, {text_tables.size(self.nbytes)}"
-        numbers = self._collapsed() if is_shown else None
+        numbers = self._shown() if is_shown else None
         return text_tables.numbers(repr(self), about, self._format, components, numbers)
 
     def __format__(self, spec: str) -> str:
         if self.dim() or type(self._read()[0]) is not torch.Tensor:
             return object.__format__(self, spec)
         terms = self._format.decode(self._read())
-        return formatted(self._collapsed(), terms, self._format, spec)
+        return formatted(self._on_host().item(), terms, self._format, spec)
+
+    def _on_host(self) -> np.ndarray:
+        """The collapsed values in float64."""
+        if has_float64(self.device) or self._has_rules:
+            return self._collapsed().cpu().numpy()
+        return sum_on_host(self._format.decode(self._read()))
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
         """The collapsed values in float64, a copy on the CPU."""
@@ -47,7 +58,7 @@ class ReadableTensor(ComponentTensor):
             raise RuntimeError(
                 "numpy: this expansion requires grad; call .detach().numpy(), or numpy(force=True)"
             )
-        return self._collapsed().cpu().numpy()
+        return self._on_host()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         array = self.numpy()
@@ -59,7 +70,7 @@ class ReadableTensor(ComponentTensor):
 
     def tolist(self) -> Any:
         """The collapsed values as nested lists of Python floats."""
-        return self._collapsed().tolist()
+        return self._on_host().tolist()
 
     def dequantize(self) -> Tensor:
         """The numbers as a plain tensor, exactly where its format only stores them: float32."""

@@ -19,7 +19,8 @@ from mcftensor.arithmetic.write_counts import count_beside, moved, start
 from mcftensor.formats import Format, require_format, unmoved
 from mcftensor.formats.format import named
 from mcftensor.kernels.columns import on_device
-from mcftensor.passes.format_conversion import recode
+from mcftensor.kernels.without_float64 import has_float64
+from mcftensor.passes.format_conversion import of_number
 from mcftensor.tensor.checks import check_components, check_writes, normalized
 from mcftensor.tensor.components import COMPONENTS, Role, wrapper
 from mcftensor.tensor.fsdp_hooks import GatheredTensor
@@ -482,10 +483,11 @@ def number_in(
 ) -> Tensor:
     """Return a number as a 0-d expansion, rounded to nearest; a plain tensor for formats without
     them."""
-    number = torch.tensor(x, dtype=torch.float64, device="cpu")
     if format.shared or format.rules is not None:
+        dtype = torch.float64 if has_float64(device) else torch.float32
+        number = torch.tensor(x, dtype=dtype, device="cpu")
         return number if device is None else on_device(number, device)
-    terms = recode([number], "float64", format.nearest.name, None)
+    terms = of_number(x, format, device)
     return MCFTensor.of(
         [t if device is None else on_device(t, device) for t in terms], format, role
     )

@@ -2,40 +2,62 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import re
 from collections.abc import Sequence
 from decimal import Decimal
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch._tensor_str import PRINT_OPTS
 
 from mcftensor.arithmetic.decimals import decimal_of, digits_of
 from mcftensor.formats import Format
 
-_OF_FLOAT64 = 15  # digits that it always has
+_OF_FLOAT64, _OF_FLOAT32 = 15, 6  # digits that they always have
 _OF_ANY = 2000  # more than any sum of floats has
 
 
 def text_of(collapsed: Tensor, terms: Sequence[Tensor], format: Format) -> str:
     """The numbers, in nested brackets, by the options of `torch.set_printoptions`."""
-    if format.precision > 53 and PRINT_OPTS.precision > _OF_FLOAT64 and collapsed.numel():
+    is_long, most = format.precision > 53, _OF_FLOAT64
+    if collapsed.dtype == torch.float32:
+        is_long, most = True, _OF_FLOAT32
+    if is_long and PRINT_OPTS.precision > most and collapsed.numel():
         return _in_decimals(terms, format)
     text = repr(collapsed).removeprefix("tensor(").removesuffix(")")
     text = re.sub(r",\s*dtype=torch\.float64", "", text)
     return text.replace("\n" + " " * 7, "\n" + " " * 10)
 
 
-def formatted(collapsed: Tensor, terms: Sequence[Tensor], format: Format, spec: str) -> str:
+def formatted(collapsed: float, terms: Sequence[Tensor], format: Format, spec: str) -> str:
     """One number by a format specification of Python's, with the digits that it asks for."""
     asked = re.search(r"\.(\d+)", spec)
     if format.precision <= 53 or asked is None or int(asked[1]) <= _OF_FLOAT64:
-        return f"{collapsed.item():{spec}}"
+        return f"{collapsed:{spec}}"
     return f"{decimal_of([float(x) for x in terms], _OF_ANY):{spec}}"
 
 
+def sum_on_host(terms: Sequence[Tensor]) -> np.ndarray:
+    """The sums of terms of at most 32 bits, rounded once to float64."""
+    arrays = [_in_numpy(x) for x in terms]
+    if len(arrays) <= 2:
+        return functools.reduce(np.add, arrays)
+    rows = zip(*(x.reshape(-1).tolist() for x in arrays), strict=True)
+    sums = [math.fsum(row) if math.isfinite(row[0]) else row[0] for row in rows]
+    return np.array(sums, dtype=np.float64).reshape(arrays[0].shape)
+
+
+def _in_numpy(x: Tensor) -> np.ndarray:
+    """Floats in float64, by NumPy."""
+    x = x.detach()
+    return (x if x.dtype == torch.float64 else x.float()).cpu().numpy().astype(np.float64)
+
+
 def _in_decimals(terms: Sequence[Tensor], format: Format) -> str:
-    columns = [x.detach().double().reshape(-1).tolist() for x in terms]
+    columns = [_in_numpy(x).reshape(-1).tolist() for x in terms]
     numbers = np.empty(terms[0].numel(), dtype=object)
     for i, parts in enumerate(zip(*columns, strict=True)):
         numbers[i] = decimal_of(parts, digits_of(format.precision))

@@ -1,8 +1,9 @@
-"""What runs on a device without float64, as Apple's MPS is, by PyTorch's own operations.
-
-The table of the page is what is found here.
+"""What runs without float64: on a device as Apple's MPS is, by PyTorch's own operations, and in the
+mode `mcf.without_float64()`. The table of the page is what is found here.
 """
 
+import threading
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ import torch
 from torch import nn
 
 import mcftensor as mcf
+from mcftensor.kernels.without_float64 import has_float64
+from support.kernel_cases import way
+from support.no_float64 import Float64Error, no_float64
 from support.pretended import Misplaced, pretended
 
 PAGE = Path(__file__).parents[2] / "docs/reference/devices.md"
@@ -63,7 +67,7 @@ def runs(feature, format) -> bool:
     try:
         with pretended("mps", has_float64=False):
             FEATURES[feature](format)
-    except Misplaced:
+    except (Misplaced, NotImplementedError):
         return False
     return True
 
@@ -84,3 +88,246 @@ def test_the_table_of_the_page():
 def test_scaled_formats_need_float64():
     with pretended("mps", has_float64=False), pytest.raises(Misplaced):
         mcf.as_expansion(torch.rand(8, 32).to("mps"), mcf.scaling.scaled(torch.float16))
+
+
+# --------------------------------------------------------------- the mode, on any device
+
+LONG = (mcf.bf16x2, mcf.bf16x3, mcf.fp32x2)
+MORE = (mcf.fp16x2, mcf.bf16i16, mcf.bf16i8)
+ROUNDED = tuple(map(mcf.Format.from_name, ("bf16x2sr", "bf16x3br", "fp32x2br", "bf16br")))
+
+
+def made(format):
+    return mcf.as_expansion(torch.rand(8, 32) + 1, format)
+
+
+def stepped(make, format, **options):
+    p = nn.Parameter(made(format))
+    optimizer = make([p], **options)
+    for i in range(3):
+        p.grad = torch.full_like(p.detach().lent, 0.1 * (i + 1))
+        optimizer.step()
+    return p
+
+
+OPTIMIZERS = {
+    "SGD": lambda f, **kw: stepped(torch.optim.SGD, f, lr=0.1, momentum=0.9, **kw),
+    "AdamW": lambda f, **kw: stepped(torch.optim.AdamW, f, **kw),
+    "Adam": lambda f, **kw: stepped(torch.optim.Adam, f, amsgrad=True, weight_decay=0.1, **kw),
+    "Adagrad": lambda f, **kw: stepped(torch.optim.Adagrad, f, **kw),
+}
+STEPS = {
+    f"{name}, {path}": (lambda f, make=make, path=path: make(f, **{path: True}))
+    for name, make in OPTIMIZERS.items()
+    for path in ("foreach", "fused")
+} | {
+    f"{name}, for-loop": (lambda f, make=make: make(f, foreach=False))
+    for name, make in OPTIMIZERS.items()
+}
+WORK = {
+    "convert": lambda f: mcf.as_expansion(made(f), mcf.fp32x2),
+    "collapse": lambda f: mcf.as_plain(made(f), torch.float32),
+    "round twice": lambda f: mcf.as_plain(made(f), torch.float16),
+    "+": lambda f: made(f) + made(f) - 0.1,
+    "integers": lambda f: made(f) + torch.arange(32),
+    "*": lambda f: made(f) * made(f) * 0.1,
+    "/": lambda f: 1 / made(f),
+    "sqrt": lambda f: made(f).sqrt(),
+    "power": lambda f: made(f) ** 3,
+    "lerp": lambda f: made(f).lerp(made(f), 0.1),
+    "addcmul": lambda f: made(f).addcmul(made(f), made(f), value=0.1),
+    "addcdiv": lambda f: made(f).addcdiv_(made(f), made(f), value=0.1),
+    "setitem": lambda f: made(f).__setitem__(0, 1.2),
+    "where": lambda f: torch.where(torch.rand(8, 32) > 0.5, made(f), 1.2),
+    "compare": lambda f: (made(f) > 1.5) & (made(f) > made(f)),
+    "clamp": lambda f: made(f).clamp(1.2, 1.5),
+    "fill": lambda f: torch.full_like(made(f), 0.1).fill_(0.3),
+    "sort": lambda f: made(f).sort(),
+    "whole": lambda f: made(f).round(),
+    "remainder": lambda f: made(f) % 0.3,
+    "sum": lambda f: made(f).sum(1),
+    "mean": lambda f: made(f).mean(),
+    "norm": lambda f: made(f).norm(),
+    "running sum": lambda f: made(f).cumsum(1),
+    "list": lambda f: torch._foreach_mul_([made(f), made(f)], 0.9),
+    "text": lambda f: repr(made(f)),
+    "numbers": lambda f: made(f).tolist(),
+    "fma": lambda f: mcf.fma(made(f), 0.1, 3),
+    "item": lambda f: made(f)[0, 0].item(),
+    "matrix product": lambda f: made(f) @ made(f).T,
+}
+
+
+@pytest.mark.parametrize("format", [*LONG, *MORE, *ROUNDED], ids=lambda f: f.name)
+def test_no_float64_tensor_is_made(format):
+    for name, function in WORK.items():
+        with no_float64():
+            function(format)
+        del name  # which the traceback shows
+
+
+@pytest.mark.parametrize(
+    "format",
+    [
+        pytest.param(f, marks=[] if f is mcf.bf16i8 else pytest.mark.slow, id=f.name)
+        for f in (*LONG, mcf.bf16i16, mcf.bf16i8, *ROUNDED)
+    ],
+)
+def test_no_float64_tensor_is_made_by_steps(format):
+    for name, function in STEPS.items():
+        with no_float64():
+            function(format)
+        del name
+
+
+def test_the_harness_sees_float64():
+    for function in (lambda: made(mcf.bf16x3) + 1, lambda: made(mcf.fp32x2).sum()):
+        function()
+        with no_float64(), pytest.raises(Float64Error):
+            made(mcf.fp32x2).to(torch.float64)
+    with pytest.raises(Float64Error), no_float64():
+        torch.ones(2, dtype=torch.float64)
+
+
+def drawn(format, seed=0, count=4096):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(-8, 9, (count,), generator=generator).double().exp2()
+    return mcf.as_expansion(
+        (torch.rand(count, generator=generator, dtype=torch.float64) + 0.5) * sizes, format
+    )
+
+
+BITS = {
+    "+": lambda a, b: a - b,
+    "*": lambda a, b: a * b,
+    "/": lambda a, b: a / b,
+    "sqrt": lambda a, b: a.sqrt(),
+    "numbers": lambda a, b: (a * 0.1 + 0.3) / 0.7,
+    "lerp": lambda a, b: a.lerp(b, 0.3),
+    "addcdiv": lambda a, b: a.addcdiv(b, a, value=0.3),
+}
+
+
+@pytest.mark.parametrize("format", [mcf.fp32x2, mcf.bf16x2, mcf.fp16x2], ids=lambda f: f.name)
+def test_bits_are_those_of_float64(format):
+    a, b = drawn(format), drawn(format, 1)
+    for name, function in BITS.items():
+        expected = function(a, b)
+        with no_float64():
+            found = function(a, b)
+        for x, y in zip(found.components, expected.components, strict=True):
+            assert torch.equal(x, y), name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[] if x.startswith("AdamW") else pytest.mark.slow) for x in STEPS],
+)
+def test_steps_over_fp32x2_have_the_bits_of_float64(name):
+    torch.manual_seed(0)
+    expected = STEPS[name](mcf.fp32x2)
+    torch.manual_seed(0)
+    with no_float64():
+        found = STEPS[name](mcf.fp32x2)
+    for x, y in zip(found.components, expected.components, strict=True):
+        assert torch.equal(x, y)
+
+
+def exactly(x):
+    columns = zip(*(t.double().flatten().tolist() for t in x.components), strict=True)
+    return [sum(map(Fraction, column)) for column in columns]
+
+
+@pytest.mark.parametrize("format", [mcf.bf16x3, mcf.fp32x2], ids=lambda f: f.name)
+def test_errors_of_operations(format):
+    u = Fraction(format.u)
+    bounds = {"add": u**3 / 4, "mul": u**3 / 4, "div": u**3 / 4, "sqrt": u**3 / 4}
+    if format is mcf.fp32x2:
+        bounds = {"add": 3 * u**2, "mul": 4 * u**2, "div": u**2 / 2, "sqrt": 25 * u**2 / 8}
+    a, b = drawn(format, 2, 1000), drawn(format, 3, 1000)
+    slack = 1 + Fraction(1, 2**6)
+    with no_float64():
+        found = {"add": a - b, "mul": a * b, "div": a / b, "sqrt": a.sqrt()}
+    x, y = exactly(a), exactly(b)
+    exact = {
+        "add": [p - q for p, q in zip(x, y, strict=True)],
+        "mul": [p * q for p, q in zip(x, y, strict=True)],
+        "div": [p / q for p, q in zip(x, y, strict=True)],
+    }
+    for name, result in found.items():
+        values = exactly(result)
+        if name == "sqrt":
+            errors = [abs(r * r / p - 1) / 2 for r, p in zip(values, x, strict=True)]
+        else:
+            errors = [abs(r / e - 1) for r, e in zip(values, exact[name], strict=True) if e]
+        assert max(errors) <= bounds[name] * slack, name
+        assert max(errors) > bounds[name] / 100, name
+
+
+@pytest.mark.parametrize("count", [100, 5000])
+def test_sums_and_inner_products_of_fp32x2(count):
+    a, b = drawn(mcf.fp32x2, 4, count), drawn(mcf.fp32x2, 5, count)
+    signs = torch.where(torch.arange(count) % 3 == 0, -1.0, 1.0)
+    with no_float64():
+        a = a * signs
+        total, inner = a.sum(), a @ b
+    x, y = exactly(a), exactly(b)
+    (total,), (inner,) = exactly(total), exactly(inner)
+    products = [p * q for p, q in zip(x, y, strict=True)]
+    assert abs(total - sum(x)) <= Fraction(1, 2**44) * sum(map(abs, x))
+    assert abs(inner - sum(products)) <= Fraction(1, 2**44) * sum(map(abs, products))
+    assert inner != sum(products)
+
+
+def test_transformations_of_float32_in_float32():
+    a, b, c = (mcf.as_plain(drawn(mcf.fp32x2, i, 2000), torch.float32) for i in range(3))
+    small = torch.logspace(-30, -3, 2000)
+    with no_float64():
+        p, e = mcf.eft.two_prod(a * small, b * small)
+        large, rest = mcf.eft.two_prod(a * 1e28, b * 1e3)
+        fused = mcf.eft.fma(a, b, -c)
+        root = mcf.eft.sqrt(a)
+        tiny = mcf.eft.sqrt(a * 1e-40)
+    expected = mcf.eft.two_prod(a * small, b * small)
+    assert torch.equal(p, expected[0])
+    assert torch.equal(e, expected[1])  # also where products are subnormal
+    for x, y, hi, lo in zip(*(t.tolist() for t in (a * 1e28, b * 1e3, large, rest)), strict=True):
+        assert Fraction(x) * Fraction(y) == Fraction(hi) + Fraction(lo)
+    assert torch.equal(fused, mcf.eft.fma(a, b, -c))
+    assert torch.equal(root, mcf.eft.sqrt(a))
+    assert torch.equal(tiny, mcf.eft.sqrt(a * 1e-40))
+
+
+def test_what_needs_float64_says_so():
+    x = made(mcf.fp32x2)
+    with mcf.without_float64(), pytest.raises(NotImplementedError, match=r"exp.*float64"):
+        x.exp()
+    with mcf.without_float64(), pytest.raises(NotImplementedError, match="an exact sum"):
+        mcf.exact.sum(torch.ones(3))
+
+
+def test_the_mode_is_of_the_thread_and_nests():
+    seen = []
+
+    @mcf.without_float64()
+    def inside():
+        with mcf.without_float64():
+            pass
+        seen.append(has_float64())
+        thread = threading.Thread(target=lambda: seen.append(has_float64()))
+        thread.start()
+        thread.join()
+
+    inside()
+    assert (*seen, has_float64()) == (False, True, True)
+
+
+@pytest.mark.parametrize("format", LONG, ids=lambda f: f.name)
+def test_compiled_kernels_have_the_bits_of_eager_ones(format):
+    a, b = drawn(format), drawn(format, 1)
+    found = []
+    for path in ("eager", "cpp"):
+        with way(path), mcf.without_float64():
+            found.append([*(a * b).components, *((a + 0.1) / b).components])
+    for x, y in zip(*found, strict=True):
+        assert torch.equal(x, y)
