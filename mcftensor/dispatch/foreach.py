@@ -84,7 +84,7 @@ class ListCall:
     def by_torch(self, made: list[Any]) -> list[Any]:
         """Carry out the rows that have no result yet: those on stored numbers together."""
         left = [i for i in range(self.count) if made[i] is None]
-        if any(map(storage_formats.are_among, self.columns)):
+        if storage_formats.are_among(self.columns):
             is_in_order = (
                 self.in_place and self.count > 1 and not storage_formats.are_apart(self.columns)
             )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -59,30 +58,26 @@ def of_terms(handler: Handler) -> Handler:
     """A handler that works on terms, and so leaves other components to `on_numbers`."""
 
     def on_terms(func: Any, *args: Any, **kwargs: Any) -> Any:
-        if _are_among((args, kwargs)):
+        if are_among((args, kwargs)):
             return on_numbers(func, args, kwargs)
         return handler(func, *args, **kwargs)
 
     return on_terms
 
 
-def are_among(column: Sequence[Any]) -> bool:
-    """Whether one of a column is only stored."""
-    ours = [x for x in column if isinstance(x, MCFTensor)]
-    return any(x.arithmetic == "numbers" for x in set(map(_format, ours)))
+def are_among(operands: Any) -> bool:
+    """Whether one of the operands is only stored."""
+    return any(x.arithmetic == "numbers" for x in _formats(operands))
 
 
-_format = attrgetter("_format")
-
-
-def _are_among(operands: Any) -> bool:
-    return any(x._format.arithmetic == "numbers" for x in expansions(operands))
+def _formats(operands: Any) -> set[Format]:
+    return {x._format for x in expansions(operands)}
 
 
 def are_numbers(operands: Any) -> bool:
     """Whether an operation is one on plain numbers: of expansions that are all only stored, or of
     which some share scales, which other kernels do not read."""
-    formats = {x._format for x in expansions(operands)}
+    formats = _formats(operands)
     return bool(formats) and (
         all(x.arithmetic == "numbers" for x in formats) or any(format.shared for format in formats)
     )
