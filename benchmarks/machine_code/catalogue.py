@@ -32,7 +32,7 @@ STORED = tuple(
     mcf.Format.from_name(name)
     for name in (
         *("bf16i16", "bf16i8", "bf16i8rn", "bf16i8sr", "bf16br", "bf16sr"),
-        *("mxfp8", "ue5m3", "e4m3i8", "e4m3i16"),
+        *("mxfp8", "ue5m3", "e4m3i8", "e4m3i16", "fp16i16", "fp16i8"),
     )
 )
 OPERATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -61,6 +61,7 @@ MIXTURES: tuple[tuple[str, str | None], ...] = (
     *((name, "plus") for name in ("bf16x3", "fp16x2", "fp32x2", "bf16x2sr", "bf16x2br")),
     *((name, None) for name in ("bf16i16", "bf16i8", "bf16br")),
     *((name, "compact") for name in ("bf16i8", "bf16i16", "e4m3i8", "e4m3i16")),
+    *(("fp16i16", None), ("fp16i8", "compact")),
 )
 # Optimizers of torch.optim whose operations become traces, by their for-loop path.
 TRACED = ("AdamW", "NAdam", "RAdam", "RMSprop", "Adadelta")

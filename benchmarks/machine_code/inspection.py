@@ -116,7 +116,8 @@ def inspect(program: Program, target: str, scratch: Path) -> Inspection:
     unit = TARGETS[target]
     elements = THREAD_BLOCK // (unit.lanes * code.warps)
     signature = program.signature
-    inputs = [x for i, x in enumerate(signature.vectors) if i not in signature.shared]
+    # Some operands are not read, such as a momentum in the first step.
+    inputs = [x.dtype for x in program.instructions if x.name == "vector"]
     outputs = [x for i, x in enumerate(signature.outputs) if not signature.shares(i)]
     loads, stores = _widths(inputs, elements), _widths(outputs, elements)
     found = {kind: _accesses(code, target, kind) for kind in ("load", "store")}

@@ -8,7 +8,7 @@ import torch
 
 import gpu_kernels
 from machine_code import gpus, inspection
-from machine_code.catalogue import catalogue
+from machine_code.catalogue import catalogue, group_of
 from mcftensor.kernels import triton
 from mcftensor.kernels.program import Signature, record
 
@@ -31,6 +31,7 @@ def test_what_is_committed_is_of_the_kernels_that_there_are(known, committed):
         assert kernels
         for name, found in kernels.items():
             assert found["instructions"] == len(known[name].instructions), name
+        assert {*map(group_of, kernels)} == {*map(group_of, known)}
     for name in ("AdamW, bf16x2, plus", "AdamW, bf16i8, compact", "AdamW, bf16i16", "mul, bf16x2"):
         assert all(any(x.startswith(name) for x in kernels) for kernels in committed.values())
 
@@ -109,6 +110,14 @@ def test_tables_are_no_elements():
     for code, target in ((amd, "gfx942"), (nvidia, "sm_90")):
         assert not inspection._accesses(code, target, "load")
         assert inspection._accesses(code, target, "store") == {16: 1}
+
+
+def test_what_is_not_read_is_not_loaded(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    dtypes = (torch.float32,) * 2
+    program = record(lambda v, s, i: [v[1] * 2], Signature(dtypes, (), dtypes[:1]))
+    assert inspection.inspect(program, "sm_90", tmp_path).narrow == 0
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
