@@ -111,7 +111,8 @@ $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
 # Without what these need for GPUs.
 $(VENV)/ecosystem: $(VENV)/installed
 	$(BIN)/pip install --disable-pip-version-check -c $(VENV)/constraints.txt -e ".[ecosystem]"
-	$(BIN)/pip install --disable-pip-version-check --no-deps bitsandbytes torchtitan trl
+	$(BIN)/pip install --disable-pip-version-check -c $(VENV)/constraints.txt --no-deps \
+		bitsandbytes torchtitan trl
 	touch $@
 
 $(VENV)/benchmarks: $(VENV)/installed
