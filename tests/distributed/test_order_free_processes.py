@@ -4,9 +4,13 @@ import contextlib
 import copy
 import gc
 import io
+import os
 import random
+import signal
+import tempfile
 import weakref
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -286,9 +290,6 @@ def _bytes(x: object) -> object:
 
 
 def _outcome(ranks, world: int, arguments: dict[str, object]) -> bytes:
-    import tempfile  # noqa: PLC0415
-    from pathlib import Path  # noqa: PLC0415
-
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "state")
         ranks.run(world, "gloo", __name__, "saved", {**arguments, "path": str(path)})
@@ -296,14 +297,74 @@ def _outcome(ranks, world: int, arguments: dict[str, object]) -> bytes:
 
 
 def saved(name, start, stop, state, path):
-    from pathlib import Path  # noqa: PLC0415
-
     result = train("ddp", name, range(start, stop), state=state)
     if dist.get_rank() == 0:
         Path(path).write_bytes(result["state"])
 
 
 saved.check = saved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bf16x2", "compact"])
+@pytest.mark.parametrize("seed", range(3))
+def test_kills_in_the_middle_of_steps_change_no_bit(name, seed, tmp_path):
+    """Processes are killed in backward, and others, fewer or more, go on from what they saved."""
+    chance, steps = random.Random(seed), 8
+    path, finished = tmp_path / "state", []
+    for world in (*chance.sample([2, 3, 4], 3), chance.choice([1, 2, 3])):
+        done = torch.load(path, weights_only=True)[0] if path.exists() else 0
+        is_last = len(finished) == 3
+        at = None if is_last else (chance.randrange(world), chance.randint(done, done + 1))
+        finished.append(_trained_until_killed(world, tmp_path, name, steps, at))
+    assert finished == [False, False, False, True]
+    _, state = torch.load(path, weights_only=True)
+    whole = expected(name, range(steps), False)["state"]
+    a, b = (torch.load(io.BytesIO(x), weights_only=True) for x in (state, whole))
+    assert _bytes(a) == _bytes(b)
+
+
+def _trained_until_killed(world, folder, name, steps, at) -> bool:
+    """Whether all processes came to the end."""
+    context = torch.multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as place:
+        given = (world, f"{place}/store", str(folder), name, steps, at)
+        arguments = [(rank, *given) for rank in range(world)]
+        processes = [context.Process(target=_saves_each_step, args=x) for x in arguments]
+        for process in processes:
+            process.start()
+        if at is not None:
+            processes[at[0]].join()
+            assert processes[at[0]].exitcode == -signal.SIGKILL
+            for process in processes:
+                process.kill()
+        for process in processes:
+            process.join()
+    return all(process.exitcode == 0 for process in processes)
+
+
+def _saves_each_step(rank, world, store, folder, name, steps, at):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    path, state, done = Path(folder, "state"), None, 0
+    if path.exists():
+        done, state = torch.load(path, weights_only=True)
+    for step in range(done, steps):
+        with pytest.MonkeyPatch.context() as patch:
+            if at == (rank, step):
+                patch.setattr(f"{__name__}.loss_of", _killed_in_backward)
+            state = train("ddp", name, range(step, step + 1), state=state)["state"]
+        if rank == 0:
+            unfinished = path.with_suffix(".new")
+            torch.save((step + 1, state), unfinished)
+            unfinished.replace(path)
+    dist.barrier()
+
+
+def _killed_in_backward(model, step, i, uses_all, own=loss_of):
+    parameter = next(p for p in model.parameters() if p.requires_grad)
+    parameter.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+    return own(model, step, i, uses_all)
 
 
 @on_ranks(2)
