@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch import elementary, matrix_products
+from mcftensor.dispatch import elementary, linear_algebra, matrix_products
 from mcftensor.dispatch.matrix_products import added
 from mcftensor.dispatch.operands import expansions, mapped, stored_in
 from mcftensor.dispatch.write_results import assign, refusal, written_to
@@ -183,6 +183,20 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "sgn": _sign,  # x.sgn
     "rsqrt": lambda x: 1 / torch.sqrt(x),  # x.rsqrt
     "copysign": _copysign,  # torch.copysign
+    "_linalg_solve_ex": linear_algebra.solve_ex,  # torch.linalg.solve
+    "linalg_inv_ex": linear_algebra.inv_ex,  # torch.linalg.inv
+    "linalg_solve_triangular": linear_algebra.solve_triangular,  # torch.linalg.solve_triangular
+    "linalg_lu_solve": linear_algebra.lu_solve,  # gradients of torch.linalg.solve and det
+    "linalg_lu_factor_ex": linear_algebra.lu_factor_ex,  # torch.linalg.lu_factor
+    "linalg_lu": linear_algebra.lu,  # torch.linalg.lu
+    "lu_unpack": linear_algebra.lu_unpack,  # torch.lu_unpack
+    "_linalg_det": linear_algebra.det,  # torch.linalg.det
+    "_linalg_slogdet": linear_algebra.slogdet,  # torch.linalg.slogdet, torch.logdet
+    "linalg_cholesky_ex": linear_algebra.cholesky_ex,  # torch.linalg.cholesky
+    "linalg_qr": linear_algebra.qr,  # torch.linalg.qr
+    "linalg_lstsq": linear_algebra.lstsq,  # torch.linalg.lstsq
+    "_linalg_eigh": linear_algebra.eigh,  # torch.linalg.eigh, eigvalsh
+    "_linalg_svd": linear_algebra.svd,  # torch.linalg.svd, svdvals, cond
     "allclose": _allclose,  # torch.allclose
     **elementary.ALGORITHMS,  # torch.exp, x.softmax
 }

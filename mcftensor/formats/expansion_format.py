@@ -116,6 +116,12 @@ class ExpansionFormat(Format):
         )
 
     @property
+    def doubled(self) -> ExpansionFormat:
+        """A format of float64 terms with twice the bits, or the longest one."""
+        terms = -(-2 * self.precision // BASES[torch.float64].precision)
+        return ExpansionFormat(torch.float64, min(max(2, terms), MAX_TERMS))
+
+    @property
     def of_gradients(self) -> Format:
         """The same terms."""
         return self.nearest

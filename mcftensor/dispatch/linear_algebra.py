@@ -1,0 +1,521 @@
+"""Linear algebra beyond 48 bits, on matrices of twice the bits of the format.
+
+Equations are solved by an approximate inverse R, made of inverses in float64: R A is inverted again
+until it is close to the identity (S. M. Rump, "Inversion of extremely ill-conditioned matrices in
+floating-point", Japan J. Indust. Appl. Math. 26, 2009), and solutions are refined with residuals of
+twice the bits (N. J. Higham, "Accuracy and Stability of Numerical Algorithms", 2002, chapter 12;
+E. Carson and N. J. Higham, SIAM J. Sci. Comput. 40(2), 2018). Triangular factors are eliminated
+column by column. Eigenvectors are those of float64, refined by products (after T. Ogita and K.
+Aishima, "Iterative refinement for symmetric eigenvalue decomposition", Japan J. Indust. Appl. Math.
+35, 2018); eigenvalues that are too close for that are separated by eigenvectors of their block.
+Singular vectors are eigenvectors of A^T A, which twice the bits hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mcftensor.dispatch.operands import plainly, stored_in, value_of
+from mcftensor.formats import Format
+from mcftensor.tensor import MCFTensor
+
+_MOST_STEPS = 100
+"""Of a refinement, which gains at least two bits at each."""
+
+
+def _wide(x: Tensor, format: Format) -> MCFTensor:
+    doubled = format.doubled  # type: ignore[attr-defined]
+    return MCFTensor.of(stored_in(x, doubled, x.device), doubled)
+
+
+def _float64(x: Tensor) -> Tensor:
+    return plainly(x, torch.float64)
+
+
+def _identity(like: Tensor, size: int) -> Tensor:
+    return torch.eye(size, dtype=torch.float64, device=like.device)
+
+
+def _largest(x: Tensor) -> float:
+    return float(_float64(x).abs().max()) if x.numel() else 0.0
+
+
+def batched(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """A function of matrices for batches of them; expansions among the results are rounded to the
+    format of the first operand."""
+
+    def run(*operands: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        format: Format = operands[0]._format  # type: ignore[attr-defined]
+        batch = torch.broadcast_shapes(*(x.shape[:-2] for x in operands))
+        flat = [x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in operands]
+        if not len(flat[0]):
+            raise NotImplementedError("linear algebra of no matrices in formats beyond 48 bits")
+        options["bits"] = format.precision
+        found = [
+            function(*(_wide(x, format) for x in row), **options) for row in zip(*flat, strict=True)
+        ]
+        results = []
+        for column in zip(*found, strict=True):
+            whole = torch.stack(column)
+            whole = whole.reshape([*batch, *whole.shape[1:]])
+            results.append(value_of(whole, format) if whole.is_floating_point() else whole)
+        return tuple(results)
+
+    return run
+
+
+# ------------------------------------------------------------------------------------- equations
+
+
+def _require_condition(name: str, condition: float, bits: int) -> None:
+    if not condition < 2.0**bits:
+        raise torch.linalg.LinAlgError(
+            f"{name}: the matrix has an estimated condition of {condition:.1e}, and a format of "
+            f"{bits} bits solves up to {2.0**bits:.1e}. Convert it to a longer format, or use "
+            "torch.linalg.pinv of mcf.as_plain(x, torch.float64)"
+        )
+
+
+def _approximate_inverse(name: str, a: MCFTensor, bits: int) -> Tensor:
+    """R with a norm of I - R A below 1/4.
+
+    Raises:
+        LinAlgError: the condition is beyond the bits of the format.
+    """
+    size, identity = len(a), _identity(a, len(a))
+    inverse: Tensor = _wide_like(identity, a)
+    condition = 1.0
+    norm = float(_float64(a).abs().sum(1).max()) if size else 0.0
+    if not norm < torch.inf:
+        raise torch.linalg.LinAlgError(f"{name}: the matrix has elements that are not finite")
+    for _ in range(len(a.components) + 2):
+        near = inverse @ a
+        defect = float(_float64(near - identity).abs().sum(1).max()) if size else 0.0
+        if defect < 0.25:
+            _require_condition(name, condition, bits)
+            return inverse
+        wanted = _float64(near)
+        step, info = torch.linalg.inv_ex(wanted)
+        if int(info) or not bool(step.isfinite().all()):
+            shift = 2.0**-50 * float(wanted.abs().max())
+            step = torch.linalg.inv_ex(wanted + shift * identity).inverse
+        if not bool(step.isfinite().all()):
+            break
+        inverse = _wide_like(step, a) @ inverse
+        condition = norm * float(_float64(inverse).abs().sum(1).max())
+        if not condition < 2.0 ** (bits + 40):
+            break
+    _require_condition(name, torch.inf if condition < 2.0**bits else condition, bits)
+    raise AssertionError("unreachable")
+
+
+def _wide_like(x: Tensor, a: MCFTensor) -> MCFTensor:
+    return MCFTensor.of(stored_in(x, a._format, a.device), a._format)
+
+
+def _solved(name: str, a: MCFTensor, b: Tensor, bits: int) -> Tensor:
+    """The solution X of A X = B, refined until it is right to the format."""
+    inverse = _approximate_inverse(name, a, bits)
+    x = inverse @ b
+    for _ in range(_MOST_STEPS):
+        change = inverse @ (b - a @ x)
+        x = x + change
+        sizes, changes = (
+            _float64(y).abs().amax(0) if len(a) else y.new_zeros(0) for y in (x, change)
+        )
+        if bool((changes <= sizes * 2.0 ** -(bits + 8)).all()):
+            break
+    return x
+
+
+@batched
+def _solve(a: MCFTensor, b: Tensor, bits: int) -> tuple[Tensor, ...]:
+    return _solved("linalg.solve", a, b, bits), a, torch.zeros(len(a), dtype=torch.int32), _done()
+
+
+@batched
+def _inverse(a: MCFTensor, bits: int) -> tuple[Tensor, ...]:
+    return _solved("linalg.inv", a, _wide_like(_identity(a, len(a)), a), bits), _done()
+
+
+def _done() -> Tensor:
+    return torch.zeros((), dtype=torch.int32)
+
+
+def solve_ex(a: Tensor, b: Tensor, *, left: bool = True, check_errors: bool = False) -> Any:
+    """Solutions; in the place of factors the matrices themselves, with pivots of 0."""
+    is_vector = b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
+    if is_vector:
+        b = b.unsqueeze(-1)
+    if not left:
+        x, _, pivots, info = _solve(a.mT, b.mT)
+        return x.mT, a, pivots, info
+    x, _, pivots, info = _solve(a, b)
+    return x.squeeze(-1) if is_vector else x, a, pivots, info
+
+
+def inv_ex(a: Tensor, *, check_errors: bool = False) -> Any:
+    """Inverses."""
+    return _inverse(a)
+
+
+def solve_triangular(
+    a: Tensor, b: Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False
+) -> Tensor:
+    """Solutions with triangular matrices."""
+    if not left:
+        return solve_triangular(a.mT, b.mT, upper=not upper, unitriangular=unitriangular).mT
+    return _triangular(a, b, upper=upper, unit=unitriangular)[0]
+
+
+def _substituted(a: Tensor, b: Tensor, upper: bool, unit: bool) -> Tensor:
+    size, rows, left = len(a), {}, b
+    for i in reversed(range(size)) if upper else range(size):
+        row = left[i] if unit else left[i] / a[i, i]
+        rows[i] = row
+        left = left - a[:, i].unsqueeze(1) * row
+    return torch.stack([rows[i] for i in range(size)]) if size else b
+
+
+@batched
+def _triangular(a: MCFTensor, b: Tensor, upper: bool, unit: bool, bits: int) -> tuple[Tensor, ...]:
+    return (_substituted(a, b, upper, unit),)
+
+
+def lu_solve(
+    factors: Tensor, pivots: Tensor, b: Tensor, *, left: bool = True, adjoint: bool = False
+) -> Tensor:
+    """Solutions by factors, or by matrices in the place of them."""
+    if bool((pivots == 0).all()):
+        a = factors.mT if adjoint else factors
+        found: Tensor = solve_ex(a, b, left=left)[0]
+        return found
+    if not left:
+        return lu_solve(factors, pivots, b.mT, adjoint=not adjoint).mT
+    size = factors.shape[-1]
+    order = _order_of(pivots, size)
+    if adjoint:
+        x = solve_triangular(factors.mT, b, upper=False)
+        x = solve_triangular(factors.mT, x, upper=True, unitriangular=True)
+        at = order.argsort(-1)
+    else:
+        at = order
+        x = b
+    x = x.gather(-2, at.unsqueeze(-1).expand(*at.shape, x.shape[-1]))
+    if adjoint:
+        return x
+    x = solve_triangular(factors, x, upper=False, unitriangular=True)
+    return solve_triangular(factors, x, upper=True)
+
+
+def _order_of(pivots: Tensor, size: int) -> Tensor:
+    """The permutation that row exchanges make."""
+    lower = torch.lu_unpack(
+        pivots.new_zeros(*pivots.shape, size).double(), pivots, unpack_data=False
+    )
+    return lower[0].argmax(-2)
+
+
+# --------------------------------------------------------------------------------------- factors
+
+
+class _Factors(NamedTuple):
+    packed: Tensor
+    pivots: Tensor
+    info: Tensor
+
+
+def _eliminated(a: MCFTensor) -> _Factors:
+    """Gaussian elimination with row exchanges, of a matrix of any shape."""
+    left, pivots, info = a.clone(), [], 0
+    for i in range(min(a.shape)):
+        at = i + int(left[i:, i].abs().argmax())
+        pivots.append(at + 1)
+        if at != i:
+            order = list(range(len(a)))
+            order[i], order[at] = at, i
+            left = left[order]
+        if not bool(left[i, i] != 0):
+            info = info or i + 1
+            continue
+        if i + 1 < len(a):
+            column = left[i + 1 :, i] / left[i, i]
+            left[i + 1 :, i] = column
+            if i + 1 < a.shape[1]:
+                rest = left[i + 1 :, i + 1 :] - column.unsqueeze(1) * left[i, i + 1 :]
+                left[i + 1 :, i + 1 :] = rest
+    return _Factors(
+        left, torch.tensor(pivots, dtype=torch.int32), torch.tensor(info, dtype=torch.int32)
+    )
+
+
+@batched
+def _lu_factor(a: MCFTensor, bits: int) -> tuple[Tensor, ...]:
+    return _eliminated(a)
+
+
+def lu_factor_ex(a: Tensor, *, pivot: bool = True, check_errors: bool = False) -> Any:
+    """Packed factors, pivots and the first zero pivot."""
+    _require_pivots(pivot)
+    return _lu_factor(a)
+
+
+def lu(a: Tensor, *, pivot: bool = True) -> Any:
+    """P, L and U."""
+    _require_pivots(pivot)
+    packed, pivots, _ = _lu_factor(a)
+    return lu_unpack(packed, pivots)
+
+
+def lu_unpack(
+    packed: Tensor, pivots: Tensor, unpack_data: bool = True, unpack_pivots: bool = True
+) -> Any:
+    """P, L and U of packed factors."""
+    rows, columns = packed.shape[-2:]
+    size = min(rows, columns)
+    plain = pivots.new_zeros(*pivots.shape[:-1], rows, columns).double()
+    exchange = torch.lu_unpack(plain, pivots, unpack_data=False)[0]
+    lower = packed[..., :size].tril(-1) + torch.eye(rows, size, dtype=torch.float64)
+    return exchange_in(exchange, packed), lower, packed[..., :size, :].triu()
+
+
+def exchange_in(exchange: Tensor, like: Tensor) -> Tensor:
+    """A permutation as a matrix of a format."""
+    return value_of(exchange, like._format)  # type: ignore[attr-defined]
+
+
+def _require_pivots(pivot: bool) -> None:
+    if not pivot:
+        raise NotImplementedError("factors without row exchanges in formats beyond 48 bits")
+
+
+@batched
+def _determinant(a: MCFTensor, bits: int) -> tuple[Tensor, ...]:
+    """A number from 1/2 to 1 in magnitude, or 0, the exponent of its power of two, and factors."""
+    packed, pivots, _ = _eliminated(a)
+    number: Tensor = _wide_like(torch.ones((), dtype=torch.float64), a)
+    exponent = torch.zeros((), dtype=torch.int64)
+    for i, pivot in enumerate(pivots.tolist()):
+        number = number * packed[i, i] * (1 if pivot == i + 1 else -1)
+        more = _float64(number).frexp().exponent
+        number, exponent = _by_power(number, -more), exponent + more
+    return number, exponent, packed, pivots
+
+
+def _by_power(x: Tensor, exponent: Tensor) -> Tensor:
+    for part in (exponent // 2, exponent - exponent // 2):
+        x = x * torch.ldexp(torch.ones(part.shape, dtype=torch.float64), part.clamp(-1020, 1020))
+    return x
+
+
+def _as_factored(a: Tensor) -> Tensor:
+    """What PyTorch's formulas for gradients of determinants take the factors to be of."""
+    return a.mT if a.is_contiguous() else a
+
+
+def det(a: Tensor) -> Any:
+    """Determinants, packed factors and pivots."""
+    number, exponent, packed, pivots = _determinant(_as_factored(a))
+    return _by_power(number, exponent), packed, pivots
+
+
+def slogdet(a: Tensor) -> Any:
+    """Signs of determinants, logarithms of magnitudes, packed factors and pivots."""
+    number, exponent, packed, pivots = _determinant(_as_factored(a))
+    two = torch.full_like(number, 2.0)
+    return number.sign(), number.abs().log() + two.log() * exponent, packed, pivots
+
+
+def _rooted(a: Tensor) -> tuple[Tensor, int]:
+    """The lower Cholesky factor, and the first leading minor that is not positive, or 0."""
+    left, columns = a, []
+    for i in range(len(a)):
+        if not bool(left[0, 0] > 0):
+            return a, i + 1
+        column = left[:, 0] / left[0, 0].sqrt()
+        columns.append(torch.nn.functional.pad(column, (i, 0)))
+        left = left[1:, 1:] - column[1:].unsqueeze(1) * column[1:]
+    return torch.stack(columns, 1) if columns else a, 0
+
+
+@batched
+def _cholesky(a: MCFTensor, bits: int) -> tuple[Tensor, ...]:
+    lower, info = _rooted(a)
+    return lower, torch.tensor(info, dtype=torch.int32)
+
+
+def cholesky_ex(a: Tensor, *, upper: bool = False, check_errors: bool = False) -> Any:
+    """Cholesky factors, and which leading minor is not positive."""
+    lower, info = _cholesky(a.mT if upper else a)
+    return (lower.mT if upper else lower), info
+
+
+def _orthonormal(name: str, a: MCFTensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Q and R of a matrix with no more columns than rows, by two Cholesky factors of Q^T Q."""
+    q: Tensor = a
+    r: Tensor = _wide_like(_identity(a, a.shape[1]), a)
+    for _ in range(2):
+        lower, info = _rooted(q.T @ q)
+        if info:
+            _require_condition(name, torch.inf, bits)
+        q = _substituted(lower, q.T, upper=False, unit=False).T
+        r = lower.T @ r
+    diagonal = _float64(r.diagonal()).abs()
+    if len(diagonal):
+        _require_condition(name, float(diagonal.max() / diagonal.min()), bits)
+    return q, r
+
+
+@batched
+def _qr(a: MCFTensor, bits: int) -> tuple[Tensor, ...]:
+    size = min(a.shape)
+    q, r = _orthonormal("linalg.qr", a[:, :size], bits)  # type: ignore[arg-type]
+    rest = a[:, size:]
+    return q, torch.cat([r, q.T @ rest], 1) if rest.shape[1] else r
+
+
+def qr(a: Tensor, mode: str = "reduced") -> Any:
+    """Q and R; the diagonal of R is positive."""
+    rows, columns = a.shape[-2:]
+    if mode == "complete" and rows > columns:
+        raise NotImplementedError("a complete QR of tall matrices in formats beyond 48 bits")
+    q, r = _qr(a)
+    return (q.new_empty(0) if mode == "r" else q), r
+
+
+@batched
+def _least_squares(a: MCFTensor, b: Tensor, bits: int) -> tuple[Tensor, ...]:
+    is_tall = len(a) >= a.shape[1]
+    q, r = _orthonormal("linalg.lstsq", a if is_tall else a.T, bits)  # type: ignore[arg-type]
+    if is_tall:
+        x = _substituted(r, q.T @ b, upper=True, unit=False)
+        x = x + _substituted(r, q.T @ (b - a @ x), upper=True, unit=False)
+    else:
+        x = q @ _substituted(r.T, b, upper=False, unit=False)
+    return x, (b - a @ x).square().sum(0), torch.tensor(min(a.shape))
+
+
+def lstsq(a: Tensor, b: Tensor, rcond: Any = None, *, driver: str | None = None) -> Any:
+    """Least-squares solutions, sums of squares of residuals, and ranks, which are full."""
+    is_vector = b.dim() == a.dim() - 1
+    x, residuals, rank = _least_squares(a, b.unsqueeze(-1) if is_vector else b)
+    if a.shape[-2] <= a.shape[-1]:
+        residuals = residuals.new_empty(0)
+    return x.squeeze(-1) if is_vector else x, residuals, rank, x.new_empty(0)
+
+
+# ---------------------------------------------------------------------------------- eigenvectors
+
+
+def _eigenvectors(a: MCFTensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Eigenvalues in ascending order and eigenvectors of a symmetric matrix."""
+    size, norm = len(a), _largest(a)
+    scale = torch.tensor(norm if norm else 1.0, dtype=torch.float64).frexp().exponent
+    small = a * torch.ldexp(torch.ones((), dtype=torch.float64), -scale)
+    identity = _identity(a, size)
+    least = 2.0 ** (10 - a._format.precision) * max(size, 1)  # of what rounding leaves
+    x: Tensor = _wide_like(torch.linalg.eigh(_float64(small)).eigenvectors, a)
+    for _ in range(_MOST_STEPS):
+        x = _orthogonal(x)
+        s = x.T @ (small @ x)
+        values = s.diagonal()
+        gaps, off = values.unsqueeze(0) - values.unsqueeze(1), s - torch.diag(values)
+        off = torch.where(_float64(off).abs() > least, off, 0.0)
+        bound = 2 * float(_float64(off).norm())
+        is_close = _float64(gaps).abs() <= bound
+        is_close.fill_diagonal_(True)
+        change = torch.where(is_close, 0.0, off / torch.where(is_close, 1.0, gaps))
+        x = x + x @ change
+        loose = _largest(torch.where(is_close, off, 0.0))
+        if loose:
+            for block in _connected(is_close):
+                part = s[block][:, block] - values[block[0]] * identity[: len(block), : len(block)]
+                unit = _largest(part)
+                if len(block) > 1 and unit:
+                    turned = torch.linalg.eigh(_float64(part / unit)).eigenvectors
+                    x[:, block] = x[:, block] @ _wide_like(turned, a)
+        elif _largest(change) <= 2.0 ** -(bits + 8):
+            break
+    else:
+        raise torch.linalg.LinAlgError(
+            f"linalg.eigh: no convergence for a matrix of shape {tuple(a.shape)}"
+        )
+    order = values.argsort()
+    back = torch.ldexp(torch.ones((), dtype=torch.float64), scale)
+    return values[order] * back, x[:, order]
+
+
+def _orthogonal(x: Tensor) -> Tensor:
+    """The orthogonal matrix near one that is nearly orthogonal."""
+    identity, bits = _identity(x, len(x)), x._format.precision  # type: ignore[attr-defined]
+    for _ in range(_MOST_STEPS):
+        defect = identity - x.T @ x
+        x = x + x @ (defect / 2)
+        if not _largest(defect) > 2.0 ** (12 - bits / 2):
+            break
+    return x
+
+
+def _connected(is_close: Tensor) -> list[list[int]]:
+    """The sets of indices that are connected by pairs."""
+    left, found = set(range(len(is_close))), []
+    rows = is_close.tolist()
+    while left:
+        block, new = set(), {left.pop()}
+        while new:
+            block |= new
+            new = {j for i in new for j in left if rows[i][j]}
+            left -= new
+        found.append(sorted(block))
+    return found
+
+
+@batched
+def _eigh(a: MCFTensor, upper: bool, bits: int) -> tuple[Tensor, ...]:
+    half = a.triu() if upper else a.tril()
+    whole = half + half.T - torch.diag(a.diagonal())
+    return _eigenvectors(whole, bits)  # type: ignore[arg-type]
+
+
+def eigh(a: Tensor, UPLO: str = "L", compute_v: bool = True) -> Any:
+    """Eigenvalues and eigenvectors."""
+    values, vectors = _eigh(a, upper=UPLO == "U")
+    return values, vectors if compute_v else vectors.new_empty(0)
+
+
+@batched
+def _svd(a: MCFTensor, full: bool, bits: int) -> tuple[Tensor, ...]:
+    if len(a) < a.shape[1]:
+        u, s, vh = _singular(a.T, full, bits)  # type: ignore[arg-type]
+        return vh.T, s, u.T
+    return _singular(a, full, bits)
+
+
+def _singular(a: MCFTensor, full: bool, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of a matrix with no more columns than rows."""
+    rows, columns = a.shape
+    _, v = _eigenvectors(a.T @ a, bits)  # type: ignore[arg-type]
+    v = v.flip(1)
+    images = a @ v
+    s = images.square().sum(0).sqrt()
+    sizes = _float64(s)
+    rank = int((sizes > sizes.max() * 2.0 ** (4 - bits) * rows).sum()) if columns else 0
+    # Small singular values magnify what is left between eigenvectors.
+    u, _ = _orthonormal("linalg.svd", images[:, :rank] / s[:rank], bits)  # type: ignore[arg-type]
+    wanted = rows if full else columns
+    if rank < wanted:
+        _, others = _eigenvectors(_identity(a, rows) - u @ u.T, bits)  # type: ignore[arg-type]
+        u = torch.cat([u, others[:, rows - wanted + rank :]], 1)
+    return u, s, v.T
+
+
+def svd(
+    a: Tensor, full_matrices: bool = False, compute_uv: bool = True, *, driver: str | None = None
+) -> Any:
+    """Singular vectors and values."""
+    u, s, vh = _svd(a, full=full_matrices and compute_uv)
+    return (u, s, vh) if compute_uv else (u.new_empty(0), s, vh.new_empty(0))

@@ -1,0 +1,226 @@
+"""Linear algebra beyond 48 bits against exact rationals and mpmath."""
+
+from fractions import Fraction
+from math import comb
+
+import mpmath
+import pytest
+import torch
+
+import mcftensor as mcf
+from support.helpers import sample
+
+LONG = [mcf.fp64x2, pytest.param(mcf.fp32x3, marks=pytest.mark.slow)]
+over_long = pytest.mark.parametrize("format", LONG, ids=lambda f: f.name)
+BITS = 600
+
+
+@pytest.fixture(autouse=True)
+def _precision():
+    with mpmath.workprec(BITS):
+        yield
+
+
+def matrix(rows, format):
+    flat = [x for row in rows for x in row]
+    return mcf.exact.from_exact(flat, format).view(len(rows), -1)
+
+
+def hilbert(n, format):
+    return matrix([[Fraction(1, i + j + 1) for j in range(n)] for i in range(n)], format)
+
+
+def pascal(n, format):
+    return matrix([[comb(i + j, i) for j in range(n)] for i in range(n)], format)
+
+
+def vandermonde(n, format):
+    return matrix([[Fraction(i + 1, n) ** j for j in range(n)] for i in range(n)], format)
+
+
+def kahan(n, format):
+    """Of Higham's gallery, with rational s and c: upper triangular, ill-conditioned."""
+    s, c = Fraction(4, 5), Fraction(3, 5)
+    rows = [[-c * s**i if j > i else s**i * (i == j) for j in range(n)] for i in range(n)]
+    return matrix(rows, format)
+
+
+def entries(x):
+    """A matrix, or a vector as a column, exactly."""
+    columns = x.detach() if x.dim() == 2 else x.detach().view(-1, 1)
+    terms = [t.tolist() for t in columns.components]
+    rows = zip(*terms, strict=True)
+    return mpmath.matrix([[sum(map(mpmath.mpf, t)) for t in zip(*r, strict=True)] for r in rows])
+
+
+def assert_near(x, expected, format, units=8):
+    """Errors of at most so many u^n of the largest element."""
+    difference = entries(x) - expected
+    size = max(abs(e) for e in expected)
+    assert max(abs(e) for e in difference) <= units * size * mpmath.mpf(2) ** -format.precision
+
+
+GALLERY = {"hilbert": hilbert, "pascal": pascal, "vandermonde": vandermonde, "kahan": kahan}
+SLOW = pytest.mark.slow
+over_gallery = pytest.mark.parametrize(
+    "made", [pytest.param(f, id=n, marks=[SLOW] * (n != "hilbert")) for n, f in GALLERY.items()]
+)
+
+
+@over_long
+@over_gallery
+def test_equations(format, made):
+    a = made(12, format)
+    b = matrix([[Fraction(i + 1, 3), 1] for i in range(12)], format)
+    exact = entries(a)
+    inverse = exact**-1
+    assert_near(torch.linalg.solve(a, b), inverse * entries(b), format)
+    assert_near(torch.linalg.solve(a, b[:, 0]), inverse * entries(b[:, 0]), format)
+    assert_near(torch.linalg.solve(a.T, b.T, left=False).T, inverse * entries(b), format)
+    assert_near(torch.linalg.inv(a), inverse, format)
+
+
+@over_long
+@over_gallery
+def test_triangular_factors(format, made):
+    a = made(6, format)
+    exact = entries(a)
+    p, lower, upper = torch.linalg.lu(a)
+    assert_near(p @ (lower @ upper), exact, format, 64)
+    assert lower.abs().max() <= 1
+    assert lower.triu(1).eq(0).all()
+    assert upper.tril(-1).eq(0).all()
+    expected = mpmath.det(exact)
+    assert_near(torch.linalg.det(a).view(1, 1), mpmath.matrix([[expected]]), format)
+    sign, logarithm = torch.linalg.slogdet(a)
+    assert float(sign) == mpmath.sign(expected)
+    bound = 64 * mpmath.mpf(2) ** -format.precision * 20
+    assert abs(entries(logarithm.view(1, 1))[0] - mpmath.log(abs(expected))) <= bound
+    factors, pivots = torch.linalg.lu_factor(a)
+    b = sample(format, 6, 2)
+    assert_near(a @ torch.linalg.lu_solve(factors, pivots, b), entries(b), format, 2.0**60)
+
+
+@over_long
+@pytest.mark.parametrize("made", [hilbert, pascal])
+def test_cholesky_factors(format, made):
+    a = made(10, format)
+    expected = mpmath.cholesky(entries(a))
+    assert_near(torch.linalg.cholesky(a), expected, format)
+    assert_near(torch.linalg.cholesky(a, upper=True), expected.T, format)
+    with pytest.raises(torch.linalg.LinAlgError, match="positive-definite"):
+        torch.linalg.cholesky(-a)
+
+
+@over_long
+@over_gallery
+def test_orthogonal_factors(format, made):
+    a = made(7, format)[:, :4]
+    q, r = torch.linalg.qr(a)
+    assert_near(q @ r, entries(a), format, 64)
+    assert_near(q.T @ q, mpmath.eye(4), format, 64)
+    assert r.tril(-1).eq(0).all()
+    b = sample(format, 7)
+    found = torch.linalg.lstsq(a, b.view(7, 1))
+    exact = entries(a)
+    expected = mpmath.lu_solve(exact.T * exact, exact.T * entries(b))
+    assert_near(found.solution, expected, format)
+    left = entries(b) - exact * expected
+    assert_near(found.residuals.view(1, 1), left.T * left, format, 64)
+    short = torch.linalg.lstsq(a.T, b[:4].view(4, 1)).solution
+    assert_near(short, exact * mpmath.lu_solve(exact.T * exact, entries(b[:4])), format)
+
+
+@over_long
+@pytest.mark.parametrize("made", [hilbert, pascal])
+def test_eigenvectors(format, made):
+    a = made(8, format)
+    values, vectors = torch.linalg.eigh(a)
+    exact = entries(a)
+    expected = mpmath.matrix(sorted(mpmath.eigsy(exact, eigvals_only=True)))
+    assert_near(values, expected, format)
+    assert_near(vectors.T @ vectors, mpmath.eye(8), format, 64)
+    assert_near(vectors @ torch.diag(values) @ vectors.T, exact, format, 64)
+    assert_near(torch.linalg.eigvalsh(a), expected, format)
+
+
+@over_long
+def test_eigenvalues_that_are_equal(format):
+    numbers = torch.tensor([1.0, 1, 1, 2, 2, 0], dtype=torch.float64)
+    q, _ = torch.linalg.qr(sample(format, 6, 6))
+    a = q @ torch.diag(mcf.as_expansion(numbers, format)) @ q.T
+    a = (a + a.T) / 2
+    values, vectors = torch.linalg.eigh(a)
+    assert_near(values, mpmath.matrix(sorted(numbers.tolist())), format, 64)
+    assert_near(vectors.T @ vectors, mpmath.eye(6), format, 64)
+    assert_near(vectors @ torch.diag(values) @ vectors.T, entries(a), format, 64)
+
+
+@over_long
+@pytest.mark.parametrize(
+    "shape", [(6, 3), pytest.param((6, 6), marks=SLOW), pytest.param((3, 6), marks=SLOW)]
+)
+def test_singular_vectors(format, shape):
+    a = hilbert(6, format)[: shape[0], : shape[1]]
+    u, s, vh = torch.linalg.svd(a, full_matrices=False)
+    size = min(shape)
+    assert_near(u @ torch.diag(s) @ vh, entries(a), format, 64)
+    assert_near(u.T @ u, mpmath.eye(size), format, 64)
+    assert_near(vh @ vh.T, mpmath.eye(size), format, 64)
+    expected = mpmath.svd(entries(a), compute_uv=False)
+    assert_near(torch.linalg.svdvals(a), mpmath.matrix([abs(x) for x in expected]), format, 64)
+    u, _, vh = torch.linalg.svd(a)
+    assert_near(u.T @ u, mpmath.eye(shape[0]), format, 64)
+    assert_near(vh @ vh.T, mpmath.eye(shape[1]), format, 64)
+
+
+@over_long
+def test_singular_vectors_of_a_rank_that_is_not_full(format):
+    a = sample(format, 6, 2) @ sample(format, 2, 4, seed=1)
+    u, s, vh = torch.linalg.svd(a, full_matrices=False)
+    assert_near(u @ torch.diag(s) @ vh, entries(a), format, 64)
+    assert_near(u.T @ u, mpmath.eye(4), format, 64)
+
+
+@over_long
+def test_a_condition_beyond_the_format_is_named(format):
+    a = hilbert(30, format)
+    for call in (lambda: torch.linalg.solve(a, a[:, :1]), lambda: torch.linalg.inv(a)):
+        with pytest.raises(torch.linalg.LinAlgError, match=r"estimated condition of \d\.\de\+"):
+            call()
+    ones = mcf.as_expansion(torch.ones(3, 3, dtype=torch.float64), format)
+    for call in (lambda: torch.linalg.inv(ones), lambda: torch.linalg.qr(ones)):
+        with pytest.raises(torch.linalg.LinAlgError, match="condition"):
+            call()
+    infinite = mcf.as_expansion(torch.full((2, 2), torch.inf, dtype=torch.float64), format)
+    with pytest.raises(torch.linalg.LinAlgError, match="finite"):
+        torch.linalg.inv(infinite)
+
+
+def test_batches():
+    a, b = sample(mcf.fp64x2, 2, 3, 4, 4), sample(mcf.fp64x2, 3, 4, 2, seed=1)
+    found = torch.linalg.solve(a, b)
+    assert found.shape == (2, 3, 4, 2)
+    assert found[1, 2].equal(torch.linalg.solve(a[1, 2], b[2]))
+    assert torch.linalg.det(a).shape == (2, 3)
+
+
+def test_gradients():
+    """Of x = inv(a) b with respect to a and b: - inv(a)^T g x^T and inv(a)^T g."""
+    format = mcf.fp64x2
+    a, b = sample(format, 4, 4).requires_grad_(), sample(format, 4, 2, seed=1).requires_grad_()
+    g = sample(format, 4, 2, seed=2)
+    x = torch.linalg.solve(a, b)
+    x.backward(g)
+    inverse = entries(a) ** -1
+    assert_near(b.grad, inverse.T * entries(g), format, 64)
+    assert_near(a.grad, -inverse.T * entries(g) * (inverse * entries(b)).T, format, 64)
+    a.grad = None
+    torch.linalg.det(a).backward()
+    assert_near(a.grad, mpmath.det(entries(a)) * inverse.T, format, 64)
+    a.grad = None
+    torch.linalg.inv(a).backward(g @ g.T)
+    assert_near(a.grad, -inverse.T * entries(g @ g.T) * inverse.T, format, 64)
+    a.grad = None
+    torch.linalg.eigvalsh(a + a.T).sum().backward()
+    assert_near(a.grad, 2 * mpmath.eye(4), format, 64)
