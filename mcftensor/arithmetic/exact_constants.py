@@ -100,6 +100,12 @@ def log_10(bits: int) -> Fraction:
     return 3 * log_2(bits + 4) + log(Fraction(5, 4), bits + 4)
 
 
+@functools.lru_cache(maxsize=16)
+def log_of_pi(bits: int) -> Fraction:
+    """log(pi)."""
+    return log_2(bits + 4) + log(pi(bits + 8) / 2, bits + 4)
+
+
 @functools.lru_cache(maxsize=256)
 def root_of_power(j: int, log2_root: int, bits: int) -> Fraction:
     """2^(j / 2^log2_root), by as many square roots."""
@@ -148,3 +154,51 @@ def scaled_erfc(c: Fraction, count: int, bits: int) -> tuple[Fraction, ...]:
         after = series[k] * twice.numerator // twice.denominator + 2 * series[k - 1]
         series.append(after // (k + 1))
     return tuple(_nearest(Fraction(x, 1 << one), bits) for x in series[:count])
+
+
+@functools.lru_cache(maxsize=4)
+def bernoulli(count: int) -> tuple[Fraction, ...]:
+    """B_0, B_2, B_4, ..., exactly: each from all before it."""
+    found = [Fraction(1), Fraction(-1, 2)]
+    for n in range(2, 2 * count):
+        total = Fraction(sum(math.comb(n + 1, k) * b for k, b in enumerate(found) if b))
+        found.append(-total / (n + 1) if n % 2 == 0 else Fraction(0))
+    return tuple(found[: 2 * count : 2])
+
+
+@functools.lru_cache(maxsize=4)
+def euler(bits: int) -> Fraction:
+    """Euler's constant, by Euler and Maclaurin's formula for a harmonic number."""
+    log2_n = 2 + (bits // 8).bit_length()
+    n = 2**log2_n
+    harmonic = sum((1 << (bits + _GUARD)) // k for k in range(1, n + 1))
+    rest = sum(b / (2 * k * n ** (2 * k)) for k, b in enumerate(bernoulli(n // 4)) if k)
+    whole = Fraction(harmonic, 1 << (bits + _GUARD))
+    return whole - log2_n * log_2(bits + 16) - Fraction(1, 2 * n) + rest
+
+
+@functools.lru_cache(maxsize=512)
+def zeta(s: int, bits: int) -> Fraction:
+    """The zeta function of a whole number above 1.
+
+    Source: P. Borwein, "An efficient algorithm for the Riemann zeta function", Canadian
+    Mathematical Society Conference Proceedings 27, 2000, algorithm 2.
+    """
+    one = bits + _GUARD
+    weights = _weights(math.ceil(one / 2.5))
+    last = weights[-1]
+    total = 0
+    for k, weight in enumerate(weights[:-1]):
+        total += (-1) ** k * ((weight - last) << one) // (k + 1) ** s
+    return Fraction(-total * 2 ** (s - 1), last * (2 ** (s - 1) - 1) << one)
+
+
+@functools.lru_cache(maxsize=4)
+def _weights(n: int) -> tuple[int, ...]:
+    total, found = Fraction(0), []
+    term = Fraction(1, n)  # (n + i - 1)! 4^i / ((n - i)! (2 i)!)
+    for i in range(n + 1):
+        total += term
+        found.append(int(n * total))
+        term = term * (n + i) * 4 * (n - i) / ((2 * i + 1) * (2 * i + 2))
+    return tuple(found)

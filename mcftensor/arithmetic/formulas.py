@@ -8,6 +8,7 @@ from mcftensor.arithmetic import (
     angles,
     error_function,
     exponentials,
+    gamma_function,
     hyperbolic,
     logarithms,
     networks,
@@ -64,6 +65,9 @@ _FUNCTIONS: dict[str, Callable[..., networks.Terms]] = {
     "erf": error_function.erf,
     "erfc": error_function.erfc,
     "gelu": error_function.gelu,
+    "lgamma": gamma_function.lgamma,
+    "digamma": gamma_function.digamma,
+    "trigamma": gamma_function.trigamma,
 }
 
 # Those that only numbers of networks have.

@@ -116,6 +116,14 @@ def _log(x: Terms, of_two: Fraction, of_e: Fraction) -> Terms:
     return finish(value, terms, _special(x, value))
 
 
+def of_size(x: Terms, terms: int) -> Terms:
+    """log|x| of any number but 0, infinity and NaN, guarded."""
+    u, shift = _normal(where(x[0] < 0, neg(x), x))
+    rest, k = parts(u, terms)
+    log_2 = constants(exact.log_2(bits_of(k, terms)), terms + 1, k)
+    return add(mul((k - shift,), log_2, terms + 1), rest, terms + 1)
+
+
 def log(x: Terms) -> Terms:
     """The natural logarithm."""
     return _log(x, exact.log_2(bits_of(x[0], len(x))), Fraction(1))
@@ -178,15 +186,10 @@ def _is_whole(term: Tensor) -> Tensor:
 def pow(x: Terms, y: Terms) -> Terms:
     """x^y = exp(y log|x|), and its sign."""
     terms, (base, exponent) = len(x), (x[0], y[0])
-    size = where(base < 0, neg(x), x)
-    u, shift = _normal(size)
-    rest, k = parts(u, terms)
-    m = terms + 1
-    log_2 = constants(exact.log_2(bits_of(k, terms)), m, k)
-    logarithm = add(mul((k - shift,), log_2, m), rest, m)
+    m, logarithm = terms + 1, of_size(x, terms)
     limit = limit_of(base) * math.log(2)
-    of_base = torch.where(size[0] == 0, -torch.inf, logarithm[0])
-    of_base = torch.where(size[0] == torch.inf, torch.inf, of_base)
+    of_base = torch.where(base == 0, -torch.inf, logarithm[0])
+    of_base = torch.where(base.abs() == torch.inf, torch.inf, of_base)
     of_base = torch.where(torch.isnan(base), base, of_base)
     about = of_base * exponent
     is_inside = (about.abs() < limit) & torch.isfinite(of_base) & torch.isfinite(exponent)

@@ -36,7 +36,7 @@ def _remainder(x: Terms) -> tuple[Terms, Tensor]:
     return without_quarters(tuple(torch.where(is_finite, t, 0.0) for t in x), len(x))
 
 
-def _series(r: Terms, is_cosine: Tensor, terms: int) -> Terms:
+def of_remainder(r: Terms, is_cosine: Tensor, terms: int) -> Terms:
     """The sine of a remainder, or its cosine."""
     m = terms + 1
     bits = terms * precision_of(r[0]) + SPARE
@@ -55,7 +55,7 @@ def _at(x: Terms, quarters: int) -> Terms:
     terms = len(x)
     r, bits = _remainder(x)
     bits = bits + quarters
-    value = _series(r, (bits & 1) != 0, terms)
+    value = of_remainder(r, (bits & 1) != 0, terms)
     value = where((bits & 2) != 0, neg(value), value)
     plain = _special(x[0], value[0])
     return finish(value, terms, plain if quarters else torch.where(x[0] == 0, x[0], plain))
@@ -76,7 +76,7 @@ def tan(x: Terms) -> Terms:
     terms = len(x)
     r, bits = _remainder(x)
     is_odd = (bits & 1) != 0
-    value = div(_series(r, is_odd, terms), _series(r, ~is_odd, terms), terms + 1)
+    value = div(of_remainder(r, is_odd, terms), of_remainder(r, ~is_odd, terms), terms + 1)
     value = where(is_odd, neg(value), value)
     plain = torch.where(x[0] == 0, x[0], _special(x[0], value[0]))
     return finish(value, terms, plain)

@@ -206,6 +206,16 @@ def like(x: Tensor, value: Fraction) -> MCFTensor:
     return MCFTensor.of(terms, format.nearest)
 
 
+def _polygamma(n: int, x: Tensor) -> Tensor:
+    """The first two, of which the second is the derivative of the first."""
+    if n > 1:
+        raise NotImplementedError(
+            f"polygamma of order {n} of expansions beyond 48 bits; orders 0 and 1 are available. "
+            "Compute on mcf.as_plain(x, torch.float64)"
+        )
+    return _evaluated("trigamma" if n else "digamma", x)
+
+
 def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
     """And an empty buffer, which PyTorch's CUDA code has too."""
     return -_evaluated("softplus", -x), x.new_empty(0)
@@ -220,6 +230,7 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "logaddexp": _logaddexp,  # torch.logaddexp
     "gelu": _gelu,  # F.gelu
     "gelu_backward": _gelu_backward,
+    "polygamma": _polygamma,  # gradients of torch.digamma
     "softplus": _softplus,  # F.softplus
     "log_sigmoid_forward": _log_sigmoid,  # F.logsigmoid
     # Gradients of the functions of these names.

@@ -85,6 +85,7 @@ _FUNCTIONS = (
     *_unary("exp", "exp2", "expm1", "log", "log2", "log10", "log1p"),
     *_unary("sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "sigmoid", "silu"),
     *_unary("sin", "cos", "tan", "asin", "acos", "atan", "erf", "erfc"),
+    *_unary("lgamma", "digamma"),
     *_binary("pow", "atan2", "hypot"),
 )
 FUNCTIONS = {row.name: row for row in _FUNCTIONS}

@@ -135,6 +135,22 @@ def envelope() -> str:
     return table(head, rows) + "\n\n" + machine(result)
 
 
+def functions() -> str:
+    """Measured errors and times of elementary functions."""
+    result = load("functions")
+    rows = []
+    for name, entry in result["functions"].items():
+        worst = [f"{entry['worst'][f]:.3f} of {b:.3f}" for f, b in result["bounds"].items()]
+        time = entry["time"]
+        nanoseconds = [f"{time[f]:.1f}" for f in ("float64", "fp64x2")]
+        rows.append((name, *worst, *nanoseconds, f"{time['ratio']:.0f}"))
+    head = (
+        "worst case, of bound, in uⁿ", *(f"`{f}`" for f in result["bounds"]),
+        "ns, float64", "ns, `fp64x2`", "ratio",
+    )  # fmt: skip
+    return table(head, rows) + "\n\n" + machine(result)
+
+
 def formats() -> str:
     """What there is."""
     rows = [

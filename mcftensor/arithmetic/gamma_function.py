@@ -1,0 +1,239 @@
+"""The logarithm of the gamma function and its first two derivatives, on guarded expansions.
+
+Arguments below 1/2 are reflected. The others are moved up by the recurrence to where Stirling's
+series has all bits, x (x + 1) (x + 2) ... being a product P whose logarithm is subtracted. Near 1
+and 2, where the logarithm of the gamma function is 0, it is Taylor's series. Near its other zeros,
+below 0, and near those of its derivative, the error is relative to the parts that cancel there.
+"""
+
+from __future__ import annotations
+
+import functools
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from mcftensor.arithmetic import exact_constants as exact
+from mcftensor.arithmetic import logarithms, trigonometry
+from mcftensor.arithmetic.base_types import BASES
+from mcftensor.arithmetic.exponentials import bits_of, one
+from mcftensor.arithmetic.guarded import (
+    SPARE,
+    Terms,
+    add,
+    constants,
+    div,
+    exponent_of,
+    finish,
+    gathered,
+    mul,
+    neg,
+    polynomial,
+    precision_of,
+    scaled,
+    series,
+    sub,
+    times,
+    where,
+)
+
+_LOG2_Z = -3
+"""How near to 1 and 2 Taylor's series is taken."""
+
+
+@functools.lru_cache(maxsize=16)
+def _start(wanted: int) -> tuple[int, int]:
+    """The logarithm of where Stirling's series has so many bits, and how many terms it takes."""
+    log2_start = 3
+    while True:
+        for k in range(2, 2 << log2_start):
+            part = exact.log2_of(exact.bernoulli(2 << log2_start)[k]) - (2 * k - 1) * log2_start
+            if part < -wanted - 8:
+                return log2_start, k
+        log2_start += 1
+
+
+def _wanted(x: Tensor, terms: int) -> int:
+    return terms * precision_of(x) + SPARE
+
+
+def _moved(y: Terms, terms: int, order: int) -> tuple[Terms, list[Terms], Tensor]:
+    """y + i beyond the start, and the product of what lies before it with so many derivatives,
+    divided by powers of two; and the logarithm of these."""
+    m = terms + 1
+    log2_start, _ = _start(_wanted(y[0], terms))
+    product: list[Terms] = [one(y[0])]
+    power = torch.zeros_like(y[0])
+    for i in range(1 << log2_start):
+        is_before = y[0] + i < (1 << log2_start)
+        factor = where(
+            is_before, times(add(y, constants(i, 1, y[0]), m), 2.0**-log2_start), one(y[0])
+        )
+        slope = torch.where(is_before, 2.0**-log2_start, 0.0)
+        raised = [mul(z, factor, m) for z in product]
+        for k in range(1, min(order, len(product)) + 1):
+            lower = times(product[k - 1], slope * k)
+            if k < len(product):
+                raised[k] = add(raised[k], lower, m)
+            else:
+                raised.append(lower)
+        product = raised
+        power = power + torch.where(is_before, 1.0, 0.0)
+    return add(y, (power,), m), product, power * float(log2_start)
+
+
+def _stirling(w: Terms, terms: int, order: int) -> Terms:
+    """What Stirling's series of the logarithm of the gamma function, or of one of its first two
+    derivatives, has beyond its logarithm and powers of w."""
+    m = terms + 1
+    log2_start, count = _start(_wanted(w[0], terms))
+    numbers = exact.bernoulli(2 << log2_start)[1 : count + 1]
+    inverse = _inverse(w, m)
+    square = mul(inverse, inverse, m)
+    divided = {
+        0: [b / ((2 * k + 2) * (2 * k + 1)) for k, b in enumerate(numbers)],
+        1: [-b / (2 * k + 2) for k, b in enumerate(numbers)],
+        2: list(numbers),
+    }[order]
+    value = polynomial(square, divided, -2.0 * log2_start, terms)
+    if order == 0:
+        return mul(value, inverse, m)
+    if order == 1:
+        return sub(mul(value, square, m), times(inverse, 0.5), m)
+    value = mul(mul(value, square, m), inverse, m)
+    return add(inverse, add(times(square, 0.5), value, m), m)
+
+
+def _inverse(x: Terms, count: int) -> Terms:
+    """1 / x, where products of x and of 1 / x may overflow."""
+    e = exponent_of(x[0])
+    return scaled(div(one(x[0]), scaled(x, -e), count), -e)
+
+
+def _reflected(x: Terms, terms: int) -> tuple[Terms, Tensor, Terms, Tensor]:
+    """x from 1/2 on, or 1 - x; whether it is that; the distance of x from the nearest whole number;
+    and whether the result is of numbers."""
+    m, leading = terms + 1, x[0]
+    is_finite = torch.isfinite(leading)
+    x = where(is_finite, x, one(leading))
+    is_below = x[0] < 0.5
+    parts = [_from_whole(term) for term in x]
+    distance = gathered(parts, m)
+    distance = gathered([_from_whole(distance[0]), *distance[1:]], m)
+    return where(is_below, sub(one(leading), x, m), x), is_below, distance, is_finite
+
+
+def _from_whole(x: Tensor) -> Tensor:
+    """x less the nearest whole number."""
+    least = 2.0 ** (precision_of(x) - 1)
+    size = x.abs()
+    rest = torch.where(size >= least, 0.0, size - ((size + least) - least))
+    return torch.where(x < 0, -rest, rest)
+
+
+def _turn(distance: Terms, terms: int) -> tuple[Terms, Terms]:
+    """Sine and cosine of pi times a distance of at most 1/2, which is not 0."""
+    m = terms + 1
+    like = distance[0]
+    is_negative = like < 0
+    size = where(is_negative, neg(distance), distance)
+    is_far = size[0] > 0.25
+    size = where(is_far, sub(constants(Fraction(1, 2), 1, like), size, m), size)
+    angle = mul(size, constants(exact.pi(bits_of(like, terms)), m, like), m)
+    sine = trigonometry.of_remainder(angle, is_far, terms)
+    cosine = trigonometry.of_remainder(angle, ~is_far, terms)
+    return where(is_negative, neg(sine), sine), cosine
+
+
+def lgamma(x: Terms) -> Terms:
+    """log|gamma(x)|."""
+    terms, leading = len(x), x[0]
+    m, bits = terms + 1, bits_of(x[0], terms)
+    base = BASES[leading.dtype]
+    y, is_below, distance, is_finite = _reflected(x, terms)
+    w, (product,), power = _moved(y, terms, 0)
+    large = base.max_exponent // 2
+    is_large = w[0] > 2.0**large
+    shift = 2.0 ** -(large // 2)
+    first = where(is_large, times(w, shift), sub(w, constants(Fraction(1, 2), 1, leading), m))
+    value = mul(first, sub(logarithms.natural(w, terms), one(leading), m), m)
+    log_pi = exact.log_of_pi(bits)
+    log_2 = exact.log_2(bits)
+    rest = sub(_stirling(w, terms, 0), logarithms.natural(product, terms), m)
+    rest = sub(rest, mul((power,), constants(log_2, m, leading), m), m)
+    rest = add(rest, constants((log_pi + log_2 - 1) / 2, m, leading), m)
+    value = add(value, where(is_large, (torch.zeros_like(leading),), rest), m)
+    value = where(is_large, times(value, 1 / shift), value)
+    # near 1 and 2
+    is_small = leading.abs() < 2.0**_LOG2_Z  # lgamma(1 + x) - log|x|
+    from_one = where(is_small, x, sub(y, one(leading), m))
+    is_one = from_one[0] < 0.5
+    z = where(is_one, from_one, sub(from_one, one(leading), m))
+    is_near = z[0].abs() < 2.0**_LOG2_Z
+    z = where(is_near, z, (torch.zeros_like(leading),))
+
+    def coefficient(k: int) -> Fraction:
+        number = exact.zeta(k + 1, bits) if k else exact.euler(bits)
+        return number * (-1) ** (k + 1) / (k + 1)
+
+    taylor = series(coefficient, _LOG2_Z, _wanted(leading, terms))
+    near = mul(z, polynomial(z, taylor, _LOG2_Z, terms), m)
+    added = where(is_one, (torch.zeros_like(leading),), logarithms.of_one_plus(z, terms))
+    value = where(is_near, add(near, added, m), value)
+    # below 1/2
+    is_pole = distance[0] == 0
+    is_mirrored = is_below & ~is_pole & ~is_small
+    sine, _ = _turn(where(is_mirrored, distance, constants(Fraction(1, 4), 1, leading)), terms)
+    mirrored = sub(sub(constants(log_pi, m, leading), logarithms.of_size(sine, terms), m), value, m)
+    small = sub(value, logarithms.of_size(x, terms), m)
+    value = where(is_small, small, where(is_below, mirrored, value))
+    plain = torch.where(is_below & is_pole, torch.inf, value[0])
+    plain = torch.where(is_finite, plain, torch.inf)
+    return finish(value, terms, torch.where(torch.isnan(leading), leading, plain))
+
+
+def digamma(x: Terms) -> Terms:
+    """The derivative of log|gamma(x)|."""
+    terms, leading = len(x), x[0]
+    m = terms + 1
+    y, is_below, distance, is_finite = _reflected(x, terms)
+    w, (product, slope), _ = _moved(y, terms, 1)
+    value = add(logarithms.natural(w, terms), _stirling(w, terms, 1), m)
+    value = sub(value, div(slope, product, m), m)
+    is_pole = distance[0] == 0
+    tiny = leading.abs() < 2.0 ** -(terms * precision_of(leading) + 6)
+    safe = where(is_below & ~is_pole & ~tiny, distance, constants(Fraction(1, 4), 1, leading))
+    sine, cosine = _turn(safe, terms)
+    pi = constants(exact.pi(bits_of(leading, terms)), m, leading)
+    value = where(is_below, sub(value, mul(div(cosine, sine, m), pi, m), m), value)
+    inverse = _inverse(where(leading == 0, one(leading), x), m)
+    value = where(tiny, neg(inverse), value)
+    plain = torch.where(is_below & is_pole, torch.nan, value[0])
+    plain = torch.where(
+        leading == 0, torch.copysign(torch.full_like(leading, torch.inf), -leading), plain
+    )
+    plain = torch.where(is_finite, plain, torch.where(leading > 0, leading, torch.nan))
+    return finish(value, terms, torch.where(torch.isnan(leading), leading, plain))
+
+
+def trigamma(x: Terms) -> Terms:
+    """The second derivative of log|gamma(x)|."""
+    terms, leading = len(x), x[0]
+    m = terms + 1
+    y, is_below, distance, is_finite = _reflected(x, terms)
+    w, (product, slope, bend), _ = _moved(y, terms, 2)
+    first = div(slope, product, m)
+    value = add(_stirling(w, terms, 2), mul(first, first, m), m)
+    value = sub(value, div(bend, product, m), m)
+    is_pole = distance[0] == 0
+    tiny = leading.abs() < 2.0 ** -(m * precision_of(leading) // 2)
+    safe = where(is_below & ~is_pole & ~tiny, distance, constants(Fraction(1, 4), 1, leading))
+    sine, _ = _turn(safe, terms)
+    quotient = div(constants(exact.pi(bits_of(leading, terms)), m, leading), sine, m)
+    value = where(is_below, sub(mul(quotient, quotient, m), value, m), value)
+    inverse = _inverse(where(leading == 0, one(leading), x), m)
+    value = where(tiny, mul(inverse, inverse, m), value)
+    plain = torch.where(is_below & is_pole, torch.inf, value[0])
+    plain = torch.where(is_finite, plain, torch.where(leading > 0, 0.0, torch.nan))
+    return finish(value, terms, torch.where(torch.isnan(leading), leading, plain))
