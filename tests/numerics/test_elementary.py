@@ -180,7 +180,11 @@ DIFFERENTIATED = {
 }
 
 
-@by_format
+@pytest.mark.parametrize(
+    "format",
+    [mcf.fp64x2, pytest.param(mcf.fp32x3, marks=pytest.mark.slow)],
+    ids=lambda f: f.name,
+)
 @pytest.mark.parametrize("name", DIFFERENTIATED)
 def test_gradients(name, format):
     function, exact = DIFFERENTIATED[name]
