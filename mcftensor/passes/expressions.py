@@ -90,14 +90,14 @@ def _body(
     def body(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> Sequence[Tensor]:
         left: dict[bool, Iterator[Any]] = {True: map(scalar_tensor, scalars), False: iter(vectors)}
         stored = regroup([next(left[is_scalar]) for is_scalar in are_scalars], lengths)
-        floats = [floats_of(f, x) for f, x in zip(formats, stored, strict=True)]
+        floats = [stored_floats(f, x) for f, x in zip(formats, stored, strict=True)]
         key = scalars[-1] if format.takes_key else None
         return format.encode(expression.number(floats), noise_of(format.rounding, key, index))
 
     return body
 
 
-def floats_of(format: Format, stored: Sequence[Any]) -> Floats:
+def stored_floats(format: Format, stored: Sequence[Any]) -> Floats:
     """What is stored as floats; a number in halves is these."""
     return stored[0] if isinstance(stored[0], Halves) else format.decode(stored)
 

@@ -23,7 +23,7 @@ from mcftensor.arithmetic.network_numbers import Network
 from mcftensor.arithmetic.number_protocol import Number, Numbers
 from mcftensor.formats import PLAIN, Format
 from mcftensor.kernels import Body, Signature
-from mcftensor.passes.expressions import floats_of, scalar_tensor
+from mcftensor.passes.expressions import scalar_tensor, stored_floats
 
 T = TypeVar("T")
 
@@ -172,7 +172,7 @@ class Trace:
             for name, format, operands, target, *_ in self.operations:
                 for i in operands:
                     if (i, format.numbers) not in entered:
-                        floats = floats_of(self.variables[i].format, stored[i])
+                        floats = stored_floats(self.variables[i].format, stored[i])
                         entered[i, format.numbers] = format.numbers.of(floats)
                 number = OPERATIONS[name](*[entered[i, format.numbers] for i in operands])
                 made = zip(format.encode(number, None), format.components, strict=True)
