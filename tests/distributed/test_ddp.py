@@ -224,7 +224,7 @@ def test_on_gpus():
         assert_same_terms(*gathered(p))
 
 
-@pytest.mark.parametrize("path", ["for-loop", "fused"])
+@pytest.mark.parametrize("path", [pytest.param("for-loop", marks=pytest.mark.slow), "fused"])
 @on_ranks(2)
 def test_another_format_between_two_steps(path):
     """Ranks still have the mean of their gradients, and the same parameters; so they would have,

@@ -42,6 +42,7 @@ def test_what_lies_beyond_is_named_and_nothing_is_converted():
     assert (model[3].weight.format, model[3].weight[1, 2].item()) == (mcf.bf16i8, 7e4)
 
 
+@pytest.mark.thinned(of=3)
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("path", ["for-loop", "foreach"])
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RAdam])
