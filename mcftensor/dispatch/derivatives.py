@@ -80,7 +80,9 @@ def _by_name(name: str, format: Format, x: Tensor) -> Tensor:
 
 def _pow(format: Format, x: Any, exponent: Any) -> Tensor:
     """Base and exponent enter as expansions, since the derivatives have the logarithm of the base
-    and the exponent less 1. Whole exponents that are numbers lose nothing."""
+    and the exponent less 1. Whole exponents that are numbers lose nothing, and a half is a root."""
+    if not isinstance(exponent, Tensor) and exponent == 0.5:
+        return torch.sqrt(x)
     device = (x if isinstance(x, Tensor) else exponent).device
 
     def entered(y: Any) -> Any:
