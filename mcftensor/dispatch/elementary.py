@@ -229,7 +229,7 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "logsumexp": _logsumexp,  # x.logsumexp
     "logaddexp": _logaddexp,  # torch.logaddexp
     "gelu": _gelu,  # F.gelu
-    "gelu_backward": _gelu_backward,
+    "gelu_backward": _gelu_backward,  # gradients of F.gelu
     "polygamma": _polygamma,  # gradients of torch.digamma
     "softplus": _softplus,  # F.softplus
     "log_sigmoid_forward": _log_sigmoid,  # F.logsigmoid

@@ -17,6 +17,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 FOLDERS = sorted(x.parent for x in PACKAGE.glob("*/**/__init__.py"))
 
 _ALIKE = "one operation: on floats, on the terms of a number, on tensors of terms"
+_AS_CONSTANT = "one function, of a rational, and of terms or of float64"
 _BACK_ENDS = "one operation, for two back ends"
 SHARED = {
     "fma": _ALIKE,
@@ -24,6 +25,15 @@ SHARED = {
     "add": _ALIKE,
     "mul": _ALIKE,
     "div": _ALIKE,
+    **dict.fromkeys(("two_prod", "neg"), _ALIKE),
+    **dict.fromkeys(("atan", "exp", "log", "zeta"), _AS_CONSTANT),
+    **dict.fromkeys(("gelu", "digamma"), "one function, of terms and of float64"),
+    "parts": "what an exponential, or a logarithm, is put together from",
+    "power_of_two": "of an integer in the base, or of a scale's exponent",
+    "scaled": "times a power of two: a number, or a format",
+    "where": "a choice of terms, or of expansions",
+    "floats_of": "of a constant, or of an operand",
+    "like": "an expansion like another: a constant, or of the same layout",
     "source": _BACK_ENDS,
     "launch": _BACK_ENDS,
     "run": "an elementwise function over columns: eagerly, or by the best way there is",
