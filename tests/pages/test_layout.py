@@ -32,7 +32,6 @@ SHARED = {
     "power_of_two": "of an integer in the base, or of a scale's exponent",
     "scaled": "times a power of two: a number, or a format",
     "where": "a choice of terms, or of expansions",
-    "floats_of": "of a constant, or of an operand",
     "like": "an expansion like another: a constant, or of the same layout",
     "source": _BACK_ENDS,
     "launch": _BACK_ENDS,
