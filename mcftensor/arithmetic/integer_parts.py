@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -96,8 +97,10 @@ def _wide(x: Tensor) -> torch.dtype:
 def _put(x: Fraction, floats: Sequence[Tensor], place: tuple[int, ...]) -> None:
     """A fraction as floats, each the nearest to what remains."""
     for column in floats:
-        column[place] = _nearest(x)
-        nearest = column[place].item()
+        nearest = _nearest(x)
+        if column.dtype == torch.float32:
+            nearest = float(np.float32(nearest))
+        column[place] = nearest
         x = x - Fraction(nearest) if math.isfinite(nearest) else Fraction(0)
 
 

@@ -17,12 +17,14 @@ from mcftensor.formats import Format, named
 from mcftensor.tensor import MCFTensor
 
 
-def _constant(of_bits: Callable[[int], Any], format: Format) -> MCFTensor:
+def _constant(of_bits: Callable[[int], Any], format: Format, device: torch.device) -> MCFTensor:
     """A constant as an expansion without dimensions."""
     base, count = BASES[format.dtype], len(format.components)
     value = of_bits(format.precision + 2 * base.precision)
     floats = exact.floats_of(value, base.precision, count)
-    return MCFTensor.of([torch.tensor(x, dtype=base.dtype) for x in floats], format.nearest)
+    return MCFTensor.of(
+        [torch.tensor(x, dtype=base.dtype, device=device) for x in floats], format.nearest
+    )
 
 
 def _two_by_root_of_pi(bits: int) -> Fraction:
@@ -30,11 +32,15 @@ def _two_by_root_of_pi(bits: int) -> Fraction:
 
 
 _DERIVATIVES: dict[str, Callable[[Tensor, Tensor, Format], Tensor]] = {
-    "exp2": lambda x, y, format: y * _constant(exact.log_2, format),
-    "log2": lambda x, y, format: 1 / (x * _constant(exact.log_2, format)),
-    "log10": lambda x, y, format: 1 / (x * _constant(exact.log_10, format)),
-    "erf": lambda x, y, format: torch.exp(-(x * x)) * _constant(_two_by_root_of_pi, format),
-    "erfc": lambda x, y, format: -torch.exp(-(x * x)) * _constant(_two_by_root_of_pi, format),
+    "exp2": lambda x, y, format: y * _constant(exact.log_2, format, x.device),
+    "log2": lambda x, y, format: 1 / (x * _constant(exact.log_2, format, x.device)),
+    "log10": lambda x, y, format: 1 / (x * _constant(exact.log_10, format, x.device)),
+    "erf": lambda x, y, format: (
+        torch.exp(-(x * x)) * _constant(_two_by_root_of_pi, format, x.device)
+    ),
+    "erfc": lambda x, y, format: (
+        -torch.exp(-(x * x)) * _constant(_two_by_root_of_pi, format, x.device)
+    ),
 }
 """Of x, f(x), and the format of both."""
 

@@ -134,16 +134,21 @@ def _solved(name: str, a: MCFTensor, b: Tensor, bits: int) -> Tensor:
 
 @batched
 def _solve(a: MCFTensor, b: Tensor, bits: int) -> tuple[Tensor, ...]:
-    return _solved("linalg.solve", a, b, bits), a, torch.zeros(len(a), dtype=torch.int32), _done()
+    return (
+        _solved("linalg.solve", a, b, bits),
+        a,
+        torch.zeros(len(a), dtype=torch.int32, device=a.device),
+        _done(a),
+    )
 
 
 @batched
 def _inverse(a: MCFTensor, bits: int) -> tuple[Tensor, ...]:
-    return _solved("linalg.inv", a, _wide_like(_identity(a, len(a)), a), bits), _done()
+    return _solved("linalg.inv", a, _wide_like(_identity(a, len(a)), a), bits), _done(a)
 
 
-def _done() -> Tensor:
-    return torch.zeros((), dtype=torch.int32)
+def _done(a: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.int32, device=a.device)
 
 
 def solve_ex(a: Tensor, b: Tensor, *, left: bool = True, check_errors: bool = False) -> Any:
@@ -249,7 +254,9 @@ def _eliminated(a: MCFTensor) -> _Factors:
                 rest = left[i + 1 :, i + 1 :] - column.unsqueeze(1) * left[i, i + 1 :]
                 left[i + 1 :, i + 1 :] = rest
     return _Factors(
-        left, torch.tensor(pivots, dtype=torch.int32), torch.tensor(info, dtype=torch.int32)
+        left,
+        torch.tensor(pivots, dtype=torch.int32, device=a.device),
+        torch.tensor(info, dtype=torch.int32, device=a.device),
     )
 
 
@@ -279,7 +286,9 @@ def lu_unpack(
     size = min(rows, columns)
     plain = pivots.new_zeros(*pivots.shape[:-1], rows, columns).double()
     exchange = torch.lu_unpack(plain, pivots, unpack_data=False)[0]
-    lower = packed[..., :size].tril(-1) + torch.eye(rows, size, dtype=torch.float64)
+    lower = packed[..., :size].tril(-1) + torch.eye(
+        rows, size, dtype=torch.float64, device=packed.device
+    )
     return exchange_in(exchange, packed), lower, packed[..., :size, :].triu()
 
 
@@ -297,8 +306,8 @@ def _require_pivots(pivot: bool) -> None:
 def _determinant(a: MCFTensor, bits: int) -> tuple[Tensor, ...]:
     """A number from 1/2 to 1 in magnitude, or 0, the exponent of its power of two, and factors."""
     packed, pivots, _ = _eliminated(a)
-    number: Tensor = _wide_like(torch.ones((), dtype=torch.float64), a)
-    exponent = torch.zeros((), dtype=torch.int64)
+    number: Tensor = _wide_like(torch.ones((), dtype=torch.float64, device=a.device), a)
+    exponent = torch.zeros((), dtype=torch.int64, device=a.device)
     for i, pivot in enumerate(pivots.tolist()):
         number = number * packed[i, i] * (1 if pivot == i + 1 else -1)
         more = _float64(number).frexp().exponent
@@ -308,7 +317,9 @@ def _determinant(a: MCFTensor, bits: int) -> tuple[Tensor, ...]:
 
 def _by_power(x: Tensor, exponent: Tensor) -> Tensor:
     for part in (exponent // 2, exponent - exponent // 2):
-        x = x * torch.ldexp(torch.ones(part.shape, dtype=torch.float64), part.clamp(-1020, 1020))
+        x = x * torch.ldexp(
+            torch.ones(part.shape, dtype=torch.float64, device=part.device), part.clamp(-1020, 1020)
+        )
     return x
 
 
@@ -345,7 +356,7 @@ def _rooted(a: Tensor) -> tuple[Tensor, int]:
 @batched
 def _cholesky(a: MCFTensor, bits: int) -> tuple[Tensor, ...]:
     lower, info = _rooted(a)
-    return lower, torch.tensor(info, dtype=torch.int32)
+    return lower, torch.tensor(info, dtype=torch.int32, device=a.device)
 
 
 def cholesky_ex(a: Tensor, *, upper: bool = False, check_errors: bool = False) -> Any:
@@ -396,7 +407,7 @@ def _least_squares(a: MCFTensor, b: Tensor, bits: int) -> tuple[Tensor, ...]:
         x = x + _substituted(r, q.T @ (b - a @ x), upper=True, unit=False)
     else:
         x = q @ _substituted(r.T, b, upper=False, unit=False)
-    return x, (b - a @ x).square().sum(0), torch.tensor(min(a.shape))
+    return x, (b - a @ x).square().sum(0), torch.tensor(min(a.shape), device=a.device)
 
 
 def lstsq(a: Tensor, b: Tensor, rcond: Any = None, *, driver: str | None = None) -> Any:
@@ -414,8 +425,10 @@ def lstsq(a: Tensor, b: Tensor, rcond: Any = None, *, driver: str | None = None)
 def _eigenvectors(a: MCFTensor, bits: int) -> tuple[Tensor, Tensor]:
     """Eigenvalues in ascending order and eigenvectors of a symmetric matrix."""
     size, norm = len(a), _largest(a)
-    scale = torch.tensor(norm if norm else 1.0, dtype=torch.float64).frexp().exponent
-    small = a * torch.ldexp(torch.ones((), dtype=torch.float64), -scale)
+    scale = (
+        torch.tensor(norm if norm else 1.0, dtype=torch.float64, device=a.device).frexp().exponent
+    )
+    small = a * torch.ldexp(torch.ones((), dtype=torch.float64, device=a.device), -scale)
     identity = _identity(a, size)
     least = 2.0 ** (10 - a._format.precision) * max(size, 1)  # of what rounding leaves
     x: Tensor = _wide_like(torch.linalg.eigh(_float64(small)).eigenvectors, a)
@@ -445,7 +458,7 @@ def _eigenvectors(a: MCFTensor, bits: int) -> tuple[Tensor, Tensor]:
             f"linalg.eigh: no convergence for a matrix of shape {tuple(a.shape)}"
         )
     order = values.argsort()
-    back = torch.ldexp(torch.ones((), dtype=torch.float64), scale)
+    back = torch.ldexp(torch.ones((), dtype=torch.float64, device=a.device), scale)
     return values[order] * back, x[:, order]
 
 

@@ -31,14 +31,14 @@ class Grid:
     count: int
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def least_of(dtype: torch.dtype, factors: int) -> int:
     """The exponent of the smallest product of so many floats of a type."""
     base = BASES[dtype]
     return factors * (base.min_exponent - base.precision + 1)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def grid_of(dtype: torch.dtype, factors: int) -> Grid:
     """The positions of sums of products of so many floats of a type; up to 2^60 of them."""
     lowest = least_of(dtype, factors) // WIDTH

@@ -328,16 +328,12 @@ class TestArithmetic:
 
     @over(only=lambda f: not propagates(f))
     def test_functions(self, format):
-        """exp, which formats of more than 48 bits refuse, out of place and in place."""
+        """exp, out of place and in place."""
         x = sample(format, 4, 40)
-        if not stores(format) and format.precision > 48:
-            with pytest.raises(NotImplementedError, match=format.name):
-                x.exp()
-            return
         expected = numbers(x).exp()
         last = loss_of_result(format)
         for found, bound in ((x.exp(), last), (x.clone().exp_(), last + unit(format))):
-            bound = 32 * bound * expected.max()
+            bound = (32 * bound + 2.0**-52) * expected.max()  # float64's own exp is off, too
             assert ((numbers(found) - expected).abs() <= bound).all()
 
     @over(only=lambda f: not propagates(f) and stores(f))

@@ -381,11 +381,9 @@ WAITS = {
     "dispatch/operands.py uninterrupted": "other_operators-bf16x2",
     "dispatch/comparison.py all_equal": "what_is_read",
     "dispatch/comparison.py by_rank": "what_is_read",
-    "tensor/readable_values.py numpy": "what_is_read",
-    "tensor/readable_values.py tolist": "what_is_read",
+    "tensor/readable_values.py _on_host": "what_is_read",
     "dispatch/beyond_float64.py _accumulate": "beyond_float64",
     "arithmetic/products.py _further": "beyond_float64",
-    "dispatch/structure.py item": "steps-Adafactor-for-loop",
     "formats/defaults.py format_of_weights": "conversion_on_the_device",
     "formats/block_codes.py require": "modes-compact",
     "formats/expansion_format.py _normalized": "files",
@@ -397,7 +395,7 @@ WAITS = {
 }
 # The same from the second step on.
 LATER = {
-    "steps-Adafactor": {"dispatch/structure.py item"},
+    "steps-Adafactor": {"tensor/readable_values.py _on_host"},
     "edq": {"meters/edq/meter.py _conclude_states", "meters/edq/readings.py totals"},
     "files": {
         *("formats/expansion_format.py _normalized", "checkpoint/safetensors_files.py write"),

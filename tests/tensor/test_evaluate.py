@@ -106,9 +106,9 @@ ALIKE = {
     "turned targets": lambda x, y, g: x.t().mul_(0.3),
     "all turned": lambda x, y, g: x.t().mul_(y.t()),
     "a boolean": lambda x, y, g: x.mul_(True),
-    "one term beside another": lambda x, y, g: x.mul_(x.components[1]),
 }
 OVERLAPPING = {
+    "one term beside another": lambda x, y, g: x.mul_(x.components[1]),
     "a part of itself": lambda x, y, g: x[1:].mul_(x[:2]),
     "what lies before it": lambda x, y, g: (z := overlapping())[0].mul_(z[1]),
     "what lies behind it": lambda x, y, g: (z := overlapping())[1].mul_(z[0]),
