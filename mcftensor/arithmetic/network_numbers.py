@@ -24,10 +24,11 @@ class Network(Numbers):
 
     def of(self, floats: Floats) -> Terms:
         """Floats of other types are split, several of them or more than there are terms summed."""
-        are_others = any(x.dtype != self.dtype for x in floats)
-        if are_others:
+        enough = self.terms
+        if any(x.dtype != self.dtype for x in floats):
+            enough = self.terms if len(floats) == 1 else 1
             floats = [part for x in floats for y in as_floats(x) for part in self._parts(y)]
-        if len(floats) > (1 if are_others else self.terms):
+        if len(floats) > enough:
             return Terms(networks.settle(networks.distill(floats, self.terms), floats[0]))
         zeros = [torch.zeros_like(floats[0])] * (self.terms - len(floats))
         return Terms([*floats, *zeros])
