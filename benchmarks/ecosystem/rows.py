@@ -610,8 +610,9 @@ def _deepspeed(row: Row, folder: Path) -> None:
     for column in ("train", "save", "resume to the bit"):
         row.says(
             column,
-            "cannot: `deepspeed.initialize` raises `Couldn't swap Linear.weight` in stages 0, 1 and "
-            "2 (0.19.8, run by hand); ZeRO sets `p.data` to views of flat buffers. Use `fully_shard`",
+            "cannot: `deepspeed.initialize` raises `Couldn't swap Linear.weight` in stages 0, 1 "
+            "and 2 (0.19.8, run by hand); ZeRO sets `p.data` to views of flat buffers. Use "
+            "`fully_shard`",
         )
     row.says("load elsewhere", "its checkpoints convert: `python -m mcftensor convert`")
 
