@@ -72,10 +72,12 @@ def catalogue() -> dict[str, Program]:
     """All programs by name; one that several ask for is named by the first of them."""
     found: dict[str, Program] = {}
     for name, run in work():
-        torch.manual_seed(0)
-        with caught() as programs, warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            run()
+            run()  # the first step of a process records traces that later ones join
+            torch.manual_seed(0)
+            with caught() as programs:
+                run()
         new = [x for x in dict.fromkeys(programs) if x not in found.values() and x.instructions]
         for i, program in enumerate(new):
             found[f"{name} ({i + 1})" if len(new) > 1 else name] = program
