@@ -196,6 +196,16 @@ const calculators = (() => {
     return found;
   }
 
+  /* Draw anew when the place gets another width. */
+  function followWidth(root, update) {
+    let width = root.clientWidth;
+    new ResizeObserver(() => {
+      if (root.clientWidth === width) return;
+      width = root.clientWidth;
+      update();
+    }).observe(root);
+  }
+
   /* Make calculators of the places that wait for them: `<div class="play" data-play="name">`. */
   function start(plays) {
     for (const [name, play] of Object.entries(plays))
@@ -217,6 +227,7 @@ const calculators = (() => {
     calculator,
     examples,
     ticks,
+    followWidth,
     start,
   };
 })();

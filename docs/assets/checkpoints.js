@@ -41,7 +41,7 @@ const checkpoints = (() => {
     F8_E4M3: "fp8_e4m3fn",
   };
   const LEFT_OUT = /^(BOOL|[IU]\d+)$/;
-  const PART = /^(.*)\.([a-z0-9_]+)\.(sum|writes|term\d+|tail|\w+)$/;
+  const PART = /^(.*)\.([a-z0-9_]+)\.(\w+)$/;
 
   /* The tensors of safetensors files, by name: where each lies, and its parts if it is an
   expansion. */

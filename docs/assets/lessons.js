@@ -5,7 +5,7 @@
 (() => {
   const { FORMATS } = floats;
   const { h, svg, field, choice, read, numeral, show, brief, superscript, code } = calculators;
-  const { verdict, calculator, examples, ticks } = calculators;
+  const { verdict, calculator, examples, ticks, followWidth } = calculators;
   const HALVES = ["bf16", "fp16"];
 
   // -------------------------------------------------------------------------------------- bits
@@ -394,13 +394,7 @@
       },
     );
     update();
-    let width = root.clientWidth;
-    new ResizeObserver(() => {
-      if (root.clientWidth !== width) {
-        width = root.clientWidth;
-        update();
-      }
-    }).observe(root);
+    followWidth(root, update);
   }
 
   // ------------------------------------------------------------- sums, products, and their errors

@@ -5,7 +5,7 @@
 (() => {
   const { FORMATS } = floats;
   const { h, svg, field, choice, numeral, show, brief } = calculators;
-  const { verdict, calculator, examples, ticks } = calculators;
+  const { verdict, calculator, examples, ticks, followWidth } = calculators;
 
   const ALONE = "alone";
   /* What can follow the leading number: the format of the grid, and how many terms it has. */
@@ -369,12 +369,7 @@
     );
     home(aim);
     update();
-    let width = root.clientWidth;
-    new ResizeObserver(() => {
-      if (root.clientWidth === width) return;
-      width = root.clientWidth;
-      update();
-    }).observe(root);
+    followWidth(root, update);
   }
 
   calculators.start({ line });

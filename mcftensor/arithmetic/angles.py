@@ -31,6 +31,7 @@ from mcftensor.arithmetic.guarded import (
     precision_of,
     scaled,
     series,
+    size_of,
     sqrt,
     sub,
     times,
@@ -44,10 +45,6 @@ _LOG2_T2 = 2 * math.log2(1 / 30)
 @functools.lru_cache(maxsize=16)
 def _table(bits: int) -> list[Fraction]:
     return [exact.atan(Fraction(i, 16), bits) for i in range(16)]
-
-
-def _size(x: Terms) -> Terms:
-    return where(torch.signbit(x[0]), neg(x), x)
 
 
 def _angle(y: Terms, x: Terms, is_left: Tensor, terms: int) -> Terms:
@@ -95,7 +92,7 @@ def _near_one(x: Terms, y: Terms) -> tuple[Terms, Terms, Tensor]:
 def atan2(y: Terms, x: Terms) -> Terms:
     """The angle of the vector (x, y)."""
     terms = len(x)
-    a, b, _ = _near_one(_size(x), _size(y))
+    a, b, _ = _near_one(size_of(x), size_of(y))
     is_none = torch.isnan(x[0]) | torch.isnan(y[0])
     a = where(is_none, one(x[0]), a)
     b = where(is_none, one(x[0]), b)
@@ -112,7 +109,7 @@ def atan(x: Terms) -> Terms:
 def _legs(x: Terms) -> tuple[Terms, Terms, Tensor]:
     """|x| and sqrt(1 - x²), and whether |x| is at most 1."""
     m = len(x) + 1
-    size = _size(x)
+    size = size_of(x)
     below = sub(one(x[0]), size, m)
     is_inside = below[0] >= 0
     inner = where(is_inside, size, one(x[0]))
@@ -142,7 +139,7 @@ def acos(x: Terms) -> Terms:
 def hypot(x: Terms, y: Terms) -> Terms:
     """sqrt(x² + y²)."""
     terms, m = len(x), len(x) + 1
-    a, b, e = _near_one(_size(x), _size(y))
+    a, b, e = _near_one(size_of(x), size_of(y))
     is_none = torch.isnan(x[0]) | torch.isnan(y[0])
     total = add(mul(a, a, m), mul(b, b, m), m)
     value = scaled(sqrt(where(is_none, one(x[0]), total), m), e)

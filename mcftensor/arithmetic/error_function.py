@@ -32,6 +32,7 @@ from mcftensor.arithmetic.guarded import (
     precision_of,
     scaled,
     series,
+    size_of,
     sub,
     times,
     where,
@@ -102,14 +103,10 @@ def _scaled_erfc(x: Terms, terms: int) -> Terms:
     return total
 
 
-def _size(x: Terms) -> Terms:
-    return where(torch.signbit(x[0]), neg(x), x)
-
-
 def _complement(x: Terms, terms: int) -> tuple[Terms, Tensor]:
     """erfc(|x|) as v 2^k; of what lies beyond the end, that of the end."""
     m, base = terms + 1, BASES[x[0].dtype]
-    size = _size(x)
+    size = size_of(x)
     end = constant(_end(base), x[0])
     size = where(size[0] < end, size, (end,))
     q, k = exponentials.parts(neg(mul(size, size, m)), terms)

@@ -124,6 +124,11 @@ def neg(x: Terms) -> Terms:
     return tuple(-term for term in x)
 
 
+def size_of(x: Terms) -> Terms:
+    """|x|."""
+    return where(torch.signbit(x[0]), neg(x), x)
+
+
 def sub(x: Terms, y: Terms, count: int) -> Terms:
     """x - y, with an error of a few u^count of the larger one."""
     return add(x, neg(y), count)

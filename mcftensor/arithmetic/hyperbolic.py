@@ -26,6 +26,7 @@ from mcftensor.arithmetic.guarded import (
     power_of_two,
     precision_of,
     scaled,
+    size_of,
     sqrt,
     sub,
     times,
@@ -34,16 +35,12 @@ from mcftensor.arithmetic.guarded import (
 from mcftensor.arithmetic.networks import two_sum
 
 
-def _size(x: Terms) -> Terms:
-    return where(torch.signbit(x[0]), neg(x), x)
-
-
 def _signed(value: Terms, plain: Tensor, x: Terms) -> Terms:
     """An odd function of x, which is x itself where that is tiny, from that of |x|."""
     leading, terms = x[0], len(x)
     base = BASES[leading.dtype]
     is_tiny = leading.abs() < 2.0 ** (base.min_exponent + base.precision)
-    value, plain = where(is_tiny, _size(x), value), torch.where(is_tiny, leading.abs(), plain)
+    value, plain = where(is_tiny, size_of(x), value), torch.where(is_tiny, leading.abs(), plain)
     is_negative = torch.signbit(leading)
     value = where(is_negative, neg(value), value)
     plain = torch.where(is_negative, -plain, plain)
@@ -61,7 +58,7 @@ def _halves(x: Terms, limit: float) -> tuple[Terms, Terms, Tensor]:
     """sinh|x| and cosh|x|, both divided by 2^(k - 1), and k."""
     terms, leading = len(x), x[0]
     m = terms + 1
-    q, k = exponentials.parts(bounded(_size(x), limit), terms)
+    q, k = exponentials.parts(bounded(size_of(x), limit), terms)
     v = add(one(leading), q, m)
     s = _small_power(k + k)
     inverse = times(div(one(leading), v, m), s)
@@ -90,7 +87,7 @@ def tanh(x: Terms) -> Terms:
     """The hyperbolic tangent, (exp(2|x|) - 1) / (exp(2|x|) + 1)."""
     terms, leading = len(x), x[0]
     m, limit = terms + 1, ((terms + 1) * precision_of(leading)) * math.log(2)
-    q, k = exponentials.parts(times(bounded(_size(x), limit), 2.0), terms)
+    q, k = exponentials.parts(times(bounded(size_of(x), limit), 2.0), terms)
     s = _small_power(k)
     above = add(q, two_sum(one(leading)[0], -s), m)
     value = div(above, add(add(one(leading), q, m), (s,), m), m)
@@ -101,7 +98,7 @@ def tanh(x: Terms) -> Terms:
 
 def asinh(x: Terms) -> Terms:
     """The inverse: log(1 + |x| + x² / (1 + sqrt(1 + x²)))."""
-    terms, size = len(x), _size(x)
+    terms, size = len(x), size_of(x)
     m, leading = terms + 1, size[0]
     is_large = leading > _large(leading, m)
     inner = where(is_large | torch.isnan(leading), one(leading), size)
@@ -148,7 +145,7 @@ def atanh(x: Terms) -> Terms:
     """The inverse: log(1 + 2 |x| / (1 - |x|)) / 2."""
     terms, leading = len(x), x[0]
     m = terms + 1
-    size = _size(x)
+    size = size_of(x)
     below = sub(one(leading), size, m)
     is_inside = below[0] > 0
     inner = where(is_inside, size, (torch.zeros_like(leading),))

@@ -81,6 +81,11 @@ def parts(u: Terms, terms: int, near: Terms | None = None) -> tuple[Terms, Tenso
 def natural(u: Terms, terms: int, near: Terms | None = None) -> Terms:
     """log(u), of the same numbers."""
     rest, k = parts(u, terms, near)
+    return _with_power(rest, k, terms)
+
+
+def _with_power(rest: Terms, k: Tensor, terms: int) -> Terms:
+    """rest + k log(2)."""
     log_2 = constants(exact.log_2(bits_of(k, terms)), terms + 1, k)
     return add(mul((k,), log_2, terms + 1), rest, terms + 1)
 
@@ -120,8 +125,7 @@ def of_size(x: Terms, terms: int) -> Terms:
     """log|x| of any number but 0, infinity and NaN, guarded."""
     u, shift = _normal(where(x[0] < 0, neg(x), x))
     rest, k = parts(u, terms)
-    log_2 = constants(exact.log_2(bits_of(k, terms)), terms + 1, k)
-    return add(mul((k - shift,), log_2, terms + 1), rest, terms + 1)
+    return _with_power(rest, k - shift, terms)
 
 
 def log(x: Terms) -> Terms:

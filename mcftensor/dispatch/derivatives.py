@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mcftensor.arithmetic import exact_constants as exact
 from mcftensor.arithmetic.base_types import BASES
+from mcftensor.dispatch.elementary import constant_in
 from mcftensor.dispatch.operands import is_wrapped, stored_in
 from mcftensor.formats import Format, named
 from mcftensor.tensor import MCFTensor
@@ -19,12 +20,8 @@ from mcftensor.tensor import MCFTensor
 
 def _constant(of_bits: Callable[[int], Any], format: Format, device: torch.device) -> MCFTensor:
     """A constant as an expansion without dimensions."""
-    base, count = BASES[format.dtype], len(format.components)
-    value = of_bits(format.precision + 2 * base.precision)
-    floats = exact.floats_of(value, base.precision, count)
-    return MCFTensor.of(
-        [torch.tensor(x, dtype=base.dtype, device=device) for x in floats], format.nearest
-    )
+    value = of_bits(format.precision + 2 * BASES[format.dtype].precision)
+    return constant_in(format, value, device)
 
 
 def _two_by_root_of_pi(bits: int) -> Fraction:

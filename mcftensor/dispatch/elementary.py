@@ -24,6 +24,7 @@ from mcftensor.dispatch.operands import (
     stored_in,
     value_of,
 )
+from mcftensor.formats import Format
 from mcftensor.passes import expressions
 from mcftensor.passes.operators import FUNCTIONS, Number, Operator
 from mcftensor.tensor import MCFTensor
@@ -199,10 +200,15 @@ def _gelu_backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Ten
 
 
 def like(x: Tensor, value: Fraction) -> MCFTensor:
-    """A constant as an expansion without dimensions, in the format of another."""
-    format, base = x._format, BASES[x.dtype]  # type: ignore[attr-defined]
+    """A constant in the format of another number, on its device."""
+    return constant_in(x._format, value, x.device)  # type: ignore[attr-defined]
+
+
+def constant_in(format: Format, value: Fraction, device: torch.device) -> MCFTensor:
+    """A constant as an expansion without dimensions."""
+    base = BASES[format.dtype]
     floats = exact.floats_of(value, base.precision, len(format.components))
-    terms = [torch.tensor(y, dtype=base.dtype, device=x.device) for y in floats]
+    terms = [torch.tensor(y, dtype=base.dtype, device=device) for y in floats]
     return MCFTensor.of(terms, format.nearest)
 
 
