@@ -221,6 +221,16 @@ def _check(found):
         assert all(size > 8.5 for size in visit.value["letters"]), (where, "letters of figures")
 
 
+def from_disk(site, tmp_path, name, script, **options):
+    """What a script finds on a page that is opened from a disk."""
+
+    async def ask():
+        async with browser.browse(browser.find(), tmp_path) as tab:
+            return await tab.visit(f"{site.as_uri()}/{name}", script, **options)
+
+    return asyncio.run(ask())
+
+
 needs_browser = pytest.mark.skipif(browser.find() is None, reason="no browser is found")
 
 
@@ -294,11 +304,7 @@ def test_in_a_browser_search_finds(site, tmp_path, disk):
 
 @needs_browser
 def test_in_a_browser_tables_sort_and_filter_and_keep_their_first_column(site, tmp_path):
-    async def ask():
-        async with browser.browse(browser.find(), tmp_path) as tab:
-            return await tab.visit(f"{site.as_uri()}/optimizers.html", RESULTS, width=390)
-
-    visit = asyncio.run(ask())
+    visit = from_disk(site, tmp_path, "optimizers.html", RESULTS, width=390)
     assert not visit.problems
     found = visit.value
     figures = [float(x) for x in found["up"] if x[0].isdigit()]
@@ -410,12 +416,8 @@ KEYS = """(async () => {
 
 @needs_browser
 def test_in_a_browser_the_number_line_is_moved_and_zoomed(site, tmp_path):
-    async def ask():
-        async with browser.browse(browser.find(), tmp_path) as tab:
-            link = "reference/floats.html#play=line&weight=1&centre=1&span=0.03"
-            return await tab.visit(f"{site.as_uri()}/{link}", KEYS)
-
-    visit = asyncio.run(ask())
+    link = "reference/floats.html#play=line&weight=1&centre=1&span=0.03"
+    visit = from_disk(site, tmp_path, link, KEYS)
     assert not visit.problems
     keys, pulled = visit.value
     assert keys == pytest.approx([1 + 0.0075 / 8, 0.0075])
@@ -424,12 +426,8 @@ def test_in_a_browser_the_number_line_is_moved_and_zoomed(site, tmp_path):
 
 @needs_browser
 def test_in_a_browser_a_lesson_from_a_disk_saves_its_notebook(site, tmp_path):
-    async def ask():
-        async with browser.browse(browser.find(), tmp_path) as tab:
-            script = 'fetch(document.querySelector("a.notebook").href).then(x => x.text())'
-            return await tab.visit(f"{site.as_uri()}/tutorials/frozen.html", script)
-
-    visit = asyncio.run(ask())
+    script = 'fetch(document.querySelector("a.notebook").href).then(x => x.text())'
+    visit = from_disk(site, tmp_path, "tutorials/frozen.html", script)
     assert not visit.problems
     assert json.loads(visit.value) == json.loads((site / "tutorials/frozen.ipynb").read_text())
 
@@ -463,12 +461,8 @@ def test_in_a_browser_two_checkpoints_are_compared(site, tmp_path):
         mcf.save_file(tensors, tmp_path / "file.safetensors")
         texts.append(base64.b64encode((tmp_path / "file.safetensors").read_bytes()).decode())
 
-    async def ask():
-        async with browser.browse(browser.find(), tmp_path) as tab:
-            url = f"{site.as_uri()}/guides/two-checkpoints.html"
-            return await tab.visit(url, GIVE % json.dumps(texts), width=390)
-
-    visit = asyncio.run(ask())
+    page, script = "guides/two-checkpoints.html", GIVE % json.dumps(texts)
+    visit = from_disk(site, tmp_path, page, script, width=390)
     assert not visit.problems
     assert visit.value["overflow"] <= 0
     assert visit.value["rows"] == [
