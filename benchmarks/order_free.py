@@ -3,7 +3,7 @@
 The three are taken in turn, round by round, in the same processes, each over buckets of 25 MiB
 as DistributedDataParallel makes them; the figures are medians of rounds, and of the ratios in each
 round. Bytes are what a process sends to others. `python benchmarks/order_free.py` writes
-`order-free.json`;
+`order-free.json`.
 """
 
 from __future__ import annotations
