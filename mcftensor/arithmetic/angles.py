@@ -1,7 +1,7 @@
 """Inverse trigonometric functions and the length of a vector, on guarded expansions.
 
-The angle of a vector with 0 <= y <= x is atan(c) + atan((y - c x) / (x + c y)), with a multiple c
-of 1 / 16 near y / x, whose angle comes from a table; the second angle by its power series.
+For 0 <= y <= x, the angle of (x, y) is atan(c) + atan((y - c x) / (x + c y)), where c is a multiple
+of 1 / 16 near y / x. The first angle is read from a table, the second is a power series.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ def _table(bits: int) -> list[Fraction]:
 
 
 def _angle(y: Terms, x: Terms, is_left: Tensor, terms: int) -> Terms:
-    """The angle of (x, y) with both of at least 0, one of them above it and near 1, or of
-    (-x, y)."""
+    """The angle of the vector (x, y), or of (-x, y) where `is_left` is set.
+
+    Both coordinates must be at least 0, and the larger one near 1.
+    """
     m, bits = terms + 1, bits_of(x[0], terms)
     is_steep = y[0] > x[0]
     y, x = where(is_steep, x, y), where(is_steep, y, x)
@@ -73,8 +75,11 @@ def _signed(value: Terms, x: Terms, plain: Tensor, terms: int) -> Terms:
 
 
 def _near_one(x: Terms, y: Terms) -> tuple[Terms, Terms, Tensor]:
-    """Two numbers of at least 0, divided by a power of two that the larger one is near, and its
-    exponent. Infinities and zeros go where their angle and length are."""
+    """Scale two numbers of at least 0 by a power of two such that the larger one is near 1.
+
+    Returns both numbers and the exponent of the larger one. Infinite vectors and the zero vector
+    are replaced by finite vectors of the same angle; callers set their length.
+    """
     base = BASES[x[0].dtype]
     zero = (torch.zeros_like(x[0]),)
     x_is, y_is = x[0] == torch.inf, y[0] == torch.inf
@@ -93,15 +98,15 @@ def atan2(y: Terms, x: Terms) -> Terms:
     """The angle of the vector (x, y)."""
     terms = len(x)
     a, b, _ = _near_one(size_of(x), size_of(y))
-    is_none = torch.isnan(x[0]) | torch.isnan(y[0])
-    a = where(is_none, one(x[0]), a)
-    b = where(is_none, one(x[0]), b)
+    is_nan = torch.isnan(x[0]) | torch.isnan(y[0])
+    a = where(is_nan, one(x[0]), a)
+    b = where(is_nan, one(x[0]), b)
     value = _angle(b, a, torch.signbit(x[0]), terms)
-    return _signed(value, y, torch.where(is_none, torch.nan, value[0]), terms)
+    return _signed(value, y, torch.where(is_nan, torch.nan, value[0]), terms)
 
 
 def atan(x: Terms) -> Terms:
-    """The inverse of the tangent."""
+    """The arctangent."""
     zero = torch.zeros_like(x[0])
     return atan2(x, (zero + 1, *[zero] * (len(x) - 1)))
 
@@ -120,7 +125,7 @@ def _legs(x: Terms) -> tuple[Terms, Terms, Tensor]:
 
 
 def asin(x: Terms) -> Terms:
-    """The inverse of the sine."""
+    """The arcsine."""
     terms = len(x)
     size, root, is_inside = _legs(x)
     value = _angle(size, root, root[0] < 0, terms)
@@ -129,7 +134,7 @@ def asin(x: Terms) -> Terms:
 
 
 def acos(x: Terms) -> Terms:
-    """The inverse of the cosine."""
+    """The arccosine."""
     terms = len(x)
     size, root, is_inside = _legs(x)
     value = _angle(root, size, x[0] < 0, terms)
@@ -140,10 +145,10 @@ def hypot(x: Terms, y: Terms) -> Terms:
     """sqrt(x² + y²)."""
     terms, m = len(x), len(x) + 1
     a, b, e = _near_one(size_of(x), size_of(y))
-    is_none = torch.isnan(x[0]) | torch.isnan(y[0])
+    is_nan = torch.isnan(x[0]) | torch.isnan(y[0])
     total = add(mul(a, a, m), mul(b, b, m), m)
-    value = scaled(sqrt(where(is_none, one(x[0]), total), m), e)
+    value = scaled(sqrt(where(is_nan, one(x[0]), total), m), e)
     plain = torch.where((x[0] == 0) & (y[0] == 0), 0.0, value[0])
-    plain = torch.where(is_none, torch.nan, plain)
+    plain = torch.where(is_nan, torch.nan, plain)
     is_infinite = (x[0].abs() == torch.inf) | (y[0].abs() == torch.inf)
     return finish(value, terms, torch.where(is_infinite, torch.inf, plain))

@@ -1,4 +1,4 @@
-"""What has to be known of the machine floats that numbers are made of."""
+"""The machine floats that are terms of numbers: precision, exponent range, related dtypes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Base:
 
     Attributes:
         dtype: its dtype.
-        name: what names of formats call it.
-        precision: significand bits, the implicit one counted.
+        name: its name in names of formats.
+        precision: significand bits, including the implicit one.
         min_exponent: e of the smallest normal number 2^e.
-        max_exponent: e of the largest numbers: every finite one is below 2^(e+1).
-        integer: the integers of the same width.
-        wider: the type in which a product of two numbers is exact; None for the widest.
+        max_exponent: e of the largest numbers; every finite number is below 2^(e+1).
+        integer: the integer dtype of the same width.
+        wider: the dtype in which a product of two numbers is exact, or None for the widest dtype.
     """
 
     dtype: torch.dtype
@@ -44,11 +44,13 @@ BASES = {
 }
 
 NARROW = (torch.bfloat16, torch.float16)
-"""The bases of 16 bits."""
+"""The 16-bit bases."""
 
 
 def wider_than(x: Tensor) -> torch.dtype | None:
-    """The type in which products of such numbers are exact, if there is one and the device has
-    it."""
+    """Return the dtype in which products of numbers of x's dtype are exact, or None.
+
+    None means that there is no such dtype, or that the device lacks it.
+    """
     wider = BASES[x.dtype].wider
     return wider if wider != torch.float64 or has_float64(x.device) else None

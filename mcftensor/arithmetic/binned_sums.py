@@ -6,34 +6,34 @@ are q_j = 2^((b - 1 - j) W - 148), j = 0 to K - 1, each 2^W of the next one. By 
 code, |x| < q_0 2^(W - 1), and the largest term has |x| >= q_0 / 2.
 
 **Slices.** Let T_j(x) be x / q_j rounded to the nearest integer, ties to even. The slice of x in
-bin j is s_j = T_j - 2^W T_(j-1), with T_(-1) = 0. It depends on x and the bin alone, whichever
-other bins are kept. The slices telescope: the sum of s_j q_j is T_(K-1) q_(K-1), x rounded once to
-the last quantum. And |s_j| <= 2^(W - 1), since T_(j-1) is the nearest integer.
+bin j is s_j = T_j - 2^W T_(j-1), with T_(-1) = 0. It depends on x and the bin alone, not on the
+other bins that are kept. The slices telescope: the sum of s_j q_j is T_(K-1) q_(K-1), which is x
+rounded once to the last quantum. And |s_j| <= 2^(W - 1), since T_(j-1) is the nearest integer.
 
-**State.** An accumulator of a multiset of terms is the largest code b of any of them and, for each
-of the K highest bins under b, the sum of all slices in it. A term of a lower code has slices of
-zero in bins above its own. When b grows by d, the lowest d bins are dropped, whole. So the state
-after all terms is the same function of the multiset, in whichever order they came and whatever was
-merged with what: the maximum and the sums of integers are associative and commutative, and to drop
-a bin before or after adding to it makes no difference.
+**State.** The accumulator of a multiset of terms holds the largest code b of its terms and, for
+each of the K highest bins under b, the sum of all slices in that bin. A term of a lower code has
+slices of zero in bins above its own. When b grows by d, the lowest d bins are dropped entirely. The
+state is a function of the multiset alone, for any order of terms and any merges: maxima and sums of
+integers are associative and commutative, and dropping a bin before or after adding to it makes no
+difference.
 
 **Result.** V = the sum of T_(K-1)(x), and the result is V q_(K-1), rounded once.
 
 **Error.** Before that rounding, each term is off by at most q_(K-1) / 2 <= 2^(-(K-1) W) M, where M
 is the largest magnitude among the terms. So N terms are off by at most N 2^(-(K-1) W) M. A term
 loses nothing if its last bit is at least q_(K-1); as q_(K-1) <= 2^(1 - (K-1) W) M, the result is
-the exact sum, rounded once, if the last bits of all terms are at least 2^(1 - (K-1) W) M. The error
-bound is for finite terms; M = 0 has none.
+the exact sum, rounded once, if the last bits of all terms are at least 2^(1 - (K-1) W) M. The bound
+is for finite terms; if M = 0, there is no error.
 
 **Packing.** A sum of N slices is at most N 2^(W - 1) < 2^(F - 1) with F = W + L, where N < 2^L. K
 fields of F bits and a code of 5 bits fit 64: an accumulator is one int64, and sums of slices are
 sums of integers. Codes reach 1 + floor(276 / W) <= 28 for W >= 10. V < 2^53 is exact in float64.
 
-**Special values.** -0 has the code 0 and no slices, and so has an accumulator of nothing: the
-result is -0 if all terms are, as IEEE 754 has it, and +0 if they cancel. Infinities and NaN have
-the code 31: +inf adds one to the last field, -inf one to the field before, NaN one to both. So they
-drop all finite terms, infinities of both signs make NaN, and no order plays a part. Sums overflow
-only where the result does.
+**Special values.** -0 has the code 0 and no slices, and so does an empty accumulator. As in IEEE
+754, the result is -0 if all terms are -0, and +0 if the terms cancel. Infinities and NaN have the
+code 31: +inf adds one to the last field, -inf one to the field before, NaN one to both. So they
+displace all finite terms, and infinities of both signs give NaN, in any order. A sum overflows only
+if its result does.
 
 Sources: J. Demmel and H. D. Nguyen, "Parallel reproducible summation", IEEE Transactions on
 Computers 64(7), 2015 (bins on a fixed grid, kept from the largest down); W. Ahrens, J. Demmel and
@@ -56,10 +56,10 @@ from mcftensor.arithmetic.base_types import BASES
 from mcftensor.arithmetic.rounding import narrow, quiet, round_to
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Of terms."""
+"""Supported dtypes of terms."""
 
 MOST = 2**19 - 1
-"""Terms of a sum."""
+"""The largest number of terms in a sum."""
 
 _CODE_BITS = 5
 _FIELDS = 64 - _CODE_BITS
@@ -73,12 +73,12 @@ _SHIFTER_BITS = 0x4338 << 48
 
 @dataclass(frozen=True)
 class Layout:
-    """How sums of so many terms are kept.
+    """The layout of accumulators for sums of up to some number of terms.
 
     Attributes:
-        bins: K, the bins that are kept.
+        bins: K, the number of bins kept.
         width: W, the bits of a bin.
-        field: F, the bits of a sum of slices.
+        field: F, the bits of the sum of slices in a bin.
     """
 
     bins: int
@@ -87,16 +87,16 @@ class Layout:
 
     @property
     def guaranteed(self) -> int:
-        """(K - 1) W: a term is off by at most 2 to the minus this, of the largest term."""
+        """(K - 1) W: the error of a term is at most 2^-((K - 1) W) times the largest magnitude."""
         return (self.bins - 1) * self.width
 
 
 @functools.lru_cache(maxsize=64)
 def layout_of(count: int) -> Layout:
-    """The layout for sums of `count` terms, with the largest (K - 1) W that fits 64 bits.
+    """Return the layout for sums of `count` terms with the largest (K - 1) W that fits 64 bits.
 
     Raises:
-        ValueError: no terms, or more than `MOST`.
+        ValueError: if `count` is below 1 or above `MOST`.
     """
     if not 1 <= count <= MOST:
         raise ValueError(f"order-free sums have 1 to {MOST} terms, not {count}")
@@ -106,26 +106,26 @@ def layout_of(count: int) -> Layout:
 
 
 def add_body(layout: Layout) -> Any:
-    """A body: an accumulator and some terms -> the accumulator with these added."""
+    """Return a body (accumulator, *terms) -> accumulator that adds the terms."""
     return _bodies(layout)[0]
 
 
 def merge_body(layout: Layout) -> Any:
-    """A body: some accumulators -> their sum."""
+    """Return a body (*accumulators) -> accumulator that adds the accumulators."""
     return _bodies(layout)[1]
 
 
 def round_body(layout: Layout, dtype: torch.dtype) -> Any:
-    """A body: an accumulator -> the sum, rounded once to a dtype."""
+    """Return a body (accumulator) -> float that rounds the sum once to `dtype`."""
     return _bodies(layout)[2 + DTYPES.index(dtype)]
 
 
 def sum_body(layout: Layout, dtype: torch.dtype) -> Any:
-    """A body: all terms of a sum -> what `round_body` gives for an accumulator of them."""
+    """Return a body (*terms) -> float that equals `round_body` of an accumulator of the terms."""
     return _bodies(layout)[2 + len(DTYPES) + DTYPES.index(dtype)]
 
 
-@functools.lru_cache(maxsize=64)  # bodies have to be the same objects at every call
+@functools.lru_cache(maxsize=64)  # each call must return the same objects
 def _bodies(layout: Layout) -> list[Any]:
     def add(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> list[Tensor]:
         return [_add(vectors[0], vectors[1:], layout)]
@@ -181,8 +181,11 @@ def _round(accumulator: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
 
 
 def _sum(terms: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
-    """As the codes of all terms are known, their slices are added without bins: in float64, where
-    all sums are exact. Two terms of 16 bits need one addition."""
+    """Sum terms without an accumulator.
+
+    The codes of all terms are known, so their rounded values are added in float64, where every
+    partial sum is exact. Two 16-bit terms need a single float32 addition.
+    """
     singles = [x.to(torch.float32) for x in terms]
     if len(terms) == 2 and {x.dtype for x in terms} == {dtype} and _is_one_addition(layout, dtype):
         return quiet(singles[0] + singles[1]).to(dtype)
@@ -192,11 +195,11 @@ def _sum(terms: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
     scale = _power_of_two((-lowest).to(torch.int64))
     scaled = [(x.to(torch.float64) * scale + _SHIFTER) - _SHIFTER for x in terms]
     total = functools.reduce(torch.add, scaled) * _power_of_two(lowest.to(torch.int64))
-    # Of zeros, and of what is not finite: sums that do not overflow beside it.
+    # The result for zeros, infinities and NaN. The factor keeps finite partial sums from overflow.
     plain = quiet(functools.reduce(torch.add, [x * 2.0**-24 for x in singles]))
     is_finite = (largest > 0) & (largest < torch.inf)
     if {dtype, *(x.dtype for x in terms)} == {torch.bfloat16}:
-        # A subnormal sum is a multiple of the smallest number, and needs no rounding.
+        # A subnormal sum is a multiple of the smallest bfloat16 number, so it needs no rounding.
         bits = total.view(torch.int64)
         bits = (bits + ((1 << 44) - 1) + ((bits >> 45) & 1)) & -(1 << 45)
         single = bits.view(torch.float64).to(torch.float32)
@@ -205,16 +208,17 @@ def _sum(terms: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
 
 
 def _is_one_addition(layout: Layout, dtype: torch.dtype) -> bool:
-    """Whether two terms a, b of a dtype, |b| <= |a|, have a sum that is that of float32, rounded.
+    """Whether the sum of two terms of `dtype` is their float32 sum, rounded to `dtype`.
 
-    Let p be the precision of the dtype and 2^e <= |a| < 2^(e+1). Then q_(K-1) <= 2^(1-g+e), with g
-    = (K - 1) W, so a is a multiple of it if g >= p. If b is one too, V q_(K-1) is the exact sum. If
-    not, the last bit of b is below q_(K-1), so that b, before and after it is rounded to that, is
-    at most 2^(p-1) q_(K-1) <= 2^(p-g+e). With g >= 2p + 1 that is at most 2^(e-p-1), a quarter of
-    an ulp of a and half of one below it, and a + b rounds to a either way (a power of two is even).
+    Let p be the precision of the dtype, |b| <= |a| and 2^e <= |a| < 2^(e+1). Then q_(K-1) <=
+    2^(1-g+e), with g = (K - 1) W, so a is a multiple of q_(K-1) if g >= p. If b is a multiple too,
+    V q_(K-1) is the exact sum. If not, the last bit of b is below q_(K-1). Then b, before and after
+    rounding to q_(K-1), is at most 2^(p-1) q_(K-1) <= 2^(p-g+e). With g >= 2p + 1 that is at most
+    2^(e-p-1): a quarter of an ulp of a, and half of the next smaller ulp. So a + b rounds to a
+    either way, also if a is a power of two, which is even.
 
-    So the result is a + b, rounded once. To round it to the 24 bits of float32 before changes
-    nothing, if 24 >= 2p + 2 (S. A. Figueroa, "When is double rounding innocuous?", 1995).
+    So the result is a + b, rounded once. Rounding a + b to the 24 bits of float32 first changes
+    nothing if 24 >= 2p + 2 (S. A. Figueroa, "When is double rounding innocuous?", 1995).
     """
     precision = BASES[dtype].precision
     return 2 * precision + 2 <= 24 and layout.guaranteed >= 2 * precision + 1
@@ -224,13 +228,13 @@ def _is_one_addition(layout: Layout, dtype: torch.dtype) -> bool:
 
 
 def _exponent_of(x: Tensor) -> Tensor:
-    """E of a magnitude in float64: of the smallest float32 and of zero it is 0."""
+    """E of a magnitude in float64; 0 for the smallest float32 and for zero."""
     field = (x.view(torch.int64) >> 52) & 0x7FF
     return torch.maximum(field - (1023 + _LOWEST), torch.zeros_like(field))
 
 
 def _bin_of(exponent: Tensor, layout: Layout) -> Tensor:
-    """1 + floor(E / W) of finite numbers, by a product that is exact below 2^11."""
+    """1 + floor(E / W) of finite numbers, by a multiplication that is exact for E below 2^11."""
     return ((exponent * (2**22 // layout.width + 1)) >> 22) + 1
 
 
@@ -242,7 +246,7 @@ def _code_of(x: Tensor, layout: Layout) -> Tensor:
 
 
 def _slices(x: Tensor, scale: Tensor, layout: Layout) -> Tensor:
-    """The slices of a term under a code, packed; `scale` is 1 / q_(K-1)."""
+    """The packed slices of a term under a code; `scale` is 1 / q_(K-1)."""
     bits = x.view(torch.int64)
     scaled = torch.nan_to_num(x, 0.0, 0.0, 0.0) * scale
     width, field = layout.width, layout.field
@@ -256,7 +260,7 @@ def _slices(x: Tensor, scale: Tensor, layout: Layout) -> Tensor:
 
 
 def _nearest_integer(x: Tensor) -> Tensor:
-    """A float64 below 2^51 rounded to an integer, ties to even."""
+    """Round a float64 below 2^51 to an integer, ties to even."""
     return (x + _SHIFTER).view(torch.int64) - _SHIFTER_BITS
 
 
@@ -281,7 +285,7 @@ def _lowest_of(fields: Tensor, layout: Layout) -> Tensor:
 
 
 def _dropped(fields: Tensor, count: Tensor, layout: Layout) -> Tensor:
-    """Without the lowest fields, so many."""
+    """Drop the `count` lowest fields."""
     kept = torch.where(count == 0, fields, 0)
     for i in range(1, layout.bins):
         fields = (fields - _lowest_of(fields, layout)) >> layout.field

@@ -1,4 +1,4 @@
-"""Sums of floats as decimals."""
+"""Sums of floats as decimal numbers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from fractions import Fraction
 
 
 def digits_of(precision: int) -> int:
-    """Significant decimal digits that tell numbers of some bits apart."""
+    """Return how many significant decimal digits distinguish numbers of `precision` bits."""
     return math.ceil(precision * math.log10(2)) + 1
 
 
 def decimal_of(terms: Sequence[float], digits: int) -> Decimal:
-    """The sum, rounded once to significant digits, ties to even; infinities and NaN as they are."""
+    """Return the sum rounded once to `digits` significant digits, ties to even.
+
+    Infinities and NaN are returned unchanged.
+    """
     if not math.isfinite(terms[0]) or not any(terms):
         return Decimal(terms[0])
     whole = sum(map(Fraction, terms), Fraction(0))

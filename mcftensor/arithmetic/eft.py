@@ -1,8 +1,8 @@
-"""Error-free transformations: what one rounded operation loses, as a number of the same type.
+"""Error-free transformations: a rounded result and its exact error, both of the operands' dtype.
 
-Every function works on plain floating-point tensors of one dtype (bfloat16, float16, float32 or
-float64), which broadcast, and returns new tensors of that dtype. Each is opaque to compilers, so
-that it is exact in compiled code too.
+Every function takes plain floating-point tensors of one dtype (bfloat16, float16, float32 or
+float64), which broadcast, and returns new tensors of that dtype. Each function is opaque to
+compilers, so that it is exact in compiled code too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from mcftensor.kernels.without_float64 import has_float64
 
 
 def same_float_dtype(name: str, *tensors: Tensor) -> torch.dtype:
-    """The one dtype of the tensors, or a TypeError that names the caller and all dtypes."""
+    """Return the common dtype of the tensors.
+
+    Raises:
+        TypeError: if dtypes differ or are no floats; names the caller and all dtypes.
+    """
     dtypes = [x.dtype for x in tensors]
     if dtypes[0] in BASES and len(set(dtypes)) == 1:
         return dtypes[0]
@@ -37,8 +41,8 @@ def _pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The rounded sum of two tensors and its exact error.
 
-    *Requires*: no overflow, in s - a included, which can happen where |b| is the largest float; no
-    order of the operands.
+    *Requires*: no overflow, neither in a + b nor in s - a, which can overflow if |b| is the
+    largest float. The operands may come in any order.
 
     *Returns*: `(s, e)`, shapes broadcast, with s = RN(a + b) and s + e = a + b.
 
@@ -48,7 +52,7 @@ def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
     *Source*: D. Knuth, The Art of Computer Programming 2, 4.2.2, theorem B; O. Møller, BIT 5, 1965.
 
-    *Special values*: where a + b is not finite, e is NaN or infinite.
+    *Special values*: e is NaN or infinite where a + b is not finite.
 
     Examples:
         >>> import torch, mcftensor as mcf
@@ -67,7 +71,7 @@ def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def fast_two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The rounded sum and its exact error, for operands in order of magnitude.
 
-    *Requires*: a = 0, or the exponent of a at least that of b (|a| >= |b| suffices); no overflow.
+    *Requires*: a = 0, or the exponent of a at least the exponent of b (|a| >= |b| suffices); no overflow.
     On unordered operands the error is wrong in most cases; use `two_sum` there.
 
     *Returns*: `(s, e)`, shapes broadcast, with s = RN(a + b) and s + e = a + b.
@@ -78,7 +82,7 @@ def fast_two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
     *Source*: T. J. Dekker, Numerische Mathematik 18, 1971.
 
-    *Special values*: where a + b is not finite, e is NaN or infinite.
+    *Special values*: e is NaN or infinite where a + b is not finite.
 
     Examples:
         >>> import torch, mcftensor as mcf
@@ -93,17 +97,17 @@ def fast_two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 @opaque(lambda a: _pair(a, a))
 def split(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Two halves of a significand: products of such halves are exact.
+    """Split significands into two halves. Products of two halves are exact.
 
-    *Requires*: nothing; large operands are scaled, so that nothing overflows on the way.
+    *Requires*: nothing. Large operands are scaled against overflow in the computation.
 
-    *Returns*: `(hi, lo)`, shape of a, with hi + lo = a, of at most 4 + 3, 5 + 5, 12 + 11 and
+    *Returns*: `(hi, lo)`, shape of a, with hi + lo = a. They have at most 4 + 3, 5 + 5, 12 + 11 and
     26 + 26 bits for the four dtypes in the order above.
 
-    *Error*: none. For the largest floats, whose hi would round up to infinity, a is returned
-    whole as hi, with lo = 0.
+    *Error*: none. If hi would round up to infinity, as for the largest floats, a itself is returned
+    as hi, with lo = 0.
 
-    *Cost*: 4 flops, and the scaling.
+    *Cost*: 4 flops and the scaling.
 
     *Source*: G. W. Veltkamp, 1968; T. J. Dekker, Numerische Mathematik 18, 1971.
 
@@ -136,12 +140,12 @@ def two_prod(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
     *Error*: none under the requirement.
 
-    *Cost*: 2 multiplications and 1 subtraction in the next wider type; 17 flops and scaling by
-    Dekker's product for float64, which has none, and for float32 without float64.
+    *Cost*: 2 multiplications and 1 subtraction in the next wider type. Float64, which has no wider
+    type, and float32 without float64 take 17 flops by Dekker's product, and scaling.
 
     *Source*: T. J. Dekker, Numerische Mathematik 18, 1971 (float64).
 
-    *Special values*: where a * b is not finite, e is NaN or infinite.
+    *Special values*: e is NaN or infinite where a * b is not finite.
 
     Examples:
         >>> import torch, mcftensor as mcf
@@ -165,7 +169,7 @@ def two_prod(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     if dtype == torch.float64:
         error = _error(a, b)
         return product, torch.where(large, error * factor, error)
-    small = product.abs() < 2.0**-76  # of which float64 would keep the error
+    small = product.abs() < 2.0**-76  # errors that float32 would lose and float64 keeps
     a = torch.where(small & ~first, a * 2.0**100, a)
     b = torch.where(small & first, b * 2.0**100, b)
     error = _error(a, b)
@@ -175,7 +179,7 @@ def two_prod(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _error(a: Tensor, b: Tensor) -> Tensor:
-    """a * b less what it is rounded to."""
+    """a * b - RN(a * b)."""
     (ah, al), (bh, bl) = _split(a), _split(b)
     return al * bl - (((a * b - ah * bh) - al * bh) - ah * bl)
 
@@ -218,22 +222,22 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 def sqrt(a: Tensor) -> Tensor:
     """The square root, rounded to nearest.
 
-    On CPUs torch.sqrt is a unit in the last place off in one of 150 float32 and float64 results;
-    bounds of expansion arithmetic need better.
+    On CPUs, torch.sqrt is wrong by one unit in the last place in one of 150 float32 and float64
+    results. The bounds of expansion arithmetic need correct rounding.
 
-    *Requires*: nothing; tiny operands are scaled, so that nothing underflows on the way.
+    *Requires*: nothing. Tiny operands are scaled against underflow in the computation.
 
     *Returns*: RN(sqrt(a)), shape of a.
 
     *Error*: half an ulp.
 
-    *Cost*: one square root in float64; for float64 itself, and without it, also an fma, and the
-    neighbours of the result.
+    *Cost*: one square root in float64. Float64 itself, and other types without float64, also take
+    an fma and the neighbours of the result.
 
     *Source*: Tuckerman's test (float64): R. Agarwal et al., "New scalar and vector elementary
     functions for the IBM System/370", IBM J. Res. Dev. 30(2), 1986.
 
-    *Special values*: NaN below 0; the sign of a zero stays.
+    *Special values*: NaN below 0; the sign of a zero is kept.
 
     Examples:
         >>> import torch, mcftensor as mcf
@@ -243,7 +247,7 @@ def sqrt(a: Tensor) -> Tensor:
     dtype = same_float_dtype("sqrt", a)
     if dtype != torch.float64 and has_float64(a.device):
         return torch.sqrt(a.to(torch.float64)).to(dtype)
-    if dtype in NARROW:  # whose roots survive two roundings
+    if dtype in NARROW:  # float32 has 2p + 2 bits or more, so a second rounding is harmless
         return _root(a.to(torch.float32)).to(dtype)
     return _root(a)
 

@@ -1,8 +1,8 @@
 """The error function and the normal distribution, on guarded expansions.
 
-erfc(x) = exp(-x²) g(x) for x >= 0. There are four intervals of x between any two powers of two of
-x + 1. In each, g is a polynomial: Taylor's at the middle. erf of small arguments is its power
-series.
+For x >= 0, erfc(x) = exp(-x²) g(x). The range of x + 1 between two powers of two is divided into
+four intervals of x; in each, g is its Taylor polynomial at the midpoint. For small arguments, erf
+is summed by its power series.
 """
 
 from __future__ import annotations
@@ -39,19 +39,22 @@ from mcftensor.arithmetic.guarded import (
 )
 
 _SMALL = 0.5
-"""Below it erf has its power series."""
+"""The bound of |x| below which erf is summed by its power series."""
 
 _LOG2_H = -3.0
-"""Half an interval, divided by the power of two."""
+"""log2 of half the width of an interval, divided by the power of two."""
 
 
 def _end(base: Base) -> float:
-    """Beyond it erfc is less than half the smallest subnormal."""
+    """Return the x beyond which erfc is less than half the smallest subnormal."""
     return math.sqrt((base.precision - base.min_exponent) * math.log(2))
 
 
 def _middles(base: Base) -> list[tuple[int, Fraction]]:
-    """The exponent and the middle of each interval, of a number that is a power of two."""
+    """Return the exponent and the midpoint of each interval.
+
+    The last interval is repeated until their number is a power of two.
+    """
     found: list[tuple[int, Fraction]] = []
     for i in range(32):
         e, j = divmod(i, 4)
@@ -62,7 +65,10 @@ def _middles(base: Base) -> list[tuple[int, Fraction]]:
 
 @functools.lru_cache(maxsize=16)
 def _polynomials(base: Base, terms: int) -> tuple[list[list[Fraction]], list[int]]:
-    """For each power of h / 2^e its coefficient in all intervals, and how many terms count."""
+    """Return the coefficients of each power of h / 2^e, and how many terms of them are needed.
+
+    There is one coefficient for each interval.
+    """
     wanted = terms * base.precision + SPARE
     count = wanted * 2 // 5 + 8
     bits = (terms + 1) * base.precision + 64
@@ -81,13 +87,13 @@ def _polynomials(base: Base, terms: int) -> tuple[list[list[Fraction]], list[int
 
 
 def _part(row: list[Fraction], first: list[Fraction], k: int) -> float:
-    """The binary logarithm of the largest part that a power has in g."""
+    """log2 of the largest contribution of a power to g, relative to g."""
     sizes = zip(row, first, strict=True)
     return max(exact.log2_of(a) - exact.log2_of(b) for a, b in sizes) + k * _LOG2_H
 
 
 def _scaled_erfc(x: Terms, terms: int) -> Terms:
-    """g(x) of 0 <= x below the end."""
+    """g(x) for x at least 0 and below the end."""
     base, m = BASES[x[0].dtype], terms + 1
     p = base.precision
     bits = ((x[0] + 1).view(base.integer) >> (p - 3)) - 4 * base.max_exponent
@@ -104,7 +110,7 @@ def _scaled_erfc(x: Terms, terms: int) -> Terms:
 
 
 def _complement(x: Terms, terms: int) -> tuple[Terms, Tensor]:
-    """erfc(|x|) as v 2^k; of what lies beyond the end, that of the end."""
+    """erfc(|x|) as v 2^k, with |x| clamped to the end."""
     m, base = terms + 1, BASES[x[0].dtype]
     size = size_of(x)
     end = constant(_end(base), x[0])
@@ -114,7 +120,7 @@ def _complement(x: Terms, terms: int) -> tuple[Terms, Tensor]:
 
 
 def _series(x: Terms, terms: int) -> Terms:
-    """erf(x) of a small number."""
+    """erf(x) for small |x|."""
     m = terms + 1
     inner = where(x[0].abs() < _SMALL, x, (torch.zeros_like(x[0]),))
     wanted = terms * precision_of(x[0]) + SPARE
@@ -156,7 +162,7 @@ def _upper(x: Terms, terms: int) -> tuple[Terms, Tensor]:
 
 
 def erfc(x: Terms) -> Terms:
-    """1 - erf(x)."""
+    """The complementary error function, 1 - erf(x)."""
     terms, leading = len(x), x[0]
     value = scaled(*_upper(x, terms))
     plain = torch.where(leading >= _end(BASES[leading.dtype]), 0.0, value[0])
@@ -164,7 +170,7 @@ def erfc(x: Terms) -> Terms:
 
 
 def gelu(x: Terms) -> Terms:
-    """x times the normal distribution at x, x erfc(-x / sqrt(2)) / 2."""
+    """x times the normal distribution function of x: x erfc(-x / sqrt(2)) / 2."""
     terms, leading = len(x), x[0]
     m, bits, end = terms + 1, bits_of(x[0], len(x)), _end(BASES[leading.dtype])
     is_inside = leading.abs() < 2 * end
@@ -172,7 +178,7 @@ def gelu(x: Terms) -> Terms:
     v, k = _upper(mul(inner, constants(-exact.sqrt(Fraction(1, 2), bits), m, leading), m), terms)
     value = scaled(mul(v, inner, m), k - 1)
     value = where(is_inside, value, x)
-    # sqrt(2) end lies 2 bits of the product below the smallest subnormal
+    # at -sqrt(2) end, the product lies 2 bits below the smallest subnormal
     plain = torch.where(leading <= -1.5 * end, -0.0, value[0])
     plain = torch.copysign(plain, leading)
     return finish(value, terms, torch.where(_passes(leading), leading, plain))

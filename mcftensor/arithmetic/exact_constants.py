@@ -1,4 +1,4 @@
-"""Constants of elementary functions as rationals with a known number of bits, from integers alone.
+"""Constants of elementary functions as rationals of any number of bits, computed with integers.
 
 Each function takes a number of bits, and returns a fraction that differs from the constant by less
 than 2^-bits.
@@ -13,12 +13,12 @@ from fractions import Fraction
 Constant = Fraction | int | float
 
 _GUARD = 32
-"""Bits by which sums of rounded terms are longer than what is asked for."""
+"""Extra bits in sums of rounded terms."""
 
 
 @functools.lru_cache(maxsize=4096)
 def floats_of(value: Constant, precision: int, count: int) -> tuple[float, ...]:
-    """A constant as so many floats of a precision, each the nearest to what remains."""
+    """Return a constant as `count` floats of `precision` bits, each nearest to the remainder."""
     rest, found = Fraction(value), []
     for _ in range(count):
         nearest = _nearest(rest, precision)
@@ -28,11 +28,11 @@ def floats_of(value: Constant, precision: int, count: int) -> tuple[float, ...]:
 
 
 def _nearest(x: Fraction, precision: int) -> Fraction:
-    """A number rounded to so many bits, ties to even."""
+    """Round a number to `precision` bits, ties to even."""
     if not x:
         return x
     n, d = abs(x.numerator), x.denominator
-    shift = precision - (n.bit_length() - d.bit_length())  # gives as many bits, or one more
+    shift = precision - (n.bit_length() - d.bit_length())  # makes n / d as long, or a bit longer
     n, d = (n << shift, d) if shift >= 0 else (n, d << -shift)
     if n >= d << precision:
         d, shift = d << 1, shift - 1
@@ -43,7 +43,7 @@ def _nearest(x: Fraction, precision: int) -> Fraction:
 
 
 def log2_of(x: Constant) -> float:
-    """The binary logarithm of a magnitude, to a few digits, of any range."""
+    """log2 of a magnitude of any range, to a few digits."""
     x = Fraction(x)
     return _log2_of(abs(x.numerator)) - _log2_of(x.denominator) if x else -math.inf
 
@@ -59,8 +59,10 @@ def _fixed(x: Fraction, bits: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def atan(x: Fraction, bits: int) -> Fraction:
-    """The angle of a number from 0 to 1, by Euler's series: each term is the one before times
-    2k / (2k + 1) x² / (1 + x²)."""
+    """The arctangent of a number from 0 to 1, by Euler's series.
+
+    Each term is the previous one times 2k / (2k + 1) x² / (1 + x²).
+    """
     one = bits + _GUARD
     term = _fixed(x / (1 + x * x), one)
     ratio = x * x / (1 + x * x)
@@ -73,7 +75,7 @@ def atan(x: Fraction, bits: int) -> Fraction:
 
 
 def pi(bits: int) -> Fraction:
-    """Half the circumference of the unit circle."""
+    """The constant pi."""
     return 4 * atan(Fraction(1), bits + 4)
 
 
@@ -108,7 +110,7 @@ def log_of_pi(bits: int) -> Fraction:
 
 @functools.lru_cache(maxsize=256)
 def root_of_power(j: int, log2_root: int, bits: int) -> Fraction:
-    """2^(j / 2^log2_root), by as many square roots."""
+    """2^(j / 2^log2_root), by log2_root square roots."""
     one = bits + _GUARD
     x = 1 << (one + j)
     for _ in range(log2_root):
@@ -117,13 +119,13 @@ def root_of_power(j: int, log2_root: int, bits: int) -> Fraction:
 
 
 def sqrt(x: Fraction, bits: int) -> Fraction:
-    """The root of a number."""
+    """The square root."""
     one = bits + _GUARD
     return Fraction(math.isqrt(_fixed(x, 2 * one)), 1 << one)
 
 
 def exp(x: Fraction, bits: int) -> Fraction:
-    """e^x of a number of at least 0, by its power series."""
+    """e^x for x >= 0, by its power series."""
     one = bits + _GUARD
     term, total, k = 1 << one, 0, 0
     while term:
@@ -135,10 +137,11 @@ def exp(x: Fraction, bits: int) -> Fraction:
 
 @functools.lru_cache(maxsize=256)
 def scaled_erfc(c: Fraction, count: int, bits: int) -> tuple[Fraction, ...]:
-    """Taylor's coefficients of g(x) = exp(x²) erfc(x) at a number of at least 0.
+    """The Taylor coefficients of g(x) = exp(x²) erfc(x) at c >= 0.
 
-    exp(x²) erf(x) is 2 / sqrt(pi) times the sum of 2^k x^(2k + 1) / (2k + 1)!!, and the others
-    follow from g' = 2 x g - 2 / sqrt(pi). Both cancel, which takes more bits.
+    The first one follows from exp(x²) erf(x), which is 2 / sqrt(pi) times the sum of 2^k x^(2k + 1)
+    / (2k + 1)!!. The others follow from g' = 2 x g - 2 / sqrt(pi). Both computations cancel, so
+    they use more bits.
     """
     one = bits + math.ceil(float(c * c) * 1.5 + count * (math.log2(float(c) + 2) + 4)) + _GUARD
     square, term, total, k = c * c, _fixed(c, one), 0, 0
@@ -158,7 +161,7 @@ def scaled_erfc(c: Fraction, count: int, bits: int) -> tuple[Fraction, ...]:
 
 @functools.lru_cache(maxsize=4)
 def bernoulli(count: int) -> tuple[Fraction, ...]:
-    """B_0, B_2, B_4, ..., exactly: each from all before it."""
+    """The Bernoulli numbers B_0, B_2, B_4, ..., exactly, each from all previous ones."""
     found = [Fraction(1), Fraction(-1, 2)]
     for n in range(2, 2 * count):
         total = Fraction(sum(math.comb(n + 1, k) * b for k, b in enumerate(found) if b))
@@ -168,7 +171,7 @@ def bernoulli(count: int) -> tuple[Fraction, ...]:
 
 @functools.lru_cache(maxsize=4)
 def euler(bits: int) -> Fraction:
-    """Euler's constant, by Euler and Maclaurin's formula for a harmonic number."""
+    """Euler's constant, by the Euler-Maclaurin formula for a harmonic number."""
     log2_n = 2 + (bits // 8).bit_length()
     n = 2**log2_n
     harmonic = sum((1 << (bits + _GUARD)) // k for k in range(1, n + 1))
@@ -179,7 +182,7 @@ def euler(bits: int) -> Fraction:
 
 @functools.lru_cache(maxsize=512)
 def zeta(s: int, bits: int) -> Fraction:
-    """The zeta function of a whole number above 1.
+    """The Riemann zeta function at an integer s above 1.
 
     Source: P. Borwein, "An efficient algorithm for the Riemann zeta function", Canadian
     Mathematical Society Conference Proceedings 27, 2000, algorithm 2.

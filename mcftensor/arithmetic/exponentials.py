@@ -2,7 +2,7 @@
 
 x = (16 k + j) log(2) / 16 + r with |j| <= 8 and |r| <= log(2) / 32, so that
 exp(x) = 2^k 2^(j / 16) exp(r). The factor 2^(j / 16) comes from a table, exp(r) - 1 from its power
-series. What is returned is q = exp(x) / 2^k - 1, which keeps its relative error where x is near 0.
+series. They give q = exp(x) / 2^k - 1, which keeps its relative error for x near 0.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _LOG2_R = math.log2(math.log(2) / 32) + 0.01
 
 
 def bits_of(x: Tensor, terms: int) -> int:
-    """Bits of the constants."""
+    """Return the number of bits to which constants are needed."""
     return (terms + 1) * precision_of(x) + 32
 
 
 def bounded(x: Terms, limit: float) -> Terms:
-    """x, and 0 where it is not below a limit or NaN: there others say what the result is."""
+    """Replace x by 0 where |x| >= limit or x is NaN. Callers set the results there."""
     inside = x[0].abs() < limit
     return tuple(torch.where(inside, term, 0.0) for term in x)
 
 
 def without_powers(x: Terms, unit: Fraction, terms: int) -> tuple[Terms, Tensor, Tensor]:
-    """x = (16 k + j) unit + r; returns r, k and bits that end with j + 8."""
+    """Write x = (16 k + j) unit + r; return r, k, and integers whose last bits are j + 8."""
     m = terms + 1
     multiple, bits = to_integer(x[0] * float(1 / unit))
     bits = bits + 8
@@ -74,25 +74,25 @@ def expm1_of_rest(rest: Terms, bits: Tensor, terms: int) -> Terms:
 
 
 def parts(x: Terms, terms: int) -> tuple[Terms, Tensor]:
-    """q and k of exp(x) = 2^k (1 + q)."""
+    """Return q and k with exp(x) = 2^k (1 + q)."""
     unit = exact.log_2(bits_of(x[0], terms) + 8) / 16
     rest, k, bits = without_powers(x, unit, terms)
     return expm1_of_rest(rest, bits, terms), k
 
 
 def one(like: Tensor) -> Terms:
-    """1."""
+    """The constant 1."""
     return (constant(1.0, like),)
 
 
 def limit_of(x: Tensor) -> float:
-    """A magnitude of exponents of 2 beyond which all powers are 0 or infinite."""
+    """Return a bound of |y| beyond which 2^y is 0 or infinite."""
     base = BASES[x.dtype]
     return float(base.max_exponent + 2 * base.precision)
 
 
 def _power(x: Terms, found: tuple[Terms, Tensor], limit: float, terms: int) -> Terms:
-    """2^k (1 + q), and 0 or infinity beyond a limit."""
+    """2^k (1 + q), or 0 or infinity where |x| >= limit."""
     q, k = found
     leading = x[0]
     value = scaled(add(one(leading), q, terms + 1), k)
@@ -108,7 +108,7 @@ def exp(x: Terms) -> Terms:
 
 
 def exp2(x: Terms) -> Terms:
-    """2^x: x = k + j / 16 + r exactly, and r log(2) enters the series."""
+    """2^x. The decomposition x = k + j / 16 + r is exact, and r log(2) enters the series."""
     terms, limit = len(x), limit_of(x[0])
     rest, k, bits = without_powers(bounded(x, limit), Fraction(1, 16), terms)
     rest = mul(rest, constants(exact.log_2(bits_of(x[0], terms)), terms + 1, x[0]), terms + 1)
@@ -124,7 +124,7 @@ def expm1(x: Terms) -> Terms:
     inside = tuple(torch.where(leading > least, t, 0.0) for t in inside)
     q, k = parts(inside, terms)
     value = scaled(add(two_sum(one(leading)[0], -_inverse_power(k, leading)), q, m), k)
-    # two_sum(1, -2^-k) loses nothing while 2^-k is a float; the rest decides no bit.
+    # two_sum(1, -2^-k) is exact while 2^-k is a float; smaller powers change no bit of the result.
     plain = torch.where(leading > least, value[0], -1.0)
     plain = torch.where(leading >= limit, torch.inf, plain)
     plain = torch.where(torch.isnan(leading) | (leading == 0), leading, plain)
@@ -133,6 +133,6 @@ def expm1(x: Terms) -> Terms:
 
 
 def _inverse_power(k: Tensor, like: Tensor) -> Tensor:
-    """2^-k; of k so large that it decides no bit, some other small power."""
+    """2^-k, or another small power where k is too large for 2^-k to change the result."""
     most = float(BASES[like.dtype].max_exponent - 2)
     return power_of_two(-torch.where(k > most, most, k))

@@ -19,7 +19,7 @@ from mcftensor.arithmetic.number_protocol import Number
 
 
 def _lerp(start: Number, end: Number, weight: Number) -> Number:
-    """start + weight * (end - start), from the nearer end."""
+    """start + weight * (end - start), computed from the nearer end."""
     difference = end - start
     near = weight.fma(difference, start)
     far = (weight - 1.0).fma(difference, end)
@@ -27,7 +27,7 @@ def _lerp(start: Number, end: Number, weight: Number) -> Number:
 
 
 def _of_terms(function: Callable[..., networks.Terms]) -> Callable[..., Number]:
-    """A function of terms, for numbers that are evaluated by networks."""
+    """Turn a function of terms into a function of network numbers."""
 
     def of_numbers(*operands: Number) -> Number:
         return Terms(function(*(x.floats for x in operands)))
@@ -70,12 +70,12 @@ _FUNCTIONS: dict[str, Callable[..., networks.Terms]] = {
     "trigamma": gamma_function.trigamma,
 }
 
-# Those that only numbers of networks have.
+# Operations that network numbers alone have.
 _OF_TERMS: dict[str, Callable[..., Number]] = {
     name: _of_terms(function) for name, function in _FUNCTIONS.items()
 }
 
-# What each comes to, on numbers of one kind. The error of each format stands in `expansion.py`.
+# Each operation on numbers of one kind. `passes/expansion.py` states its error in each format.
 OPERATIONS: dict[str, Callable[..., Number]] = {
     "add": lambda x, y: x + y,
     "sub": lambda x, y: x - y,

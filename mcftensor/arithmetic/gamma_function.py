@@ -1,9 +1,9 @@
 """The logarithm of the gamma function and its first two derivatives, on guarded expansions.
 
-Arguments below 1/2 are reflected. The others are moved up by the recurrence to where Stirling's
-series has all bits, x (x + 1) (x + 2) ... being a product P whose logarithm is subtracted. Near 1
-and 2, where the logarithm of the gamma function is 0, it is Taylor's series. Near its other zeros,
-below 0, and near those of its derivative, the error is relative to the parts that cancel there.
+Arguments below 1/2 are reflected. Other arguments are shifted by the recurrence until Stirling's
+series has all bits. The logarithm of the product P = x (x + 1) (x + 2) ... is then subtracted. Near
+1 and 2, where the logarithm of the gamma function is 0, its Taylor series is used. Near its other
+zeros, below 0, and near the zeros of its derivative, the error is relative to the cancelling parts.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from mcftensor.arithmetic.guarded import (
 )
 
 _LOG2_Z = -3
-"""How near to 1 and 2 Taylor's series is taken."""
+"""log2 of the distance from 1 or 2 within which the Taylor series is used."""
 
 
 @functools.lru_cache(maxsize=16)
 def _start(wanted: int) -> tuple[int, int]:
-    """The logarithm of where Stirling's series has so many bits, and how many terms it takes."""
+    """Return log2 of the argument where Stirling's series has `wanted` bits, and its terms."""
     log2_start = 3
     while True:
         for k in range(2, 2 << log2_start):
@@ -59,8 +59,11 @@ def _wanted(x: Tensor, terms: int) -> int:
 
 
 def _moved(y: Terms, terms: int, order: int) -> tuple[Terms, list[Terms], Tensor]:
-    """y + i beyond the start, and the product of what lies before it with so many derivatives,
-    divided by powers of two; and the logarithm of these."""
+    """Shift y by an integer i until Stirling's series has all bits.
+
+    Returns y + i, the product y (y + 1) ... (y + i - 1) with `order` derivatives, all divided by a
+    power of two, and log2 of this power.
+    """
     m = terms + 1
     log2_start, _ = _start(_wanted(y[0], terms))
     product: list[Terms] = [one(y[0])]
@@ -84,8 +87,10 @@ def _moved(y: Terms, terms: int, order: int) -> tuple[Terms, list[Terms], Tensor
 
 
 def _stirling(w: Terms, terms: int, order: int) -> Terms:
-    """What Stirling's series of the logarithm of the gamma function, or of one of its first two
-    derivatives, has beyond its logarithm and powers of w."""
+    """Sum Stirling's series without its logarithm and without nonnegative powers of w.
+
+    The function is lgamma if `order` is 0, else its first or second derivative.
+    """
     m = terms + 1
     log2_start, count = _start(_wanted(w[0], terms))
     numbers = exact.bernoulli(2 << log2_start)[1 : count + 1]
@@ -106,14 +111,17 @@ def _stirling(w: Terms, terms: int, order: int) -> Terms:
 
 
 def _inverse(x: Terms, count: int) -> Terms:
-    """1 / x, where products of x and of 1 / x may overflow."""
+    """1 / x, scaled so that no intermediate product overflows."""
     e = exponent_of(x[0])
     return scaled(div(one(x[0]), scaled(x, -e), count), -e)
 
 
 def _reflected(x: Terms, terms: int) -> tuple[Terms, Tensor, Terms, Tensor]:
-    """x from 1/2 on, or 1 - x; whether it is that; the distance of x from the nearest whole number;
-    and whether the result is of numbers."""
+    """Reflect arguments below 1/2.
+
+    Returns x or 1 - x, whether x was reflected, the distance of x from the nearest integer, and
+    whether x is finite.
+    """
     m, leading = terms + 1, x[0]
     is_finite = torch.isfinite(leading)
     x = where(is_finite, x, one(leading))
@@ -125,7 +133,7 @@ def _reflected(x: Terms, terms: int) -> tuple[Terms, Tensor, Terms, Tensor]:
 
 
 def _from_whole(x: Tensor) -> Tensor:
-    """x less the nearest whole number."""
+    """x minus the nearest integer."""
     least = 2.0 ** (precision_of(x) - 1)
     size = x.abs()
     rest = torch.where(size >= least, 0.0, size - ((size + least) - least))
@@ -133,7 +141,7 @@ def _from_whole(x: Tensor) -> Tensor:
 
 
 def _turn(distance: Terms, terms: int) -> tuple[Terms, Terms]:
-    """Sine and cosine of pi times a distance of at most 1/2, which is not 0."""
+    """The sine and cosine of pi times a nonzero distance of at most 1/2."""
     m = terms + 1
     like = distance[0]
     is_negative = like < 0
@@ -147,7 +155,7 @@ def _turn(distance: Terms, terms: int) -> tuple[Terms, Terms]:
 
 
 def lgamma(x: Terms) -> Terms:
-    """log|gamma(x)|."""
+    """The logarithm of |gamma(x)|."""
     terms, leading = len(x), x[0]
     m, bits = terms + 1, bits_of(x[0], terms)
     base = BASES[leading.dtype]

@@ -1,10 +1,10 @@
 """Expansions with a guard term, in which elementary functions are evaluated.
 
-A function of n terms is evaluated in m = n + 1 terms of the same base, by operations that cost
-less than those of `networks.py`: operands and results lie near 1, so that nothing overflows, and
-the error of an operation, a few u^m, lies far below the last term of the function's result. Only
-`finish` returns normalized terms. Everything is in additions, products and quotients of the base,
-so that float32 needs no float64, and compiled code has the bits of eager PyTorch.
+A function of n terms is evaluated in m = n + 1 terms of the same base. The operations cost less
+than the networks of `networks.py`: operands and results lie near 1, so that nothing overflows, and the
+error of an operation, a few u^m, lies far below the last term of the function's result. Only
+`finish` returns normalized terms. All operations are additions, products and quotients of the base.
+So float32 needs no float64, and compiled code has the bits of eager PyTorch.
 
 References:
 
@@ -38,12 +38,12 @@ def precision_of(x: Tensor) -> int:
 
 
 def constant(value: float, like: Tensor) -> Tensor:
-    """A number of the base."""
+    """A 0-d tensor of the base of `like`."""
     return torch.scalar_tensor(value, dtype=like.dtype, device=like.device)
 
 
 def constants(value: Constant, count: int, like: Tensor) -> Terms:
-    """A constant as so many terms."""
+    """A constant as `count` terms."""
     return tuple(constant(x, like) for x in floats_of(value, precision_of(like), count))
 
 
@@ -64,8 +64,10 @@ def _halves(a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gathered(values: Sequence[Tensor], count: int) -> Terms:
-    """The sum of values, which come roughly in descending order, as so many terms: each pass of
-    two_sums from the last to the first gathers the next term (ORO's VecSum)."""
+    """Sum values, given roughly in descending order, to `count` terms.
+
+    Each pass of two_sums from the last value to the first gathers the next term (ORO's VecSum).
+    """
     x = list(values)
     for first in range(min(count, len(x) - 1)):
         for i in range(len(x) - 1, first, -1):
@@ -75,7 +77,7 @@ def gathered(values: Sequence[Tensor], count: int) -> Terms:
 
 
 def _by_levels(levels: list[list[Tensor]], count: int) -> Terms:
-    """The sum of values that are listed by powers of u: exact up to the last level."""
+    """Sum values listed by powers of u; exact up to the last level."""
     sums: list[Tensor] = []
     for level, values in enumerate(levels[:count]):
         if not values:
@@ -147,7 +149,7 @@ def div(x: Terms, y: Terms, count: int) -> Terms:
 
 
 def sqrt(x: Terms, count: int) -> Terms:
-    """The root of a number above 0, by Newton's corrections, with an error of a few u^count."""
+    """The square root of a number above 0, by Newton steps, with an error of a few u^count."""
     leading = eft.sqrt(x[0])
     root: Terms = (leading,)
     for _ in range(count - 1):
@@ -157,17 +159,17 @@ def sqrt(x: Terms, count: int) -> Terms:
 
 
 def where(condition: Tensor, x: Terms, y: Terms) -> Terms:
-    """x where a condition holds, else y; missing terms are zero."""
+    """x where the condition holds, else y; missing terms are zero."""
     count = max(len(x), len(y))
     x, y = ((*z, *[torch.zeros_like(z[0])] * (count - len(z))) for z in (x, y))
     return tuple(torch.where(condition, a, b) for a, b in zip(x, y, strict=True))
 
 
 def finish(x: Terms, terms: int, plain: Tensor) -> Terms:
-    """Normalized terms; the plain result where it is zero or not finite.
+    """Return normalized terms, or the plain result where it is zero or not finite.
 
-    What lies 12 bits below the last of these terms says nothing, and is taken for zero, so that
-    functions give whole numbers where these are the result.
+    Tails more than 12 bits below the last of these terms are noise. They are replaced by zero, so
+    that integer results are exact.
     """
     leading, *tails = x
     least = leading.abs() * 2.0 ** -(terms * precision_of(leading) + 12)
@@ -185,26 +187,26 @@ def _magic(like: Tensor) -> float:
 
 
 def to_integer(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest integer of a number below 2^(p - 2), and bits that end with it."""
+    """Return the nearest integer of a number below 2^(p - 2), and a pattern that ends with it."""
     shifted = x + _magic(x)
     return shifted - _magic(x), shifted.view(BASES[x.dtype].integer)
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent of integers for which that is a normal number."""
+    """2^exponent, for integer exponents of normal numbers."""
     base = BASES[exponent.dtype]
     shifted = exponent + (_magic(exponent) + base.max_exponent)
     return (shifted.view(base.integer) << (base.precision - 1)).view(exponent.dtype)
 
 
 def scaled(x: Terms, exponent: Tensor) -> Terms:
-    """x * 2^exponent, also where the power alone is out of range."""
+    """x * 2^exponent, even where 2^exponent is out of range."""
     half, _ = to_integer(exponent * 0.5)
     return times(times(x, power_of_two(half)), power_of_two(exponent - half))
 
 
 def exponent_of(x: Tensor) -> Tensor:
-    """e of 2^e <= |x| < 2^(e + 1), of normal numbers."""
+    """The exponent e of normal numbers x, with 2^e <= |x| < 2^(e + 1)."""
     base = BASES[x.dtype]
     bits = (x.abs().view(base.integer) >> (base.precision - 1)) - base.max_exponent
     return bits.to(x.dtype)
@@ -214,7 +216,7 @@ def exponent_of(x: Tensor) -> Tensor:
 
 
 def chosen(table: Sequence[Constant], bits: Tensor, count: int, like: Tensor) -> Terms:
-    """The entry of a table of 2^k constants whose number is given by the last k bits."""
+    """Look up entries of a table of 2^k constants by the last k bits of `bits`."""
     entries = [floats_of(value, precision_of(like), count) for value in table]
     masks = [(bits & (1 << i)) != 0 for i in range((len(table) - 1).bit_length())]
     return tuple(_chosen([x[i] for x in entries], masks, like) for i in range(count))
@@ -235,11 +237,11 @@ def polynomial(
     others: Sequence[Constant] = (),
     takes_others: Tensor | None = None,
 ) -> Terms:
-    """The sum of c_k x^k for |x| <= 2^log2_x, to the bits that a function of so many terms needs;
-    where `takes_others` says so, with other coefficients.
+    """Sum c_k x^k for |x| <= 2^log2_x, to the bits that a function of `terms` terms needs.
 
-    The first coefficient is of the size of the result. Each other one enters with as many terms as
-    its part of the result needs.
+    Where `takes_others` is set, the coefficients are `others`. The first coefficient must have the
+    magnitude of the result. Each other one enters with as many terms as its part of the result
+    needs.
     """
     p = precision_of(x[0])
     wanted = terms * p + SPARE
@@ -269,7 +271,7 @@ def _rows(*columns: Sequence[Constant]) -> list[tuple[Constant, ...]]:
 
 
 def series(term: Callable[[int], Fraction], log2_x: float, bits: int) -> list[Fraction]:
-    """Coefficients up to where those of a power series no longer count."""
+    """Return the coefficients of a power series that affect its first `bits` bits."""
     found: list[Fraction] = []
     k = 0
     while True:

@@ -1,6 +1,6 @@
 """Hyperbolic functions, their inverses and the logistic function, on guarded expansions.
 
-Those of |x| are made of q and k in exp(|x|) = 2^k (1 + q), without cancellation.
+Functions of |x| are computed from q and k in exp(|x|) = 2^k (1 + q), without cancellation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mcftensor.arithmetic.networks import two_sum
 
 
 def _signed(value: Terms, plain: Tensor, x: Terms) -> Terms:
-    """An odd function of x, which is x itself where that is tiny, from that of |x|."""
+    """Extend the value of an odd function at |x| to x. Where x is tiny, the result is x."""
     leading, terms = x[0], len(x)
     base = BASES[leading.dtype]
     is_tiny = leading.abs() < 2.0 ** (base.min_exponent + base.precision)
@@ -49,7 +49,7 @@ def _signed(value: Terms, plain: Tensor, x: Terms) -> Terms:
 
 
 def _small_power(k: Tensor) -> Tensor:
-    """2^-k, for k >= 0; where it decides no bit, some other small power."""
+    """2^-k for k >= 0, or another small power where 2^-k is too small to matter."""
     most = float(8 * precision_of(k)) if k.dtype == torch.float64 else 120.0
     return power_of_two(-torch.where(k > most, most, k))
 
@@ -97,7 +97,7 @@ def tanh(x: Terms) -> Terms:
 
 
 def asinh(x: Terms) -> Terms:
-    """The inverse: log(1 + |x| + x² / (1 + sqrt(1 + x²)))."""
+    """The inverse hyperbolic sine, log(1 + |x| + x² / (1 + sqrt(1 + x²)))."""
     terms, size = len(x), size_of(x)
     m, leading = terms + 1, size[0]
     is_large = leading > _large(leading, m)
@@ -110,12 +110,12 @@ def asinh(x: Terms) -> Terms:
 
 
 def _large(x: Tensor, count: int) -> float:
-    """Where x² is all that counts of x² + 1."""
+    """Return the bound above which x² + 1 is x² to all bits."""
     return 2.0 ** (count * precision_of(x) // 2 + 2)
 
 
 def _log_of(size: Terms, w: Terms, is_large: Tensor, terms: int) -> Terms:
-    """log(1 + w), or log(2 size) where that is large."""
+    """log(1 + w), or log(2 size) where `is_large` is set."""
     m, leading = terms + 1, size[0]
     is_finite = is_large & (leading < torch.inf)
     u = where(is_finite, size, add(one(leading), w, m))
@@ -127,7 +127,7 @@ def _log_of(size: Terms, w: Terms, is_large: Tensor, terms: int) -> Terms:
 
 
 def acosh(x: Terms) -> Terms:
-    """The inverse: log(1 + t + sqrt(2 t + t²)) of t = x - 1."""
+    """The inverse hyperbolic cosine, log(1 + t + sqrt(2 t + t²)) with t = x - 1."""
     terms, leading = len(x), x[0]
     m = terms + 1
     t = sub(x, one(leading), m)
@@ -142,7 +142,7 @@ def acosh(x: Terms) -> Terms:
 
 
 def atanh(x: Terms) -> Terms:
-    """The inverse: log(1 + 2 |x| / (1 - |x|)) / 2."""
+    """The inverse hyperbolic tangent, log(1 + 2 |x| / (1 - |x|)) / 2."""
     terms, leading = len(x), x[0]
     m = terms + 1
     size = size_of(x)
@@ -159,7 +159,7 @@ def atanh(x: Terms) -> Terms:
 
 
 def _logistic(x: Terms, count: int) -> tuple[Terms, Tensor]:
-    """1 / (1 + e^-x) of a guarded number as v 2^k: by e^-|x|, in the numerator where x < 0."""
+    """1 / (1 + e^-x) of a guarded number as v 2^k, from e^-|x|, the numerator where x < 0."""
     leading = x[0]
     m = count + 1
     is_negative = leading < 0

@@ -1,4 +1,4 @@
-"""Whole numbers and remainders of expansions: exact on all terms."""
+"""Integer parts and remainders of expansions, exact on all terms."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ def _is_odd(x: Tensor) -> Tensor:
 
 
 def _rounded(term: Tensor, rest: Tensor, is_odd: Tensor) -> Tensor:
-    """A term that is no whole number, to the nearest one; what follows it decides ties, or an even
-    sum with the terms before."""
+    """Round a term that is not an integer to the nearest integer.
+
+    The following term decides ties. If it is zero, a tie makes the sum with the terms before even.
+    """
     below = torch.floor(term)
     middle = below + 0.5
     is_up = (rest > 0) | ((rest == 0) & (is_odd ^ _is_odd(below)))
     return below + ((term > middle) | ((term == middle) & is_up)).to(term.dtype)
 
 
-# A whole number beside one that is none: by it, the leading term, what follows, whether what
-# stands before is odd.
+# The integer part of a term that is not an integer, given the term, the leading term, the
+# following term, and whether the sum of the terms before is odd.
 _PARTS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "floor": lambda t, leading, rest, odd: torch.floor(t),
     "ceil": lambda t, leading, rest, odd: torch.ceil(t),
@@ -45,11 +47,12 @@ _PARTS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
 
 @opaque(lambda x, name: [torch.empty_like(t) for t in x], of_one=True)
 def whole(x: Sequence[Tensor], name: str) -> list[Tensor]:
-    """The floor, ceil, trunc or round (ties to even) of a normalized expansion, exactly; or its
-    frac, x - trunc(x).
+    """Return the floor, ceil, trunc, round (ties to even) or frac of an expansion, exactly.
 
-    The first term that is no whole number decides: those before it are kept, and those behind it
-    are less than its distance to any whole number, or to the middle of two if it is not there.
+    The expansion must be normalized. frac is x - trunc(x). The first term that is not an integer
+    decides, and the terms before it are kept. The terms after it sum to less than its distance to
+    the nearest integer, and to less than its distance to a midpoint of two integers, unless it is
+    one.
     """
     part = _PARTS["trunc" if name == "frac" else name]
     leading, zero = x[0], torch.zeros_like(x[0])
@@ -62,7 +65,7 @@ def whole(x: Sequence[Tensor], name: str) -> list[Tensor]:
         is_odd = is_odd ^ _is_odd(parts[-1])
         is_done = is_done | (torch.floor(term) != term)
     values = [*x, *(-p for p in parts)] if name == "frac" else parts
-    # What the terms come to where that is not finite, as of the largest number of float16.
+    # The plain result, for results that are not finite, such as next to the largest float16.
     plain = leading - parts[0] if name == "frac" else functools.reduce(torch.add, parts)
     first, *tails = networks.settle(networks.distill(values, len(x)), plain)
     if name != "frac":
@@ -74,7 +77,7 @@ def whole(x: Sequence[Tensor], name: str) -> list[Tensor]:
 
 
 def _modulo(x: Fraction, y: Fraction, name: str) -> Fraction:
-    """With the sign of y, or, of fmod, with that of x."""
+    """The remainder with the sign of y, or, for fmod, with the sign of x."""
     if name == "remainder":
         return x % y
     size = abs(x) % abs(y)
@@ -86,16 +89,16 @@ def _at(terms: Terms, place: tuple[int, ...]) -> Fraction:
 
 
 _FLOATS = 8
-"""Terms that hold every fraction whose bits lie within the range of float32."""
+"""The number of terms that hold every fraction whose bits lie within the range of float32."""
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """The type in which elements are computed."""
+    """Return the dtype in which elements are computed."""
     return torch.float64 if has_float64(x.device) else torch.float32
 
 
 def _put(x: Fraction, floats: Sequence[Tensor], place: tuple[int, ...]) -> None:
-    """A fraction as floats, each the nearest to what remains."""
+    """Write a fraction as floats, each the nearest to the remainder."""
     for column in floats:
         nearest = _nearest(x)
         if column.dtype == torch.float32:
@@ -112,7 +115,7 @@ def _nearest(x: Fraction) -> float:
 
 
 def _split(floats: Sequence[Tensor], base: torch.dtype, terms: int) -> list[Tensor]:
-    """Normalized terms of a wide type as those of a base, rounded once."""
+    """Convert normalized terms of a wide type to terms of `base`, rounded once."""
     if base == floats[0].dtype != torch.float64:
         return [x.clone() for x in networks.settle(networks.distill(floats, terms), floats[0])]
     if base == torch.float64:
@@ -127,8 +130,11 @@ def _floats_of(base: torch.dtype, terms: int) -> int:
 
 @opaque(lambda x, decimals, base, terms: empty_terms(x, base, terms))
 def decimals_of(x: Sequence[Tensor], decimals: int, base: torch.dtype, terms: int) -> list[Tensor]:
-    """A normalized expansion rounded to decimals, ties to even, as terms of a base: the number as
-    a fraction, rounded, and what that is, rounded once. Elements are computed one by one."""
+    """Round a normalized expansion to `decimals` decimal places, ties to even.
+
+    Each element is rounded as a fraction, and the fraction is rounded once to `terms` terms of
+    `base`. Elements are computed one by one.
+    """
     x = [t.to(_wide(t)) for t in x]
     floats = [x[0].clone(), *(torch.zeros_like(x[0]) for _ in range(_floats_of(base, terms) - 1))]
     for place in map(tuple, torch.nonzero(torch.isfinite(x[0])).tolist()):
@@ -143,11 +149,11 @@ def decimals_of(x: Sequence[Tensor], decimals: int, base: torch.dtype, terms: in
 def modulo(
     x: Sequence[Tensor], y: Sequence[Tensor], name: str, base: torch.dtype, terms: int
 ) -> list[Tensor]:
-    """`fmod` or `remainder` of normalized expansions, as terms of a base: exact where these hold
-    the result, else rounded once.
+    """Return `fmod` or `remainder` of normalized expansions as terms of `base`.
 
-    Where float64, or without it float32, holds both operands it computes fmod exactly. Other
-    elements are computed as fractions, one by one.
+    The result is exact if `terms` terms hold it, else it is rounded once. If float64, or float32
+    without float64, holds both operands, it computes fmod exactly. Other elements are
+    computed one by one as fractions.
     """
     shape = torch.broadcast_shapes(x[0].shape, y[0].shape)
     wide, device = _wide(x[0]), x[0].device
@@ -183,7 +189,7 @@ def modulo(
 
 
 def _in_two(x: Terms) -> tuple[Tensor, Tensor]:
-    """Terms as two floats, the second of which is zero where the first is all."""
+    """Terms as two floats; the second is zero where the first is the whole number."""
     if len(x) == 1:
         return x[0], torch.zeros_like(x[0])
     first, second = networks.settle(networks.distill(x, 2), x[0])

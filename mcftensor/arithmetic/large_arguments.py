@@ -1,9 +1,8 @@
-"""Remainders of division by pi / 2, of arguments of any size, on guarded expansions.
+"""Remainders of division by pi / 2 for arguments of any size, on guarded expansions.
 
 Source: M. H. Payne and R. N. Hanek, "Radian reduction for trigonometric functions", ACM SIGNUM
-Newsletter 18(1), 1983. A term of exponent e is multiplied by those words of 2 / pi alone whose
-products are neither multiples of 4 nor below the last bit that counts. The words are exact, and so
-are the products.
+Newsletter 18(1), 1983. A term of exponent e is multiplied only by those words of 2 / pi whose
+products are neither multiples of 4 nor below the last relevant bit. Words and products are exact.
 """
 
 from __future__ import annotations
@@ -33,15 +32,18 @@ from mcftensor.arithmetic.guarded import (
 )
 
 _NEAR = 0.78
-"""Below it an argument is its own remainder."""
+"""The bound of |x| below which x is its own remainder."""
 
 _CLOSE = 40
-"""Bits by which an argument may be closer to a multiple of pi / 2 than it has bits."""
+"""Bits, beyond those of the argument, that can cancel near a multiple of pi / 2."""
 
 
 def _words_at_a_time(base: Base, terms: int) -> int:
-    """Words of p bits from the first one whose product is no multiple of 4, to twice the bits of
-    the argument behind the point: as many may cancel, and as many remain."""
+    """Return how many words of p bits a product needs.
+
+    They reach from the first word whose product is no multiple of 4 to twice the bits of the
+    argument behind the binary point: as many bits may cancel, and as many must remain.
+    """
     p = base.precision
     return math.ceil((2 * terms * p + _CLOSE + 2 * p + 1) / p)
 
@@ -52,7 +54,7 @@ def _last_start(base: Base) -> int:
 
 @functools.lru_cache(maxsize=16)
 def _words(base: Base, terms: int) -> list[Fraction]:
-    """2 / pi in words of p bits: integers."""
+    """2 / pi as words of p bits, each an integer."""
     p = base.precision
     count = _last_start(base) + _words_at_a_time(base, terms)
     bits = count * p
@@ -61,7 +63,7 @@ def _words(base: Base, terms: int) -> list[Fraction]:
 
 
 def _products(x: Tensor, terms: int, scale: float) -> list[list[Tensor]]:
-    """x * 2 / pi, without multiples of 4 and times a scale, as values by powers of u."""
+    """x * 2 / pi, reduced by multiples of 4 and times `scale`, as values by powers of u."""
     base = BASES[x.dtype]
     p, count = base.precision, _words_at_a_time(base, terms)
     beyond = torch.maximum(exponent_of(x) - (p + 1), torch.zeros_like(x))
@@ -84,14 +86,14 @@ def _products(x: Tensor, terms: int, scale: float) -> list[list[Tensor]]:
 
 
 def _without_eights(x: Tensor, scale: float) -> Tensor:
-    """x less a multiple of 8, or of 4 where it is one, both times a scale."""
+    """Subtract a multiple of 8 `scale`, or of 4 `scale` where x is a multiple of that."""
     limit = scale * 2.0 ** (BASES[x.dtype].precision + 2)
     magic = 1.5 * limit
     return torch.where(x.abs() < limit, x - ((x + magic) - magic), 0.0)
 
 
 def without_quarters(x: Terms, terms: int) -> tuple[Terms, Tensor]:
-    """x - k pi / 2, below pi / 4 or little more, and bits that end with k. Arguments are finite."""
+    """Return x - k pi / 2, at most slightly above pi / 4, and bits that end with k; x is finite."""
     leading = x[0]
     base = BASES[leading.dtype]
     p, m = base.precision, terms + 1

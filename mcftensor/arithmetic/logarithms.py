@@ -1,8 +1,8 @@
 """Logarithms and powers, on guarded expansions.
 
-x = 2^k f with f between the roots of 1/2 and 2, and c is a short float near 1 / f from a table, so
-that z = c f - 1 is below 2^-5. Then log(x) = k log(2) - log(c) + 2 atanh(z / (2 + z)), the last by
-its power series. About x = 1, k is 0 and c is 1: the relative error does not grow there.
+x = 2^k f with f between the square roots of 1/2 and 2. A table gives a short float c near 1 / f, so
+that z = c f - 1 is below 2^-5. Then log(x) = k log(2) - log(c) + 2 atanh(z / (2 + z)), and the last
+part is a power series. Near x = 1, k = 0 and c = 1, so the relative error does not grow there.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from mcftensor.arithmetic.guarded import (
 )
 
 _NEAR = 1 / 64
-"""How far from 1 a number may be that is given by its distance from 1."""
+"""The distance from 1 below which a number is represented by its distance from 1."""
 
 _INVERSES = [Fraction(round(Fraction(256 * 32, i)), 256) for i in range(16, 48)]
-"""c, by the number of 32nds nearest to f."""
+"""c, for f rounded to 32nds."""
 
 _LOG2_S2 = 2 * math.log2((1 / 45 + 1 / 256) / 2)
 
@@ -55,8 +55,10 @@ def _table(bits: int) -> list[Fraction]:
 
 
 def parts(u: Terms, terms: int, near: Terms | None = None) -> tuple[Terms, Tensor]:
-    """log(u) - k log(2), and k, for numbers above 0 that are normal; if u is 1 + near, and near is
-    small, from that."""
+    """Return log(u) - k log(2) and k for normal numbers u above 0.
+
+    If u = 1 + near and near is small, the result is computed from near.
+    """
     m, p = terms + 1, precision_of(u[0])
     k = exponent_of(u[0])
     f = scaled(u, -k)
@@ -79,7 +81,7 @@ def parts(u: Terms, terms: int, near: Terms | None = None) -> tuple[Terms, Tenso
 
 
 def natural(u: Terms, terms: int, near: Terms | None = None) -> Terms:
-    """log(u), of the same numbers."""
+    """log(u), for the arguments of `parts`."""
     rest, k = parts(u, terms, near)
     return _with_power(rest, k, terms)
 
@@ -91,8 +93,10 @@ def _with_power(rest: Terms, k: Tensor, terms: int) -> Terms:
 
 
 def _normal(x: Terms) -> tuple[Terms, Tensor]:
-    """x times a power of two that makes it normal, and its exponent; 1 where x is not above 0 and
-    finite."""
+    """Multiply x by a power of two that makes it normal; return the product and the exponent.
+
+    The product is 1 where x is not both positive and finite.
+    """
     base = BASES[x[0].dtype]
     inside = (x[0] > 0) & torch.isfinite(x[0])
     x = where(inside, x, one(x[0]))
@@ -102,7 +106,7 @@ def _normal(x: Terms) -> tuple[Terms, Tensor]:
 
 
 def _special(x: Terms, value: Terms) -> Tensor:
-    """The leading term of a logarithm, with those of 0, infinity, NaN and negative numbers."""
+    """The leading term of a logarithm, with the results for 0, infinity, NaN and negative x."""
     leading = x[0]
     plain = torch.where(leading == 0, -torch.inf, value[0])
     plain = torch.where(leading == torch.inf, leading, plain)
@@ -110,7 +114,7 @@ def _special(x: Terms, value: Terms) -> Tensor:
 
 
 def _log(x: Terms, of_two: Fraction, of_e: Fraction) -> Terms:
-    """A logarithm whose base has these multiples for that of 2, and for the natural one."""
+    """The logarithm to a base whose logarithms of 2 and e are `of_two` and `of_e`."""
     terms = len(x)
     u, shift = _normal(x)
     rest, k = parts(u, terms)
@@ -122,7 +126,7 @@ def _log(x: Terms, of_two: Fraction, of_e: Fraction) -> Terms:
 
 
 def of_size(x: Terms, terms: int) -> Terms:
-    """log|x| of any number but 0, infinity and NaN, guarded."""
+    """log|x| as a guarded number, for any x except 0, infinity and NaN."""
     u, shift = _normal(where(x[0] < 0, neg(x), x))
     rest, k = parts(u, terms)
     return _with_power(rest, k - shift, terms)
@@ -145,7 +149,7 @@ def log10(x: Terms) -> Terms:
 
 
 def of_one_plus(w: Terms, terms: int) -> Terms:
-    """log(1 + w) of guarded numbers above -1."""
+    """log(1 + w) for guarded numbers w above -1."""
     return natural(add(one(w[0]), w, terms + 1), terms, w)
 
 
@@ -181,14 +185,14 @@ def softplus(x: Terms) -> Terms:
 
 
 def _is_whole(term: Tensor) -> Tensor:
-    """Whether a float is a whole number; infinities are."""
+    """Whether a float is an integer; infinities count as integers."""
     least = 2.0 ** (precision_of(term) - 1)
     size = term.abs()
     return (size >= least) | ((size + least) - least == size)
 
 
 def pow(x: Terms, y: Terms) -> Terms:
-    """x^y = exp(y log|x|), and its sign."""
+    """x^y, computed as exp(y log|x|) with the sign of x^y."""
     terms, (base, exponent) = len(x), (x[0], y[0])
     m, logarithm = terms + 1, of_size(x, terms)
     limit = limit_of(base) * math.log(2)
@@ -198,7 +202,7 @@ def pow(x: Terms, y: Terms) -> Terms:
     about = of_base * exponent
     is_inside = (about.abs() < limit) & torch.isfinite(of_base) & torch.isfinite(exponent)
     zero = (torch.zeros_like(about),)
-    # Of an exponent so large that its halves overflow, the logarithm is tiny.
+    # For an exponent so large that splitting it overflows, the logarithm is tiny: rescale both.
     factor = 2.0 ** (BASES[base.dtype].max_exponent // 4)
     is_large = exponent.abs() > factor
     logarithm = where(is_large, times(logarithm, factor), logarithm)
@@ -208,7 +212,7 @@ def pow(x: Terms, y: Terms) -> Terms:
     value = scaled(add(one(base), q, m), k)
     plain = torch.where(about > 0, torch.inf, 0.0)
     plain = torch.where(torch.isnan(about), torch.nan, torch.where(is_inside, value[0], plain))
-    # Of each term whether it is whole, and whether it is odd.
+    # Whether all terms of the exponent are integers, and whether their sum is odd.
     is_whole = exponent == exponent
     is_odd = exponent != exponent
     for term in y:
@@ -216,8 +220,8 @@ def pow(x: Terms, y: Terms) -> Terms:
         is_odd = is_odd ^ (_is_whole(term) & ~_is_whole(term * 0.5))
     is_odd = is_odd & is_whole
     is_negative = torch.signbit(base)
-    is_none = (base < 0) & torch.isfinite(base) & ~is_whole
-    plain = torch.where(is_none, torch.nan, plain)
+    is_undefined = (base < 0) & torch.isfinite(base) & ~is_whole
+    plain = torch.where(is_undefined, torch.nan, plain)
     flips = is_negative & is_odd
     value = where(flips, neg(value), value)
     plain = torch.where(flips, -plain, plain)

@@ -1,10 +1,10 @@
 """Numbers evaluated in a wider machine type.
 
-For bases of 16 bits a float32 (two terms) or float64 (three terms) register holds more bits than
-the format promises. Evaluating there and splitting once is cheaper than a network in the base,
-and sharper: half a unit of u² and little more. What matters is the order of sums: leading terms
-first, `(xh + yh) + (xl + yl)`, so that a cancellation of leading terms is exact. Never
-`(xh + xl) + (yh + yl)`, whose relative error has no bound.
+For 16-bit bases, float32 (two terms) or float64 (three terms) holds more bits than the format
+promises. Evaluating in that type and splitting once is cheaper than a network in the base, and more
+accurate: the error is half a unit of u² and little more. The order of sums matters. Leading terms
+are added first, `(xh + yh) + (xl + yl)`, so that a cancellation of leading terms is exact. The sum
+`(xh + xl) + (yh + yl)` has no bound on its relative error.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from mcftensor.kernels.without_float64 import Halves, has_float64
 
 @dataclass(frozen=True)
 class Machine(Numbers):
-    """Numbers of a machine type."""
+    """Numbers evaluated in a machine type."""
 
     dtype: torch.dtype
 
     def of(self, floats: Floats) -> Wide:
-        """Floats enter as they are; a float64 or an integer takes two of float32."""
+        """Return a number with a level for each float, and two float32 levels for longer inputs.
+
+        Longer inputs are float64 and integers where the machine type is float32.
+        """
         entered = []
         if not has_float64(floats[0].device):
             return Wide([y.to(self.dtype) for x in floats for y in as_floats(x)])
@@ -45,7 +48,7 @@ class Machine(Numbers):
 class Wide(Number):
     """A number as levels of a machine type, leading one first.
 
-    What is read from memory has as many as its terms, or more; what is computed has one.
+    A number read from memory has at least as many levels as terms. A computed number has one.
     """
 
     def __init__(self, levels: Floats, value: Tensor | None = None) -> None:
@@ -54,7 +57,7 @@ class Wide(Number):
 
     @property
     def value(self) -> Tensor:
-        """The sum of the levels, last ones first, with the sign of the leading one, zeros too."""
+        """The sum of the levels, added from the last one, with the sign of the leading one."""
         if self._value is None:
             leading, *tails = self.levels
             self._value = torch.copysign(_total(self.levels), leading) if tails else leading
@@ -62,7 +65,7 @@ class Wide(Number):
 
     @property
     def floats(self) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """The one float that was computed."""
+        """The value, as a tuple of one float."""
         return (self.value,)
 
     def __neg__(self) -> Wide:
@@ -70,7 +73,7 @@ class Wide(Number):
         return Wide([-level for level in self.levels], value)
 
     def __add__(self, other: Number | Tensor | float) -> Wide:
-        """Two roundings, neither where leading terms cancel."""
+        """The sum, with two roundings, or none where leading terms cancel."""
         if not isinstance(other, Wide):
             return Wide([self.value + _value(other)])
         pairs = zip_longest(self.levels, other.levels)
@@ -78,19 +81,19 @@ class Wide(Number):
         return Wide([add_signed(leading, _total(tails)) if tails else leading])
 
     def __mul__(self, other: Number | Tensor | float) -> Wide:
-        """Three roundings."""
+        """The product, with three roundings."""
         return Wide([self.value * _value(other)])
 
     def __truediv__(self, other: Number | Tensor | float) -> Wide:
-        """Three roundings."""
+        """The quotient, with three roundings."""
         return Wide([self.value / _value(other)])
 
     def sqrt(self) -> Wide:
-        """One and a half roundings."""
+        """The square root, with one and a half roundings."""
         return Wide([eft.sqrt(self.value)])
 
     def fma(self, y: Number, z: Number) -> Wide:
-        """In this order: the product meets the leading term of z."""
+        """self * y + z. The product is added to the leading term of z first."""
         return z + self * y  # type: ignore[return-value]
 
     def maximum(self, other: Number) -> Wide:
@@ -98,18 +101,18 @@ class Wide(Number):
         return Wide([torch.maximum(self.value, _value(other))])
 
     def moved_by(self, change: Number) -> Wide:
-        """self + change: the change meets the tails first."""
+        """self + change. The change is added to the tails first."""
         leading, *tails = self.levels
         moved = _value(change)
         return Wide([leading + (_total(tails) + moved if tails else moved)])
 
     def summed(self) -> Wide:
-        """One level; the sign of a zero is not kept."""
+        """Return the number as one level; the sign of a zero is not kept."""
         return Wide([_total(self.levels)])
 
 
 def _total(levels: Floats) -> Tensor:
-    """The sum of levels, last ones first."""
+    """The sum of the levels, added from the last one."""
     result = levels[-1]
     for level in reversed(levels[:-1]):
         result = level + result

@@ -1,4 +1,4 @@
-"""Numbers as terms of one base, computed with by networks of error-free transformations."""
+"""Numbers as terms of one base, evaluated by networks of error-free transformations."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ from mcftensor.kernels.without_float64 import Halves, halves, has_float64
 
 @dataclass(frozen=True)
 class Network(Numbers):
-    """Numbers of so many terms of a base."""
+    """Numbers with `terms` terms of a base."""
 
     dtype: torch.dtype
     terms: int
 
     def of(self, floats: Floats) -> Terms:
-        """Floats of other types are split, several of them or more than there are terms summed."""
+        """Return the number that is the sum of floats of any dtype.
+
+        Floats of other dtypes are split into terms. Several such floats, or more floats than terms,
+        are summed and normalized.
+        """
         enough = self.terms
         if any(x.dtype != self.dtype for x in floats):
             enough = self.terms if len(floats) == 1 else 1
@@ -34,14 +38,14 @@ class Network(Numbers):
         return Terms([*floats, *zeros])
 
     def _parts(self, x: Tensor) -> Floats:
-        """A float of another type in terms of this one."""
+        """Return a float of another dtype as terms of this one."""
         if x.dtype.itemsize >= self.dtype.itemsize and x.dtype != self.dtype:
             return split_terms(x, self.dtype, self.terms)
         return [x.to(self.dtype)]
 
 
 def where_it_runs(kind: Numbers) -> Numbers:
-    """The kind itself; without float64, in place of float64 two float32 terms, of 48 bits."""
+    """Return the kind; without float64, two float32 terms (48 bits) replace float64."""
     if kind.dtype != torch.float64 or has_float64() or isinstance(kind, Network):
         return kind
     return Network(torch.float32, 2)
@@ -56,12 +60,12 @@ class Terms(Number):
         more: Callable[..., Floats],
         *others: Number | Tensor | float,
     ) -> Terms:
-        """The result of a network on this number and others."""
+        """Apply a network to this number and others."""
         operands = [x.floats for x in (self, *map(self._entered, others))]
         return Terms((two if len(self.floats) == 2 else more)(*operands))
 
     def split(self, base: torch.dtype, terms: int, noise: Noise | None = None) -> Floats:
-        """Normalized terms of a base: where one too many was computed, that is rounded off."""
+        """Return normalized terms of a base. A surplus last term of this number is rounded off."""
         if (base, terms) == (self.floats[0].dtype, len(self.floats) - 1):
             return networks.shorten(self.floats, noise)
         return super().split(base, terms, noise)

@@ -1,9 +1,9 @@
 """Arithmetic on expansions by error-free transformations, in the base type alone.
 
-A function reads as its algorithm: one line a transformation. Expansions are tuples of plain
-tensors of one dtype, leading term first, normalized; so are the results. Formats with a base of
-32 or 64 bits compute with these networks; bases of 16 bits have a cheaper and sharper way
-(`machine_numbers.py`), but the networks hold for them as well, with u = 2^-8 or 2^-11.
+Each function reads as its algorithm, with one transformation a line. Expansions are tuples of plain
+tensors of one dtype, leading term first, normalized; so are the results. Formats with a base of 32
+or 64 bits compute with these networks. For 16-bit bases `machine_numbers.py` is cheaper and more
+accurate, but the networks are valid for them as well, with u = 2^-8 or 2^-11.
 
 References, cited below by their initials:
 
@@ -38,17 +38,17 @@ Terms = tuple[Tensor, ...]
 
 
 def distill(values: Sequence[Tensor], terms: int) -> Terms:
-    """The sum of any tensors, however ordered and overlapping, as `terms` normalized terms.
+    """Sum tensors, in any order and overlapping, to `terms` normalized terms.
 
-    The values are entered one by one, each by a chain of two_sums from the last place to the
-    first (S's Grow-Expansion). That loses nothing, and what stands in the places afterwards has
-    no adjacent bits in common (S's theorem 10, for p >= 3 and any number of values). From there
-    one more chain gathers the whole in the first place, up to half an ulp and a little, a second
-    chain the rest in the second place, and so on; a round of chains over the places in use makes
-    each the nearest float to itself and all that follow, up to ties. Ties are resolved from the
-    first place on, and gaps closed that this leaves. What stands behind the wanted terms is
-    dropped: at most half an ulp of the last term, or u^n / 2^(n - 1) for n terms. The last
-    fast_two_sum restores a tie that had been resolved by no more than what was dropped.
+    The values enter one by one, each by a chain of two_sums from the last place to the first (S's
+    Grow-Expansion). This loses nothing, and afterwards the places hold values that share no
+    adjacent bits (S's theorem 10, for p >= 3 and any number of values). One more chain gathers the
+    sum in the first place, to slightly more than half an ulp. The next chain gathers the rest in
+    the second place, and so on. A round of chains over the places in use makes each place the
+    nearest float to itself and all that follow, up to ties. Ties are resolved from the first place
+    on, and the gaps that this leaves are closed. Places behind the last term are dropped: at most
+    half an ulp of the last term, or u^n / 2^(n - 1) for n terms. The last fast_two_sum restores a
+    tie that had been resolved by a dropped place alone.
     """
     x = list(values)
     last = len(x) - 1
@@ -68,13 +68,13 @@ def distill(values: Sequence[Tensor], terms: int) -> Terms:
 
 
 def _chain(x: list[Tensor], last: int, first: int) -> None:
-    """Sum the places from the last to the first, and leave every error behind."""
+    """Add the places from the last to the first, and leave each error in its place."""
     for i in range(last, first, -1):
         x[i - 1], x[i] = two_sum(x[i - 1], x[i])
 
 
 def resolve_tie(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """Make a the rounding of a + b + c, where it is that of a + b, by what c says on ties.
+    """Given a = RN(a + b), return a = RN(a + b + c), with ties resolved by c, and the new b.
 
     a + b lies halfway between two floats exactly where a + 2b is a float too.
     """
@@ -84,9 +84,9 @@ def resolve_tie(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def settle(result: Terms, plain: Tensor) -> Terms:
-    """Repair special values: where the result is not finite, the plain one with zero tails.
+    """Replace results that are not finite by the plain result with zero tails.
 
-    A zero gets the sign of the plain result.
+    A zero result takes the sign of a plain zero.
     """
     leading, *tails = result
     finite = torch.isfinite(leading)
@@ -97,7 +97,7 @@ def settle(result: Terms, plain: Tensor) -> Terms:
 
 
 def shorten(x: Terms, noise: Noise | None) -> Terms:
-    """x without its last term: rounded to nearest, or by noise."""
+    """Round off the last term of x, to nearest or by noise."""
     *kept, rest = x
     if noise is not None:
         kept[-1] = move(kept[-1], rest, noise)
@@ -108,7 +108,10 @@ def shorten(x: Terms, noise: Noise | None) -> Terms:
 
 
 def add2(x: Terms, y: Terms) -> Terms:
-    """3u² / (1 - 4u), p >= 3, 20 flops: JMP algorithm 6 (AccurateDWPlusDW), proof in MR."""
+    """x + y with a relative error of at most 3u² / (1 - 4u), for p >= 3, in 20 flops.
+
+    Source: JMP algorithm 6 (AccurateDWPlusDW), proof in MR.
+    """
     (xh, xl), (yh, yl) = x, y
     sh, sl = two_sum(xh, yh)
     th, tl = two_sum(xl, yl)
@@ -117,7 +120,10 @@ def add2(x: Terms, y: Terms) -> Terms:
 
 
 def mul2(x: Terms, y: Terms) -> Terms:
-    """4u², p >= 5, 9 flops: JMP algorithm 12 (DWTimesDW3), bound from MR."""
+    """x * y with a relative error of at most 4u², for p >= 5, in 9 flops.
+
+    Source: JMP algorithm 12 (DWTimesDW3), bound from MR.
+    """
     (xh, xl), (yh, yl) = x, y
     ch, cl = two_prod(xh, yh)
     t = eft.fma(xl, yh, eft.fma(xh, yl, xl * yl))
@@ -143,7 +149,10 @@ def fma2(x: Terms, y: Terms, z: Terms) -> Terms:
 
 
 def sqrt2(x: Terms) -> Terms:
-    """25/8 u²: LLMPR algorithm 8 (SQRTDWtoDW), one Newton step from a correct square root."""
+    """The square root with a relative error of at most 25/8 u².
+
+    Source: LLMPR algorithm 8 (SQRTDWtoDW), one Newton step from a correctly rounded square root.
+    """
     xh, xl = x
     sh = eft.sqrt(xh)
     low = xl + eft.fma(-sh, sh, xh)
@@ -154,7 +163,10 @@ def sqrt2(x: Terms) -> Terms:
 
 
 def add(x: Terms, y: Terms) -> Terms:
-    """u^n / 2^(n - 1): exact sums, then only what stands behind the last term is dropped."""
+    """x + y with a relative error of at most u^n / 2^(n - 1).
+
+    The sums are exact; only places behind the last term are dropped.
+    """
     values: list[Tensor] = []
     for a, b in zip(x, y, strict=True):
         values += two_sum(a, b)
@@ -164,8 +176,8 @@ def add(x: Terms, y: Terms) -> Terms:
 def products(x: Terms, y: Terms) -> list[Tensor]:
     """x * y as n² + 1 values, with an error below 2n (n + 1) u^(n + 1) |x * y|.
 
-    The product of terms i and j is of order u^(i + j), and its error of the next order. All up to
-    u^(n - 1) is kept exactly; what is of order u^n is summed with roundings.
+    The product of terms i and j is of order u^(i + j), and its error of the next order. Values up
+    to order u^(n - 1) are kept exactly. Values of order u^n are summed with roundings.
     """
     terms = len(x)
     exact: list[list[Tensor]] = [[] for _ in range(terms)]
@@ -182,7 +194,7 @@ def products(x: Terms, y: Terms) -> list[Tensor]:
 
 
 def mul(x: Terms, y: Terms) -> Terms:
-    """u^n / 2^(n - 1) + 2n (n + 1) u^(n + 1)."""
+    """x * y with a relative error of at most u^n / 2^(n - 1) + 2n (n + 1) u^(n + 1)."""
     return settle(distill(products(x, y), len(x)), x[0] * y[0])
 
 
@@ -200,10 +212,11 @@ def scale(x: Sequence[Tensor], a: Tensor) -> list[Tensor]:
 
 
 def div(x: Terms, y: Terms) -> Terms:
-    """u^n / 2^(n - 1) + 10 * 3^n u^(n + 1): long division, with one digit to spare.
+    """x / y with a relative error of at most u^n / 2^(n - 1) + 10 * 3^n u^(n + 1).
 
-    A digit is the quotient of leading terms, right to 3u; the remainder x - digit * y is formed
-    from exact products. No reciprocal is taken, so that nothing overflows or underflows on the way.
+    The algorithm is long division with one spare digit. A digit is the quotient of leading terms,
+    right to 3u. The remainder x - digit * y is formed from exact products. No reciprocal is formed,
+    so that no intermediate result overflows or underflows.
     """
     terms = len(x)
     digits = []
@@ -217,10 +230,11 @@ def div(x: Terms, y: Terms) -> Terms:
 
 
 def sqrt(x: Terms) -> Terms:
-    """u^n / 2^(n - 1) + 4^n u^(n + 1): extraction by digits, with one digit to spare.
+    """The square root with a relative error of at most u^n / 2^(n - 1) + 4^n u^(n + 1).
 
-    The remainder x - (root + digit)^2 = (x - root^2) - digit * (2 root + digit) is formed from
-    exact products, and gives the next digit by Newton's correction, right to 4u.
+    The algorithm extracts digits, with one spare digit. The remainder x - (root + digit)^2 =
+    (x - root^2) - digit * (2 root + digit) is formed from exact products. It gives the next digit
+    by a Newton step, right to 4u.
     """
     terms = len(x)
     leading = eft.sqrt(x[0])

@@ -1,10 +1,10 @@
-"""What decides, element by element, whether a number is rounded up or down.
+"""Noise that decides, for each element, whether a number is rounded up or down.
 
-Stochastic rounding draws a key from PyTorch's generator once for an operation; the number of an
-element is a hash of the key and of the element's index. Balanced rounding draws nothing: an element
-takes, at the t-th write to its tensor, the t-th member of a sequence that fills the unit interval
-evenly, from a place of its own on. Neither depends on how the elements are laid out or divided into
-blocks, and a compiled program has the numbers of an eager one.
+Stochastic rounding draws one key for an operation from PyTorch's generator. The noise of an element
+is a hash of the key and of the element's index. Balanced rounding draws nothing: at the t-th write
+to its tensor, an element takes the t-th member of a sequence that fills the unit interval evenly
+and starts at a different number for each element. Neither depends on memory layout or on the
+division into blocks, and a compiled program has the same noise as an eager one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Rounding = Literal["nearest", "stochastic", "balanced"]
     tags=(torch.Tag.nondeterministic_seeded,),
 )
 def draw_key(device: torch.device) -> Tensor:
-    """A key from the generator that torch.manual_seed seeds, without waiting for the device."""
+    """Draw a key from the generator that torch.manual_seed seeds, without synchronizing."""
     return torch.randint(2**63 - 1, (), device=device)
 
 
@@ -35,21 +35,21 @@ class Noise(ABC):
 
     @abstractmethod
     def uniform(self) -> Tensor:
-        """Themselves, in float64."""
+        """Return the numbers in float64."""
 
     @abstractmethod
     def bits(self, count: int) -> Tensor:
-        """Their first bits as an integer, an int32; 1 to 31 of them."""
+        """Return the first `count` bits of the numbers, 1 to 31, as an int32 integer."""
 
     def is_below(self, share: Tensor) -> Tensor:
-        """Whether their first 31 bits are below numbers of float32 that are not negative."""
+        """Whether the first 31 bits of the numbers are below `share`, a nonnegative float32."""
         limit = share * 2.0**31
         whole = limit.to(torch.int64)
         return self.bits(31) < whole + (whole.to(torch.float32) < limit).to(torch.int64)
 
 
 class Random(Noise):
-    """Independent ones, of 53 bits.
+    """Independent numbers of 53 bits.
 
     Source: SplitMix64 of G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number
     generators", OOPSLA 2014.
@@ -62,24 +62,24 @@ class Random(Noise):
         self.pattern = z ^ _shifted(z, 31)
 
     def uniform(self) -> Tensor:
-        """Of 53 bits."""
+        """Return the numbers, of 53 bits, in float64."""
         return _shifted(self.pattern, 11).to(torch.float64) * 2.0**-53
 
     def bits(self, count: int) -> Tensor:
-        """The first of the same 53."""
+        """Return the first `count` of the 53 bits."""
         return _shifted(self.pattern, 64 - count).to(torch.int32)
 
 
 class Balanced(Noise):
-    """The t-th of the multiples of an irrational number, modulo 1, from a place of each element on;
-    of 32 bits.
+    """Multiples of an irrational number, modulo 1, of 32 bits.
 
-    Of T consecutive ones the share that lies in an interval is off by O(log T / T), where it is by
-    1 / sqrt(T) for independent ones. So a number that is written T times with the same remainder is
-    rounded up as often as it should be, but for O(log T) times.
+    The t-th write takes the t-th multiple, shifted by a start that differs between elements. Of T
+    consecutive multiples, the share in an interval is off by O(log T / T), compared with
+    1 / sqrt(T) for independent numbers. So a number that is written T times with the same remainder
+    is rounded up as often as it should be, up to O(log T) times.
 
     Source: H. Niederreiter, "Random number generation and quasi-Monte Carlo methods", SIAM 1992,
-    theorem 3.3. The places are a hash of the index and the salt of the tensor (`write_counts.py`),
+    theorem 3.3. The starts are a hash of the index and the salt of the tensor (`write_counts.py`),
     with the constants of C. Wellons' lowbias32.
     """
 
@@ -91,27 +91,27 @@ class Balanced(Noise):
         self.pattern = z + (key * _STEPS[stream]).to(torch.int32)
 
     def uniform(self) -> Tensor:
-        """Of 32 bits."""
+        """Return the numbers, of 32 bits, in float64."""
         return (self.pattern.to(torch.int64) & 0xFFFFFFFF).to(torch.float64) * 2.0**-32
 
     def bits(self, count: int) -> Tensor:
-        """The first of the same 32."""
+        """Return the first `count` of the 32 bits."""
         return _shifted(self.pattern, 32 - count)
 
 
-# Of 2^32, the fractional parts of the golden ratio, whose multiples are spread most evenly of all,
-# and of the roots of 2, 3 and 7, for what one step writes beside it: no two have a rational
-# relation. All are odd, so that they come back to where they were after 2^32 writes.
+# 2^32 times the fractional parts of the golden ratio, whose multiples are spread most evenly, and
+# of the roots of 2, 3 and 7, for other results of the same step. No two have a rational relation.
+# All are odd, so that each sequence has a period of 2^32 writes.
 _STEPS = (0x9E3779B9, 0x6A09E667, 0xBB67AE85, 0xA54FF53B)
 
 
 def noise_of(
     rounding: Rounding, key: Tensor | None, index: Tensor, stream: int = 0
 ) -> Noise | None:
-    """What a rounding takes for the elements of these indices; nothing to the nearest.
+    """Return the noise of a rounding mode for elements of these indices, or None for "nearest".
 
-    The key is one that was drawn, or says how often the tensor has been written to, and which it
-    is. Streams are for results that are written together.
+    The key is a drawn key for "stochastic", and a write count for "balanced". Results that are
+    written together take different streams.
     """
     if key is None or rounding == "nearest":
         return None
@@ -119,12 +119,12 @@ def noise_of(
 
 
 def _signed(n: int, bits: int = 64) -> int:
-    """The last bits of n, as PyTorch's integers hold them."""
+    """The last `bits` bits of n, as a signed integer like PyTorch's."""
     half = 1 << (bits - 1)
     return (n + half) % (2 * half) - half
 
 
 def _shifted(z: Tensor, places: int) -> Tensor:
-    """z shifted right as an unsigned number."""
+    """z shifted right as an unsigned integer."""
     width = 8 * z.dtype.itemsize
     return (z >> places) & ((1 << (width - places)) - 1)

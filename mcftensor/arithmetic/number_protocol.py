@@ -1,11 +1,10 @@
-"""What is computed with: numbers of two kinds, under the same operators.
+"""Numbers of two kinds, under the same operators.
 
-A number is an unevaluated sum of floats. Of a *machine* kind it is evaluated in a type wide enough
-for its format (`machine_numbers.py`), of a *network* kind by error-free transformations in the base
-type alone (`network_numbers.py`). Formulas, of operations and of optimizers, are written once, for
-both.
+A number is an unevaluated sum of floats. A *machine* number is evaluated in a type wide enough for
+its format (`machine_numbers.py`), a *network* number by error-free transformations in the base type
+(`network_numbers.py`). Formulas of operations and of optimizers are written once, for both kinds.
 
-What stands on the right of an operator may also be a float, or a tensor without dimensions.
+The right operand of an operator may also be a float or a 0-d tensor.
 """
 
 from __future__ import annotations
@@ -25,25 +24,25 @@ Floats: TypeAlias = Sequence[Tensor]
 
 
 class Sum:
-    """Normalized floats of one type, leading one first, that stand for their sum."""
+    """Normalized floats of one dtype, leading one first, that represent their sum."""
 
     def __init__(self, floats: Floats) -> None:
         self.floats = tuple(floats)
 
     def to(self, dtype: torch.dtype) -> Tensor:
-        """The sum, rounded once."""
+        """Return the sum, rounded once."""
         return collapse_terms(self.floats, dtype)
 
     def to_odd(self) -> Tensor:
-        """The sum in float32, rounded to odd, and so to be rounded once more."""
+        """Return the sum in float32, rounded to odd, so that it can be rounded once more."""
         return collapse_odd(self.floats)
 
     def split(self, base: torch.dtype, terms: int, noise: Noise | None = None) -> Floats:
-        """Normalized terms of a base, the last of them rounded to nearest, or by noise where
-        there is some.
+        """Return normalized terms of a base, the last one rounded to nearest or by noise.
 
-        A wider base takes every float as it is, and the network gathers them. A narrower one takes
-        the whole rounded, then what remains rounded, each remainder exactly.
+        A wider base holds every float exactly, and a network gathers the floats. For a narrower
+        base, the first term is the rounded sum, the next the rounded remainder, and so on; each
+        remainder is exact.
         """
         if len(self.floats) == 1:
             floats = as_floats(self.floats[0])
@@ -68,7 +67,7 @@ class Sum:
 
 
 class Number(Sum, ABC):
-    """A sum that one computes with."""
+    """A sum of floats with arithmetic."""
 
     @abstractmethod
     def __neg__(self) -> Number: ...
@@ -98,28 +97,28 @@ class Number(Sum, ABC):
         """The larger of two numbers."""
 
     def where(self, condition: Tensor, other: Number) -> Number:
-        """This number where a condition holds, else another."""
+        """Return this number where a condition holds, else another."""
         return type(self)(ordering.choose(condition, self.floats, other.floats))
 
     def is_below(self, limit: float) -> Tensor:
-        """Whether the magnitude is below a limit, as the leading float says."""
+        """Whether the magnitude of the leading float is below a limit."""
         return self.floats[0].abs() < limit
 
     def moved_by(self, change: Number) -> Number:
-        """self + change, where the change is small."""
+        """self + change, for a small change."""
         return self + change
 
     def summed(self) -> Number:
-        """The same as one float, where one holds it."""
+        """Return the number as one float, if one float holds it."""
         return self
 
 
 class Numbers(ABC):
-    """A kind of numbers."""
+    """A kind of number: how numbers are represented and evaluated."""
 
     dtype: torch.dtype
-    """That of the floats which they are computed in."""
+    """The dtype of the floats in which numbers are computed."""
 
     @abstractmethod
     def of(self, floats: Floats) -> Number:
-        """The number that is the sum of floats of any type, leading one first."""
+        """Return the number that is the sum of floats of any dtype, leading one first."""

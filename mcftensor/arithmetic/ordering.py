@@ -1,6 +1,6 @@
 """The order of expansions: lexicographic in their terms, because they are normalized.
 
-Operands are lists of as many terms of one base.
+Operands are lists of terms of one base, equally many.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def choose(condition: Tensor, x: Terms, y: Terms) -> list[Tensor]:
 
 
 def maximum(x: Terms, y: Terms) -> list[Tensor]:
-    """The larger of x and y; NaN if one is."""
+    """The larger of x and y; NaN where either is NaN."""
     return choose(torch.isnan(x[0]) | less(y, x), x, y)
 
 
 def minimum(x: Terms, y: Terms) -> list[Tensor]:
-    """The smaller of x and y; NaN if one is."""
+    """The smaller of x and y; NaN where either is NaN."""
     return choose(torch.isnan(x[0]) | less(x, y), x, y)
 
 

@@ -3,18 +3,18 @@
 Let A have rows and B columns of numbers that are sums of terms, and let k be the inner length. Rows
 of A and columns of B are cut into slices (`slices.py`): A = 2^e (A_0 + 2^-w A_1 + 2^-2w A_2 ...)
 with a different e for each row, and B alike with f for each column. A product A_s B_t of slices is
-exact in the machine type, whichever order BLAS sums in, with whatever blocking and threads.
+exact in the machine type, for any order of summation, blocking and number of threads in BLAS.
 Products with the same s + t = d have the same unit. T *diagonals* d = 0 ... T - 1 are computed,
 exactly, and added by error-free transformations in one fixed order. So the bits of the result
-depend on the numbers alone, and those of an element on its row, its column and k alone.
+depend on the numbers alone, and the bits of an element on its row, its column and k alone.
 
-**What is left out.** For one element, with elements divided by 2^e and 2^f, the sum of all that is
-left out is
+**Truncation.** For one element, with elements divided by 2^e and 2^f, the sum of all omitted
+products is
 
     sum over s < T of A_s 2^(-w s) (B - sum over t < T - s of B_t 2^(-w t)) + (A - its slices) B.
 
-What remains of B after T - s slices is at most 2^(-w (T - s)), and what remains of A after T slices
-at most 2^(-w T). So the magnitude of what is left out is at most
+The remainder of B after T - s slices is at most 2^(-w (T - s)), and the remainder of A after T
+slices at most 2^(-w T). So the magnitude of the omitted products is at most
 
     2^(-w T) (R + C),  R = sum over s < T of sum |A_s|,  C = sum |B| <= sum |B_0| + k 2^-w.
 
@@ -24,20 +24,20 @@ takes as many diagonals as it needs:
 
     2^(-w T) 1.01 (R + C) <= 15 * 2^-bits P.
 
-T starts from a number that depends on w and `bits` alone. It grows where exponents in a row or a
-column are spread, or large elements meet small ones. If P = 0, no slices are of use: large elements
-of the row meet small ones of the column only, as in a graded matrix. Such an element is computed as
-an exact sum of all products of terms (`sums/exact_dots.py`), unless all products are zeros.
+T starts from a number that depends on w and `bits` alone. It grows if exponents in a row or a
+column are spread, or if large elements meet small ones. If P = 0, slices do not help: large
+elements of the row meet only small ones of the column, as in a graded matrix. Such an element is
+computed as an exact sum of all products of terms (`sums/exact_dots.py`), unless all are zeros.
 
-**Error.** What is left out is at most 15 * 2^-bits |A||B|. N matrices are summed to n terms by
+**Error.** The omitted products are at most 15 * 2^-bits |A||B|. N matrices are summed to n terms by
 n + 1 chains of two_sum and a plain sum, which loses at most (N u)^(n + 2) M, where M is the sum of
 their magnitudes. M is at most (T + 1) k 2^w |A||B|, since P >= 2^(2 - 2w) and |A_s|, |B_t| <= 1;
 so this is below u^n / 4 |A||B|. Rounding to n terms loses at most u^n / 2 of the result. Together
 the error is at most 2^(4 - bits) |A||B|, if n terms hold `bits` bits.
 
 **Special values.** Rows and columns are scaled by powers of two, so that no product overflows or
-underflows where the result does not. An element is infinite or NaN as the sum of products of
-leading terms is. A zero is +0.
+underflows where the result does not. An element is infinite or NaN exactly as the sum of products
+of leading terms is. A zero is +0.
 
 Sources: K. Ozaki, T. Ogita, S. Oishi and S. M. Rump, "Error-free transformations of matrix
 multiplication by using fast routines of matrix multiplication and its applications", Numerical
@@ -61,7 +61,7 @@ from mcftensor.arithmetic.slices import by_powers, cut, exponents, width_for
 from mcftensor.kernels.custom_ops import opaque
 from mcftensor.sums.exact_dots import exact_dots
 
-# Elements of a block of an operand, of what is summed at once, and of pairs of rows.
+# Numbers of elements: of a block of an operand, of one step of a summation, and of pairs of rows.
 _BLOCK = 1 << 22
 _AT_ONCE = 1 << 15
 _PAIRS = 1 << 20
@@ -78,17 +78,17 @@ def _shaped(
 def sliced_product(
     x: Sequence[Tensor], y: Sequence[Tensor], terms: int, bits: int, machine: torch.dtype
 ) -> list[Tensor]:
-    """The matrix products of expansions.
+    """Return the batched matrix products of expansions.
 
-    *Requires*: normalized terms of one type, of shapes (b, m, k) and (b, k, n), whose numbers have
-    at most `bits` bits in all. `machine` is float64, or float32 for terms of at most 32 bits, and
-    the result has `terms` of it. At most 2^40 products in a sum in float64, and 2^18 in float32.
+    *Requires*: normalized terms of one dtype, of shapes (b, m, k) and (b, k, n), whose numbers have
+    at most `bits` bits in all. `machine`, the dtype of the result, is float64, or float32 for terms
+    of at most 32 bits. At most 2^40 products in a sum in float64, and 2^18 in float32.
 
-    *Returns*: normalized terms of the machine type, of shape (b, m, n).
+    *Returns*: `terms` normalized terms of dtype `machine`, of shape (b, m, n).
 
     *Error*: 2^(4 - bits) |A||B|, proved above.
 
-    *Cost*: T (T + 1) / 2 products of matrices of the machine type, and one to see that they
+    *Cost*: T (T + 1) / 2 products of matrices of dtype `machine`, and one to check that they
     suffice. With `bits` = 106 and 513 to 2048 products in a sum, T is 5 in float64.
 
     *Special values*: see above.
@@ -116,9 +116,9 @@ class _Operand:
         self.leading = given[0].to(machine)
         self.width = width_for(given[0].shape[1], machine)
         self.enough = -(-(bits + 4) // self.width.bits)
-        """Slices that are always cut."""
+        """The number of slices that are always cut."""
         self.demand = 1.01 / 15 * 2.0**bits
-        """By which P has to exceed what is left out."""
+        """The factor by which P has to exceed the omitted products."""
         self.is_finite = bool(self.leading.isfinite().all())
         self.terms = [x.to(machine) for x in given]
         if not self.is_finite:
@@ -128,13 +128,13 @@ class _Operand:
         self._slices = cut(self.terms, self.exponent, self.width, self.enough)
 
     def slices(self, count: int) -> Tensor:
-        """At least so many slices, of shape (count, rows, k)."""
+        """Return at least `count` slices, of shape (count, rows, k)."""
         if count > len(self._slices):
             self._slices = cut(self.terms, self.exponent, self.width, count)
         return self._slices
 
     def magnitudes(self) -> Tensor:
-        """Numbers that are none above the magnitudes of the elements, and as short as slices."""
+        """Return lower bounds of the magnitudes of the elements, as short as slices."""
         return (self._slices[0].abs() - 2.0 ** (1 - self.width.bits)).clamp_(min=0)
 
 
@@ -155,12 +155,12 @@ def _product(a: _Operand, b: _Operand, terms: int) -> list[Tensor]:
     if not (a.is_finite and b.is_finite):
         special = _kinds(a.leading) @ _kinds(b.leading).T
         plain = torch.where(special.isfinite(), plain, quiet(special))
-    # The zero makes +0 of -0, which BLAS may give or not.
+    # Adding zero turns -0 into +0: the sign of a zero of BLAS is not defined.
     return [plain + 0.0, *(torch.where(plain.isfinite(), x, 0) for x in result[1:])]
 
 
 def _diagonal(a: _Operand, b: _Operand, d: int) -> Iterator[Tensor]:
-    """The sum of all A_s B_t with s + t = d, exactly, as the sum of some matrices."""
+    """Yield matrices that add up exactly to the sum of all A_s B_t with s + t = d."""
     left, right = a.slices(d + 1), b.slices(d + 1)
     for first in range(0, d + 1, a.width.together):
         part = left[first] @ right[d - first].T
@@ -170,7 +170,7 @@ def _diagonal(a: _Operand, b: _Operand, d: int) -> Iterator[Tensor]:
 
 
 def _further(a: _Operand, b: _Operand, suffices: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Diagonals beyond those that are always taken, and which elements take them."""
+    """Yield the diagonals beyond the first `enough`, and a mask of the elements that need them."""
     inner = a.leading.shape[1]
     sizes = a.slices(a.enough).abs().sum((0, 2)).unsqueeze(1)
     sizes = sizes + b.slices(1)[0].abs().sum(1) + inner * 2.0**-a.width.bits
@@ -185,7 +185,7 @@ def _further(a: _Operand, b: _Operand, suffices: Tensor) -> Iterator[tuple[int, 
 
 
 def _unmatched(a: _Operand, b: _Operand, suffices: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows and columns of elements whose large factors all meet small ones, in parts."""
+    """Yield rows and columns, in parts, of elements whose large factors all meet small ones."""
     if suffices.all():
         return
     pattern = a.leading.bool().float() @ b.leading.bool().float().T
@@ -196,7 +196,7 @@ def _unmatched(a: _Operand, b: _Operand, suffices: Tensor) -> Iterator[tuple[Ten
 
 
 def _summed(values: list[Tensor], terms: int) -> list[Tensor]:
-    """The sum of matrices in this order, by chains of two_sum from the last to the first (SumK)."""
+    """Sum matrices in this order, by chains of two_sum from the last to the first (SumK)."""
     result = [torch.empty_like(values[0]) for _ in range(terms)]
     for start in range(0, result[0].numel(), _AT_ONCE):
         part = slice(start, start + _AT_ONCE)
@@ -215,5 +215,5 @@ def _summed(values: list[Tensor], terms: int) -> list[Tensor]:
 
 
 def _kinds(x: Tensor) -> Tensor:
-    """Signs of numbers, and what is not finite as it is."""
+    """The signs of finite numbers; infinities and NaN unchanged."""
     return torch.where(x.isfinite(), x.sign(), x)

@@ -14,15 +14,15 @@ from mcftensor.kernels.without_float64 import has_float64, without
 
 
 def add_signed(a: Tensor, b: Tensor) -> Tensor:
-    """a + b, where b = 0 leaves the sign of a zero a alone."""
+    """a + b, keeping the sign of a zero a where b = 0."""
     return torch.where(b == 0, a, a + b)
 
 
 def _make_odd(rounded: Tensor, error: Tensor) -> Tensor:
-    """Turn a nearest rounding into round-to-odd, given (exact - rounded) or anything of its sign.
+    """Turn a rounding to nearest into one to odd, given the error or a number of its sign.
 
-    An inexact result with an even last bit steps to its odd neighbour on the exact side, which is
-    one up or down in the bit pattern.
+    The error is the exact number minus the rounded one. An inexact result with an even last bit
+    moves to its odd neighbour on the exact side, which is one up or down in the bit pattern.
     """
     bits = rounded.view(BASES[rounded.dtype].integer)
     odd = _on_the_side_of(error, rounded, bits | 1, (bits - 1) | 1)
@@ -31,13 +31,13 @@ def _make_odd(rounded: Tensor, error: Tensor) -> Tensor:
 
 
 def _on_the_side_of(error: Tensor, x: Tensor, outward: Tensor, inward: Tensor) -> Tensor:
-    """What is further from zero than x, or nearer, by the sign of an error."""
+    """Select `outward` where an error points away from zero, else `inward`."""
     positive = torch.where(error > 0, outward, inward)
     return torch.where(torch.signbit(x), torch.where(error < 0, outward, inward), positive)
 
 
 def add_odd(a: Tensor, b: Tensor) -> Tensor:
-    """a + b rounded to odd: inexact sums keep an odd last bit, and so can be rounded once more.
+    """a + b rounded to odd: inexact sums get an odd last bit, so they can be rounded once more.
 
     Source: S. Boldo and G. Melquiond, "Emulation of FMA and correctly rounded sums: proved
     algorithms using rounding to odd", IEEE Transactions on Computers 57(4), 2008.
@@ -49,10 +49,10 @@ def add_odd(a: Tensor, b: Tensor) -> Tensor:
 
 
 def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x rounded to nearest even in `dtype`, once.
+    """Round x to nearest even in `dtype`, once.
 
-    torch's own conversion from float64 to bfloat16 and float16 goes through float32 and rounds
-    twice; here the first step rounds to odd, which makes the second one correct.
+    PyTorch converts float64 to bfloat16 and float16 through float32, with two roundings. Here the
+    first step rounds to odd, which makes the second one correct.
     """
     if x.dtype == torch.float64 and dtype in NARROW:
         nearest = x.to(torch.float32)
@@ -85,7 +85,7 @@ def _sum_odd(terms: Sequence[Tensor]) -> Tensor:
 
 
 def collapse_odd(terms: Sequence[Tensor]) -> Tensor:
-    """The sum of normalized terms in float32, rounded to odd, and so to be rounded once more."""
+    """The sum of normalized terms in float32, rounded to odd, so it can be rounded once more."""
     if len(terms) == 1 and terms[0].dtype in (torch.float32, *NARROW):
         return terms[0].to(torch.float32)
     if not has_float64(terms[0].device):
@@ -96,11 +96,11 @@ def collapse_odd(terms: Sequence[Tensor]) -> Tensor:
 
 
 def _sum_in_float32(terms: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The sum of normalized terms of at most 32 bits rounded to float32, and what that loses,
-    or anything of its sign.
+    """Sum normalized terms of at most 32 bits to float32; return the sum and its error.
 
-    A chain of exact sums from the last term on leaves the sum and errors; another one gathers the
-    errors, and a third what that leaves, of which the sign is enough.
+    The error may be any number of its sign. A chain of exact sums from the last term on leaves the
+    sum and errors. A second chain gathers the errors, and a third the errors of the second, of
+    which the sign suffices.
     """
     if terms[0].dtype == torch.float64:
         raise without("the sum of terms of float64")
@@ -122,7 +122,7 @@ def _sum_in_float32(terms: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _to_precision(x: Tensor, base: torch.dtype) -> Tensor:
-    """x rounded to nearest even at the precision of a base, once, wherever that is normal there."""
+    """Round x once to nearest even at the precision of a base, where the result is normal."""
     if x.dtype == torch.float64 and base in NARROW:
         dropped = 53 - BASES[base].precision
         bits = x.view(torch.int64)
@@ -132,7 +132,10 @@ def _to_precision(x: Tensor, base: torch.dtype) -> Tensor:
 
 
 def as_floats(x: Tensor) -> list[Tensor]:
-    """A plain tensor as floats, leading one first: integers become float64, or three float32."""
+    """Convert a plain tensor to floats, leading one first.
+
+    Integers become one float64 tensor, or up to three float32 tensors without float64.
+    """
     if x.is_floating_point():
         return [x]
     if has_float64(x.device):
@@ -147,9 +150,9 @@ def as_floats(x: Tensor) -> list[Tensor]:
 def split_terms(
     x: Tensor, base: torch.dtype, terms: int, noise: Noise | None = None
 ) -> list[Tensor]:
-    """x as `terms` normalized terms of dtype `base`.
+    """Return x as `terms` normalized terms of dtype `base`.
 
-    The last one is rounded to nearest, or by noise where there is some.
+    The last term is rounded to nearest, or by noise if given.
     """
     if not x.is_floating_point():
         (x,) = as_floats(x)
@@ -159,11 +162,11 @@ def split_terms(
 
 
 def round_to_terms(x: Tensor, base: torch.dtype, terms: int, noise: Noise | None = None) -> Tensor:
-    """x, of a wider type than `base`, rounded to a sum of `terms` terms, as one wide number.
+    """Round x, of a wider dtype than `base`, to a sum of `terms` terms, returned as one number.
 
-    Each term is rounded and subtracted, exactly. These terms need not be normalized: one that
-    rounds onto a tie beside an odd term before it (one in a thousand) leaves that off by an ulp. So
-    they are summed, and peeled off anew.
+    Each term is rounded and subtracted, exactly. The terms need not be normalized: a term that
+    rounds onto a tie next to an odd term before it (one in a thousand) leaves that term off by an
+    ulp. So the terms are summed, and `peel` splits the sum.
     """
     if noise is not None and has_float64(x.device):
         x = x.to(torch.float64)
@@ -179,11 +182,11 @@ def round_to_terms(x: Tensor, base: torch.dtype, terms: int, noise: Noise | None
     x = last.to(x.dtype)
     for term in reversed(rounded):
         x = term.to(x.dtype) + x
-    return torch.copysign(x, rounded[0].to(x.dtype))  # the sums have lost the sign of a zero
+    return torch.copysign(x, rounded[0].to(x.dtype))  # sums lose the sign of a zero
 
 
 def peel(x: Tensor, base: torch.dtype, terms: int) -> list[Tensor]:
-    """The normalized terms of what `round_to_terms` gives; what is left for the last one fits."""
+    """Split a result of `round_to_terms` into normalized terms; the remainder fits the last one."""
     peeled = []
     for _ in range(terms - 1):
         peeled.append(_to_precision(x, base))
@@ -193,15 +196,15 @@ def peel(x: Tensor, base: torch.dtype, terms: int) -> list[Tensor]:
 
 @opaque(lambda x, dtype: torch.empty_like(x, dtype=dtype), lays_out=True)
 def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers that a narrower type holds, in that type: compiled code leaves the rounding out."""
+    """Convert numbers that a narrower dtype holds exactly; compiled kernels omit the rounding."""
     return x.to(dtype)
 
 
 def move(x: Tensor, remainder: Tensor, noise: Noise) -> Tensor:
-    """x, or its neighbour on the side of the remainder: x + remainder, rounded by noise.
+    """Return x + remainder rounded by noise: x, or its neighbour on the side of the remainder.
 
-    The neighbour is taken where the noise is below the remainder's share of the way to it, so that
-    the mean is x + remainder.
+    The neighbour is taken where the noise is below the remainder divided by the distance to it, so
+    that the mean is x + remainder.
     """
     bits = x.view(BASES[x.dtype].integer)
     neighbour = _on_the_side_of(remainder, x, bits + 1, bits - 1).view(x.dtype)
@@ -215,10 +218,10 @@ def move(x: Tensor, remainder: Tensor, noise: Noise) -> Tensor:
 
 
 def quiet(x: Tensor) -> Tensor:
-    """x, with one and the same NaN in the place of all: processors write others, of either sign."""
+    """Replace every NaN by the same one, since processors produce NaNs of either sign."""
     return torch.nan_to_num(x, torch.nan, torch.inf, -torch.inf)
 
 
 def _remainder(x: Tensor, term: Tensor) -> Tensor:
-    """x - term, exactly; zero behind a term that is not finite."""
+    """x - term, exactly; zero where a term is not finite."""
     return torch.nan_to_num(x - term.to(x.dtype), 0.0, 0.0, 0.0)

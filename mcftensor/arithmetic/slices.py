@@ -2,7 +2,7 @@
 
 A row has an exponent e, and all its elements are below 2^e in magnitude. Divided by 2^e, an element
 is at most 1, and its first slice is that element rounded to a multiple of 2^(1 - w), where w is the
-width. What is left, at most 2^-w, is multiplied by 2^w and cut in the same way. So an element is
+width. The remainder, at most 2^-w, is multiplied by 2^w and cut in the same way. So an element is
 2^e times the sum of s_i 2^(-w i), where each slice s_i is an integer times 2^(1 - w) and at most 1
 in magnitude.
 
@@ -29,9 +29,9 @@ LONGEST = {torch.float64: 1 << 40, torch.float32: 1 << 18}
 """The machine types that multiply slices, and the longest sums of products in them."""
 
 _WIDEST = {torch.float64: 25, torch.float32: 9}
-"""Of slices. Twice their bits and 3 more are at most those of the type, by which slices stay short.
-float32 slices of 9 bits are bfloat16 and TF32 numbers too, so that products in these types, by
-which PyTorch may replace those in float32, are exact as well."""
+"""The largest w of slices. With 2w + 3 <= p, slices stay short (see `cut`). float32 slices of 9
+bits are bfloat16 and TF32 numbers too, so that products remain exact if PyTorch replaces float32
+products by products in these types."""
 
 _AT_ONCE = 1 << 15
 
@@ -68,14 +68,14 @@ def width_for(inner: int, machine: torch.dtype) -> Width:
 
 
 def _power(exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    """2^exponent, of integers in the range of normal numbers."""
+    """2^exponent, for integers in the exponent range of normal numbers."""
     base = BASES[dtype]
     bits = (exponent - base.min_exponent + 1).to(base.integer) << (base.precision - 1)
     return bits.view(dtype)
 
 
 def by_powers(x: Tensor, exponent: Tensor) -> Tensor:
-    """x * 2^exponent, by three powers of two, so that none of them overflows."""
+    """x * 2^exponent, by three powers of two that do not overflow."""
     first = exponent // 3
     second = (exponent - first) // 2
     for part in (first, second, exponent - first - second):
@@ -84,10 +84,10 @@ def by_powers(x: Tensor, exponent: Tensor) -> Tensor:
 
 
 def exponents(x: Tensor, dim: int) -> Tensor:
-    """The exponents of rows along a dimension, which is kept with length 1; int32.
+    """Return the exponents of rows along a dimension, which is kept with length 1, as int32.
 
-    All elements of a row are below 2^exponent. Rows of zeros and rows with elements that are not
-    finite have the exponent 0.
+    All elements of a row are below 2^exponent in magnitude. Rows of zeros and rows with infinities
+    or NaN have the exponent 0.
     """
     shape = [1 if i == dim % x.dim() else length for i, length in enumerate(x.shape)]
     if x.shape[dim] == 0:
@@ -97,14 +97,14 @@ def exponents(x: Tensor, dim: int) -> Tensor:
 
 
 def cut(terms: Sequence[Tensor], exponent: Tensor, width: Width, count: int) -> Tensor:
-    """The first slices of numbers.
+    """Return the first `count` slices of numbers.
 
     *Requires*: normalized terms of one shape, leading term first, finite, of the machine type;
     exponents of rows that broadcast to the shape.
 
     *Returns*: slices in the machine type, of shape (count, *shape).
 
-    *Error*: what remains of an element is at most 2^(exponent - w count) in magnitude, and slices
+    *Error*: the remainder of an element is at most 2^(exponent - w count) in magnitude, and slices
     are at most 1. Let R be the remainder before a cut, scaled to |R| <= 1 + 2^-w / 2, and r the sum
     of its terms from the last to the first, rounded: |r - R| <= 4u, with u = 2^-p of the machine
     type. r is rounded to the grid, to at most 1 in magnitude, so that the next R is at most 1 + 4u

@@ -1,10 +1,10 @@
 """Functions that PyTorch evaluates in float64 with fewer bits than float64 has.
 
-Each takes and returns float64 tensors, as PyTorch's function of the name does, and keeps the
-relative error of a few roundings where PyTorch's loses digits: in the tails of `gelu` and of the
-normal distribution, at zeros of `digamma`, `logit`, `sinc` and `tanhshrink`, where one element
+Each function takes and returns float64 tensors, as PyTorch's function of the same name does. Its
+relative error is a few roundings where PyTorch loses digits: in the tails of `gelu` and of
+the normal distribution, at zeros of `digamma`, `logit`, `sinc` and `tanhshrink`, where one element
 dominates `log_softmax`, for small arguments of `igammac`, and in all of `polygamma(1, x)`.
-Gradients pass through those that call no error-free transformation.
+Functions that call no error-free transformation are differentiable.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mcftensor.kernels.custom_ops import inline
 _two_prod, _two_sum = inline(eft.two_prod), inline(eft.two_sum)
 
 _LOG_2 = math.log(2)
-# Constants as two floats each.
+# Constants as sums of two floats.
 _ROOT_HALF = (0.7071067811865476, -4.833646656726457e-17)
 _ROOT_8_OVER_PI = (1.5957691216057308, -9.96930880911092e-17)
 _CUBIC = (0.044715, float(Fraction("0.044715") - Fraction(0.044715)))  # of gelu by tanh
@@ -30,12 +30,12 @@ _ROOT_OF_DIGAMMA = (1.4616321449683622, 9.549995429965697e-17)
 
 
 def _finite(error: Tensor) -> Tensor:
-    """An error that says nothing where the result is not finite."""
+    """Replace the error by 0 where the result is not finite."""
     return torch.nan_to_num(error, 0.0, 0.0, 0.0)
 
 
 def _series(coefficients: Sequence[float], x: Tensor) -> Tensor:
-    """A polynomial, constant term first."""
+    """Evaluate a polynomial, constant term first."""
     result = torch.full_like(x, coefficients[-1])
     for c in reversed(coefficients[:-1]):
         result = result * x + c
@@ -46,8 +46,10 @@ def _series(coefficients: Sequence[float], x: Tensor) -> Tensor:
 
 
 def ndtr(x: Tensor) -> Tensor:
-    """The normal distribution: erfc(-x / sqrt(2)) / 2, corrected by the error of the argument,
-    which erfc magnifies by x²."""
+    """The normal distribution function, erfc(-x / sqrt(2)) / 2.
+
+    It is corrected by the rounding error of the argument, which erfc magnifies by x².
+    """
     argument = x * -_ROOT_HALF[0]
     with torch.no_grad():
         _, error = _two_prod(x, torch.full_like(x, -_ROOT_HALF[0]))
@@ -57,7 +59,7 @@ def ndtr(x: Tensor) -> Tensor:
 
 
 def _density(x: Tensor) -> Tensor:
-    """exp(-x²/2) / sqrt(2 pi), corrected by the error of the square."""
+    """The normal density, exp(-x²/2) / sqrt(2 pi), corrected by the error of the square."""
     square, error = _two_prod(x, x)
     return torch.exp(-0.5 * square) * (1 - 0.5 * _finite(error)) * (1 / math.sqrt(2 * math.pi))
 
@@ -72,8 +74,10 @@ def log_ndtr(x: Tensor) -> Tensor:
 
 
 def _logistic_parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """s(z) and s(-z) for the logistic s and z = sqrt(8 / pi) (x + 0.044715 x³), evaluated as two
-    floats, since s magnifies the error of z by z."""
+    """s(z) and s(-z) for the logistic function s and z = sqrt(8 / pi) (x + 0.044715 x³).
+
+    z is evaluated as two floats, since s magnifies the error of z by z.
+    """
     square, low = _two_prod(x, x)
     cubic, error = _two_prod(square, torch.full_like(x, _CUBIC[0]))
     factor, rest = _two_sum(torch.ones_like(x), cubic)
@@ -88,7 +92,7 @@ def _logistic_parts(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    """x * ndtr(x), or the approximation of it that PyTorch calls "tanh", which is x * s(z)."""
+    """x * ndtr(x), or PyTorch's approximation "tanh" of it, x * s(z)."""
     return x * (ndtr(x) if approximate == "none" else _logistic_parts(x)[0])
 
 
@@ -105,7 +109,7 @@ def gelu_backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Tens
 
 
 def _hurwitz(s: int, x: float) -> float:
-    """The zeta function of Hurwitz, by Euler and Maclaurin."""
+    """The Hurwitz zeta function, by the Euler-Maclaurin formula."""
     n = x + 40
     total = math.fsum([(x + k) ** -s for k in range(40)])
     b2, b4, b6 = s / 12, s * (s + 1) * (s + 2) / 720, math.prod(range(s, s + 5)) / 30240
@@ -113,13 +117,16 @@ def _hurwitz(s: int, x: float) -> float:
     return total + rest * n**-s
 
 
-# Those of Taylor's series at the positive root.
+# The Taylor coefficients of digamma at its positive root.
 _AT_ROOT = [0.0] + [(-1) ** (k + 1) * _hurwitz(k + 1, _ROOT_OF_DIGAMMA[0]) for k in range(1, 24)]
 
 
 def digamma(x: Tensor) -> Tensor:
-    """PyTorch's, but Taylor's series near the positive root, and below 0 the reflection by the
-    exact distance to the nearest pole. Near its negative zeros parts of a size cancel."""
+    """The digamma function, by a Taylor series near the positive root, else by PyTorch's function.
+
+    Below 0 it is reflected by the exact distance to the nearest pole. Near its negative zeros,
+    parts of similar size cancel.
+    """
     distance = (x - _ROOT_OF_DIGAMMA[0]) - _ROOT_OF_DIGAMMA[1]
     is_near = distance.abs() < 0.25
     near = distance * _series(_AT_ROOT[1:], distance.where(is_near, 0.0))
@@ -130,8 +137,11 @@ def digamma(x: Tensor) -> Tensor:
 
 
 def zeta(s: Tensor | float, x: Tensor | float) -> Tensor:
-    """The zeta function of Hurwitz. Below 0, where PyTorch adds up as many terms as x has units,
-    it is the sum over all whole numbers less the other half of them, for whole s."""
+    """The Hurwitz zeta function.
+
+    For x below 0 PyTorch adds as many terms as x has units. Here, for integer s, the result is the
+    sum over all integers minus the other half of that sum.
+    """
     s, x = torch.as_tensor(s, dtype=torch.float64), torch.as_tensor(x, dtype=torch.float64)
     s, x = s.to(x.device) if s.dim() == 0 else s, x.to(s.device) if x.dim() == 0 else x
     offset = x - torch.round(x)
@@ -144,11 +154,11 @@ def zeta(s: Tensor | float, x: Tensor | float) -> Tensor:
 
 
 def polygamma(n: int, x: Tensor) -> Tensor:
-    """The derivatives of `digamma`."""
+    """The n-th derivative of `digamma`."""
     if n == 0:
         return digamma(x)
     if n < 0:
-        return torch.special.polygamma(n, x)  # which raises
+        return torch.special.polygamma(n, x)  # raises PyTorch's error
     factor = math.gamma(n + 1.0) if n <= 170 else math.inf
     return (factor if n % 2 else -factor) * zeta(n + 1.0, x)
 
@@ -157,13 +167,13 @@ def polygamma(n: int, x: Tensor) -> Tensor:
 
 
 def logit(x: Tensor, eps: float | None = None) -> Tensor:
-    """log(x / (1 - x)); about 1/2 it is 2 atanh(2x - 1), whose argument is exact."""
+    """log(x / (1 - x)); near 1/2 it is 2 atanh(2x - 1), whose argument is exact."""
     x = x if eps is None else x.clamp(eps, 1 - eps)
     return torch.where((x - 0.5).abs() < 0.25, 2 * torch.atanh(2 * x - 1), torch.logit(x))
 
 
 def sinc(x: Tensor) -> Tensor:
-    """sin(pi x) / (pi x), from the exact distance to the nearest whole number."""
+    """sin(pi x) / (pi x), from the exact distance to the nearest integer."""
     whole = torch.round(x)
     sine = torch.sin(math.pi * (x - whole))
     sine = torch.where(torch.remainder(whole, 2) == 1, -sine, sine)
@@ -182,7 +192,7 @@ _OF_TANH = _series_of_tanh(24)
 
 
 def tanhshrink(x: Tensor) -> Tensor:
-    """x - tanh(x), near 0 by its series."""
+    """x - tanh(x), by its series near 0."""
     is_near = x.abs() < 0.5
     near = x.where(is_near, 0.0)
     square = near * near
@@ -193,23 +203,26 @@ def tanhshrink(x: Tensor) -> Tensor:
 
 
 def _rest(x: Tensor, maximum: Tensor, dim: int | tuple[int, ...], keepdim: bool) -> Tensor:
-    """The sum of exp(x - maximum), less 1: what log1p takes without loss."""
+    """The sum of exp(x - maximum) minus 1, an exact argument for log1p."""
     is_largest = x == maximum
     others = torch.exp(x - maximum).masked_fill(is_largest, 0.0).sum(dim, keepdim)
     return others + (is_largest.sum(dim, keepdim) - 1)
 
 
 def log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
-    """PyTorch's takes the logarithm of a sum near 1, and gives 0 where one element dominates."""
+    """The logarithm of softmax, by log1p.
+
+    PyTorch takes the logarithm of a sum near 1, and returns 0 where one element dominates.
+    """
     if not x.numel():
         return torch.log_softmax(x, dim)
     maximum = x.amax(dim, keepdim=True)
-    # Beside an infinity all are NaN, as PyTorch's are.
+    # An infinite maximum makes the whole row NaN, as in PyTorch.
     return (x - maximum) - torch.log1p(_rest(x, maximum, dim, True) + 0 * maximum)
 
 
 def logsumexp(x: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) -> Tensor:
-    """PyTorch's, with log1p: exact where the largest element is near 0 and dominates."""
+    """PyTorch's logsumexp with log1p: exact where the largest element is near 0 and dominates."""
     if not x.numel():
         return torch.logsumexp(x, dim, keepdim)
     maximum = x.amax(dim, keepdim=True)
@@ -221,7 +234,7 @@ def _softplus(x: Tensor) -> Tensor:
 
 
 def _reduced(loss: Tensor, reduction: int) -> Tensor:
-    """By PyTorch's number of a reduction: none, mean, sum."""
+    """Reduce a loss; PyTorch numbers the reductions none (0), mean (1) and sum (2)."""
     return loss.mean() if reduction == 1 else loss.sum() if reduction == 2 else loss
 
 
@@ -232,22 +245,27 @@ def binary_cross_entropy_with_logits(
     pos_weight: Tensor | None = None,
     reduction: int = 1,
 ) -> Tensor:
-    """As a sum of two parts of one sign, where PyTorch's cancel: its loss of what is right and
-    far from 0 is 0."""
+    """Binary cross entropy with logits, as a sum of two parts of the same sign.
+
+    PyTorch's parts cancel: its loss is 0 for correct predictions far from 0.
+    """
     positive = target if pos_weight is None else target * pos_weight
     loss = (1 - target) * _softplus(x) + positive * _softplus(-x)
     return _reduced(loss if weight is None else loss * weight, reduction)
 
 
 def soft_margin_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
-    """log1p(exp(-x target)), which PyTorch computes so, and overflows."""
+    """log1p(exp(-x target)), without the overflow of PyTorch's exp."""
     return _reduced(_softplus(-x * target), reduction)
 
 
 def logaddexp2(x: Tensor, y: Tensor) -> Tensor:
-    """PyTorch's, without log2 near 1 and 2, about where two equal powers sum to 1."""
+    """log2(2^x + 2^y), accurate where two equal powers sum to about 1.
+
+    PyTorch takes log2 of numbers near 1 and 2 there.
+    """
     larger, smaller = torch.maximum(x, y), torch.minimum(x, y)
-    difference = torch.where(larger == smaller, 0.0, smaller - larger)  # of equal infinities, too
+    difference = torch.where(larger == smaller, 0.0, smaller - larger)  # 0 for equal infinities too
     near = (larger + 1) + torch.log1p(torch.expm1(difference * _LOG_2) / 2) / _LOG_2
     far = larger + torch.log1p(torch.exp2(difference)) / _LOG_2
     return torch.where(difference > -0.5, near, far)
@@ -261,8 +279,12 @@ _LOG_GAMMA = [-_EULER, *((-1) ** k * _hurwitz(k, 1.0) / k for k in range(2, 52))
 
 
 def igammac(a: Tensor, x: Tensor) -> Tensor:
-    """PyTorch's, but where both are small the series of 1 - igammac less its 1: PyTorch takes
-    lgamma(1 + a) of a rounded sum."""
+    """The upper incomplete gamma function.
+
+    It is PyTorch's, except for small a and x. There PyTorch takes lgamma(1 + a) of a rounded sum.
+    Here the result is 1 - igammac's complement, whose series starts with 1, so that 1 is left out
+    of both.
+    """
     is_small = (a > 0) & (a < 0.5) & (x > 0) & (x <= 1.1)  # up to where PyTorch leaves its series
     b, y = a.where(is_small, 0.25), x.where(is_small, 0.5)
     exponent = b * (torch.log(y) - _series(_LOG_GAMMA, b))

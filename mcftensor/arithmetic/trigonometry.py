@@ -1,4 +1,4 @@
-"""Sine, cosine and tangent, on guarded expansions: power series of the remainder."""
+"""Sine, cosine and tangent on guarded expansions, by power series of the remainder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _remainder(x: Terms) -> tuple[Terms, Tensor]:
 
 
 def of_remainder(r: Terms, is_cosine: Tensor, terms: int) -> Terms:
-    """The sine of a remainder, or its cosine."""
+    """The sine of a remainder, or its cosine where `is_cosine` is set."""
     m = terms + 1
     bits = terms * precision_of(r[0]) + SPARE
     cosine = series(_coefficient(0), _LOG2_R2, bits)
@@ -51,7 +51,7 @@ def _special(x: Tensor, value: Tensor) -> Tensor:
 
 
 def _at(x: Terms, quarters: int) -> Terms:
-    """The sine of x and so many quarters of a turn."""
+    """The sine of x + quarters pi / 2."""
     terms = len(x)
     r, bits = _remainder(x)
     bits = bits + quarters
@@ -72,7 +72,7 @@ def cos(x: Terms) -> Terms:
 
 
 def tan(x: Terms) -> Terms:
-    """The tangent: sine by cosine, or the negative inverse an odd number of quarters on."""
+    """The tangent: sine / cosine, or -cosine / sine after an odd number of quarter turns."""
     terms = len(x)
     r, bits = _remainder(x)
     is_odd = (bits & 1) != 0
