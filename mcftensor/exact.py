@@ -1,4 +1,4 @@
-"""Exact numbers into expansions and out of them, and exact sums of plain tensors."""
+"""Conversions between exact numbers and expansions, and exact sums of plain tensors."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ Nested: TypeAlias = Exact | Sequence["Nested"]
 def from_exact(
     values: Nested, format: Format | str, *, device: str | torch.device | None = None
 ) -> MCFTensor:
-    """Numbers of any precision as an expansion, each rounded to its format once.
+    """Convert numbers of any precision to an expansion, each rounded once to its format.
 
     Args:
-        values: a number or nested lists of numbers: `fractions.Fraction`, `decimal.Decimal`, a
-            string as of `"0.1"` or `"1/3"`, an int or a float.
+        values: a number or nested lists of numbers. A number is a `fractions.Fraction`, a
+            `decimal.Decimal`, a string such as `"0.1"` or `"1/3"`, an int or a float.
         format: the format of the result, or its name.
-        device: where it goes.
+        device: the device of the result.
 
-    Returns:
-        A value of the shape of the lists.
+        Returns:
+            An expansion of the shape of the nested lists.
 
-    *Error*: of a scaled format, that of the nearest float64 and of one rounding to its data. Of
-    others half an ulp of the last term: the first term is the number rounded to the base, each
-    next one what then remains, rounded.
+    *Error*: half an ulp of the last term: the first term is the number rounded to the base, each
+    next one the remainder, rounded. In a scaled format, the error of the nearest float64 and of one
+    rounding to the data.
 
-    *Special values*: infinities, NaN and the sign of a zero are kept. What overflows the base
-    becomes infinite.
+    *Special values*: infinities, NaN and the sign of a zero are kept. Numbers that overflow the
+    base become infinite.
 
     Raises:
-        TypeError: `format` is no Format, or something that is no number.
-        ValueError: a string that is no number; lists of unlike lengths.
+        TypeError: `format` is not a Format, or a value is not a number.
+        ValueError: a string is not a number, or nested lists differ in length.
 
     Examples:
         >>> import mcftensor as mcf
@@ -96,17 +96,17 @@ def from_exact(
 
 
 def to_fraction(x: Tensor) -> Any:
-    """The exact values of a tensor.
+    """Return the exact values of a tensor as fractions.
 
     Args:
         x: an expansion, or a plain floating tensor.
 
     Returns:
-        A `fractions.Fraction` for a tensor without dimensions, else nested lists of them.
+        A `fractions.Fraction` for a 0-d tensor, else nested lists of them.
 
-    Raises:
-        TypeError: a tensor that is not real and floating.
-        ValueError: infinities or NaN, which are no fractions.
+        Raises:
+            TypeError: `x` is not a real floating tensor.
+            ValueError: `x` holds infinities or NaN, which are not fractions.
 
     Examples:
         >>> import torch, mcftensor as mcf
@@ -123,20 +123,21 @@ def to_fraction(x: Tensor) -> Any:
 
 
 def to_decimal(x: Tensor, digits: int | None = None) -> Any:
-    """The values of a tensor as decimals, each rounded to significant digits once, ties to even.
+    """Return the values of a tensor as decimals, rounded once to significant digits, ties to even.
 
     Args:
         x: an expansion, or a plain floating tensor.
-        digits: how many; by default as many as tell the numbers of the format apart.
+        digits: the number of significant digits; by default enough to distinguish numbers of the
+        format.
 
     Returns:
-        A `decimal.Decimal` for a tensor without dimensions, else nested lists of them.
+        A `decimal.Decimal` for a 0-d tensor, else nested lists of them.
 
     *Special values*: infinities, NaN and the sign of a zero are kept.
 
     Raises:
-        TypeError: a tensor that is not real and floating.
-        ValueError: fewer than one digit.
+        TypeError: `x` is not a real floating tensor.
+        ValueError: `digits` is below 1.
 
     Examples:
         >>> import torch, mcftensor as mcf
@@ -158,7 +159,7 @@ def to_decimal(x: Tensor, digits: int | None = None) -> Any:
 
 
 def _decoded(name: str, x: Tensor) -> Sequence[Tensor]:
-    """The floats whose sum is a tensor."""
+    """Return the floats whose sum is the tensor."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name}: got {kind}; give an expansion or a real floating tensor")
@@ -166,7 +167,7 @@ def _decoded(name: str, x: Tensor) -> Sequence[Tensor]:
 
 
 def _each(function: Callable[[Sequence[float]], Any], terms: Sequence[Tensor], shape: Any) -> Any:
-    """A function of the terms of each number, in nested lists."""
+    """Apply a function to the terms of each number, and return nested lists."""
     columns = [term.detach().double().reshape(-1).tolist() for term in terms]
     exact = np.empty(math.prod(shape), dtype=object)
     for i, numbers in enumerate(zip(*columns, strict=True)):
@@ -175,7 +176,7 @@ def _each(function: Callable[[Sequence[float]], Any], terms: Sequence[Tensor], s
 
 
 def _terms(x: object, format: ExpansionFormat) -> list[float]:
-    """The number rounded to the base, what remains rounded, and so on."""
+    """Round a number to the base, then the remainder, and so on."""
     special = _special(x)
     terms = [] if special is None else [special]
     rest = _fraction(x) if special is None else Fraction(0)
@@ -186,17 +187,17 @@ def _terms(x: object, format: ExpansionFormat) -> list[float]:
 
 
 def _special(x: object) -> float | None:
-    """Infinities, NaN and zeros with a sign as floats; None for what is a fraction."""
+    """Return infinities, NaN and zeros as floats, with their sign; None for other numbers."""
     try:
         number = float(x)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         return None
-    is_zero = number == 0 and not _fraction(x)  # not what is too small for a float
+    is_zero = number == 0 and not _fraction(x)  # a nonzero number too small for a float is no zero
     return number if is_zero or (not math.isfinite(number) and not _is_large(x)) else None
 
 
 def _is_large(x: object) -> bool:
-    """Whether a finite number is beyond the range of floats."""
+    """Whether a number is finite, and so beyond the range of floats if float(x) is not."""
     if isinstance(x, Decimal):
         return x.is_finite()
     return isinstance(x, str) and "inf" not in x.lower() and "nan" not in x.lower()
@@ -216,7 +217,7 @@ def _fraction(x: object) -> Fraction:
 
 
 def _rounded(x: Fraction, format: ExpansionFormat) -> float:
-    """The nearest number of the base, ties to even; float64 holds them all."""
+    """Round to nearest in the base, ties to even; float64 holds the result."""
     if x == 0:
         return 0.0
     size = abs(x)

@@ -71,7 +71,8 @@ def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def fast_two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The rounded sum and its exact error, for operands in order of magnitude.
 
-    *Requires*: a = 0, or the exponent of a at least the exponent of b (|a| >= |b| suffices); no overflow.
+    *Requires*: a = 0, or the exponent of a not below the exponent of b (|a| >= |b| suffices). No
+    overflow.
     On unordered operands the error is wrong in most cases; use `two_sum` there.
 
     *Returns*: `(s, e)`, shapes broadcast, with s = RN(a + b) and s + e = a + b.

@@ -1,10 +1,10 @@
 """Expansions with a guard term, in which elementary functions are evaluated.
 
 A function of n terms is evaluated in m = n + 1 terms of the same base. The operations cost less
-than the networks of `networks.py`: operands and results lie near 1, so that nothing overflows, and the
-error of an operation, a few u^m, lies far below the last term of the function's result. Only
-`finish` returns normalized terms. All operations are additions, products and quotients of the base.
-So float32 needs no float64, and compiled code has the bits of eager PyTorch.
+than in `networks.py`: operands and results lie near 1, so that nothing overflows, and the error of
+an operation, a few u^m, lies far below the last term of the function's result. Only `finish`
+returns normalized terms. All operations are additions, products and quotients of the base. So
+float32 needs no float64, and compiled code has the bits of eager PyTorch.
 
 References:
 

@@ -1,4 +1,4 @@
-"""Formats: each owns how its numbers are stored, and what they are computed with."""
+"""Formats: the storage of numbers, and the arithmetic that computes on them."""
 
 from mcftensor.arithmetic.machine_numbers import Machine as Machine
 from mcftensor.arithmetic.network_numbers import Network as Network

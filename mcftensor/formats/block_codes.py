@@ -1,8 +1,9 @@
-"""Formats of one byte: codes, and a scale that each block of 32 elements of a row shares.
+"""Formats of one byte an element: codes, and a scale for each block of 32 elements of a row.
 
-What they are for is the states of optimizers. Numbers are read as float32 and rounded once when
-they are written; all of it is arithmetic on the bits of a float32, so that every backend gives the
-same. A tensor keeps beside them how often it was written to, for balanced rounding, and a factor.
+These formats store the states of optimizers. Numbers are decoded to float32 and rounded once when
+they are encoded. All of it is arithmetic on the bits of a float32, so every backend gives the same
+result. A tensor in such a format also stores a count of writes, for balanced rounding, and a
+factor.
 """
 
 from __future__ import annotations
@@ -21,27 +22,26 @@ from mcftensor.kernels.block_scales import block_max, shape_of_shared, spread
 
 _INFINITY = 0x7F800000
 _NAN = 0x7FC00000
-_LOST = 20  # bits of a float32's significand that its three in a code do not hold
-_NO_NUMBER = 255  # as a scale
+_LOST = 20  # bits of a float32's significand beyond the three in a code
+_NO_NUMBER = 255  # the scale NaN
 _MOST = 0x7F700000  # 1.875 * 2^127, the largest number of four bits
-# The scale of second moments too large for the scales below it. Its last codes are no numbers.
+# The largest scale, of blocks with numbers that are too large. Its last codes are special values.
 _TOP, _INFINITE, _UNDEFINED = 254, 254, 255
 
 
 class Scales(Component):
-    """The scales: one for each block of a row, the exponent of a power of two, biased by 127
-    (E8M0)."""
+    """One scale for each block of a row: the biased exponent of a power of two (E8M0, bias 127)."""
 
     @property
     def is_shared(self) -> bool:
-        """It is."""
+        """True: blocks share scales."""
         return True
 
     def shape(self, shape: torch.Size) -> torch.Size:
-        """A row for each of the tensor's.
+        """Return a shape with a row of scales for each row of the tensor.
 
         Raises:
-            ValueError: of a tensor of less than two dimensions.
+            ValueError: the tensor has less than two dimensions.
         """
         if len(shape) < 2:
             raise ValueError(
@@ -54,8 +54,8 @@ class Scales(Component):
 class BlockFormat(StoredFormat):
     """A byte for each element, and one more for each block of 32 elements of a row.
 
-    A row is all that one index of the first dimension leaves, so that parts along this dimension
-    are cut without touching a block.
+    A row is the elements of one index of the first dimension. So splits along this dimension never
+    cut a block.
     """
 
     def __init__(self, stem: str, rounding: Rounding) -> None:
@@ -64,7 +64,7 @@ class BlockFormat(StoredFormat):
 
     @functools.cached_property
     def dtype(self) -> torch.dtype:
-        """Of the numbers: the codes by themselves are none."""
+        """The dtype of decoded numbers: codes alone are not numbers."""
         return torch.float32
 
     @property
@@ -74,15 +74,15 @@ class BlockFormat(StoredFormat):
 
     @property
     def of_gradients(self) -> None:
-        """No parameter is in such a format."""
+        """None: parameters cannot have such a format."""
 
     def decode(self, stored: Floats) -> Floats:
-        """One float32: what a code says, times the scale of its block."""
+        """Return one float32: the value of the code times the scale of its block."""
         codes, scales = stored
         return (self.read(codes.to(torch.int32)) * factors_of(scales, codes),)
 
     def encode(self, number: Sum, noise: Noise | None) -> Floats:
-        """Codes rounded once, and the least scales with which the largest element has one."""
+        """Return codes, rounded once, and the smallest scales that fit the largest element."""
         x = number.to_odd()
         magnitude = x.view(torch.int32) & 0x7FFFFFFF
         scales = self.scale_of(block_max(self.sized(x, magnitude)))
@@ -90,36 +90,35 @@ class BlockFormat(StoredFormat):
 
     @abstractmethod
     def read(self, codes: Tensor) -> Tensor:
-        """What codes say before they are scaled, in float32."""
+        """Return the float32 values of codes without scales."""
 
     @abstractmethod
     def sized(self, x: Tensor, magnitude: Tensor) -> Tensor:
-        """The patterns of magnitudes of which the largest decides on the scale."""
+        """Return patterns of magnitudes, the largest of which decides the scale of a block."""
 
     @abstractmethod
     def scale_of(self, largest: Tensor) -> Tensor:
-        """The scale of a block whose largest pattern is given."""
+        """Return the scale of a block from its largest pattern."""
 
     @abstractmethod
     def written(self, x: Tensor, magnitude: Tensor, scales: Tensor, noise: Noise | None) -> Tensor:
-        """The codes of numbers, whose magnitudes are given as patterns, under scales."""
+        """Return the codes of numbers under scales; `magnitude` holds the bits of |x|."""
 
 
 class MXFP8(BlockFormat):
-    """Signed: codes are E4M3, of 4 significant bits over 18 binades and zero; the elements of a
-    block reach 448 times its scale.
+    """Signed E4M3 codes: 4 significant bits over 18 binades and zero, up to 448 times the scale.
 
-    The scale is the least under which the largest element is not above 448, so that nothing
-    saturates: the rule of NVIDIA's recipe rather than of the OCP specification, which rounds down.
-    Only numbers above 1.875 * 2^127 do: float32 has no 2^128. Infinities and NaNs become the NaN
-    that E4M3 has, and leave the rest of their block alone.
+    The scale is the smallest under which the largest element is at most 448, so that nothing
+    saturates. This is the rule of NVIDIA's recipe; the OCP specification rounds the scale down.
+    Only numbers above 1.875 * 2^127 saturate, since float32 has no 2^128. Infinities and NaNs
+    become the NaN of E4M3, and do not affect the rest of their block.
 
     Source: Open Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0, 2023;
     A. Mishra et al., "Recipes for Pre-training LLMs with MXFP8", 2025, arXiv:2506.08027.
     """
 
     def read(self, codes: Tensor) -> Tensor:
-        """E4M3; below its normal numbers multiples of 2^-9."""
+        """Return E4M3 values; subnormal ones are multiples of 2^-9."""
         magnitude = codes & 0x7F
         normal = ((magnitude << _LOST) + (120 << 23)).view(torch.float32)
         x = torch.where(magnitude < 8, magnitude.to(torch.float32) * 2.0**-9, normal)
@@ -127,17 +126,17 @@ class MXFP8(BlockFormat):
         return x.copysign((codes << 24).view(torch.float32))
 
     def sized(self, x: Tensor, magnitude: Tensor) -> Tensor:
-        """All that are finite."""
+        """Return the patterns of finite numbers, and 0 for others."""
         return torch.where(magnitude < _INFINITY, magnitude, 0)
 
     def scale_of(self, largest: Tensor) -> Tensor:
-        """2^ceil(log2(largest / 448)); 448 is 1.75 * 2^8."""
+        """Return 2^ceil(log2(largest / 448)); 448 is 1.75 * 2^8."""
         above = (1 << 23) - 1 - (3 << 21)  # carries beyond 1.75
         exponent = ((largest + above) >> 23) - 8
         return exponent.maximum(torch.ones_like(exponent))
 
     def written(self, x: Tensor, magnitude: Tensor, scales: Tensor, noise: Noise | None) -> Tensor:
-        """The first bits of the magnitude over the scale."""
+        """Return the sign and the first bits of the magnitude divided by the scale."""
         unscaled = ((254 - scales) << 23).view(torch.float32)  # 2^127 at most, and normal
         held = torch.where(magnitude > _MOST, _MOST, magnitude).view(torch.float32)
         codes = _rounded(e4m3_patterns(held * unscaled, noise), noise)
@@ -146,26 +145,26 @@ class MXFP8(BlockFormat):
 
 
 class UE5M3(BlockFormat):
-    """Unsigned, for second moments: 4 significant bits over 32 binades, and a zero that only zero
-    is rounded to.
+    """Unsigned codes for second moments: 4 significant bits over 32 binades, and zero.
 
-    Code c above 0 is (1 + (c & 7) / 8) * 2^((c >> 3) - 31) times the scale, the power of two at or
-    below the largest element, or the next where that is above 1.875 times it. What is below the
-    smallest code, 2^-31 of the largest element or so, is raised to it: an update never divides by
-    the root of a zero that was none.
+    Code c above 0 is (1 + (c & 7) / 8) * 2^((c >> 3) - 31) times the scale. The scale is the power
+    of two at or below the largest element, or the next one if the element is above 1.875 times
+    it. Nonzero numbers below the smallest code, about 2^-31 of the largest element, are raised to
+    it: only zero becomes zero, so an update never divides by the root of a second moment that was
+    rounded to zero.
 
     A block with a number above 1.6e38, an infinity, a NaN or a negative number has the scale 2^127.
-    Its finite numbers saturate at 1.625 * 2^127; code 254 is an infinity, and code 255 a NaN, which
-    stands for a negative number too. No other element becomes one of these.
+    Its finite numbers saturate at 1.625 * 2^127. Code 254 is an infinity. Code 255 is a NaN, and
+    also stands for a negative number. No other element becomes one of these.
     """
 
     @property
     def largest(self) -> float:
-        """The last codes of the largest scale are no numbers."""
+        """1.625 * 2^127, since the last two codes of the largest scale are special values."""
         return 1.625 * 2.0**127
 
     def require(self, x: Tensor) -> None:
-        """Nor may a number be negative, as far as one can see."""
+        """Raise ValueError for a tensor that cannot be stored, or has negative elements."""
         super().require(x)
         is_seen = not (torch.compiler.is_compiling() or x.is_meta or is_fake(x))
         if is_seen and bool((x < 0).any()):
@@ -175,12 +174,12 @@ class UE5M3(BlockFormat):
             )
 
     def read(self, codes: Tensor) -> Tensor:
-        """The code as the last bits of an exponent and the first of a significand."""
+        """Return the codes as bits of a float32: exponent and first bits of the significand."""
         x = ((codes << _LOST) + (96 << 23)).view(torch.float32)
         return torch.where(codes == 0, 0.0, x)
 
     def decode(self, stored: Floats) -> Floats:
-        """A code times its scale; of the largest scale the last two codes are no numbers."""
+        """Return codes times scales; the last two codes of the largest scale are special values."""
         codes, scales = stored
         (x,) = super().decode(stored)
         is_special = (codes >= _INFINITE) & (spread(scales, codes) == _TOP)
@@ -188,18 +187,18 @@ class UE5M3(BlockFormat):
         return (torch.where(is_special, special, x),)
 
     def sized(self, x: Tensor, magnitude: Tensor) -> Tensor:
-        """All; a negative number and a NaN count as one that is too large."""
+        """Return all patterns; negative numbers and NaNs count as infinite."""
         return torch.where(x >= 0, magnitude, _INFINITY)
 
     def scale_of(self, largest: Tensor) -> Tensor:
-        """The exponent of the largest, or the next."""
+        """Return the exponent of the largest number, or the next one."""
         above = (1 << 23) - 1 - (7 << 20)  # carries beyond 1.875
         exponent = (largest + above) >> 23
         exponent = exponent.maximum(torch.ones_like(exponent))
         return torch.where(exponent > _TOP, _TOP, exponent)
 
     def written(self, x: Tensor, magnitude: Tensor, scales: Tensor, noise: Noise | None) -> Tensor:
-        """The pattern with another exponent is the code and what it lacks."""
+        """Return the codes: the first bits of x over the scale, with the exponent of a code."""
         exponents = (254 - scales).maximum(torch.ones_like(scales))
         unscaled = (exponents << 23).view(torch.float32)
         y = x.abs() * unscaled
@@ -214,31 +213,33 @@ class UE5M3(BlockFormat):
 
 
 def factors_of(scales: Tensor, like: Tensor) -> Tensor:
-    """The scale of each element of a tensor, as a float32."""
+    """Return the scale of each element of a tensor as a float32."""
     shared = spread(scales, like).to(torch.int32)
     exponents = (shared << 23).maximum(torch.full_like(shared, 1 << 22))  # the last is 2^-127
     return torch.where(shared == _NO_NUMBER, _NAN, exponents).view(torch.float32)
 
 
 def e4m3_patterns(y: Tensor, noise: Noise | None) -> Tensor:
-    """Magnitudes as patterns of which the first bits are the code: of a normal number of E4M3 that
-    of the float32, below them a multiple of 2^-29."""
+    """Return magnitudes as patterns whose first bits are E4M3 codes.
+
+    A normal number of E4M3 keeps the bits of its float32; below, the unit is 2^-29.
+    """
     normal = y.view(torch.int32) - (120 << 23)
     least = 2.0**-6
     moved = y + least
     small = moved.view(torch.int32) - (121 << 23)
-    if noise is None:  # whose ties are to be ties of the number: the sum is rounded to odd
+    if noise is None:  # round the sum to odd, so that ties are ties of the number
         kept = moved - least
         small = (small - (kept > y).to(torch.int32)) | (kept != y).to(torch.int32)
     return torch.where(y < least, small, normal)
 
 
 def _by_roots(bits: Tensor) -> Tensor:
-    """Patterns whose last bits, by which noise rounds them up, are as far between the codes as the
-    root is between the roots of the codes.
+    """Replace the last bits of patterns by the position of the root between the codes' roots.
 
-    Of a share t of the step between two codes, of which the step is a share h, that is
-    t + t (1 - t) h / 4 but for O(h^2); h lies between 1/15 and 1/8.
+    Noise rounds up by these bits, so that roots are right in the mean. For a share t of the step
+    between two codes, where the step is a share h of the lower code, the new share is
+    t + t (1 - t) h / 4, up to O(h^2); h lies between 1/15 and 1/8.
     """
     t = (bits >> 5) & 0x7FFF
     steps = 16 - ((bits >> _LOST) & 7)  # 128 h, to 13 %
@@ -246,7 +247,7 @@ def _by_roots(bits: Tensor) -> Tensor:
 
 
 def _rounded(bits: Tensor, noise: Noise | None) -> Tensor:
-    """Patterns without their last bits, which are rounded off: ties to even, or by noise."""
+    """Round off the last bits of patterns: ties to even, or by noise."""
     if noise is not None:
         return (bits + noise.bits(_LOST)) >> _LOST
     return (bits + ((bits >> _LOST) & 1) + ((1 << (_LOST - 1)) - 1)) >> _LOST

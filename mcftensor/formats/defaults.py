@@ -14,24 +14,25 @@ from mcftensor.formats.integer_tails import bf16i16
 from mcftensor.kernels.without_float64 import has_float64
 
 _LARGE = 0.75
-"""Root mean square of weights that two terms are too coarse for: above that of any linear layer or
-convolution that PyTorch makes, and below that of embeddings."""
+"""Root mean square of weights above which two terms are too coarse. It is above the root mean
+square of any linear layer or convolution that PyTorch initializes, and below that of embeddings."""
 _UPDATES = 2.0**14
-"""The same in learning rates: two terms of w lose updates below 2^-17 w, and an eighth of the rate
-is to survive."""
+"""The same bound in units of the learning rate: two terms of w lose updates below 2^-17 w, and an
+eighth of the rate must survive."""
 
 _SAMPLE = 1 << 20
-"""Elements that tell the size of a tensor."""
+"""The number of elements from which the size of a tensor is estimated."""
 
 AVERAGES = frozenset({"running", "moving", "ema", "avg", "average", "averages"})
-"""Words in the names of buffers that are averages; and two whole names, of torch's quantizers."""
+"""Words in names of buffers of averages, and two whole names, of PyTorch's quantizers."""
 _EXTREMES = ("min_val", "max_val")
 
 
 def format_of_weights(x: Tensor, lr: float | None = None) -> ExpansionFormat:
-    """`bf16x3` for what has at most one dimension longer than 1, or is too large for its updates.
+    """Return `bf16x3` for vectors and for weights too large for their updates, else `bf16x2`.
 
-    What has no numbers yet, on the meta device, goes by its shape.
+    Vectors have at most one dimension longer than 1. Tensors without data, on the meta device, are
+    judged by their shape.
     """
     by_shape = default_format(x.shape)
     if x.is_meta or type(x) not in (Tensor, torch.nn.Parameter) or not x.numel():
@@ -44,7 +45,7 @@ def format_of_weights(x: Tensor, lr: float | None = None) -> ExpansionFormat:
 
 
 def _some_of(x: Tensor) -> Tensor:
-    """Evenly spaced elements, without a copy of the others."""
+    """Return evenly spaced elements, without a copy of the others."""
     while x.numel() > _SAMPLE:
         longest = max(range(x.dim()), key=lambda dim: x.shape[dim])
         x = x[(slice(None),) * longest + (slice(None, None, 2),)]
@@ -63,6 +64,6 @@ def format_of_buffer(x: Tensor, base: torch.dtype) -> Format | None:
 
 
 def is_average(name: str) -> bool:
-    """Whether a buffer of this name is an average, which arithmetic is to see whole."""
+    """Whether a buffer of this name is an average, which needs the precision of all components."""
     name = name.rpartition(".")[2]
     return name in _EXTREMES or not AVERAGES.isdisjoint(name.lower().split("_"))

@@ -1,8 +1,8 @@
-"""E4M3 with an integer tail under shared scales: weights whose first byte products take.
+"""E4M3 codes with an integer tail under shared scales: weights whose first byte enters products.
 
-The codes and the scales are those of `mxfp8`: a sign and 7 bits of E4M3 for each element, a power
-of two for each block of 32 elements of a row. The tail goes on where the code ends, so that code
-and tail are one pattern of more significand bits, and the code is the nearest one to it.
+Codes and scales are the same as in `mxfp8`: a sign and 7 bits of E4M3 for each element, and a power
+of two for each block of 32 elements of a row. The tail continues the code: code and tail are one
+pattern of more significant bits, and the code is the nearest code to it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from mcftensor.formats.format import SUFFIXES, Component, Format, StoredFormat, 
 from mcftensor.kernels.block_scales import block_max, spread
 
 _INFINITY = 0x7F800000
-_SPARE = 20  # bits of a float32's significand that a code has not
-# Under the least scale, 2^-101, the last bit of the longest tail is 2^-126: all that is computed
-# is a normal float32, on processors that flush others too.
+_SPARE = 20  # bits of a float32's significand beyond the three in a code
+# Under the smallest scale, 2^-101, the last bit of the longest tail is 2^-126. So all intermediate
+# results are normal float32 numbers, on processors that flush subnormal ones too.
 _LEAST = 127 - 101
 
 
 class ScaledTailFormat(StoredFormat):
     """E4M3 codes with integer tails of 8 or 16 bits, and a scale for each block of 32 of a row.
 
-    12 or 20 significand bits over 14 binades below the largest of a block, and multiples of 2^-17
-    or 2^-25 of the scale below. The scale is the least under which the largest number is not above
-    448; numbers below 2^-126 are zero, what would be rounded to 2^128 saturates, and infinities and
-    NaNs become NaNs. A model computes with code times scale, which a bfloat16 holds.
+    They have 12 or 20 significant bits over 14 binades below the largest element of a block, and
+    multiples of 2^-17 or 2^-25 of the scale below. The scale is the smallest under which the
+    largest number is at most 448. Numbers below 2^-126 become zero, numbers that would round to
+    2^128 saturate, and infinities and NaNs become NaNs. A model computes with code times scale,
+    which a bfloat16 holds exactly.
 
-    These formats store numbers of two or more dimensions: a vector has no rows.
+    These formats store tensors of two or more dimensions: a vector has no rows.
 
     Source: codes and scales are those of Open Compute Project, "OCP Microscaling Formats (MX)
     Specification", version 1.0, 2023.
@@ -50,28 +51,31 @@ class ScaledTailFormat(StoredFormat):
 
     @functools.cached_property
     def dtype(self) -> torch.dtype:
-        """That in which a model computes: the codes by themselves are no numbers."""
+        """The dtype in which a model computes: the codes alone are not numbers."""
         return torch.bfloat16
 
     @property
     def of_states(self) -> Format:
-        """float32: squares of gradients have twice their range, and a zero among them that was none
-        would divide an update by epsilon."""
+        """A format with the range of float32.
+
+        Squares of gradients have twice the range of gradients, and a square rounded to zero would
+        make an update divide by epsilon alone.
+        """
         return named("bf16i16")
 
     @property
     def precision(self) -> int:
-        """Significand bits, those of the tail counted."""
+        """Significand bits, including the tail."""
         return 4 + self.bits
 
     @property
     def smallest(self) -> tuple[float, float]:
-        """Under the least scale: the smallest normal E4M3, and the last bit of a tail."""
+        """Under the smallest scale: the smallest normal E4M3 number, and the last bit of a tail."""
         scale = 2.0 ** (_LEAST - 127)
         return 2.0**-6 * scale, 2.0 ** -(9 + self.bits) * scale
 
     def decode(self, stored: Floats) -> Floats:
-        """One float32: the pattern of code and tail, times the scale."""
+        """Return one float32: the pattern of code and tail, times the scale."""
         codes, tails, scales = stored
         codes = codes.to(torch.int32)
         own = codes & 0x7F
@@ -84,12 +88,12 @@ class ScaledTailFormat(StoredFormat):
         return ((x.view(torch.int32) ^ ((codes & 0x80) << 24)).view(torch.float32),)
 
     def encode(self, number: Sum, noise: Noise | None) -> Floats:
-        """The pattern of a number over its scale, rounded once, in two parts."""
+        """Return the pattern of a number over its scale, rounded once, as code and tail."""
         bits = quiet(number.to_odd()).view(torch.int32)
         magnitude = bits & 0x7FFFFFFF
         magnitude = torch.where(magnitude < (1 << 23), 0, magnitude)
         lost = _SPARE - self.bits
-        limit = _INFINITY - (1 << lost)  # what is above may be rounded to 2^128
+        limit = _INFINITY - (1 << lost)  # larger numbers could be rounded to 2^128
         is_above = (magnitude > limit) & (magnitude < _INFINITY)
         magnitude = torch.where(is_above, limit, magnitude)
         largest = block_max(torch.where(magnitude <= limit, magnitude, 0))
@@ -107,7 +111,7 @@ class ScaledTailFormat(StoredFormat):
         return codes.to(torch.uint8), tails.to(self.components[1].dtype), scales.to(torch.uint8)
 
     def normalized(self, stored: Floats) -> tuple[Floats, int]:
-        """NaNs without tails. Any tail fits any code but zero, which has no number below it."""
+        """Return NaNs without tails, and zero codes without negative tails, which do not exist."""
         codes, tails, scales = stored
         own = codes & 0x7F
         is_below, is_nan = (own == 0) & (tails < 0), (own == 0x7F) & (tails != 0)
@@ -122,8 +126,11 @@ class ScaledTailFormat(StoredFormat):
 
 
 class LentFormat(Format):
-    """What a parameter under shared scales lends where a view is not of its rows: the bfloat16 that
-    a model computes with beside the number, neither of which can be written to."""
+    """The format of views across the rows of a parameter with shared scales.
+
+    Such a view holds the bfloat16 that a model computes with, and the number as float32. Neither
+    can be written to.
+    """
 
     name = "bf16lent"
     components = (Component("leading", torch.bfloat16), Component("number", torch.float32))
@@ -133,15 +140,15 @@ class LentFormat(Format):
 
     @property
     def of_states(self) -> Format:
-        """One that holds the number, and is written to."""
+        """A writable format that holds the number."""
         return named("bf16i16")
 
     def decode(self, stored: Floats) -> Floats:
-        """The number."""
+        """Return the number."""
         return (stored[1],)
 
     def encode(self, number: Sum, noise: Noise | None) -> Floats:
-        """Refused.
+        """Raise an error: a view across rows cannot be written to.
 
         Raises:
             TypeError: always.

@@ -18,7 +18,8 @@ from mcftensor.arithmetic.rounding import peel, quiet, round_to_terms
 from mcftensor.formats.format import _REGISTRY, SUFFIXES, Component, Format, named
 
 MAX_TERMS = 6
-"""What float64 can evaluate of bfloat16, and what the range of float32 holds near 1."""
+"""The largest number of terms: float64 evaluates as many of bfloat16, and near 1 the range of
+float32 holds as many."""
 
 
 class ExpansionFormat(Format):
@@ -32,7 +33,7 @@ class ExpansionFormat(Format):
     def __new__(
         cls, base: torch.dtype, terms: int, rounding: Rounding = "nearest"
     ) -> ExpansionFormat:
-        """The one format of these."""
+        """Return the one format of these parameters."""
         _check(base, terms, rounding)
         name = f"{BASES[base].name}x{terms:d}{SUFFIXES[rounding]}"
         if name in _REGISTRY:
@@ -40,24 +41,24 @@ class ExpansionFormat(Format):
         self: ExpansionFormat = object.__new__(cls)
         self.name, self.base, self.terms, self.rounding = name, base, terms, rounding
         self.components = tuple(Component(f"term{i}", base) for i in range(terms))
-        spare = self.takes_key  # networks compute one term more, to round it off
+        spare = self.takes_key  # networks compute one more term, to round it off by noise
         wide = self.wide
         self._numbers = Network(base, terms + spare) if wide is None else Machine(wide)
         return self.register()
 
     @property
     def numbers(self) -> Numbers:  # type: ignore[override]
-        """What arithmetic works on, here."""
+        """The kind of numbers that arithmetic uses on this device."""
         return where_it_runs(self._numbers)
 
     @property
     def base_precision(self) -> int:
-        """Significand bits p of one term, the implicit one counted."""
+        """Significand bits p of one term, including the implicit one."""
         return BASES[self.base].precision
 
     @property
     def precision(self) -> int:
-        """Significand bits of the whole, `terms` times those of one term."""
+        """Significand bits of a number: `terms` times the bits of one term."""
         return self.terms * self.base_precision
 
     @property
@@ -72,11 +73,11 @@ class ExpansionFormat(Format):
 
     @property
     def max_exponent(self) -> int:
-        """Exponent e of the largest numbers: every finite one is below 2^(e+1)."""
+        """Exponent e of the largest numbers; every finite number is below 2^(e+1)."""
         return BASES[self.base].max_exponent
 
     def extends(self, other: Format) -> bool:
-        """Whether it has terms of the same float, and as many at least."""
+        """Whether this format has terms of the same base, and at least as many."""
         if not isinstance(other, ExpansionFormat):
             return False
         return other.base == self.base and other.terms <= self.terms
@@ -85,8 +86,7 @@ class ExpansionFormat(Format):
     def full_precision_min(self) -> float:
         """Smallest magnitude at which a number is held to u^n for n terms.
 
-        Below it the last term falls among the subnormals of the base, loses bits, and at last
-        vanishes.
+        Below it, the last term becomes subnormal in the base, loses bits, and finally vanishes.
         """
         return 2.0 ** (self.min_exponent + (self.terms - 1) * self.base_precision)
 
@@ -94,8 +94,8 @@ class ExpansionFormat(Format):
     def wide(self) -> torch.dtype | None:
         """Machine dtype in which arithmetic of this format is evaluated and then split.
 
-        None for bases of 32 and 64 bits and for more than three terms: there, networks of
-        error-free transformations work.
+        None for bases of 32 and 64 bits and for more than three terms, which are evaluated by
+        networks of error-free transformations.
         """
         if self.base.itemsize > 2 or self.terms > 3:
             return None
@@ -104,11 +104,11 @@ class ExpansionFormat(Format):
 
     @property
     def result(self) -> ExpansionFormat:
-        """Arithmetic gives expansions."""
+        """This format: arithmetic gives expansions."""
         return self
 
     def sums_in(self, machine: torch.dtype) -> ExpansionFormat:
-        """The format of a machine type that holds a sum before it is rounded to this one."""
+        """Return the format with terms of `machine` that holds a sum before it is rounded."""
         if machine == self.base:
             return ExpansionFormat(machine, self.terms + self.takes_key)
         return ExpansionFormat(
@@ -123,17 +123,17 @@ class ExpansionFormat(Format):
 
     @property
     def of_gradients(self) -> Format:
-        """The same terms."""
+        """The same terms, rounded to nearest."""
         return self.nearest
 
     @property
     def guarded(self) -> ExpansionFormat:
-        """One term more, rounded to nearest; or the same terms where no format has more."""
+        """The format with one more term, rounded to nearest, or with the most terms there are."""
         most = _most_terms(self.base, "nearest")
         return ExpansionFormat(self.base, min(self.terms + 1, most))
 
     def with_rounding(self, rounding: Rounding) -> ExpansionFormat:
-        """The same terms, the last of them rounded in another way."""
+        """Return the format with the same terms and another rounding of the last one."""
         return ExpansionFormat(self.base, self.terms, rounding)
 
     def __repr__(self) -> str:
@@ -143,19 +143,21 @@ class ExpansionFormat(Format):
         return f"mcf.Format({self.base}, {self.terms}{rounding})"
 
     def decode(self, stored: Floats) -> Floats:
-        """The terms themselves."""
+        """Return the terms themselves."""
         return stored
 
     def encode(self, number: Sum, noise: Noise | None) -> Floats:
-        """Normalized terms."""
+        """Return normalized terms."""
         leading, *tails = number.split(self.base, self.terms, noise)
         return [quiet(leading), *tails]
 
     def normalized(self, stored: Floats) -> tuple[Floats, int]:
-        """Normalized terms; those do not belong together of which one is more than half an ulp of
-        the one before it."""
+        """Return normalized terms and the number of inconsistent elements.
+
+        An element is inconsistent if a term is more than half an ulp of the term before it.
+        """
         parts = [stored]
-        if all(x.is_contiguous() and x.numel() > _BLOCK for x in stored):  # memory is read once
+        if all(x.is_contiguous() and x.numel() > _BLOCK for x in stored):  # one pass over memory
             parts = list(zip(*(x.view(-1).split(_BLOCK) for x in stored), strict=True))
         found, misfits = zip(*map(_normalized, parts), strict=True)
         if all(map(operator.is_, found, parts)):
@@ -163,9 +165,9 @@ class ExpansionFormat(Format):
         return [torch.cat(x).view_as(stored[0]) for x in zip(*found, strict=True)], sum(misfits)
 
     def rounded(self, number: Number) -> Number:
-        """A number rounded to nearest in this format, to go on with."""
+        """Return a number rounded to nearest in this format, for further arithmetic."""
         if not isinstance(number, Wide):
-            return number  # networks have rounded it
+            return number  # networks have rounded it already
         total = round_to_terms(number.value, self.base, self.terms)
         return Wide([x.to(total.dtype) for x in peel(total, self.base, self.terms)], total)
 
@@ -174,7 +176,7 @@ _BLOCK = 1 << 16
 
 
 def _normalized(stored: Floats) -> tuple[Floats, int]:
-    """`Format.normalized` of some elements; the same object where nothing is to be done."""
+    """`Format.normalized` of some elements; the same object if they are normalized."""
     fits, is_settled = torch.ones_like(stored[0], dtype=torch.bool), True
     for i, (a, b) in enumerate(itertools.pairwise(stored)):
         total = a + b
@@ -185,7 +187,7 @@ def _normalized(stored: Floats) -> tuple[Floats, int]:
         moved = total[where] - a  # by an ulp on a tie
         stays, is_tie = b == 0, b.isfinite() & (moved == b + b)
         fits[where] &= stays | is_tie
-        if i + 2 < len(stored):  # a tie is settled where what follows says that a is the nearer one
+        if i + 2 < len(stored):  # a tie is normalized if the next term says that a is nearer
             stays |= is_tie & (stored[i + 2][where].sign() == -b.sign())
         is_settled &= bool(stays.all())
     if is_settled:
@@ -197,7 +199,7 @@ def _normalized(stored: Floats) -> tuple[Floats, int]:
 def of_floats(
     base: torch.dtype | None = None, terms: int | None = None, rounding: Rounding = "nearest"
 ) -> Format:
-    """What `Format(base, terms, rounding)` gives."""
+    """Return the format that `Format(base, terms, rounding)` gives."""
     if base == torch.bfloat16 and terms == 1 and rounding in SUFFIXES and rounding != "nearest":
         return named("bf16" + SUFFIXES[rounding])
     return ExpansionFormat(base, terms, rounding)  # type: ignore[arg-type]
@@ -237,18 +239,18 @@ fp32x3 = ExpansionFormat(torch.float32, 3)
 fp64x2 = ExpansionFormat(torch.float64, 2)
 
 FORMATS = (bf16x2, bf16x3, fp16x2, fp32x2, fp32x3, fp64x2)
-"""The expansions that have a name of their own."""
+"""The expansions with predefined names."""
 
 
 def is_vector(shape: torch.Size) -> bool:
-    """Whether at most one dimension is longer than 1, as of gains and biases."""
+    """Whether at most one dimension is longer than 1, as in gains and biases."""
     return sum(length > 1 for length in shape) <= 1
 
 
 def default_format(shape: torch.Size) -> ExpansionFormat:
-    """The format a tensor of this shape gets when none is asked for.
+    """Return the format of a tensor of this shape if the caller names none.
 
-    `bf16x3` for at most one dimension longer than 1, else `bf16x2`: norm weights live near 1,
+    It is `bf16x3` for at most one dimension longer than 1, else `bf16x2`. Norm weights are near 1,
     where two terms lose much of a small update, and such tensors are small.
     """
     return bf16x3 if is_vector(shape) else bf16x2

@@ -1,4 +1,4 @@
-"""What a format can hold, as torch.finfo says it of a dtype."""
+"""The limits of a format, as `torch.finfo` gives the limits of a dtype."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from mcftensor.formats.requirements import require_format
 
 @dataclass(frozen=True)
 class FInfo:
-    """Facts about a format, under the names of `torch.finfo`; `finfo` makes them.
+    """The limits of a format, under the names of `torch.finfo`; `finfo` returns these objects.
 
     Attributes:
         dtype: name of the format.
         bits: bits of storage an element, all terms together.
         eps: twice the largest relative error of one rounding to nearest. Since each term but the
-            first has a sign of its own, it is u^n / 2^(n - 2) for n terms, 2^-16 for `bf16x2`.
-            Numbers between 1 and 1 + eps exist: precision is not fixed, see `torch.nextafter`.
+            first has its sign, it is u^n / 2^(n - 2) for n terms, 2^-16 for `bf16x2`. Numbers
+            between 1 and 1 + eps exist: precision is not fixed, see `torch.nextafter`.
         max: the largest number whose terms have one sign, rounded to float64.
-        min: its negative.
+        min: -max.
         smallest_normal: the smallest number whose leading term has all its bits.
         full_precision_min: the smallest magnitude at which a number is held to u^n; eps holds
-            from 2^(n - 1) times that. Below, the last term falls among the subnormals of the base.
-            Where numbers share a scale, it is that of the largest of them.
+            from 2^(n - 1) times that. Below it, the last term is subnormal in the base. For
+            numbers that share a scale, the magnitude is the largest of them.
         smallest_subnormal: the smallest number above 0.
-        resolution: 10^-d for the d decimal digits that every number keeps.
+        resolution: 10^-d, where d is the number of decimal digits that every number keeps.
     """
 
     dtype: str
@@ -49,10 +49,10 @@ class FInfo:
 
 
 def finfo(format: Format | str) -> FInfo:
-    """Facts about a format, as `torch.finfo` gives them of a dtype.
+    """Return the limits of a format, as `torch.finfo` does for a dtype.
 
     Raises:
-        TypeError: `format` is no Format.
+        TypeError: `format` is not a Format.
 
     Examples:
         >>> import mcftensor as mcf
@@ -68,7 +68,7 @@ def finfo(format: Format | str) -> FInfo:
         largest = math.fsum(base.max * (format.u / 2) ** i for i in range(format.terms))
         normal, full_precision_min = base.smallest_normal, format.full_precision_min
         smallest = base.smallest_normal * 2 * format.u
-    else:  # it stores as many bits as it keeps of a machine type
+    else:  # storage formats: `precision` bits of a machine type
         eps, largest = 2.0 ** (1 - format.precision), format.largest
         normal, smallest = format.smallest
         full_precision_min = normal

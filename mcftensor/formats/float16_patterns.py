@@ -1,8 +1,8 @@
 """float32 numbers as float16 patterns of 32 bits: a sign, 5 bits of exponent, 26 of fraction.
 
-The first 16 bits of a pattern are a float16, and the others go on where it ends. Magnitudes of
-patterns and of numbers have the same order, across binades too. From 2^-14, the normal range of
-float16, a pattern has room for all 24 bits of a float32; below, numbers are multiples of 2^-40.
+The first 16 bits of a pattern are a float16, and the other 16 continue it. Patterns and numbers
+have the same order of magnitudes, across binades too. From 2^-14, the start of the normal range of
+float16, a pattern holds all 24 bits of a float32; below, numbers are multiples of 2^-40.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from mcftensor.arithmetic.number_protocol import Sum
 from mcftensor.arithmetic.rounding import quiet
 
 EXPONENT_OF_UNIT = -40
-"""Of the numbers below the normal range."""
+"""log2 of the unit of numbers below the normal range."""
 
 _SIGN = -(1 << 31)
-_SPARE = 3  # bits of a fraction that a float32 has not
-_BIAS = (127 - 15) << 23  # what the exponent of a float32 is above that of a float16
-_TOP = (127 + 16) << 23  # 2^16, which is no float16
+_SPARE = 3  # bits of a pattern's fraction beyond a float32's
+_BIAS = (127 - 15) << 23  # the exponent bias of float32 less that of float16
+_TOP = (127 + 16) << 23  # 2^16, beyond the range of float16
 _NORMAL = (127 - 14) << 23  # 2^-14
 _INFINITY, _NAN = 0x7C000000, 0x7E000000
 _UNIT = 2.0**EXPONENT_OF_UNIT
-# The last bit of a sum with 2^-14 is 8 units, and of one with 1.5 * 2^-17 a unit.
+# The last bit of a sum with 2^-14 is 8 units; the last bit of a sum with 1.5 * 2^-17 is one unit.
 _COARSE, _FINE = 2.0**-14, 1.5 * 2.0**-17
 _BITS_OF_COARSE, _BITS_OF_FINE = (127 - 14) << 23, ((127 - 17) << 23) | (1 << 22)
 
 
 def pattern_of(number: Sum, lost: int, noise: Noise | None) -> Tensor:
-    """The pattern of a number of which the last `lost` bits are to be rounded off, 0 or 8.
+    """Return the pattern of a number whose last `lost` bits, 0 or 8, will be rounded off.
 
-    Where none are, it is rounded to nearest; where bits are to be rounded to nearest, to odd. Below
-    the normal range noise rounds what was rounded to nearest. From 2^16 on it is infinity.
+    If `lost` is 0, the number is rounded to nearest. Otherwise it is rounded to odd, or, for
+    rounding by noise below the normal range, to nearest. Numbers from 2^16 on become infinite.
     """
     rest = None
     if lost:
@@ -54,7 +54,7 @@ def pattern_of(number: Sum, lost: int, noise: Noise | None) -> Tensor:
 
 
 def float32_of(pattern: Tensor) -> Tensor:
-    """The float32 that has a pattern; bits that a float32 does not hold are cut off."""
+    """Return the float32 of a pattern; bits beyond the precision of float32 are cut off."""
     magnitude = pattern & ~_SIGN
     normal = ((magnitude >> _SPARE) + _BIAS).view(torch.float32)
     small = magnitude.to(torch.float32) * _UNIT
@@ -65,9 +65,9 @@ def float32_of(pattern: Tensor) -> Tensor:
 
 
 def _below_normal(y: Tensor, rest: Tensor | None, lost: int, noise: Noise | None) -> Tensor:
-    """A magnitude in units, and what follows it, of the sign that it has beside a magnitude.
+    """Return a magnitude in units, given the rest that follows it, with its sign.
 
-    Sums with numbers of other sizes round it, in two parts, without subnormal numbers.
+    Sums with larger numbers round the magnitude, in two parts, without subnormal numbers.
     """
     moved = y + _COARSE
     eights = moved.view(torch.int32) - _BITS_OF_COARSE
@@ -78,7 +78,7 @@ def _below_normal(y: Tensor, rest: Tensor | None, lost: int, noise: Noise | None
     kept = moved - _FINE
     if lost and noise is None:
         return (pattern - (kept > left).to(torch.int32)) | (kept != left).to(torch.int32)
-    if rest is not None:  # on which side of a tie the number is
+    if rest is not None:  # resolve ties by the rest
         off = left - kept
         pattern = pattern + ((off == _UNIT / 2) & (rest > 0)).to(torch.int32)
         pattern = pattern - ((off == -_UNIT / 2) & (rest < 0)).to(torch.int32)

@@ -23,24 +23,24 @@ Arithmetic = Literal["terms", "numbers", "plain", "rules"]
 
 
 class Rules(Protocol):
-    """How operators are carried out on tensors of a format, in place of `dispatch/`.
+    """Replacements of the operators in `dispatch/` for tensors of a format.
 
-    `Format.rules` holds them; a tensor asks its format. `scaling/` has the rules of formats whose
-    scales propagate.
+    `Format.rules` holds the rules of a format. `scaling/` has the rules of formats whose scales
+    propagate.
     """
 
     def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of one of PyTorch's operators."""
+        """Return the result of a PyTorch operator."""
 
     def convert(self, x: Tensor, format: Any) -> Any:
-        """Return a tensor in a format that has these rules; gradients pass through."""
+        """Return a tensor converted to a format with these rules; gradients pass through."""
 
     def convert_module(self, module: Any, format: Any, overrides: Any) -> Any:
         """Convert the parameters of a module, in place, and return it."""
 
 
 SUFFIXES: dict[Rounding, str] = {"nearest": "", "stochastic": "sr", "balanced": "br"}
-"""Of the names of formats."""
+"""The endings of names of formats, by rounding."""
 
 
 @dataclass(frozen=True)
@@ -56,41 +56,41 @@ class Component:
         return False
 
     def shape(self, shape: torch.Size) -> torch.Size:
-        """Its shape in a tensor of some shape: the same, unless a subclass says otherwise."""
+        """Return the shape of the component in a tensor; the tensor's own unless overridden."""
         return shape
 
 
 class Format:
-    """How the elements of a tensor are stored, and what they are computed with.
+    """How the elements of a tensor are stored, and which arithmetic computes on them.
 
     `Format(base, terms)` is a multi-component float: an unevaluated sum of `terms` floats of type
-    `base`. Formats of other kinds are subclasses: they name their components, decode them, and
-    encode numbers; everything else follows from that. There is one object of each name.
+    `base`. Other formats are subclasses that name their components, decode them, and encode
+    numbers; everything else has defaults. There is one object for each name.
 
     Args:
         base: dtype of every term: bfloat16, float16, float32 or float64.
-        terms: number of terms, from 2 to 6; at most 3 for float16, whose range ends there, and at
-            most 5 where rounding is not to nearest, which is evaluated with one term more. One
-            bfloat16 alone, not rounded to nearest, is a format too: updates that are too small for
-            it survive in the mean.
-        rounding: of the last term. `"nearest"`, ties to even; `"stochastic"`, up or down with
-            probabilities that leave no error in the mean, drawn from PyTorch's generator of the
-            device; or `"balanced"`, up as often as down where the same is written time and again,
-            by a count of writes that the tensor keeps in place of a generator. Updates too small
-            for the format then survive in the mean. It applies to arithmetic and to conversions
-            into the format; what an expansion meets in a comparison or a choice, and what is
-            filled in or placed by an index, is rounded to nearest.
+        terms: number of terms, from 2 to 6. At most 3 for float16, whose range ends there, and at
+            most 5 if rounding is not to nearest, which is evaluated with one more term. One
+            bfloat16 term with another rounding than nearest is a format too: updates that are too
+            small for it survive in the mean.
+        rounding: of the last term. `"nearest"` rounds ties to even. `"stochastic"` rounds up or
+            down with probabilities that leave no error in the mean, drawn from PyTorch's generator
+            of the device. `"balanced"` rounds up as often as down if the same number is written
+            repeatedly; it uses a count of writes that the tensor stores, and no generator. Updates
+            too small for the format then survive in the mean. Rounding applies to arithmetic and
+            to conversions into the format. Operands that a comparison or a choice converts, and
+            values that are filled in or placed by an index, are rounded to nearest.
 
     Attributes:
         name: short name; `Format.from_name` finds the format by it.
-        components: what a number is stored in, the leading component first: the one that models
-            compute with, and whose dtype is that of the tensor.
-        numbers: the kind of numbers that arithmetic works on.
-        rounding: of what is stored.
+        components: the tensors that store a number, leading component first. Models compute with
+            the leading component, and its dtype is the dtype of the tensor.
+        numbers: the kind of numbers that arithmetic uses.
+        rounding: how stored numbers are rounded.
 
     Raises:
         TypeError: `base` is not one of the four dtypes.
-        ValueError: `terms` or `rounding` is not one of those.
+        ValueError: `terms` or `rounding` is not one of the values above.
 
     Examples:
         >>> import torch, mcftensor as mcf
@@ -108,15 +108,15 @@ class Format:
     rounding: Rounding = "nearest"
 
     arithmetic: Arithmetic = "numbers"
-    """How operators are carried out: on `"terms"`, whose results are in this format; on decoded
-    `"numbers"`, by PyTorch, where the format only stores what is computed in plain tensors; by the
-    format's own `"rules"`; or `"plain"`, where a tensor is one already."""
+    """How operators are carried out: on `"terms"`, with results in this format; on decoded
+    `"numbers"`, by PyTorch, if the format only stores; by the format's `"rules"`; or `"plain"`, if
+    the tensor is a plain tensor already."""
 
     rules: ClassVar[Rules | None] = None
-    """The rules that carry operators out, where the format has its own."""
+    """The rules that carry operators out, if `arithmetic` is `"rules"`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An expansion, if no other class is asked for."""
+        """Return an expansion format, unless a subclass is constructed."""
         return cls._of_floats(*args, **kwargs) if cls is Format else super().__new__(cls)
 
     def __init__(
@@ -125,15 +125,15 @@ class Format:
         terms: int | None = None,
         rounding: Rounding = "nearest",
     ) -> None:
-        """What `Format(base, terms)` is called with; it is looked up, and subclasses need none."""
+        """Do nothing: `__new__` looks the format up, and subclasses need no initializer."""
 
     def register(self: F) -> F:
-        """Make the format known by its name, from when on it stays as it is, and return it.
+        """Register the format under its name and return it. It cannot be changed afterwards.
 
         Raises:
-            TypeError: it does not say its name, its components or its numbers; its leading
-                component is no float; what it encodes are not its components.
-            ValueError: another one has the name; what it stores does not come back.
+            TypeError: name, components or numbers are missing; the leading component is not a
+                float; `encode` does not return the components.
+            ValueError: another format has the name; numbers do not survive encode and decode.
         """
         for attribute in ("name", "components", "numbers"):
             if not hasattr(self, attribute):
@@ -158,7 +158,7 @@ class Format:
 
     @staticmethod
     def from_name(name: str) -> Format:
-        """The format of a short name such as `"bf16x2"` or, rounded stochastically, `"bf16x2sr"`.
+        """Return the format of a name: `"bf16x2"`, or `"bf16x2sr"` with stochastic rounding.
 
         Raises:
             ValueError: no format has this name.
@@ -186,8 +186,7 @@ class Format:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """PyTorch comes here where a format is given as a dtype; see
-        `dispatch/format_as_dtype.py`."""
+        """Handle a format passed as a dtype to PyTorch; see `dispatch/format_as_dtype.py`."""
         kwargs = kwargs or {}
         found = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Format))
         return cls._in_place_of_dtype(found, func, args, kwargs)
@@ -195,27 +194,28 @@ class Format:
     # ---------------------------------------------------------------------------------- the codec
 
     def decode(self, stored: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The floats, leading one first, whose sum is the number stored; elementwise."""
+        """Return the floats, leading one first, whose sum is the stored number; elementwise."""
         raise NotImplementedError(f"{type(self).__name__}: a format says how it decodes")
 
     def encode(self, number: Sum, noise: Noise | None) -> Sequence[Tensor]:
-        """What a number is stored as, with one rounding; elementwise."""
+        """Return the components of a number, rounded once; elementwise."""
         raise NotImplementedError(f"{type(self).__name__}: a format says how it encodes")
 
-    # ----------------------------------------------------------- what follows, unless a format says
+    # ------------------------------------------------------------------ defaults that formats
+    # override
 
     @functools.cached_property
     def dtype(self) -> torch.dtype:
-        """The dtype of tensors of this format, which gradients follow: the leading component's."""
+        """The dtype of tensors of this format and of their gradients: the leading component's."""
         return self.components[0].dtype
 
     @functools.cached_property
     def lends(self) -> tuple[str, tuple[int, ...]] | None:
-        """What a model computes with where blocks of elements share a component: the name of a
-        format, and which of the components that format decodes to a number of this dtype.
+        """The format that models compute with if blocks share a component: its name, and the
+        indices of the components that it decodes to a number of this dtype.
 
-        The leading component by default, if it is a float. None where blocks share nothing, and
-        where no model can compute with the format, which then stores states alone.
+        By default the leading component, if it is a float. None if blocks share nothing, and if no
+        model can compute with the format, which then stores states only.
         """
         leading = self.components[0].dtype
         is_lent = bool(self.shared) and leading.is_floating_point
@@ -223,83 +223,88 @@ class Format:
 
     @property
     def bytes(self) -> int:
-        """Bytes an element, without what blocks of elements share."""
+        """Bytes an element, without components that blocks share."""
         return sum(x.dtype.itemsize for x in self.components if not x.is_shared)
 
     @property
     def precision(self) -> int:
-        """Significand bits of a number, those of a float32 by default."""
+        """Significand bits of a number; a float32's by default."""
         return 24
 
     @property
     def smallest(self) -> tuple[float, float]:
-        """The smallest number that has all its bits, and the smallest one above zero."""
+        """The smallest number with all its bits, and the smallest number above zero."""
         normal = torch.finfo(self.numbers.dtype).smallest_normal
         return normal, normal * 2.0 ** (1 - self.precision)
 
     @property
     def largest(self) -> float:
-        """The largest finite number; by default that of the type of the arithmetic."""
+        """The largest finite number; by default that of the machine type of the arithmetic."""
         base = torch.finfo(self.numbers.dtype)
         return base.max / (2 - base.eps) * (2 - 2.0 ** (1 - self.precision))
 
     @property
     def dtype_of_numbers(self) -> torch.dtype:
-        """The machine type of as many bits as a number has: float32, or else float64."""
+        """The machine dtype that holds the bits of a number: float32, or else float64."""
         return torch.float32 if self.precision <= 24 else torch.float64
 
     @property
     def result(self) -> Format:
-        """The format of the results of arithmetic out of place.
+        """The format of results of out-of-place arithmetic.
 
-        Storage formats return plain tensors of the type that they compute in.
+        Storage formats return plain tensors of the dtype in which they compute.
         """
         return PLAIN[self.numbers.dtype]
 
     @property
     def of_gradients(self) -> Format | None:
-        """The format in which a plain gradient of a parameter reads within a step: its number and
-        no tail, and room for what is written to it. None where no format has that component."""
+        """The format in which a plain gradient of a parameter is read within a step, or None.
+
+        It has the gradient as leading component, and a tail for numbers written to it. None if no
+        format has that leading component.
+        """
         longer = {torch.bfloat16: "bf16i16", torch.float16: "fp16i16", torch.float32: "fp32x2"}
         found = longer.get(self.dtype)
         return None if found is None else named(found)
 
     @property
     def gradient(self) -> Format:
-        """The format of the gradient that a parameter gets: a plain tensor of the same dtype."""
+        """The format of a parameter's gradient: by default a plain tensor of the same dtype."""
         return PLAIN[self.dtype]
 
     @property
     def of_sums(self) -> Format:
-        """The format in which gradients of this format are summed: the same."""
+        """The format in which gradients of this format are summed; by default this format."""
         return self
 
     @property
     def of_states(self) -> Format:
-        """The format of what is made like a parameter: the same, unless its range is one for
-        weights."""
+        """The format of states created like a parameter.
+
+        It is this format, unless its range suits weights only.
+        """
         return self
 
     @property
     def is_exact(self) -> bool:
-        """Whether it holds every number that arithmetic on it works with, without rounding."""
+        """Whether the format holds every number of its arithmetic without rounding."""
         return False
 
     @functools.cached_property
     def shared(self) -> frozenset[int]:
-        """Which of the components blocks of elements share."""
+        """The indices of components that blocks of elements share."""
         return frozenset(i for i, x in enumerate(self.components) if x.is_shared)
 
     @functools.cached_property
     def takes_key(self) -> bool:
-        """Whether rounding takes a key: a random one, or a count of writes."""
+        """Whether rounding needs a key: a random key or a count of writes."""
         return self.rounding != "nearest"
 
     def with_rounding(self, rounding: Rounding) -> Format:
-        """The same format, rounded in another way.
+        """Return the same format with another rounding.
 
         Raises:
-            ValueError: a way that it is not rounded in.
+            ValueError: the format does not have this rounding.
 
         Examples:
             >>> import mcftensor as mcf
@@ -318,12 +323,12 @@ class Format:
         return self.with_rounding("nearest") if self.takes_key else self
 
     def require(self, x: Tensor) -> None:
-        """Raise ValueError for a tensor that cannot be stored so."""
+        """Raise ValueError for a tensor that the format cannot store."""
         for component in self.components:
             component.shape(x.shape)
 
     def empty_like(self, template: Tensor) -> list[Tensor]:
-        """Components without data for a tensor laid out as another one."""
+        """Return uninitialized components for a tensor with the layout of another one."""
         return [
             torch.empty_like(template, dtype=component.dtype)
             if (shape := component.shape(template.shape)) == template.shape
@@ -332,45 +337,47 @@ class Format:
         ]
 
     def normalized(self, stored: Floats) -> tuple[Floats, int]:
-        """Components that come from elsewhere in the one form that their numbers have, and how many
-        elements have some that cannot belong together."""
+        """Return components in canonical form, and the number of inconsistent elements.
+
+        The components come from elsewhere, such as a file. Those of an inconsistent element cannot
+        belong together.
+        """
         return stored, 0
 
     def rounded(self, number: Number) -> Number:
-        """Return what a number is once it is stored, to nearest, without storing it."""
+        """Return a number rounded to nearest as if it were stored."""
         raise NotImplementedError(f"{type(self).__name__}: its numbers are not terms")
 
     def extends(self, other: Format) -> bool:
-        """Return whether components of another format, with zeros appended, are components of this
-        one."""
+        """Whether components of another format, with zeros appended, are components of this one."""
         return False
 
     def move(
         self, func: Any, stored: Floats, shape: torch.Size, args: Any, kwargs: Any, *, own: bool
     ) -> list[Any] | None:
-        """Return what an operator that moves elements makes of each component of a tensor of some
-        shape, in memory of their own or as views.
+        """Apply an operator that moves elements to each component of a tensor of shape `shape`.
 
-        None if it has to work on decoded numbers.
+        Returns one result per component, with its memory if `own` is set, else possibly views; or
+        None if the operator must work on decoded numbers.
         """
         if self.shared:
             return move_rows(func, stored, shape, args, kwargs, own=own)
         return [move_component(func, x, args, kwargs) for x in stored]
 
     def leading(self, stored: Floats) -> Tensor:
-        """The leading component as a number."""
+        """Return the leading component as a number."""
         return stored[0]
 
     def about(self, stored: Floats) -> str:
-        """Return what the repr of a tensor shows besides numbers and the name of the format."""
+        """Return the part of a tensor's repr after the numbers and the name of the format."""
         return ""
 
     def to_file(self, stored: Floats) -> Floats:
-        """Components as files have them, with the same memory."""
+        """Return the components as files store them, with the same memory."""
         return stored
 
     def from_file(self, stored: Floats) -> Floats:
-        """Components that a file has, with the same memory."""
+        """Return components from those in a file, with the same memory."""
         return stored
 
 
@@ -378,7 +385,7 @@ _REGISTRY: dict[str, Format] = {}
 
 
 def named(name: str) -> Format:
-    """The format of a name, or of plain tensors of the dtype that has this name."""
+    """Return the format of a name, or the plain format of a dtype's name."""
     return _REGISTRY.get(name) or Format.from_name(name)
 
 
@@ -394,21 +401,23 @@ class PlainFormat(Format):
 
     @property
     def result(self) -> PlainFormat:
-        """Itself."""
+        """This format."""
         return self
 
     def decode(self, stored: Floats) -> Floats:
-        """Itself."""
+        """Return the tensor itself."""
         return stored
 
     def encode(self, number: Sum, noise: Noise | None) -> Floats:
-        """Rounded once."""
+        """Return the number, rounded once."""
         return (number.to(self.dtype),)
 
 
 class StoredFormat(Format):
-    """A format that only stores what is computed in float32, rounded balanced unless its name says
-    otherwise."""
+    """A format that only stores numbers computed in float32.
+
+    Rounding is balanced, unless the name of the format says otherwise.
+    """
 
     def __init__(self, stem: str, rounding: Rounding, *components: Component) -> None:
         self.stem, self.rounding, self.components = stem, rounding, components
@@ -419,7 +428,7 @@ class StoredFormat(Format):
         return self.stem + {**SUFFIXES, "balanced": "", "nearest": "rn"}[rounding]
 
     def with_rounding(self, rounding: Rounding) -> Format:
-        """The same components."""
+        """Return the format with the same components and another rounding."""
         return named(self._name(rounding))
 
     def __repr__(self) -> str:
@@ -437,7 +446,7 @@ for _plain in PLAIN.values():
     _plain.register()
 
 STORAGE = ("bf16i16", "bf16i8", "fp16i16", "fp16i8", "e4m3i16", "e4m3i8", "mxfp8", "ue5m3")
-"""Names of the formats that only store, of other modules."""
+"""Names of the storage formats, which other modules define."""
 
 
 def bytes_of(components: Sequence[Component], shape: torch.Size) -> int:

@@ -1,8 +1,8 @@
-"""Floats of 16 bits that integers go on: float32 as a bfloat16 or a float16 and an integer tail.
+"""Floats of 16 bits with an integer tail: float32 as a bfloat16 or float16 and an integer.
 
-A number is a pattern of 32 bits, with the last ones rounded off if the tail is short: that of a
-float32 for bfloat16, and that of `float16_patterns.py` for float16. The leading component is the
-nearest float of 16 bits, ties away from zero, and models compute with it; the tail is the
+A number is a pattern of 32 bits, whose last bits are rounded off if the tail is short: the bits of
+a float32 for bfloat16, and the pattern of `float16_patterns.py` for float16. The leading component
+is the nearest float of 16 bits, ties away from zero, and models compute with it. The tail is the
 difference of the patterns, in units of the last place. Subnormal numbers survive on processors that
 flush them.
 """
@@ -23,7 +23,7 @@ from mcftensor.formats.format import SUFFIXES, Component, Format, named
 from mcftensor.kernels.program import PATTERNS
 
 _TAILS = {0: None, 8: torch.int8, 16: torch.int16}
-_BEYOND_HALF = 65520.0  # whose nearest float16 is infinity
+_BEYOND_HALF = 65520.0  # its nearest float16 is infinity
 
 
 class TailFormat(Format):
@@ -37,8 +37,8 @@ class TailFormat(Format):
     with 8 bits it has 19 significant bits from 2^-14 on, and multiples of 2^-32 below. From 65520
     on the float16 is infinite: conversions refuse such numbers.
 
-    These are storage formats: arithmetic out of place returns plain float32 tensors, PyTorch's own
-    results, and arithmetic in place encodes them with one rounding.
+    These are storage formats: out-of-place arithmetic returns plain float32 tensors, the results of
+    PyTorch's operators. In-place arithmetic encodes them with one rounding.
 
     Source: NVIDIA's apex and Transformer Engine split float32 in the same way in their fused Adam.
     """
@@ -47,7 +47,7 @@ class TailFormat(Format):
     bits: int
 
     def __new__(cls, base: torch.dtype, bits: int, rounding: Rounding) -> TailFormat:
-        """One that is to be registered."""
+        """Return a format to be registered."""
         self: TailFormat = object.__new__(cls)
         tail = _TAILS[bits]
         self.base, self.bits, self.rounding = base, bits, rounding
@@ -60,12 +60,12 @@ class TailFormat(Format):
 
     @property
     def precision(self) -> int:
-        """Significand bits, including the tail, but no more than a float32 has."""
+        """Significand bits, including the tail; at most 24, as in a float32."""
         return min(BASES[self.base].precision + self.bits, 24)
 
     @property
     def is_exact(self) -> bool:
-        """With 16 bits behind a bfloat16; NaNs are one."""
+        """True for bfloat16 with 16 bits, which holds every float32; NaNs are canonical."""
         return self.bits == 16 and not self._is_half
 
     @property
@@ -74,7 +74,7 @@ class TailFormat(Format):
 
     @property
     def smallest(self) -> tuple[float, float]:
-        """The smallest number that has all its bits, and the smallest one above zero."""
+        """The smallest number with all its bits, and the smallest number above zero."""
         if not self._is_half:
             return super().smallest
         unit = 2.0 ** (float16_patterns.EXPONENT_OF_UNIT + 16 - self.bits)
@@ -89,11 +89,11 @@ class TailFormat(Format):
 
     @property
     def of_states(self) -> Format:
-        """float32 beside a float16: squares of gradients are below its range."""
+        """`bf16i16` for float16, since squares of gradients are below its range; else this format."""
         return named("bf16i16") if self._is_half else self
 
     def require(self, x: Tensor) -> None:
-        """Of a float16, numbers within its range, as far as one can see."""
+        """Raise ValueError for float16 if elements are beyond its range; not checked in graphs."""
         is_seen = not (torch.compiler.is_compiling() or x.is_meta or is_fake(x))
         if not (self._is_half and is_seen):
             return
@@ -107,20 +107,20 @@ class TailFormat(Format):
             )
 
     def with_rounding(self, rounding: Rounding) -> Format:
-        """The same components; tails of 16 bits round to nearest alone."""
+        """Return the format with another rounding; tails of 16 bits only round to nearest."""
         if self.bits == 16:
             return super().with_rounding(rounding)
         return named(_name_of(self.base, self.bits, rounding))
 
     def decode(self, stored: Floats) -> Floats:
-        """One float32."""
+        """Return one float32."""
         bits = stored[0].view(torch.int16).to(torch.int32) << 16
         if self.bits:
             bits = bits + (stored[1].to(torch.int32) << (16 - self.bits))
         return (float16_patterns.float32_of(bits) if self._is_half else bits.view(torch.float32),)
 
     def encode(self, number: Sum, noise: Noise | None) -> Floats:
-        """The pattern of a number, rounded to as many bits as there are, in two parts."""
+        """Return the pattern of a number, rounded once, as leading component and tail."""
         lost = 16 - self.bits
         if self._is_half:
             bits = float16_patterns.pattern_of(number, lost, noise)
@@ -131,12 +131,16 @@ class TailFormat(Format):
             bits = bits + _half_or(noise, bits, lost)
         leading = (bits + 0x8000 if self.bits else bits) >> 16
         leading = leading.to(torch.int16).view(self.base)
-        tail = _TAILS[self.bits]  # whose bits are those that follow, whatever was carried
+        tail = _TAILS[self.bits]  # holds the following bits; a carry into the leading part cancels
         return (leading,) if tail is None else (leading, (bits >> lost).to(tail))
 
     def normalized(self, stored: Floats) -> tuple[Floats, int]:
-        """One NaN in the place of all, and no bits that a float32 has not. Any tail fits any
-        leading component but zero, which with a negative one is the pattern of a NaN."""
+        """Return components in canonical form, and the number of inconsistent elements.
+
+        NaNs are one, and no bits lie beyond a float32's. Any tail fits any leading component except
+        zero: with a negative tail, zero is the pattern
+        of a NaN.
+        """
         (x,) = self.decode(stored)
         if not (self._is_half or x.isnan().any()):
             return stored, 0
@@ -158,8 +162,10 @@ class TailFormat(Format):
 
 
 def _half_or(noise: Noise | None, bits: Tensor, lost: int) -> Tensor:
-    """Return the number to add before the last bits are cut off: half of their range, for ties to
-    even, or noise."""
+    """Return the number to add before the last bits are cut off.
+
+    It is half of their range, with ties to even, or noise.
+    """
     if noise is not None:
         return noise.bits(lost)
     return ((bits >> lost) & 1) + ((1 << (lost - 1)) - 1)
@@ -174,7 +180,7 @@ def _stem_of(base: torch.dtype, bits: int) -> str:
 
 
 def _name_of(base: torch.dtype, bits: int, rounding: Rounding) -> str:
-    """The default of tails of 8 bits is balanced; other formats are rounded as their names say."""
+    """Return the name; balanced is the default of 8-bit tails, other roundings are named."""
     suffixes: dict[Rounding, str] = {**SUFFIXES, "nearest": "rn"}
     if bits == 8:
         suffixes["balanced"] = ""

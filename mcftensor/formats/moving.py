@@ -1,7 +1,7 @@
-"""How elements move: what an operator that moves them does to each component.
+"""Operators that move elements, applied to each component.
 
-Blocks that share a scale lie within the rows that the first dimension counts, so that operations
-along it do the same to each component.
+Blocks that share a scale lie within rows, which the first dimension indexes. So operations along
+this dimension apply to each component alike.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mcftensor.formats.format import Component
 
 _COPIES = ("alias", "detach", "clone", "_to_copy", "_pin_memory")
-# Where the dimension stands in the arguments after the tensor, and what it is by default.
+# The position of the dimension in the arguments after the tensor, and its default.
 _ALONG = {
     "slice": (0, 0),
     "split": (1, 0),
@@ -29,7 +29,7 @@ _VIEWS = ("view", "_unsafe_view", "reshape")
 
 
 def move_component(func: Any, stored: Tensor, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the results of an operator that moves elements, on a component of any dtype."""
+    """Apply an operator that moves elements to a component of any dtype."""
     bits = movable(stored)
     if bits is stored:
         return func(stored, *args, **kwargs)
@@ -37,13 +37,16 @@ def move_component(func: Any, stored: Tensor, args: Any, kwargs: dict[str, Any])
 
 
 def movable(stored: Tensor) -> Tensor:
-    """A component, or its memory as bytes where it holds floats of 8 bits, which most operators of
-    PyTorch that move elements do not take, nor its pickles and collectives."""
+    """Return a component, viewed as bytes if it holds 8-bit floats.
+
+    Most of PyTorch's operators that move elements, its pickles and its collectives do not take
+    8-bit floats.
+    """
     return stored.view(torch.uint8) if stored.dtype in _FLOATS_OF_8_BITS else stored
 
 
 def unmoved(moved: Tensor, component: Component) -> Tensor:
-    """What `movable` made of a component, in the dtype of the component."""
+    """Return the result of `movable`, viewed in the dtype of the component."""
     return moved.view(component.dtype) if component.dtype in _FLOATS_OF_8_BITS else moved
 
 
@@ -57,8 +60,11 @@ _FLOATS_OF_8_BITS = frozenset(
 def move_rows(
     func: Any, stored: Sequence[Tensor], shape: torch.Size, args: Any, kwargs: Any, *, own: bool
 ) -> list[Any] | None:
-    """Return what an operator makes of each component where blocks share some of them: of whole
-    rows, in memory of their own or as views. None if it would cut a block."""
+    """Apply an operator that moves whole rows to each component of a format with shared blocks.
+
+    Returns results with their memory if `own` is set, else possibly views; None if the operator
+    would cut a block.
+    """
     name = func.overloadpacket.__name__.removesuffix("_copy") or "_to_copy"
     if (name in _VIEWS and _keeps_rows(shape, args)) or (
         name == "slice" and _takes_all(shape, *args)
@@ -86,7 +92,7 @@ def _takes_rows(name: str, shape: torch.Size, args: Any, kwargs: Any) -> bool:
 
 
 def _keeps_rows(shape: torch.Size, args: Any) -> bool:
-    """Whether another shape has the same rows."""
+    """Whether a view with another shape has the same rows."""
     other = args[0] if args and isinstance(args[0], (list, tuple)) else ()
     known = torch.Size(n for n in other if n != -1).numel()
     first = other[0] if other else None
@@ -98,12 +104,12 @@ def _keeps_rows(shape: torch.Size, args: Any) -> bool:
 def _takes_all(
     shape: torch.Size, dim: int = 0, start: Any = None, end: Any = None, *step: int
 ) -> bool:
-    """Whether a slice is the whole, as shards are cut along any dimension."""
+    """Whether a slice is the whole tensor, as when shards are cut along any dimension."""
     return start in (None, 0) and (end is None or end >= shape[dim]) and step in ((), (1,))
 
 
 def options_for(stored: Tensor, shape: torch.Size, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Options of an operation on a component, which has its own number of dimensions."""
+    """Return the options of an operation on a component, which may differ in dimensions."""
     if stored.shape == shape:
         return kwargs
     return {name: option for name, option in kwargs.items() if name != "memory_format"}

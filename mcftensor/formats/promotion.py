@@ -1,4 +1,4 @@
-"""The format of a result whose operands are in several."""
+"""The format of results of operands in several formats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mcftensor.formats.format import Format
 
 
 def require_one_base(name: str, formats: Sequence[Format]) -> None:
-    """Raise ValueError for formats of unlike bases."""
+    """Raise ValueError for expansions of different bases."""
     if len(formats) > 1 and len({f.dtype for f in formats if f.arithmetic != "numbers"}) > 1:
         # Not a TypeError: Python's operators would hide its message.
         raise ValueError(
@@ -21,14 +21,14 @@ def require_one_base(name: str, formats: Sequence[Format]) -> None:
 
 
 def longest_format(name: str, formats: Sequence[Format]) -> Format:
-    """Return the format of a result of operands in these formats: the one with most terms, with the
-    first rounding that is not to nearest.
+    """Return the format of a result of operands in these formats.
 
-    The longest formats only round to nearest. A storage format counts as a plain tensor if other
-    formats take part.
+    It has the most terms of any operand, and the first rounding that is not to nearest. The longest
+    formats only round to nearest. A storage format counts as a plain tensor if other formats take
+    part.
 
     Raises:
-        ValueError: expansions of unlike bases.
+        ValueError: expansions of different bases.
     """
     first = formats[0]
     if all(f is first for f in formats):

@@ -1,4 +1,4 @@
-"""Whether a format of a user's stores what every program writes."""
+"""Checks that a user's format stores the numbers that every program writes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from mcftensor.arithmetic.number_protocol import Sum
 if TYPE_CHECKING:
     from mcftensor.formats.format import Format
 
-_BLOCK = 32  # elements: formats may share something among as many
+_BLOCK = 32  # elements, since blocks of 32 may share a component
 
 
 def require_codec(format: Format) -> None:
-    """Store zero, one, the largest float of the leading component, infinity and NaN, and read them.
+    """Encode and decode zero, one, the largest float of the leading component, infinity and NaN.
 
     Raises:
-        TypeError: the dtype of the format is not floating; components of other dtypes than it says.
-        ValueError: a number that does not come back: zero and one as they are, infinity as itself,
-            as a large number, or as NaN where a format has no infinity, the largest float as a
-            finite one.
+        TypeError: the dtype of the format is not floating, or `encode` returns other dtypes than
+            the components'.
+        ValueError: a number does not survive. Zero and one must be unchanged, the largest float
+            finite, and infinity itself, a large number, or NaN if the format has no infinity.
     """
     name = f"{type(format).__name__} {format.name!r}"
     if not format.dtype.is_floating_point:

@@ -9,8 +9,11 @@ from mcftensor.formats.format import _REGISTRY, PLAIN, STORAGE, Format, PlainFor
 
 
 def require_format(format: object, where: str, *, with_rules: bool = False) -> Format:
-    """Return `format` if it is a Format, or the format of this name. Otherwise raise a TypeError
-    that names the caller `where`. Formats with their own rules are accepted only on request."""
+    """Return `format` if it is a Format, or the format of this name.
+
+    Otherwise raise a TypeError that names the caller `where`. Formats with rules are accepted only
+    if `with_rules` is set.
+    """
     found = _REGISTRY.get(format) if isinstance(format, str) else format
     if isinstance(found, Format) and not isinstance(found, PlainFormat):
         if found.rules is None or with_rules:
@@ -29,10 +32,10 @@ def require_format(format: object, where: str, *, with_rules: bool = False) -> F
 
 
 def require_floats(format: object, where: str) -> Format:
-    """Return a format of floats, plain ones too: `format` itself, or that of a dtype or a name.
+    """Return a format of floats: `format` itself, or the format of a dtype or a name.
 
     Raises:
-        TypeError: anything else; the message names the caller `where`.
+        TypeError: for other arguments; the message names the caller `where`.
     """
     found = PLAIN[format] if isinstance(format, torch.dtype) else format
     found = named(found) if isinstance(found, str) else found
@@ -45,7 +48,7 @@ def require_floats(format: object, where: str) -> Format:
 
 
 def require_expansion_format(format: object, where: str) -> ExpansionFormat:
-    """The same for what works on terms alone."""
+    """Return an expansion format; raise a TypeError for formats that do not consist of terms."""
     if isinstance(found := require_format(format, where), ExpansionFormat):
         return found
     raise TypeError(f"{where}: {format!r} does not consist of terms")

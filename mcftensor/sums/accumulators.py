@@ -1,9 +1,9 @@
 """Accumulators: exact sums of floats, which merge by the addition of integers.
 
-An accumulator is an int64 tensor whose first dimension has the digits of a grid, lowest position
-first, and then five counts, by which sums with infinities, NaN and zeros are what IEEE 754 says.
-The sum of two accumulators is the accumulator of the terms of both, whoever adds them: a loop, a
-thread or an all-reduce.
+An accumulator is an int64 tensor. Its first dimension holds the digits of a grid, lowest position
+first, and then five counts, from which sums of infinities, NaN and zeros follow IEEE 754. The sum
+of two accumulators is the accumulator of the terms of both, whether a loop, a thread or an
+all-reduce adds them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from mcftensor.kernels.without_float64 import has_float64, without
 from mcftensor.sums.digits import WIDEST, WIDTH, Grid, least_of, positions_of, products_of
 
 COUNTS = 5
-"""Behind the digits: terms that are +inf, -inf, NaN, -0, and other numbers."""
+"""The counts behind the digits: terms that are +inf, -inf, NaN, -0, and other numbers."""
 
-# Elements worked on at once, so that what is computed of them stays in the caches.
+# Elements processed at once, so that intermediate results stay in the caches.
 _AT_ONCE = 1 << 18
 _RUNNING_AT_ONCE = 1 << 14
 
@@ -28,15 +28,15 @@ Fold = Callable[[Tensor], Tensor]
 
 
 def accumulate(x: Tensor, y: Tensor | None, grid: Grid) -> Tensor:
-    """The accumulators of rows.
+    """Return the accumulators of rows.
 
     Args:
         x: floats, of shape (rows, n).
-        y: None, or factors of one dtype and shape with them: then the terms are the products.
-        grid: positions that hold all digits of the terms.
+        y: None, or factors of the same dtype and shape; the terms are then the products x * y.
+        grid: the positions that hold all digits of the terms.
 
     Returns:
-        int64, of shape (positions of the grid + 5, rows). As many as 2^29 of them can be added.
+        int64, of shape (positions of the grid + 5, rows). Up to 2^29 accumulators can be added.
     """
     rows, length = x.shape
     by_row = x.new_zeros(rows, grid.count + COUNTS, dtype=torch.int64)
@@ -57,17 +57,17 @@ def accumulate(x: Tensor, y: Tensor | None, grid: Grid) -> Tensor:
 
 
 def accumulate_all(tensors: Iterable[Tensor], *, squares: bool = False) -> Tensor:
-    """The accumulator of all elements of tensors, or of their squares, in the widest grid.
+    """Return the accumulator of all elements of tensors, or of their squares, in the widest grid.
 
-    Those of several processes are added by an all-reduce of int64, whose result has no order.
-    `rounded_sum` and `rounded_norm` of `correct_rounding.py` round it once.
+    Processes add their accumulators by an all-reduce of int64, whose result has no order.
+    `rounded_sum` and `rounded_norm` of `correct_rounding.py` round an accumulator once.
 
     Args:
-        tensors: of bfloat16, float16, float32 and float64, of any shapes, on one device.
+        tensors: bfloat16, float16, float32 and float64 tensors of any shape, on one device.
         squares: whether the terms are the squares of elements.
 
     Returns:
-        int64, of 144 elements. On the CPU without tensors, so that it merges with any other.
+        int64, of 144 elements. Without tensors it is on the CPU, where it merges with any other.
     """
     total: Tensor | None = None
     for tensor in tensors:
@@ -82,11 +82,11 @@ def accumulate_all(tensors: Iterable[Tensor], *, squares: bool = False) -> Tenso
 
 
 def running(x: Tensor, grid: Grid) -> Iterator[Tensor]:
-    """The accumulators of the first, of the first two, of all elements of columns, in blocks.
+    """Yield the accumulators of the first, the first two, ..., all elements of columns, in blocks.
 
     Args:
         x: floats, of shape (n, columns).
-        grid: positions that hold all digits of the terms.
+        grid: the positions that hold all digits of the terms.
 
     Returns:
         int64 tensors of shape (positions of the grid + 5, m, columns), whose m add up to n.
@@ -130,18 +130,20 @@ def _add_block(result: Tensor, x: Tensor, y: Tensor | None, grid: Grid, fold: Fo
 
 
 def _terms(x: Tensor, y: Tensor | None, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-    """Offsets of positions, and float64 numbers that add up to the terms."""
+    """Yield offsets of positions and float64 numbers that add up to the terms."""
     if y is None:
         yield 0, x
     elif dtype == torch.float64:
         yield from products_of(x, y)
-    else:  # exact: at most 48 bits, and exponents far from those at which float64 ends
+    else:  # exact: at most 48 bits, and exponents far from the ends of float64's range
         yield 0, x * y
 
 
 def _settle(digits: Tensor) -> None:
-    """Carry what digits have above their 31 bits to the next position, once: they are then below
-    2^31 + 2^32 in magnitude, but the highest, which has what is left."""
+    """Carry the bits of digits above 31 to the next position, once.
+
+    Digits are then below 2^31 + 2^32 in magnitude, except the highest, which keeps its bits.
+    """
     above = digits >> WIDTH
     above[-1] = 0
     digits -= above << WIDTH

@@ -1,7 +1,7 @@
-"""Accumulators as floats: the sum, a quotient of it or its square root, rounded once.
+"""Accumulators as floats: the sum, its quotient or its square root, rounded once.
 
-The leading 124 bits of a sum, and whether anything follows, decide how it is rounded. They are two
-integers of 62 bits each.
+The leading 124 bits of a sum, and whether any nonzero bit follows, decide how it is rounded. They
+are stored as two integers of 62 bits each.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from mcftensor.arithmetic.base_types import BASES, Base
 from mcftensor.sums.digits import WIDEST, WIDTH, Grid
 
 MOST_IN_A_MEAN = 2**31 - 1
-"""Terms of a mean: the divisor of a quotient of 62 bits, which integers of 64 bits have to hold."""
+"""The largest number of terms in a mean: a quotient of 62 bits by it must fit in int64."""
 
 _BITS = 2 * WIDTH
 _MASK = (1 << WIDTH) - 1
 
-# Positions added below, so that there are five from the leading digit down; and above for carries.
+# Positions added below, so that five follow from the leading digit down, and above, for carries.
 _BELOW, _ABOVE = 4, 2
 
 
 @dataclass(frozen=True)
 class Leading:
-    """The magnitudes of sums: (high + low / 2^62) 2^exponent, and a bit of what follows.
+    """The magnitudes of sums, (high + low / 2^62) 2^exponent, and whether nonzero bits follow.
 
-    `high` has 62 bits, but 0 for a sum of zero; `low` has up to 62.
+    `high` has 62 bits, or is 0 for a sum of zero; `low` has up to 62.
     """
 
     high: Tensor
@@ -39,7 +39,7 @@ class Leading:
 
 
 def rounded_sum(accumulator: Tensor, dtype: torch.dtype, grid: Grid = WIDEST) -> Tensor:
-    """The sums of accumulators, of shape (positions + 5, ...), rounded to nearest, ties to even."""
+    """Round the sums of accumulators, of shape (positions + 5, ...), to nearest, ties to even."""
     digits, counts = accumulator[: grid.count], accumulator[grid.count :]
     x = leading_of(digits, grid.lowest)
     return _with_specials(_rounded(x.high, x.exponent, x.low != 0, x, dtype), counts, dtype)
@@ -48,13 +48,13 @@ def rounded_sum(accumulator: Tensor, dtype: torch.dtype, grid: Grid = WIDEST) ->
 def rounded_mean(
     accumulator: Tensor, count: int, dtype: torch.dtype, grid: Grid = WIDEST
 ) -> Tensor:
-    """The sums, divided by `count`, at most `MOST_IN_A_MEAN`, and then rounded once."""
+    """Divide the sums by `count`, at most `MOST_IN_A_MEAN`, and round them once."""
     digits, counts = accumulator[: grid.count], accumulator[grid.count :]
     if count == 0:
         return torch.full(digits.shape[1:], torch.nan, dtype=dtype, device=digits.device)
     x = leading_of(digits, grid.lowest)
     quotient = x.high // count
-    # As many bits as the quotient lacks come from the low part.
+    # The low part supplies the bits that the quotient lacks.
     shift = _BITS - _bit_length(quotient)
     shift = torch.where(x.high == 0, 0, shift)
     dividend = ((x.high - quotient * count) << shift) + (x.low >> (_BITS - shift))
@@ -65,15 +65,15 @@ def rounded_mean(
 
 
 def rounded_norm(accumulator: Tensor, dtype: torch.dtype, grid: Grid = WIDEST) -> Tensor:
-    """The square roots of sums, which are of squares, rounded once."""
+    """Return the square roots of the sums of accumulators of squares, rounded once."""
     digits, counts = accumulator[: grid.count], accumulator[grid.count :]
     x = leading_of(digits, grid.lowest)
     # The square is an integer of 107 or 108 bits, times an even power of two: its root has 54.
     shift = 46 - (x.exponent & 1)
     rest = (x.low & ((1 << (_BITS - shift)) - 1)) != 0
-    square = (x.high << shift) + (x.low >> (_BITS - shift))  # of it the last 64 bits
+    square = (x.high << shift) + (x.low >> (_BITS - shift))  # its last 64 bits
     root = (x.high.double() * torch.where(shift == 46, 2.0**46, 2.0**45)).sqrt().to(torch.int64)
-    # That is off by a few units, so what remains has no more than 64 bits.
+    # The root is off by a few units, so the remainder has at most 64 bits.
     root = root + (square - root * root) // (2 * root).clamp(min=1)
     root = root - (square - root * root < 0).to(torch.int64)
     root = root + (square - root * root > 2 * root).to(torch.int64)
@@ -83,7 +83,7 @@ def rounded_norm(accumulator: Tensor, dtype: torch.dtype, grid: Grid = WIDEST) -
 
 
 def leading_of(digits: Tensor, lowest: int) -> Leading:
-    """The leading bits of sums of digits, the first dimension of which starts at a position."""
+    """Return the leading bits of sums of digits; dimension 0 starts at position `lowest`."""
     used = (
         digits.reshape(len(digits), -1).any(1).nonzero().flatten().tolist()
         if digits.numel()
@@ -101,7 +101,7 @@ def leading_of(digits: Tensor, lowest: int) -> Leading:
     places = leading - torch.arange(5, device=digits.device).view(-1, *[1] * len(shape))
     parts = digits.gather(0, places)
     shift = (WIDTH - _bit_length(parts[0])).clamp(max=WIDTH - 1)
-    # The five digits, shifted so that the first is full.
+    # The five digits, shifted so that the first one is full.
     highs, lows = (parts << shift) & _MASK, parts >> (WIDTH - shift)
     chunks = highs[:-1] | lows[1:]
     follows = ((digits != 0) & (index < places[-1])).any(0) | (highs[-1] != 0)
@@ -115,7 +115,7 @@ def leading_of(digits: Tensor, lowest: int) -> Leading:
 
 
 def _carry(digits: Tensor, carry: Tensor) -> Tensor:
-    """Bring digits below 2^31, from the lowest up, and return what is carried out."""
+    """Reduce digits below 2^31, from the lowest up, and return the last carry."""
     for digit in digits:
         digit += carry
         carry = digit >> WIDTH
@@ -126,14 +126,14 @@ def _carry(digits: Tensor, carry: Tensor) -> Tensor:
 def _rounded(
     high: Tensor, exponent: Tensor, rest: Tensor, x: Leading, dtype: torch.dtype
 ) -> Tensor:
-    """high * 2^exponent, followed by something or not, rounded to a type in float64.
+    """Round high * 2^exponent, followed by nonzero bits or not, to the precision of a dtype.
 
-    Beyond the range of the type the result is what its precision would give; conversion then makes
-    an infinity of it, as rounding to nearest has it.
+    The result is float64. Beyond the range of the dtype it is rounded as if the range had no end;
+    the conversion to the dtype then makes it infinite, as rounding to nearest does.
     """
     base: Base = BASES[dtype]
     rest = rest | x.has_rest
-    # Of the 62 bits, so many are dropped; more of a subnormal result.
+    # The number of the 62 bits that are dropped; more of them for a subnormal result.
     least = base.min_exponent - base.precision + 1
     dropped = torch.maximum(
         torch.full_like(exponent, _BITS - base.precision), least - exponent
@@ -148,7 +148,7 @@ def _rounded(
 
 
 def _with_specials(values: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The results where terms were infinite or NaN, or all of them -0."""
+    """Replace the results where terms were infinite or NaN, or all of them -0."""
     plus, minus, nan, minus_zeros, others = counts.unbind()
     values = torch.where((values == 0) & (minus_zeros > 0) & (others == 0), -0.0, values)
     values = torch.where(plus > 0, torch.inf, values)
@@ -158,14 +158,14 @@ def _with_specials(values: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def _bit_length(x: Tensor) -> Tensor:
-    """Of numbers of at most 62 bits."""
+    """The bit lengths of numbers of at most 62 bits."""
     high = x >> WIDTH
-    part = torch.where(high != 0, high, x).double()  # which float64 holds
+    part = torch.where(high != 0, high, x).double()  # exact in float64
     bits = part.view(torch.int64) >> 52
     length = torch.where(x == 0, 0, bits - 1022)
     return length + torch.where(high != 0, WIDTH, 0)
 
 
 def _power(exponent: Tensor) -> Tensor:
-    """Powers of two of exponents from -1022 to 1023."""
+    """2^exponent, for exponents from -1022 to 1023."""
     return ((exponent + 1023) << 52).view(torch.float64)

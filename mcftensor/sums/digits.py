@@ -1,8 +1,8 @@
 """Machine floats as digits of 31 bits at fixed places, which integers add without a rounding.
 
-The digit at position k counts multiples of 2^(31 k). A float is a few digits of its own sign, and a
-sum of floats is the sums of their digits, position by position. Those are sums of integers, so they
-are exact and have no order.
+The digit at position k counts multiples of 2^(31 k). A float is a few digits of its sign. The
+digits of a sum of floats are the sums of their digits, position by position. These are sums of
+integers, so they are exact and have no order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WIDTH = 31
 
 @dataclass(frozen=True)
 class Grid:
-    """Consecutive positions: `count` from `lowest` on."""
+    """`count` consecutive positions from `lowest` on."""
 
     lowest: int
     count: int
@@ -33,14 +33,14 @@ class Grid:
 
 @functools.lru_cache(maxsize=64)
 def least_of(dtype: torch.dtype, factors: int) -> int:
-    """The exponent of the smallest product of so many floats of a type."""
+    """Return the exponent of the smallest product of `factors` floats of a dtype."""
     base = BASES[dtype]
     return factors * (base.min_exponent - base.precision + 1)
 
 
 @functools.lru_cache(maxsize=64)
 def grid_of(dtype: torch.dtype, factors: int) -> Grid:
-    """The positions of sums of products of so many floats of a type; up to 2^60 of them."""
+    """Return the positions of sums of up to 2^60 products of `factors` floats of a dtype."""
     lowest = least_of(dtype, factors) // WIDTH
     highest = (factors * (BASES[dtype].max_exponent + 1) + 60) // WIDTH
     return Grid(lowest, highest - lowest + 1)
@@ -55,8 +55,8 @@ def positions_of(x: Tensor) -> Iterator[tuple[int, Tensor]]:
 
     *Requires*: x is float64 and finite.
 
-    *Error*: none: the digits times 2^(31 position) add up to x. Each is x truncated to multiples of
-    2^(31 position), which has the exponent range of x, and the difference is exact.
+    *Error*: none: the digits times 2^(31 position) add up to x. Each digit is x truncated to
+    multiples of 2^(31 position), within the exponent range of x, and the difference is exact.
     """
     while largest := _largest(x):
         position = (math.frexp(largest)[1] - 1) // WIDTH
@@ -66,12 +66,12 @@ def positions_of(x: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def products_of(x: Tensor, y: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Tensors that, each times 2^(31 position), add up to x * y without a rounding.
+    """Yield positions and tensors that, times 2^(31 position), add up exactly to x * y.
 
     *Requires*: x and y are float64, finite and of one shape.
 
-    *Error*: none: the numbers of both are divided into classes whose products neither overflow nor
-    leave an error that underflows.
+    *Error*: none: the numbers of both tensors are divided into classes whose products neither
+    overflow nor have an error that underflows.
     """
     for i, a in _classes(x):
         for j, b in _classes(y):
@@ -81,8 +81,10 @@ def products_of(x: Tensor, y: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _classes(x: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Positions, and the numbers of which 2^(31 position) is a factor of at least 2^-434, without
-    it; zeros elsewhere."""
+    """Yield positions, and x / 2^(31 position) where that is at least 2^-434, else zero.
+
+    Each number is in one class.
+    """
     while largest := _largest(x):
         position = (math.frexp(largest)[1] - 1) // WIDTH
         scaled = by_power(x, -WIDTH * position)
@@ -96,7 +98,7 @@ def _largest(x: Tensor) -> float:
 
 
 def by_power(x: Tensor, exponent: int) -> Tensor:
-    """x * 2^exponent, by two powers of two of which neither overflows nor underflows."""
+    """x * 2^exponent, by two powers of two that neither overflow nor underflow."""
     half = exponent // 2
     return x * 2.0**half * 2.0 ** (exponent - half)
 

@@ -15,17 +15,18 @@ from mcftensor.sums.digits import WIDEST
 def exact_dots(
     x: Sequence[Tensor], y: Sequence[Tensor], terms: int, dtype: torch.dtype
 ) -> list[Tensor]:
-    """The dot products of rows of expansions.
+    """Return the exact dot products of rows of expansions, rounded term by term.
 
-    *Requires*: terms of one type of x and y, each of shape (rows, n), finite.
+    *Requires*: finite terms, each of shape (rows, n); x and y have one dtype.
 
     *Returns*: normalized terms of `dtype`, of shape (rows,).
 
-    *Error*: each term is the exact rest, rounded to nearest; none but of what follows the last.
+    *Error*: each term is the exact remainder, rounded to nearest; only what follows the last is
+    lost.
 
-    *Cost*: as many exact sums as pairs of terms.
+    *Cost*: one exact sum for each pair of terms.
 
-    *Special values*: beyond the range of the type the leading term is infinite, and the others 0.
+    *Special values*: beyond the range of the dtype the leading term is infinite and the others 0.
     """
     rows = len(x[0])
     left = torch.cat([a for a in x for _ in y], 1)

@@ -1,4 +1,4 @@
-"""Sums, means, products and norms of plain tensors, rounded once: their terms have no order."""
+"""Sums, means, products and norms of plain tensors, independent of order and rounded once."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ Dims = int | Sequence[int] | None
 def sum(
     x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The exact sum of elements, rounded once.
+    """Return the exact sum of elements, rounded once.
 
     The result depends on the elements alone: not on their order, the number of threads, the
     device, or how a compiler divides the loop.
 
     *Requires*: `x` is a plain tensor of bfloat16, float16, float32 or float64, of any strides.
-    `dim` is a dimension, a tuple of them, or None for all, as is an empty tuple.
+    `dim` is a dimension, a tuple of dimensions, or None for all; an empty tuple also means all.
 
-    *Returns*: the sums over `dim`, which they lack, or have with length 1 if `keepdim`; of `dtype`,
-    by default that of `x`.
+    *Returns*: the sums over `dim`. These dimensions are removed, or have length 1 if `keepdim` is
+    set. The dtype is `dtype`, by default the dtype of `x`.
 
-    *Error*: half an ulp of the result. Sums beyond the range of the type become infinite; sums that
-    fit do not overflow on the way.
+    *Error*: half an ulp of the result. Sums beyond the range of the dtype become infinite. Sums
+    within the range do not overflow in the computation.
 
-    *Cost*: one pass over memory where the sum runs over the last dimensions of a contiguous tensor
-    on a CPU: 1.2 times the time of `torch.sum` for 10^7 elements of float32, and 5.7 times if their
-    exponents are spread over the whole range. Other tensors are copied first. A call takes about
-    12 µs, however small the tensor is.
+    *Cost*: one pass over memory if the sum runs over the last dimensions of a contiguous tensor on
+    a CPU: 1.2 times the time of `torch.sum` for 10^7 elements of float32, and 5.7 times if their
+    exponents are spread over the whole range. Other tensors are copied first. A call takes at least
+    about 12 µs, for the smallest tensors too.
 
     *Source*: R. Neal, "Fast exact summation using small and large superaccumulators", 2015;
     J. Demmel and H. D. Nguyen, "Parallel reproducible summation", IEEE Transactions on Computers
     64(7), 2015.
 
-    *Special values*: as IEEE 754 has them in any order: infinities of both signs give NaN, nothing
-    gives 0, and -0 alone gives -0.
+    *Special values*: as in IEEE 754, for any order: infinities of both signs give NaN, an empty sum
+    gives 0, and a sum of -0 alone gives -0.
 
     Raises:
-        TypeError: `x` is no plain tensor of these types, or `dtype` is none of them.
-        IndexError: `dim` names no dimension of `x`.
+        TypeError: `x` is not a plain tensor of these dtypes, or `dtype` is not one of them.
+        IndexError: `dim` is not a dimension of `x`.
         ValueError: `dim` names a dimension twice.
 
     Examples:
@@ -63,19 +63,19 @@ def sum(
 def mean(
     x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The exact mean of elements, rounded once.
+    """Return the exact mean of elements, rounded once.
 
     *Requires*: as `sum`; fewer than 2^31 elements in a mean.
 
-    *Returns*: the means over `dim`, in the shape and the type of `sum`.
+    *Returns*: the means over `dim`, in the shape and the dtype of `sum`.
 
-    *Error*: half an ulp of the result. The sum that is divided is exact, and never overflows.
+    *Error*: half an ulp of the result. The sum is exact before the division, and never overflows.
 
-    *Cost*: that of `sum`.
+    *Cost*: as `sum`.
 
     *Source*: as `sum`.
 
-    *Special values*: as `sum`; the mean of nothing is NaN.
+    *Special values*: as `sum`; the mean of no elements is NaN.
 
     Raises:
         TypeError: as `sum`.
@@ -99,21 +99,22 @@ def dot(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The exact sum of products of elements, rounded once.
+    """Return the exact sum of products of elements, rounded once.
 
-    *Requires*: `x` and `y` are plain tensors of one type of bfloat16, float16, float32 and float64,
-    whose shapes broadcast. `dim` is a dimension of the product, a tuple of them, or None for all.
+    *Requires*: `x` and `y` are plain tensors of one dtype, bfloat16, float16, float32 or float64,
+    and their shapes broadcast. `dim` is a dimension of the product, a tuple of them, or None for
+    all.
 
     *Returns*: the sums of `x * y` over `dim`, as `sum` returns them. No product is rounded.
 
-    *Error*: half an ulp of the result. Products may overflow or underflow where the sum does not.
+    *Error*: half an ulp of the result. Products may overflow or underflow if the sum does not.
 
-    *Cost*: that of `sum`, for both tensors.
+    *Cost*: as `sum`, for both tensors.
 
     *Source*: as `sum`, and for products of float64 numbers T. J. Dekker, Numerische Mathematik 18,
     1971.
 
-    *Special values*: as in IEEE 754 sums of IEEE 754 products: 0 times infinity is NaN.
+    *Special values*: as IEEE 754 sums of IEEE 754 products: 0 times infinity is NaN.
 
     Raises:
         TypeError: as `sum`, or tensors of different types.
@@ -144,20 +145,20 @@ def dot(
 def norm(
     x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The exact root of the sum of squares of elements, rounded once.
+    """Return the square root of the exact sum of squares of elements, rounded once.
 
     *Requires*: as `sum`.
 
-    *Returns*: the Euclidean norms over `dim`, in the shape and the type of `sum`.
+    *Returns*: the Euclidean norms over `dim`, in the shape and the dtype of `sum`.
 
     *Error*: half an ulp of the result. No square is rounded, overflows or underflows.
 
-    *Cost*: up to twice that of `sum`.
+    *Cost*: up to twice the cost of `sum`.
 
     *Source*: as `dot`.
 
-    *Special values*: an infinity gives infinity unless there is a NaN; nothing gives 0. Where the
-    norm is 0, the gradient is 0.
+    *Special values*: the norm is infinite if an element is infinite and none is NaN. The norm of no
+    elements is 0. Where the norm is 0, the gradient is 0.
 
     Raises:
         TypeError: as `sum`.
@@ -173,22 +174,22 @@ def norm(
 
 
 def cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    """The exact sums of the first elements along a dimension, each rounded once.
+    """Return the exact sums of the first elements along a dimension, each rounded once.
 
     *Requires*: as `sum`, of one dimension.
 
-    *Returns*: as many sums as `x` has elements: the i-th is that of elements 0 to i. The type is
-    `dtype`, by default that of `x`.
+    *Returns*: a tensor of the shape of `x`; result i is the sum of elements 0 to i. The dtype is
+    `dtype`, by default the dtype of `x`.
 
-    *Error*: half an ulp of each. So a difference of two results is off by that of both, however far
-    they are apart.
+    *Error*: half an ulp of each result. So the error of a difference of two results is at most the
+    errors of both, for any distance between them.
 
-    *Cost*: 0.2 to 1 µs an element, hundreds of times that of `torch.cumsum`: each element becomes
-    an accumulator.
+    *Cost*: 0.2 to 1 µs an element, hundreds of times the cost of `torch.cumsum`: each element
+    becomes an accumulator.
 
     *Source*: as `sum`.
 
-    *Special values*: as `sum`, for the elements that each result is of.
+    *Special values*: as `sum`, for the elements of each sum.
 
     Raises:
         TypeError: as `sum`.
@@ -256,7 +257,7 @@ def _result_type(name: str, x: Tensor, dtype: torch.dtype | None) -> torch.dtype
 
 
 def _dimensions(name: str, x: Tensor, dim: Dims) -> list[int]:
-    """Dimensions in order, all of at least 0."""
+    """Return the dimensions in ascending order, all of at least 0."""
     is_list = dim is None or isinstance(dim, (list, tuple))
     named: list[Any] = list(dim or ()) if is_list else [dim]  # type: ignore[arg-type]
     if not named:

@@ -1,7 +1,7 @@
 """Sums without order as operators of PyTorch: for compilers, gradients and `torch.vmap`.
 
-The gradient of a sum is spread over its terms, and the gradient of that is such a sum again. So no
-gradient of any order depends on the order of terms.
+The gradient of a sum is spread over its terms, and the gradient of that is again an exact sum. So
+no gradient of any order depends on the order of terms.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mcftensor.sums.accumulators import accumulate, running
 from mcftensor.sums.correct_rounding import rounded_mean, rounded_norm, rounded_sum
 from mcftensor.sums.digits import grid_of, least_of
 
-# Rows worked on at once: accumulators of float64 rows take 600 bytes each.
+# Rows processed at once: accumulators of float64 rows take 600 bytes each.
 _ROWS_AT_ONCE = 1 << 14
 
 
@@ -35,14 +35,14 @@ def _reduced(
 def exact_reduction(
     x: Tensor, y: Tensor | None, dims: Sequence[int], finish: str, dtype: torch.dtype
 ) -> Tensor:
-    """The "sum" of x or of x * y, the "mean" or the "norm" of x over dimensions, rounded once.
+    """Return the "sum" of x or of x * y, or the "mean" or "norm" of x, rounded once.
 
-    y is None or of the shape and dtype of x. The dimensions are at least 0, and the result lacks
-    them.
+    y is None or has the shape and dtype of x. The dimensions `dims` are at least 0, and are
+    removed from the result.
     """
     kept = [i for i in range(x.dim()) if i not in dims]
     shape, count = [x.shape[i] for i in kept], math.prod([x.shape[i] for i in dims])
-    result = x.new_empty(shape, dtype=dtype)  # itself, as views cannot be changed in place
+    result = x.new_empty(shape, dtype=dtype)  # no view, since views cannot be changed in place here
     order, size = [*kept, *dims], (result.numel(), count)
     factors = x if finish == "norm" else y
     rows = _rows(x, order, size)
@@ -60,7 +60,7 @@ def _rows(x: Tensor, order: list[int], size: tuple[int, int]) -> Tensor:
 
 
 def _reduce_rows(x: Tensor, y: Tensor | None, finish: str, out: Tensor) -> None:
-    """The same bits by compiled code and by operators of PyTorch, since exact sums are rounded."""
+    """Reduce rows by compiled code, or by PyTorch's operators with the same bits."""
     factors, count, dtype = 1 if y is None else 2, x.shape[1], out.dtype
     grid = grid_of(x.dtype, factors)
     if finish == "mean" and count == 0:
@@ -85,7 +85,7 @@ _reduction = inline(exact_reduction)
 
 @opaque(lambda x, dim, dtype: x.new_empty(x.shape, dtype=dtype), lays_out=True)
 def exact_running_sum(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """The sums of the first elements along a dimension of at least 0, each rounded once."""
+    """Return the sums of the first elements along a dimension of at least 0, each rounded once."""
     columns = x.movedim(dim, 0)
     result = x.new_empty(x.shape, dtype=dtype)
     by_column = result.movedim(dim, 0)
@@ -98,18 +98,18 @@ def exact_running_sum(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
 
 
 class Reduction(torch.autograd.Function):
-    """`exact_reduction`, whose gradients are spread over the terms."""
+    """`exact_reduction` with gradients, which are spread over the terms."""
 
     @staticmethod
     def forward(
         x: Tensor, y: Tensor | None, dims: Sequence[int], finish: str, dtype: torch.dtype
     ) -> Tensor:
-        """As the operator."""
+        """Return the result of the operator."""
         return exact_reduction(x, y, dims, finish, dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keep the factors of products."""
+        """Save the factors of products, or x and the norm."""
         x, y, ctx.dims, ctx.finish, _ = inputs
         ctx.shape, ctx.dtype = x.shape, x.dtype
         saved = (x, output) if ctx.finish == "norm" else () if y is None else (x, y)
@@ -117,10 +117,10 @@ class Reduction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of x and of y."""
+        """Return the gradients of x and of y."""
         if ctx.finish == "norm":
             x, norm = ctx.saved_tensors
-            # A quotient of at most 1; that of the gradient and the norm may overflow.
+            # The quotient x / norm is at most 1; the quotient of gradient and norm may overflow.
             sizes = Spread.apply(torch.where(norm == 0, 1, norm), ctx.dims, ctx.shape)
             slope = x / sizes * Spread.apply(gradient, ctx.dims, ctx.shape)
             return slope.to(ctx.dtype), None, None, None, None
@@ -143,7 +143,7 @@ class Reduction(torch.autograd.Function):
         finish: str,
         dtype: torch.dtype,
     ) -> tuple[Tensor, int]:
-        """The same of every member of a batch."""
+        """Reduce every member of a batch."""
         x = _with_batch_first(x, in_dims[0], info.batch_size)
         y = None if y is None else _with_batch_first(y, in_dims[1], info.batch_size)
         return Reduction.apply(x, y, [i + 1 for i in dims], finish, dtype), 0
@@ -152,7 +152,7 @@ class Reduction(torch.autograd.Function):
 def reduction(
     x: Tensor, y: Tensor | None, dims: Sequence[int], finish: str, dtype: torch.dtype
 ) -> Tensor:
-    """`Reduction`; where nothing records, traces or transforms the call, the bare function."""
+    """Call `Reduction`, or the operator directly if no autograd, tracer or transform is active."""
     tensors = (x,) if y is None else (x, y)
     is_recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if is_recorded or forward_ad._current_level >= 0 or not is_bare(tensors):
@@ -161,51 +161,51 @@ def reduction(
 
 
 class Spread(torch.autograd.Function):
-    """A tensor repeated along dimensions, whose gradient is an exact sum over these."""
+    """A tensor repeated along dimensions, whose gradient is an exact sum over these dimensions."""
 
     @staticmethod
     def forward(x: Tensor, dims: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """A view of x with the dimensions of the shape that x lacks."""
+        """Return a view of x expanded to `shape` along `dims`."""
         for dim in dims:
             x = x.unsqueeze(dim)
         return x.expand(shape)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keep the dimensions."""
+        """Save the dimensions."""
         _, ctx.dims, _ = inputs
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """The exact sum."""
+        """Return the exact sum over the dimensions."""
         return Reduction.apply(gradient, None, ctx.dims, "sum", gradient.dtype), None, None
 
     @staticmethod
     def vmap(
         info: Any, in_dims: Any, x: Tensor, dims: Sequence[int], shape: Sequence[int]
     ) -> tuple[Tensor, int]:
-        """The same of every member of a batch."""
+        """Spread every member of a batch."""
         x = _with_batch_first(x, in_dims[0], info.batch_size)
         return Spread.apply(x, [i + 1 for i in dims], [info.batch_size, *shape]), 0
 
 
 class RunningSum(torch.autograd.Function):
-    """`exact_running_sum`, whose gradient is one from the other end."""
+    """`exact_running_sum` with gradients, which are running sums from the other end."""
 
     @staticmethod
     def forward(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-        """As the operator."""
+        """Return the result of the operator."""
         return exact_running_sum(x, dim, dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keep the dimension."""
+        """Save the dimension."""
         x, ctx.dim, _ = inputs
         ctx.dtype = x.dtype
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """The sums of the last elements."""
+        """Return the sums of the last elements of the gradient."""
         later = RunningSum.apply(gradient.flip(ctx.dim), ctx.dim, ctx.dtype)
         return later.flip(ctx.dim), None, None
 
@@ -213,7 +213,7 @@ class RunningSum(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: Any, x: Tensor, dim: int, dtype: torch.dtype
     ) -> tuple[Tensor, int]:
-        """The same of every member of a batch."""
+        """Sum every member of a batch."""
         x = _with_batch_first(x, in_dims[0], info.batch_size)
         return RunningSum.apply(x, dim + 1, dtype), 0
 
