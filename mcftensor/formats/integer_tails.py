@@ -89,7 +89,7 @@ class TailFormat(Format):
 
     @property
     def of_states(self) -> Format:
-        """`bf16i16` for float16, since squares of gradients are below its range; else this format."""
+        """`bf16i16` for float16, whose range ends above squares of gradients; else this format."""
         return named("bf16i16") if self._is_half else self
 
     def require(self, x: Tensor) -> None:
@@ -137,9 +137,8 @@ class TailFormat(Format):
     def normalized(self, stored: Floats) -> tuple[Floats, int]:
         """Return components in canonical form, and the number of inconsistent elements.
 
-        NaNs are one, and no bits lie beyond a float32's. Any tail fits any leading component except
-        zero: with a negative tail, zero is the pattern
-        of a NaN.
+        All NaNs are the same, and no bits lie beyond a float32's. Any tail fits any leading
+        component except zero: with a negative tail, zero is the pattern of a NaN.
         """
         (x,) = self.decode(stored)
         if not (self._is_half or x.isnan().any()):

@@ -1,4 +1,4 @@
-"""Rules of activations: data is multiplied by what the true number says, and the scale stays."""
+"""Rules of activations: the data is multiplied by a factor of the true number; the scale stays."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _leaky_relu_backward(gradient: Any, x: Any, *how: Any) -> Unrounded:
 
 
 def _gated(mantissa: Tensor, gate: Tensor) -> Tensor:
-    """Data times gate, of which a closed one wins against an infinity."""
+    """mantissa * gate; a gate of 0 gives 0 for an infinity too."""
     return torch.where(gate == 0, 0, mantissa * gate)
 
 
@@ -94,8 +94,11 @@ def _glu(x: Any, dim: int = -1) -> Unrounded:
 
 @rule(aten.glu_backward)
 def _glu_backward(gradient: Any, x: Any, dim: int) -> Unrounded:
-    """Of the half that is gated in proportion to the gradient, of the gate to its product with that
-    half."""
+    """Return the gradients of both halves.
+
+    The gradient of the first half is proportional to the output's. The gradient of the gate is
+    proportional to its product with the first half.
+    """
     g, (own, gate) = number(gradient), _halves(x, dim)
     open_by = gate.plain().sigmoid()
     of_own = Unrounded(g.mantissa * open_by, g.exponent)
@@ -105,7 +108,7 @@ def _glu_backward(gradient: Any, x: Any, dim: int) -> Unrounded:
     return Unrounded(torch.cat([of_own.at(s), of_gate.at(s)], dim), s)
 
 
-# --------------------------------------------------------------------- other than in proportion
+# --------------------------------------------------------------- activations with another scale
 
 
 @rule(aten._prelu_kernel)
@@ -133,7 +136,7 @@ def _log_sigmoid(x: Any) -> tuple[Unrounded, Tensor]:
 
 @rule(aten.hardtanh)
 def _hardtanh(x: Any, least: float = -1.0, most: float = 1.0) -> Unrounded:
-    """Data cut off where the numbers are."""
+    """Clamp the data at the limits, divided by the scale."""
     a = number(x)
     ends = [
         times_any_power(torch.tensor(end, device="cpu"), -a.exponent).to(torch.float32)
@@ -146,7 +149,7 @@ def _hardtanh(x: Any, least: float = -1.0, most: float = 1.0) -> Unrounded:
 
 @rule(aten.elu)
 def _elu(x: Any, alpha: float = 1, scale: float = 1, inner: float = 1) -> Unrounded:
-    """Numbers above zero, and what tends to a constant below: at the scale of the numbers or 1."""
+    """Numbers above zero, and a constant limit below, at the larger of the scales x and 1."""
     a = number(x)
     below = Unrounded(torch.expm1(a.plain() * inner) * (alpha * scale), 0)
     s = largest(a.exponent, 0)

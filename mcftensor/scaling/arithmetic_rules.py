@@ -1,4 +1,4 @@
-"""Rules of arithmetic on elements: the operators of `passes/operators.py`, and a few others."""
+"""Rules of elementwise arithmetic: the operators of `passes/operators.py`, and a few others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _times(x: Unrounded, factor: Any) -> Unrounded:
 
 
 def _fma(a: Any, b: Any, x: Any, value: Any = 1) -> Unrounded:
-    """x + value · a · b; sums of squares, as second moments are, have twice the range, and are
+    """x + value · a · b. Sums of squares, as second moments are, have twice the range, and are
     placed high."""
     total = sum_of(number(x), _times(_times(number(a), b), value))
     return Unrounded(total.mantissa, total.exponent, "high" if a is b else "by rule")
@@ -35,12 +35,12 @@ def _quotient(x: Any, y: Any, placing: Placing = "by rule") -> Unrounded:
 
 
 def _div(x: Any, y: Any) -> Unrounded:
-    """The scales divide; between tensors quotients lie far from 1, and go by their size."""
+    """Divide data and scales. Quotients of tensors lie far from 1, and are placed by size."""
     return _quotient(x, y, "by size" if isinstance(y, Tensor) and y.dim() else "by rule")
 
 
 def _lerp(x: Any, end: Any, weight: Any) -> Unrounded:
-    """First moments: (1 − w) · x + w · end, by the rule of a sum."""
+    """(1 − w) · x + w · end, by the rule of sums, as in first moments."""
     w = float(weight) if isinstance(weight, Tensor) and not weight.dim() else weight
     if isinstance(w, Tensor):
         difference = sum_of(number(end), _times(number(x), -1))
@@ -49,12 +49,12 @@ def _lerp(x: Any, end: Any, weight: Any) -> Unrounded:
 
 
 def _sqrt(x: Any) -> Unrounded:
-    """√data at half the exponent; where that is odd, of twice the data."""
+    """√data at half the exponent; for odd exponents, of twice the data."""
     a = number(x)
     return Unrounded(times_power(a.mantissa, a.exponent & 1).sqrt(), a.exponent >> 1)
 
 
-# By the names of `arithmetic/formulas.py`, of which `passes/operators.py` makes operators.
+# By the names of formulas in `arithmetic/formulas.py`, which `passes/operators.py` uses.
 _FORMULAS: dict[str, Callable[..., Unrounded]] = {
     "add": lambda x, y: sum_of(number(x), number(y)),
     "sub": lambda x, y: sum_of(number(x), _times(number(y), -1)),
@@ -104,7 +104,7 @@ def _reciprocal(x: Any) -> Unrounded:
 
 @rule(aten.pow.Tensor_Scalar)
 def _pow(x: Any, exponent: float) -> Unrounded:
-    """Whole powers multiply the exponent; others go through float32."""
+    """Integer powers from 1 to 4 multiply the exponent; others are computed in float32."""
     if exponent == int(exponent) and 0 < exponent <= 4:
         return Unrounded(number(x).mantissa.pow(exponent), x.exponent * int(exponent))
     return Unrounded(number(x).plain().pow(exponent), 0, "by size")
@@ -113,7 +113,7 @@ def _pow(x: Any, exponent: float) -> Unrounded:
 def _larger_or_smaller(choose: Any, *operators: Any) -> None:
     @rule(*operators, keeps_tails=True)
     def choice(x: Any, y: Any) -> Unrounded:
-        """Both at the larger exponent, as Adam with amsgrad needs it."""
+        """Both operands at the larger exponent, as Adam with amsgrad needs them."""
         a, b = number(x), number(y)
         s = sum_of(a, b).exponent
         return Unrounded(choose(a.at(s), b.at(s)), s)
@@ -125,7 +125,7 @@ _larger_or_smaller(torch.minimum, aten.minimum, aten.clamp_max.Tensor)
 
 @rule(aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 def _clamp(x: Any, min: float | None = None, max: float | None = None) -> Unrounded:
-    """By way of float32: the factor of `clip_grad_norm_` is at most 1."""
+    """Clamp in float32, such as the factor of `clip_grad_norm_`, which is at most 1."""
     clamped = number(x).plain().clamp(min, max)
     measured = number(clamped)
     return Unrounded(measured.mantissa, measured.exponent, "by size")

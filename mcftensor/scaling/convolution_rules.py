@@ -16,7 +16,7 @@ from mcftensor.scaling.scaled_numbers import Unrounded, lead, number, sum_of
 
 @rule(aten.convolution)
 def _convolution(x: Any, weight: Any, bias: Any, *how: Any) -> Unrounded:
-    """A product in which input channels and the kernel are contracted."""
+    """A product that contracts input channels and kernel."""
     a, b = lead(x), lead(weight)
     transposed = how[3]
     half = half_log2(_contracted(weight, transposed, how[5]))
@@ -40,8 +40,11 @@ def _contracted(weight: Tensor, transposed: bool, groups: int) -> int:
 def _convolution_backward(
     gradient: Any, x: Any, weight: Any, bias_sizes: Any, *how: Any
 ) -> tuple[Unrounded | None, ...]:
-    """Products again: for the input of output channels and kernel, for weight and bias of all
-    places."""
+    """The gradients are products too.
+
+    The gradient of the input contracts output channels and kernel. The gradients of weight and bias
+    contract all positions.
+    """
     g, a, b = number(gradient), lead(x), lead(weight)
     made = aten.convolution_backward(g.mantissa, a.mantissa, b.mantissa, bias_sizes, *how)
     *_, transposed, _, groups, mask = how
@@ -67,7 +70,7 @@ def _averaged_by(operator: Any, backward: Any) -> None:
 
     @rule(backward)
     def spread(gradient: Any, x: Any, *how: Any, **also: Any) -> Unrounded:
-        """Each gradient goes to n places, divided by n."""
+        """Spread each gradient over n positions, divided by n."""
         g = number(gradient)
         made = backward(g.mantissa, torch.empty(x.shape, device=x.device), *how, **also)
         whole = max(1, x.numel() // max(1, gradient.numel())).bit_length() - 1

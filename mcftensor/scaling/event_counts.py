@@ -1,4 +1,4 @@
-"""Counts of what scaling does in a stretch of a program: rescalings, products, fallbacks."""
+"""Counts of the events of scaling: rescalings, 8-bit products, fallbacks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _COUNTS: ContextVar[Counter[tuple[str, str]] | None] = ContextVar("scaling_count
 
 
 def count(event: str, name: str) -> None:
-    """Count an event, if anybody does."""
+    """Count an event within `counting`; outside, do nothing."""
     counts = _COUNTS.get()
     if counts is not None:
         counts[event, name] += 1
@@ -19,15 +19,15 @@ def count(event: str, name: str) -> None:
 
 @contextlib.contextmanager
 def counting() -> Iterator[Counter[tuple[str, str]]]:
-    """Count what scaling does within.
+    """Count the events of scaling in a block.
 
-    Backward passes count if they run on the thread of the call, as on a CPU; on a GPU autograd has
-    threads of its own.
+    Backward passes are counted if they run on the thread of the call, as on a CPU. On a GPU,
+    autograd has its threads.
 
     Yields:
-        A Counter of pairs: `("rescaled", operator)`, where an exponent went by the numbers and not
-        by a rule; `("fp8", "native")` and `("fp8", "emulated")`, products of 8-bit data by the
-        device's own or in float32; `("fallback", operator)`, what ran in plain float32.
+        A Counter of pairs: `("rescaled", operator)`, an exponent chosen by the numbers instead of
+        a rule; `("fp8", "native")` and `("fp8", "emulated")`, products of 8-bit data by the
+        device or in float32; `("fallback", operator)`, operators computed in plain float32.
 
     Examples:
         >>> import torch, mcftensor as mcf

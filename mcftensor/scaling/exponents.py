@@ -1,7 +1,7 @@
-"""Powers of two: exponents as ints where they are known, else as 0-d int32 tensors.
+"""Exponents of powers of two, as ints where they are known, else as 0-d int32 tensors.
 
 Exponents that rules know in advance are ints. Exponents that depend on numbers are ints on a CPU
-outside of graphs, where reading a number is free, and tensors on other devices, to avoid
+outside of graphs, where reading a number is free. On other devices they are tensors, to avoid
 synchronization. All functions here take both.
 """
 
@@ -16,28 +16,28 @@ from torch import Tensor
 Exponent: TypeAlias = "int | Tensor"
 
 ANY = -(1 << 20)
-"""The exponent of zeros, which go with every scale: it is below all others."""
+"""The exponent of zeros, which fit every scale; below all others."""
 
 _CPU = torch.device("cpu")
 
 
 def floor_log2(x: float) -> int:
-    """The exponent of the largest power of two that is not above |x|; `ANY` for zero."""
+    """The exponent of the largest power of two not above |x|; `ANY` for zero."""
     return math.frexp(x)[1] - 1 if x else ANY
 
 
 def half_log2(n: int) -> int:
-    """floor(½ log2 n), which unit scaling divides a sum of n numbers by; 0 for none."""
+    """floor(½ log2 n): unit scaling divides a sum of n numbers by 2 to this power; 0 for n = 0."""
     return (n.bit_length() - 1) // 2 if n else 0
 
 
 def is_free(x: Tensor) -> bool:
-    """Whether a look at a number is free, as it is on a CPU outside of graphs."""
+    """Whether reading a number is free, as on a CPU outside of graphs."""
     return type(x) is Tensor and x.device == _CPU and not torch.compiler.is_compiling()
 
 
 def known(s: Tensor) -> Exponent:
-    """An exponent as an int, if a look is free."""
+    """Return an exponent as an int if reading it is free."""
     return int(s.item()) if is_free(s) else s
 
 
@@ -49,21 +49,21 @@ def exponent_tensor(s: Exponent, device: torch.device) -> Tensor:
 
 
 def largest(a: Exponent, b: Exponent) -> Exponent:
-    """The larger one of two exponents."""
+    """The larger of two exponents."""
     if isinstance(a, Tensor):
         return torch.maximum(a, b) if isinstance(b, Tensor) else a.clamp(min=b)
     return b.clamp(min=a) if isinstance(b, Tensor) else max(a, b)
 
 
 def smallest(a: Exponent, b: Exponent) -> Exponent:
-    """The smaller one of two exponents."""
+    """The smaller of two exponents."""
     return -largest(-a, -b)
 
 
 def power_of_two(k: Exponent) -> float | Tensor:
-    """2^k in float32, made of its bits: 2^-149 below 2^-126, and 2^127 from there on.
+    """2^k in float32, made of its bits; 2^-149 for k below -126, 2^127 for k above 127.
 
-    It is never zero, which would make NaN of an infinity: these go with every scale.
+    The result is never zero, since zero times infinity is NaN, and infinities fit every scale.
     """
     if isinstance(k, Tensor):
         return ((k + 127).clamp(0, 254) << 23).clamp(min=1).view(torch.float32)
@@ -78,7 +78,7 @@ def times_power(x: Tensor, k: Exponent) -> Tensor:
 
 
 def times_any_power(x: Tensor, k: Exponent) -> Tensor:
-    """x · 2^k in float64, whose range is enough for every k that is met."""
+    """x · 2^k in float64, whose range is enough for every k in use."""
     if isinstance(k, Tensor):
         bits = ((k.to(torch.int64) + 1023).clamp(0, 2046) << 52).clamp(min=1)
         factor: float | Tensor = bits.view(torch.float64)

@@ -1,4 +1,4 @@
-"""Products of 8-bit data: E4M3 forward and E5M2 for gradients, by the device or in float32."""
+"""Products of 8-bit data: E4M3 forward, E5M2 for gradients, natively or in float32."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ E5M2 = torch.float8_e5m2
 
 
 def fp8_product(x: Tensor, y: Tensor) -> Tensor:
-    """x @ y of two 8-bit scaled matrices, as scaled float16.
+    """Return x @ y of two 8-bit scaled matrices as scaled float16.
 
-    `torch._scaled_mm` multiplies where it can: on a CPU always, on a GPU where all sides are
-    multiples of 16 and not both operands are E5M2. Elsewhere the data is multiplied in float32,
+    `torch._scaled_mm` computes the product where it can: on a CPU always; on a GPU if all sides are
+    multiples of 16 and not both operands are E5M2. Otherwise the data is multiplied in float32,
     which holds every product of 8-bit floats exactly.
 
     Args:
         x: (m, k), in `scaled(torch.float8_e4m3fn)` or `scaled(torch.float8_e5m2)`.
-        y: (k, n), in one of the same.
+            y: (k, n), in one of the same formats.
 
-    Returns:
-        (m, n): products of the data, added up in float32, divided by √k rounded down to a power of
-        two, and rounded to float16.
+        Returns:
+            (m, n): products of the data, summed in float32, divided by √k rounded down to a power
+            of two, and rounded to float16.
 
     Raises:
-        TypeError: an operand of another format.
-        ValueError: no matrices, or sides that do not match.
+            TypeError: an operand has another format.
+            ValueError: an operand is no matrix, or sides do not match.
 
-    *Error*: that of the sum in float32 and of one rounding to float16; see `as_expansion` for that
-    of the 8-bit data.
+        *Error*: the error of the sum in float32 and of one rounding to float16; see `as_expansion`
+        for the error of the 8-bit data.
 
     Examples:
         >>> import torch, mcftensor as mcf
@@ -80,7 +80,7 @@ def _is_native(x: Tensor, y: Tensor) -> bool:
 
 
 def _native(x: Tensor, y: Tensor) -> Tensor:
-    """Rows of x times columns of y, which lie one after the other."""
+    """Multiply with `torch._scaled_mm`, which needs y in column-major layout."""
     count("fp8", "native")
     one = torch.ones((), device=x.device)
     columns = y.t().contiguous().t()
@@ -93,7 +93,7 @@ def _emulated(x: ScaledTensor, y: ScaledTensor) -> Tensor:
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> ScaledTensor:
-    """Data as 8-bit floats."""
+    """Convert a tensor to 8-bit data, placed by its size."""
     return by_size(x, of_dtype(dtype))
 
 
@@ -115,20 +115,20 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias with 8-bit products: x and weight as E4M3, the gradient as E5M2.
+    """Return x @ weight.T + bias by 8-bit products: x and weight as E4M3, the gradient as E5M2.
 
-    What is saved for backward is the 8-bit data.
+    The 8-bit data is saved for backward.
 
     Args:
         x: (..., k), scaled or plain.
         weight: (n, k).
-        bias: (n,), added in float16 or what else it is.
+        bias: (n,), added in float16 or in its format.
 
     Returns:
         (..., n) as scaled float16.
 
-    *Error*: relative 2^-4 for each number of x and weight, 2^-3 for each of a gradient, as far as
-    it is not below 2^-14 and 2^-28 of the largest one.
+    *Error*: relative 2^-4 for each number of x and weight, 2^-3 for each of a gradient, unless the
+    number is below 2^-14 or 2^-28 of the largest one.
     """
     made = _Fp8Linear.apply(x, weight)
     return made if bias is None else made + bias
@@ -138,11 +138,11 @@ class Fp8Linear(nn.Linear):
     """`nn.Linear` with 8-bit products; `scalify(model, products="fp8")` makes these."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """As of `nn.Linear`."""
+        """Return the output of the layer, as `nn.Linear` does."""
         return fp8_linear(x, self.weight, self.bias)
 
 
 def switched(module: nn.Module) -> None:
-    """Have a linear layer take 8-bit products."""
+    """Make a linear layer compute 8-bit products, in place."""
     if type(module) is nn.Linear:
         module.__class__ = Fp8Linear

@@ -1,4 +1,4 @@
-"""Rules of what is looked up by indices, written to indices, and spread over other places."""
+"""Rules of lookup, assignment and accumulation by indices, and of resampling."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mcftensor.scaling.scaled_numbers import Unrounded, aligned, lead, number, w
 
 @rule(aten.index_put, keeps_tails=True)
 def _index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Unrounded:
-    """Assignments to indices, and gradients of picking by them."""
+    """Assign to indices, also for the gradients of indexing."""
     s, (a, b) = aligned([x, values])
     masks = [i for i in indices if i is not None]
     if values.dim() == 0 and len(masks) == 1 and masks[0].dtype == torch.bool and not accumulate:
         before = next(i for i, index in enumerate(indices) if index is not None)
         after = (1,) * (x.dim() - before - masks[0].dim())
-        # Without the number of places, for which the host would wait.
+        # torch.where needs no count of places, for which the host would wait.
         return Unrounded(torch.where(masks[0].view(*masks[0].shape, *after), b.at(s), a.at(s)), s)
     return Unrounded(aten.index_put(a.at(s), indices, b.at(s), accumulate), s)
 
@@ -33,7 +33,7 @@ def _index_put_impl_(
 
 
 def _placed_by(operator: Any) -> None:
-    """Numbers written or added to places of others, all at the larger exponent."""
+    """Register operators that write or add numbers at indices, all at the larger exponent."""
 
     @rule(operator, keeps_tails=True)
     def place(x: Any, dim: int, index: Tensor, source: Any, **also: Any) -> Unrounded:
@@ -53,7 +53,7 @@ for _operator in (
 ):
     _placed_by(_operator)
 
-# Means of neighbours, and sums of a few: they keep the scale.
+# Means of neighbours and sums of a few numbers keep the scale.
 _UPSAMPLES = (
     *("nearest1d", "nearest2d", "nearest3d", "linear1d"),
     *("bilinear2d", "bicubic2d", "trilinear3d"),
@@ -76,7 +76,7 @@ def _embedding(weight: Any, indices: Tensor, *unused: Any, **also: Any) -> Unrou
 def _embedding_backward(
     gradient: Any, indices: Tensor, count: int, padding: int, by: bool
 ) -> Unrounded:
-    """Sums of as many rows as a token comes up: how many is not known beforehand."""
+    """Sum one row for each occurrence of a token; their number is not known beforehand."""
     g = number(gradient)
     summed = aten.embedding_dense_backward(g.mantissa, indices, count, padding, by)
     return Unrounded(summed, g.exponent, "by size")

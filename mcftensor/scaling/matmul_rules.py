@@ -1,7 +1,8 @@
 """Rules of matrix products: sums of K products are divided by √K, rounded down to a power of two.
 
-Products are taken of data in float32, and rounded to data once. With data below A and B, theirs is
-below A · B · √(2K): float16 overflows only where A · B · √(2K) is above 65,504.
+Data is multiplied in float32, and the product is rounded to data once. If the data of the factors
+is below A and B, the product's is below A · B · √(2K): float16 overflows only where A · B · √(2K)
+is above 65,504.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from mcftensor.scaling.scaled_numbers import Unrounded, lead, number, product_of
 
 
 def _product_by(operator: Any, contracted: int, with_bias: Any = None) -> None:
-    """The rule of a product, of which a dimension of the first operand is contracted, and of its
-    form with a bias."""
+    """Register a product that contracts dimension `contracted` of x, and its form with a bias."""
 
     @rule(operator)
     def product(x: Any, y: Any) -> Unrounded:
@@ -32,7 +32,7 @@ def _product_by(operator: Any, contracted: int, with_bias: Any = None) -> None:
 
 
 _product_by(aten.mm, 1, aten.addmm)  # linear layers, forward and backward
-_product_by(aten.bmm, 2, aten.baddbmm)  # attention that is written out
+_product_by(aten.bmm, 2, aten.baddbmm)  # attention in single steps
 _product_by(aten.mv, 1)
 _product_by(aten.dot, 0)
 

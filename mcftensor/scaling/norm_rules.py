@@ -1,7 +1,7 @@
-"""Rules of layer, RMS and batch norms: the data is normalized, and the gain gives the scale.
+"""Rules of layer, RMS, group and batch norms: data is normalized, and the gain gives the scale.
 
-The gradient of the input is scaled by its size; this balances the scales of backward passes. The
-gradients of gain and bias are sums and follow the rule of sums.
+The gradient of the input is scaled by its size, which balances the scales of backward passes. The
+gradients of gain and bias are sums, and follow the rule of sums.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ def _inverse_deviation(variance: Tensor, eps: float, exponent: Any) -> Tensor:
     total = variance + eps * power_of_two(-exponent) * power_of_two(-exponent)
     if not eps:
         return total.rsqrt()
-    # In units of data eps may be beyond float32.
+    # eps, divided by the square of the scale, may be beyond the range of float32.
     alone = variance.new_ones(()) * power_of_two(exponent) * eps**-0.5
     return torch.where(total.isinf() & variance.isfinite(), alone, total.rsqrt())
 
 
 def _saved(mean: Tensor, inverse: Tensor, exponent: Exponent) -> tuple[Tensor, Tensor]:
-    """Statistics of the data as unscaled numbers, which other code reads too, such as vmap."""
+    """Convert statistics to unscaled numbers, since other code, such as vmap, reads them."""
     return times_any_power(mean, exponent), times_any_power(inverse, -exponent)
 
 
 def _of_data(mean: Tensor, inverse: Tensor, exponent: Exponent) -> tuple[Tensor, Tensor]:
-    """In units of data again."""
+    """Convert saved statistics back to units of the data."""
     own = times_any_power(mean, -exponent), times_any_power(inverse, exponent)
     return own[0].to(torch.float32), own[1].to(torch.float32)
 
 
 def _with_gain(normal: Tensor, weight: Any, bias: Any, shape: tuple[int, ...]) -> Unrounded:
-    made = close(Unrounded(normal, 0))  # beside a large eps it may be far below 1
+    made = close(Unrounded(normal, 0))  # far below 1 if eps is large
     if weight is not None:
         gain = number(weight)
         made = product_of(made, Unrounded(gain.mantissa.view(shape), gain.exponent))
@@ -56,7 +56,7 @@ def _with_gain(normal: Tensor, weight: Any, bias: Any, shape: tuple[int, ...]) -
 
 
 def _around(x: Any) -> tuple[int, ...]:
-    """The shape in which a number for each channel meets what has channels."""
+    """Return the shape that broadcasts one number per channel over x."""
     return (1, -1, *[1] * (x.dim() - 2))
 
 
@@ -68,13 +68,13 @@ def _gain_of(weight: Any) -> tuple[Tensor | None, Exponent]:
 
 
 Gradients = tuple[Unrounded | None, ...]
-"""Of input, gain and bias, where they are wanted."""
+"""The gradients of input, gain and bias; None for those not needed."""
 
 
 def _gradients(
     made: Any, s: Exponent, of_gradient: Exponent, size: int, mask: list[bool]
 ) -> Gradients:
-    """Of the input at the exponent s, and of gain and bias, each a sum over all places."""
+    """Return the gradients of the input, at the exponent s, and of gain and bias, summed."""
     dx, *sums = made
     return (
         Unrounded(dx, s, "by size") if mask[0] else None,
@@ -163,7 +163,7 @@ def _group_norm_backward(gradient: Any, x: Any, *how: Any) -> Gradients:
 
 @rule(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
 def _batch_norm(x: Any, weight: Any, bias: Any, *how: Any) -> tuple[Unrounded, Tensor, Tensor]:
-    """By the statistics of the batch, in units of its data, or by the running ones."""
+    """Normalize by the statistics of the batch, in units of its data, or by the running ones."""
     running_mean, running_variance, training, momentum, eps = how
     a = number(x)
     dims = [0, *range(2, x.dim())]

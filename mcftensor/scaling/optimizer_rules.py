@@ -1,4 +1,4 @@
-"""Rules of what optimizers ask for as a whole: lists of tensors, and fused steps."""
+"""Rules of operators of optimizers: lists of tensors, and fused steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mcftensor.scaling.scaled_numbers import Placing, Unrounded, number, write_t
 
 
 def _foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """The same operation on one tensor after the other: each has a scale of its own."""
+    """Apply an operation to each tensor in turn, since every tensor has its scale."""
     call = ListCall(func, args, kwargs)
     made = call.by_torch([None] * call.count)
     return None if call.in_place else made
@@ -27,15 +27,17 @@ RULES["foreach"] = ScalingRule(_foreach)
 
 
 def _fused_by(func: Any, states: Sequence[str], squares: Sequence[str]) -> Any:
-    """Fused steps, one tensor after the other: in float64, which holds the squares of gradients of
-    any scale that is met, and of which each result is rounded to float32 and then to its data.
+    """Return the rule of a fused step, which updates one tensor after the other.
+
+    The step is computed in float64, which holds the squares of gradients of any scale in use. Each
+    result is rounded to float32 and then to its data.
 
     Args:
-        func: the operator, which takes a list for each of its operands.
+        func: the operator, which takes a list for each operand.
         states: the names of its lists of states.
-        squares: those among them that hold squares, which are placed high.
+        squares: the names of lists of squares, which are placed high.
     """
-    quantities = ("params", "grads", *states)  # behind these are counts of steps
+    quantities = ("params", "grads", *states)  # step counts follow
     count = len(quantities)
 
     def step(*args: Any, **kwargs: Any) -> None:
@@ -52,7 +54,7 @@ def _fused_by(func: Any, states: Sequence[str], squares: Sequence[str]) -> Any:
 
 
 def _in_float64(x: Tensor) -> Tensor:
-    """A copy for the step to write to."""
+    """Return a float64 copy for the step to write to."""
     if not is_scaled(x):
         return x.to(torch.float64, copy=True)
     own = number(x)

@@ -1,4 +1,4 @@
-"""Rules of losses that compare number with number: in float32, and balanced in backward."""
+"""Rules of elementwise losses: computed in float32, and balanced in backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ in_float32(
     aten.smooth_l1_loss,
     aten.huber_loss,
     aten.binary_cross_entropy,
-    # Its backward pass is made of operations that have rules.
+    # Its backward pass consists of operations with rules.
     aten.binary_cross_entropy_with_logits,
     placing="by size",
 )

@@ -1,5 +1,8 @@
-"""Rules of reductions. The sum of n independent numbers is √n times one of them; what goes by the
-order of numbers goes by that of data, and keeps the scale."""
+"""Rules of reductions.
+
+The sum of n independent numbers has √n times their size. Reductions by order, such as max, act on
+the data and keep the scale.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ on_data(
 def _sum(
     x: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Unrounded:
-    """s + floor(½ log2 n); what has no dimensions left goes by its size, which costs nothing."""
+    """Add floor(½ log2 n) to the exponent; place scalars by size, which costs nothing."""
     n = _count_of(x, dim)
     half = half_log2(n)
     summed = number(x).mantissa.sum(dims_of(x, dim), keepdim)
@@ -42,7 +45,7 @@ def _sum(
 def _mean(
     x: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Unrounded:
-    """A sum, divided by n."""
+    """A sum divided by n."""
     half = half_log2(_count_of(x, dim))
     mean = number(x).mantissa.mean(dims_of(x, dim), keepdim)
     return Unrounded(times_power(mean, half), x.exponent - half, _placing(mean), _format(dtype))
@@ -62,7 +65,7 @@ def _vector_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Unrounded:
-    """Norms are in proportion to their numbers; they are float32, as is what clips by them."""
+    """Norms are proportional to their numbers. They are float32, as are factors for clipping."""
     norm = torch.linalg.vector_norm(number(x).mantissa, order, dim, keepdim)
     format = of_dtype(torch.float32) if norm.dim() == 0 else None
     return Unrounded(norm, x.exponent, _placing(norm), _format(dtype) or format)
@@ -94,7 +97,7 @@ _spread_by(aten.std_mean.correction, _deviation, and_mean=True)
 
 @rule(aten.logsumexp)
 def _logsumexp(x: Any, dim: Dims, keepdim: bool = False) -> Unrounded:
-    """Of the numbers, in float32; near 1, as log softmax."""
+    """Compute in float32, at a scale near 1 like log softmax."""
     return Unrounded(number(x).plain().logsumexp(dims_of(x, dim), keepdim), 0, "to fit")
 
 
@@ -111,7 +114,7 @@ def _count_of(x: Tensor, dim: Dims) -> int:
 
 
 def dims_of(x: Tensor, dim: Dims) -> list[int]:
-    """Return the reduced dimensions: all by default."""
+    """Return the reduced dimensions, all of them by default."""
     dims = [dim] if isinstance(dim, int) else list(dim or ())
     return dims or list(range(x.dim()))
 

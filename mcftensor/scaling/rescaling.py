@@ -1,4 +1,4 @@
-"""Rescaling by the numbers, where a model asks for it."""
+"""Explicit rescaling of tensors and gradients by their size."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def _balanced(x: Tensor) -> Tensor:
 
 
 def rescale(x: Tensor) -> Tensor:
-    """The same numbers with the exponent that goes by their size: data has a root mean square in
-    [1, 2), or lower where the largest number would not fit.
+    """Return the same numbers with an exponent chosen by their size.
 
-    Gradients pass as they are. Plain tensors are copied.
+    The data then has a root mean square in [1, 2), or lower if the largest number would not fit.
+    Gradients pass unchanged. Plain tensors are copied.
 
-    *Error*: none, but for numbers that were, or come to be, below the normal range of the data.
+    *Error*: none, except for numbers that were or become subnormal in the data.
 
     Examples:
         >>> import torch, mcftensor as mcf
@@ -52,9 +52,10 @@ def rescale(x: Tensor) -> Tensor:
 
 
 def rescale_grad(x: Tensor) -> Tensor:
-    """x as it is; its gradient is rescaled on its way back, as `rescale` does it.
+    """Return x; its gradient is rescaled in backward as by `rescale`.
 
-    Layer norms, attention and losses do this by themselves. It is for long ways without any.
+    Layer norms, attention and losses rescale gradients by themselves. `rescale_grad` is for long
+    paths without any of them.
 
     Examples:
         >>> import torch, mcftensor as mcf

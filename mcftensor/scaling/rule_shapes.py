@@ -1,6 +1,6 @@
-"""The rules that many operators share: on data, on numbers in float32, in proportion to a gradient.
+"""Rules that many operators share: on data, in float32, or proportional to a gradient.
 
-Each registers the operators that it is given, and calls them.
+Each function registers operators with a rule that calls them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from mcftensor.scaling.scaled_numbers import Placing, Unrounded, number
 
 
 def on_data(*operators: Any, keeps_tails: bool = False) -> None:
-    """Operators that are in proportion to their first operand: done to its data, floating results
-    have its exponent."""
+    """Register operators that are proportional to their first operand.
+
+    They are applied to its data. Floating results have its exponent.
+    """
 
     def rule_of(operator: Any) -> Callable[..., Any]:
         def compute(x: Any, *how: Any, **also: Any) -> Any:
@@ -33,7 +35,7 @@ def on_data(*operators: Any, keeps_tails: bool = False) -> None:
 
 
 def in_float32(*operators: Any, placing: Placing) -> None:
-    """Operators that bend where a number says: done to the numbers in float32, near 1."""
+    """Register nonlinear operators: they are applied to numbers in float32, at a scale of 1."""
 
     def rule_of(operator: Any) -> Callable[..., Any]:
         def compute(*args: Any, **also: Any) -> Any:
@@ -46,7 +48,7 @@ def in_float32(*operators: Any, placing: Placing) -> None:
 
 
 def by_gradient(*operators: Any, placing: Placing = "by rule") -> None:
-    """Backward operators: done to the data of a gradient, and the numbers of the others."""
+    """Register backward operators, applied to a gradient's data and the others' numbers."""
 
     def rule_of(operator: Any) -> Callable[..., Any]:
         def backward(gradient: Any, *args: Any, **also: Any) -> Any:
@@ -62,7 +64,7 @@ def by_gradient(*operators: Any, placing: Placing = "by rule") -> None:
 
 
 def plain_operand(x: Any) -> Any:
-    """An operand in float32; indices and masks as they are."""
+    """Return an operand in float32; indices and masks unchanged."""
     if is_scaled(x):
         return number(x).plain()
     is_float = isinstance(x, Tensor) and x.is_floating_point()
@@ -70,7 +72,7 @@ def plain_operand(x: Any) -> Any:
 
 
 def unrounded(made: Any, exponent: Exponent, placing: Placing = "by rule") -> Any:
-    """Results as numbers with an exponent; indices and masks as they are."""
+    """Return results as numbers with an exponent; indices and masks unchanged."""
     if isinstance(made, tuple):
         return tuple(unrounded(x, exponent, placing) for x in made)
     return Unrounded(made, exponent, placing) if made.is_floating_point() else made

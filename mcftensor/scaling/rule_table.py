@@ -1,8 +1,8 @@
-"""Where an operation on scaled tensors goes: the table of rules, and what is done with results.
+"""Dispatch of operators on scaled tensors: the table of rules, and the storage of their results.
 
-A rule is a function of one of PyTorch's operators, called with its arguments. It returns a
-`Unrounded`, which is then rounded to the format of the operands or written to what the operator
-writes; or a tensor that is complete; or a tuple of these. So one rule serves `add` and `add_`.
+A rule is a function that takes the arguments of a PyTorch operator. It returns an `Unrounded`,
+which is then rounded to the format of the operands or written to the operator's output; or a
+complete tensor; or a tuple of these. So one rule serves both `add` and `add_`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FALLBACK: ContextVar[bool] = ContextVar("scaling_fallback", default=False)
 
 @dataclass(frozen=True)
 class ScalingRule:
-    """What carries an operator out, and whether its result has the tails of its operands."""
+    """The function of an operator, and whether its result keeps the tails of operands."""
 
     function: Callable[..., Any]
     keeps_tails: bool = False
@@ -44,7 +44,7 @@ RULES: dict[Any, ScalingRule] = {}
 
 
 def rule(*operators: Any, keeps_tails: bool = False) -> Callable[[Any], Any]:
-    """Register the rule of operators; one without its overload stands for all but out=."""
+    """Register a rule; an operator without overload stands for all its overloads but out=."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         for operator in operators:
@@ -61,10 +61,10 @@ def rule(*operators: Any, keeps_tails: bool = False) -> Callable[[Any], Any]:
 
 @contextlib.contextmanager
 def fallback() -> Iterator[None]:
-    """Within, an operation that has no rule is computed in plain float32, and its result is scaled
-    by its size; outside it raises. So has to be its backward pass, if that has no rule.
+    """Compute operators without a rule in plain float32, and scale the results by size.
 
-    The numbers pass through float32, so what is beyond its range is lost.
+    Outside of this context, such operators raise. The backward pass must also be within it, if that
+    has no rule. Numbers beyond the range of float32 are lost.
 
     Examples:
         >>> import torch, mcftensor as mcf
@@ -81,7 +81,7 @@ def fallback() -> Iterator[None]:
 
 
 def follow_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Carry out one of PyTorch's operators on arguments that hold a scaled tensor."""
+    """Carry out a PyTorch operator on arguments with scaled tensors."""
     return _handler(func)(func, *args, **kwargs)
 
 
@@ -98,14 +98,14 @@ def _handler(func: Any) -> Handler:
 
 
 def _functional(func: Any) -> Any:
-    """`add` of `add_`; None of what writes to nothing."""
+    """Return `add` for `add_`, or None for an operator that writes to nothing."""
     name, is_written = func.overloadpacket.__name__, func._schema.is_mutable
     packet = getattr(aten, name[:-1], None) if is_written and name.endswith("_") else None
     return getattr(packet, func._overloadname, None)
 
 
 def result_format(tree: Any, *, keep_tails: bool) -> ScaledFormat:
-    """The format of what is computed of the scaled tensors in a tree of arguments."""
+    """Return the format of results from the scaled tensors in a tree of arguments."""
     found = [x for x in leaves(tree) if is_scaled(x)]
     formats = [x.format for x in found if x.dim()] or [x.format for x in found]
     return promoted(formats, keep_tails=keep_tails)
@@ -134,7 +134,7 @@ def _written(found: ScalingRule, func: Any, target: Tensor, *others: Any, **kwar
 
 
 def _given_out(func: Any, *args: Any, out: Tensor, **inputs: Any) -> Tensor:
-    """With out=, of amsgrad: the operation, and its result written there."""
+    """Carry out an operator with out=, as amsgrad calls it."""
     result = func.overloadpacket(*args, **inputs)
     if out.shape != result.shape:
         raise ValueError(
@@ -145,7 +145,7 @@ def _given_out(func: Any, *args: Any, out: Tensor, **inputs: Any) -> Tensor:
 
 
 def _viewed(func: Any, base: Tensor, *others: Any, **kwargs: Any) -> Any:
-    """A view: the same of each component, with the exponent of the base."""
+    """Return views of each component, with the exponent of the base."""
     if not is_scaled(base):
         return _without_rule(func, base, *others, **kwargs)
     *data, s = base._held()

@@ -1,4 +1,4 @@
-"""Tensors in scaled formats: how they are made, and what of them is data."""
+"""Tensors in scaled formats: construction, data and views."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ class _InScaledFormats(type(MCFTensor)):  # type: ignore[misc]
 
 
 class ScaledTensor(MCFTensor, metaclass=_InScaledFormats):
-    """The MCFTensors whose format is a `ScaledFormat`: a name, which has no instances of its own.
+    """MCFTensors whose format is a `ScaledFormat`; no object has this class itself.
 
     The numbers are `data · 2^exponent`, and
     `mcf.as_expansion(x, mcf.scaling.scaled(torch.float16))` makes these tensors. Shape, strides,
-    device and dtype are those of the data; `components` are the data, the tail if the format has
-    one, and the exponent. Operations follow the rules of unit scaling, which this folder's modules
-    list by operator: what comes out is scaled again, and so are gradients.
+    device and dtype are the data's; `components` are the data, the tail if the format has one, and
+    the exponent. Operations follow the rules of unit scaling, which this folder's modules list by
+    operator: results are scaled again, and so are gradients.
 
-    Views share the exponent of their base. A write into the whole of it sets the exponent; one into
-    a part can only raise it, and then shifts what lies beside. Copies have an exponent of their
-    own.
+    Views share the exponent of their base. A write to the whole tensor sets the exponent. A write
+    to a part can only raise it, and then shifts the data of the rest. Copies have their exponent.
 
     Args:
-        components: the data, and the tail if the format has one; plain tensors alike.
-        exponent: s, as an int32 tensor without dimensions.
-        format: their format; by default that of the data's dtype.
+        components: the data, and the tail if the format has one, as plain tensors of one shape.
+        exponent: s, as a 0-d int32 tensor.
+        format: their format; by default the format of the data's dtype.
 
     Raises:
-        TypeError: components that are not of the format.
-        ValueError: a wrong number of components, or components of unlike shapes.
+        TypeError: components do not match the format.
+        ValueError: the number of components is wrong, or their shapes differ.
 
     Examples:
         >>> import torch, mcftensor as mcf
@@ -57,7 +56,7 @@ class ScaledTensor(MCFTensor, metaclass=_InScaledFormats):
     def __new__(  # type: ignore[misc]
         cls, components: Sequence[Tensor], exponent: Tensor, format: ScaledFormat | None = None
     ) -> MCFTensor:
-        """Make an MCFTensor of components that are checked."""
+        """Make an MCFTensor from components, which are checked."""
         if format is None:
             data, *tail = [x.dtype for x in components]
             format = of_dtype(data, tail[0] if tail else None)
@@ -75,7 +74,7 @@ class ScaledTensor(MCFTensor, metaclass=_InScaledFormats):
 
 
 def is_scaled(x: object) -> TypeGuard[ScaledTensor]:
-    """Whether a tensor has a scale of its own."""
+    """Whether a tensor has a scaled format."""
     return isinstance(x, MCFTensor) and x._has_rules
 
 
@@ -85,7 +84,7 @@ def data_of(x: ScaledTensor) -> tuple[Tensor, ...]:
 
 
 def is_all(x: ScaledTensor) -> bool:
-    """Whether a tensor is the whole of what shares its exponent, and no part of it."""
+    """Whether a tensor covers all elements that share its exponent."""
     base = x._base_components
     return base is None or base[0].numel() == x.numel()
 
@@ -96,7 +95,7 @@ def made_of(
     format: ScaledFormat,
     base: tuple[Tensor, ...] | None = None,
 ) -> ScaledTensor:
-    """The tensor of data and an exponent, unchecked; of a view, given the data of its base."""
+    """Return an unchecked tensor of data and an exponent; for a view, `base` is the base's data."""
     made = wrapper(MCFTensor, data[0], format)
     made._hold((*data, exponent), format, "value", own=False)
     if base is not None:
@@ -111,7 +110,7 @@ def _rebuilt(
     requires_grad: bool,
     is_param: bool,
 ) -> Any:
-    """What pickles name that were written when these tensors had a class of their own."""
+    """Rebuild tensors from pickles that were written when scaled tensors had a class."""
     dtype, tail = components[0].dtype, components[1].dtype if len(components) > 1 else None
     made = MCFTensor([*components, exponent], of_dtype(dtype, tail, rounding))
     if is_param:

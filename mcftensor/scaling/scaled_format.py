@@ -24,10 +24,10 @@ TOPS: dict[torch.dtype, int] = {
     torch.float8_e4m3fn: 7,
     torch.float8_e5m2: 14,
 }
-"""Where the largest number is put at most: data is below 2^(top + 1), and does not overflow."""
+"""The largest exponent of data: data is below 2^(top + 1), so that it does not overflow."""
 
 _HALF_AND_TAIL = cast(TailFormat, fp16i8.nearest)
-"""What data and an integer tail are, without the scale."""
+"""The format of data with an integer tail, without the scale."""
 
 PRECISIONS: dict[torch.dtype, int] = {
     torch.float32: 24,
@@ -39,15 +39,15 @@ PRECISIONS: dict[torch.dtype, int] = {
 
 
 class _Exponent(Component):
-    """One number for the whole tensor."""
+    """The exponent: one number for the whole tensor."""
 
     @property
     def is_shared(self) -> bool:
-        """It is."""
+        """True: all elements share the exponent."""
         return True
 
     def shape(self, shape: torch.Size) -> torch.Size:
-        """None."""
+        """Return the shape of a 0-d tensor."""
         return torch.Size()
 
 
@@ -55,21 +55,21 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class ScaledFormat(Format):
-    """Data of a small type times 2^s, with one integer s for each tensor; `scaled` makes these.
+    """Low-precision data times 2^s, with one integer s for each tensor; `scaled` makes these.
 
     Attributes:
-        tail: the dtype of what follows the data, if anything does. That of a scaled expansion is
-            stored times 2^precision, so that it is as large as the leading term: it has all its
-            bits wherever that is a normal number. An int8 goes on where the bits of a float16 end.
-        rounding: of what is written into tensors of this format.
-        top: exponent of the largest number that data is given room for.
+        tail: the dtype of the tail, or None. The tail of a scaled expansion is stored times
+            2^precision, so that it is as large as the leading term: it has all its bits wherever
+            the leading term is normal. An int8 tail continues the bits of a float16.
+        rounding: how numbers written into tensors of this format are rounded.
+        top: exponent of the largest number for which data has room.
     """
 
     tail: torch.dtype | None
-    dtype: torch.dtype = None  # type: ignore[assignment]  # that of the data, asked at every turn
+    dtype: torch.dtype = None  # type: ignore[assignment]  # the data's; read often, so no property
     top: int
     arithmetic = "rules"
-    shared = frozenset()  # blocks share nothing, and the exponent is the whole tensor's
+    shared = frozenset()  # blocks share nothing; the exponent belongs to the whole tensor
 
     def __new__(
         cls,
@@ -77,7 +77,7 @@ class ScaledFormat(Format):
         tail: torch.dtype | None = None,
         rounding: Rounding = "nearest",
     ) -> ScaledFormat:
-        """The one format of these."""
+        """Return a new format, and register it."""
         self: ScaledFormat = object.__new__(cls)
         self.name = _name_of(dtype, tail, rounding)
         self.dtype, self.tail, self.rounding = dtype, tail, rounding
@@ -105,21 +105,21 @@ class ScaledFormat(Format):
 
     @functools.cached_property
     def lead(self) -> ScaledFormat:
-        """The format of the leading term alone, to nearest, in which products are taken."""
+        """The format of the leading term, rounded to nearest, in which products are computed."""
         return of_dtype(self.dtype)
 
     @property
     def result(self) -> ScaledFormat:
-        """Arithmetic gives the leading term."""
+        """The leading term's format: arithmetic drops tails."""
         return self.lead
 
     @property
     def gradient(self) -> ScaledFormat:
-        """Gradients have a scale of their own."""
+        """The leading term's format: gradients have their scale."""
         return self.lead
 
     def with_rounding(self, rounding: Rounding) -> ScaledFormat:
-        """The same data, rounded in another way, if `scaled` has that."""
+        """Return the format of the same data with another rounding, if `scaled` has it."""
         return cast(ScaledFormat, Format.from_name(_name_of(self.dtype, self.tail, rounding)))
 
     @functools.cached_property
@@ -129,51 +129,53 @@ class ScaledFormat(Format):
 
     @property
     def of_gradients(self) -> None:
-        """Gradients are scaled already."""
+        """None: gradients are already scaled."""
         return None
 
     @property
     def of_sums(self) -> ScaledFormat:
-        """Sums of gradients of 16 bits have two terms."""
+        """Two terms for sums of 16-bit gradients, else this format."""
         is_single = self.dtype.itemsize == 2 and self.tail is None
         return of_dtype(self.dtype, self.dtype) if is_single else self
 
     @property
     def of_states(self) -> ScaledFormat:
-        """The format of new tensors like this one: only weights have an integer tail."""
+        """The format of new tensors like this one; only weights have an integer tail."""
         return self.lead if self.tail == torch.int8 else self.nearest
 
     # ---------------------------------------------------------------------------------- the codec
 
     def decode(self, stored: Sequence[Tensor]) -> list[Tensor]:
-        """The numbers in float64; what that cannot hold, below 2^-1022, becomes zero."""
+        """Return the numbers in float64; numbers below 2^-1022 become zero."""
         *parts, exponent = stored
         return [times_any_power(self.load(parts, torch.float64), exponent)]
 
     def leading(self, stored: Sequence[Tensor]) -> Tensor:
-        """The numbers of the data alone."""
+        """Return the numbers of the leading term."""
         (number,) = self.lead.decode([stored[0], stored[-1]])
         return number
 
     def about(self, stored: Sequence[Tensor]) -> str:
-        """The exponent."""
+        """Return the exponent as text."""
         return f", exponent={stored[-1].item()}"
 
     def to_file(self, stored: Sequence[Tensor]) -> list[Tensor]:
-        """Data without its exponent is no number: it is stored as the integers of its bits, so that
-        no other program takes it for weights."""
+        """Return the data as integers of its bits, with the other components.
+
+        Data without its exponent is not a number, and no other program should take it for weights.
+        """
         data, *others = stored
         return [data.view(PATTERNS[data.dtype.itemsize]), *others]
 
     def from_file(self, stored: Sequence[Tensor]) -> list[Tensor]:
-        """Integers as data."""
+        """Return integers from a file as data."""
         patterns, *others = stored
         return [patterns.view(self.dtype), *others]
 
     def store(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Numbers, already divided by 2^s, as data: each term is rounded to nearest, once.
+        """Return numbers, already divided by 2^s, as data; each term is rounded to nearest, once.
 
-        E4M3 and E5M2 saturate: what is too large becomes their largest number, and infinities too.
+        E4M3 and E5M2 saturate: numbers that are too large and infinities become the largest number.
         """
         if self.dtype in FP8:
             most = torch.finfo(self.dtype).max
@@ -191,7 +193,7 @@ class ScaledFormat(Format):
         return leading, round_to(torch.nan_to_num(rest, 0.0, 0.0, 0.0), self.dtype)
 
     def load(self, parts: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Data as float32: exactly, but for a tail that lies further behind than that reaches."""
+        """Return data in `dtype`: exact, except for a tail below the precision of `dtype`."""
         if len(parts) == 1:
             return parts[0].to(dtype)
         if self.tail == torch.int8:
@@ -208,7 +210,7 @@ def _name_of(dtype: torch.dtype, tail: torch.dtype | None, rounding: Rounding) -
 
 
 def _dithered(x: Tensor, precision: int) -> Tensor:
-    """x cut to some bits, after a random number below those has been added: right in the mean."""
+    """Round x stochastically: add random bits below the precision, and cut them off."""
     cut = 24 - precision
     bits = x.to(torch.float32).view(torch.int32)
     noise = torch.randint_like(bits, 1 << cut)
@@ -227,7 +229,7 @@ def of_dtype(
 
 
 _half, _brain = torch.float16, torch.bfloat16
-for _dtype in TOPS:  # known by their names, in files
+for _dtype in TOPS:  # registered, since files name them
     of_dtype(_dtype)
 for _tail in (_half, torch.int8):
     of_dtype(_half, _tail)
@@ -243,25 +245,25 @@ def scaled(
     tail: int = 0,
     rounding: Literal["nearest", "stochastic"] = "nearest",
 ) -> ScaledFormat:
-    """The format of tensors whose data is of a small type, times one power of two for each tensor.
+    """Return the format of low-precision data times one power of two for each tensor.
 
-    Scales are carried through operations, so that data stays near 1, where float16 and the 8-bit
-    floats have their precision, whatever the size of the numbers is.
+    Operations carry the scales along. So the data stays near 1, where float16 and the 8-bit floats
+    have their precision, for numbers of any size.
 
     Args:
         base: float16, bfloat16, float8_e4m3fn, float8_e5m2 or float32; or an expansion,
             `mcf.fp16x2` or `mcf.bf16x2`, which then has all its bits over the whole range.
-        tail: 8 for weights of float16 with 19 bits: an integer of 8 bits goes on where its own end.
-            Products are those of the float16; updates reach all. States made like such a weight
+        tail: 8 for float16 weights with 19 bits: an integer of 8 bits continues the float16.
+            Products use the float16 alone; updates change all bits. States made like such a weight
             are plain scaled float16.
-        rounding: of what is written to a tensor of this format. `"stochastic"` is for parameters of
-            float16 or bfloat16: steps that are too small for these survive in the mean. It is drawn
-            from PyTorch's generator, and states and what is computed are rounded to nearest. Data
-            below the normal range, 2^-14 of float16, is rounded to nearest too.
+        rounding: how numbers written to a tensor of this format are rounded. `"stochastic"` is for
+            parameters of float16 or bfloat16: steps that are too small for them survive in the
+            mean. It draws from PyTorch's generator. States and results of operations are rounded to
+            nearest. Data below the normal range, 2^-14 of float16, is rounded to nearest too.
 
     Raises:
-        TypeError: something else.
-        ValueError: a tail or a rounding that the format does not have.
+        TypeError: `base` is another object.
+        ValueError: the format has no such tail or rounding.
 
     *Source*: P. Balanca et al., "Scalify: scale propagation for efficient low-precision LLM
     training", arXiv 2407.17353, 2024.
@@ -299,7 +301,7 @@ def scaled(
 
 
 def promoted(formats: Sequence[ScaledFormat], *, keep_tails: bool) -> ScaledFormat:
-    """The format of what operands of these formats give."""
+    """Return the format of a result of operands in these formats."""
     first = formats[0]
     if all(format is first for format in formats):
         return first.nearest if keep_tails else first.lead

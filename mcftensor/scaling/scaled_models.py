@@ -1,4 +1,4 @@
-"""Models and tensors into scaled formats and back."""
+"""Conversion of models and tensors to scaled formats and back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def as_scaled(x: Tensor, format: ScaledFormat) -> ScaledTensor:
-    """A tensor in a scaled format; `mcf.as_expansion` is the public name."""
+    """Convert a tensor to a scaled format; `mcf.as_expansion` is the public function."""
     if is_scaled(x):
         return by_size(x.detach(), format)
     if not x.is_floating_point() or x.layout != torch.strided:
@@ -44,29 +44,29 @@ def scalify(
     overrides: dict[str, ScaledFormat | None] | None = None,
     products: str | None = None,
 ) -> M:
-    """A model whose parameters are scaled, in place: so are then its activations, its gradients and
-    the states of its optimizer, without a factor on the loss.
+    """Convert the parameters of a model to a scaled format, in place, and return the model.
 
-    Parameters keep their objects, so that weights that are tied stay tied and an optimizer that was
-    built before still works. Buffers stay as they are: running statistics are float32. Inputs need
-    no conversion; what meets a scaled tensor becomes one.
+    Activations, gradients and states of the optimizer are then scaled too, without a loss scale.
+    Parameters keep their identity, so tied weights stay tied and an optimizer built before still
+    works. Buffers stay unchanged: running statistics are float32. Inputs need no conversion; plain
+    tensors that meet a scaled tensor are converted.
 
     Args:
         model: any module whose operations have rules; others raise, and name the repair.
-        format: of all floating parameters; by default `scaled(torch.float16)` that is rounded
-            stochastically, so that steps too small for 11 bits survive in the mean.
-        overrides: patterns (fnmatch) of names of parameters, and the format that they get instead;
-            None leaves a parameter plain. The first pattern that matches decides.
-        products: `"fp8"` has `nn.Linear` multiply 8-bit data: E4M3 forward, E5M2 for gradients.
+        format: the format of all floating parameters; by default `scaled(torch.float16)` with
+            stochastic rounding, so that steps too small for 11 bits survive in the mean.
+        overrides: patterns (fnmatch) of parameter names, and the formats of these parameters; None
+            leaves a parameter plain. The first pattern that matches decides.
+        products: `"fp8"` makes `nn.Linear` multiply 8-bit data: E4M3 forward, E5M2 for gradients.
 
     Raises:
-        TypeError: `format` is no scaled format.
-        ValueError: `products` is something else; a pattern that matches no parameter.
-        RuntimeError: a parameter to which weak references exist; one of a recurrent layer.
-        NotImplementedError: a parameter that is sharded.
+        TypeError: `format` is not a scaled format.
+        ValueError: `products` has another value, or a pattern matches no parameter.
+        RuntimeError: a parameter has weak references to it, or belongs to a recurrent layer.
+        NotImplementedError: a parameter is sharded.
 
-    *Source*: arXiv 2407.17353; embeddings, attention, convolutions, batch norms and losses, for
-    which it gives no rules, are this library's own.
+    *Source*: arXiv 2407.17353. The rules of embeddings, attention, convolutions, batch norms and
+    losses are this library's, since the paper has none for them.
 
     Examples:
         >>> import torch, mcftensor as mcf
@@ -148,7 +148,7 @@ class _Encoded(torch.autograd.Function):
 
 
 def _with_scale(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """PyTorch compares the dtypes of a convolution before any rule is asked."""
+    """Convert the input, since PyTorch compares the dtypes of a convolution before dispatch."""
     x, *others = inputs
     weight = module.weight
     if is_scaled(weight) and isinstance(x, Tensor):
@@ -168,7 +168,7 @@ class _Decoded(torch.autograd.Function):
 
 
 def _with_plain(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
-    """A layer that has no rules computes in float32."""
+    """Convert inputs to float32 for a layer without rules."""
     return tree_map_only(MCFTensor, lambda x: _Decoded.apply(x) if is_scaled(x) else x, inputs)
 
 
@@ -177,7 +177,7 @@ def _scaled_again(format: ScaledFormat, module: nn.Module, inputs: Any, results:
 
 
 def unscaled(model: M, dtype: torch.dtype | None = None) -> M:
-    """A model whose scaled parameters are plain again, in place, as of `mcf.as_plain`."""
+    """Convert the scaled parameters of a model to plain ones, in place; for `mcf.as_plain`."""
     for p in list(model.parameters()):
         if is_scaled(p):
             grad = p.grad
@@ -187,23 +187,23 @@ def unscaled(model: M, dtype: torch.dtype | None = None) -> M:
 
 
 def plain_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor as a plain one, rounded once."""
+    """Return a tensor as a plain one, rounded once."""
     return x._collapsed(dtype) if is_scaled(x) else x.to(dtype)
 
 
 class _ScalingRules:
-    """The rules that scaled formats have."""
+    """The rules of scaled formats."""
 
     carry_out = staticmethod(follow_rule)
 
     def convert(self, x: Tensor, format: ScaledFormat) -> Tensor:
-        """Placed by size; gradients of plain tensors pass through."""
+        """Convert a tensor, placed by size; gradients of plain tensors pass through."""
         if torch.is_grad_enabled() and x.requires_grad and not is_scaled(x):
             return _Encoded.apply(x, format)
         return as_scaled(x, format)
 
     def convert_module(self, module: M, format: ScaledFormat, overrides: Any) -> M:
-        """As of `scalify`."""
+        """Convert the parameters of a module by `scalify`."""
         return scalify(module, format, overrides=overrides)
 
 

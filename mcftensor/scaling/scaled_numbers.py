@@ -1,4 +1,4 @@
-"""Numbers as rules have them: float32 mantissas and an exponent, rounded once they are stored."""
+"""Intermediate numbers of rules: float32 mantissas and an exponent, rounded when stored."""
 
 from __future__ import annotations
 
@@ -29,33 +29,34 @@ from mcftensor.scaling.scaled_format import FP8, ScaledFormat
 from mcftensor.tensor.tensor import MCFTensor
 
 Placing: TypeAlias = Literal["by rule", "to fit", "by size", "high"]
-"""How the exponent of a result is found.
+"""How the exponent of a result is chosen.
 
-- `"by rule"`: it is known before the numbers are, and 8-bit data alone is placed by its size.
-- `"to fit"`: by rule, but higher where the largest number would not fit.
-- `"by size"`: the data's root mean square is put into [1, 2), or lower if the largest number would
-  not fit. All who rebalance do this.
-- `"high"`: the largest number is put as high as it fits: squares, which have twice the range.
+- `"by rule"`: before the numbers are known; only 8-bit data is placed by its size.
+- `"to fit"`: by rule, but higher if the largest number would not fit.
+- `"by size"`: the root mean square of the data is in [1, 2), or lower if the largest number would
+  not fit. All rebalancing does this.
+- `"high"`: the largest number is placed as high as it fits. It is for squares, which have twice the
+  exponent range.
 """
 
 
 @dataclass(frozen=True)
 class Unrounded:
-    """mantissa · 2^exponent, of which nothing has been rounded to data yet."""
+    """mantissa · 2^exponent, not yet rounded to data."""
 
     mantissa: Tensor
     exponent: Exponent
     placing: Placing = "by rule"
-    format: ScaledFormat | None = None  # where it is not that of the operands
+    format: ScaledFormat | None = None  # if it differs from the operands' format
 
     def at(self, exponent: Exponent) -> Tensor:
-        """The mantissas for an exponent that is not below the own one."""
+        """Return the mantissas for an exponent not below this one's."""
         if exponent is self.exponent:
             return self.mantissa
         return times_power(self.mantissa, self.exponent - exponent)
 
     def to(self, device: torch.device) -> Unrounded:
-        """The same on another device."""
+        """Return the same number on another device."""
         if self.mantissa.device == device:
             return self
         exponent = self.exponent
@@ -63,7 +64,7 @@ class Unrounded:
         return Unrounded(self.mantissa.to(device), exponent, self.placing, self.format)
 
     def plain(self) -> Tensor:
-        """The numbers in float32, rounded once."""
+        """Return the numbers in float32, rounded once."""
         s = self.exponent
         if not isinstance(s, Tensor) and -126 <= s <= 127 and self.mantissa.dtype == torch.float32:
             return times_power(self.mantissa, s)
@@ -71,10 +72,10 @@ class Unrounded:
 
 
 def number(x: Any) -> Unrounded:
-    """An operand as a number: a scaled tensor, a plain one, an expansion, or a Python number.
+    """Return a scaled tensor, a plain tensor, an expansion or a Python number as a number.
 
-    A plain tensor is put near 1 by its largest element, and a Python number by the power of two
-    that is nearest to it.
+    A plain tensor is placed near 1 by its largest element, a Python number by its nearest power of
+    two.
     """
     if is_scaled(x):
         *data, s = x._held()
@@ -86,26 +87,26 @@ def number(x: Any) -> Unrounded:
         return Unrounded(torch.tensor(x * 2.0**-exponent if x else 0.0, device="cpu"), exponent)
     if not x.is_floating_point():
         return Unrounded(x.to(torch.float32), 0)
-    if x.dtype.itemsize == 1:  # of which PyTorch does not tell the largest
+    if x.dtype.itemsize == 1:  # PyTorch has no maximum of 8-bit floats
         x = x.to(torch.float32)
     peak = exponent_of_largest(x)
     return Unrounded(times_any_power(x, -largest(peak, -1000)).to(torch.float32), peak)
 
 
 def lead(x: Any) -> Unrounded:
-    """An operand of a product: of a scaled expansion the leading term."""
+    """Return an operand of a product: the leading term of a scaled expansion."""
     if is_scaled(x) and x._format.tail is not None:
         return Unrounded(x._format.lead.load([x._component0]), known(x.exponent))
     return number(x)
 
 
 def nearest_exponent(x: float) -> int:
-    """e for which |x| is in [√½, √2) · 2^e, so that x times a number hardly moves its data."""
+    """Return e with |x| in [√½, √2) · 2^e, so that a factor x hardly changes the size of data."""
     return floor_log2(x * 2**0.5) if x else ANY
 
 
 def stored(x: Unrounded, format: ScaledFormat, name: str = "") -> ScaledTensor:
-    """A number as a tensor of a format, or its own, with memory and an exponent of its own."""
+    """Round a number to a new tensor of its format, or of `format` by default."""
     format = x.format or format
     is_by_rule = x.placing in ("by rule", "to fit")
     placing = "by size" if format.dtype in FP8 and is_by_rule else x.placing
@@ -122,13 +123,13 @@ def stored(x: Unrounded, format: ScaledFormat, name: str = "") -> ScaledTensor:
 
 
 def by_size(x: Any, format: ScaledFormat) -> ScaledTensor:
-    """An operand in a format, placed by its size."""
+    """Return an operand in a format, placed by its size."""
     own = number(x)
     return stored(Unrounded(own.mantissa, own.exponent, "by size"), format)
 
 
 def _placed(x: Unrounded, format: ScaledFormat, placing: Placing) -> tuple[Tensor, Exponent]:
-    """Mantissas and exponent, moved to where the size of the numbers says."""
+    """Return mantissas and exponent, moved to the place given by the size of the numbers."""
     near, peak, shift = _near_one(x.mantissa)
     further = largest(peak - shift - format.top, -format.top)
     if placing == "by size":
@@ -137,26 +138,25 @@ def _placed(x: Unrounded, format: ScaledFormat, placing: Placing) -> tuple[Tenso
 
 
 def _near_one(mantissa: Tensor) -> tuple[Tensor, Exponent, Exponent]:
-    """Mantissas below 4, so that squares fit; the exponent of the largest, and what of it that
-    took."""
+    """Return mantissas below 4, so that squares fit; the exponent of the largest; and the shift."""
     peak = exponent_of_largest(mantissa)
     shift = largest(smallest(peak, 126), -126)
     return times_power(mantissa, -shift), peak, shift
 
 
 def _unless_zero(peak: Exponent, exponent: Exponent) -> Exponent:
-    """An exponent, or that of zeros."""
+    """Return an exponent, or that of zeros."""
     if isinstance(peak, Tensor):
         return torch.where(peak == ANY, ANY, exponent).to(torch.int32)
     return ANY if peak == ANY else exponent
 
 
 def write_to(target: Tensor, x: Unrounded, name: str = "") -> Tensor:
-    """Write a number into a tensor, in place.
+    """Write a number to a tensor, in place.
 
-    The exponent that the rule says is kept if it can be: it moves as little as brings the root mean
-    square of the data to 1 or more, and the largest number to where it fits. For parameters the
-    root mean square stays below 4, so that products with them stay near 1.
+    The exponent of the rule is kept if possible. Otherwise it moves just enough that the root mean
+    square of the data is at least 1 and the largest number fits. For parameters the root mean
+    square stays below 4, so that products with them stay near 1.
     """
     if not is_scaled(target):
         target.copy_(x.plain())
@@ -197,11 +197,11 @@ def _moved_little(x: Unrounded, format: ScaledFormat, is_weight: bool) -> tuple[
 
 
 FAR = 10
-"""Binades by which the largest element of data may lie below 1, and the exponent counts."""
+"""The number of binades below 1 beyond which data is moved near 1."""
 
 
 def close(x: Unrounded) -> Unrounded:
-    """The same number with data near 1, if all of it lies far below; zeros go with every scale."""
+    """Return the same number with data near 1 if all data lies far below; zeros fit every scale."""
     peak = exponent_of_largest(x.mantissa)
     if not isinstance(peak, Tensor) and peak >= -FAR:
         return x
@@ -213,9 +213,9 @@ def close(x: Unrounded) -> Unrounded:
 
 
 def leveled(numbers: Sequence[Unrounded]) -> tuple[Exponent, list[Unrounded]]:
-    """Numbers that are to have one exponent, the largest, and that; without those of zeros.
+    """Return the largest exponent of numbers other than zeros, and the numbers, moved near 1.
 
-    Where exponents are known and near each other, nobody looks at the data.
+    If exponents are known and close together, no data is read.
     """
     exponents = [x.exponent for x in numbers]
     known_ones = [s for s in exponents if not isinstance(s, Tensor)]
@@ -231,7 +231,7 @@ def leveled(numbers: Sequence[Unrounded]) -> tuple[Exponent, list[Unrounded]]:
 
 
 def sum_of(a: Unrounded, b: Unrounded, exponent: Exponent | None = None) -> Unrounded:
-    """a + b at the larger exponent: that is √(2^2s + 2^2t), rounded down."""
+    """a + b at the larger exponent, which is √(2^2s + 2^2t), rounded down."""
     if exponent is None:
         s, (a, b) = leveled([a, b])
     else:
@@ -240,7 +240,7 @@ def sum_of(a: Unrounded, b: Unrounded, exponent: Exponent | None = None) -> Unro
 
 
 def aligned(operands: Sequence[Any]) -> tuple[Exponent, list[Unrounded]]:
-    """Operands as numbers, and the largest of their exponents."""
+    """Return operands as numbers, and the largest of their exponents."""
     return leveled([number(x) for x in operands])
 
 

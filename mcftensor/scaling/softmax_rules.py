@@ -1,4 +1,4 @@
-"""Rules of softmax, losses of chances and attention: in float32, and balanced in backward."""
+"""Rules of softmax, likelihood losses and attention: in float32, and balanced in backward."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from mcftensor.scaling.scaled_numbers import Unrounded, number
 
 
 def _chances(chances: Tensor, n: int, format: Any = None) -> Unrounded:
-    """Chances of n outcomes as numbers with mean 1, as far as float16 has room for n."""
+    """Return probabilities of n outcomes as numbers with mean 1, up to n = 2^14, for float16."""
     whole = min(max(1, n).bit_length() - 1, 14)
     return Unrounded(times_power(chances, whole), -whole, "by rule", format)
 
 
 @rule(aten._softmax)
 def _softmax(x: Any, dim: int, to_float: bool) -> Unrounded:
-    """Attention that is written out."""
+    """Return softmax, such as of attention in single steps."""
     format = of_dtype(torch.float32) if to_float else None
     return _chances(number(x).plain().softmax(dim), x.shape[dim], format)
 
 
 @rule(aten._safe_softmax)
 def _safe_softmax(x: Any, dim: int, dtype: torch.dtype | None = None) -> Unrounded:
-    """Attention with a mask: rows that are masked out whole have no chances."""
+    """Return softmax of masked attention: fully masked rows are zero."""
     format = None if dtype is None else of_dtype(dtype)
     return _chances(torch.nan_to_num(number(x).plain().softmax(dim), 0.0), x.shape[dim], format)
 
@@ -75,7 +75,7 @@ _MATH, _FLASH = 0, 1
 
 @rule(aten._fused_sdp_choice)
 def _way_of_attention(q: Any, k: Any, v: Any, *how: Any, **also: Any) -> int:
-    """On a CPU attention is one operation, elsewhere its steps have rules of their own."""
+    """Choose attention as one operator on a CPU, else as steps with rules."""
     dropout = how[1] if len(how) > 1 else also.get("dropout_p", 0.0)
     fits = q.dim() == 4 and k.shape[1] == q.shape[1] and v.shape[-1] == q.shape[-1]
     return _FLASH if q.device.type == "cpu" and dropout == 0 and fits else _MATH
@@ -85,7 +85,7 @@ def _way_of_attention(q: Any, k: Any, v: Any, *how: Any, **also: Any) -> int:
 def _attention(
     q: Any, k: Any, v: Any, *how: Any, attn_mask: Any = None, **also: Any
 ) -> tuple[Unrounded, Tensor]:
-    """Means of values: their scale, with softmax and its numbers in float32."""
+    """Return means of values at the scale of the values; softmax and scores are in float32."""
     values, mask = number(v), None if attn_mask is None else number(attn_mask).plain()
     scored = number(q).plain(), number(k).plain()
     made, sums = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -98,9 +98,9 @@ def _attention(
 def _attention_backward(
     gradient: Any, q: Any, k: Any, v: Any, *how: Any, attn_mask: Any = None, scale: Any = None
 ) -> tuple[Unrounded, Unrounded, Unrounded]:
-    """In units of the gradient's and the values' data, for it is linear in both.
+    """Compute in units of the gradient's and the values' data, since the result is linear in both.
 
-    Gradients of values are means of gradients; those of queries and keys can be of any size.
+    Gradients of values are means of gradients. Gradients of queries and keys can have any size.
     """
     made, sums, dropout, is_causal = how
     g, values = number(gradient), number(v)
@@ -123,14 +123,14 @@ def _attention_backward(
 
 
 _EXACT_SCORES = 2.0**10
-"""The kernel computes scores once more, in another order, and takes exponentials of them: above
-this float32 is too coarse for that."""
+"""The largest scores for the kernel. It recomputes scores in another order, and takes their
+exponentials: for larger scores float32 is too coarse for that."""
 
 
 def _attention_backward_in_steps(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, by chances that sum to one to the last bits."""
+    """Return gradients of queries, keys and values; probabilities sum to one to the last bits."""
     scores = q @ k.mT * scale
     if is_causal:
         past = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()

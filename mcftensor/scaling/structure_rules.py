@@ -1,4 +1,4 @@
-"""Rules of what moves, makes, picks and places elements: scales are carried along."""
+"""Rules of operators that move, create, select and place elements: scales are carried along."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mcftensor.tensor.tensor import MCFTensor
 
 
 def _moved_by(func: Any) -> Callable[..., ScaledTensor]:
-    """An operator that moves elements, done to each component; the exponent is copied."""
+    """Apply an operator that moves elements to each component, and copy the exponent."""
 
     def move(x: ScaledTensor, *args: Any, **kwargs: Any) -> ScaledTensor:
         *data, s = x._held()
@@ -35,7 +35,7 @@ def _moved_by(func: Any) -> Callable[..., ScaledTensor]:
 
 for _operator in (
     *(func for func, handler in TABLE.items() if handler is move_elements),
-    aten._unsafe_view.default,  # flatten and reshape of what is not contiguous
+    aten._unsafe_view.default,  # flatten and reshape of non-contiguous tensors
     aten.view_as_real_copy.default,
     aten.lift_fresh.default,  # torch.tensor and checkpoints
     *(aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.im2col.default),
@@ -45,7 +45,7 @@ for _operator in (
 
 @rule(aten.constant_pad_nd, keeps_tails=True)
 def _padded(x: Any, pad: Sequence[int], value: float = 0) -> Unrounded:
-    """Zeros go with every scale; another value raises it."""
+    """Pad with zeros, which fit every scale, or another value, which may raise the scale."""
     level = number(value)
     s = largest(x.exponent, level.exponent)
     inside = aten.constant_pad_nd(torch.ones_like(x._component0, dtype=torch.bool), pad, 0)
@@ -62,9 +62,11 @@ def _to_copy(
     non_blocking: bool = False,
     **unused: Any,
 ) -> Any:
-    """Another type of data, or another device. Types of data keep the scale, so that gradients come
-    back scaled; float64 and integers are plain. Of a narrower type data is moved only if it would
-    not fit."""
+    """Convert to another dtype or device.
+
+    Dtypes of data keep the scale, so that gradients come back scaled. Float64 and integers are
+    plain. Data is moved for a narrower dtype only if it would not fit.
+    """
     dtype = dtype or x.dtype
     if device is not None and torch.device(device) != x.device:
         parts = [part.to(device, non_blocking=non_blocking) for part in data_of(x)]
@@ -83,7 +85,7 @@ def _to_copy(
 
 @rule(aten.copy_)
 def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Values: the same format is copied with its exponent, others are placed by their size."""
+    """Copy numbers: with the exponent if the formats are the same, else placed by size."""
     if not is_scaled(target):
         assert is_scaled(source)
         is_plain = target.is_floating_point() and not isinstance(target, MCFTensor)
@@ -101,7 +103,7 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
 
 
 def encoded(x: Tensor, format: ScaledFormat) -> ScaledTensor:
-    """A plain tensor, or an expansion, in a format: each number rounded once, placed by size."""
+    """Encode a plain tensor or an expansion: each number rounded once, placed by size."""
     if isinstance(x, MCFTensor):
         x = x._collapsed()
     placed = by_size(x, format)
@@ -124,15 +126,14 @@ def _empty_like(x: ScaledTensor, format: ScaledFormat, **kwargs: Any) -> ScaledT
 
 
 def _format_for(x: ScaledTensor, dtype: torch.dtype | None) -> ScaledFormat | None:
-    """Return the format of a new tensor like x: that of x, that of a dtype, or None without
-    scales."""
+    """Return the format of a new tensor like x, or None if its dtype has no scales."""
     if dtype is None or dtype == x.dtype:
         return x.format.of_states
     return of_dtype(dtype) if dtype in TOPS else None
 
 
 def _filled(template: Tensor, x: ScaledTensor, dtype: torch.dtype | None, value: float) -> Tensor:
-    """A tensor laid out as the template, in the format that x and a dtype say."""
+    """Return a filled tensor with the layout of the template, in the format for x and a dtype."""
     format = _format_for(x, dtype)
     if format is None:
         return torch.full_like(template, value, dtype=dtype)
@@ -171,7 +172,7 @@ def _new_full(
 
 
 def _factories(value: float, *operators: Any) -> None:
-    """States of optimizers, gradients of unused tensors or of a loss."""
+    """Register factories: states of optimizers, gradients of a loss or of unused tensors."""
     for operator in operators:
         make = _full_like if operator.__name__.endswith("_like") else _new_full
         rule(operator)(functools.partial(_made_of, make, value))
@@ -190,7 +191,7 @@ _factories(1.0, aten.ones_like, aten.new_ones)
 def _new_empty_strided(
     x: ScaledTensor, size: Sequence[int], stride: Sequence[int], **how: Any
 ) -> Tensor:
-    """Where gradients are accumulated in the layout of their parameter."""
+    """Return a tensor in which gradients accumulate, with the layout of their parameter."""
     template = torch.empty_strided(size, stride, dtype=x.dtype, device=x.device)
     return _filled(template, x, how.get("dtype"), 0.0)
 
@@ -212,7 +213,7 @@ def _zero_(x: ScaledTensor) -> ScaledTensor:
 
 
 def _drawn_by(func: Any) -> Callable[..., Tensor]:
-    """Random numbers, drawn in float32."""
+    """Draw random numbers in float32."""
 
     def draw(x: ScaledTensor, *args: Any, **kwargs: Any) -> Tensor:
         drawn = torch.empty_like(x._component0, dtype=torch.float32)
@@ -231,12 +232,12 @@ for _operator in (
     rule(_operator)(_drawn_by(_operator))
 
 
-# --------------------------------------------------------------------- several tensors, and places
+# --------------------------------------------------------------------- concatenation and selection
 
 
 @rule(aten.cat, keeps_tails=True)
 def _cat(tensors: Sequence[Tensor], dim: int = 0, join: Any = torch.cat) -> Unrounded:
-    """All at the largest of their exponents."""
+    """Join numbers at the largest of their exponents."""
     s, numbers = aligned(tensors)
     return Unrounded(join([x.at(s) for x in numbers], dim), s)
 
@@ -252,7 +253,7 @@ def _where(condition: Tensor, x: Any, y: Any) -> Unrounded:
 
 @rule(aten.masked_fill, keeps_tails=True)
 def _masked_fill(x: Any, mask: Tensor, value: Any) -> Unrounded:
-    """Values that are not finite, such as those of a causal mask, fit every scale."""
+    """Fill by a mask; infinities, as in causal masks, fit every scale."""
     filled = number(value)
     if not isinstance(value, Tensor) and not math.isfinite(value):
         return Unrounded(number(x).mantissa.masked_fill(mask, value), x.exponent)
@@ -260,7 +261,7 @@ def _masked_fill(x: Any, mask: Tensor, value: Any) -> Unrounded:
     return Unrounded(torch.where(mask, filled.at(s), own.at(s)), s)
 
 
-# ------------------------------------------------------------------------------------- questions
+# ----------------------------------------------------------------------- comparisons and queries
 
 
 @rule(aten._local_scalar_dense)
@@ -274,7 +275,7 @@ def _is_pinned(x: ScaledTensor, *args: Any) -> bool:
 
 
 def _asked_by(func: Any) -> Callable[..., Any]:
-    """What gives no floats is asked of the numbers in float64."""
+    """Apply an operator without floating results to the numbers in float64."""
 
     def ask(*args: Any, **kwargs: Any) -> Any:
         return func(*[_exactly(x) for x in args], **kwargs)
