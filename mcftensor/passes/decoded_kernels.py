@@ -1,7 +1,7 @@
-"""Traces on stored numbers as kernels with the bits of PyTorch's own float32 operations.
+"""Traces on storage formats as kernels with the bits of PyTorch's float32 operations.
 
-Each operation is known by its roundings. Where the processor at hand, or a library for it, has
-others, as for square roots, PyTorch's operation runs between two kernels, on scratch.
+Each operation is known by its roundings. If the processor or a library rounds an operation
+differently, as square roots, PyTorch's operation runs between two kernels, on scratch memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ROUNDINGS: dict[str, Callable[..., Any]] = {
 
 
 def _rounded(name: str, *operands: Tensor, **named: Tensor) -> Tensor:
-    """PyTorch's operation on float32, rounding by rounding."""
+    """Compute PyTorch's operation on float32, rounding by rounding."""
     formula, found = OPERATORS[name].formula(*operands, **named)
     return _ROUNDINGS[formula](*found)
 
@@ -53,7 +53,7 @@ _FLOAT32 = PLAIN[torch.float32]
 
 @functools.lru_cache(maxsize=256)
 def _is_known(name: str, are_numbers: tuple[bool, ...], keywords: tuple[str, ...]) -> bool:
-    """Whether a formula gives the bits of PyTorch's operation on operands that are hard."""
+    """Whether a formula gives the bits of PyTorch's operation on hard operands."""
     if name not in OPERATORS:
         return False
     count = len(are_numbers) - len(keywords)
@@ -73,7 +73,7 @@ def _is_known(name: str, are_numbers: tuple[bool, ...], keywords: tuple[str, ...
 
 
 Factor = tuple[bool, tuple[int, ...]]
-"""What a variable is yet to be multiplied by: whether by what it has at first, and numbers."""
+"""A deferred factor: whether it includes the variable's initial factor, and its numbers."""
 
 Asked = tuple[Any, ...]
 """A scalar: `("number", variable)`, `("factor", variable, Factor)`, `("key", variable)`,
@@ -83,15 +83,15 @@ _WHOLE = ("key", "count", "start")
 
 
 class Stage:
-    """A kernel for some operations of a trace, and an operation of PyTorch that follows it.
+    """A kernel for some operations of a trace, followed by an operation of PyTorch.
 
     Attributes:
-        then: the operation that follows; one more output is its operand.
-        vectors: the variables that are read; None is the result of the preceding operation.
-        scalars: the scalars that are read.
-        stored: the variables that are written.
-        signature: that of `body`.
-        factors: by variable, the deferred factors.
+        then: the operation that follows; its operand is one more output.
+        vectors: the variables to read; None is the result of the preceding operation.
+        scalars: the scalars to read.
+        stored: the variables to write.
+        signature: the signature of `body`.
+        factors: the deferred factors, by variable.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Stage:
     ) -> list[Tensor]:
         variables = self._trace.variables
         numbers: dict[int, Tensor] = {}
-        made: dict[int, Operation] = {}  # what has made numbers that are not stored
+        made: dict[int, Operation] = {}  # the operations that made numbers not yet stored
         stored: dict[int, Sequence[Tensor]] = {}
         self.writes, self.factors = dict(self._writes_before), dict(self._factors_before)
 
@@ -216,14 +216,14 @@ class Stage:
 
 @functools.lru_cache(maxsize=1024)
 def stages(trace: Trace, results: tuple[int, ...], steps: tuple[Operation, ...]) -> list[Stage]:
-    """The steps to results as kernels, in order; none where PyTorch does better."""
+    """Return the steps to results as kernels, in order; none if PyTorch is faster."""
     left = list(steps)
     cut: list[tuple[list[Operation], Operation | None]] = []
     while (then := next((x for x in left if not _has_formula(trace, x)), None)) is not None:
         if len(then.operands) > 1:
             return []
         place = left.index(then)
-        chosen = {place}  # by place: a trace may do the same twice
+        chosen = {place}  # by place, since a trace may repeat an operation
         for i in reversed(range(place)):
             if any(_depends(left[j], left[i]) for j in chosen):
                 chosen.add(i)
@@ -245,12 +245,12 @@ def _has_formula(trace: Trace, operation: Operation) -> bool:
 
 
 def _depends(x: Operation, earlier: Operation) -> bool:
-    """Whether an operation has to stay behind an earlier one."""
+    """Whether an operation must follow an earlier one."""
     return earlier.target in (*x.operands, x.target) or x.target in earlier.operands
 
 
 def single_name(name: str) -> str:
-    """Return the name of an operation on tensors for one on lists."""
+    """Return the name of the tensor operation for a list operation."""
     return name.removeprefix("_foreach_")
 
 

@@ -1,9 +1,9 @@
-"""Traces on formats that only store numbers: decoded, computed by PyTorch, and encoded.
+"""Traces on storage formats: decoded, computed by PyTorch, and encoded.
 
-Rows are decoded into flat float32 scratch, one after the other, as many at a time as fit into the
-caches. Each operation is PyTorch's own, called once for all of them: an elementwise operation gives
-an element the same bits wherever it lies. Nothing is encoded before all has been computed, unless
-the format rounds: then an operation reads what would have been stored.
+Rows are decoded one after the other into flat float32 scratch memory, as many at a time as fit the
+caches. Each operation is PyTorch's, called once for all rows of a part: an elementwise operation
+gives an element the same bits at any place. Nothing is encoded before all has been computed, unless
+the format rounds: then an operation reads the rounded numbers.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from mcftensor.passes.decoded_kernels import Asked, Factor, Stage, single_name, 
 from mcftensor.passes.format_conversion import Flat, decode_columns, encode_columns
 from mcftensor.passes.traces import NUMBERS, Operation, Trace
 
-# Elements of rows that are computed on together: on a CPU what its caches hold of some variables.
+# Elements of rows computed together: on a CPU, its caches hold this many of several variables.
 TOGETHER, TOGETHER_ON_OTHERS = 1 << 19, 1 << 24
 
 
 class _Factor(Protocol):
-    """What a tensor is yet to be multiplied by."""
+    """The deferred factor of a tensor."""
 
     value: float
 
 
 class State(NamedTuple):
-    """The state of a tensor besides its components."""
+    """The state of a tensor apart from its components."""
 
     writes: Tensor | None
     first: int
@@ -48,27 +48,27 @@ NO_STATE = State(None, 0, None)
 
 
 class Rows(NamedTuple):
-    """Rows that are computed on together, or a part of a long one."""
+    """Rows computed together, or a part of one long row."""
 
     first: int
     stop: int
     start: int
-    """The first element of a part."""
+    """The first element of the part."""
     lengths: list[int]
     is_part: bool
 
 
 @dataclass
 class Decoded:
-    """A trace on rows of tensors.
+    """A trace applied to rows of tensors.
 
     Args:
-        trace: what is done.
-        results: the variables that are to be written.
-        columns: by variable, the columns that it begins with.
-        shapes: that of each row.
-        make: gives memory to a result, by its variable and row.
-        device: of all.
+        trace: the operations.
+        results: the variables to write.
+        columns: the initial columns of each variable.
+        shapes: the shape of each row.
+        make: allocates a result, given its variable and row.
+        device: the device of all tensors.
     """
 
     trace: Trace
@@ -80,7 +80,7 @@ class Decoded:
 
     def __post_init__(self) -> None:
         self.errors: list[Exception] = []
-        self.lost: set[tuple[int, int]] = set()  # results of which some part could not be made
+        self.lost: set[tuple[int, int]] = set()  # results with a part that could not be computed
         self.steps, self.last_use = _steps(self.trace, self.results)
         self.stages = self._usable_stages()
         self._made: dict[tuple[int, int], Sequence[Tensor]] = {}
@@ -91,10 +91,10 @@ class Decoded:
         self._scratch: list[Tensor] = []
 
     def run(self) -> None:
-        """Do the remaining work; after an interrupt it may be called again.
+        """Do the remaining work; may be called again after an interrupt.
 
         Raises:
-            Exception: the first error of an operation; all that does not need its result is done.
+            Exception: the first error of an operation, after all work that does not depend on it.
         """
         while self._at[0] < len(self._parts):
             i, computed = self._at
@@ -118,7 +118,7 @@ class Decoded:
             return _Computed(self, rows, is_careful=True)
 
     def _usable_stages(self) -> list[Stage]:
-        """The kernels that do all, with the bits of PyTorch's operations; or none."""
+        """Return kernels for all operations, with the bits of PyTorch's; or none."""
         is_on_cpu = self.device.type == "cpu" and "cpu" not in execute.TRITON_DEVICES
         if not (is_on_cpu and self._have_whole_parts(0, len(self.shapes))):
             return []
@@ -128,7 +128,7 @@ class Decoded:
         return stages(self.trace, self.results, self.steps)
 
     def _launches(self, rows: Rows) -> list[cpu.Launch]:
-        """The compiled form of the kernels, if all have one."""
+        """Return the compiled form of the kernels, or none unless all are compiled."""
         found = [
             execute.kernel_of(x.body, x.signature).compiled(sum(rows.lengths), len(rows.lengths))
             for x in self.stages
@@ -156,7 +156,7 @@ class Decoded:
         return parts
 
     def _has_whole_parts(self, row: int) -> bool:
-        """Whether parts of a row have whole blocks, where these share something."""
+        """Whether parts of a row consist of whole blocks, if blocks share a component."""
         length = self.shapes[row].numel()
         return all(BLOCK_SIZE * x[row].numel() == length for x in self._shared)
 
@@ -165,12 +165,12 @@ class Decoded:
 
     @functools.cached_property
     def _shared(self) -> list[Column]:
-        """The columns of what blocks share."""
+        """The columns of components that blocks share."""
         pairs = zip(self.trace.variables, self.columns, strict=True)
         return [x[i] for variable, x in pairs if x for i in variable.format.shared]
 
     def scratch(self) -> Tensor:
-        """Memory for the numbers of a variable in any of the parts."""
+        """Return memory for the numbers of a variable in any of the parts."""
         if self._scratch:
             return self._scratch.pop()
         return torch.empty(self._size, dtype=torch.float32, device=self.device)
@@ -180,18 +180,18 @@ class Decoded:
         self._scratch.append(used.as_strided((self._size,), (1,), 0))
 
     def states(self, i: int) -> Sequence[State]:
-        """Beside the components of a variable."""
+        """Return the states of a variable, apart from its components."""
         return self.columns[i][-1] if self.trace.variables[i].width > 1 else ()
 
     def factors(self, i: int, rows: Rows) -> list[float]:
-        """What the numbers of a variable are yet to be multiplied by."""
+        """Return the deferred factors of a variable's rows."""
         if i not in self._factors:
             states = self.states(i)
             self._factors[i] = [1.0 if x.factor is None else x.factor.value for x in states]
         return self._factors[i][rows.first : rows.stop] or [1.0] * len(rows.lengths)
 
     def leave_factors(self, i: int, rows: Rows, factors: Sequence[float]) -> None:
-        """Of a row, what is still to be done when all has been computed."""
+        """Record the factors of rows that stay deferred after the computation."""
         self._left[i][rows.first : rows.stop] = factors
 
     @functools.cached_property
@@ -218,12 +218,12 @@ class Decoded:
         for j, (x,) in enumerate(columns):
             width = BLOCK_SIZE if j in format.shared else 1
             cut.append(x.view(-1)[rows.start // width : (rows.start + length) // width])
-        if format.shared:  # a row for each block
+        if format.shared:  # one row per block
             cut = [x.view(length // BLOCK_SIZE, -1) for x in cut]
         return [[x] for x in cut]
 
     def views(self, flat: Tensor, rows: Rows, format: Format) -> Column:
-        """The rows of scratch."""
+        """Return the rows of scratch memory as views."""
         if rows.is_part:
             (length,) = rows.lengths
             shape = (length // BLOCK_SIZE, BLOCK_SIZE) if format.shared else (length,)
@@ -245,14 +245,14 @@ class Decoded:
                 if x.factor is not None:
                     calls.append(functools.partial(setattr, x.factor, "value", left))
         calls.append(functools.partial(setattr, self, "_at", (len(self._parts) + 1, None)))
-        list(map(functools.partial.__call__, calls))  # one bytecode, which no signal interrupts
+        list(map(functools.partial.__call__, calls))  # one bytecode, so no signal interrupts it
 
 
 _call: Callable[[functools.partial[Any]], Any] = functools.partial.__call__
 
 
 class _Launched:
-    """Some rows on which kernels are run, one after the other."""
+    """Rows computed by kernels, one kernel after the other."""
 
     def __init__(self, run: Decoded, rows: Rows, launches: Sequence[cpu.Launch]) -> None:
         self._run, self._rows = run, rows
@@ -273,21 +273,21 @@ class _Launched:
                 self._left.append(functools.partial(function, flat, out=flat))
 
     def commit(self) -> None:
-        """Run what has not run yet."""
+        """Run the remaining kernels."""
         drop = functools.partial(self._left.pop, 0)
-        while self._left:  # by one bytecode, which no signal interrupts
+        while self._left:  # one bytecode per kernel, so no signal interrupts it
             list(map(_call, (self._left[0], drop)))
         for i in self._run.results:
             if self._run.states(i):
                 self._run.leave_factors(i, self._rows, self._factors(i, self._run.stages[-1]))
 
     def give_back(self) -> None:
-        """Leave the scratch to others."""
+        """Return the scratch memory for other rows."""
         while self._scratch:
             self._run.give_back(self._scratch.popitem()[1])
 
     def _places(self, i: int | None) -> list[list[int]]:
-        """The addresses of what a variable is stored in; of what nobody keeps, in scratch."""
+        """Return addresses of a variable's components, or of scratch if it is not a result."""
         run, rows = self._run, self._rows
         if i not in self._addresses:
             if i is None or (not run.columns[i] and i not in run.results):
@@ -326,15 +326,14 @@ class _Launched:
 class _Computed:
     """Computed rows that are not stored yet.
 
-    Of errors one that is careful leaves out no more than the operation that raises, and what needs
-    its result.
+    If `is_careful` is set, an error skips only the operation that raises and its dependents.
     """
 
     def __init__(self, run: Decoded, rows: Rows, is_careful: bool = False) -> None:
         self._run, self._rows, self._trace = run, rows, run.trace
         self._numbers: dict[int, Tensor] = {}  # by variable, decoded or computed
-        self._unrounded: dict[int, Operation] = {}  # what has written numbers that are not stored
-        self._rounded: dict[int, list[Column]] = {}  # what is stored as, on the way
+        self._unrounded: dict[int, Operation] = {}  # the operations that wrote numbers not stored
+        self._rounded: dict[int, list[Column]] = {}  # components encoded during the computation
         self._writes: dict[int, int] = {}
         self._factors: dict[int, list[float]] = {}
         self._lost: set[int] = set()
@@ -353,7 +352,7 @@ class _Computed:
                     run.give_back(self._numbers.pop(i))
 
     def commit(self) -> None:
-        """Store it. The same again does no harm."""
+        """Store the results. Repeating it has no effect."""
         run, rows = self._run, self._rows
         for i in run.results:
             try:
@@ -387,14 +386,14 @@ class _Computed:
                 self._lost.add(i)
 
     def give_back(self) -> None:
-        """Leave the scratch to others."""
+        """Return the scratch memory for other rows."""
         while self._numbers:
             self._run.give_back(self._numbers.popitem()[1])
 
     def _carry_out(self, operation: Operation) -> None:
         name, _, operands, target, keywords, _ = operation
         if self._trace.is_note(operation):
-            self._note(target, self._numbers_of_rows(operands[1]))
+            self._defer(target, self._numbers_of_rows(operands[1]))
             return
         is_in_place = operands[0] == target
         tensors = {
@@ -426,7 +425,7 @@ class _Computed:
         self._factors[target] = [1.0] * len(self._rows.lengths)
 
     def _read(self, i: int) -> Tensor:
-        """The numbers of a variable, as they are or would be stored."""
+        """Return the numbers of a variable, rounded as if they had been stored."""
         format = self._trace.variables[i].format
         if i in self._unrounded and not (format.is_exact or format.arithmetic == "plain"):
             self._round(i)
@@ -440,7 +439,7 @@ class _Computed:
             self._numbers[i] = numbers
         return self._numbers[i]
 
-    def _note(self, i: int, numbers: Sequence[float]) -> None:
+    def _defer(self, i: int, numbers: Sequence[float]) -> None:
         if i in self._unrounded:
             self._round(i)
         if i in self._numbers:
@@ -452,7 +451,7 @@ class _Computed:
         return self._factors.get(i) or self._run.factors(i, self._rows)
 
     def _round(self, i: int) -> None:
-        """Numbers as they would be stored, in memory of their own."""
+        """Round numbers as if they were stored, into other memory."""
         format = self._trace.variables[i].format
         numbers = self._run.views(self._numbers[i], self._rows, format)
         columns = self._run.components(i, self._rows)
@@ -484,7 +483,7 @@ class _Computed:
         return column[self._rows.first : self._rows.stop]
 
     def _alike(self, given: dict[int, Sequence[Any]]) -> list[tuple[slice, dict[int, Any]]]:
-        """Parts of scratch for which numbers are the same, and these."""
+        """Yield slices of scratch in which the numbers are the same, with these numbers."""
         total = sum(self._rows.lengths)
         if all(map(_is_one_number, given.values())):
             return [(slice(0, total), {place: x[0] for place, x in given.items()})]
@@ -496,8 +495,7 @@ class _Computed:
 
 
 def _function(name: str, is_in_place: bool) -> Callable[..., Any]:
-    """PyTorch's function of a name, which lists may have been given to: on GPUs these have kernels
-    of their own."""
+    """Return PyTorch's function of a name; on GPUs, list functions have special kernels."""
     single = single_name(name)
     if single == name or not torch.cuda.is_available():
         return getattr(Tensor, f"{single}_") if is_in_place else getattr(torch, single)
@@ -512,7 +510,7 @@ def _function(name: str, is_in_place: bool) -> Callable[..., Any]:
 
 
 def _is_narrow(x: float) -> bool:
-    """Whether a number is one for kernels, and none that PyTorch refuses as a float32."""
+    """Whether kernels can take a number, and PyTorch accepts it as a float32."""
     return abs(x) < (2.0**53 if type(x) is int else 2.0**127) or x != x
 
 
@@ -523,7 +521,7 @@ def _is_one_number(column: Sequence[Any]) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _steps(trace: Trace, results: tuple[int, ...]) -> tuple[tuple[Operation, ...], list[list[int]]]:
-    """The operations that results need, and for each the variables that none after it needs."""
+    """Return the operations that results need, and for each the variables last used by it."""
     needed, steps = set(results), []
     for operation in reversed(trace.operations):
         if operation.target in needed:

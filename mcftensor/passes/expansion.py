@@ -1,19 +1,19 @@
 """Arithmetic on expansions, as functions on plain tensors.
 
 An expansion is a sequence of tensors of one dtype and shape, leading term first, normalized: each
-term is the nearest float to itself plus all that follow. Operands may also be plain tensors of
-any floating dtype, given as sequences of one, and all broadcast. Results are tuples of terms,
-normalized, in the format asked for, or else in that of the first operand.
+term is the nearest float to itself plus all that follow. Operands may also be plain tensors of any
+floating dtype, as sequences of one tensor. All operands broadcast. Results are tuples of normalized
+terms, in the format of the argument `format`, or by default of the first operand.
 
-Bounds are relative to the exact result unless said otherwise, in u, the unit roundoff of the base
-(2^-8 for bfloat16), to first order, and hold while nothing overflows and no term loses bits among
-the subnormals (see `Format.full_precision_min`), intermediate products included. A plain operand
-that has more bits than the format adds an error of at most u²/2 (two terms) or u³/4 (three) of
-itself. A result that is not finite is what the base alone gives, with zero tails; x + (-x) is +0;
+Bounds are relative to the exact result unless stated otherwise, in u, the unit roundoff of the base
+(2^-8 for bfloat16), to first order. They hold if nothing overflows and no term, of intermediate
+products included, is subnormal and loses bits (see `Format.full_precision_min`). A plain operand
+with more bits than the format adds an error of at most u²/2 (two terms) or u³/4 (three) of itself.
+A result that is not finite is the result in the base alone, with zero tails. x + (-x) is +0, and
 the leading term carries the sign of a zero.
 
-How each format computes is in `arithmetic/machine_numbers.py` (bases of 16 bits) and
-`arithmetic/networks.py` (32 and 64 bits).
+`arithmetic/machine_numbers.py` (bases of 16 bits) and `arithmetic/networks.py` (32 and 64 bits)
+compute the results.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ Terms = tuple[Tensor, ...]
 
 
 def convert(x: Sequence[Tensor], format: Format | str) -> Terms:
-    """An expansion in another format, rounded once.
+    """Convert an expansion or a plain tensor to a format, rounded once.
 
-    *Requires*: normalized terms of any format, or a plain real tensor as a sequence of one;
-    integers pass through float64, so of 53 bits at most.
+    *Requires*: normalized terms of any format, or a plain real tensor as a sequence of one.
+    Integers pass through float64, so they keep at most 53 bits.
 
     *Returns*: `format.terms` tensors of the shape of x, normalized.
 
-    *Error*: none where the format holds x; else half an ulp of the last term, at most
-    u^n / 2^(n - 1) for n terms (reached), or half the least subnormal. A whole ulp, and none in
-    the mean, where the format rounds stochastically.
+    *Error*: none if the format holds x; else half an ulp of the last term, at most
+    u^n / 2^(n - 1) for n terms (reached), or half the least subnormal. If the format rounds
+    stochastically, at most a whole ulp, and no error in the mean.
 
-    *Cost*: from a plain tensor one rounding and one subtraction a term, twice over; from an
-    expansion a network.
+    *Cost*: from a plain tensor, two passes of one rounding and one subtraction a term; from an
+    expansion, a network.
 
     *Source*: repeated rounding, with a second pass that resolves ties.
 
-    *Special values*: what overflows the base becomes infinite, with zero tails.
+    *Special values*: numbers that overflow the base become infinite, with zero tails.
 
     Raises:
         TypeError: `format` is not a Format.
@@ -74,7 +74,7 @@ def convert(x: Sequence[Tensor], format: Format | str) -> Terms:
 
 
 def expand(x: Tensor, format: Format | str) -> Terms:
-    """A plain tensor as the terms of an expansion: `convert` of a single tensor.
+    """Return a plain tensor as the terms of an expansion; `convert` for a single tensor.
 
     Examples:
         >>> import torch, mcftensor as mcf
@@ -85,7 +85,7 @@ def expand(x: Tensor, format: Format | str) -> Terms:
 
 
 def collapse(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The sum of the terms of an expansion, rounded once.
+    """Return the sum of the terms of an expansion, rounded once.
 
     *Requires*: normalized terms; a floating dtype.
 
@@ -118,14 +118,14 @@ def _renormalize(values: Sequence[Tensor], terms: int) -> list[Tensor]:
 
 
 def renormalize(values: Sequence[Tensor], terms: int | None = None) -> Terms:
-    """Any tensors of one dtype as the normalized terms of their sum.
+    """Return the sum of tensors of one dtype as normalized terms.
 
     *Requires*: two tensors or more, in any order of magnitude, overlapping or not, zeros
     anywhere; no overflow of partial sums.
 
-    *Returns*: `terms` tensors (by default as many as were given, 6 at most), shapes broadcast.
+    *Returns*: `terms` tensors (by default one for each value, at most 6), shapes broadcast.
 
-    *Error*: none where the sum fits into that many terms; else half an ulp of the last one, at
+    *Error*: none if the sum fits into that many terms; else half an ulp of the last one, at
     most u^n / 2^(n - 1) for n terms (reached).
 
     *Cost*: for k values 3 k (k - 1) flops, 6 (n + 1) k for the n terms, and some for ties.
@@ -134,11 +134,11 @@ def renormalize(values: Sequence[Tensor], terms: int | None = None) -> Terms:
     geometric predicates", Discrete & Computational Geometry 18, 1997, theorem 10, which holds for
     any number of values; ties are resolved from the later terms.
 
-    *Special values*: where the sum is not finite, the plain sum with zero tails.
+    *Special values*: if the sum is not finite, the plain sum with zero tails.
 
     Raises:
         ValueError: fewer than two values, or a number of terms not from 2 to 6.
-        TypeError: values of different dtypes, or not of floating dtype.
+        TypeError: values of different dtypes, or of a dtype that is not floating.
 
     Examples:
         >>> import torch, mcftensor as mcf
@@ -175,12 +175,13 @@ def _format_of(name: str, x: Sequence[Tensor]) -> Format:
 
 
 def apply(operation: str, *operands: Sequence[Tensor], format: Format | str | None = None) -> Terms:
-    """The elementwise operation of this name; the functions below call it, and so does dispatch.
+    """Return the result of the elementwise operation of this name.
 
-    Three have no function of their own: `addcmul` and `addcdiv` of x, a, b and value, and `lerp` of
-    x, end and weight, as in torch. Their errors, relative to |x| + |value a b|, |x| + |value a / b|
-    and, for weights from 0 to 1, |x| + |end|: 0.55u² for bf16x2, 1.5u² for fp16x2, 4.5u², 7.5u² and
-    3.5u² for other formats of two terms, 2, 3 and 3 times u^n / 2^(n - 1) for n terms.
+    The functions below and dispatch call it. Three operations have no function below: `addcmul` and
+    `addcdiv` of x, a, b and value, and `lerp` of x, end and weight, as in torch. Their errors are
+    relative to |x| + |value a b|, |x| + |value a / b| and, for weights from 0 to 1, |x| + |end|.
+    They are 0.55u² for bf16x2, 1.5u² for fp16x2, 4.5u², 7.5u² and 3.5u² for other formats of two
+    terms, and 2, 3 and 3 times u^n / 2^(n - 1) for n terms.
     """
     if format is None:
         format = _format_of(operation, operands[0])
@@ -198,7 +199,7 @@ def _name_of(x: Sequence[Tensor]) -> str:
 
 
 def add(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | str | None = None) -> Terms:
-    """x + y.
+    """Return x + y.
 
     *Requires*: normalized expansions; a plain tensor is a sequence of one.
 
@@ -225,9 +226,9 @@ def add(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | str | None = 
 
 
 def grow(x: Sequence[Tensor], a: Tensor, format: Format | str | None = None) -> Terms:
-    """x + a for a plain tensor a: the update of Collage.
+    """Return x + a for a plain tensor a, the update of Collage.
 
-    Unlike the paper's Grow, which begins with fast_two_sum, a may be larger than x.
+    The paper's Grow begins with fast_two_sum. Here, a may be larger than x.
 
     *Requires*: a normalized expansion, and a tensor of any floating dtype.
 
@@ -254,7 +255,7 @@ def grow(x: Sequence[Tensor], a: Tensor, format: Format | str | None = None) -> 
 
 
 def mul(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | str | None = None) -> Terms:
-    """x * y.
+    """Return x * y.
 
     *Requires*: normalized expansions; a plain tensor is a sequence of one.
 
@@ -268,7 +269,7 @@ def mul(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | str | None = 
     *Source*: `machine_numbers.py`; Joldes, Muller, Popescu 2017, algorithm 12; J.-M. Muller, L.
     Rideau, ACM TOMS 48(1), 2022.
 
-    *Special values*: 0 * inf is NaN; the sign of a zero is that of the leading terms' product.
+    *Special values*: 0 * inf is NaN; a zero has the sign of the leading terms' product.
 
     Examples:
         >>> import torch, mcftensor as mcf
@@ -285,14 +286,14 @@ def fma(
     z: Sequence[Tensor],
     format: Format | str | None = None,
 ) -> Terms:
-    """x * y + z, split once.
+    """Return x * y + z, split once.
 
     *Requires*: normalized expansions; a plain tensor is a sequence of one.
 
     *Returns*: the normalized terms of the result, shapes broadcast.
 
     *Error*: absolute: u² (|result| + |x y| + |z|) for two terms, u³/2 (|result| + |x y| + |z|) for
-    three. Where nothing cancels that is 2u² and u³ relative (measured 1.1u² for fp16x2, 0.5u² for
+    three. Without cancellation that is 2u² and u³ relative (measured 1.1u² for fp16x2, 0.5u² for
     other formats of two terms, 0.25u³ for three).
 
     *Cost*: two terms: 6 flops and a split, or a network of 130; three: 8, or 900.
@@ -311,7 +312,7 @@ def fma(
 
 
 def div(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | str | None = None) -> Terms:
-    """x / y.
+    """Return x / y.
 
     *Requires*: normalized expansions; a plain tensor is a sequence of one.
 
@@ -336,7 +337,7 @@ def div(x: Sequence[Tensor], y: Sequence[Tensor], format: Format | str | None = 
 
 
 def sqrt(x: Sequence[Tensor], format: Format | str | None = None) -> Terms:
-    """The square root of x.
+    """Return the square root of x.
 
     *Requires*: a normalized expansion.
 
@@ -349,7 +350,7 @@ def sqrt(x: Sequence[Tensor], format: Format | str | None = None) -> Terms:
 
     *Source*: `machine_numbers.py`; V. Lefèvre et al., ACM TOMS 49(1), 2023, algorithm 8.
 
-    *Special values*: NaN below 0; the sign of a zero stays.
+    *Special values*: NaN below 0; the sign of a zero is kept.
 
     Examples:
         >>> import torch, mcftensor as mcf

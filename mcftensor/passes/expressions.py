@@ -1,4 +1,4 @@
-"""Elementwise operations, and passes that carry them out."""
+"""Elementwise operations, carried out in one pass over memory."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from mcftensor.kernels.without_float64 import Halves
 T = TypeVar("T")
 
 NUMBER = PLAIN[torch.float64]
-"""The format of Python's numbers."""
+"""The format of Python numbers."""
 
 
 @dataclass(frozen=True)
 class Expression:
-    """An operation, and what its result is rounded to."""
+    """An operation, and the format to which its result is rounded."""
 
     operation: str
     format: Format
@@ -41,8 +41,8 @@ class Expression:
 
 
 class Operand(NamedTuple):
-    """Operands of one format in many calls: the column of each of its components. A number of
-    Python's stands for itself."""
+    """Operands of many calls in one format: a column for each component. A Python number stands for
+    itself."""
 
     format: Format
     components: Sequence[Sequence[Scalar]]
@@ -54,11 +54,11 @@ def carry_out(
     outputs: Sequence[Column],
     keys: Column = (),
 ) -> None:
-    """Write an expression of operands into the components of its format, for all calls."""
+    """Write the results of an expression for all calls into components of its format."""
     columns = [column for operand in operands for column in operand.components]
     count = len(outputs[0])
     flags = [_are_scalars(column, outputs[0]) for column in columns]
-    if count > 1 and any(len(flag) > 1 for flag in flags):  # some of a column broadcast
+    if count > 1 and any(len(flag) > 1 for flag in flags):  # a column mixes scalars and vectors
         for rows in places_of(zip(*[repeated(x, count) for x in flags], strict=True)).values():
             part = [
                 Operand(x.format, [[repeated(y, count)[i] for i in rows] for y in x.components])
@@ -82,8 +82,10 @@ def carry_out(
 def _body(
     expression: Expression, formats: tuple[Format, ...], are_scalars: tuple[bool, ...]
 ) -> Body:
-    """An expression as a function of the vectors and scalars among the components of its operands;
-    the key of stochastic rounding is the last scalar."""
+    """Return an expression as a function of vectors and scalars, the components of its operands.
+
+    The key of stochastic rounding is the last scalar.
+    """
     lengths = [len(f.components) for f in formats]
     format = expression.format
 
@@ -98,15 +100,17 @@ def _body(
 
 
 def stored_floats(format: Format, stored: Sequence[Any]) -> Floats:
-    """What is stored as floats; a number in halves is these."""
+    """Decode stored components to floats; halves are returned unchanged."""
     return stored[0] if isinstance(stored[0], Halves) else format.decode(stored)
 
 
 def on_whole(
     expression: Expression, operands: Sequence[tuple[Format, bool]]
 ) -> tuple[Body, Signature]:
-    """An expression as a function of operands that are all tensors of the shape of its result, but
-    for numbers of Python's: given the format of each, and whether it is a number."""
+    """Return an expression as a body and its signature, for operands of the result's shape.
+
+    `formats` has the format of each operand, and whether the operand is a Python number.
+    """
     flags = [flag for format, flag in operands for _ in format.components]
     dtypes = [x.dtype for format, _ in operands for x in format.components]
     scalars = list(itertools.compress(dtypes, flags))
@@ -119,7 +123,7 @@ def on_whole(
 
 
 def scalar_tensor(x: Any) -> Any:
-    """A scalar; a number of Python's is a float64, where there is that, or else its halves."""
+    """Return a scalar; a Python number becomes a float64 tensor, or its halves without float64."""
     if isinstance(x, Tensor | Halves):
         return x
     return torch.tensor(x, dtype=torch.float64, device="cpu")
@@ -142,7 +146,7 @@ def _are_scalars(column: Sequence[Scalar], outputs: Column) -> list[bool]:
 
 
 def _shared(column: Sequence[T]) -> Sequence[T]:
-    """One scalar in place of many that are the same object."""
+    """Replace many references to one object by one."""
     return column[:1] if len(column) > 1 and len(set(map(id, column))) == 1 else column
 
 
@@ -150,7 +154,7 @@ def _shared(column: Sequence[T]) -> Sequence[T]:
 
 
 def empty(format: Format, operands: Sequence[Operand], count: int) -> list[list[Tensor]]:
-    """Columns of components for the results of so many calls on operands."""
+    """Return uninitialized columns of components for the results of `count` calls."""
     columns = [repeated(x, count) for operand in operands for x in operand.components]
     made = [
         format.empty_like(template_of([x for x in call if isinstance(x, Tensor)]))
@@ -160,7 +164,7 @@ def empty(format: Format, operands: Sequence[Operand], count: int) -> list[list[
 
 
 def _operands(flat: Sequence[Any], formats: Sequence[str]) -> tuple[list[Operand], int]:
-    """A flat list as operands, and the number of calls."""
+    """Return a flat list as operands, and the number of calls."""
     found = [named(name) for name in formats]
     lengths = [len(f.components) for f in found]
     count = len(flat) // sum(lengths)
@@ -187,18 +191,18 @@ def evaluate(
     formats: Sequence[str],
     keys: Sequence[Tensor],
 ) -> list[Tensor]:
-    """The results of an elementwise operation, in a format.
+    """Return the results of an elementwise operation, in a format.
 
     Args:
         operation: its name.
-        format: that of the results.
-        operands: the leading components of the first operand of all calls, then its second ones,
-            and so on; then those of the second operand.
-        formats: that of each operand; a plain tensor's is its dtype.
-        keys: one for each call, if the result rounds stochastically.
+        format: the format of the results.
+        operands: the leading components of the first operand of all calls, then its second
+            components, and so on; then the components of the second operand.
+        formats: the format of each operand; for a plain tensor, its dtype.
+        keys: one key for each call, if the result rounds stochastically.
 
     Returns:
-        The leading components of all results, then their second ones, and so on.
+        The leading components of all results, then their second components, and so on.
     """
     found, count = _operands(operands, formats)
     result = named(format)

@@ -1,4 +1,4 @@
-"""From one format to another, and out of all of them, with one rounding."""
+"""Conversion between formats, and to plain numbers, with one rounding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mcftensor.kernels.without_float64 import HALVES, halves, has_float64
 
 @opaque(lambda stored, source, format, key: named(format).empty_like(stored[0]), of_one=True)
 def recode(stored: Sequence[Tensor], source: str, format: str, key: Tensor | None) -> list[Tensor]:
-    """Convert components of one format to those of another."""
+    """Convert components of one format to components of another."""
     s, f = named(source), named(format)
     if _are_zeros(stored):
         made = f.empty_like(stored[0])
@@ -43,7 +43,7 @@ def recode(stored: Sequence[Tensor], source: str, format: str, key: Tensor | Non
 
 
 def of_number(x: float, format: Format, device: torch.device | None) -> list[Tensor]:
-    """A number of Python's as components of a format, rounded to nearest."""
+    """Return a Python number as components of a format, rounded to nearest."""
     if has_float64(device):
         entered = [torch.tensor(x, dtype=torch.float64, device="cpu")]
         return recode(entered, "float64", format.nearest.name, None)
@@ -51,7 +51,7 @@ def of_number(x: float, format: Format, device: torch.device | None) -> list[Ten
 
 
 def lent(stored: Sequence[Tensor], format: Format) -> Tensor:
-    """What a model computes with, of the components of a format."""
+    """Return the tensor that a model computes with, from the components of a format."""
     if format.lends is None:
         return stored[0]
     name, places = format.lends
@@ -59,7 +59,7 @@ def lent(stored: Sequence[Tensor], format: Format) -> Tensor:
 
 
 def decode_columns(format: Format, components: Sequence[Column], outputs: Column) -> None:
-    """Write the numbers stored in a format, given by columns of components, into plain tensors."""
+    """Decode columns of components into plain tensors."""
     body = decoding(format, outputs[0].dtype)
     _run(body, Columns(components, [], [outputs], shared=format.shared))
 
@@ -71,7 +71,7 @@ def encode_columns(
     keys: Column = (),
     start: int = 0,
 ) -> None:
-    """Round plain numbers into components of a format; parts of tensors start somewhere."""
+    """Encode plain numbers into a format; `start` is the index of the first element."""
     first = torch.tensor(start, device="cpu") if start and keys else _START
     _run(*_encoded(format, numbers, components, keys, first))
 
@@ -95,7 +95,7 @@ class Flat(Sequence[Tensor]):
         return self._scratch[start : start + self.lengths[i]].view(self._shapes[i])
 
     def addresses(self) -> list[int]:
-        """Where the rows lie."""
+        """Return the addresses of the rows."""
         first, width = self._scratch.data_ptr(), self._scratch.element_size()
         return [first + width * x for x in self._starts[:-1]]
 
@@ -134,7 +134,7 @@ def _encoded(
 
 @functools.lru_cache(maxsize=64)
 def decoding(format: Format, dtype: torch.dtype) -> Body:
-    """What a format stores as plain numbers."""
+    """Return the body that decodes components to plain numbers."""
     return lambda vectors, scalars, index: [Sum(format.decode(vectors)).to(dtype)]
 
 
@@ -145,7 +145,7 @@ def _recoding(source: Format, format: Format) -> Body:
 
 
 def _are_zeros(stored: Sequence[Tensor]) -> bool:
-    """Whether all is +0, as states are before the first step; others are known by one element."""
+    """Whether all numbers are +0, as in states before the first step; reads one element first."""
     are_plain = all(
         x.device.type == "cpu"
         and x.layout is torch.strided
@@ -161,14 +161,16 @@ def _are_zeros(stored: Sequence[Tensor]) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _zero(source: Format, format: Format) -> list[float]:
-    """The components of +0 in a format."""
+    """Return the components of +0 in a format."""
     stored = [x.zero_() for x in source.empty_like(torch.empty(1, BLOCK_SIZE, device="cpu"))]
     return [x.flatten()[0].item() for x in format.encode(Sum(source.decode(stored)), None)]
 
 
 def _is_large(stored: Sequence[Tensor]) -> bool:
-    """Whether what is computed on the way should not be there in whole, and is what programs
-    compute with."""
+    """Whether a conversion is large, and of dtypes that programs compute with.
+
+    Intermediate results of its size should not be allocated.
+    """
     return stored[0].numel() > CHUNK and all(x.dtype in COMPUTED for x in stored)
 
 
@@ -178,14 +180,16 @@ def _columns(tensors: Sequence[Tensor]) -> list[Column]:
 
 @functools.lru_cache(maxsize=64)
 def encoding(format: Format, dtype: torch.dtype) -> Body:
-    """Numbers of a type in a format; where its rounding takes a key, the scalars are the index of
-    the first element and that key."""
+    """Return the body that encodes numbers of a dtype.
+
+    If its rounding takes a key, the scalars are the index of the first element and the key.
+    """
 
     def body(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> Sequence[Tensor]:
         noise = None
         if format.takes_key:
             start, key = scalars
-            if format.rounding == "balanced":  # of which int32 is enough
+            if format.rounding == "balanced":  # int32 is enough
                 index, start = index.to(torch.int32), start.to(torch.int32)
             noise = noise_of(format.rounding, key, index + start)
         return format.encode(Sum(vectors), noise)
@@ -195,7 +199,7 @@ def encoding(format: Format, dtype: torch.dtype) -> Body:
 
 @opaque(lambda stored, source, dtype: torch.empty_like(stored[0], dtype=dtype), of_one=True)
 def collapse(stored: Sequence[Tensor], source: str, dtype: torch.dtype) -> Tensor:
-    """The numbers stored, as plain floats."""
+    """Decode components to plain floats."""
     if _is_large(stored) and dtype in COMPUTED:
         made = torch.empty_like(stored[0], dtype=dtype)
         decode_columns(named(source), _columns(stored), [made])
@@ -204,8 +208,10 @@ def collapse(stored: Sequence[Tensor], source: str, dtype: torch.dtype) -> Tenso
 
 
 def key_for(format: Format, device: torch.device, writes: Tensor | None = None) -> Tensor | None:
-    """What the rounding of a format takes: a key that is drawn, or the count of the writes before
-    this one, none by default."""
+    """Return what the rounding of a format needs: a drawn key, or a count of previous writes.
+
+    The count is `writes`, or 0 by default. The result is None for rounding to nearest.
+    """
     if format.rounding == "nearest":
         return None
     if format.rounding == "stochastic":

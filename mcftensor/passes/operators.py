@@ -14,23 +14,23 @@ import torch
 
 Number = (int, float, torch.SymInt, torch.SymFloat)
 
-# An operation of `arithmetic/formulas.py`, and its operands.
+# The name of an operation in `arithmetic/formulas.py`, and its operands.
 Formula = tuple[str, Sequence[Any]]
 
 
 class Operator(NamedTuple):
-    """One of aten's operations, with its forms `name_`, `name.out` and `_foreach_name`."""
+    """An operation of aten, with its forms `name_`, `name.out` and `_foreach_name`."""
 
     name: str
     operands: int
-    """How many it takes by position."""
+    """The number of positional operands."""
     formula: Callable[..., Formula]
-    """What it is of its operands. A number may be given as 1, which saves an operation."""
+    """The formula of its operands. A number may be given as 1, which saves an operation."""
     keyword: str | None = None
-    """The name of a number that it takes beside them; in lists it may be the last positional
-    argument, if it is `value`."""
+    """The name of a number passed by keyword; in list operations `value` may be the last positional
+    argument."""
     symbol: str | None = None
-    """The name of Python's operator."""
+    """The name of the Python operator."""
 
 
 def _is_one(x: Any) -> bool:

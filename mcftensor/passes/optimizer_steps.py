@@ -1,4 +1,4 @@
-"""The fused steps of SGD, Adam, AdamW and Adagrad: one rounding a step for each result.
+"""The fused steps of SGD, Adam, AdamW and Adagrad, with one rounding a step for each result.
 
 A step reads components, computes on numbers and writes components, in one pass over memory for all
 tensors. Each rule is written once, for every kind of numbers and every format.
@@ -31,17 +31,17 @@ from mcftensor.kernels.custom_ops import opaque
 from mcftensor.kernels.without_float64 import has_float64
 
 Settings = Mapping[str, Any]
-"""The numbers of a step by name; those that have no effect are not among them."""
+"""The numbers of a step by name; numbers without effect are left out."""
 
 Change = tuple[Number, Sequence[Number]]
-"""What is added to a parameter, and its new states."""
+"""The change of a parameter, and its new states."""
 
 
 # ------------------------------------------------------------------------------- update rules
 
 
 def adam(p: Number, g: Number, states: Sequence[Number], s: Settings) -> Change:
-    """Adam and AdamW, with the larger second moment as a third state for AMSGrad."""
+    """Adam and AdamW; AMSGrad has the maximum of second moments as third state."""
     m, v, *v_max = states
     if "l2" in s:
         g = g + p * s["l2"]
@@ -56,7 +56,7 @@ def adam(p: Number, g: Number, states: Sequence[Number], s: Settings) -> Change:
 
 
 def sgd(p: Number, g: Number, states: Sequence[Number], s: Settings) -> Change:
-    """SGD, with a momentum buffer or without; on its first step it takes the gradient as it is."""
+    """SGD with or without a momentum buffer; the first step copies the gradient into it."""
     if "l2" in s:
         g = g + p * s["l2"]
     if not states:
@@ -68,7 +68,7 @@ def sgd(p: Number, g: Number, states: Sequence[Number], s: Settings) -> Change:
 
 
 def adagrad(p: Number, g: Number, states: Sequence[Number], s: Settings) -> Change:
-    """Adagrad."""
+    """Adagrad, with the sum of squared gradients as state."""
     if "l2" in s:
         g = g + p * s["l2"]
     total = states[0] + g * g
@@ -79,10 +79,10 @@ def adagrad(p: Number, g: Number, states: Sequence[Number], s: Settings) -> Chan
 
 
 def integer_power(base: Any, exponent: Any) -> Any:
-    """base ** exponent in float64 for a whole number, by repeated squaring.
+    """Return base ** exponent in float64 for an integer exponent, by repeated squaring.
 
-    The same bits on every device, which the power functions of mathematics libraries do not give.
-    Both may be tensors.
+    It has the same bits on every device, unlike the power functions of mathematics libraries. Both
+    may be tensors.
     """
     factors: list[Any] = []
     for i in range(32):
@@ -98,7 +98,7 @@ def integer_power(base: Any, exponent: Any) -> Any:
 
 
 def adam_corrections(step: Any, lr: Any, beta1: Any, beta2: Any) -> tuple[Any, Any]:
-    """-lr / (1 - beta1^t), and one over the root of 1 - beta2^t."""
+    """Return -lr / (1 - beta1^t), and 1 / sqrt(1 - beta2^t)."""
     rate = lr / (1 - integer_power(beta1, step))
     correction = 1 - integer_power(beta2, step)
     root = eft.sqrt(correction) if isinstance(correction, Tensor) else math.sqrt(correction)
@@ -106,7 +106,7 @@ def adam_corrections(step: Any, lr: Any, beta1: Any, beta2: Any) -> tuple[Any, A
 
 
 def adagrad_rate(step: Any, lr: Any, lr_decay: Any) -> tuple[Any]:
-    """-lr / (1 + (t - 1) * lr_decay)."""
+    """Return -lr / (1 + (t - 1) * lr_decay)."""
     return (-lr / (1 + (step - 1) * lr_decay),)
 
 
@@ -131,17 +131,17 @@ def _of_sgd(s: Settings) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Rule:
-    """One of PyTorch's fused steps: who calls it, with which lists, and how it is computed.
+    """One of PyTorch's fused steps: its optimizer, its lists of states, and its computation.
 
-    Its numbers are fixed ones from the settings, and varying ones, by their names, from the step
-    count and the settings that it reads for them.
+    The fixed numbers of a rule follow from the settings. The varying ones follow from the step
+    count and the settings that they are computed from.
 
     Attributes:
-        optimizer: the class that calls it where `fused=True`.
-        states: the names of its lists of states, which follow those of parameters and gradients;
-            a list of step counts follows if some numbers vary.
+        optimizer: the class that calls the step with `fused=True`.
+        states: the names of its lists of states, which follow the lists of parameters and
+            gradients; a list of step counts comes last if some numbers vary.
         squares: the states that hold squares of gradients.
-        decay: `"l2"` where the decay of weights is added to gradients, `"decay"` where it is apart.
+        decay: `"l2"` if weight decay is added to gradients, `"decay"` if it is decoupled.
     """
 
     optimizer: type[Optimizer]
@@ -184,14 +184,15 @@ RULES = {
 }
 """The fused steps by the names of PyTorch's operators."""
 
-# What every rule takes as it is, if it has an effect.
+# Settings that every rule takes unchanged, if they have an effect.
 _COMMON = ("l2", "grad_scale", "found_inf")
 
 
 def _numbers(rule: Rule, s: Settings, steps: Column) -> tuple[list[str], list[Sequence[Scalar]]]:
-    """The names of the numbers of steps, and of each a column, or one where it is the same for all.
+    """Return the names of the numbers of a step, and a column for each number.
 
-    Floats on a CPU; on other devices tensors, without waiting.
+    A column has one element if all steps share the number. Numbers are floats on a CPU, and on
+    other devices tensors, without synchronization.
     """
     fixed = rule.fixed(s) | {name: s[name] for name in _COMMON if name in s}
     if "decay" in s:
@@ -215,7 +216,7 @@ def _numbers(rule: Rule, s: Settings, steps: Column) -> tuple[list[str], list[Se
 
 @functools.lru_cache(maxsize=64)
 def _on_device(formula: Callable[..., Sequence[Any]]) -> Body:
-    """A formula as a function of tensors of step counts."""
+    """Return a formula as a body on tensors of step counts."""
 
     def body(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> Sequence[Tensor]:
         count = vectors[0].to(torch.float64)
@@ -225,18 +226,18 @@ def _on_device(formula: Callable[..., Sequence[Any]]) -> Body:
     return body
 
 
-# --------------------------------------------------------------------------------- one for all
+# -------------------------------------------------------------------------- steps of all formats
 
 
 def numbers_for(formats: Sequence[Format]) -> Numbers:
-    """The kind of numbers in which a step is computed whose gradient, parameter and states are in
-    these formats."""
+    """Return the kind of numbers in which a step is computed, from the formats of the gradient, the
+    parameter and the states."""
     own = [f for f in formats if f.arithmetic != "plain"]
     networks = [f.numbers for f in own if isinstance(f.numbers, Network)]
     if networks:
         return max(networks, key=lambda x: x.terms)
-    # Bytes of plain tensors that float32 serves: beside terms those of 16 bits, and beside what is
-    # a float32 itself others, too.
+    # Sizes in bytes of plain tensors for which float32 suffices: 16-bit ones next to terms, and
+    # wider ones next to float32 numbers.
     limit = 4 if all(f.result is not f for f in own) else 2
     narrow = all(f.numbers.dtype == torch.float32 for f in own) and all(
         f.dtype.itemsize <= limit for f in formats[1:] if f.arithmetic == "plain"
@@ -246,10 +247,10 @@ def numbers_for(formats: Sequence[Format]) -> Numbers:
 
 @functools.lru_cache(maxsize=1024)
 def _body(rule: str, maximize: bool, formats: tuple[Format, ...], names: tuple[str, ...]) -> Body:
-    """A step of one tensor: of its gradient, itself and its states, in these formats.
+    """Return the body of a step: from the gradient, the parameter and its states, in these formats.
 
-    The scalars are those that `names` says, and a key, if one of the results rounds
-    stochastically; they draw from streams of it.
+    The scalars are the numbers `names`, and a key if a result rounds stochastically. Results draw
+    from different streams of the key.
     """
     update = RULES[rule].update
     lengths = [len(f.components) for f in formats]
@@ -282,8 +283,8 @@ def _body(rule: str, maximize: bool, formats: tuple[Format, ...], names: tuple[s
 
 
 def _at_hand(x: Scalar) -> Scalar:
-    """A number for a step: as a float where that takes no waiting for the device, or where the
-    device has no float64."""
+    """Return a number for a step: a float if reading it needs no synchronization or there is no
+    float64, else a float64 tensor."""
     if not isinstance(x, Tensor):
         return x
     is_near = x.device.type == "cpu" or not has_float64(x.device)
@@ -299,16 +300,16 @@ def take(
     keys: Column,
     settings: Settings,
 ) -> None:
-    """A step of tensors in the same formats, given by columns of components.
+    """Step tensors in the same formats, given by columns of components.
 
     Args:
         rule: its name in `RULES`.
-        formats: those of gradients, parameters and each of the states.
-        gradients: their components.
-        targets: the components of the parameters, then those of each of the states.
-        steps: how many steps each parameter has taken, this one counted; or nothing.
-        keys: one for each parameter, if something rounds stochastically.
-        settings: numbers that have an effect. `maximize` and its like have it by being there.
+        formats: the formats of gradients, parameters and each of the states.
+        gradients: the components of the gradients.
+        targets: the components of the parameters, then the components of each state.
+        steps: the step count of each parameter, including this step; or nothing.
+        keys: one key for each parameter, if a result rounds stochastically.
+        settings: numbers that have an effect. Flags such as `maximize` are set by being present.
     """
     on_device = ("grad_scale", "found_inf")
     s = {name: x if name in on_device else _at_hand(x) for name, x in settings.items()}
@@ -320,15 +321,14 @@ def take(
 
 @functools.lru_cache(maxsize=1024)
 def _shared(formats: tuple[Format, ...]) -> frozenset[int]:
-    """Which columns of a step, of what it reads and then of what it writes, hold what blocks of
-    elements share."""
+    """Return the columns of inputs, then outputs, of a step that hold shared components."""
     is_shared = [x.is_shared for f in formats for x in f.components]
     is_shared += is_shared[len(formats[0].components) :]
     return frozenset(i for i, x in enumerate(is_shared) if x)
 
 
 def setting(x: Scalar) -> Tensor:
-    """A setting as a tensor for `step_`; without float64, a number of Python's as its bits."""
+    """Return a setting as a tensor for `step_`; without float64, a Python number as its bits."""
     if isinstance(x, Tensor):
         return x
     if has_float64():
@@ -360,7 +360,7 @@ def step_(
     names: Sequence[str],
     settings: Sequence[Tensor],
 ) -> None:
-    """`take` as an operator: column after column in one list, and settings as tensors."""
+    """`take` as an operator, with columns joined in one list and settings as tensors."""
     found = [named(name) for name in formats]
     count = len(gradients) // len(found[0].components)
     given = dict(zip(names, map(_from_setting, settings), strict=True))
@@ -373,7 +373,7 @@ def step_(
     lays_out=True,
 )
 def unscale_(gradients: Sequence[Tensor], format: str, grad_scale: Tensor) -> None:
-    """Gradients in a format over the scale of a loss."""
+    """Divide gradients in a format by the scale of the loss, in place."""
     f = named(format)
     own = columns_of(gradients, len(gradients) // len(f.components))
     run(_unscaled(f), Columns(own, [[grad_scale]], own))

@@ -1,4 +1,4 @@
-"""Sums of flat tensors, element by element, whose bits depend on the multiset of terms alone."""
+"""Elementwise sums of flat tensors, whose bits depend on the multiset of terms alone."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mcftensor.arithmetic.binned_sums import (
 from mcftensor.kernels import Body, Columns
 
 TOGETHER = 8
-"""Terms that one pass over memory reads."""
+"""The number of terms that one pass over memory reads."""
 
 _CHUNK = 1 << 16  # elements whose accumulators stay in the caches
 
 
 def accumulators(count: int, device: torch.device) -> Tensor:
-    """So many accumulators of nothing, of 8 bytes each."""
+    """Return `count` empty accumulators of 8 bytes each."""
     return torch.zeros(count, dtype=torch.int64, device=device)
 
 
@@ -35,7 +35,7 @@ def add_to(accumulator: Tensor, terms: Sequence[Tensor], layout: Layout) -> None
 
 
 def merge_into(accumulator: Tensor, others: Sequence[Tensor], layout: Layout) -> None:
-    """Add accumulators to others, of the same layout."""
+    """Add accumulators to other accumulators of the same layout, in place."""
     for i in range(0, len(others), TOGETHER):
         _run(merge_body(layout), [accumulator, *others[i : i + TOGETHER]], accumulator)
 
@@ -48,8 +48,10 @@ def round_into(out: Tensor, accumulator: Tensor, layout: Layout) -> None:
 def sum_into(
     out: Tensor, terms: Sequence[Tensor], others: Sequence[Tensor], layout: Layout
 ) -> None:
-    """Write the sums of terms and of other accumulators, each rounded once. Few terms alone are
-    added without accumulators, to the same bits."""
+    """Write the sums of terms and of accumulators, each rounded once.
+
+    Without accumulators, few terms are added directly, to the same bits.
+    """
     if not others and 0 < len(terms) <= TOGETHER:
         _run(sum_body(layout, out.dtype), terms, out)
         return

@@ -1,11 +1,11 @@
 """Several operations in one pass over memory, each rounded as if it had run by itself.
 
-A trace is what operations do to variables: tensors in a format, or numbers. What an operation
-writes, a later one reads as it would have been stored, so that no bit differs. Traces that are
-made in the same way are the same object.
+A trace lists operations on variables, which are tensors in a format, or numbers. An operation reads
+the results of earlier ones as if they had been stored, so that no bit differs. Traces built in the
+same way are the same object.
 
-Those on terms are one kernel. Those on formats that only store numbers are PyTorch's own operations
-on what is stored (`decoded_traces.py`).
+A trace on terms is one kernel. A trace on storage formats calls PyTorch's operations on decoded
+numbers (`decoded_traces.py`).
 """
 
 from __future__ import annotations
@@ -30,33 +30,32 @@ T = TypeVar("T")
 # Operations of networks become kernels that take long to compile.
 LONGEST, LONGEST_OF_NETWORKS = 16, 4
 
-# Operations on stored numbers, of which no kernel is made.
+# Operations on storage formats, which need no kernel.
 LONGEST_OF_STORED = 64
 
-# Traces that follow on one, of which programs have few.
+# The number of traces that follow one trace; programs have few.
 _MOST = 256
 
 
 def longest(format: Format) -> int:
-    """Operations that a trace with results in a format may have."""
+    """Return the largest number of operations in a trace with results in a format."""
     if format.arithmetic != "terms":
         return LONGEST_OF_STORED
     return LONGEST_OF_NETWORKS if isinstance(format.numbers, Network) else LONGEST
 
 
 class Variable(NamedTuple):
-    """What operations read and write."""
+    """A tensor or number that operations read and write."""
 
     format: Format
     begins_as: Literal["tensor", "number", "nothing"]
-    """What it is before the first operation; nothing is what an operation makes."""
+    """Its kind before the first operation; None if an operation makes it."""
     takes_factor: bool = False
-    """Whether a number by which it is multiplied is only noted."""
+    """Whether a multiplication by a number is deferred."""
 
     @property
     def width(self) -> int:
-        """The number of columns that it begins as: components, and beside those of numbers that
-        are only stored, what else tensors have."""
+        """The number of initial columns: its components and, for storage formats, one of states."""
         if self.begins_as == "nothing":
             return 0
         is_stored = self.begins_as == "tensor" and self.format.result is not self.format
@@ -64,35 +63,35 @@ class Variable(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """An operation; variables are given by their places.
+    """An operation on variables, which are given by their indices.
 
-    On terms it is one of `formulas.py`, rounded to nearest. On stored numbers it is PyTorch's of
-    this name, in place where the target is the first operand.
+    On terms it is an operation of `formulas.py`, rounded to nearest. On storage formats it is
+    PyTorch's operation of this name, in place if the target is the first operand.
     """
 
     name: str
     format: Format
-    """That of the target."""
+    """The format of the target."""
     operands: tuple[int, ...]
     target: int
     keywords: tuple[str, ...] = ()
-    """The names of the last operands, of one on stored numbers."""
+    """The names of the last operands, for operations on storage formats."""
     key: int | None = None
-    """What the target is rounded by, where that is drawn."""
+    """The variable of the key or count with which the target is rounded, if any."""
 
 
 class Trace:
-    """Operations in order; use `EMPTY` and the methods that lengthen it.
+    """Operations in order. Use `EMPTY` and the methods that extend it.
 
     Attributes:
-        begun: keys of the operations on tensors that came later than the first ones.
-        variables: what the operations read and write.
-        width: the number of columns that these begin as.
-        operations: what is done.
+        begun: keys of operations on tensors that entered after the first ones.
+        variables: the variables that operations read and write.
+        width: the number of initial columns of all variables.
+        operations: the operations.
         written: the variables that are written to.
-        is_full: whether it is as long as it may become.
-        is_of_terms: whether operations are on terms, and not on stored numbers.
-        made: what follows from it.
+        is_full: whether the trace has its largest length.
+        is_of_terms: whether operations are on terms; otherwise they are on storage formats.
+        made: objects derived from the trace.
     """
 
     def __init__(
@@ -113,16 +112,19 @@ class Trace:
         self._goes_on: set[Hashable] = set()
 
     def ends_before(self, key: Hashable) -> bool:
-        """Whether an operation on other tensors begins another trace: one that has begun
-        with other tensors in this one, too, unless it was seen that they belong together."""
+        """Whether an operation on other tensors begins another trace.
+
+        It does if this trace has already begun with other tensors for the key, unless
+        `goes_on_with` recorded that they belong together.
+        """
         return key in self.begun and key not in self._goes_on
 
     def goes_on_with(self, key: Hashable) -> None:
-        """It was seen."""
+        """Record that operations with this key belong to this trace."""
         self._goes_on.add(key)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What follows from the trace and a key, made once."""
+        """Return the object derived from the trace and a key, made once."""
         made: T | None = self.made.get(key)
         if made is None:
             if len(self.made) >= _MOST:
@@ -131,17 +133,17 @@ class Trace:
         return made
 
     def with_variable(self, variable: Variable) -> Trace:
-        """With one more variable."""
+        """Return the trace with one more variable."""
         variables = (*self.variables, variable)
         return self.once(variable, lambda: Trace(variables, self.operations, self.begun))
 
     def then(self, operation: Operation, key: Hashable = None) -> Trace:
-        """With one more operation; a key tells one on other tensors than those before."""
+        """Return the trace with one more operation; a key marks an operation on other tensors."""
         operations, begun = (*self.operations, operation), self.begun | {key} if key else self.begun
         return self.once((operation, key), lambda: Trace(self.variables, operations, begun))
 
     def is_note(self, operation: Operation) -> bool:
-        """Whether a tensor is multiplied by a number that is only noted."""
+        """Whether an operation is a multiplication of a tensor by a number that is deferred."""
         name, _, operands, target, *_ = operation
         return (
             name in ("mul", "_foreach_mul")
@@ -151,7 +153,7 @@ class Trace:
         )
 
     def kernel(self, results: tuple[int, ...]) -> tuple[Body, Signature]:
-        """What computes these of the variables, given the components of tensors, and numbers."""
+        """Return the body that computes the variables `results`, and its signature."""
         return self.once(results, lambda: self._kernel(results))
 
     def _kernel(self, results: tuple[int, ...]) -> tuple[Body, Signature]:
@@ -178,7 +180,7 @@ class Trace:
                 made = zip(format.encode(number, None), format.components, strict=True)
                 stored[target] = [x.to(component.dtype) for x, component in made]
                 entered = {key: x for key, x in entered.items() if key[0] != target}
-                if isinstance(format.numbers, Machine):  # the same, at less cost
+                if isinstance(format.numbers, Machine):  # the same result at lower cost
                     entered[target, format.numbers] = format.rounded(number)
             return [x for i in results for x in stored[i]]
 
