@@ -1,4 +1,4 @@
-"""Functions on expansion tensors that torch has no name for."""
+"""Functions on expansions that have no counterpart in torch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from mcftensor.tensor.tensor import number_in
 
 
 def fma(x: Tensor | float, y: Tensor | float, z: Tensor | float) -> Tensor:
-    """x * y + z, rounded once at the end.
+    """Return x * y + z, rounded once at the end.
 
     Args:
-        x: an expansion, a plain tensor or a number; one of the three is an expansion.
-        y: the same, and broadcasts.
-        z: the same.
+            x: an expansion, a plain tensor or a number. One of the three operands is an expansion.
+            y: the same; operands broadcast.
+            z: the same.
 
-    Returns:
-        An expansion, or a plain tensor where parameters meet plain tensors. The error is that of
-        `expansion.fma`.
+        Returns:
+            An expansion, or a plain tensor if parameters meet plain tensors. The error is stated in
+            `expansion.fma`.
 
     Raises:
         TypeError: no operand is an expansion.

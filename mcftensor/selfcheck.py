@@ -1,4 +1,4 @@
-"""A check of the arithmetic on the device in use: against exact rationals, eager and compiled."""
+"""A check of the arithmetic on a device against exact rationals, eager and compiled."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from mcftensor.passes.expansion import Terms
 
 _COUNT = 256
 _UNITS = 10
-"""Bound of the errors of expansion arithmetic, in u^n; every documented bound is below it."""
+"""Bound of the errors of expansion arithmetic, in u^n; every documented bound is smaller."""
 
 
 class SelfCheckError(RuntimeError):
-    """The arithmetic is broken on a device; the message names what and where."""
+    """The arithmetic is wrong on a device; the message names the device and the functions."""
 
 
 def selfcheck(device: str | torch.device = "cpu", *, compiled: bool = True) -> int:
-    """Run the arithmetic of the library on a device and hold it against exact rationals.
+    """Run the arithmetic of the library on a device and compare it with exact rationals.
 
-    Error-free transformations measure roundings, and compilers, fast-math flags and drivers that
-    flush subnormals remove roundings. Run this once on a new machine or release of PyTorch. The
+    Error-free transformations measure roundings. Compilers, fast-math flags and drivers that flush
+    subnormals can remove roundings. Run this check once on a new machine or release of PyTorch. The
     command `python -m mcftensor selfcheck` also checks kernels, optimizer steps, large tensors,
-    streams and graphs, and prints the digest of a backward pass, by which machines are compared
-    that are to share the steps of a training.
+    streams and graphs. It prints the digest of a backward pass, to compare machines that will share
+    the steps of a training.
 
     Args:
-        device: where to run, such as `"cuda"`.
+        device: the device to check, such as `"cuda"`.
         compiled: also inline the operations in a compiled function, and compare the bits. This
-            takes half a minute, where the rest takes seconds.
+            takes half a minute; the rest takes seconds.
 
     Returns:
-        The number of checks, all of which passed.
+        The number of checks, if all passed.
 
     Raises:
-        SelfCheckError: some did not; the message names each.
+        SelfCheckError: some checks failed; the message names each.
 
     Examples:
         >>> import mcftensor as mcf
@@ -63,8 +63,10 @@ def selfcheck(device: str | torch.device = "cpu", *, compiled: bool = True) -> i
 
 
 def found_broken(device: torch.device, *, compiled: bool) -> tuple[int, list[str]]:
-    """How many functions there are, and the names of those that are not right: by exact rationals,
-    or, compiled, by the bits of eager code."""
+    """Return the number of functions, and the names of those with wrong results.
+
+    Results are compared with exact rationals, or, if `compiled`, with the bits of eager code.
+    """
     checks = list(_checks(device))
     if not compiled:
         return len(checks), [x.name for x in checks if not x.is_right(x.function(*x.numbers))]
@@ -83,8 +85,7 @@ def _together(checks: list[_Check]) -> list[Terms]:
 
 
 def _compiled(checks: list[_Check]) -> list[Terms]:
-    """The results of functions that are compiled in one graph, which takes less time than one by
-    one."""
+    """Return the results of functions compiled in one graph, which is faster than many graphs."""
     functions = [check.function for check in checks]
 
     def inline(numbers: list[list[Terms]]) -> list[Terms]:
@@ -97,20 +98,20 @@ def _compiled(checks: list[_Check]) -> list[Terms]:
 
 @dataclass
 class _Check:
-    """A function of numbers, each held as its terms, and what it has to come to."""
+    """A function of numbers, given as terms, and its exact result."""
 
     name: str
     function: Callable[..., Terms]
     numbers: list[Terms]
     exact: Callable[..., Fraction]
-    """The result as a rational; of a root its square."""
+    """The exact result; for a square root, its square."""
     tolerance: Fraction
     smallest: Fraction = Fraction(0)
-    """Magnitude below which the tolerance is absolute."""
+    """The magnitude below which the tolerance is absolute."""
 
     @property
     def part(self) -> str:
-        """The type or format that it is of."""
+        """The dtype or format of the check."""
         return self.name.rpartition(" ")[2]
 
     def is_right(self, result: Terms) -> bool:
@@ -156,7 +157,7 @@ def _checks(device: torch.device) -> Iterator[_Check]:
 
 
 def _numbers(base: torch.dtype, seed: int) -> Tensor:
-    """Significands of all bits, with exponents near 0, where no product underflows."""
+    """Return numbers with full significands and exponents near 0, where no product underflows."""
     generator = torch.Generator().manual_seed(seed)
     bits = BASES[base].precision
     significands = torch.randint(
@@ -173,13 +174,13 @@ def _expansion(format: ExpansionFormat, seed: int, device: torch.device) -> Term
 
 
 def _rationals(terms: Terms) -> list[Fraction]:
-    """Elements of the sum of terms, as rationals."""
+    """Return the elements of the sum of terms as rationals."""
     columns = zip(*(term.double().tolist() for term in terms), strict=True)
     return [sum(map(Fraction, column), Fraction(0)) for column in columns]
 
 
 def _of_single_terms(function: Callable[..., Any]) -> Callable[..., Terms]:
-    """A function of floats as one of numbers of one term each."""
+    """Return a function of floats as a function of one-term numbers."""
 
     def on_numbers(*numbers: Terms) -> Terms:
         result = function(*[x for (x,) in numbers])

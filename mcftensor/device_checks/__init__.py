@@ -1,1 +1,1 @@
-"""What a device must do for the library to be right on it."""
+"""Checks that the library gives right results on a device."""

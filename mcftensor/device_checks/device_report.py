@@ -1,4 +1,4 @@
-"""A report on a device: arithmetic, kernels, steps, large tensors, streams, graphs, a line each."""
+"""A report on a device: arithmetic, kernels, steps, large tensors, streams and graphs."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from mcftensor.tensor.tensor import MCFTensor
 from mcftensor.training.collage import collage
 
 _PERIOD = 1 << 16
-"""Elements after which large tensors repeat."""
+"""The number of elements after which large tensors repeat."""
 
 GIBIBYTE, MANY = 1 << 29, 1 << 31
-"""Elements of bfloat16: 1 GiB of them, and more than 32 bits count."""
+"""Elements of bfloat16: 1 GiB of them, and more than 32 bits can count."""
 
 _NAMES_SHOWN = 3
 
 
 class _LeftOut(Exception):
-    """A check that the device has no place for; the message says why."""
+    """A check that the device cannot run; the message says why."""
 
 
 @dataclass
 class Line:
-    """What one group of checks found.
+    """The result of one group of checks.
 
     Attributes:
-        name: what was checked.
-        count: how many checks there were.
-        failures: the names of those that failed.
-        reason: why there were none, or what was raised.
-        note: what is said in the place of checks.
-        seconds: that it took.
+        name: the name of the group.
+        count: the number of checks.
+        failures: the names of failed checks.
+        reason: why no checks were run, or the error that was raised.
+        note: text shown in place of a result.
+        seconds: the time that the checks took.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Line:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        """One line of the report."""
+        """Return one line of the report."""
         if self.note:
             return f"  -   {self.name}: {self.note}"
         if self.reason and not self.failures:
@@ -73,9 +73,9 @@ class Line:
 
 
 def report(device: torch.device, *, compiled: bool = True) -> Iterator[Line]:
-    """Each line when its checks are done."""
+    """Yield each line when its checks are done."""
     with warnings.catch_warnings():
-        if device.type != "cpu":  # where eager PyTorch would compute in the place of a wrong kernel
+        if device.type != "cpu":  # otherwise eager PyTorch would replace a wrong kernel
             warnings.filterwarnings("error", "mcftensor runs without compiled code")
         yield from _lines(device, compiled)
 
@@ -96,13 +96,13 @@ def _leaf_line(device: torch.device) -> Line:
     name = "digest of a backward pass, to compare machines that share training steps"
     try:
         digest = leaf_digest(device)
-    except Exception as error:  # noqa: BLE001  # where an operation is lacking, say
+    except Exception as error:  # noqa: BLE001  # such as an operation that the device lacks
         return Line(name, reason=str(error).partition("\n")[0])
     return Line(name, note=f"{digest}, by {torch.get_num_threads()} threads of the host")
 
 
 def introduction(device: torch.device) -> str:
-    """The device and the versions."""
+    """Return the name of the device and the versions."""
     name = platform.processor() or platform.machine()
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
@@ -117,7 +117,7 @@ def _line(name: str, check: Callable[[], tuple[int, list[str]]]) -> Line:
         line = Line(name, count, failures)
     except _LeftOut as error:
         line = Line(name, reason=str(error))
-    except Exception as error:  # noqa: BLE001  # of devices, drivers, compilers, and failed trials
+    except Exception as error:  # noqa: BLE001  # devices, drivers, compilers, and failed trials
         reason = str(error).partition("\n")[0]
         line = Line(name, 1, [f"{type(error).__name__}: {reason}"])
     line.seconds = time.perf_counter() - start
@@ -140,12 +140,12 @@ def _compared(
 def _digest_or_error(work: Work, device: torch.device) -> str:
     try:
         return bits_digest(work(device))
-    except Exception as error:  # noqa: BLE001  # the other results are told all the same
+    except Exception as error:  # noqa: BLE001  # other results are still reported
         return type(error).__name__
 
 
 def broken_on_large(device: torch.device, elements: int) -> tuple[int, list[str]]:
-    """A product in place and a conversion over so many elements, all of which are looked at."""
+    """Check a product in place and a conversion on a large tensor, all elements of it."""
     period = full_bits(torch.bfloat16, "large", _PERIOD).to(device)
     x = MCFTensor.of((_repeated(period, elements), _repeated(period * 2**-9, elements)), bf16x2)
     with torch.no_grad():
@@ -167,7 +167,7 @@ def _repeated(period: Tensor, elements: int) -> Tensor:
 
 def _repeats(x: Tensor, period: Tensor) -> bool:
     rows = x.view(-1, _PERIOD)
-    parts = rows.split(1 << 12)  # a comparison takes as much memory as it compares
+    parts = rows.split(1 << 12)  # a comparison needs as much memory as its operands
     return all(bool((part == period).all()) for part in parts)
 
 
@@ -189,7 +189,7 @@ def _large(elements: int) -> Callable[[torch.device], tuple[int, list[str]]]:
 
 
 def _views(device: torch.device) -> tuple[int, list[str]]:
-    """Views that begin at odd addresses, with gaps, and transposed, against their copies."""
+    """Compare views with odd start addresses, gaps or transposed axes with their copies."""
     components = [full_bits(torch.bfloat16, f"view {i}", 61, 67).to(device) for i in range(2)]
     x = MCFTensor.of((components[0], components[1] * 2**-9), bf16x2)
     arranged: dict[str, Callable[[Tensor], Tensor]] = {
@@ -214,13 +214,13 @@ def _are_alike(x: Tensor, y: Tensor) -> bool:
 def _training(device: torch.device) -> tuple[nn.Parameter, torch.optim.Optimizer]:
     p = nn.Parameter(as_expansion(full_bits(torch.float32, "p", 65, 97).to(device), bf16x2))
     p.grad = full_bits(torch.bfloat16, "g", 65, 97).to(device)
-    # Its count of steps is on the device, as graphs need it.
+    # The step count is on the device, as graphs require.
     capturable = device.type == "cuda"
     return p, collage(torch.optim.AdamW([p], fused=True, capturable=capturable), "plus")
 
 
 def _streams(device: torch.device) -> tuple[int, list[str]]:
-    """Steps on a stream of their own, against steps on the usual one."""
+    """Compare steps on another stream with steps on the default one."""
     _require_cuda(device)
     (p, optimizer), (q, its_optimizer) = _training(device), _training(device)
     for _ in range(3):
@@ -235,14 +235,14 @@ def _streams(device: torch.device) -> tuple[int, list[str]]:
 
 
 def _graphs(device: torch.device) -> tuple[int, list[str]]:
-    """Steps captured and replayed, against steps one by one."""
+    """Compare captured and replayed steps with single steps."""
     _require_cuda(device)
     (p, optimizer), (q, its_optimizer) = _training(device), _training(device)
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            its_optimizer.step()  # which makes the states
+            its_optimizer.step()  # creates the states
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -255,7 +255,7 @@ def _graphs(device: torch.device) -> tuple[int, list[str]]:
 
 
 def _second_device(device: torch.device) -> tuple[int, list[str]]:
-    """Operations on the last device while another is the current one."""
+    """Run operations on the last device while another device is current."""
     if device.type != "cuda" or torch.cuda.device_count() < 2:
         raise _LeftOut("one device is at hand")
     works = {n: w for n, w in known_work()["operations"].items() if n.endswith("bf16x2")}

@@ -1,5 +1,6 @@
-"""Numbers that are hard to compute with, the same on every machine and in every release: they are
-made of hashes in integers and of exact scaling, on the CPU."""
+"""Numbers that are hard to compute with, the same on every machine and in every release.
+
+They are made on the CPU from integer hashes and exact scaling."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from mcftensor.passes import expansion
 
 
 def hashes(name: str, *shape: int) -> Tensor:
-    """int64 of `shape`: SplitMix64 of a name and of the index of each element."""
+    """Return int64 of `shape`: SplitMix64 of a name and of the index of each element."""
     index = torch.arange(1, math.prod(shape) + 1, device="cpu") + (zlib.crc32(name.encode()) << 20)
     z = index * _signed(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -33,7 +34,7 @@ def _shifted(z: Tensor, count: int) -> Tensor:
 
 
 def any_bits(dtype: torch.dtype, name: str, *shape: int) -> Tensor:
-    """Any bit patterns: one in eight is infinite or NaN, one in eight is subnormal or zero."""
+    """Return any bit patterns: one in eight is infinite or NaN, one in eight subnormal or zero."""
     kind, z = hashes(f"{name} kind", *shape) & 7, hashes(name, *shape)
     bits = (z >> (64 - 8 * dtype.itemsize)).to(PATTERNS[dtype.itemsize])
     infinity = torch.tensor(math.inf, dtype=dtype, device="cpu").view(bits.dtype)
@@ -51,7 +52,7 @@ def full_bits(dtype: torch.dtype, name: str, *shape: int) -> Tensor:
 
 
 def hard_terms(format: ExpansionFormat, name: str, *shape: int) -> list[Tensor]:
-    """Components of normalized numbers with all bits; one in four has any bits in any component."""
+    """Return components of normalized numbers with all bits; one in four has any bits."""
     own = [
         full_bits(format.base, f"{name} {i}", *shape) * format.u**i / 64
         for i in range(format.terms)

@@ -1,5 +1,6 @@
-"""Work with known bits: operations, conversions and optimizer steps. `digests.json` has the
-digests of their results on a CPU."""
+"""Computations with known bits: operations, conversions and optimizer steps.
+
+`digests.json` has the digests of their results on a CPU."""
 
 from __future__ import annotations
 
@@ -26,15 +27,15 @@ from mcftensor.training.collage import collage
 FILE = Path(__file__).with_name("digests.json")
 
 Work = Callable[[torch.device], Iterable[Tensor]]
-"""Computes on a device what does not depend on it."""
+"""A computation whose result does not depend on the device."""
 
 LENGTH = 4099
 SHAPE = (33, 96)
-"""Of tensors that are stored in blocks of a row."""
+"""The shape of tensors in block formats."""
 
 _KEY = 2**61 + 12345
 _OPERATIONS = {"add": 2, "mul": 2, "div": 2, "sqrt": 1, "fma": 3}
-# Of formats whose kernels take seconds to compile, these.
+# The formats tested among those whose kernels take seconds to compile.
 _LONG = {"fp32x3": ("add",), "fp64x2": ("add", "mul")}
 _TRANSFORMATIONS = {"two_sum": 2, "fast_two_sum": 2, "two_prod": 2, "split": 1, "fma": 3, "sqrt": 1}
 _ROUNDED = {
@@ -121,7 +122,7 @@ def known_work() -> dict[str, dict[str, Work]]:
 
 
 def bits_digest(results: Iterable[Tensor]) -> str:
-    """A digest of the bits of tensors; one NaN is as good as another."""
+    """Return a digest of the bits of tensors; all NaNs are equal."""
     state = hashlib.blake2b(digest_size=6)
     for x in results:
         bits = x.detach().contiguous().cpu()
@@ -133,13 +134,13 @@ def bits_digest(results: Iterable[Tensor]) -> str:
 
 
 def recorded_digests() -> dict[str, dict[str, str]]:
-    """What a CPU gave, by groups and names."""
+    """Return the digests of a CPU, by groups and names."""
     found: dict[str, dict[str, str]] = json.loads(FILE.read_text(encoding="utf-8"))
     return found
 
 
 def made_digests(device: torch.device) -> dict[str, dict[str, str]]:
-    """What a device gives."""
+    """Compute the digests of a device, by groups and names."""
     return {
         group: {name: bits_digest(work(device)) for name, work in works.items()}
         for group, works in known_work().items()
@@ -217,7 +218,7 @@ def _decoded(format: Format, device: torch.device) -> Iterable[Tensor]:
 def _stepped(
     make: Callable[..., Optimizer], weights: str, mode: str, device: torch.device
 ) -> Iterable[Tensor]:
-    """Components of weights and states after three steps."""
+    """Return the components of weights and states after three steps."""
     params = [_parameter(named(weights), i, device) for i in range(3)]
     optimizer = collage(make(params), mode)
     for step in range(3):

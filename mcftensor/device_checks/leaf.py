@@ -1,7 +1,8 @@
 """The forward and backward pass of a small network, and a digest of its gradients.
 
-Unlike the work of `known_results.py` it is torch's own, whose bits differ between processors,
-releases and numbers of threads. Machines that are to compute the leaves of one step have to agree.
+Unlike the computations of `known_results.py`, it uses torch's operations, whose bits differ between
+processors, releases and numbers of threads. Machines that compute the leaves of one step must
+agree.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ _WIDTH, _WORDS, _LENGTH, _BATCH = 96, 101, 33, 3
 
 
 def leaf_digest(device: torch.device) -> str:
-    """The digest of the gradients of one microbatch, in bfloat16."""
+    """Return the digest of the gradients of one microbatch, in bfloat16."""
     return bits_digest(_gradients(device))
 
 
 def _gradients(device: torch.device) -> tuple[Tensor, ...]:
-    """Of a layer of attention and one of GELU, with norms, an embedding and a cross entropy."""
+    """Gradients of an attention and a GELU layer, with norms, an embedding and a cross entropy."""
     shapes = {
         "embedding": (_WORDS, _WIDTH),
         "queries, keys, values": (3 * _WIDTH, _WIDTH),

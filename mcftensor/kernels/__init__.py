@@ -1,8 +1,8 @@
 """Elementwise functions of many tensors in one pass over memory.
 
-`run` is given a function written in PyTorch and columns of tensors. Where there is much to do the
-function becomes a `program`, in C++ (`cpp`, `cpu`) or in Triton (`triton`, `cuda`), which gives the
-bits of the function itself; otherwise the function runs as it is, in chunks (`eager`).
+`run` takes a function written in PyTorch and columns of tensors. For large amounts of work, the
+function becomes a `program` in C++ (`cpp`, `cpu`) or in Triton (`triton`, `cuda`), with the bits of
+the function itself. Otherwise the function runs as it is, in chunks (`eager`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Numbers that neighbours share: one for each *block*, 32 elements of a row.
+"""Components shared by *blocks* of 32 elements of a row: shapes, maxima and repetition.
 
-A row is what one index of the first dimension leaves of a tensor. Where its length is no multiple
-of 32, the last block of each is shorter.
+A row holds the elements of one index of the first dimension. If its length is not a multiple of
+32, its last block is shorter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BLOCK_SIZE = 32
 
 
 def shape_of_shared(shape: torch.Size) -> torch.Size:
-    """The shape of what the blocks of a tensor of some shape share."""
+    """Return the shape of a component that blocks share, for a tensor of some shape."""
     length = torch.Size(shape[1:]).numel()
     return torch.Size((*shape[:1], -(-length // BLOCK_SIZE)))
 
@@ -28,7 +28,7 @@ def _fake_of_blocks(x: Tensor) -> Tensor:
 
 @opaque(_fake_of_blocks, lays_out=True)
 def block_max(x: Tensor) -> Tensor:
-    """The largest of each block of non-negative integers."""
+    """Return the maximum of each block of non-negative integers."""
     rows = x.reshape(x.shape[0], -1) if x.numel() else x.new_empty(x.shape[0], 0)
     missing = -rows.shape[1] % BLOCK_SIZE
     if missing:
@@ -41,7 +41,7 @@ def block_max(x: Tensor) -> Tensor:
     lays_out=True,
 )
 def spread(shared: Tensor, like: Tensor) -> Tensor:
-    """What each block shares, for each of its elements, which lie as those of another tensor."""
+    """Repeat the shared value of each block for its elements, in the layout of another tensor."""
     made = torch.empty_like(like, dtype=shared.dtype)
     if not like.numel():
         return made

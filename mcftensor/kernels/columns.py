@@ -1,8 +1,7 @@
-"""Arguments of elementwise functions: any number of calls, by columns.
+"""Arguments of elementwise functions, as columns with one row per call.
 
-An operation on one tensor, a `_foreach_` call on thousands and a fused step have the same form
-here: columns of tensors, with one row per call. Facts about tensors are determined once per
-column."""
+An operation on one tensor, a `_foreach_` call on thousands of tensors and a fused step have the
+same form here. Facts about tensors are determined once per column."""
 
 from __future__ import annotations
 
@@ -31,20 +30,20 @@ _dtype = operator.attrgetter("dtype")
 class Columns:
     """Calls of an elementwise function.
 
-    The outputs of a call are of one shape, its vectors too or of one that broadcasts, but for those
-    that hold what blocks of elements share. Its scalars are Python floats or tensors without
-    dimensions; a column of one scalar is for all calls. A column of outputs may be one of vectors,
-    and overlaps no other.
+    The outputs of a call have one shape. Its vectors have the same shape or broadcast to it,
+    except vectors with one value per block. Its scalars are Python floats or 0-d tensors; a column of
+    one scalar serves all calls. A column of outputs may also be a column of vectors, and overlaps
+    no other column.
 
     Attributes:
-        vectors: columns of what is read element by element.
-        scalars: columns of what is the same for all elements of a call.
-        outputs: columns of what is written.
-        keys: one for each call, where random numbers are drawn; else none.
-        shared: which of the columns of vectors and then of outputs are of what blocks share.
-        done: where somebody asks for it, how many elements have been written, one after the other;
-            that is said by the same bytecode that writes them, and Python handles signals between
-            two.
+        vectors: columns of tensors that are read element by element.
+        scalars: columns of values that are the same for all elements of a call.
+        outputs: columns of tensors that are written.
+        keys: one key for each call if random numbers are drawn, else none.
+        shared: the indices of columns, vectors first and then outputs, with one value per block.
+        done: None, or a list to which the numbers of written elements are appended, in order. The
+            bytecode that writes the elements also appends, so that no signal handler of Python runs
+            between the two.
     """
 
     vectors: Sequence[Column]
@@ -58,11 +57,11 @@ class Columns:
         return len(self.outputs[0])
 
     def __iter__(self) -> Iterator[Columns]:
-        """Call by call."""
+        """Iterate over single calls."""
         return (self.only([i]) for i in range(len(self))) if len(self) > 1 else iter((self,))
 
     def only(self, rows: Sequence[int]) -> Columns:
-        """Some of the calls."""
+        """Return the calls of some rows."""
         return Columns(
             [[x[i] for i in rows] for x in self.vectors],
             [x if len(x) == 1 else [x[i] for i in rows] for x in self.scalars],
@@ -78,12 +77,12 @@ class Columns:
 
 
 Facts = tuple[torch.dtype | None, int | None, list[int], list[int], bool]
-"""What kernels have to know of a column: dtype and index of the device (the CPU has -1), None where
-they are not alike; numbers of elements, addresses, and whether all are contiguous."""
+"""Facts about a column for kernels: the dtype and the device index (-1 for the CPU), or None if
+they differ within it; numbers of elements, addresses, and whether all tensors are contiguous."""
 
 
 def facts_of(column: Column) -> Facts:
-    """Asked while a few tensors at a time are in the caches: there may be thousands."""
+    """Return the facts of a column, asked tensor by tensor: a column may have thousands."""
     first = column[0]
     dtype, device = first.dtype, first.get_device()
     if len(column) == 1:
@@ -108,7 +107,7 @@ def facts_of(column: Column) -> Facts:
 
 
 def places(vectors: Sequence[Column], outputs: Sequence[Column]) -> tuple[list[Column], list[int]]:
-    """Columns of vectors and of outputs without repetition, and which of them the outputs are."""
+    """Return vectors and outputs without repetition, and the positions of the outputs in them."""
     found = list(vectors)
     where = []
     for output in outputs:
@@ -122,12 +121,12 @@ def places(vectors: Sequence[Column], outputs: Sequence[Column]) -> tuple[list[C
 
 
 def are_same(a: Column, b: Column) -> bool:
-    """Whether two columns are of the same tensors."""
+    """Whether two columns hold the same tensors."""
     return a is b or all(map(operator.is_, a, b))
 
 
 def repeated(column: Sequence[T], count: int) -> Sequence[T]:
-    """A column of so many, which may be given as one for all."""
+    """Return a column of `count` elements; a column of one element is repeated."""
     return column if len(column) == count else [*column] * count
 
 
@@ -137,26 +136,29 @@ def number_of(scalar: Scalar) -> float:
 
 
 def on_device(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor without dimensions on a device; one of the host is given to a kernel there as a
-    number, so that the host does not wait for a copy."""
+    """Return a 0-d tensor on a device.
+
+    A tensor of the host becomes a number in a kernel on the device, so that the host does not wait
+    for a copy.
+    """
     if x.device.type != "cpu" or device.type == "cpu" or not is_bare([x]):
         return x.to(device)
     return torch.full((), x.item(), dtype=x.dtype, device=device)
 
 
 def regroup(flat: Sequence[T], lengths: Sequence[int]) -> list[list[T]]:
-    """A flat list as consecutive lists of these lengths."""
+    """Return a flat list as consecutive lists of these lengths."""
     rest = iter(flat)
     return [list(islice(rest, length)) for length in lengths]
 
 
 def columns_of(flat: Sequence[T], length: int) -> list[Sequence[T]]:
-    """A flat list as consecutive lists of this length."""
+    """Return a flat list as consecutive lists of this length."""
     return [flat[i : i + length] for i in range(0, len(flat), length)]
 
 
 def places_of(keys: Iterable[K]) -> dict[K, list[int]]:
-    """Where each key stands in a list of them."""
+    """Return the positions of each key in an iterable."""
     found: dict[K, list[int]] = {}
     for i, key in enumerate(keys):
         found.setdefault(key, []).append(i)

@@ -1,9 +1,9 @@
 """Programs in C++: one loop over all elements of all tensors of a call.
 
-Every value is a vector of lanes, of a type that compilers turn into the machine's own vectors, so
-that nothing is left to automatic vectorization. bfloat16 and float16 numbers are computed with as
-float32 values that hold them exactly, and rounded on the bit pattern; a truth value is an integer
-of 32 or 64 bits, 0 or -1. Integers wrap around, and products and sums must not be contracted: see
+Every value is a vector of lanes, of a type that compilers map to the machine's vectors, so that
+nothing depends on automatic vectorization. bfloat16 and float16 numbers are computed as float32
+values that hold them exactly, and rounded on the bit pattern. A truth value is an integer of 32 or
+64 bits, 0 or -1. Integers wrap around, and products and sums must not be contracted: see
 `cpu.FLAGS`.
 """
 
@@ -19,16 +19,16 @@ from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.printer import COMMON, Copy, Dialect, Printer
 from mcftensor.kernels.program import COMPUTED, Program
 
-# Elements a thread is worth starting for; as many as PyTorch's own.
+# Elements per thread that make starting it worthwhile, as in PyTorch.
 GRAIN = 1 << 15
 
-# Vectors computed together, line by line, since one alone mostly waits for its own results: so many
-# in programs of at most so many instructions. More would not fit into registers, nor, in long ones,
-# be worth the time to compile.
+# Numbers of vectors computed together, line by line, by the length of programs: one vector alone
+# mostly waits for its results. More vectors would not fit into registers, and long programs would
+# take too long to compile.
 _TOGETHER = {100: 8, 300: 4}
 
-# Lines by which each vector is behind the one before, where there are quotients or roots: else all
-# would wait for the one unit that makes these at the same time.
+# Lines by which each vector lags the one before in programs with quotients or roots. Otherwise all
+# vectors would wait for the one unit that computes these.
 _BEHIND = 4
 
 _TYPES = {
@@ -93,7 +93,7 @@ INLINE To as(From x) {
   return y;
 }
 """
-"""What C++ without its library lacks: integers of a width, and bit patterns in other types."""
+"""C++ declarations in place of the standard library: integers of a width, and bit casts."""
 
 _PRELUDE = """\
 constexpr double inf = __builtin_inf(), nan = __builtin_nan("");
@@ -294,14 +294,14 @@ template <class M, class V>
 INLINE V choose(M mask, V x, V y) { return to<V>(mask) ? x : y; }
 """
 
-# By default GCC keeps more values of such programs at hand than there are registers.
+# By default GCC keeps more values of such programs live than there are registers.
 _SCHEDULED = """\
 #ifndef __clang__
 #pragma GCC optimize ("schedule-insns,no-gcse")
 #endif
 """
 
-# What blocks of elements share. A whole one lies in vectors that follow one another.
+# Components that blocks share. A whole block lies in consecutive vectors.
 _SHARING = (
     f"""\
 #define SHARING {BLOCK_SIZE}
@@ -378,7 +378,7 @@ extern "C" void launch(
 """
 
 
-# What is left where blocks of elements share nothing, and where they do: those are whole.
+# The loop's remainder: any elements, or, if blocks share a component, whole blocks.
 _REST = """\
 for (; i + LANES <= end; i += LANES) compute(i, n);
 if (i < end) compute(i, int(end - i));"""
@@ -386,12 +386,11 @@ _SHARING_REST = "for (; i < end; i += SHARING) compute(i, n);"
 
 
 def source(program: Program, width: int) -> str:
-    """The program as a translation unit with the function launch(words, numbers, count, threads),
-    for a processor whose vectors have so many bytes: wider ones would be taken apart by lanes.
+    """Return the program as a translation unit with `launch(words, numbers, count, threads)`.
 
-    `count` sets of tensors are described by columns of words of 64 bits: numbers of elements,
-    addresses of vectors, addresses of outputs, integer scalars; `numbers` are columns of the other
-    scalars.
+    `width` is the vector size of the processor in bytes; wider vectors would be split by lanes.
+    `count` sets of tensors are described by columns of 64-bit words: numbers of elements, addresses
+    of vectors, addresses of outputs, integer scalars. `numbers` holds columns of the other scalars.
     """
     signature = program.signature
     names, word, scalars = [], 1, 0
@@ -438,14 +437,14 @@ def _together(instructions: int) -> int:
 
 
 def _shuffles(lanes: int) -> str:
-    """The places of lanes each before a zero, and of each second lane."""
+    """Return definitions of two shuffles: lanes interleaved with zeros, and every second lane."""
     before_zeros = ", ".join(f"{k}, {lanes}" for k in range(lanes))
     each_second = ", ".join(f"{2 * k}" for k in range(lanes))
     return f"#define BEFORE_ZEROS {before_zeros}\n#define EACH_SECOND {each_second}\n"
 
 
 def _in_pairs(program: Program) -> bool:
-    """Whether all that is read and written has 16 bits, and it does not matter which is where."""
+    """Whether all inputs and outputs have 16 bits, and no instruction depends on the index."""
     signature = program.signature
     return (
         not signature.shared
@@ -459,7 +458,7 @@ def _waits(program: Program) -> bool:
 
 
 def _copies(first: int, size: int) -> list[Copy]:
-    """The copies of a group of vectors, whose elements make a block or come in pairs."""
+    """Return the copies of a group of vectors, whose elements form a block or pairs."""
     places = [f"(i + {k} * LANES)" for k in range(first, first + size)]
     suffixes = [f"_{k}" for k in range(first, first + size)]
     return [
@@ -471,8 +470,7 @@ def _copies(first: int, size: int) -> list[Copy]:
 def _lines(
     program: Program, printers: Sequence[Printer], in_pairs: bool = False
 ) -> list[Sequence[str]]:
-    """The loop's body for a group of vectors: at each place one line for every vector, or one for
-    all."""
+    """Return the loop body of a group of vectors: at each place a line per vector, or one for all."""
     lines: list[Sequence[str]] = list(zip(*(x.lines(varying=True) for x in printers), strict=True))
     words = [x.copy.words for x in printers]
     for i, place in enumerate(program.results):
@@ -488,7 +486,7 @@ def _lines(
 
 
 def _woven(groups: Sequence[Sequence[Sequence[str]]], behind: int = 0) -> list[str]:
-    """The lines of groups of vectors in turn; each group is so many lines behind the one before."""
+    """Interleave the lines of groups of vectors, each `behind` lines after the previous group."""
     places = [
         (row + behind * number, row, number)
         for number, lines in enumerate(groups)

@@ -1,4 +1,4 @@
-"""C++ for the CPU at hand: compiled at first use, kept for later processes, and launched."""
+"""C++ kernels on the CPU: compiled at first use, cached for later processes, and launched."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ FLAGS = (
     "-fno-finite-math-only",
     "-fsigned-zeros",
     "-ffp-contract=off",  # a product and a sum are two roundings
-    "-fwrapv",  # integers wrap around
-    "-fno-math-errno",  # without this and the next, loops with roots and choices stay scalar
+    "-fwrapv",  # integer overflow wraps around
+    "-fno-math-errno",  # without this flag and the next, loops with roots and choices stay scalar
     "-fno-trapping-math",
     "-Wno-psabi",
     "-fopenmp",
@@ -88,8 +88,10 @@ def _opened(library: Path) -> Launch:
 
 @contextlib.contextmanager
 def _same_rounding() -> Iterator[None]:
-    """Libraries that were linked for fast arithmetic have the processor flush subnormal numbers
-    from then on."""
+    """Restore the handling of subnormal numbers after loading a library.
+
+    Libraries that are linked for fast arithmetic make the processor flush subnormal numbers.
+    """
     flushes = _flushes_subnormals()
     yield
     if _flushes_subnormals() != flushes:
@@ -102,7 +104,7 @@ def _flushes_subnormals() -> bool:
 
 @functools.cache
 def find() -> list[str] | None:
-    """The command of a C++ compiler: what the environment's CXX says, or the system's own."""
+    """Return the command of a C++ compiler: the environment variable CXX, or the system's."""
     for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
         program, *options = shlex.split(name) or [""]
         path = shutil.which(program)
@@ -125,7 +127,7 @@ def _processor() -> str:
 
 @functools.cache
 def vector_bytes() -> int:
-    """Of the vectors that the processor computes with at once."""
+    """Return the size of the processor's vectors in bytes."""
     flags = _processor().split()
     return 64 if "avx512bw" in flags else 32 if "avx2" in flags else 16
 
@@ -140,15 +142,17 @@ def prepared(
     scalars: Sequence[Sequence[Scalar]],
     dtypes: Sequence[torch.dtype],
 ) -> partial[None]:
-    """Compiled code as a call on dense tensors of these lengths and addresses, given by columns,
-    and on scalars of these dtypes."""
+    """Return compiled code as a call on dense tensors and scalars.
+
+    Lengths and addresses of tensors are given by columns, scalars by their dtypes.
+    """
     count = len(lengths)
     words, numbers = array("q", lengths), array("d")
     for addresses_of_one in addresses:
         words.fromlist(addresses_of_one)
     for dtype, column in zip(dtypes, scalars, strict=True):
         values = [x if type(x) is float else number_of(x) for x in column]
-        times = count // len(values)  # one for each set, or one for all
+        times = count // len(values)  # a single value serves all sets
         if dtype == torch.int64:
             words.fromlist([*map(int, values)] * times)
         else:
@@ -168,7 +172,7 @@ def launch(
     dtypes: Sequence[torch.dtype],
     done: list[tuple[int, None]] | None = None,
 ) -> None:
-    """Run it; say that it is done, as `Columns` has it."""
+    """Run a prepared call, and record its elements in `done`, as in `Columns`."""
     call = prepared(function, lengths, addresses, scalars, dtypes)
     if done is None:
         call()

@@ -1,4 +1,4 @@
-"""Triton kernels made, tried, given their tables, and launched."""
+"""Triton kernels: compilation, trials, argument tables and launches."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ _NUMBERS = itertools.count()
 
 
 class _Tables:
-    """Tables on a device, by what is in them and the stream that they were copied on: those used
-    last, as long as they take no more than `most` bytes together."""
+    """A cache of tables on a device, keyed by their contents and the stream of their copy.
+
+    It keeps the most recently used tables, up to `most` bytes in total.
+    """
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -40,7 +42,7 @@ class _Tables:
         self.lock = threading.Lock()
 
     def get(self, key: object, make: Callable[[], Tensor]) -> Tensor:
-        """The table of a key, which is then the last to go."""
+        """Return the table of a key, made if needed, as the most recently used one."""
         with self.lock:
             if key not in self.kept:
                 self.kept[key] = make()
@@ -53,7 +55,7 @@ class _Tables:
 
 
 def _bytes(table: Tensor) -> int:
-    return 2 * table.nbytes  # its key takes as much of the host's memory
+    return 2 * table.nbytes  # the key takes as much host memory as the table
 
 
 _TABLES = _Tables(1 << 28)
@@ -64,10 +66,10 @@ class _Kernel:
     """A compiled program.
 
     Attributes:
-        function: Triton's.
-        warps: of a block.
-        most: warps of a block at most.
-        key: a digest of its source.
+        function: the function of Triton.
+        warps: the number of warps of a block.
+        most: the largest number of warps of a block.
+        key: a digest of the source.
     """
 
     function: Any
@@ -76,9 +78,9 @@ class _Kernel:
     key: str = ""
 
     def launch(self, blocks: int, *tables: Tensor, **constants: int) -> None:
-        """Launch it; if its registers did not suffice, it has more threads from the next time on.
+        """Launch the kernel; if it spilled registers, use more warps from the next launch on.
 
-        How many registers a program takes differs from release to release of NVIDIA's compiler.
+        The number of registers of a program differs between releases of NVIDIA's compiler.
         """
         options = {"num_warps": self.warps, "enable_fp_fusion": False}
         ran = self.function[(blocks,)](*tables, BLOCK=triton.THREAD_BLOCK, **constants, **options)
@@ -100,11 +102,12 @@ def launch(
     device: torch.device,
     is_right: Callable[[Launch, Arrangement], bool],
 ) -> bool:
-    """Run a program on dense tensors of these lengths and addresses, given by columns, and on
-    scalars, of which the kernel reads those of a device there and the others in its table.
+    """Run a program on dense tensors and scalars; return whether it ran.
 
-    Return whether it ran. It is tried before its first use; where it fails then or later, or is not
-    right, or cannot be tried since a CUDA graph is captured, the caller has to compute.
+    Lengths and addresses of tensors are given by columns. The kernel reads scalars of its device
+    there, and other scalars in its table. The program is tried before its first use. The caller
+    must compute if the program fails, has wrong bits, or cannot be tried because a CUDA graph is
+    being captured.
     """
     there = tuple([isinstance(x, Tensor) and x.device == device for x, *_ in scalars])
     aligned = not any(address % 16 for column in addresses for address in column)
@@ -115,7 +118,7 @@ def launch(
     try:
         kernel = _kernel(program, there, _rounds(device), _lanes(device))
         run = functools.partial(_run, kernel, program, arrangement)
-        while found.get(arrangement) != kernel.warps:  # which a trial may find to be too few
+        while found.get(arrangement) != kernel.warps:  # a trial may change the number of warps
             warps = kernel.warps
             if not _is_kept(kernel, arrangement):
                 if is_capturing(device):
@@ -127,7 +130,7 @@ def launch(
         run(lengths, addresses, scalars)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # noqa: BLE001  # of compilers, drivers and much else
+    except Exception as error:  # noqa: BLE001  # compilers and drivers raise many types
         found[arrangement] = 0
         said = f"{type(error).__name__}: {error}"[:500].rstrip(".")
         first_use.say_eager(
@@ -142,7 +145,7 @@ def launch(
 
 @functools.lru_cache(maxsize=1024)
 def _found(program: Program) -> dict[Arrangement, int]:
-    """At how many warps a program was found right, by how operands lie; 0 where it failed."""
+    """Return the tested numbers of warps by arrangement of operands; 0 if the program failed."""
     return {}
 
 
@@ -172,13 +175,13 @@ def _run(
 
 
 def _is_kept(kernel: _Kernel, arrangement: Arrangement) -> bool:
-    """Whether an earlier process found it right."""
+    """Whether an earlier process found the kernel right."""
     key = _trial(kernel, arrangement, kernel.warps)
     return key is not None and kernel_cache.kept(key) is not None
 
 
 def _keep(kernel: _Kernel, arrangement: Arrangement, warps: int) -> None:
-    """Have later processes know that it is right."""
+    """Record for later processes that the kernel is right."""
 
     def make(scratch: Path) -> Path:
         (scratch / "right").write_bytes(b"")
@@ -186,19 +189,19 @@ def _keep(kernel: _Kernel, arrangement: Arrangement, warps: int) -> None:
 
     key = _trial(kernel, arrangement, warps)
     if key is not None:
-        with contextlib.suppress(OSError):  # they will try again
+        with contextlib.suppress(OSError):  # later processes try again
             kernel_cache.keep(key, make)
 
 
 def _trial(kernel: _Kernel, arrangement: Arrangement, warps: int) -> str | None:
-    """What the result of a trial is kept by; None where it is not."""
+    """Return the cache key of a trial's result, or None if results are not cached."""
     machine = _machine(arrangement.device)
     return kernel_cache.key_of(kernel.key, *arrangement[1:], warps, *machine) if machine else None
 
 
 @functools.lru_cache(maxsize=64)
 def _machine(device: torch.device) -> tuple[object, ...]:
-    """The device, its driver and compilers; nothing for Triton's interpreter."""
+    """Return the device, its driver and compilers; nothing for Triton's interpreter."""
     if device.type != "cuda":
         return ()
     drivers = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
@@ -214,9 +217,9 @@ def _machine(device: torch.device) -> tuple[object, ...]:
 def _numbers(
     program: Program, scalars: Sequence[Sequence[Scalar]], there: Sequence[bool]
 ) -> list[Sequence[int]]:
-    """Scalars, or their addresses on the device, by columns: of one for all sets, or one for each.
+    """Return scalars, or their addresses on the device, by columns of one value or one per set.
 
-    They change from launch to launch, and so are in no table that is kept.
+    They change from launch to launch, so they are not in cached tables.
     """
     rows = max(map(len, scalars), default=0)
     return [
@@ -241,16 +244,17 @@ def _tensor(words: array[int]) -> Tensor:
 
 
 def _owners(counts: array[int]) -> Tensor:
-    """For each block the row it works on."""
+    """Return the row that each block of threads works on."""
     rows = torch.arange(len(counts), dtype=torch.int32, device="cpu")
     return rows.repeat_interleave(_tensor(counts))
 
 
 def _kept(words: array[int], make: Callable[[array[int]], Tensor], device: torch.device) -> Tensor:
-    """A table on its device, where it may be already.
+    """Return a table on its device, cached if possible.
 
-    While a CUDA graph is captured it is a new one: the graph copies it whenever it is replayed, and
-    PyTorch keeps what was allocated meanwhile, on the device and pinned on the host, for the graph.
+    While a CUDA graph is captured, a new table is made: the graph copies it at every replay, and
+    PyTorch keeps memory allocated during capture, on the device and pinned on the host, for the
+    graph.
     """
     if is_capturing(device):
         return _on_device(make(words), device)
@@ -260,12 +264,12 @@ def _kept(words: array[int], make: Callable[[array[int]], Tensor], device: torch
 
 
 def _on_device(table: Tensor, device: torch.device) -> Tensor:
-    """A table copied to a device, without waiting for it."""
+    """Copy a table to a device without waiting for the copy."""
     return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether launches are written into a CUDA graph, to be carried out later."""
+    """Whether launches are captured in a CUDA graph, which runs them later."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -284,7 +288,7 @@ def _lanes(device: torch.device) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _kernel(program: Program, there: tuple[bool, ...], rounds: bool, lanes: int) -> _Kernel:
-    """The kernel of a program. Triton reads the source of its functions, which is in no file."""
+    """Return the kernel of a program. Triton reads the source of its functions from memory."""
     source = triton.source(program, there, rounds)
     name = f"<mcftensor kernel {next(_NUMBERS)}>"
     linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name

@@ -1,10 +1,10 @@
-"""Functions that compilers must not look into.
+"""Functions that are opaque to compilers.
 
-A compiler that evaluates bf16 chains in fp32 removes the roundings that error-free
-transformations measure: the error terms become zero, and nothing is said. Every function here
-whose result depends on a rounding is therefore an operator of its own in PyTorch's registry.
-Tracing records one call and runs the same eager code later: eager, compiled, and inlined in a
-user's compiled function give the same bits.
+A compiler that evaluates bf16 chains in fp32 removes the roundings that error-free transformations
+measure. The error terms then become zero, without any message. So every function here whose result
+depends on a rounding is registered as an operator of PyTorch. Tracing records one call, and runs
+the same eager code later: eager, compiled, and inlined in a user's compiled function give the same
+bits.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ R = TypeVar("R")
 
 _LIBRARY = torch.library.Library("mcftensor", "DEF")
 
-# Types of arguments that are what they seem.
+# Types of arguments that need no further inspection.
 _BARE = {Tensor, torch.nn.Parameter, bool, int, float, str, type(None)}
 
 DEFINITIONS: dict[str, Callable[..., Any]] = {}
-"""The plain Python function behind each operator."""
+"""The plain Python function of each operator."""
 
 
 def opaque(
@@ -42,11 +42,11 @@ def opaque(
     """Register a function as the operator `mcftensor::<name>`, and return a caller of it.
 
     The arguments and results are tensors, lists of tensors, numbers and strings. The function must
-    not return its inputs. `fake` has the same arguments and says shape, layout and dtype of the
-    results, by tensors without data. `schema` is PyTorch's text for the signature, where arguments
-    are mutated or lists of strings, of which it infers none. `lays_out` says that the function
-    itself sees to the layout; `of_one`, that the operands are components of one tensor, which lie
-    as the first of them.
+    not return its inputs. `fake` takes the same arguments and returns tensors without data, with
+    the shapes, layouts and dtypes of the results. `schema` is PyTorch's text for the signature; it
+    is needed if arguments are mutated or are lists of strings, which PyTorch cannot infer.
+    `lays_out` declares that the function handles the layout itself. `of_one` declares that the
+    operands are components of one tensor, with the layout of the first one.
     """
 
     def register(function: Callable[P, R]) -> Callable[P, R]:
@@ -73,7 +73,7 @@ def _first(operands: Sequence[Tensor]) -> Tensor:
 
 
 def is_bare(*lists: Sequence[Any]) -> bool:
-    """Whether nothing but eager PyTorch would see a call with the elements of these lists."""
+    """Whether a call with these lists is seen by eager PyTorch alone: no tracer or transform."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
@@ -84,5 +84,5 @@ def is_bare(*lists: Sequence[Any]) -> bool:
 
 
 def inline(function: Callable[P, R]) -> Callable[P, R]:
-    """The plain Python function behind an opaque one, for use inside another opaque one."""
+    """Return the plain function behind an opaque one, for use inside another opaque function."""
     return cast(Callable[P, R], function.__wrapped__)  # type: ignore[attr-defined]

@@ -1,10 +1,10 @@
 """Exact sums of rows of floats on the CPU, in one pass over memory.
 
-A chunk of 4096 terms stays in the cache. Where the largest of them is less than 2^45 times the last
-place of the smallest, as it mostly is in float32 and bfloat16, sums in float64 are exact. Else each
-term is added to a large enough power of two: it becomes a multiple of the unit in the last place of
-that, and the bit pattern of the sum counts these units. Patterns are added as integers. What is
-left of the terms, exactly, goes the same way with a smaller power of two, until nothing is left.
+A chunk of 4096 terms stays in the cache. If its largest term is less than 2^45 times the last place
+of the smallest, as mostly in float32 and bfloat16, sums in float64 are exact. Otherwise each term
+is added to a large enough power of two: it becomes a multiple of the power's unit in the last
+place, and the bit pattern of the sum counts these units. Patterns are added as integers. The exact
+remainders of the terms are treated in the same way with a smaller power of two, until all are zero.
 The sums of integers are added to the digits of the row's accumulator.
 
 Source: S. M. Rump, T. Ogita, S. Oishi, "Accurate floating-point summation part I: faithful
@@ -27,7 +27,7 @@ from mcftensor.kernels import cpu
 from mcftensor.kernels.cpp import BITS, GRAIN
 from mcftensor.kernels.first_use import hard_numbers
 
-# Elements after which the time to look for compiled code, and to make it, is well spent.
+# The number of elements from which looking for compiled code, and compiling it, is worthwhile.
 LOOK_AFTER = 1 << 14
 BUILD_AFTER = 1 << 20
 
@@ -35,8 +35,8 @@ _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 
 
 class Finish(NamedTuple):
-    """How a sum becomes a result: it is divided by `divisor`, or its root is taken; that is rounded
-    to `precision` bits and to multiples of 2^quantum."""
+    """How a sum becomes a result: divided by `divisor`, or its square root, and then rounded to
+    `precision` bits and to multiples of 2^quantum."""
 
     divisor: int
     is_norm: bool
@@ -486,14 +486,14 @@ extern "C" void launch(const int64_t *words, const double *, int64_t kind, int64
 
 
 class _Compiled:
-    """The compiled code, once work so far is worth it."""
+    """The compiled code, loaded once enough elements have been summed."""
 
     def __init__(self) -> None:
         self.worked = 0
         self.launch: cpu.Launch | None = None
 
     def get(self, elements: int) -> cpu.Launch | None:
-        """What there is for a call with so many elements."""
+        """Return the compiled code for a call with `elements` elements, or None."""
         if self.launch is None:
             before, self.worked = self.worked, self.worked + elements
             build = before < BUILD_AFTER <= self.worked
@@ -503,20 +503,19 @@ class _Compiled:
 
 
 COMPILED = _Compiled()
-"""That of this process."""
+"""The compiled code of this process."""
 
 
 def add_rows(x: Tensor, y: Tensor | None, digits: Tensor, lowest: int, least: int) -> bool:
-    """Add the terms of rows, or products of terms, to accumulators; return whether that was done.
+    """Add the terms of rows, or products of terms, to accumulators; return whether it was done.
 
-    It is not where there is no compiled code (yet), nor for other devices.
-
+    It is not done without compiled code, which is compiled after some use, and on other devices.
     Args:
         x: floats of shape (rows, n).
-        y: None, or of the dtype and shape of x.
+        y: None, or a tensor of the dtype and shape of x.
         digits: int64, of shape (rows, positions + 5), contiguous.
         lowest: the first position.
-        least: the exponent of the smallest term: all are multiples of that power of two.
+        least: the exponent of the smallest term: all terms are multiples of 2^least.
     """
     launch = _launch_for(x)
     if launch is None:
@@ -534,14 +533,14 @@ def sums_of_rows(
     least: int,
     finish: Finish,
 ) -> bool:
-    """Write the rounded results of rows; return whether that was done, as `add_rows` would be.
+    """Write the rounded results of rows; return whether it was done, as `add_rows` does.
 
     Args:
         x: floats of shape (rows, n).
-        y: None, or of the dtype and shape of x.
-        results: contiguous, an element for each row.
+        y: None, or a tensor of the dtype and shape of x.
+        results: a contiguous tensor with one element for each row.
         lowest: the first position.
-        positions: how many there are.
+        positions: the number of positions.
         least: the exponent of the smallest term.
         finish: how sums become results.
     """
@@ -549,7 +548,7 @@ def sums_of_rows(
     if launch is None:
         return False
     digits = None
-    if _threads(x) > 1:  # which may share a row
+    if _threads(x) > 1:  # threads may share a row
         digits = x.new_zeros(len(x), positions + 5, dtype=torch.int64)
     written = results if results.dtype in _KINDS else results.double()
     address = 0 if digits is None else digits.data_ptr()
@@ -589,7 +588,7 @@ def _run(
 
 
 def _is_right(launch: cpu.Launch) -> bool:
-    """Whether compiled code gives the exact sums of hard terms, and counts those that have none."""
+    """Whether compiled code gives the exact sums of hard terms, and counts special terms."""
     return all(
         _adds_exactly(launch, dtype, least, has_factors)
         for dtype, least in ((torch.float32, -149), (torch.float64, -1074), (torch.bfloat16, -133))

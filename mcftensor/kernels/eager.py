@@ -1,4 +1,4 @@
-"""Elementwise functions run by eager PyTorch, in chunks that fit into caches."""
+"""Elementwise functions run by eager PyTorch, in chunks that fit the caches."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.columns import Columns, Scalar, on_device
 from mcftensor.kernels.program import Body
 
-# Elements of a chunk, whose intermediate tensors fit into the caches of a CPU together; and, on
-# other devices, into memory.
+# Elements of a chunk: its intermediate tensors together fit into the caches of a CPU, and, on other
+# devices, into memory.
 CHUNK, CHUNK_ON_OTHERS = 1 << 16, 1 << 24
 
 
 def run(body: Body, columns: Columns) -> None:
-    """Write a function of vectors and scalars into outputs, whose elements all lie alike in memory.
+    """Run a function on vectors and scalars that have the same layout, writing to the outputs.
 
-    This is done chunk by chunk, so that a CPU reads memory once, and others hold little of it.
+    It runs chunk by chunk, so that a CPU reads memory once, and other devices hold few intermediate
+    results.
     """
     for call in columns:
         output = call.outputs[0][0]
@@ -38,8 +39,10 @@ def run(body: Body, columns: Columns) -> None:
 
 
 def flat(call: Columns) -> Columns:
-    """A call on tensors whose elements all lie alike in memory as one on tensors of one dimension;
-    or of a row for each block that shares something, where that lies alike too."""
+    """Return a call on tensors of the same dense layout as a call on 1-d tensors.
+
+    If blocks share components, the tensors have one row per block.
+    """
 
     def seen(i: int, x: Tensor) -> Tensor:
         if not call.shared:
@@ -54,7 +57,7 @@ def flat(call: Columns) -> Columns:
 
 
 def run_whole(body: Body, columns: Columns, start: int = 0) -> None:
-    """The same for tensors laid out in any way; the first element has the index `start`."""
+    """Run a function on tensors of any layout; the first element has the index `start`."""
     for call in columns:
         outputs = [x for (x,) in call.outputs]
         index = indices(outputs[0]) + start if call.keys else torch.empty(0, device="cpu")
@@ -62,12 +65,15 @@ def run_whole(body: Body, columns: Columns, start: int = 0) -> None:
         results = body([x for (x,) in call.vectors], scalars, index)
         writes = map(torch._foreach_copy_, [outputs], [list(results)])
         done: list[Any] = [] if call.done is None else call.done
-        done.extend(zip([outputs[0].numel()], writes, strict=True))  # which no signal interrupts
+        done.extend(zip([outputs[0].numel()], writes, strict=True))  # no signal interrupts this
 
 
 def _there(x: Scalar, device: torch.device) -> Scalar:
-    """A scalar where the vectors are: GPUs multiply by the reciprocal of a number of the host
-    instead of dividing by it. Devices without float64 take numbers of the host alone."""
+    """Return a scalar on the device of the vectors.
+
+    GPUs multiply by the reciprocal of a number of the host instead of dividing by it. Devices
+    without float64 take numbers of the host only.
+    """
     if device.type in ("cpu", "mps"):
         return x
     if isinstance(x, Tensor):
@@ -76,5 +82,5 @@ def _there(x: Scalar, device: torch.device) -> Scalar:
 
 
 def indices(x: Tensor) -> Tensor:
-    """The index of each element of a tensor, counted in the order of its dimensions."""
+    """Return the index of each element of a tensor, in the order of its dimensions."""
     return torch.arange(x.numel(), device=x.device).view(x.shape)

@@ -1,4 +1,4 @@
-"""Which way a function runs, and on which tensors together."""
+"""The choice of how a function runs, and on which tensors together."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from mcftensor.kernels.columns import (
 from mcftensor.kernels.program import Body, Program, Signature, record
 from mcftensor.kernels.without_float64 import Halves, halves, has_float64, without_float64
 
-# Elements after which the time to look for compiled code, and to make it, is well spent; and for
-# how many a call on one set of tensors counts, by the time that its operations take in Python.
+# The number of elements from which looking for compiled code, and compiling it, is worthwhile; and
+# the number that a call on one set of tensors counts as, by its time in Python.
 LOOK_AFTER = 1 << 14
 BUILD_AFTER = 1 << 20
 OF_A_CALL = 1 << 12
 
-# Types of devices that Triton's kernels run on.
+# Device types on which Triton kernels run.
 TRITON_DEVICES = ["cuda"]
 
 
 @dataclass
 class Kernel:
-    """What a function has become for one signature."""
+    """A function compiled for one signature, or to be compiled."""
 
     body: Body
     signature: Signature
@@ -45,10 +45,10 @@ class Kernel:
     launch: cpu.Launch | None = None
 
     def run(self, columns: Columns, lengths: list[int], addresses: Sequence[list[int]]) -> None:
-        """Run on dense tensors of these lengths, at these addresses by columns."""
+        """Run on dense tensors with these lengths and addresses, by columns."""
         device = columns.outputs[0][0].device
         scalars = columns.every_scalar()
-        has_data = 0 not in itertools.chain.from_iterable(addresses)  # as it has not on meta
+        has_data = 0 not in itertools.chain.from_iterable(addresses)  # false for meta tensors
         if has_data and device.type == "cpu" and "cpu" not in TRITON_DEVICES:
             launch = self.compiled(sum(lengths), len(lengths))
             if launch is not None:
@@ -68,7 +68,7 @@ class Kernel:
         eager.run(self.body, columns)
 
     def compiled(self, elements: int, calls: int = 1) -> cpu.Launch | None:
-        """The compiled form, if work so far is worth it and there is a compiler."""
+        """Return the compiled form, if work so far is worth it and there is a compiler."""
         if self.launch is None:
             before, self.worked = self.worked, self.worked + elements + OF_A_CALL * calls
             build = before < BUILD_AFTER <= self.worked
@@ -86,7 +86,7 @@ class Kernel:
 
     @functools.cached_property
     def has_program(self) -> bool:
-        """Whether programs have all that the function does; eager PyTorch runs the others."""
+        """Whether programs support all operations of the function; else eager PyTorch runs it."""
         try:
             return bool(self.program.instructions)
         except NotImplementedError:
@@ -94,13 +94,13 @@ class Kernel:
 
     @functools.cached_property
     def program(self) -> Program:
-        """The function, recorded."""
+        """The recorded function."""
         return record(self.body, self.signature)
 
 
-@functools.lru_cache(maxsize=1024)  # more than any training has
+@functools.lru_cache(maxsize=1024)  # more than any training uses
 def kernel_of(body: Body, signature: Signature) -> Kernel:
-    """The one kernel of a function for operands and results of these dtypes."""
+    """Return the one kernel of a function for operands and results of these dtypes."""
     return Kernel(body, signature)
 
 
@@ -111,7 +111,7 @@ def run_alike(
     lengths: list[int],
     addresses: Sequence[list[int]],
 ) -> None:
-    """`run` on contiguous tensors of one device, whose dtypes, lengths and addresses are known."""
+    """`run` for contiguous tensors of one device with known dtypes, lengths and addresses."""
     if not has_float64(columns.outputs[0][0].device):
         vectors, outputs = ([list(x) for x in y] for y in (columns.vectors, columns.outputs))
         run(body, dataclasses.replace(columns, vectors=vectors, outputs=outputs))
@@ -120,10 +120,10 @@ def run_alike(
 
 
 def run(body: Body, columns: Columns) -> None:
-    """Write an elementwise function of vectors and scalars into outputs.
+    """Run an elementwise function on vectors and scalars, writing to the outputs.
 
-    A function is recorded and compiled once for each combination of dtypes, so it has to be the
-    same object at every call.
+    A function is recorded and compiled once for each combination of dtypes, so callers must pass
+    the same object at every call.
     """
     if not has_float64(columns.outputs[0][0].device):
         body, columns = _in_halves(body, columns)
@@ -134,7 +134,7 @@ def run(body: Body, columns: Columns) -> None:
 
 
 def _in_halves(body: Body, columns: Columns) -> tuple[Body, Columns]:
-    """The same with numbers of Python's and float64 as two float32 tensors each."""
+    """Return the call with Python numbers and float64 as two float32 tensors each."""
     are_split = tuple([_is_wide(column[0]) for column in columns.scalars])
     if not any(are_split):
         return body, columns
@@ -195,7 +195,7 @@ _FLOAT = (torch.float64, None)
 
 
 def _run_by_kind(body: Body, columns: Columns) -> None:
-    """The same for calls that are not all of the same dtypes and devices."""
+    """Run calls that differ in dtypes or devices, group by group."""
     tensors = [*columns.vectors, *columns.outputs]
     every: list[Sequence[Any]] = [[(x.dtype, x.device) for x in column] for column in tensors]
     every += [repeated([_kind([x]) for x in y], len(columns)) for y in columns.every_scalar()]
@@ -203,12 +203,12 @@ def _run_by_kind(body: Body, columns: Columns) -> None:
         part = columns.only(rows)
         if len({device for _, device in kinds[: len(tensors)]}) == 1:
             _run(body, part)
-        else:  # torch says what is wrong
+        else:  # PyTorch raises the error
             eager.run_whole(body, part)
 
 
 def _kind(column: Sequence[Scalar]) -> tuple[torch.dtype, torch.device | None] | None:
-    """Dtype and device of a column of scalars; None where they are not alike."""
+    """Return the dtype and device of a column of scalars, or None if they differ."""
     first = column[0]
     if type(first) is float and len(column) == 1:
         return _FLOAT
@@ -217,13 +217,16 @@ def _kind(column: Sequence[Scalar]) -> tuple[torch.dtype, torch.device | None] |
 
 
 def _elements(lengths: list[int], is_shared: bool) -> list[int]:
-    """The numbers of elements of which so many numbers are held, if all blocks are whole."""
+    """Return numbers of elements from lengths; shared components count whole blocks."""
     return [BLOCK_SIZE * x for x in lengths] if is_shared else lengths
 
 
 def _lie_alike(tensors: Sequence[Tensor], shared: set[int], in_order: bool) -> bool:
-    """Whether elements of the same index lie at the same place of memory without gaps, and in
-    order, where indices are drawn by, or blocks share something, which are whole then."""
+    """Whether the tensors have the same layout without gaps.
+
+    Their elements must also be in order if indices are used or blocks, which are then whole, share
+    components.
+    """
     length = max(map(Tensor.numel, tensors))
     first = tensors[0]
     if all(

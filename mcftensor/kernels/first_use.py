@@ -1,6 +1,6 @@
-"""Compiled code is compared with eager PyTorch before its first use, on operands that are hard.
+"""The comparison of compiled code with eager PyTorch before its first use, on hard operands.
 
-Where it has other bits, or does not run, eager PyTorch goes on, and one warning says so.
+If compiled code has other bits, or does not run, eager PyTorch is used, with one warning.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from mcftensor.kernels.columns import Columns, Scalar
 from mcftensor.kernels.program import PATTERNS, Body, Program, Signature
 from mcftensor.kernels.without_float64 import has_float64
 
-# Elements of the sets of tensors: whole blocks of a GPU's threads, and a part of one.
+# Elements of the sets of tensors: whole blocks of a GPU's threads, and a partial block.
 LENGTHS = (1024, 512)
 
 Launch = Callable[[list[int], Sequence[list[int]], Sequence[Sequence[Scalar]]], None]
-"""Runs compiled code on tensors of these lengths and addresses, by columns, and on scalars."""
+"""A call of compiled code on tensors with these lengths and addresses, by columns, and scalars."""
 
 
 class Arrangement(NamedTuple):
-    """How operands lie, by which compiled code differs."""
+    """The properties of operands by which compiled code differs."""
 
     device: torch.device = torch.device("cpu")
     there: tuple[bool, ...] = ()
@@ -34,17 +34,17 @@ class Arrangement(NamedTuple):
     aligned: bool = True
     """Whether all addresses are multiples of 16."""
     own: bool = False
-    """Whether each set of tensors has scalars of its own."""
+    """Whether each set of tensors has its scalars."""
 
 
 def is_right(body: Body, program: Program, launch: Launch, arrangement: Arrangement) -> bool:
     """Whether compiled code gives the bits of eager PyTorch on the CPU.
 
-    On GPUs eager PyTorch itself may have others: it multiplies by the reciprocal of a divisor that
-    is a number of the host.
+    The comparison is with the CPU, since eager PyTorch on GPUs may have other bits: it multiplies
+    by the reciprocal of a divisor that is a number of the host.
     """
     if any(map(program.is_undefined, program.instructions)):
-        return True  # what it does with such operands is left to processors
+        return True  # processors differ on such operands
     calls = _calls(program.signature, arrangement._replace(device=Arrangement().device))
     expected: list[Tensor] = []
     for call in map(eager.flat, calls):
@@ -58,7 +58,7 @@ def is_right(body: Body, program: Program, launch: Launch, arrangement: Arrangem
 
 
 def _calls(signature: Signature, arrangement: Arrangement) -> Columns:
-    """Calls with operands that are hard, and outputs that hold something else."""
+    """Return calls with hard operands, and outputs with other contents."""
     dtypes, count = (*signature.vectors, *signature.outputs), len(signature.vectors)
     columns = [_vectors(x, i, i in signature.shared, arrangement) for i, x in enumerate(dtypes)]
     scalars = [_scalars(x, i, arrangement) for i, x in enumerate(signature.scalars)]
@@ -66,8 +66,7 @@ def _calls(signature: Signature, arrangement: Arrangement) -> Columns:
 
 
 def hard_numbers(dtype: torch.dtype, number: int, count: int, *, shared: bool = False) -> Tensor:
-    """Return `count` numbers of a dtype, or one for each block that shares it; others for each
-    `number`.
+    """Return `count` numbers of a dtype, or one per block if `shared`; they differ by `number`.
 
     Half of them are random patterns: of all magnitudes, subnormal, infinite and NaN. The other half
     have similar sizes, so that sums and products are rounded.
@@ -95,7 +94,7 @@ def _vectors(
 
 
 def _scalars(dtype: torch.dtype, number: int, arrangement: Arrangement) -> list[Scalar]:
-    """A number of a dtype for all sets, or for each; one of float64 may be one of Python's."""
+    """Return one scalar of a dtype, or one per set; a float64 may be a Python number."""
     is_there = number < len(arrangement.there) and arrangement.there[number]
     numbers: list[Scalar] = []
     for i in range(number, number + (len(LENGTHS) if arrangement.own else 1)):
@@ -109,7 +108,7 @@ def _scalars(dtype: torch.dtype, number: int, arrangement: Arrangement) -> list[
 
 
 def are_alike(a: Tensor, b: Tensor) -> bool:
-    """Whether numbers are the same, signs of zeros too; one NaN is as good as another."""
+    """Whether numbers are equal, including signs of zeros; all NaNs are equal."""
     if not a.dtype.is_floating_point:
         return torch.equal(a, b)
     return bool(((a == b) & (a.signbit() == b.signbit()) | a.isnan() & b.isnan()).all())
@@ -119,8 +118,11 @@ _SAID: set[str] = set()
 
 
 def say_eager(where: str, reason: str) -> None:
-    """Warn that eager PyTorch computes from now on, but once: reasons differ in the names of
-    temporary files. Where warnings are errors, each is raised."""
+    """Warn once that eager PyTorch computes from now on.
+
+    Reasons are not compared, since they contain names of temporary files. If warnings are errors,
+    each call raises.
+    """
     if where not in _SAID:
         warnings.warn(
             f"mcftensor runs without compiled code on {where}, several times slower: {reason}",

@@ -1,6 +1,6 @@
-"""The directory of compiled code for later processes, which has a bounded size.
+"""The directory of compiled code, of bounded size, shared with later processes.
 
-Files there are executed. So they are used only if no other user than this one and root can write to
+Files there are executed. So they are used only if no user other than this one and root can write to
 them and their folders, and only if they are intact: a file's name ends in a digest of its contents.
 """
 
@@ -17,7 +17,8 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-# Bytes of files, after which those used longest ago are removed: some thousand programs.
+# The largest total size in bytes, some thousand programs; the least recently used files are
+# removed.
 MOST_BYTES = 1 << 28
 
 _PREFIX = "mcftensor_kernel_"
@@ -25,12 +26,12 @@ _PRIVATE: list[Path] = []
 
 
 def key_of(*parts: object) -> str:
-    """What a file is found by that is made of these parts."""
+    """Return the key of a file made from these parts."""
     return _digest("\n".join(map(str, parts)).encode())
 
 
 def kept(key: str) -> Path | None:
-    """A file that was kept, if it is to be trusted; it is now the last to go."""
+    """Return a cached file if it can be trusted, and mark it as the most recently used."""
     for path in _directory().glob(f"{_PREFIX}{key}_*"):
         with contextlib.suppress(OSError):
             status = path.lstat()
@@ -42,8 +43,10 @@ def kept(key: str) -> Path | None:
 
 
 def keep(key: str, make: Callable[[Path], Path]) -> Path:
-    """Have a file made in an empty folder, and appear whole or not at all, other processes being
-    at it too. Where the directory cannot be written, it is kept as long as this process lives.
+    """Make a file in an empty folder and move it to the cache atomically.
+
+    Other processes may write at the same time. If the directory cannot be written, the file is kept
+    until this process ends.
 
     Raises:
         OSError: nothing can be written.
@@ -64,7 +67,7 @@ def keep(key: str, make: Callable[[Path], Path]) -> Path:
 
 
 def _named() -> Path:
-    """MCFTENSOR_CACHE_DIR, or mcftensor in the user's cache."""
+    """Return MCFTENSOR_CACHE_DIR, or mcftensor in the user's cache."""
     named = os.environ.get("MCFTENSOR_CACHE_DIR")
     if named:
         return Path(named).absolute()
@@ -73,10 +76,10 @@ def _named() -> Path:
 
 
 def _directory() -> Path:
-    """The named directory; a private one, if others can write there or put another in its place."""
+    """Return the named directory, or a private one if others could write to it or replace it."""
     directory = _named().resolve()
     for folder in (directory, *directory.parents):
-        with contextlib.suppress(OSError):  # as it may not be there
+        with contextlib.suppress(OSError):  # the directory may not exist
             status = folder.stat()
             is_sticky = folder != directory and status.st_mode & stat.S_ISVTX
             if not (_is_safe(status) or (is_sticky and _is_own(status))):
@@ -85,8 +88,8 @@ def _directory() -> Path:
 
 
 def _is_safe(status: os.stat_result) -> bool:
-    """Return whether it belongs to this user or root, and no other user can write to it."""
-    if os.name != "posix":  # where each user's folders are closed to others
+    """Whether a file belongs to this user or root, and no other user can write to it."""
+    if os.name != "posix":  # folders of users are closed to other users
         return True
     is_shared = status.st_mode & stat.S_IWGRP and not _is_of_this_user_alone(status.st_gid)
     return _is_own(status) and not is_shared and not status.st_mode & stat.S_IWOTH
@@ -97,8 +100,8 @@ def _is_own(status: os.stat_result) -> bool:
 
 
 def _is_of_this_user_alone(group: int) -> bool:
-    """Some systems give each user a group, and let it write."""
-    import grp  # noqa: PLC0415  # POSIX has these two
+    """Whether a group contains this user alone, as the group that some systems give each user."""
+    import grp  # noqa: PLC0415  # only POSIX has these modules
     import pwd  # noqa: PLC0415
 
     try:
@@ -109,7 +112,7 @@ def _is_of_this_user_alone(group: int) -> bool:
 
 
 def _private(reason: str) -> Path:
-    """A directory that this process alone knows, until it ends."""
+    """Return a directory that only this process knows, removed when it ends."""
     if not _PRIVATE:
         _PRIVATE.append(Path(tempfile.mkdtemp(prefix="mcftensor_")))
         atexit.register(shutil.rmtree, _PRIVATE[0], ignore_errors=True)

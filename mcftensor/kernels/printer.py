@@ -1,11 +1,11 @@
 """Programs as lines of text: one walk over the instructions, for every language.
 
-A language is a `Dialect`: a table of what it calls the operations and types. What all have in
-common is here. Memory holds patterns, unsigned integers of each type's own size; one computes with
-values, of the type that `COMPUTED` names. `<name>_value` and `<name>_bits`, functions of a
-language's prelude, lead from one to the other, and `to_<name>` rounds a result to a type that is
-narrower than the one computed with, or wraps it around. All NaNs become one, but for those whose
-last bits are zero already, so that no rounding makes infinities of them.
+A language is a `Dialect`: a table of its names of operations and types. This module holds the
+common part. Memory holds patterns, unsigned integers of each type's size. Programs compute with
+values, of the types in `COMPUTED`. `<name>_value` and `<name>_bits`, functions of a language's
+prelude, convert between patterns and values. `to_<name>` rounds a result to a narrower type, or
+wraps it around. All NaNs become one, except those whose last bits are known to be zero, so that no
+rounding turns a NaN into an infinity.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from mcftensor.kernels.program import (
 
 Key = str | tuple[str, torch.dtype]
 
-_SHORT = 16  # bits of a float32 that a bfloat16 lacks
+_SHORT = 16  # bits by which a float32 is longer than a bfloat16
 
-# Operations whose results a narrower type may not hold.
+# Operations whose results may not fit a narrower type.
 _INEXACT = {"add", "sub", "mul", "div", "sqrt", "to"}
 _OVERFLOWING = _INEXACT | {"neg", "abs", "not", "shift_left"}  # of integers
 
@@ -38,7 +38,7 @@ _INFIX = {
     "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
     "shift_left": "<<", "shift_right": ">>",
 }  # fmt: skip
-# What languages write alike.
+# Operations that all languages write in the same way.
 COMMON: dict[Key, str] = {
     **{name: f"{{0}} {sign} {{1}}" for name, sign in _INFIX.items()},
     "neg": "-{0}",
@@ -54,12 +54,11 @@ COMMON: dict[Key, str] = {
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a language says what programs do.
+    """The spelling of operations and types in a language.
 
-    In the text of an operation `{0}`, `{1}`, ... are its operands and `{type}` the type of its
-    result; other names are words of the `Copy` that is printed. Where an operation with the type of
-    its operands is given, it goes before. Some types' patterns may be those of others as they come
-    from memory.
+    In the text of an operation, `{0}`, `{1}`, ... are its operands and `{type}` is the type of its
+    result; other names are words of the `Copy` that is printed. An entry for an operation with the
+    type of its operands takes precedence. Some types' patterns may be loaded as other types.
     """
 
     types: Mapping[torch.dtype, str]
@@ -71,13 +70,14 @@ class Dialect:
 
 @dataclass(frozen=True)
 class Copy:
-    """One copy of a program's lines. A language prints several where it computes on several sets of
-    elements together.
+    """One copy of a program's lines.
+
+    A language prints several copies to compute on several sets of elements together.
 
     Attributes:
         suffix: the end of the names of values that vary from element to element.
-        words: the words of a copy in the text of operations.
-        sharing: the suffixes of the copies whose elements share a scale with those of this one.
+        words: the words of the copy in the text of operations.
+        sharing: the suffixes of the copies whose elements share a scale with this copy's.
     """
 
     suffix: str = ""
@@ -96,7 +96,7 @@ class Printer:
         self._zeros = last_zeros(program.instructions)
 
     def lines(self, *, varying: bool) -> list[str]:
-        """The lines of values that vary from element to element, or of the others."""
+        """Return the lines of values that vary from element to element, or the other lines."""
         return [
             self.dialect.assignment.format(name=name, value=value)
             for i, x in enumerate(self.instructions)
@@ -125,14 +125,16 @@ class Printer:
         yield value, f"{name}_value({pattern})"
 
     def pattern(self, place: Place) -> str:
-        """The bits of a result as memory holds them; those that were never computed with as they
-        came, NaNs too."""
+        """Return the bits of a result as memory holds them.
+
+        Values that no operation changed keep their bits, NaNs included.
+        """
         x, name = self.instructions[place.index], name_of(self.instructions[place.index].dtype)
         if x.name in ("vector", "shared", "bits"):
             return self._name("p", place.index)
         if x.name == "to" and not x.dtype.is_floating_point:
             of = self.instructions[x.operands[0].index].dtype
-            if COMPUTED[of] == COMPUTED[x.dtype] == torch.int32:  # of which memory has the last
+            if COMPUTED[of] == COMPUTED[x.dtype] == torch.int32:  # memory holds the last bits
                 return f"{name}_bits({self._name('v', x.operands[0].index)})"
         return f"{name}_bits({self._name('v', place.index)})"
 
@@ -168,12 +170,12 @@ class Printer:
         if isinstance(operand, Place):
             return self._name("v", operand.index)
         wide = dtype if dtype.is_floating_point else torch.int64
-        # As eager PyTorch would round it, or wrap it around.
+        # Rounded or wrapped around as by eager PyTorch.
         return self.dialect.constant(
             torch.tensor(operand, dtype=wide, device="cpu").to(dtype).item(), dtype
         )
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Without the module."""
+    """Return the name of a dtype without its module."""
     return str(dtype).removeprefix("torch.")

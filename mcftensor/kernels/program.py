@@ -1,8 +1,8 @@
 """Elementwise functions as programs: lists of instructions on machine numbers.
 
 A function of tensors, written once in PyTorch, is run on single elements while every operation
-is recorded. What is recorded is what eager PyTorch does, rounding by rounding, so that a program
-gives the bits of the function it came from, whatever language it is printed in.
+is recorded. The recorded operations are eager PyTorch's, rounding by rounding. So a program has the
+bits of its function in every language.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mcftensor.kernels.without_float64 import has_float64
 aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
-# dtype: the type that machines compute with in its place.
+# dtype: the type in which machines compute.
 COMPUTED = {
     torch.bfloat16: torch.float32,
     torch.float16: torch.float32,
@@ -38,7 +38,7 @@ COMPUTED = {
 }
 
 PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of a number: the integers as which its bits are seen."""
+"""Bytes of a number: the integer dtype of its bits."""
 
 # vectors, scalars, index of each element -> results
 Body = Callable[[Sequence[Tensor], Sequence[Any], Tensor], Sequence[Tensor]]
@@ -46,8 +46,11 @@ Body = Callable[[Sequence[Tensor], Sequence[Any], Tensor], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Signature:
-    """The dtypes of what a program reads, and of what it writes; which of the vectors and then the
-    outputs are what blocks of elements share; and whether it may compute in float64."""
+    """The dtypes of a program's inputs and outputs.
+
+    It also holds the indices of vectors and then outputs with one value per block, and whether the
+    program may compute in float64.
+    """
 
     vectors: tuple[torch.dtype, ...]
     scalars: tuple[torch.dtype, ...]
@@ -56,7 +59,7 @@ class Signature:
     has_float64: bool = True
 
     def shares(self, output: int) -> bool:
-        """Whether an output is what blocks share."""
+        """Whether an output has one value per block."""
         return len(self.vectors) + output in self.shared
 
 
@@ -71,21 +74,21 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Place:
-    """The instruction at this place of the program, as an operand."""
+    """The place of an instruction in the program, as an operand."""
 
     index: int
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Instructions in order, and which of them are the results."""
+    """Instructions in order, and the places of the results."""
 
     signature: Signature
     instructions: tuple[Instruction, ...]
     results: tuple[Place, ...]
 
     def is_undefined(self, x: Instruction) -> bool:
-        """Whether a machine may do as it likes where operands are large, or no numbers."""
+        """Whether the result is machine-dependent for large operands or NaNs."""
         return (
             x.name == "to"
             and not x.dtype.is_floating_point
@@ -94,10 +97,10 @@ class Program:
 
 
 def record(body: Body, signature: Signature) -> Program:
-    """The program of a function for operands of these dtypes.
+    """Return the program of a function for operands of these dtypes.
 
     Raises:
-        NotImplementedError: an operation that programs do not have.
+        NotImplementedError: an operation is not supported by programs.
     """
     recorder = _Recorder()
     vectors = [
@@ -130,7 +133,7 @@ def _without_unused(program: Program) -> Program:
 
 
 def varying(instructions: Sequence[Instruction]) -> list[bool]:
-    """Which of them do not depend on scalars alone."""
+    """Return, for each instruction, whether it varies from element to element."""
     varies: list[bool] = []
     for x in instructions:
         operands = [o.index for o in x.operands if isinstance(o, Place)]
@@ -139,7 +142,7 @@ def varying(instructions: Sequence[Instruction]) -> list[bool]:
 
 
 def last_zeros(instructions: Sequence[Instruction]) -> list[int]:
-    """How many last bits of each are known to be zero, of patterns of 32 bits."""
+    """Return how many last bits of each 32-bit pattern are known to be zero."""
     zeros: list[int] = []
 
     def of(x: Any) -> int:
@@ -160,7 +163,7 @@ def last_zeros(instructions: Sequence[Instruction]) -> list[int]:
     return zeros
 
 
-# aten's name: the name of an instruction whose operands all enter in the type of the result.
+# aten's name: the name of an instruction whose operands are converted to the type of the result.
 _ARITHMETIC = {
     getattr(aten, name): name
     for name in ("add", "sub", "mul", "div", "neg", "abs", "sqrt", "maximum", "copysign", "sign")
@@ -178,16 +181,16 @@ _ARITHMETIC = {
     aten.__lshift__: "shift_left",
     aten.bitwise_left_shift: "shift_left",
 }
-# Those whose operands enter in their common type, and whose result is a truth value.
+# Comparisons: operands are converted to their common type, and the result is a truth value.
 _COMPARISONS = {
     getattr(aten, name): name for name in ("eq", "ne", "lt", "le", "gt", "ge", "signbit")
 }
-# What arithmetic with truth values is; `where` and `eq` take them as they are.
+# Arithmetic on truth values; `where` and `eq` take them unchanged.
 _LOGIC = {"add": "or", "mul": "and", "maximum": "or", "ne": "xor"} | {
     name: name for name in ("and", "or", "xor", "not", "eq")
 }
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# Operators of ours that machines have; the others are recorded by their definitions.
+# Operators of this library with an instruction; others are recorded by their definitions.
 _NATIVE = {
     "sqrt": _FLOATS,
     "narrow": _FLOATS,
@@ -198,8 +201,10 @@ _NATIVE = {
 
 
 def _is_native(name: str, dtype: torch.dtype) -> bool:
-    """Whether machines have an operator of ours; without float64 eager PyTorch has no fma of tiny
-    products, and so programs have none."""
+    """Whether an operator of this library has an instruction.
+
+    Without float64, eager PyTorch has no fma of tiny products, and so programs have none.
+    """
     return dtype in _NATIVE.get(name, ()) and (name != "fma" or has_float64())
 
 
@@ -213,16 +218,16 @@ class _Recorder(TorchDispatchMode):
         self.instructions: list[Instruction] = []
         self.known: dict[tuple[str, str, torch.dtype], Place] = {}
         self.places: dict[int, Place] = {}
-        self.alive: list[Tensor] = []  # ids of tensors are unique while they live
+        self.alive: list[Tensor] = []  # keeps ids of tensors unique
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # or PyTorch imports its compiler, which takes a second
+        return False  # otherwise PyTorch imports its compiler, which takes a second
 
     def watch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function within this mode, without gradients, and leave both whatever happens.
+        """Call a function within this mode, without gradients, and leave both contexts in any case.
 
-        The ends of PyTorch's own contexts are written in Python: a KeyboardInterrupt may cut them.
+        PyTorch's contexts exit in Python code, which a KeyboardInterrupt may cut.
         """
         depth, records_gradients = torch._C._len_torch_dispatch_stack(), torch.is_grad_enabled()
         try:
@@ -256,7 +261,7 @@ class _Recorder(TorchDispatchMode):
         self.alive.append(x)
 
     def cast(self, x: Any, dtype: torch.dtype) -> Any:
-        """An operand in a type; numbers are constants of it."""
+        """Return an operand converted to a dtype; numbers become constants."""
         place = self.operand(x)
         if not isinstance(place, Place) or self.instructions[place.index].dtype == dtype:
             return place
@@ -269,7 +274,7 @@ class _Recorder(TorchDispatchMode):
     def _operation(
         self, name: str, args: Sequence[Any], dtype: torch.dtype, result: torch.dtype
     ) -> Place:
-        """An operation on operands of a type."""
+        """Record an operation on operands converted to a dtype."""
         if dtype == torch.bool:
             if name not in _LOGIC:
                 raise NotImplementedError(f"programs have no {name} of truth values")
@@ -284,7 +289,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.has_kernel_for_dispatch_key(_COMPOSITE):  # arrives whole in inference mode
+        if func.has_kernel_for_dispatch_key(_COMPOSITE):  # not decomposed in inference mode
             return self.watch(func.decompose, *args, **kwargs)
         if func.namespace == "mcftensor" and not _is_native(func._opname, args[0].dtype):
             return self.watch(DEFINITIONS[func._opname], *args)
@@ -295,7 +300,7 @@ class _Recorder(TorchDispatchMode):
     def _record(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> Place:
         packet, dtype = func.overloadpacket, result.dtype
         if func.namespace == "mcftensor" and func._opname == "spread":
-            return self.operand(args[0])  # single elements have what they share
+            return self.operand(args[0])  # a single element has the shared value
         if func.namespace == "mcftensor":
             operands = tuple(self.operand(x) for x in args if isinstance(x, Tensor))
             return self._add(func._opname, operands, dtype)

@@ -1,4 +1,4 @@
-"""How results are laid out in memory: like the first operand of their shape."""
+"""The memory layout of results: the layout of the first operand of their shape."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ R = TypeVar("R")
 
 
 def empty_terms(operands: Sequence[Tensor], dtype: torch.dtype, terms: int) -> list[Tensor]:
-    """Tensors without data, of the shape to which the operands broadcast."""
+    """Return uninitialized tensors of the shape to which the operands broadcast."""
     template = template_of(operands)
     return [torch.empty_like(template, dtype=dtype) for _ in range(terms)]
 
 
 def template_of(operands: Sequence[Tensor]) -> Tensor:
-    """A tensor of the shape to which operands broadcast; the first of that shape, if any."""
+    """Return the first operand of the broadcast shape, or a new tensor of this shape."""
     first = next((x for x in operands if x.dim() > 0), operands[0])
     if all(x.dim() == 0 or x.shape == first.shape for x in operands):
         return first

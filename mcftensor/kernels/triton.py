@@ -17,14 +17,14 @@ from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.printer import COMMON, Dialect, Printer, name_of
 from mcftensor.kernels.program import COMPUTED, Program
 
-# Elements that a block of threads works on: `BLOCK` in Triton's code, where `SHARING` is ours.
+# Elements per block of threads: `BLOCK` in Triton's code; `SHARING` is the size of scale blocks.
 THREAD_BLOCK = 1024
 
-# Threads of a block at most: with fewer than two elements each, loads are narrow.
+# The largest number of threads of a block: with fewer than two elements a thread, loads are narrow.
 MOST_THREADS = 512
 
-# Instructions after which eight elements a thread do not fit into registers, those on float64
-# counted three times; and those after which four do not.
+# Numbers of instructions, those on float64 counted three times, beyond which eight, and then four,
+# elements a thread do not fit into registers.
 _HEAVY, _HEAVIEST = 500, 1200
 
 _TYPES = {x: name_of(x) for x in COMPUTED.values()} | {torch.bool: "int1"}
@@ -122,7 +122,7 @@ def sign_of(x):
     return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
 """
 
-# By whether GPUs round to it: their NaN has all bits set, and so has that which they round it to.
+# By whether GPUs round to bfloat16: their NaN has all bits set, as has its bfloat16.
 _BFLOAT16 = {
     True: """
 
@@ -150,7 +150,7 @@ def to_bfloat16(x):
 """,
 }
 
-# Of all other types.
+# All other types.
 _TYPE = """
 
 @triton.jit
@@ -168,8 +168,8 @@ def to_{name}(x):
     return x.to(tl.{own}).to(tl.{type})
 """
 
-# What blocks of elements share, in every element: read and written once for each, since on GPUs
-# that reckon with every address it is much of the work.
+# Components that blocks share, for every element: read and written once per block, since on GPUs
+# that count every address it is much of the work.
 _SHARING = (
     f"""
 
@@ -247,10 +247,10 @@ def address(word, type_: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 def warps(program: Program, lanes: int) -> int:
-    """The number of warps of a block, for warps of `lanes` threads.
+    """Return the number of warps of a block, for warps of `lanes` threads.
 
-    A thread computes eight elements, which are 16 bytes of bfloat16. Programs that would spill
-    registers, by their lengths, get two or four times as many threads.
+    A thread computes eight elements, which are 16 bytes of bfloat16. Long programs, which would
+    spill registers, get two or four times as many threads.
     """
     count = len(program.instructions)
     doubles = sum(x.dtype == torch.float64 for x in program.instructions)
@@ -260,12 +260,12 @@ def warps(program: Program, lanes: int) -> int:
 
 
 def source(program: Program, on_device: Sequence[bool], rounds: bool) -> str:
-    """The program as a module with a kernel of rows, of the row that owns each block, and numbers;
-    `rounds` says whether the device rounds to bfloat16 by itself.
+    """Return the program as a module with a kernel of rows, owners and numbers.
 
-    A row describes one set of tensors by words of 64 bits: number of elements, number of the first
-    block, addresses of vectors and of outputs. Its scalars, or those of all rows, are words of
-    their own: `on_device` says of which the address stands there, in place of their bits.
+    A row describes one set of tensors by 64-bit words: number of elements, number of the first
+    block, addresses of vectors and of outputs. `owners` has the row of each block. Scalars, of one
+    row or of all, are words in `numbers`: addresses if `on_device` says so, else their bits.
+    `rounds` says whether the device has an instruction that rounds to bfloat16.
     """
     signature = program.signature
     lines, word = [], 2
@@ -290,7 +290,7 @@ def source(program: Program, on_device: Sequence[bool], rounds: bool) -> str:
 
 
 def _functions(dtype: torch.dtype) -> str:
-    """What leads from the patterns of a type to its values and back."""
+    """Return the functions that convert between patterns and values of a type."""
     name, type_, memory = name_of(dtype), _TYPES[COMPUTED[dtype]], _memory(dtype)
     own = _TYPES.get(dtype, name)
     if dtype.is_floating_point:

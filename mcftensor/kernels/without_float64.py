@@ -1,4 +1,4 @@
-"""Whether float64 is there: some devices have none, and a program can ask to do without it."""
+"""Whether float64 is available: some devices lack it, and a program can rule it out."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ _DEPTH = _Depth()
 
 
 class without_float64(contextlib.ContextDecorator):
-    """Within it, in this thread, the library makes no float64 tensor.
+    """Context, also a decorator, in which the library makes no float64 tensor in this thread.
 
-    Expansions that are otherwise evaluated in float64, `bf16x3` and those of bfloat16 with other
-    rounding than to nearest, are evaluated by networks of two float32 terms. Exact products and
-    roots of float32 come from float32 alone, and numbers of Python, which are float64, enter as two
-    float32 terms. On devices without float64, as Apple's MPS, this is so by itself. It is also a
-    decorator.
+    Expansions that are otherwise evaluated in float64, `bf16x3` and bfloat16 with another rounding
+    than to nearest, are evaluated by networks of two float32 terms. Exact products and roots of
+    float32 use float32 alone, and Python numbers, which are float64, become two float32 terms.
+    Devices without float64, such as Apple's MPS, always work in this way.
 
-    *Error*: that which `mcf.expansion` states for the format. `fp32x2` has the same bits as with
-    float64, while products of terms are at least 2^-102 in size. Many numbers are summed in pairs,
-    with an error of 3u² for each doubling of their count, relative to the sum of magnitudes.
+    *Error*: as `mcf.expansion` states for the format. `fp32x2` has the same bits as with float64 if
+    products of terms are at least 2^-102 in size. Long sums are computed in pairs, with an error of
+    3u² for each doubling of their length, relative to the sum of magnitudes.
 
     Raises:
-        NotImplementedError: within it, an operation that has no other way than float64.
+        NotImplementedError: an operation in the context needs float64.
 
     Examples:
         >>> import torch, mcftensor as mcf
@@ -54,7 +53,7 @@ class without_float64(contextlib.ContextDecorator):
 
 
 def has_float64(device: torch.device | None = None) -> bool:
-    """Whether to compute in float64: the program does not do without it, and the device has it."""
+    """Whether to compute in float64: the context does not rule it out, and the device has it."""
     if _DEPTH.count:
         return False
     return device is None or device.type == "cpu" or _has_float64(device.type, device.index)
@@ -68,7 +67,7 @@ def _has_float64(kind: str, index: int | None) -> bool:
 
 
 def without(what: str) -> NotImplementedError:
-    """The error of what takes float64 where there is none."""
+    """Return the error of an operation that needs float64 where it is not available."""
     return NotImplementedError(
         f"{what} takes float64, which this device or mcf.without_float64() rules out: compute it "
         "on the CPU, outside of mcf.without_float64()"
@@ -76,14 +75,14 @@ def without(what: str) -> NotImplementedError:
 
 
 class Halves(NamedTuple):
-    """A number of Python's as two float32 tensors, the nearest one and the nearest to the rest."""
+    """A Python number as two float32 tensors: the nearest number, and the nearest to the rest."""
 
     high: Tensor
     low: Tensor
 
 
 def halves(x: float) -> Halves:
-    """A number of Python's in float32 terms, which are normalized."""
+    """Return a Python number as normalized float32 terms."""
     high = _nearest(x)
     if not math.isfinite(high):
         return Halves(_tensor(high), _tensor(0.0))
@@ -93,7 +92,7 @@ def halves(x: float) -> Halves:
 
 
 HALVES = "fp32x2"
-"""The format of a number in halves."""
+"""The format of a number as halves."""
 
 
 def _tensor(x: float) -> Tensor:
