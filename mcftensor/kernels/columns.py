@@ -30,10 +30,10 @@ _dtype = operator.attrgetter("dtype")
 class Columns:
     """Calls of an elementwise function.
 
-    The outputs of a call have one shape. Its vectors have the same shape or broadcast to it,
-    except vectors with one value per block. Its scalars are Python floats or 0-d tensors; a column of
-    one scalar serves all calls. A column of outputs may also be a column of vectors, and overlaps
-    no other column.
+    The outputs of a call have one shape. Its vectors have the same shape or broadcast to it, except
+    vectors with one value per block. Its scalars are Python floats or 0-d tensors; a column of one
+    scalar serves all calls. A column of outputs may also be a column of vectors, and overlaps no
+    other column.
 
     Attributes:
         vectors: columns of tensors that are read element by element.

@@ -470,7 +470,7 @@ def _copies(first: int, size: int) -> list[Copy]:
 def _lines(
     program: Program, printers: Sequence[Printer], in_pairs: bool = False
 ) -> list[Sequence[str]]:
-    """Return the loop body of a group of vectors: at each place a line per vector, or one for all."""
+    """Return the loop body of a group of vectors: in each row a line per vector, or one for all."""
     lines: list[Sequence[str]] = list(zip(*(x.lines(varying=True) for x in printers), strict=True))
     words = [x.copy.words for x in printers]
     for i, place in enumerate(program.results):
