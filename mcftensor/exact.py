@@ -81,7 +81,7 @@ def from_exact(
     format = require_expansion_format(format, "from_exact")
     numbers = np.array(values, dtype=object)
     if numbers.ndim and any(isinstance(x, (list, tuple)) for x in numbers.flat):
-        raise ValueError("from_exact: the nested lists are of unlike lengths")
+        raise ValueError("from_exact: the nested lists have different lengths")
     columns = [_terms(x, format) for x in numbers.flat]
     terms = [
         torch.tensor(column, dtype=torch.float64, device="cpu")
@@ -116,8 +116,8 @@ def to_fraction(x: Tensor) -> Any:
     terms = _decoded("to_fraction", x)
     if not all(bool(torch.isfinite(term).all()) for term in terms):
         raise ValueError(
-            f"to_fraction: the tensor of shape {tuple(x.shape)} holds infinities or NaN, which are "
-            "no fractions"
+            f"to_fraction: the tensor of shape {tuple(x.shape)} holds infinities or NaN, which "
+            "are not fractions"
         )
     return _each(lambda numbers: builtins.sum(map(Fraction, numbers), Fraction(0)), terms, x.shape)
 

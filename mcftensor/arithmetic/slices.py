@@ -59,8 +59,8 @@ def width_for(inner: int, machine: torch.dtype) -> Width:
     """
     if inner > LONGEST[machine]:
         raise ValueError(
-            f"products over an inner length of {inner} in {machine}: at most {LONGEST[machine]}. "
-            "Add the products of parts of it"
+            f"matrix products in {machine} have an inner length of at most {LONGEST[machine]}, not "
+            f"{inner}; add the products of shorter parts"
         )
     room = BASES[machine].precision + 2
     bits = min((room - (max(inner, 1) - 1).bit_length()) // 2, _WIDEST[machine])

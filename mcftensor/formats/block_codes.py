@@ -45,7 +45,7 @@ class Scales(Component):
         """
         if len(shape) < 2:
             raise ValueError(
-                f"a format of blocks stores tensors of rows, and this one has shape "
+                f"block formats store tensors of two or more dimensions, not of shape "
                 f"{tuple(shape)}; use mcf.bf16i16 for vectors"
             )
         return shape_of_shared(shape)

@@ -154,9 +154,9 @@ class LentFormat(Format):
             TypeError: always.
         """
         raise TypeError(
-            "this is a view across the rows of a parameter, of which 32 elements share a scale; it "
-            "holds what the model computes with, and writing to it would not reach the parameter: "
-            "write to the parameter itself, or to its rows"
+            "this view crosses the rows of a parameter, whose blocks of 32 elements share a scale. "
+            "It holds decoded numbers, and writing to it would not change the parameter: write to "
+            "the parameter itself, or to its rows"
         )
 
 

@@ -137,7 +137,7 @@ class Format:
         """
         for attribute in ("name", "components", "numbers"):
             if not hasattr(self, attribute):
-                raise TypeError(f"Format: {type(self).__name__} does not say its {attribute}")
+                raise TypeError(f"Format: {type(self).__name__} does not define {attribute}")
         if not type(self).__module__.startswith("mcftensor."):
             require_codec(self)
         if _REGISTRY.setdefault(self.name, self) is not self:
@@ -168,8 +168,8 @@ class Format:
             raise ValueError(
                 f"Format: {name!r} is not the name of a format; names look like 'bf16x2': bf16, "
                 "fp16, fp32 or fp64, an x, and 2 to 6 terms; or are one of "
-                f"{', '.join(STORAGE)}. Formats of other modules are known once register() has "
-                "been called there"
+                f"{', '.join(STORAGE)}. Call register() on formats of "
+                "other modules first"
             )
         return found
 
@@ -195,11 +195,11 @@ class Format:
 
     def decode(self, stored: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the floats, leading one first, whose sum is the stored number; elementwise."""
-        raise NotImplementedError(f"{type(self).__name__}: a format says how it decodes")
+        raise NotImplementedError(f"{type(self).__name__}: a format must define decode()")
 
     def encode(self, number: Sum, noise: Noise | None) -> Sequence[Tensor]:
         """Return the components of a number, rounded once; elementwise."""
-        raise NotImplementedError(f"{type(self).__name__}: a format says how it encodes")
+        raise NotImplementedError(f"{type(self).__name__}: a format must define encode()")
 
     # ------------------------------------------------------------------ defaults that formats
     # override
@@ -313,7 +313,7 @@ class Format:
         """
         if rounding != self.rounding:
             raise ValueError(
-                f"Format: {self.name} is rounded to {self.rounding}, and not otherwise"
+                f"Format: {self.name} has no rounding {rounding!r}, only {self.rounding!r}"
             )
         return self
 

@@ -14,9 +14,9 @@ def require_one_base(name: str, formats: Sequence[Format]) -> None:
         # Not a TypeError: Python's operators would hide its message.
         raise ValueError(
             f"{name}: expansions in {' and '.join(sorted({f.name for f in formats}))}, whose terms "
-            "are of unlike types. Convert one: copy_() it into an expansion of the other, or "
-            "mcf.as_expansion(x, format); states of an optimizer stay as they were when its "
-            "parameters are converted, so make the optimizer anew"
+            "have different dtypes. Convert one: copy_() it into an expansion of the other, or "
+            "mcf.as_expansion(x, format). Converting parameters does not convert the states of "
+            "their optimizer, so create the optimizer again"
         )
 
 

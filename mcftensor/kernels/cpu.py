@@ -65,7 +65,7 @@ def load(source: str, *, build: bool, is_right: Callable[[Launch], bool]) -> Lau
         whole = [*command, *FLAGS, "kernel.cpp", "-o", "kernel.so"]
         subprocess.run(whole, cwd=scratch, check=True, capture_output=True, text=True)
         if not is_right(_opened(scratch / "kernel.so")):
-            raise ArithmeticError(f"what {shlex.join(command)} makes has other bits than PyTorch")
+            raise ArithmeticError(f"code of {shlex.join(command)} has other bits than PyTorch")
         return scratch / "kernel.so"
 
     try:

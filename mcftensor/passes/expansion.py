@@ -168,8 +168,8 @@ def _format_of(name: str, x: Sequence[Tensor]) -> Format:
     if len(x) < 2 or len({t.dtype for t in x}) != 1:
         given = ", ".join(str(t.dtype) for t in x)
         raise ValueError(
-            f"{name}: the first operand has terms ({given}), which are no expansion of one dtype; "
-            "say the format of the result with format="
+            f"{name}: the first operand has terms ({given}), which are no expansion of one "
+            "dtype; say the format of the result with format="
         )
     return Format(x[0].dtype, len(x))
 

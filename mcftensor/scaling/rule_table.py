@@ -139,7 +139,7 @@ def _given_out(func: Any, *args: Any, out: Tensor, **inputs: Any) -> Tensor:
     if out.shape != result.shape:
         raise ValueError(
             f"{func}: out= has the shape {tuple(out.shape)}, and the result "
-            f"{tuple(result.shape)}; a tensor with a scale is not resized"
+            f"{tuple(result.shape)}; a scaled tensor cannot be resized"
         )
     return out.copy_(result)
 

@@ -128,11 +128,11 @@ def _require_exchangeable(name: str, p: Tensor) -> None:
     if weakref.getweakrefs(p):
         layer = name.rpartition(".")[0]
         raise RuntimeError(
-            f"scalify: {name} of shape {tuple(p.shape)} has weak references to it, which an "
-            "exchange of its contents would mislead. Recurrent layers have no rules: leave them "
-            f"plain, with overrides={{'{layer + '.' if layer else ''}*': None}}; they get plain "
-            "inputs then, and give scaled results. Averaged copies of a model are made after it is "
-            "converted"
+            f"scalify: {name} of shape {tuple(p.shape)} has weak references to it, which "
+            "become invalid if its contents are replaced. Recurrent layers have no rules: leave "
+            f"them plain, with overrides={{'{layer + '.' if layer else ''}*': None}}; they get "
+            "plain inputs then, and give scaled results. Make averaged copies of a model after "
+            "converting it"
         )
 
 

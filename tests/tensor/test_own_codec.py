@@ -56,7 +56,7 @@ def test_names_are_one_of_a_kind():
 
     with pytest.raises(ValueError, match="a format called 'halves' already"):
         Other().register()
-    with pytest.raises(TypeError, match="Unfinished does not say its components"):
+    with pytest.raises(TypeError, match="Unfinished does not define components"):
         type("Unfinished", (mcf.Format,), {"name": "unfinished"})().register()
     with pytest.raises(ValueError, match="not the name of a format"):
         mcf.Format.from_name("float32")
