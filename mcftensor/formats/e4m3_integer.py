@@ -111,7 +111,10 @@ class ScaledTailFormat(StoredFormat):
         return codes.to(torch.uint8), tails.to(self.components[1].dtype), scales.to(torch.uint8)
 
     def normalized(self, stored: Floats) -> tuple[Floats, int]:
-        """Return NaNs without tails, and zero codes without negative tails, which do not exist."""
+        """Return components in canonical form, and the number of inconsistent elements.
+
+        NaNs have no tail. Any tail fits any code except zero, which has no number below it.
+        """
         codes, tails, scales = stored
         own = codes & 0x7F
         is_below, is_nan = (own == 0) & (tails < 0), (own == 0x7F) & (tails != 0)
