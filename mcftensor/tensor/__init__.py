@@ -1,4 +1,4 @@
-"""`MCFTensor`, the tensor class, and what becomes of it within a step of an optimizer."""
+"""`MCFTensor`, the tensor class, and its deferred form within a step of an optimizer."""
 
 from mcftensor.tensor.components import Role as Role
 from mcftensor.tensor.taped_tensor import TapedTensor as TapedTensor

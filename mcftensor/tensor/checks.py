@@ -1,4 +1,4 @@
-"""Checks of components that come from elsewhere: from callers, pickles and checkpoints."""
+"""Checks of components that callers, pickles and checkpoints supply."""
 
 from __future__ import annotations
 
@@ -13,27 +13,31 @@ from mcftensor.tensor.components import ComponentTensor
 
 
 def normalized(components: Sequence[Tensor], format: Format) -> tuple[Sequence[Tensor], int]:
-    """Return components from a file or the caller, normalized by `Format.normalized`. Components of
-    fake and meta tensors, which have no elements, are returned unchanged.
+    """Return components normalized by `Format.normalized`, and the number of misfits: elements
+    whose components do not belong together.
+
+    Components of fake and meta tensors, which have no elements, are returned unchanged.
 
     Raises:
-        ValueError: one is not finite beside a leading one that is.
+        ValueError: a tail is not finite while the leading component is.
     """
     if any(type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta for x in components):
         return components, 0
     if any(hasattr(x.untyped_storage(), "_torch_load_uninitialized") for x in components):
-        return components, 0  # the old form of torch.save
+        return components, 0  # the legacy format of torch.save fills storages later
     found, misfits = format.normalized(components)
     if misfits:
         leading, *others = components
         tails = [x for x in others if x.shape == leading.shape]  # scales are whole numbers
         if any((leading.isfinite() & ~x.isfinite()).any() for x in tails):
-            raise ValueError(f"a {format.components[-1].name} is not finite beside one that is")
+            raise ValueError(
+                f"a {format.components[-1].name} is not finite while its leading component is"
+            )
     return found, misfits
 
 
 def check_components(components: Sequence[Tensor], format: Format) -> None:
-    """Raise TypeError or ValueError for what are not components of a format."""
+    """Raise TypeError or ValueError if tensors are not valid components of a format."""
     wanted = format.components
     if len(components) != len(wanted) or any(
         isinstance(x, ComponentTensor) or not isinstance(x, Tensor) for x in components
@@ -63,7 +67,7 @@ def check_components(components: Sequence[Tensor], format: Format) -> None:
 
 
 def check_writes(writes: Any, format: Format) -> None:
-    """Raise ValueError for an invalid count of writes of a tensor in this format."""
+    """Raise ValueError if `writes` is not a valid write count for a tensor in this format."""
     if writes is None:
         return
     is_count = isinstance(writes, Tensor) and writes.shape == () and writes.dtype == torch.int64

@@ -1,4 +1,4 @@
-"""`ComponentTensor`: a tensor that is held as components, and who shares their memory."""
+"""`ComponentTensor`: a tensor stored as components, and the ownership of their memory."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ COMPONENTS = tuple(f"_component{i}" for i in range(MAX_TERMS))
 
 
 _OF_COMPONENTS = ("_writes", "_first", "_factor", "_base_components", "_is_own")
-"""What is said of components beside them."""
+"""Attributes that describe the components of a tensor."""
 
 
 def require_computing(format: Format) -> None:
-    """Raise TypeError for a format that parameters cannot have."""
+    """Raise TypeError if a format cannot store parameters."""
     if format.shared and format.lends is None:
         raise TypeError(
             f"Parameter: {format.name} stores the states of optimizers; a model computes "
@@ -38,31 +38,30 @@ def require_computing(format: Format) -> None:
 
 
 class ComponentTensor(torch.Tensor):
-    """A tensor whose elements are held as components: terms, codes and scales.
+    """A tensor stored as components: terms, codes and scales.
 
-    This is what `MCFTensor` holds; its other base classes are what PyTorch asks of it.
+    This class has the data of `MCFTensor`. The other base classes of `MCFTensor` implement the
+    methods of torch.Tensor.
     """
 
     _component0: Tensor
     _component1: Tensor
     _format: Format
     _role: Role
-    _writes: Tensor | None = None  # where rounding is balanced, the count of `write_counts.py`
-    _first: int = 0  # of a view: the place of its first element in what that is the count of
-    _factor: PendingScale | None = (
-        None  # by which it is yet to be multiplied, where scales are shared
-    )
-    # Of a view that shares the exponent of its base: the components of the base.
+    _writes: Tensor | None = None  # the count of `write_counts.py`, if rounding is balanced
+    _first: int = 0  # the offset of a view in the tensor whose writes are counted
+    _factor: PendingScale | None = None  # the deferred factor, in formats with shared scales
+    # For a view that shares the exponent of its base: the components of the base.
     _base_components: tuple[Tensor, ...] | None = None
-    _is_own: bool = False  # nobody else has its memory
-    _has_rules: bool = False  # whether its format has, which compilers ask
-    _place: tuple[Strand, int] | None = None  # of a TapedTensor: where it is on the tape
-    # The module that had it when it was converted, its name there, and its own identity: copies, to
-    # which attributes go as they are, have another one.
+    _is_own: bool = False  # no other tensor aliases its memory
+    _has_rules: bool = False  # whether its format has rules; compilers read this attribute
+    _place: tuple[Strand, int] | None = None  # for a TapedTensor: its strand and variable
+    # The module that owned it at conversion, its name there, and its own id. A copy of the tensor
+    # gets the attribute too, and is recognized by its different id.
     _holder: tuple[weakref.ref[torch.nn.Module], str, int] | None = None
-    _hooks: tuple[Callable[[Tensor], None], ...] = ()  # on gradients; they stay when it is moved
+    _hooks: tuple[Callable[[Tensor], None], ...] = ()  # hooks of gradients, kept by `.to(device)`
 
-    # Makes a tensor of components; `MCFTensor` defines it.
+    # Makes a tensor from components; `MCFTensor` defines it.
     of: ClassVar[Callable[..., Any]]
 
     def _hold(self, components: Sequence[Tensor], format: Format, role: Role, own: bool) -> None:
@@ -78,57 +77,65 @@ class ComponentTensor(torch.Tensor):
 
     @property
     def _count(self) -> Tensor | None:
-        """What balanced rounding goes by: the count of writes from the first element on."""
+        """The write count of the first element, from which balanced rounding continues."""
         return None if self._writes is None else moved(self._writes, self._first)
 
     @property
     def components(self) -> tuple[Tensor, ...]:
-        """The components, leading one first, as plain tensors that share memory with this one: the
-        terms of an expansion."""
+        """The components as plain tensors that alias this tensor's memory, the leading one first.
+
+        In formats of terms these are the terms of the expansion.
+        """
         components = self._read()
         if self._is_own:
             self._is_own = False
         return components
 
     def _read(self) -> tuple[Tensor, ...]:
-        """The components, for those who neither write to them nor pass them on."""
+        """Return the components for reading, after any deferred multiplication.
+
+        The caller must not write to them or pass them on.
+        """
         if self._factor is not None:
             self._factor.settle()
         return self._held()
 
     def _held(self) -> tuple[Tensor, ...]:
-        """The components, whatever they are yet to be multiplied by."""
-        if len(self._format.components) == 2:  # the commonest, and asked for at every turn
+        """Return the components without applying a deferred multiplication."""
+        if len(self._format.components) == 2:  # the commonest case of a hot path
             return self._component0, self._component1
         return tuple([getattr(self, name) for name in COMPONENTS[: len(self._format.components)]])
 
     @property
     def lent(self) -> Tensor:
-        """What a model computes with, as a plain tensor: the leading component, unless that is no
-        number by itself."""
+        """The compute tensor: the plain tensor that a model computes with.
+
+        This is the leading component, or the decoded number in formats whose leading component is a
+        code or has a scale.
+        """
         if self._format.lends is not None:
             return lent(self._read(), self._format)
         return self._format.leading(self._read()) if self._has_rules else self._component0
 
     @property
     def has_tails(self) -> bool:
-        """Whether it may be more than its leading component."""
+        """Whether any component but the leading one may be nonzero."""
         return True
 
     @property
     def is_part(self) -> bool:
-        """Whether it shares scales, and its memory is a part of what was made."""
+        """Whether it is a view of a part of a tensor with shared scales."""
         return self._factor is not None and not self._factor.is_of_all(self._held())
 
     def leave_gradient(self) -> None:
-        """As what a gradient has read as: no longer share memory with it."""
+        """Stop sharing memory with a plain gradient."""
         self._component0 = self._component0.clone()
 
     def regain(self) -> bool:
-        """Find out whether nobody else has the memory, or has no longer."""
+        """Return whether this tensor is the only owner of its memory, and record it if so."""
         if not self._is_own:
             held = [weakref.ref(x) for x in self._held()]
-            alone = [x.detach() for x in self._held()]  # whoever has a component keeps the memory
+            alone = [x.detach() for x in self._held()]  # a reference to a component is an owner
             self._hold_anew(alone)
             self._is_own = all(map(_is_sole_holder, alone))
             if not self._is_own:
@@ -137,13 +144,13 @@ class ComponentTensor(torch.Tensor):
         return self._is_own
 
     def _hold_anew(self, components: Sequence[Any]) -> None:
-        """The same memory by other tensors."""
+        """Replace the components by other tensors of the same memory."""
         self.__dict__.update(zip(COMPONENTS, components, strict=False))
         if self._factor is not None and not self.is_part:
             self._factor.components = components
 
     def hold_as(self, other: ComponentTensor) -> None:
-        """Hold what another tensor of the same shape, strides, dtype and device holds."""
+        """Take over the components of a tensor of the same shape, strides, dtype and device."""
         held = self.__dict__
         for name in (*COMPONENTS, *_OF_COMPONENTS):
             held.pop(name, None)
@@ -156,8 +163,11 @@ class ComponentTensor(torch.Tensor):
 
     @property
     def exponent(self) -> Tensor:
-        """The exponent s of all elements, where the format has one: an int32 without dimensions on
-        the device of the data. Views share it."""
+        """The exponent s of all elements: an int32 tensor without dimensions, shared by views.
+
+        Raises:
+            AttributeError: the format has no exponent.
+        """
         if not self._has_rules:
             raise AttributeError(f"a tensor in {self._format.name} has no exponent")
         return self._held()[-1]
@@ -169,8 +179,10 @@ class ComponentTensor(torch.Tensor):
 
     @property
     def writes(self) -> Tensor | None:
-        """How often something was rounded into it, where rounding is balanced: an int64 without
-        dimensions, on its device. Views count together, and copies go on from it. None otherwise.
+        """The number of writes to this tensor: an int64 tensor without dimensions on its device.
+
+        Only formats with balanced rounding count writes; others return None. Views share the count
+        of their base, and copies continue from it.
         """
         return None if self._writes is None else writes_of(self._writes)
 
@@ -181,18 +193,17 @@ class ComponentTensor(torch.Tensor):
 
     @property
     def is_inside_step(self) -> bool:
-        """Whether it is its number: within a step of an optimizer, unless gradients are recorded of
-        what is done with it."""
+        """Whether a step of an optimizer runs and autograd does not record operations on it."""
         return current_step() is not None and not (torch.is_grad_enabled() and self.requires_grad)
 
     @property
     def acts_as(self) -> Role:
-        """The role that it has at the moment: inside a step that of a value."""
+        """The role at this moment: a parameter acts as a value within a step."""
         return "value" if self._role == "value" or self.is_inside_step else "parameter"
 
     @property
     def _is_param(self) -> bool:
-        # nn.Parameter(expansion) sets this flag, and does nothing else that a class could see.
+        # Setting this flag is all that a class can see of nn.Parameter(expansion).
         return bool(self.__dict__.get("_parameter", False))
 
     @_is_param.setter
@@ -206,31 +217,31 @@ class ComponentTensor(torch.Tensor):
                 self.register_post_accumulate_grad_hook(hook)
 
     def _collapsed(self, dtype: torch.dtype = torch.float64) -> Tensor:
-        """The numbers as plain floats, rounded once."""
+        """Return the numbers as a plain tensor, rounded once."""
         if self._has_rules:
             return collapse_terms(self._format.decode(self._read()), dtype)
         return collapse(self._read(), self._format.name, dtype)
 
     def _lying(self) -> Tensor:
-        """The leading component where it lies."""
+        """Return the leading component without a copy."""
         return self._component0
 
 
 def _is_sole_holder(x: Tensor) -> bool:
-    """Whether no other tensor has its memory."""
+    """Return whether no other tensor aliases the memory of x."""
     storage = x.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) == 2  # of which the storage object is one
+    return torch._C._storage_Use_Count(storage._cdata) == 2  # x and the storage object
 
 
 T = TypeVar("T", bound=ComponentTensor)
 
 
 def wrapper(cls: type[T], like: Tensor, format: Format) -> T:
-    """A tensor without storage, with the layout of another one and the dtype of a format."""
+    """Return a tensor without storage, with the layout of another one and the dtype of a format."""
     if WAITING:
         prepare()
     place = like.storage_offset()
-    others: dict[str, Any] = {"storage_offset": place} if place else {}  # what is rare takes long
+    others: dict[str, Any] = {"storage_offset": place} if place else {}  # the argument is slow
     if like.layout is not torch.strided:
         others["layout"] = like.layout
     made: T = torch.Tensor._make_wrapper_subclass(

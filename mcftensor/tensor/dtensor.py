@@ -20,13 +20,15 @@ from mcftensor.tensor.tensor import MCFTensor, lifted_gradient
 
 
 def local(x: Tensor) -> Tensor:
-    """What this rank has of a DTensor; any other tensor is itself."""
+    """Return this rank's shard of a DTensor, or any other tensor itself."""
     return getattr(x, "_local_tensor", x)
 
 
 def format_of(x: object) -> Format | None:
-    """Return the format of an expansion or of a DTensor of one. None for other tensors, and for
-    formats with their own rules, whose steps are those of any tensor."""
+    """Return the format of an expansion or of a DTensor of one, or None for other tensors.
+
+    It is also None if the format has rules, because optimizers then need no special treatment.
+    """
     format = any_format_of(x)
     return format if format is None or format.rules is None else None
 
@@ -40,10 +42,10 @@ def any_format_of(x: object) -> Format | None:
 
 
 def on_local(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
-    """A function of single elements, or of rows, carried out on what this rank has of a DTensor.
+    """Apply an elementwise function, or a function of rows, to this rank's shard of a DTensor.
 
     Raises:
-        NotImplementedError: a function of rows, where another dimension is sharded.
+        NotImplementedError: a function of rows, and a sharded dimension other than the first.
     """
     if not hasattr(x, "_local_tensor"):
         return function(x, *args)
@@ -70,19 +72,20 @@ def on_local(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
             stride=stride,
         )
 
-    return outside(on_own)  # DTensor asks for the dtype of what it holds
+    return outside(on_own)  # DTensor reads the dtype of the shard
 
 
 def placed_like(x: Tensor, own: Tensor) -> Tensor:
-    """Return a DTensor like x, of which this rank has `own`; or `own`, if x is plain."""
+    """Return a DTensor like x with `own` as this rank's shard; or `own`, if x is plain."""
     return on_local(lambda _: own, x)
 
 
 def place_of(x: Tensor) -> int:
     """Return the offset of this rank's first element in a DTensor.
 
-    What is divided along its first dimension is a row of parts, one after the other. Where layers
-    that are divided within are sharded, so are parts, and the place is that among their elements.
+    A tensor sharded along its first dimension is a sequence of consecutive shards. If
+    `fully_shard` shards tensor-parallel layers again, the offset counts elements in the order of
+    the resulting shards.
     """
     if local(x) is x or not local(x).numel():
         return 0
@@ -90,7 +93,7 @@ def place_of(x: Tensor) -> int:
     mesh, shape, place = placed.device_mesh, list(x.shape), 0
     divisions = [(i, y) for i, y in enumerate(placed.placements) if hasattr(y, "dim")]
     if len({(type(y), y.dim) for _, y in divisions}) > 1:
-        divisions.reverse()  # shards of layers that are divided within
+        divisions.reverse()  # fully_shard has sharded the shards of tensor parallelism
     for i, dim in ((i, y.dim) for i, y in divisions):
         rows = -(-shape[dim] // mesh.size(i))
         start = rows * mesh.get_local_rank(i)
@@ -102,8 +105,11 @@ def place_of(x: Tensor) -> int:
 def with_lifted_shards(
     step: Step, parameters: Iterable[Tensor], function: Callable[[], Any]
 ) -> Any:
-    """Call a function, within a step, with what `MCFTensor.grad` does for DTensors of expansions,
-    whose gradients nobody asks an expansion for."""
+    """Call a function within a step, with the gradients of DTensors of expansions lifted.
+
+    `MCFTensor.grad` lifts the gradients of expansions. An optimizer reads `grad` of the DTensor,
+    and so never that property of the shard.
+    """
     held: list[tuple[Tensor, Tensor, Tensor]] = []
     try:
         for p in parameters:
@@ -125,14 +131,14 @@ def with_lifted_shards(
 
 
 def require_unsharded(where: str, module: nn.Module) -> None:
-    """Raise RuntimeError for a module that `fully_shard` has been applied to.
+    """Raise RuntimeError if `fully_shard` has been applied to a module or a part of it.
 
-    It keeps views of its parameters, which would go on showing what these were.
+    `fully_shard` keeps views of the parameters, which a conversion would leave outdated.
     """
     for name, part in module.named_modules():
         if any(base.__name__ == "FSDPModule" for base in type(part).__mro__):
             raise RuntimeError(
                 f"{where}: {name or 'the module'} ({type(part).__name__}) is sharded by "
-                "fully_shard, which has views of its parameters. Convert before it is sharded; "
-                "the whole of a sharded expansion is x.full_tensor()"
+                "fully_shard, which has views of its parameters. Convert the module before it is "
+                "sharded; x.full_tensor() returns a sharded expansion as a whole"
             )

@@ -1,4 +1,4 @@
-"""What waits until the process makes its first expansion or scaled tensor."""
+"""Functions that wait for the first expansion or scaled tensor of the process."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import threading
 from collections.abc import Callable
 
 WAITING: list[Callable[[], None]] = []
-"""Functions to call before the first tensor is made; empty from then on. Both tensor classes call
-`prepare` before they make a tensor if this list is not empty."""
+"""Functions to call before the first tensor is made; empty from then on. `wrapper` in
+`components.py` calls `prepare` if this list is not empty."""
 
 _lock = threading.RLock()
 
 
 def prepare() -> None:
-    """Call the waiting functions; one that raises is called again with the next tensor."""
+    """Call the waiting functions. A function that raises is called again with the next tensor."""
     with _lock:
         while WAITING:
             WAITING[0]()

@@ -1,7 +1,7 @@
-"""The hooks by which `fully_shard` gathers shards that share scales.
+"""Hooks by which `fully_shard` gathers shards with shared scales.
 
-FSDP gathers other formats by their leading component. It asks by `hasattr` whether a shard has
-hooks, before each all-gather.
+FSDP gathers other formats by their leading component. It tests with `hasattr` before each
+all-gather whether a shard has hooks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mcftensor.tensor.components import ComponentTensor
 
 
 class _AvailableIf:
-    """A method of those tensors for which a condition holds, as `available_if` of scikit-learn."""
+    """A method that exists only while a condition holds, like `available_if` of scikit-learn."""
 
     def __init__(self, condition: Callable[[Any], bool], method: Callable[..., Any]) -> None:
         self.condition, self.method = condition, method
@@ -27,7 +27,7 @@ class _AvailableIf:
         if x is None:
             return self.method
         if not self.condition(x):
-            raise AttributeError(f"{self.method.__name__}: what is gathered now needs no hook")
+            raise AttributeError(f"{self.method.__name__}: this all-gather needs no hook")
         return self.method.__get__(x, owner)
 
 
@@ -40,8 +40,11 @@ def _shares_scales(x: GatheredTensor) -> bool:
 
 
 def _is_gathered(x: GatheredTensor) -> bool:
-    """Whether the next all-gather is of the shard, and not of the plain part of the parameter that
-    a smaller group keeps after forward: then the module holds that part in its place."""
+    """Return whether the next all-gather gathers this shard.
+
+    After forward, FSDP can keep the plain parameter sharded over a smaller group. The module then
+    holds that plain tensor, and FSDP gathers it instead.
+    """
     if not _shares_scales(x):
         return False
     module, name, identity = x._shard_of or (None, "", 0)
@@ -51,10 +54,10 @@ def _is_gathered(x: GatheredTensor) -> bool:
 
 
 class GatheredTensor(ComponentTensor):
-    """The part of `MCFTensor` that FSDP gathers."""
+    """The part of `MCFTensor` that implements FSDP's all-gather hooks."""
 
-    # The module whose parameter it is a shard of, the name there, and its own identity: copies, to
-    # which attributes go as they are, have another one.
+    # The module of the sharded parameter, its name there, and the id of this shard. A copy gets
+    # the attribute too, and is recognized by its different id.
     _shard_of: tuple[weakref.ref[torch.nn.Module], str, int] | None = None
 
     @_available_if(_is_gathered)
@@ -66,9 +69,11 @@ class GatheredTensor(ComponentTensor):
         module: torch.nn.Module,
         policy: Any,
     ) -> tuple[tuple[Tensor, ...], None]:
-        """What `fully_shard` gathers of a shard: what the model computes with, in rows as many as
-        those of the longest shard; or the number, where it computes in a wider type."""
-        for name, parameter in module._parameters.items():  # this may be a copy of an offloaded one
+        """Return the plain tensor to gather, padded to the number of rows of the longest shard.
+
+        It is the compute tensor, or the decoded number if the model computes in a wider dtype.
+        """
+        for name, parameter in module._parameters.items():  # self may be a copy of the shard
             shard = getattr(parameter, "_local_tensor", None)
             if isinstance(shard, GatheredTensor):
                 shard._shard_of = weakref.ref(module), name, id(shard)
@@ -88,5 +93,5 @@ class GatheredTensor(ComponentTensor):
         *,
         out: Tensor | None = None,
     ) -> Any:
-        """What was gathered lies where the parameter does, from the first time on."""
+        """Return the gathered tensor as the parameter. Later gathers write into it."""
         return (outputs[0], ()) if out is None else None

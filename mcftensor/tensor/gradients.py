@@ -1,4 +1,4 @@
-"""Gradients of expansions: what they read as within a step, and where backward begins."""
+"""Gradients of expansions: `grad` within a step, and `backward`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mcftensor.tensor.step_context import current_step
 _without_function: Any = torch._C._disabled_torch_function_impl
 _GRAD: Any = torch.Tensor.grad
 _get_grad = _GRAD.__get__
-_SETS_UNTRACED = torch.__version__ >= "2.14"  # whose compiler fails where a descriptor of C is set
+_SETS_UNTRACED = torch.__version__ >= "2.14"  # its compiler fails to set a descriptor written in C
 
 
 @torch._disable_dynamo
@@ -30,39 +30,39 @@ def _set_grad(x: Tensor, value: Tensor | None) -> None:
 
 
 class GradedTensor(ComponentTensor):
-    """The part of `MCFTensor` that has to do with its gradient."""
+    """The part of `MCFTensor` that implements `grad` and `backward`."""
 
     def _lifted(self, gradient: Tensor) -> Tensor:
-        """A gradient of it as it reads within a step; `MCFTensor` defines it."""
+        """Return a gradient as it reads within a step. `MCFTensor` defines it."""
         raise NotImplementedError
 
     def backward(self, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
-        """As of any tensor; from a parameter it starts with a plain gradient."""
+        """Compute gradients, as `torch.Tensor.backward`. Parameters start from a plain gradient."""
         if self._role == "parameter" and gradient is None and self.numel() == 1:
             gradient = torch.ones_like(self.lent)
         elif self._role == "parameter" and isinstance(gradient, ComponentTensor):
             gradient = gradient.lent
         elif self._has_rules and not isinstance(gradient, ComponentTensor | None):
-            # Autograd would round it to the dtype of the data.
+            # Autograd would round a plain gradient to the dtype of the data.
             gradient = torch.empty_like(self.detach()).copy_(gradient)
         super().backward(gradient, *args, **kwargs)
 
     @property
     def grad(self) -> Tensor | None:
-        """As of any tensor; within a step of an optimizer a plain gradient reads as an expansion,
-        whose changes in place reach the plain one, rounded.
+        """The gradient, as `torch.Tensor.grad`; within a step a plain gradient reads as an
+        expansion.
 
-        Optimizers ask for it at every turn, and torch's own way to it goes by
-        `__torch_function__`.
+        In-place changes of that expansion reach the plain gradient, rounded.
         """
-        if is_compiling():  # what reads it in a graph would come here again
+        if is_compiling():  # reading it in a graph would call this property again
             return _untraced_grad(self)
+        # Optimizers read it often, and torch's own getter would go through __torch_function__.
         found: Tensor | None = _without_function(_get_grad, (), (self,))
         step = current_step()
         if step is None or found is None:
             return found
         if found.requires_grad and torch.is_grad_enabled():
-            return found  # a part of the graph
+            return found  # part of an autograd graph
         held, read = step.gradients.get(id(self), (None, None))
         if held is not found:
             read = self._lifted(found)
@@ -74,7 +74,7 @@ class GradedTensor(ComponentTensor):
         step = current_step()
         held = None if step is None else _without_function(_get_grad, (), (self,))
         if step is not None and value is not None and not isinstance(held, ComponentTensor):
-            plain = _rounded_gradient(value, self._format)  # which it is after the step
+            plain = _rounded_gradient(value, self._format)  # the gradient after the step
             if plain is not value:
                 step.gradients[id(self)] = plain, value
                 value = plain
@@ -90,7 +90,7 @@ class GradedTensor(ComponentTensor):
 
 
 def _rounded_gradient(read: Tensor, format: Format) -> Tensor:
-    """The plain gradient of what one is to read as."""
+    """Return the plain gradient that corresponds to a lifted one."""
     if isinstance(read, ComponentTensor):
         return read._component0
     return read.to(format.dtype) if read.dtype == format.dtype_of_numbers else read

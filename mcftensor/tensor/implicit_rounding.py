@@ -1,4 +1,4 @@
-"""What happens where an expansion is rounded to a plain tensor though nobody asked for it."""
+"""The policy for implicit roundings, where an expansion is written into a plain tensor."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ R = TypeVar("R")
 
 
 class RoundedWarning(UserWarning):
-    """An expansion was rounded to a plain tensor though nobody asked for it, or its update was.
+    """An expansion, or an update of one, was rounded without a request for it.
 
-    Raised once for each line of the caller's code; `when_rounded` says what happens instead.
+    The warning appears once for each line of the caller's code. `when_rounded` changes it to an
+    error or to nothing.
     """
 
 
 class RoundedError(FloatingPointError):
-    """An expansion would be rounded to a plain tensor, where `when_rounded("raise")` forbids it."""
+    """An expansion would be rounded implicitly, and `when_rounded("raise")` forbids it."""
 
 
 class _Thread(threading.local):
@@ -48,28 +49,28 @@ _thread = _Thread()
 
 
 class when_rounded:
-    """Say what happens where an expansion is rounded to a plain tensor though nobody asked.
+    """Set what happens if an expansion is rounded to a plain tensor implicitly.
 
-    The setting holds for this thread from the call on; as a context manager it restores the former
+    The setting holds for this thread from the call on. As a context manager it restores the former
     one at the end, as `numpy.errstate` and `torch.set_grad_enabled` do.
 
-    An operation asks for no rounding where it writes an expansion, or a result computed from a
-    value, into a plain floating tensor that it is given and whose dtype has fewer bits than the
-    format: `plain.copy_(x)`, `plain[i] = x`, `plain.add_(x)`, `torch.stack(xs, out=plain)`. These
-    are no such places:
+    A rounding is implicit if an operation writes an expansion, or a result computed from a value,
+    into a given plain floating tensor whose dtype has fewer bits than the format:
+    `plain.copy_(x)`, `plain[i] = x`, `plain.add_(x)`, `torch.stack(xs, out=plain)`. These are not
+    implicit roundings:
 
-    - conversions, which ask for it: `mcf.as_plain`, `x.to(dtype)` to another dtype than that of
-      the terms, `float(x)`, `x.numpy()` and all that NumPy is given;
-    - targets that hold every number of the format to the bits that it promises: float32 for
-      `bf16x2`, `bf16x3` and `bf16i16`, float64 for these and `fp32x2`; and targets of integers;
-    - expansions as targets, which round to their own format;
-    - arithmetic on parameters outside of a step, which uses leading terms; a copy of a parameter
-      is such a place;
-    - within a step, gradients, which are plain, and all of an optimizer some of whose states
-      `collage` has made plain.
+    - conversions, which request the rounding: `mcf.as_plain`, `x.to(dtype)` to another dtype than
+      the terms have, `float(x)`, `x.numpy()`, and any other conversion to NumPy;
+    - writes to targets that represent every number of the format to its promised bits: float32 for
+      `bf16x2`, `bf16x3` and `bf16i16`, float64 for these and `fp32x2`; and to integer targets;
+    - writes to expansions, which round to their own format;
+    - arithmetic on parameters outside of a step, which uses leading terms. A copy of a parameter
+      into a plain tensor is an implicit rounding;
+    - within a step, writes to gradients, which are plain, and all operations of an optimizer for
+      which `collage` has made some states plain.
 
     Outside of a step the setting also covers updates that a line of code copies over a parameter,
-    as `p.copy_(p - lr * g)` does: they are rounded, and erase the other terms of `p`. The fourth
+    as `p.copy_(p - lr * g)` does. They are rounded, and erase the other terms of `p`. The fourth
     copy over the same memory counts, if the plain tensor has the precision of the leading term
     and hardly differs from it. `p.add_(g, alpha=-lr)` keeps all terms.
 
@@ -97,7 +98,7 @@ class when_rounded:
     def __init__(self, action: Action) -> None:
         if action not in _ACTIONS:
             known = ", ".join(map(repr, _ACTIONS))
-            raise ValueError(f"when_rounded: {action!r} is none of {known}")
+            raise ValueError(f"when_rounded: action {action!r} is not one of {known}")
         self._former = _thread.action
         self.action: Action = action
         _thread.action = action
@@ -113,26 +114,28 @@ class when_rounded:
 
 
 def saying_itself(function: Callable[[], R]) -> R:
-    """Call a function that warns of what it rounds by a message of its own."""
+    """Call a function that issues its own warning about a rounding, and return its result."""
     return asking(function) if _thread.action == "warn" else function()
 
 
 def asking(function: Callable[[], R]) -> R:
-    """Call a function that rounds on purpose.
+    """Call a function that rounds on purpose, and return its result.
 
-    Its frame says so: a setting would not be restored where an interrupt comes in between.
+    `_caller` looks for the frame of this function. An interrupt could leave a setting unrestored.
     """
     return function()
 
 
 def holds(dtype: torch.dtype, format: Format) -> bool:
-    """Whether a plain target takes every number of a format to the bits that the format promises;
-    one of integers is a conversion that was asked for."""
+    """Return whether a plain dtype represents every number of a format to its promised bits.
+
+    Integer dtypes count as such: a write to integers is a requested conversion.
+    """
     if not (dtype.is_floating_point or dtype.is_complex):
         return True
     own, leading = BASES.get(dtype.to_real()), BASES.get(format.dtype)
     if format.arithmetic == "rules" and dtype.to_real() not in (torch.float32, torch.float64):
-        return False  # whose range no scale exceeds in practice
+        return False  # only these have a range that scales do not exceed in practice
     return (
         own is not None
         and own.precision >= format.precision
@@ -141,11 +144,11 @@ def holds(dtype: torch.dtype, format: Format) -> bool:
 
 
 def rounding(operation: Any, sources: Iterable[Any], target: Tensor) -> None:
-    """Warn or raise where expansions are about to be rounded into a plain tensor."""
+    """Warn or raise before expansions are rounded into a plain tensor."""
     action = _thread.action
     if action == "ignore" or torch.compiler.is_dynamo_compiling():
         return
-    # What has no tails yet is exact.
+    # An expansion without tails is written exactly.
     lost = [x for x in sources if x.has_tails and not holds(target.dtype, x.format)]
     step = current_step()
     if not lost or (step is not None and step.has_plain_states):
@@ -158,7 +161,7 @@ def rounding(operation: Any, sources: Iterable[Any], target: Tensor) -> None:
     format = lost[0].format
     repair = (
         f"To keep all terms, give a target in the format, such as torch.empty_like(x) or "
-        f"torch.empty(shape, dtype=x.format); where rounding is wanted, say so by "
+        f"torch.empty(shape, dtype=x.format); to round on purpose, use "
         f"mcf.as_plain(x, {target.dtype})"
     )
     if action == "raise":
@@ -181,13 +184,15 @@ def _warn(message: str, frame: FrameType) -> None:
         frame.f_code.co_filename,
         frame.f_lineno,
         frame.f_globals.get("__name__", "<unknown>"),
-        frame.f_globals.setdefault("__warningregistry__", {}),  # once a line, as by warnings.warn
+        frame.f_globals.setdefault("__warningregistry__", {}),  # once a line, as warnings.warn does
     )
 
 
 def _caller() -> FrameType | None:
-    """The frame of the line that is neither PyTorch's nor the library's; None where somebody rounds
-    on purpose, or `fully_shard` gathers what a model computes with."""
+    """Return the frame of the caller's own line, outside of PyTorch and the library.
+
+    Returns None if the rounding is on purpose, or if `fully_shard` gathers compute tensors.
+    """
     frame = outermost = sys._getframe(1)
     outer: FrameType | None = frame
     while outer is not None:
@@ -203,13 +208,13 @@ def _caller() -> FrameType | None:
 
 # ------------------------------------------------------------------ updates that are copied over
 #
-# `p.copy_(p - lr * g)` outside of a step computes with the leading term of p, and rounds. What
-# tells it from loading or initializing is that one line does so again and again over the same
-# memory, and that the parameter hardly changes. Only the first few copies by a line are looked at.
+# `p.copy_(p - lr * g)` outside of a step computes with the leading term of p, and rounds. Unlike
+# loading or initialization, the same line copies over the same memory again and again, and the
+# parameter hardly changes. Only the first few copies of a line are examined.
 
-_COPIES = 4  # over the same memory, before it is an update
-_OTHERS = 8  # other memory of which the first copy was none
-_SMALL = 2.0**-5  # of an element
+_COPIES = 4  # small changes of the same memory that make a line an update
+_OTHERS = 8  # copies that are no small changes, after which a line is examined no more
+_SMALL = 2.0**-5  # a small change, relative to the element
 _PLUMBING = (
     *(f"{_FOLDERS[1]}{folder}{os.sep}" for folder in ("tensor", "dispatch", "kernels")),
     *(f"{_FOLDERS[0]}{file}" for file in ("_ops.py", "_tensor.py")),
@@ -217,15 +222,16 @@ _PLUMBING = (
 
 
 class _Line:
-    """What is known of a line of code that copies plain tensors over parameters."""
+    """The copies of plain tensors over parameters that one line of code has made."""
 
     def __init__(self) -> None:
-        self.memory: tuple[StorageWeakRef, int] | None = None  # whose address goes to nobody else
+        # The weak reference keeps the address from being given to another storage.
+        self.memory: tuple[StorageWeakRef, int] | None = None
         self.copies = 0
         self.others = 0
 
     def updates(self, target: Any, source: Tensor) -> bool:
-        """Whether a copy is the one by which the line is known to update the same memory."""
+        """Return whether this copy, together with earlier ones, shows the line to be an update."""
         if self.copies == _COPIES or self.others > _OTHERS:
             return False
         leading = target._component0
@@ -245,8 +251,10 @@ _lines: dict[tuple[str, int], _Line] = {}
 
 
 def updating(operation: Any, target: Any, source: Tensor) -> None:
-    """Warn or raise where a plain tensor is about to be copied over a parameter outside of a step
-    as its update, by the caller's own line."""
+    """Warn or raise before a plain tensor is copied over a parameter as its update.
+
+    This applies outside of a step, to a copy by a line of the caller's own code.
+    """
     action = _thread.action
     if (
         action == "ignore"
@@ -259,7 +267,7 @@ def updating(operation: Any, target: Any, source: Tensor) -> None:
     while frame is not None and frame.f_code.co_filename.startswith(_PLUMBING):
         frame = frame.f_back
     if frame is None or frame.f_code.co_filename.startswith((*_FOLDERS, "<frozen")):
-        return  # PyTorch loads or initializes
+        return  # a load or an initialization by PyTorch
     line = _lines.setdefault((frame.f_code.co_filename, frame.f_lineno), _Line())
     if not line.updates(target, source):
         return
@@ -267,20 +275,23 @@ def updating(operation: Any, target: Any, source: Tensor) -> None:
         f"{operation.overloadpacket.__name__}: a plain {source.dtype} tensor is copied over a "
         f"parameter in {target.format.name} of shape {tuple(target.shape)} from which it hardly "
         f"differs, for the {_COPIES}th time. If it is an update: outside of a step p - update "
-        "takes the leading term of p, so that small updates are rounded away, and the copy erases "
+        "uses only the leading term of p. Small updates are rounded away, and the copy erases "
         "the other terms of p. Update in place, p.sub_(update) or p.add_(g, alpha=-lr), or in the "
         "step of a torch.optim.Optimizer"
     )
     if action == "raise":
-        line.copies -= 1  # so that the next one raises, too
+        line.copies -= 1  # the next copy raises, too
         raise RoundedError(message)
     _warn(message, frame)
 
 
 @torch.no_grad()
 def _is_small_update(target: Any, source: Tensor) -> bool:
-    """Whether half of the elements that a copy changes, and half of all, change by little, seen
-    from the leading term; a sample of them is looked at."""
+    """Return whether a copy changes a parameter by little, judged on a sample of its elements.
+
+    At least half of all elements, and half of the changed ones, must change by at most 2^-5 of the
+    leading term.
+    """
     target = target.detach()
     for dim, size in enumerate(target.shape):
         step = -(-size // 32)

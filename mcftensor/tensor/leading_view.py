@@ -20,16 +20,16 @@ from mcftensor.tensor.tensor import MCFTensor, each_view
 
 
 class LentTensor(MCFTensor):
-    """A read-only view of the decoded parameter; only the parameter takes memory."""
+    """A read-only view of a decoded parameter. Only the parameter takes memory."""
 
     _source: MCFTensor
     _view: Callable[[Tensor], Tensor]
 
     @staticmethod
     def over(source: MCFTensor, view: Callable[[Tensor], Tensor]) -> MCFTensor:
-        """Given how a plain tensor of that layout is viewed."""
+        """Return the view of a parameter, given a function that views plain tensors."""
         codes = source._component0
-        if not is_bare([codes]):  # a compiler's
+        if not is_bare([codes]):  # a tensor of a compiler
             return MCFTensor.of([view(source.lent), view(source.dequantize())], LENT, "parameter")
         made = wrapper(LentTensor, view(codes), LENT)
         made._format, made._role = LENT, "parameter"
@@ -37,7 +37,7 @@ class LentTensor(MCFTensor):
         return made
 
     def views(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The results of an operator that makes views."""
+        """Return the results of a view operator."""
         return lent_views(func, self, args, kwargs)
 
     @property
@@ -53,7 +53,7 @@ class LentTensor(MCFTensor):
 
 
 def lent_views(func: Any, x: MCFTensor, args: Any, kwargs: Any) -> Any:
-    """Return the results of a view of the decoded parameter, or of a view of it."""
+    """Return the results of a view operator on a decoded parameter, or on a view of one."""
 
     def over(_: Tensor, view: Callable[[Tensor], Tensor]) -> MCFTensor:
         if not isinstance(x, LentTensor):
@@ -65,8 +65,11 @@ def lent_views(func: Any, x: MCFTensor, args: Any, kwargs: Any) -> Any:
 
 
 def holding(x: MCFTensor, numbers: Tensor) -> MCFTensor:
-    """Copies of numbers that were lent, as a parameter in the format that they come from; or, where
-    that is of rows and there are none, in one that holds them."""
+    """Return a copy of decoded numbers as a parameter in the format of x.
+
+    If that format has blocks of rows and the numbers have no rows, the copy is in the format of the
+    states.
+    """
     source = x._source if isinstance(x, LentTensor) else x
     format, writes = source._format, source._count
     if format is LENT or numbers.dim() < 2:

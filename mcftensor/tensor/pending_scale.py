@@ -1,8 +1,8 @@
 """A deferred factor of a tensor.
 
 In a format of one byte, `v.mul_(0.999)` would be lost, or round a second time before the next
-addition. So formats with shared scales store the factor of a multiplication exactly. The next write
-applies it, and so does a read of the components.
+addition. Formats with shared scales therefore store the factor of a multiplication exactly. The
+next write applies it, and so does a read of the components.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mcftensor.passes.format_conversion import decode_columns, encode_columns, k
 
 
 class PendingScale:
-    """The factor of one piece of memory; its views share the object.
+    """The deferred factor of a tensor, shared by all its views.
 
     Attributes:
-        value: the number, 1 where there is nothing to do.
-        components: those of the memory.
+        value: the number, 1 if no multiplication is deferred.
+        components: the components of the whole tensor.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class PendingScale:
         self._writes, self._first = writes, first
 
     def is_of_all(self, components: Sequence[Tensor]) -> bool:
-        """Whether components are all there are, and no part of them."""
+        """Return whether components cover the whole tensor rather than a part of it."""
         return components[0].numel() == self.components[0].numel()
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Multiply, and round once."""
+        """Multiply the numbers by the factor, and round once."""
         if self.value == 1:
             return
         columns = [[x] for x in self.components]

@@ -1,8 +1,8 @@
-"""Plain tensors that the tape of a step is to make.
+"""Plain tensors that the tape of a step will make.
 
 Arithmetic on formats that only store numbers gives plain tensors. Within a step such a result is
-made when somebody asks for it, together with what is done to other tensors; from then on it is
-a plain tensor, the same object.
+deferred until its first use. It is then computed together with operations on other tensors, and
+the same Python object becomes an ordinary plain tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _get_device = Tensor.device.__get__
 _get_version: Any = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
 _count_uses: Any = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
 
-# What these say is known before the tensor is made.
+# Functions whose answers are known before the tensor is made.
 _KNOWN = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
     *(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_sparse", "is_meta")),
@@ -34,9 +34,9 @@ _KNOWN = {
 
 
 class PromisedTensor(torch.Tensor):
-    """A tensor that the tape is to make or to write to."""
+    """A tensor that the tape will make or write to."""
 
-    _place: Any  # its strand and variable there
+    _place: Any  # its strand and variable on the tape
     _role: Any
 
     @classmethod
@@ -48,7 +48,7 @@ class PromisedTensor(torch.Tensor):
         device: torch.device,
         place: tuple[Strand, int],
     ) -> Any:
-        """A tensor that the tape is to make."""
+        """Return a tensor that the tape will make."""
         made: PromisedTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, strides=stride, dtype=format.dtype, device=device
         )
@@ -57,29 +57,29 @@ class PromisedTensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """As of any tensor; torch's own way to it goes by `__torch_function__`."""
+        """The device. torch's own getter would go through `__torch_function__`."""
         found: torch.device = _without_function(_get_device, (), (self,))
         return found
 
 
 class PendingTensor(PromisedTensor):
-    """A plain tensor that is yet to be made."""
+    """A plain tensor whose computation is deferred."""
 
     _plain: Tensor
     _role = None
 
-    # What puts operations on the tape; `dispatch/defer.py` sets it.
+    # The functions that defer operations; `dispatch/defer.py` sets it.
     _shortcuts: ClassVar[dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]] = {}
 
     def _hold(self, components: Sequence[Tensor], *unused: Any, **flags: Any) -> None:
         (self._plain,) = components
 
     def give_memory(self) -> None:
-        """Be without the memory of a result that has not been computed."""
+        """Release the memory allocated for a result that has not been computed."""
         self.__dict__.pop("_plain", None)
 
     def leave_tape(self) -> None:
-        """Become the plain tensor that has been made."""
+        """Become the plain tensor that has been computed."""
         if "_plain" in self.__dict__:
             version = _without_function(_get_version, (), (self,))
             torch._C._autograd._unsafe_set_version_counter((self._plain,), (version,))
@@ -87,9 +87,9 @@ class PendingTensor(PromisedTensor):
         self.become()
 
     def become(self) -> None:
-        """Change places with the plain tensor, unless something in C++ holds this one: then later.
+        """Swap with the computed plain tensor, unless a reference from C++ exists; then later.
 
-        By one bytecode: Python handles signals between two.
+        It is a single bytecode, because Python handles signals between bytecodes.
         """
         plain = self.__dict__.get("_plain")
         if plain is not None and _without_function(_count_uses, (), (self,)) == 1:
@@ -108,7 +108,7 @@ class PendingTensor(PromisedTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Put an operation on the tape, or have made what it is on."""
+        """Defer an operation, or compute its pending operands and carry it out."""
         kwargs = kwargs or {}
         shortcut = cls._shortcuts.get(func)
         if shortcut is not None:
@@ -127,11 +127,11 @@ class PendingTensor(PromisedTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """The same where torch's functions are called from C++."""
+        """Carry out an operation that C++ code calls, on computed operands."""
         return _on_plain(func, args, kwargs or {})
 
     def as_subclass(self, cls: Any) -> Any:
-        """As of any tensor; torch's own way to it goes by no protocol."""
+        """Return it as another class. torch's own method calls no `__torch_function__`."""
         return resolved(self).as_subclass(cls)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -139,7 +139,11 @@ class PendingTensor(PromisedTensor):
 
 
 def resolved(x: Any) -> Any:
-    """What has been made of a pending tensor; any other as it is."""
+    """Return the computed tensor of a pending one, and anything else unchanged.
+
+    Raises:
+        RuntimeError: the operation that should have made the tensor raised an error.
+    """
     if type(x) is not PendingTensor:
         return x
     place = x.__dict__.get("_place")

@@ -1,4 +1,4 @@
-"""How a tensor is taken apart and made again: by compilers, by pickle and by copies."""
+"""Taking a tensor apart and rebuilding it, for compilers, pickles and copies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mcftensor.formats import Format, movable
 from mcftensor.tensor.addresses import without_addresses
 from mcftensor.tensor.components import COMPONENTS, ComponentTensor, Role
 
-# What a pickle has of its own, beside attributes that users gave a tensor.
+# Attributes that are no user's: a pickle rebuilds them from the components.
 _OWN = (
     *(*COMPONENTS, "_format", "_role", "_writes", "_first", "_factor", "_is_own", "_place"),
     *("_hooks", "_holder", "_shard_of", "_parameter", "_base_components", "_has_rules"),
@@ -22,9 +22,9 @@ _OWN = (
 
 
 class PickledTensor(ComponentTensor):
-    """The part of `MCFTensor` that takes it apart, into components and texts."""
+    """The part of `MCFTensor` that takes it apart into components and text."""
 
-    # Makes a tensor again of what a pickle has, whose name is in files; `MCFTensor` defines it.
+    # Rebuilds a pickled tensor. Files contain the name of this function; `MCFTensor` defines it.
     _rebuilt: ClassVar[Callable[..., Any]]
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role, int]]:
@@ -49,26 +49,26 @@ class PickledTensor(ComponentTensor):
         return cls.of(components, format, role, writes=inner.get("_writes"), first=first)
 
     def _stable_hash_for_caching(self) -> str:
-        # Compiled code holds what dispatch did, which another release may do differently.
+        # Compiled code contains the results of dispatch, which may differ in another release.
         version = sys.modules["mcftensor"].__version__
         parts = [(t.dtype, tuple(t.shape), t.stride(), str(t.device)) for t in self._read()]
         kind = f"{self._format.name} {self._role} {self._first}"
         return f"{version} {kind} {self.requires_grad} {parts}"
 
     def __setstate__(self, state: Any) -> None:
-        """What else a pickle has of this tensor: attributes that users gave it."""
+        """Restore the attributes that users gave this tensor."""
         if not isinstance(state, dict):
-            super().__setstate__(state)  # of a tensor with storage; raises
+            super().__setstate__(state)  # the state of a tensor with storage: raises
         if any(name in _OWN for name in state):
             raise ValueError("MCFTensor: damaged components, format or role")
         self.__dict__.update(state)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # torch's own keeps the device beside the components, where no function as map_location
-        # finds it.
+        # torch's own method would pickle the device apart from the components, where map_location
+        # cannot change it.
         torch.utils.hooks.warn_if_has_hooks(self)
         state = {name: x for name, x in self.__dict__.items() if name not in _OWN}
-        # By the protocol of torch.save nobody gets the memory itself.
+        # torch.save uses protocol 2 and copies the memory; other protocols may alias it.
         components = tuple(map(movable, self._read() if protocol == 2 else self.components))
         whole = (components, self._format.name, self._role, tuple(self.shape))
         flags = (self.requires_grad, self._is_param)
@@ -76,7 +76,7 @@ class PickledTensor(ComponentTensor):
         return self._rebuilt, (*whole, *flags, *counted), state or None
 
     def __copy__(self) -> ComponentTensor:
-        """Another tensor with the same memory."""
+        """Return another tensor that aliases the same memory."""
         rebuild, arguments, state = self.__reduce_ex__(4)
         made: ComponentTensor = rebuild(*arguments)
         made.__dict__.update(state or {})

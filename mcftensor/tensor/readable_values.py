@@ -16,11 +16,11 @@ from mcftensor.tensor.tensor_repr import formatted, sum_on_host, text_of
 
 
 class ReadableTensor(ComponentTensor):
-    """The part of `MCFTensor` that leaves the format."""
+    """The part of `MCFTensor` that converts it to text, NumPy and Python floats."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         kind = "Parameter containing:\n" if self._is_param else ""
-        is_unknown = self._has_rules and self.is_meta  # the exponent is
+        is_unknown = self._has_rules and self.is_meta  # a meta tensor has no exponent
         if type(self._read()[0]) is not torch.Tensor or is_unknown:
             return f"{kind}MCFTensor(shape={tuple(self.shape)}, format={self._format.name})"
         text = text_of(self._shown(), self._format.decode(self._read()), self._format)
@@ -29,7 +29,7 @@ class ReadableTensor(ComponentTensor):
         return f"{kind}MCFTensor({text}, {about}{grad})"
 
     def _shown(self) -> Tensor:
-        """The collapsed values, in float64 where that is there."""
+        """Return the collapsed values in float64, or in float32 on devices without float64."""
         return self._collapsed(torch.float64 if has_float64(self.device) else torch.float32)
 
     def _repr_html_(self) -> str:
@@ -47,13 +47,17 @@ class ReadableTensor(ComponentTensor):
         return formatted(self._on_host().item(), terms, self._format, spec)
 
     def _on_host(self) -> np.ndarray:
-        """The collapsed values in float64."""
+        """Return the collapsed values in float64."""
         if has_float64(self.device) or self._has_rules:
             return self._collapsed().cpu().numpy()
         return sum_on_host(self._format.decode(self._read()))
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
-        """The collapsed values in float64, a copy on the CPU."""
+        """Return the collapsed values in float64, as a copy on the CPU.
+
+        Raises:
+            RuntimeError: the tensor requires grad, and `force` is false.
+        """
         if self.requires_grad and not force:
             raise RuntimeError(
                 "numpy: this expansion requires grad; call .detach().numpy(), or numpy(force=True)"
@@ -69,9 +73,9 @@ class ReadableTensor(ComponentTensor):
         return super().__float__()
 
     def tolist(self) -> Any:
-        """The collapsed values as nested lists of Python floats."""
+        """Return the collapsed values as nested lists of Python floats."""
         return self._on_host().tolist()
 
     def dequantize(self) -> Tensor:
-        """The numbers as a plain tensor, exactly where its format only stores them: float32."""
+        """Return the numbers as a plain tensor. Storage formats decode exactly, to float32."""
         return self._collapsed(self._format.dtype_of_numbers)

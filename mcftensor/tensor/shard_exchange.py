@@ -1,7 +1,7 @@
-"""Whole tensors out of shards, each on one rank, and shards out of them.
+"""Whole tensors gathered from shards, each on one rank, and shards scattered from them.
 
-An optimizer that needs whole matrices, as Muon does, gets each of them on one rank, its owner. The
-ranks own matrices in turn, so that they share the work, and hold one whole matrix at a time.
+An optimizer that needs whole matrices, such as Muon, gets each of them on one rank, its owner. The
+ranks own matrices in turn. They share the work, and each stores one whole matrix at a time.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
 
 class Division(NamedTuple):
-    """The ranks among which DTensors are divided, along one dimension of their mesh."""
+    """The ranks that share DTensors, along one dimension of their mesh."""
 
     mesh: Any
     axis: int
 
     @staticmethod
     def of(x: Any) -> Division | None:
-        """That of a DTensor; None of what is whole on every rank.
+        """Return the division of a DTensor, or None for a tensor that is whole on every rank.
 
-        Along the other dimensions it is gathered on every rank. Where both divide rows, it is
-        gathered along the one that was divided last, so that the rest are consecutive rows.
+        The tensor is gathered on every rank along the other dimensions of the mesh. If several
+        dimensions shard rows, the last one is gathered first, so that the rest are consecutive
+        rows.
         """
         if local(x) is x:
             return None
@@ -53,10 +54,11 @@ class Division(NamedTuple):
         return rank
 
     def to_owners(self, xs: Sequence[Any]) -> Any:
-        """The whole of `xs[rank]`, which this rank owns; None if there are not so many.
+        """Return the whole of `xs[rank]`, which this rank owns, or None if `xs` is shorter.
 
-        Every element of a DTensor is sent only to the owner, with all terms; gradients are sent
-        without tails. Tensors that are whole on every rank, and None, are returned."""
+        Every element of a DTensor is sent to the owner only, with all terms; gradients are sent
+        without tails. Tensors that are whole on every rank, and None, are returned unchanged.
+        """
         sent = [[] if self._dim(x) is None else _held(self._part(x)) for x in xs]
         x: Any = xs[self.rank] if self.rank < len(xs) else None
         dim, own = self._dim(x), None if x is None else self._part(x)
@@ -71,7 +73,9 @@ class Division(NamedTuple):
         return _made(joined, own, None if writes is None else moved(writes, -place_of(x)))
 
     def from_owners(self, whole: Any, like: Sequence[Any]) -> list[Any]:
-        """Shard the owners' tensors in the layout and format of these."""
+        """Shard the owners' tensors in the layout and format of `like`, and return this rank's
+        shards.
+        """
         parts = [None if x is None else self._part(x) for x in like]
         found = [
             [] if part is None else [*_empty(part, self._shape(x, self.rank)), *_counts(part)]
@@ -92,11 +96,14 @@ class Division(NamedTuple):
         ]
 
     def _send(self, sent: Sequence[list[Tensor]], found: Sequence[list[Tensor]]) -> None:
-        """Send lists of tensors to the ranks of their places, and fill those from these."""
+        """Exchange lists of tensors, each list with the rank of its position.
+
+        `sent` are the tensors to send, and `found` the memory to receive into.
+        """
         operations = [
             dist.P2POp(
                 function,
-                piece.view(-1).view(torch.uint8),  # which every backend carries
+                piece.view(-1).view(torch.uint8),  # every backend supports uint8
                 group=self.mesh.get_group(self.axis),
                 group_peer=peer,
             )
@@ -109,18 +116,18 @@ class Division(NamedTuple):
             work.wait()
 
     def _dim(self, x: Any) -> int | None:
-        """The dimension of a tensor that is divided."""
+        """Return the dimension of a tensor that is sharded over these ranks, or None."""
         dim: int | None = None if local(x) is x else getattr(x.placements[self.axis], "dim", None)
         return dim
 
     def _part(self, x: Any) -> Tensor:
-        """What this rank has of a tensor that is divided in no other way, on the mesh's device."""
+        """Return this rank's shard, gathered along the other dimensions, on the mesh's device."""
         if local(x) is x:
             return x.to(self.mesh.device_type)
         alone = self._alone(x)
         part = local(x if alone == list(x.placements) else x.redistribute(placements=alone))
         if isinstance(part, MCFTensor) and part._format.shared and self._dim(x):
-            return part._collapsed(part._format.dtype_of_numbers)  # each rank has its own blocks
+            return part._collapsed(part._format.dtype_of_numbers)  # blocks do not cross shards
         return part
 
     def _alone(self, x: Any) -> list[Any]:
@@ -128,7 +135,7 @@ class Division(NamedTuple):
         return [y if i == self.axis else whole for i, y in enumerate(x.placements)]
 
     def _lengths(self, x: Any, dim: int) -> list[int]:
-        """How much of the divided dimension each rank has."""
+        """Return the length of the sharded dimension on each rank."""
         most = -(-x.shape[dim] // self.size)
         return [max(0, min(most, x.shape[dim] - most * r)) for r in range(self.size)]
 
@@ -147,7 +154,7 @@ class Division(NamedTuple):
         return [[piece.contiguous() for piece in shard] for shard in zip(*split, strict=True)]
 
     def _placed(self, x: Any, part: Tensor, pieces: list[Tensor]) -> Tensor:
-        """What has come from an owner, divided as x is."""
+        """Return the pieces received from an owner as a tensor sharded like x."""
         counts = len(_counts(part))
         shard = _made(pieces[: len(pieces) - counts], part, None)
         if local(x) is x:
@@ -183,7 +190,7 @@ def _held(x: Tensor) -> list[Tensor]:
 
 
 def _empty(like: Tensor, shape: torch.Size) -> list[Tensor]:
-    """Memory for a tensor of some shape."""
+    """Allocate memory for a tensor of a shape, in the format of another one."""
     held = _held(like)
     shapes = [shape]
     if len(held) > 1 and isinstance(like, MCFTensor):
@@ -194,7 +201,7 @@ def _empty(like: Tensor, shape: torch.Size) -> list[Tensor]:
 
 
 def _made(held: list[Tensor], like: Tensor, writes: Tensor | None) -> Tensor:
-    """A tensor of such memory."""
+    """Return a tensor over given memory, in the format and role of another one."""
     if not isinstance(like, MCFTensor):
         return held[0]
     if isinstance(like, LiftedTensor) and not like.has_tails:
@@ -203,6 +210,6 @@ def _made(held: list[Tensor], like: Tensor, writes: Tensor | None) -> Tensor:
 
 
 def _counts(x: Tensor) -> list[Tensor]:
-    """The count of balanced rounding, if a tensor has one."""
+    """Return the write count of a tensor in a list; empty unless its rounding is balanced."""
     count = x._count if isinstance(x, MCFTensor) else None
     return [] if count is None else [count.view(1)]

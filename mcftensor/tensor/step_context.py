@@ -27,30 +27,34 @@ class Step:
     """The state of a step, which may be nested in another one."""
 
     def __init__(self, outer: Step | None) -> None:
-        # By the identity of parameters: gradients, and what they read as.
+        # Keyed by the id of a parameter: its plain gradient, and the tensor that it reads as.
         self.gradients: dict[int, tuple[Tensor, Any]] = {} if outer is None else outer.gradients
-        # Of tensors, how many were made like them.
+        # For each tensor, how many tensors were made like it.
         self.made: WeakIdKeyDictionary = WeakIdKeyDictionary() if outer is None else outer.made
         self.tape = Tape()
         self.is_outermost = outer is None
-        self.has_plain_states = False  # as `collage` was told
-        self.is_assigned = False  # to an optimizer or its class: steps that it calls are no parts
+        self.has_plain_states = False  # by the mode given to `collage`
+        # Whether the step function was assigned to an optimizer or its class. The steps of classes
+        # that it calls are then steps of their own.
+        self.is_assigned = False
 
     def number_beside(self, x: Tensor) -> int:
-        """How many tensors were made like this one before."""
+        """Return the number of tensors made like this one before."""
         number: int = self.made.get(x, 0)
         self.made[x] = number + 1
         return number
 
     def settle_types(self) -> None:
-        """Leave no tensor of a type that it would not have outside of a step."""
+        """Run the tape and allocate the tails of gradients, so that all tensors have their final
+        types.
+        """
         self.tape.run()
         for _, read in self.gradients.values():
             if hasattr(read, "grow_tails"):
                 read.grow_tails()
 
     def end(self) -> None:
-        """Run the tape, and leave plain gradients to themselves."""
+        """Run the tape, and detach gradients from the step."""
         try:
             self.tape.run()
         finally:
@@ -59,8 +63,11 @@ class Step:
                 self.let_go()
 
     def let_go(self) -> None:
-        """From now on others may write to plain gradients: they are brought to what was made of
-        them, and who goes on with what one read as has it without them."""
+        """Bring plain gradients up to date, and stop sharing their memory with lifted gradients.
+
+        From now on other code may write to the plain gradients. A lifted gradient that is still
+        referenced gets its own memory.
+        """
         errors: list[Exception] = []
         left = [_left(*pair, errors) for pair in self.gradients.values()]
         self.gradients.clear()
@@ -73,7 +80,7 @@ class Step:
 
 
 def _left(plain: Tensor, read: Any, errors: list[Exception]) -> Callable[[], Any]:
-    """What is to leave a gradient, if anybody still has it."""
+    """Bring one plain gradient up to date, and return a weak reference to its lifted one."""
     if hasattr(read, "leave_gradient"):
         return weakref.ref(read)
     try:
@@ -84,7 +91,7 @@ def _left(plain: Tensor, read: Any, errors: list[Exception]) -> Callable[[], Any
     return lambda: None
 
 
-# Asked at every operation, and so looked up once.
+# Looked up once, because every operation calls them.
 _records_gradients = torch.is_grad_enabled
 _is_inference = torch.is_inference_mode_enabled
 _count_modes = torch._C._len_torch_dispatch_stack
@@ -100,13 +107,15 @@ _thread = _Thread()
 
 
 def current_step() -> Step | None:
-    """The step that this thread is in."""
+    """Return the step that this thread is in, or None."""
     return _thread.step
 
 
 def is_unwatched() -> bool:
-    """Whether no gradients are recorded, and nothing but eager PyTorch looks on. Who may be
-    compiled asks for that before."""
+    """Return whether only eager PyTorch runs: no autograd, mode, functorch transform or profiler.
+
+    Code that a compiler may trace has to test for that first.
+    """
     return not (
         _records_gradients()
         or _is_inference()
@@ -123,12 +132,12 @@ def open_tape() -> Tape | None:
     return step.tape if step is not None and is_unwatched() else None
 
 
-# These are no contexts: the end of one that is written in Python may be cut by a KeyboardInterrupt,
-# or come when the traceback is thrown away, in the middle of another step.
+# These are functions instead of context managers. A KeyboardInterrupt may cut the end of a context
+# manager written in Python. Its end may also run when the traceback is freed, in another step.
 
 
 def in_step(function: Callable[[Step], R]) -> R:
-    """Call a function within a step of this thread, which may be a part of another one."""
+    """Call a function within a new step of this thread, which may be nested in another one."""
     outer = _thread.step
     step = Step(outer)
     try:
@@ -140,7 +149,7 @@ def in_step(function: Callable[[Step], R]) -> R:
 
 
 def outside(function: Callable[[], R]) -> R:
-    """Call a function while this thread is not in the step that it is in."""
+    """Call a function outside of the step that this thread is in."""
     step = _thread.step
     try:
         _thread.step = None
@@ -150,7 +159,7 @@ def outside(function: Callable[[], R]) -> R:
 
 
 def closure(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is not a part of the step that calls it, and may write to gradients."""
+    """Return a function that runs outside of the step that calls it, and may write to gradients."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:

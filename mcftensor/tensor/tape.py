@@ -6,7 +6,7 @@ in one pass over memory, and temporary results are never stored.
 
 Access to the components of a tensor on the tape runs its strand first. Other tensors that an
 operation reads are copied, so that later changes to them do not matter. The end of the step runs
-everything that is left.
+all remaining operations.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ from mcftensor.passes.decoded_traces import Decoded
 from mcftensor.passes.expressions import Expression, Operand, carry_out
 from mcftensor.passes.traces import EMPTY, Trace
 
-# Strands that are put down before the older half of them is run: enough to go together, and few
-# enough to stay in the caches.
+# The number of strands at which the older half of them is run: enough to compute many tensors
+# together, and few enough for the caches.
 FEW = 256
 
-# Elements of tensors on strands after which all these are run: what they hold is not to pile up.
+# The number of elements on the tape at which all strands are run, to bound the memory in use.
 MUCH = 1 << 20
 
 LOCK = threading.RLock()
-"""Held while a tape is written or run, for other threads may read what is on it."""
+"""Held while a tape is written or run, because other threads may read its tensors."""
 
-if hasattr(os, "register_at_fork"):  # the threads that hold it do not live on in a child
+if hasattr(os, "register_at_fork"):  # a thread that holds the lock does not exist in the child
     os.register_at_fork(
         before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release
     )
 
 Layout = tuple[tuple[torch.device, torch.Size, tuple[int, ...]], ...]
-"""Of tensors, one for each row: the device, shape and strides of each."""
+"""The device, shape and strides of each of several tensors, one for each row."""
 
 
 class Strand:
-    """Deferred operations on some tensors: one trace for each row of them.
+    """Deferred operations on some tensors: one trace, which is run for each row of tensors.
 
     Attributes:
-        tape: the one that it is a part of.
-        layout: that of all tensors.
-        number: how many strands of the tape began before.
-        trace: what is done.
-        holders: by variable weak references to the tensors of the rows; nothing of what only the
-            strand knows, copies and numbers.
+        tape: the tape of this strand.
+        layout: the layout of all its tensors, row by row.
+        number: the number of strands of the tape that began before.
+        trace: the operations.
+        holders: for each variable, weak references to the tensors of the rows. Copies and numbers,
+            which only the strand uses, have none.
         columns: the components and numbers that the variables begin with, in their order.
-        next: the strand that was begun when this one ended.
-        followed_by: the operation with which it begins.
+        next: the strand that began when this one ended.
+        followed_by: the operation with which that strand begins.
     """
 
     __slots__ = ("columns", "followed_by", "holders", "layout", "next", "number", "tape", "trace")
@@ -77,8 +77,8 @@ class Strand:
         self.followed_by: Hashable = None
 
     def holds(self, column: Sequence[Any], index: int) -> bool:
-        """Whether a variable stands for these tensors, row by row."""
-        if index >= len(self.holders):  # a signal has cut something short
+        """Return whether a variable stands for these tensors, row by row."""
+        if index >= len(self.holders):  # a signal has interrupted an append
             return False
         held = self.holders[index]
         if len(held) == 1:
@@ -86,7 +86,7 @@ class Strand:
         return len(column) == len(held) and all(map(operator.is_, map(_call, held), column))
 
     def results(self) -> tuple[int, ...]:
-        """Return the variables to write to memory: those that are still referenced."""
+        """Return the variables to write to memory, which are still referenced."""
         holders = self.holders
         return tuple([i for i in self.trace.written if _is_any_alive(holders[i])])
 
@@ -118,8 +118,11 @@ class Tape:
         self._numbers = itertools.count()
 
     def strand_for(self, kind: Hashable, layout: Layout, key: Hashable) -> Strand:
-        """The strand on which an operation goes none of whose tensors is on the tape, given what
-        those on a strand have in common, their layout among it."""
+        """Return a strand for an operation none of whose tensors is on the tape.
+
+        `kind` is what the tensors of a strand have in common, their layout included; `key`
+        identifies the operation.
+        """
         latest = self._latest.get(kind)
         if latest is not None and latest.trace is not EMPTY:
             if not (latest.trace.is_full or latest.trace.ends_before(key)):
@@ -134,8 +137,10 @@ class Tape:
         return strand
 
     def _make_room(self) -> None:
-        """Run the older half of many strands, and all of large ones, but for those with new
-        results, which somebody may be about to drop."""
+        """Run the older half of the strands if they are many, or all if their tensors are large.
+
+        Strands with results that have no memory yet are left: the caller may be about to drop them.
+        """
         is_much = self._elements > MUCH
         if is_much or len(self.strands) >= FEW:
             try:
@@ -146,8 +151,10 @@ class Tape:
                 self._elements = 0
 
     def part(self, strands: Sequence[Strand]) -> None:
-        """Run all but the last of some strands, for an operation that needs what is on all. Where
-        one has begun when another ended, that is not to end there any more."""
+        """Run all but the last of some strands, for an operation that reads tensors of all.
+
+        A strand that ended where the last one began will not end there the next time.
+        """
         *others, last = sorted(strands, key=lambda x: x.number)
         for x in others:
             if x.next is last:
@@ -155,7 +162,7 @@ class Tape:
             x.run()
 
     def run(self) -> None:
-        """Carry out all that has been put down."""
+        """Carry out all deferred operations."""
         if self.strands:
             with LOCK:
                 strands, self.strands, self._latest = self.strands, [], {}
@@ -164,8 +171,10 @@ class Tape:
 
 
 def _run(strands: Sequence[Strand], *, with_results: bool = True) -> None:
-    """Run strands, those together of which the same is to be written. An error of some is raised
-    when the others have been run."""
+    """Run strands, in groups of equal trace, results and device.
+
+    An error of one group is raised after the other groups have been run.
+    """
     groups: dict[Any, list[Strand]] = {}
     for x in strands:
         if x.trace is not EMPTY:
@@ -188,8 +197,8 @@ def _run_together(strands: Sequence[Strand], results: tuple[int, ...]) -> None:
     device = strands[0].layout[0][0]
     done: list[tuple[int, None]] = []
     begun: list[Decoded] = []
-    # Nobody is to see or change what is done with plain tensors. Contexts written in Python would
-    # not do: a KeyboardInterrupt may cut their ends.
+    # Modes and transforms must not see the operations on plain tensors. Context managers written in
+    # Python would not be safe: a KeyboardInterrupt may cut their ends.
     modes: list[Any] = []
     transforms: list[Any] = []
     is_inference = torch.is_inference_mode_enabled()
@@ -198,7 +207,7 @@ def _run_together(strands: Sequence[Strand], results: tuple[int, ...]) -> None:
         torch._C._InferenceMode(False) if is_inference else nullcontext(),
     ):
         try:
-            for strand in strands:  # whatever happens, nothing is done twice
+            for strand in strands:  # even after an error, no operation is carried out twice
                 strand.trace, strand.holders, strand.columns = EMPTY, [], []
             while torch._C._len_torch_dispatch_stack():
                 modes.append(torch._C._pop_torch_dispatch_stack(None))
@@ -239,7 +248,7 @@ def _write(
     holders: Sequence[Sequence[Sequence[weakref.ref[Any]]]],
     done: list[tuple[int, None]],
 ) -> None:
-    """Compute the results and write them to memory, new or that which they begin in."""
+    """Compute the results and write them to memory: their own, or newly allocated."""
     vectors: list[Column] = []
     scalars: list[Sequence[float]] = []
     components = _beginnings(trace, columns)
@@ -280,7 +289,7 @@ def _write_numbers(
     device: torch.device,
     begun: list[Decoded],
 ) -> None:
-    """Compute with stored numbers, or go on with what has begun before an interrupt."""
+    """Compute with decoded numbers, or resume a computation that an interrupt has cut."""
     references = {i: [*chain(*[x[i] for x in holders])] for i in results}
 
     def memory(i: int, row: int) -> list[Tensor]:
@@ -298,7 +307,7 @@ def _write_numbers(
 
 
 def _beginnings(trace: Trace, columns: Sequence[Column]) -> list[list[Any]]:
-    """The columns that each variable begins with."""
+    """Return the columns that each variable begins with."""
     given = iter(columns)
     return [[next(given) for _ in range(variable.width)] for variable in trace.variables]
 
@@ -311,8 +320,10 @@ def _write_the_rest(
     holders: Sequence[Sequence[Sequence[weakref.ref[Any]]]],
     done: Sequence[tuple[int, None]],
 ) -> None:
-    """After an error, carry out the remaining operations, one by one and row by row, as without a
-    tape: only those that raise then are missing."""
+    """After an error, carry out the remaining operations one by one and row by row.
+
+    Only the results of operations that raise again are missing, as in eager execution.
+    """
     left, components = sum([count for count, _ in done]), _beginnings(trace, columns)
     made = [i for i in results if not components[i]]
     references = {i: [*chain(*[x[i] for x in holders])] for i in made}
@@ -338,13 +349,15 @@ def _write_row(
     shape: torch.Size,
     start: int,
 ) -> None:
-    """Carry out a trace on the last elements of one row, given the components that variables begin
-    with, and results with their memory; no operation that raises, or reads what another was to
-    make."""
+    """Carry out a trace on the elements of one row from `start` on.
+
+    `stored` are the components that variables begin with, and `made` the results with their
+    memory. Operations that raise are skipped, and so are operations that read their results.
+    """
     for name, format, operands, target, *_ in trace.operations:
         if not all(stored[i] for i in operands):
             continue
-        with suppress(Exception):  # the first one is raised
+        with suppress(Exception):  # the caller raises the first one
             read = [Operand(trace.variables[i].format, [[x] for x in stored[i]]) for i in operands]
             vectors = [x for i in operands for x in stored[i] if isinstance(x, Tensor)]
             new = format.empty_like(vectors[0])

@@ -14,8 +14,10 @@ from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
 
 class TapedTensor(PromisedTensor, MCFTensor):
-    """An expansion to whose components something is still to be done, or that has none yet; who
-    asks for them gets them when it is done. Then it is an MCFTensor."""
+    """An expansion with deferred operations, or one without components yet.
+
+    Access to its components runs the operations. Then it becomes an MCFTensor.
+    """
 
     _place: tuple[Strand, int]
 
@@ -23,13 +25,13 @@ class TapedTensor(PromisedTensor, MCFTensor):
     def result(
         cls, shape: Any, stride: Any, format: Format, device: Any, place: tuple[Strand, int]
     ) -> Any:
-        """A value that the tape is to make."""
+        """Return a value that the tape will make."""
         made = super().result(shape, stride, format, device, place)
         made._format, made._role = format, "value"
         return made
 
     def leave_tape(self) -> None:
-        """From now on its components are there for all."""
+        """Become an MCFTensor, or a LostTensor if the components were never made."""
         is_there = COMPONENTS[0] in self.__dict__
         self.__class__ = MCFTensor if is_there else LostTensor  # type: ignore[assignment]
         del self._place
@@ -45,10 +47,10 @@ class TapedTensor(PromisedTensor, MCFTensor):
         with LOCK:
             if isinstance(self, TapedTensor):
                 self._place[0].run()
-            if isinstance(self, TapedTensor):  # a signal has cut it short
+            if isinstance(self, TapedTensor):  # a signal has interrupted the run
                 self.leave_tape()
 
-    # By the name of the class: another thread may have made it an MCFTensor by now.
+    # Called by the name of the class: another thread may have made it an MCFTensor by now.
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         TapedTensor.settle(self)
@@ -60,16 +62,16 @@ class TapedTensor(PromisedTensor, MCFTensor):
 
 
 class TapedGradient(TapedTensor, LiftedTensor):
-    """A plain gradient without other owners that deferred operations read."""
+    """A plain gradient that deferred operations read and that nothing else aliases."""
 
     def leave_tape(self) -> None:
-        """From now on it may be written to."""
+        """Become a LiftedTensor, which may be written to."""
         self.__class__ = LiftedTensor  # type: ignore[assignment]
         del self._place
 
 
 class LostTensor(MCFTensor):
-    """What was to be made on a tape by an operation that raised, or of what such a one made."""
+    """A tensor that was never made: its operation on the tape, or an earlier one, raised."""
 
 
 def _lost(self: LostTensor) -> Tensor:
@@ -92,7 +94,7 @@ def _component(name: str, *default: None) -> Any:
     return property(read, write)
 
 
-for _name, _default in (("_writes", None), ("_factor", None)):  # what the tape changes, too
+for _name, _default in (("_writes", None), ("_factor", None)):  # the tape changes these, too
     setattr(TapedTensor, _name, _component(_name, _default))
 for _name in COMPONENTS:
     setattr(TapedTensor, _name, _component(_name))

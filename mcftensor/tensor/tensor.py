@@ -47,7 +47,7 @@ def _rebuild(
     """Rebuild a tensor from a pickle, with checks, because a file may contain anything.
 
     Raises:
-        ValueError: components, format and role are not those of a tensor of this shape.
+        ValueError: components, format and role do not make a tensor of this shape.
     """
     try:
         found = Format.from_name(format)
@@ -70,25 +70,26 @@ def _rebuild(
 class MCFTensor(GatheredTensor, PickledTensor, GradedTensor, AddressedTensor, ReadableTensor):
     """A tensor whose elements are expansions: unevaluated sums of floats of one small type.
 
-    `shape`, `stride` and `device` are those of each term, and `dtype` is the type of a term.
+    Each term has the `shape`, `stride`, `device` and `dtype` of the tensor.
     `as_expansion` makes these tensors; call the class itself only with normalized terms.
 
     A tensor has one of two roles. A *value* is a number type like any other: arithmetic with
-    numbers, plain tensors and expansions gives expansions. A *parameter* is a weight: it computes
-    as its leading term and gives plain results wherever it meets a plain tensor, while every
-    update in place reaches all its terms. `nn.Parameter(expansion)` makes a parameter. Within a
-    step of an optimizer it counts as a value. In a format that has rules of its own, such as
-    `mcf.scaling.scaled(torch.float16)`, all tensors are values, and the rules carry operators out.
+    numbers, plain tensors and expansions gives expansions. A *parameter* is a weight. Operations
+    with plain tensors use its leading term and give plain results, while every update in place
+    changes all its terms. `nn.Parameter(expansion)` makes a parameter. Within a step of an
+    optimizer it counts as a value. Some formats, such as `mcf.scaling.scaled(torch.float16)`, carry
+    out operators by their own rules; all their tensors are values.
 
     Args:
-        components: the terms, leading term first, normalized; plain tensors alike in shape,
+        components: the terms, leading term first, normalized; plain tensors of equal shape,
             strides, device and dtype.
-        format: their format, or its name; by default the one that their dtype and number say.
+        format: the format or its name; by default inferred from their dtype and number.
         role: `"value"` or `"parameter"`.
 
     Raises:
-        TypeError: components that are not plain tensors, or not of the format's base.
-        ValueError: a wrong number of components, or components of unlike shapes.
+        TypeError: the components are not of the format's dtypes.
+        ValueError: a wrong number of components, components that are not plain tensors, or
+            components of unlike shapes, strides or devices.
 
     Examples:
         >>> import torch, mcftensor as mcf
@@ -99,7 +100,7 @@ class MCFTensor(GatheredTensor, PickledTensor, GradedTensor, AddressedTensor, Re
         tensor([0.9990, 0.0999])
     """
 
-    # What carries out operations; `dispatch/`, which is written for this class, sets it.
+    # The functions that carry out operations; `dispatch/` sets them.
     _dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
     _whole: ClassVar[set[Callable[..., Any]]]
     _evaluate_whole: ClassVar[Callable[..., Any]]
@@ -119,7 +120,7 @@ class MCFTensor(GatheredTensor, PickledTensor, GradedTensor, AddressedTensor, Re
         _writes: Tensor | None = None,
         _first: int = 0,
     ) -> MCFTensor:
-        """Make a tensor of components that are checked."""
+        """Check components, and make a tensor from them."""
         if _name is not None:
             format = Format.from_name(_name)
         if format is None:
@@ -154,10 +155,10 @@ class MCFTensor(GatheredTensor, PickledTensor, GradedTensor, AddressedTensor, Re
         here.
 
         `own` says that the memory of the components has no other owner, now and later. `writes` is
-        the count of writes, by default none, and `first` the offset of this tensor in the tensor
-        that is counted.
+        the write count, by default none, and `first` the offset of this tensor in the tensor whose
+        writes are counted.
         """
-        if is_compiling():  # graphs hold calls of the class, of tensors and texts
+        if is_compiling():  # a graph records a call of the class with tensors and strings
             return MCFTensor(
                 list(components), role=role, _name=format.name, _writes=writes, _first=first
             )
@@ -166,9 +167,12 @@ class MCFTensor(GatheredTensor, PickledTensor, GradedTensor, AddressedTensor, Re
     def _like(
         self, components: Sequence[Tensor], *, own: bool = False, start: int = 0
     ) -> MCFTensor:
-        """Components made by one operation on each component of this one: in memory of their own,
-        which is written to from now on without this one, or views, which count writes together.
-        They start some elements after the first one, and elements keep their sequences."""
+        """Return the results of one operation on each component as a tensor like this one.
+
+        `own` says that the components are in new memory; otherwise they are views, which share the
+        write count. The result starts `start` elements after the first one, and its elements keep
+        their sequences of balanced rounding.
+        """
         writes, first = self._writes, self._first + start
         if writes is not None and own:
             writes, first = moved(writes.to(components[0].device, copy=True), first), 0
@@ -183,7 +187,10 @@ class MCFTensor(GatheredTensor, PickledTensor, GradedTensor, AddressedTensor, Re
 
     def _made_beside(self, components: Sequence[Tensor], role: Role) -> MCFTensor:
         """Return new components as a tensor of this format without writes, such as a state of an
-        optimizer. Tensors that one step creates like this one round by different sequences."""
+        optimizer.
+
+        Tensors that one step creates like this one round by different sequences.
+        """
         writes, device = self._count, components[0].device
         if writes is not None:
             step = current_step()
@@ -201,7 +208,7 @@ class MCFTensor(GatheredTensor, PickledTensor, GradedTensor, AddressedTensor, Re
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if len(types) > 1 and any(issubclass(kind, (Format, PendingTensor)) for kind in types):
-            return NotImplemented  # that knows
+            return NotImplemented  # the other class handles it
         is_eager = not is_compiling()
         if is_eager:
             for x in args if not kwargs else (*args, *kwargs.values()):
@@ -250,10 +257,11 @@ class MCFTensor(GatheredTensor, PickledTensor, GradedTensor, AddressedTensor, Re
         return cls._dispatch(func, args, kwargs or {})
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        # torch rounds a number to the base dtype before dispatch.
+        # torch would round a number to the base dtype before dispatch.
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             is_mask = isinstance(index, Tensor) and index.dtype == torch.bool
-            place = torch.device("cpu") if is_mask else self.device  # where the host fills a mask
+            # A number for a mask has to be on the CPU.
+            place = torch.device("cpu") if is_mask else self.device
             value = number_in(value, self._format, device=place)
         super().__setitem__(index, value)
 
@@ -265,7 +273,9 @@ class MCFTensor(GatheredTensor, PickledTensor, GradedTensor, AddressedTensor, Re
         device: torch.device | str | None = None,
         requires_grad: bool = False,
     ) -> Tensor:
-        """Data in the format and role of this one; torch would round them to the base dtype."""
+        """Return data in the format and role of this tensor. torch would round them to the base
+        dtype.
+        """
         is_narrow = self.is_inside_step and dtype != self._format.dtype_of_numbers
         if dtype is not None and (is_narrow or dtype != self._format.dtype):
             plain = self.lent
@@ -278,7 +288,7 @@ class MCFTensor(GatheredTensor, PickledTensor, GradedTensor, AddressedTensor, Re
     def new(  # type: ignore[override]
         self, *size_or_data: Any, device: torch.device | str | None = None
     ) -> Tensor:
-        """As `new_tensor` of data, or `new_empty` of a size."""
+        """Return `new_tensor` of data, or `new_empty` of a size."""
         (first, *_) = size_or_data or (0,)
         if isinstance(first, torch.Size) or (
             hasattr(first, "__index__") and not isinstance(first, (Tensor, np.ndarray))
@@ -291,37 +301,40 @@ class MCFTensor(GatheredTensor, PickledTensor, GradedTensor, AddressedTensor, Re
 
 
 class LiftedTensor(MCFTensor):
-    """A plain tensor as a value without tails, until one is written to; then it is an MCFTensor
-    that has the plain tensor as its leading component."""
+    """A plain tensor wrapped as a value without tails.
+
+    The first write allocates the tails. It then becomes an MCFTensor with the plain tensor as its
+    leading component.
+    """
 
     _view_of: LiftedTensor | None
     _views: list[tuple[weakref.ref[LiftedTensor], Callable[[Tensor], Tensor]]]
 
-    is_sparse = False  # optimizers ask it of every gradient
+    is_sparse = False  # optimizers read it of every gradient
     has_tails = False
 
     @staticmethod
     def over(plain: Tensor, format: Format) -> LiftedTensor:
-        """A plain tensor in a format."""
+        """Return a plain tensor wrapped as a value of a format."""
         made = wrapper(LiftedTensor, plain, format)
         made._component0, made._format, made._role = plain, format, "value"
         made._view_of, made._views = None, []
         return made
 
     def viewed(self, plain: Tensor, view: Callable[[Tensor], Tensor]) -> LiftedTensor:
-        """Return a view, given the view of the plain tensor; both get their tails together."""
+        """Return a view, given the view of the plain tensor. Both get their tails together."""
         made = LiftedTensor.over(plain, self._format)
         made._view_of = self
         self._views.append((weakref.ref(made), view))
         return made
 
     def views(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The results of an operator that makes views."""
+        """Return the results of a view operator."""
 
         return each_view(self.viewed, func, self._component0, args, kwargs)
 
     def grow_tails(self) -> None:
-        """Make the tails, which are to be written to or handed out."""
+        """Allocate the tails, before they are written to or passed on."""
         if self._view_of is None:
             self._grow(self._zeros())
         else:
@@ -342,25 +355,27 @@ class LiftedTensor(MCFTensor):
                 made._grow([view(x) for x in tails])
 
     def is_alone(self) -> bool:
-        """Whether nobody else has, or will have, the plain tensor and its memory, but for a
-        parameter whose gradient it is."""
+        """Return whether the plain tensor and its memory have no other owner.
+
+        A parameter whose gradient it is does not count as an owner.
+        """
         if self._view_of is not None or self._views:
             return False
         return _holders(self) in _ALONE
 
     def leave_gradient(self) -> None:
-        """It goes on as the gradient does."""
+        """Do nothing: it continues to share memory with the gradient."""
 
     def _read(self) -> tuple[Tensor, ...]:
         return self._component0, *self._zeros()
 
     @property
     def components(self) -> tuple[Tensor, ...]:
-        """As of any expansion; from now on the tails are there."""
+        """The components of any expansion. Access allocates the tails."""
         self.grow_tails()
         return self.components
 
-    def __getattr__(self, name: str) -> Any:  # called for what is missing
+    def __getattr__(self, name: str) -> Any:  # called for missing attributes: the tails
         if name not in COMPONENTS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         self.grow_tails()
@@ -382,7 +397,10 @@ def each_view(
     args: Any,
     kwargs: Any,
 ) -> Any:
-    """What an operator makes of a plain tensor, each view given with how it is had of another."""
+    """Return the views of a plain tensor by an operator, each passed to `over`.
+
+    `over` also gets a function that makes the same view of another plain tensor.
+    """
     views = func(plain, *args, **kwargs)
     if isinstance(views, Tensor):
         return over(views, lambda t: func(t, *args, **kwargs))
@@ -394,8 +412,9 @@ def each_view(
 
 
 def _holders(x: Any) -> tuple[int, int, int]:
-    """Count the references to the plain tensor of a lifted one: in Python, in C++, and its
-    memory."""
+    """Count the references to the plain tensor of a lifted one: in Python, in C++, and to its
+    memory.
+    """
     plain = x._component0
     storage = plain.untyped_storage()
     memory = torch._C._storage_Use_Count(storage._cdata)
@@ -412,9 +431,12 @@ _ALONE = (
 
 
 def lifted_gradient(gradient: Tensor, format: Format) -> Tensor:
-    """What a gradient of a parameter in some format reads as within a step: one of the base as an
-    expansion, or, where it is sparse, in the dtype of numbers; any other as itself. One that is a
-    part of a graph still is, so that it can be differentiated again."""
+    """Return what a gradient of a parameter in a format reads as within a step.
+
+    A plain gradient in the dtype of the format reads as a lifted value, or in the dtype of numbers
+    if it is sparse. Any other gradient is returned unchanged. A gradient with an autograd graph
+    stays in the graph, so that it can be differentiated again.
+    """
     if type(gradient) is not Tensor or gradient.dtype != format.dtype:
         return gradient
     if not gradient.requires_grad:
@@ -466,7 +488,7 @@ def _made(
 
 
 def _where(condition: Tensor, input: Any = None, other: Any = None, **kwargs: Any) -> Any:
-    """torch.where; numbers become expansions, since torch rounds them before dispatch."""
+    """Return torch.where. Numbers become expansions, since torch rounds them before dispatch."""
     expansions = [x for x in (input, other) if isinstance(x, MCFTensor) and not x._has_rules]
     if not expansions:
         chosen = () if input is None else (input, other)
@@ -481,8 +503,10 @@ def _where(condition: Tensor, input: Any = None, other: Any = None, **kwargs: An
 def number_in(
     x: float, format: Format, role: Role = "value", device: torch.device | None = None
 ) -> Tensor:
-    """Return a number as a 0-d expansion, rounded to nearest; a plain tensor for formats without
-    them."""
+    """Return a number as a 0-d expansion, rounded to nearest.
+
+    In formats with shared scales or rules it is a plain tensor.
+    """
     if format.shared or format.rules is not None:
         dtype = torch.float64 if has_float64(device) else torch.float32
         number = torch.tensor(x, dtype=dtype, device="cpu")

@@ -1,4 +1,4 @@
-"""How expansions are shown: collapsed, and with more digits than a float64 has where they have."""
+"""Text of expansions: collapsed, with more digits than float64 where the format has more."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch._tensor_str import PRINT_OPTS
 from mcftensor.arithmetic.decimals import decimal_of, digits_of
 from mcftensor.formats import Format
 
-_OF_FLOAT64, _OF_FLOAT32 = 15, 6  # digits that they always have
-_OF_ANY = 2000  # more than any sum of floats has
+_OF_FLOAT64, _OF_FLOAT32 = 15, 6  # decimal digits that these types always represent
+_OF_ANY = 2000  # more digits than any sum of floats has
 
 
 def text_of(collapsed: Tensor, terms: Sequence[Tensor], format: Format) -> str:
-    """The numbers, in nested brackets, by the options of `torch.set_printoptions`."""
+    """Return the numbers in nested brackets, with the options of `torch.set_printoptions`."""
     is_long, most = format.precision > 53, _OF_FLOAT64
     if collapsed.dtype == torch.float32:
         is_long, most = True, _OF_FLOAT32
@@ -33,7 +33,7 @@ def text_of(collapsed: Tensor, terms: Sequence[Tensor], format: Format) -> str:
 
 
 def formatted(collapsed: float, terms: Sequence[Tensor], format: Format, spec: str) -> str:
-    """One number by a format specification of Python's, with the digits that it asks for."""
+    """Return one number as text by a format specification of Python, with all digits asked for."""
     asked = re.search(r"\.(\d+)", spec)
     if format.precision <= 53 or asked is None or int(asked[1]) <= _OF_FLOAT64:
         return f"{collapsed:{spec}}"
@@ -41,7 +41,7 @@ def formatted(collapsed: float, terms: Sequence[Tensor], format: Format, spec: s
 
 
 def sum_on_host(terms: Sequence[Tensor]) -> np.ndarray:
-    """The sums of terms of at most 32 bits, rounded once to float64."""
+    """Return the sums of terms of at most 32 bits, rounded once to float64."""
     arrays = [_in_numpy(x) for x in terms]
     if len(arrays) <= 2:
         return functools.reduce(np.add, arrays)
@@ -51,7 +51,7 @@ def sum_on_host(terms: Sequence[Tensor]) -> np.ndarray:
 
 
 def _in_numpy(x: Tensor) -> np.ndarray:
-    """Floats in float64, by NumPy."""
+    """Return floats as a float64 array, converted by NumPy."""
     x = x.detach()
     return (x if x.dtype == torch.float64 else x.float()).cpu().numpy().astype(np.float64)
 

@@ -1,4 +1,4 @@
-"""Tables of text, the same in a notebook, and tensors there."""
+"""Tables as text and as HTML for notebooks, and tensors in notebooks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from mcftensor.formats import Format
 
 Rows = Sequence[Sequence[str]]
-"""The first has the headings."""
+"""Rows of a table; the first one has the headings."""
 
 FEW = 8
-"""Elements up to which a notebook shows each with its components."""
+"""The largest number of elements that a notebook shows with their components."""
 
 
 def as_text(rows: Rows, notes: Sequence[str] = ()) -> str:
-    """Columns side by side, the first to the left, and notes below."""
+    """Return a table as text, the first column aligned to the left, with notes below."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
@@ -30,7 +30,7 @@ def as_text(rows: Rows, notes: Sequence[str] = ()) -> str:
 
 
 def as_html(rows: Rows, notes: Sequence[str] = ()) -> str:
-    """A table, and paragraphs below."""
+    """Return a table as HTML, with notes as paragraphs below."""
     first, *others = rows
     heads = "".join(f"<th>{escape(x)}</th>" for x in first)
     cells = ["".join(f"<td>{escape(x)}</td>" for x in row) for row in others]
@@ -40,7 +40,7 @@ def as_html(rows: Rows, notes: Sequence[str] = ()) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes in the unit in which they are at least one."""
+    """Return a number of bytes as text, in the largest unit in which it is at least 1."""
     size, units = float(count), iter(("B", "KiB", "MiB", "GiB"))
     unit = next(units)
     for larger in units:
@@ -53,7 +53,9 @@ def size(count: int) -> str:
 def numbers(
     heading: str, about: str, format: Format, components: Sequence[Tensor], values: Tensor | None
 ) -> str:
-    """A tensor in a notebook: how it is stored, and its values with their components, if given."""
+    """Return the HTML of a tensor: how it is stored and, if given, its values with their
+    components.
+    """
     stored = [str(x.dtype).removeprefix("torch.") for x in components]
     note = f"{format.name} ({' + '.join(stored)}), {about}"
     if values is None or any(x.shape != values.shape for x in components):

@@ -1,4 +1,4 @@
-"""What PyTorch does with the memory of a tensor where an expansion has none of its own."""
+"""Methods of torch.Tensor about storage, for expansions, which have no storage of their own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DATA: Any = torch.Tensor.data
 
 
 def _without_storage(name: str) -> Callable[..., NoReturn]:
-    """A method of torch.Tensor that would work on memory which is not there."""
+    """Return a method that raises TypeError, in place of a method that would access storage."""
 
     def refuse(self: ComponentTensor, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
@@ -28,17 +28,17 @@ def _without_storage(name: str) -> Callable[..., NoReturn]:
 
 
 class AddressedTensor(ComponentTensor):
-    """The part of `MCFTensor` that answers for memory: `data`, addresses and storages."""
+    """The part of `MCFTensor` that implements `data`, addresses and storages."""
 
-    # Makes a tensor of components in place of those of this one; `MCFTensor` defines it.
+    # Makes a tensor like this one from other components; `MCFTensor` defines it.
     _like: ClassVar[Callable[..., Any]]
 
     @property
     def data(self) -> Tensor:
-        """The same terms, outside of autograd: it does not see what is written to them.
+        """The same terms, detached from autograd, which does not see writes to them.
 
-        `p.data = expansion` has both share memory, as of plain tensors: `p` takes over the terms,
-        their format and their layout.
+        `p.data = expansion` makes both share memory, as with plain tensors: `p` takes over the
+        terms, their format and their layout.
 
         `plain.data = expansion` raises. Write `plain.data.copy_(expansion)`, or
         `plain.data = mcf.as_plain(expansion, plain.dtype)`.
@@ -49,7 +49,7 @@ class AddressedTensor(ComponentTensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        # torch's own setter would change shape and dtype, and leave the terms as they are.
+        # torch's own setter would change shape and dtype, but not the terms.
         if (
             not isinstance(value, ComponentTensor)
             or value._format.dtype != self._format.dtype
@@ -75,20 +75,23 @@ class AddressedTensor(ComponentTensor):
         self._is_own = False
         if value.stride() != self.stride():
             with torch._C.DisableTorchFunctionSubclass():
-                _DATA.__set__(self, value)  # which moves the layout alone
+                _DATA.__set__(self, value)  # changes the layout only
         new: dict[str, Any] = dict(
             zip(COMPONENTS, [x.detach() for x in value.components], strict=False)
         )
         new |= {"_writes": value._writes, "_first": value._first, "_factor": value._factor}
         new["_base_components"] = value._base_components
-        new["_format"] = value._format  # what is tied is of one format
-        self.__dict__.update(new)  # all by one call
+        new["_format"] = value._format  # tensors that share memory have one format
+        self.__dict__.update(new)  # one call, which no signal interrupts
 
     def data_ptr(self) -> int:
-        """The address of the first element of the leading component, as an identity of memory: that
-        of a view has its offset. The other components lie elsewhere."""
+        """Return the address of the first element of the leading component, as an identity of
+        memory.
+
+        The address of a view includes its offset. The other components are at other addresses.
+        """
         if are_hidden():
-            self.components  # noqa: B018  # there for all, before attributes are copied
+            self.components  # noqa: B018  # runs deferred work before attributes are copied
             return 0
         return self._lying().data_ptr()
 
@@ -99,7 +102,7 @@ class AddressedTensor(ComponentTensor):
     __dlpack__ = _without_storage("__dlpack__")
 
     def storage(self) -> NoReturn:
-        """Refused: safetensors would read memory that is not there."""
+        """Raise TypeError: safetensors would read storage that does not exist."""
         raise TypeError(
             f"storage: an expansion in {self._format.name} of shape {tuple(self.shape)} has none, "
             "but one for each of its terms. To save in safetensors files, use mcf.save_file, or "
@@ -107,11 +110,11 @@ class AddressedTensor(ComponentTensor):
         )
 
     def share_memory_(self) -> Self:
-        """Move every term to shared memory."""
+        """Move every term to shared memory, and return the tensor."""
         for component in self.components:
             component.share_memory_()
         return self
 
     def is_shared(self) -> bool:
-        """Whether every term is in shared memory."""
+        """Return whether every term is in shared memory."""
         return all(x.is_shared() for x in self._read())

@@ -252,7 +252,7 @@ class TestPickles:
 
     def test_tails_that_are_no_numbers(self, format):
         first, *others = sample(format, 3).components
-        with pytest.raises(ValueError, match="not finite beside"):
+        with pytest.raises(ValueError, match="not finite while"):
             self.reloaded([first, *others[:-1], torch.full_like(first, torch.nan)], format)
 
 
@@ -316,8 +316,8 @@ class TestDistributedCheckpoint:
         ("tail", "words", "sums"),
         [
             (0.5, "1 of 2 elements have terms that do not fit together", [1.5, 1.0]),
-            (torch.nan, "a term1 is not finite beside one that is", [1.0, 1.0]),
-            (-torch.inf, "a term1 is not finite beside one that is", [1.0, 1.0]),
+            (torch.nan, "a term1 is not finite while its leading component is", [1.0, 1.0]),
+            (-torch.inf, "a term1 is not finite while its leading component is", [1.0, 1.0]),
         ],
     )
     def test_terms_loaded_in_place_are_refused(self, tail, words, sums, tmp_path):
@@ -358,7 +358,7 @@ class TestDistributedCheckpoint:
         before = x.clone()
         parts[1, 0] = torch.nan
         dcp.save({"x": mcf.MCFTensor(list(parts), mcf.bf16x2)}, checkpoint_id=tmp_path / "nan")
-        with pytest.raises(CheckpointException, match="a term1 is not finite beside one that is"):
+        with pytest.raises(CheckpointException, match="a term1 is not finite while its leading component is"):
             dcp.load({"x": x}, checkpoint_id=tmp_path / "nan")
         assert_same_terms(x, before)
 

@@ -187,7 +187,7 @@ class TestSetting:
         assert [x.category for x in found] == [mcf.errors.RoundedWarning]
 
     def test_another_action_is_refused(self):
-        with pytest.raises(ValueError, match="'error' is none of 'ignore', 'warn', 'raise'"):
+        with pytest.raises(ValueError, match="'error' is not one of 'ignore', 'warn', 'raise'"):
             mcf.when_rounded("error")
 
 
