@@ -32,7 +32,7 @@ from mcftensor.tensor import MCFTensor
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Carry out one of PyTorch's operators on arguments that hold an expansion."""
+    """Carry out one of PyTorch's operators on arguments with an expansion among them."""
     return _handler(func)(func, *args, **kwargs)
 
 
@@ -53,8 +53,10 @@ def _own_handler(func: Any) -> Handler:
 
 
 def _of_prims(func: Any) -> Handler | None:
-    """Return a handler that calls aten's operator of the same name and arguments, or None. Forward
-    derivatives call prims, the building blocks of PyTorch's references."""
+    """Return a handler that calls aten's operator of the same name and arguments, or None.
+
+    Forward derivatives call prims, the building blocks of PyTorch's references.
+    """
     if func is torch.ops.prims.convert_element_type.default:
         return lambda func, x, dtype: x.to(dtype)
     packet = getattr(torch.ops.aten, func.overloadpacket.__name__, None)

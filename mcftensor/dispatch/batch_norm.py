@@ -1,9 +1,9 @@
-"""Norms with running statistics, which are averages and keep all their terms.
+"""Batch norms, whose running statistics are averages and keep all their terms.
 
-PyTorch's kernels write statistics in place, most without saying so in their schema. So they are
-given scratch for those of the batch, and the average is taken here. Outputs and gradients of a
-training are those of plain tensors of the base; in eval mode, where the statistics are read, they
-go in float32 beside input of 16 bits, as PyTorch's norms take it.
+PyTorch's kernels write the statistics in place, and most schemas do not say so. The kernels
+therefore write the batch statistics into scratch tensors, and this module updates the averages. In
+training, outputs and gradients are computed as for plain tensors of the base. In eval mode, 16-bit
+inputs are normalized with float32 statistics, as PyTorch's norms allow.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OF_INPUT = ("input", "grad_out", "grad_output", "counts", "reserve", "reserveSp
 
 @implements(
     aten.native_batch_norm.default,  # nn.BatchNorm2d, nn.InstanceNorm2d
-    aten._native_batch_norm_legit.default,  # what it becomes in compiled code
+    aten._native_batch_norm_legit.default,  # its form in compiled code
     aten._native_batch_norm_legit_no_training.default,  # the same in eval mode
     aten._batch_norm_with_update.default,  # in models of torch.export
     aten._batch_norm_no_update.default,  # the same in eval mode
@@ -40,7 +40,7 @@ _OF_INPUT = ("input", "grad_out", "grad_output", "counts", "reserve", "reserveSp
     aten.batch_norm_gather_stats_with_counts.default,  # nn.SyncBatchNorm
 )
 def normalize(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """A norm forward: parameters compute with leading terms, statistics keep all terms."""
+    """Compute a norm. Parameters use leading terms, and running statistics keep all terms."""
     given = named_arguments(func, args, kwargs)
     trains = given.get("training", func not in _READING)
     dtype = _dtype_beside(given, trains)
@@ -71,7 +71,7 @@ def normalize(func: Any, *args: Any, **kwargs: Any) -> Any:
     aten.miopen_batch_norm_backward.default,  # on one of AMD
 )
 def differentiate(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """The same backward: gradients of parameters are plain, in their dtype."""
+    """Compute the gradients of a norm. Gradients of parameters are plain, in their dtype."""
     given = named_arguments(func, args, kwargs)
     trains = given.get("train", given.get("update", True))
     dtype = _dtype_beside(given, trains)
@@ -89,7 +89,7 @@ def _is_value(x: Any) -> TypeGuard[MCFTensor]:
 
 
 def _like(operand: Tensor, result: Tensor | None) -> Tensor | None:
-    """What belongs to an operand, as it is: a value, or plain in its dtype."""
+    """Return a result in the kind of an operand: a value, or plain in its dtype."""
     if result is None:
         return None
     if _is_value(operand):
@@ -98,7 +98,7 @@ def _like(operand: Tensor, result: Tensor | None) -> Tensor | None:
 
 
 def _dtype_beside(given: dict[str, Any], trains: bool) -> torch.dtype | None:
-    """Return the dtype of the other operands, or None for values of more than 48 bits."""
+    """Return the dtype for weight and statistics, or None for values of more than 48 bits."""
     x = given["input"]
     if _is_value(x):
         return WIDE if x.format.precision <= PRECISION else None
@@ -109,7 +109,7 @@ def _dtype_beside(given: dict[str, Any], trains: bool) -> torch.dtype | None:
 
 
 def _plain(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The operands as plain tensors."""
+    """Return the operands as plain tensors."""
 
     def convert(name: str, x: Any) -> Any:
         if not isinstance(x, Tensor):

@@ -1,7 +1,7 @@
-"""Operations of formats beyond 48 bits, which no machine type holds: made of their arithmetic.
+"""Operations of formats beyond 48 bits, composed of the arithmetic of the format.
 
-Sums are summed in pairs, so that the error of n terms grows with log2 n. Products of matrices and
-elementary functions have files of their own.
+No machine type represents these formats. Sums are pairwise, so that the error of n terms grows with
+log2 n. Matrix products and elementary functions have separate files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _reduce(
     dim: int | Sequence[int] | None = None,
     keepdim: bool = False,
 ) -> Tensor:
-    """Combine all elements along dimensions in pairs."""
+    """Return the pairwise combination of all elements along dimensions."""
     dims = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
     reduced = sorted(d % max(x.dim(), 1) for d in dims) if x.dim() else []
     kept = [d for d in range(x.dim()) if d not in reduced]
@@ -58,7 +58,9 @@ def _mean(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
 
 
 def _scan(combine: Callable[[Tensor, Tensor], Tensor], x: Tensor, dim: int) -> Tensor:
-    """Running results: at each pass every element takes in the one 1, 2, 4, ... places before."""
+    """Return running results: each pass combines every element with the one 1, 2, 4, ... places
+    before.
+    """
     distance = 1
     while x.dim() and distance < x.shape[dim]:
         length = x.shape[dim] - distance
@@ -92,7 +94,7 @@ def _norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False) -> 
 
 
 def _accumulate(x: Tensor, positions: Tensor, values: Tensor) -> Tensor:
-    """Add values to elements at flat positions, which may occur more than once."""
+    """Return x with values added at flat positions, which may occur more than once."""
     positions = positions.reshape(-1)
     order = torch.argsort(positions, stable=True)
     positions, values = positions[order], values.reshape(-1)[order]
@@ -200,14 +202,14 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "allclose": _allclose,  # torch.allclose
     **elementary.ALGORITHMS,  # torch.exp, x.softmax
 }
-"""Names of aten operators, and what carries them out."""
+"""Algorithms by the names of aten operators."""
 
 
 def by_algorithm(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
     """Run an operation by its algorithm; plain tensors enter as expansions.
 
     Raises:
-        NotImplementedError: there is none.
+        NotImplementedError: there is no algorithm.
     """
     name = func.overloadpacket.__name__
     found = expansions((args, kwargs))

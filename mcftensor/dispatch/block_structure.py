@@ -1,6 +1,6 @@
-"""Tensors whose elements share scales: factories, copies, and what joins or places elements.
+"""Structure operations on tensors whose elements share scales: factories, copies, joins, placement.
 
-What only moves elements is a question to their format (`formats/moving.py`).
+The format itself carries out pure moves of elements (`formats/moving.py`).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from mcftensor.tensor.tensor import MCFTensor
 
 
 def share_scales(operands: Sequence[Any]) -> bool:
-    """Whether there is a tensor whose elements share scales."""
+    """Return whether an operand is a tensor whose elements share scales."""
     return any(isinstance(x, MCFTensor) and bool(x._format.shared) for x in operands)
 
 
 def lends(x: MCFTensor) -> bool:
-    """Whether it is a parameter of which a model may see other parts than rows."""
+    """Return whether x is a parameter that a model may view in parts other than rows."""
     return x._format.lends is not None and x.acts_as == "parameter"
 
 
 def join_blocks(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
-    """`cat` along the first dimension of tensors of one format; any other of numbers."""
+    """Return `cat` along the first dimension in the format; other joins in decoded numbers."""
     formats = {x._format.nearest if isinstance(x, MCFTensor) else None for x in tensors}
     if func is not torch.ops.aten.cat.default or dim not in (0, -tensors[0].dim()):
         return on_numbers(func, (tensors, dim), {})
@@ -47,8 +47,10 @@ def join_blocks(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
 def made_in_blocks(
     func: Any, x: MCFTensor, shape: torch.Size, args: Any, kwargs: dict[str, Any]
 ) -> MCFTensor:
-    """What a factory makes of each component, the result being of some shape; of a parameter one
-    may ask for what has no rows."""
+    """Return the result of a factory of some shape, made component by component.
+
+    A result like a parameter but with fewer than two dimensions is in the format of states.
+    """
     is_like = func.overloadpacket.__name__.endswith("_like")
     if lends(x) and len(shape) < 2:
         vector = x._format.of_states
@@ -71,7 +73,7 @@ def made_in_blocks(
 
 
 def copy_blocks_(target: MCFTensor, source: Tensor) -> None:
-    """Of the same format a bare copy of whole tensors; otherwise one rounding."""
+    """Copy in place: the components between whole tensors of one format, or with one rounding."""
     if (
         isinstance(source, MCFTensor)
         and source._format.nearest is target._format.nearest
@@ -86,20 +88,20 @@ def copy_blocks_(target: MCFTensor, source: Tensor) -> None:
 
 
 def set_blocks_(target: MCFTensor, source: Any) -> None:
-    """Numbers to nearest, which is no write that counts."""
+    """Write numbers in place, rounded to nearest, without counting a write."""
     format = target._format.nearest
     numbers = _in_shape(target, source)
     _replace_rows(target, recode([numbers], PLAIN[numbers.dtype].name, format.name, None))
 
 
 def place_in_blocks(func: Any, args: Any, kwargs: Any) -> Any:
-    """What puts elements into places: in place to nearest, which is no write that counts."""
+    """Place elements. In-place forms round to nearest and count no write."""
     if func is torch.ops.aten.constant_pad_nd.default and _pads_rows(*args, **kwargs):
         return _padded(*args)
     target = args[0]
     if not (func._schema.is_mutable and isinstance(target, MCFTensor) and share_scales([target])):
         return on_numbers(func, args, kwargs)
-    copy = _wide(target)  # what is yet to be multiplied is, by an ordinary write
+    copy = _wide(target)  # applies the deferred factor by an ordinary write
     func(copy, *mapped(_wide, args[1:]), **mapped(_wide, kwargs))
     set_blocks_(target, copy)
     return target
@@ -111,7 +113,7 @@ def _pads_rows(x: Any, pad: Sequence[int], value: float = 0.0) -> bool:
 
 
 def _padded(x: MCFTensor, pad: Sequence[int], value: float = 0.0) -> MCFTensor:
-    """More rows of zeros, which DTensors need where shards are uneven."""
+    """Return x with more rows of zeros, which DTensors need for uneven shards."""
     padded = [F.pad(t, [*[0] * (2 * t.dim() - 2), *pad[-2:]]) for t in x._read()]
     return x._like(padded, own=True)
 
@@ -122,7 +124,7 @@ def _wide(x: Any) -> Any:
 
 
 def _in_shape(target: MCFTensor, source: Any) -> Tensor:
-    """A tensor or number as plain numbers, which may be broadcast."""
+    """Return a tensor or number as plain numbers, broadcast to the shape of the target."""
     if isinstance(source, MCFTensor):
         numbers = source._collapsed(torch.float64 if has_float64(source.device) else torch.float32)
     else:
@@ -132,7 +134,7 @@ def _in_shape(target: MCFTensor, source: Any) -> Tensor:
 
 
 def _replace_rows(target: MCFTensor, components: Sequence[Tensor]) -> None:
-    """Other components, whatever the old ones were yet to be multiplied by."""
+    """Replace the components, and drop the deferred factor of the old ones."""
     factor = target._factor
     assert factor is not None
     if target.is_part:

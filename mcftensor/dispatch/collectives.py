@@ -1,7 +1,7 @@
-"""Collectives of `torch.distributed`: what moves elements moves every term.
+"""Collectives of `torch.distributed`: collectives that move elements move every term.
 
-A sum over ranks gathers what each has, and every rank adds it up in the order of ranks, so that
-all get the same bits. Collectives that are not here raise.
+A sum over ranks gathers the tensors of all ranks. Every rank adds them in the order of ranks, so
+that all get the same bits. Collectives that are not here raise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mcftensor.formats import Format, movable
 from mcftensor.tensor import MCFTensor
 
 NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
-"""Where the operators of collectives are; nothing of theirs goes by leading terms."""
+"""Namespaces of collective operators, none of which may use leading terms only."""
 
 _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
@@ -33,13 +33,13 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def refuse(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refused: what a collective does with numbers must be known, to do it with all terms.
+    """Raise NotImplementedError for a collective without a handler for all terms.
 
-    Nor do send and recv work, whose requests would be several at once.
+    Send and recv are not available either: they return one request, and terms need several.
     """
     reason = (
         "torch.distributed carries expansions by broadcast, scatter, gather, all_gather and "
-        "all_to_all, and adds them up by all_reduce; its other operations can be had for each of "
+        "all_to_all, and adds them up by all_reduce; call its other operations on each of "
         "x.components"
     )
     raise refusal(func, expansions((args, kwargs)), reason)
@@ -59,7 +59,7 @@ if dist.is_available():
         _c10d.alltoall_base_,  # dist.all_to_all_single
     )
     def move(func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Term by term; the one that is sent last may be waited for by the caller."""
+        """Move term by term. The caller waits for the last term only."""
         parts = [_term(args, i) for i in range(len(_one_format(func, args).components))]
         if func.overloadpacket in (_c10d.broadcast_, _c10d.scatter_):
             parts += _counts(*args)
@@ -77,8 +77,10 @@ if dist.is_available():
         torch.ops._dtensor.shard_dim_alltoall,  # DTensor.redistribute
     )
     def move_functional(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> MCFTensor:
-        """Term by term; on a CPU one after the other, since processes crash where several small
-        tensors of these operators are under way by gloo."""
+        """Move term by term; on a CPU one after the other.
+
+        Processes crash if gloo carries several small tensors of these operators at once.
+        """
         if x._format.shared and func.namespace == "_dtensor":
             raise refusal(
                 func, [x], "32 elements of a row share a scale; shard the first dimension"
@@ -91,7 +93,7 @@ if dist.is_available():
 
         components, count = list(map(move_one, x.components)), x._count
         if count is not None and func is _functional.all_gather_into_tensor.default:
-            count = _functional.wait_tensor(move_one(count.view(1)))[0]  # that of the first rank
+            count = _functional.wait_tensor(move_one(count.view(1)))[0]  # of the first rank
         return _moved(x, components, count)
 
     @implements(
@@ -99,14 +101,14 @@ if dist.is_available():
         "_c10d_functional::_wrap_tensor_autograd",  # gradients of the same
     )
     def wait(func: Any, x: MCFTensor) -> MCFTensor:
-        """Waits at once, where torch does so when the result is used."""
+        """Wait now; torch waits when the result is used."""
         return _moved(x, [_functional.wait_tensor(term) for term in x.components], x._count)
 
     @implements(_c10d.allreduce_)  # dist.all_reduce
     def all_reduce_(
         func: Any, tensors: list[MCFTensor], group: Any, op: Any, *unused: Any, **keywords: Any
     ) -> Any:
-        """torch.distributed.all_reduce."""
+        """Reduce over ranks in place, as `torch.distributed.all_reduce`."""
         (x,) = tensors
         parts = [
             _nearest(torch.empty_like(x)) for _ in range(dist.ProcessGroup.unbox(group).size())
@@ -118,7 +120,7 @@ if dist.is_available():
 
     @implements(_functional.all_reduce)  # DTensor.sum, clip_grad_norm_
     def all_reduce(func: Any, x: MCFTensor, op: str, group: Any) -> Tensor:
-        """Sums and norms of DTensors."""
+        """Return sums and norms of DTensors."""
         size = (group if isinstance(group, dist.ProcessGroup) else _resolve(group)).size()
         rows = _nearest(x).reshape(1, -1)
         gathered = move_functional(_functional.all_gather_into_tensor.default, rows, size, group)
@@ -129,12 +131,12 @@ if dist.is_available():
 
 
 def _term(tree: Any, i: int) -> Any:
-    """The arguments with every expansion replaced by one of its terms."""
+    """Return the arguments with every expansion replaced by one of its terms."""
     return mapped(lambda x: carried(x.components[i]) if isinstance(x, MCFTensor) else x, tree)
 
 
 def _counts(written: list[MCFTensor], *others: Any) -> list[Any]:
-    """The arguments with counts in the place of expansions, where these have some."""
+    """Return the arguments with write counts in place of expansions, or nothing without counts."""
     if written[0]._writes is None:
         return []
     others = mapped(lambda x: x._count if isinstance(x, MCFTensor) else x, others)
@@ -142,19 +144,18 @@ def _counts(written: list[MCFTensor], *others: Any) -> list[Any]:
 
 
 def carried(term: Tensor) -> Tensor:
-    """The same bits in a type that backends carry: they know no integers of 16 bits, and no floats
-    of 8."""
+    """Return the same bits in a dtype that backends support: neither int16 nor 8-bit floats."""
     return term.view(torch.bfloat16) if term.dtype == torch.int16 else movable(term)
 
 
 def _moved(x: MCFTensor, components: Sequence[Tensor], count: Tensor | None) -> MCFTensor:
-    """A tensor of what has come from other ranks, which goes on with a count."""
+    """Return a tensor of components received from other ranks, with a write count."""
     writes = None if count is None else count.clone()
     return MCFTensor.of(components, x._format, x._role, writes=writes)
 
 
 def _nearest(x: Tensor) -> MCFTensor:
-    """The same terms as a value that is rounded to nearest: random numbers differ among ranks."""
+    """Return the same terms as a value rounded to nearest: random numbers differ among ranks."""
     assert isinstance(x, MCFTensor)
     return MCFTensor.of(x.components, x.format.nearest)
 
@@ -182,5 +183,5 @@ def _reduced(func: Any, parts: Sequence[Tensor], op: str) -> MCFTensor:
     total = total / len(parts) if op == "avg" else total
     if isinstance(total, MCFTensor):
         return _nearest(total)
-    format = expansions(list(parts))[0].format.nearest  # which only stores numbers
+    format = expansions(list(parts))[0].format.nearest  # a storage format
     return MCFTensor.of(stored_in(total, format, total.device), format)

@@ -1,7 +1,7 @@
 """Operations that only compare elements: exact on all terms.
 
 Normalized expansions compare as their terms do, leading terms first. A number or plain tensor
-enters rounded to the format, as it does beside a tensor of any other dtype.
+is rounded to the format first, as it is with a tensor of any other dtype.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Terms = Sequence[Tensor]
 
 
 def _enter(name: str, operands: Sequence[Any]) -> tuple[Format, list[Any]]:
-    """The common format of operands, and their terms; None, a limit not given, stays None."""
+    """Return the common format of operands, and their terms; an omitted limit stays None."""
     format = common_format(name, operands)
     device = next(x.device for x in operands if isinstance(x, MCFTensor))
     return format, [None if x is None else stored_in(x, format, device) for x in operands]
@@ -62,7 +62,7 @@ _COMPARISONS: dict[str, Callable[[Terms, Terms], Tensor]] = {
 @implements(*(getattr(aten, name) for name in _COMPARISONS))  # x < y, x == 0
 @of_terms
 def compare(func: Any, x: Any, y: Any) -> Tensor:
-    """Comparisons, elementwise."""
+    """Return elementwise comparisons."""
     if computes_plainly((x, y)):
         return func(*leading((x, y)))
     name = func.overloadpacket.__name__
@@ -73,7 +73,7 @@ def compare(func: Any, x: Any, y: Any) -> Tensor:
 @implements(aten.equal.default)  # torch.equal
 @of_terms
 def all_equal(func: Any, x: Any, y: Any) -> bool:
-    """torch.equal."""
+    """Return torch.equal."""
     if x.shape != y.shape:
         return False
     if computes_plainly((x, y)):
@@ -126,7 +126,7 @@ for _name, _select in _CHOICES.items():
 @implements(aten.where.self)  # torch.where, x.where
 @of_terms
 def where(func: Any, condition: Tensor, x: Any, y: Any) -> Any:
-    """torch.where between expansions, and between an expansion and a plain tensor."""
+    """Return torch.where of expansions, or of an expansion and a plain tensor."""
     if isinstance(condition, MCFTensor):
         return compute(func, condition, x, y)
     if computes_plainly((x, y)):
@@ -139,14 +139,14 @@ def where(func: Any, condition: Tensor, x: Any, y: Any) -> Any:
 
 @opaque(lambda x, towards: torch.empty_like(x))
 def _neighbour(x: Tensor, towards: Tensor) -> Tensor:
-    """torch.nextafter, which compilers evaluate in float32 for a base of 16 bits."""
+    """Return torch.nextafter, opaque to compilers, which evaluate 16-bit bases in float32."""
     return torch.nextafter(x, towards)
 
 
 @implements(aten.nextafter.default)  # torch.nextafter
 @of_terms
 def nextafter(func: Any, x: Any, y: Any) -> Any:
-    """The next number after x towards y among those that the format holds.
+    """Return the next number after x towards y in the format.
 
     The precision of a format is not fixed: the neighbour of 1 in `bf16x2` is 1 + 2^-133, with the
     smallest number of the base as its tail.
@@ -158,7 +158,7 @@ def nextafter(func: Any, x: Any, y: Any) -> Any:
     up = less(x, y)
     towards = torch.where(up, torch.inf, -torch.inf).to(format.dtype)
     near = _stepped(x, towards)
-    for _ in range(len(x) - 1):  # where the leading terms have changed, gaps may be halved
+    for _ in range(len(x) - 1):  # a changed leading term may halve the gaps
         nearer = _stepped(near, -towards)
         near = choose(torch.where(up, less(x, nearer), less(nearer, x)), nearer, near)
     plain = [_neighbour(x[0], y[0]), *(torch.zeros_like(t) for t in x[1:])]
@@ -168,7 +168,7 @@ def nextafter(func: Any, x: Any, y: Any) -> Any:
 
 
 def _stepped(x: Terms, towards: Tensor) -> list[Tensor]:
-    """The last term moved on to its neighbour, and the whole normalized."""
+    """Return terms with the last one moved to its neighbour, normalized."""
     return list(expansion.renormalize([*x[:-1], _neighbour(x[-1], towards)], len(x)))
 
 
@@ -176,7 +176,7 @@ def _stepped(x: Terms, towards: Tensor) -> list[Tensor]:
 
 
 def _ranks(x: MCFTensor) -> tuple[Tensor, list[Tensor]]:
-    """The rank of each element as a float, and the terms of the elements of each rank.
+    """Return the rank of each element as a float, and the terms of the elements of each rank.
 
     Equal elements have equal ranks, larger ones larger ranks, and NaN stays NaN.
     """
@@ -231,7 +231,7 @@ def _ranks(x: MCFTensor) -> tuple[Tensor, list[Tensor]]:
 )
 @of_terms
 def by_rank(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """The operation on ranks, which are exchanged for the elements; indices are as they are."""
+    """Run the operation on ranks, and replace the ranks by elements; indices stay unchanged."""
     if not isinstance(x, MCFTensor) or x.acts_as == "parameter" or expansions((args, kwargs)):
         return compute(func, x, *args, **kwargs)
     rank, elements = _ranks(x)

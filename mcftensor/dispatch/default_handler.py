@@ -1,7 +1,7 @@
-"""Everything else: a parameter computes as its leading term, a value on all its terms.
+"""The default handler: a parameter computes as its leading term, a value on all its terms.
 
-float64 holds every value of formats up to 48 bits to more bits than they promise, so that one
-evaluation and one rounding give the format's precision.
+float64 represents every value of formats up to 48 bits with more bits than they promise. One
+evaluation and one rounding therefore give the format's precision.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ aten = torch.ops.aten
 
 WIDE = torch.float64
 PRECISION = 48
-"""Bits of the longest format that float64 serves; its five others cover the error of evaluating."""
+"""Bits of the longest format that float64 serves; its five other bits cover evaluation errors."""
 
 _OF_TORCH = frozenset({"aten", "prims", "inductor", "quantized", "higher_order"})
 """Namespaces of operators that compute the same in every floating dtype, whatever they write to."""
 
-# What PyTorch evaluates in float64 with an error that these bits do not cover.
+# Functions that PyTorch evaluates in float64 with larger errors than these bits cover.
 _SHARPER: dict[Any, Callable[..., Tensor]] = {
     aten.binary_cross_entropy_with_logits: special_functions.binary_cross_entropy_with_logits,
     aten.digamma: special_functions.digamma,
@@ -63,10 +63,10 @@ _SHARPER: dict[Any, Callable[..., Tensor]] = {
 
 
 def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the operation on leading terms, where only parameters take part and none is written to.
+    """Run an operation on leading terms if all expansions are parameters and none is written to.
 
     Otherwise it is evaluated on all terms: in float64, or beyond 48 bits, and without float64, by
-    an algorithm of its own.
+    a special algorithm.
     """
     if not kwargs and not func._schema.is_mutable:
         plain = with_leading(args)
@@ -97,10 +97,10 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
 def _plainly(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], plain: list[Any] | None = None
 ) -> Any:
-    """The operation on leading terms; in float32 where PyTorch has it not in 16 bits.
+    """Run an operation on leading terms; in float32 if PyTorch has no 16-bit version.
 
-    Some decompositions say so by a NotImplementedError, as QR, others by a bare RuntimeError, as
-    the pseudo-inverse.
+    Some decompositions, such as QR, then raise NotImplementedError; others, such as the
+    pseudo-inverse, a bare RuntimeError.
     """
     try:
         return func(*(leading(args) if plain is None else plain), **leading(kwargs))
@@ -118,12 +118,12 @@ def _plainly(
 
 
 def explained(error: RuntimeError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RuntimeError:
-    """An error of PyTorch's, which where dtypes are unlike says of what, and what to do."""
+    """Return an error of PyTorch, with the operands and the repair if their dtypes differ."""
     return unlike_dtypes(f"{error}", (args, kwargs)) or error if "type" in str(error) else error
 
 
 def unlike_dtypes(problem: str, operands: Any) -> RuntimeError | None:
-    """The error of parameters that meet a floating tensor of another dtype; None if none do."""
+    """Return the error of parameters and a floating tensor of another dtype, or None."""
     found = expansions(operands)[0]
     other = f". Or run the model under torch.autocast({found.device.type!r}, dtype={found.dtype})"
     if torch._C._is_any_autocast_enabled():
@@ -148,12 +148,12 @@ def _in_float64(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """The operation on float64 copies; its floating results become values.
+    """Run an operation on float64 copies; its floating results become values.
 
     Tensors that it writes to, expansions or plain, get their results by one rounding.
 
     Raises:
-        NotImplementedError: a result that is complex, or of another shape than where it goes.
+        NotImplementedError: a result is complex, or has another shape than its target.
     """
     copies: dict[int, Tensor] = {}
     asked: list[torch.dtype] = []
@@ -201,10 +201,10 @@ def _in_float32_terms(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """The operation by its algorithm in two float32 terms; what it gives is rounded once.
+    """Run an operation by its algorithm in two float32 terms, and round the result once.
 
     Raises:
-        NotImplementedError: there is none.
+        NotImplementedError: there is no algorithm.
     """
     try:
         result = beyond_float64.by_algorithm(func, named(HALVES), *args, **kwargs)
@@ -238,14 +238,16 @@ def _evaluated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     "fsdp::all_gather_copy_in",  # fully_shard, which gathers for compute
 )
 def of_leading_term(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """The leading term alone decides these."""
+    """Run an operation whose result depends on the leading term only."""
     return func(*leading(args), **leading(kwargs))
 
 
 @implements(aten._has_same_storage_numel.default)  # torch.func.jvp
 def has_same_storage_numel(func: Any, x: Tensor, base: Tensor) -> Any:
-    """Of leading terms, for tangents that no graph has as a whole: the graph would have their terms
-    as constants."""
+    """Compare the storage of leading terms, for tangents that are no inputs of a graph.
+
+    A graph would record the terms of its inputs as constants, and this raises.
+    """
     mode = get_proxy_mode()
     if mode is not None and any(has_proxy_slot(y, mode.tracer) for y in expansions((x, base))):
         raise refusal(
@@ -262,7 +264,7 @@ def has_same_storage_numel(func: Any, x: Tensor, base: Tensor) -> Any:
     aten._nested_view_from_jagged.default,  # the same with layout=torch.jagged
 )
 def nest(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Nested tensors hold leading terms of parameters; values would lose the other terms."""
+    """Nest the leading terms of parameters. Values raise, since they would lose other terms."""
     found = expansions((args, kwargs))
     if all(x.acts_as == "parameter" for x in found):
         return func(*leading(args), **leading(kwargs))

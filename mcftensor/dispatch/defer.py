@@ -1,8 +1,8 @@
 """Operations deferred on the tape of a step, if no other code can notice.
 
-That is, within an optimizer's step and while autograd does not record: operations that round to
-nearest, on numbers and on tensors with the same layout. An operation writes only to memory without
-other owners. The same holds for the tensors that it reads, or they are small enough to be copied.
+Operations are deferred within an optimizer's step while autograd does not record. They round to
+nearest, on numbers and on tensors of one layout. An operation writes only to memory without other
+owners. The tensors that it reads have no other owners either, or are small enough to be copied.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
 Lists = Sequence[Sequence[Any]]
 
-# Elements of a tensor that is copied rather than read at once, and of all of a list.
+# The most elements of one copied tensor, and of all copied tensors of a list.
 SMALL, MANY = 1 << 20, 1 << 22
 
-# What a tensor may yet have to be multiplied by where more is noted on the tape, and the least
-# number that is: of as many as a trace has, the product is a normal float32.
+# A tensor with a smaller factor than SETTLED defers no more multiplications, and no number smaller
+# than LEAST_NOTED is deferred: the product of as many as a trace has is a normal float32.
 SETTLED, LEAST_NOTED = 2.0**-60, 0.5
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -55,25 +55,24 @@ class _Call:
     keywords: tuple[str, ...]
     in_place: bool
     is_list: bool = False
-    """Whether it is one on lists."""
+    """Whether it is an operation on lists."""
 
 
 _call = functools.lru_cache(maxsize=256)(_Call)
 
 
 def recorded(name: str, columns: Lists, keywords: tuple[str, ...], *, in_place: bool) -> Any:
-    """Put an operation on rows of operands on the tape, the last of which are given by keywords.
+    """Record an operation on rows of operands on the tape; keywords name the last operands.
 
     Returns:
-        The results, or what is written to, the first column. None where nothing was put down.
+        The results, or the first column if it is written to; None if nothing was recorded.
     """
     tape = None if torch.compiler.is_compiling() else open_tape()
     return None if tape is None else _put_down(tape, _call(name, keywords, in_place), columns)
 
 
 def parts_of(columns: Lists, count: int) -> Sequence[Sequence[int]]:
-    """Rows whose operands are of the same kinds, which go on the tape together; all of them where
-    it matters in what order they are carried out."""
+    """Return groups of rows with operands of the same kinds, or all rows if their order matters."""
     kinds = [[_kind_of(x) for x in column] for column in columns]
     groups = places_of(zip(*[x if len(x) == count else x * count for x in kinds], strict=True))
     if len(groups) > 1:
@@ -86,21 +85,21 @@ def parts_of(columns: Lists, count: int) -> Sequence[Sequence[int]]:
         ]
         if len(targets) < count or not targets.isdisjoint(map(id, others)):
             return [range(count)]
-        loose = list(filter(_is_loose, columns[0]))  # memory of the others is their own
+        loose = list(filter(_is_loose, columns[0]))  # nothing aliases the others
         if loose and not are_apart([loose, list(filter(_is_loose, others))]):
             return [range(count)]
     return list(groups.values())
 
 
 def some_rows(columns: Lists, rows: Sequence[int], count: int) -> Lists:
-    """Some rows; a column of one element is for all."""
+    """Return columns of some rows; a column of one element serves all rows."""
     if len(rows) == count:
         return columns
     return [[x[i] for i in rows] if len(x) == count else x for x in columns]
 
 
 def _is_loose(x: Any) -> bool:
-    """Whether another tensor may have the memory of this one."""
+    """Return whether another tensor may alias the memory of x."""
     is_ours = getattr(x, "_place", None) is not None or getattr(x, "_is_own", False)
     return isinstance(x, Tensor) and not is_ours
 
@@ -138,12 +137,11 @@ def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
         return _written(strand, move, added, len(columns[0])) or columns[0]
 
 
-# ------------------------------------------------------------------------------ what operands are
+# --------------------------------------------------------------------------------------- operands
 
 _New = tuple[Any, Sequence[Sequence[Any]], Layout, bool]
-"""Tensors that are not on the tape, one for each row: what they are, a mark of ours or a plain
-format; their components, and what else stored numbers have; their layout; whether the tape is to
-have a copy."""
+"""Tensors that are not on the tape, one for each row: their mark or plain format; their components,
+with the state of storage formats; their layout; whether the tape copies them."""
 
 _Added = list[tuple[Sequence[Any], _New | None]]
 _ON_TAPE = (TapedTensor, TapedGradient, PendingTensor)
@@ -152,12 +150,12 @@ _ON_TAPE = (TapedTensor, TapedGradient, PendingTensor)
 def _given(
     tape: Tape, call: _Call, columns: Lists
 ) -> tuple[list[Any], _Added, list[Strand], Layout] | None:
-    """Rows of operands for the tape, or None if they cannot go there.
+    """Return rows of operands for the tape, or None if they cannot go there.
 
     Returns:
-        The operation and what each operand is: the place of a variable of the trace, that of what
-        is new counted from -1 on, or a mark; the columns that are new, numbers too; the strands
-        on which the others are; the layout of all.
+        The operation and a mark of each operand, which is its variable on the trace, the place of
+        a new operand counted from -1 on, or a property; the new columns, numbers included; the
+        strands of the other operands; the layout of all.
     """
     marks: list[Any] = [call]
     added: _Added = []
@@ -203,15 +201,15 @@ def _given(
     return marks, added, strands, layout
 
 
-# ------------------------------------------------------------------------------------ what is new
+# ----------------------------------------------------------------------------------- new operands
 
 
 _One = tuple[Any, Sequence[Any], tuple[Any, ...], bool]
-"""The same of one of them."""
+"""As `_New`, for one tensor."""
 
 
 def _new(column: Sequence[Any], is_target: bool, like: Layout) -> _New | None:
-    """Tensors for the tape, beside some of a layout; None where they cannot go there."""
+    """Return tensors as new operands in a given layout, or None if they cannot go on the tape."""
     first = _one(column[0], is_target, like[0] if like else None)
     if first is None:
         return None
@@ -232,8 +230,10 @@ def _new(column: Sequence[Any], is_target: bool, like: Layout) -> _New | None:
 
 
 def _one(x: Any, is_target: bool, like: tuple[Any, ...] | None) -> _One | None:
-    """Given the layout of another, which is kept where it is the same: Python's collector looks at
-    every object that stays."""
+    """Return one tensor as a new operand, or None.
+
+    An equal layout is reused, because Python's collector traverses every object that stays alive.
+    """
     cls, is_own = type(x), False
     if cls is MCFTensor:
         factor = x._factor
@@ -272,7 +272,7 @@ def _one(x: Any, is_target: bool, like: tuple[Any, ...] | None) -> _One | None:
 
 
 class _Mark:
-    """What a tensor of ours is that is not on the tape."""
+    """The properties of an expansion that is not on the tape."""
 
     def __init__(self, format: Format, is_lifted: bool, takes_factor: bool) -> None:
         self.kind = kind(format, "value", True, None, is_lifted)
@@ -284,7 +284,7 @@ _mark = functools.lru_cache(maxsize=256)(_Mark)
 
 
 def _index(columns: Sequence[Sequence[Any]], column: Sequence[Any]) -> int:
-    """Which of the columns is of the same tensors; or -1."""
+    """Return the index of the column of the same tensors, or -1."""
     for i, x in enumerate(columns):
         if x[0] is column[0] and are_same(x, column):
             return i
@@ -292,7 +292,7 @@ def _index(columns: Sequence[Sequence[Any]], column: Sequence[Any]) -> int:
 
 
 def _are_apart(added: Sequence[tuple[Sequence[Any], _New | None]]) -> bool:
-    """Whether no tensor of one row that goes on the tape stands in another one, copied or not."""
+    """Return whether no tensor of one row occurs in another row, copied or not."""
     own: list[int] = []
     copied: list[int] = []
     for column, new in added:
@@ -303,8 +303,10 @@ def _are_apart(added: Sequence[tuple[Sequence[Any], _New | None]]) -> bool:
 
 
 def _mark_of_numbers(column: Sequence[Any], count: int) -> str | None:
-    """Return whether numbers are one, or slightly less, on which some operations depend; None if
-    they are too large for PyTorch, or differ in this."""
+    """Return whether numbers are 1, slightly less, or others; some operations depend on it.
+
+    Return None if they are too large for PyTorch, or differ in this.
+    """
     if len(column) == 1:
         x = column[0]
         if type(x) is int and not -(2**63) <= x < 2**63:
@@ -316,29 +318,29 @@ def _mark_of_numbers(column: Sequence[Any], count: int) -> str | None:
     return marks.pop() if len(marks) == 1 else None
 
 
-# ------------------------------------------------------------------------------- what comes of it
+# ------------------------------------------------------------------------------------------ moves
 
 
 class _Move(NamedTuple):
-    """How an operation lengthens a trace."""
+    """An extension of a trace by one operation."""
 
     trace: Trace
     constants: tuple[float, ...]
-    """Numbers of its own, behind those it is given."""
+    """Constants of the operation, after the given numbers."""
     result: Format | None
     """The format of a new result."""
     draws: bool = False
-    """Whether keys are drawn, behind the constants."""
+    """Whether keys are drawn, after the constants."""
 
 
 _IMPOSSIBLE = _Move(EMPTY, (), None)
 
 
 def _move(trace: Trace, call: _Call, marks: Sequence[Any]) -> _Move:
-    """The move of an operation that is rounded to nearest, of an expansion."""
+    """Return the move of an operation on an expansion, or `_IMPOSSIBLE`."""
     kinds: list[Kind] = []
     indices: list[int] = []
-    own: list[tuple[Kind, int]] = []  # of what is new
+    own: list[tuple[Kind, int]] = []  # of new operands
     for mark in marks:
         if type(mark) is int and mark < 0:
             kind, index = own[-1 - mark]
@@ -397,7 +399,7 @@ def _move_of_numbers(
     begins: Any,
     marks: Sequence[Any],
 ) -> _Move:
-    """The move of one of PyTorch's operations on stored numbers, which gives plain ones."""
+    """Return the move of one of PyTorch's operations on decoded numbers, with plain results."""
     stored = [kind.stored for kind in kinds if kind.number is None]
     if kinds[0].number or not all(x.result is _FLOAT32 or x.dtype in NARROW for x in stored):
         return _IMPOSSIBLE
@@ -459,9 +461,9 @@ def _copied(x: Any) -> Any:
 def _written(
     strand: Strand, move: _Move, added: Sequence[tuple[Sequence[Any], _New | None]], count: int
 ) -> list[TapedTensor | PendingTensor]:
-    """Write an operation down, and return its results, if they are new.
+    """Record an operation on a strand, and return its results, if they are new.
 
-    What an interrupt leaves half written, behind the variables of the trace, is written over.
+    Entries after the variables of the trace, which an interrupt may leave, are overwritten.
     """
     begun, width = len(strand.trace.variables), strand.trace.width
     holders: list[Any] = []
@@ -506,7 +508,7 @@ def _written(
 
 
 def _at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
-    """What puts an operation on the tape without PyTorch's dispatcher, which takes longer."""
+    """Return a function that records an operation without PyTorch's dispatcher, to save time."""
     _, count, _, keyword, _ = OPERATORS[name]
     ordinary, valued = _call(name, (), in_place), _call(name, (keyword,), in_place)
 
@@ -533,8 +535,7 @@ def _at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
 
 
 def _on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What writes to plain tensors, and reads gradients that are not written to meanwhile, is
-    PyTorch's own operation."""
+    """Run PyTorch's own operation if it writes to plain tensors and reads plain or lifted ones."""
     columns = [x if isinstance(x, (list, tuple)) else (x,) for x in args]
     others = [x for column in columns[1:] for x in column if isinstance(x, Tensor)]
     dtypes = {x.dtype for x in columns[0] if type(x) in _PLAIN}
@@ -555,7 +556,7 @@ def _on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _lists_at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
-    """The same for lists; rows with the same kinds of operands are recorded together."""
+    """As `_at_once`, for lists; rows with the same kinds of operands are recorded together."""
     _, count, _, keyword, _ = OPERATORS[name]
 
     def put_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -596,7 +597,7 @@ def _by_parts(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Sequence[Any] | None:
-    """Put those rows down that can be, and carry out the others; None where all are alike."""
+    """Record the rows that can be deferred, and carry out the others; None if all are alike."""
     count = max(map(len, columns))
     parts = parts_of(columns, count)
     draws = any(isinstance(x, MCFTensor) and x._format.rounding == "stochastic" for x in columns[0])
@@ -626,8 +627,10 @@ def _by_parts(
 
 
 def _method(name: str, func: Any) -> None:
-    """The same as a method of tensors on the tape, without `__torch_function__`, whose call by
-    PyTorch takes longer than the rest."""
+    """Define the same as a method of tensors on the tape.
+
+    It avoids `__torch_function__`, whose call by PyTorch takes longer than the rest.
+    """
     original, put_down = getattr(Tensor, name), SHORTCUTS[func]
 
     @functools.wraps(original)

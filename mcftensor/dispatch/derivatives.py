@@ -1,4 +1,4 @@
-"""Functions of formats beyond 48 bits whose derivatives PyTorch forms with constants in float64."""
+"""Functions beyond 48 bits whose derivatives PyTorch forms with float64 constants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mcftensor.tensor import MCFTensor
 
 
 def _constant(of_bits: Callable[[int], Any], format: Format, device: torch.device) -> MCFTensor:
-    """A constant as an expansion without dimensions."""
+    """Return a constant as an expansion without dimensions."""
     value = of_bits(format.precision + 2 * BASES[format.dtype].precision)
     return constant_in(format, value, device)
 
@@ -39,7 +39,7 @@ _DERIVATIVES: dict[str, Callable[[Tensor, Tensor, Format], Tensor]] = {
         -torch.exp(-(x * x)) * _constant(_two_by_root_of_pi, format, x.device)
     ),
 }
-"""Of x, f(x), and the format of both."""
+"""Derivatives as functions of x, f(x), and the format of both."""
 
 
 class _Differentiated(torch.autograd.Function):
@@ -82,8 +82,11 @@ def _by_name(name: str, format: Format, x: Tensor) -> Tensor:
 
 
 def _pow(format: Format, x: Any, exponent: Any) -> Tensor:
-    """Base and exponent enter as expansions, since the derivatives have the logarithm of the base
-    and the exponent less 1. Whole exponents that are numbers lose nothing, and a half is a root."""
+    """Return a power of operands that enter as expansions.
+
+    The derivatives need the logarithm of the base and the exponent minus 1. Whole exponents that
+    are numbers lose nothing, and an exponent of 1/2 is a square root.
+    """
     if not isinstance(exponent, Tensor) and exponent == 0.5:
         return torch.sqrt(x)
     device = (x if isinstance(x, Tensor) else exponent).device
@@ -118,4 +121,4 @@ OWN: dict[Callable[..., Any], Callable[..., Tensor]] = {
         for name in ("exp2", "erf", "erfc")
     },
 }
-"""PyTorch's functions, and what takes the format and their arguments instead."""
+"""Replacements of PyTorch's functions, which take the format before their arguments."""

@@ -1,9 +1,9 @@
-"""Within an optimizer's step the dtype of an expansion is the dtype of its decoded number.
+"""The dtype of an expansion within an optimizer's step: the dtype of its decoded number.
 
-So states that optimizers create with `p.dtype` have the bits of the parameter, conversions to it
-round nothing, and workarounds for 16-bit parameters stay off: the step is the one over float32. A
-conversion to this dtype is the identity there, and one to the base dtype rounds. A tensor created
-in the base dtype, `torch.zeros_like(p, dtype=torch.bfloat16)`, is plain.
+States that optimizers create with `p.dtype` then have the bits of the parameter, conversions to it
+round nothing, and workarounds for 16-bit parameters stay off. The step is the step over float32. A
+conversion to this dtype is the identity there, and a conversion to the base dtype rounds. A tensor
+created in the base dtype, `torch.zeros_like(p, dtype=torch.bfloat16)`, is plain.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`x.to(dtype)`, `x.to(device, dtype)`, `x.to(other)`, and their keywords."""
+    """Handle `x.to(dtype)`, `x.to(device, dtype)`, `x.to(other)`, and their keywords."""
     if current_step() is None:
         return NotImplemented
     x, *rest = args
@@ -54,7 +54,7 @@ def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _type(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`x.type(dtype)` and `x.type_as(other)`; types have torch's names."""
+    """Handle `x.type(dtype)` and `x.type_as(other)`; strings keep torch's meaning."""
     wanted = (*args[1:], *kwargs.values())[:1]
     if not wanted or isinstance(wanted[0], str):
         return NotImplemented
@@ -63,8 +63,10 @@ def _type(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def narrowly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The plain result of a function that is given the base of an expansion as a dtype, within a
-    step; NotImplemented of other calls."""
+    """Return the plain result of a function that is given the base dtype of an expansion in a step.
+
+    Return NotImplemented for other calls.
+    """
     if current_step() is None:
         return NotImplemented
     dtypes = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)]
@@ -97,7 +99,7 @@ _register(Tensor.double, torch.float64)
 _register(Tensor.half, torch.float16)
 _register(Tensor.bfloat16, torch.bfloat16)
 
-# These take a dtype by its place, too.
+# These functions accept the dtype as a positional argument, too.
 for _func in (F.softmax, F.log_softmax, F.softmin, torch.norm):
     SHORTCUTS[_func] = narrowly
 for _name in ("softmax", "log_softmax"):

@@ -1,7 +1,7 @@
 """Elementary functions of formats beyond 48 bits.
 
-Those of one element have formulas of their own. Sums of exponentials, and derivatives that PyTorch
-has operators for, are evaluated in a format of one term more and rounded once.
+Functions of one element have formulas. Sums of exponentials, and PyTorch's derivative operators,
+are evaluated in a format with one more term and rounded once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mcftensor.tensor import MCFTensor
 
 
 def _evaluated(operation: str, *operands: Any) -> MCFTensor:
-    """A formula on expansions of one format and numbers, of which one is an expansion."""
+    """Evaluate a formula on expansions of one format and numbers; one operand is an expansion."""
     first = expansions(operands)[0]
     format = first._format
     key = rounding_key(format, operands)
@@ -54,7 +54,7 @@ def _function(row: Operator) -> Callable[..., MCFTensor]:
 
 
 def _pow(x: Any, exponent: Any) -> Tensor:
-    """Small whole powers by arithmetic."""
+    """Return a power; exponents 1, 2 and -1 by arithmetic."""
     if isinstance(exponent, Number) and isinstance(x, Tensor):
         if exponent == 1:
             return x.clone()
@@ -66,7 +66,7 @@ def _pow(x: Any, exponent: Any) -> Tensor:
 
 
 def _in_longer(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of values, evaluated with one term more and rounded once."""
+    """Return a function of values that is evaluated with one more term and rounded once."""
 
     @functools.wraps(function)
     def rounded(*args: Any, **kwargs: Any) -> Any:
@@ -89,14 +89,16 @@ def _in_longer(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _shifted(x: Tensor, dim: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest elements along dimensions, what the others lack, and its exponentials."""
+    """Return the largest elements along dimensions, the differences from them, and their
+    exponentials.
+    """
     largest = x.amax(dim, keepdim=True)
-    below = torch.where(x == largest, torch.zeros_like(x), x - largest)  # of infinities too
+    below = torch.where(x == largest, torch.zeros_like(x), x - largest)  # 0 for infinities, too
     return largest, below, below.exp()
 
 
 def _is_nan(x: Tensor, dim: Any) -> Tensor:
-    """Whether the sum along dimensions is of NaN or of infinite elements alone."""
+    """Return whether elements along dimensions have a NaN or +inf."""
     return torch.isnan(x).any(dim, keepdim=True) | (x == torch.inf).any(dim, keepdim=True)
 
 
@@ -121,7 +123,7 @@ def _log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
 
 
 def _log_of_sum(x: Tensor, largest: Tensor, powers: Tensor, dim: Any) -> Tensor:
-    """log of the sum of exponentials, of which those of the largest elements are 1: by log1p."""
+    """Return the logarithm of the sum of exponentials by log1p; the largest exponentials are 1."""
     is_largest = x == largest
     rest = torch.where(is_largest, torch.zeros_like(powers), powers).sum(dim, keepdim=True)
     return torch.log1p(rest + (is_largest.sum(dim, keepdim=True) - 1).double())
@@ -152,7 +154,7 @@ def _logaddexp(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
-    """PyTorch's: x itself where beta x is above a threshold."""
+    """Return PyTorch's softplus, which is x if beta x is above a threshold."""
     if beta == 1:
         return torch.where(x > threshold, x, _evaluated("softplus", x))
     return _scaled_softplus(x, beta, threshold)
@@ -182,7 +184,9 @@ def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
 
 @_in_longer
 def _gelu_backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor:
-    """Of x F(x) with the normal distribution F, or with the logistic function of a cubic."""
+    """Return the gradient of x F(x), with F the normal distribution or the logistic function of a
+    cubic.
+    """
     base = BASES[x.dtype]
     bits = (x._format.terms + 2) * base.precision  # type: ignore[attr-defined]
     if approximate == "tanh":
@@ -200,12 +204,12 @@ def _gelu_backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Ten
 
 
 def like(x: Tensor, value: Fraction) -> MCFTensor:
-    """A constant in the format of another number, on its device."""
+    """Return a constant in the format of x, on its device."""
     return constant_in(x._format, value, x.device)  # type: ignore[attr-defined]
 
 
 def constant_in(format: Format, value: Fraction, device: torch.device) -> MCFTensor:
-    """A constant as an expansion without dimensions."""
+    """Return a constant as an expansion without dimensions."""
     base = BASES[format.dtype]
     floats = exact.floats_of(value, base.precision, len(format.components))
     terms = [torch.tensor(y, dtype=base.dtype, device=device) for y in floats]
@@ -213,7 +217,7 @@ def constant_in(format: Format, value: Fraction, device: torch.device) -> MCFTen
 
 
 def _polygamma(n: int, x: Tensor) -> Tensor:
-    """The first two, of which the second is the derivative of the first."""
+    """Return polygamma of order 0 or 1. Order 1 is the derivative of order 0."""
     if n > 1:
         raise NotImplementedError(
             f"polygamma of order {n} of expansions beyond 48 bits; orders 0 and 1 are available. "
@@ -223,7 +227,7 @@ def _polygamma(n: int, x: Tensor) -> Tensor:
 
 
 def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
-    """And an empty buffer, which PyTorch's CUDA code has too."""
+    """Return the result and an empty buffer, as PyTorch's CUDA code does."""
     return -_evaluated("softplus", -x), x.new_empty(0)
 
 
@@ -252,4 +256,4 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
         lambda grad, y, dim, dtype: grad - y.exp() * grad.sum(dim, keepdim=True)
     ),
 }
-"""Names of aten operators, and what carries them out."""
+"""Algorithms by the names of aten operators."""

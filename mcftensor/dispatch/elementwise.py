@@ -30,7 +30,7 @@ aten = torch.ops.aten
 def _register(name: str) -> None:
     def new(func: Any, *args: Any, **kwargs: Any) -> Any:
         operands = (*args, *kwargs.values())
-        if computes_plainly(operands):  # the commonest: a layer of a model
+        if computes_plainly(operands):  # the commonest case: a layer of a model
             return func(*leading(args), **leading(kwargs))
         (result,) = evaluate_rows(name, [[x] for x in operands], tuple(kwargs), 1)
         return storage_formats.on_numbers(func, args, kwargs) if result is None else result
@@ -47,7 +47,7 @@ def _register(name: str) -> None:
 def _evaluate_to(
     name: str, target: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Store the result in `target`: all of an expansion, or a plain tensor, rounded once."""
+    """Store the result in `target`: all terms of an expansion, or a plain tensor rounded once."""
     named = {name: x for name, x in kwargs.items() if name != "out"}
     operands = (*args, *named.values())
     columns, keywords = [[x] for x in operands], tuple(named)
@@ -72,7 +72,9 @@ def _evaluate_to(
 
 
 def _evaluated_in_place(name: str, columns: Lists, keywords: tuple[str, ...]) -> bool:
-    """Write the result into the first operand, unless PyTorch's own operation is to do it."""
+    """Write the result into the first operand, and return whether PyTorch's own operation is not
+    needed.
+    """
     is_done = evaluate_rows_into(name, columns, keywords, 1)
     if is_done is False:
         target = columns[0][0]
@@ -85,8 +87,10 @@ def _evaluated_in_place(name: str, columns: Lists, keywords: tuple[str, ...]) ->
 
 
 def _at_once(name: str, later: Shortcut, *, in_place: bool) -> Shortcut:
-    """A method of tensors that is carried out without PyTorch's dispatcher, which takes longer;
-    within a step, later."""
+    """Return a method of tensors that bypasses PyTorch's dispatcher, to save time.
+
+    Within a step the method defers the operation with `later`.
+    """
     _, count, _, keyword, _ = OPERATORS[name]
 
     def carry_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -135,7 +139,7 @@ for _name in OPERATORS:
 
 
 def register_in_place(operator: str, name: str) -> None:
-    """Let an operator that returns nothing carry out the operation `name` on its first argument."""
+    """Register an operator that returns nothing as operation `name` in place."""
 
     def in_place(func: Any, *args: Any) -> None:
         _evaluate_to(name, args[0], func, args, {})
@@ -145,7 +149,7 @@ def register_in_place(operator: str, name: str) -> None:
 
 @implements(aten.pow.Tensor_Scalar)  # x ** 2
 def power(func: Any, x: Any, exponent: Any) -> Any:
-    """The powers that are one or two of the operations above."""
+    """Return powers that are one or two of the operations above; other powers by `compute`."""
     if exponent == 2:
         return torch.square(x)
     if exponent == 3:
@@ -165,9 +169,9 @@ def _is_sparse(x: Any) -> bool:
 
 
 def _add_sparse(target: MCFTensor, source: Tensor, alpha: Any) -> MCFTensor:
-    """Add alpha times a sparse tensor in place; other elements stay as they are.
+    """Add alpha times a sparse tensor in place; other elements stay unchanged.
 
-    Rows of the same place are summed first, exactly but for rounding in float64.
+    Rows of the same place are summed first, exactly except for rounding in float64.
     """
     source = source.to(WIDE).coalesce()
     places = tuple(source.indices())
@@ -179,7 +183,7 @@ def _add_sparse(target: MCFTensor, source: Tensor, alpha: Any) -> MCFTensor:
 
 @implements(aten.sparse_mask.default)  # SparseAdam
 def sparse_mask(func: Any, x: Any, mask: Tensor) -> Tensor:
-    """The elements where a sparse tensor has some, sparse and in float64."""
+    """Return the elements at the places of a sparse tensor, sparse and in float64."""
     if not isinstance(x, MCFTensor) or x.format.precision > PRECISION:
         return compute(func, x, mask)
     return func(x._collapsed(WIDE), mask.to(WIDE))

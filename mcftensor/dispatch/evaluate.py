@@ -1,7 +1,7 @@
 """Elementwise operations of the table on rows of operands, carried out now.
 
-An operation on one tensor is one on a list of one: operands are columns, of an element for each
-row, or of one for all rows. Rows whose operands are of the same kinds go together.
+An operation on one tensor is an operation on a list of one. Operands are columns, with one element
+for each row, or one for all rows. Rows with operands of the same kinds are computed together.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ Rows = Sequence[int]
 def evaluate_rows(
     name: str, columns: Lists, keywords: tuple[str, ...], count: int, target: Format | None = None
 ) -> list[Any]:
-    """Carry out an operation on rows of operands, the last of which are given by keywords.
+    """Carry out an operation on rows of operands; keywords name the last operands.
 
     Returns:
-        The results, in the format of a target, if there is one; None for each row that PyTorch's
+        The results, in the format of a target, if given; None for each row that PyTorch's
         own operation carries out (see `resolve.plan`).
     """
     plans = _plans(name, columns, keywords, count, target)
@@ -65,12 +65,12 @@ def evaluate_rows(
 def evaluate_rows_into(
     name: str, columns: Lists, keywords: tuple[str, ...], count: int
 ) -> bool | None:
-    """Write the results into the first column, which holds expansions.
+    """Write the results into the first column, which has expansions.
 
     Returns:
         None if PyTorch's own operation carries out a row. False if results cannot be written
-        element by element while operands are read: some lie otherwise in memory than targets, or
-        overlap them. Nothing is written then.
+        elementwise while operands are read, because some have another layout than the targets
+        or overlap them. Nothing is written then.
     """
     plans = _plans(name, columns, keywords, count, None, in_place=True)
     if sum([len(rows) for _, rows in plans]) < count:
@@ -97,7 +97,7 @@ def _device_of(columns: Lists) -> torch.device | None:
 def _in_halves(
     format: Format, columns: Sequence[Sequence[Any]]
 ) -> tuple[Format, Sequence[Sequence[Any]]]:
-    """Operands of a format; numbers as what holds them without float64."""
+    """Return operands in a format; on devices without float64, numbers as two float32."""
     if format is not NUMBER or isinstance(columns[0][0], Tensor):
         return format, columns
     return named(HALVES), list(zip(*map(halves, columns[0]), strict=True))
@@ -109,13 +109,13 @@ class Lying(NamedTuple):
     vectors: list[Column]
     scalars: list[Sequence[Any]]
     like: Column
-    """Of each row a plain tensor that lies like all others."""
+    """A plain tensor of each row with the layout of the others."""
     addresses: list[list[int]]
-    """Of the vectors."""
+    """The addresses of the vectors."""
 
 
 class _Part:
-    """Rows whose operands are of the same kinds."""
+    """Rows with operands of the same kinds."""
 
     def __init__(self, plan: Plan, columns: Lists, rows: Rows, count: int) -> None:
         self.plan = plan
@@ -129,7 +129,7 @@ class _Part:
         ]
 
     def results(self, keys: dict[int, Tensor]) -> Sequence[Tensor]:
-        """New results."""
+        """Return new results."""
         format, role = self.plan.expression.format, self.plan.role
         made = self._computed([keys[i] for i in self.rows if i in keys])
         return [
@@ -138,7 +138,7 @@ class _Part:
         ]
 
     def _computed(self, keys: list[Tensor]) -> Iterable[Sequence[Tensor]]:
-        """The components of new results, row by row."""
+        """Return the components of new results, row by row."""
         expression, count = self.plan.expression, len(self.rows)
         every = list(itertools.chain(*self.read))
         formats = [kind.stored for kind in self.plan.read]
@@ -179,7 +179,7 @@ class _Part:
         run_alike(*self.plan.on_whole, columns, lengths, [*lying.addresses, *addresses])
 
     def beside_targets(self) -> Lying | None:
-        """How operands and, behind them, the components of targets lie; None if not alike."""
+        """Return the layout of operands and, after them, of the targets; None if layouts differ."""
         for x in self.targets:
             if isinstance(x, LiftedTensor):
                 x.grow_tails()
@@ -190,7 +190,7 @@ class _Part:
         return lying_alike(every, len(self.rows), in_order=format.takes_key)
 
     def write(self, lying: Lying, keys: dict[int, Tensor]) -> None:
-        """Write into the targets."""
+        """Write the results into the targets."""
         read = lying._replace(
             vectors=lying.vectors[: -self.width], addresses=lying.addresses[: -self.width]
         )
@@ -208,7 +208,8 @@ def _plans(
     in_place: bool = False,
 ) -> list[tuple[Plan, Rows]]:
     """Group rows by the kinds of their operands, with their plans; rows without a plan are left
-    out."""
+    out.
+    """
     if count == 1:
         alone = tuple([kind_of(x) for (x,) in columns])
         only = plan(name, alone, keywords, alone[0].format if in_place else target)
@@ -228,7 +229,7 @@ def _plans(
 
 
 def _components(column: Sequence[Any], kind: Kind) -> Sequence[Sequence[Any]]:
-    """Return the components that are read of a column of one kind."""
+    """Return the components to read of a column of one kind."""
     if kind.number is not None:
         require_numbers(column)
         return [list(map(float, column))]
@@ -253,9 +254,12 @@ def _keys(parts: Sequence[_Part], columns: Lists) -> dict[int, Tensor]:
 def lying_alike(
     operands: Sequence[Sequence[Sequence[Any]]], count: int, *, in_order: bool
 ) -> Lying | None:
-    """The components of rows of operands, given by columns, if all tensors of a row lie alike:
-    without gaps, of one shape, layout in memory and device. Tensors without dimensions are scalars
-    beside the others. Where elements are drawn by their index, they must lie in order."""
+    """Return the components of rows of operands, if all tensors of a row have one layout, or None.
+
+    The tensors must be without gaps, and equal in shape, strides and device. Tensors without
+    dimensions become scalars. If `in_order`, elements must be contiguous, because rounding keys
+    depend on their index.
+    """
     vectors: list[Column] = []
     scalars: list[Sequence[Any]] = []
     every: list[Column] = []  # the leading components of vectors
@@ -291,7 +295,7 @@ def lying_alike(
 
 
 def _are_at_hand(scalars: Column, operands: Sequence[Sequence[Sequence[Any]]]) -> bool:
-    """Whether tensors without dimensions are all on a CPU, or all where the others are."""
+    """Return whether 0-d tensors are all on a CPU, or all on the device of the other tensors."""
     devices = {x.device for x in scalars}
     others = {x.device for column, *_ in operands for x in column if isinstance(x, Tensor)}
     return devices == {torch.device("cpu")} or (len(devices) == 1 and devices == others)

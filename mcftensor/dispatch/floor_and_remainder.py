@@ -1,4 +1,4 @@
-"""Whole numbers and remainders, on all terms: exact, or rounded once where no format holds them."""
+"""Whole numbers and remainders on all terms: exact, or rounded once if not representable."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 )
 @of_terms
 def to_whole(func: Any, x: MCFTensor, *, decimals: int = 0) -> Any:
-    """Each element as a whole number, rounded to decimals, or without its whole part."""
+    """Return elements rounded to whole numbers or decimals, or without their whole part."""
     if x.acts_as == "parameter":
         return compute(func, x, **({"decimals": decimals} if func is aten.round.decimals else {}))
     format, terms = x.format, list(x._read())
@@ -48,7 +48,7 @@ def to_whole(func: Any, x: MCFTensor, *, decimals: int = 0) -> Any:
 )
 @of_terms
 def to_remainder(func: Any, x: Any, y: Any) -> Any:
-    """Remainders; numbers and plain tensors enter as they are."""
+    """Return remainders. Numbers and plain tensors are not rounded to the format first."""
     if all(z.acts_as == "parameter" for z in expansions((x, y))):
         return compute(func, x, y)
     name = func.overloadpacket.__name__

@@ -1,4 +1,4 @@
-"""`torch._foreach_*`: the operations of the table on lists, and any other tensor by tensor.
+"""`torch._foreach_*`: the operations of the table on lists, and other operations tensor by tensor.
 
 Lists may mix formats, plain parameters and plain states.
 """
@@ -26,7 +26,7 @@ _WITH_NUMBER = {"maximum": "clamp_min", "minimum": "clamp_max"}
 def foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `_foreach_name` as `name` on each element of its lists.
 
-    A list of tensors or of numbers supplies one element a row; all else goes to every row.
+    A list of tensors or of numbers supplies one element a row; other arguments apply to every row.
     """
     lists = ListCall(func, args, kwargs)
     targets = lists.columns[0]
@@ -37,7 +37,7 @@ def foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
         return func(*leading(args), **leading(kwargs))
     if not lists.evaluated_into():
         lists.by_torch([None] * lists.count)
-    if torch._C._len_torch_dispatch_stack() == 0:  # lists do not tell autograd by themselves
+    if torch._C._len_torch_dispatch_stack() == 0:  # list operators do not increment versions
         torch.autograd.graph.increment_version(args[0])
     return None
 
@@ -67,13 +67,15 @@ class ListCall:
         self.columns = [a if isinstance(a, Sequence) else [a] for a in (*args, *kwargs.values())]
 
     def evaluated(self) -> list[Any]:
-        """New results of the rows that expansions carry out by themselves; None for the others."""
+        """Return the results of rows that have kernels for expansions, and None for other rows."""
         if self.name not in OPERATORS:
             return [None] * self.count
         return evaluate_rows(self.name, self.columns, self.keywords, self.count)
 
     def evaluated_into(self) -> bool:
-        """Write into the first column, if expansions do so by themselves; else do nothing."""
+        """Write into the first column if all rows have such kernels, and return whether it was
+        done.
+        """
         are_ours = all(isinstance(x, MCFTensor) for x in self.columns[0])
         return (
             are_ours
@@ -82,7 +84,7 @@ class ListCall:
         )
 
     def by_torch(self, made: list[Any]) -> list[Any]:
-        """Carry out the rows that have no result yet: those on stored numbers together."""
+        """Carry out the rows without results, with rows of stored numbers together."""
         left = [i for i in range(self.count) if made[i] is None]
         if storage_formats.are_among(self.columns):
             is_in_order = (
@@ -94,7 +96,7 @@ class ListCall:
                 for i, result in storage_formats.foreach_on_numbers(*given):
                     made[i] = result
             left = [i for i in left if i not in {*rows}]
-        for i in left:  # in place a row may read what the one before has written
+        for i in left:  # a row may read the result that an earlier row wrote in place
             made[i] = self._single(i)
         return made
 

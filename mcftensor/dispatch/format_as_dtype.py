@@ -1,4 +1,4 @@
-"""A format in the place of a dtype: `x.to(format)`, `torch.zeros(3, dtype=format)`."""
+"""A format in place of a dtype: `x.to(format)`, `torch.zeros(3, dtype=format)`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def cast(
     *,
     memory_format: torch.memory_format = torch.preserve_format,
 ) -> Tensor:
-    """A tensor as a value of a format, rounded once; gradients of plain tensors pass through.
+    """Return a tensor as a value of a format, rounded once; gradients of plain tensors pass
+    through.
 
     Raises:
         ValueError: an expansion in another format that requires grad.
@@ -52,11 +53,13 @@ def cast(
 def in_place_of_dtype(
     found: Format, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """A function of PyTorch that was given a format: `x.to(format)`, and what takes `dtype=`, whose
-    result is computed in float64.
+    """Run a function of PyTorch that was given a format: `x.to(format)`, or one with
+    `dtype=format`.
+
+    Functions with `dtype=` are computed in float64 and converted.
 
     Raises:
-        TypeError: any other use of a format, and a result that float64 would not hold.
+        TypeError: any other use of a format, or a result that float64 cannot represent.
     """
     options = dict(kwargs)
     format = options.pop("dtype", None)

@@ -1,4 +1,4 @@
-"""torch's fused steps, such as `_fused_adam_`; with expansions, those of `optimizer_steps.py`.
+"""torch's fused steps, such as `_fused_adam_`; with expansions, the steps of `optimizer_steps.py`.
 
 Lists may mix formats, plain parameters and plain states. Gradients are unscaled here too.
 """
@@ -43,7 +43,7 @@ class StepCall:
         params: the parameters.
         grads: their gradients.
         states: the lists of states by their names; a list that this step does not need is empty.
-        counts: how many steps each parameter has taken, this one counted; empty for SGD.
+        counts: the number of steps of each parameter, this one included; empty for SGD.
         options: the settings by PyTorch's names.
     """
 
@@ -56,7 +56,7 @@ class StepCall:
 
     @staticmethod
     def of(name: str, lists: Sequence[Sequence[Tensor]], options: dict[str, Any]) -> StepCall:
-        """The lists of a call in PyTorch's order, by names."""
+        """Return a call from lists in PyTorch's order."""
         params, grads, *others = lists
         names = RULES[name].states
         states, counts = dict(zip(names, others, strict=False)), others[len(names) :]
@@ -67,7 +67,7 @@ class StepCall:
         return StepCall(name, params, grads, states, counts[0] if counts else [], options)
 
     def rows(self, chosen: Sequence[int]) -> StepCall:
-        """The call of some of the parameters."""
+        """Return the call for some of the parameters."""
         if len(chosen) == len(self.params):
             return self
 
@@ -80,16 +80,16 @@ class StepCall:
         )
 
     def lists(self) -> list[Sequence[Tensor]]:
-        """The lists in PyTorch's order."""
+        """Return the lists in PyTorch's order."""
         counts = [] if RULES[self.name].by_step is None else [self.counts]
         return [self.params, self.grads, *self.states.values(), *counts]
 
     def written(self) -> list[Sequence[Tensor]]:
-        """The lists that the step writes to."""
+        """Return the lists that the step writes to."""
         return [self.params, *filter(len, self.states.values())]
 
     def settings(self) -> dict[str, Any]:
-        """The numbers that have an effect, by our names."""
+        """Return the numbers that have an effect, by the library's names."""
         names = {"weight_decay": RULES[self.name].decay, "is_first_step": "first"}
         return {
             names.get(name, name): x
@@ -100,7 +100,7 @@ class StepCall:
 
 @implements(*(getattr(aten, name) for name in RULES))  # optimizers with fused=True
 def fused_step(func: Any, *lists: Sequence[Tensor], **options: Any) -> None:
-    """A step of ours for what holds an expansion, and torch's own for the rest."""
+    """Take the library's step for rows with an expansion, and torch's own for other rows."""
     call = StepCall.of(func.overloadpacket.__name__, lists, options)
     count = len(call.params)
     if len(set(map(id, call.params))) == count:
@@ -111,7 +111,7 @@ def fused_step(func: Any, *lists: Sequence[Tensor], **options: Any) -> None:
 
 
 def _step(func: Any, call: StepCall) -> None:
-    """The step of parameters that are all different."""
+    """Take the step of parameters that are all different."""
     scale, found_inf = call.options.get("grad_scale"), call.options.get("found_inf")
     if call.options.get("is_first_step") and found_inf is not None:
         for buffer in call.states["momentum_buffer_list"]:
@@ -160,7 +160,7 @@ def _take(
 
 
 def _plain_gradient(x: Tensor) -> Tensor:
-    """A gradient as it was before the step, if that has not written to it."""
+    """Return the plain gradient of a lifted one, if the step has not written to it."""
     return x._component0 if isinstance(x, LiftedTensor) else x
 
 
@@ -190,7 +190,7 @@ def _format(x: Tensor) -> Format:
 
 
 def _groups(quantities: Sequence[Sequence[Tensor]]) -> dict[Formats, list[int]]:
-    """Which rows of lists of tensors are in which formats."""
+    """Return the rows of lists of tensors, grouped by their formats."""
     columns = [list(map(_format, quantity)) for quantity in quantities]
     if all(len(set(column)) == 1 for column in columns):  # mostly
         return {tuple([column[0] for column in columns]): list(range(len(columns[0])))}
@@ -202,7 +202,7 @@ def _directly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     NotImplemented if the dispatcher is needed."""
     if len(args) < 2 or torch.is_grad_enabled() or not is_bare():
         return NotImplemented
-    # The dispatcher gives lists their places and numbers their types, and refuses negative views.
+    # The dispatcher orders lists, converts numbers to their types, and rejects negative views.
     named = [x for name, x in kwargs.items() if name not in ("lr", "grad_scale", "found_inf")]
     gradients = [x for x in args[1] if type(x) is Tensor]
     if any(isinstance(x, (list, tuple, Tensor)) for x in named) or any(
@@ -219,7 +219,7 @@ SHORTCUTS.update({getattr(torch, name): _directly for name in RULES})
 
 @implements(aten._amp_foreach_non_finite_check_and_unscale_.default)  # GradScaler
 def unscale(func: Any, grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Multiply gradients in place, and note in `found_inf`, on its device, that one is infinite."""
+    """Multiply gradients in place, and set `found_inf` on its device if one is infinite."""
     others = [x for x in grads if not isinstance(x, MCFTensor)]
     if others:
         func(others, found_inf, inv_scale)

@@ -1,6 +1,6 @@
 """The forms of an operation that write into a tensor: `x.name_()` and `name(..., out=x)`.
 
-They are the functional form and a copy of its results, so that all terms are written, or none.
+They run the functional form and copy its results, so that all terms are written, or none.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ aten = torch.ops.aten
 
 @functools.lru_cache(maxsize=4096)
 def functional(func: Any) -> Any:
-    """The operator that returns what `func` writes into its first argument, or into `out`.
+    """Return the operator that returns what `func` writes into its first argument, or into `out`.
 
-    None where there is no such operator, as for those that draw random numbers in place.
+    Return None if there is no such operator, as for in-place random numbers.
     """
     arguments, inputs = func._schema.arguments, _inputs(func)
     in_place = len(inputs) == len(arguments)
@@ -46,13 +46,15 @@ def functional(func: Any) -> Any:
 
 
 def _inputs(func: Any) -> list[Any]:
-    """The arguments of an operator but those for its results."""
+    """Return the arguments of an operator except those for its results."""
     return [a for a in func._schema.arguments if not (a.kwarg_only and a.alias_info is not None)]
 
 
 def by_functional_form(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Carry out one of aten's operators that write by way of its functional form; on numbers that
-    are only stored as it is."""
+    """Carry out an aten operator that writes, by its functional form.
+
+    Operators on storage formats run directly, on decoded numbers.
+    """
     if storage_formats.are_numbers((args, kwargs)):
         return storage_formats.on_numbers(func, args, kwargs)
     targets = written_to(func, args, kwargs)
@@ -63,7 +65,7 @@ def by_functional_form(func: Any, *args: Any, **kwargs: Any) -> Any:
     new = functional(func)
     if expansions(targets):
         args, options = as_values((args, options))
-    elif new not in TABLE:  # where it would be evaluated in float64 and rounded to the format first
+    elif new not in TABLE:  # the functional form would round to the format first
         return compute(func, *args, **kwargs)
     values = [x for x in expansions((args, options)) if x.acts_as == "value"]
     written = assign_tree(func, targets, new(*args, **options), values)
@@ -73,14 +75,14 @@ def by_functional_form(func: Any, *args: Any, **kwargs: Any) -> Any:
 def evaluate_into(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> Any:
-    """Run a function whose `out` holds expansions by way of its functional form."""
+    """Run a function whose `out` has expansions, by its functional form."""
     require_no_grad(func.__name__, (args, kwargs, out))
     args, kwargs = as_values((args, kwargs))
     return assign_tree(func.__name__, out, func(*args, **kwargs))
 
 
 def as_values(inputs: Any) -> Any:
-    """Parameters as values: an expansion that is written to gets all their terms."""
+    """Return parameters as values, so that a written expansion gets all their terms."""
     return mapped(
         lambda x: (
             MCFTensor.of(x.components, x.format, writes=x._count) if isinstance(x, MCFTensor) else x
@@ -96,7 +98,7 @@ _ALONE = ("copy_", "_foreach_copy_", "fill_", "set_")
 
 
 def computes_in_place(func: Any) -> bool:
-    """Whether an operator computes what it writes to its first argument."""
+    """Return whether an operator computes the value that it writes to its first argument."""
     name = func.overloadpacket.__name__
     return (
         func.namespace == "aten"
@@ -108,8 +110,10 @@ def computes_in_place(func: Any) -> bool:
 
 
 def onto_plain(handler: Handler) -> Handler:
-    """A handler of an operator that writes in place, which leaves plain targets to PyTorch's own
-    operation in a dtype that holds all operands, so that they are rounded to once."""
+    """Return a handler of an in-place operator that rounds plain targets only once.
+
+    It runs PyTorch's own operation in a dtype that represents all operands.
+    """
 
     def onto(func: Any, *args: Any, **kwargs: Any) -> Any:
         targets = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
@@ -128,8 +132,10 @@ def onto_plain(handler: Handler) -> Handler:
 def _wide_for(
     targets: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.dtype | None:
-    """The dtype for an operation on values that writes to plain tensors of one dtype; None where
-    handlers compute to as many bits in the formats of the values."""
+    """Return the dtype in which to compute an operation on values that writes to plain tensors.
+
+    Return None if handlers compute as many bits in the formats of the values.
+    """
     found = expansions((args, kwargs))
     if not targets or not found:
         return None

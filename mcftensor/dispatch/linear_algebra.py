@@ -5,10 +5,10 @@ until it is close to the identity (S. M. Rump, "Inversion of extremely ill-condi
 floating-point", Japan J. Indust. Appl. Math. 26, 2009), and solutions are refined with residuals of
 twice the bits (N. J. Higham, "Accuracy and Stability of Numerical Algorithms", 2002, chapter 12;
 E. Carson and N. J. Higham, SIAM J. Sci. Comput. 40(2), 2018). Triangular factors are eliminated
-column by column. Eigenvectors are those of float64, refined by products (after T. Ogita and K.
-Aishima, "Iterative refinement for symmetric eigenvalue decomposition", Japan J. Indust. Appl. Math.
-35, 2018); eigenvalues that are too close for that are separated by eigenvectors of their block.
-Singular vectors are eigenvectors of A^T A, which twice the bits hold.
+column by column. Float64 eigenvectors are refined by products (after T. Ogita and K. Aishima,
+"Iterative refinement for symmetric eigenvalue decomposition", Japan J. Indust. Appl. Math. 35,
+2018). Eigenvalues that are too close for that are separated by eigenvectors of their block.
+Singular vectors are eigenvectors of A^T A, which is exact enough in twice the bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mcftensor.formats import Format
 from mcftensor.tensor import MCFTensor
 
 _MOST_STEPS = 100
-"""Of a refinement, which gains at least two bits at each."""
+"""The most steps of a refinement; each gains at least two bits."""
 
 
 def _wide(x: Tensor, format: Format) -> MCFTensor:
@@ -45,8 +45,10 @@ def _largest(x: Tensor) -> float:
 
 
 def batched(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """A function of matrices for batches of them; expansions among the results are rounded to the
-    format of the first operand."""
+    """Return a function of matrices extended to batches.
+
+    Expansions among the results are rounded to the format of the first operand.
+    """
 
     def run(*operands: Tensor, **options: Any) -> tuple[Tensor, ...]:
         format: Format = operands[0]._format  # type: ignore[attr-defined]
@@ -81,7 +83,7 @@ def _require_condition(name: str, condition: float, bits: int) -> None:
 
 
 def _approximate_inverse(name: str, a: MCFTensor, bits: int) -> Tensor:
-    """R with a norm of I - R A below 1/4.
+    """Return R with a norm of I - R A below 1/4.
 
     Raises:
         LinAlgError: the condition is beyond the bits of the format.
@@ -118,7 +120,7 @@ def _wide_like(x: Tensor, a: MCFTensor) -> MCFTensor:
 
 
 def _solved(name: str, a: MCFTensor, b: Tensor, bits: int) -> Tensor:
-    """The solution X of A X = B, refined until it is right to the format."""
+    """Return the solution X of A X = B, refined to the precision of the format."""
     inverse = _approximate_inverse(name, a, bits)
     x = inverse @ b
     for _ in range(_MOST_STEPS):
@@ -152,7 +154,7 @@ def _done(a: Tensor) -> Tensor:
 
 
 def solve_ex(a: Tensor, b: Tensor, *, left: bool = True, check_errors: bool = False) -> Any:
-    """Solutions; in the place of factors the matrices themselves, with pivots of 0."""
+    """Return solutions; in place of factors the matrices themselves, with pivots of 0."""
     is_vector = b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
     if is_vector:
         b = b.unsqueeze(-1)
@@ -164,14 +166,14 @@ def solve_ex(a: Tensor, b: Tensor, *, left: bool = True, check_errors: bool = Fa
 
 
 def inv_ex(a: Tensor, *, check_errors: bool = False) -> Any:
-    """Inverses."""
+    """Return inverses."""
     return _inverse(a)
 
 
 def solve_triangular(
     a: Tensor, b: Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False
 ) -> Tensor:
-    """Solutions with triangular matrices."""
+    """Return solutions with triangular matrices."""
     if not left:
         return solve_triangular(a.mT, b.mT, upper=not upper, unitriangular=unitriangular).mT
     return _triangular(a, b, upper=upper, unit=unitriangular)[0]
@@ -194,7 +196,7 @@ def _triangular(a: MCFTensor, b: Tensor, upper: bool, unit: bool, bits: int) -> 
 def lu_solve(
     factors: Tensor, pivots: Tensor, b: Tensor, *, left: bool = True, adjoint: bool = False
 ) -> Tensor:
-    """Solutions by factors, or by matrices in the place of them."""
+    """Return solutions by factors, or by matrices in their place."""
     if bool((pivots == 0).all()):
         a = factors.mT if adjoint else factors
         found: Tensor = solve_ex(a, b, left=left)[0]
@@ -218,7 +220,7 @@ def lu_solve(
 
 
 def _order_of(pivots: Tensor, size: int) -> Tensor:
-    """The permutation that row exchanges make."""
+    """Return the permutation that row exchanges make."""
     lower = torch.lu_unpack(
         pivots.new_zeros(*pivots.shape, size).double(), pivots, unpack_data=False
     )
@@ -235,7 +237,7 @@ class _Factors(NamedTuple):
 
 
 def _eliminated(a: MCFTensor) -> _Factors:
-    """Gaussian elimination with row exchanges, of a matrix of any shape."""
+    """Return factors of a matrix of any shape, by Gaussian elimination with row exchanges."""
     left, pivots, info = a.clone(), [], 0
     for i in range(min(a.shape)):
         at = i + int(left[i:, i].abs().argmax())
@@ -266,13 +268,13 @@ def _lu_factor(a: MCFTensor, bits: int) -> tuple[Tensor, ...]:
 
 
 def lu_factor_ex(a: Tensor, *, pivot: bool = True, check_errors: bool = False) -> Any:
-    """Packed factors, pivots and the first zero pivot."""
+    """Return packed factors, pivots and the first zero pivot."""
     _require_pivots(pivot)
     return _lu_factor(a)
 
 
 def lu(a: Tensor, *, pivot: bool = True) -> Any:
-    """P, L and U."""
+    """Return P, L and U."""
     _require_pivots(pivot)
     packed, pivots, _ = _lu_factor(a)
     return lu_unpack(packed, pivots)
@@ -281,7 +283,7 @@ def lu(a: Tensor, *, pivot: bool = True) -> Any:
 def lu_unpack(
     packed: Tensor, pivots: Tensor, unpack_data: bool = True, unpack_pivots: bool = True
 ) -> Any:
-    """P, L and U of packed factors."""
+    """Return P, L and U of packed factors."""
     rows, columns = packed.shape[-2:]
     size = min(rows, columns)
     plain = pivots.new_zeros(*pivots.shape[:-1], rows, columns).double()
@@ -293,7 +295,7 @@ def lu_unpack(
 
 
 def exchange_in(exchange: Tensor, like: Tensor) -> Tensor:
-    """A permutation as a matrix of a format."""
+    """Return a permutation as a matrix in the format of `like`."""
     return value_of(exchange, like._format)  # type: ignore[attr-defined]
 
 
@@ -304,7 +306,9 @@ def _require_pivots(pivot: bool) -> None:
 
 @batched
 def _determinant(a: MCFTensor, bits: int) -> tuple[Tensor, ...]:
-    """A number from 1/2 to 1 in magnitude, or 0, the exponent of its power of two, and factors."""
+    """Return a number from 1/2 to 1 in magnitude, or 0, the exponent of its power of two, and
+    factors.
+    """
     packed, pivots, _ = _eliminated(a)
     number: Tensor = _wide_like(torch.ones((), dtype=torch.float64, device=a.device), a)
     exponent = torch.zeros((), dtype=torch.int64, device=a.device)
@@ -324,25 +328,25 @@ def _by_power(x: Tensor, exponent: Tensor) -> Tensor:
 
 
 def _as_factored(a: Tensor) -> Tensor:
-    """What PyTorch's formulas for gradients of determinants take the factors to be of."""
+    """Return the matrix whose factors PyTorch's gradients of determinants expect."""
     return a.mT if a.is_contiguous() else a
 
 
 def det(a: Tensor) -> Any:
-    """Determinants, packed factors and pivots."""
+    """Return determinants, packed factors and pivots."""
     number, exponent, packed, pivots = _determinant(_as_factored(a))
     return _by_power(number, exponent), packed, pivots
 
 
 def slogdet(a: Tensor) -> Any:
-    """Signs of determinants, logarithms of magnitudes, packed factors and pivots."""
+    """Return signs of determinants, logarithms of magnitudes, packed factors and pivots."""
     number, exponent, packed, pivots = _determinant(_as_factored(a))
     two = torch.full_like(number, 2.0)
     return number.sign(), number.abs().log() + two.log() * exponent, packed, pivots
 
 
 def _rooted(a: Tensor) -> tuple[Tensor, int]:
-    """The lower Cholesky factor, and the first leading minor that is not positive, or 0."""
+    """Return the lower Cholesky factor, and the first leading minor that is not positive, or 0."""
     left, columns = a, []
     for i in range(len(a)):
         if not bool(left[0, 0] > 0):
@@ -360,13 +364,16 @@ def _cholesky(a: MCFTensor, bits: int) -> tuple[Tensor, ...]:
 
 
 def cholesky_ex(a: Tensor, *, upper: bool = False, check_errors: bool = False) -> Any:
-    """Cholesky factors, and which leading minor is not positive."""
+    """Return Cholesky factors, and the first leading minor that is not positive, or 0."""
     lower, info = _cholesky(a.mT if upper else a)
     return (lower.mT if upper else lower), info
 
 
 def _orthonormal(name: str, a: MCFTensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Q and R of a matrix with no more columns than rows, by two Cholesky factors of Q^T Q."""
+    """Return Q and R of a matrix with no more columns than rows.
+
+    Two Cholesky factors of Q^T Q make it orthonormal.
+    """
     q: Tensor = a
     r: Tensor = _wide_like(_identity(a, a.shape[1]), a)
     for _ in range(2):
@@ -390,7 +397,7 @@ def _qr(a: MCFTensor, bits: int) -> tuple[Tensor, ...]:
 
 
 def qr(a: Tensor, mode: str = "reduced") -> Any:
-    """Q and R; the diagonal of R is positive."""
+    """Return Q and R; the diagonal of R is positive."""
     rows, columns = a.shape[-2:]
     if mode == "complete" and rows > columns:
         raise NotImplementedError("a complete QR of tall matrices in formats beyond 48 bits")
@@ -411,7 +418,7 @@ def _least_squares(a: MCFTensor, b: Tensor, bits: int) -> tuple[Tensor, ...]:
 
 
 def lstsq(a: Tensor, b: Tensor, rcond: Any = None, *, driver: str | None = None) -> Any:
-    """Least-squares solutions, sums of squares of residuals, and ranks, which are full."""
+    """Return least-squares solutions, sums of squares of residuals, and ranks, which are full."""
     is_vector = b.dim() == a.dim() - 1
     x, residuals, rank = _least_squares(a, b.unsqueeze(-1) if is_vector else b)
     if a.shape[-2] <= a.shape[-1]:
@@ -423,14 +430,14 @@ def lstsq(a: Tensor, b: Tensor, rcond: Any = None, *, driver: str | None = None)
 
 
 def _eigenvectors(a: MCFTensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Eigenvalues in ascending order and eigenvectors of a symmetric matrix."""
+    """Return eigenvalues in ascending order and eigenvectors of a symmetric matrix."""
     size, norm = len(a), _largest(a)
     scale = (
         torch.tensor(norm if norm else 1.0, dtype=torch.float64, device=a.device).frexp().exponent
     )
     small = a * torch.ldexp(torch.ones((), dtype=torch.float64, device=a.device), -scale)
     identity = _identity(a, size)
-    least = 2.0 ** (10 - a._format.precision) * max(size, 1)  # of what rounding leaves
+    least = 2.0 ** (10 - a._format.precision) * max(size, 1)  # smaller elements are rounding errors
     x: Tensor = _wide_like(torch.linalg.eigh(_float64(small)).eigenvectors, a)
     for _ in range(_MOST_STEPS):
         x = _orthogonal(x)
@@ -463,7 +470,7 @@ def _eigenvectors(a: MCFTensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _orthogonal(x: Tensor) -> Tensor:
-    """The orthogonal matrix near one that is nearly orthogonal."""
+    """Return the orthogonal matrix nearest to a nearly orthogonal one."""
     identity, bits = _identity(x, len(x)), x._format.precision  # type: ignore[attr-defined]
     for _ in range(_MOST_STEPS):
         defect = identity - x.T @ x
@@ -474,7 +481,7 @@ def _orthogonal(x: Tensor) -> Tensor:
 
 
 def _connected(is_close: Tensor) -> list[list[int]]:
-    """The sets of indices that are connected by pairs."""
+    """Return the sets of indices that are connected by pairs."""
     left, found = set(range(len(is_close))), []
     rows = is_close.tolist()
     while left:
@@ -495,7 +502,7 @@ def _eigh(a: MCFTensor, upper: bool, bits: int) -> tuple[Tensor, ...]:
 
 
 def eigh(a: Tensor, UPLO: str = "L", compute_v: bool = True) -> Any:
-    """Eigenvalues and eigenvectors."""
+    """Return eigenvalues and eigenvectors."""
     values, vectors = _eigh(a, upper=UPLO == "U")
     return values, vectors if compute_v else vectors.new_empty(0)
 
@@ -509,7 +516,7 @@ def _svd(a: MCFTensor, full: bool, bits: int) -> tuple[Tensor, ...]:
 
 
 def _singular(a: MCFTensor, full: bool, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of a matrix with no more columns than rows."""
+    """Return the singular vectors and values of a matrix with no more columns than rows."""
     rows, columns = a.shape
     _, v = _eigenvectors(a.T @ a, bits)  # type: ignore[arg-type]
     v = v.flip(1)
@@ -517,7 +524,7 @@ def _singular(a: MCFTensor, full: bool, bits: int) -> tuple[Tensor, Tensor, Tens
     s = images.square().sum(0).sqrt()
     sizes = _float64(s)
     rank = int((sizes > sizes.max() * 2.0 ** (4 - bits) * rows).sum()) if columns else 0
-    # Small singular values magnify what is left between eigenvectors.
+    # Small singular values magnify the remaining products of eigenvectors.
     u, _ = _orthonormal("linalg.svd", images[:, :rank] / s[:rank], bits)  # type: ignore[arg-type]
     wanted = rows if full else columns
     if rank < wanted:
@@ -529,6 +536,6 @@ def _singular(a: MCFTensor, full: bool, bits: int) -> tuple[Tensor, Tensor, Tens
 def svd(
     a: Tensor, full_matrices: bool = False, compute_uv: bool = True, *, driver: str | None = None
 ) -> Any:
-    """Singular vectors and values."""
+    """Return singular vectors and values."""
     u, s, vh = _svd(a, full=full_matrices and compute_uv)
     return (u, s, vh) if compute_uv else (u.new_empty(0), s, vh.new_empty(0))

@@ -15,7 +15,7 @@ from mcftensor.tensor import MCFTensor
 
 
 def multiplied(x: MCFTensor, y: MCFTensor) -> MCFTensor:
-    """The products of matrices of one format, of shapes (b, m, k) and (b, k, n)."""
+    """Return the products of matrices of one format, of shapes (b, m, k) and (b, k, n)."""
     format = x._format
     machine = torch.float64 if has_float64(x.device) else torch.float32
     summed = format.sums_in(machine)  # type: ignore[attr-defined]
@@ -27,22 +27,22 @@ def multiplied(x: MCFTensor, y: MCFTensor) -> MCFTensor:
 
 
 def mm(x: Any, y: Any) -> Tensor:
-    """The product of two matrices."""
+    """Return the product of two matrices."""
     return multiplied(x.unsqueeze(0), y.unsqueeze(0)).squeeze(0)
 
 
 def mv(x: Any, y: Any) -> Tensor:
-    """The product of a matrix and a vector."""
+    """Return the product of a matrix and a vector."""
     return mm(x, y.unsqueeze(1)).squeeze(1)
 
 
 def inner(x: Any, y: Any) -> Tensor:
-    """The dot product of two vectors."""
+    """Return the dot product of two vectors."""
     return mv(x.unsqueeze(0), y).squeeze(0)
 
 
 def added(product: Callable[[Any, Any], Tensor]) -> Callable[..., Tensor]:
-    """beta * z + alpha * product(x, y)."""
+    """Return a function that computes beta * z + alpha * product(x, y)."""
 
     def add(z: Tensor, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
         result = product(x, y) if alpha == 1 else product(x, y) * alpha

@@ -1,4 +1,4 @@
-"""What the operands of an operation mean: numbers, plain tensors, values, parameters."""
+"""The operands of an operation: numbers, plain tensors, values, parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
 
 def leaves(tree: Any) -> list[Any]:
-    """What a tree of arguments consists of. Every operation asks it, and a pytree is slow."""
+    """Return the leaves of a tree of arguments. It is faster than a pytree, for every operation."""
     if isinstance(tree, dict):
         tree = tree.values()
     elif not isinstance(tree, (tuple, list)):
@@ -40,7 +40,7 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """A tree of arguments with what a function makes of each leaf."""
+    """Return a tree of arguments with a function applied to each leaf."""
     if type(tree) in (tuple, list):
         return type(tree)([mapped(function, x) for x in tree])
     if type(tree) is dict:
@@ -49,17 +49,17 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def expansions(tree: Any) -> list[MCFTensor]:
-    """Every expansion in a tree of arguments."""
+    """Return every expansion in a tree of arguments."""
     return [x for x in leaves(tree) if isinstance(x, MCFTensor)]
 
 
 def named_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of an operator by their names."""
+    """Return all arguments of an operator by their names."""
     return {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
 
 
 def is_wrapped(x: Tensor) -> bool:
-    """Whether a transform of `torch.func` works on a tensor. Compilers cannot ask."""
+    """Return whether a transform of `torch.func` wraps a tensor; False while Dynamo compiles."""
     return (
         not torch.compiler.is_dynamo_compiling()
         and torch._C._functorch.is_functorch_wrapped_tensor(x)
@@ -67,13 +67,15 @@ def is_wrapped(x: Tensor) -> bool:
 
 
 def leading(tree: Any) -> Any:
-    """The arguments with every expansion replaced by its leading component."""
+    """Return the arguments with every expansion replaced by its leading component."""
     return mapped(lambda x: x.lent if isinstance(x, MCFTensor) else x, tree)
 
 
 def with_leading(args: Iterable[Any]) -> list[Any] | None:
-    """Arguments with leading components in the place of parameters; None if there is a value, or a
-    list with an expansion in it."""
+    """Return arguments with leading components in place of parameters.
+
+    Return None if there is a value, or a list with an expansion in it.
+    """
     plain = []
     for x in args:
         if isinstance(x, MCFTensor):
@@ -87,8 +89,7 @@ def with_leading(args: Iterable[Any]) -> list[Any] | None:
 
 
 def computes_plainly(operands: Sequence[Any]) -> bool:
-    """Whether an operation on operands uses leading components: of parameters alone, as
-    `resolve.uses_leading` says."""
+    """Return whether an operation uses leading components, as `resolve.uses_leading` says."""
     ours = expansions(operands)
     for x in ours:
         if x.acts_as == "value":
@@ -98,13 +99,15 @@ def computes_plainly(operands: Sequence[Any]) -> bool:
 
 
 def are_lifted(operands: Any) -> bool:
-    """Whether every expansion is a plain tensor without tails yet: written into plain tensors,
-    operations on them are PyTorch's own."""
+    """Return whether every expansion is a lifted plain tensor without tails.
+
+    PyTorch's own operations write such operands into plain tensors.
+    """
     return all(isinstance(x, LiftedTensor) for x in expansions(operands))
 
 
 def common_role(operands: Sequence[Any]) -> Role:
-    """The role of a result: parameter where every expansion is one."""
+    """Return the role of a result: parameter if every expansion is a parameter."""
     parameters = all(x.acts_as == "parameter" for x in expansions(operands))
     return "parameter" if parameters else "value"
 
@@ -122,7 +125,7 @@ def common_format(name: str, operands: Sequence[Any]) -> Format:
 
 
 def require_dense(operand: Tensor) -> None:
-    """Raise ValueError for a tensor that is not of dense real numbers."""
+    """Raise ValueError for a tensor that is complex, sparse or quantized."""
     if operand.is_complex() or operand.layout != torch.strided or operand.is_quantized:
         raise ValueError(
             f"an expansion meets a tensor of {operand.dtype}, {operand.layout}; expansions "
@@ -131,7 +134,7 @@ def require_dense(operand: Tensor) -> None:
 
 
 def require_numbers(operands: Iterable[Any]) -> None:
-    """Raise ValueError unless these are real Python numbers."""
+    """Raise ValueError unless all operands are real Python numbers."""
     for x in operands:
         if not isinstance(x, Number):
             raise ValueError(
@@ -145,7 +148,7 @@ def plain(operand: Any) -> Tensor:
         require_dense(operand)
         return operand
     require_numbers([operand])
-    dtype = torch.float64 if has_float64() else torch.float32  # of formats that hold no more
+    dtype = torch.float64 if has_float64() else torch.float32  # as much as its formats represent
     return torch.scalar_tensor(operand, dtype=dtype, device="cpu")
 
 
@@ -154,8 +157,11 @@ _GETTERS = list(map(attrgetter, COMPONENTS))
 
 
 def component_columns(column: Sequence[Tensor], format: Format) -> list[Sequence[Tensor]]:
-    """The components of tensors that are all in a format, plain ones too: the leading ones of all,
-    then their second ones, and so on."""
+    """Return the components of tensors in one format: a column of leading ones, one of second ones,
+    etc.
+
+    Plain tensors have one column.
+    """
     first = column[0]
     if format.shared:
         return list(zip(*[x._read() for x in column], strict=True))  # type: ignore[attr-defined]
@@ -174,7 +180,7 @@ def stored_in(
 ) -> list[Tensor]:
     """Return an operand as components of a format, rounded to nearest unless there is a key.
 
-    They may be the components of the operand itself.
+    They may alias the components of the operand.
     """
     target = format.nearest if key is None else format
     if isinstance(operand, MCFTensor):
@@ -190,7 +196,7 @@ def stored_in(
 
 
 def _entered(operand: Any, device: torch.device) -> tuple[Format, list[Tensor]]:
-    """A plain operand, or a number, as components of a format on a device."""
+    """Return a plain operand or a number as components of a format on a device."""
     if isinstance(operand, Number) and not has_float64(device):
         return named(HALVES), [on_device(x, device) for x in halves(float(operand))]
     x = plain(operand)
@@ -198,20 +204,22 @@ def _entered(operand: Any, device: torch.device) -> tuple[Format, list[Tensor]]:
 
 
 def plainly(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor as a plain one, rounded once."""
+    """Return a tensor as a plain one, rounded once."""
     if isinstance(x, MCFTensor):
         return x._collapsed(dtype)
     return collapse([x], PLAIN[x.dtype].name, dtype)
 
 
 def value_of(x: Tensor, format: Format, operands: Sequence[MCFTensor] = ()) -> MCFTensor:
-    """A plain tensor as a value of a format, rounded as the format does; where it is a result, it
-    goes on from its operands."""
+    """Return a plain tensor as a value of a format, with the rounding of the format.
+
+    A result continues the write count of its operands.
+    """
     return rounded_by(x, format, rounding_key(format, [*operands, x]))
 
 
 def rounded_by(x: Tensor, format: Format, key: Tensor | None) -> MCFTensor:
-    """A plain tensor, or one in any format, as a value of a format."""
+    """Return a plain tensor, or one in any format, as a value of a format, rounded with a key."""
     source, stored = (x._format, x._read()) if isinstance(x, MCFTensor) else (PLAIN[x.dtype], [x])
     made = recode(list(stored), source.name, format.name, key)
     return MCFTensor.of(made, format, own=True, writes=after(format, key))
@@ -221,7 +229,8 @@ def value_in(
     x: Tensor, format: Format, writes: Tensor | None = None, name: str | None = None
 ) -> MCFTensor:
     """Return a value, or a DTensor of one; balanced rounding uses a count, the salt of a name, or
-    the count of x."""
+    the count of x.
+    """
     if writes is None and format.rounding == "balanced":
         own = count_of(x) if name is None else None
         writes = moved(start(local(x).device, name), place_of(x)) if own is None else unwritten(own)
@@ -242,14 +251,13 @@ def as_state(x: Tensor, format: Format, p: Tensor, name: str) -> MCFTensor:
 
 
 def count_of(x: Tensor) -> Tensor | None:
-    """Return the count of balanced rounding of an expansion, also of a sharded one."""
+    """Return the write count of an expansion, also of a sharded one, or None."""
     x = local(x)
     return x._count if isinstance(x, MCFTensor) else None
 
 
 def name_counts(module: nn.Module) -> None:
-    """Give tensors of a module that nothing was written to the salts of their names, and shards
-    their places."""
+    """Give unwritten tensors of a module the salts of their names, and shards their offsets."""
     for name, x in (*module.named_parameters(), *module.named_buffers()):
         count = count_of(x)
         if count is not None and not count.is_meta:
@@ -257,8 +265,10 @@ def name_counts(module: nn.Module) -> None:
 
 
 def rounding_key(format: Format, operands: Iterable[Any]) -> Tensor | None:
-    """What rounding into a format takes, where the first operand that counts its writes is written
-    to, or the result goes on from it."""
+    """Return the key for rounding into a format, or None if its rounding needs none.
+
+    Balanced rounding uses the count of the first operand that has one.
+    """
     tensors = [x for x in operands if isinstance(x, Tensor)]
     return key_for(format, tensors[0].device, _first_count(tensors))
 
@@ -272,20 +282,22 @@ def _first_count(tensors: Iterable[Any]) -> Tensor | None:
 def selected(
     components: Sequence[Tensor], format: Format, role: Role, operands: Sequence[Any]
 ) -> MCFTensor:
-    """A new tensor of elements of others, or of numbers without rounding: it goes on counting as
-    the first of them does."""
+    """Return a new tensor of selected elements or unrounded numbers.
+
+    It continues the write count of the first operand that has one.
+    """
     count = _first_count(operands)
     writes = None if count is None or format.rounding != "balanced" else count.clone()
     return MCFTensor.of(components, format, role, own=True, writes=writes)
 
 
 def after(format: Format, key: Tensor | None) -> Tensor | None:
-    """The count of writes of a new tensor that was rounded by a key."""
+    """Return the write count of a new tensor that was rounded with a key."""
     return None if key is None or format.rounding != "balanced" else key + 1
 
 
 def count_write(targets: Sequence[Tensor]) -> None:
-    """Count that tensors have been rounded into."""
+    """Add one to the write counts of tensors."""
     counts = [x._writes for x in targets if isinstance(x, MCFTensor) and x._writes is not None]
     if len(counts) > 1 and is_bare(counts):
         torch._foreach_add_(counts, 1)
@@ -295,7 +307,9 @@ def count_write(targets: Sequence[Tensor]) -> None:
 
 
 def require_castable(dtype: torch.dtype, target: Tensor) -> None:
-    """Raise RuntimeError, as PyTorch does, where floats are written into integers, say."""
+    """Raise RuntimeError, as PyTorch does, if a write needs an invalid cast such as float to
+    integer.
+    """
     if not torch.can_cast(dtype, target.dtype):
         raise RuntimeError(
             f"result type {dtype} can't be cast to the desired output type {target.dtype}"
@@ -313,23 +327,25 @@ def store(target: Tensor, result: Tensor) -> None:
 
 
 def fill(target: MCFTensor, components: Iterable[Tensor], non_blocking: bool = False) -> None:
-    """Write components into those of an expansion by one call, which no signal can interrupt."""
+    """Write components into an expansion by one call, which no signal can interrupt."""
     overwrite(target.components, components, non_blocking)
 
 
 def overwrite(
     targets: Iterable[Tensor], components: Iterable[Tensor], non_blocking: bool = False
 ) -> None:
-    """The same where the components of the target are at hand."""
+    """Write components into given target components, as `fill`."""
     own, new = list(targets), list(components)
     if is_bare(own, new):
         torch._foreach_copy_(own, new, non_blocking)
-    else:  # single operators, which compilers see through
+    else:  # single operators, which compilers can trace
         copy = torch.ops.aten.copy_.default._op
         uninterrupted([partial(copy, x, y, non_blocking) for x, y in zip(own, new, strict=True)])
 
 
 def uninterrupted(calls: Sequence[partial[Any]]) -> list[Any]:
-    """The results of calls of functions in C, made by one bytecode: Python handles signals between
-    two, so that none comes between the calls."""
+    """Return the results of calls of C functions, made by one bytecode.
+
+    Python handles signals between bytecodes, and so never between these calls.
+    """
     return list(map(partial.__call__, calls))

@@ -11,8 +11,8 @@ Handler = Callable[..., Any]
 
 TABLE: dict[Any, Handler] = {}
 
-# Functions of PyTorch that eager code need not send through its dispatcher: each is called with
-# args and kwargs, and returns NotImplemented to have them sent there nevertheless.
+# Handlers of PyTorch's functions that bypass its dispatcher in eager code. Each is called with the
+# function, args and kwargs, and returns NotImplemented if the dispatcher is needed.
 Shortcut = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 SHORTCUTS: dict[Any, Shortcut] = {}
 
@@ -20,7 +20,7 @@ SHORTCUTS: dict[Any, Shortcut] = {}
 def implements(*operators: Any) -> Callable[[Handler], Handler]:
     """Register a handler, called as `handler(func, *args, **kwargs)`.
 
-    An operator named without its overload stands for all its overloads but those with `out=`.
+    An operator named without its overload stands for all its overloads except those with `out=`.
     """
 
     def register(handler: Handler) -> Handler:
@@ -54,8 +54,10 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 def handler_of(func: Any, own: Handler | None, foreach: Handler, view: Handler) -> Handler | None:
-    """What carries an operator out: its own handler, or that of lists, of its parts or of views;
-    None of any other."""
+    """Return the handler of an operator, or None.
+
+    It is the operator's own handler, or the handler of lists, of composite operators or of views.
+    """
     if own is not None:
         return own
     if func.overloadpacket.__name__.startswith("_foreach_"):

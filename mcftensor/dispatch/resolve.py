@@ -1,6 +1,6 @@
-"""How an elementwise operation is carried out, by its name and the kinds of its operands.
+"""Plans of elementwise operations, by the name of the operation and the kinds of its operands.
 
-There are few kinds, so each plan is made once; lists of thousands of tensors look it up.
+There are few kinds. Each plan is made once, and lists of thousands of tensors look it up.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from mcftensor.tensor import LiftedTensor, MCFTensor, Role
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Kind:
-    """What a plan depends on of an operand; `kind` makes one object of each. Only expansions have a
-    role."""
+    """The properties of an operand that a plan depends on; `kind` makes one object of each.
+
+    Only expansions have a role.
+    """
 
     format: Format
     role: Role | None = None
@@ -44,7 +46,7 @@ _NUMBER, _ONE = kind(NUMBER, None, False, "other"), kind(NUMBER, None, False, "o
 
 
 def kind_of(x: Any) -> Kind:
-    """The kind of an operand."""
+    """Return the kind of an operand."""
     if isinstance(x, MCFTensor):
         return kind(x._format, x.acts_as, x.dim() > 0, None, isinstance(x, LiftedTensor))
     if isinstance(x, Tensor):
@@ -57,7 +59,7 @@ _dtype = attrgetter("dtype")
 
 
 def kinds_of(column: Sequence[Any]) -> list[Kind]:
-    """The kinds of a column, one for all if they are seen to be alike."""
+    """Return the kinds of a column, a single one if all are found equal."""
     return [kind_of(column[0])] if _look_alike(column) else list(map(kind_of, column))
 
 
@@ -78,13 +80,13 @@ class Plan(NamedTuple):
 
     expression: Expression
     order: tuple[int | float, ...]
-    """Of the operands; a float stands for itself."""
+    """The order of the operands; a float is a constant."""
     read: tuple[Kind, ...]
     """The kinds of the operands in that order."""
     role: Role
     on_whole: tuple[Body, Signature]
-    """The kernel of tensors that have the shape of the result; those without dimensions are
-    scalars, as numbers are."""
+    """The kernel for tensors in the shape of the result. Tensors without dimensions are scalars,
+    as numbers are."""
 
 
 class _Place(NamedTuple):
@@ -95,12 +97,14 @@ class _Place(NamedTuple):
 def plan(
     name: str, kinds: tuple[Kind, ...], keywords: tuple[str, ...], target: Format | None
 ) -> Plan | None:
-    """How an operation on operands of these kinds is carried out, the last of them given by
-    keywords; its result is written into a target of some format, or is new.
+    """Return how an operation on operands of these kinds is carried out.
+
+    The last operands are given by keywords. The result is new, or is written into a target of
+    some format.
 
     Returns:
-        The plan, or None if PyTorch's own operation carries it out: on numbers that are only
-        stored, or on the leading terms of parameters.
+        The plan, or None if PyTorch's own operation carries it out: on numbers of storage
+        formats, or on the leading terms of parameters.
 
     Raises:
         ValueError: expansions of unlike bases.
@@ -141,8 +145,8 @@ def uses_leading(ours: Iterable[bool], plain: Iterable[bool]) -> bool:
     A 0-d plain tensor counts as a number if the expansions have dimensions.
 
     Args:
-        ours: whether the expansions have dimensions.
-        plain: whether the plain tensors have.
+        ours: whether each expansion has dimensions.
+        plain: whether each plain tensor has dimensions.
     """
     least = any(ours)
     return any(has_dims >= least for has_dims in plain)

@@ -44,18 +44,18 @@ from mcftensor.passes.format_conversion import (
 from mcftensor.tensor.implicit_rounding import asking, rounding
 from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
 
-# Elements whose numbers fit into the caches of a CPU, and are work enough for its threads.
+# The elements of a chunk, which fits the caches of a CPU and occupies its threads.
 PART = 1 << 19
 
-# Elements of lists that are decoded together on other devices.
+# The elements of lists that are decoded together on other devices.
 CHUNK = 1 << 24
 
-# Numbers of which the product is still a normal float32 are noted.
+# The smallest product of factors that is deferred: it is a normal float32.
 LEAST = 2.0**-120
 
 
 def of_terms(handler: Handler) -> Handler:
-    """A handler that works on terms, and so leaves other components to `on_numbers`."""
+    """Return a handler that works on terms, and passes storage formats to `on_numbers`."""
 
     def on_terms(func: Any, *args: Any, **kwargs: Any) -> Any:
         if are_among((args, kwargs)):
@@ -66,7 +66,7 @@ def of_terms(handler: Handler) -> Handler:
 
 
 def are_among(operands: Any) -> bool:
-    """Whether one of the operands is only stored."""
+    """Return whether an operand is in a storage format."""
     return any(x.arithmetic == "numbers" for x in _formats(operands))
 
 
@@ -75,8 +75,11 @@ def _formats(operands: Any) -> set[Format]:
 
 
 def are_numbers(operands: Any) -> bool:
-    """Whether an operation is one on plain numbers: of expansions that are all only stored, or of
-    which some share scales, which other kernels do not read."""
+    """Return whether an operation computes with decoded numbers.
+
+    It does if all expansions are in storage formats, or if some of them share scales, which the
+    kernels of terms cannot read.
+    """
     formats = _formats(operands)
     return bool(formats) and (
         all(x.arithmetic == "numbers" for x in formats) or any(format.shared for format in formats)
@@ -84,7 +87,7 @@ def are_numbers(operands: Any) -> bool:
 
 
 def on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator on numbers as plain tensors; those that it writes to are stored again.
+    """Run an operator on decoded numbers as plain tensors, and encode the tensors that it writes.
 
     A result of parameters alone is a parameter and stores all bits. An operation that writes to a
     parameter computes with its decoded number.
@@ -97,7 +100,7 @@ def on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _in_role(result: Any, operands: Any) -> Any:
-    """Results in the role that is that of operands, new numbers in a format that holds them."""
+    """Return results of parameters as parameters, in a format that stores all their bits."""
     found = expansions(operands)
     format = found[0]._format.of_gradients
     if format is None or any(x.acts_as == "value" for x in found):
@@ -139,7 +142,7 @@ def _say_what_is_rounded(func: Any, written: Iterable[Tensor], operands: Any) ->
 
 
 def _is_noted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether it is enough to note a number by which a tensor is multiplied in place."""
+    """Return whether a multiplication by a number in place was deferred as a factor."""
     if func.overloadpacket is not torch.ops.aten.mul_ or kwargs or torch.compiler.is_compiling():
         return False
     return _note(*args)
@@ -151,7 +154,7 @@ def _note(x: Tensor, number: Any) -> bool:
     factor = x._factor
     if (
         factor is None
-        or x._role == "parameter"  # of which shards may be parts, which note nothing
+        or x._role == "parameter"  # a shard may be a part, and parts defer no factors
         or not 0 < number <= 1
         or factor.value * number < LEAST
         or x.is_part
@@ -163,17 +166,22 @@ def _note(x: Tensor, number: Any) -> bool:
 
 
 def _is_decoded(x: Any) -> bool:
-    """Whether a tensor is computed with in a wider type than it is stored in; beside expansions
-    plain ones of 16 bits are, too, and written to with one rounding, and what reads as one."""
+    """Return whether a tensor is computed in a wider type than it is stored in.
+
+    Together with expansions, plain 16-bit tensors and lifted ones are decoded, too, and written
+    with one rounding.
+    """
     if isinstance(x, MCFTensor):
         return x._format.arithmetic == "numbers" or isinstance(x, LiftedTensor)
     return isinstance(x, Tensor) and x.dtype in NARROW and x.layout == torch.strided
 
 
 def decoded(tree: Any, written: Sequence[Tensor] = ()) -> tuple[Any, dict[int, Tensor]]:
-    """The arguments with numbers in the place of what only stores them, and these numbers by the
-    id of what stores them; beside float64, plain tensors that are read alone become float64 too,
-    as those of 16 bits become float32."""
+    """Return the arguments with decoded numbers in place of stored tensors, and the numbers by
+    tensor id.
+
+    If a number is float64, plain float32 tensors that are only read become float64, too.
+    """
     found = {id(x): x for x in leaves(tree) if _is_decoded(x)}
     numbers = dict(zip(found, numbers_of([*found.values()]), strict=True))
     if any(x.dtype == torch.float64 for x in numbers.values()):
@@ -210,7 +218,7 @@ def numbers_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def store_numbers(targets: Sequence[Tensor], numbers: Column) -> None:
-    """Round plain tensors into what stores numbers of their shapes."""
+    """Round plain tensors into targets of the same shapes."""
     if not is_bare(*map(_components, targets), numbers):
         for x, number in zip(targets, numbers, strict=True):
             if isinstance(x, MCFTensor) and x._format.shared:
@@ -234,17 +242,17 @@ def store_numbers(targets: Sequence[Tensor], numbers: Column) -> None:
 
 
 def _alike(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Which rows are stored alike."""
+    """Return groups of rows of equal format."""
     return list(places_of(map(_format_of, tensors)).values())
 
 
 def _stored(tensors: Sequence[Tensor]) -> tuple[Format, list[Column]]:
-    """The format of tensors that are alike, and columns of their components."""
+    """Return the format of tensors of one format, and columns of their components."""
     return _format_of(tensors[0]), list(zip(*map(_components, tensors), strict=True))
 
 
 def _format_of(x: Tensor) -> Format:
-    """That in which it is read; a lifted tensor is a plain one."""
+    """Return the format in which a tensor is read; a lifted tensor is plain."""
     if not isinstance(x, MCFTensor):
         return PLAIN[x.dtype]
     return PLAIN[x._format.dtype] if isinstance(x, LiftedTensor) else x._format
@@ -257,18 +265,18 @@ def _components(x: Tensor) -> Sequence[Tensor]:
 
 
 def _factor_of(x: Any) -> float:
-    """What the numbers of a tensor are yet to be multiplied by."""
+    """Return the deferred factor of a tensor, or 1."""
     return x._factor.value if isinstance(x, MCFTensor) and x._factor is not None else 1.0
 
 
 def _settle_rest(x: Tensor) -> None:
-    """Before a part of a tensor is written to, multiply all of it."""
+    """Apply the deferred factor of the whole tensor before a part of it is written."""
     if isinstance(x, MCFTensor) and x._factor is not None and x.is_part:
         x._factor.settle()
 
 
 def _finish(written: Sequence[Tensor]) -> None:
-    """What has been written had been multiplied before."""
+    """Reset the deferred factors of written tensors, and count the write."""
     for x in written:
         if isinstance(x, MCFTensor) and x._factor is not None:
             x._factor.value = 1.0
@@ -276,7 +284,7 @@ def _finish(written: Sequence[Tensor]) -> None:
 
 
 def _dtype_of(x: Tensor) -> torch.dtype:
-    """That of its numbers."""
+    """Return the dtype of the decoded numbers."""
     if isinstance(x, MCFTensor) and x._format.arithmetic == "numbers":
         return x._format.result.dtype
     return torch.float32
@@ -290,10 +298,10 @@ def _key(x: Tensor) -> Tensor | None:
 
 
 def _goes_in_blocks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator works element by element on large tensors that lie alike on a CPU."""
+    """Return whether an operator is elementwise on large contiguous tensors on a CPU."""
     if torch.Tag.pointwise not in func.tags or "out" in kwargs:
         return False
-    if [str(x.type) for x in func._schema.returns] != ["Tensor"]:  # as those of equal and frexp
+    if [str(x.type) for x in func._schema.returns] != ["Tensor"]:  # equal and frexp return others
         return False
     tensors = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
     first = tensors[0]
@@ -314,8 +322,11 @@ def _goes_in_blocks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def are_apart(columns: Sequence[Sequence[Any]]) -> bool:
-    """Return whether the rows are independent: whether no tensor of the first column shares memory
-    with another one of it, or with tensors of other rows."""
+    """Return whether the rows are independent.
+
+    No tensor of the first column may share memory with another one of it, or with tensors of other
+    rows.
+    """
     targets = columns[0]
     read = [
         x
@@ -325,7 +336,7 @@ def are_apart(columns: Sequence[Sequence[Any]]) -> bool:
     ]
     written, others = ([y for x in each for y in _components(x)] for each in (targets, read))
     if not is_bare(written, others):
-        return True  # a compiler's, which lie nowhere
+        return True  # tensors of a compiler have no addresses
     spans = [(*_span(x), True) for x in written] + [(*_span(x), False) for x in others]
     reach = reach_of_targets = 0
     for start, stop, is_target in sorted(spans):
@@ -337,7 +348,7 @@ def are_apart(columns: Sequence[Sequence[Any]]) -> bool:
 
 
 def _span(x: Tensor) -> tuple[int, int]:
-    """The addresses between which a plain tensor lies."""
+    """Return the first and last address of a plain tensor."""
     start, count = x.data_ptr(), x.numel()
     if count and not x.is_contiguous():
         steps = zip(x.shape, x.stride(), strict=True)
@@ -346,7 +357,7 @@ def _span(x: Tensor) -> tuple[int, int]:
 
 
 def _has_whole_parts(x: Tensor) -> bool:
-    """Whether parts of the memory of a tensor have whole blocks, where these share something."""
+    """Return whether chunks of a tensor consist of whole blocks."""
     shared = _format_of(x).shared
     return all(_components(x)[i].numel() * BLOCK_SIZE == x.numel() for i in shared)
 
@@ -389,7 +400,7 @@ def _in_chunks(
 
 
 def _part_of(x: Tensor, numbers: Tensor, part: slice) -> tuple[Format, list[Column], Tensor]:
-    """The components of a part of a tensor, and its scratch; of blocks, one in each row."""
+    """Return the format and components of a part of a tensor, and its scratch, one block a row."""
     format, columns = _stored([x])
     own = [column[0].view(-1) for column in columns]
     scratch = numbers[: part.stop - part.start]
@@ -402,7 +413,7 @@ def _part_of(x: Tensor, numbers: Tensor, part: slice) -> tuple[Format, list[Colu
 
 
 def _cut(numbers: dict[int, Tensor], part: slice, x: Any) -> Any:
-    """An argument for a part of all elements."""
+    """Return the part of an argument that belongs to a chunk."""
     if not isinstance(x, Tensor):
         return x
     scratch = numbers.get(id(x))
@@ -421,7 +432,10 @@ def foreach_on_numbers(
     kwargs: dict[str, Any],
     single: Callable[[int], Any],
 ) -> Iterator[tuple[int, Any]]:
-    """Run an operator on rows of lists; large tensors on a CPU one by one."""
+    """Run an operator on rows of lists, and yield row numbers and results.
+
+    Large tensors on a CPU are processed one by one.
+    """
     if func.overloadpacket is torch.ops.aten._foreach_mul_ and not kwargs:
         numbers = args[1] if isinstance(args[1], Sequence) else [args[1]] * len(args[0])
         noted = {i for i in rows if _note(args[0][i], numbers[i])}

@@ -1,7 +1,7 @@
 """Operations that move, copy, make or place elements: the same operation on each term.
 
-Nothing is rounded, and numbers and plain tensors enter at full precision. The comment beside an
-operator says who calls it.
+Nothing is rounded, and numbers and plain tensors enter at full precision. The comment next to an
+operator names its callers.
 """
 
 from __future__ import annotations
@@ -63,8 +63,10 @@ _VIEW_COPIES = (
 
 
 def _copies(func: Any, x: MCFTensor, args: Any, kwargs: Any) -> Any:
-    """One operation on each component, whose results have memory of their own; a format whose
-    components do not move so gives plain numbers."""
+    """Apply an operation to each component, with results in new memory.
+
+    If the format cannot move its components this way, return the plain numbers.
+    """
     if x._format is lent:
         return tree_map(partial(holding, x), func(x._read()[1], *args, **kwargs))
     results = x._format.move(func, x._read(), x.shape, args, kwargs, own=True)
@@ -74,7 +76,7 @@ def _copies(func: Any, x: MCFTensor, args: Any, kwargs: Any) -> Any:
 
 
 def _views(func: Any, x: MCFTensor, args: Any, kwargs: Any) -> Any:
-    """The same of an operation whose results share memory with the components."""
+    """Apply a view operator to each component, with results that alias the components."""
     if isinstance(x, (LiftedTensor, LentTensor)):
         return x.views(func, args, kwargs)
     held = x._held() if x._format.shared else x.components
@@ -97,7 +99,7 @@ def _views(func: Any, x: MCFTensor, args: Any, kwargs: Any) -> Any:
 
 
 def _together(x: MCFTensor, results: list[Any], starts: Iterable[int], *, own: bool) -> Any:
-    """Tensors, or lists of them, one for each component, as tensors of the kind of x."""
+    """Return tensors of the kind of x, given the results for each component."""
     if isinstance(results[0], Tensor):
         return x._like(results, own=own, start=next(iter(starts)))
     pieces = zip(*results, strict=True)
@@ -107,8 +109,7 @@ def _together(x: MCFTensor, results: list[Any], starts: Iterable[int], *, own: b
 
 @implements(aten._unsafe_view.default)  # products of stacks of matrices, x.t().reshape
 def view(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
-    """Views, according to PyTorch's schemas: the terms of the result share memory with those of
-    x."""
+    """Return views, by PyTorch's schemas: the terms of the result alias the terms of x."""
     if torch.is_inference_mode_enabled():
         with torch._C._InferenceMode(x.is_inference()):  # a view is of the kind of its base
             return _views(func, x, args, kwargs)
@@ -116,13 +117,15 @@ def view(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
     if func is aten.detach.default:
         _keep_hooks(x, out)
     first = out if isinstance(out, Tensor) else next(iter(out), out)
-    if isinstance(first, LentTensor):  # PyTorch wants views to be of the type of what they are of
+    if isinstance(first, LentTensor):  # PyTorch requires views to have the type of their base
         return out
     return return_and_correct_aliasing(func, (x, *args), kwargs, out)
 
 
 def _keep_hooks(x: MCFTensor, new: MCFTensor) -> None:
-    """`module.to(device)` puts the parameter that it makes of a new tensor in the place of x."""
+    """Copy the hooks of x, which `module.to(device)` replaces by a parameter made of the new
+    tensor.
+    """
     if x._hooks:
         new._hooks = x._hooks
 
@@ -149,7 +152,7 @@ def _keep_hooks(x: MCFTensor, new: MCFTensor) -> None:
     aten._pin_memory.default,  # x.pin_memory, data loaders, offloading
 )
 def move_elements(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Copies and selections of elements."""
+    """Copy or select elements."""
     if not isinstance(x, MCFTensor) or any(isinstance(a, MCFTensor) for a in args):  # as indices
         return compute(func, x, *args, **kwargs)
     return _copies(func, x, args, kwargs)
@@ -175,14 +178,14 @@ def move_elements(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     aten._upsample_nearest_exact3d.default,
 )
 def layer(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Layers that move elements: of a value all terms, of a parameter the leading one."""
+    """Move elements in a layer: all terms of a value, the leading term of a parameter."""
     is_value = isinstance(x, MCFTensor) and x.acts_as == "value"
     return (move_elements if is_value else compute)(func, x, *args, **kwargs)
 
 
 @implements(aten.embedding.default)  # F.embedding
 def embedding(func: Any, x: Any, indices: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """An embedding; of a table that is decoded at each use, only the requested rows are decoded."""
+    """Return an embedding. A table that is decoded at each use decodes only the requested rows."""
     if isinstance(x, MCFTensor) and lends(x) and indices.numel() < x.shape[0]:
         rows = [part.index_select(0, indices.flatten()) for part in x._read()]
         return lent_by(rows, x._format).view(*indices.shape, *x.shape[1:])
@@ -197,11 +200,11 @@ def embedding(func: Any, x: Any, indices: Tensor, *args: Any, **kwargs: Any) -> 
     aten.as_strided_.default,  # x.as_strided_
 )
 def view_(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> MCFTensor:
-    """Another shape for the same tensor object."""
+    """Change the shape of the same tensor object."""
     if share_scales([x]):
         raise refusal(func, [x], "32 elements of a row share a scale")
     calls = [partial(func._op, t, *args, **kwargs) for t in (*x.components, x)]
-    if not is_bare(x.components):  # a compiler's, which see what is dispatched
+    if not is_bare(x.components):  # compilers trace dispatched operators
         uninterrupted(calls[:-1])
         calls = calls[-1:]
     with no_dispatch():
@@ -211,7 +214,7 @@ def view_(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> MCFTensor:
 
 @implements(aten.cat.default, aten.stack.default)  # parameters_to_vector, DDP, class tokens
 def join(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
-    """cat and stack, of expansions of one base; a plain tensor enters as a value."""
+    """Return cat and stack of expansions of one base; a plain tensor enters as a value."""
     if computes_plainly(tensors):
         return func(leading(tensors), *args)
     if share_scales(tensors):
@@ -227,10 +230,10 @@ def join(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
 
 
 def _within_graph(x: MCFTensor) -> bool:
-    """Whether a backward formula asks, and not an optimizer, which has the parameter itself or is
-    within its step.
+    """Return whether a backward formula is the caller, and not an optimizer.
 
-    Compilers give the parameter a grad_fn, under no_grad too.
+    An optimizer has the parameter itself, or is within its step. Compilers give the parameter a
+    grad_fn, under no_grad too.
     """
     in_backward = torch._C._current_graph_task_id() != -1
     in_forward = torch.is_grad_enabled() and x.grad_fn is not None
@@ -238,7 +241,7 @@ def _within_graph(x: MCFTensor) -> bool:
 
 
 def _asks_other(x: MCFTensor, kwargs: dict[str, Any]) -> bool:
-    """Whether another dtype is asked for; its own is no longer, since components have their own."""
+    """Return whether another dtype is requested; otherwise remove the dtype from the keywords."""
     if kwargs.get("dtype") not in (None, x.dtype):
         return True
     kwargs.pop("dtype", None)
@@ -247,11 +250,13 @@ def _asks_other(x: MCFTensor, kwargs: dict[str, Any]) -> bool:
 
 @implements(aten.zeros_like.default, aten.empty_like.default)  # states of optimizers
 def like(func: Any, x: MCFTensor, **kwargs: Any) -> Any:
-    """A value of the same format; a plain tensor where another dtype is asked for, and beside a
-    parameter within a graph: backward formulas make such, and gradients of parameters are plain.
+    """Return a value of the same format.
+
+    The result is plain if another dtype is requested. It is also plain for a parameter within a
+    graph, since backward formulas create it, and gradients of parameters are plain.
 
     An empty tensor like a part or copy of a parameter is a parameter: `distribute_tensor` and
-    `Module.to_empty` make what is to hold the parameter.
+    `Module.to_empty` create the memory of the parameter with it.
     """
     if _asks_other(x, kwargs) or _within_graph(x):
         return func(template(x), **kwargs)
@@ -273,7 +278,7 @@ def like(func: Any, x: MCFTensor, **kwargs: Any) -> Any:
     aten.new_empty_strided.default,  # x.new_empty_strided, FSDP
 )
 def new(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
-    """As `like`, of another shape; the role stays."""
+    """Return a tensor as `like` does, of another shape; the role stays."""
     if _asks_other(x, kwargs):
         return func(template(x), *args, **kwargs)
     if isinstance(x, LentTensor):
@@ -285,7 +290,7 @@ def new(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
 
 @implements(aten._new_zeros_with_same_feature_meta.default)  # nested forward derivatives
 def new_tangent(func: Any, x: Tensor, base: Tensor, **kwargs: Any) -> Any:
-    """Zeros of the kind of a tangent, in the layout of its primal."""
+    """Return zeros of the kind of a tangent, in the layout of its primal."""
     base = leading(base)
     if not isinstance(x, MCFTensor):
         return func(x, base, **kwargs)
@@ -295,12 +300,12 @@ def new_tangent(func: Any, x: Tensor, base: Tensor, **kwargs: Any) -> Any:
 
 
 def _of_states(x: MCFTensor) -> Format:
-    """Return the format of a new tensor like another."""
+    """Return the format of a new tensor like x."""
     return x._format.of_states if x._role == "parameter" else x._format
 
 
 def template(x: MCFTensor) -> Tensor:
-    """A plain tensor laid out as one, and of its dtype."""
+    """Return a plain tensor with the layout and dtype of x."""
     if x._component0.dtype == x._format.dtype:
         return x._component0
     return torch.empty_like(x._component0, dtype=x._format.dtype)
@@ -316,10 +321,10 @@ def _filled(
 
 @implements(aten.ones_like.default, aten.full_like.default)  # states of optimizers
 def filled_like(func: Any, x: MCFTensor, *value: Any, **kwargs: Any) -> Any:
-    """A value filled with a number at full precision.
+    """Return a value filled with a number at full precision.
 
-    The ones that start a backward pass from a parameter are plain, like all gradients of
-    parameters."""
+    A backward pass from a parameter starts from plain ones, like all gradients of parameters.
+    """
     if _asks_other(x, kwargs) or _within_graph(x):
         return func(template(x), *value, **kwargs)
     if _of_states(x) is not x._format:
@@ -331,7 +336,7 @@ def filled_like(func: Any, x: MCFTensor, *value: Any, **kwargs: Any) -> Any:
 
 @implements(aten.new_ones.default, aten.new_full.default)  # x.new_ones, x.new_full
 def new_filled(func: Any, x: MCFTensor, size: Any, *value: Any, **kwargs: Any) -> Any:
-    """As `filled_like`, of another shape; the role stays."""
+    """Return a tensor as `filled_like` does, of another shape; the role stays."""
     if _asks_other(x, kwargs):
         return func(template(x), size, *value, **kwargs)
     if share_scales([x]):
@@ -344,7 +349,7 @@ def new_filled(func: Any, x: MCFTensor, size: Any, *value: Any, **kwargs: Any) -
 
 @implements(aten.view.dtype)  # x.view(torch.int16), FSDP
 def view_bits(func: Any, x: MCFTensor, dtype: torch.dtype) -> Any:
-    """Refused: the bits of an expansion are in several tensors."""
+    """Raise TypeError: the bits of an expansion are in several tensors."""
     raise TypeError(
         f"view: an expansion in {x.format.name} has no bits to be seen as {dtype}; view those of a "
         "term, x.components[0].view(dtype), or convert the values, mcf.as_plain(x, dtype). Where "
@@ -355,13 +360,13 @@ def view_bits(func: Any, x: MCFTensor, dtype: torch.dtype) -> Any:
 
 @implements(aten.view_as_complex.default)  # torch.view_as_complex beyond 48 bits
 def view_as_complex(func: Any, x: MCFTensor) -> Any:
-    """Refused: there are no complex expansions."""
+    """Raise NotImplementedError: there are no complex expansions."""
     raise refusal(func, [x], "its result is complex")
 
 
 @implements(aten._to_copy.default)  # .to, .float(), autocast, load_state_dict of optimizers
 def to_copy(func: Any, x: MCFTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
-    """Another device keeps the expansion; another dtype collapses it with one rounding."""
+    """Copy to a device as an expansion, or convert to another dtype with one rounding."""
     if dtype not in (None, x.dtype):
         assert dtype is not None
         if dtype.is_complex:
@@ -381,7 +386,7 @@ def to_copy(func: Any, x: MCFTensor, *, dtype: torch.dtype | None = None, **kwar
 
 @implements(aten.copy_.default)  # load_state_dict, EMA, AOTAutograd's write-back
 def copy_(func: Any, target: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
-    """Between equal formats a bare copy of terms; otherwise one rounding."""
+    """Copy in place: the terms between equal formats, otherwise with one rounding."""
     if not isinstance(target, MCFTensor):
         rounding(func, [source], target)
         func(target, source._collapsed(target.dtype), non_blocking)
@@ -398,14 +403,14 @@ def copy_(func: Any, target: Tensor, source: Any, non_blocking: bool = False) ->
     fill(target, stored_in(source, target.format, target.device, key), non_blocking)
     if not is_alike:
         count_write([target])
-    elif target._writes is not None:  # it goes on as the source does
+    elif target._writes is not None:  # it continues the count of the source
         target._writes.copy_(moved(source._count, -target._first))
     return target
 
 
 @implements(aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor)  # zero_grad, states
 def fill_(func: Any, target: Tensor, value: Any = 0.0) -> Tensor:
-    """Every element set to one number, at full precision."""
+    """Set every element to one number, at full precision."""
     if not isinstance(target, MCFTensor):
         return target.copy_(value.expand(target.shape))
     if share_scales([target]):
@@ -423,7 +428,7 @@ def fill_(func: Any, target: Tensor, value: Any = 0.0) -> Tensor:
     aten.masked_fill_.Tensor,  # x.masked_fill_(mask, tensor)
 )
 def masked_fill(func: Any, x: Any, mask: Tensor, value: Any) -> Any:
-    """Elements under a mask set to one number, at full precision."""
+    """Set the elements under a mask to one number, at full precision."""
     if func.overloadpacket is aten.masked_fill_ and _goes_to_plain(x, value):
         rounding(func, [value], x)
         return func(x, mask, value._collapsed(x.dtype))
@@ -442,16 +447,16 @@ def masked_fill(func: Any, x: Any, mask: Tensor, value: Any) -> Any:
 
 
 def _goes_to_plain(target: Any, source: Any) -> bool:
-    """Whether elements of an expansion are put into a plain tensor of floats."""
+    """Return whether elements of an expansion are written into a plain floating tensor."""
     is_plain = not isinstance(target, MCFTensor) and target.is_floating_point()
     return is_plain and isinstance(source, MCFTensor)
 
 
-# What these call the elements that are put into `self`.
+# The names of the arguments whose elements are written into `self`.
 _SOURCES = ("src", "source", "values", "value")
 
 
-# What reads the places that these write to, and raises where there are none, before any is written.
+# Operators that read the places that others write, and raise for invalid places before the write.
 _READS = {
     aten.index_put_: aten.index.Tensor,
     aten.put_: aten.take.default,
@@ -462,18 +467,23 @@ _READS = {
 
 
 def _require_places(func: Any, term: Tensor, named: dict[str, Any]) -> None:
-    """Raise what the write would raise in its middle, on a CPU; elsewhere nothing goes on then."""
+    """Raise the error of an invalid place on a CPU before anything is written.
+
+    On other devices such an error ends the program.
+    """
     read = _READS.get(func.overloadpacket)
     if read is None or term.device.type != "cpu" or not is_bare([term]):
         return
     places = {name: x for name, x in named.items() if name != "accumulate"}
     if any(x is not None and x.dtype != torch.bool for x in places.get("indices", [term])):
-        read(term, **places)  # masks have no places beyond
+        read(term, **places)  # masks have no invalid places
 
 
 def _fills_mask(source: Any, indices: Sequence[Tensor | None]) -> bool:
-    """Whether a number of the host goes into the places of one mask. Such a number stays on the
-    host, since PyTorch then fills the mask, and does not count its places."""
+    """Return whether a CPU number is written to the places of one mask.
+
+    PyTorch then fills the mask without counting its places, and the number stays on the CPU.
+    """
     masks = [x for x in indices if x is not None]
     if len(masks) != 1 or masks[0].dtype != torch.bool:
         return False
@@ -481,7 +491,7 @@ def _fills_mask(source: Any, indices: Sequence[Tensor | None]) -> bool:
 
 
 def _elements(source: Any, format: Format, device: torch.device) -> Sequence[Any]:
-    """What goes into each term; of a number Python floats, which compilers leave alone too."""
+    """Return the elements for each term; for a number Python floats, which are not traced."""
     if isinstance(source, torch.Tensor):
         return list(map(movable, stored_in(source, format, device)))
     with no_dispatch():
@@ -511,8 +521,7 @@ def _elements(source: Any, format: Format, device: torch.device) -> Sequence[Any
     aten.constant_pad_nd,  # F.pad
 )
 def place(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Write elements into places of a tensor; a parameter's elements into a plain one as by
-    copy_."""
+    """Write elements into places of a tensor. Into a plain tensor they are rounded, as by copy_."""
     if not isinstance(args[0], MCFTensor) and func._schema.name.endswith("_"):
         named = named_arguments(func, args, kwargs)
         name = next((name for name in _SOURCES if name in named), "value")
@@ -536,7 +545,7 @@ def place(func: Any, *args: Any, **kwargs: Any) -> Any:
     stored = x.components if in_place else stored_in(x, format, x.device)
     device = source.device if _fills_mask(source, named.get("indices", ())) else x.device
     terms, numbers = list(map(movable, stored)), _elements(source, format, device)
-    by_copy = func is aten.masked_scatter_.default  # which raises in its middle
+    by_copy = func is aten.masked_scatter_.default  # it may raise after writing some elements
     write = aten.masked_scatter.default if by_copy else func
     calls = [
         partial(write._op, term, **named, **{name: number})
@@ -552,29 +561,29 @@ def place(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 @implements(aten.record_stream.default)  # FSDP, offloading
 def record_stream(func: Any, x: MCFTensor, stream: Any) -> None:
-    """The memory of every term waits for the stream."""
+    """Record a stream for the memory of every term."""
     for term in x.components:
         func(term, stream)
 
 
 @implements(aten._local_scalar_dense.default)  # .item(), float(x)
 def item(func: Any, x: MCFTensor) -> Any:
-    """The collapsed value as a Python float."""
+    """Return the collapsed value as a Python float."""
     return x._on_host().item()
 
 
 @implements(aten.set_.source_Tensor)  # plain.set_(x)
 def set_(func: Any, target: Tensor, source: Any) -> Any:
-    """Refused: there is no storage that a plain tensor could share."""
+    """Raise TypeError: an expansion has no storage that a plain tensor could share."""
     raise TypeError(
         f"set_: a plain tensor cannot take the storage of an expansion in {source.format.name}, "
         "which has none; assign values with copy_(), or use mcf.as_plain(x, dtype)"
     )
 
 
-@implements(aten.is_set_to.default)  # who compares memory
+@implements(aten.is_set_to.default)  # x.is_set_to
 def is_set_to(func: Any, x: Tensor, other: Tensor) -> bool:
-    """Whether two expansions have the same memory, laid out alike."""
+    """Return whether two expansions have the same memory and layout."""
     if not isinstance(x, MCFTensor) or not isinstance(other, MCFTensor):
         return False
     return x._format is other._format and bool(func(x._lying(), other._lying()))
@@ -582,5 +591,5 @@ def is_set_to(func: Any, x: Tensor, other: Tensor) -> bool:
 
 @implements(aten._cudnn_rnn_flatten_weight.default)  # RNN.flatten_parameters, on GPUs
 def flatten_weights(func: Any, weights: Sequence[Tensor], *args: Any) -> Tensor:
-    """Nothing: layers join the leading terms at each call, since weights keep their memory."""
+    """Return an empty tensor. Layers join the leading terms at each call instead."""
     return torch.empty(0, dtype=weights[0].dtype, device=weights[0].device)

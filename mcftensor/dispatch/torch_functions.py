@@ -1,10 +1,10 @@
-"""Functions that are met whole, before PyTorch takes them apart or sends them to dispatch.
+"""Functions that are handled before PyTorch decomposes them or sends them to dispatch.
 
-Of values, some look at the dtype of their arguments and refuse 16 bits, some convert to float32 by
-themselves, and in some the rounding of each part would be magnified by the next.
+For values, some functions reject 16-bit dtypes, some convert to float32 by themselves, and some
+magnify the rounding of one part in the next.
 
-Of parameters, those of models would use the leading terms operator by operator. Where nobody looks
-on, neither autograd nor a compiler nor a tracer, PyTorch's own code is given these at once.
+For parameters, the functions of models use leading terms. Without autograd, a compiler or a tracer
+they call PyTorch's own code with the leading terms directly.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from mcftensor.tensor.step_context import current_step, outside
 
 _METHODS = (
     *("quantile", "nanquantile", "nanmean", "logdet", "slogdet", "norm", "stft", "istft"),
-    "isclose",  # which would draw random numbers, taken apart
+    "isclose",  # its decomposition would draw random numbers
 )
 
-# PyTorch's own cancel, and are made of operators that do not see it.
+# PyTorch's own functions cancel, and dispatch sees only their parts.
 _SHARPER = {torch.special.ndtr: special_functions.ndtr, F.tanhshrink: special_functions.tanhshrink}
 
 WHOLE: set[Callable[..., Any]] = {
@@ -131,7 +131,7 @@ class _Narrow(torch.autograd.Function):
 
 
 def narrowed(x: Tensor, format: Format) -> MCFTensor:
-    """A float64 tensor as a value, through which gradients pass."""
+    """Return a float64 tensor as a value; gradients pass through."""
     made: MCFTensor = _Narrow.apply(x, format.name)
     return made
 
@@ -139,10 +139,11 @@ def narrowed(x: Tensor, format: Format) -> MCFTensor:
 def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwargs: Any) -> Any:
     """Run a function of values in float64, and split its results, or round them into `out`.
 
-    Formats beyond 48 bits, and all without float64, go on to the operators that it is made of.
+    For formats beyond 48 bits, and on devices without float64, call the function itself, whose
+    operators are dispatched one by one.
 
     Raises:
-        NotImplementedError: a result that is complex.
+        NotImplementedError: a result is complex.
     """
     found = expansions((args, kwargs, out))
     name = getattr(func, "__name__", str(func))
@@ -181,13 +182,13 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
 
 # ------------------------------------------------------------------------------- of parameters
 
-# Which PyTorch sees to before dispatch.
+# PyTorch checks the dtypes of these functions before dispatch.
 _OF_ONE_DTYPE = (
     *(F.bilinear, F.conv1d, F.conv2d, F.conv3d),
     *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
 )
 
-# What changes none of its arguments. Embeddings may, and see dispatch only once as they are.
+# Functions that change none of their arguments. Embeddings may change theirs, and are not here.
 FUNCTIONS: set[Callable[..., Any]] = {
     # nn.Linear, nn.LayerNorm, and the other modules of these names
     *(F.linear, F.layer_norm, F.group_norm, F.rms_norm, F.prelu),
@@ -199,8 +200,10 @@ FUNCTIONS: set[Callable[..., Any]] = {
 
 
 def at_once(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a function of parameters and plain tensors; NotImplemented of other operands,
-    and where anything but eager PyTorch looks on."""
+    """Return the result of a function of parameters and plain tensors on leading terms.
+
+    Return NotImplemented for other operands, and unless only eager PyTorch runs.
+    """
     if (
         "out" in kwargs
         or torch.is_grad_enabled()
@@ -222,7 +225,7 @@ def at_once(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _in_one_dtype(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same; operands of unlike dtypes are refused in words that help."""
+    """As `at_once`, and raise a helpful error for operands of unlike dtypes."""
     result = at_once(func, args, kwargs)
     if result is NotImplemented and not torch._C._is_any_autocast_enabled():
         found = expansions((args, kwargs))
@@ -240,7 +243,7 @@ SHORTCUTS.update(dict.fromkeys(_OF_ONE_DTYPE, _in_one_dtype))
 
 
 def _is_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Steps ask it of every parameter and gradient."""
+    """Return False. Steps call `is_complex` for every parameter and gradient."""
     return False if len(args) == 1 and isinstance(args[0], MCFTensor) else NotImplemented
 
 
@@ -248,8 +251,10 @@ SHORTCUTS[torch.is_complex] = SHORTCUTS[Tensor.is_complex] = _is_complex
 
 
 def _differentiated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A backward pass that a step asks for is no part of it: in its formulas parameters lend, as
-    they do in a forward pass."""
+    """Run a backward pass that a step calls outside of the step.
+
+    Its formulas use the leading terms of parameters, as in a forward pass.
+    """
     if current_step() is None:
         return NotImplemented
     with torch._C.DisableTorchFunctionSubclass():

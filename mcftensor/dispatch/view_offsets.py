@@ -1,6 +1,6 @@
-"""Where pieces that are cut off a tensor begin: how many elements after its first one.
+"""Offsets of the pieces that a view cuts from a tensor, in elements after its first one.
 
-It follows from the arguments of a cut, since under compilers memory lies anywhere.
+They are computed from the arguments, since tensors of compilers have no addresses.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mcftensor.dispatch.operands import named_arguments
 def starts_of_pieces(
     func: Any, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Iterable[int]:
-    """For each result of a view; no view but a cut has another first element."""
+    """Return the offset of each result of a view. Views other than cuts start at 0."""
     cut = _CUTS.get(func.overloadpacket.__name__)
     if cut is None:
         return repeat(0)
@@ -31,7 +31,7 @@ def _within(row: int, rows: int) -> int:
     return min(max(row + rows if row < 0 else row, 0), rows)
 
 
-# By aten's names: at which rows of a dimension pieces begin.
+# By aten's names: the rows of a dimension at which pieces begin.
 _CUTS: dict[str, Callable[[int, dict[str, Any]], Iterable[Any]]] = {
     "slice": lambda rows, named: [_within(int(named.get("start") or 0), rows)],
     "select": lambda rows, named: [_within(int(named["index"]), rows)],

@@ -1,4 +1,4 @@
-"""Results written into tensors that are given: into all of them, or none."""
+"""Results written into given tensors: into all of them, or none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mcftensor.tensor.implicit_rounding import rounding
 
 
 def written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operation writes to."""
+    """Return the tensors that an operation writes to."""
     if not func._schema.is_mutable:
         return []
     schema = func._schema.arguments
@@ -33,12 +33,12 @@ def assign(
     results: Sequence[Tensor],
     operands: Sequence[MCFTensor] = (),
 ) -> None:
-    """Write each result, which was computed from operands, into its target with one rounding.
+    """Write each result, computed from operands, into its target with one rounding.
 
     As everywhere in PyTorch, a plain target without elements takes the shape of its result.
 
     Raises:
-        RuntimeError: a target of a kind that does not hold the result, such as integers.
+        RuntimeError: a target of a dtype that cannot store the result, such as integers.
         NotImplementedError: a target of another shape.
     """
     for target, result in zip(targets, results, strict=True):
@@ -61,14 +61,14 @@ def assign(
 
 
 def assign_tree(func: Any, out: Any, result: Any, operands: Sequence[MCFTensor] = ()) -> Any:
-    """Write results of operands into the tensors of `out`, which come back as the results would."""
+    """Write results into the tensors of `out`, and return these in the structure of the results."""
     targets, (results, structure) = tree_leaves(out), tree_flatten(result)
     assign(func, targets, results, operands)
     return tree_unflatten(targets, structure)
 
 
 def require_no_grad(name: str, tree: Any) -> None:
-    """Raise where `out=` would end a graph, as PyTorch does."""
+    """Raise RuntimeError if `out=` would end an autograd graph, as PyTorch does."""
     if torch.is_grad_enabled() and any(
         isinstance(x, Tensor) and x.requires_grad for x in leaves(tree)
     ):
@@ -79,7 +79,7 @@ def require_no_grad(name: str, tree: Any) -> None:
 
 
 def refusal(func: Any, found: Sequence[MCFTensor], reason: str) -> NotImplementedError:
-    """The error of an operation that cannot carry the precision."""
+    """Return the error of an operation that cannot carry the precision."""
     shapes = ", ".join(f"{x.format.name} {tuple(x.shape)}" for x in found)
     return NotImplementedError(
         f"{func}: not available on expansions ({shapes}): {reason}, and terms are never dropped "
