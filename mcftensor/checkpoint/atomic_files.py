@@ -1,8 +1,8 @@
-"""Files that are replaced whole: a reader finds the old one or the new one, whatever happens.
+"""Files that are replaced atomically: a reader finds the old file or the new one, never a part.
 
-The new file is written beside its place, synchronized to disk, and renamed. A writer holds a lock
-on it, which ends with its process, however that ends: so what a killed writer has left can be told
-from what another one is about to finish, and goes when the file is next written.
+The new file is written in the same folder, synchronized to disk, and renamed. A writer holds a
+lock on it, which ends with its process, even if the process is killed. The lock tells the file of a
+killed writer from a file in use, and the next write removes the former.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from mcftensor.checkpoint.checkpoint_error import CheckpointError
 
-# To lock a new file, before its system is held to be one that says so of every file.
+# Attempts to lock a new file, after which its file system counts as one without locks.
 _ATTEMPTS = 16
 
 fcntl: ModuleType | None
@@ -64,9 +64,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def beside(path: Path, previous: Path | None = None) -> Iterator[tuple[Path, Callable[[], None]]]:
-    """A file beside its place, locked within the block, and what moves it there once on disk.
+    """Yield a locked file in the same folder, and a function that moves it to `path` once on disk.
 
-    Mode and owner are those of a previous file, by default the one that is replaced.
+    It gets the mode and owner of a previous file, by default of the file that it replaces.
     """
     path = path.resolve()  # of a link
     previous = previous or path
@@ -127,7 +127,7 @@ def making(path: Path) -> Iterator[Path]:
 
 
 def _make_locked(path: Path, suffix: str) -> tuple[Path, BinaryIO]:
-    """A new file beside a path, locked, if its system can lock at all."""
+    """Create a file next to a path, locked if its file system supports locks."""
     for left in reversed(range(_ATTEMPTS)):
         made = path.with_name(f".{path.name}.{secrets.token_hex(4)}{suffix}")
         file = made.open("xb")
@@ -163,8 +163,8 @@ def _remove_abandoned_folder(lock: Path) -> None:
 
 
 def remove_abandoned(path: Path, is_needed: Callable[[Path], bool] = lambda path: False) -> None:
-    """Remove a file, unless its writer is at work, or has finished and it is needed."""
-    # Another process has removed it, or may do so.
+    """Remove a file, unless its writer is running, or has finished and the file is needed."""
+    # Another process may have removed it.
     with contextlib.suppress(OSError), path.open("rb+") as file:
         if _lock(file) and not is_needed(path):
             path.unlink()

@@ -21,7 +21,9 @@ class CheckpointError(ValueError):
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn whatever a damaged file makes its reader raise into a CheckpointError of one line."""
+    """Convert any error that a damaged file causes in its reader into a CheckpointError of one
+    line.
+    """
     try:
         yield
     except (CheckpointError, ImportError):

@@ -61,35 +61,35 @@ def load_file(
 ) -> dict[str, Tensor] | tuple[list[str], list[str]]:
     """Load a checkpoint, by `save_file` or another program, into a model or a state dict.
 
-    What the model holds decides what its tensors become. Expansions load into expansions of the
-    same format as they are, into other formats and plain parameters with one rounding, and plain
-    tensors into expansions likewise. All is read and checked before the first tensor of the model
-    changes: a call that raises leaves the model as it was.
+    The tensors of the model keep their formats. Expansions load unchanged into expansions of the
+    same format, and with one rounding into other formats and plain parameters. Plain tensors load
+    into expansions with one rounding, too. Everything is read and checked before the first tensor
+    of the model changes: a call that raises leaves the model unchanged.
 
     Args:
-        path: a safetensors file; the index of one that is divided, or what it would be called if it
-            were not; a folder that holds `model.safetensors.index.json` or `model.safetensors`; or
-            any other layout that `convert_checkpoint` reads.
-        model: the module whose parameters and buffers are loaded, where they are.
-        optimizer: an optimizer of its parameters, made as the one whose states were saved, that
-            loads them and its hyperparameters; states of parameters that are expansions become
-            such, of the format of the parameter.
-        device: where tensors are put that are loaded without a model, by default the CPU.
+        path: a safetensors file; the index of a file in shards, or the name of the whole file; a
+            folder with `model.safetensors.index.json` or `model.safetensors`; or any other layout
+            that `convert_checkpoint` reads.
+        model: the module whose parameters and buffers are loaded, on their devices.
+        optimizer: an optimizer of its parameters, constructed like the saved one, that loads the
+            states and its hyperparameters. States of expansion parameters become expansions in
+            the format of the parameter.
+        device: the device of tensors that are loaded without a model, by default the CPU.
         strict: whether names in only one of file and model are an error.
-        verify: whether digests are checked, which files of `save_file` hold, and whether terms
-            belong together.
-        tails: whether terms after the leading one are taken. This and `verify` are as in
+        verify: whether to check the digests in files of `save_file`, and whether terms belong
+            together.
+        tails: whether terms after the leading one are loaded. This and `verify` are as in
             `from_terms`, for files in which another program has changed terms.
-        parameters: as of `convert_checkpoint`, as is `step`.
+        parameters: as in `convert_checkpoint`; `step` likewise.
 
     Returns:
-        With a model, the names that the file lacks and those that the model lacks; without one,
-        tensors and expansions by name. Those that were tied are the same object.
+        With a model, the names missing in the file and the names missing in the model; without
+        a model, tensors and expansions by name. Tied tensors are the same object.
 
     Raises:
-        CheckpointError: a file that is missing, damaged, altered, or of no layout that is read;
+        CheckpointError: a file that is missing, damaged, altered, or of an unknown layout;
             terms that make no expansion, or do not belong together; names, shapes or kinds that
-            differ from those of the model.
+            differ from the model's.
         ImportError: safetensors is not installed.
 
     Examples:

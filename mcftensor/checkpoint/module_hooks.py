@@ -36,11 +36,11 @@ M = TypeVar("M", bound=nn.Module)
 def store_as_terms(module: M) -> M:
     """Have a module's `state_dict()` give terms, and `load_state_dict` take them, in place.
 
-    The state dict is then as `as_terms` makes it: leading terms under the names of the parameters,
-    the others beside them. So all that stores modules in safetensors files stores whole
-    expansions: `save_pretrained` and the Trainer of transformers, Accelerate. Any program reads
-    the files as a model of the base dtype. State dicts of expansions and of plain tensors load as
-    before.
+    The state dict is then the result of `as_terms`: leading terms under the names of the
+    parameters, and the other terms under names derived from them. `save_pretrained` and the Trainer
+    of transformers, Accelerate, and other programs that write safetensors files then store whole
+    expansions. Any program reads the files as a model of the base dtype. State dicts of expansions
+    and of plain tensors load as before.
 
     Args:
         module: the module whose `state_dict` is called; it may be wrapped afterwards.
@@ -82,8 +82,8 @@ def _load(
     own = module.state_dict(prefix=prefix)
     for name, names in names_of_terms(own).items():
         x = state_dict.get(name)
-        # Beside terms of others, what looks like a leading term lacks its own. And loaders that
-        # look for what is tied and was not stored expect all its terms here.
+        # In a state dict with terms, a plain tensor may be a leading term whose own terms are
+        # missing. Loaders that look for tied tensors expect all their terms here.
         is_alone = has_terms and isinstance(x, Tensor) and x.dtype == own[name].dtype
         if name not in given or (is_alone and format_of(x) is None):
             missing_keys += [n for n in names[1:] if n not in given]
@@ -97,8 +97,10 @@ def _exchange(
 
 
 def _joined(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state dict that a module is to load, with expansions in place of the terms among its keys,
-    but for parts that look for terms themselves."""
+    """Return the state dict to load, with expansions in place of the terms among its keys.
+
+    Submodules that join terms themselves are left out.
+    """
     if not has_terms(state_dict):
         return state_dict
     parts = (name for name, part in module.named_modules() if has_load_hook(part, _load))
@@ -211,14 +213,17 @@ def kept_in(module: nn.Module) -> dict[int, MCFTensor]:
 
 
 def forget(module: nn.Module) -> None:
-    """Free what is kept for a module."""
+    """Free the expansions kept for a module."""
     for part in module.modules():
         KEPT.pop(part, None)
 
 
 def rounded(parameters: Iterable[Tensor]) -> list[tuple[str, Tensor, Format]]:
-    """The parameters that are about to be written to and were rounded when they were loaded: names,
-    tensors, and the formats that they were loaded from. What is kept for them is freed."""
+    """Return the parameters about to be written to that were rounded at loading.
+
+    Return their names, tensors, and the formats that they were loaded from, and free the
+    expansions kept for them.
+    """
     if not KEPT:
         return []
     chosen = {id(p) for p in parameters if p.requires_grad}

@@ -25,7 +25,7 @@ IN_FOLDERS = (
     "pytorch_model.bin",
 )
 
-# Where training scripts keep the state dict of the model, beside that of the optimizer.
+# Keys under which training scripts store the state dict of the model.
 _NESTED = (
     *("state_dict", "model_state_dict", "model_state", "model", "module"),
     *("network", "net", "weights", "params"),

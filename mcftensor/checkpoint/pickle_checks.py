@@ -83,7 +83,7 @@ def require_bounded(file: IO[bytes], size: int, path: Path) -> None:
         return
     with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
-        # PyTorch maps what is there as the numbers themselves.
+        # PyTorch maps the records as numbers, without decompression.
         if any(record.compress_type != zipfile.ZIP_STORED for record in records):
             raise CheckpointError(
                 f"cannot read {path}: its records are compressed, and torch.save compresses "
@@ -252,7 +252,7 @@ class _Claims:
         elements = math.prod(size)
         end = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
         if elements and end * itemsize > storage.elements * storage.itemsize:
-            # PyTorch lengthens some storages, by whatever was in memory.
+            # PyTorch lengthens some storages with uninitialized memory.
             raise self._refusal(f"a tensor of shape {size} goes beyond the end of its storage")
         # The same part twice is one tensor: weights that are tied.
         self._claim((storage.key, offset, size, stride), elements * itemsize, size)

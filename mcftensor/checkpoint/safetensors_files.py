@@ -1,8 +1,8 @@
 """Safetensors files: written tensor by tensor with digests, read with each tensor checked.
 
-A file is the length of a header, the header in JSON, which says where in the rest each tensor is,
-and that rest (https://github.com/huggingface/safetensors#format). The package of this name writes
-to a file of its own making, which it renames, so that neither its mode nor its lock is ours.
+A file consists of the length of a header, the header in JSON with the offset of each tensor, and
+the data (https://github.com/huggingface/safetensors#format). The package safetensors creates and
+renames a file by itself, and would not keep the mode and the lock of this library.
 
 Digests are CRC-32, which is faster than any disk, of each tensor and of the metadata. They are
 against accidents: whoever alters a file on purpose can write new ones.
@@ -95,7 +95,7 @@ DTYPES = {
 RESERVED = "__metadata__"
 """The one name that no tensor can have."""
 
-_HEADER_MOST = 100_000_000  # of which the package reads no longer ones
+_HEADER_MOST = 100_000_000  # the longest header that the package safetensors reads
 
 
 def write(
@@ -166,7 +166,11 @@ def index_of(path: Path) -> Path:
 
 
 def files_in(index: Path, content: Any) -> dict[str, str]:
-    """In which file, beside the index, each tensor is; CheckpointError unless all are there."""
+    """Return the file, in the folder of the index, of each tensor.
+
+    Raises:
+        CheckpointError: a file is missing.
+    """
     files = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
         raise CheckpointError(f"{index} is no index of a checkpoint: it has no weight_map of names")
@@ -242,7 +246,7 @@ class Stored:
 
 
 def opened(path: Path, verify: bool) -> Stored:
-    """A file, or those that an index names."""
+    """Open a file, or the files of an index."""
     stored = (_opened_shards if path.suffix == ".json" else _opened_file)(path, verify)
     for alias, name in stored.tied.items():
         if alias in stored.terms or name not in stored.terms:

@@ -43,15 +43,15 @@ def save_file(
     Args:
         model_or_state_dict: a module, or plain tensors and expansions by name.
         path: the file, `model.safetensors` say, or a folder, where it gets this name.
-        metadata: texts by name, to be stored in the file.
+        metadata: strings by name, to be stored in the file.
         max_shard_size: size from which the checkpoint is divided into several files, in bytes or
-            as `"5GB"`. They stand beside `path`, and `path` with `.index.json` after it says what
-            is where, as in checkpoints of Hugging Face. By default it is one file.
+            as `"5GB"`. The files are in the folder of `path`, and their index is `path` with
+            `.index.json` appended, as in checkpoints of Hugging Face. By default it is one file.
 
     Raises:
-        CheckpointError: something that safetensors does not store: what is no tensor, tensors that
-            are sparse, sharded, or without memory (meta).
-        ValueError: metadata that are not texts; a size that is none.
+        CheckpointError: an object that safetensors does not store: no tensor, or a tensor that is
+            sparse, sharded, or without memory (meta).
+        ValueError: metadata that are not strings; an invalid size.
 
     Examples:
         >>> import tempfile, torch, mcftensor as mcf
@@ -71,7 +71,7 @@ def save_file(
     state_dict = dict(model_or_state_dict)
     for name, x in state_dict.items():
         _require_storable(name, x)
-    state_dict = from_terms(as_terms(state_dict))  # what is tied is so with all its terms
+    state_dict = from_terms(as_terms(state_dict))  # tied tensors share all terms
     tied = ties(state_dict)
     terms = as_terms({n: x for n, x in state_dict.items() if n not in tied}, sums=True)
     save_terms(terms, lambda names: ((n, terms[n]) for n in names), tied, metadata, path, most)
@@ -119,7 +119,7 @@ def save_terms(
                 index.unlink(missing_ok=True)
                 return
             seal = sealed({"shards": seals, "weight_map": where})
-            del seal["weight_map"]  # It stands beside.
+            del seal["weight_map"]  # already in the index
             size = sum(x.nbytes for x in likes.values())
             content = {"metadata": {**metadata, "total_size": size, KEY: seal}, "weight_map": where}
             with beside(index, old) as (temporary, put):

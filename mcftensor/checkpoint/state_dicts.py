@@ -94,12 +94,12 @@ def _tail(name: Any) -> tuple[str, Format] | None:
     return None
 
 
-# What looks like a term of an expansion, though perhaps of one that there cannot be.
+# The name of a term, perhaps of an invalid expansion.
 _LIKE_A_TERM = re.compile(r"(?:bf16|fp16|fp32|fp64)x\d(?:sr|br)?\.term\d")
 
 
 def as_terms(state_dict: Mapping[Any, Any], *, sums: bool = False) -> dict[Any, Any]:
-    """A state dict in which every expansion is plain tensors: one for each term.
+    """Return a state dict with every expansion replaced by plain tensors, one for each term.
 
     The leading term has the name of the expansion, so other programs find a tensor of the base
     dtype there, rounded to nearest. The names of the other terms contain the format: `weight`,
@@ -109,20 +109,20 @@ def as_terms(state_dict: Mapping[Any, Any], *, sums: bool = False) -> dict[Any, 
     terms are then normalized, or refused as by `from_terms`. Sharded expansions give sharded terms
     (DTensors).
 
-    Use it where a program that stores tensors takes nothing but plain ones, and `from_terms` for
-    the way back. `save_file`, `torch.save` and `torch.distributed.checkpoint` need no help.
+    Use it for programs that store only plain tensors, and `from_terms` to convert back.
+    `save_file`, `torch.save` and `torch.distributed.checkpoint` store expansions without it.
 
     Args:
-        state_dict: as of `module.state_dict()`; it may hold other state dicts, as that of an
-            optimizer does.
-        sums: whether one number stands beside the terms, `weight.bf16x3.sum`, the sum of the
-            leading term's bit patterns. By it `from_terms` notices that another program has changed
-            the leading term, as one does that merges or prunes models, and left the others as they
-            were. Sharded terms, whose sum all ranks would have to make together, have none, nor
-            have those without memory (meta).
+        state_dict: as from `module.state_dict()`; it may contain other state dicts, as an
+            optimizer's does.
+        sums: whether to add a number, `weight.bf16x3.sum`, the sum of the leading term's bit
+            patterns. With it `from_terms` detects that another program, which merges or prunes
+            models, has changed the leading term and not the others. Sharded terms have no sum,
+            since all ranks would have to compute it together; terms without memory (meta) have no
+            sum either.
 
     Raises:
-        CheckpointError: a name that a term needs is there already, or what has such a name is none;
+        CheckpointError: the name of a term is taken, or an entry with such a name is no term;
             an expansion in a list, or under a key that is no string.
 
     Examples:
@@ -175,20 +175,21 @@ def from_terms(
 ) -> dict[Any, Any]:
     """Return the state dict that `as_terms` converted; expansions share memory with their terms.
 
-    Other programs may have changed terms. Those that are not normalized and yet a number, as on
-    ties, are normalized, in memory of their own.
+    Other programs may have changed terms. Terms that form a number but are not normalized, as on
+    ties, are normalized, in new memory.
 
     Args:
-        terms: leading terms by name, and what stands beside them.
-        tails: whether terms after the leading one are taken; if not, they are zeros, which is right
-            where another program has changed leading terms alone, on purpose.
-        verify: whether terms have to belong together; if not, whatever they sum to is taken, which
-            is right where another program has changed all of them alike, as by a mean of models.
+        terms: leading terms by name, and their companion entries.
+        tails: whether terms after the leading one are loaded; if not, they are zeros. This is right
+            if another program has changed only the leading terms, on purpose.
+        verify: whether terms have to belong together; if not, their sum is the number. This is
+            right if another program has changed all terms alike, as by a mean of models.
 
     Raises:
-        CheckpointError: terms that are missing, not finite beside a leading one that is, or differ
-            in shape or dtype; terms that do not belong together, since one is more than half an ulp
-            of the one before it, or since leading ones do not have the sum that stands beside them.
+        CheckpointError: terms that are missing, differ in shape or dtype, or are not finite while
+            the leading term is; terms that do not belong together, because a term is more than
+            half an ulp of the previous one, or because the leading terms differ from their stored
+            sum.
 
     Examples:
         >>> import torch, mcftensor as mcf
@@ -202,7 +203,7 @@ def from_terms(
 def joined(
     terms: Mapping[Any, Any], tails: bool, verify: bool, known: bool = False
 ) -> dict[Any, Any]:
-    """The same; terms that are known to be those that were written are not looked at."""
+    """As `from_terms`, without checks of terms that are known to be unchanged."""
     state_dict: dict[Any, Any] = {}
     for name, names in names_of_terms(terms).items():
         x = terms[name]
@@ -238,7 +239,7 @@ def _count_of(x: Tensor) -> Tensor:
     return count
 
 
-# Of counts that are not those of tensors themselves, whose they are.
+# For write counts that are separate tensors: the tensor that each belongs to.
 _parts: MutableMapping[Tensor, Any] = WeakIdKeyDictionary()
 
 
@@ -362,8 +363,10 @@ calls.around_broadcasts = _broadcast_as_terms
 
 
 def _settling(terms: Mapping[Any, Any]) -> Callable[[], None] | None:
-    """What is to be done once terms have been loaded in place: all of them are normalized, and then
-    the first error of `from_terms` is raised. None where there are none."""
+    """Return a function that normalizes terms after they are loaded in place; None without terms.
+
+    It then raises the first error of `from_terms`.
+    """
 
     def settle() -> None:
         for error in list(_refusals(terms)):

@@ -64,15 +64,16 @@ def convert_checkpoint(
 ) -> Conversion:
     """Convert a checkpoint, of this library or another one, with the states of its optimizer.
 
-    What is float32 or wider, in expansions or with integer tails, is converted. Floats of 16 and 8
-    bits, integers, and states without dimensions, such as counts of steps, stay as they are. What
-    would lose bits is refused: `bf16i16` holds every float32, and `torch.float32` leads back.
+    Tensors of float32 or wider, expansions and tensors with integer tails are converted. Floats of
+    16 and 8 bits, integers, and states without dimensions, such as counts of steps, stay unchanged.
+    A conversion that would lose bits raises: `bf16i16` represents every float32, and
+    `torch.float32` converts back.
 
-    The destination is a folder with `model.safetensors` and, where the source has states of an
-    optimizer, `optimizer.safetensors`, for `load_file`. It comes into being when all has been
-    written. In memory are one tensor and what it becomes.
+    The destination is a folder with `model.safetensors` and, if the source has states of an
+    optimizer, `optimizer.safetensors`, for `load_file`. It appears when everything has been
+    written. Memory contains one tensor and its conversion at a time.
 
-    Read are
+    These layouts are read:
 
     | layout | weights | states |
     |---|---|---|
@@ -90,24 +91,25 @@ def convert_checkpoint(
     Args:
         source: a file, the index of several, or a folder.
         destination: a folder that does not exist, or is empty.
-        format: of the weights: a format, `torch.float32`, or the name of one. Vectors have no rows
-            to share scales, and are `bf16i16` where the format does that.
-        states: of the states; by default that of the weights. "compact" stands for the formats of
-            that mode of `collage`: `mxfp8` for first and `ue5m3` for second moments, of 16 bits,
-            too. This rounds them, whether `lossy` or not; other states are in that of the weights.
+        format: the format of the weights: a format, `torch.float32`, or the name of one. In formats
+            whose rows share scales, vectors are converted to `bf16i16`.
+        states: the format of the states, by default the format of the weights. "compact" stands
+            for the formats of that mode of `collage`: `mxfp8` for first and `ue5m3` for second
+            moments, also for 16-bit ones. This rounds them, whether `lossy` or not; other states
+            get the format of the weights.
         optimizer: whether states are converted, too.
-        parameters: names of parameters in the order in which the optimizer got them. Needed where
-            its states complete the weights and say numbers instead of names.
-        step: how many steps were taken, where the source does not say it: Megatron's.
+        parameters: names of parameters in the order in which the optimizer got them. Needed if
+            its states complete the weights and contain numbers instead of names.
+        step: the number of steps taken, for sources without it (Megatron's).
         lossy: whether tensors may lose bits, by one rounding.
-        max_shard_size: as of `save_file`.
-        verify: whether digests are checked: those of this library, and CRC-32 in files of
-            torch.save, which PyTorch does not look at; and whether terms belong together.
-        progress: called after each tensor with its name, the bytes read so far, and those in all.
+        max_shard_size: as in `save_file`.
+        verify: whether to check the digests of this library, the CRC-32 in files of torch.save,
+            which PyTorch ignores, and whether terms belong together.
+        progress: called after each tensor with its name, the bytes read so far, and all bytes.
 
     Raises:
-        CheckpointError: a source that is damaged, of no known layout, or would lose bits; a
-            destination that is not empty.
+        CheckpointError: the source is damaged, has no known layout, or would lose bits; the
+            destination is not empty.
 
     Examples:
         >>> import tempfile, torch, mcftensor as mcf
@@ -235,7 +237,7 @@ def _size(entry: Entry) -> int:
 
 
 def _likes(name: str, shape: torch.Size, format: Format) -> dict[str, Tensor]:
-    """What `as_terms` gives of a tensor, without data: components, and what stands beside them."""
+    """Return the data-free components of `as_terms` for a tensor, and their companion entries."""
     if format.arithmetic == "plain":
         return {name: torch.empty(shape, dtype=format.dtype, device="meta")}
     none = torch.Size([0, 0])  # which has rows

@@ -4,10 +4,10 @@
 `global_step10_universal/zero/PARAMETER/{fp32,exp_avg,exp_avg_sq,step}.pt`, as `ds_to_universal.py`
 writes them; the folder above them may be given, whose file `latest_universal` says which is the
 last. A file holds `{"param": tensor}`, or, from ZeRO stage 3 without tensor parallelism, the tensor
-itself, flat; its shape is then among `param_shapes` of a `*_model_states.pt` beside. Parameters
+itself, flat; its shape is then in `param_shapes` of a `*_model_states.pt` there. Parameters
 that are not trained, and buffers, are not there.
 
-*ZeRO's own*, masters and moments in flat parts of groups: `global_step7/`, and beside it `latest`,
+*ZeRO's own*, masters and moments in flat parts of groups: `global_step7/`, and next to it `latest`,
 which names the last. In it a file for each process, `zero_pp_rank_R_mp_rank_00_optim_states.pt`,
 and the rest in `*_model_states.pt`, which names the parameters of each group, in their order, with
 their shapes. In stages 1 and 2 a group is one flat tensor, cut into one part for each process, with

@@ -1,4 +1,4 @@
-"""Folders of `torch.distributed.checkpoint`: `.metadata`, which says what is where, and `*.distcp`.
+"""Folders of `torch.distributed.checkpoint`: the index `.metadata`, and the data in `*.distcp`.
 
 A tensor consists of parts; each part is a file of torch.save within a file. Other objects are
 stored in the same way. Read: PyTorch 2.13.
@@ -181,4 +181,4 @@ class _Unpickler(pickle.Unpickler):
 
 class _Ignored:
     def __init__(self, *args: Any) -> None:
-        """Whatever it was."""
+        """Ignore all arguments."""

@@ -3,7 +3,7 @@
 *Megatron-Core*, `--ckpt-format torch_dist`. A weight is under its name, and the states of its
 optimizer are under `optimizer.state.STATE.NAME`: `exp_avg`, `exp_avg_sq`, and the master weight as
 `fp32_param` or, of the distributed optimizer's `fully_reshardable` kind, `param`, of float32 or
-int16 (what bfloat16 lacks, as Transformer Engine keeps it). `chained_0.` may stand before. The
+int16 (the rest of the bfloat16, as in Transformer Engine). `chained_0.` may stand before. The
 folder of the run may be given, whose `latest_checkpointed_iteration.txt` says which is the last.
 Names are Megatron's own, and layers that it stacks are one tensor. States of the kind
 `dp_reshardable` are parts of buffers without names, and the files of `distrib_optim.pt` are such
@@ -11,11 +11,11 @@ buffers; neither can be read without the model: save with `--dist-ckpt-optim-ful
 The count of steps is among pickled arguments, which are not read: give `step`. Read:
 Megatron-Core 0.20.
 
-*torchtitan*. A folder, or one of those called `step-N`, of which the last is read, has weights at
-the top, or under `model`, and under `optimizer` what `get_optimizer_state_dict` gives with
+*torchtitan*. A folder, or the last of its folders `step-N`, has weights at the top, or under
+`model`, and under `optimizer` the result of `get_optimizer_state_dict` with
 `flatten_optimizer_state_dict`: `state.NAME.STATE` and `param_groups.NAME.OPTION`. `get_state_dict`
-nests the same, `state` by name and `param_groups` as a list, under keys that a script chooses. What
-else there is, as of schedulers and loaders of data, is left where it is. Read: torchtitan 0.3.
+nests the same, `state` by name and `param_groups` as a list, under keys that a script chooses.
+Other entries, such as schedulers and data loaders, are ignored. Read: torchtitan 0.3.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def is_legacy(path: Path) -> bool:
 
 
 def refuse_legacy(path: Path, request: Request) -> Contents:
-    """Say how one that is read is made of it."""
+    """Raise CheckpointError, with instructions to convert the checkpoint to a readable one."""
     raise CheckpointError(
         f"{path} is a checkpoint of Megatron's --ckpt-format torch, which is not read; start the "
         "training script with --ckpt-convert-format torch_dist --ckpt-convert-save FOLDER, which "

@@ -58,7 +58,7 @@ def _reader(path: Path) -> Reader:
 
 
 def _read_safetensors(path: Path, request: Request) -> Contents:
-    """A file, or those of an index."""
+    """Read a file, or the files of an index."""
     stored = opened(path, request.verify)
     weights = entries_in(stored.terms, request, request.verify and stored.seal is not None)
     return Contents("safetensors", weights, tied=stored.tied)

@@ -1,11 +1,11 @@
 """Weights that a state of an optimizer completes: how each program stores the two.
 
-All are state dicts as torch.optim's, with one state more:
+All are state dicts as in torch.optim, with one more state:
 
 - *Transformer Engine*'s FusedAdam: `master_param`, float32, or with `store_param_remainders` int16,
-  what the bits of the bfloat16 weight lack of those of float32. The split is that of `bf16i16`.
+  the difference of the bits of float32 and bfloat16. The split is the same as in `bf16i16`.
   Steps are counted by the group. Read: Transformer Engine 2.20 (apex has the same split).
-- *flashoptim*: `error_bits`, integers e, of which 127 or 32767 are half an ulp of the weight.
+- *flashoptim*: `error_bits`, integers e; 127 or 32767 are half an ulp of the weight.
   PyTorch casts states to the dtype of the weight, so 8 bits are saved as numbers of that dtype, 16
   as its bit patterns, and `master_bytewidth` of the group says which. Moments are plain, or, with
   `compress_state_dict`, codes and a float16 scale for every 32 of them: `exp_avg::quantized` and
@@ -13,8 +13,8 @@ All are state dicts as torch.optim's, with one state more:
   becomes the float32 that flashoptim computes with. Read: flashoptim 0.1.3 and 0.1.4.
 - *optimi*: `kahan_comp`, the compensation of Kahan's sum, of the weight's dtype and shape; None, or
   one byte, of parameters that are float32. The sum of the two is the number, so they are an
-  expansion of two terms. The moments are averages that have been corrected for bias already, unlike
-  those of torch.optim, and come as they are. Read: torch-optimi 0.3.3.
+  expansion of two terms. The moments, unlike in torch.optim, are corrected for bias already, and
+  are read unchanged. Read: torch-optimi 0.3.3.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _of_flashoptim(weight: Entry, state: States, group: Group) -> Entry:
 
 
 def corrected(x: Tensor, errors: Tensor) -> Tensor:
-    """Weights and what is to be added to them, in units of half an ulp, in float32."""
+    """Return weights plus errors in units of half an ulp, in float32."""
     mantissa = _MANTISSA[x.dtype]
     bias = 127 if x.dtype == torch.bfloat16 else 15
     exponent = (x.abs().view(torch.int16).to(torch.int32) >> mantissa).clamp(min=1) - bias

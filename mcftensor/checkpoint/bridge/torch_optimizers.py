@@ -1,7 +1,8 @@
-"""Training checkpoints: the state dict of a model and that of an optimizer of PyTorch's; and the
-states of any checkpoint as a state dict that an optimizer loads.
+"""Training checkpoints with state dicts of a model and of an optimizer of PyTorch.
 
-Layouts, of which `state_dict()` makes the halves:
+The states of any checkpoint can be read as a state dict that an optimizer loads.
+
+Layouts, each with two results of `state_dict()`:
 
 - one file of torch.save, `{"model": ..., "optimizer": ...}` under any names, also as Lightning
   writes them, `{"state_dict": ..., "optimizer_states": [...]}`;
@@ -10,7 +11,7 @@ Layouts, of which `state_dict()` makes the halves:
   `state.PARAMETER.NAME`, the names of `torch.distributed.checkpoint.state_dict`, where a parameter
   may be its number in the optimizer; everything else as JSON among the metadata.
 
-Optimizers that keep what completes their weights are those of `master_weights.py`.
+`master_weights.py` reads optimizers with states that complete their weights.
 """
 
 from __future__ import annotations
