@@ -33,8 +33,8 @@ class Accumulation(Handle, GradientHook):
 def accumulate_gradients(module: nn.Module, format: Format | str | None = None) -> Accumulation:
     """Have `backward` sum the gradients of a module's parameters in expansions.
 
-    A sum of many bf16 numbers in bf16 stops growing: each microbatch adds 1/n of what is there,
-    and is rounded to 8 bits of it. Here `p.grad` becomes an expansion after the first backward
+    A sum of many bf16 numbers in bf16 stops growing: each microbatch adds 1/n of the sum, and is
+    rounded to 8 bits of it. Here `p.grad` becomes an expansion after the first backward
     pass, and autograd adds the following ones to all its terms. Clipping, gradient scaling and
     optimizers take the sum with all its terms. Parameters may be expansions or plain, and
     `zero_grad` of either kind may stand between the sums. In bf16x2 gradients take twice their
@@ -51,7 +51,8 @@ def accumulate_gradients(module: nn.Module, format: Format | str | None = None) 
         A handle. Its `remove()` ends this; so does the end of a `with` block.
 
     Raises:
-        TypeError: `module` is none, `format` is none, or FullyShardedDataParallel holds the module.
+        TypeError: `module` is not a module, `format` is not a format, or FullyShardedDataParallel
+            wraps the module.
         ValueError: no parameter that requires grad (is of the base of `format`).
 
     Examples:
@@ -72,7 +73,7 @@ def accumulate_gradients(module: nn.Module, format: Format | str | None = None) 
         - Scaled gradients are summed in scaled expansions.
         - Sums of sparse gradients are dense, and optimizers for sparse gradients refuse them.
         - Complex gradients, and such with a graph (`create_graph=True`), are left as they are.
-        - Compiled autograd raises beside plain parameters; expansions it compiles.
+        - Compiled autograd raises for plain parameters, and works for expansions.
         - A module that is frozen in part or grows later needs another call for its new parameters.
     """
     if not isinstance(module, nn.Module):

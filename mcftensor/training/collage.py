@@ -35,7 +35,7 @@ from mcftensor.training.step_warnings import warn_of_plain_parameters
 Opt = TypeVar("Opt", bound=Optimizer)
 Mode = str | Mapping[str, Format | str | None]
 
-# What a state becomes, beside plain (None) or an expansion in a given format.
+# Conversions of a state other than to plain (None) or to a given format.
 _OWN = "expansion in the format of the parameter"
 _AS_IT_IS = "what the optimizer makes it"
 _COMPACT = "codes of one byte, and float32 where these do not do"
@@ -61,7 +61,7 @@ def collage(optimizer: Opt, mode: Mode) -> Opt:
       cannot decay at $\beta_2 = 0.999$, which rounds to 1. A `momentum_buffer`, such as SGD's, is
       an expansion too, because it is the update itself;
     - `"compact"`: first moments are in `mxfp8` and second moments in `ue5m3`, of one byte. States
-      for which one byte is too little are in `bf16i16`, which is float32: the states of vectors,
+      that need more than one byte are in `bf16i16`, which is float32: the states of vectors,
       Adagrad's `sum`, the averages of a centered RMSprop, and `v`, which is a second moment in
       some packages and a velocity in others. The largest second moment of AMSGrad rounds to
       nearest. In a for-loop or foreach step that `torch.compile` traces as one graph, states are
@@ -118,7 +118,7 @@ def collage(optimizer: Opt, mode: Mode) -> Opt:
             f"collage: got {type(optimizer).__name__}; give a torch.optim.Optimizer over "
             "parameters that mcf.as_expansion has converted"
         )
-    # Hooks have to be called after its own steps, unlike those of Accelerate's wrapper, and after
+    # Hooks have to be called after its own steps, which Accelerate's wrapper does not do, and after
     # it has loaded states, which some wrappers pass on.
     register = type(optimizer).register_load_state_dict_post_hook
     if "_optimizer_step_post_hooks" not in vars(optimizer) or not (
@@ -183,8 +183,9 @@ def _restore(optimizer: Optimizer, state: tuple[dict[str, Any], Mode]) -> None:
 
 
 def _choose_fused(optimizer: Optimizer) -> None:
-    """Have groups whose path is open take torch's fused one, if the class has it and the tensors
-    are all of a kind that it takes."""
+    """Select torch's fused path for groups without a chosen path, if the class and tensors allow
+    it.
+    """
     if not (isinstance(optimizer, _FUSED) and is_of_torch(type(optimizer).step)):
         return
     devices = {"cpu"} if isinstance(optimizer, torch.optim.Adagrad) else {"cpu", "cuda"}
@@ -262,8 +263,10 @@ class CollagePlan:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Have the states of a group made, those of one parameter after another's conversion, so
-        that the first step needs no more memory than the others."""
+        """Make the states of a group, parameter by parameter, and convert them at once.
+
+        The first step then needs no more memory than the others.
+        """
         states = optimizer.state
         if all(map(states.get, group["params"])):  # as after the first step
             return

@@ -29,8 +29,10 @@ def pass_on_reduced(
     wants: Callable[[Tensor], bool],
     take: Callable[[Tensor], None],
 ) -> None:
-    """Call a function with each parameter that it wants as soon as its gradient is the mean over
-    all ranks, in the memory of the bucket. A gradient that is None afterwards stays None.
+    """Call a function with each wanted parameter as soon as its gradient is averaged over all
+    ranks.
+
+    The gradient is in the memory of the bucket. A gradient that is None afterwards stays None.
 
     Raises:
         RuntimeError: the model has another communication hook.

@@ -21,12 +21,12 @@ from mcftensor.training.round_trips import differing, in_format
 
 @dataclass(frozen=True)
 class Loss:
-    """What a tensor lost in another format.
+    """The loss of a tensor in another format.
 
     Attributes:
-        elements: how many of its elements have another value.
-        of: how many elements it has.
-        share: the norm of what they lost, over the norm of the tensor.
+        elements: the number of elements with another value.
+        of: the number of all elements.
+        share: the norm of the differences, over the norm of the tensor.
     """
 
     elements: int
@@ -36,13 +36,13 @@ class Loss:
 
 @dataclass(frozen=True)
 class FormatChange:
-    """What `change_format` has done. Its text says it in a few lines.
+    """The result of `change_format`, which prints as a few lines of text.
 
     Attributes:
-        formats: of each tensor that was converted, by its name, the old format and the new one. The
-            name of a state is that of its parameter, a dot, and its own.
-        lost: of those that lost something, what.
-        before: the memory before, as `mcf.meters.summary` gives it.
+        formats: for each converted tensor, by name, the old format and the new one. The name of a
+            state is the name of its parameter, a dot, and its own name.
+        lost: the losses, by name, of the tensors that lost something.
+        before: the memory before, as `mcf.meters.summary` returns it.
         after: the memory after.
     """
 
@@ -78,31 +78,30 @@ def change_format(
 ) -> FormatChange:
     """Convert a model in training and the states of its optimizer, between two steps.
 
-    Parameters keep their values exactly where the new format holds them, and are rounded once where
-    it does not; the result says what was lost. They stay the same objects: optimizer, learning-rate
-    scheduler, compiled models and averages of weights go on. Between formats of one leading dtype,
-    so do graphs, weak references to parameters and DistributedDataParallel. Counts and salts of
-    balanced rounding begin anew.
+    Parameters keep their values exactly if the new format represents them, and are rounded once
+    otherwise; the result reports the losses. They stay the same objects: optimizer, learning-rate
+    scheduler, compiled models and averages of weights remain valid. Between formats of one leading
+    dtype, graphs, weak references to parameters and DistributedDataParallel remain valid, too.
+    Counts and salts of balanced rounding restart.
 
-    States that were as the optimizer makes them, in the format of their parameter or a plain state
-    in its dtype, become what it makes for a parameter of the new format. States that `collage` has
-    chosen become what the mode says of the new format. Others stay as they are.
+    States as the optimizer makes them, in the format of their parameter or plain in its dtype, are
+    converted to the states that it makes for the new format. States that `collage` has chosen are
+    converted as the mode requires for the new format. Other states stay unchanged.
 
     Args:
-        model: the module, plain or of expansions; for one that DistributedDataParallel has wrapped,
-            give its `module`.
+        model: the module, plain or of expansions; not a DistributedDataParallel, but its `module`.
         optimizer: any optimizer over parameters of the model.
-        format: the new format of the parameters, or its name, as of `as_expansion`. None leaves
-            expansions as they are, if `overrides` do not say otherwise.
-        mode: a mode for `collage`; by default the optimizer keeps the one that it has.
-        overrides: a dict from patterns of names to formats, or None for what is to stay as it is,
-            as of `as_expansion`.
+        format: the new format of the parameters, or its name, as in `as_expansion`. None leaves
+            expansions unchanged, except as `overrides` say.
+        mode: a mode for `collage`; by default the optimizer keeps its mode.
+        overrides: a dict from patterns of names to formats, or None for tensors to leave unchanged,
+            as in `as_expansion`.
 
     Returns:
-        What was converted and lost, and the memory before and after.
+        The conversions and losses, and the memory before and after.
 
     Raises:
-        TypeError: no module, no optimizer, no format.
+        TypeError: an argument is not a module, an optimizer or a format.
         ValueError: an override that matches nothing, a mode that does not fit, a number beyond the
             range of the format.
         RuntimeError: within a step; a model that `fully_shard` has sharded; a parameter that has to

@@ -39,7 +39,7 @@ class GradientHook:
     """
 
     def __call__(self, p: Tensor) -> None:
-        """What is done with the gradient."""
+        """Process the gradient of p."""
         raise NotImplementedError
 
     def attach(self, parameters: Iterable[Tensor]) -> None:

@@ -71,7 +71,7 @@ class OrderFree(Handle):
         self._memory: list[Tensor] = []
         self._waiting: list[tuple[BucketSum, torch.futures.Future[Tensor]]] = []
 
-    # ------------------------------------------------------------------------------ what it says
+    # ---------------------------------------------------------------------------------- reports
 
     @property
     def passes(self) -> int:
@@ -84,7 +84,7 @@ class OrderFree(Handle):
         kind = "DDP" if self._ddp else "fully_shard" if self._exchange else "one process"
         return f"OrderFree({kind}, {self.microbatches} microbatches, {self._passes} passes done)"
 
-    # ------------------------------------------------------------------------------ what it does
+    # -------------------------------------------------------------------------------- internals
 
     def remove(self) -> None:
         """Let gradients be summed by torch again. Leaves of an unfinished step are lost."""
@@ -112,8 +112,11 @@ class OrderFree(Handle):
 
     @contextlib.contextmanager
     def padding(self) -> Iterator[None]:
-        """Within, leaves count for nothing: for backward passes of a process that has fewer
-        microbatches than others, and has to take part in what they do together."""
+        """Return a context in which leaves count for nothing.
+
+        A process with fewer microbatches than others runs backward passes in it, to take part in
+        their collectives.
+        """
         outer, self._is_padding = self._is_padding, True
         if self._exchange is not None:
             self._exchange.is_padding = True
@@ -442,8 +445,9 @@ def order_free_gradients(model: nn.Module, *, microbatches: int) -> OrderFree:
     on buckets, or on the library of collectives. `p.grad` is None until the last backward pass of
     a step; then it is the sum.
 
-    The sum, not the mean over processes: divide each loss by what the whole step has, `loss / N` or
-    `loss / tokens_of_the_step`, which is the same on any number of processes. It replaces the
+    It is the sum, not the mean over processes. Divide each loss by a number of the whole step,
+    `loss / N` or `loss / tokens_of_the_step`, which is the same on any number of processes. It
+    replaces the
     average that DistributedDataParallel and `fully_shard` take.
 
     `torch.nn.utils.clip_grad_norm_` over these gradients measures a norm without order, in float32.
@@ -476,7 +480,7 @@ def order_free_gradients(model: nn.Module, *, microbatches: int) -> OrderFree:
     between; the sum of negative zeros is one. One NaN is as good as another.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is not a module.
         ValueError: no parameter that requires grad, or one of another dtype; `microbatches` out of
             range; the model has a handle, steps in backward already, or holds several
             DistributedDataParallel modules; FullyShardedDataParallel holds it; a
@@ -568,8 +572,8 @@ def _check_containers(model: nn.Module, names: dict[Tensor, str], modules: list[
     if not left:
         return
     ids = set(map(id, modules))
-    # Neither a module nor its parameters know what it is in. Proxies may have lost their object, so
-    # objects are not asked for their class.
+    # A module has no reference to its parent, so all objects are searched. A proxy may have lost
+    # its object, so `__class__` is not read.
     for outer in gc.get_objects():
         if issubclass(type(outer), kinds) and id(outer) not in ids:
             its_own = next((p for p in outer.parameters() if p in left), None)

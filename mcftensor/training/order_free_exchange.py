@@ -1,7 +1,7 @@
-"""Leaves between processes: each element's go to its owner, which adds them and rounds once.
+"""Leaves between processes: each element's leaves go to its owner, which adds and rounds once.
 
-Nothing else travels, so that what is sent is bf16 where gradients are: one leaf a process takes the
-bytes of a ring's all-reduce or reduce-scatter in bf16.
+Only leaves and results are sent, in bf16 for bf16 gradients. With one leaf a process the traffic is
+the bytes of a ring's all-reduce or reduce-scatter in bf16.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ IDENTITY = -0.0
 # Its name from torch 2.13 on, and the one before.
 all_gather: Callable[..., Any] = getattr(
     dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None)
-)  # type: ignore[assignment]  # there are no processes where there is neither
+)  # type: ignore[assignment]  # builds without both have no processes
 _reduce_scatter: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None)
 )  # type: ignore[assignment]
@@ -38,18 +38,18 @@ _reduce_scatter: Callable[..., Any] = getattr(
 
 class BucketSum:
     """The sum over processes of a bucket of DistributedDataParallel, in two steps: `owned` waits
-    for the leaves and has the owners add them; `result` waits for what they have sent to all.
+    for the leaves and has the owners add them; `result` waits for the results of all owners.
 
     Args:
         group: the processes.
-        leaves: of the tensors of the bucket, None of one without any.
-        views: where these lie in the bucket.
+        leaves: the leaves of each tensor of the bucket, or None without any.
+        views: the views of the tensors in the bucket.
         out: the bucket.
-        counts: leaves of each process.
+        counts: the number of leaves of each process.
         accumulates: whether processes were to accumulate from the first leaf on.
-        layout: of the sums.
-        in_bucket: whether the bucket holds the leaf of this process, its only one.
-        memory: what others have received into, of at most two buckets, to be used again.
+        layout: the layout of the sums.
+        in_bucket: whether the bucket has the only leaf of this process.
+        memory: receive buffers of at most two buckets, for reuse.
     """
 
     def __init__(

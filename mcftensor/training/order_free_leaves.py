@@ -20,14 +20,14 @@ def most_kept(dtype: torch.dtype) -> int:
 
 @dataclass(eq=False)
 class Leaves:
-    """The leaves of a tensor of so many elements, flat.
+    """The leaves of one tensor, flat.
 
     Attributes:
-        count: elements of a leaf.
-        layout: of the sum of all leaves of the step, those of other processes too.
-        accumulates: whether this process will have more leaves than are kept as they are.
-        kept: leaves as they came.
-        accumulator: the sum of the others; None of none.
+        count: the number of elements of a leaf.
+        layout: the layout of the sum of all leaves of the step, on all processes.
+        accumulates: whether this process will have more leaves than are kept separately.
+        kept: the separate leaves.
+        accumulator: the sum of the other leaves, or None.
     """
 
     count: int

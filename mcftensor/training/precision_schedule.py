@@ -37,16 +37,16 @@ class PrecisionSchedule:
             - `"lr"`: once the learning rate of every group has fallen to this, from above it;
             - `"lost"`: where the meter says that more than this share of the elements of a
               parameter, 0.01 say, were to move and did not: that parameter alone.
-        mode: a mode for `collage` from then on; by default the one that the optimizer has.
-        overrides: as of `change_format`; the formats of some parameters, None to leave them out.
+        mode: a mode for `collage` from then on; by default the optimizer keeps its mode.
+        overrides: as in `change_format`: the formats of some parameters, None to leave them out.
         meter: for `"lost"`, an `EDQ` of the optimizer, with `names=model`.
 
     Attributes:
-        steps: how often `step` has been called.
-        changes: what each change did.
+        steps: the number of calls of `step`.
+        changes: the result of each change.
 
     Raises:
-        TypeError: `when` is no such dict, or a format that is none.
+        TypeError: `when` is not such a dict, or `format` is not a format.
         ValueError: `"lost"` without a meter, or a number out of range.
 
     !!! note
@@ -118,7 +118,7 @@ class PrecisionSchedule:
         return self._was_above and not is_above
 
     def _losing(self) -> list[str]:
-        """The parameters of which the latest reading says that too many elements were lost."""
+        """Return the parameters with too many lost elements in the latest reading."""
         assert self.meter is not None
         readings = self.meter.per_parameter
         own = dict(self.model.named_parameters())

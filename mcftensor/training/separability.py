@@ -23,7 +23,7 @@ def step_alone(optimizer: Optimizer, chosen: Mapping[int, Sequence[Tensor]]) -> 
     hooks = {name: x for name, x in vars(optimizer).items() if name in _HOOKS}
     try:
         optimizer.param_groups = [{**groups[g], "params": list(ps)} for g, ps in chosen.items()]
-        for name, x in hooks.items():  # a step that calls that of its base calls them too
+        for name, x in hooks.items():  # the step of a base class may call hooks, too
             setattr(optimizer, name, type(x)())
         plain_step(optimizer)(optimizer)
     finally:

@@ -115,7 +115,7 @@ class Original:
             chosen = [i for i, p in enumerate(group["params"]) if p in twins]
             copied = {k: deepcopied(v, memo) for k, v in options_of(group).items()}
             if isinstance(self.optimizer, torch.optim.Adafactor) and copied["eps"][0] is None:
-                # The default is that of a dtype: have it the same in every precision.
+                # The default depends on the dtype: use the same in every precision.
                 stepped = [p for p in group["params"] if p.grad is not None]
                 dtypes = [f.dtype_of_numbers if (f := format_of(p)) else p.dtype for p in stepped]
                 if dtypes:

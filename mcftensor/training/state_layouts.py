@@ -161,7 +161,7 @@ def _of(shape: torch.Size, short: States, long: States) -> States:
     """Return the states of a parameter of a shape, from the states of its small substitutes."""
     pattern = _pattern(shape)
     stand_ins = [_stand_in(pattern, lengths) for lengths in _LENGTHS]
-    # Products of dimensions that lie beside each other: of both stand-ins, and of the shape.
+    # Products of adjacent dimensions, for both stand-ins and for the shape.
     ways = {
         tuple([prod(x[start:end]) for x in stand_ins]): prod(shape[start:end])
         for start, end in combinations(range(len(shape) + 1), 2)

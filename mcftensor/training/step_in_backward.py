@@ -73,7 +73,7 @@ class StepInBackward(Handle):
         self._max_norm = clip_by_previous_norm
         self._bucket_bytes = bucket_bytes
         self._mode: Literal["step", "hold", "measure"] = "step"
-        self._lock = threading.RLock()  # each device has a thread of its own in backward
+        self._lock = threading.RLock()  # backward runs one thread for each device
         self._groups: dict[Tensor, int] = {}  # of this iteration, the groups of parameters
         self._stepped: dict[Tensor, None] = {}
         self._failed: dict[Tensor, None] = {}
@@ -83,7 +83,7 @@ class StepInBackward(Handle):
         self._bytes = 0
         self._undo = contextlib.ExitStack()
 
-    # ------------------------------------------------------------------------------ what it says
+    # ---------------------------------------------------------------------------------- reports
 
     @property
     def stepped(self) -> list[str]:
@@ -100,7 +100,7 @@ class StepInBackward(Handle):
         state = count if self._active else "removed"
         return f"StepInBackward({type(self._optimizer).__name__}, {state})"
 
-    # ------------------------------------------------------------------------------ what it does
+    # -------------------------------------------------------------------------------- internals
 
     def remove(self) -> None:
         """Let backward leave gradients to `optimizer.step()`, as ever."""
@@ -120,16 +120,18 @@ class StepInBackward(Handle):
 
     @contextlib.contextmanager
     def measure_norm(self, max_norm: float) -> Iterator[None]:
-        """Within, backward measures gradients and drops them. The next backward clips by the norm
-        of all of them, as `torch.nn.utils.clip_grad_norm_` would, and steps.
+        """Return a context in which backward measures gradients and drops them.
+
+        The next backward clips by the norm of all gradients, as `torch.nn.utils.clip_grad_norm_`
+        would, and steps.
 
         It costs a second backward, with `retain_graph=True` in the first, or a second forward too.
 
         Args:
-            max_norm: that of all gradients together is brought down to it.
+            max_norm: the largest norm of all gradients together after clipping.
 
         Raises:
-            ValueError: some gradients are there already, as of microbatches, and would be dropped.
+            ValueError: gradients exist already, as of microbatches, and would be dropped.
             RuntimeError: no gradient was measured.
         """
         held = [name for p, name in self._names.items() if p.grad is not None]
@@ -198,7 +200,7 @@ class StepInBackward(Handle):
                 at_end_of_backward(self._step_all)
 
     def _step_all(self) -> None:
-        """Step what is left, when backward is through."""
+        """Step the remaining parameters at the end of backward."""
         with self._lock:
             self._bytes = 0
             while self._buckets:
@@ -236,7 +238,7 @@ class StepInBackward(Handle):
             for p in parameters:
                 assert p.grad is not None
                 self._norms[p] = torch.linalg.vector_norm(p.grad)
-        # As PyTorch does it, whose functions are changed to refuse what is released.
+        # As PyTorch's clipping, whose own functions are patched to reject released gradients.
         clip = self._measured
         if clip is None and self._max_norm is not None and self.norm is not None:
             clip = self._max_norm, self.norm
@@ -308,20 +310,20 @@ def step_in_backward(
     clip_by_previous_norm: float | None = None,
     bucket_bytes: int = 1 << 22,
 ) -> StepInBackward:
-    """Have each parameter step in backward, as soon as its gradient is there, and free that.
+    """Step each parameter in backward, as soon as its gradient is complete, and free the gradient.
 
-    So gradients of the whole model are never in memory at once. The loop of training stays what it
-    is: `optimizer.step()` ends an iteration. It steps what still has a gradient, calls the
-    hooks on steps, and counts for schedulers. Parameters and states are, to the bit, those of
-    a step after backward; stochastic rounding, and optimizers that draw numbers, draw them in
-    another order.
+    Gradients of the whole model are never in memory at once. The training loop stays the same:
+    `optimizer.step()` ends an iteration. It steps parameters that still have a gradient, calls
+    the hooks on steps, and counts for schedulers. Parameters and states have the same bits as
+    after a step that follows backward, except that stochastic rounding, and optimizers that draw
+    numbers, draw them in another order.
 
     Args:
         model: a module, its parameters expansions or plain; after `fully_shard`, if that is used;
             or a DistributedDataParallel, whose buckets still hold all gradients.
-        optimizer: of its parameters, any whose update of a parameter needs no gradient but its own.
-            That is tried out on small tensors.
-        clip_value: bring gradients into the range of plus and minus this.
+        optimizer: an optimizer of its parameters that updates each parameter from its own gradient
+            only. This is tested on small tensors.
+        clip_value: clamp gradients between minus and plus this value.
         clip_by_previous_norm: clip to this norm as `clip_grad_norm_` does, by the norm that all
             gradients had in the step *before*. The first step is not clipped. For the
             norm of the same step see `measure_norm`.
@@ -333,7 +335,7 @@ def step_in_backward(
         `measure_norm(max_norm)` are contexts for backward passes that do not step.
 
     Raises:
-        TypeError: `model` is no module or `optimizer` no optimizer, or one that calls no hooks.
+        TypeError: `model` is not a module, or `optimizer` not an optimizer that calls hooks.
         ValueError: the optimizer needs all gradients at once, or steps other optimizers; it has no
             parameter of the model that requires grad; the model or the optimizer has a handle; the
             model is in FullyShardedDataParallel, or a DistributedDataParallel that looks for unused
@@ -460,7 +462,9 @@ class _Gradients(HandleHook):
 
 @contextlib.contextmanager
 def _on(stream: torch.Stream | None) -> Iterator[None]:
-    """Within, work goes on a stream, after what is there now, and before what comes then."""
+    """Return a context in which work runs on a stream, after its earlier work and before later
+    work.
+    """
     if stream is None:
         yield
         return

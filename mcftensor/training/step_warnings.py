@@ -41,14 +41,13 @@ class DetachedParameterWarning(UserWarning):
 
 
 class NarrowStateWarning(UserWarning):
-    """An optimizer keeps states in 16 bits beside parameters that are expansions.
+    """An optimizer keeps 16-bit states for parameters that are expansions.
 
-    Raised after its first step, and after the first one since a module was converted. It is raised
-    of plain states of another shape than their parameter, as preconditioners are: what they sum or
-    average needs more. States that a step makes of the dtype of its parameters are wider; these
-    were made before it, in 16 bits by name, or of sharded parameters. It is also raised of plain
-    second moments without a mode of `collage`: they are left from a run in plain 16 bits, where
-    they never decay.
+    It is raised after its first step, and after the first one since a module was converted. It
+    covers plain states of another shape than their parameter, such as preconditioners, whose sums
+    and averages need more bits. A step makes states in the parameters' dtype wider; these were made
+    before it, in 16 bits by name, or of sharded parameters. It also covers plain second moments
+    without a mode of `collage`: they are left from a run in plain 16 bits, where they never decay.
     """
 
 
@@ -75,8 +74,7 @@ class SaturationWarning(UserWarning):
 
 
 def callers_level() -> int:
-    """The stacklevel for a warning of the function that calls this: that of the first frame outside
-    of torch and of this package."""
+    """Return the stacklevel for a warning: the first frame outside of torch and this package."""
     level, frame = 2, sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
         ("torch.", "mcftensor.", "contextlib")
@@ -102,7 +100,7 @@ _told: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionar
 
 
 def warn_of_plain_parameters(optimizer: Optimizer) -> None:
-    """Name them; those that an override leaves plain are meant to be so."""
+    """Warn of the plain parameters of an optimizer by name, unless an override leaves them plain."""
     if torch.compiler.is_compiling():
         return
     name = type(optimizer).__name__
@@ -223,7 +221,7 @@ def _holder(p: Any) -> Any:
 
 
 def _is_gone(p: Any) -> bool:
-    """Whether the module that had it when it was converted, which lives, has it no longer."""
+    """Return whether the module that owned p at its conversion exists and no longer owns it."""
     held = _holder(p)
     if held is None or held[0]._parameters.get(held[1]) is p:
         return False
@@ -313,8 +311,8 @@ def saturated_blocks(x: Tensor) -> Tensor | None:
         x: a tensor, whose blocks on this rank are counted.
 
     Returns:
-        The count as an int64 without dimensions on the device of x, which nobody has waited for;
-        None where elements share no scales.
+        The count as an int64 without dimensions on the device of x, without synchronization;
+        None if elements share no scales.
     """
     x = local(x.detach())
     if not isinstance(x, MCFTensor) or not x.format.shared or is_fake(x) or x.is_meta:

@@ -1,7 +1,7 @@
 """torchtitan: the specification of a model whose weights are expansions.
 
-A specification names the function that shards a model, one that is called with its optimizers, and
-the adapter of its state dicts. What happens to the model goes around these. Read: torchtitan 0.3.
+A specification names a function that shards a model, a function called with its optimizers, and
+the adapter of its state dicts. This module wraps these. Read: torchtitan 0.3.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def in_expansions(
 ) -> Spec:
     """Return the specification of a torchtitan model with expansions as weights.
 
-    It stands in the `model_spec` of a `Trainer.Config`, which is otherwise unchanged. The trainer
-    then converts the model before it shards it, chooses the states of every optimizer that its
+    Set it as `model_spec` of a `Trainer.Config`, which is otherwise unchanged. The trainer then
+    converts the model before it shards it, chooses the states of every optimizer that its
     `OptimizersContainer` makes, and saves and loads all terms by its own checkpointer. Buffers
-    keep their dtype. What it exports in Hugging Face's names is the plain bf16 model.
+    keep their dtype. An export in Hugging Face's names is the plain bf16 model.
 
     torchtitan makes models on the meta device, where weights have no size yet. So embeddings that
     it fills from N(0, 1) get `bf16x2` like other matrices; `overrides` can give them `bf16x3`.
@@ -100,8 +100,11 @@ def in_expansions(
 
 
 def _begin_counts(model: nn.Module) -> None:
-    """Have balanced rounding begin where a model is initialized. A weight that torchtitan puts
-    together from others, such as that of fused queries, keys and values, goes on from these."""
+    """Start the counts of balanced rounding at the initialization of a model.
+
+    A weight that torchtitan joins from others, such as fused queries, keys and values, continues
+    from these counts.
+    """
     for x in model.parameters():
         count = count_of(x)
         if count is not None:
