@@ -25,7 +25,7 @@ States = dict[str, Any]
 
 @by_name
 def _keeping_expansions(apply: Callable[[], nn.Module], given: dict[str, Any]) -> nn.Module:
-    if getattr(given["fn"], "func", None) is _converted:  # that of a module around it
+    if getattr(given["fn"], "func", None) is _converted:  # called for an enclosing module
         return apply()
     given["fn"] = functools.partial(_converted, given["fn"])
     module: nn.Module = given["self"]
@@ -95,8 +95,10 @@ def _uncounted(initialize: Callable[[], None], given: dict[str, Any]) -> None:
 
 
 class _ReaderOf:
-    """A reader of checkpoints, with something to be done on this rank when it has read. Where that
-    raises, all ranks do, as where reading raises."""
+    """A reader of checkpoints that calls a function on this rank after reading.
+
+    If the function raises, all ranks raise, as they do for errors of reading.
+    """
 
     def __init__(self, reader: Any, action: Callable[[], None]) -> None:
         self._reader, self._action = reader, action

@@ -138,7 +138,7 @@ def _of_what_is_there(build: Callable[[], Any], given: dict[str, Any]) -> Any:
 
 
 def _fits(context: Any, t: Any) -> bool:
-    """Whether what is known of a tensor's sizes is of a tensor of these parts."""
+    """Return whether the known sizes of a tensor have as many parts as t."""
     contexts, parts = getattr(context, "inner_contexts", {}), t.attrs or {}
     return contexts.keys() == parts.keys() and all(_fits(contexts[x], parts[x]) for x in parts)
 
@@ -149,12 +149,12 @@ def _is_ours(x: Any) -> bool:
 
 
 def _has_rules(x: Any) -> bool:
-    """Whether the MCFTensor that this stands for has a format with rules of its own."""
+    """Return whether a variable stands for an MCFTensor in a format with rules."""
     return bool(x.as_proxy().node.meta["example_value"]._has_rules)
 
 
-# By name: the keyword of the number, the operator, and one that takes a tensor in place of the
-# number, which aten has not. Compiled optimizers have their step size in one.
+# By name: the keyword of the number, the operator, and an operator that takes a tensor in place of
+# the number, which aten lacks. The step size of compiled optimizers is such a tensor.
 _WITH_A_NUMBER: dict[str, tuple[str, Any, Any]] = {}
 _LIBRARY = torch.library.Library("mcftensor", "FRAGMENT")
 for _operator in (

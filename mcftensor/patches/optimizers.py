@@ -107,7 +107,7 @@ def has_expansions(optimizer: Optimizer) -> bool:
 
 
 def _outside_of_it(x: Any, optimizer: Optimizer) -> Any:
-    """An argument of a step, of which a closure is no part."""
+    """Return an argument of a step, with a closure made to run outside of the step."""
     if not callable(x) or isinstance(x, (Tensor, type)):
         return x
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -178,7 +178,7 @@ def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:
         # Nor is the choice compiled, to which every parameter would be an input.
         chosen = torch._disable_dynamo(choose, recursive=False)
         chosen._breaks_graphs = True  # type: ignore[attr-defined]
-    # What is beneath two decorators stays the step without its graph break, to compile as a whole.
+    # The function under two decorators stays the step without its graph break, to compile whole.
     return functools.update_wrapper(chosen, getattr(step, "__wrapped__", step))
 
 
@@ -220,7 +220,7 @@ def _hooking_steps_over_numbers(hook: Callable[..., Any]) -> Callable[..., Any]:
     def hook_step(step: Callable[..., Any]) -> Any:
         return _apart(hook(_over_numbers(step)))
 
-    for cls in _subclasses(Optimizer):  # of which there were optimizers before
+    for cls in _subclasses(Optimizer):  # classes that may have been instantiated before
         step: Any = vars(cls).get("step")
         if getattr(step, "hooked", False):
             hooked: Any = hook_step(step.__wrapped__)
@@ -254,7 +254,7 @@ def _assigned(
 
 
 def _goes_on(step: Any) -> bool:
-    """Whether a step is one over numbers, or only goes on to that, as those of schedulers do."""
+    """Return whether a step is already wrapped, or only calls one, as schedulers' steps do."""
     while True:
         step = getattr(step, "__func__", step)
         module = getattr(step, "__globals__", {}).get("__name__", "")  # wrappers copy the rest

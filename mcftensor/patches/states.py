@@ -1,9 +1,9 @@
 """States that an optimizer saves and loads.
 
-States of a run over other parameters are converted to the formats of this run. States of a run over
-parameters of the same format load unchanged, also those of another dtype, which some optimizers
+States of a run over other parameters are converted to the formats of this run. If the parameters
+have the same format, their states load unchanged, even in another dtype, which some optimizers
 create within a step. Expansions among the states of a parameter tell the two cases apart. If there
-are none, and states would change, the state dict has an entry that does.
+are none, and states would change, an entry of the state dict does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The table of patches, and how they are looked up and installed.
 
-A private name of torch may be gone in another release, or may stand for something else. Then one
-warning says what is lost, and all else works.
+A private name of torch may be missing in another release, or may have changed its meaning. Then one
+warning says which features are lost, and everything else works.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Patch:
     """Arguments that are asked for by name."""
 
     def install(self, owner: object = None) -> None:
-        """Make the change in a module or class, by default in that of the name."""
+        """Make the change in a module or class, by default in the owner of the name."""
         assert self.change is not None
         try:
             owner = owner or pkgutil.resolve_name(self.name.rpartition(".")[0])
-            # What it has, with what it inherits from classes of C, which cannot change.
+            # The attributes of the class and of C classes above it, which cannot change.
             bases = [x for x in getattr(owner, "__mro__", ()) if not x.__flags__ & _CAN_CHANGE]
             declared = ChainMap(*[dict(vars(x)) for x in (owner, *bases, object)])[self.attribute]
             is_static = isinstance(declared, staticmethod)
@@ -210,8 +210,7 @@ def patch(name: str, **columns: Any) -> Callable[[Callable[[Any], Any]], Callabl
 def by_name(
     function: Callable[[Callable[[], Any], dict[str, Any]], Any],
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The change of a function to one that is given it as a call to be made, and the arguments by
-    name, which it may replace."""
+    """Return a change that gets the original call and its arguments by name, to replace any."""
 
     def change(found: Callable[..., Any]) -> Callable[..., Any]:
         bind = inspect.signature(found).bind
