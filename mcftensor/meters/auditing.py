@@ -187,27 +187,27 @@ def audit(
 
     - a file of `torch.save`, which is loaded with `weights_only=True`; a state dict that it
       nests under a usual key, such as `"state_dict"` or `"model"`, is found;
-    - a safetensors file, or the index of a sharded checkpoint beside its shards;
-    - a folder that holds one of these under the names that Hugging Face gives them.
+    - a safetensors file, or the index of a sharded checkpoint in the folder of its shards;
+    - a folder with one of these under its usual name of Hugging Face.
 
     Files are mapped, and compared in small blocks: checkpoints may be larger than memory, as long
     as each single file is not. Files that torch wrote before 1.6 are read as a whole.
 
-    What counts is whether a tensor moved, not why it did not. Those that are frozen on purpose or
-    constant look frozen too (leave them out: `ignore=["*.inv_freq"]`), rows of an embedding whose
-    tokens never occurred stay without fault, and checkpoints a few steps apart show far more
-    unchanged elements than ones with a good part of the training between them.
+    The audit sees that a tensor did not move, not why. Tensors that are constant or frozen on
+    purpose look frozen too (leave them out: `ignore=["*.inv_freq"]`). Rows of an embedding whose
+    tokens never occurred are rightly unchanged. Checkpoints a few steps apart show far more
+    unchanged elements than checkpoints with a good part of the training between them.
 
     Args:
-        before: the earlier checkpoint. A state dict in memory must be a copy: that of a module
-            changes with it.
+        before: the earlier checkpoint. A state dict in memory must be a copy, because the tensors
+            of `module.state_dict()` change with the module.
         after: the later one, with the same tensors.
         threshold: the share of unchanged elements from which a tensor is mostly frozen.
         ignore: patterns (fnmatch) of names of tensors to leave out.
 
     Returns:
-        An Audit, with what became of every floating or complex tensor. Integer, boolean and empty
-        ones are left out and counted.
+        An Audit, with a verdict on every floating or complex tensor. Integer, boolean and empty
+        tensors are left out and counted.
 
     Raises:
         CheckpointError: a checkpoint that cannot be read or holds no state dict; names, shapes,
@@ -369,13 +369,13 @@ def _count(x: list[np.ndarray], y: list[np.ndarray]) -> list[int]:
     whole = functools.reduce(np.logical_and, [tail == 0 for tail in tails], same)
     masks = [same, whole & (leading == 0), whole & (leading == 1)]
     if not same.all():
-        # An expansion is NaN if its leading term is, whatever follows.
+        # An expansion is NaN if its leading term is, with any tails.
         masks[0] = same | (np.isnan(leading) & np.isnan(y[0]))
     return [int(np.count_nonzero(mask)) for mask in masks]
 
 
 def _percent(share: float) -> str:
-    """A share, of which only exactly 0 and 1 read 0% and 100%."""
+    """Return a share as text; only exactly 0 and 1 read 0% and 100%."""
     if 0 < share < 1:
         return f"{min(max(round(100 * share, 2), 0.01), 99.99):g}%"
     return f"{share:.0%}"

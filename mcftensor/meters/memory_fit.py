@@ -28,7 +28,7 @@ from mcftensor.tensor import text_tables
 
 
 class Strategy(NamedTuple):
-    """One way to train a model, and what it takes."""
+    """A way to train a model, and the memory that it needs."""
 
     name: str
     sizes: tuple[int, int, int]
@@ -54,7 +54,7 @@ _WAYS: Mapping[str, tuple[Format | None, str, bool]] = {
 
 
 def strategies(model: nn.Module, optimizer: MakeOptimizer = AdamW) -> Iterator[Strategy]:
-    """What a model would take in each mode, beside float32 master weights and plain bf16."""
+    """Yield the memory of a model in each mode, with float32 master weights, and in plain bf16."""
 
     def strategy(name: str, found: Summary, masters: int, gradients: int) -> Strategy:
         weights = masters + found.bytes_of("parameters") + found.bytes_of("buffers")
@@ -63,7 +63,7 @@ def strategies(model: nn.Module, optimizer: MakeOptimizer = AdamW) -> Iterator[S
     for name, dtype in (("float32 master weights", torch.float32), ("plain bf16", bf16x2.dtype)):
         plain = without_data(model).to(dtype)
         found = summary(plain, optimizer(plain.parameters()))
-        beside = 2 * found.trained  # of bf16: weights beside master weights, and gradients
+        beside = 2 * found.trained  # bf16: weights in addition to master weights, and gradients
         yield strategy(name, found, beside if dtype == torch.float32 else 0, beside)
     for name, (format, mode, released) in _WAYS.items():
         found = estimate(model, mode, format=format, optimizer=optimizer, released=released)
@@ -106,7 +106,7 @@ def room() -> tuple[int, str]:
         ) from None
 
 
-# ------------------------------------------------------------------------------- what is asked of
+# ---------------------------------------------------------------------------------------- sources
 
 _SHAPE = re.compile(r"(?:(\d+):)?(\d+(?:x\d+)*)")
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMBT])")
@@ -117,11 +117,11 @@ _MOST = 2**58
 
 
 def model_of(sources: Sequence[str]) -> nn.Module:
-    """A module on the meta device: of checkpoints, of configurations of transformers, of shapes
-    such as `32:4096x11008`, or of a number of parameters such as `7B`.
+    """Return a module on the meta device: from checkpoints, from configurations of transformers,
+    from shapes such as `32:4096x11008`, or from a number of parameters such as `7B`.
 
     Raises:
-        CheckpointError: a source that is none of these; says which.
+        CheckpointError: a source of another kind; the message names it.
     """
     found: dict[str, Tensor] = {}
     for i, source in enumerate(sources):

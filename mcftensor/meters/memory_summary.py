@@ -34,20 +34,20 @@ MASTER_WEIGHTS = 16
 
 @dataclass(frozen=True)
 class TensorMemory:
-    """One tensor, and what memory it takes.
+    """The memory of one tensor.
 
     Attributes:
         kind: `"parameters"`, `"gradients"`, `"states"` or `"buffers"`.
-        name: of the parameter or buffer.
-        state: of a state, its name; else empty.
-        format: name of a format, or of a dtype.
-        shape: on this rank.
-        role: `"parameter"` of an expansion whose leading term a model computes with, `"value"` of
-            one that computes with all terms, or `"plain"`.
-        trained: whether it is a parameter that requires grad, or of one.
-        bytes: of all components.
-        known: `"measured"` of a tensor that is there; `"predicted"` of one that is not; or
-            `"estimated"` of a state whose shape does not follow from that of its parameter.
+        name: the name of the parameter or buffer.
+        state: the name of a state; else empty.
+        format: the name of the format or dtype.
+        shape: the shape on this rank.
+        role: `"parameter"` for an expansion whose leading term a model computes with, `"value"` for
+            an expansion that computes with all terms, or `"plain"`.
+        trained: whether it is, or belongs to, a parameter that requires grad.
+        bytes: the bytes of all components.
+        known: `"measured"` for an existing tensor; `"predicted"` for a future one; or
+            `"estimated"` for a state whose shape does not follow from its parameter's shape.
     """
 
     kind: Kind
@@ -179,7 +179,7 @@ class Summary:
             yield ("master weights, AdamW", *empty, text_tables.size(self.master_weights))
 
     def _states(self) -> list[str]:
-        """Names of those that have a column: not of single numbers, and not more than a few."""
+        """Return the names of states with a column: a few at most, and no single numbers."""
         found: dict[str, int] = {}
         for x in self.held:
             if x.kind == "states" and x.shape:
@@ -334,27 +334,26 @@ def estimate(
     optimizer: MakeOptimizer = AdamW,
     released: bool = False,
 ) -> Summary:
-    """Say what a model would take in training, were it converted and given an optimizer.
+    """Return the memory that a model would need in training, with an optimizer.
 
-    The model itself stays as it is: what is counted is a copy without data. It may be on the meta
-    device, so that a model can be asked about that no machine here holds. Activations are not
-    counted.
+    A copy without data is counted, and the model stays unchanged. It may be on the meta device,
+    and larger than the memory of this machine. Activations are not counted.
 
     Args:
-        model: a module that is not converted, or one that is, whose formats are then kept.
-        mode: as of `collage`; None for what the optimizer makes.
-        format: as of `as_expansion`.
-        overrides: as of `as_expansion`.
-        lr: as of `as_expansion`; weights on the meta device have no size that it would go by.
+        model: a module; a converted module keeps its formats.
+        mode: as in `collage`; None for the states that the optimizer makes.
+        format: as in `as_expansion`.
+        overrides: as in `as_expansion`.
+        lr: as in `as_expansion`; it has no effect on meta weights, whose size is unknown.
         optimizer: a class, or a function of the parameters that makes an optimizer.
-        released: whether `step_in_backward` is to be used, so that no gradients are held.
+        released: whether `step_in_backward` is used, so that gradients take no memory.
 
     Returns:
         The table of `summary`, all of it predicted.
 
     Raises:
         TypeError: `model` is no module.
-        ValueError: what `as_expansion` and `collage` refuse.
+        ValueError: arguments that `as_expansion` or `collage` rejects.
 
     Examples:
         >>> import torch, mcftensor as mcf

@@ -1,4 +1,4 @@
-"""One verdict on a training, whatever its optimizers: what their updates and states lose."""
+"""One verdict on the training of any optimizers: the losses of their updates and states."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Diagnosis:
         self._states[meter] = type(optimizer).__name__, {}
 
     def _note(self, meter: EDQ, optimizer: Optimizer | None) -> None:
-        """Note which states stand still, by the names of what they are stored in."""
+        """Record the states that stand still, by the names of their storage."""
         assert optimizer is not None
         noted = self._states[meter][1]
         noted.clear()

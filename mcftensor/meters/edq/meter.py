@@ -70,7 +70,7 @@ class EDQ(Handle):
             step, and before hooks that run after it.
         every: measure one step of so many, beginning with the first.
         names: names of parameters, as `model.named_parameters()` gives them, or the model. By
-            default those that the optimizer was given, or `"group.index"`.
+            default the names given to the optimizer, or `"group.index"`.
         callback: called with the meter after each measured step; see `to_tensorboard`.
         alarm: warn, once a parameter, when at least this share of its elements is lost at each of
             `patience` samples in a row. None for never.
@@ -82,11 +82,10 @@ class EDQ(Handle):
         history: all readings of the whole model.
         per_group: the latest reading of each parameter group.
         per_parameter: the latest reading of each parameter with a gradient, by name.
-        states: of each sample, a `StateReading` of each state of the whole model by its name: what
-            was kept of the change that the step meant to make, how many second moments are zero
-            beside a first moment that is not, and how many blocks with one scale hold a number too
-            large for them.
-        per_state: the latest of these for each parameter, by its name and that of the state.
+        states: for each sample, a `StateReading` of each state of the whole model by its name: the
+            kept part of the intended change, the number of zero second moments with a nonzero
+            first moment, and the number of blocks with one scale and a number too large for it.
+        per_state: the latest of these for each parameter, by its name and the name of the state.
         not_metered: names of parameters that cannot be measured, and why.
 
     Raises:
@@ -117,7 +116,7 @@ class EDQ(Handle):
 
     References:
         T. Yu et al., "Collage: Light-Weight Low-Precision Strategy for LLM Training", ICML 2024,
-        arXiv:2405.03637. There, and in the code released with it, the movement is that of the
+        arXiv:2405.03637. There, and in the code released with it, the movement is measured on the
         leading term; here that is `ratio_leading`.
     """
 
@@ -171,7 +170,7 @@ class EDQ(Handle):
             optimizer.register_step_post_hook(self._after_step),
         )
 
-    # ------------------------------------------------------------------------------ what it says
+    # ---------------------------------------------------------------------------------- reports
 
     @property
     def last(self) -> Reading | None:
@@ -184,7 +183,7 @@ class EDQ(Handle):
         return self._steps
 
     def table(self, limit: int | None = None) -> Table:
-        """The latest reading of each parameter, what is lost most first, for `rich.print`.
+        """Return the latest reading of each parameter, largest loss first, for `rich.print`.
 
         Args:
             limit: number of rows, by default all.
@@ -195,7 +194,7 @@ class EDQ(Handle):
         return report.table(self.last, self.per_parameter, limit)
 
     def state_table(self, limit: int | None = None) -> Table:
-        """The latest reading of each state of each parameter, what is lost most first.
+        """Return the latest reading of each state of each parameter, largest loss first.
 
         Args:
             limit: number of rows, by default all.
@@ -225,9 +224,9 @@ class EDQ(Handle):
     # ------------------------------------------------------------------------------------- hooks
 
     def remove(self) -> None:
-        """Take the meter off its optimizer. What it has measured stays.
+        """Remove the meter from its optimizer. Its measurements stay.
 
-        Call it between steps: PyTorch does not let hooks be removed while it goes through them.
+        Call it between steps: PyTorch does not allow the removal of hooks while it calls them.
         """
         for handle in self._handles:
             handle.remove()
@@ -272,7 +271,7 @@ class EDQ(Handle):
 
         def measured_closure(*inner: Any, **options: Any) -> Any:
             loss = closure(*inner, **options)
-            if self._samples is None and self._handles:  # gradients are those of the first call
+            if self._samples is None and self._handles:  # the first call made the gradients
                 value = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, loss)
                 self._samples = self._sample(optimizer, lambda: value)
             return loss
@@ -459,7 +458,7 @@ class EDQ(Handle):
         )
 
 
-# Parameters are measured together until they have so many elements, or those of the largest.
+# Parameters are measured together up to this many elements, or the number of the largest.
 _SMALL = 1 << 20
 
 # What a resumed meter goes on with.

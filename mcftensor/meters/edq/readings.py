@@ -37,8 +37,8 @@ from mcftensor.training.step_warnings import saturated_blocks
 class Reading(TypedDict):
     """The losses of one step, in the model, a group or a parameter.
 
-    If no update was intended, every figure except `update_norm` and `numel` is None. `largest` is
-    None without a learning rate."""
+    Without an intended update, all figures except `update_norm` and `numel` are None. Without a
+    learning rate, `largest` equals None."""
 
     step: int
     """Number of the step since the meter was attached, from 1 on."""
@@ -104,7 +104,7 @@ class Sample:
     error: str | None = None
 
 
-# The sums over elements of a parameter, of which a reading is made.
+# The number of sums over elements of a parameter in a reading.
 _COLUMNS = 10
 _UPDATE, _ALONG, _ALONG_LEADING, _INTENDED, _LOST, _LOST_LEADING, _NUMEL, DIFFERS, FAILED = range(
     _COLUMNS - 1
@@ -284,7 +284,7 @@ def _parts(x: Tensor) -> Sequence[Tensor]:
 
 # ---------------------------------------------------------------------------------- states
 
-# The sums over elements of a state, of which a reading is made.
+# The number of sums over elements of a state in a reading.
 _STATE_COLUMNS = 8
 _S_INTENDED, _S_ALONG, _CHANGES, _S_LOST, _BESIDE, _ZERO, _SATURATED, _S_NUMEL = range(8)
 
