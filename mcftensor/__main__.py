@@ -180,7 +180,7 @@ def optimizer_named(name: str) -> MakeOptimizer:
 
 @contextlib.contextmanager
 def bar() -> Iterator[Progress | None]:
-    """A bar that shows what has been read, where there is a terminal to show it on."""
+    """Yield a progress bar for reading, if the output is a terminal."""
     if not sys.stderr.isatty():
         yield None
         return

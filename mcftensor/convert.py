@@ -90,13 +90,13 @@ def as_expansion(
     gradients become plain tensors of the base dtype, as after `module.to(dtype)`; frozen
     expansions stay expansions. Cast the inputs, or use autocast. Floating-point buffers keep the
     precision of float32, in `bf16i16` for bf16 terms. Buffers whose names mark them as averages
-    (such as those of batch norms) act as values, other buffers as parameters.
+    (as in batch norms) act as values, other buffers as parameters.
 
     Plain parameters that have loaded expansions by `load_state_dict`, and have not been written to
     since, become these expansions, with all terms.
 
     A second call converts parameters that were added or unfrozen since. Models with
-    `save_pretrained`, such as those of transformers, are stored as terms (`store_as_terms`).
+    `save_pretrained`, as in transformers, are stored as terms (`store_as_terms`).
 
     Args:
         obj: a real floating tensor, an expansion in this or another format, or a module.
@@ -245,7 +245,7 @@ def _require_convertible(where: str, name: str, x: object) -> None:
 
 @dataclass
 class Held:
-    """A parameter or buffer of a module, and what is to become of it."""
+    """A parameter or buffer of a module, and its conversion."""
 
     x: Tensor
     names: list[str]
@@ -303,7 +303,7 @@ class ModuleConversion:
     """Names of what overrides leave as it is."""
 
     def carry_out(self, seen: Callable[[Held, Tensor], None] | None = None) -> None:
-        """Convert; of each tensor, `seen` is called with it and with what it becomes."""
+        """Convert all tensors, and call `seen` with each old tensor and its conversion."""
         module = self.module
         _carry_out("as_expansion", module, self.changed, self.base, seen)
         _left.pop(module, None)
@@ -362,7 +362,7 @@ def converted_modules() -> list[nn.Module]:
 
 
 def left_plain(module: nn.Module) -> list[Tensor]:
-    """The parameters of one that overrides leave as they are."""
+    """Return the parameters of a module that overrides leave unchanged."""
     own = dict(module.named_parameters())
     return [own[name] for name in _converted[module] if name in own]
 
@@ -382,7 +382,7 @@ def _checked(overrides: Overrides, names: list[str]) -> dict[str, Format | None]
 
 
 class _Choice:
-    """The formats in a module: one that is given, or those that are there, or the defaults."""
+    """The formats in a module: given, existing, or the defaults."""
 
     def __init__(self, format: Format | None, found: list[Held], lr: float | None) -> None:
         self.format, self.lr = format, lr
@@ -396,8 +396,7 @@ class _Choice:
         self.base = (format or next(iter([f for _, f in own] + [*formats.values()]), bf16x2)).dtype
 
     def changes(self, held: Held, wanted: Format | None) -> bool:
-        """Say what becomes of a tensor, of which an override may want a format; False where it
-        stays as it is."""
+        """Return the conversion of a tensor, or False for none. An override may name its format."""
         x = held.x
         if wanted is not None:
             _require_convertible("as_expansion", held.name, x)
@@ -521,8 +520,10 @@ def _memory_of(x: Tensor) -> Any:
 
 
 def _keeps_object(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether an expansion may take other components without another tensor in its place, so that
-    graphs, weak references and DistributedDataParallel still have it."""
+    """Return whether an expansion can take other components and stay the same object.
+
+    Graphs, weak references and DistributedDataParallel then remain valid.
+    """
     return (
         type(x) is MCFTensor
         and x.dtype == dtype
