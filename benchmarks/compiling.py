@@ -1,9 +1,9 @@
-"""How long `torch.compile` takes over a step of AdamW: bf16 expansions beside plain bf16.
+"""The time of `torch.compile` for a step of AdamW, with bf16 expansions and with plain bf16.
 
-The parameters are those of a GPT-2 of `--layers` layers, `--width` wide: 148 tensors. Compiled are
-`optimizer.step`, a function that calls it, and the step as one graph, for which the decorators have
-to be taken off its method (torch has no such way for fused steps). Each figure is the time of a
-first step, in a process of its own, without caches, and then of the longest of the next three.
+The parameters are 148 tensors of a GPT-2 of `--layers` layers, `--width` wide. Compiled are
+`optimizer.step`, a function that calls it, and the step as one graph. The graph needs a step
+without its decorators (torch cannot do so for fused steps). Each figure is the time of a first
+step, in a separate process without caches, and then of the longest of the next three.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def seconds(optimizer: Optimizer, device: str) -> float:
 
 
 def step_times(case: str, shape: Shape, device: str, rounds: int) -> dict[str, float]:
-    """Medians of steps without a meter, beside one, and sampled, taken in turn."""
+    """Return medians of steps without a meter, with one, and sampled, taken in turn."""
     _, optimizer = build(case, shape, device)
     times: dict[str, list[float]] = {"without": [], "not sampled": [], "sampled": []}
     for turn in range(rounds + 1):

@@ -1,4 +1,4 @@
-"""Worst cases of expansion arithmetic: claimed bounds beside the largest errors that were found.
+"""Worst cases of expansion arithmetic: claimed bounds and the largest errors found.
 
 Operands are made to be hard: all significands, tails at their limits and at ties, pairs that
 cancel. Errors are exact, in integers. Writes `benchmarks/results/envelope.json`, which the page on

@@ -59,7 +59,7 @@ def exact_sum(base: Base, a: Numbers, b: Numbers) -> tuple[Tensor, Tensor, Tenso
 def _judge(
     base: Base, results: Pair, exact: Tensor, rounded: Tensor, error: Tensor, required: Tensor
 ) -> Judgement:
-    """A rounded number and what it lost; where it is not finite, neither may the error be."""
+    """Judge a rounded number and its error term; both are finite, or neither is."""
     finite = base.is_finite(rounded.view(torch.int16))
     right = torch.where(
         finite, results[1].double() == error, ~base.is_finite(results[1].view(torch.int16))
@@ -69,7 +69,7 @@ def _judge(
 
 
 def judge_two_sum(base: Base, results: Pair, a: Numbers, b: Numbers) -> Judgement:
-    """Exact unless an operation overflows: beside a + b that can be s - a, for the largest b."""
+    """Require an exact sum, unless an operation overflows: a + b, or s - a for the largest b."""
     exact, rounded, error = exact_sum(base, a, b)
     required = (rounded.double() - a.values).abs() < base.overflow(base.precision)
     return _judge(base, results, exact, rounded, error, required)
@@ -91,7 +91,7 @@ def judge_two_prod(base: Base, results: Pair, a: Numbers, b: Numbers) -> Judgeme
 
 
 def judge_split(base: Base, results: Pair, a: Numbers) -> Judgement:
-    """Two halves of few bits; what is too large for that is returned whole."""
+    """Require two halves of few bits; a number too large to split is returned whole."""
     high, low = (base.numbers(half.view(torch.int16)) for half in results)
     bits = {8: (4, 3), 11: (5, 5)}[base.precision]
     halves = _has_bits(high, bits[0]) & _has_bits(low, bits[1])
@@ -123,7 +123,7 @@ def judge_sqrt(base: Base, root: Tensor, a: Numbers) -> Judgement:
 
 @dataclass(frozen=True)
 class Transformation:
-    """A function of one or two floats, and the judge of what it returns."""
+    """A function of one or two floats, and the judge of its results."""
 
     function: Callable[..., Tensor | Pair]
     judge: Callable[..., Judgement]

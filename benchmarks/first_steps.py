@@ -1,7 +1,7 @@
-"""How long the first step of an optimizer takes, with and without compiled kernels at hand.
+"""The time of the first step of an optimizer, with and without cached kernels.
 
-The parameters are 300 matrices of 64 x 64. Every figure is of processes of their own: one with an
-empty folder for compiled code, and then others that find what it has left there.
+The parameters are 300 matrices of 64 x 64. Every figure is measured in separate processes: one with
+an empty folder for compiled code, and then others that find the compiled code there.
 """
 
 from __future__ import annotations

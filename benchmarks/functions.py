@@ -1,7 +1,8 @@
 """Elementary functions of formats beyond 48 bits: largest errors found, and time.
 
-Errors are those against mpmath, on random bit patterns of all sizes. Time is that of the thread,
-for an element of a large tensor, beside float64's own function on the same numbers, in turn. Writes
+Errors are measured against mpmath, on random bit patterns of all sizes. Time is the time of the
+thread for an element of a large tensor; float64's own function runs on the same numbers, in turn.
+Writes
 `benchmarks/results/functions.json`, which the page on accuracy shows; fails if an error is above
 its bound.
 """
@@ -36,7 +37,7 @@ def _seconds(function: Callable[[], Any]) -> float:
 
 
 def _arguments(name: str) -> list[torch.Tensor]:
-    """Numbers for which the function is one."""
+    """Return numbers in the domain of the function."""
     torch.manual_seed(0)
     count = 2 if name in PAIRS else 1
     low, high = {"acosh": (1.0, 9.0), "pow": (0.1, 4.0)}.get(name, (0.01, 0.99))

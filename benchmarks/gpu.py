@@ -1,15 +1,15 @@
 """Measure this library on the GPU at hand, in some twenty minutes: `make gpu`.
 
-Stages, each a program of its own, in this order:
+Stages, each a separate program, in this order:
 
   selfcheck  are the results right there?
-  tests      those that need a GPU
-  kernels    time of each kernel beside what its bytes and instructions predict
-  steps      optimizer steps beside PyTorch's and other libraries'
+  tests      the tests that need a GPU
+  kernels    time of each kernel, and the prediction from its bytes and instructions
+  steps      optimizer steps of this library, PyTorch and other libraries
   training   tokens a second, peak memory and loss of GPT-2's shape in five strategies
 
-What is done is kept in the folder --out: started again, it goes on with the next stage. In the end
-there are results.json and report.md, which says what to do with them.
+Finished stages are kept in the folder --out, and a restart continues with the next one. The results
+are results.json and report.md, with instructions to publish them.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ STEPS = (
 
 @dataclass(frozen=True)
 class Stage:
-    """A program, and where it leaves its figures.
+    """A program, and the place of its figures.
 
     Attributes:
-        name: of the stage.
-        command: what is run, from the root of the repository.
-        limit: seconds, after which it is broken off, and the next stage begins.
-        figures: the JSON file that it writes; None if what it prints is all there is.
+        name: the name of the stage.
+        command: the command, run from the root of the repository.
+        limit: seconds after which it is stopped, and the next stage begins.
+        figures: the JSON file that it writes; None if it only prints.
     """
 
     name: str

@@ -48,7 +48,7 @@ def figures_of(target: str, name: str) -> dict[str, Any]:
 
 
 def still_there(kernels: dict[str, Any]) -> dict[str, Any]:
-    """Those that the library still has, of as many instructions."""
+    """Return the kernels that the library still has, with as many instructions."""
     lengths = {name: len(program.instructions) for name, program in programs().items()}
     return {
         name: found

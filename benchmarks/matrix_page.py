@@ -12,7 +12,7 @@ PACKAGES = ("torch.optim", "pytorch_optimizer", "schedulefree", "prodigyopt")
 
 
 def number(x: Any) -> str:
-    """A figure as the tables have it."""
+    """Return a figure in the format of the tables."""
     if isinstance(x, (int, float)):
         return f"{x:.1e}"
     return "–" if x is None else "no"
@@ -76,7 +76,7 @@ def letters(entry: dict[str, Any]) -> str:
 
 
 def failures(results: dict[str, Any]) -> str:
-    """What does not run, and what it says."""
+    """Return the failing optimizers, and their messages."""
     rows = []
     for name, entry in results["classes"].items():
         compiled = {"compiled": results["compiled"].get(name, {})}

@@ -58,7 +58,7 @@ CONFIGURATION_WAYS = {
 
 
 def small(found: float, of_float32: float) -> bool:
-    """Whether an error is none to explain."""
+    """Return whether an error is too small to need an explanation."""
     return found <= max(2 * of_float32, 1e-6)
 
 
@@ -112,7 +112,7 @@ def rounded(x: float) -> float | str:
 
 
 def cause(tried: Subject, of_float32: float) -> tuple[str, float] | None:
-    """What has to be an expansion as well for the error to be that of float32, and that error."""
+    """Return the further expansions that reduce the error to float32's, and the remaining error."""
     for name, way in REMEDIES.items():
         oracle = replace(EXACT, casts=way.casts)
         found = measure(tried, {name: way}, oracle=oracle)

@@ -1,8 +1,9 @@
-"""What expansions cost where plain bf16 does the work: forward and backward.
+"""The overhead of expansions in forward and backward, which compute in plain bf16.
 
-Operations on a few elements show what a parameter adds to one, and a model of the shape of GPT-2,
-`--layers` layers, `--width` wide, what is left of that in eager and in compiled passes. Expansions
-and plain bf16 take turns. Figures are medians; of single operations the least of many means.
+Operations on a few elements show the overhead of a parameter for one operation. A model of the
+shape of GPT-2, `--layers` layers, `--width` wide, shows the overhead in eager and in compiled
+passes. Expansions and plain bf16 take turns. Figures are medians; for single operations the least
+of many means.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Floats of 16 bits by their bit patterns: what they are worth, and rounding to them.
+"""Floats of 16 bits by their bit patterns: their values, and rounding to them.
 
 Written to hold the library against; it shares no code with it. Patterns are int16 tensors, exact
 values are float64 ones.

@@ -1,7 +1,7 @@
-"""Products of square matrices beside those of other libraries: time, and error against rationals.
+"""Products of square matrices of this and other libraries: time, and error against rationals.
 
-The contenders take turns, on one thread; time is the processor time of the thread, and ratios are
-those to float64's own product in the same round. Errors are the largest of some elements, over the
+The contenders take turns, on one thread. Time is the processor time of the thread, and ratios are
+to float64's own product in the same round. Errors are the largest of some elements, over the
 product of magnitudes. xprec, numpy-quaddtype and mpmath are timed if they are installed.
 """
 
@@ -101,7 +101,7 @@ def fraction(result: Any, name: str, i: int, j: int) -> Fraction:
 
 
 def error(result: Any, name: str, x: Sequence[Tensor], y: Sequence[Tensor]) -> float | None:
-    """The binary logarithm of the largest error of some elements, over those of |A||B|."""
+    """Return the binary logarithm of the largest error of some elements, relative to |A||B|."""
     size = len(x[0])
     rng, worst = np.random.default_rng(0), Fraction(0)
     for i, j in rng.integers(0, size, (CHECKED, 2)).tolist():

@@ -1,10 +1,10 @@
-"""What kernels are in machine code, and by what they are bound on processors that are not there.
+"""The machine code of kernels, and predictions of their limits on processors that are not at hand.
 
 Every kernel is compiled for x86-64 with AVX-512 and with AVX2, and by Triton for NVIDIA's and AMD's
 GPUs. Its instructions are counted by kind, registers and spills are read from what the compilers
 say, and the time of computing follows from the throughput that makers publish, for CPUs by the
-models of LLVM's llvm-mca. The time of memory is that of the bytes that it has to move. On the CPU
-at hand both are held against measurements.
+models of LLVM's llvm-mca. The time of memory follows from the bytes to move. On the CPU at hand
+both are compared with measurements.
 
 It needs a C++ compiler, llvm-mca, and Triton.
 """
@@ -41,7 +41,7 @@ ROUNDS = 9
 
 
 def investigate(options: argparse.Namespace) -> dict[str, Any]:
-    """Predictions for every kernel, and measurements beside them."""
+    """Return predictions for every kernel, and measurements."""
     found = kernels()
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
@@ -73,8 +73,11 @@ def before(earlier: dict[str, Any]) -> dict[str, Any]:
 
 
 def at_hand(device: str, elements: int) -> dict[str, Any]:
-    """Each kernel on the device at hand, beside what is predicted there: the longer of the time of
-    its bytes, by the bandwidth that copies have, and of its instructions."""
+    """Measure each kernel on the device at hand, and predict its time.
+
+    The prediction is the longer of the time of its bytes, by the bandwidth of copies, and of its
+    instructions.
+    """
     clock = clocks.clock_of(device)
     speed = clocks.bandwidth(device, clock, None if device == "cuda" else 1 << 26)
     found: dict[str, Any] = {}
@@ -99,7 +102,7 @@ def at_hand(device: str, elements: int) -> dict[str, Any]:
 
 
 def analyzed(kernel: Kernel, scratch: Path) -> dict[str, Any]:
-    """What one kernel is, and what it would take."""
+    """Return the machine code of one kernel, and its predicted times."""
     codes: dict[str, x86.Loop | gpus.Code] = {
         name: x86.loop_of(kernel.program, name, scratch) for name in x86.SETS
     }
@@ -119,7 +122,7 @@ def analyzed(kernel: Kernel, scratch: Path) -> dict[str, Any]:
 
 
 def measured(found: list[Kernel], scratch: Path) -> dict[str, Any]:
-    """Each kernel over a large tensor, by one thread and by all, beside what is predicted."""
+    """Measure each kernel over a large tensor, by one thread and by all, and predict its time."""
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     name = "AVX-512" if "avx512bw" in flags else "AVX2"
     is_amd = "AuthenticAMD" in flags
@@ -194,7 +197,7 @@ def clock_of(scratch: Path) -> float:
 
 
 def table(result: dict[str, Any]) -> Table:
-    """By what each kernel is bound: its time of computing over that of memory."""
+    """Return the limit of each kernel: its time of computing over the time of memory."""
     screen = Table(title="Time of computing over that of memory: above 1, bound by computing")
     screen.add_column("kernel")
     for processor in result["processors"]:
@@ -206,7 +209,7 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def measurements(result: dict[str, Any]) -> Table:
-    """Predictions beside what was measured."""
+    """Return predictions and measurements."""
     screen = Table(title="Picoseconds an element on this machine")
     for heading in ("kernel", "threads", "computing", "memory", "measured", "over predicted"):
         screen.add_column(heading, justify="left" if heading == "kernel" else "right")

@@ -52,7 +52,7 @@ def made(kind: str, count: int, width: int, path: dict[str, bool]) -> Optimizer:
 
 
 def ratios(count: int, width: int, path: dict[str, bool], steps: int) -> dict[str, float]:
-    """Median times of a step over that of float32, and the latter in seconds."""
+    """Return median times of a step over the time of float32, and the latter in seconds."""
     optimizers = {kind: made(kind, count, width, path) for kind in KINDS}
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for step in range(FIRST + steps):

@@ -37,7 +37,7 @@ Rounding = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Scenario:
-    """Gradients: of each weight normal ones of a size of its own, with a drift."""
+    """Normally distributed gradients, of a different size for each weight, with a drift."""
 
     name: str
     size: float = 1e-4
@@ -286,7 +286,7 @@ def measure(shape: tuple[int, ...]) -> tuple[dict[str, dict[str, Any]], dict[str
 
 
 def shown(x: dict[str, Any]) -> str:
-    """Error, largest update and second moment, or what is known of them."""
+    """Return error, largest update and second moment as text, as far as they are known."""
     moment = x["second_moment"]
     tail = "" if moment is None or math.isnan(moment) else f" ({moment:.3f})"
     return f"{x['displacement']:.3f} {x['largest']:.2f}{tail}"

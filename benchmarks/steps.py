@@ -2,7 +2,7 @@
 
 All contenders run in one process and take turns: every round has one step of each, begun one later
 each time and backwards every other time. A ratio is the median over rounds of a contender's time
-over that of its baseline in the same round. The baseline is master weights: the bf16 gradient cast
+over its baseline's in the same round. The baseline is master weights: the bf16 gradient cast
 to fp32, PyTorch's fused optimizer, and the result rounded to the bf16 parameter.
 
 Where memory cannot hold all contenders they run in groups, each with its baseline, so that ratios
@@ -14,9 +14,9 @@ On a CPU a large temporary is fresh memory from the system at every step, which 
 arithmetic. MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 in the environment keeps it in
 the process, and the JSON file says so.
 
-On a GPU the time is that between two events, from an idle device; a second figure has the device
-busy before, so that it does not wait for the host. First steps include compiling, into an empty
-cache unless --cache names a folder.
+On a GPU the time is measured between two events, from an idle device; a second figure has the
+device busy before, so that it does not wait for the host. First steps include compiling, into an
+empty cache unless --cache names a folder.
 """
 
 from __future__ import annotations

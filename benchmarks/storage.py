@@ -76,7 +76,7 @@ def emulated(name: str, size: int, rounded: Callable[[Tensor], Tensor]) -> Conte
 
 
 def flashoptim(x: Tensor) -> Tensor:
-    """The nearest bfloat16, and what it lacks in 127ths of half its ulp, ties away from zero."""
+    """Return the nearest bfloat16, and the rest in 127ths of half its ulp, ties away from zero."""
     leading, half = _split(x)
     scaled = ((x - leading) / half).clamp(-1, 1) * 127
     return leading + scaled.sign() * (scaled.abs() + 0.5).floor() / 127 * half

@@ -1,8 +1,8 @@
-"""Exact sums beside other sums: time for each number of elements, type and number of threads.
+"""Exact sums and other sums: time for each number of elements, type and number of threads.
 
 The contenders take turns. With one thread, time is the processor time of the thread, so that other
-work on the machine counts little; with more threads it is that of the clock. Double-double numbers
-are those of xprec, if it is installed.
+work on the machine counts little; with more threads it is the time of the clock. Double-double
+numbers are xprec's, if it is installed.
 """
 
 from __future__ import annotations

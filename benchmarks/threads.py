@@ -1,4 +1,4 @@
-"""Optimizer steps by any number of threads, in several processes at once, and beside a data loader.
+"""Optimizer steps by any number of threads, in several processes at once, and with a data loader.
 
 One tensor of 33.6 million elements, the contenders taking turns. Processes are as many as there are
 processors, each with one thread, as training with copies of a model has them; all step at the same
@@ -93,7 +93,7 @@ class Images(Dataset[Tensor]):
 
 
 def beside_a_loader(threads: int, workers: int, rounds: int) -> list[Times]:
-    """In one process, of which workers make batches."""
+    """Measure steps in one process while workers make batches."""
     batches: Iterator[Tensor] = iter(DataLoader(Images(), batch_size=64, num_workers=workers))
     return [take_turns(threads, rounds, lambda: next(batches))]
 

@@ -1,6 +1,6 @@
-"""Which files of the package an operation passes, and how often it climbs.
+"""The files of the package that an operation passes, and the number of its climbs.
 
-A climb is a call from a layer of the package into one that is imported later. Python calls are
+A climb is a call from a layer of the package into a layer imported later. Python calls are
 counted by `sys.setprofile`; each operation has run before, so that caches are filled.
 """
 
@@ -38,7 +38,7 @@ class Walk:
         self.calls = self.climbs = 0
 
     def follow(self, call: Callable[[], Any]) -> Walk:
-        """Call a function and note what it passes."""
+        """Call a function and record the files that it passes."""
         stack: list[str | None] = []
 
         def note(frame: FrameType, event: str, _: Any) -> None:

@@ -1,6 +1,6 @@
-"""Try the frameworks that people train with over expansions, one process each, and say what works.
+"""Try training frameworks over expansions, one process each, and report which work.
 
-The page "Works with" is made of what it writes. A cell that fails makes the exit status 1.
+The page "Works with" is made from its results. A cell that fails makes the exit status 1.
 """
 
 from __future__ import annotations

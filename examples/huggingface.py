@@ -1,4 +1,4 @@
-"""Train a small GPT-2 with the Trainer of transformers: plain bf16 beside expansions.
+"""Train a small GPT-2 with the Trainer of transformers, in plain bf16 and as expansions.
 
 Both start from the same weights and see the same batches. The learning rate is small, as at the
 end of a training, and plain bf16 loses most of the updates. Nothing is downloaded.

@@ -2,8 +2,8 @@
 
     python examples/ray_train.py
 
-`order_free_gradients` gives the bits of any number of workers, so that a run that goes on with
-fewer workers ends with the weights of one that was never interrupted.
+`order_free_gradients` gives the same bits on any number of workers. A run that continues with fewer
+workers therefore ends with the weights of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def differing(state: Any, other: Any) -> int:
 
 
 def main() -> None:
-    """Train in four ways, and compare what they end with."""
+    """Train in four ways, and compare the final weights."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--folder", type=Path, help="of checkpoints; by default a temporary one")

@@ -1,4 +1,4 @@
-"""Numbers of 48 and 106 bits where float32 and float64 have too few, beside exact arithmetic.
+"""Numbers of 48 and 106 bits where float32 and float64 are too short, next to exact arithmetic.
 
     python examples/scientific.py
 
@@ -55,9 +55,10 @@ def dot_product(length: int = 100) -> None:
 
 
 def linear_system(size: int = 11, sweeps: int = 5) -> None:
-    """Iterative refinement (J. H. Wilkinson, 1963): solve, take the residual, and correct by it.
+    """Solve a system by iterative refinement (J. H. Wilkinson, 1963): solve, and correct by the
+    residual.
 
-    A residual is what is left where nearly all cancels, and is worth as much as its precision.
+    A residual is the remainder of a cancellation, and is as accurate as its precision.
     """
     scale = math.lcm(*range(1, 2 * size))  # All entries become integers, which float64 holds.
     matrix = [[scale // (i + j + 1) for j in range(size)] for i in range(size)]
@@ -91,9 +92,9 @@ def orbit(make: Callable[[str], Any], steps: int) -> Iterator[Any]:
 
 
 def chaos(steps: int = 220) -> None:
-    """Errors grow by half at every step, from the last digit until nothing is right.
+    """Iterate a map whose errors grow by half at every step, until no digit is right.
 
-    Beside them runs the same orbit in decimals of 200 digits.
+    The same orbit in decimals of 200 digits is the reference.
     """
     with decimal.localcontext(decimal.Context(prec=200)):
         reference = [float(x) for x in orbit(decimal.Decimal, steps)]

@@ -148,7 +148,7 @@ def components(x: Tensor) -> list[Tensor]:
 
 
 def main() -> None:
-    """Read the options, train, and say what is held and a digest of it."""
+    """Read the options, train, and print the memory in use and a digest of the weights."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--format", default="bf16x2")
     parser.add_argument("--mode", default="plus")

@@ -1,4 +1,4 @@
-"""Elementary functions beside mpmath's, arguments that are hard for them, and their errors."""
+"""Elementary functions compared with mpmath: hard arguments, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Elementwise functions of PyTorch beside mpmath's, on exact arguments."""
+"""Elementwise functions of PyTorch compared with mpmath, on exact arguments."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def inputs(op: Any, format: mcf.Format, limit: int | None) -> Iterator[tuple[Any
 
 
 def attempt(call: Callable[[], Any], seed: int = 0) -> Any:
-    """The result of a call, or what it raised."""
+    """Return the result of a call, or the error that it raised."""
     torch.manual_seed(seed)
     try:
         return call()
@@ -158,7 +158,7 @@ def as_wide(x: Any) -> Any:
 
 
 def _compare(name: str, x: Any, y: Any, format: mcf.Format, asked: bool) -> float:
-    """The error of a result in units of u^n; 0 for what is exact."""
+    """Return the error of a result in units of u^n; 0 for exact results."""
     if not isinstance(y, Tensor):
         assert x == pytest.approx(y, rel=1e-6, nan_ok=True), (x, y)
         return 0.0

@@ -2,7 +2,7 @@
 
 A machine number is an integer times a power of two. `integers` reads that integer from the bit
 pattern, over one common power of two for a whole tensor, into a numpy array of Python integers:
-sums and products of such arrays are exact, whatever their size. `fractions` reads the same as
+sums and products of such arrays are exact, without a limit of size. `fractions` reads the same as
 `fractions.Fraction`. An infinity reads as 2^(emax + 1), the number at which rounding overflows.
 """
 

@@ -43,12 +43,12 @@ def _around(cls: type) -> Callable[..., Any]:
 
 
 def _around_sgd(cls: type) -> Callable[..., Any]:
-    """Of those that share states with what they wrap, which must not ask for its own."""
+    """Return a maker of wrapping optimizers that share states with the wrapped SGD."""
     return lambda weights, **keywords: cls(torch.optim.SGD(list(weights.tensors)), **keywords)
 
 
 def _by_kind(cls: type) -> Callable[..., Any]:
-    """Of those that take matrices and the rest in groups of their own."""
+    """Return a maker of optimizers that take matrices and other parameters in separate groups."""
 
     def make(weights: Weights, **keywords: Any) -> Any:
         groups = [
@@ -118,7 +118,7 @@ def _wsam(cls: type) -> Callable[..., Any]:
 
 
 def _with_momentum_like(cls: type) -> Callable[..., Any]:
-    """Of those that would hold float64's momentum in float32."""
+    """Return a maker of optimizers that would otherwise keep float64 momentum in float32."""
     return lambda weights, **keywords: cls(
         list(weights.tensors), momentum_dtype=weights.tensors[0].dtype, **keywords
     )

@@ -73,7 +73,7 @@ class Floats:
 
     @property
     def hidden(self) -> int:
-        """The smallest significand of a normal number: that of a power of two."""
+        """The smallest significand of a normal number: the significand of a power of two."""
         return 1 << (BASES[self.dtype].precision - 1)
 
 
@@ -109,7 +109,7 @@ def numbers(rng: Generator, dtype: torch.dtype, size: int, low: int, high: int) 
 
 
 def _tail(rng: Generator, before: Sequence[Floats]) -> Floats:
-    """A next term: at most half an ulp of the last one, at a tie only where that one is even."""
+    """Return a next term: at most half an ulp of the last term, a tie only if that term is even."""
     last = before[-1]
     size, p, hidden = last.negative.size, BASES[last.dtype].precision, last.hidden
     negative = _signs(rng, size)

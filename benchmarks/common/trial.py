@@ -27,11 +27,11 @@ STEPS = 20
 
 @dataclass(frozen=True)
 class Way:
-    """How weights are held, and what else is an expansion.
+    """The storage of weights, and the other tensors that are expansions.
 
-    Gradients are plain in training. The other switches serve to find out what an error comes from:
-    weights in the role of values, so that norms are those of all terms; expansions for tensors that
-    the optimizer makes from nothing; and for those that it rounds to the dtype of the weights.
+    Gradients are plain in training. The other switches help to find the cause of an error: weights
+    in the role of values, so that norms use all terms; expansions for tensors that the optimizer
+    creates from nothing; and for tensors that it rounds to the dtype of the weights.
     """
 
     held: Held

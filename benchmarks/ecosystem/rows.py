@@ -1,4 +1,4 @@
-"""The rows: what is done with each framework as its own documents say, over expansions."""
+"""The rows: the documented use of each framework, over expansions."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _trainer(cls: Any, settings: Any, model: Any, folder: Path, **options: Any) 
 
 
 def _resumed(make: Callable[[Any, str], Any], model: Callable[[], Any], folder: Path) -> None:
-    """Four steps, and two and two, of which the second go on from a checkpoint."""
+    """Take four steps, and two and two, with the second two from a checkpoint."""
     whole, second = model(), model()
     make(whole, "whole").train()
     checkpoint = next((folder / "whole").glob("checkpoint-2"))

@@ -69,7 +69,7 @@ IN_TRACES = ("bf16x2", "bf16x3", "fp32x2")
 
 
 def catalogue() -> dict[str, Program]:
-    """All programs by name; one that several ask for is named by the first of them."""
+    """Return all programs by name; a program of several kernels is named by the first of them."""
     found: dict[str, Program] = {}
     for name, run in work():
         with warnings.catch_warnings():

@@ -48,15 +48,15 @@ _AMD = {
 
 @dataclass(frozen=True)
 class Code:
-    """The way of whole blocks through a kernel, where no division takes its detour.
+    """The path of whole blocks through a kernel, without the detours of divisions.
 
     Attributes:
         counts: instructions an element, by kind.
-        registers: of a thread.
+        registers: the registers of a thread.
         spills: bytes of registers that a thread has no room for.
-        warps: of a block of threads.
-        assembly: all of it.
-        text: what it was made from, or what else the compiler says of it.
+        warps: the warps of a block of threads.
+        assembly: the whole assembly.
+        text: its source, or other reports of the compiler.
     """
 
     counts: dict[str, float]
@@ -73,10 +73,10 @@ class Code:
 
 
 def code_of(program: Program, target: str, scratch: Path, *, whole: bool = True) -> Code:
-    """The kernel for compute capability `"sm_90"`, say, or for AMD's `"gfx942"`: its way of whole
-    blocks alone, or all of it, as launches have it.
+    """Return the kernel for compute capability `"sm_90"`, say, or for AMD's `"gfx942"`: its path of
+    whole blocks alone, or all of it, as in launches.
 
-    Where registers do not suffice it has more threads, as launches do.
+    If registers do not suffice it has more threads, as launches do.
 
     Raises:
         ImportError: Triton is not installed.

@@ -75,15 +75,15 @@ class Inspection:
     """One kernel for one target.
 
     Attributes:
-        registers: of a thread.
-        warps: of a block.
-        occupancy: warps that a unit holds by registers and blocks, over those that it could hold.
-        spills: bytes of a thread.
-        fused: products contracted with sums in the text, those of packed instructions one by one.
-        asked: how many the program, its quotients and its roots have.
+        registers: the registers of a thread.
+        warps: the warps of a block.
+        occupancy: the warps that a unit holds by registers and blocks, over its maximum.
+        spills: the spilled bytes of a thread.
+        fused: products contracted with sums in the text; packed instructions count one by one.
+        asked: the number in the program, its quotients and its roots.
         flushes: whether subnormal numbers become zero.
         loads: the widths in bytes of a thread's loads from whole blocks.
-        stores: those of its stores.
+        stores: the widths of its stores.
         narrow: the number of loads and stores that are narrower than they could be.
     """
 
@@ -100,7 +100,7 @@ class Inspection:
 
     @property
     def faults(self) -> list[str]:
-        """What is not as it must be, in words."""
+        """Return the violated requirements, in words."""
         found = {
             f"spills {self.spills} bytes": self.spills,
             f"{self.fused} fused products, {self.asked} asked for": self.fused > self.asked,

@@ -25,10 +25,10 @@ class Kernel:
     """A program that goes over memory once.
 
     Attributes:
-        name: what it does.
+        name: the name of the operation.
         program: its instructions.
         prepare: given a number of rows of `SIDE` elements, a function that runs it on these; or
-            None where other programs run beside it.
+            None if other programs run with it.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Kernel:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether what it writes it has read: else a CPU reads that memory too, to write to it."""
+        """Whether it has read all memory that it writes; otherwise a CPU reads that memory too."""
         return len(self.program.signature.outputs) + 1 == len(self.program.signature.vectors)
 
     @property

@@ -14,19 +14,19 @@ from machine_code.x86 import Loop, cycles
 
 @dataclass(frozen=True)
 class Processor:
-    """One of those that people train on.
+    """A processor that people train on.
 
     Attributes:
-        name: as its maker calls it.
+        name: its maker's name for it.
         units: cores, multiprocessors or compute units.
         clock: GHz that all units keep up under load.
-        bandwidth: of its memory, in GB/s.
+        bandwidth: the bandwidth of its memory, in GB/s.
         code: the set of instructions of x86, or the target of Triton.
-        model: LLVM's name, of a CPU.
-        rates: instructions of one thread that a GPU's unit finishes in a clock, by kind; what is
-            not named takes the rate of `"all"`, and all together do not pass it.
-        registers: of a GPU's unit, in 32 bits.
-        threads: that a GPU's unit holds at most.
+        model: LLVM's name of a CPU.
+        rates: instructions of one thread that a GPU's unit finishes in a clock, by kind. Other
+            kinds take the rate of `"all"`, which also limits the sum of all kinds.
+        registers: the registers of a GPU's unit, in 32 bits.
+        threads: the most threads of a GPU's unit.
     """
 
     name: str

@@ -42,8 +42,8 @@ class Loop:
 
     Attributes:
         lines: its instructions, in the assembler's words.
-        elements: that one pass through it computes.
-        counts: instructions an element, by kind; loads and stores are counted beside, also where
+        elements: the elements that one pass through it computes.
+        counts: instructions an element, by kind; loads and stores are counted separately, also if
             an instruction does something else as well.
         spills: loads and stores an element of vectors that registers have no room for.
     """
@@ -55,7 +55,7 @@ class Loop:
 
     @property
     def instructions(self) -> float:
-        """Of vectors, an element; those of the loop itself aside."""
+        """Return vector instructions an element, without loop control."""
         return sum(x for kind, x in self.counts.items() if kind not in ("load", "store"))
 
 
@@ -138,10 +138,10 @@ def cycles(loop: Loop, model: str) -> float:
 
 
 def analyzer() -> str:
-    """The newest llvm-mca that is installed.
+    """Return the newest installed llvm-mca.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no llvm-mca.
     """
     for name in (*(f"llvm-mca-{version}" for version in range(25, 15, -1)), "llvm-mca"):
         path = shutil.which(name)

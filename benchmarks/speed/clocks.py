@@ -87,9 +87,10 @@ def clock_of(device: str) -> Clock:
 
 
 def bandwidth(device: str, clock: Clock, size: int | None = None) -> float:
-    """Bytes a second, read and written: the faster of copying a large block and changing one.
+    """Return bytes a second, read and written: the faster of copying a large block and changing
+    one.
 
-    To write what it has not read, a CPU may read it first, so that copying moves more than it says.
+    A CPU may read memory before it writes it, so that a copy moves more bytes than are counted.
     """
     size = size or (2**31 if device == "cuda" else 2**28)
     source = torch.ones(size // 4, device=device)

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 class CollageLoop(Optimizer):
     """AdamW whose parameters and second moments are pairs of bf16 tensors, one at a time.
 
-    The operations are those of the code released with the paper, unfused and in a loop over the
-    parameters. Its multiplication of the second moment works on its own operand, which is put
-    right here.
+    The operations follow the code released with the paper, unfused and in a loop over the
+    parameters. Its multiplication of the second moment overwrites its own operand; that is
+    corrected here.
 
     References:
         T. Yu et al., "Collage: Light-Weight Low-Precision Strategy for LLM Training", ICML 2024,

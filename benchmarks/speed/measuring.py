@@ -148,7 +148,7 @@ class Group:
             tried = True
 
     def is_full(self) -> bool:
-        """Whether another one, beside the temporaries of a step, might not fit."""
+        """Whether another contender, with the temporaries of a step, might not fit."""
         needed = BYTES_HELD * self.workload.parameters + BYTES_TEMPORARY * self.workload.largest
         return memory.available(self.device) < self.spare + needed
 

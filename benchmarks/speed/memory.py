@@ -1,4 +1,4 @@
-"""Memory of a device: what is free, and what an action takes for a while."""
+"""Memory of a device: the free memory, and the temporary memory of an action."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _cached() -> int:
 
 
 def release(device: str) -> None:
-    """Give back what nobody refers to any more."""
+    """Free memory without references."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -43,8 +43,8 @@ def peak(device: str, action: Callable[[], object]) -> int:
 
     On a GPU by the allocator's own count. On a CPU by the allocations and releases that the
     profiler records, which, unlike the size of the process, does not depend on what was freed
-    before. Memory that an extension takes from elsewhere is not seen, nor is the release of what
-    is older than the action, so that a step which exchanges a state counts as one that adds it.
+    before. Memory that an extension allocates elsewhere is not seen, nor is the release of memory
+    from before the action. A step that replaces a state therefore counts as adding it.
     """
     if device == "cuda":
         torch.cuda.synchronize()

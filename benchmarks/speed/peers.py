@@ -1,4 +1,4 @@
-"""Other libraries that train bf16 parameters, each as its documentation has it.
+"""Other libraries that train bf16 parameters, each used as its documentation says.
 
 Betas, eps, learning rate and decay are the same for all. optimi, which has other defaults, gets
 them too.

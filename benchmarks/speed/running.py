@@ -38,7 +38,7 @@ class Running:
         return size(storages([self.parameters, self.gradients, inner, self._states()]))
 
     def added(self) -> int:
-        """Bytes of what stays beside one plain parameter and one gradient each."""
+        """The bytes that remain in addition to one plain parameter and one gradient each."""
         plain = sum(p.numel() * p.element_size() for p in self.parameters)
         return self.held() - plain - size(storages(self.gradients))
 
@@ -93,7 +93,9 @@ def plain_tensors(held: object) -> Iterator[Tensor]:
 
 
 def attributes(held: object) -> list[Tensor]:
-    """The tensors that an object has: a peer may keep a state as an object of its own class."""
+    """Return the tensors among the attributes of an object: a peer may keep a state as its own
+    class.
+    """
     if isinstance(held, type):
         return []
     slots = getattr(type(held), "__slots__", ())

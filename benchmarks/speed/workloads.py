@@ -30,7 +30,7 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class Workload:
-    """bf16 parameters and gradients, of which every contender gets copies."""
+    """bf16 parameters and gradients, copied for every contender."""
 
     name: str
     values: list[Tensor]

@@ -100,7 +100,7 @@ _told: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionar
 
 
 def warn_of_plain_parameters(optimizer: Optimizer) -> None:
-    """Warn of the plain parameters of an optimizer by name, unless an override leaves them plain."""
+    """Warn of the plain parameters of an optimizer by name, unless an override keeps them plain."""
     if torch.compiler.is_compiling():
         return
     name = type(optimizer).__name__

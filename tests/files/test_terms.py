@@ -358,7 +358,7 @@ class TestDistributedCheckpoint:
         before = x.clone()
         parts[1, 0] = torch.nan
         dcp.save({"x": mcf.MCFTensor(list(parts), mcf.bf16x2)}, checkpoint_id=tmp_path / "nan")
-        with pytest.raises(CheckpointException, match="a term1 is not finite while its leading component is"):
+        with pytest.raises(CheckpointException, match="a term1 is not finite while its leading"):
             dcp.load({"x": x}, checkpoint_id=tmp_path / "nan")
         assert_same_terms(x, before)
 
