@@ -25,7 +25,7 @@ from mcftensor.tensor import text_tables
 
 
 def screen(found: Audit, *, moving: bool) -> str:
-    """The table, if it has a row, and the summary in one line."""
+    """Return the table, if it has a row, and the summary in one line."""
     if not (moving or found.suspicious):
         return found.summary()
     # Without a terminal there is no width to keep to, and names stay in one piece.
@@ -171,7 +171,7 @@ def run_memory(options: argparse.Namespace) -> int:
 
 
 def optimizer_named(name: str) -> MakeOptimizer:
-    """A class of torch.optim, with the momentum that SGD has in training."""
+    """Return a class of torch.optim; SGD with the momentum that it has in training."""
     found = getattr(torch.optim, name, None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ValueError(f"torch.optim has no optimizer {name!r}; AdamW is one")

@@ -168,7 +168,7 @@ def as_plain(obj: M, dtype: torch.dtype | None = ...) -> M: ...
 @overload
 def as_plain(obj: Tensor, dtype: torch.dtype | None = ...) -> Tensor: ...
 def as_plain(obj: M | Tensor, dtype: torch.dtype | None = None) -> M | Tensor:
-    """An expansion as a plain tensor, rounded once; or a module without expansions, in place.
+    """Return an expansion as a plain tensor, rounded once; or convert a module to plain, in place.
 
     A module keeps its parameter objects. Parameters, buffers and their gradients that were
     expansions become plain tensors of `dtype`; the others stay as they are. What plain parameters
@@ -268,7 +268,7 @@ class Held:
 
 
 def _held_by(where: str, module: nn.Module) -> list[Held]:
-    """Every parameter and buffer of a module that can be converted, with all its names."""
+    """Return every parameter and buffer of a module that can be converted, with all its names."""
     require_unsharded(where, module)
     loaded = kept_in(module) if KEPT else {}
     found: dict[int, Held] = {}
@@ -348,7 +348,7 @@ def _module_as_plain(module: M, dtype: torch.dtype | None) -> M:
 
 
 def left_expansions() -> dict[int, str]:
-    """Parameters that `as_plain` made of expansions in a module, by identity: their names."""
+    """Return the names of parameters that `as_plain` made of expansions in a module, by id."""
     found: dict[int, str] = {}
     for module, names in list(_left.items()):
         own = dict(module.named_parameters())
@@ -357,7 +357,7 @@ def left_expansions() -> dict[int, str]:
 
 
 def converted_modules() -> list[nn.Module]:
-    """The modules that `as_expansion` was called with, as far as they live."""
+    """Return the modules that `as_expansion` was called with and that still exist."""
     return list(_converted)
 
 
@@ -368,7 +368,7 @@ def left_plain(module: nn.Module) -> list[Tensor]:
 
 
 def _checked(overrides: Overrides, names: list[str]) -> dict[str, Format | None]:
-    """Overrides whose patterns match something, and their formats."""
+    """Return the overrides with their formats; raise ValueError if a pattern matches nothing."""
     checked = {}
     for pattern, wanted in overrides.items():
         where = f"as_expansion: overrides[{pattern!r}]"
@@ -426,7 +426,7 @@ class _Choice:
 
 
 def for_shape(format: Format, shape: torch.Size) -> Format:
-    """The format of a parameter where one is given for all: vectors have no rows with scales."""
+    """Return the format of a parameter, given one for all: vectors have no rows with scales."""
     return bf16i16 if format.shared and is_vector(shape) else format
 
 
@@ -510,7 +510,7 @@ def _require_storable(where: str, held: Held) -> None:
 
 
 def _memory_of(x: Tensor) -> Any:
-    """Where the elements of a tensor of this process lie, and how."""
+    """Return the address and layout of a tensor of this process."""
     parts = x._read() if isinstance(x, MCFTensor) else (x,)
     if x.is_meta or not x.numel() or local(x) is not x:
         return None

@@ -19,7 +19,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def share(argument: str) -> float:
-    """An argparse type: a number above 0 and at most 1."""
+    """Parse a number above 0 and at most 1, as an argparse type."""
     try:
         value = float(argument)
     except ValueError:
@@ -32,7 +32,7 @@ def share(argument: str) -> float:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options of the command line, checked."""
+    """Return the options of the command line, checked."""
     from mcftensor import __version__  # noqa: PLC0415  # which is being imported
 
     parser = Parser(

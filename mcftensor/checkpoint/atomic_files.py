@@ -32,7 +32,7 @@ except ImportError:  # Windows: what killed writers leave stays there, and does 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A path to write to, which takes the place of `path` when the block ends without an error.
+    """Yield a path to write to, which replaces `path` if the block ends without an error.
 
     At any moment `path` is the file from before or the whole new one, also if the process is
     killed or the machine stops. Data are on disk when the block has ended. The new file has the
@@ -98,7 +98,7 @@ def beside(path: Path, previous: Path | None = None) -> Iterator[tuple[Path, Cal
 
 @contextlib.contextmanager
 def making(path: Path) -> Iterator[Path]:
-    """A folder to write to, which is at `path` when the block ends without an error."""
+    """Yield a folder to write to, which is moved to `path` if the block ends without an error."""
     path = path.resolve()
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(f"{path} is there already; remove it, or give another name")
@@ -182,7 +182,7 @@ def synchronize(path: Path) -> None:
 
 
 def _lock(file: BinaryIO) -> bool:
-    """Lock a file, if its system can; BlockingIOError where another writer has done so."""
+    """Lock a file if its system can; raise BlockingIOError if another writer has locked it."""
     if fcntl is None:
         return False
     try:

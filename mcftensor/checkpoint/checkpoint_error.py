@@ -53,14 +53,14 @@ def _reason(error: Exception) -> str:
 
 
 def some(names: Iterable[str], most: int = 3) -> str:
-    """The first few of many names, in words."""
+    """Return the first few of many names as text."""
     names = list(names)
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def extra(module: str, caller: str) -> Any:
-    """A module of an optional package; ImportError says how to install it."""
+    """Import a module of an optional package; ImportError says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError:

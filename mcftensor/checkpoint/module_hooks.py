@@ -164,7 +164,7 @@ def _version(x: Tensor) -> int | None:
 
 
 def _keep(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
-    """After a module, without its children, has loaded a state dict."""
+    """Keep the loaded expansions of a module, without its children, after loading."""
     kept = KEPT.pop(module, {})
     for name, x in _own_tensors(module).items():
         key = prefix + name
@@ -201,8 +201,9 @@ def _is_bare(x: Tensor) -> bool:
 
 
 def kept_in(module: nn.Module) -> dict[int, MCFTensor]:
-    """By the identities of the plain tensors of a module: the expansions that they were loaded
-    from, where they have not been written to since."""
+    """Return the expansions that plain tensors of a module were loaded from, by the tensors' ids,
+    unless these have been written to since.
+    """
     found = {}
     for part in module.modules():
         kept = KEPT.get(part, {})

@@ -33,7 +33,7 @@ _NESTED = (
 
 
 def tensors(checkpoint: Checkpoint, side: str) -> Mapping[str, Tensor]:
-    """The tensors of a checkpoint by name, each read when it is asked for."""
+    """Return the tensors of a checkpoint by name, each read at its access."""
     if isinstance(checkpoint, Mapping):
         return state_dict_in(checkpoint, side)
     if isinstance(checkpoint, (str, os.PathLike)):
@@ -47,7 +47,7 @@ def tensors(checkpoint: Checkpoint, side: str) -> Mapping[str, Tensor]:
 
 
 def shapes(path: Path) -> Mapping[str, Tensor]:
-    """The tensors of a checkpoint without their data, on the meta device, by name."""
+    """Return the tensors of a checkpoint without their data, on the meta device, by name."""
     terms = _read(path)
     return {name: like_in(terms, name) for name in names_of_terms(terms)}
 
@@ -81,7 +81,7 @@ def _holds_tensors(content: object) -> bool:
 
 
 def _read(path: Path) -> Mapping[str, Tensor]:
-    """What a path stands for: a file, an index, or a folder that holds one of these."""
+    """Open the checkpoint that a path stands for: a file, an index, or a folder with either."""
     with reading(path):
         if path.is_dir():
             for name in IN_FOLDERS:
@@ -101,7 +101,7 @@ def _read_file(path: Path) -> Mapping[str, Tensor]:
 
 
 def in_shards(index: Path) -> Lazy:
-    """Several files with an index; one of them is open at a time."""
+    """Open several files with an index, one file at a time."""
     files = files_in(index, json.loads(index.read_text(encoding="utf-8")))
     opened: dict[str, Mapping[str, Tensor]] = {}
 
@@ -122,5 +122,5 @@ def in_shards(index: Path) -> Lazy:
 
 
 def like_in(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """A tensor without data, of the dtype and the shape of one of these."""
+    """Return a tensor without data, in the dtype and shape of a named one."""
     return tensors.like(name) if isinstance(tensors, Lazy) else tensors[name].to("meta")

@@ -40,7 +40,7 @@ _BY_TYPE = "torch._tensor._rebuild_from_type_v2"
 
 
 def unpickled(path: Path) -> Any:
-    """What torch.save has put into a file; tensors are read from it where they are used."""
+    """Return the content of a file of torch.save; tensors are read at their use."""
     with reading(path), path.open("rb") as file, warnings.catch_warnings():
         require_bounded(file, path.stat().st_size, path)
         warnings.simplefilter("ignore")  # Of pickle protocols, which are no concern here.
@@ -138,7 +138,7 @@ class _Claims:
         self.total = 0
 
     def read(self, file: IO[bytes]) -> None:
-        """One pickle."""
+        """Read one pickle."""
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
@@ -200,7 +200,7 @@ class _Claims:
             stack.extend([value] * len(opcode.stack_after))
 
     def _called(self, function: Any, arguments: Any) -> Any:
-        """What a function gives, by its name."""
+        """Return the result of a function, by its name."""
         if not isinstance(function, _Global) or not isinstance(arguments, tuple):
             return None
         first = arguments[0] if arguments else None
@@ -275,7 +275,7 @@ class _Claims:
 
 
 def _itemsize(kind: str) -> int:
-    """Bytes of an element of a storage's class, or of a dtype, by its name."""
+    """Return the bytes of an element, by the name of a storage class or dtype."""
     name = kind.rpartition(".")[2]
     dtype = getattr(torch, name, None)
     return dtype.itemsize if isinstance(dtype, torch.dtype) else _STORAGES.get(name, 1)

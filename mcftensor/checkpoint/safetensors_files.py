@@ -29,25 +29,25 @@ _VERSION = 1
 
 
 def _digest(name: str, x: Tensor) -> str:
-    """Of a plain tensor on the CPU: its name, dtype, shape and bytes."""
+    """Return the digest of a plain tensor on the CPU: of its name, dtype, shape and bytes."""
     kind = f"{name} {x.dtype} {tuple(x.shape)}"
     return f"{zlib.crc32(content_of(x), zlib.crc32(kind.encode())):08x}"
 
 
 def content_of(x: Tensor) -> memoryview:
-    """The bytes of a plain tensor on the CPU, in the order of its elements."""
+    """Return the bytes of a plain tensor on the CPU, in the order of its elements."""
     x = x.resolve_conj().resolve_neg().contiguous()
     return x.reshape(-1).view(torch.uint8).numpy().data
 
 
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Metadata with their own digest."""
+    """Return metadata with their digest."""
     content = {"version": _VERSION, **content}
     return {**content, "crc32": _of(content)}
 
 
 def unsealed(where: object, content: Any) -> dict[str, Any]:
-    """Metadata that `sealed` has made; CheckpointError if altered, or of a later version."""
+    """Return metadata without the digest; raise CheckpointError if altered or of a later version."""
     if not isinstance(content, dict):
         raise CheckpointError(f"{where}: the metadata under {KEY} are damaged")
     content = dict(content)
@@ -161,7 +161,7 @@ def is_safetensors(path: Path) -> bool:
 
 
 def index_of(path: Path) -> Path:
-    """Where the index of a checkpoint is that is in several files."""
+    """Return the path of the index of a checkpoint in several files."""
     return path.with_name(f"{path.name}.index.json")
 
 
@@ -214,7 +214,7 @@ class Lazy(Mapping[str, Tensor]):
 
 
 def open_safetensors(path: Path, caller: str) -> tuple[Lazy, dict[str, str]]:
-    """The tensors of a safetensors file as they are, each term by itself, and its metadata."""
+    """Open a safetensors file, and return its stored tensors, term by term, and its metadata."""
 
     def read(name: str) -> Tensor:
         with reading(path):

@@ -195,7 +195,7 @@ def size_in_bytes(size: int | str, of: str = "save_file: max_shard_size") -> int
 
 
 def divide(terms: Mapping[str, Tensor], most: int | None) -> list[list[str]]:
-    """Names of terms, in their order, in shards of at most so many bytes.
+    """Divide names of terms, in their order, into shards of at most so many bytes.
 
     The terms of one number stay together, also where they are more than that.
     """

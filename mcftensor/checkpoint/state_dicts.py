@@ -26,8 +26,9 @@ from mcftensor.tensor.tensor import MCFTensor
 
 
 def stored_components(x: Any) -> Sequence[Tensor]:
-    """The components of an MCFTensor, or of a DTensor of one, as files have them, with the same
-    memory."""
+    """Return the components of an MCFTensor, or of a DTensor of one, as stored in files, as
+    aliases.
+    """
     format = any_format_of(x)
     return x.components if format is None else format.to_file(x.components)
 
@@ -203,7 +204,7 @@ def from_terms(
 def joined(
     terms: Mapping[Any, Any], tails: bool, verify: bool, known: bool = False
 ) -> dict[Any, Any]:
-    """As `from_terms`, without checks of terms that are known to be unchanged."""
+    """Join terms as `from_terms`, without checks of terms that are known to be unchanged."""
     state_dict: dict[Any, Any] = {}
     for name, names in names_of_terms(terms).items():
         x = terms[name]
@@ -246,7 +247,7 @@ _parts: MutableMapping[Tensor, Any] = WeakIdKeyDictionary()
 def _components(
     name: str, terms: Sequence[Any], writes: Any, format: Format, tails: bool, known: bool
 ) -> tuple[Sequence[Tensor], int]:
-    """Terms on this rank as they are to be, and how many elements have some that do not fit."""
+    """Return the corrected terms on this rank, and the number of elements whose terms do not fit."""
     parts = [local(term) for term in terms]
     try:
         check_writes(writes, format)
@@ -326,7 +327,7 @@ def is_sharded(x: Any) -> bool:
 def _broadcast_as_terms(
     given: dict[str, Any], own: dict[str, Any]
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Of a state dict that the first rank alone has, terms travel: `broadcast_from_rank0`.
+    """Convert a state dict of the first rank to terms, to broadcast them: `broadcast_from_rank0`.
 
     The other ranks wait for plain tensors, of the dtypes that the first one names.
     """
@@ -347,13 +348,13 @@ def _broadcast_as_terms(
 
 
 def _carried(terms: dict[str, Any]) -> dict[str, Any]:
-    """Terms in types that backends know."""
+    """Return terms in dtypes that backends support."""
     return {n: on_local(carried, x) if _tail(n) else x for n, x in terms.items()}
 
 
 @torch.no_grad()
 def _in_format_of(own: Any, x: Any) -> Any:
-    """What the first rank has as what all ranks hold, rounded once where these differ."""
+    """Return a tensor of the first rank in the format of all ranks, rounded once if it differs."""
     if not (isinstance(own, Tensor) and isinstance(x, Tensor)) or format_of(own) == format_of(x):
         return x
     return local(own).new_empty(x.shape, device=x.device).copy_(x)

@@ -65,7 +65,7 @@ class TensorAudit:
         return math.prod(self.shape)
 
     def cells(self) -> tuple[str, ...]:
-        """A row of a table."""
+        """Return a row of a table."""
         return (
             self.name,
             "x".join(map(str, self.shape)) or "scalar",
@@ -111,7 +111,7 @@ class Audit:
         return math.fsum(t.unchanged * t.numel for t in self.tensors) / self.elements
 
     def summary(self) -> str:
-        """All of it in one line."""
+        """Return the audit in one line."""
         verdicts = [t.verdict for t in self.tensors]
         left_out = {words: getattr(self, name) for name, words in _LEFT_OUT.items()}
         named = ", ".join(f"{count} {words}" for words, count in left_out.items() if count)
@@ -123,7 +123,7 @@ class Audit:
         )
 
     def table(self, *, moving: bool = False) -> Table:
-        """The suspicious tensors as a table for `rich.print`.
+        """Return the suspicious tensors as a table for `rich.print`.
 
         Args:
             moving: whether tensors that move are listed too.
@@ -152,7 +152,7 @@ class Audit:
         return text_tables.as_html([heads, *(t.cells() for t in self.tensors)], [self.summary()])
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything in plain lists, dicts, strings and numbers."""
+        """Return everything in plain lists, dicts, strings and numbers."""
         verdicts = [t.verdict for t in self.tensors]
         return {
             "threshold": self.threshold,
@@ -166,7 +166,7 @@ class Audit:
         }
 
     def to_json(self) -> str:
-        """`to_dict` as JSON."""
+        """Return `to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
 
@@ -264,7 +264,9 @@ def audit(
 def _common_names(
     old: Mapping[str, Tensor], new: Mapping[str, Tensor], patterns: list[str]
 ) -> tuple[list[str], int]:
-    """The names to compare, in the order of `old`, and how many the patterns leave out."""
+    """Return the names to compare, in the order of `old`, and the number that the patterns leave
+    out.
+    """
     union = list(dict.fromkeys([*old, *new]))
     ignored = set()
     for pattern in patterns:
@@ -337,14 +339,16 @@ def _leading(x: Tensor) -> Tensor:
 
 
 def _floats(x: Tensor) -> tuple[Tensor, ...]:
-    """Floats whose sum the tensor is."""
+    """Return the floats whose sum the tensor is."""
     return tuple(x.format.decode(x.components)) if isinstance(x, MCFTensor) else (x.detach(),)
 
 
 def _blocks(
     x: tuple[Tensor, ...], y: tuple[Tensor, ...]
 ) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
-    """Views of at most `_BLOCK` elements, made by halving, which needs no copy for any strides."""
+    """Yield views of at most `_BLOCK` elements, made by halving, which needs no copy for any
+    strides.
+    """
     if x[0].numel() <= _BLOCK:
         yield x, y
         return
@@ -354,7 +358,9 @@ def _blocks(
 
 
 def _array(x: Tensor) -> np.ndarray:
-    """In NumPy, which compares several times as fast as torch, and has no floats below float16."""
+    """Return a NumPy array, which compares several times as fast as torch, and has no floats below
+    float16.
+    """
     if x.is_complex():
         x = x.to(torch.promote_types(x.dtype, torch.complex64))
     elif x.dtype.itemsize < 4:
@@ -363,7 +369,7 @@ def _array(x: Tensor) -> np.ndarray:
 
 
 def _count(x: list[np.ndarray], y: list[np.ndarray]) -> list[int]:
-    """How many elements are the same, 0 in both, 1 in both."""
+    """Count the elements that are equal, 0 in both, and 1 in both."""
     same = functools.reduce(np.logical_and, [a == b for a, b in zip(x, y, strict=True)])
     leading, *tails = x
     whole = functools.reduce(np.logical_and, [tail == 0 for tail in tails], same)
@@ -382,6 +388,6 @@ def _percent(share: float) -> str:
 
 
 def _natural(name: str) -> list[str | int]:
-    """A key that sorts layer 9 before layer 10."""
+    """Return a key that sorts layer 9 before layer 10."""
     parts = re.split(r"(\d+)", name)
     return [int(part) if i % 2 else part for i, part in enumerate(parts)]

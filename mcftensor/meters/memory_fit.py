@@ -76,7 +76,7 @@ def format_for(mode: str) -> Format | None:
 
 
 def fits(found: Iterable[Strategy], room: int) -> str:
-    """The strategies, and which of them fit into so many bytes."""
+    """Return a table of strategies as text, with a column that says which fit into so many bytes."""
     rows: list[tuple[str, ...]] = [
         ("", "weights", "gradients", "states", "bytes a parameter", "in all", "fits")
     ]
@@ -90,7 +90,7 @@ def fits(found: Iterable[Strategy], room: int) -> str:
 
 
 def room() -> tuple[int, str]:
-    """The bytes of the first GPU, or of this machine where it has none, and whose they are.
+    """Return the bytes of the first GPU, or of this machine without a GPU, and whose they are.
 
     Raises:
         CheckpointError: the system does not say it.
@@ -152,7 +152,7 @@ def model_of(sources: Sequence[str]) -> nn.Module:
 
 
 def _module(tensors: Mapping[str, Tensor]) -> nn.Module:
-    """A module with these parameters, by their qualified names; integers are buffers."""
+    """Return a module with these parameters, by their qualified names; integers are buffers."""
     root = nn.Module()
     for name, x in tensors.items():
         *path, last = name.split(".")
@@ -186,7 +186,7 @@ def _is_configuration(source: str) -> bool:
 
 
 def _configured(source: str) -> dict[str, Tensor]:
-    """The parameters on the meta device, by name.
+    """Return the parameters on the meta device, by name.
 
     Raises:
         CheckpointError: there is no transformers, or it makes no model from this.

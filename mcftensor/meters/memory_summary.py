@@ -82,7 +82,7 @@ class Summary:
     unpredicted: str | None
 
     def bytes_of(self, kind: Kind | None = None, name: str | None = None) -> int:
-        """Bytes of a kind, or of all; of one parameter or buffer, or of all."""
+        """Return the bytes of a kind, or of all; of one parameter or buffer, or of all."""
         chosen = (x for x in self.held if kind in (None, x.kind) and name in (None, x.name))
         return sum(x.bytes for x in chosen)
 
@@ -103,7 +103,7 @@ class Summary:
         return others + MASTER_WEIGHTS * self.trained
 
     def by_format(self, kind: Kind) -> dict[str, int]:
-        """Bytes of a kind, by format or dtype."""
+        """Return the bytes of a kind, by format or dtype."""
         found: dict[str, int] = {}
         for x in self.held:
             if x.kind == kind:
@@ -111,7 +111,7 @@ class Summary:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """Return all of it, for JSON."""
         return {
             "total": self.total,
             "trained": self.trained,
@@ -307,14 +307,14 @@ def _memory(
 
 
 def _said(x: TensorMemory) -> str:
-    """What a tensor of a model is to a reader."""
+    """Return the description of a tensor of a model for a reader."""
     if x.kind == "buffers":
         return "buffer" if x.role == "plain" else f"buffer, {x.role}"
     return x.role if x.trained else f"{x.role}, frozen"
 
 
 def _cell(held: Iterable[TensorMemory]) -> str:
-    """The format of a state or a gradient, and how it is known."""
+    """Return the format of a state or a gradient, and how it is known."""
     marks = {"measured": "", "predicted": "~ ", "estimated": "? "}
     return " ".join(marks[x.known] + x.format for x in held) or "–"
 
@@ -375,7 +375,7 @@ def estimate(
 
 
 def _by_size(model: nn.Module, lr: float | None) -> dict[str, Format]:
-    """The formats of weights that do not go by their shape, which a copy without data does."""
+    """Return the formats of weights that depend on their size, which a copy without data lacks."""
     named = list(model.named_parameters())
     if any(format_of(p) for _, p in named):
         return {}
@@ -385,7 +385,7 @@ def _by_size(model: nn.Module, lr: float | None) -> dict[str, Format]:
 
 
 def without_data(model: nn.Module) -> nn.Module:
-    """A copy on the meta device; the data of parameters and buffers is not copied on the way."""
+    """Return a copy on the meta device, without copying the data of parameters and buffers."""
     known: dict[int, Any] = {}
     for p in model.parameters():
         known[id(p)] = nn.Parameter(p.detach().to("meta"), p.requires_grad)

@@ -53,7 +53,7 @@ def _telling_of_the_model(unload: Callable[[], Any], given: dict[str, Any]) -> A
 
 
 def _wherever_imported(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The change of a function that modules of its package may have imported by name before."""
+    """Change a function also in modules of its package that have imported it by name."""
 
     def everywhere(found: Any) -> Any:
         changed = change(found)

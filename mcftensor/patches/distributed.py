@@ -70,7 +70,7 @@ def _by_terms(broadcast: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parts(x: Tensor) -> tuple[Tensor, ...]:
-    """What all ranks are to have alike."""
+    """Return the parts of a tensor that all ranks must have alike."""
     if not isinstance(x, MCFTensor) or x.format.rules is not None:  # which refuse
         return (x,)
     components = tuple(map(carried, x.components))

@@ -62,7 +62,7 @@ def exchange(x: Tensor, new: Tensor) -> None:
 
 
 def as_held(is_parameter: bool, x: Tensor, role: Role, requires_grad: bool) -> Tensor:
-    """A new tensor as a module holds it: a parameter, or in a role."""
+    """Return a new tensor as a module holds it: a parameter, or in a role."""
     own = local(x)
     if not is_parameter:
         x.requires_grad_(requires_grad)
@@ -163,7 +163,7 @@ def _keys_of(module: nn.Module, hook: Callable[..., None]) -> list[Any]:
 
 @contextlib.contextmanager
 def without_weight_references(module: nn.Module) -> Iterator[None]:
-    """Within, recurrent layers have no weak references to their weights."""
+    """Return a context in which recurrent layers have no weak references to their weights."""
     weights: dict[nn.RNNBase, list[nn.Parameter | None]] = {}
     for layer in module.modules():
         if isinstance(layer, nn.RNNBase) and _WEIGHT_REFERENCES.found_in(layer) is not None:
@@ -227,8 +227,10 @@ def _refusing_expansions(save: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stored_by_script(script: Any) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers of a module or function of TorchScript, and its constants: what a
-    function closes over, and the parameters of a module that is frozen."""
+    """Return the parameters, buffers and constants of a module or function of TorchScript.
+
+    Constants are the tensors that a function closes over, and the parameters of a frozen module.
+    """
     if isinstance(script, nn.Module):
         yield from itertools.chain(script.named_parameters(), script.named_buffers())
         own: Any = script._c

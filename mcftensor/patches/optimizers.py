@@ -66,7 +66,7 @@ def have_states_made_by_plan(cls: type[Optimizer]) -> None:
 
 @torch._disable_dynamo  # unlike torch.compiler.disable, it does not import the compiler
 def untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a function returns that compilers do not look into."""
+    """Return the result of a function, which compilers do not trace."""
     return function(*args, **kwargs)
 
 
@@ -89,7 +89,7 @@ def is_of_torch(step: Callable[..., Any]) -> bool:
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """The parameters of all groups."""
+    """Return the parameters of all groups."""
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
@@ -137,7 +137,7 @@ def _taken(
     *,
     is_assigned: bool = False,
 ) -> Any:
-    """What a function returns that runs as a step of an optimizer."""
+    """Return the result of a function that runs as a step of an optimizer."""
     args = tuple([_outside_of_it(x, optimizer) for x in args])
     kwargs = {name: _outside_of_it(x, optimizer) for name, x in kwargs.items()}
     plan = optimizer.__dict__.get("_collage")
@@ -159,7 +159,7 @@ def _sums_gradients(optimizer: Optimizer) -> bool:
 
 
 def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A step within which parameters that are expansions are numbers."""
+    """Return a step within which expansion parameters act as their decoded numbers."""
 
     def take(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not has_expansions(self):
@@ -189,7 +189,7 @@ def _subclasses(cls: type[Optimizer]) -> Iterator[type[Optimizer]]:
 
 
 def _apart(hooked: Callable[..., Any]) -> Callable[..., Any]:
-    """A step with its hooks, separate from an assigned step that calls it."""
+    """Return a step with its hooks, separate from an assigned step that calls it."""
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -235,7 +235,7 @@ def _hooking_steps_over_numbers(hook: Callable[..., Any]) -> Callable[..., Any]:
 def _assigned(
     function: Callable[..., Any], optimizer: Optimizer | None = None
 ) -> Callable[..., Any]:
-    """A function that was assigned to an optimizer as its step, or to a class, run as a step.
+    """Return a function that was assigned to an optimizer or class as its step, to run as a step.
 
     Steps of classes that it calls run, with their hooks, as they would alone.
     """

@@ -30,7 +30,7 @@ def _are_sharded(parameters: Sequence[Tensor]) -> bool:
 
 
 def _on_shards(step: Callable[..., None]) -> Callable[..., None]:
-    """The step of an elementwise optimizer, over the shards of this rank."""
+    """Return the step of an elementwise optimizer, over the shards of this rank."""
 
     @functools.wraps(step)
     def over_shards(params: list[Tensor], *lists: list[Any], **options: Any) -> None:
@@ -81,7 +81,7 @@ def _in_turns(xs: Sequence[Any]) -> Iterator[tuple[Division | None, list[int]]]:
 
 
 def _by_owners(step: Callable[..., None]) -> Callable[..., None]:
-    """A step that needs all of a parameter and its gradient, taken by the owner of each."""
+    """Return a step that needs whole parameters and gradients, taken by the owner of each."""
 
     @functools.wraps(step)
     def by_owners(*lists: list[Any], **options: Any) -> None:
@@ -122,7 +122,7 @@ for _name in ("_adafactor._single_tensor_adafactor", "_adafactor._multi_tensor_a
 
 
 def _orthogonalized_in_turns(step: Callable[..., None]) -> Callable[..., None]:
-    """The step of Muon: only updates travel, to owners that orthogonalize them, and back."""
+    """Return the step of Muon: only updates are sent, to owners that orthogonalize them."""
 
     @functools.wraps(step)
     def in_turns(
@@ -200,7 +200,7 @@ row(
 
 
 def _whole_gradient(p: Any) -> Any:
-    """The parameter as LBFGS reads its gradient: the whole, on every rank."""
+    """Return the parameter with its whole gradient on every rank, as LBFGS reads it."""
     if local(p) is p:
         return p
     grad, format = p.grad, format_of(p)

@@ -110,7 +110,7 @@ def _saying_formats(save: Callable[[], Any], given: dict[str, Any]) -> Any:
 def _over_expansions(
     optimizer: Optimizer, state_dict: Mapping[str, Any]
 ) -> Iterator[tuple[Any, Tensor, Format, dict[Any, Any]]]:
-    """Parameters that are expansions, with their numbers, formats and states in a state dict."""
+    """Return the expansion parameters, with their numbers, formats and states in a state dict."""
     numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
     for i, p in zip(numbers, parameters_of(optimizer), strict=False):
         format, states = format_of(p), state_dict["state"].get(i)

@@ -75,7 +75,7 @@ class Patch:
             setattr(owner, self.attribute, staticmethod(changed) if is_static else changed)
 
     def found_in(self, owner: object) -> Any:
-        """What an object has under the name; else None, which is a loss."""
+        """Return the object under the name, or None, which is a loss."""
         try:
             found = getattr(owner, self.attribute)
             self._check(found)

@@ -100,7 +100,7 @@ def accumulate_gradients(module: nn.Module, format: Format | str | None = None) 
 
 
 def _whole(grad: Tensor, format: Format | None) -> Tensor:
-    """A gradient as an expansion, if it is not one already and can be."""
+    """Return a gradient as an expansion, if possible."""
     if isinstance(grad, MCFTensor) and not grad.requires_grad:
         sums = grad.format.of_sums
         return grad if sums is grad.format else as_expansion(grad, sums)

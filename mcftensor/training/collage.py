@@ -145,19 +145,19 @@ def collage(optimizer: Opt, mode: Mode) -> Opt:
 
 
 def plan_of(optimizer: Optimizer) -> CollagePlan | None:
-    """What `collage` has made of the latest mode that it was given for an optimizer."""
+    """Return the plan of the latest mode that `collage` was given for an optimizer."""
     found: CollagePlan | None = optimizer.__dict__.get("_collage")
     return found
 
 
 def mode_of(optimizer: Optimizer) -> str | None:
-    """The mode that `collage` has given an optimizer, `"by name"` for a dict, or None."""
+    """Return the mode that `collage` has given an optimizer, `"by name"` for a dict, or None."""
     plan = plan_of(optimizer)
     return None if plan is None else plan.mode
 
 
 def _deepcopy(original: weakref.ref[Optimizer], mode: Mode, memo: Any) -> Optimizer:
-    """A copy of an optimizer, in the same mode."""
+    """Return a copy of an optimizer, in the same mode."""
     optimizer = original()
     assert optimizer is not None
     own = {name: optimizer.__dict__.pop(name) for name in ("__deepcopy__", "__reduce_ex__")}
@@ -169,7 +169,7 @@ def _deepcopy(original: weakref.ref[Optimizer], mode: Mode, memo: Any) -> Optimi
 
 
 def _reduce(original: weakref.ref[Optimizer], mode: Mode, protocol: Any) -> tuple[Any, ...]:
-    """What a pickle has of an optimizer: all that PyTorch stores, and the mode."""
+    """Return the pickled form of an optimizer: PyTorch's, and the mode."""
     optimizer = original()
     assert optimizer is not None
     reduced: Any = type(optimizer).__reduce_ex__(optimizer, protocol)
@@ -286,7 +286,7 @@ class CollagePlan:
                     states[p]["momentum_buffer"] = as_expansion(torch.zeros_like(p), wanted)
 
     def after_initializing(self, optimizer: Optimizer, group: dict[str, Any], found: Any) -> None:
-        """Given what `_init_group` has found, leave the fused path where gradients are sparse."""
+        """Leave the fused path if gradients are sparse, given the result of `_init_group`."""
         if isinstance(optimizer, torch.optim.Adagrad):
             found = found[0]
         if found and isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad)):
@@ -309,7 +309,7 @@ class CollagePlan:
             self.settled = found
 
     def _wanted(self, name: str, p: Tensor, own: Format, names: Collection[str]) -> Any:
-        """What a state becomes, given the names of the others."""
+        """Return the conversion of a state, given the names of the others."""
         wanted = self.named.get(name, self.others)
         if wanted is _OWN:
             return own.of_states
@@ -349,7 +349,9 @@ class CollagePlan:
 
 
 def _in_format_of_parameter(p: Tensor, x: Tensor, name: Any) -> Tensor:
-    """A state that an optimizer loads: from another dtype it becomes what the optimizer makes."""
+    """Return a loaded state; from another dtype it is converted to the format that the optimizer
+    makes.
+    """
     format = format_of(p)
     rounds = x.is_floating_point() and x.dtype != p.dtype and name != "step"
     format = format.of_states if format else None
@@ -360,7 +362,7 @@ calls.as_loaded = _in_format_of_parameter
 
 
 def _format_given(name: str, given: object, formats: list[Format]) -> Format | None:
-    """What a mode says of a state."""
+    """Return the format that a mode names for a state."""
     if given is None:
         return None
     format = require_format(given, f"collage: mode[{name!r}]")
@@ -393,7 +395,7 @@ def _require_known(names: set[str], known: set[str]) -> None:
 
 
 def _trial_names(optimizer: Optimizer) -> set[str]:
-    """The names of the states that a step makes, from one on a copy with a dummy parameter.
+    """Return the names of the states that a step makes, from a trial step with a dummy parameter.
 
     Empty for a step that is not torch's own, which might reach for more than this parameter.
     """

@@ -178,7 +178,7 @@ def _format_of(x: Tensor) -> Format:
 
 
 def _formats_made(p: Tensor) -> set[Format]:
-    """The formats of the states that optimizers make for a parameter."""
+    """Return the formats of the states that optimizers make for a parameter."""
     own = format_of(p)
     return {PLAIN[p.dtype]} if own is None else {own, own.of_states, own.nearest}
 
@@ -200,7 +200,7 @@ def _name_in(model: nn.Module, p: Tensor) -> str:
 
 @torch.no_grad()
 def _lost(old: Tensor, new: Tensor) -> Loss | None:
-    """What does not come back from the new format."""
+    """Return the loss of a tensor in the new format."""
     old, new = local(old).detach(), local(new).detach()
     source = _format_of(old)
     elements = differing(old, in_format(source.nearest, new))

@@ -50,7 +50,7 @@ class GradientHook:
                 p._hooks = (*p._hooks, self)
 
     def __deepcopy__(self, memo: object) -> None:
-        """Copies of a parameter have no hooks."""
+        """Return no hook: copies of a parameter have none."""
 
 
 class HandleHook(GradientHook):
@@ -68,7 +68,7 @@ class HandleHook(GradientHook):
 
 
 def trained(module: nn.Module) -> dict[Tensor, str]:
-    """The parameters of a module that require grad, and their names."""
+    """Return the parameters of a module that require grad, and their names."""
     return {p: name for name, p in module.named_parameters() if p.requires_grad}
 
 
@@ -88,7 +88,7 @@ class RefusesDDP:
 
 @contextlib.contextmanager
 def assigned(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within, an object has another attribute."""
+    """Return a context in which an object has another attribute."""
     before = vars(owner).get(name, assigned)
     setattr(owner, name, value)
     yield

@@ -128,7 +128,8 @@ class OrderFree(Handle):
                 self._exchange.is_padding = outer
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum of numbers over elements and processes, such as losses or counts of tokens.
+        """Return the sum of numbers over elements and processes, such as losses or counts of
+        tokens.
 
         All processes call it, with as many numbers as each has.
 
@@ -148,7 +149,7 @@ class OrderFree(Handle):
         return torch.tensor(_total(numbers), dtype=exact, device=values.device)
 
     def digest(self, backward: Callable[[], Any]) -> str:
-        """A digest of the leaf of one backward pass on this process, which no step counts.
+        """Return a digest of the leaf of one backward pass on this process, which no step counts.
 
         Steps have the same bits only where each leaf has, whichever process computes it. Compute
         one and the same microbatch on all processes, or on two machines, and compare.
@@ -226,7 +227,7 @@ class OrderFree(Handle):
     # -------------------------------------------------------------------------------------- leaves
 
     def take(self, p: Tensor) -> None:
-        """A gradient that has been made: the leaf of a backward pass."""
+        """Take a finished gradient as the leaf of a backward pass."""
         grad = p.grad
         if not self._active or self._is_digest or grad is None:
             return
@@ -342,7 +343,7 @@ class OrderFree(Handle):
             self._give(p, leaves, torch.empty(own.numel(), dtype=p.dtype, device=own.device))
 
     def _note_given(self) -> None:
-        """Remember the gradients that parameters have, to which nothing is to be added."""
+        """Record existing gradients of parameters, to which no leaves may be added."""
         self._given = {p: weakref.ref(p.grad) for p in self._names if p.grad is not None}
 
     def _check_counts(self) -> None:
@@ -390,15 +391,18 @@ class OrderFree(Handle):
     # ------------------------------------------------------------------------------------- buckets
 
     def before_forward(self, ddp: nn.parallel.DistributedDataParallel) -> None:
-        """DistributedDataParallel wants a gradient of what only earlier microbatches have used."""
+        """Give parameters gradients that only earlier microbatches used; DistributedDataParallel
+        needs them.
+        """
         if ddp.require_backward_grad_sync and ddp.find_unused_parameters:
             for p in self._leaves:
                 start = torch.full(p.shape, IDENTITY, dtype=p.dtype, device=p.device)
                 p.grad = start.as_strided(p.shape, p.stride()) if is_dense(p) else start
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """The sum over processes of a bucket of DistributedDataParallel. It is complete when the
-        last bucket is; in between, its leaves are under way."""
+        """Return the sum over processes of a bucket of DistributedDataParallel. It is complete when
+        the last bucket is; in between, its leaves are in transit.
+        """
         group = self._group()
         if self._counts is None:
             own = torch.tensor([self._own + (not self._is_padding)], device=bucket.buffer().device)
@@ -596,7 +600,7 @@ class _Attachment:
     group: Any = None
 
     def active(self) -> OrderFree | None:
-        """The handle, if it has not been removed."""
+        """Return the handle, if it has not been removed."""
         handle = self.handle()
         return handle if handle is not None and handle._active else None
 
@@ -639,7 +643,7 @@ def _arranged(given: dict[str, Any]) -> None:
 
 
 def _norm(tensors: list[Tensor]) -> Tensor | None:
-    """The norm, if some of the tensors are gradients of a model with a handle."""
+    """Return the norm, if some of the tensors are gradients of a model with a handle."""
     own = {id(p.grad) for handle in _handles for p in handle._names if p.grad is not None}
     return norm_of(tensors) if any(id(x) in own for x in tensors) else None
 
@@ -674,7 +678,7 @@ register_optimizer_step_pre_hook(_before_step)
 
 
 def _like(p: Tensor, own: Tensor) -> Tensor:
-    """A gradient of what this process has of a parameter, of its shape and strides."""
+    """Return a gradient for this process's shard of a parameter, in its shape and strides."""
     of_process = local(p)
     own = own.view(of_process.shape)
     if is_dense(of_process) and own.stride() != of_process.stride():

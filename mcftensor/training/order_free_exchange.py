@@ -85,8 +85,9 @@ class BucketSum:
         )
 
     def _memory_for(self, froms: list[int], memory: list[Tensor]) -> list[Tensor]:
-        """Tensors for what others have of the elements that this process owns, message by
-        message."""
+        """Return memory for other processes' leaves of the elements that this process owns, by
+        message.
+        """
         count = len(self._of(self._rank, self._out))
         kinds = [self._out.dtype if self._kept[peer] else ACCUMULATOR for peer in froms]
         sizes = [count * dtype.itemsize for dtype in kinds]
@@ -106,13 +107,13 @@ class BucketSum:
         return [peer for peer in range(self._group.size()) if peer != self._rank]
 
     def _of(self, owner: int, x: Tensor) -> Tensor:
-        """What a process owns of a flat tensor, as a view."""
+        """Return the elements of a flat tensor that a process owns, as a view."""
         return x.view(-1)[owner * self._chunk : (owner + 1) * self._chunk]
 
     def _laid_out(
         self, leaves: Sequence[Leaves | None], views: Sequence[Tensor], kept: int
     ) -> list[Tensor]:
-        """The leaves that were kept, or the accumulators, each as the bucket lies."""
+        """Return the kept leaves, or the accumulators, in the layout of the bucket."""
         out = self._out
         dtype, empty = (out.dtype, IDENTITY) if kept else (ACCUMULATOR, 0)
         flats = []
@@ -154,7 +155,7 @@ class BucketSum:
         )
 
     def result(self) -> Tensor:
-        """The bucket, with the sums in it."""
+        """Return the bucket, with the sums in it."""
         for work in self._work:
             work.wait()
         return self._out
@@ -200,7 +201,7 @@ class OwnerExchange:
         given["force_sum_reduction_for_comms"] = True
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a reduction, as torch asks for it."""
+        """Allocate memory for a reduction, as torch asks for it."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

@@ -14,7 +14,7 @@ ACCUMULATOR_BYTES = 8
 
 
 def most_kept(dtype: torch.dtype) -> int:
-    """How many leaves take no more memory than accumulators."""
+    """Return the number of leaves that take no more memory than accumulators."""
     return ACCUMULATOR_BYTES // dtype.itemsize
 
 
@@ -43,7 +43,7 @@ class Leaves:
             self.accumulated(leaves[0].device)
 
     def accumulated(self, device: torch.device) -> Tensor:
-        """All leaves as accumulators."""
+        """Return all leaves as accumulators."""
         if self.accumulator is None:
             self.accumulator = accumulators(self.count, device)
         add_to(self.accumulator, self.kept, self.layout)

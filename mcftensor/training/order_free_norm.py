@@ -15,7 +15,7 @@ from mcftensor.tensor.dtensor import local
 
 
 def norm_of(tensors: Sequence[Tensor]) -> Tensor:
-    """The Euclidean norm of plain tensors and DTensors together, in float32, () in shape.
+    """Return the Euclidean norm of plain tensors and DTensors together, in float32, () in shape.
 
     *Error*: half an ulp: the exact norm, rounded once.
 
@@ -36,7 +36,7 @@ def norm_of(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _sharding(x: Tensor) -> tuple[Any, tuple[int, ...]]:
-    """A mesh, and the dimensions along which processes have other parts of a tensor."""
+    """Return a mesh, and the dimensions along which processes have different parts of a tensor."""
     placements = getattr(x, "placements", ())
     # Shards of shards say that they are no shards.
     dims = tuple(i for i, placement in enumerate(placements) if not placement.is_replicate())
@@ -44,7 +44,7 @@ def _sharding(x: Tensor) -> tuple[Any, tuple[int, ...]]:
 
 
 def without_partial(x: Tensor) -> Tensor:
-    """A DTensor that is added up where its processes had summands, as tensor parallelism has."""
+    """Return a DTensor with partial sums added up, as of tensor parallelism."""
     placements = getattr(x, "placements", ())
     if not any(placement.is_partial() for placement in placements):
         return x

@@ -103,7 +103,7 @@ class PrecisionSchedule:
         self._was_above = False
 
     def step(self) -> FormatChange | None:
-        """Change the format if it is time, and return what was done; else None."""
+        """Change the format if it is time, and return the change; else return None."""
         self.steps += 1
         if self._kind == "lost":
             return self._change([name for name in self._losing() if name not in self._changed])
@@ -157,7 +157,7 @@ class PrecisionSchedule:
         return done
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint has of it."""
+        """Return the state for a checkpoint."""
         return {
             "steps": self.steps,
             "was_above": self._was_above,
@@ -165,8 +165,9 @@ class PrecisionSchedule:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint. What had been changed is changed here, so load this before the
-        states of the model and the optimizer."""
+        """Restore the state of a checkpoint, and repeat its changes of format. Load it before the
+        states of the model and the optimizer.
+        """
         self.steps, self._was_above = state["steps"], state["was_above"]
         missing = [name for name in state["changed"] if name not in self._changed]
         self._change(missing)

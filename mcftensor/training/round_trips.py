@@ -14,14 +14,14 @@ from mcftensor.tensor import MCFTensor
 
 
 def in_format(format: Format, x: Tensor, count: Tensor | None = None) -> Tensor:
-    """A tensor in a format, or as a plain one, rounded once."""
+    """Return a tensor in a format, or as a plain one, rounded once."""
     if format.arithmetic == "plain":
         return as_plain(x, format.dtype)
     return value_in(x, format, count)
 
 
 def differing(x: Tensor, y: Tensor) -> int:
-    """How many elements of two tensors in one format have other bits, NaNs aside."""
+    """Return the number of elements of two tensors in one format with other bits, NaNs aside."""
     differ = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
     for a, b in zip(components_of(x), components_of(y), strict=True):
         other = a != b
@@ -32,5 +32,5 @@ def differing(x: Tensor, y: Tensor) -> int:
 
 
 def components_of(x: Tensor) -> Sequence[Tensor]:
-    """The components of an expansion; a plain tensor is its own."""
+    """Return the components of an expansion, or a plain tensor itself."""
     return x.components if isinstance(x, MCFTensor) else [x]

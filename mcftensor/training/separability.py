@@ -14,7 +14,7 @@ from mcftensor.training.shadow import bare, deepcopied, options_of, plain_step, 
 
 
 def step_alone(optimizer: Optimizer, chosen: Mapping[int, Sequence[Tensor]]) -> None:
-    """The step of an optimizer for some parameters, by their groups, without its hooks.
+    """Take the step of an optimizer for some parameters, by their groups, without its hooks.
 
     Changes that it makes to the groups, such as a count of steps, are undone; the final step, after
     all gradients are used, makes them once.
@@ -93,7 +93,7 @@ def _one_by_one(trial: Optimizer) -> None:
 
 
 def _are_equal(x: Any, y: Any) -> bool:
-    """Of two trees, to the bit."""
+    """Return whether two trees are equal, to the bit."""
     (leaves, structure), (others, its_structure) = tree_flatten(x), tree_flatten(y)
     if structure != its_structure:
         return False

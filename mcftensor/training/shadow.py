@@ -104,7 +104,7 @@ class Original:
             shadow.__dict__.clear()  # cycles would keep the copies until they are collected
 
     def states_of(self, p: Tensor) -> Mapping[str, Any]:
-        """The states of a parameter by name, before the step."""
+        """Return the states of a parameter by name, before the step."""
         state = self.optimizer.state.get(p)
         return state if isinstance(state, dict) else {}
 
@@ -133,7 +133,7 @@ class Original:
 
 
 def same(x: Tensor, parameter: Tensor, name: str) -> Tensor:
-    """A copy in the tensor's own format."""
+    """Return a copy in the tensor's own format."""
     return x.detach().clone()
 
 
@@ -161,7 +161,7 @@ def widened(x: Tensor, parameter: Tensor, name: str) -> Tensor:
 
 
 def widened_parameters(x: Tensor, parameter: Tensor, name: str) -> Tensor:
-    """As `widened` for parameters and gradients; states stay as they are.
+    """Widen parameters and gradients as `widened`; states stay unchanged.
 
     For optimizers that choose the dtype of their states themselves.
     """
@@ -199,7 +199,7 @@ def require_single(caller: str, optimizer: object, repair: str) -> None:
 
 
 def bare(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
-    """A copy of an optimizer without states and hooks, over other groups of parameters."""
+    """Return a copy of an optimizer without states and hooks, over other groups of parameters."""
     trial: Any = object.__new__(type(optimizer))
     trial.__dict__ = attributes(optimizer, {id(optimizer): trial})
     trial.state = type(optimizer.state)(dict)
@@ -209,7 +209,7 @@ def bare(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
 
 @contextlib.contextmanager
 def trying(parameters: Sequence[Tensor] = ()) -> Iterator[None]:
-    """Within, trial steps leave no trace: neither warnings nor changes of random states."""
+    """Return a context in which trial steps leave neither warnings nor changes of random states."""
     with torch.no_grad(), warnings.catch_warnings(), same_randomness(parameters):
         warnings.simplefilter("ignore")
         yield
@@ -221,7 +221,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """The step as its class defines it, with its own decorators but without the hooks."""
+    """Return the step as its class defines it, with its decorators but without the hooks."""
     step = type(optimizer).step
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
@@ -245,7 +245,7 @@ def attributes(optimizer: Optimizer, memo: dict[int, Any]) -> dict[str, Any]:
 
 
 def deepcopied(value: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy; what stands for processes and devices stays the same."""
+    """Return a deep copy; objects that stand for processes and devices are not copied."""
     if isinstance(value, _SHARED):
         return value
     try:
@@ -281,7 +281,7 @@ def _twin(p: Tensor, conversion: Conversion, memo: dict[int, Any]) -> Tensor:
 def _converted(
     value: Any, p: Tensor, name: str, conversion: Conversion, memo: dict[int, Any]
 ) -> Any:
-    """A value with its tensors converted, and all else copied deeply."""
+    """Return a value with its tensors converted, and everything else copied deeply."""
 
     def convert(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -303,7 +303,7 @@ def _closes_over(function: FunctionType, optimizer: Optimizer) -> bool:
 
 
 def _once(loss: Callable[[], Any]) -> Callable[..., Any]:
-    """A closure for the shadow, which may call it once: the gradients of one point are known."""
+    """Return a closure that the shadow may call once: the gradients of one point are known."""
     calls: list[None] = []
 
     def closure(*args: Any, **kwargs: Any) -> Any:

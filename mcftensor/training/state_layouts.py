@@ -100,7 +100,7 @@ Kind = tuple[int, Any, tuple[int, ...]]
 
 
 def _pattern(shape: torch.Size) -> tuple[int, ...]:
-    """Which lengths are 0, 1, or above, and these as ranks from 2 on."""
+    """Return whether lengths are 0, 1, or above; the latter as ranks from 2 on."""
     ranks = {length: rank for rank, length in enumerate(sorted({x for x in shape if x > 1}), 2)}
     return tuple([ranks.get(length, length) for length in shape])
 
@@ -110,7 +110,7 @@ def _stand_in(pattern: tuple[int, ...], lengths: Sequence[int]) -> list[int]:
 
 
 def _trial(optimizer: Optimizer, kinds: Sequence[Kind], lengths: Sequence[int]) -> list[States]:
-    """The states of stand-ins, after two steps."""
+    """Return the states of stand-ins, after two steps."""
     try:
         return _steps(optimizer, kinds, lengths, sparse=False)
     except CannotShadow:

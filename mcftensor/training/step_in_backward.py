@@ -110,7 +110,7 @@ class StepInBackward(Handle):
 
     @contextlib.contextmanager
     def no_step(self) -> Iterator[None]:
-        """Within, backward leaves gradients where they are, and sums them, as ever.
+        """Return a context in which backward sums gradients without steps, as usual.
 
         For all microbatches but the last, and for steps that need all gradients at once: what has
         a gradient when `optimizer.step()` is called steps there.
@@ -167,7 +167,7 @@ class StepInBackward(Handle):
         return self._active and self._mode != "hold" and p in self._names
 
     def take(self, p: Tensor) -> None:
-        """A gradient that has been made: step, if it is a whole one."""
+        """Take a finished gradient, and step if it is complete."""
         grad = p.grad
         # A gradient with a graph is about to be differentiated, and so may be the parameter.
         if not self._active or self._mode == "hold" or grad is None or grad.requires_grad:
@@ -209,7 +209,7 @@ class StepInBackward(Handle):
                     self._step(parameters)
 
     def _step(self, parameters: Iterable[Tensor]) -> None:
-        """The step of some parameters alone, and the end of their gradients."""
+        """Step some parameters alone, and free their gradients."""
         chosen: dict[int, list[Tensor]] = {}
         for p in parameters:
             if p.grad is not None:  # else somebody has dropped it
@@ -293,7 +293,7 @@ class StepInBackward(Handle):
             )
 
     def _end(self, optimizer: Optimizer, *arguments: Any) -> None:
-        """The end of an iteration, or of what was before a checkpoint."""
+        """End an iteration, or discard the state from before a checkpoint."""
         if self._max_norm is not None and self._norms:
             self.norm = self._total_norm()
         for content in (self._groups, self._stepped, self._failed, self._norms, self._buckets):

@@ -147,7 +147,7 @@ def warn_of_plain_parameters(optimizer: Optimizer) -> None:
 
 
 def _left_plain(optimizer: Optimizer) -> dict[str, Tensor]:
-    """The parameters that became plain since the optimizer was made or stepped."""
+    """Return the parameters that became plain since the optimizer was made or stepped."""
     had_expansions = optimizer in _over_expansions or "_collage" in optimizer.__dict__
     names = convert.left_expansions() if had_expansions else {}
     if has_expansions(optimizer):
@@ -207,14 +207,15 @@ def _looked_at(optimizer: Optimizer, number: int | None) -> Iterator[Tensor]:
 
 
 def _held(p: Any) -> Any:
-    """The reference to the module that had a parameter when it was converted, and the name there;
-    None for a copy of what was converted."""
+    """Return the module that owned a parameter at its conversion, by weak reference, and the name
+    there; None for a copy of a converted one.
+    """
     held = p._holder if isinstance(p, MCFTensor) else None
     return None if held is None or held[2] != id(p) else held
 
 
 def _holder(p: Any) -> Any:
-    """That module, if it lives, and the name."""
+    """Return the module that owned a parameter at its conversion, if it exists, and the name."""
     held = _held(p)
     owner = None if held is None else held[0]()
     return None if held is None or owner is None else (owner, held[1])
@@ -246,7 +247,7 @@ def _has_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
 
 
 def _names(parameters: Iterable[Tensor]) -> str:
-    """The first three, as their modules call them."""
+    """Return the first three names, as their modules call them."""
     paths = {
         id(part): f"{path}." if path else ""
         for module in convert.converted_modules()
@@ -328,7 +329,7 @@ def saturated_blocks(x: Tensor) -> Tensor | None:
 
 @functools.lru_cache(maxsize=64)
 def _largest(format: Format) -> float:
-    """The number at which a format saturates."""
+    """Return the number at which a format saturates."""
     most = torch.full((1, BLOCK_SIZE), torch.finfo(torch.float32).max, device="cpu")
     return float(format.decode(format.nearest.encode(Sum([most]), None))[0].amax())
 

@@ -113,7 +113,7 @@ def _begin_counts(model: nn.Module) -> None:
 
 
 def _of_leading_terms(adapter: type[Any]) -> type[Any]:
-    """An adapter of state dicts that gives Hugging Face's names to leading terms alone."""
+    """Return an adapter of state dicts that gives Hugging Face's names to leading terms only."""
 
     class OfLeadingTerms(adapter):  # type: ignore[misc]
         def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -253,7 +253,9 @@ def _likes(name: str, shape: torch.Size, format: Format) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _recoded(name: str, x: Tensor, source: Format, target: Format) -> tuple[Tensor, int]:
-    """A tensor in another format, and how many elements would not come back as they were."""
+    """Return a tensor in another format, and the number of elements that do not convert back
+    exactly.
+    """
     first = start(x.device, name)
     if any(c.shape(x.shape) != x.shape for f in (source, target) for c in f.components):
         y = in_format(target, x, first)

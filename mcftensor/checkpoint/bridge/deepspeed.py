@@ -77,7 +77,7 @@ def _loaded(file: Path, verify: bool) -> Any:
 
 
 def read_universal(path: Path, request: Request) -> Contents:
-    """All parameters, and the moments of their optimizer."""
+    """Read all parameters, and the moments of their optimizer."""
     path = universal_in(path) or path
     folders = sorted(file.parent for file in (path / "zero").glob("*/fp32.pt"))
     if not folders:
@@ -203,7 +203,7 @@ def read_parts(path: Path, request: Request) -> Contents:
 
 
 def _ranks(path: Path) -> list[str]:
-    """Files of the processes, in order."""
+    """Return the files of the processes, in order."""
     files = {f.name: _OF_OPTIMIZER.fullmatch(f.name) for f in path.glob("*_optim_states.pt")}
     foreign = [name for name, match in files.items() if match is None]
     if foreign:
@@ -255,7 +255,7 @@ def _places(
 
 
 def _across(lengths: Iterable[int], start: int, stop: int) -> Iterator[slice]:
-    """The slices of consecutive parts that make one of the whole."""
+    """Return the slices of consecutive parts that make up a slice of the whole."""
     for length in lengths:
         yield slice(min(max(start, 0), length), min(max(stop, 0), length))
         start, stop = start - length, stop - length

@@ -133,20 +133,20 @@ class _Window(io.RawIOBase):
         self.file, self.start, self.length, self.place = file, start, length, 0
 
     def readable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """As of any file."""
+        """Seek, as in any file."""
         self.place = offset + (0, self.place, self.length)[whence]
         return self.place
 
     def readinto(self, buffer: Any) -> int:
-        """As of any file."""
+        """Read into a buffer, as from any file."""
         self.file.seek(self.start + self.place)
         count = self.file.readinto(memoryview(buffer)[: max(0, self.length - self.place)])
         self.place += count
@@ -170,7 +170,7 @@ class _Unpickler(pickle.Unpickler):
     """Reads what `.metadata` holds, and calls nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """A class that `.metadata` may hold."""
+        """Return a class that `.metadata` may contain."""
         if name in _CLASSES.get(module, ()):
             return super().find_class(module, name)
         # Where it was saved, and classes of Megatron's own, whose attributes are enough.

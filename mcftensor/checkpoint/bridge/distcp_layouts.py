@@ -38,7 +38,7 @@ _OPTIMIZERS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
 
 
 def last_in(path: Path) -> Path | None:
-    """The folder of `torch.distributed.checkpoint` that a path stands for."""
+    """Return the folder of `torch.distributed.checkpoint` that a path stands for."""
     steps = {
         int(match[1]): file.parent
         for file in path.glob(f"step-*/{METADATA}")
@@ -57,7 +57,7 @@ def _last_iteration(path: Path) -> Path | None:
 
 
 def read(path: Path, request: Request) -> Contents:
-    """Weights, and the states of their optimizer; Megatron's lie in no dict."""
+    """Read weights, and the states of their optimizer; Megatron's are not in a nested dict."""
     path = last_in(path) or path
     folder = folder_at(path, request.verify)
     keys = folder.paths.values()
@@ -149,7 +149,7 @@ def _read_nested(path: Path, folder: Folder, request: Request) -> Contents:
 
 
 def _groups(options: dict[Any, Group]) -> list[Group] | None:
-    """Groups of parameters, of options of each group or of each parameter."""
+    """Return groups of parameters, from the options of each group or of each parameter."""
     groups: list[Group] = []
     for name, its_options in options.items():
         if "params" in its_options:

@@ -49,15 +49,15 @@ class Contents:
     tied: dict[str, str] = field(default_factory=dict)
 
     def group_of(self) -> dict[Any, Group]:
-        """For each parameter its group."""
+        """Return the group of each parameter."""
         return {i: group for group in self.groups or [] for i in group["params"]}
 
     def parameters(self) -> list[Any]:
-        """Names or numbers of the parameters, in the order of the optimizer."""
+        """Return names or numbers of the parameters, in the order of the optimizer."""
         return list(itertools.chain.from_iterable(g["params"] for g in self.groups or []))
 
     def names(self) -> list[str] | None:
-        """Names of the parameters in the same order, where groups say them."""
+        """Return names of the parameters in the same order, if the groups have them."""
         groups = self.groups or []
         if not groups or not all("param_names" in group for group in groups):
             return None
@@ -109,15 +109,16 @@ class Request:
 
 
 def entry_of(name: str, x: Tensor) -> Entry:
-    """Of a tensor at hand, which may lie in a file that is mapped into memory."""
+    """Return the entry of a tensor in memory, which may be mapped from a file."""
     _require_memory(name, x)
     _require_dense(name, x)
     return Entry(name, format_of(x) or PLAIN[x.dtype], x.shape, lambda: _copied(x))
 
 
 def entries_of(terms: Mapping[str, Tensor], request: Request) -> dict[str, Entry]:
-    """Of a state dict at hand or in files that are mapped into memory, which may be one of
-    components."""
+    """Return the entries of a state dict in memory or in mapped files; it may consist of
+    components.
+    """
     for name, x in terms.items():
         _require_memory(name, x)
     copies = Lazy(terms, lambda name: _copied(terms[name]), terms.__getitem__)
@@ -125,7 +126,7 @@ def entries_of(terms: Mapping[str, Tensor], request: Request) -> dict[str, Entry
 
 
 def entries_in(terms: Lazy, request: Request, known: bool) -> dict[str, Entry]:
-    """Of a file, in which the components of a number have names of their own."""
+    """Return the entries of a file, in which each component has a separate name."""
     entries = {}
     for name, names in names_of_terms(terms).items():
         like = terms.like(name)
@@ -142,7 +143,7 @@ def entries_in(terms: Lazy, request: Request, known: bool) -> dict[str, Entry]:
 
 
 def _copied(x: Tensor) -> Tensor:
-    """In its own memory, since files may be written anew, and in order, for blocks of it."""
+    """Return a contiguous copy in new memory, since mapped files may be overwritten."""
     return x.detach().clone(memory_format=torch.contiguous_format)
 
 
@@ -169,7 +170,7 @@ def in_chunks(
     operands: Sequence[Tensor],
     dtypes: Sequence[torch.dtype],
 ) -> list[Tensor]:
-    """What a function of elements gives of tensors of one shape, of such dtypes."""
+    """Return the results, of given dtypes, of an elementwise function on tensors of one shape."""
     results = [torch.empty(operands[0].shape, dtype=dtype, device="cpu") for dtype in dtypes]
     places = [result.view(-1).split(CHUNK_SIZE) for result in results]
     blocks = zip(*(x.reshape(-1).split(CHUNK_SIZE) for x in operands), strict=True)

@@ -23,7 +23,7 @@ Reader = Callable[[Path, Request], Contents]
 
 
 def read_checkpoint(path: Path, request: Request) -> Contents:
-    """What a path stands for: a file, an index, or a folder."""
+    """Read the checkpoint that a path stands for: a file, an index, or a folder."""
     with reading(path):
         if index_of(path).is_file():
             path = index_of(path)
@@ -65,7 +65,7 @@ def _read_safetensors(path: Path, request: Request) -> Contents:
 
 
 def _read_shards(index: Path, request: Request) -> Contents:
-    """The files of an index, of either kind."""
+    """Read the files of an index, of either kind."""
     files = files_in(index, json.loads(index.read_text(encoding="utf-8")))
     places = [index.parent / file for file in dict.fromkeys(files.values())]
     if all(map(is_safetensors, places)):

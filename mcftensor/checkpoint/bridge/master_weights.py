@@ -63,7 +63,7 @@ def complete(contents: Contents, parameters: list[str] | None) -> None:
 
 
 def _names(contents: Contents, parameters: list[str] | None) -> dict[Any, str]:
-    """The names of the parameters that an optimizer numbers."""
+    """Return the names of the parameters that an optimizer numbers."""
     numbers = contents.parameters()
     if all(isinstance(i, str) for i in numbers):
         return {i: i for i in numbers}
@@ -100,7 +100,9 @@ def _of_transformer_engine(weight: Entry, state: States, group: Group) -> Entry:
 
 
 def with_master(weight: Entry, part: Entry) -> Entry:
-    """A float32 weight from its rounding, and itself or what the bits of the rounding lack."""
+    """Return a float32 weight, from its rounding and either itself or the bits that the rounding
+    lacks.
+    """
     is_remainder = part.format == PLAIN[torch.int16] and weight.format == PLAIN[torch.bfloat16]
     fits = is_remainder or part.format == PLAIN[torch.float32]
     _require(fits, weight, part, "the master weight")
@@ -121,7 +123,9 @@ def _joined(leading: Tensor, tail: Tensor) -> list[Tensor]:
 
 
 def _require_rounding(weight: Entry, x: Tensor) -> None:
-    """By it a master of another parameter of this shape is told, or one of another step."""
+    """Require that a weight is the rounding of its master; those of other parameters or steps
+    differ.
+    """
     differ = 0
     blocks = (y.reshape(-1).split(CHUNK_SIZE) for y in (x, weight.read()))
     for master, found in zip(*blocks, strict=True):
@@ -142,7 +146,7 @@ _MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
 
 
 def _of_flashoptim(weight: Entry, state: States, group: Group) -> Entry:
-    """The corrected weight; moments become plain."""
+    """Return the corrected weight; moments become plain."""
     for key in [key for key in state if key.endswith(_CODES)]:
         name = key.removesuffix(_CODES)
         codes, scales = state.pop(key), state.get(name + _SCALES)
@@ -210,7 +214,7 @@ def _moment(name: str, codes: Entry, scales: Entry, is_square: bool) -> Entry:
 
 
 def _of_optimi(weight: Entry, state: States, group: Group) -> Entry:
-    """The sum of weight and compensation."""
+    """Return the sum of weight and compensation."""
     if "step" in group:
         state.setdefault("step", float(group["step"]))
     part = state.pop("kahan_comp")

@@ -50,7 +50,7 @@ _PREFIX = "state."
 
 
 def read_file(path: Path, request: Request) -> Contents:
-    """One file with both, or with either."""
+    """Read one file with model and optimizer, or with either."""
     if request.verify:
         require_whole(path)
     content = unpickled(path)
@@ -84,7 +84,7 @@ def add_beside(contents: Contents, folder: Path, request: Request) -> None:
 
 
 def add(contents: Contents, state_dict: Any, source: object, request: Request) -> None:
-    """What an optimizer's `state_dict()` has returned."""
+    """Add the result of an optimizer's `state_dict()`."""
     if not _is_of_optimizer(state_dict):
         raise CheckpointError(f"{source} is no state dict of an optimizer")
     contents.groups = [dict(group) for group in state_dict["param_groups"]]
@@ -126,12 +126,14 @@ def _is_of_optimizer(content: Any) -> bool:
 
 
 def state_name(parameter: Any, key: str) -> str:
-    """Under what name a state is in `optimizer.safetensors`."""
+    """Return the name of a state in `optimizer.safetensors`."""
     return f"{_PREFIX}{parameter}.{key}"
 
 
 def metadata_of(contents: Contents) -> dict[str, str]:
-    """What of an optimizer is no tensor, as a text; CheckpointError for what JSON does not hold."""
+    """Return everything of an optimizer but tensors as JSON; raise CheckpointError if JSON cannot
+    store it.
+    """
     values = {
         str(i): {key: x for key, x in state.items() if not hasattr(x, "read")}
         for i, state in contents.states.items()
@@ -175,7 +177,7 @@ def _add_own(contents: Contents, path: Path, request: Request) -> None:
 def state_dict_for(
     optimizer: Optimizer, model: nn.Module, contents: Contents, strict: bool, path: Path
 ) -> dict[str, Any]:
-    """What `optimizer.load_state_dict` takes, all of it read and checked."""
+    """Return a state dict for `optimizer.load_state_dict`, read and checked as a whole."""
     if not contents.states and contents.groups is None:
         raise CheckpointError(f"load_file: {path} holds no states of an optimizer")
     own = optimizer.state_dict()
@@ -225,7 +227,7 @@ def load_states(optimizer: Optimizer, state_dict: dict[str, Any], path: Path) ->
 def _places(
     optimizer: Optimizer, model: nn.Module, contents: Contents, path: Path
 ) -> dict[Any, tuple[int, Tensor]]:
-    """For what the checkpoint calls a parameter, its number in the optimizer, and itself."""
+    """Return the number of each parameter in the optimizer and the parameter, by its saved name."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = {id(p): i for i, p in enumerate(own)}
     theirs = contents.parameters()

@@ -86,7 +86,7 @@ class Diagnosis:
         self._say(at_end=True)
 
     def verdict(self) -> str:
-        """What was found so far, a line for each optimizer."""
+        """Return the findings so far, a line for each optimizer."""
         found = [_verdict(meter, *self._states[meter]) for meter in self.meters]
         found += [f"EDQ of {name}: not measured: {why}" for name, why in self._refused.items()]
         return "\n".join(found) or "EDQ: no optimizer has stepped"

@@ -205,7 +205,7 @@ class EDQ(Handle):
         return report.state_table(self.states[-1] if self.states else {}, self.per_state, limit)
 
     def figure(self) -> Figure:
-        """The ratio and the lost share over the steps, of the whole and of leading terms.
+        """Plot the ratio and the lost share over the steps, of the whole and of leading terms.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -235,14 +235,14 @@ class EDQ(Handle):
         self._samples = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been measured, and where: numbers and names, for `torch.save`."""
+        """Return the measurements and their place: numbers and names, for `torch.save`."""
         state = {name.lstrip("_"): getattr(self, name) for name in _STATE}
         return {
             name: sorted(x) if isinstance(x, set) else copy.copy(x) for name, x in state.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a meter stopped, with the next sample at the step where its would be."""
+        """Continue from the state of another meter, with its next sample at the same step."""
         for name in _STATE:
             kind = type(getattr(self, name))  # sets are lists there
             if name.lstrip("_") in state:  # older ones have no readings of states
@@ -298,7 +298,7 @@ class EDQ(Handle):
     # ----------------------------------------------------------------------------------- measure
 
     def _sample(self, optimizer: Optimizer, loss: Callable[[], Any] | None) -> list[Sample]:
-        """The step about to be taken, on copies, batch by batch of parameters."""
+        """Take the coming step on copies, batch by batch of parameters."""
         self.is_sampling = True
         try:
             original = Original(optimizer)
@@ -316,11 +316,13 @@ class EDQ(Handle):
             self.is_sampling = False
 
     def parameters_of(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Its parameters by the names that readings have."""
+        """Return the parameters of an optimizer by the names in readings."""
         return {place.name: place.parameter for place in self._places(optimizer)}
 
     def _batches(self, optimizer: Optimizer) -> list[list[Place]]:
-        """Parameters to be stepped together: all, or as many as have the size of the largest."""
+        """Return batches of parameters to step together: all, or as many as have the size of the
+        largest.
+        """
         places = self._places(optimizer)
         measured = [place for place in places if place.parameter.grad is not None]
         if self._coupled:
@@ -469,7 +471,7 @@ _STATE = (
 
 
 def _rate(group: Mapping[str, Any]) -> float | None:
-    """The learning rate of a group, if that is one number."""
+    """Return the learning rate of a group, if that is one number."""
     rate = group.get("lr")
     if isinstance(rate, Tensor):
         rate = rate.item() if rate.numel() == 1 else None

@@ -115,7 +115,7 @@ _LARGEST = _COLUMNS - 1  # which is no sum
 def take_samples(
     original: Original, batch: list[Place], loss: Callable[[], Any] | None
 ) -> list[Sample]:
-    """The step that is about to be taken, on copies of a batch of parameters at once.
+    """Take the coming step on copies of a batch of parameters at once.
 
     Parameters without a gradient are stepped with the others, and give no sample.
     """
@@ -168,7 +168,7 @@ _BLOCK = 1 << 24
 
 
 def _sums(before: Tensor, after: Tensor, wide: Tensor) -> Tensor:
-    """The columns of a parameter, of the elements on this rank."""
+    """Return the columns of a parameter, from the elements on this rank."""
     size = _CPU_BLOCK if before.device.type == "cpu" else _BLOCK
     blocks = zip(*(local(x).reshape(-1).split(size) for x in (before, after, wide)), strict=True)
     rows = torch.stack([_block_sums(*block) for block in blocks])
@@ -202,7 +202,7 @@ def _block_sums(before: Tensor, after: Tensor, wide: Tensor) -> Tensor:
 
 
 def _fingerprints(parameter: Tensor, state: Mapping[str, Any]) -> dict[object, Tensor]:
-    """The sums of the bit patterns of a parameter and its states, term by term.
+    """Return the sums of the bit patterns of a parameter and its states, term by term.
 
     Tensors that differ have others, by all odds.
     """
@@ -218,7 +218,7 @@ def _fingerprints(parameter: Tensor, state: Mapping[str, Any]) -> dict[object, T
 
 
 def totals(samples: list[Sample], states: Mapping[Tensor, Any]) -> list[list[float]]:
-    """The columns of each sample after the real step, over all ranks that hold parts."""
+    """Return the columns of each sample after the real step, over all ranks with parts."""
     for sample in samples:
         p = sample.place.parameter
         real = _fingerprints(p, states.get(p, {})) if sample.fingerprints else {}
@@ -251,7 +251,7 @@ def totals(samples: list[Sample], states: Mapping[Tensor, Any]) -> list[list[flo
 
 
 def reading(step: int, rows: list[list[float]], rates: Sequence[float | None]) -> Reading:
-    """The figures of one or many parameters, from their columns and learning rates."""
+    """Return the figures of one or many parameters, from their columns and learning rates."""
     total = [sum(column) for column in zip(*rows, strict=True)] or [0.0] * _COLUMNS
     largest = [row[_LARGEST] / rate for row, rate in zip(rows, rates, strict=True) if rate]
     norm = math.sqrt(total[_UPDATE])
@@ -292,7 +292,7 @@ _S_INTENDED, _S_ALONG, _CHANGES, _S_LOST, _BESIDE, _ZERO, _SATURATED, _S_NUMEL =
 def _state_sums(
     before: Mapping[str, Any], after: Mapping[str, Any], wide: Mapping[str, Any], like: Tensor
 ) -> dict[str, Tensor]:
-    """The columns of each state that has the shape of its parameter, on this rank.
+    """Return the columns of each state in the shape of its parameter, on this rank.
 
     A state that is not there before the step began at zero.
     """
@@ -315,7 +315,7 @@ def _state_sums(
 
 
 def state_reading(step: int, rows: list[list[float]]) -> StateReading:
-    """The figures of a state of one or many parameters, from its columns."""
+    """Return the figures of a state of one or many parameters, from its columns."""
     total = [sum(column) for column in zip(*rows, strict=True)]
     return StateReading(
         step=step,
@@ -332,7 +332,7 @@ def _is_like(x: Any, like: Tensor) -> bool:
 
 
 def _rows(x: Tensor | None) -> Iterator[Any]:
-    """The numbers in float64, whole rows at a time; of nothing None, time and again."""
+    """Yield the numbers in float64, whole rows at a time; for no tensor, None repeatedly."""
     if x is None:
         return itertools.repeat(None)
     own = local(x.detach())

@@ -22,14 +22,14 @@ _HEADS = ("elements", "update", "ratio", "lost", "ratio leading", "lost leading"
 
 
 def table(last: Reading | None, readings: Mapping[str, Reading], limit: int | None) -> Table:
-    """One reading per row, largest loss first; the last row is the whole model."""
+    """Return a table of one reading per row, largest loss first, the whole model last."""
     heads = [head.replace(" ", "\n") for head in _HEADS]
     below = [("all", *_cells(last))] if last else []
     return _screen("table", _title(last), ["parameter"], heads, _rows(readings, limit), below)
 
 
 def notebook(last: Reading | None, readings: Mapping[str, Reading], limit: int | None) -> str:
-    """The same in a notebook."""
+    """Return the same table for a notebook."""
     whole = [("all", *_cells(last))] if last else []
     rows = [("parameter", *_HEADS), *_rows(readings, limit), *whole]
     return text_tables.as_html(rows, [_title(last)])
@@ -49,7 +49,9 @@ def state_table(
     readings: Mapping[str, Mapping[str, StateReading]],
     limit: int | None = None,
 ) -> Table:
-    """One state of one parameter per row, largest loss first; the last rows are the whole model."""
+    """Return a table of one state of one parameter per row, largest loss first, the whole model
+    last.
+    """
     heads = ["elements", "ratio", "lost", "zero beside\na first moment", "saturated\nblocks"]
     found = [(name, state, x) for name, own in readings.items() for state, x in own.items()]
     found.sort(key=lambda row: math.inf if row[2]["ratio"] is None else row[2]["ratio"])
@@ -76,7 +78,9 @@ def _screen(
 
 
 def figure(history: Sequence[Reading]) -> Figure:
-    """Ratio above and lost share below, over the steps; for expansions also of leading terms."""
+    """Plot the ratio above and the lost share below, over the steps; for expansions also of leading
+    terms.
+    """
     figure: Figure = extra("matplotlib.figure", "EDQ.figure").Figure(
         figsize=(7, 6), layout="constrained"
     )
@@ -112,7 +116,7 @@ _OF_STATES = ("ratio", "lost", "zero", "saturated")
 def to_tensorboard(
     writer: Any, prefix: str = "edq", *, parameters: bool = False
 ) -> Callable[[EDQ], None]:
-    """A callback that writes every reading to TensorBoard.
+    """Return a callback that writes every reading to TensorBoard.
 
     Args:
         writer: a `torch.utils.tensorboard.SummaryWriter`, or another thing with
@@ -156,12 +160,12 @@ def to_tensorboard(
 
 
 def decimal(value: float | None) -> str:
-    """A ratio as text."""
+    """Return a ratio as text."""
     return "-" if value is None else f"{value:.4f}"
 
 
 def percent(value: float | None) -> str:
-    """A share as text."""
+    """Return a share as text."""
     return "-" if value is None else f"{100 * value:.4g} %"
 
 
