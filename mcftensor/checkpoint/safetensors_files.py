@@ -47,7 +47,7 @@ def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsealed(where: object, content: Any) -> dict[str, Any]:
-    """Return metadata without the digest; raise CheckpointError if altered or of a later version."""
+    """Return metadata without the digest; CheckpointError if altered, or of a later version."""
     if not isinstance(content, dict):
         raise CheckpointError(f"{where}: the metadata under {KEY} are damaged")
     content = dict(content)

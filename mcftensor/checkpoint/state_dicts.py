@@ -247,7 +247,7 @@ _parts: MutableMapping[Tensor, Any] = WeakIdKeyDictionary()
 def _components(
     name: str, terms: Sequence[Any], writes: Any, format: Format, tails: bool, known: bool
 ) -> tuple[Sequence[Tensor], int]:
-    """Return the corrected terms on this rank, and the number of elements whose terms do not fit."""
+    """Return the corrected terms on this rank, and the number of elements whose terms misfit."""
     parts = [local(term) for term in terms]
     try:
         check_writes(writes, format)

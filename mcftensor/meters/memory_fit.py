@@ -76,7 +76,7 @@ def format_for(mode: str) -> Format | None:
 
 
 def fits(found: Iterable[Strategy], room: int) -> str:
-    """Return a table of strategies as text, with a column that says which fit into so many bytes."""
+    """Return a table of strategies as text; its last column says which fit into so many bytes."""
     rows: list[tuple[str, ...]] = [
         ("", "weights", "gradients", "states", "bytes a parameter", "in all", "fits")
     ]
