@@ -294,7 +294,7 @@ def _module_as_expansion(
 
 @dataclass
 class ModuleConversion:
-    """What becomes of a module, before it does."""
+    """The planned conversion of a module."""
 
     module: nn.Module
     changed: list[Held]

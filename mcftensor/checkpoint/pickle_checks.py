@@ -124,7 +124,7 @@ class _Tensor:
 
 
 class _Claims:
-    """What the pickles of a file ask for.
+    """The functions and storages that the pickles of a file ask for.
 
     The stack of an unpickler is followed, with numbers, texts, tuples, storages and tensors on it,
     and None in the place of all else.

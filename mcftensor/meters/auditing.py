@@ -36,7 +36,7 @@ _STYLES: dict[Verdict, str] = {"frozen": "red", "mostly frozen": "yellow", "movi
 
 @dataclass(frozen=True)
 class TensorAudit:
-    """What became of one tensor between two checkpoints.
+    """The change of one tensor between two checkpoints.
 
     Shares are of its elements, from 0 to 1. An expansion is one element, with all its terms.
 
@@ -79,7 +79,7 @@ class TensorAudit:
 
 @dataclass(frozen=True)
 class Audit:
-    """What `audit` found.
+    """The result of `audit`.
 
     Args:
         tensors: every tensor that was compared, the most frozen first.

@@ -1,5 +1,6 @@
-"""What a model in training holds: measured where tensors exist, predicted where not yet; and what
-one would hold, before anything is allocated."""
+"""The memory of a model in training: measured for existing tensors, predicted for future ones; and
+the prediction for a model before anything is allocated.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ class TensorMemory:
 
 @dataclass(frozen=True)
 class Summary:
-    """What `summary` and `estimate` return. Its text is a table.
+    """The result of `summary` and `estimate`. Its text is a table.
 
     Attributes:
         held: each tensor, in the order of the model.

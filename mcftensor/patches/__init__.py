@@ -1,4 +1,4 @@
-"""What the library changes in PyTorch and packages around it, where no public hook does.
+"""Changes of the library to PyTorch and related packages, where no public hook exists.
 
 `table` says what a patch is. Each of the other files defines some, as functions from what torch has
 to what takes its place. What these call is theirs to look up at the time, or is handed in by those

@@ -1,4 +1,4 @@
-"""What torch.compile would take apart before an expansion sees it.
+"""Functions that torch.compile would otherwise decompose before an expansion sees them.
 
 The front end of the compiler writes `add_` with a number as `alpha`, `addcmul_`, `addcdiv_` and
 `addcdiv` with one as `value`, and `_foreach_lerp_`, as sequences of operations; which of them

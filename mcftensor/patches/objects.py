@@ -1,4 +1,4 @@
-"""What single tensors and modules hold: hooks, and weak references to weights."""
+"""Changes to single tensors and modules: hooks, and weak references to weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `torch.optim` does before an expansion is asked, and its steps over expansions."""
+"""Changes to `torch.optim`: code that runs before an expansion is dispatched, and steps."""
 
 from __future__ import annotations
 

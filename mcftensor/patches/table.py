@@ -148,7 +148,7 @@ States = dict[Any, Any]
 
 
 class _Calls:
-    """What changes call, which the folders that are built on this one set."""
+    """The functions that changes call; folders imported later set them."""
 
     before_loading: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]
     """What a module loads in place of a state dict that it is given."""

@@ -16,7 +16,7 @@ from mcftensor.training.gradient_hooks import GradientHook, Handle, trained
 
 
 class Accumulation(Handle, GradientHook):
-    """What `accumulate_gradients` returns; as a context manager it ends with the block.
+    """The handle of `accumulate_gradients`; as a context manager it ends with the block.
 
     After `remove()` gradients are plain again, from the next `zero_grad` on.
     """

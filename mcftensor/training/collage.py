@@ -301,7 +301,7 @@ class CollagePlan:
                 self.convert(p, format, state)
 
     def apply_to_new(self, optimizer: Optimizer) -> None:
-        """The same for torch's optimizers, which keep the tensors that they have made."""
+        """Convert new states of torch's optimizers, which keep the tensors that they have made."""
         made = [state.values() for state in optimizer.state.values() if type(state) is dict]
         found = list(map(id, itertools.chain.from_iterable(made)))
         if found != self.settled:

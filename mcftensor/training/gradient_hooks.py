@@ -16,7 +16,7 @@ Self = TypeVar("Self", bound="Handle")
 
 
 class Handle:
-    """What ends something; as a context manager, with the block."""
+    """An object that removes hooks; as a context manager, at the end of the block."""
 
     _active = True
 

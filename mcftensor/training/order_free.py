@@ -47,7 +47,7 @@ _handles: weakref.WeakSet[OrderFree] = weakref.WeakSet()
 
 
 class OrderFree(Handle):
-    """What `order_free_gradients` returns; as a context manager it ends with the block.
+    """The handle of `order_free_gradients`; as a context manager it ends with the block.
 
     Attributes:
         microbatches: leaves of a step, on all processes.
@@ -593,8 +593,9 @@ def _check_containers(model: nn.Module, names: dict[Tensor, str], modules: list[
 
 
 class _Attachment:
-    """What a DistributedDataParallel, which takes one communication hook in its life, has of the
-    handle of the time. A copy of the module has none."""
+    """A reference from a DistributedDataParallel, which takes only one communication hook, to its
+    current handle. A copy of the module has none.
+    """
 
     handle: Callable[[], OrderFree | None] = staticmethod(lambda: None)
     group: Any = None

@@ -44,7 +44,7 @@ def _sharding(x: Tensor) -> tuple[Any, tuple[int, ...]]:
 
 
 def without_partial(x: Tensor) -> Tensor:
-    """Return a DTensor with partial sums added up, as of tensor parallelism."""
+    """Return a DTensor with the partial sums of tensor parallelism added up."""
     placements = getattr(x, "placements", ())
     if not any(placement.is_partial() for placement in placements):
         return x

@@ -1,4 +1,4 @@
-"""What does not come back: elements that another format stores as other numbers."""
+"""Round trips: elements that another format stores as other numbers."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _LENGTHS = (2, 3, 5, 7, 11, 13, 17, 19), (3, 5, 7, 11, 13, 17, 19, 23)
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How a tensor is stored."""
+    """The format and shape of a tensor."""
 
     format: Format
     shape: torch.Size

@@ -1,4 +1,4 @@
-"""What the states of optimizers are, by name, and the formats of the compact mode for them."""
+"""The kinds of optimizer states, by name, and their formats in the compact mode."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class StepInBackwardError(RuntimeError):
 
 
 class StepInBackward(Handle):
-    """What `step_in_backward` returns; as a context manager it ends with the block.
+    """The handle of `step_in_backward`; as a context manager it ends with the block.
 
     Attributes:
         norm: the norm of all gradients of the latest `measure_norm()`, or step with

@@ -271,8 +271,11 @@ _REPAIRS = {
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """What has the shape of its parameter is an expansion, or plain because a mode says so, or from
-    before its parameter was converted."""
+    """Warn of narrow states after a step.
+
+    A state in the shape of its parameter is an expansion, or plain because a mode says so, or from
+    before the conversion of its parameter.
+    """
     latest = convert.latest_conversion
     if torch.compiler.is_compiling() or not optimizer.state or _seen.get(optimizer) == latest:
         return

@@ -43,10 +43,10 @@ def in_expansions(
 
     Args:
         spec: a `ModelSpec` of torchtitan, such as `model_registry(flavor)` returns.
-        format: as of `as_expansion`.
-        mode: as of `collage`: a name, or a dict from names of states to formats; None leaves the
+        format: as in `as_expansion`.
+        mode: as in `collage`: a name, or a dict from names of states to formats; None leaves the
             states as the optimizers create them.
-        overrides: as of `as_expansion`.
+        overrides: as in `as_expansion`.
 
     Returns:
         A copy of the specification.

@@ -35,7 +35,7 @@ _WIDE = (torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Conversion:
-    """What `convert_checkpoint` has done."""
+    """The result of `convert_checkpoint`."""
 
     layout: str
     """Of the source."""

@@ -224,7 +224,7 @@ def _unread(path: Path, what: str) -> CheckpointError:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter lies in the flat parts of its group, one of each process."""
+    """The place of a parameter in the flat parts of its group, one of each process."""
 
     shape: torch.Size
     slices: list[slice]

@@ -1,4 +1,4 @@
-"""What every reader of a layout gives: tensors that are read when they are asked for."""
+"""The results of the readers of all layouts: tensors that are read at their use."""
 
 from __future__ import annotations
 
@@ -98,8 +98,9 @@ class Contents:
 
 @dataclass(frozen=True)
 class Request:
-    """How a checkpoint is to be read: the arguments of that name of `convert_checkpoint` and
-    `load_file`."""
+    """The options of a reader: the arguments of these names of `convert_checkpoint` and
+    `load_file`.
+    """
 
     optimizer: bool = False
     parameters: list[str] | None = None

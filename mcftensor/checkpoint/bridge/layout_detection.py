@@ -1,4 +1,4 @@
-"""Which layout a checkpoint has, and who reads it: this library's own layouts first.
+"""The layout of a checkpoint and its reader: this library's own layouts first.
 
 State dicts of weights are read here: safetensors and files of torch.save, whole or in several
 files with an index as transformers writes them, `model.safetensors.index.json` and

@@ -35,7 +35,7 @@ class Diagnosis:
 
     Args:
         every: measure one step of so many, beginning with the first.
-        names: names of parameters, or the model, as of `EDQ`.
+        names: names of parameters, or the model, as in `EDQ`.
         file: where the verdict is written at each sample, by the first rank; by default it is
             printed to stderr at the end.
 

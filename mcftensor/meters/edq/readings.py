@@ -85,7 +85,7 @@ class StateReading(TypedDict):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter is."""
+    """The name, group and tensor of a parameter."""
 
     name: str
     group: int

@@ -1,4 +1,4 @@
-"""How readings are shown: a table, a figure, TensorBoard."""
+"""Readings as a table, a figure, and in TensorBoard."""
 
 from __future__ import annotations
 
