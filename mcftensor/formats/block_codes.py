@@ -94,7 +94,7 @@ class BlockFormat(StoredFormat):
 
     @abstractmethod
     def sized(self, x: Tensor, magnitude: Tensor) -> Tensor:
-        """Return patterns of magnitudes, the largest of which decides the scale of a block."""
+        """Return patterns of magnitudes; the largest one decides the scale of a block."""
 
     @abstractmethod
     def scale_of(self, largest: Tensor) -> Tensor:

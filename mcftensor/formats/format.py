@@ -339,8 +339,8 @@ class Format:
     def normalized(self, stored: Floats) -> tuple[Floats, int]:
         """Return components in canonical form, and the number of inconsistent elements.
 
-        The components come from elsewhere, such as a file. Those of an inconsistent element cannot
-        belong together.
+        The components come from elsewhere, such as a file. Components
+        of an inconsistent element cannot belong together.
         """
         return stored, 0
 

@@ -81,7 +81,7 @@ def products_of(x: Tensor, y: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _classes(x: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield positions, and x / 2^(31 position) where that is at least 2^-434, else zero.
+    """Yield positions, and x / 2^(31 position), or zero below 2^-434 in magnitude.
 
     Each number is in one class.
     """
