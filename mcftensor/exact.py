@@ -84,10 +84,7 @@ def from_exact(
         raise ValueError("from_exact: the nested lists have different lengths")
     columns = [_terms(x, format) for x in numbers.flat]
     terms = [
-        torch.tensor(column, dtype=torch.float64, device="cpu")
-        .to(format.base)
-        .view(numbers.shape)
-        .to(device)
+        torch.tensor(column, dtype=format.base, device="cpu").view(numbers.shape).to(device)
         for column in (zip(*columns, strict=True) if columns else [[]] * format.terms)
     ]
     leading, *tails = expansion.renormalize(terms)
@@ -168,7 +165,7 @@ def _decoded(name: str, x: Tensor) -> Sequence[Tensor]:
 
 def _each(function: Callable[[Sequence[float]], Any], terms: Sequence[Tensor], shape: Any) -> Any:
     """Apply a function to the terms of each number, and return nested lists."""
-    columns = [term.detach().double().reshape(-1).tolist() for term in terms]
+    columns = [term.detach().reshape(-1).tolist() for term in terms]
     exact = np.empty(math.prod(shape), dtype=object)
     for i, numbers in enumerate(zip(*columns, strict=True)):
         exact[i] = function(numbers)

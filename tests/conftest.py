@@ -25,8 +25,13 @@ import mcftensor as mcf
 from mcftensor.tensor import implicit_rounding
 from support.helpers import a_step, requires_cuda
 from support.leftovers import remember, restore
+from support.no_float64 import no_float64
 from support.ranks import RankPool
 from support.thinning import diagonals
+
+
+def pytest_addoption(parser) -> None:
+    parser.addoption("--without-float64", action="store_true", help="the library makes no float64")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
@@ -49,6 +54,18 @@ def pytest_sessionfinish() -> None:
 settings.register_profile("mcftensor", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("mcftensor")
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def without_float64(request, leaves_nothing_behind):
+    """With `--without-float64`, no code of the library may make a float64 tensor, except where the
+    case is of float64 by its name."""
+    asks = "64" in request.node.name
+    if request.config.getoption("--without-float64") and not asks:
+        with no_float64(of_all=False):
+            yield
+    else:
+        yield
 
 
 @pytest.fixture(params=["cpu", requires_cuda])

@@ -26,6 +26,7 @@ from torch import Tensor
 from mcftensor.kernels import cpu
 from mcftensor.kernels.cpp import BITS, GRAIN
 from mcftensor.kernels.first_use import hard_numbers
+from mcftensor.kernels.without_float64 import has_float64
 
 # The number of elements from which looking for compiled code, and compiling it, is worthwhile.
 LOOK_AFTER = 1 << 14
@@ -494,7 +495,7 @@ class _Compiled:
 
     def get(self, elements: int) -> cpu.Launch | None:
         """Return the compiled code for a call with `elements` elements, or None."""
-        if self.launch is None:
+        if self.launch is None and has_float64():  # with which it is compared
             before, self.worked = self.worked, self.worked + elements
             build = before < BUILD_AFTER <= self.worked
             if build or before < LOOK_AFTER <= self.worked:
@@ -550,7 +551,7 @@ def sums_of_rows(
     digits = None
     if _threads(x) > 1:  # threads may share a row
         digits = x.new_zeros(len(x), positions + 5, dtype=torch.int64)
-    written = results if results.dtype in _KINDS else results.double()
+    written = results if results.dtype in _KINDS else results.float()
     address = 0 if digits is None else digits.data_ptr()
     way = (written.data_ptr(), *finish, _KINDS[written.dtype])
     _run(launch, x, y, address, lowest, positions, least, way)

@@ -14,8 +14,15 @@ import torch
 from torch import Tensor
 
 from mcftensor.kernels import digit_sums
-from mcftensor.kernels.without_float64 import has_float64, without
-from mcftensor.sums.digits import WIDEST, WIDTH, Grid, least_of, positions_of, products_of
+from mcftensor.sums.digits import (
+    WIDEST,
+    WIDTH,
+    Grid,
+    digits_of,
+    least_of,
+    positions_of,
+    products_of,
+)
 
 COUNTS = 5
 """The counts behind the digits: terms that are +inf, -inf, NaN, -0, and other numbers."""
@@ -105,9 +112,8 @@ def running(x: Tensor, grid: Grid) -> Iterator[Tensor]:
 
 def _add_block(result: Tensor, x: Tensor, y: Tensor | None, grid: Grid, fold: Fold) -> None:
     """Add the digits and the counts of a block of terms, folded along one dimension."""
-    if not has_float64(x.device):
-        raise without("an exact sum")
-    wide, other = x.double(), None if y is None else y.double()
+    is_narrow = x.dtype != torch.float64
+    wide, other = (t if t is None or not is_narrow else t.float() for t in (x, y))
     is_finite = torch.isfinite(wide)
     shown = wide
     if other is not None:
@@ -124,19 +130,16 @@ def _add_block(result: Tensor, x: Tensor, y: Tensor | None, grid: Grid, fold: Fo
     is_minus_zero = (shown == 0) & shown.signbit()
     minus_zeros += fold(is_minus_zero)
     others += fold(~is_minus_zero)
-    for offset, numbers in _terms(wide, other, x.dtype):
+    for position, digits in digits_of(wide, other) if is_narrow else _positions(wide, other):
+        if 0 <= position - grid.lowest < grid.count:
+            result[position - grid.lowest] += fold(digits)
+
+
+def _positions(x: Tensor, y: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+    """Yield positions and digits of float64 numbers, or of their products."""
+    for offset, numbers in [(0, x)] if y is None else products_of(x, y):
         for position, digits in positions_of(numbers):
-            result[position + offset - grid.lowest] += fold(digits)
-
-
-def _terms(x: Tensor, y: Tensor | None, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-    """Yield offsets of positions and float64 numbers that add up to the terms."""
-    if y is None:
-        yield 0, x
-    elif dtype == torch.float64:
-        yield from products_of(x, y)
-    else:  # exact: at most 48 bits, and exponents far from the ends of float64's range
-        yield 0, x * y
+            yield position + offset, digits
 
 
 def _settle(digits: Tensor) -> None:

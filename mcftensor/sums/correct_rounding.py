@@ -72,7 +72,11 @@ def rounded_norm(accumulator: Tensor, dtype: torch.dtype, grid: Grid = WIDEST) -
     shift = 46 - (x.exponent & 1)
     rest = (x.low & ((1 << (_BITS - shift)) - 1)) != 0
     square = (x.high << shift) + (x.low >> (_BITS - shift))  # its last 64 bits
-    root = (x.high.double() * torch.where(shift == 46, 2.0**46, 2.0**45)).sqrt().to(torch.int64)
+    # The root of the leading 61 or 62 bits, and 23 more by a division of what it leaves.
+    high = x.high >> (46 - shift)
+    leading = _root(high)
+    rest_of_root = ((high - leading * leading) << 23) // (2 * leading).clamp(min=1)
+    root = (leading << 23) + rest_of_root
     # The root is off by a few units, so the remainder has at most 64 bits.
     root = root + (square - root * root) // (2 * root).clamp(min=1)
     root = root - (square - root * root < 0).to(torch.int64)
@@ -80,6 +84,16 @@ def rounded_norm(accumulator: Tensor, dtype: torch.dtype, grid: Grid = WIDEST) -
     rest = rest | (square != root * root)
     norm = _rounded(root << 8, ((x.exponent - shift) >> 1) - 8, rest, x, dtype)
     return _with_specials(norm, counts, dtype)
+
+
+def _root(x: Tensor) -> Tensor:
+    """The roots of integers of at most 62 bits, rounded down."""
+    root = x.float().sqrt().to(torch.int64)
+    for _ in range(2):  # 24 bits, 46, all
+        root = root.clamp(1, _MASK)
+        root = (root + x // root) >> 1
+    root = root - (root * root > x).to(torch.int64)
+    return root + ((root + 1) * (root + 1) <= x).to(torch.int64)
 
 
 def leading_of(digits: Tensor, lowest: int) -> Leading:
@@ -128,7 +142,7 @@ def _rounded(
 ) -> Tensor:
     """Round high * 2^exponent, followed by nonzero bits or not, to the precision of a dtype.
 
-    The result is float64. Beyond the range of the dtype it is rounded as if the range had no end;
+    The result is float32, or float64 for float64. Beyond the range of the dtype it is rounded as if the range had no end;
     the conversion to the dtype then makes it infinite, as rounding to nearest does.
     """
     base: Base = BASES[dtype]
@@ -143,7 +157,8 @@ def _rounded(
     is_above = (remainder > half) | ((remainder == half) & (rest | (kept & 1 == 1)))
     kept = kept + is_above.to(torch.int64)
     unit = (exponent + dropped).clamp(least, base.max_exponent + 2)
-    size = kept.double() * _power(unit // 2) * _power(unit - unit // 2)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    size = kept.to(wide) * _power(unit // 2, wide) * _power(unit - unit // 2, wide)
     return torch.where(x.is_negative, -size, size)
 
 
@@ -159,13 +174,17 @@ def _with_specials(values: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor
 
 def _bit_length(x: Tensor) -> Tensor:
     """The bit lengths of numbers of at most 62 bits."""
-    high = x >> WIDTH
-    part = torch.where(high != 0, high, x).double()  # exact in float64
-    bits = part.view(torch.int64) >> 52
-    length = torch.where(x == 0, 0, bits - 1022)
-    return length + torch.where(high != 0, WIDTH, 0)
+    length = torch.zeros_like(x)
+    for bits in (32, 16):
+        high = x >> bits
+        length = length + torch.where(high != 0, bits, 0)
+        x = torch.where(high != 0, high, x)
+    field = x.float().view(torch.int32).to(torch.int64) >> 23  # of 16 bits, which float32 holds
+    return length + torch.where(x == 0, 0, field - 126)
 
 
-def _power(exponent: Tensor) -> Tensor:
-    """2^exponent, for exponents from -1022 to 1023."""
-    return ((exponent + 1023) << 52).view(torch.float64)
+def _power(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    """2^exponent, where that is a normal number of the dtype."""
+    if dtype == torch.float64:
+        return ((exponent + 1023) << 52).view(dtype)
+    return ((exponent.to(torch.int32) + 127) << 23).view(dtype)

@@ -22,6 +22,8 @@ from mcftensor.kernels.custom_ops import inline
 WIDTH = 31
 """Bits of a digit."""
 
+_MASK, _HALF = (1 << WIDTH) - 1, (1 << 24) - 1
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -63,6 +65,40 @@ def positions_of(x: Tensor) -> Iterator[tuple[int, Tensor]]:
         digits = by_power(x, -WIDTH * position).trunc()
         yield position, digits.to(torch.int64)
         x = x - by_power(digits, WIDTH * position)
+
+
+def digits_of(x: Tensor, y: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+    """Positions, and the digits there, of float32 numbers or of their products.
+
+    Digits are zero at positions that no sum of such numbers has.
+
+    *Requires*: x and y are finite, and of one shape.
+
+    *Error*: none: significands of 24 bits and their products of 48 are integers.
+    """
+    number, exponent = _parts_of(x)
+    if y is not None:
+        other, more = _parts_of(y)
+        number, exponent = number * other, exponent + more
+    position = torch.div(exponent, WIDTH, rounding_mode="floor")
+    shift = exponent - WIDTH * position
+    size, is_negative = number.abs(), number < 0
+    # 24 bits at a time, so that what is shifted has at most 54.
+    low, high = (size & _HALF) << shift, (size >> 24) << shift
+    above = (low >> WIDTH) + (high >> (WIDTH - 24))
+    parts = (low & _MASK) + ((high << 24) & _MASK), above & _MASK, above >> WIDTH
+    for here in position[number != 0].unique().tolist():
+        is_here = position == here
+        for i, digits in enumerate(parts):
+            yield here + i, torch.where(is_here, torch.where(is_negative, -digits, digits), 0)
+
+
+def _parts_of(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Integers of at most 24 bits and exponents of their powers of two, int64."""
+    bits = x.view(torch.int32).to(torch.int64)
+    field = (bits >> 23) & 0xFF
+    size = (bits & 0x7FFFFF) | torch.where(field != 0, 0x800000, 0)
+    return torch.where(bits < 0, -size, size), field.clamp(min=1) - 150
 
 
 def products_of(x: Tensor, y: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -335,12 +335,35 @@ def test_transformations_of_float32_in_float32():
     assert torch.equal(tiny, mcf.eft.sqrt(a * 1e-40))
 
 
+EXACT = {
+    "sum": lambda x: mcf.exact.sum(x, 1),
+    "mean": lambda x: mcf.exact.mean(x, 1),
+    "norm": lambda x: mcf.exact.norm(x, 1),
+    "dot": lambda x: mcf.exact.dot(x, x.flip(1), 1),
+    "cumsum": lambda x: mcf.exact.cumsum(x, 1),
+    "from_exact": lambda x: mcf.exact.from_exact(x.tolist(), mcf.fp32x2).components[1],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_exact_sums_have_the_bits_of_float64(dtype):
+    bits = torch.randint(-(2**31), 2**31 - 1, (40, 65), dtype=torch.int32)
+    anything = (bits if dtype == torch.float32 else bits.short()).view(dtype)
+    anything = torch.where(anything.isfinite(), anything, 0)
+    anything[0, 3] = torch.inf
+    for x in (anything, torch.randn(40, 65).to(dtype), torch.full((2, 3), 6e-8, dtype=dtype)):
+        expected = {name: function(x) for name, function in EXACT.items()}
+        with no_float64():
+            found = {name: function(x) for name, function in EXACT.items()}
+            mcf.exact.to_fraction(x[1, 0])
+        for name in EXACT:
+            assert torch.equal(found[name].nan_to_num(7), expected[name].nan_to_num(7)), name
+
+
 def test_what_needs_float64_says_so():
     x = made(mcf.fp32x2)
     with mcf.without_float64(), pytest.raises(NotImplementedError, match=r"zeta.*float64"):
         torch.special.zeta(x, x)
-    with mcf.without_float64(), pytest.raises(NotImplementedError, match="an exact sum"):
-        mcf.exact.sum(torch.ones(3))
 
 
 def test_the_mode_is_of_the_thread_and_nests():

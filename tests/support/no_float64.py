@@ -1,11 +1,21 @@
-"""A mode in which every float64 tensor raises, those inside dispatch and in operators too."""
+"""A mode in which every float64 tensor of the library raises, those inside dispatch and in
+operators too.
+
+Tests compare with float64, and ask the library for it. A float64 tensor is the library's where its
+code made it, and where the call that entered the library named no float64: no such tensor, dtype or
+format among its arguments.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,13 +25,24 @@ import mcftensor as mcf
 
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 _PLAIN = (Tensor, torch.nn.Parameter)
+_LIBRARY = str(Path(mcf.__file__).parent)
+_THROUGH = (str(Path(torch.__file__).parent), __file__, "<")
+_WIDE = (torch.float64, torch.complex128)
 
 
 class Float64Error(AssertionError):
-    """A float64 tensor was made or read."""
+    """A float64 tensor was made."""
 
 
 class _Watch(TorchDispatchMode):
+    def __init__(self, of_all: bool) -> None:
+        super().__init__()
+        self.of_all = of_all
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or PyTorch imports its compiler
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -33,7 +54,9 @@ class _Watch(TorchDispatchMode):
             with self:
                 return func._op_dk(_EXPLICIT, *args, **kwargs)
         result = func(*args, **kwargs)
-        if any(x.dtype == torch.float64 for x in (*tensors, *_tensors(result))):
+        if any(x.dtype in _WIDE for x in _tensors(result)) and (self.of_all or _is_ours()):
+            raise Float64Error(str(func))
+        if self.of_all and any(x.dtype in _WIDE for x in tensors):
             raise Float64Error(str(func))
         return result
 
@@ -42,8 +65,49 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
+def _is_ours() -> bool:
+    """Whether the library makes what is made, and was not asked for it."""
+    entry: FrameType | None = None
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_LIBRARY):
+            entry = frame
+        elif not path.startswith(_THROUGH):
+            break
+        frame = frame.f_back
+    return entry is not None and not _asks(entry)
+
+
+def _asks(entry: FrameType) -> bool:
+    code = entry.f_code
+    flags = bool(code.co_flags & 4) + bool(code.co_flags & 8)  # *args, **kwargs
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + flags]
+    given = tree_leaves([entry.f_locals.get(name) for name in names])
+    return any(map(_is_wide, given))
+
+
+def _is_wide(x: Any) -> bool:
+    if isinstance(x, mcf.Format):
+        return x.dtype in _WIDE
+    if isinstance(x, Tensor | torch.nn.Module | torch.optim.Optimizer):
+        return any(y.dtype in _WIDE for y in _held(x))
+    return x in _WIDE if isinstance(x, torch.dtype) else x is Tensor.double
+
+
+def _held(x: Any) -> list[Tensor]:
+    if isinstance(x, Tensor):
+        return [x]
+    if isinstance(x, torch.nn.Module):
+        return [*x.parameters(), *x.buffers()]
+    return [p for group in x.param_groups for p in group["params"]]
+
+
 @contextlib.contextmanager
-def no_float64() -> Iterator[None]:
-    """`mcf.without_float64()`, and whatever makes or reads a float64 tensor raises."""
-    with mcf.without_float64(), _Watch():
+def no_float64(*, of_all: bool = True) -> Iterator[None]:
+    """`mcf.without_float64()`, and whatever makes a float64 tensor raises, or only the library."""
+    length = torch._C._len_torch_dispatch_stack
+    with pytest.MonkeyPatch.context() as patch, mcf.without_float64(), _Watch(of_all):
+        # The library takes the ways that it takes where nobody looks on.
+        patch.setattr(torch._C, "_len_torch_dispatch_stack", lambda: max(length() - 1, 0))
         yield
