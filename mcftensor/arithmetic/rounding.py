@@ -10,7 +10,7 @@ from torch import Tensor
 from mcftensor.arithmetic.base_types import BASES, NARROW
 from mcftensor.arithmetic.noise import Noise
 from mcftensor.kernels.custom_ops import opaque
-from mcftensor.kernels.without_float64 import has_float64, without
+from mcftensor.kernels.without_float64 import has_float64
 
 
 def add_signed(a: Tensor, b: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def collapse_terms(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         return round_to(leading, dtype)
     if dtype == torch.float64:
         return add_signed(leading.to(torch.float64), _sum_odd(tails))
-    if has_float64(leading.device):
+    if _takes_float64(leading):
         return round_to(_sum_odd(terms), dtype)
     nearest, error = _sum_in_float32(terms)
     return nearest if dtype == torch.float32 else _make_odd(nearest, error).to(dtype)
@@ -84,11 +84,16 @@ def _sum_odd(terms: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def _takes_float64(term: Tensor) -> bool:
+    """Whether to add in float64: it is there, or the terms are of it."""
+    return term.dtype == torch.float64 or has_float64(term.device)
+
+
 def collapse_odd(terms: Sequence[Tensor]) -> Tensor:
     """The sum of normalized terms in float32, rounded to odd, so it can be rounded once more."""
     if len(terms) == 1 and terms[0].dtype in (torch.float32, *NARROW):
         return terms[0].to(torch.float32)
-    if not has_float64(terms[0].device):
+    if not _takes_float64(terms[0]):
         return _make_odd(*_sum_in_float32(terms))
     total = _sum_odd(terms)
     nearest = total.to(torch.float32)
@@ -102,8 +107,6 @@ def _sum_in_float32(terms: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     sum and errors. A second chain gathers the errors, and a third the errors of the second, of
     which the sign suffices.
     """
-    if terms[0].dtype == torch.float64:
-        raise without("the sum of terms of float64")
     x = [term.to(torch.float32) for term in terms]
     for first in range(3):
         for i in range(len(x) - 1, first, -1):

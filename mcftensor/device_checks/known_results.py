@@ -1,6 +1,6 @@
 """Computations with known bits: operations, conversions and optimizer steps.
 
-`digests.json` has the digests of their results on a CPU."""
+`digests.json` has the digests of their results on a CPU, computed in float64 where that serves, and without it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from mcftensor.arithmetic.base_types import BASES
 from mcftensor.device_checks.hard_inputs import any_bits, full_bits, hard_terms
 from mcftensor.formats import FORMATS, ExpansionFormat, Format, bf16x2, named
 from mcftensor.kernels.program import PATTERNS
+from mcftensor.kernels.without_float64 import has_float64, without_float64
 from mcftensor.passes.expressions import Expression, Operand, carry_out
 from mcftensor.passes.format_conversion import decode_columns, encode_columns
 from mcftensor.tensor.tensor import MCFTensor
@@ -62,8 +63,22 @@ _UNFUSED: dict[str, Callable[..., Optimizer]] = {
 }
 
 
-def known_work() -> dict[str, dict[str, Work]]:
-    """Return groups of computations by name."""
+def known_work(*, in_float64: bool = True) -> dict[str, dict[str, Work]]:
+    """Return groups of computations by name; without float64, those that are not of it."""
+    if in_float64:
+        return _known_work()
+    return {
+        group: {name: work for name, work in works.items() if not is_of_float64(name)}
+        for group, works in _known_work().items()
+    }
+
+
+def is_of_float64(name: str) -> bool:
+    """Whether a computation is of float64, by its name."""
+    return "float64" in name or "fp64" in name
+
+
+def _known_work() -> dict[str, dict[str, Work]]:
     steps: dict[str, Work] = {
         f"{name}, {weights}, {mode}": partial(_stepped, make, weights, mode)
         for weights, mode in _MODES
@@ -133,18 +148,29 @@ def bits_digest(results: Iterable[Tensor]) -> str:
     return state.hexdigest()
 
 
-def recorded_digests() -> dict[str, dict[str, str]]:
-    """Return the digests of a CPU, by groups and names."""
-    found: dict[str, dict[str, str]] = json.loads(FILE.read_text(encoding="utf-8"))
-    return found
+_FILED = {True: "with float64", False: "without float64"}
+
+
+def recorded_digests(*, in_float64: bool = True) -> dict[str, dict[str, str]]:
+    """Return the digests of a CPU with float64 or without it, by groups and names."""
+    found: dict[str, dict[str, dict[str, str]]] = json.loads(FILE.read_text(encoding="utf-8"))
+    return found[_FILED[in_float64]]
 
 
 def made_digests(device: torch.device) -> dict[str, dict[str, str]]:
-    """Compute the digests of a device, by groups and names."""
+    """Compute the digests of a device, in float64 if it has that, by groups and names."""
     return {
         group: {name: bits_digest(work(device)) for name, work in works.items()}
-        for group, works in known_work().items()
+        for group, works in known_work(in_float64=has_float64(device)).items()
     }
+
+
+def write_digests() -> None:
+    """Write the file anew, by this CPU."""
+    made = {_FILED[True]: made_digests(torch.device("cpu"))}
+    with without_float64():
+        made[_FILED[False]] = made_digests(torch.device("cpu"))
+    FILE.write_text(json.dumps(made, indent=0) + "\n")
 
 
 # ----------------------------------------------------------------------------------------- work

@@ -7,9 +7,11 @@ import functools
 import pytest
 import torch
 
+import mcftensor as mcf
 from mcftensor.__main__ import main
 from mcftensor.device_checks import device_report, known_results, leaf
 from mcftensor.kernels import eager, first_use
+from mcftensor.passes import expansion
 from support.kernel_cases import way
 from support.pretended import pretended
 
@@ -124,10 +126,29 @@ def test_a_launch_that_raises_is_told(monkeypatch):
 def test_a_device_without_float64_gets_a_report():
     with pretended("mps", has_float64=False) as device:
         said = list(map(str, device_report.report(device.device, compiled=False)))
-    assert any(x.startswith("  ok  ") for x in said)
+    assert [x for x in said if x.startswith("FAIL")] == []
+    left_out = "  -   float64, formats of it and conversions from it: left out, not on this device"
+    assert left_out in said
     (line,) = [x for x in said if "fused steps" in x]
-    assert line.startswith("FAIL  fused steps: ")
-    assert "AdamW, bf16x3, full" in line  # has other last bits without float64
+    assert line.startswith("  ok  fused steps: ")
+
+
+def test_without_float64_this_device_gives_what_is_recorded():
+    recorded = known_results.recorded_digests(in_float64=False)
+    with mcf.without_float64():
+        assert known_results.made_digests(CPU) == recorded
+    steps = "AdamW, bf16x3, full"  # has other last bits without float64
+    assert recorded["fused steps"][steps] != known_results.recorded_digests()["fused steps"][steps]
+    names = [name for works in recorded.values() for name in works]
+    assert not any(map(known_results.is_of_float64, names))
+
+
+def test_without_float64_what_is_broken_is_found(monkeypatch):
+    with mcf.without_float64():
+        assert mcf.selfcheck(compiled=False) == 38
+        monkeypatch.setattr(expansion, "mul", lambda x, y: (x[0] * y[0], *x[1:]))
+        with pytest.raises(mcf.errors.SelfCheckError, match="mul in bf16x3"):
+            mcf.selfcheck(compiled=False)
 
 
 class PretendedGraph:
@@ -189,8 +210,8 @@ def test_a_kernel_that_fails_its_trial_fails_the_report(monkeypatch):
         return [torch.ones(1)]
 
     recorded = {"group": {"work": known_results.bits_digest([torch.ones(1)])}}
-    monkeypatch.setattr(device_report, "known_work", lambda: {"group": {"work": tried}})
-    monkeypatch.setattr(device_report, "recorded_digests", lambda: recorded)
+    monkeypatch.setattr(device_report, "known_work", lambda **_: {"group": {"work": tried}})
+    monkeypatch.setattr(device_report, "recorded_digests", lambda **_: recorded)
     monkeypatch.setattr(device_report, "found_broken", lambda device, compiled: (1, []))
     monkeypatch.setattr(device_report, "_CHECKS", {})
     said = list(map(str, device_report.report(torch.device("meta"), compiled=False)))
