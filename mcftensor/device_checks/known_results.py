@@ -1,6 +1,7 @@
 """Computations with known bits: operations, conversions and optimizer steps.
 
-`digests.json` has the digests of their results on a CPU, computed in float64 where that serves, and without it."""
+`digests.json` has the digests of their results on a CPU, with float64 and without it.
+"""
 
 from __future__ import annotations
 

@@ -113,7 +113,8 @@ def running(x: Tensor, grid: Grid) -> Iterator[Tensor]:
 def _add_block(result: Tensor, x: Tensor, y: Tensor | None, grid: Grid, fold: Fold) -> None:
     """Add the digits and the counts of a block of terms, folded along one dimension."""
     is_narrow = x.dtype != torch.float64
-    wide, other = (t if t is None or not is_narrow else t.float() for t in (x, y))
+    wide = x.float() if is_narrow else x
+    other = y.float() if is_narrow and y is not None else y
     is_finite = torch.isfinite(wide)
     shown = wide
     if other is not None:

@@ -21,9 +21,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mcftensor.convert import as_plain
 from mcftensor.dispatch.operands import stored_in
 from mcftensor.formats import Format, fp64x2
+from mcftensor.kernels.without_float64 import has_float64
 from mcftensor.tensor.components import COMPONENTS
 from mcftensor.tensor.dtensor import format_of, on_local
 from mcftensor.tensor.tensor import MCFTensor
+
+_WIDEST = (torch.float64, torch.complex128)
 
 Conversion = Callable[[Tensor, Tensor, str], Tensor]
 """What becomes of a tensor, the parameter that it belongs to, and the tensor's name."""
@@ -155,9 +158,13 @@ def widened(x: Tensor, parameter: Tensor, name: str) -> Tensor:
             ),
             x,
         )
-    if format_of(x):
-        return as_plain(x, torch.float64)
-    return x.to(torch.float64, copy=True)
+    plain = wide if isinstance(wide, torch.dtype) else wide.dtype
+    return as_plain(x, plain) if format_of(x) else x.to(plain, copy=True)
+
+
+def sums_in(x: Tensor) -> torch.dtype:
+    """The machine type of figures: float64 where that is there."""
+    return torch.float64 if has_float64(x.device) or x.dtype in _WIDEST else torch.float32
 
 
 def widened_parameters(x: Tensor, parameter: Tensor, name: str) -> Tensor:
@@ -169,15 +176,16 @@ def widened_parameters(x: Tensor, parameter: Tensor, name: str) -> Tensor:
 
 
 def wide_type(parameter: Tensor) -> torch.dtype | Format:
-    """Return a type with more bits than a parameter: float64, or terms of it."""
+    """Return a type with more bits than a parameter: float64, or terms of it or of float32."""
     format = format_of(parameter)
     name = format.name if format else str(parameter.dtype)
     if parameter.dtype.itemsize < 2:
         raise CannotShadow(f"parameters of {name} are not supported")
-    if format:
-        precision = format.precision
-    else:
-        precision = 53 if parameter.dtype in (torch.float64, torch.complex128) else 24
+    precision = format.precision if format else 53 if parameter.dtype in _WIDEST else 24
+    if sums_in(parameter) == torch.float32:
+        if precision > 3 * 24 or parameter.is_complex():
+            raise CannotShadow(f"without float64 no format tells what {name} loses")
+        return Format(torch.float32, 2 + (precision > 24) + 2 * (precision > 48))
     if precision <= 48:
         return torch.complex128 if parameter.is_complex() else torch.float64
     if precision > 2 * 53 or parameter.is_complex():

@@ -10,6 +10,7 @@ import mpmath
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import mcftensor as mcf
 from mcftensor.kernels.without_float64 import has_float64
@@ -358,6 +359,42 @@ def test_exact_sums_have_the_bits_of_float64(dtype):
             mcf.exact.to_fraction(x[1, 0])
         for name in EXACT:
             assert torch.equal(found[name].nan_to_num(7), expected[name].nan_to_num(7)), name
+
+
+def metered(format, make, **options):
+    torch.manual_seed(0)
+    model = nn.Linear(32, 8)
+    model = model if format is None else mcf.as_expansion(model, format)
+    optimizer = make(model.parameters(), **options)
+    meter = mcf.EDQ(optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 32, dtype=model.weight.dtype)).sum().backward()
+        optimizer.step()
+    assert meter.not_metered == {}
+    return [-1 if x is None else x for x in tree_leaves([meter.history, meter.states])]
+
+
+@pytest.mark.parametrize(
+    "format",
+    [
+        pytest.param(
+            f, marks=[] if f is mcf.bf16x3 else pytest.mark.slow, id=getattr(f, "name", "fp32")
+        )
+        for f in (None, *LONG, mcf.bf16i16, mcf.bf16i8)
+    ],
+)
+def test_what_updates_lose_is_measured(format):
+    for make, options in (
+        (torch.optim.AdamW, {"lr": 1e-5}),
+        (torch.optim.SGD, {"lr": 1e-4, "momentum": 0.9}),
+    ):
+        expected = metered(format, make, **options)
+        with no_float64():
+            found = metered(format, make, **options)
+        # Figures are sums in float32.
+        assert found == pytest.approx(expected, rel=2.0**-20)
+        assert found != expected
 
 
 def test_what_needs_float64_says_so():

@@ -18,14 +18,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from mcftensor.convert import as_plain
+from mcftensor.convert import as_expansion, as_plain
 from mcftensor.kernels.program import PATTERNS
+from mcftensor.kernels.without_float64 import HALVES
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.dtensor import local
 from mcftensor.training.shadow import (
     CannotShadow,
     Original,
     same,
+    sums_in,
     wide_type,
     widened,
     widened_parameters,
@@ -145,9 +147,15 @@ def take_samples(
             failure = FAILED
         else:
             reason = f"{type(error).__name__}: {reason}"
-        sums = torch.zeros(_COLUMNS, dtype=torch.float64, device="cpu")
-        sums[failure] = 1
-        return [Sample(p, sums.to(p.parameter.device, copy=True), error=reason) for p in measured]
+        return [
+            Sample(place, _failed(place.parameter, failure), error=reason) for place in measured
+        ]
+
+
+def _failed(parameter: Tensor, failure: int) -> Tensor:
+    sums = torch.zeros(_COLUMNS, dtype=sums_in(parameter), device=parameter.device)
+    sums[failure] = 1
+    return sums
 
 
 def _wide_step(
@@ -180,16 +188,17 @@ def _sums(before: Tensor, after: Tensor, wide: Tensor) -> Tensor:
 def _block_sums(before: Tensor, after: Tensor, wide: Tensor) -> Tensor:
     difference = wide - widened(before, before, "parameter")
     difference = torch.view_as_real(difference) if difference.is_complex() else difference
-    intended = as_plain(difference, torch.float64).flatten()
+    wanted = sums_in(before)
+    intended = as_plain(difference, wanted).flatten()
     is_intended = intended != 0
     moves, stays, stayed = [], [], is_intended
     for old, new in zip(_parts(before), _parts(after), strict=True):
-        old, new = old.flatten().double(), new.flatten().double()
+        old, new = old.flatten().to(wanted), new.flatten().to(wanted)
         moves.append(new - old)
         stayed = stayed & ((new == old) | (torch.isnan(new) & torch.isnan(old)))
         stays.append(stayed)
     moved = sum(moves[1:], start=moves[0])
-    sums = torch.zeros(_COLUMNS, dtype=torch.float64, device=intended.device)
+    sums = torch.zeros(_COLUMNS, dtype=wanted, device=intended.device)
     sums[_UPDATE] = intended @ intended
     sums[_ALONG] = intended @ moved
     sums[_ALONG_LEADING] = intended @ moves[0]
@@ -279,7 +288,7 @@ def _parts(x: Tensor) -> Sequence[Tensor]:
     """Return floats whose sum is the number; models compute with the first."""
     if not isinstance(x, MCFTensor) or x.format.arithmetic == "terms":
         return _components(x)
-    return x.lent, x._collapsed() - x.lent
+    return x.lent, x._collapsed(sums_in(x)) - x.lent
 
 
 # ---------------------------------------------------------------------------------- states
@@ -306,7 +315,7 @@ def _state_sums(
         four = old if _is_like(old, like) else None, x, wide[name], beside
         parts = zip(*map(_rows, four), strict=False)  # nothing comes without end
         sums = [_row_sums(*part) for part in parts]
-        empty = torch.zeros(_STATE_COLUMNS, dtype=torch.float64, device=local(x).device)
+        empty = torch.zeros(_STATE_COLUMNS, dtype=sums_in(local(x)), device=local(x).device)
         found[name] = torch.stack([empty, *sums]).sum(0)
         saturated = saturated_blocks(x)
         if saturated is not None:
@@ -332,21 +341,30 @@ def _is_like(x: Any, like: Tensor) -> bool:
 
 
 def _rows(x: Tensor | None) -> Iterator[Any]:
-    """Yield the numbers in float64, whole rows at a time; for no tensor, None repeatedly."""
+    """Yield the numbers in float64, or in two float32 terms without it, whole rows at a time; for no
+    tensor, None repeatedly."""
     if x is None:
         return itertools.repeat(None)
     own = local(x.detach())
     if not own.dim():
-        return iter([as_plain(own, torch.float64).view(1)])
+        return iter([_resolved(own).view(1)])
     rows = max(1, _CPU_BLOCK // max(1, own.numel() // max(1, own.shape[0])))
-    return (as_plain(part, torch.float64).flatten() for part in own.split(rows) if part.numel())
+    return (_resolved(part).flatten() for part in own.split(rows) if part.numel())
+
+
+def _resolved(x: Tensor) -> Tensor:
+    wanted = sums_in(x)
+    if wanted == torch.float64:
+        return as_plain(x, wanted)
+    return as_expansion(x, HALVES)
 
 
 def _row_sums(before: Tensor | None, after: Tensor, wide: Tensor, beside: Tensor | None) -> Tensor:
     old = torch.zeros_like(after) if before is None else before
-    intended, moved = wide - old, after - old
+    wanted = sums_in(after)
+    intended, moved = as_plain(wide - old, wanted), as_plain(after - old, wanted)
     changes = intended != 0
-    sums = torch.zeros(_STATE_COLUMNS, dtype=torch.float64, device=after.device)
+    sums = torch.zeros(_STATE_COLUMNS, dtype=wanted, device=after.device)
     sums[_S_INTENDED] = intended @ intended
     sums[_S_ALONG] = intended @ moved
     sums[_CHANGES] = changes.sum()
