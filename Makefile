@@ -26,7 +26,7 @@ FITTING = $(if $(wildcard $(GPUS)),$(shell $(PYTHON) -c \
 	"import torch; print('torch' if torch.cuda.is_available() else '')" 2> /dev/null))
 UNPINNED = $(if $(FITTING),torch|triton,$(if $(wildcard $(GPUS)),triton,-))
 
-.PHONY: help install train study findings bench works-with gpu gpu-at-hand test test-all soak fuzz mutations lint docs serve pages package publish-docs clean
+.PHONY: help install train study findings bench judged works-with gpu gpu-at-hand test test-all soak fuzz mutations lint docs serve pages package publish-docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
@@ -45,6 +45,9 @@ findings: $(VENV)/installed ## answer open questions by hundreds of short traini
 
 bench: $(VENV)/benchmarks ## time optimizer steps beside other libraries (ARGS="--help")
 	TORCH_CPP_LOG_LEVEL=ERROR $(BIN)/python benchmarks/steps.py $(ARGS)
+
+judged: $(VENV)/installed ## judge the library by tests of others, from clones (SUITES=folder, ARGS="--help")
+	$(PATIENT) $(BIN)/python benchmarks/judged.py $(SUITES) $(ARGS)
 
 gpu: gpu-at-hand $(VENV)/benchmarks ## check and measure the GPU at hand, in twenty minutes, and write a report (BY="your name")
 	@$(BIN)/python -c "import transformer_engine" 2> /dev/null || $(BIN)/pip install \

@@ -1,0 +1,1 @@
+"""Formulas in the language FPCore: read, evaluated, and compared with exact results."""

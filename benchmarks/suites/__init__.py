@@ -1,0 +1,1 @@
+"""Tests of other libraries, whose parameters are read from a clone of each."""
