@@ -45,6 +45,7 @@ from mcftensor.training.collage import collage
 from mcftensor.training.format_change import change_format
 from mcftensor.training.order_free import order_free_gradients
 from mcftensor.training.precision_schedule import PrecisionSchedule
+from mcftensor.training.preparation import prepare
 from mcftensor.training.step_in_backward import step_in_backward
 
 __all__ = [
@@ -82,6 +83,7 @@ __all__ = [
     "mxfp8",
     "networks",
     "order_free_gradients",
+    "prepare",
     "save_file",
     "scaling",
     "selfcheck",

@@ -118,17 +118,6 @@ def collage(optimizer: Opt, mode: Mode) -> Opt:
             f"collage: got {type(optimizer).__name__}; give a torch.optim.Optimizer over "
             "parameters that mcf.as_expansion has converted"
         )
-    # Hooks have to be called after its own steps, which Accelerate's wrapper does not do, and after
-    # it has loaded states, which some wrappers pass on.
-    register = type(optimizer).register_load_state_dict_post_hook
-    if "_optimizer_step_post_hooks" not in vars(optimizer) or not (
-        hasattr(optimizer, "_optimizer_load_state_dict_post_hooks")
-        or register is not Optimizer.register_load_state_dict_post_hook
-    ):
-        raise TypeError(
-            f"collage: {type(optimizer).__name__} passes its steps on to another optimizer; "
-            "give that one, as by mcf.collage(optimizer.optimizer, mode)"
-        )
     warn_of_plain_parameters(optimizer)
     mode = {**mode} if isinstance(mode, Mapping) else mode  # copies take it up later
     plan = CollagePlan(optimizer, mode, list(map(format_of, parameters_of(optimizer))))
@@ -199,6 +188,10 @@ def _choose_fused(optimizer: Optimizer) -> None:
             and all(p.device.type in devices and p.is_floating_point() for p in parameters)
         ):
             group["fused"] = True
+            for p in parameters:  # torch's fused steps count on the device, in float32
+                count = optimizer.state.get(p, {}).get("step")
+                if isinstance(count, Tensor):
+                    optimizer.state[p]["step"] = count.to(p.device, torch.float32)
 
 
 class CollagePlan:
@@ -207,6 +200,17 @@ class CollagePlan:
     def __init__(
         self, optimizer: Optimizer, mode: Mode, of_parameters: Sequence[Format | None]
     ) -> None:
+        # The hooks of some wrappers, such as Accelerate's, are not called after steps or after
+        # states are loaded.
+        register = type(optimizer).register_load_state_dict_post_hook
+        if "_optimizer_step_post_hooks" not in vars(optimizer) or not (
+            hasattr(optimizer, "_optimizer_load_state_dict_post_hooks")
+            or register is not Optimizer.register_load_state_dict_post_hook
+        ):
+            raise TypeError(
+                f"collage: {type(optimizer).__name__} passes its steps on to another optimizer; "
+                "give that one, as by mcf.collage(optimizer.optimizer, mode)"
+            )
         formats = [format for format in of_parameters if format]
         if not formats and any(map(any_format_of, parameters_of(optimizer))):
             raise TypeError(

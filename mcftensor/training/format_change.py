@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -119,23 +120,7 @@ def change_format(
         11.01 to 14.00 bytes a parameter
         bf16i8 to bf16i16: 6 tensors
     """
-    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"change_format: got {type(model).__name__} and {type(optimizer).__name__}; give a "
-            "module and a torch.optim.Optimizer over its parameters"
-        )
-    if current_step() is not None:
-        raise RuntimeError("change_format: a step is under way; call it between two steps")
-    found = None if format is None else require_format(format, "change_format")
-    conversion = plan_conversion(model, found, overrides or {})
-    changed = {id(held.x): held for held in conversion.changed if held.is_parameter}
-    if mode is None and (plan := plan_of(optimizer)) is not None:
-        mode = plan.given
-    new_formats = [
-        changed[id(p)].wanted if id(p) in changed else format_of(p)
-        for p in parameters_of(optimizer)
-    ]
-    plan = None if mode is None else CollagePlan(optimizer, mode, new_formats)
+    conversion = TrainingConversion("change_format", model, optimizer, format, mode, overrides)
     before = summary(model, optimizer)
     formats: dict[str, tuple[str, str]] = {}
     lost: dict[str, Loss] = {}
@@ -145,28 +130,72 @@ def change_format(
         if (loss := _lost(old, new)) is not None:
             lost[name] = loss
 
-    made_for = {id(p): _formats_made(p) for p in parameters_of(optimizer) if id(p) in changed}
-    conversion.carry_out(lambda held, new: compare(held.name, _whole(held), new))
-    for p in parameters_of(optimizer):
-        state, own = optimizer.state.get(p), format_of(p)
-        if not state or (id(p) not in changed and plan is None):
-            continue
-        old = dict(state)
-        if plan is not None and own is not None:
-            plan.convert(p, own, state)
-        if id(p) in changed:
-            wanted = for_shape(own.of_states, p.shape) if own else PLAIN[p.dtype]
-            for name, x in old.items():
-                is_left = plan is None or plan.leaves(name)
-                if is_left and _is_made_for(x, name, p, made_for[id(p)] - {wanted}):
-                    state[name] = as_state(x, wanted, p, name) if own else x.to(p.dtype)
-        owner = changed[id(p)].name if id(p) in changed else _name_in(model, p)
-        for name, x in old.items():
-            if state[name] is not x:
-                compare(f"{owner}.{name}", x, state[name])
-    if mode is not None:
-        collage(optimizer, mode)
+    conversion.carry_out(compare)
     return FormatChange(formats, lost, before, summary(model, optimizer))
+
+
+class TrainingConversion:
+    """What becomes of a model and of the states of its optimizer, before it does.
+
+    Raises what `change_format` does, and changes nothing.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        model: nn.Module,
+        optimizer: Optimizer,
+        format: Format | str | None,
+        mode: Mode | None,
+        overrides: Overrides | None,
+    ) -> None:
+        if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"{where}: got {type(model).__name__} and {type(optimizer).__name__}; give a "
+                "module and a torch.optim.Optimizer over its parameters"
+            )
+        if current_step() is not None:
+            raise RuntimeError(f"{where}: a step is under way; call it between two steps")
+        found = None if format is None else require_format(format, where)
+        self.model, self.optimizer = model, optimizer
+        self.of_model = plan_conversion(model, found, overrides or {})
+        self.changed = {id(held.x): held for held in self.of_model.changed if held.is_parameter}
+        if mode is None and (plan := plan_of(optimizer)) is not None:
+            mode = plan.given
+        new_formats = [
+            self.changed[id(p)].wanted if id(p) in self.changed else format_of(p)
+            for p in parameters_of(optimizer)
+        ]
+        self.mode = mode
+        self.plan = None if mode is None else CollagePlan(optimizer, mode, new_formats)
+
+    def carry_out(self, compare: Callable[[str, Tensor, Tensor], None] | None = None) -> None:
+        """Convert; of each tensor, `compare` is called with its name, the old and the new one."""
+        optimizer, plan, changed = self.optimizer, self.plan, self.changed
+        parameters = list(parameters_of(optimizer))
+        made_for = {id(p): _formats_made(p) for p in parameters if id(p) in changed}
+        self.of_model.carry_out(
+            None if compare is None else lambda held, new: compare(held.name, _whole(held), new)
+        )
+        for p in parameters:
+            state, own = optimizer.state.get(p), format_of(p)
+            if not state or (id(p) not in changed and plan is None):
+                continue
+            old = dict(state)
+            if plan is not None and own is not None:
+                plan.convert(p, own, state)
+            if id(p) in changed:
+                wanted = for_shape(own.of_states, p.shape) if own else PLAIN[p.dtype]
+                for name, x in old.items():
+                    is_left = plan is None or plan.leaves(name)
+                    if is_left and _is_made_for(x, name, p, made_for[id(p)] - {wanted}):
+                        state[name] = as_state(x, wanted, p, name) if own else x.to(p.dtype)
+            owner = changed[id(p)].name if id(p) in changed else _name_in(self.model, p)
+            for name, x in old.items():
+                if compare is not None and state[name] is not x:
+                    compare(f"{owner}.{name}", x, state[name])
+        if self.mode is not None:
+            collage(optimizer, self.mode)
 
 
 def _whole(held: Held) -> Tensor:

@@ -38,6 +38,7 @@ SHARED = {
     "run": "an elementwise function over columns: eagerly, or by the best way there is",
     "collapse": "the rounded sum: of terms, or of what a format stores",
     "Place": "two meanings: of an instruction in a program, of a parameter in an optimizer",
+    "prepare": "two meanings: convert a model and its optimizer, and meet the first expansion",
     "reading": "two meanings: errors of a checkpoint while it is read; figures of EDQ",
 }
 """Public names of more than one module, and why."""
