@@ -34,7 +34,7 @@ help: ## list the targets
 
 install: $(VENV)/installed ## set up .venv with the library and all that develops it
 
-train: $(VENV)/installed ## pretrain a small GPT in eight precision strategies and compare (ARGS="--help")
+train: $(VENV)/installed ## pretrain a small GPT in ten precision strategies and compare (ARGS="--help")
 	$(PATIENT) $(BIN)/python studies/pretrain.py $(ARGS)
 
 study: $(VENV)/installed ## measure what updates lose, by strategy, layer, learning rate and beta2 (ARGS="--help")
@@ -110,6 +110,8 @@ $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
 	$(if $(filter-out .venv,$(VENV)),ln -sfn $(VENV) .venv)
 	$(BIN)/pip install --disable-pip-version-check -c $(VENV)/constraints.txt -e ".[dev,examples]"
 	touch $@
+	@echo "Installed in $(VENV). Next: . $(BIN)/activate, then python examples/quickstart.py (seconds),"
+	@echo "make train (minutes) or make docs. In a project of your own: pip install $(CURDIR)"
 
 # Without what these need for GPUs.
 $(VENV)/ecosystem: $(VENV)/installed

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -94,16 +95,14 @@ def compare(options: argparse.Namespace) -> None:
             if saved := checkpoint.load():
                 console.print(f"{run.strategy}: {saved['step']} of {run.steps} steps are done")
             checkpoints[run] = checkpoint
-    results = {
-        run.strategy: train(
-            run,
-            training,
-            validation,
-            checkpoint=checkpoints.get(run),
-            witness=options.witness,
+    started, results = time.perf_counter(), {}
+    for run in runs:
+        results[run.strategy] = train(
+            run, training, validation, checkpoint=checkpoints.get(run), witness=options.witness
         )
-        for run in runs
-    }
+        if len(results) == 1 < len(runs):
+            minutes = (time.perf_counter() - started) * len(runs) / 60
+            console.print(f"All {len(runs)} trainings take about {minutes:.0f} minutes")
     if not processes.is_first():
         return
 
@@ -123,6 +122,7 @@ def compare(options: argparse.Namespace) -> None:
         machine=machine(options.device),
     )
     report.draw(options.out / "loss.png", results, title)
+    console.print(report.in_one_line(results, time.perf_counter() - started), soft_wrap=True)
     console.print(f"Wrote results.json and loss.png to {options.out}", soft_wrap=True)
 
 

@@ -57,6 +57,24 @@ def difference(results: Results, strategy: str) -> float | None:
     return None if reference is None else results[strategy].final - reference.final
 
 
+def in_one_line(results: Results, seconds: float) -> str:
+    """What came out, and how long all of it took."""
+    took = f"{len(results)} trainings took {seconds / 60:.1f} minutes"
+    others = {name: difference(results, name) for name in results if name != REFERENCE}
+    off = {name: x for name, x in others.items() if x is not None}
+    if not off:
+        best = min(results, key=lambda name: results[name].final)
+        return f"Lowest validation loss: {results[best].final:.4f}, {best}; {took}"
+    parts = [f"bf16 {off.pop('bf16'):+.4f}"] if "bf16" in off else []
+    if off:
+        low, high = min(off.values()), max(off.values())
+        parts.append(f"{', '.join(off)} {low:+.4f} to {high:+.4f}")
+    return (
+        f"Validation loss, less the {results[REFERENCE].final:.4f} of master weights: "
+        f"{'; '.join(parts)}. {took}"
+    )
+
+
 def tables(results: Results, title: str) -> list[Table]:
     """The final numbers, in tables that a screen of 80 columns holds."""
     names = list(results)

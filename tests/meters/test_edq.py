@@ -304,6 +304,19 @@ def test_the_figure_shows_the_history(tmp_path):
     assert (tmp_path / "edq.png").stat().st_size > 1000
 
 
+def test_the_figure_has_the_ratio_1_in_view_where_all_is_lost():
+    weight = nn.Parameter(torch.ones(9).bfloat16())
+    optimizer = torch.optim.SGD([weight], lr=1e-4)
+    edq = mcf.EDQ(optimizer)
+    for _ in range(3):
+        weight.grad = torch.ones(9).bfloat16()
+        optimizer.step()
+    upper, lower = edq.figure().axes
+    assert max(upper.lines[0].get_ydata()) == 0
+    assert upper.get_ylim()[0] <= 0 < 1 < upper.get_ylim()[1]
+    assert lower.get_ylim()[0] <= 0
+
+
 def test_the_figure_shows_leading_terms_of_expansions():
     weight = nn.Parameter(mcf.as_expansion(torch.ones(9), mcf.bf16x2))
     optimizer = torch.optim.SGD([weight], lr=1e-4)

@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -318,6 +319,9 @@ def test_as_a_script():
     assert_one_line(process.stderr, "--steps")
 
 
+COUNTED = re.compile(r"small GPT in (\w+) (?:precision )?strategies")
+
+
 def exit_status(arguments):
     """The exit status of the command, whether it returns one or leaves with it."""
     try:
@@ -363,6 +367,28 @@ def test_a_loss_that_is_not_finite_is_null(tmp_path):
     record = json.loads((tmp_path / "results.json").read_text())["strategies"]["bf16"]
     assert record["training"] == [None]
     assert record["final"]["nats"] is None
+
+
+def test_what_came_out_in_one_line():
+    finals = {"master": 2.5, "bf16": 2.75, "plus": 2.625, "full": 2.375}
+    results = {name: training.Result(validation=[(0, x)]) for name, x in finals.items()}
+    assert report.in_one_line(results, 90.0) == (
+        "Validation loss, less the 2.5000 of master weights: bf16 +0.2500; plus, full -0.1250 to "
+        "+0.1250. 4 trainings took 1.5 minutes"
+    )
+    assert report.in_one_line({"plus": results["plus"], "full": results["full"]}, 60.0) == (
+        "Lowest validation loss: 2.3750, full; 2 trainings took 1.0 minutes"
+    )
+    two = {name: results[name] for name in ("master", "bf16")}
+    assert report.in_one_line(two, 6.0).endswith("bf16 +0.2500. 2 trainings took 0.1 minutes")
+
+
+def test_pages_have_the_number_of_strategies():
+    root = Path(pretrain.__file__).parents[1]
+    names = ("Makefile", "README.md", "docs/guides/training.md", "studies/README.md")
+    found = [x for name in names for x in COUNTED.findall((root / name).read_text())]
+    assert found == ["ten"] * 4
+    assert len(pretrain.STRATEGIES) == 10
 
 
 def test_the_table_without_master_weights():

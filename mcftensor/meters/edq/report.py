@@ -101,7 +101,8 @@ def figure(history: Sequence[Reading]) -> Figure:
             # Marked, since one sample alone makes no line.
             axes.plot(steps, numbers, label=label, marker=".", **line)
         axes.set_title(heading if history else "No reading yet", loc="left", fontsize="medium")
-        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(0.0, low), max(1.05, high) if kind == "ratio" else high)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     lower.set_xlabel("step")
