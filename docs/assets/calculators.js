@@ -189,11 +189,16 @@ const calculators = (() => {
   /* Some `count` round numbers from low to high: 1, 2 or 5 times powers of ten, apart. */
   function ticks(low, high, count) {
     const power = 10 ** Math.floor(Math.log10((high - low) / count));
-    const step = power * [1, 2, 5, 10].find((n) => n * power * count >= high - low);
-    const found = [];
-    for (let i = Math.ceil(low / step); i * step <= high; i++)
-      found.push(Number((i * step).toPrecision(15)));
-    return found;
+    const steps = [1, 2, 5, 10].map((n) => n * power);
+    const chosen = steps.findIndex((step) => step * count >= high - low);
+    const multiples = (step) => {
+      const found = [];
+      for (let i = Math.ceil(low / step); i * step <= high; i++)
+        found.push(Number((i * step).toPrecision(15)));
+      return found;
+    };
+    const found = multiples(steps[chosen]);
+    return found.length < 2 && chosen > 0 ? multiples(steps[chosen - 1]) : found;
   }
 
   /* Draw anew when the place gets another width. */

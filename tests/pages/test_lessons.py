@@ -131,27 +131,30 @@ def test_fma(name):
 
 @names
 @pytest.mark.parametrize("terms", [2, 3])
-def test_renormalize(name, terms):
-    columns = patterns(name, 4, 15_000)
+@pytest.mark.parametrize("count", [15_000, pytest.param(25_000, marks=pytest.mark.slow)])
+def test_renormalize(name, terms, count):
+    columns = patterns(name, 4, count)
     values = list(columns.view(DTYPES[name]))
     check(f"renormalize{terms}", name, columns, mcf.expansion.renormalize(values, terms))
 
 
 @names
-def test_weights_walk_as_those_of_the_library(name):
+@pytest.mark.parametrize(
+    ("count", "steps"), [(200, 40), pytest.param(40_000, 5, marks=pytest.mark.slow)]
+)
+def test_weights_walk_as_those_of_the_library(name, count, steps):
     generator = torch.Generator().manual_seed(0)
-    count, steps = 200, 40
     weights = (4 * torch.rand(count, generator=generator) - 2).to(DTYPES[name])
     numbers = 10 ** (-1 - 5 * torch.rand(count, generator=generator, dtype=torch.float64))
     updates = numbers.float()
-    for kind, count in ((name, 1), (f"{name}x2", 2), (f"{name}x3", 3)):
+    for kind, terms in ((name, 1), (f"{name}x2", 2), (f"{name}x3", 3)):
         rows = [[*row, steps, kind] for row in zip(weights.tolist(), numbers.tolist(), strict=True)]
         found = torch.tensor(run(WALK, rows), dtype=torch.float64)  # weight, step, term
         x = (weights,)
-        if count > 1:
-            x = mcf.expansion.expand(weights, mcf.Format(DTYPES[name], count))
+        if terms > 1:
+            x = mcf.expansion.expand(weights, mcf.Format(DTYPES[name], terms))
         for step in range(1, steps + 1):
-            x = [x[0] - updates.to(x[0].dtype)] if count == 1 else mcf.expansion.grow(x, -updates)
+            x = [x[0] - updates.to(x[0].dtype)] if terms == 1 else mcf.expansion.grow(x, -updates)
             for term, expected in enumerate(x):
                 assert torch.equal(found[:, step, term], expected.double()), (kind, step, term)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import itertools
 import json
 import operator
 import os
@@ -343,6 +344,17 @@ def test_in_a_browser_calculators_answer(site, tmp_path, width, dark):
     assert "0.00006103515625" in fma
     assert "0 of 6" in terms
     assert "half of the gap to its neighbour, 0.00195, is more than 0.0016" in line
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [390, 1280])
+def test_in_a_browser_the_number_line_has_a_scale(site, tmp_path, width):
+    """Two labels at least, of which none touches its neighbour."""
+    script = """[...document.querySelectorAll(".play .stage text")]
+        .map(t => t.getBoundingClientRect()).map(box => [box.left, box.right])"""
+    boxes = sorted(from_disk(site, tmp_path, "reference/floats.html", script, width=width).value)
+    assert len(boxes) >= 2
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(boxes))
 
 
 # A link that holds a state, what a calculator shows of it, and the link after a change.
