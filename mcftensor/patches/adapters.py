@@ -69,10 +69,11 @@ def _wherever_imported(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 row(
     "peft.tuners.tuners_utils.cast_adapter_dtype",
-    why="When peft has loaded an adapter, it makes parameters of 16 bits anew in float32, and "
-    "takes the dtype of an expansion for that of weights. The optimizer would step the old ones.",
-    loss="peft replaces adapters that are expansions when it loads them, and the optimizer trains "
-    "nothing; call load_adapter with autocast_adapter_dtype=False.",
+    why="When peft loads an adapter, it copies 16-bit parameters to float32 and mistakes the "
+    "dtype of an expansion for the dtype of its weights. The optimizer would keep stepping the "
+    "old parameters.",
+    loss="peft replaces expansion adapters when it loads them, and the optimizer trains nothing; "
+    "call load_adapter with autocast_adapter_dtype=False.",
     when="import peft.tuners.tuners_utils",
     releases="0.21",
     takes=("model",),
@@ -80,8 +81,8 @@ row(
 )
 row(
     "peft.utils.save_and_load.get_peft_model_state_dict",
-    why="Files of adapters have names without that of the adapter, which peft cuts out at the end: "
-    "names of terms would keep it, and their sums are no matrices, of which it warns.",
+    why="peft removes the adapter's name from the end of each key in a file of adapters. Keys of "
+    "terms would keep the name, and peft would warn that their sums are not matrices.",
     loss="files of adapters name leading terms and tails differently; save with mcf.save_file.",
     when="import peft.utils.save_and_load",
     releases="0.21",
@@ -90,7 +91,8 @@ row(
 )
 row(
     "peft.utils.save_and_load.set_peft_model_state_dict",
-    why="It puts the adapter's name back into names that it knows, of which terms have none.",
+    why="peft inserts the adapter's name into the keys that it knows, and it does not know the "
+    "keys of terms.",
     loss="peft loads adapters without their tails; load with mcf.load_file.",
     when="import peft.utils.save_and_load",
     releases="0.21",
@@ -99,8 +101,8 @@ row(
 )
 row(
     "peft.tuners.tuners_utils.BaseTuner._unload_and_optionally_merge",
-    why="Biases and whole modules that were trained beside adapters stay expansions in the model "
-    "that `merge_and_unload` returns, whose `save_pretrained` stores plain tensors.",
+    why="Biases and whole modules trained together with adapters stay expansions in the model "
+    "that `merge_and_unload` returns. The `save_pretrained` of that model stores plain tensors.",
     loss="save_pretrained of a merged model with expansions raises; call "
     "mcf.checkpoint.store_as_terms(merged) first.",
     when="import peft.tuners.tuners_utils",
@@ -124,9 +126,9 @@ def _loading_tails(load: Callable[[], None], given: dict[str, Any]) -> None:
 
 row(
     "sentence_transformers.base.trainer.BaseTrainer._load_from_checkpoint",
-    why="The trainer of sentence-transformers resumes with a model that it makes of the folder, a "
-    "plain one.",
-    loss="trainings of sentence-transformers that are resumed go on without tails.",
+    why="The trainer of sentence-transformers resumes with a plain model that it builds from the "
+    "folder.",
+    loss="resumed trainings of sentence-transformers continue without tails.",
     when="import sentence_transformers.base.trainer",
     releases="6.2",
     takes=("self", "checkpoint_path"),

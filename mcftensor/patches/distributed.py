@@ -179,8 +179,8 @@ def _as_the_first(args: tuple[Any, ...]) -> tuple[Any, ...]:
 if dist.is_available():
     _REDUCES = row(
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.foreach_reduce",
-        why="`fully_shard` divides gradients by the number of processes, and adds those of "
-        "replicas in the order of its all-reduce, for which there is no hook.",
+        why="`fully_shard` divides gradients by the number of processes and adds the gradients of "
+        "replicas in the order of its all-reduce. It offers no hook for either.",
         loss="mcf.order_free_gradients raises in backward under fully_shard.",
         when="mcf.order_free_gradients(model, microbatches=...)",
         takes=(
@@ -191,8 +191,8 @@ if dist.is_available():
     )
     row(
         "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached",
-        why="DTensors want both operands of `lerp_` of one dtype before they ask what they hold: a "
-        "first moment in blocks reads as float32, the gradient that moves it as bfloat16.",
+        why="DTensor checks that both operands of `lerp_` have one dtype before it dispatches. A "
+        "first moment in blocks reports float32, its gradient bfloat16.",
         loss="Adam's for-loop and foreach paths fail over shards with first moments in mxfp8; give "
         "fused=True.",
         when="import torch.distributed.tensor._sharding_prop",
@@ -201,8 +201,9 @@ if dist.is_available():
     )
     row(
         "torch.nn.Module._apply",
-        why="`module.to(dtype)` puts plain DTensors in place of those of expansions, and asks "
-        "neither them nor a hook; nor does `to_empty`, after which balanced rounding wants names.",
+        why="`module.to(dtype)` replaces DTensors of expansions by plain DTensors and calls "
+        "neither their dispatch nor a hook. `to_empty` does the same, and balanced rounding needs "
+        "the parameter names afterwards.",
         loss="module.to(dtype) does not raise for sharded expansions, but drops all terms except "
         "the leading ones; call mcf.as_plain(module) before sharding.",
         takes=("fn",),
@@ -210,15 +211,15 @@ if dist.is_available():
     )
     row(
         "torch.distributed._broadcast_coalesced",
-        why="DistributedDataParallel sends tensors joined when it is made, in C++ that does not "
-        "know expansions.",
-        loss="DistributedDataParallel raises for expansions, or joins their terms wrongly.",
+        why="DistributedDataParallel concatenates and broadcasts tensors at construction, in C++ "
+        "that does not know expansions.",
+        loss="DistributedDataParallel raises for expansions, or concatenates their terms wrongly.",
         change=_by_terms,
     )
     row(
         "torch.distributed.checkpoint.state_dict._broadcast_state_dict",
         why="With `broadcast_from_rank0`, the other ranks wait for plain tensors of the dtypes "
-        "that the first one names.",
+        "that the first rank announces.",
         loss="broadcast_from_rank0=True fails with expansions; give it plain float32 values.",
         when="import torch.distributed.checkpoint.state_dict",
         takes=("full_state_dict", "local_state_dict"),
@@ -226,18 +227,18 @@ if dist.is_available():
     )
     row(
         "torch.distributed.checkpoint.state_dict._init_optim_state",
-        why="Before states are loaded, optimizers that have none take a step that changes nothing, "
-        "which balanced rounding counts.",
-        loss="where rounding is balanced, runs that torch.distributed.checkpoint.state_dict "
-        "resumes go on by other counts; ask for a state dict of the optimizer before one is set.",
+        why="Before an optimizer without states loads some, PyTorch runs a step that changes "
+        "nothing, and balanced rounding counts that step.",
+        loss="with balanced rounding, runs resumed by torch.distributed.checkpoint.state_dict "
+        "continue with other counts; get a state dict of the optimizer before you set one.",
         when="import torch.distributed.checkpoint.state_dict",
         takes=("optim",),
         change=_uncounted,
     )
     row(
         "torchtitan.components.optimizer.optimizer.init_optim_state",
-        why="The same step of torchtitan, before it saves or loads states.",
-        loss="where rounding is balanced, runs that torchtitan resumes go on by other counts.",
+        why="torchtitan runs the same step before it saves or loads states.",
+        loss="with balanced rounding, runs resumed by torchtitan continue with other counts.",
         when="import torchtitan.components.optimizer.optimizer",
         releases="0.3",
         takes=("optim",),
@@ -245,25 +246,26 @@ if dist.is_available():
     )
     row(
         "torch.distributed.checkpoint.state_dict_loader._load_state_dict",
-        why="`dcp.load` writes into terms in place, and asks nothing afterwards: what another "
-        "program has changed is to be normalized, or refused.",
-        loss="dcp.load into terms takes what another program has changed as it is; give what was "
-        "loaded to mcf.checkpoint.from_terms, and load what comes back.",
+        why="`dcp.load` writes into terms in place and calls nothing afterwards. Terms changed by "
+        "another program must be normalized or refused.",
+        loss="dcp.load into terms accepts the changes of another program unchecked; pass the "
+        "loaded state dict to mcf.checkpoint.from_terms, and load the result.",
         when="import torch.distributed.checkpoint.state_dict_loader",
         takes=("state_dict", "storage_reader"),
         change=_and_then,
     )
     row(
         "torch.distributed.checkpoint._state_dict_stager.StateDictStager.stage",
-        why="`dcp.async_save` takes an address for the sign of a storage, by which it copies.",
+        why="`dcp.async_save` takes a tensor with an address for a tensor with a storage, and "
+        "copies the storage.",
         loss="dcp.async_save fails with expansions; give it mcf.checkpoint.as_terms(state_dict).",
         when="import torch.distributed.checkpoint._state_dict_stager",
         change=_by_attributes,
     )
     row(
         "torch.distributed._state_dict_utils._iterate_state_dict",
-        why="The stagers of `dcp.async_save` that keep their memory make plain tensors of what has "
-        "an address.",
+        why="The caching stagers of `dcp.async_save` make a plain tensor of every tensor with an "
+        "address.",
         loss="stagers that cache state dicts round expansions; give them "
         "mcf.checkpoint.as_terms(state_dict).",
         when="import torch.distributed._state_dict_utils",

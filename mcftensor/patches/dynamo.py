@@ -27,8 +27,9 @@ COMPILER = "import torch._dynamo"
 
 @patch(
     "torch._dynamo.variables.tensor.TensorVariable.call_method",
-    why="Compilers write `add_`, `addcmul_` and `addcdiv_` with a number as several operations.",
-    loss="compiled add_(alpha=...), addcmul_ and addcdiv_ may round otherwise than eager ones.",
+    why="Compilers decompose `add_`, `addcmul_` and `addcdiv_` with a scalar into several "
+    "operations.",
+    loss="compiled add_(alpha=...), addcmul_ and addcdiv_ may round differently from eager ones.",
     when=COMPILER,
     takes=("self", "tx", "name", "args", "kwargs"),
 )
@@ -50,8 +51,8 @@ def _whole_over_expansions(call_method: Callable[[], Any], given: dict[str, Any]
 
 @patch(
     "torch._dynamo.variables.TorchInGraphFunctionVariable._get_handlers",
-    why="Compilers write `addcdiv` with a number as several operations.",
-    loss="compiled addcdiv may round otherwise than an eager one.",
+    why="Compilers decompose `addcdiv` with a scalar into several operations.",
+    loss="compiled addcdiv may round differently from eager addcdiv.",
     when=COMPILER,
 )
 def _sparing_expansions(get_handlers: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,9 +73,9 @@ def _sparing_expansions(get_handlers: Callable[..., Any]) -> Callable[..., Any]:
 
 @patch(
     "torch._dynamo.polyfills.foreach_lerp_inplace",
-    why="Compilers write `_foreach_lerp_` as several operations.",
+    why="Compilers decompose `_foreach_lerp_` into several operations.",
     releases="2.13",
-    loss="compiled _foreach_lerp_ may round otherwise than an eager one.",
+    loss="compiled _foreach_lerp_ may round differently from eager _foreach_lerp_.",
     when=COMPILER,
 )
 def _lerp_one_by_one(decompose: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,9 +92,9 @@ def _lerp_one_by_one(decompose: Callable[..., Any]) -> Callable[..., Any]:
 
 @patch(
     "torch._subclasses.meta_utils.MetaConverter.meta_tensor",
-    why="Compilers take a gradient to have the terms of its parameter.",
-    loss="models may fail to compile while gradients have other terms than their parameters; set "
-    "these to None before.",
+    why="Compilers assume that a gradient has the terms of its parameter.",
+    loss="models may fail to compile while gradients and parameters have different terms; set the "
+    "gradients to None before.",
     when=COMPILER,
     takes=("t", "symbolic_context"),
 )
@@ -107,10 +108,10 @@ def _in_contexts_that_fit(convert: Callable[[], Any], given: dict[str, Any]) -> 
 # Guards look at the types of tensors before anything is compiled.
 @patch(
     "torch._dynamo.eval_frame._callback_from_stance",
-    why="Within a step the tape and gradients have tensors of types of their own, for which "
-    "functions would be compiled anew at each call.",
-    loss="functions that a step compiles are compiled more often, or raise; read their arguments "
-    "before.",
+    why="Within a step, deferred tensors and gradients have types of their own. A compiled "
+    "function would be recompiled for them at each call.",
+    loss="functions compiled within a step are recompiled more often, or raise; read their "
+    "arguments before.",
     when=COMPILER,
     takes=("callback",),
 )
@@ -126,8 +127,8 @@ def _after_the_tape(callback_from_stance: Callable[..., Any]) -> Callable[..., A
 
 @patch(
     "torch._dynamo.variables.builder.VariableBuilder.__call__",
-    why="The same between two parts of a compiled function.",
-    loss="functions that a step compiles may raise; read their arguments before.",
+    why="The same, between two parts of a compiled function.",
+    loss="functions compiled within a step may raise; read their arguments before.",
     when=COMPILER,
     takes=("self", "value"),
 )

@@ -25,9 +25,9 @@ from mcftensor.tensor.tensor import MCFTensor
 _TENSOR_HOOKS = [
     row(
         f"torch.Tensor.{name}",
-        why="Hooks of a parameter are to stay when it becomes an expansion, and `swap_tensors` "
-        "takes them away.",
-        loss="parameters that are converted lose hooks of this kind; register them afterwards.",
+        why="A parameter keeps its hooks when it becomes an expansion, and `swap_tensors` removes "
+        "them.",
+        loss="converted parameters lose hooks of this kind; register them afterwards.",
         when="mcf.as_expansion(module)",
         kind=object,
     )
@@ -35,18 +35,18 @@ _TENSOR_HOOKS = [
 ]
 _LOAD_HOOKS = row(
     "torch.nn.Module._load_state_dict_pre_hooks",
-    why="`store_as_terms` makes expansions of terms before other hooks look at them, and "
+    why="`store_as_terms` converts terms to expansions before other hooks see them, and "
     "`as_plain` removes the hook of `as_expansion`.",
-    loss="hooks on load_state_dict that are registered before store_as_terms get terms in place "
-    "of expansions, and a hook of as_expansion stays after as_plain.",
+    loss="load_state_dict hooks registered before store_as_terms get terms in place of "
+    "expansions, and a hook of as_expansion stays after as_plain.",
     when="mcf.as_expansion(module)",
     kind=OrderedDict,
 )
 _WEIGHT_REFERENCES = row(
     "torch.nn.RNNBase._flat_weight_refs",
-    why="Recurrent layers hold weak references to their weights, which forbid that the weights "
-    "become expansions in place.",
-    loss="recurrent layers may refuse to become expansions.",
+    why="Recurrent layers hold weak references to their weights, which prevent an in-place "
+    "conversion to expansions.",
+    loss="recurrent layers may refuse the conversion to expansions.",
     when="mcf.as_expansion(module)",
     kind=list,
 )
@@ -79,9 +79,9 @@ def as_held(is_parameter: bool, x: Tensor, role: Role, requires_grad: bool) -> T
 
 @patch(
     "torch.utils.swap_tensors",
-    why="Within a step the tape has weak references to the tensors that are on it, and "
-    "`swap_tensors` refuses tensors that have any.",
-    loss="swap_tensors may refuse tensors that a step has just written to; read them before.",
+    why="Within a step the tape holds weak references to its tensors, and `swap_tensors` refuses "
+    "tensors with weak references.",
+    loss="swap_tensors may refuse tensors that a step has just written; read them before.",
     takes=("t1", "t2"),
 )
 @by_name
@@ -96,8 +96,8 @@ def _off_the_tape(swap: Callable[[], Any], given: dict[str, Any]) -> Any:
 @patch(
     "torch.Tensor.data",
     why="`plain.data = expansion` would leave a plain tensor without memory, and the next "
-    "operation on it would end the process; PyTorch asks only the tensor that is assigned to.",
-    loss="`plain.data = expansion` ends the process at the next operation.",
+    "operation on it would crash the process. PyTorch dispatches on the assigned-to tensor only.",
+    loss="`plain.data = expansion` crashes the process at the next operation.",
     kind=GetSetDescriptorType,
 )
 def _refusing_what_has_no_memory(data: Any) -> property:
@@ -128,9 +128,9 @@ def _by_its_protocol(to_dlpack: Callable[..., Any]) -> Callable[..., Any]:
 for _module in ("torch", "torch.utils.dlpack"):
     row(
         f"{_module}.to_dlpack",
-        why="It reads the memory of a tensor in C++, and that of an expansion is in its "
-        "components: the process would end with a segmentation fault.",
-        loss="torch.to_dlpack of an expansion ends the process.",
+        why="`to_dlpack` reads a tensor's memory in C++, and an expansion keeps its memory in its "
+        "components. The process would end with a segmentation fault.",
+        loss="torch.to_dlpack of an expansion crashes the process.",
         change=_by_its_protocol,
     )
 
@@ -179,12 +179,12 @@ def without_weight_references(module: nn.Module) -> Iterator[None]:
 
 @patch(
     "torch.nn.Module.load_state_dict",
-    why="Terms among the keys of a state dict, as readers of safetensors files give them, belong "
-    "to expansions.",
-    loss="load_state_dict(strict=False) drops terms that stand among the keys without a word; load "
+    why="Readers of safetensors files give state dicts with keys of terms. These terms belong to "
+    "expansions.",
+    loss="load_state_dict(strict=False) silently drops terms among the keys; load "
     "mcf.checkpoint.from_terms(state_dict).",
     when="import mcftensor",
-    before="A plain model may load such terms before the process has made an expansion, and is "
+    before="A plain model may load such terms before the process creates an expansion, and may be "
     "converted afterwards.",
     takes=("self", "state_dict"),
 )
@@ -197,8 +197,8 @@ def _finding_terms(load: Callable[[], Any], given: dict[str, Any]) -> Any:
 
 @patch(
     "torch.nn.Module._load_from_state_dict",
-    why="A plain parameter rounds the expansion that it loads, which `as_expansion` is to find "
-    "afterwards; hooks on loading are those of single modules.",
+    why="A plain parameter rounds an expansion that it loads, and a later `as_expansion` needs "
+    "all terms. PyTorch's hooks on loading belong to single modules.",
     loss="plain models that load expansions drop their tails; call mcf.as_expansion(model) before "
     "load_state_dict.",
     takes=("self", "state_dict", "prefix", "local_metadata"),
@@ -248,8 +248,8 @@ for _kind, _name in itertools.product(
 ):
     row(
         f"torch.jit.{_kind}.{_name}",
-        why="TorchScript writes the memory of each tensor, and that of an expansion is in its "
-        "components: the process would end with a segmentation fault.",
-        loss="torch.jit.save of a traced model with expansions ends the process.",
+        why="TorchScript writes the memory of each tensor, and an expansion keeps its memory in "
+        "its components. The process would end with a segmentation fault.",
+        loss="torch.jit.save of a traced model with expansions crashes the process.",
         change=_refusing_expansions,
     )

@@ -40,9 +40,9 @@ def _after_the_plan(initialize: Callable[..., Any]) -> Callable[..., Any]:
 
 _MAKES_STATES = row(
     "torch.optim.Adam._init_group",
-    why="A Collage mode converts states one by one as they are made, so that the first step needs "
-    "no more memory than the others. The classes of such optimizers are changed, not the objects: "
-    "compilers look there, and copies of an optimizer are without its mode.",
+    why="A Collage mode converts each state when the optimizer creates it, so the first step "
+    "needs no more memory than later steps. The patch changes classes of optimizers, not objects, "
+    "because compilers read the class and copies of an optimizer do not inherit the mode.",
     loss="states are converted at the end of the first step, which needs memory for both kinds.",
     when="mcf.collage(optimizer, mode)",
     change=_after_the_plan,
@@ -205,15 +205,15 @@ def _apart(hooked: Callable[..., Any]) -> Callable[..., Any]:
 
 @patch(
     "torch.optim.Optimizer.profile_hook_step",
-    why="Within a step of any optimizer a parameter is its number, its gradient reads as an "
-    "expansion and operations go on a tape, until the step ends or raises; hooks are not called "
-    "where it raises.",
-    loss="steps use leading terms where parameters meet plain gradients, as forward passes do, "
-    "take longer, and torch.compile traces them, which may take minutes. fused=True is as exact "
-    "as ever.",
+    why="Within a step of any optimizer, code sees the full value of a parameter, its gradient "
+    "reads as an expansion, and operations are deferred on a tape until the step ends or raises. "
+    "PyTorch calls no hook when a step raises.",
+    loss="steps use leading terms where parameters meet plain gradients, as forward passes do. "
+    "They take longer, and torch.compile traces them, which may take minutes. fused=True stays "
+    "exact.",
     when="import mcftensor",
-    before="Schedulers and Accelerate keep the step that an optimizer has when they are made, and "
-    "its parameters may become expansions afterwards, by `mcf.collage` say.",
+    before="Schedulers and Accelerate keep the step that an optimizer has when they are "
+    "constructed, and its parameters may become expansions later, for example by `mcf.collage`.",
 )
 def _hooking_steps_over_numbers(hook: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(hook)
@@ -272,12 +272,13 @@ _LOSES = (
 
 @patch(
     "torch.optim.Optimizer.__setattr__",
-    why="A function that is assigned to an optimizer as its step replaces one of its class, over "
-    "numbers. Schedulers and Accelerate assign some that only go on to the one before.",
+    why="A function assigned to an optimizer as its step replaces the step of the class, and must "
+    "see full values. Schedulers and Accelerate assign functions that only call the previous "
+    "step.",
     loss=f"steps that are assigned to an optimizer {_LOSES}",
     when="import mcftensor",
-    before="The parameters may become expansions after the assignment, of which nothing is left "
-    "to tell it from a step that only goes on.",
+    before="The parameters may become expansions after the assignment. Nothing then distinguishes "
+    "the function from one that only calls the previous step.",
     kind=type(object.__setattr__),  # whose name torch.compile knows
 )
 def _assigning_steps(set_attribute: Callable[..., None]) -> Callable[..., None]:
@@ -292,8 +293,8 @@ def _assigning_steps(set_attribute: Callable[..., None]) -> Callable[..., None]:
 
 @patch(
     "torch.optim.Optimizer.zero_grad",
-    why="Nobody is told of a function that is assigned to a class as its step. PyTorch looks when "
-    "an optimizer is made, and those made before meet it here.",
+    why="PyTorch has no hook for a function assigned to a class as its step. It looks when an "
+    "optimizer is constructed; optimizers constructed before are handled here.",
     loss=f"steps that are assigned to a class that has optimizers {_LOSES}",
 )
 def _looking_at_the_class(zero_grad: Callable[..., None]) -> Callable[..., None]:
@@ -321,9 +322,9 @@ def _asking_first(clip: Callable[[], None], given: dict[str, Any]) -> None:
 _CLIPS = [
     row(
         f"torch.nn.utils.{_name}",
-        why="Where gradients are released in backward, `clip_grad_norm_` and `clip_grad_value_` "
-        "find none and clip nothing.",
-        loss="clip_grad_norm_ returns 0 and clips nothing where gradients are released; give "
+        why="When gradients are released in backward, `clip_grad_norm_` and `clip_grad_value_` "
+        "find no gradients and clip nothing.",
+        loss="clip_grad_norm_ returns 0 and clips nothing when gradients are released; give "
         "mcf.step_in_backward clip_by_previous_norm.",
         when="mcf.step_in_backward(model, optimizer)",
         change=_asking_first,
@@ -364,8 +365,8 @@ def _asked_of_others(measure: Callable[[], Tensor], given: dict[str, Any]) -> Te
 _NORMS = [
     row(
         f"torch.nn.utils.{_name}",
-        why="The norm of gradients is a sum over elements and over processes, in an order that "
-        "depends on how they are sharded.",
+        why="The norm of gradients is a sum over elements and processes, and its order depends on "
+        "the sharding.",
         loss="clip_grad_norm_ under fully_shard gives other bits on other numbers of processes; "
         "clip by value.",
         when="mcf.order_free_gradients(model, microbatches=...)",

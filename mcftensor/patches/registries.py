@@ -19,10 +19,10 @@ def _with_expansions(types: list[type]) -> list[type]:
 for _module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
     row(
         f"{_module}._foreach_supported_types",
-        why="Optimizers and clipping choose foreach kernels by default, as on CUDA, for types of "
-        "parameters that are listed.",
-        loss="over expansions they take their for-loop, unless foreach=True or fused=True says "
-        "otherwise.",
+        why="Optimizers and clipping choose foreach kernels by default, as on CUDA, for listed "
+        "types of parameters.",
+        loss="optimizers and clipping use the for-loop over expansions, unless foreach=True or "
+        "fused=True is given.",
         change=_with_expansions,
         kind=list,
     )
@@ -41,7 +41,7 @@ def _stacking_expansions(functions: dict[Any, Callable[..., Any]]) -> dict[Any, 
 
 @patch(
     "torch._functorch.compile_utils.rand_ops",
-    why="Compilers merge equal calls, except of operators that are listed as random.",
+    why="Compilers merge equal calls, except calls of operators listed as random.",
     loss="stochastic roundings of one compiled graph may share their random numbers.",
     when="import torch._dynamo",
     kind=list,

@@ -55,7 +55,8 @@ for _name in (
 ):
     row(
         f"torch.optim.{_name}",
-        why="DTensor has no rule for an operation of it, which needs no element but its own.",
+        why="DTensor has no sharding rule for one of its operations, though the operation is "
+        "elementwise.",
         loss="Rprop, and SGD and Adagrad with fused=True, raise for sharded expansions.",
         change=_on_shards,
     )
@@ -115,7 +116,7 @@ for _name in ("_adafactor._single_tensor_adafactor", "_adafactor._multi_tensor_a
     row(
         f"torch.optim.{_name}",
         why="Adafactor needs norms of rows, of columns and of whole parameters. DTensor sums by "
-        "shards, in another order, and lacks operations in place.",
+        "shards, in another order, and lacks in-place operations.",
         loss="Adafactor raises for sharded expansions.",
         change=_by_owners,
     )
@@ -172,9 +173,10 @@ def _muon(
 
 row(
     "torch.optim._muon._single_tensor_muon",
-    why="DTensor carries out each product of Muon's iteration over all ranks, in an order of "
-    "summation of its own, and with leading terms alone.",
-    loss="Muon over sharded expansions is as exact as bf16, and has other bits than unsharded.",
+    why="DTensor computes each product of Muon's iteration over all ranks, with its own order of "
+    "summation and leading terms only.",
+    loss="Muon over sharded expansions is only as exact as bf16, and sharded bits differ from "
+    "unsharded ones.",
     change=_orthogonalized_in_turns,
 )
 
@@ -188,8 +190,8 @@ def _of_a_copy(orthogonalize: Callable[[], Tensor], given: dict[str, Any]) -> Te
 
 row(
     "torch.optim._muon._zeropower_via_newtonschulz",
-    why="It divides what it is given by its norm in place if that is in bfloat16 already: without "
-    "Nesterov's momentum that is the buffer of momentum.",
+    why="It divides a bfloat16 argument by its norm in place. Without Nesterov's momentum the "
+    "argument is the momentum buffer itself.",
     loss="Muon with nesterov=False divides its buffers by their norms at each step, as in plain "
     "bf16.",
     takes=("grad",),
@@ -246,7 +248,8 @@ for _name, _change, _takes in (
 ):
     row(
         f"torch.optim.LBFGS.{_name}",
-        why="LBFGS joins all gradients to a vector, and DTensor does not flatten uneven shards.",
+        why="LBFGS concatenates all gradients into a vector, and DTensor does not flatten uneven "
+        "shards.",
         loss="LBFGS raises for sharded expansions.",
         takes=_takes,
         change=_change,

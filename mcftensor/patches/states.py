@@ -34,10 +34,10 @@ _thread = _Thread()
 
 @patch(
     "torch.optim.Optimizer._process_value_according_to_param_policy",
-    why="`load_state_dict` gives each state the dtype of its parameter, which is the base of an "
-    "expansion; hooks on loading are those of single optimizers.",
+    why="`load_state_dict` casts each state to the dtype of its parameter, for an expansion the "
+    "dtype of the leading term. PyTorch's hooks on loading belong to single optimizers.",
     loss="states of another dtype do not become expansions when an optimizer loads them; they are "
-    "rounded to the base, and so are numbers of float32 such as NAdam's mu_product.",
+    "rounded to the base type, and float32 scalars such as NAdam's mu_product are rounded too.",
     takes=("param", "value", "key"),
 )
 @by_name
@@ -53,9 +53,9 @@ def _by_way_of_hooks(process: Callable[[], Tensor], given: dict[str, Any]) -> Te
 
 @patch(
     "torch.optim.Optimizer.load_state_dict",
-    why="Whether a state stays as it is depends on the others of its parameter, which torch loads "
-    "one by one.",
-    loss="states that an optimizer makes in another dtype than that of its parameters, as Kron of "
+    why="Whether a loaded state keeps its dtype depends on the other states of its parameter, and "
+    "torch loads them one by one.",
+    loss="states that an optimizer creates in another dtype than its parameters, as Kron of "
     "pytorch_optimizer does, become expansions when it loads them.",
     takes=("self", "state_dict"),
 )
@@ -82,10 +82,10 @@ def _looking_at_all(load: Callable[[], None], given: dict[str, Any]) -> None:
 
 @patch(
     "torch.optim.Optimizer.state_dict",
-    why="States that do not tell that their parameters were expansions, and that loading would "
-    "change: the state dict says it for them.",
-    loss="where no state of a parameter is an expansion, those that the optimizer has made in "
-    "another dtype become expansions when it loads them.",
+    why="Some states do not show that their parameters were expansions, and loading would change "
+    "them. The state dict records it.",
+    loss="if no state of a parameter is an expansion, states created in another dtype become "
+    "expansions when the optimizer loads them.",
     takes=("self",),
 )
 @by_name
