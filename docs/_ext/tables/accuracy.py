@@ -152,7 +152,7 @@ def functions() -> str:
 
 
 def formats() -> str:
-    """What there is."""
+    """The formats, with bits, bytes and range."""
     rows = [
         (
             f"`{f.name}`",
