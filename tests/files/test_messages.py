@@ -127,7 +127,7 @@ def test_arguments_of_conversion(arguments, message):
 def test_elements_in_a_list(make, format):
     x = mcf.as_expansion(torch.tensor([0.1, 0.2]), format)
     assert [float(y) for y in x] == mcf.as_plain(x, torch.float64).tolist()
-    with pytest.raises(TypeError, match=r"not accept a .*Tensor in a list.*torch\.stack.*float\(y\)"):
+    with pytest.raises(TypeError, match=r"accept a .*Tensor in a list.*torch\.stack.*float\(y\)"):
         make([x[0], x[1]])
 
 
