@@ -163,7 +163,7 @@ def widened(x: Tensor, parameter: Tensor, name: str) -> Tensor:
 
 
 def sums_in(x: Tensor) -> torch.dtype:
-    """The machine type of figures: float64 where that is there."""
+    """Return the machine type of figures: float64 if the device has it."""
     return torch.float64 if has_float64(x.device) or x.dtype in _WIDEST else torch.float32
 
 

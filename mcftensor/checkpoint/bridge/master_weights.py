@@ -123,9 +123,7 @@ def _joined(leading: Tensor, tail: Tensor) -> list[Tensor]:
 
 
 def _require_rounding(weight: Entry, x: Tensor) -> None:
-    """Require that a weight is the rounding of its master; those of other parameters or steps
-    differ.
-    """
+    """Require that a weight is the rounding of its master, of the same parameter and step."""
     differ = 0
     blocks = (y.reshape(-1).split(CHUNK_SIZE) for y in (x, weight.read()))
     for master, found in zip(*blocks, strict=True):

@@ -341,8 +341,10 @@ def _is_like(x: Any, like: Tensor) -> bool:
 
 
 def _rows(x: Tensor | None) -> Iterator[Any]:
-    """Yield the numbers in float64, or in two float32 terms without it, whole rows at a time; for no
-    tensor, None repeatedly."""
+    """Yield the numbers in float64, or in two float32 terms without it, whole rows at a time.
+
+    For no tensor, yield None repeatedly.
+    """
     if x is None:
         return itertools.repeat(None)
     own = local(x.detach())
