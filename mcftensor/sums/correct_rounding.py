@@ -142,8 +142,9 @@ def _rounded(
 ) -> Tensor:
     """Round high * 2^exponent, followed by nonzero bits or not, to the precision of a dtype.
 
-    The result is float32, or float64 for float64. Beyond the range of the dtype it is rounded as if the range had no end;
-    the conversion to the dtype then makes it infinite, as rounding to nearest does.
+    The result is float32, or float64 for float64. Beyond the range of the dtype it is rounded as if
+    the range had no end; the conversion to the dtype then makes it infinite, as rounding to nearest
+    does.
     """
     base: Base = BASES[dtype]
     rest = rest | x.has_rest
