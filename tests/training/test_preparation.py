@@ -169,6 +169,15 @@ def test_states_become_what_the_mode_says_rounded_once():
     assert optimizer.param_groups[0]["fused"]
 
 
+def test_without_a_mode_states_are_in_the_format_of_their_parameter():
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    train(model, optimizer)
+    mcf.prepare(model, optimizer, None)
+    for p, state in optimizer.state.items():
+        assert state["exp_avg"].format == state["exp_avg_sq"].format == p.format
+
+
 def test_counts_of_steps_are_such_as_the_fused_path_takes():
     wide = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)  # then torch counts in float64, unless it is fused
