@@ -52,8 +52,8 @@ def from_exact(
         format: the format of the result, or its name.
         device: the device of the result.
 
-        Returns:
-            An expansion of the shape of the nested lists.
+    Returns:
+        An expansion of the shape of the nested lists.
 
     *Error*: half an ulp of the last term: the first term is the number rounded to the base, each
     next one the remainder, rounded. In a scaled format, the error of the nearest float64 and of one
@@ -101,9 +101,9 @@ def to_fraction(x: Tensor) -> Any:
     Returns:
         A `fractions.Fraction` for a 0-d tensor, else nested lists of them.
 
-        Raises:
-            TypeError: `x` is not a real floating tensor.
-            ValueError: `x` holds infinities or NaN, which are not fractions.
+    Raises:
+        TypeError: `x` is not a real floating tensor.
+        ValueError: `x` holds infinities or NaN, which are not fractions.
 
     Examples:
         >>> import torch, mcftensor as mcf
@@ -125,7 +125,7 @@ def to_decimal(x: Tensor, digits: int | None = None) -> Any:
     Args:
         x: an expansion, or a plain floating tensor.
         digits: the number of significant digits; by default enough to distinguish numbers of the
-        format.
+            format.
 
     Returns:
         A `decimal.Decimal` for a 0-d tensor, else nested lists of them.

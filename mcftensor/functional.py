@@ -14,13 +14,13 @@ def fma(x: Tensor | float, y: Tensor | float, z: Tensor | float) -> Tensor:
     """Return x * y + z, rounded once at the end.
 
     Args:
-            x: an expansion, a plain tensor or a number. One of the three operands is an expansion.
-            y: the same; operands broadcast.
-            z: the same.
+        x: an expansion, a plain tensor or a number. One of the three operands is an expansion.
+        y: the same; operands broadcast.
+        z: the same.
 
-        Returns:
-            An expansion, or a plain tensor if parameters meet plain tensors. The error is stated in
-            `expansion.fma`.
+    Returns:
+        An expansion, or a plain tensor if parameters meet plain tensors. The error is stated in
+        `expansion.fma`.
 
     Raises:
         TypeError: no operand is an expansion.

@@ -26,18 +26,18 @@ def fp8_product(x: Tensor, y: Tensor) -> Tensor:
 
     Args:
         x: (m, k), in `scaled(torch.float8_e4m3fn)` or `scaled(torch.float8_e5m2)`.
-            y: (k, n), in one of the same formats.
+        y: (k, n), in one of the same formats.
 
-        Returns:
-            (m, n): products of the data, summed in float32, divided by √k rounded down to a power
-            of two, and rounded to float16.
+    Returns:
+        (m, n): products of the data, summed in float32, divided by √k rounded down to a power of
+        two, and rounded to float16.
 
     Raises:
-            TypeError: an operand has another format.
-            ValueError: an operand is no matrix, or sides do not match.
+        TypeError: an operand has another format.
+        ValueError: an operand is no matrix, or sides do not match.
 
-        *Error*: the error of the sum in float32 and of one rounding to float16; see `as_expansion`
-        for the error of the 8-bit data.
+    *Error*: the error of the sum in float32 and of one rounding to float16; see `as_expansion` for
+    the error of the 8-bit data.
 
     Examples:
         >>> import torch, mcftensor as mcf
