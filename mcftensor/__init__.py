@@ -10,7 +10,7 @@ import os
 import warnings
 from typing import Any
 
-from mcftensor import checkpoint, errors, exact, formats, meters, scaling
+from mcftensor import checkpoint, errors, exact, formats, functional, meters, scaling
 from mcftensor.arithmetic import eft, networks
 from mcftensor.checkpoint import load_file, save_file
 from mcftensor.convert import as_expansion, as_plain
@@ -78,6 +78,7 @@ __all__ = [
     "fp32x2",
     "fp32x3",
     "fp64x2",
+    "functional",
     "load_file",
     "meters",
     "mxfp8",

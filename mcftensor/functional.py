@@ -1,4 +1,4 @@
-"""Functions on expansions that have no counterpart in torch."""
+"""Functions on expansions that have no counterpart in torch, and log-probabilities of plain logits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,18 @@ from torch import Tensor
 
 from mcftensor.dispatch.operands import common_format, common_role, expansions
 from mcftensor.kernels.without_float64 import has_float64
+from mcftensor.logits.log_probabilities import log_softmax, logsumexp, selective_log_softmax
+from mcftensor.logits.logit_losses import cross_entropy, kl_div
 from mcftensor.tensor.tensor import number_in
+
+__all__ = [
+    "cross_entropy",
+    "fma",
+    "kl_div",
+    "log_softmax",
+    "logsumexp",
+    "selective_log_softmax",
+]
 
 
 def fma(x: Tensor | float, y: Tensor | float, z: Tensor | float) -> Tensor:

@@ -28,6 +28,9 @@ SHARED = {
     **dict.fromkeys(("two_prod", "neg"), _ALIKE),
     **dict.fromkeys(("atan", "exp", "log", "zeta"), _AS_CONSTANT),
     **dict.fromkeys(("gelu", "digamma"), "one function, of terms and of float64"),
+    **dict.fromkeys(
+        ("log_softmax", "logsumexp"), "one function, of what formats store and of logits"
+    ),
     "parts": "what an exponential, or a logarithm, is put together from",
     "power_of_two": "of an integer in the base, or of a scale's exponent",
     "scaled": "times a power of two: a number, or a format",

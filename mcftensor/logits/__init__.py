@@ -1,0 +1,1 @@
+"""Log-probabilities of logits, whose bits do not depend on the batch."""
