@@ -239,4 +239,9 @@ class _Selective(torch.autograd.Function):
 def put(result: Tensor, index: Tensor, x: Tensor, most: Tensor, a: Tensor, own: Tensor) -> None:
     """Write a e^(x - most) + own, rounded once, at indices of the last dimension."""
     slope = probability(x.gather(-1, index), most.unsqueeze(-1), a.unsqueeze(-1))
-    result.scatter_(-1, index, round_to(slope + own, result.dtype))
+    matrix, columns = result.view(-1, x.shape[-1]), index.reshape(-1, index.shape[-1])
+    rows = torch.arange(len(matrix), device=x.device).unsqueeze(
+        -1
+    )  # scatter_ takes 4 bytes a logit
+    values = round_to(slope + own, result.dtype).reshape(columns.shape)
+    matrix.index_put_((rows, columns), values)
