@@ -1,4 +1,4 @@
-"""Functions on expansions that have no counterpart in torch, and log-probabilities of plain logits."""
+"""Functions on expansions that have no counterpart in torch, and log-probabilities of logits."""
 
 from __future__ import annotations
 
