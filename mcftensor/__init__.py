@@ -12,7 +12,7 @@ from typing import Any
 
 from mcftensor import checkpoint, errors, exact, formats, functional, meters, scaling
 from mcftensor.arithmetic import eft, networks
-from mcftensor.checkpoint import load_file, save_file
+from mcftensor.checkpoint import apply_deltas, load_file, save_file
 from mcftensor.convert import as_expansion, as_plain
 from mcftensor.formats import (
     Format,
@@ -42,6 +42,7 @@ from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.implicit_rounding import when_rounded
 from mcftensor.training.accumulation import accumulate_gradients
 from mcftensor.training.collage import collage
+from mcftensor.training.deltas import deltas
 from mcftensor.training.format_change import change_format
 from mcftensor.training.order_free import order_free_gradients
 from mcftensor.training.precision_schedule import PrecisionSchedule
@@ -54,6 +55,7 @@ __all__ = [
     "MCFTensor",
     "PrecisionSchedule",
     "accumulate_gradients",
+    "apply_deltas",
     "as_expansion",
     "as_plain",
     "bf16i8",
@@ -63,6 +65,7 @@ __all__ = [
     "change_format",
     "checkpoint",
     "collage",
+    "deltas",
     "e4m3i8",
     "e4m3i16",
     "eft",

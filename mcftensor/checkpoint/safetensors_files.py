@@ -28,7 +28,7 @@ KEY = "mcftensor"
 _VERSION = 1
 
 
-def _digest(name: str, x: Tensor) -> str:
+def digest(name: str, x: Tensor) -> str:
     """Return the digest of a plain tensor on the CPU: of its name, dtype, shape and bytes."""
     kind = f"{name} {x.dtype} {tuple(x.shape)}"
     return f"{zlib.crc32(content_of(x), zlib.crc32(kind.encode())):08x}"
@@ -140,7 +140,7 @@ def write(
     digests = {}
     for name, x in tensors:
         x = x.detach().cpu().contiguous()
-        digests[name] = _digest(name, x)
+        digests[name] = digest(name, x)
         file.seek(length + entries[name]["data_offsets"][0])
         file.write(content_of(x))
     first, seal = header({name: digests[name] for name in names})
@@ -274,7 +274,7 @@ def _opened_file(path: Path, verify: bool) -> Stored:
 
     def read(name: str) -> Tensor:
         x = file[name]
-        require(name, digests.get(name) == _digest(name, x))
+        require(name, digests.get(name) == digest(name, x))
         return x
 
     for name in digests:

@@ -14,6 +14,7 @@ from mcftensor.arithmetic.write_counts import count_beside, moved, name_, start,
 from mcftensor.dispatch.resolve import uses_leading
 from mcftensor.formats import PLAIN, Format, named
 from mcftensor.formats.promotion import longest_format
+from mcftensor.kernels import marks
 from mcftensor.kernels.columns import on_device
 from mcftensor.kernels.custom_ops import is_bare
 from mcftensor.kernels.without_float64 import HALVES, halves, has_float64
@@ -337,7 +338,11 @@ def overwrite(
     """Write components into given target components, as `fill`."""
     own, new = list(targets), list(components)
     if is_bare(own, new):
-        torch._foreach_copy_(own, new, non_blocking)
+        watched = marks.of_column(own[:1])
+        if any(watched):
+            marks.store(own, new, [*watched, *[None] * (len(own) - 1)])
+        else:
+            torch._foreach_copy_(own, new, non_blocking)
     else:  # single operators, which compilers can trace
         copy = torch.ops.aten.copy_.default._op
         uninterrupted([partial(copy, x, y, non_blocking) for x, y in zip(own, new, strict=True)])

@@ -47,6 +47,7 @@ from mcftensor.dispatch.storage_formats import plain_numbers
 from mcftensor.dispatch.view_offsets import starts_of_pieces
 from mcftensor.dispatch.write_results import refusal
 from mcftensor.formats import Format, lent, movable, unmoved
+from mcftensor.kernels import marks
 from mcftensor.kernels.custom_ops import is_bare
 from mcftensor.passes.format_conversion import lent as lent_by
 from mcftensor.tensor import LiftedTensor, MCFTensor, Role
@@ -553,6 +554,7 @@ def place(func: Any, *args: Any, **kwargs: Any) -> Any:
     ]
     if in_place:
         _require_places(func, terms[0], named)
+        marks.unseen(stored[0])
     results = list(map(unmoved, uninterrupted(calls), format.components))
     if by_copy:
         fill(x, results)

@@ -6,8 +6,8 @@ same form here. Facts about tensors are determined once per column."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.kernels.custom_ops import is_bare
+from mcftensor.kernels.marks import Mark
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -44,6 +45,7 @@ class Columns:
         done: None, or a list to which the numbers of written elements are appended, in order. The
             bytecode that writes the elements also appends, so that no signal handler of Python runs
             between the two.
+        marks: the marks of watched outputs, by the index of the output.
     """
 
     vectors: Sequence[Column]
@@ -52,6 +54,7 @@ class Columns:
     keys: Column = ()
     shared: frozenset[int] = frozenset()
     done: list[tuple[int, None]] | None = None
+    marks: Mapping[int, Sequence[Mark | None]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.outputs[0])
@@ -69,6 +72,7 @@ class Columns:
             [self.keys[i] for i in rows] if self.keys else (),
             self.shared,
             self.done,
+            {place: [x[i] for i in rows] for place, x in self.marks.items()},
         )
 
     def every_scalar(self) -> list[Sequence[Scalar]]:

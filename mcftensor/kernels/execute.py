@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcftensor.kernels import cpp, cpu, cuda, eager, first_use
+from mcftensor.kernels import cpp, cpu, cuda, eager, first_use, marks
 from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.columns import (
     Columns,
@@ -22,6 +22,7 @@ from mcftensor.kernels.columns import (
     places_of,
     repeated,
 )
+from mcftensor.kernels.marks import Mark
 from mcftensor.kernels.program import Body, Program, Signature, record
 from mcftensor.kernels.without_float64 import Halves, halves, has_float64, without_float64
 
@@ -50,22 +51,30 @@ class Kernel:
         scalars = columns.every_scalar()
         has_data = 0 not in itertools.chain.from_iterable(addresses)  # false for meta tensors
         if has_data and device.type == "cpu" and "cpu" not in TRITON_DEVICES:
-            launch = self.compiled(sum(lengths), len(lengths))
+            launch = self.marking(columns.marks).compiled(sum(lengths), len(lengths))
             if launch is not None:
                 dtypes = self.signature.scalars
-                cpu.launch(launch, lengths, addresses, scalars, dtypes, columns.done)
+                every = [*addresses, *addresses_of(columns.marks)]
+                cpu.launch(launch, lengths, every, scalars, dtypes, columns.done)
                 return
         elif (
             has_data
             and device.type in TRITON_DEVICES
             and cuda.is_available()
             and self.has_program
+            and not columns.marks
             and cuda.launch(self.program, lengths, addresses, scalars, device, self._is_right)
         ):
             if columns.done is not None:
                 columns.done.append((sum(lengths), None))
             return
         eager.run(self.body, columns)
+
+    def marking(self, found: Mapping[int, Any]) -> Kernel:
+        """The kernel that marks what it changes in these outputs."""
+        if not found:
+            return self
+        return kernel_of(self.body, dataclasses.replace(self.signature, marked=(*found,)))
 
     def compiled(self, elements: int, calls: int = 1) -> cpu.Launch | None:
         """Return the compiled form, if work so far is worth it and there is a compiler."""
@@ -98,6 +107,25 @@ class Kernel:
         return record(self.body, self.signature)
 
 
+def addresses_of(found: Mapping[int, Sequence[Mark | None]]) -> list[list[int]]:
+    """Return the addresses of marks by columns, 0 for outputs that are not watched."""
+    return [[0 if x is None else x.address for x in column] for column in found.values()]
+
+
+def marks_of(
+    signature: Signature, lengths: Sequence[int], addresses: Sequence[Sequence[int]]
+) -> dict[int, list[Mark | None]]:
+    """Return the marks of watched outputs at these addresses."""
+    found: dict[int, list[Mark | None]] = {}
+    if marks.are_any():
+        for i, (dtype, column) in enumerate(zip(signature.outputs, addresses, strict=False)):
+            if not signature.shares(i):
+                own = marks.marks_of(dtype.itemsize, lengths, column)
+                if any(own):
+                    found[i] = own
+    return found
+
+
 @functools.lru_cache(maxsize=1024)  # more than any training uses
 def kernel_of(body: Body, signature: Signature) -> Kernel:
     """Return the one kernel of a function for operands and results of these dtypes."""
@@ -116,6 +144,7 @@ def run_alike(
         vectors, outputs = ([list(x) for x in y] for y in (columns.vectors, columns.outputs))
         run(body, dataclasses.replace(columns, vectors=vectors, outputs=outputs))
         return
+    columns.marks = marks_of(signature, lengths, addresses[len(signature.vectors) :])
     kernel_of(body, signature).run(columns, lengths, addresses)
 
 
@@ -169,11 +198,11 @@ def _run(body: Body, columns: Columns) -> None:
     count = len(columns.vectors)
     scalars = tuple([dtype for dtype, _ in kinds])  # type: ignore[misc]
     written = tuple([dtypes[i] for i in outputs])
-    kernel = kernel_of(
-        body, Signature(dtypes[:count], scalars, written, columns.shared, has_float64())
-    )
+    signature = Signature(dtypes[:count], scalars, written, columns.shared, has_float64())
+    kernel = kernel_of(body, signature)
     own = lengths[outputs[0]]
     asked = [*addresses[:count], *[addresses[i] for i in outputs]]
+    columns.marks = marks_of(signature, own, asked[count:])
     shared = {i if i < count else outputs[i - count] for i in columns.shared}
     elements = [_elements(x, i in shared) for i, x in enumerate(lengths)]
     if 0 not in own and all(are_contiguous) and elements.count(own) == len(lengths):

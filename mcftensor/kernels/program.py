@@ -49,7 +49,8 @@ class Signature:
     """The dtypes of a program's inputs and outputs.
 
     It also holds the indices of vectors and then outputs with one value per block, and whether the
-    program may compute in float64.
+    program may compute in float64. `marked` are the indices of outputs whose changes compiled code
+    for a CPU marks.
     """
 
     vectors: tuple[torch.dtype, ...]
@@ -57,6 +58,7 @@ class Signature:
     outputs: tuple[torch.dtype, ...]
     shared: frozenset[int] = frozenset()
     has_float64: bool = True
+    marked: tuple[int, ...] = ()
 
     def shares(self, output: int) -> bool:
         """Whether an output has one value per block."""

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from mcftensor.arithmetic.write_counts import moved
 from mcftensor.formats import Format
-from mcftensor.kernels import cpu, execute
+from mcftensor.kernels import cpu, execute, marks
 from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.columns import Column
+from mcftensor.kernels.marks import Mark
 from mcftensor.passes.decoded_kernels import Asked, Factor, Stage, single_name, stages
 from mcftensor.passes.format_conversion import Flat, decode_columns, encode_columns
 from mcftensor.passes.traces import NUMBERS, Operation, Trace
@@ -129,11 +130,25 @@ class Decoded:
 
     def _launches(self, rows: Rows) -> list[cpu.Launch]:
         """Return the compiled form of the kernels, or none unless all are compiled."""
+        size = sum(rows.lengths), len(rows.lengths)
         found = [
-            execute.kernel_of(x.body, x.signature).compiled(sum(rows.lengths), len(rows.lengths))
+            execute.kernel_of(x.body, x.signature).marking(self.marks(x, rows)).compiled(*size)
             for x in self.stages
         ]
         return [x for x in found if x is not None] if all(found) else []
+
+    def marks(self, stage: Stage, rows: Rows) -> dict[int, list[Mark | None]]:
+        """Of what a stage writes, the marks of those columns that are watched."""
+        if not marks.are_any():
+            return {}
+        addresses: list[list[int]] = []
+        for i in stage.stored:
+            if self.columns[i]:
+                addresses += [list(map(Tensor.data_ptr, x)) for x in self.components(i, rows)]
+            else:  # what the step makes, which nobody watches
+                count = len(self.trace.variables[i].format.components)
+                addresses += [[0] * len(rows.lengths)] * count
+        return execute.marks_of(stage.signature, rows.lengths, addresses)
 
     def _cut(self) -> list[Rows]:
         limit = TOGETHER if self.device.type == "cpu" else TOGETHER_ON_OTHERS
@@ -264,6 +279,7 @@ class _Launched:
             addresses = [x for i in (*stage.vectors, *stage.stored) for x in self._places(i)]
             if stage.then is not None:
                 addresses += self._places(None)
+            addresses += execute.addresses_of(run.marks(stage, rows))
             scalars = list(map(self._scalar, stage.scalars))
             dtypes = stage.signature.scalars
             self._left.append(cpu.prepared(launch, rows.lengths, addresses, scalars, dtypes))
@@ -376,7 +392,7 @@ class _Computed:
                 self._encode(i, numbers, components)
         elif i in self._rounded:
             for own, new in zip(run.components(i, rows), self._rounded[i], strict=True):
-                torch._foreach_copy_(list(own), list(new))
+                marks.store(own, new, marks.of_column(own))
 
     def _store_if_possible(self, i: int) -> None:
         try:

@@ -155,7 +155,7 @@ class EDQ(Handle):
         self.states: list[dict[str, StateReading]] = []
         self.per_state: dict[str, dict[str, StateReading]] = {}
         self.not_metered: dict[str, str] = {}
-        self._names = _unique_names(names)
+        self._names = unique_names(names, "EDQ")
         bases = type(optimizer).__mro__[1:]
         self._bases = [c for c in bases if "step" in vars(c) and c is not Optimizer]
         self._steps = 0
@@ -498,17 +498,18 @@ def _is_nested(optimizer: Optimizer, bases: Sequence[type]) -> bool:
     return steps > 1
 
 
-def _unique_names(
-    names: nn.Module | Iterable[tuple[str, Tensor]] | None,
+def unique_names(
+    names: nn.Module | Iterable[tuple[str, Tensor]] | None, caller: str
 ) -> dict[Tensor, str]:
+    """Names by their parameters; TypeError or ValueError where they are none, or not unique."""
     if isinstance(names, nn.Module):
         names = names.named_parameters()
     pairs = list(names or ())
     if not all(isinstance(name, str) and isinstance(p, Tensor) for name, p in pairs):
         raise TypeError(
-            "EDQ: names are pairs of a name and a parameter, as of model.named_parameters()"
+            f"{caller}: names are pairs of a name and a parameter, as of model.named_parameters()"
         )
     found = {p: name for name, p in reversed(pairs)}
     if len(set(found.values())) < len(found):
-        raise ValueError("EDQ: two parameters have the same name; make the names unique")
+        raise ValueError(f"{caller}: two parameters have the same name; make the names unique")
     return found

@@ -1,0 +1,331 @@
+"""Deltas: which elements of parameters changed and to what, as safetensors files, and their use.
+
+Of a parameter that changed in few places a delta has the gaps between these and the new codes, of
+any other the whole. The page `docs/guides/deltas.md` says it in twenty lines of NumPy.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading
+from mcftensor.checkpoint.safetensors_files import DTYPES, KEY, RESERVED, digest, unsealed, write
+from mcftensor.kernels.marks import packed_bits
+from mcftensor.kernels.program import PATTERNS
+
+DELTA_KEY = "mcftensor.delta"
+"""Under what name a file's metadata hold what is said here."""
+
+WIDTHS = (1, 2, 4, 8, 16)
+"""Bits of a gap, of which the one that makes the fewest bytes is taken."""
+
+_PART = 1 << 16  # elements of which a weighted sum of codes is exact in float64
+
+
+def digest_of(x: Tensor) -> int:
+    """The sum of (2 i + 1) times the code of element i, modulo 2^64, of a flat tensor.
+
+    Sums over parts of it, and over what changed, are sums of this, in any order.
+    """
+    pattern = x.view(PATTERNS[x.element_size()])
+    if x.element_size() > 2:
+        places = torch.arange(len(x), device=x.device) * 2 + 1
+        return int((_unsigned(pattern) * places).sum()) % 2**64
+    total = 0
+    places = torch.arange(min(_PART, len(x)), dtype=torch.float64, device=x.device) * 2 + 1
+    for start in range(0, len(x), _PART):
+        codes = _unsigned(pattern[start : start + _PART], torch.int32).to(torch.float64)
+        count = int(codes.sum())
+        total += int(codes @ places[: len(codes)]) + 2 * start * count
+    return total % 2**64
+
+
+def _unsigned(pattern: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+    """The bits of integers as numbers without a sign; those of 64 bits as they are."""
+    bits = 8 * pattern.element_size()
+    return pattern.to(dtype) if bits == 64 else pattern.to(dtype) & (2**bits - 1)
+
+
+# ---------------------------------------------------------------------------------------- gaps
+
+
+def coded_gaps(indices: Tensor) -> tuple[int, Tensor]:
+    """Rising indices as the gaps between them, in the width that takes the fewest bytes.
+
+    The largest number of a width, t, says that t elements are passed; any smaller one that so many
+    are passed and the next one has changed. Returns the width in bits, and bytes, whose lowest bits
+    come first; those left over are ones.
+
+    Shapes: (n,) to (bytes,).
+    """
+    before = torch.cat([indices.new_full((1,), -1), indices[:-1]])
+    gaps = indices - before - 1
+    sizes = {w: int((gaps // (2**w - 1) + 1).sum()) * w for w in WIDTHS}
+    width = min(WIDTHS, key=lambda w: -(-sizes[w] // 8))
+    top = 2**width - 1
+    ends = (gaps // top + 1).cumsum(0)
+    numbers = torch.full((sizes[width] // width,), top, dtype=torch.int32, device=indices.device)
+    numbers[ends - 1] = (gaps % top).to(torch.int32)
+    places = torch.arange(width, dtype=torch.int32, device=indices.device)
+    bits = (numbers[:, None] >> places & 1).flatten()
+    return width, packed_bits(torch.nn.functional.pad(bits, (0, -len(bits) % 8), value=1))
+
+
+def indices_of(coded: Tensor, width: int) -> Tensor:
+    """The indices of gaps that `coded_gaps` has made."""
+    places = torch.arange(8, dtype=torch.uint8, device=coded.device)
+    bits = (coded[:, None] >> places & 1).flatten().to(torch.int64)
+    bits = bits[: len(bits) // width * width].view(-1, width)
+    numbers = (bits << torch.arange(width, device=coded.device)).sum(1)
+    is_end = numbers < 2**width - 1
+    return (numbers + is_end).cumsum(0)[is_end] - 1
+
+
+# --------------------------------------------------------------------------------------- files
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a delta says of a parameter.
+
+    Attributes:
+        dtype: of the plain parameter.
+        shape: of the whole parameter.
+        start: the place of the first element of this part, where it is one of a shard; else 0.
+        length: how many elements the part has.
+        width: the bits of a gap; 0 where nothing changed or all elements are there.
+        before: the digest of the part before; None where any base will do.
+        after: the digest afterwards.
+    """
+
+    dtype: str
+    shape: list[int]
+    start: int
+    length: int
+    width: int
+    before: int | None
+    after: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What `Deltas.take` returns, and `apply_deltas` takes.
+
+    Attributes:
+        data: the bytes of a safetensors file.
+        number: how many deltas were taken before.
+        is_anchor: whether all parameters are whole, so that any base will do.
+        changed: how many elements it has, whole parameters counted whole.
+        elements: how many elements the parameters have.
+    """
+
+    data: bytes
+    number: int
+    is_anchor: bool
+    changed: int
+    elements: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return len(self.data)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file."""
+        Path(path).write_bytes(self.data)
+
+    def patches(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Of each parameter that changed its flat indices, int64, and values, which replace the old
+        ones: the form that inference engines take for sparse updates of checkpoints.
+
+        Shapes: (n,) and (n,).
+        """
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, entry, at, codes in _changes(*_parsed(self.data, "delta")):
+            if codes is not None:
+                at = torch.arange(len(codes)) if at is None else at
+                found[name] = at + entry.start, codes
+        return found
+
+
+def write_delta(
+    parts: Mapping[str, tuple[Entry, Tensor | None, Tensor | None]], number: int, is_anchor: bool
+) -> Delta:
+    """A file of entries, gaps and codes by the names of parameters."""
+    tensors: dict[str, Tensor] = {}
+    for name, (_, gaps, codes) in parts.items():
+        if gaps is not None:
+            tensors[f"{name}.gaps"] = gaps
+        if codes is not None:
+            tensors[f"{name}.codes"] = codes
+    entries = {name: list(vars(entry).values()) for name, (entry, _, _) in parts.items()}
+    said = {"number": number, "anchor": is_anchor, "parameters": entries}
+    file = io.BytesIO()
+    metadata = {"format": "pt", DELTA_KEY: json.dumps(said, separators=(",", ":"))}
+    write(file, tensors, tensors.items(), {}, metadata)
+    changed = sum(len(codes) for _, _, codes in parts.values() if codes is not None)
+    elements = sum(entry.length for entry, _, _ in parts.values())
+    return Delta(file.getvalue(), number, is_anchor, changed, elements)
+
+
+_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def _parsed(data: bytes, where: str) -> tuple[dict[str, Tensor], dict[str, Entry]]:
+    """The tensors and entries of a file, whose digests are checked."""
+    with reading(Path(where)):
+        length = int.from_bytes(data[:8], "little")
+        head = json.loads(data[8 : 8 + length])
+        metadata = head.pop(RESERVED)
+        if DELTA_KEY not in metadata:
+            raise CheckpointError(f"{where} is no delta; load_file reads checkpoints")
+        digests = unsealed(where, json.loads(metadata[KEY]))["tensors"]
+        tensors: dict[str, Tensor] = {}
+        for name, said in head.items():
+            start, stop = (8 + length + x for x in said["data_offsets"])
+            dtype = _DTYPES[said["dtype"]]
+            content = bytearray(data[start:stop])
+            x = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+            tensors[name] = x.view(said["shape"])
+            if digests.get(name) != digest(name, tensors[name]):
+                raise CheckpointError(f"{where} is damaged: {name} does not have its digest")
+        said = json.loads(metadata[DELTA_KEY])
+        return tensors, {name: Entry(*x) for name, x in said["parameters"].items()}
+
+
+def _changes(
+    tensors: Mapping[str, Tensor], entries: Mapping[str, Entry]
+) -> Iterator[tuple[str, Entry, Tensor | None, Tensor | None]]:
+    """Of each parameter its entry, the indices, none where all elements are there, and codes, none
+    where nothing changed."""
+    for name, entry in entries.items():
+        gaps = tensors.get(f"{name}.gaps")
+        at = None if gaps is None else indices_of(gaps, entry.width)
+        yield name, entry, at, tensors.get(f"{name}.codes")
+
+
+DeltaLike = Delta | bytes | str | os.PathLike[str]
+
+
+def apply_deltas(
+    model_or_state_dict: nn.Module | Mapping[str, Tensor],
+    delta: DeltaLike | Sequence[DeltaLike],
+) -> None:
+    """Bring a plain model to the state after a delta of `mcf.deltas`, in place.
+
+    Before anything is written, the digest of each parameter is compared with the one before the
+    delta, and that of the result with the one after it. So a base that is not the right one, a
+    delta that is left out of a chain, and changes that the trainer's side did not see are refused,
+    and the model stays as it was.
+
+    Args:
+        model_or_state_dict: a plain module, or plain tensors by name.
+        delta: what `take` returned, its bytes, or the path of its file; or a chain of these in
+            order, as of several steps or of all ranks, of which each is applied whole or not at
+            all.
+
+    Raises:
+        CheckpointError: a file that is damaged or no delta; a parameter that the model lacks, or
+            that has another dtype or shape; a base that is not the one that the delta is of.
+        TypeError: a model of expansions, whose tails a delta does not have.
+
+    Examples:
+        >>> import copy, torch, mcftensor as mcf
+        >>> model = mcf.as_expansion(torch.nn.Linear(64, 64))
+        >>> server = mcf.as_plain(copy.deepcopy(model))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        >>> deltas = mcf.deltas(optimizer, names=model)
+        >>> model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+        >>> optimizer.step()
+        >>> mcf.apply_deltas(server, deltas.take())
+        >>> torch.equal(server.weight, mcf.as_plain(model.weight))
+        True
+    """
+    if isinstance(delta, (Delta, bytes, str, os.PathLike)):
+        delta = [delta]
+    if isinstance(model_or_state_dict, nn.Module):
+        named = model_or_state_dict.named_parameters(remove_duplicate=False)
+        targets: Mapping[str, Tensor] = dict(named)
+    else:
+        targets = model_or_state_dict
+    for i, each in enumerate(delta):
+        where = os.fspath(each) if isinstance(each, (str, os.PathLike)) else f"delta {i}"
+        if isinstance(each, Delta):
+            data = each.data
+        else:
+            data = each if isinstance(each, bytes) else Path(each).read_bytes()
+        _apply(targets, *_parsed(data, where), where)
+
+
+@torch.no_grad()
+def _apply(
+    targets: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    entries: Mapping[str, Entry],
+    where: str,
+) -> None:
+    writes: list[tuple[Tensor, Tensor | None, Tensor]] = []
+    for name, entry, at, codes in _changes(tensors, entries):
+        x = _target(targets, name, entry, where)
+        old = x.reshape(-1)[entry.start : entry.start + entry.length]
+        if entry.before is not None and digest_of(old) != entry.before:
+            raise CheckpointError(
+                f"apply_deltas: {name} is not the base of {where}, in which it has another digest; "
+                "apply the deltas before it in order, or an anchor, as take(anchor=True) gives one"
+            )
+        if codes is not None:
+            codes = codes.to(x.device)
+            at = None if at is None else at.to(x.device)
+            made = codes if at is None else old.clone().index_copy_(0, at, codes)
+            if digest_of(made) != entry.after:
+                raise CheckpointError(
+                    f"apply_deltas: {where} does not bring {name} to the digest that it says: "
+                    "something wrote to the parameter that the recorder did not see; take an "
+                    "anchor, take(anchor=True)"
+                )
+            writes.append((x, at, codes))
+        elif entry.before != entry.after:
+            raise CheckpointError(
+                f"apply_deltas: {where} has no change of {name}, whose digest changed: something "
+                "wrote to it that the recorder did not see; take an anchor, take(anchor=True)"
+            )
+    starts = {id(_target(targets, n, e, where)): e.start for n, e in entries.items()}
+    for x, at, codes in writes:
+        start, flat = starts[id(x)], x.detach().view(-1)
+        if at is None:
+            flat[start : start + len(codes)] = codes
+        else:
+            flat.index_copy_(0, at + start, codes)
+
+
+def _target(targets: Mapping[str, Tensor], name: str, entry: Entry, where: str) -> Tensor:
+    x = targets.get(name)
+    if x is None:
+        raise CheckpointError(
+            f"apply_deltas: {where} has {name}, which the model lacks; give the recorder the names "
+            "of the model, mcf.deltas(optimizer, names=model)"
+        )
+    if type(x) not in (Tensor, nn.Parameter):
+        raise TypeError(
+            f"apply_deltas: {name} is a {type(x).__name__}; a delta is for a plain model, as "
+            "mcf.as_plain(model) gives it"
+        )
+    if DTYPES.get(x.dtype) != entry.dtype or list(x.shape) != entry.shape:
+        raise CheckpointError(
+            f"apply_deltas: {name} is of {DTYPES.get(x.dtype)} and shape {tuple(x.shape)}, and in "
+            f"{where} of {entry.dtype} and shape {tuple(entry.shape)}"
+        )
+    if not x.is_contiguous():
+        raise CheckpointError(
+            f"apply_deltas: {name} of shape {tuple(x.shape)} is not contiguous; give its "
+            "parameter, or a copy by contiguous()"
+        )
+    return x

@@ -1,0 +1,178 @@
+"""Marks: a bit for each element of a watched tensor, set where another pattern is stored there.
+
+Kernels find what is watched by the addresses that they write to. They compare the old pattern with
+the new one while both are at hand, and so who watches needs no copy of what was there before.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mcftensor.kernels.custom_ops import is_bare
+from mcftensor.kernels.program import PATTERNS
+
+# Elements at a multiple of which kernels begin to write: threads share no byte of marks.
+_ALIGNED = 64
+
+
+class Marks:
+    """Which elements of a contiguous tensor have got another pattern since they were `cleared`.
+
+    Attributes:
+        bits: on the device of the tensor, that of element i in byte i // 8, at 2^(i % 8).
+        is_blind: whether somebody may have written who does not mark.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self.address, self.length, self.width = x.data_ptr(), x.numel(), x.element_size()
+        self.bits = bits_for(x)
+        self._version = x._version
+        self.is_blind = False
+
+    def clear(self, x: Tensor) -> None:
+        """Forget all marks; x is the tensor."""
+        self.bits.zero_()
+        self._version, self.is_blind = x._version, False
+
+    def look(self, x: Tensor) -> None:
+        """Find out whether PyTorch's own operations have written to the tensor."""
+        self.is_blind |= x._version != self._version
+
+    def compare(self, x: Tensor, new: Tensor, start: int) -> None:
+        """Mark where what is stored next differs from x, whose first element is that of a place."""
+        self.look(x)
+        self.add(differing(x, new.to(x.device, x.dtype)), start)
+
+    def add(self, changed: Tensor, start: int = 0) -> None:
+        """Mark the elements from a multiple of eight on for which a tensor is true."""
+        packed = packed_bits(changed.reshape(-1))
+        self.bits[start // 8 : start // 8 + len(packed)] |= packed
+
+    def stored(self, x: Tensor) -> None:
+        """What was compared is stored, and counted by PyTorch."""
+        self._version = x._version
+
+
+def bits_for(x: Tensor) -> Tensor:
+    """No marks, for all elements of a tensor."""
+    size = -(-x.numel() // _ALIGNED) * _ALIGNED // 8
+    return torch.zeros(size, dtype=torch.uint8, device=x.device)
+
+
+def differing(x: Tensor, y: Tensor) -> Tensor:
+    """Where two tensors of one dtype have other patterns, flat."""
+    pattern = PATTERNS[x.element_size()]
+    return (x.view(pattern) != y.view(pattern)).reshape(-1)
+
+
+def packed_bits(changed: Tensor) -> Tensor:
+    """Truth values as bits, the first one the lowest of the first byte.
+
+    Shapes: (n,) to (ceil(n / 8),).
+    """
+    whole = torch.nn.functional.pad(changed.to(torch.uint8), (0, -len(changed) % 8))
+    places = torch.arange(8, dtype=torch.uint8, device=changed.device)
+    return (whole.view(-1, 8) << places).sum(1, dtype=torch.uint8)
+
+
+class Mark(NamedTuple):
+    """Where a tensor that is written to begins in one that is watched."""
+
+    marks: Marks
+    start: int
+
+    @property
+    def address(self) -> int:
+        """That of its first mark."""
+        return self.marks.bits.data_ptr() + self.start // 8
+
+
+_watched: weakref.WeakValueDictionary[int, Marks] = weakref.WeakValueDictionary()
+_addresses: list[int] = []
+
+
+def watch(x: Tensor) -> Marks:
+    """Have kernels mark what they change in a contiguous tensor, while anybody has the marks.
+
+    Raises:
+        RuntimeError: it is watched already.
+    """
+    marks = Marks(x)
+    if _at(marks.address) is not None:
+        raise RuntimeError(f"a tensor of shape {tuple(x.shape)} is watched already")
+    if marks.length:
+        _watched[marks.address] = marks
+        _addresses[:] = sorted(_watched)
+    return marks
+
+
+def are_any() -> bool:
+    """Whether anything is watched."""
+    return bool(_addresses)
+
+
+def _at(address: int) -> Marks | None:
+    """What is watched there."""
+    i = bisect_right(_addresses, address)
+    marks = _watched.get(_addresses[i - 1]) if i else None
+    inside = marks is not None and address < marks.address + marks.width * marks.length
+    return marks if inside else None
+
+
+def marks_of(width: int, lengths: Sequence[int], addresses: Sequence[int]) -> list[Mark | None]:
+    """Where tensors of elements of so many bytes, of these lengths and addresses, are watched."""
+    if not _watched:
+        _addresses.clear()
+    return [_mark(width, *place) for place in zip(lengths, addresses, strict=True)]
+
+
+def _mark(width: int, length: int, address: int) -> Mark | None:
+    found, end = _at(address), address + width * length
+    for i in range(bisect_right(_addresses, address), len(_addresses)):
+        if _addresses[i] >= end:
+            break
+        inner = _watched.get(_addresses[i])  # a part of what is written to
+        if inner is not None:
+            inner.is_blind = True
+    if found is None:
+        return None
+    start, rest = divmod(address - found.address, found.width)
+    if rest or width != found.width or start % _ALIGNED or start + length > found.length:
+        found.is_blind = True
+        return None
+    return Mark(found, start)
+
+
+def of_column(column: Sequence[Tensor]) -> list[Mark | None]:
+    """Where tensors of one dtype are watched."""
+    if not are_any():
+        return [None] * len(column)
+    lengths, addresses = [x.numel() for x in column], [x.data_ptr() for x in column]
+    return marks_of(column[0].element_size(), lengths, addresses)
+
+
+def unseen(x: Tensor) -> None:
+    """Somebody is about to write to a tensor who does not mark."""
+    if are_any() and is_bare([x]):
+        for mark in of_column([x]):
+            if mark is not None:
+                mark.marks.is_blind = True
+
+
+def store(targets: Sequence[Tensor], new: Sequence[Tensor], marks: Sequence[Mark | None]) -> None:
+    """Mark what changes in tensors, and store it there."""
+    pairs = [(x, y, m) for x, y, m in zip(targets, new, marks, strict=True) if m is not None]
+    for x, y, mark in pairs:
+        if x.is_contiguous():
+            mark.marks.compare(x, y, mark.start)
+        else:
+            mark.marks.is_blind = True
+    torch._foreach_copy_(list(targets), list(new))
+    for x, _, mark in pairs:
+        mark.marks.stored(x)

@@ -1,0 +1,352 @@
+"""Deltas: a plain model that is kept current is the trainer's, bit by bit."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mcftensor as mcf
+from mcftensor.checkpoint.delta_files import coded_gaps, digest_of, indices_of
+from mcftensor.kernels import cpu, execute
+from mcftensor.kernels import marks as marks_of_kernels
+
+FORMATS = [mcf.bf16x2, mcf.bf16x3, mcf.bf16i16, mcf.bf16i8, mcf.fp16i16, mcf.fp16i8, None]
+WAYS = {
+    "fused": lambda ps, lr: torch.optim.AdamW(ps, lr=lr, fused=True),
+    "foreach": lambda ps, lr: torch.optim.AdamW(ps, lr=lr, foreach=True),
+    "for-loop": lambda ps, lr: torch.optim.AdamW(ps, lr=lr, foreach=False),
+    "sgd": lambda ps, lr: torch.optim.SGD(ps, lr=100 * lr, momentum=0.9),
+    "compact": lambda ps, lr: mcf.collage(torch.optim.AdamW(ps, lr=lr, fused=True), "compact"),
+}
+
+
+def a_model(format):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(65, 33), nn.Tanh(), nn.Linear(33, 7))
+    if format is None:
+        return model.to(torch.bfloat16)
+    return mcf.as_expansion(model, format)
+
+
+def backward(model, seed):
+    p = next(model.parameters())
+    x = torch.randn(8, 65, generator=torch.Generator().manual_seed(seed)).to(p.dtype)
+    model(x).square().mean().backward()
+
+
+def a_step(model, optimizer, seed):
+    optimizer.zero_grad()
+    backward(model, seed)
+    optimizer.step()
+
+
+def plain(model):
+    """What a server holds, the leading terms, in memory of its own."""
+    own = copy.deepcopy(model)
+    if not any(isinstance(p, mcf.MCFTensor) for p in own.parameters()):
+        return own
+    own = mcf.as_plain(own)
+    with torch.no_grad():
+        for x, p in zip(own.parameters(), model.parameters(), strict=True):
+            x.copy_(served_now(p))
+    return own
+
+
+def are_equal(server, model):
+    pairs = zip(server.parameters(), plain(model).parameters(), strict=True)
+    return all(torch.equal(x, y) and x.dtype == y.dtype for x, y in pairs)
+
+
+@pytest.fixture(params=["compiled", "eager"])
+def way_of_kernels(request, monkeypatch):
+    if request.param == "eager":
+        monkeypatch.setattr(execute.Kernel, "compiled", lambda *args: None)
+    else:
+        if cpu.find() is None:
+            pytest.skip("no compiler")
+        monkeypatch.setattr(execute, "LOOK_AFTER", 1)
+        monkeypatch.setattr(execute, "BUILD_AFTER", 1)
+    execute.kernel_of.cache_clear()
+    yield request.param
+    execute.kernel_of.cache_clear()
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_server_follows(format, way):
+    if format is None and way == "compact":
+        pytest.skip("a mode is for expansions")
+    model = a_model(format)
+    server = plain(model)
+    optimizer = WAYS[way](model.parameters(), 1e-4)
+    deltas = mcf.deltas(optimizer, names=model)
+    for seed in range(6):
+        before = [x.clone() for x in server.parameters()]
+        a_step(model, optimizer, seed)
+        delta = deltas.take()
+        mcf.apply_deltas(server, delta)
+        assert are_equal(server, model)
+        changed = sum(int((x != y).sum()) for x, y in zip(before, server.parameters(), strict=True))
+        assert 0 < changed <= delta.changed <= delta.elements
+
+
+@pytest.mark.parametrize("format", [mcf.bf16x2, mcf.bf16i16, mcf.bf16i8], ids=str)
+def test_marks_are_exact(format, way_of_kernels):
+    """A fused step marks the elements that it changed, and no other."""
+    torch.manual_seed(1)
+    sizes = [3 * 64 + 5, 1, 640, 70_001]
+    ps = [nn.Parameter(mcf.as_expansion(torch.randn(n) * 0.02, format)) for n in sizes]
+    optimizer = torch.optim.AdamW(ps, lr=1e-5, fused=True)
+    for _ in range(3):
+        own = [marks_of_kernels.watch(p.components[0]) for p in ps]
+        before = [p.components[0].clone() for p in ps]
+        for p in ps:
+            p.grad = torch.randn(p.shape).to(p.dtype)
+        optimizer.step()
+        for p, marks, old in zip(ps, own, before, strict=True):
+            marks.look(p.components[0])
+            expected = np.packbits((p.components[0] != old).numpy(), bitorder="little")
+            assert marks.bits[: len(expected)].tolist() == expected.tolist()
+            assert not marks.bits[len(expected) :].any()
+            assert not marks.is_blind
+        del own, marks
+
+
+def test_only_what_changed_is_sent():
+    model = a_model(mcf.bf16x2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    deltas = mcf.deltas(optimizer, names=model)
+    old = {name: served_now(p) for name, p in model.named_parameters()}
+    a_step(model, optimizer, 0)
+    found = deltas.take().patches()
+    for name, p in model.named_parameters():
+        new = served_now(p)
+        indices = (new != old[name]).flatten().nonzero().view(-1)
+        if len(indices):
+            assert found[name][0].tolist() == indices.tolist()
+            assert torch.equal(found[name][1], new.flatten()[indices])
+        else:
+            assert name not in found
+
+
+@pytest.mark.parametrize("density", [0.0005, 0.01, 0.1, 0.3, 0.6, 1.0])
+def test_gaps_come_back(density):
+    chosen = (torch.rand(20_000, generator=torch.Generator().manual_seed(2)) < density).nonzero()
+    indices = chosen.view(-1)
+    width, coded = coded_gaps(indices)
+    assert indices_of(coded, width).tolist() == indices.tolist()
+    assert coded.nbytes <= 20_000 // 8 + 1  # those of a bit for each element
+
+
+def test_the_digest():
+    for dtype in (torch.bfloat16, torch.float32, torch.uint8):
+        x = torch.randint(0, 255, (200_000 * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+        codes = x.view(torch.uint8).numpy().view(f"u{dtype.itemsize}").tolist()
+        assert digest_of(x) == sum((2 * i + 1) * c for i, c in enumerate(codes)) % 2**64
+
+
+def test_chains_and_other_bases():
+    model = a_model(mcf.bf16x2)
+    server, late = plain(model), plain(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    deltas = mcf.deltas(optimizer, names=model)
+    chain = []
+    for seed in range(3):
+        a_step(model, optimizer, seed)
+        chain.append(deltas.take())
+    kept = [x.clone() for x in late.parameters()]
+    with pytest.raises(mcf.errors.CheckpointError, match="is not the base of delta 0"):
+        mcf.apply_deltas(late, chain[1:])
+    assert all(torch.equal(x, y) for x, y in zip(kept, late.parameters(), strict=True))
+    mcf.apply_deltas(server, chain)
+    assert are_equal(server, model)
+    with pytest.raises(mcf.errors.CheckpointError, match="is not the base"):
+        mcf.apply_deltas(server, chain[-1])
+    mcf.apply_deltas(late, deltas.take(anchor=True))
+    assert are_equal(late, model)
+
+
+def test_an_anchor_every_so_many():
+    model = a_model(mcf.bf16x2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    deltas = mcf.deltas(optimizer, names=model, anchor_every=3)
+    assert [deltas.take().is_anchor for _ in range(5)] == [True, False, False, True, False]
+
+
+OUTSIDE = {
+    "copy_": lambda model: model[0].weight.copy_(torch.randn(33, 65)),
+    "load_state_dict": lambda model: model.load_state_dict(a_model(mcf.bf16x2).state_dict()),
+    "index_put_": lambda model: model[0].weight.__setitem__((3, slice(None)), 0.25),
+    "fill_": lambda model: model[0].weight.fill_(0.125),
+    "mul_": lambda model: model[0].weight.mul_(1.01),
+    "data": lambda model: setattr(model[0].weight, "data", model[0].weight.data * 1.01),
+    "component": lambda model: model[0].weight.components[0].mul_(1.25),
+}
+
+
+@pytest.mark.parametrize("way", OUTSIDE)
+@pytest.mark.parametrize("format", [mcf.bf16x2, None], ids=str)
+def test_what_is_written_outside_of_a_step_is_sent(way, format):
+    if format is None and way in ("load_state_dict", "component"):
+        format = mcf.bf16i16
+    model = a_model(format)
+    server = plain(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    deltas = mcf.deltas(optimizer, names=model)
+    for seed in range(3):
+        a_step(model, optimizer, seed)
+        with torch.no_grad():
+            OUTSIDE[way](model)
+        mcf.apply_deltas(server, deltas.take())
+        assert are_equal(server, model)
+        a_step(model, optimizer, seed)
+        mcf.apply_deltas(server, deltas.take())
+        assert are_equal(server, model)
+
+
+def test_other_formats_are_compared_in_the_step():
+    torch.manual_seed(0)
+    scaled = mcf.scaling.scaled(torch.float16)
+    for format in (mcf.e4m3i8, scaled):
+        model = mcf.as_expansion(nn.Linear(64, 32), format)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        held = {n: served_now(p) for n, p in model.named_parameters()}
+        deltas = mcf.deltas(optimizer, names=model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 64, dtype=next(model.parameters()).dtype)).sum().backward()
+            optimizer.step()
+            mcf.apply_deltas(held, deltas.take())
+            for name, p in model.named_parameters():
+                assert torch.equal(held[name], served_now(p))
+
+
+def served_now(p):
+    p = p.detach()
+    return (p.lent if isinstance(p, mcf.MCFTensor) else p).clone()
+
+
+def test_a_write_that_nobody_sees_is_refused():
+    model = a_model(mcf.bf16x2)
+    server = plain(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    deltas = mcf.deltas(optimizer, names=model)
+    a_step(model, optimizer, 0)
+    model[0].weight.components[0].view(torch.int16).numpy()[3, 4] ^= 5  # past PyTorch
+    kept = [x.clone() for x in server.parameters()]
+    with pytest.raises(mcf.errors.CheckpointError, match="did not see"):
+        mcf.apply_deltas(server, deltas.take())
+    assert all(torch.equal(x, y) for x, y in zip(kept, server.parameters(), strict=True))
+    mcf.apply_deltas(server, deltas.take(anchor=True))
+    assert are_equal(server, model)
+
+
+def test_a_format_may_change():
+    model = a_model(mcf.bf16i8)
+    server = plain(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    deltas = mcf.deltas(optimizer, names=model)
+    for seed in range(4):
+        a_step(model, optimizer, seed)
+        if seed == 1:
+            mcf.change_format(model, optimizer, mcf.bf16i16)
+        mcf.apply_deltas(server, deltas.take())
+        assert are_equal(server, model)
+
+
+def test_files_and_damage(tmp_path):
+    model = a_model(mcf.bf16x2)
+    server = plain(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    deltas = mcf.deltas(optimizer, names=model)
+    a_step(model, optimizer, 0)
+    delta = deltas.take()
+    delta.save(tmp_path / "1.safetensors")
+    damaged = bytearray(delta.data)
+    damaged[-3] ^= 1
+    with pytest.raises(mcf.errors.CheckpointError, match="is damaged"):
+        mcf.apply_deltas(server, bytes(damaged))
+    mcf.apply_deltas(server, tmp_path / "1.safetensors")
+    assert are_equal(server, model)
+    mcf.save_file(model, tmp_path / "2.safetensors")
+    with pytest.raises(mcf.errors.CheckpointError, match="is no delta"):
+        mcf.apply_deltas(server, tmp_path / "2.safetensors")
+
+
+def test_refusals():
+    model = a_model(mcf.bf16x2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with pytest.raises(TypeError, match="give a torch"):
+        mcf.deltas(model)
+    with pytest.raises(ValueError, match="anchor_every=0"):
+        mcf.deltas(optimizer, anchor_every=0)
+    deltas = mcf.deltas(optimizer)
+    with pytest.raises(RuntimeError, match="watched already"):
+        mcf.deltas(optimizer)
+    a_step(model, optimizer, 0)
+    delta = deltas.take()
+    with pytest.raises(mcf.errors.CheckpointError, match="names=model"):
+        mcf.apply_deltas(plain(model), delta)
+    deltas.remove()
+    deltas = mcf.deltas(optimizer, names=model)
+    a_step(model, optimizer, 0)
+    with pytest.raises(TypeError, match="is for a plain model"):
+        mcf.apply_deltas(model, deltas.take())
+    with pytest.raises(mcf.errors.CheckpointError, match="and in delta 0 of BF16"):
+        mcf.apply_deltas(plain(model).float(), deltas.take())
+
+
+def test_a_tensor_that_is_written_within_a_larger_one():
+    """A kernel that writes to memory of which a part is watched makes no marks: all is sent."""
+    whole = torch.zeros(256, dtype=torch.bfloat16)
+    marks = marks_of_kernels.watch(whole[64:128])
+    marks_of_kernels.marks_of(2, [256], [whole.data_ptr()])
+    assert marks.is_blind
+    marks.clear(whole)
+    marks_of_kernels.marks_of(2, [8], [whole[65:].data_ptr()])
+    assert marks.is_blind
+
+
+def run_of(format, make, steps):
+    model = a_model(format)
+    server = plain(model)
+    optimizer = make(model)
+    deltas = mcf.deltas(optimizer, names=model, anchor_every=100)
+    for seed in range(steps):
+        a_step(model, optimizer, seed)
+        mcf.apply_deltas(server, deltas.take())
+        assert are_equal(server, model)
+
+
+def muon(model):
+    model[0].bias.requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    return torch.optim.Muon([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+
+
+RUNS = {
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True),
+    "Muon": muon,
+    "compact": lambda model: WAYS["compact"](model.parameters(), 1e-5),
+}
+
+
+@pytest.mark.parametrize("way", RUNS)
+@pytest.mark.parametrize("steps", [10, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_long_run(way, steps):
+    run_of(mcf.bf16x2, RUNS[way], steps)
+
+
+def test_the_metadata_say_what_is_there():
+    model = a_model(mcf.bf16x2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    data = mcf.deltas(optimizer, names=model).take(anchor=True).data
+    head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    said = json.loads(head["__metadata__"]["mcftensor.delta"])
+    assert said["number"] == 0
+    assert said["anchor"]
+    assert list(said["parameters"]) == [name for name, _ in model.named_parameters()]
