@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tables import (
     accuracy,
+    deltas,
     ecosystem,
     findings,
     logits,
@@ -17,6 +18,7 @@ from tables import (
 
 MODULES = (
     accuracy,
+    deltas,
     ecosystem,
     findings,
     logits,

@@ -1,0 +1,91 @@
+"""What deltas cost: a fused step with marks beside one without, and the bytes of a delta.
+
+Run: `python benchmarks/delta_cost.py > benchmarks/results/delta_cost.json`
+"""
+
+import json
+import statistics
+import time
+
+import torch
+
+import mcftensor as mcf
+
+ELEMENTS = 1 << 20
+FORMATS = [mcf.bf16x2, mcf.bf16i16, mcf.bf16i8, mcf.fp16i16]
+RATES = [1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4]
+STEPS = 10
+
+
+def stepping(format, lr):
+    """A weight of size 0.02, as of a matrix of 2,500 columns, with gradients of noise."""
+    torch.manual_seed(0)
+    weight = torch.randn(ELEMENTS) * 0.02
+    p = torch.nn.Parameter(
+        weight.bfloat16() if format is None else mcf.as_expansion(weight, format)
+    )
+    return p, torch.optim.AdamW([p], lr=lr, fused=True, weight_decay=0.01)
+
+
+def seconds(function):
+    """CPU time of this thread in a call."""
+    before = time.thread_time()
+    function()
+    return time.thread_time() - before
+
+
+def cost(format):
+    """Medians of the time of a step, without and with marks in turn, and of `take`."""
+    p, without = stepping(format, 1e-5)
+    q, marked = stepping(format, 1e-5)
+    deltas = mcf.deltas(marked)
+    times = {"step": [], "marked": [], "take": []}
+    for i in range(2 * STEPS):
+        p.grad = q.grad = torch.randn(ELEMENTS).to(p.dtype)
+        pair = [("step", without), ("marked", marked)][:: 1 if i % 2 else -1]
+        for x in (p, q):  # whoever is first finds the gradient in the caches too
+            x.grad.sum()
+        found = {name: seconds(optimizer.step) for name, optimizer in pair}
+        found["take"] = seconds(deltas.take)
+        if i >= 4:  # kernels are compiled, and memory is there
+            for name, x in found.items():
+                times[name].append(x)
+    medians = {name: statistics.median(x) for name, x in times.items()}
+    return {
+        "milliseconds": {name: round(1e3 * x, 3) for name, x in medians.items()},
+        "marks": round(medians["marked"] / medians["step"] - 1, 4),
+        "take": round(medians["take"] / medians["step"], 4),
+    }
+
+
+def size(format, lr):
+    """Of the deltas of late steps, the share of elements and of bytes, beside EDQ."""
+    p, optimizer = stepping(format, lr)
+    deltas, edq = mcf.deltas(optimizer), mcf.EDQ(optimizer, every=1)
+    shares, sizes, ratios = [], [], []
+    for i in range(STEPS):
+        p.grad = torch.randn(ELEMENTS).to(p.dtype)
+        optimizer.step()
+        delta = deltas.take()
+        if i >= STEPS // 2:
+            shares.append(delta.changed / delta.elements)
+            sizes.append(delta.nbytes / (2 * delta.elements))
+            ratios.append(edq.last["ratio"])
+    return {
+        "changed": round(statistics.mean(shares), 5),
+        "bytes": round(statistics.mean(sizes), 5),
+        "edq": round(statistics.mean(ratios), 4),
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    found = {
+        "elements": ELEMENTS,
+        "cost": {x.name: cost(x) for x in FORMATS},
+        "size": {
+            "bf16" if x is None else x.name: {str(lr): size(x, lr) for lr in RATES}
+            for x in (None, mcf.bf16x2, mcf.bf16i8)
+        },
+    }
+    print(json.dumps(found, indent=2))
