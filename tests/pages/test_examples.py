@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+import mcftensor as mcf
 import quickstart
+import rl
 import scientific
 
 EXAMPLES = Path(quickstart.__file__).parent
@@ -49,3 +51,11 @@ def test_every_example_is_listed():
     page = (EXAMPLES / "README.md").read_text().partition("`pretraining/`")[0]
     listed = set(re.findall(r"^\| `(\w+\.py)`", page, re.M))
     assert listed == {file.name for file in EXAMPLES.glob("*.py")}
+
+
+def test_rl(monkeypatch):
+    """The sampler has the trainer's weights, to the bit."""
+    monkeypatch.setattr(rl, "STEPS", 25)
+    rewards, mismatch = rl.train(mcf.fp16i16)
+    assert mismatch == 0
+    assert sum(rewards[-5:]) > 2 * sum(rewards[:5])
