@@ -49,13 +49,13 @@ def sample(model: nn.Module, weights: Any, samples: Any) -> None:
 
 
 def train(format: mcf.Format) -> tuple[list[float], float]:
-    """The mean reward of each step, and the largest difference of log-probabilities."""
+    """Return the mean reward of each step, and the largest difference of log-probabilities."""
     model = mcf.as_expansion(policy(), format, overrides={"*": format})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
     deltas = mcf.deltas(optimizer, names=model, anchor_every=100)
     context = mp.get_context("spawn")
     weights, samples = context.Queue(), context.Queue()
-    server = policy().to(format.base)
+    server = policy().to(format.dtype)
     process = context.Process(target=sample, args=(server, weights, samples))
     process.start()
     rewards, mismatch = [], 0.0

@@ -432,7 +432,8 @@ def source(program: Program, width: int) -> str:
 
     `width` is the vector size of the processor in bytes; wider vectors would be split by lanes.
     `count` sets of tensors are described by columns of 64-bit words: numbers of elements, addresses
-    of vectors, addresses of outputs, addresses of marks or zeros, integer scalars. `numbers` holds columns of the other scalars.
+    of vectors, addresses of outputs, addresses of marks or zeros, integer scalars. `numbers` holds
+    columns of the other scalars.
     """
     signature = program.signature
     names, word, scalars = [], 1, 0
