@@ -62,9 +62,10 @@ _NVIDIA_ACCESS = {
     kind: re.compile(rf"^\s*{name}\.global(?:\.v(\d))?\.b(\d+)", re.MULTILINE)
     for kind, name in (("load", "ld"), ("store", "st"))
 }
-# Tables are read at a scalar address, elements at one of each thread's own.
+# Elements are read at a thread's own address ("off") or at a scalar base. So are tables, from their
+# third word on and within 1024 bytes, the least distance of a thread's elements.
 _AMD_ACCESS = {
-    "load": re.compile(r"\bglobal_load_(\w+) .*, off\b"),
+    "load": re.compile(r"\bglobal_load_(\w+) [^,]+, [^,]+, (?:off\b|s\[\S+(?! offset:\d{2,3}\b))"),
     "store": re.compile(r"\bglobal_store_(\w+)"),
 }
 _AMD_WIDTHS = {"dwordx4": 16, "dwordx2": 8, "dword": 4, "ushort": 2, "short": 2}

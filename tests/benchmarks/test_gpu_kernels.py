@@ -104,7 +104,10 @@ def test_narrow_accesses_are_found(target, product, tmp_path, monkeypatch):
 
 def test_tables_are_no_elements():
     """They are read, and nothing is written to them."""
-    text = "global_load_dwordx4 v[0:3], v7, s[24:25]\nglobal_store_dwordx4 v0, v[2:5], s[0:1]\n"
+    text = """global_load_dwordx4 v[0:3], v7, s[24:25] offset:16
+        global_load_dwordx2 v[4:5], v7, s[24:25] offset:104
+        global_store_dwordx4 v0, v[2:5], s[0:1]
+        """
     amd = gpus.Code({}, 32, 0, 4, "", text)
     nvidia = gpus.Code({}, 32, 0, 4, "", "ld.global.b64 { %rd4 }\nst.global.v2.b64 [ %rd5 ]\n")
     for code, target in ((amd, "gfx942"), (nvidia, "sm_90")):
@@ -118,6 +121,17 @@ def test_what_is_not_read_is_not_loaded(tmp_path, monkeypatch):
     dtypes = (torch.float32,) * 2
     program = record(lambda v, s, i: [v[1] * 2], Signature(dtypes, (), dtypes[:1]))
     assert inspection.inspect(program, "sm_90", tmp_path).narrow == 0
+
+
+def test_elements_at_a_scalar_address_count():
+    """A thread's second 16 bytes follow those of all threads of its block."""
+    text = """global_load_dwordx4 v[6:9], v5, s[6:7]
+        global_load_dwordx4 v[0:3], v6, s[0:1] offset:2048
+        global_load_ushort v26, v[0:1], off offset:14
+        global_load_dwordx4 v[0:3], v5, s[4:5] offset:16
+        """
+    amd = gpus.Code({}, 32, 0, 4, "", text)
+    assert inspection._accesses(amd, "gfx942", "load") == {16: 2, 2: 1}
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
