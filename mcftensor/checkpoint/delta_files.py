@@ -93,7 +93,7 @@ def indices_of(coded: Tensor, width: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Entry:
+class DeltaEntry:
     """What a delta says of a parameter.
 
     Attributes:
@@ -151,13 +151,15 @@ class Delta:
         found: dict[str, tuple[Tensor, Tensor]] = {}
         for name, entry, at, codes in _changes(*_parsed(self.data, "delta")):
             if codes is not None:
-                at = torch.arange(len(codes)) if at is None else at
+                at = torch.arange(len(codes), device=codes.device) if at is None else at
                 found[name] = at + entry.start, codes
         return found
 
 
 def write_delta(
-    parts: Mapping[str, tuple[Entry, Tensor | None, Tensor | None]], number: int, is_anchor: bool
+    parts: Mapping[str, tuple[DeltaEntry, Tensor | None, Tensor | None]],
+    number: int,
+    is_anchor: bool,
 ) -> Delta:
     """A file of entries, gaps and codes by the names of parameters."""
     tensors: dict[str, Tensor] = {}
@@ -179,7 +181,7 @@ def write_delta(
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
-def _parsed(data: bytes, where: str) -> tuple[dict[str, Tensor], dict[str, Entry]]:
+def _parsed(data: bytes, where: str) -> tuple[dict[str, Tensor], dict[str, DeltaEntry]]:
     """The tensors and entries of a file, whose digests are checked."""
     with reading(Path(where)):
         length = int.from_bytes(data[:8], "little")
@@ -193,17 +195,21 @@ def _parsed(data: bytes, where: str) -> tuple[dict[str, Tensor], dict[str, Entry
             start, stop = (8 + length + x for x in said["data_offsets"])
             dtype = _DTYPES[said["dtype"]]
             content = bytearray(data[start:stop])
-            x = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+            x = (
+                torch.frombuffer(content, dtype=dtype)
+                if content
+                else torch.empty(0, dtype=dtype, device="cpu")
+            )
             tensors[name] = x.view(said["shape"])
             if digests.get(name) != digest(name, tensors[name]):
                 raise CheckpointError(f"{where} is damaged: {name} does not have its digest")
         said = json.loads(metadata[DELTA_KEY])
-        return tensors, {name: Entry(*x) for name, x in said["parameters"].items()}
+        return tensors, {name: DeltaEntry(*x) for name, x in said["parameters"].items()}
 
 
 def _changes(
-    tensors: Mapping[str, Tensor], entries: Mapping[str, Entry]
-) -> Iterator[tuple[str, Entry, Tensor | None, Tensor | None]]:
+    tensors: Mapping[str, Tensor], entries: Mapping[str, DeltaEntry]
+) -> Iterator[tuple[str, DeltaEntry, Tensor | None, Tensor | None]]:
     """Of each parameter its entry, the indices, none where all elements are there, and codes, none
     where nothing changed."""
     for name, entry in entries.items():
@@ -269,7 +275,7 @@ def apply_deltas(
 def _apply(
     targets: Mapping[str, Tensor],
     tensors: Mapping[str, Tensor],
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, DeltaEntry],
     where: str,
 ) -> None:
     writes: list[tuple[Tensor, Tensor | None, Tensor]] = []
@@ -306,7 +312,7 @@ def _apply(
             flat.index_copy_(0, at + start, codes)
 
 
-def _target(targets: Mapping[str, Tensor], name: str, entry: Entry, where: str) -> Tensor:
+def _target(targets: Mapping[str, Tensor], name: str, entry: DeltaEntry, where: str) -> Tensor:
     x = targets.get(name)
     if x is None:
         raise CheckpointError(

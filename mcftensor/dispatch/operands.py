@@ -340,7 +340,7 @@ def overwrite(
     if is_bare(own, new):
         watched = marks.of_column(own[:1])
         if any(watched):
-            marks.store(own, new, [*watched, *[None] * (len(own) - 1)])
+            marks.store_marked(own, new, [*watched, *[None] * (len(own) - 1)])
         else:
             torch._foreach_copy_(own, new, non_blocking)
     else:  # single operators, which compilers can trace

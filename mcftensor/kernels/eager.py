@@ -79,7 +79,7 @@ _plainly: Callable[..., None] = torch._foreach_copy_
 def _store(outputs: list[Tensor], results: list[Tensor], start: int, call: Columns) -> None:
     """Store results and mark what they change."""
     found = [call.marks.get(i, [None])[0] for i in range(len(outputs))]
-    marks.store(outputs, results, [x and x._replace(start=x.start + start) for x in found])
+    marks.store_marked(outputs, results, [x and x._replace(start=x.start + start) for x in found])
 
 
 def _there(x: Scalar, device: torch.device) -> Scalar:

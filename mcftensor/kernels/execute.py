@@ -112,7 +112,7 @@ def addresses_of(found: Mapping[int, Sequence[Mark | None]]) -> list[list[int]]:
     return [[0 if x is None else x.address for x in column] for column in found.values()]
 
 
-def marks_of(
+def marks_of_outputs(
     signature: Signature, lengths: Sequence[int], addresses: Sequence[Sequence[int]]
 ) -> dict[int, list[Mark | None]]:
     """Return the marks of watched outputs at these addresses."""
@@ -144,7 +144,7 @@ def run_alike(
         vectors, outputs = ([list(x) for x in y] for y in (columns.vectors, columns.outputs))
         run(body, dataclasses.replace(columns, vectors=vectors, outputs=outputs))
         return
-    columns.marks = marks_of(signature, lengths, addresses[len(signature.vectors) :])
+    columns.marks = marks_of_outputs(signature, lengths, addresses[len(signature.vectors) :])
     kernel_of(body, signature).run(columns, lengths, addresses)
 
 
@@ -202,7 +202,7 @@ def _run(body: Body, columns: Columns) -> None:
     kernel = kernel_of(body, signature)
     own = lengths[outputs[0]]
     asked = [*addresses[:count], *[addresses[i] for i in outputs]]
-    columns.marks = marks_of(signature, own, asked[count:])
+    columns.marks = marks_of_outputs(signature, own, asked[count:])
     shared = {i if i < count else outputs[i - count] for i in columns.shared}
     elements = [_elements(x, i in shared) for i, x in enumerate(lengths)]
     if 0 not in own and all(are_contiguous) and elements.count(own) == len(lengths):

@@ -16,7 +16,7 @@ from torch import Tensor
 from mcftensor.kernels import eager
 from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.columns import Columns, Scalar
-from mcftensor.kernels.marks import bits_for, differing, packed_bits
+from mcftensor.kernels.marks import bits_for, changed_elements, packed_bits
 from mcftensor.kernels.program import PATTERNS, Body, Program, Signature
 from mcftensor.kernels.without_float64 import has_float64
 
@@ -61,7 +61,7 @@ def is_right(body: Body, program: Program, launch: Launch, arrangement: Arrangem
     launch([*LENGTHS], addresses, calls.scalars)
     triples = zip(chain(*watched), chain(*before), chain(*marks), strict=True)
     for x, old, bits in triples:
-        changed = packed_bits(differing(x, old))
+        changed = packed_bits(changed_elements(x, old))
         if not torch.equal(bits[: len(changed)], changed):
             return False
     got = [x for call in map(eager.flat, calls) for (x,) in call.outputs]

@@ -47,7 +47,7 @@ class Marks:
     def compare(self, x: Tensor, new: Tensor, start: int) -> None:
         """Mark where what is stored next differs from x, whose first element is that of a place."""
         self.look(x)
-        self.add(differing(x, new.to(x.device, x.dtype)), start)
+        self.add(changed_elements(x, new.to(x.device, x.dtype)), start)
 
     def add(self, changed: Tensor, start: int = 0) -> None:
         """Mark the elements from a multiple of eight on for which a tensor is true."""
@@ -65,7 +65,7 @@ def bits_for(x: Tensor) -> Tensor:
     return torch.zeros(size, dtype=torch.uint8, device=x.device)
 
 
-def differing(x: Tensor, y: Tensor) -> Tensor:
+def changed_elements(x: Tensor, y: Tensor) -> Tensor:
     """Where two tensors of one dtype have other patterns, flat."""
     pattern = PATTERNS[x.element_size()]
     return (x.view(pattern) != y.view(pattern)).reshape(-1)
@@ -165,7 +165,9 @@ def unseen(x: Tensor) -> None:
                 mark.marks.is_blind = True
 
 
-def store(targets: Sequence[Tensor], new: Sequence[Tensor], marks: Sequence[Mark | None]) -> None:
+def store_marked(
+    targets: Sequence[Tensor], new: Sequence[Tensor], marks: Sequence[Mark | None]
+) -> None:
     """Mark what changes in tensors, and store it there."""
     pairs = [(x, y, m) for x, y, m in zip(targets, new, marks, strict=True) if m is not None]
     for x, y, mark in pairs:

@@ -148,7 +148,7 @@ class Decoded:
             else:  # what the step makes, which nobody watches
                 count = len(self.trace.variables[i].format.components)
                 addresses += [[0] * len(rows.lengths)] * count
-        return execute.marks_of(stage.signature, rows.lengths, addresses)
+        return execute.marks_of_outputs(stage.signature, rows.lengths, addresses)
 
     def _cut(self) -> list[Rows]:
         limit = TOGETHER if self.device.type == "cpu" else TOGETHER_ON_OTHERS
@@ -392,7 +392,7 @@ class _Computed:
                 self._encode(i, numbers, components)
         elif i in self._rounded:
             for own, new in zip(run.components(i, rows), self._rounded[i], strict=True):
-                marks.store(own, new, marks.of_column(own))
+                marks.store_marked(own, new, marks.of_column(own))
 
     def _store_if_possible(self, i: int) -> None:
         try:

@@ -18,10 +18,10 @@ from mcftensor.sums.digits import (
     WIDEST,
     WIDTH,
     Grid,
-    digits_of,
     least_of,
     positions_of,
     products_of,
+    significand_digits,
 )
 
 COUNTS = 5
@@ -131,7 +131,9 @@ def _add_block(result: Tensor, x: Tensor, y: Tensor | None, grid: Grid, fold: Fo
     is_minus_zero = (shown == 0) & shown.signbit()
     minus_zeros += fold(is_minus_zero)
     others += fold(~is_minus_zero)
-    for position, digits in digits_of(wide, other) if is_narrow else _positions(wide, other):
+    for position, digits in (
+        significand_digits(wide, other) if is_narrow else _positions(wide, other)
+    ):
         if 0 <= position - grid.lowest < grid.count:
             result[position - grid.lowest] += fold(digits)
 

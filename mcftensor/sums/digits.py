@@ -67,7 +67,7 @@ def positions_of(x: Tensor) -> Iterator[tuple[int, Tensor]]:
         x = x - by_power(digits, WIDTH * position)
 
 
-def digits_of(x: Tensor, y: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+def significand_digits(x: Tensor, y: Tensor | None) -> Iterator[tuple[int, Tensor]]:
     """Positions, and the digits there, of float32 numbers or of their products.
 
     Digits are zero at positions that no sum of such numbers has.

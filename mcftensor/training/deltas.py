@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mcftensor.checkpoint.delta_files import Delta, Entry, coded_gaps, digest_of, write_delta
+from mcftensor.checkpoint.delta_files import Delta, DeltaEntry, coded_gaps, digest_of, write_delta
 from mcftensor.checkpoint.safetensors_files import DTYPES
-from mcftensor.kernels.marks import Marks, differing, watch
+from mcftensor.kernels.marks import Marks, changed_elements, watch
 from mcftensor.meters.edq.meter import unique_names
 from mcftensor.patches.optimizers import named_parameters_of
 from mcftensor.tensor.dtensor import local, place_of
@@ -171,14 +171,14 @@ class _Known:
         if self.before is not None:
             x = served(self.p).view(-1)
             if len(x) == self.marks.length and x.dtype == self.before.dtype:
-                self.marks.add(differing(x, self.before))
+                self.marks.add(changed_elements(x, self.before))
             else:
                 self.marks.is_blind = True
             self.before, self.latest = None, digest_of(x)
 
     def taken(
         self, name: str, p: Tensor, anchor: bool
-    ) -> tuple[Entry, Tensor | None, Tensor | None]:
+    ) -> tuple[DeltaEntry, Tensor | None, Tensor | None]:
         """What a delta says of it, and has of it; from now on it is known as it is."""
         _require_rows(name, p)
         x, marks = served(p).view(-1), self.marks
@@ -201,7 +201,9 @@ class _Known:
                 width, gaps = coded_gaps(indices)
                 if gaps.nbytes + codes.nbytes >= x.nbytes:
                     width, gaps, codes = 0, None, x
-        entry = Entry(DTYPES[x.dtype], list(p.shape), place_of(p), len(x), width, before, after)
+        entry = DeltaEntry(
+            DTYPES[x.dtype], list(p.shape), place_of(p), len(x), width, before, after
+        )
         if is_other:
             del self.marks, marks
             self.p, self.is_new = p, False

@@ -270,7 +270,7 @@ class TestAutograd:
                 lambda y: y.copy_(torch.ones(y.shape)),
                 lambda y: y.normal_(),
             ):
-                with pytest.raises(TypeError, match="across the rows of a parameter"):
+                with pytest.raises(TypeError, match="crosses the rows of a parameter"):
                     write(do(p))
         assert contract.bits(p) == before
 
