@@ -89,9 +89,8 @@ class Evaluation:
         raise Unsupported(f"{name} is not defined")
 
     def _compared(self, operation: str, values: Sequence[Any]) -> Mask:
-        if operation == "!=" and len(values) > 2:
-            raise Unsupported("!= of more than two")
-        pairs = itertools.pairwise(values)
+        every = operation == "!="
+        pairs = itertools.combinations(values, 2) if every else itertools.pairwise(values)
         found = [self.numbers.compare(operation, x, y) for x, y in pairs]
         return np.logical_and.reduce(found)
 

@@ -113,6 +113,8 @@ class Exact:
             if len(operands) == 1:
                 return [-x for x in operands[0]]
             return self.apply("+", signed)
+        if operation in ("*", "/") and len(operands) == 1:
+            return self.apply(operation, [self.constant(Fraction(1)), *operands])
         if operation in ("*", "/") and len(operands) > 2:
             first = self.apply(operation, operands[:2])
             return self.apply(operation, [first, *operands[2:]])

@@ -96,6 +96,8 @@ class Machine:
         """An operation on each lane."""
         if operation == "-" and len(operands) == 1:
             return -operands[0]
+        if operation == "/" and len(operands) == 1:
+            return 1 / operands[0]
         if operation in ("+", "-", "*", "/"):
             function: Any = {"+": torch.add, "-": torch.sub, "*": torch.mul, "/": torch.div}[
                 operation

@@ -164,7 +164,8 @@ def drawn(
         likely = Evaluation(Machine(torch.float64, BATCH), others).of(
             precondition, scope(formula, plain)
         )
-        chosen = np.flatnonzero(likely)[: count - len(found[0])]
+        finite = np.logical_and.reduce([np.isfinite(column) for column in columns])
+        chosen = np.flatnonzero(likely & finite)[: count - len(found[0])]
         batch = [[Fraction(float(column[i])) for i in chosen] for column in columns]
         keep: Any = satisfying(formula, others, batch) if len(chosen) else []
         for column, new in zip(found, batch, strict=True):

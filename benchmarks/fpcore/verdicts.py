@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from fpcore.evaluation import Unsupported
 from fpcore.judging import judged, precision
 from fpcore.machine import named
+from fpcore.operations import Worst, checked
 from fpcore.reading import Expression, Formula, formulas
 
 KINDS = ("float32", "float64", "bf16x2", "bf16x3", "fp16x2", "fp32x2", "fp32x3", "fp64x2")
@@ -48,12 +50,26 @@ def verdict(formula: Formula, others: dict[str, Formula], count: int) -> dict[st
         for name, x in bits.items()
         if x
     }
-    entry["worse"] = {
-        f"{more} than {less}": worse
-        for more, less in PAIRS
-        if (worse := _worse(found[more], found[less], more, less))
-    }
+    entry["worse"] = {}
+    for more, less in PAIRS:
+        worse = _worse(found[more], found[less], more, less)
+        if worse:
+            worse["worst"]["operation"] = _at_fault(formula, others, worse["worst"]["at"], more)
+            entry["worse"][f"{more} than {less}"] = worse
     return entry
+
+
+def _at_fault(
+    formula: Formula, others: dict[str, Formula], at: list[float], name: str
+) -> tuple[str, float]:
+    """The operation with the largest error at an input, in units of the last place of a format."""
+    worst: Worst = {}
+    checked(formula, others, [[Fraction(x)] for x in at], named(name), worst)
+    return max(
+        ((operation, round(error, 2)) for operation, (error, _) in worst.items()),
+        key=lambda pair: pair[1],
+        default=("none", 0.0),
+    )
 
 
 def _worse(more: Any, less: Any, name: str, other: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import mcftensor as mcf
 from fpcore.evaluation import Evaluation, Unsupported
 from fpcore.judging import judged
 from fpcore.machine import OPERATIONS, Machine
+from fpcore.operations import checked
 from fpcore.reading import expressions, formula
 from fpcore.sampling import drawn, ranges
 from fpcore.verdicts import PAIRS, verdict
@@ -57,6 +58,8 @@ def test_evaluation():
     assert value("(let* ([x 1] [y x]) (+ x y))", [5.0]) == [2]
     assert value("(while (< i x) ([i 0 (+ i 1)] [s 0 (+ s i)]) s)", [3.0, 5.0]) == [3, 10]
     assert value("(while* (< i x) ([i 0 (+ i 1)] [s 0 (+ s i)]) s)", [3.0, 5.0]) == [6, 15]
+    assert value("(+ (* x) (/ x) (- x))", [4.0]) == [0.25]
+    assert value("(if (!= x 1 2) 1 0)", [1.0, 2.0, 3.0]) == [0, 0, 1]
     with pytest.raises(Unsupported, match="besselj"):
         value("(besselj x)", [1.0])
 
@@ -67,6 +70,16 @@ def test_more_terms_are_no_worse(text):
     assert found["worse"] == {}
     right = {name: mean for name, (mean, _, count) in found["right"].items() if count}
     assert all(right[more] > right[less] + 15 for more, less in PAIRS)
+
+
+def test_each_operation_by_itself():
+    text = "(FPCore (x y) :pre (and (< 1 x 9) (< 1 y 9)) (/ (- (* x y 7) (sqrt x)) (+ (sin x) y)))"
+    formula = read(text)
+    inputs = drawn(formula, {}, torch.float32, 16)
+    worst = {}
+    checked(formula, {}, inputs, mcf.fp32x2, worst)
+    assert set(worst) >= {"*", "/", "sqrt", "sin"}
+    assert all(0 < error < 3 for error, _ in worst.values())
 
 
 def test_what_cancels_loses_bits_and_what_does_not_keeps_them():
