@@ -71,10 +71,19 @@ def evaluate_rows_into(
         None if PyTorch's own operation carries out a row. False if results cannot be written
         elementwise while operands are read, because some have another layout than the targets
         or overlap them. Nothing is written then.
+
+    Raises:
+        RuntimeError: a target is an inference tensor, outside of inference mode. Kernels write by
+            address, where PyTorch does not look.
     """
     plans = _plans(name, columns, keywords, count, None, in_place=True)
     if sum([len(rows) for _, rows in plans]) < count:
         return None
+    if not torch.is_inference_mode_enabled() and any(x.is_inference() for x in columns[0]):
+        raise RuntimeError(
+            f"{name}_: an inference tensor cannot be updated in place outside of inference mode; "
+            "clone() it first"
+        )
     is_in_step = count == 1 and current_step() is not None
     if is_in_step and recorded(name, columns, keywords, in_place=True):
         return True

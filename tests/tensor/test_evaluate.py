@@ -165,8 +165,9 @@ class TestWithoutDispatcher:
         assert_same_terms(x + torch._neg_view(g), x - g)
         with torch.inference_mode():
             frozen = sample(mcf.bf16x2, 4)
-        with pytest.raises(RuntimeError, match="inference tensor"):
-            frozen.mul_(2)
+        for write in (lambda: frozen.mul_(2), lambda: torch._foreach_mul_([frozen], 2.0)):
+            with pytest.raises(RuntimeError, match="inference tensor"):
+                write()
         with torch.profiler.profile() as profile:
             x * x
         assert "aten::mul" in {event.key for event in profile.key_averages()}
