@@ -65,7 +65,9 @@ _NVIDIA_ACCESS = {
 # Elements are read at a thread's own address ("off") or at a scalar base. So are tables, from their
 # third word on and within 1024 bytes, the least distance of a thread's elements.
 _AMD_ACCESS = {
-    "load": re.compile(r"\bglobal_load_(\w+) [^,]+, [^,]+, (?:off\b|s\[\S+(?! offset:\d{2,3}\b))"),
+    "load": re.compile(
+        r"\bglobal_load_(\w+) [^,]+, [^,]+, (?:off\b|s\[\d+:\d+\](?! offset:\d{2,3}\b))"
+    ),
     "store": re.compile(r"\bglobal_store_(\w+)"),
 }
 _AMD_WIDTHS = {"dwordx4": 16, "dwordx2": 8, "dword": 4, "ushort": 2, "short": 2}
