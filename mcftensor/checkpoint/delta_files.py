@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading
 from mcftensor.checkpoint.safetensors_files import DTYPES, KEY, RESERVED, digest, unsealed, write
-from mcftensor.kernels.marks import packed_bits
+from mcftensor.kernels.marks import packed_bits, unpacked_bits
 from mcftensor.kernels.program import PATTERNS
 
 DELTA_KEY = "mcftensor.delta"
@@ -81,8 +81,7 @@ def coded_gaps(indices: Tensor) -> tuple[int, Tensor]:
 
 def indices_of(coded: Tensor, width: int) -> Tensor:
     """The indices of gaps that `coded_gaps` has made."""
-    places = torch.arange(8, dtype=torch.uint8, device=coded.device)
-    bits = (coded[:, None] >> places & 1).flatten().to(torch.int64)
+    bits = unpacked_bits(coded).to(torch.int64)
     bits = bits[: len(bits) // width * width].view(-1, width)
     numbers = (bits << torch.arange(width, device=coded.device)).sum(1)
     is_end = numbers < 2**width - 1

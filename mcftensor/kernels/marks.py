@@ -81,6 +81,15 @@ def packed_bits(changed: Tensor) -> Tensor:
     return (whole.view(-1, 8) << places).sum(1, dtype=torch.uint8)
 
 
+def unpacked_bits(packed: Tensor) -> Tensor:
+    """Return the bits of bytes, the lowest of each byte first.
+
+    Shapes: (n,) to (8 n,).
+    """
+    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return (packed[:, None] >> places & 1).flatten()
+
+
 class Mark(NamedTuple):
     """Where a tensor that is written to begins in one that is watched."""
 

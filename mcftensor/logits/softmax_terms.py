@@ -130,6 +130,13 @@ def _weighted_gap(x: Tensor, y: Tensor, most: Tensor) -> Tensor:
     return torch.where(wide == 0, 0.0, wide * _gap(x, most))
 
 
+def _log_ratio(
+    x: Tensor, y: Tensor, most: Tensor, log_sum: Tensor, other: Tensor, other_log: Tensor
+) -> Tensor:
+    """log(q) - log(p) for p of the logit x and q of y."""
+    return _log_probability(y, other, other_log) - _log_probability(x, most, log_sum)
+
+
 def _divergence(
     x: Tensor,
     y: Tensor,
@@ -140,7 +147,7 @@ def _divergence(
     share: Tensor,
 ) -> Tensor:
     """q (log(q) - log(p)) for p of the logit x and q of y; share is 1 / the sum of y's row."""
-    u = _log_probability(y, other, other_log) - _log_probability(x, most, log_sum)
+    u = _log_ratio(x, y, most, log_sum, other, other_log)
     return torch.where(y == -torch.inf, 0.0, _slope(y, other, share) * u)
 
 
@@ -155,7 +162,7 @@ def _divergence_slope(
     mean: Tensor,
 ) -> Tensor:
     """a e^(y - other) (log(q) - log(p) - mean)."""
-    u = _log_probability(y, other, other_log) - _log_probability(x, most, log_sum)
+    u = _log_ratio(x, y, most, log_sum, other, other_log)
     return torch.where(y == -torch.inf, 0.0, _slope(y, other, a) * (u - mean))
 
 

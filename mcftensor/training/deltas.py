@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from mcftensor.checkpoint.delta_files import Delta, DeltaEntry, coded_gaps, digest_of, write_delta
 from mcftensor.checkpoint.safetensors_files import DTYPES
-from mcftensor.kernels.marks import Marks, changed_elements, watch
+from mcftensor.kernels.marks import Marks, changed_elements, unpacked_bits, watch
 from mcftensor.meters.edq.meter import unique_names
 from mcftensor.patches.optimizers import named_parameters_of
 from mcftensor.tensor.dtensor import local, place_of
@@ -194,8 +194,7 @@ class _Known:
         before, gaps, width = None if whole else self.digest, None, 0
         codes: Tensor | None = x
         if not whole:
-            places = torch.arange(8, dtype=torch.uint8, device=x.device)
-            indices = (marks.bits[:, None] >> places & 1).flatten().nonzero().view(-1)
+            indices = unpacked_bits(marks.bits).nonzero().view(-1)
             codes = x[indices] if len(indices) else None
             if codes is not None:
                 width, gaps = coded_gaps(indices)
