@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +25,7 @@ from mcftensor.device_checks.known_results import (
 )
 from mcftensor.device_checks.leaf import leaf_digest
 from mcftensor.formats import bf16x2
-from mcftensor.kernels.without_float64 import has_float64
+from mcftensor.kernels.without_float64 import has_float64, without_float64
 from mcftensor.selfcheck import found_broken
 from mcftensor.tensor.tensor import MCFTensor
 from mcftensor.training.collage import collage
@@ -132,7 +136,12 @@ def _compared(
     works: dict[str, Work], recorded: dict[str, str], device: torch.device
 ) -> Callable[[], tuple[int, list[str]]]:
     def check() -> tuple[int, list[str]]:
-        found = {name: _digest_or_error(work, device) for name, work in works.items()}
+        context = nullcontext if has_float64(device) else without_float64
+        digest = partial(_digest_or_error, device=device, context=context)
+        # Compilers run as other processes, so threads keep all cores busy.
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            digests = threads.map(digest, works.values())
+            found = dict(zip(works, digests, strict=True))
         wrong = {name: x for name, x in found.items() if x != recorded.get(name)}
         return len(works), [
             name if x.isalnum() and x.islower() else f"{name} ({x})" for name, x in wrong.items()
@@ -141,9 +150,12 @@ def _compared(
     return check
 
 
-def _digest_or_error(work: Work, device: torch.device) -> str:
+def _digest_or_error(
+    work: Work, device: torch.device, context: Callable[[], AbstractContextManager[object]]
+) -> str:
     try:
-        return bits_digest(work(device))
+        with context():
+            return bits_digest(work(device))
     except Exception as error:  # noqa: BLE001  # other results are still reported
         return type(error).__name__
 
