@@ -62,6 +62,21 @@ def evaluate_rows(
     return results
 
 
+def require_writable(name: str, targets: Sequence[Tensor]) -> None:
+    """Refuse inference tensors outside of inference mode, as PyTorch does.
+
+    PyTorch does not look where kernels write by address, nor inside of its own dispatch.
+
+    Raises:
+        RuntimeError: a target is an inference tensor, outside of inference mode.
+    """
+    if not torch.is_inference_mode_enabled() and any(x.is_inference() for x in targets):
+        raise RuntimeError(
+            f"{name}_: an inference tensor cannot be updated in place outside of inference mode; "
+            "clone() it first"
+        )
+
+
 def evaluate_rows_into(
     name: str, columns: Lists, keywords: tuple[str, ...], count: int
 ) -> bool | None:
@@ -73,17 +88,12 @@ def evaluate_rows_into(
         or overlap them. Nothing is written then.
 
     Raises:
-        RuntimeError: a target is an inference tensor, outside of inference mode. Kernels write by
-            address, where PyTorch does not look.
+        RuntimeError: as `require_writable`.
     """
     plans = _plans(name, columns, keywords, count, None, in_place=True)
     if sum([len(rows) for _, rows in plans]) < count:
         return None
-    if not torch.is_inference_mode_enabled() and any(x.is_inference() for x in columns[0]):
-        raise RuntimeError(
-            f"{name}_: an inference tensor cannot be updated in place outside of inference mode; "
-            "clone() it first"
-        )
+    require_writable(name, columns[0])
     is_in_step = count == 1 and current_step() is not None
     if is_in_step and recorded(name, columns, keywords, in_place=True):
         return True

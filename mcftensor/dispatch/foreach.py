@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mcftensor.dispatch import storage_formats
-from mcftensor.dispatch.evaluate import evaluate_rows, evaluate_rows_into
+from mcftensor.dispatch.evaluate import evaluate_rows, evaluate_rows_into, require_writable
 from mcftensor.dispatch.inplace_and_out import as_values
 from mcftensor.dispatch.operands import are_lifted, computes_plainly, leading
 from mcftensor.passes.operators import OPERATORS
@@ -35,6 +35,7 @@ def foreach(func: Any, *args: Any, **kwargs: Any) -> Any:
         return lists.by_torch(made)
     if not any(isinstance(x, MCFTensor) for x in targets) and are_lifted(args):
         return func(*leading(args), **leading(kwargs))
+    require_writable(lists.name, targets)
     if not lists.evaluated_into():
         lists.by_torch([None] * lists.count)
     if torch._C._len_torch_dispatch_stack() == 0:  # list operators do not increment versions

@@ -111,7 +111,7 @@ def _together(x: MCFTensor, results: list[Any], starts: Iterable[int], *, own: b
 @implements(aten._unsafe_view.default)  # products of stacks of matrices, x.t().reshape
 def view(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
     """Return views, by PyTorch's schemas: the terms of the result alias the terms of x."""
-    if torch.is_inference_mode_enabled():
+    if torch.is_inference_mode_enabled() or x.is_inference():
         with torch._C._InferenceMode(x.is_inference()):  # a view is of the kind of its base
             return _views(func, x, args, kwargs)
     out = _views(func, x, args, kwargs)

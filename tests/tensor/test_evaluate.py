@@ -171,3 +171,22 @@ class TestWithoutDispatcher:
         with torch.profiler.profile() as profile:
             x * x
         assert "aten::mul" in {event.key for event in profile.key_averages()}
+
+    @pytest.mark.parametrize(
+        "write",
+        [
+            pytest.param(lambda x: x.__setitem__(1, 2.0), id="element"),
+            pytest.param(lambda x: x[1:].copy_(x[1:].clone()), id="view"),
+            pytest.param(lambda x: torch._foreach_zero_([x]), id="foreach zero"),
+            pytest.param(lambda x: torch._foreach_add_([x], 1.0), id="foreach add"),
+            pytest.param(lambda x: torch._foreach_copy_([x], [x.clone()]), id="foreach copy"),
+        ],
+    )
+    @pytest.mark.parametrize("format", [None, mcf.bf16x2, mcf.formats.named("bf16i16")], ids=str)
+    def test_inference_tensors_are_read_only_elsewhere(self, write, format):
+        with torch.inference_mode():
+            frozen = torch.ones(4) if format is None else mcf.as_expansion(torch.ones(4), format)
+        with pytest.raises(RuntimeError, match=r"(?i)inference tensor"):
+            write(frozen)
+        with torch.inference_mode():
+            write(frozen)
