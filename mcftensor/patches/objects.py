@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mcftensor.patches.table import by_name, calls, patch, row
 from mcftensor.tensor.components import Role
-from mcftensor.tensor.dtensor import format_of, local
+from mcftensor.tensor.dtensor import any_format_of, format_of, local
 from mcftensor.tensor.implicit_rounding import saying_itself
 from mcftensor.tensor.pending_tensor import resolved
 from mcftensor.tensor.taped_tensor import TapedTensor
@@ -208,6 +208,30 @@ def _telling_what_is_loaded(load: Callable[[], None], given: dict[str, Any]) -> 
     saying_itself(load)
     if not given["local_metadata"].get("assign_to_params_buffers", False):
         calls.after_loading(given["self"], given["state_dict"], given["prefix"])
+
+
+@patch(
+    "torch.nn.Module.__repr__",
+    why="`print(model)` shows the formats of a module's parameters and buffers. PyTorch's "
+    "`extra_repr` belongs to each class of module.",
+    loss="print(model) does not show formats; see print(mcf.meters.summary(model)).",
+)
+def _showing_formats(text_of: Callable[[nn.Module], str]) -> Callable[[nn.Module], str]:
+    @functools.wraps(text_of)
+    def changed(self: nn.Module) -> str:
+        text = text_of(self)
+        # A class may call this before `__init__`, without the two attributes.
+        held = [vars(self).get(kind, {}).items() for kind in ("_parameters", "_buffers")]
+        found = [(name, any_format_of(x)) for name, x in itertools.chain(*held)]
+        formats = ", ".join(f"{name}: {format.name}" for name, format in found if format)
+        if not formats or not text.endswith(")"):
+            return text
+        head, line, rest = text.partition("\n")
+        if line:  # children, or several lines of the class, with two spaces each
+            return f"{head}\n  {formats}\n{rest}"
+        return f"{text[:-1]}{'' if text.endswith('()') else ', '}{formats})"
+
+    return changed
 
 
 def _refusing_expansions(save: Callable[..., Any]) -> Callable[..., Any]:

@@ -297,3 +297,24 @@ class TestAssignment:
         assert type(model[0].weight) is nn.Parameter
         assert model[0].weight.dtype == torch.float32
         assert not any(m._load_state_dict_pre_hooks for m in model.modules())
+
+
+def test_a_module_prints_the_formats_of_what_it_holds():
+    model = nn.Sequential(nn.Linear(4, 2), nn.LSTM(2, 2), ClassToken(), nn.BatchNorm1d(2))
+    nn.init.constant_(model[2].positions, 0.02)
+    lines = repr(mcf.as_expansion(model, overrides={"2.head.*": None})).splitlines()
+    assert lines[1].endswith("out_features=2, bias=True, weight: bf16x2, bias: bf16x3)")
+    assert "weight_hh_l0: bf16x2" in lines[2]
+    assert lines[3:6] == [
+        "  (2): ClassToken(",
+        "    token: bf16x3, positions: bf16x2",
+        "    (head): Linear(in_features=4, out_features=2, bias=True)",
+    ]
+    assert "running_mean: bf16i16" in lines[-2]
+    assert repr(mcf.as_expansion(nn.ParameterDict())) == repr(nn.ParameterDict())
+
+
+def test_plain_modules_print_as_before():
+    mcf.as_expansion(nn.Linear(2, 2))
+    assert repr(nn.Linear(2, 3)) == "Linear(in_features=2, out_features=3, bias=True)"
+    assert repr(mcf.as_plain(mcf.as_expansion(nn.LayerNorm(2)))) == repr(nn.LayerNorm(2))
