@@ -173,7 +173,7 @@ def test_every_patch_is_on_its_page(site):
 
 def test_every_lesson_is_a_notebook_too(site):
     lessons = [name for name in pages(site) if re.fullmatch(r"tutorials/(?!index).*", name)]
-    assert len(lessons) == 7
+    assert len(lessons) == 8
     for name in [*lessons, "guides/two-checkpoints.html"]:
         notebook = f"{Path(name).stem}.ipynb"
         assert json.loads((site / name).with_name(notebook).read_text())["nbformat"] == 4
