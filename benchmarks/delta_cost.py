@@ -3,6 +3,7 @@
 Run: `python benchmarks/delta_cost.py > benchmarks/results/delta_cost.json`
 """
 
+import functools
 import json
 import statistics
 import time
@@ -27,26 +28,31 @@ def stepping(format, lr):
     return p, torch.optim.AdamW([p], lr=lr, fused=True, weight_decay=0.01)
 
 
-def seconds(function):
-    """CPU time of this thread in a call."""
+def seconds(function, results=None):
+    """CPU time of this thread in a call, whose result is appended to a list."""
     before = time.thread_time()
-    function()
-    return time.thread_time() - before
+    result = function()
+    taken = time.thread_time() - before
+    if results is not None:
+        results.append(result)
+    return taken
 
 
 def cost(format):
-    """Medians of the time of a step, without and with marks in turn, and of `take`."""
+    """Medians of the time of a step, without and with marks in turn, of `take` and of its use."""
     p, without = stepping(format, 1e-5)
     q, marked = stepping(format, 1e-5)
-    deltas = mcf.deltas(marked)
-    times = {"step": [], "marked": [], "take": []}
+    server = {"weight": q.detach().components[0].clone()}
+    deltas = mcf.deltas(marked, names=[("weight", q)])
+    times = {"step": [], "marked": [], "take": [], "apply": []}
     for i in range(2 * STEPS):
         p.grad = q.grad = torch.randn(ELEMENTS).to(p.dtype)
         pair = [("step", without), ("marked", marked)][:: 1 if i % 2 else -1]
         for x in (p, q):  # whoever is first finds the gradient in the caches too
             x.grad.sum()
         found = {name: seconds(optimizer.step) for name, optimizer in pair}
-        found["take"] = seconds(deltas.take)
+        found["take"] = seconds(deltas.take, chain := [])
+        found["apply"] = seconds(functools.partial(mcf.apply_deltas, server, chain))
         if i >= 4:  # kernels are compiled, and memory is there
             for name, x in found.items():
                 times[name].append(x)
@@ -55,7 +61,23 @@ def cost(format):
         "milliseconds": {name: round(1e3 * x, 3) for name, x in medians.items()},
         "marks": round(medians["marked"] / medians["step"] - 1, 4),
         "take": round(medians["take"] / medians["step"], 4),
+        "apply": round(medians["apply"] / medians["step"], 4),
     }
+
+
+def returned(format, lr):
+    """Of the elements in a delta of ten steps, the share that has the old value again."""
+    p, optimizer = stepping(format, lr)
+    deltas, shares = mcf.deltas(optimizer, names=[("weight", p)]), []
+    for _ in range(3):
+        old = p.detach().components[0].view(torch.int16).clone()
+        for _ in range(STEPS):
+            p.grad = torch.randn(ELEMENTS).to(p.dtype)
+            optimizer.step()
+        new = p.detach().components[0].view(torch.int16)
+        changed = int((old != new).sum())
+        shares.append(1 - changed / deltas.take().changed)
+    return round(statistics.mean(shares), 5)
 
 
 def size(format, lr):
@@ -87,5 +109,6 @@ if __name__ == "__main__":
             "bf16" if x is None else x.name: {str(lr): size(x, lr) for lr in RATES}
             for x in (None, mcf.bf16x2, mcf.bf16i8)
         },
+        "returned": {str(lr): returned(mcf.bf16x2, lr) for lr in RATES},
     }
     print(json.dumps(found, indent=2))

@@ -18,75 +18,10 @@ from torch import Tensor, nn
 
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading
 from mcftensor.checkpoint.safetensors_files import DTYPES, KEY, RESERVED, digest, unsealed, write
-from mcftensor.kernels.marks import packed_bits, unpacked_bits
-from mcftensor.kernels.program import PATTERNS
+from mcftensor.kernels.changes import digest_of, digest_of_change, indices_of
 
 DELTA_KEY = "mcftensor.delta"
 """Under what name a file's metadata hold what is said here."""
-
-WIDTHS = (1, 2, 4, 8, 16)
-"""Bits of a gap, of which the one that makes the fewest bytes is taken."""
-
-_PART = 1 << 16  # elements of which a weighted sum of codes is exact in float64
-
-
-def digest_of(x: Tensor) -> int:
-    """The sum of (2 i + 1) times the code of element i, modulo 2^64, of a flat tensor.
-
-    Sums over parts of it, and over what changed, are sums of this, in any order.
-    """
-    pattern = x.view(PATTERNS[x.element_size()])
-    if x.element_size() > 2:
-        places = torch.arange(len(x), device=x.device) * 2 + 1
-        return int((_unsigned(pattern) * places).sum()) % 2**64
-    total = 0
-    places = torch.arange(min(_PART, len(x)), dtype=torch.float64, device=x.device) * 2 + 1
-    for start in range(0, len(x), _PART):
-        codes = _unsigned(pattern[start : start + _PART], torch.int32).to(torch.float64)
-        count = int(codes.sum())
-        total += int(codes @ places[: len(codes)]) + 2 * start * count
-    return total % 2**64
-
-
-def _unsigned(pattern: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
-    """The bits of integers as numbers without a sign; those of 64 bits as they are."""
-    bits = 8 * pattern.element_size()
-    return pattern.to(dtype) if bits == 64 else pattern.to(dtype) & (2**bits - 1)
-
-
-# ---------------------------------------------------------------------------------------- gaps
-
-
-def coded_gaps(indices: Tensor) -> tuple[int, Tensor]:
-    """Rising indices as the gaps between them, in the width that takes the fewest bytes.
-
-    The largest number of a width, t, says that t elements are passed; any smaller one that so many
-    are passed and the next one has changed. Returns the width in bits, and bytes, whose lowest bits
-    come first; those left over are ones.
-
-    Shapes: (n,) to (bytes,).
-    """
-    before = torch.cat([indices.new_full((1,), -1), indices[:-1]])
-    gaps = indices - before - 1
-    sizes = {w: int((gaps // (2**w - 1) + 1).sum()) * w for w in WIDTHS}
-    width = min(WIDTHS, key=lambda w: -(-sizes[w] // 8))
-    top = 2**width - 1
-    ends = (gaps // top + 1).cumsum(0)
-    numbers = torch.full((sizes[width] // width,), top, dtype=torch.int32, device=indices.device)
-    numbers[ends - 1] = (gaps % top).to(torch.int32)
-    places = torch.arange(width, dtype=torch.int32, device=indices.device)
-    bits = (numbers[:, None] >> places & 1).flatten()
-    return width, packed_bits(torch.nn.functional.pad(bits, (0, -len(bits) % 8), value=1))
-
-
-def indices_of(coded: Tensor, width: int) -> Tensor:
-    """The indices of gaps that `coded_gaps` has made."""
-    bits = unpacked_bits(coded).to(torch.int64)
-    bits = bits[: len(bits) // width * width].view(-1, width)
-    numbers = (bits << torch.arange(width, device=coded.device)).sum(1)
-    is_end = numbers < 2**width - 1
-    return (numbers + is_end).cumsum(0)[is_end] - 1
-
 
 # --------------------------------------------------------------------------------------- files
 
@@ -281,7 +216,8 @@ def _apply(
     for name, entry, at, codes in _changes(tensors, entries):
         x = _target(targets, name, entry, where)
         old = x.reshape(-1)[entry.start : entry.start + entry.length]
-        if entry.before is not None and digest_of(old) != entry.before:
+        before = digest_of(old)
+        if entry.before is not None and before != entry.before:
             raise CheckpointError(
                 f"apply_deltas: {name} is not the base of {where}, in which it has another digest; "
                 "apply the deltas before it in order, or an anchor, as take(anchor=True) gives one"
@@ -289,8 +225,11 @@ def _apply(
         if codes is not None:
             codes = codes.to(x.device)
             at = None if at is None else at.to(x.device)
-            made = codes if at is None else old.clone().index_copy_(0, at, codes)
-            if digest_of(made) != entry.after:
+            if at is None:
+                after = digest_of(codes)
+            else:
+                after = (before + digest_of_change(at, old[at], codes)) % 2**64
+            if after != entry.after:
                 raise CheckpointError(
                     f"apply_deltas: {where} does not bring {name} to the digest that it says: "
                     "something wrote to the parameter that the recorder did not see; take an "

@@ -45,6 +45,10 @@ Launch = Callable[[int, int, int, int], None]
 
 _HERE = "the CPU"
 
+# The number of elements from which looking for compiled code, and compiling it, is worthwhile.
+LOOK_AFTER = 1 << 14
+BUILD_AFTER = 1 << 20
+
 
 def load(source: str, *, build: bool, is_right: Callable[[Launch], bool]) -> Launch | None:
     """Return the function `launch` of a translation unit, or None without a compiler.
@@ -84,6 +88,24 @@ def _opened(library: Path) -> Launch:
     launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     launch.restype = None
     return launch
+
+
+class OwnSource:
+    """C++ that is written by hand, loaded once it has worked on enough elements."""
+
+    def __init__(self, source: str, is_right: Callable[[Launch], bool]) -> None:
+        self.source, self.is_right = source, is_right
+        self.worked = 0
+        self.launch: Launch | None = None
+
+    def get(self, elements: int) -> Launch | None:
+        """Return the compiled code for a call with `elements` elements, or None."""
+        if self.launch is None:
+            before, self.worked = self.worked, self.worked + elements
+            build = before < BUILD_AFTER <= self.worked
+            if build or before < LOOK_AFTER <= self.worked:
+                self.launch = load(self.source, build=build, is_right=self.is_right)
+        return self.launch
 
 
 @contextlib.contextmanager

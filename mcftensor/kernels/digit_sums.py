@@ -28,10 +28,6 @@ from mcftensor.kernels.cpp import BITS, GRAIN
 from mcftensor.kernels.first_use import hard_numbers
 from mcftensor.kernels.without_float64 import has_float64
 
-# The number of elements from which looking for compiled code, and compiling it, is worthwhile.
-LOOK_AFTER = 1 << 14
-BUILD_AFTER = 1 << 20
-
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 
 
@@ -486,27 +482,6 @@ extern "C" void launch(const int64_t *words, const double *, int64_t kind, int64
 )
 
 
-class _Compiled:
-    """The compiled code, loaded once enough elements have been summed."""
-
-    def __init__(self) -> None:
-        self.worked = 0
-        self.launch: cpu.Launch | None = None
-
-    def get(self, elements: int) -> cpu.Launch | None:
-        """Return the compiled code for a call with `elements` elements, or None."""
-        if self.launch is None and has_float64():  # with which it is compared
-            before, self.worked = self.worked, self.worked + elements
-            build = before < BUILD_AFTER <= self.worked
-            if build or before < LOOK_AFTER <= self.worked:
-                self.launch = cpu.load(SOURCE, build=build, is_right=_is_right)
-        return self.launch
-
-
-COMPILED = _Compiled()
-"""The compiled code of this process."""
-
-
 def add_rows(x: Tensor, y: Tensor | None, digits: Tensor, lowest: int, least: int) -> bool:
     """Add the terms of rows, or products of terms, to accumulators; return whether it was done.
 
@@ -562,6 +537,8 @@ def sums_of_rows(
 
 def _launch_for(x: Tensor) -> cpu.Launch | None:
     if x.device.type != "cpu" or x.data_ptr() == 0:
+        return None
+    if COMPILED.launch is None and not has_float64():  # with which it is compared
         return None
     return COMPILED.get(x.numel())
 
@@ -620,3 +597,7 @@ def _adds_exactly(launch: cpu.Launch, dtype: torch.dtype, least: int, has_factor
     if abs(exact) >= 2**1024 - 2**970:
         return result.item() == (math.inf if exact > 0 else -math.inf)
     return result.item() == float(exact)
+
+
+COMPILED = cpu.OwnSource(SOURCE, _is_right)
+"""The compiled code of this process."""

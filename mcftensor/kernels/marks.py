@@ -47,11 +47,7 @@ class Marks:
     def compare(self, x: Tensor, new: Tensor, start: int) -> None:
         """Mark where what is stored next differs from x, whose first element is that of a place."""
         self.look(x)
-        self.add(changed_elements(x, new.to(x.device, x.dtype)), start)
-
-    def add(self, changed: Tensor, start: int = 0) -> None:
-        """Mark the elements from a multiple of eight on for which a tensor is true."""
-        packed = packed_bits(changed.reshape(-1))
+        packed = packed_bits(changed_elements(x, new.to(x.device, x.dtype)))
         self.bits[start // 8 : start // 8 + len(packed)] |= packed
 
     def stored(self, x: Tensor) -> None:

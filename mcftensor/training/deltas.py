@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mcftensor.checkpoint.delta_files import Delta, DeltaEntry, coded_gaps, digest_of, write_delta
+from mcftensor.checkpoint.delta_files import Delta, DeltaEntry, write_delta
 from mcftensor.checkpoint.safetensors_files import DTYPES
-from mcftensor.kernels.marks import Marks, changed_elements, unpacked_bits, watch
+from mcftensor.kernels.changes import coded_changes, digest_of, mark_changes
+from mcftensor.kernels.marks import Marks, watch
 from mcftensor.meters.edq.meter import unique_names
 from mcftensor.patches.optimizers import named_parameters_of
 from mcftensor.tensor.dtensor import local, place_of
@@ -51,8 +52,10 @@ class Deltas:
         return list({name: (name, p) for name, p in found}.values())
 
     def _before_step(self) -> None:
+        groups = self._optimizer.param_groups
+        fused = {id(p) for group in groups if group.get("fused") for p in group["params"]}
         for known in self._known.values():
-            known.before_step()
+            known.before_step(writes_once=id(known.p) in fused)
 
     def _after_step(self) -> None:
         for known in self._known.values():
@@ -101,12 +104,13 @@ def deltas(
     `take()` of the result gives the elements that changed since the last one, and
     `mcf.apply_deltas` writes them into the plain model, which then equals the trainer's bit by bit.
 
-    Steps over expansions mark what they change, one bit an element, as they store it: nothing is
-    kept to compare with. Plain parameters, and those in formats that share scales, are compared
-    within the step, with a copy that lives as long as the step. An element that one operation
-    changes and a later one changes back is marked. What PyTorch's own operations write outside of
-    a step, as `load_state_dict` and `copy_` do, is found by the tensor's version, and writes to
-    plain parameters by their digest: the parameter is then given whole.
+    Fused steps over expansions mark what they change, one bit an element, as they store it:
+    nothing is kept to compare with. Other steps may write an element more than once. These, and
+    steps of plain parameters and of those in formats that share scales, are compared within the
+    step, with a copy that lives as long as the step. An element that one step changes and a later
+    one changes back is given if both come between two takes. What PyTorch's own operations write
+    outside of a step, as `load_state_dict` and `copy_` do, is found by the tensor's version, and
+    writes to plain parameters by their digest: the parameter is then given whole.
 
     Args:
         optimizer: any optimizer, fused, foreach or for-loop. Under `fully_shard` each rank takes
@@ -144,8 +148,8 @@ def deltas(
 class _Known:
     """What is known of a parameter as it was when it was last taken.
 
-    Where kernels write leading terms as they are, these mark; else the parameter is compared
-    before and after each step.
+    Where kernels write leading terms as they are, these mark. In a step that may write more than
+    once, and for other formats, the parameter is compared before and after it.
     """
 
     def __init__(self, p: Tensor, is_new: bool = False) -> None:
@@ -156,25 +160,36 @@ class _Known:
         x = served(self.p)
         self.is_marked = _is_marked(self.p)
         self.marks = watch(x) if self.is_marked else Marks(x)
-        self.before: Tensor | None = None
+        self.before: tuple[Tensor, Tensor, bool] | None = None
         self.digest = self.latest = digest_of(x.view(-1))
 
-    def before_step(self) -> None:
-        """Keep what the step is going to change, unless that is marked."""
-        if not self.is_marked:
-            x = served(self.p).view(-1)
-            self.marks.is_blind |= len(x) != self.marks.length or digest_of(x) != self.latest
-            self.before = x.clone()
+    def before_step(self, writes_once: bool) -> None:
+        """Keep what the step is going to change, unless marks alone will say it."""
+        if self.is_marked and writes_once:
+            return
+        x, marks = served(self.p).view(-1), self.marks
+        if self.is_marked:
+            marks.look(x)
+        else:
+            marks.is_blind |= len(x) != marks.length or digest_of(x) != self.latest
+        self.before = x.clone(), marks.bits.clone(), marks.is_blind
 
     def after_step(self) -> None:
-        """Mark what it changed."""
-        if self.before is not None:
-            x = served(self.p).view(-1)
-            if len(x) == self.marks.length and x.dtype == self.before.dtype:
-                self.marks.add(changed_elements(x, self.before))
-            else:
-                self.marks.is_blind = True
-            self.before, self.latest = None, digest_of(x)
+        """Mark what it changed, and nothing that it has changed back."""
+        if self.before is None:
+            return
+        x, marks = served(self.p).view(-1), self.marks
+        old, bits, is_blind = self.before
+        self.before = None
+        if len(x) == len(old) == marks.length and x.dtype == old.dtype:
+            marks.bits.copy_(bits)
+            mark_changes(marks.bits, x, old)
+            marks.stored(x)
+            marks.is_blind = is_blind
+        else:
+            marks.is_blind = True
+        if not self.is_marked:
+            self.latest = digest_of(x)
 
     def taken(
         self, name: str, p: Tensor, anchor: bool
@@ -191,15 +206,14 @@ class _Known:
         elif not is_other:
             marks.is_blind |= after != self.latest
         whole = anchor or is_other or marks.is_blind
-        before, gaps, width = None if whole else self.digest, None, 0
+        before = None if whole else self.digest
+        gaps: Tensor | None = None
+        width = 0
         codes: Tensor | None = x
         if not whole:
-            indices = unpacked_bits(marks.bits).nonzero().view(-1)
-            codes = x[indices] if len(indices) else None
-            if codes is not None:
-                width, gaps = coded_gaps(indices)
-                if gaps.nbytes + codes.nbytes >= x.nbytes:
-                    width, gaps, codes = 0, None, x
+            width, gaps, codes = coded_changes(marks.bits, x) or (0, None, None)
+            if gaps is not None and codes is not None and gaps.nbytes + codes.nbytes >= x.nbytes:
+                width, gaps, codes = 0, None, x
         entry = DeltaEntry(
             DTYPES[x.dtype], list(p.shape), place_of(p), len(x), width, before, after
         )

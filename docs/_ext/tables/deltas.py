@@ -7,7 +7,8 @@ from tables.sources import load, table
 
 def delta_bytes() -> str:
     """By learning rate: elements that changed, bytes over those of the model, and EDQ."""
-    found = load("delta_cost")["size"]
+    said = load("delta_cost")
+    found, returned = said["size"], said["returned"]
     rates = list(next(iter(found.values())))
     rows = []
     for rate in rates:
@@ -15,13 +16,14 @@ def delta_bytes() -> str:
         for name in ("bf16", "bf16x2"):
             x = found[name][rate]
             row += [f"{x['changed']:.1%}", f"{x['bytes']:.1%}", f"{x['edq']:.2f}"]
-        rows.append(tuple(row))
+        rows.append((*row, f"{returned[rate]:.1%}"))
     heads = ("elements changed", "bytes", "EDQ")
-    return table(("lr", *(f"{x}: {y}" for x in ("plain bf16", "`bf16x2`") for y in heads)), rows)
+    names = (f"{x}: {y}" for x in ("plain bf16", "`bf16x2`") for y in heads)
+    return table(("lr", *names, "`bf16x2`: returned in ten steps"), rows)
 
 
 def delta_cost() -> str:
-    """CPU time of a step, of its marks, and of taking a delta."""
+    """CPU time of a step, of its marks, and of taking and applying a delta."""
     found = load("delta_cost")["cost"]
     rows = [
         (
@@ -29,7 +31,9 @@ def delta_cost() -> str:
             f"{x['milliseconds']['step']:.2f} ms",
             f"{x['marks']:.1%}",
             f"{x['take']:.1f}",
+            f"{x['apply']:.1f}",
         )
         for name, x in found.items()
     ]
-    return table(("format", "fused AdamW step", "marks add", "take, in steps"), rows)
+    heads = ("fused AdamW step", "marks add", "take, in steps", "apply, in steps")
+    return table(("format", *heads), rows)
