@@ -48,12 +48,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 import mcftensor as mcf
 from pretraining import text
 from pretraining.command import COUNT, RATE, SEED, Parser, exit_status, make_folder, selected
+from pretraining.half import HALF, FastHalf
 from pretraining.model import GPT, loss
 from pretraining.training import (
     LARGEST_NORM,
@@ -64,7 +64,6 @@ from pretraining.training import (
     machine,
 )
 
-HALF = torch.float16
 BATCH = 4
 SAMPLES = 20
 
@@ -117,18 +116,6 @@ class Outcome:
     sizes: dict[str, dict[str, list[float | None]]] = field(default_factory=dict)
 
 
-class FastHalf(TorchDispatchMode):
-    """Products of plain float16 as those of float32, rounded: what a GPU does, and a CPU slowly."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """One operator."""
-        if func.overloadpacket in _PRODUCTS and args[-1].dtype == HALF:
-            return func(*(x.float() for x in args), **(kwargs or {})).to(HALF)
-        return func(*args, **(kwargs or {}))
-
-
 DRAWN = ("float32", "stochastic", "fp8")
 KINDS = {
     "activations": "activations",
@@ -137,8 +124,6 @@ KINDS = {
     "exp_avg": "first moments",
     "exp_avg_sq": "second moments",
 }
-
-_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.bmm)
 
 
 class Masters:

@@ -34,6 +34,7 @@ class Result:
 
     training: list[float] = field(default_factory=list)  # one loss a step
     validation: list[tuple[int, float]] = field(default_factory=list)  # (step, loss)
+    accuracy: list[tuple[int, float]] = field(default_factory=list)  # (step, share), if any
     edq: list[Mapping[str, Any]] = field(default_factory=list)  # readings of the whole model
     witness: Mapping[str, float] = field(default_factory=dict)  # against float64, if asked for
     bytes_per_parameter: float = math.nan

@@ -14,8 +14,11 @@ import mcftensor as mcf
 
 COLLAGE = ("master", "bf16", "light", "plus", "full")  # Those of the paper.
 STRATEGIES = (*COLLAGE, "exact", "tail8", "round", "compact", "released")
+# Beside which larger studies set them: optimi's Kahan sum, and PyTorch's float16 recipe, which is
+# float32 parameters under autocast with GradScaler.
+PEERS = ("kahan", "fp16")
 IN_ONE_PROCESS = ("released",)  # Beside copies of the model, whose gradients are reduced together.
-PLAIN = ("master", "bf16")  # Their parameters are plain tensors.
+PLAIN = ("master", "bf16", *PEERS)  # Their parameters are plain tensors.
 WITHOUT_TAILS = (*PLAIN, "round")
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
 LEARNING_RATES = {"adamw": 3e-4, "sgd": 0.05}
@@ -53,6 +56,8 @@ def formats_of(strategy: str) -> tuple[mcf.Format, mcf.Format] | None:
 
 def as_kept(strategy: str, model: nn.Module) -> nn.Module:
     """The bf16 parameters of `model`, in place, in the formats that `strategy` says."""
+    if strategy == "fp16":
+        return model.float()
     if strategy in PLAIN:
         return model
     formats = formats_of(strategy)
@@ -68,6 +73,8 @@ def optimizer_for(strategy: str, named: Named, stock: OptimizerFactory) -> Optim
     if strategy == "master":
         return master_weights(named, stock)
     optimizer = stock(named)
+    if strategy == "kahan":
+        return with_kahan(optimizer)
     if strategy in PLAIN:
         return optimizer
     if strategy in COLLAGE or strategy in MODES:
@@ -77,7 +84,9 @@ def optimizer_for(strategy: str, named: Named, stock: OptimizerFactory) -> Optim
     return mcf.collage(optimizer, dict.fromkeys(names, mcf.bf16i16))
 
 
-def stock_optimizer(name: str, path: str, lr: float, beta2: float) -> OptimizerFactory:
+def stock_optimizer(
+    name: str, path: str, lr: float, beta2: float, decay: float | None = None
+) -> OptimizerFactory:
     """torch's own optimizer, with weight decay on matrices only.
 
     It is given names with the parameters, and by these the meter calls them.
@@ -88,7 +97,7 @@ def stock_optimizer(name: str, path: str, lr: float, beta2: float) -> OptimizerF
         matrices = [pair for pair in named if pair[1].dim() > 1]
         vectors = [pair for pair in named if pair[1].dim() <= 1]
         groups: list[dict[str, Any]] = [
-            {"params": matrices, "weight_decay": WEIGHT_DECAYS[name]},
+            {"params": matrices, "weight_decay": WEIGHT_DECAYS[name] if decay is None else decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
         if name == "sgd":
@@ -96,6 +105,18 @@ def stock_optimizer(name: str, path: str, lr: float, beta2: float) -> OptimizerF
         return AdamW(groups, lr, betas=(0.9, beta2), **PATHS[path])
 
     return build
+
+
+def with_kahan(optimizer: Optimizer) -> Optimizer:
+    """optimi's AdamW with the settings of torch's, and Kahan's sum in its bf16 parameters."""
+    from optimi import AdamW as Kahan  # noqa: PLC0415 (of the benchmarks' packages)
+
+    wanted = ("params", "weight_decay", "lr", "betas", "eps")
+    groups = [{name: group[name] for name in wanted} for group in optimizer.param_groups]
+    kahan: Optimizer = Kahan(groups, lr=groups[0]["lr"], kahan_sum=True, foreach=True, triton=False)
+    for group, own in zip(optimizer.param_groups, kahan.param_groups, strict=True):
+        own["param_names"] = group["param_names"]
+    return kahan
 
 
 def master_weights(named: Named, stock: OptimizerFactory) -> Optimizer:

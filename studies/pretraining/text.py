@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -76,10 +77,12 @@ def is_utf8(content: bytes) -> bool:
     return True
 
 
-def split_files(root: Path, files: list[Path]) -> tuple[bytes, bytes]:
+def split_files(
+    root: Path, files: list[Path], read: Callable[[Path], bytes] = Path.read_bytes
+) -> tuple[bytes, bytes]:
     """Split by file: the tenth with the lowest hashes of their relative paths is held out."""
     if len(files) == 1:
-        return split_bytes(files[0].read_bytes())
+        return split_bytes(read(files[0]))
 
     def digest(file: Path) -> bytes:
         return hashlib.sha256(file.relative_to(root).as_posix().encode()).digest()
@@ -87,7 +90,7 @@ def split_files(root: Path, files: list[Path]) -> tuple[bytes, bytes]:
     files = sorted(files, key=digest)
     held_out = -(-len(files) // HELD_OUT)
     training, validation = files[held_out:], files[:held_out]
-    return b"".join(f.read_bytes() for f in training), b"".join(f.read_bytes() for f in validation)
+    return b"".join(map(read, training)), b"".join(map(read, validation))
 
 
 def split_bytes(content: bytes) -> tuple[bytes, bytes]:

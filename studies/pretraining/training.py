@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import torch
@@ -57,37 +56,64 @@ def train(
     saved = checkpoint.load() if checkpoint else None
     if saved and saved["step"] == run.steps:
         return Result(**saved["result"])
-    # On a CPU the flash backward in bf16 takes several times as long as plain matmuls.
-    with sdpa_kernel(SDPBackend.MATH) if run.device == "cpu" else contextlib.nullcontext():
+    with attention(run.device):
         job = Training(run, training, validation, watch, witness)
-        if saved:
-            job.load_state_dict(saved)
-        else:
-            job.validate()
-        # A terminal has its bar redrawn ten times a second, a log file gets a line twice a minute.
-        bar = tqdm(
-            job.batches(),
-            label or run.strategy,
-            run.steps,
-            initial=job.step,
-            unit="step",
-            mininterval=0.1 if sys.stderr.isatty() else 30,
-            disable=not processes.is_first(),
-        )
-        for batch in bar:
-            job.take(batch)
-            if checkpoint and checkpoint.is_due(job.step):
-                checkpoint.save(job.state_dict())
-            bar.set_postfix(
-                training=f"{job.result.training[-1]:.3f}",
-                validation=f"{job.result.final:.3f}",
-                refresh=False,
-            )
+        go_on(job, saved, checkpoint, label=label)
         return job.result
 
 
+def attention(device: str) -> contextlib.AbstractContextManager[Any]:
+    """On a CPU the flash backward in bf16 takes several times as long as plain matmuls."""
+    return sdpa_kernel(SDPBackend.MATH) if device == "cpu" else contextlib.nullcontext()
+
+
+def go_on(
+    job: Training,
+    saved: State | None,
+    checkpoint: Checkpoint | None,
+    *,
+    label: str = "",
+    is_late: Callable[[], bool] = lambda: False,
+) -> None:
+    """Take the steps that are left, from what is saved on; save and return once it `is_late`."""
+    run = job.run
+    if saved:
+        job.load_state_dict(saved)
+    else:
+        job.validate()
+    # A terminal has its bar redrawn ten times a second, a log file gets a line twice a minute.
+    bar = tqdm(
+        job.batches(),
+        label or run.strategy,
+        run.steps,
+        initial=job.step,
+        unit="step",
+        mininterval=0.1 if sys.stderr.isatty() else 30,
+        disable=not processes.is_first(),
+    )
+    for batch in bar:
+        job.take(batch)
+        late = is_late()
+        if checkpoint and (late or checkpoint.is_due(job.step)):
+            checkpoint.save(job.state_dict())
+        bar.set_postfix(
+            training=f"{job.result.training[-1]:.3f}",
+            validation=f"{job.result.final:.3f}",
+            refresh=False,
+        )
+        if late:
+            return
+
+
 class Training:
-    """A model, its optimizer, and how far they are."""
+    """A model, its optimizer, and how far they are.
+
+    Other tasks than that of `pretrain.py` are subclasses, which say what is the model, what are the
+    batches and the loss, and how it is judged.
+    """
+
+    decay: float | None = None  # of matrices, if it is not that of `stock_optimizer`
+    witness_every = 1  # Steps from one look at the largest update to the next.
 
     def __init__(
         self,
@@ -102,47 +128,56 @@ class Training:
         self.step = 0
         self.result = Result()
         self.seconds: dict[str, list[float]] = {"plain": [], "sampled": []}
-        self.training = training
+        self.training, self.validation = training, validation
         # Draws the batches: the same ones for the same seed.
         self.generator = torch.Generator().manual_seed(run.seed)
-        context = SHAPES[run.device].context
-        self.held_out = evenly_spaced(validation, context + 1).to(run.device)
         self.evaluated = {
             round(run.steps * i / run.evaluations) for i in range(run.evaluations + 1)
         }
 
         # Rounded to bf16 here, so that every strategy starts from exactly the same numbers.
-        self.model = GPT(SHAPES[run.device]).to(run.device, torch.bfloat16)
+        self.model = self.initial().to(run.device, torch.bfloat16)
         as_kept(run.strategy, self.model)
         self.parallel = processes.divided(self.model, run.parallel, run.device)
-        stock = stock_optimizer(run.optimizer, run.path, run.lr, run.beta2)
+        stock = stock_optimizer(run.optimizer, run.path, run.lr, run.beta2, self.decay)
         self.optimizer = optimizer_for(run.strategy, self.model.named_parameters(), stock)
         # Between two samples is at least one step without, whose time counts.
         self.meter = mcf.EDQ(self.optimizer, every=max(2, run.steps // SAMPLES), callback=watch)
         self.steps_in_backward: mcf.training.step_in_backward.StepInBackward | None = None
         if run.strategy == "released":
             self.steps_in_backward = mcf.step_in_backward(self.model, self.optimizer)
-        schedule = partial(learning_rate_factor, steps=run.steps)
-        self.scheduler = LambdaLR(self.optimizer, schedule)
+        self.scheduler = LambdaLR(self.optimizer, self.factor)
         self.witness: Witness | None = None
         if witness:
             named = self.model.named_parameters()
-            self.witness = Witness(named, self.optimizer, stock, schedule)
+            self.witness = Witness(named, self.optimizer, stock, self.factor, self.witness_every)
 
-    def batches(self) -> Iterator[Tensor]:
+    def initial(self) -> nn.Module:
+        """The model before its first step."""
+        return GPT(SHAPES[self.run.device])
+
+    def factor(self, step: int) -> float:
+        """The learning rate of a step over the peak."""
+        return learning_rate_factor(step, self.run.steps)
+
+    def objective(self, batch: Any) -> Tensor:
+        """The loss on a batch."""
+        return loss(self.parallel, batch)
+
+    def batches(self) -> Iterator[Any]:
         """This process's share of random windows of the text, (batch, window), for each step."""
         windows = self.training.unfold(0, SHAPES[self.run.device].context + 1, 1)
         while self.step < self.run.steps:
             chosen = torch.randint(len(windows), (self.run.batch_size,), generator=self.generator)
             yield windows[processes.share(chosen)].long().to(self.run.device)
 
-    def take(self, batch: Tensor) -> None:
+    def take(self, batch: Any) -> None:
         """Take one step, and measure it."""
         start = time.perf_counter()
         self.model.zero_grad()
-        objective = loss(self.parallel, batch)
+        objective = self.objective(batch)
         self.backward(objective)
-        self.optimizer.step()
+        self.update()
         self.scheduler.step()
         self.step += 1
         # On a GPU this also waits for the step.
@@ -170,9 +205,14 @@ class Training:
             objective.backward()  # The meter and the witness want to see gradients.
         clip_grad_norm_(self.model.parameters(), LARGEST_NORM)
 
+    def update(self) -> None:
+        """Let the optimizer step."""
+        self.optimizer.step()
+
     def validate(self) -> None:
         """Add the loss on the text held out to the result."""
-        mean = evaluate(self.parallel, self.held_out, self.run.batch_size)
+        held_out = evenly_spaced(self.validation, SHAPES[self.run.device].context + 1)
+        mean = evaluate(self.parallel, held_out.to(self.run.device), self.run.batch_size)
         self.result.validation.append((self.step, mean))
 
     def conclude(self) -> None:
@@ -190,7 +230,7 @@ class Training:
         random = {"cpu": torch.get_rng_state()}
         if self.run.device == "cuda":
             random["cuda"] = torch.cuda.get_rng_state()
-        return {
+        state = {
             "step": self.step,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -201,6 +241,7 @@ class Training:
             "result": asdict(self.result),
             "seconds": self.seconds,
         }
+        return state | ({"witness": self.witness.state_dict()} if self.witness else {})
 
     def load_state_dict(self, state: State) -> None:
         """Go on from there."""
@@ -215,6 +256,8 @@ class Training:
             torch.cuda.set_rng_state(state["random"]["cuda"])
         self.result = Result(**state["result"])
         self.seconds = state["seconds"]
+        if self.witness:
+            self.witness.load_state_dict(state["witness"])
 
 
 def learning_rate_factor(step: int, steps: int) -> float:

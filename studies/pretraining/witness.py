@@ -62,6 +62,25 @@ class Witness:
         for name, optimizer in (("run", self.optimizer), ("exact", self.exact_optimizer)):
             self.largest[name] = max(self.largest[name], largest_update(optimizer))
 
+    def state_dict(self) -> dict[str, Any]:
+        """All that it needs to go on beside a resumed run."""
+        return {
+            "exact": parameters_of(self.exact_optimizer),
+            "optimizer": self.exact_optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "largest": self.largest,
+            "steps": self.steps,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; the run must have begun with the same weights."""
+        for own, saved in zip(parameters_of(self.exact_optimizer), state["exact"], strict=True):
+            own.copy_(saved)
+        self.exact_optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.largest, self.steps = dict(state["largest"]), state["steps"]
+
     def findings(self) -> dict[str, float]:
         """What the run did, against what it should have done: as `compared`, and `largest_*`, the
         largest update over the learning rate, decay aside, where the moments are Adam's."""
@@ -77,9 +96,13 @@ def compared(run: Optimizer, exact: Optimizer, starts: list[Tensor]) -> dict[str
     `displacement_*`: relative error of what weights moved by, where there are such weights;
     `second_moment`: the median over the exact one, where there is one.
     """
+    weights = (
+        whole(p) + run.state[p].get("kahan_comp", 0.0)  # optimi's second word
+        for p in parameters_of(run)
+    )
     pairs = [
-        (whole(own) - start, right.detach() - start)
-        for own, right, start in zip(parameters_of(run), parameters_of(exact), starts, strict=True)
+        (own - start, right.detach() - start)
+        for own, right, start in zip(weights, parameters_of(exact), starts, strict=True)
     ]
     found = {}
     for kind, wide in (("matrices", True), ("vectors", False)):
@@ -104,8 +127,14 @@ def error(pairs: list[tuple[Tensor, Tensor]]) -> float:
 
 def second_moments(optimizer: Optimizer) -> Tensor:
     """Those of all parameters, in a row."""
-    states = (optimizer.state[p] for p in parameters_of(optimizer))
-    return torch.cat([whole(state["exp_avg_sq"]).flatten() for state in states])
+    found = []
+    for group in optimizer.param_groups:
+        for state in (optimizer.state[p] for p in group["params"]):
+            v = whole(state["exp_avg_sq"]).flatten()
+            if "kahan_comp" in state:  # optimi keeps it divided by the bias that is known
+                v *= 1 - group["betas"][1] ** float(group["step"])
+            found.append(v)
+    return torch.cat(found)
 
 
 def largest_update(optimizer: Optimizer) -> float:
@@ -113,7 +142,7 @@ def largest_update(optimizer: Optimizer) -> float:
     largest = 0.0
     for group in optimizer.param_groups:
         for state in (optimizer.state[p] for p in group["params"]):
-            if not {"exp_avg", "exp_avg_sq"} <= state.keys():
+            if not {"step", "exp_avg", "exp_avg_sq"} <= state.keys():
                 continue
             step, (beta1, beta2) = float(state["step"]), group["betas"]
             m = whole(state["exp_avg"]) / (1 - beta1**step)
