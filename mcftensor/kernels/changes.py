@@ -22,13 +22,19 @@ WIDTHS = (1, 2, 4, 8, 16)
 
 _PART = 1 << 20  # elements that PyTorch sums together
 
-SOURCE = """\
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: multiples of it are spread evenly
+
+SOURCE = (
+    f"""\
+constexpr unsigned long long GOLDEN = {_GOLDEN}ull;
+"""
+    + """\
 #include <cstdint>
 #include <cstring>
 
-constexpr int64_t PART = 256;  // sums of places times codes of 16 bits fit into 32 bits
+constexpr int64_t PART = 1 << 16;
 
-template <class S, class T>
+template <class T>
 static uint64_t digest(const T *x, int64_t n, int threads) {
   uint64_t total = 0;
   int64_t parts = (n + PART - 1) / PART;
@@ -36,12 +42,11 @@ static uint64_t digest(const T *x, int64_t n, int threads) {
   for (int64_t part = 0; part < parts; ++part) {
     int64_t start = part * PART, count = n - start < PART ? n - start : PART;
     const T *p = x + start;
-    S codes = 0, placed = 0;
+    uint64_t place = (2 * uint64_t(start) + 1) * GOLDEN;
     for (int64_t i = 0; i < count; ++i) {
-      codes += p[i];
-      placed += S(i) * p[i];
+      total += (uint32_t(place ^ place >> 32) | 1ull) * p[i];
+      place += 2 * GOLDEN;
     }
-    total += 2 * uint64_t(placed) + (2 * uint64_t(start) + 1) * codes;
   }
   return total;
 }
@@ -175,8 +180,7 @@ extern "C" void launch(const int64_t *words, const double *, int64_t kind, int64
   if (kind == 0) {
     for_size(words[3], [&](auto code) {
       using T = decltype(code);
-      if constexpr (sizeof(T) <= 2) *out = digest<uint32_t>((const T *)bytes, size, threads);
-      else *out = digest<uint64_t>((const T *)bytes, size, threads);
+      *out = digest((const T *)bytes, size, threads);
     });
   } else if (kind == 1) {
     count(bytes, size, out);
@@ -206,14 +210,18 @@ extern "C" void launch(const int64_t *words, const double *, int64_t kind, int64
   }
 }
 """
+)
 
 _DIGEST, _COUNT, _WRITE, _COMPARE, _READ = range(5)
 
 
 def digest_of(x: Tensor) -> int:
-    """The sum of (2 i + 1) times the code of element i, modulo 2^64, of a flat tensor.
+    """The sum of the key of place i times the code of element i, modulo 2^64, of a flat tensor.
 
-    Sums over parts of it, and over what changed, are sums of this, in any order.
+    Keys are odd numbers of 32 bits, without a pattern between neighbours: codes that change by
+    small amounts in several places, as weights do, would else often leave the sum as it is. Sums
+    over parts of it, and over what changed, are sums of this, in any order. The hash is that of
+    Carter and Wegman (Universal classes of hash functions, 1979) with known keys.
     """
     launch = _launch_for(x)
     return _digest(x) if launch is None else _compiled_digest(launch, x)
@@ -225,15 +233,20 @@ def digest_of_change(indices: Tensor, old: Tensor, new: Tensor) -> int:
     Shapes: (n,), and elements before and after of shape (n,).
     """
     change = _unsigned(new) - _unsigned(old)
-    return int((change * (2 * indices + 1)).sum()) % 2**64
+    return int((change * _keys(indices)).sum()) % 2**64
+
+
+def _keys(indices: Tensor) -> Tensor:
+    """The keys of places."""
+    places = (2 * indices + 1) * (_GOLDEN - 2**64)  # int64 wraps as unsigned numbers do
+    return (places ^ places >> 32) & (2**32 - 1) | 1
 
 
 def _digest(x: Tensor) -> int:
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for start in range(0, len(x), _PART):
         codes = _unsigned(x[start : start + _PART])
-        places = torch.arange(start, start + len(codes), device=x.device) * 2 + 1
-        total += (codes * places).sum()
+        total += (codes * _keys(torch.arange(start, start + len(codes), device=x.device))).sum()
     return int(total) % 2**64
 
 

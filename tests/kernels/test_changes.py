@@ -40,8 +40,22 @@ def test_the_digest(dtype, length):
     size = length * dtype.itemsize
     for x in (torch.randint(0, 256, (size,), generator=generator), torch.full((size,), 255)):
         flat = x.to(torch.uint8).view(dtype)
-        own = sum((2 * i + 1) * c for i, c in enumerate(codes_of(flat))) % 2**64
+        places = ((2 * i + 1) * 0x9E3779B97F4A7C15 % 2**64 for i in range(length))
+        keys = ((place ^ place >> 32) % 2**32 | 1 for place in places)
+        own = sum(k * c for k, c in zip(keys, codes_of(flat), strict=True)) % 2**64
         assert changes.digest_of(flat) == own
+
+
+def test_the_digest_sees_small_changes_of_neighbours():
+    """Of any one to three places of 64, each by one or two units up or down."""
+    zeros = torch.zeros(64, dtype=torch.uint8)
+    keys = [changes.digest_of(zeros.scatter(0, torch.tensor([i]), 1)) for i in range(64)]
+    assert min(keys) > 0
+    steps = torch.tensor([-2, -1, 0, 1, 2])
+    by = torch.cartesian_prod(torch.tensor([1, 2]), steps, steps)
+    places = torch.combinations(torch.arange(64), 3)
+    for order in ([0, 1, 2], [1, 0, 2], [2, 0, 1]):
+        assert (torch.tensor(keys)[places[:, order]] @ by.T).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
