@@ -1,7 +1,7 @@
 """Operations of formats beyond 48 bits, composed of the arithmetic of the format.
 
 No machine type represents these formats. Sums are pairwise, so that the error of n terms grows with
-log2 n. Matrix products and elementary functions have separate files.
+log2 n. Matrix products, convolutions and elementary functions have separate files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch import elementary, linear_algebra, matrix_products
+from mcftensor.dispatch import convolutions, elementary, linear_algebra, matrix_products
 from mcftensor.dispatch.matrix_products import added
 from mcftensor.dispatch.operands import expansions, mapped, stored_in
 from mcftensor.dispatch.write_results import assign, refusal, written_to
@@ -177,6 +177,8 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "addmv": added(matrix_products.mv),  # torch.addmv
     "addbmm": added(lambda x, y: _sum(matrix_products.multiplied(x, y), 0)),  # torch.addbmm
     "addr": added(lambda x, y: x.unsqueeze(1) * y.unsqueeze(0)),  # torch.addr
+    "convolution": convolutions.convolution,  # F.conv1d, F.conv_transpose2d
+    "convolution_backward": convolutions.convolution_backward,  # their gradients
     "index_put": _index_put,  # x.index_put with accumulate, gradients of x[i]
     "_unsafe_index_put": _index_put,  # compiled gradients of F.interpolate
     "index_add": _index_add,  # x.index_add, gradients of x.index_select
