@@ -1,4 +1,5 @@
-"""What deltas cost: a fused step with marks beside one without, and the bytes of a delta.
+"""What deltas cost: a fused step with marks beside one without, and the bytes of deltas and of
+incremental checkpoints.
 
 Run: `python benchmarks/delta_cost.py > benchmarks/results/delta_cost.json`
 """
@@ -6,7 +7,9 @@ Run: `python benchmarks/delta_cost.py > benchmarks/results/delta_cost.json`
 import functools
 import json
 import statistics
+import tempfile
 import time
+from pathlib import Path
 
 import torch
 
@@ -16,6 +19,11 @@ ELEMENTS = 1 << 20
 FORMATS = [mcf.bf16x2, mcf.bf16i16, mcf.bf16i8, mcf.fp16i16]
 RATES = [1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4]
 STEPS = 10
+INCREMENTS = [
+    ("bf16x2", mcf.bf16x2, None),
+    ("bf16i8", mcf.bf16i8, None),
+    ("bf16i8, compact", mcf.bf16i8, "compact"),
+]
 
 
 def stepping(format, lr):
@@ -45,7 +53,7 @@ def cost(format):
     server = {"weight": q.detach().components[0].clone()}
     deltas = mcf.deltas(marked, names=[("weight", q)])
     times = {"step": [], "marked": [], "take": [], "apply": []}
-    for i in range(2 * STEPS):
+    for i in range(10 * STEPS):
         p.grad = q.grad = torch.randn(ELEMENTS).to(p.dtype)
         pair = [("step", without), ("marked", marked)][:: 1 if i % 2 else -1]
         for x in (p, q):  # whoever is first finds the gradient in the caches too
@@ -100,6 +108,35 @@ def size(format, lr):
     }
 
 
+def increment(format, mode, lr):
+    """Of a file of what changed in ten steps, its bytes and CPU time over those of a whole one."""
+    p, optimizer = stepping(format, lr)
+    if mode is not None:
+        mcf.collage(optimizer, mode)
+
+    def run():
+        for _ in range(STEPS):
+            p.grad = torch.randn(ELEMENTS).to(p.dtype)
+            optimizer.step()
+
+    def save(path, since=None, *, states=True):
+        own = {k: x for k, x in optimizer.state[p].items() if x.dim()} if states else {}
+        taken = seconds(lambda: mcf.save_file({"weight": p, **own}, path, since=since))
+        return path.stat().st_size, taken
+
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(f"{folder}/{i}.safetensors") for i in range(4)]
+        run()
+        weight, whole = save(paths[0], states=False), save(paths[1])
+        run()
+        part, parts = save(paths[2], paths[0], states=False), save(paths[3], paths[1])
+    return {
+        "weights": round(part[0] / weight[0], 4),
+        "with states": round(parts[0] / whole[0], 4),
+        "time": round(parts[1] / whole[1], 3),
+    }
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     found = {
@@ -108,6 +145,9 @@ if __name__ == "__main__":
         "size": {
             "bf16" if x is None else x.name: {str(lr): size(x, lr) for lr in RATES}
             for x in (None, mcf.bf16x2, mcf.bf16i8)
+        },
+        "increments": {
+            name: {str(lr): increment(x, mode, lr) for lr in RATES} for name, x, mode in INCREMENTS
         },
         "returned": {str(lr): returned(mcf.bf16x2, lr) for lr in RATES},
     }

@@ -138,6 +138,8 @@ def _parsed(data: bytes, where: str) -> tuple[dict[str, Tensor], dict[str, Delta
             if digests.get(name) != digest(name, tensors[name]):
                 raise CheckpointError(f"{where} is damaged: {name} does not have its digest")
         said = json.loads(metadata[DELTA_KEY])
+        if "since" in said:
+            raise CheckpointError(f"{where} is an incremental checkpoint; load_file reads it")
         return tensors, {name: DeltaEntry(*x) for name, x in said["parameters"].items()}
 
 

@@ -16,7 +16,8 @@ from mcftensor.checkpoint.bridge.entries import Request
 from mcftensor.checkpoint.bridge.layout_detection import read_checkpoint
 from mcftensor.checkpoint.bridge.torch_optimizers import load_states, state_dict_for
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading, some
-from mcftensor.checkpoint.safetensors_files import index_of, opened
+from mcftensor.checkpoint.increments import opened
+from mcftensor.checkpoint.safetensors_files import index_of
 from mcftensor.checkpoint.state_dicts import from_terms, is_sharded, joined, ties
 from mcftensor.patches.table import calls
 from mcftensor.tensor.dtensor import any_format_of

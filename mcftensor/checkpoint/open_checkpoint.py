@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading, some
+from mcftensor.checkpoint.delta_files import DELTA_KEY
+from mcftensor.checkpoint.increments import opened
 from mcftensor.checkpoint.pickle_checks import unpickled
 from mcftensor.checkpoint.safetensors_files import Lazy, files_in, is_safetensors, open_safetensors
 from mcftensor.checkpoint.state_dicts import from_terms, names_of_terms
@@ -96,7 +98,8 @@ def _read(path: Path) -> Mapping[str, Tensor]:
 def _read_file(path: Path) -> Mapping[str, Tensor]:
     with reading(path):
         if is_safetensors(path):
-            return open_safetensors(path, "audit")[0]
+            file, metadata = open_safetensors(path, "audit")
+            return opened(path, verify=False).terms if DELTA_KEY in metadata else file
         return state_dict_in(unpickled(path), path)
 
 

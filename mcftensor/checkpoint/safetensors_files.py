@@ -245,13 +245,9 @@ class Stored:
     seal: str | None
 
 
-def opened(path: Path, verify: bool) -> Stored:
+def opened_files(path: Path, verify: bool) -> Stored:
     """Open a file, or the files of an index."""
-    stored = (_opened_shards if path.suffix == ".json" else _opened_file)(path, verify)
-    for alias, name in stored.tied.items():
-        if alias in stored.terms or name not in stored.terms:
-            raise CheckpointError(f"{path} says that {alias} is tied to {name}, which cannot be")
-    return stored
+    return (_opened_shards if path.suffix == ".json" else _opened_file)(path, verify)
 
 
 def _opened_file(path: Path, verify: bool) -> Stored:

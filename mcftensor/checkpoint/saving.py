@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mcftensor.checkpoint.atomic_files import beside, remove_abandoned, synchronize
 from mcftensor.checkpoint.checkpoint_error import CheckpointError
+from mcftensor.checkpoint.delta_files import DELTA_KEY
+from mcftensor.checkpoint.increments import changes_since
 from mcftensor.checkpoint.safetensors_files import DTYPES, KEY, RESERVED, index_of, sealed, write
 from mcftensor.checkpoint.state_dicts import as_terms, from_terms, is_sharded, names_of_terms, ties
 from mcftensor.tensor import MCFTensor
@@ -28,6 +30,7 @@ def save_file(
     *,
     metadata: Mapping[str, str] | None = None,
     max_shard_size: int | str | None = None,
+    since: str | os.PathLike[str] | None = None,
 ) -> None:
     """Save a model, or tensors by name, in a safetensors file, with all terms of expansions.
 
@@ -47,11 +50,16 @@ def save_file(
         max_shard_size: size from which the checkpoint is divided into several files, in bytes or
             as `"5GB"`. The files are in the folder of `path`, and their index is `path` with
             `.index.json` appended, as in checkpoints of Hugging Face. By default it is one file.
+        since: another checkpoint by `save_file`, which must remain where it is: only what changed
+            since then is saved, element by element, in all components. It may have been saved with
+            `since` itself. `load_file` reads the whole chain, with the bits of a whole file.
+            The base is read to compare with it, one tensor in memory at a time.
 
     Raises:
         CheckpointError: an object that safetensors does not store: no tensor, or a tensor that is
-            sparse, sharded, or without memory (meta).
-        ValueError: metadata that are not strings; an invalid size.
+            sparse, sharded, or without memory (meta); a base that is missing, damaged, without
+            digests, or that needs the file of this path.
+        ValueError: metadata that are not strings; an invalid size; `since` and `max_shard_size`.
 
     Examples:
         >>> import tempfile, torch, mcftensor as mcf
@@ -60,9 +68,23 @@ def save_file(
         ...     mcf.save_file(model, f"{folder}/model.safetensors")
         ...     mcf.load_file(f"{folder}/model.safetensors")["weight"].format
         mcf.bf16x2
+
+        What changed since then, in a file of its own:
+
+        >>> with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        ...     mcf.save_file(model, f"{folder}/1.safetensors")
+        ...     model.bias += 0.5
+        ...     mcf.save_file(model, f"{folder}/2.safetensors", since=f"{folder}/1.safetensors")
+        ...     torch.equal(mcf.load_file(f"{folder}/2.safetensors")["bias"], model.bias)
+        True
     """
     metadata = _metadata(metadata)
     most = None if max_shard_size is None else size_in_bytes(max_shard_size)
+    if since is not None and most is not None:
+        raise ValueError(
+            "save_file: with since, what changed is one file; leave out max_shard_size, which the "
+            "base may have been saved with"
+        )
     path = Path(path)
     if path.is_dir():
         path = path / "model.safetensors"
@@ -74,6 +96,10 @@ def save_file(
     state_dict = from_terms(as_terms(state_dict))  # tied tensors share all terms
     tied = ties(state_dict)
     terms = as_terms({n: x for n, x in state_dict.items() if n not in tied}, sums=True)
+    if since is not None:
+        terms, said = changes_since(since, terms, tied, path)
+        metadata |= said
+        tied = {}  # said there
     save_terms(terms, lambda names: ((n, terms[n]) for n in names), tied, metadata, path, most)
 
 
@@ -168,10 +194,11 @@ def _require_storable(name: object, x: object) -> None:
 def _metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
     metadata = dict(metadata or {})
     wrong = [k for k, v in metadata.items() if not (isinstance(k, str) and isinstance(v, str))]
-    if wrong or KEY in metadata:
+    taken = [k for k in (KEY, DELTA_KEY) if k in metadata]
+    if wrong or taken:
         raise ValueError(
-            f"save_file: metadata[{wrong[0] if wrong else KEY!r}]: metadata are texts by name, and "
-            f"the name {KEY!r} is taken"
+            f"save_file: metadata[{(wrong or taken)[0]!r}]: metadata are texts by name, and the "
+            f"names {KEY!r} and {DELTA_KEY!r} are taken"
         )
     # Without it, loaders of Hugging Face take the file for one of another framework.
     return {"format": "pt", **metadata}

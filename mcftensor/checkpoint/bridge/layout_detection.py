@@ -15,9 +15,10 @@ from pathlib import Path
 from mcftensor.checkpoint.bridge import torch_optimizers
 from mcftensor.checkpoint.bridge.entries import Contents, Request, entries_in, entries_of
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading
+from mcftensor.checkpoint.increments import opened
 from mcftensor.checkpoint.open_checkpoint import IN_FOLDERS, in_shards
 from mcftensor.checkpoint.pickle_checks import require_whole
-from mcftensor.checkpoint.safetensors_files import files_in, index_of, is_safetensors, opened
+from mcftensor.checkpoint.safetensors_files import files_in, index_of, is_safetensors
 
 Reader = Callable[[Path, Request], Contents]
 

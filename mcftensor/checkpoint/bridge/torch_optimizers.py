@@ -37,9 +37,10 @@ from mcftensor.checkpoint.bridge.entries import (
 )
 from mcftensor.checkpoint.bridge.master_weights import complete
 from mcftensor.checkpoint.checkpoint_error import CheckpointError, reading, some
+from mcftensor.checkpoint.increments import opened
 from mcftensor.checkpoint.open_checkpoint import state_dict_in
 from mcftensor.checkpoint.pickle_checks import require_whole, unpickled
-from mcftensor.checkpoint.safetensors_files import opened, sealed, unsealed
+from mcftensor.checkpoint.safetensors_files import sealed, unsealed
 from mcftensor.checkpoint.state_dicts import ties
 
 BESIDE = ("optimizer.safetensors", "optimizer.pt", "optimizer.bin")
