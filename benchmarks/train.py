@@ -1,6 +1,7 @@
 """Tokens a second and peak memory of training GPT-2: bf16 expansions against other precisions.
 
-  plus, full     bf16 expansions, PyTorch's fused AdamW
+  light, plus, full
+                 bf16 expansions, PyTorch's fused AdamW
   exact          float32 in bf16i16, states too, PyTorch's fused AdamW
   compact        bf16i8, states of one byte, PyTorch's fused AdamW; released: with gradients that
                  backward frees
@@ -70,6 +71,7 @@ def stored(name: str, *, released: bool = False) -> Callable[[GPT2], Optimizer]:
 
 
 STRATEGIES: dict[str, Callable[[GPT2], Any]] = {
+    "light": expansion("light"),
     "plus": expansion("plus"),
     "full": expansion("full"),
     "exact": stored("exact"),

@@ -19,8 +19,8 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from masked import corpus
 from masked.training import BertRun, MaskedTraining, Phase, Size, described
+from pretraining import corpus
 from pretraining.command import (
     BETA,
     COUNT,

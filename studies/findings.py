@@ -8,6 +8,7 @@ like, and the same command goes on.
   beta2       which beta2 is best for each strategy?
   prediction  does EDQ predict the final loss?
   growth      how does the error of weights grow with the steps?
+  sizes       does the gap grow or close with the size of the model? Hours: not among the others
   others      do light and plus help SGD, Lion, Muon, Adafactor and schedule-free AdamW?
 """
 
@@ -27,7 +28,7 @@ from rich.console import Console
 from pretraining import report, text
 from pretraining.command import COUNT, SEED, Parser, exit_status, make_folder, selected
 from pretraining.training import machine
-from questions import beta2, eight, growth, others, prediction, trial
+from questions import beta2, eight, growth, others, prediction, sizes, trial
 from questions.ledger import Ledger
 from questions.settings import Settings
 
@@ -38,6 +39,7 @@ QUESTIONS: dict[str, ModuleType] = {
     "growth": growth,
     "prediction": prediction,
 }
+LONG: dict[str, ModuleType] = {"sizes": sizes}  # Those that are asked for alone.
 
 
 def investigate(options: argparse.Namespace) -> None:
@@ -53,11 +55,18 @@ def investigate(options: argparse.Namespace) -> None:
     data = [zlib.crc32(part.numpy().data) for part in (training, validation)]
     ledger = Ledger(options.out / "measured.jsonl", model | {"data": data})
     settings = Settings(
-        training, validation, ledger, options.seeds, options.steps, options.long_steps
+        training,
+        validation,
+        ledger,
+        options.seeds,
+        options.steps,
+        options.long_steps,
+        options.sizes,
     )
     console = Console()
     for name in options.only:
-        found: dict[str, Any] = QUESTIONS[name].answer(settings)
+        question = (QUESTIONS | LONG)[name]
+        found: dict[str, Any] = question.answer(settings)
         record = {
             "machine": machine("cpu"),
             "settings": model
@@ -65,7 +74,7 @@ def investigate(options: argparse.Namespace) -> None:
             **found,
         }
         report.write_record(options.out / f"findings-{name}.json", record)
-        QUESTIONS[name].draw(found, options.out / f"findings-{name}.png")
+        question.draw(found, options.out / f"findings-{name}.png")
         console.print(f"Wrote findings-{name}.json and .png to {options.out}", soft_wrap=True)
 
 
@@ -84,15 +93,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         default=QUESTIONS,
         metavar="QUESTION",
-        help="which to answer, separated by commas or spaces (default: all five)",
+        help="which to answer, separated by commas or spaces (default: all but sizes)",
     )
     add("--seeds", nargs="+", type=SEED, default=[0, 1, 2], help="(default: 0 1 2)")
     add("--steps", type=COUNT, default=400, help="of each training (default: 400)")
     add("--long-steps", type=COUNT, default=5000, help="of the growth of errors (default: 5000)")
+    add("--sizes", type=COUNT, default=5, help="of the five sizes, the smallest (default: all)")
     add("--data", type=Path, metavar="PATH", help="text instead of Python's standard library")
     add("--out", type=Path, default=Path("out/findings"), metavar="DIR", help="(out/findings)")
     options = parser.parse_args(arguments)
-    options.only = selected(parser, "question", options.only, list(QUESTIONS))
+    options.only = selected(parser, "question", options.only, [*QUESTIONS, *LONG])
     return options
 
 

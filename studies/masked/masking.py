@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from masked.corpus import CLS, MASK, SEP, SPECIAL
+from pretraining.corpus import CLS, MASK, SEP, SPECIAL
 
 HIDDEN = 0.15  # Of the tokens of a window.
 MASKED, RANDOM = 0.8, 0.1  # Of the hidden ones; the rest stays as it is.

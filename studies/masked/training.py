@@ -14,8 +14,9 @@ from transformers import BertConfig, BertForMaskedLM
 
 from masked.masking import Masked, masked
 from pretraining.half import FastHalf
+from pretraining.resuming import State
 from pretraining.run import Run
-from pretraining.training import LARGEST_NORM, State, Training, evenly_spaced
+from pretraining.training import LARGEST_NORM, Training, evenly_spaced
 
 
 @dataclass(frozen=True)
@@ -54,21 +55,21 @@ class BertRun(Run):
 
 def model(size: Size, vocabulary: int) -> BertForMaskedLM:
     """BERT with random weights. Without dropout: no text is seen twice."""
-    config = BertConfig(
-        vocab_size=vocabulary,
-        hidden_size=size.width,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        intermediate_size=4 * size.width,
-        max_position_embeddings=size.context,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        attn_implementation="eager",  # on a CPU, in bf16, the fastest
-    )
-    return BertForMaskedLM(config)
+    settings: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "hidden_size": size.width,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "intermediate_size": 4 * size.width,
+        "max_position_embeddings": size.context,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "attn_implementation": "eager",  # on a CPU, in bf16, the fastest
+    }
+    return BertForMaskedLM(BertConfig(**settings))
 
 
-def logits(network: nn.Module, batch: Masked) -> Tensor:
+def logits(network: Any, batch: Masked) -> Tensor:
     """(batch * hidden, vocabulary), of the hidden tokens alone, in float32."""
     states = network.bert(batch.inputs).last_hidden_state
     where = batch.positions[..., None].expand(-1, -1, states.shape[-1])

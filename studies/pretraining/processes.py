@@ -13,8 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from pretraining.model import GPT
-
 PARALLEL = ("ddp", "fsdp")
 
 
@@ -64,7 +62,7 @@ def total(value: float, device: str) -> float:
     return x.item()
 
 
-def divided(model: GPT, parallel: str, device: str) -> nn.Module:
+def divided(model: nn.Module, parallel: str, device: str) -> nn.Module:
     """The model such that the gradients of all processes are averaged.
 
     With "ddp" each process has a copy of it, with "fsdp" a part.
@@ -73,7 +71,7 @@ def divided(model: GPT, parallel: str, device: str) -> nn.Module:
         return model
     if parallel == "fsdp":
         mesh = init_device_mesh(device, (count(),))
-        for block in model.blocks:
+        for block in model.get_submodule("blocks").children():
             fully_shard(block, mesh=mesh)
         # Divided again also after validation, which has no backward pass.
         fully_shard(model, mesh=mesh, reshard_after_forward=True)

@@ -111,8 +111,13 @@ def with_kahan(optimizer: Optimizer) -> Optimizer:
     """optimi's AdamW with the settings of torch's, and Kahan's sum in its bf16 parameters."""
     from optimi import AdamW as Kahan  # noqa: PLC0415 (of the benchmarks' packages)
 
-    wanted = ("params", "weight_decay", "lr", "betas", "eps")
-    groups = [{name: group[name] for name in wanted} for group in optimizer.param_groups]
+    wanted = ("params", "weight_decay", "lr", "eps")
+    groups = [
+        # In its groups betas have names of their own.
+        {name: group[name] for name in wanted}
+        | dict(zip(("beta1", "beta2"), group["betas"], strict=True))
+        for group in optimizer.param_groups
+    ]
     kahan: Optimizer = Kahan(groups, lr=groups[0]["lr"], kahan_sum=True, foreach=True, triton=False)
     for group, own in zip(optimizer.param_groups, kahan.param_groups, strict=True):
         own["param_names"] = group["param_names"]

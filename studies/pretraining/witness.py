@@ -132,7 +132,7 @@ def second_moments(optimizer: Optimizer) -> Tensor:
         for state in (optimizer.state[p] for p in group["params"]):
             v = whole(state["exp_avg_sq"]).flatten()
             if "kahan_comp" in state:  # optimi keeps it divided by the bias that is known
-                v *= 1 - group["betas"][1] ** float(group["step"])
+                v *= 1 - group["beta2"] ** float(group["step"])
             found.append(v)
     return torch.cat(found)
 

@@ -11,6 +11,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from torch import Tensor
 
+from pretraining.model import Shape
 from questions.ledger import Ledger
 from questions.trial import Outcome, Trial, train
 
@@ -28,6 +29,7 @@ class Settings:
     seeds: Sequence[int] = (0, 1, 2)
     steps: int = 400
     long: int = 5000
+    sizes: int = 5
 
     def grid(
         self,
@@ -47,11 +49,22 @@ class Settings:
         """What trials came to; each is trained once, whichever questions ask for it."""
         by_key = {repr(trial): trial for trial in trials}
         found = self.ledger.measure_all(
-            [{"trial": asdict(trial)} for trial in by_key.values()],
-            lambda key: train(Trial(**key["trial"]), self.training, self.validation),
+            [{"trial": key_of(trial)} for trial in by_key.values()],
+            lambda key: train(trial_of(key["trial"]), self.training, self.validation),
             label,
         )
         return dict(zip(by_key.values(), found, strict=True))
+
+
+def key_of(trial: Trial) -> Row:
+    """What the ledger calls a trial: one of the usual shape by the rest alone."""
+    return {name: x for name, x in asdict(trial).items() if x is not None}
+
+
+def trial_of(key: Row) -> Trial:
+    """The trial of a key."""
+    shape = {"shape": Shape(**key["shape"])} if "shape" in key else {}
+    return Trial(**key | shape)
 
 
 def gap(outcomes: Outcomes, trial: Trial, reference: str, figure: str = "validation") -> float:

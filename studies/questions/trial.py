@@ -32,7 +32,7 @@ SAMPLES = 12  # by the meter, and as often by the witness, of the largest update
 
 @dataclass(frozen=True)
 class Trial:
-    """All that decides what a training comes to, the text and the shape of the model aside."""
+    """All that decides what a training comes to, the text aside."""
 
     strategy: str
     lr: float
@@ -40,6 +40,7 @@ class Trial:
     seed: int
     optimizer: str
     steps: int
+    shape: Shape | None = None  # `SHAPE`
 
 
 Outcome = dict[str, float | None]
@@ -53,7 +54,8 @@ def train(trial: Trial, training: Tensor, validation: Tensor) -> Outcome:
     """
     torch.manual_seed(trial.seed)
     # Rounded to bf16 here, so that every strategy starts from exactly the same numbers.
-    model = GPT(SHAPE).to(torch.bfloat16)
+    shape = trial.shape or SHAPE
+    model = GPT(shape).to(torch.bfloat16)
     as_kept(trial.strategy, model)
     factor = stock.schedule(trial.optimizer, trial.steps)
     pairs = stock.parts(trial.optimizer, model, trial.lr, trial.beta2)
@@ -70,7 +72,7 @@ def train(trial: Trial, training: Tensor, validation: Tensor) -> Outcome:
     meter = mcf.EDQ(first, every)
     losses = []
     with attention():
-        for batch in batches(training, trial.seed, trial.steps):
+        for batch in batches(training, trial.seed, trial.steps, shape.context):
             model.zero_grad()
             value = loss(model, batch)
             value.backward()
@@ -80,7 +82,7 @@ def train(trial: Trial, training: Tensor, validation: Tensor) -> Outcome:
                 scheduler.step()
             witness.step()
             losses.append(value.item())
-        held_out = evenly_spaced(validation, SHAPE.context + 1, WINDOWS)
+        held_out = evenly_spaced(validation, shape.context + 1, WINDOWS)
         with judged(model, optimizers):
             final = evaluate(model, held_out, 8 * BATCH_SIZE)
     late = {
@@ -97,10 +99,10 @@ def train(trial: Trial, training: Tensor, validation: Tensor) -> Outcome:
     }
 
 
-def batches(content: Tensor, seed: int, steps: int) -> Iterator[Tensor]:
+def batches(content: Tensor, seed: int, steps: int, context: int | None = None) -> Iterator[Tensor]:
     """Random windows of the text, the same ones for the same seed."""
     generator = torch.Generator().manual_seed(seed)
-    windows = content.unfold(0, SHAPE.context + 1, 1)
+    windows = content.unfold(0, (context or SHAPE.context) + 1, 1)
     for _ in range(steps):
         chosen = torch.randint(len(windows), (BATCH_SIZE,), generator=generator)
         yield windows[chosen].long()
@@ -143,6 +145,6 @@ def of_states(meter: mcf.EDQ) -> Outcome:
     return found
 
 
-def count_parameters() -> int:
+def count_parameters(shape: Shape | None = None) -> int:
     """Parameters of the model that is trained."""
-    return sum(p.numel() for p in GPT(SHAPE).parameters())
+    return sum(p.numel() for p in GPT(shape or SHAPE).parameters())

@@ -9,10 +9,9 @@ import torch
 from tokenizers import Tokenizer
 
 import bert
-from masked import corpus
 from masked.masking import masked
 from masked.training import BertRun, MaskedTraining, Phase, Size, logits, model
-from pretraining import report, text
+from pretraining import corpus, report, text
 
 # optimi, which sums as Kahan, belongs to the packages of the benchmarks.
 HERE = [name for name in bert.STRATEGIES if name != "kahan"]
@@ -154,6 +153,17 @@ def test_float16_skips_a_step_with_infinite_gradients(poem):
     job.take(next(job.batches()))
     assert job.scaler.get_scale() == scale / 2
     assert all(torch.equal(p, q) for p, q in zip(before, job.model.parameters(), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:Parameter `foreach` is deprecated:DeprecationWarning")
+def test_kahan_has_the_settings_of_torch(poem):
+    pytest.importorskip("optimi", reason="it is not installed")
+    groups = training(poem, "kahan").optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [0.01, 0.0]
+    for group in groups:
+        assert (group["beta1"], group["beta2"], group["eps"]) == (0.9, 0.98, 1e-8)
+        assert group["kahan_sum"]
+        assert len(group["params"]) == len(group["param_names"])
 
 
 def test_runs_in_pieces_end_with_the_same_bits(run):

@@ -10,7 +10,18 @@ import torch
 import findings
 import mcftensor as mcf
 from pretraining.model import Shape
-from questions import beta2, eight, growth, intervals, others, prediction, settings, terms, trial
+from questions import (
+    beta2,
+    eight,
+    growth,
+    intervals,
+    others,
+    prediction,
+    settings,
+    sizes,
+    terms,
+    trial,
+)
 from questions.ledger import Ledger
 from questions.stock import RATES
 from questions.trial import Trial
@@ -116,6 +127,34 @@ def test_growth(run):
         limit = 1e-4 if strategy in ("master", "exact") else 1
         assert all(0 < error < limit or strategy == "bf16" for error in row["error"])
     assert rows["random", "bf16", "vectors"]["error"][-1] == pytest.approx(1, abs=0.3), "frozen"
+
+
+def test_sizes(run, monkeypatch):
+    """Of two sizes, each at the best of two rates and a third of it, and then the next."""
+    shapes = (TINY, Shape(context=8, layers=1, width=16, heads=2))
+    monkeypatch.setattr(sizes, "SHAPES", shapes)
+    monkeypatch.setattr(sizes, "RATES", (1e-5, 1e-2))
+    monkeypatch.setattr(sizes, "STRATEGIES", ("master", "bf16"))
+    monkeypatch.setattr(sizes, "BETA2S", (0.9,))
+    monkeypatch.setattr(sizes, "OF_BETA2", ("master",))
+    _, record = run("sizes", "--sizes", "1")
+    first = record["rows"]
+    assert [(r["strategy"], r["lr"]) for r in first] == [
+        (strategy, share * 1e-2) for share in (1, 1 / 3) for strategy in ("master", "bf16")
+    ]
+    assert [row["beta2"] for row in record["beta2s"]] == [0.9, 0.999]
+    assert all((row["gap"] == 0) == (row["strategy"] == "master") for row in first)
+    assert first[1]["displacement_matrices"] > 10 * first[0]["displacement_matrices"]
+
+    done = []
+    real = settings.train
+    monkeypatch.setattr(settings, "train", lambda t, *text: done.append(t) or real(t, *text))
+    _, record = run("sizes", "--sizes", "2")
+    assert record["rows"][:4] == first
+    assert {t.shape for t in done} == {shapes[1]}, "the first size is there already"
+    assert [row["million"] for row in record["rows"]] == [
+        trial.count_parameters(shape) / 1e6 for shape in shapes for _ in range(4)
+    ]
 
 
 @pytest.mark.slow

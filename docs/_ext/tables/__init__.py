@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tables import (
     accuracy,
+    bert,
     deltas,
     ecosystem,
     findings,
@@ -19,6 +20,7 @@ from tables import (
 
 MODULES = (
     accuracy,
+    bert,
     deltas,
     ecosystem,
     findings,

@@ -210,6 +210,29 @@ def peaks() -> str:
     return table(("", *heads), rows) + "\n\n" + machine(results[1], note)
 
 
+def memory_of_training() -> str:
+    """The whole training by windows, and what it is of master weights."""
+    result = load("train-memory")
+    blocks = []
+    kinds = {"resident": "the process", "allocated": "PyTorch's allocator"}
+    windows = sorted(result["windows"], key=lambda w: [int(x) for x in w.split("x")])
+    for kind, words in kinds.items():
+        rows = []
+        for name in result["windows"][windows[0]]:
+            cells = []
+            for window in windows:
+                found = result["windows"][window]
+                own, base = found[name][kind], found["master"][kind]
+                share = f"{100 * (own / base - 1):+.0f} %".replace("-", "−")
+                cells.append(f"{own / 1e9:.2f} GB" + (f" ({share})" if name != "master" else ""))
+            rows.append(
+                ({"master": "float32 masters", "bf16": "plain bf16"}.get(name, name), *cells)
+            )
+        head = [window.replace("x", " × ").replace("1024", "1,024") for window in windows]
+        blocks.append(table((words, *head), rows))
+    return "\n\n".join(blocks) + "\n\n" + machine(result)
+
+
 def compiling() -> str:
     """Seconds of the first compiled step."""
     result = load("compiling")

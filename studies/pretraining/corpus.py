@@ -1,4 +1,4 @@
-"""The text of masked language models, and its tokenizer, which is trained here."""
+"""Text as tokens, for models that do not learn bytes; their tokenizer is trained here."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def load(folder: Path, path: Path | None, vocabulary: int, window: int) -> Corpu
     except (OSError, EOFError, RuntimeError) as error:
         raise ResumeError(f"cannot read {saved}: {error}") from None
     size = Tokenizer.from_str(content["tokenizer"]).get_vocab_size()
-    return Corpus(*content["tokens"], vocabulary=size)
+    training, validation = content["tokens"]
+    return Corpus(training, validation, size)
 
 
 def docstring_files(root: Path) -> list[Path]:

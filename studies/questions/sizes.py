@@ -1,0 +1,110 @@
+"""Does the gap to master weights grow or close with the size of the model?
+
+The learning rate of each size is the best of master weights, and a third of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from pretraining.model import Shape
+from pretraining.report import LINES
+from questions.beta2 import MECHANISM
+from questions.intervals import mean_of
+from questions.settings import Outcomes, Row, Settings, brief, dress, gap
+from questions.trial import Trial, count_parameters
+
+REFERENCE = "master"
+STRATEGIES = (REFERENCE, "bf16", "light", "plus", "full", "exact", "compact")
+SHAPES = (
+    Shape(context=64, layers=2, width=64, heads=2),  # 0.1 million parameters
+    Shape(context=64, layers=3, width=104, heads=4),  # 0.4
+    Shape(context=128, layers=4, width=160, heads=5),  # 1.3
+    Shape(context=128, layers=6, width=256, heads=8),  # 5
+    Shape(context=128, layers=8, width=448, heads=7),  # 20
+)
+RATES = (3e-4, 1e-3, 3e-3, 1e-2)
+SHARES = (1.0, 1 / 3)  # of the best rate
+BETA2 = 0.999
+BETA2S = (0.95, 0.99, 0.9999)  # beside it, at the best rate
+OF_BETA2 = (REFERENCE, "bf16", "plus")
+FIGURES = (*MECHANISM, "ratio_leading")
+
+
+def answer(settings: Settings) -> dict[str, Any]:
+    """The best rate of each size, then every strategy at both rates, then other values of beta2.
+
+    One size after the other, the smallest first; `settings.sizes` says how many.
+    """
+    rows: list[Row] = []
+    beta2s: list[Row] = []
+    for shape in SHAPES[: settings.sizes]:
+        million = count_parameters(shape) / 1e6
+        first = Trial(REFERENCE, 0.0, BETA2, settings.seeds[0], "adamw", settings.steps, shape)
+        sweep = settings.outcomes([replace(first, lr=lr) for lr in RATES], f"{million:.1f} M: rate")
+        best = min(sweep, key=lambda trial: loss(sweep, trial)).lr
+        wanted = [
+            replace(first, strategy=strategy, lr=share * best, seed=seed)
+            for seed, share, strategy in product(settings.seeds, SHARES, STRATEGIES)
+        ]
+        outcomes = settings.outcomes(wanted, f"{million:.1f} M")
+        for share, strategy in product(SHARES, STRATEGIES):
+            own = [t for t in wanted if (t.strategy, t.lr) == (strategy, share * best)]
+            rows.append(row_of(outcomes, own) | {"million": million, "share": share})
+        others = [
+            replace(first, strategy=strategy, lr=best, seed=seed, beta2=beta2)
+            for seed, beta2, strategy in product(settings.seeds, BETA2S, OF_BETA2)
+        ]
+        outcomes |= settings.outcomes(others, f"{million:.1f} M: beta2")
+        for strategy, beta2 in product(OF_BETA2, sorted((*BETA2S, BETA2))):
+            own = [t for t in outcomes if (t.strategy, t.lr, t.beta2) == (strategy, best, beta2)]
+            beta2s.append(row_of(outcomes, own) | {"million": million})
+    return {"rows": rows, "beta2s": beta2s}
+
+
+def loss(outcomes: Outcomes, trial: Trial) -> float:
+    """The loss after the last step."""
+    return outcomes[trial]["validation"] or 0.0
+
+
+def row_of(outcomes: Outcomes, own: list[Trial]) -> Row:
+    """Means over the seeds of one size, strategy, rate and beta2."""
+    row: Row = {"strategy": own[0].strategy, "lr": own[0].lr, "beta2": own[0].beta2}
+    row["validation"], row["validation_half"] = mean_of([loss(outcomes, t) for t in own])
+    row["gap"], row["gap_half"] = mean_of([gap(outcomes, t, REFERENCE) for t in own])
+    for figure in FIGURES:
+        row[figure] = mean_of([outcomes[t][figure] or 0.0 for t in own])[0]
+    return row
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """The gap, the EDQ ratio and the lost share by size, at the best rate and a third of it."""
+    figure = Figure(figsize=(13, 8), layout="constrained")
+    figure.suptitle("By parameters, in millions; bars are intervals of 95 %")
+    panels = figure.subplots(len(SHARES), 3, squeeze=False)
+    titles = {"gap": "loss less that of master weights", "ratio": "EDQ ratio", "lost": "lost"}
+    for row, share in zip(panels, SHARES, strict=True):
+        for strategy in STRATEGIES:
+            own = [r for r in found["rows"] if (r["strategy"], r["share"]) == (strategy, share)]
+            sizes = [r["million"] for r in own]
+            for axes, name in zip(row, titles, strict=True):
+                bars = [r["gap_half"] or 0.0 for r in own] if name == "gap" else None
+                axes.errorbar(
+                    sizes,
+                    [r[name] for r in own],
+                    bars,
+                    label=strategy,
+                    **{"capsize": 3, "marker": "o"} | LINES[strategy],
+                )
+        for axes, title in zip(row, titles.values(), strict=True):
+            rates = sorted({r["lr"] for r in found["rows"] if r["share"] == share})
+            dress(axes, f"{title} (lr {', '.join(map(brief, rates))})", "")
+            axes.set_xscale("log")
+        row[0].set_yscale("symlog", linthresh=0.01)
+    panels[0][0].legend(frameon=False)
+    figure.savefig(path, dpi=120)
