@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +17,15 @@ from pretraining.command import make_folder
 from pretraining.resuming import Checkpoint
 from pretraining.run import Run
 from pretraining.training import Training, attention, go_on, machine
+
+
+THIN = 20  # Steps of which a record keeps the mean loss.
+
+
+def thinned(losses: Sequence[float]) -> list[float]:
+    """Means over so many steps, rounded."""
+    parts = (losses[i : i + THIN] for i in range(0, len(losses), THIN))
+    return [round(statistics.fmean(part), 4) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,7 @@ def work(
                 "machine": machine(piece.run.device),
                 **piece.described,
                 "run": asdict(piece.run),
-                "result": asdict(job.result),
+                "result": asdict(job.result) | {"training": thinned(job.result.training)},
             },
         )
         checkpoint.path.unlink()
