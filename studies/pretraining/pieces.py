@@ -18,7 +18,6 @@ from pretraining.resuming import Checkpoint
 from pretraining.run import Run
 from pretraining.training import Training, attention, go_on, machine
 
-
 THIN = 20  # Steps of which a record keeps the mean loss.
 
 
