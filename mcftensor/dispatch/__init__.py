@@ -16,6 +16,7 @@ from mcftensor.dispatch import elementwise as elementwise
 from mcftensor.dispatch import floor_and_remainder as floor_and_remainder
 from mcftensor.dispatch import format_as_dtype as format_as_dtype
 from mcftensor.dispatch import fused as fused
+from mcftensor.dispatch import powers_of_two as powers_of_two
 from mcftensor.dispatch import structure as structure
 from mcftensor.dispatch.default_handler import compute
 from mcftensor.dispatch.foreach import foreach
@@ -23,11 +24,11 @@ from mcftensor.dispatch.inplace_and_out import (
     by_functional_form,
     computes_in_place,
     evaluate_into,
-    functional,
     onto_plain,
 )
 from mcftensor.dispatch.registry import SHORTCUTS, TABLE, Handler, handler_of
 from mcftensor.dispatch.torch_functions import WHOLE, evaluate_whole
+from mcftensor.dispatch.write_results import functional
 from mcftensor.tensor import MCFTensor
 
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.base_types import NARROW
-from mcftensor.dispatch.default_handler import PRECISION, WIDE, compute
+from mcftensor.dispatch.default_handler import PRECISION, compute
 from mcftensor.dispatch.operands import named_arguments, plainly, value_of
 from mcftensor.dispatch.registry import implements
+from mcftensor.dispatch.rounded_arguments import WIDE
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten

@@ -123,6 +123,33 @@ for _name, _select in _CHOICES.items():
     _register_choice(_name, _select)
 
 
+@implements(
+    aten.fmax.default,  # torch.fmax
+    aten.fmin.default,  # torch.fmin
+)
+@of_terms
+def without_nan(func: Any, x: Any, y: Any) -> Any:
+    """Return the larger or smaller elements of values; NaN only where both are NaN."""
+    if all(z.acts_as == "parameter" for z in expansions((x, y))):
+        return compute(func, x, y)
+    select = maximum if func is aten.fmax.default else minimum
+
+    def selected_terms(x: Terms, y: Terms) -> list[Tensor]:
+        return choose(torch.isnan(x[0]), y, choose(torch.isnan(y[0]), x, select(x, y)))
+
+    return _chosen(func.overloadpacket.__name__, (x, y), selected_terms)
+
+
+@implements(aten.relu.default)  # F.relu
+@of_terms
+def relu(func: Any, x: MCFTensor) -> Any:
+    """Return the positive elements of a value, and zeros."""
+    if x.acts_as == "parameter":
+        return compute(func, x)
+    zeros = list(map(torch.zeros_like, x._read()))
+    return _chosen("relu", (x,), lambda x: choose(x[0] <= 0, zeros, x))
+
+
 @implements(aten.where.self)  # torch.where, x.where
 @of_terms
 def where(func: Any, condition: Tensor, x: Any, y: Any) -> Any:

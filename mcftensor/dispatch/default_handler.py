@@ -6,7 +6,6 @@ evaluation and one rounding therefore give the format's precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot
 from torch.utils._pytree import tree_map
 
-from mcftensor.arithmetic import special_functions
 from mcftensor.dispatch import beyond_float64, storage_formats
 from mcftensor.dispatch.operands import (
     common_format,
@@ -27,39 +25,20 @@ from mcftensor.dispatch.operands import (
     with_leading,
 )
 from mcftensor.dispatch.registry import implements
+from mcftensor.dispatch.rounded_arguments import WIDE, WidenedArguments, evaluated
 from mcftensor.dispatch.write_results import assign, refusal, written_to
-from mcftensor.formats import Format, named
-from mcftensor.kernels.without_float64 import HALVES, has_float64, without
+from mcftensor.formats import Format
+from mcftensor.kernels.custom_ops import is_bare
+from mcftensor.kernels.without_float64 import has_float64, without
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten
 
-WIDE = torch.float64
 PRECISION = 48
 """Bits of the longest format that float64 serves; its five other bits cover evaluation errors."""
 
 _OF_TORCH = frozenset({"aten", "prims", "inductor", "quantized", "higher_order"})
 """Namespaces of operators that compute the same in every floating dtype, whatever they write to."""
-
-# Functions that PyTorch evaluates in float64 with larger errors than these bits cover.
-_SHARPER: dict[Any, Callable[..., Tensor]] = {
-    aten.binary_cross_entropy_with_logits: special_functions.binary_cross_entropy_with_logits,
-    aten.digamma: special_functions.digamma,
-    aten.gelu: special_functions.gelu,
-    aten.gelu_backward: special_functions.gelu_backward,
-    aten.igammac: special_functions.igammac,
-    aten.igammac_: special_functions.igammac,
-    aten._log_softmax: special_functions.log_softmax,
-    aten.logaddexp2: special_functions.logaddexp2,
-    aten.logit: special_functions.logit,
-    aten.logsumexp: special_functions.logsumexp,
-    aten.polygamma: special_functions.polygamma,
-    aten.polygamma_: lambda x, n: special_functions.polygamma(n, x),
-    aten.sinc: special_functions.sinc,
-    aten.soft_margin_loss: special_functions.soft_margin_loss,
-    aten.special_log_ndtr: special_functions.log_ndtr,
-    aten.special_zeta: special_functions.zeta,
-}
 
 
 def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -155,7 +134,8 @@ def _in_float64(
     Raises:
         NotImplementedError: a result is complex, or has another shape than its target.
     """
-    copies: dict[int, Tensor] = {}
+    is_recorded = not is_bare([x._component0 for x in found])
+    numbers = WidenedArguments(func, args, kwargs, is_recorded)
     asked: list[torch.dtype] = []
 
     def widen(x: Any) -> Any:
@@ -166,17 +146,20 @@ def _in_float64(
             return x
         if x.layout != torch.strided:
             raise refusal(func, found, f"it meets a tensor of {x.layout}")
-        if id(x) not in copies:
-            copies[id(x)] = (
-                x._collapsed(WIDE) if isinstance(x, MCFTensor) else x.to(WIDE, copy=True)
-            )
-        return copies[id(x)]
+        return numbers.enter(x)
 
-    written = written_to(func, args, kwargs)
-    result = _evaluated(func, mapped(widen, args), mapped(widen, kwargs))
-    written = [x for x in written if id(x) in copies]  # integers are written to as they are
-    assign(func, written, [copies[id(x)] for x in written], found)
-    originals = {id(copies[id(x)]): x for x in written}
+    targets = written_to(func, args, kwargs)
+    wide, largest = numbers.subtract_largest(mapped(widen, args))
+    result = evaluated(func, wide, mapped(widen, kwargs))
+    if largest is not None:
+        result += largest.view_as(result)
+    written = {id(x): x for x in targets if id(x) in numbers.of}  # integers are written directly
+    copies = [numbers.of[i] for i in written]
+    corrected = numbers.corrected(result)
+    if corrected is not result:
+        result = result.copy_(corrected) if copies else corrected
+    assign(func, list(written.values()), copies, found)
+    originals = {id(x): y for x, y in zip(copies, written.values(), strict=True)}
 
     def narrow(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -201,13 +184,14 @@ def _in_float32_terms(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run an operation by its algorithm in two float32 terms, and round the result once.
+    """Run an operation by its algorithm in float32 terms, and round the result once.
 
     Raises:
         NotImplementedError: there is no algorithm.
     """
+    terms = max(2, *(len(x._format.components) for x in found))
     try:
-        result = beyond_float64.by_algorithm(func, named(HALVES), *args, **kwargs)
+        result = beyond_float64.by_algorithm(func, Format(torch.float32, terms), *args, **kwargs)
     except NotImplementedError as error:
         shapes = ", ".join(f"{x._format.name} {tuple(x.shape)}" for x in found)
         raise without(f"{func} on expansions ({shapes})") from error
@@ -215,16 +199,6 @@ def _in_float32_terms(
         return result
     is_long = isinstance(result, MCFTensor) and result._format is not format
     return value_of(result, format, found) if is_long else result
-
-
-def _evaluated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    sharper = _SHARPER.get(func.overloadpacket)
-    if sharper is None:
-        return func(*args, **kwargs)
-    targets = written_to(func, args, kwargs)
-    options = {name: x for name, x in kwargs.items() if not any(x is y for y in targets)}
-    result = sharper(*args, **options)
-    return targets[0].resize_(result.shape).copy_(result) if targets else result
 
 
 @implements(

@@ -7,6 +7,7 @@ are evaluated in a format with one more term and rounded once.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -226,6 +227,86 @@ def _polygamma(n: int, x: Tensor) -> Tensor:
     return _evaluated("trigamma" if n else "digamma", x)
 
 
+@_in_longer
+def _logit(x: Tensor, eps: float | None = None) -> Tensor:
+    """log(x / (1 - x)); near 1/2 by the distance from 1/2, which is exact."""
+    x = x if eps is None else x.clamp(eps, 1 - eps)
+    is_near = (x - 0.5).abs() < 0.25
+    near = torch.where(is_near, x, torch.full_like(x, 0.5))
+    far = torch.log(x) - torch.log1p(-x)
+    return torch.where(is_near, torch.log1p((2 * near - 1) / (1 - near)), far)
+
+
+@_in_longer
+def _sinc(x: Tensor) -> Tensor:
+    """sin(pi x) / (pi x), from the exact distance to the nearest integer."""
+    whole = x.round()
+    pi = like(x, exact.pi((x._format.terms + 2) * BASES[x.dtype].precision))  # type: ignore[attr-defined]
+    sine = torch.sin((x - whole) * pi)
+    sine = torch.where(torch.remainder(whole, 2) == 1, -sine, sine)
+    return torch.where(x == 0, torch.ones_like(x), sine / (x * pi))
+
+
+@_in_longer
+def _spherical_bessel_j0(x: Tensor) -> Tensor:
+    is_inside = torch.isfinite(x) & (x != 0)
+    inside = torch.where(is_inside, x, torch.ones_like(x))
+    ends = torch.where(x == 0, torch.ones_like(x), torch.where(torch.isnan(x), x, 0.0))
+    return torch.where(is_inside, torch.sin(inside) / inside, ends)
+
+
+def _times_logarithm(logarithm: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Return x times a logarithm of y, and 0 for x = 0 unless y is NaN."""
+
+    @_in_longer
+    def product(x: Any, y: Any) -> Tensor:
+        first = expansions((x, y))[0]
+        a, b = (
+            MCFTensor.of(stored_in(z, first._format, first.device), first._format) for z in (x, y)
+        )
+        return torch.where((a == 0) & ~torch.isnan(b), torch.zeros_like(b * a), a * logarithm(b))
+
+    return product
+
+
+@_in_longer
+def _entr(x: Tensor) -> Tensor:
+    """-x log(x), and -infinity below 0."""
+    product = torch.where(x == 0, torch.zeros_like(x), -x * torch.log(x))
+    return torch.where(x < 0, torch.full_like(x, -torch.inf), product)
+
+
+_FIRST_STEPS = 6
+"""Newton's steps for `erfinv` in one float, from the asymptotic sqrt(-log(erfc))."""
+
+
+@_in_longer
+def _erfinv(x: Tensor) -> Tensor:
+    """The y with erfc(y) = 1 - |x|, by Halley's iteration, which triples the bits of each step."""
+    format, rest = x._format, 1 - x.abs()  # type: ignore[attr-defined]
+    is_inside = (rest > 0) & (x != 0)
+    size = torch.where(is_inside, x.abs(), torch.full_like(x, 0.5))
+    rest = 1 - size
+    small, tail = (z._read()[0] for z in (size, rest))  # type: ignore[attr-defined]
+    y = torch.sqrt(-torch.log(tail))
+    for _ in range(_FIRST_STEPS):  # log(erfc(y)) = log(erfcx(y)) - y²
+        scaled = torch.special.erfcx(y)
+        y = y + (torch.log(scaled) - y * y - torch.log(tail)) * scaled * (math.sqrt(math.pi) / 2)
+    y = torch.where(small < 0.5, torch.erfinv(small), y)
+    found: Tensor = MCFTensor.of(stored_in(y, format, x.device), format)
+    bits = format.precision + 64
+    half_root = like(x, exact.sqrt(exact.pi(bits), bits) / 2)
+    right = BASES[x.dtype].precision - 8
+    while right < format.precision:
+        error = torch.where(size < 0.5, size - torch.erf(found), torch.erfc(found) - rest)
+        change = error * torch.exp(found * found) * half_root
+        found = found + change / (1 - found * change)
+        right *= 3
+    plain = torch.erfinv(x._read()[0])  # type: ignore[attr-defined]
+    ends = torch.where(x.abs() > 1, torch.nan, plain)
+    return torch.where(is_inside, torch.where(x < 0, -found, found), ends)
+
+
 def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the result and an empty buffer, as PyTorch's CUDA code does."""
     return -_evaluated("softplus", -x), x.new_empty(0)
@@ -243,6 +324,15 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "polygamma": _polygamma,  # gradients of torch.digamma
     "softplus": _softplus,  # F.softplus
     "log_sigmoid_forward": _log_sigmoid,  # F.logsigmoid
+    "logit": _logit,  # torch.logit
+    "sinc": _sinc,  # torch.sinc
+    "special_spherical_bessel_j0": _spherical_bessel_j0,  # torch.special.spherical_bessel_j0
+    "erfinv": _erfinv,  # torch.erfinv
+    "xlogy": _times_logarithm(torch.log),  # torch.xlogy
+    "special_xlog1py": _times_logarithm(torch.log1p),  # torch.special.xlog1py
+    "hardsigmoid": _in_longer(lambda x: (x + 3).clamp(0, 6) / 6),  # F.hardsigmoid
+    "hardswish": _in_longer(lambda x: x * (x + 3).clamp(0, 6) / 6),  # F.hardswish
+    "special_entr": _entr,  # torch.special.entr
     # Gradients of the functions of these names.
     "sigmoid_backward": _in_longer(lambda grad, y: grad * (1 - y) * y),
     "tanh_backward": _in_longer(lambda grad, y: grad * (1 - y * y)),

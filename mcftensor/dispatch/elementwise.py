@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.dispatch import storage_formats
-from mcftensor.dispatch.default_handler import PRECISION, WIDE, compute
+from mcftensor.dispatch.default_handler import PRECISION, compute
 from mcftensor.dispatch.evaluate import Lists, evaluate_rows, evaluate_rows_into
 from mcftensor.dispatch.operands import (
     are_lifted,
@@ -19,6 +19,7 @@ from mcftensor.dispatch.operands import (
     store,
 )
 from mcftensor.dispatch.registry import SHORTCUTS, TABLE, Shortcut, implements, register_forms
+from mcftensor.dispatch.rounded_arguments import WIDE
 from mcftensor.passes.operators import OPERATORS
 from mcftensor.tensor.implicit_rounding import rounding
 from mcftensor.tensor.step_context import current_step, is_unwatched

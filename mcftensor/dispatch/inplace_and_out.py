@@ -5,7 +5,6 @@ They run the functional form and copy its results, so that all terms are written
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,37 +16,16 @@ from mcftensor.dispatch import storage_formats
 from mcftensor.dispatch.default_handler import compute
 from mcftensor.dispatch.operands import expansions, mapped, plainly
 from mcftensor.dispatch.registry import TABLE, Handler
-from mcftensor.dispatch.write_results import assign_tree, require_no_grad, written_to
+from mcftensor.dispatch.write_results import (
+    assign_tree,
+    require_no_grad,
+    without_results,
+    written_to,
+)
 from mcftensor.tensor import LiftedTensor, MCFTensor
 from mcftensor.tensor.implicit_rounding import rounding
 
 aten = torch.ops.aten
-
-
-@functools.lru_cache(maxsize=4096)
-def functional(func: Any) -> Any:
-    """Return the operator that returns what `func` writes into its first argument, or into `out`.
-
-    Return None if there is no such operator, as for in-place random numbers.
-    """
-    arguments, inputs = func._schema.arguments, _inputs(func)
-    in_place = len(inputs) == len(arguments)
-    written = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    draws = torch.Tag.nondeterministic_seeded in func.tags
-    if not written or (in_place and (written != arguments[:1] or draws)):
-        return None
-    packet = getattr(aten, func.overloadpacket.__name__.removesuffix("_"), None)
-    for name in packet.overloads() if packet is not None else ():
-        overload = getattr(packet, name)
-        alike = [(a.name, a.type) for a in overload._schema.arguments]
-        if alike == [(a.name, a.type) for a in inputs] and not overload._schema.is_mutable:
-            return overload
-    return None
-
-
-def _inputs(func: Any) -> list[Any]:
-    """Return the arguments of an operator except those for its results."""
-    return [a for a in func._schema.arguments if not (a.kwarg_only and a.alias_info is not None)]
 
 
 def by_functional_form(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -58,17 +36,15 @@ def by_functional_form(func: Any, *args: Any, **kwargs: Any) -> Any:
     if storage_formats.are_numbers((args, kwargs)):
         return storage_formats.on_numbers(func, args, kwargs)
     targets = written_to(func, args, kwargs)
-    names = {a.name for a in _inputs(func)}
-    options = {name: x for name, x in kwargs.items() if name in names}
-    if not expansions((args, options)):
+    new, inputs, options = without_results(func, args, kwargs)
+    if not expansions((inputs, options)):
         return compute(func, *args, **kwargs)
-    new = functional(func)
     if expansions(targets):
-        args, options = as_values((args, options))
+        inputs, options = as_values((inputs, options))
     elif new not in TABLE:  # the functional form would round to the format first
         return compute(func, *args, **kwargs)
-    values = [x for x in expansions((args, options)) if x.acts_as == "value"]
-    written = assign_tree(func, targets, new(*args, **options), values)
+    values = [x for x in expansions((inputs, options)) if x.acts_as == "value"]
+    written = assign_tree(func, targets, new(*inputs, **options), values)
     return written if func._schema.returns else None
 
 

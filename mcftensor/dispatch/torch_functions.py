@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from mcftensor.arithmetic import special_functions
 from mcftensor.dispatch import derivatives
-from mcftensor.dispatch.default_handler import PRECISION, WIDE, explained, unlike_dtypes
+from mcftensor.dispatch.default_handler import PRECISION, explained, unlike_dtypes
 from mcftensor.dispatch.operands import (
     common_format,
     expansions,
@@ -32,6 +32,7 @@ from mcftensor.dispatch.operands import (
     with_leading,
 )
 from mcftensor.dispatch.registry import SHORTCUTS
+from mcftensor.dispatch.rounded_arguments import WIDE
 from mcftensor.dispatch.storage_formats import decoded
 from mcftensor.dispatch.write_results import assign_tree, refusal, require_no_grad
 from mcftensor.formats import Format, named

@@ -91,6 +91,13 @@ class ExpansionFormat(Format):
         return 2.0 ** (self.min_exponent + (self.terms - 1) * self.base_precision)
 
     @property
+    def exceeds_float64(self) -> bool:
+        """Whether float64 rounds some numbers of this format: terms may lie further apart."""
+        base, wide = BASES[self.base], BASES[torch.float64]
+        reach = base.max_exponent - base.min_exponent + base.precision
+        return self.terms > 1 and reach > wide.precision
+
+    @property
     def wide(self) -> torch.dtype | None:
         """Machine dtype in which arithmetic of this format is evaluated and then split.
 

@@ -232,6 +232,11 @@ class Format:
         return 24
 
     @property
+    def exceeds_float64(self) -> bool:
+        """Whether float64 rounds some numbers of this format; by default no."""
+        return False
+
+    @property
     def smallest(self) -> tuple[float, float]:
         """The smallest number with all its bits, and the smallest number above zero."""
         normal = torch.finfo(self.numbers.dtype).smallest_normal

@@ -207,6 +207,41 @@ def collapse(stored: Sequence[Tensor], source: str, dtype: torch.dtype) -> Tenso
     return collapse_terms(named(source).decode(stored), dtype)
 
 
+def collapse_with_rest(stored: Sequence[Tensor], source: str) -> tuple[Tensor, Tensor]:
+    """Decode terms to float64, and return what float64 lacks of their sum, too.
+
+    The rest is zero only if nothing is lacking, and NaN if the terms are not finite. For large
+    tensors it is bfloat16, and times a power of two.
+    """
+    if not _is_large(stored):
+        number = collapse(stored, source, torch.float64)
+        return number, rest_of(number, stored)
+    made = [torch.empty_like(stored[0], dtype=x) for x in (torch.float64, torch.bfloat16)]
+    run(_decoding_with_rest(named(source)), Columns(_columns(stored), [], _columns(made)))
+    return made[0], made[1]
+
+
+def rest_of(number: Tensor, stored: Sequence[Tensor]) -> Tensor:
+    """Return what a float64 number lacks of the sum of terms that it is."""
+    rest = stored[0] - number
+    for term in stored[1:]:
+        rest = rest + term
+    return rest
+
+
+@functools.lru_cache(maxsize=64)
+def _decoding_with_rest(format: Format) -> Body:
+    decode = decoding(format, torch.float64)
+
+    def body(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> Sequence[Tensor]:
+        (number,) = decode(vectors, scalars, index)
+        # Rests are at most 2^75. Times 2^50, the smallest are bfloat16 numbers, too.
+        rest = rest_of(number, [x.to(torch.float64) for x in vectors]) * 2.0**50
+        return [number, rest.to(torch.bfloat16)]
+
+    return body
+
+
 def key_for(format: Format, device: torch.device, writes: Tensor | None = None) -> Tensor | None:
     """Return what the rounding of a format needs: a drawn key, or a count of previous writes.
 
