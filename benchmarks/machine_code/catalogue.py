@@ -63,6 +63,8 @@ MIXTURES: tuple[tuple[str, str | None], ...] = (
     *((name, "compact") for name in ("bf16i8", "bf16i16", "e4m3i8", "e4m3i16")),
     *(("fp16i16", None), ("fp16i8", "compact")),
 )
+# Formats of weights whose changes are marked.
+MARKED = ("bf16x2", "bf16i16", "bf16i8", "fp16i16")
 # Optimizers of torch.optim whose operations become traces, by their for-loop path.
 TRACED = ("AdamW", "NAdam", "RAdam", "RMSprop", "Adadelta")
 IN_TRACES = ("bf16x2", "bf16x3", "fp32x2")
@@ -102,6 +104,8 @@ def work() -> Iterator[tuple[str, Work]]:
                 continue
             label = ", ".join(filter(None, (name, weights, mode)))
             yield label, _steps(make, mcf.Format.from_name(weights), mode)
+    for weights in MARKED:
+        yield f"AdamW marked, {weights}", _marked(FUSED["AdamW"], mcf.Format.from_name(weights))
     for format in TERMS:
         for name, operation in OPERATIONS.items():
             yield f"{name}, {format.name}", _operation(format, operation)
@@ -148,6 +152,18 @@ def _steps(make: Callable[..., Optimizer], format: mcf.Format, mode: str | None)
         for _ in range(2):
             p.grad = torch.randn(SHAPE).to(p.dtype)
             optimizer.step()
+
+    return run
+
+
+def _marked(make: Callable[..., Optimizer], format: mcf.Format) -> Work:
+    def run() -> None:
+        p = nn.Parameter(_number(format))
+        optimizer = make([p])
+        p.grad = torch.randn(SHAPE).to(p.dtype)
+        deltas = mcf.deltas(optimizer)
+        optimizer.step()
+        deltas.remove()
 
     return run
 

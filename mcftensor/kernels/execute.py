@@ -50,11 +50,12 @@ class Kernel:
         device = columns.outputs[0][0].device
         scalars = columns.every_scalar()
         has_data = 0 not in itertools.chain.from_iterable(addresses)  # false for meta tensors
+        marking = self.marking(columns.marks)
+        every = [*addresses, *addresses_of(columns.marks)]
         if has_data and device.type == "cpu" and "cpu" not in TRITON_DEVICES:
-            launch = self.marking(columns.marks).compiled(sum(lengths), len(lengths))
+            launch = marking.compiled(sum(lengths), len(lengths))
             if launch is not None:
                 dtypes = self.signature.scalars
-                every = [*addresses, *addresses_of(columns.marks)]
                 cpu.launch(launch, lengths, every, scalars, dtypes, columns.done)
                 return
         elif (
@@ -62,8 +63,7 @@ class Kernel:
             and device.type in TRITON_DEVICES
             and cuda.is_available()
             and self.has_program
-            and not columns.marks
-            and cuda.launch(self.program, lengths, addresses, scalars, device, self._is_right)
+            and cuda.launch(marking.program, lengths, every, scalars, device, marking._is_right)
         ):
             if columns.done is not None:
                 columns.done.append((sum(lengths), None))

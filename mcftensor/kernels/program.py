@@ -50,7 +50,7 @@ class Signature:
 
     It also holds the indices of vectors and then outputs with one value per block, and whether the
     program may compute in float64. `marked` are the indices of outputs whose changes compiled code
-    for a CPU marks.
+    marks.
     """
 
     vectors: tuple[torch.dtype, ...]
