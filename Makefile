@@ -43,10 +43,10 @@ study: $(VENV)/installed ## measure what updates lose, by strategy, layer, learn
 findings: $(VENV)/installed ## answer open questions by hundreds of short trainings, in an hour or two (ARGS="--help")
 	$(PATIENT) $(BIN)/python studies/findings.py $(ARGS)
 
-bench: $(VENV)/benchmarks ## time optimizer steps beside other libraries (ARGS="--help")
+bench: $(VENV)/benchmarks ## install other libraries and compare the time of optimizer steps (ARGS="--device cuda" on a GPU)
 	TORCH_CPP_LOG_LEVEL=ERROR $(BIN)/python benchmarks/steps.py $(ARGS)
 
-judged: $(VENV)/installed ## judge the library by tests of others, from clones (SUITES=folder, ARGS="--help")
+judged: $(VENV)/installed ## judge the library by the tests of others, read from clones (SUITES=folder)
 	$(PATIENT) $(BIN)/python benchmarks/judged.py $(SUITES) $(ARGS)
 
 gpu: gpu-at-hand $(VENV)/benchmarks ## check and measure the GPU at hand, in twenty minutes, and write a report (BY="your name")
@@ -61,38 +61,38 @@ gpu-at-hand:
 works-with: $(VENV)/ecosystem ## try the frameworks that people train with, for the page "Works with" (ARGS="name")
 	HF_HUB_OFFLINE=1 $(PATIENT) $(BIN)/python benchmarks/works_with.py $(ARGS)
 
-test: $(VENV)/installed ## run the tests and the examples in docstrings, those marked slow aside (ARGS="-k name")
+test: $(VENV)/installed ## run the tests and the examples in docstrings, except tests marked slow (ARGS="-k name" goes to pytest)
 	$(PYTEST) $(ARGS)
 
-test-all: $(VENV)/installed ## run all tests, in an order of chance (SEED=n for that of an earlier run)
+test-all: $(VENV)/installed ## run all tests in random order (SEED=n repeats an order)
 	$(PYTEST) -m "" --random-order --random-order-seed=$(SEED) $(ARGS)
 
-soak: $(VENV)/installed ## kill training runs at random and compare what they end with (ARGS="--help")
+soak: $(VENV)/installed ## kill training runs at random; they must end with the bits of an uninterrupted run (ARGS="--help")
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:studies $(BIN)/python tests/soak.py $(ARGS)
 
-fuzz: $(VENV)/installed ## compare random programs inside a step, with a tape and at once (ARGS="--help")
+fuzz: $(VENV)/installed ## run 100,000 random programs inside a step; their tensors must have the bits of eager execution (ARGS="--replay 7" shows one)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/fuzz_steps.py --workers $(WORKERS) $(ARGS)
 
-mutations: $(VENV)/installed ## change the library at random places, and list changes that no test notices (ARGS="--help")
+mutations: $(VENV)/installed ## change the library at random places, and list the changes that no test notices, in hours (ARGS="arithmetic/eft.py -n 20")
 	$(BIN)/python tests/mutations.py --workers $(WORKERS) $(ARGS)
 
-lint: $(VENV)/installed ## check style, format, types, and who writes to torch
+lint: $(VENV)/installed ## check style and format (ruff), types (mypy), and that only mcftensor/patches writes to torch
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -q -k writes_to_torch tests/patches
 
-docs: $(VENV)/installed ## build the site of the documentation in out/site, warnings being errors
+docs: $(VENV)/installed ## build the site of the documentation in out/site, to open from there; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(PATIENT) $(BIN)/mkdocs build --strict $(ARGS)
 	@echo "The site is out/site/index.html: open it in a browser, or run make serve."
 
-serve: $(VENV)/installed ## show the site at http://127.0.0.1:8000, built anew when a page changes (ARGS="-a 127.0.0.1:8001")
+serve: $(VENV)/installed ## show the site at http://127.0.0.1:8000, and build it again when a page changes (ARGS="-a 127.0.0.1:8001")
 	NO_MKDOCS_2_WARNING=1 $(PATIENT) $(BIN)/mkdocs serve $(ARGS)
 
-pages: $(VENV)/installed ## write the figures and the tables of the pages anew, from committed results
+pages: $(VENV)/installed ## write the figures and tables of the pages again, from committed results
 	$(PATIENT) $(BIN)/python docs/_ext/write.py
 
-package: $(VENV)/installed ## build the wheel and the source archive in dist, install and try them
+package: $(VENV)/installed ## build the wheel and the source archive in dist, and try them in an empty environment
 	CONSTRAINTS=$(CONSTRAINTS) .ci/package $(TAG)
 
 publish-docs: $(VENV)/installed ## put the site of VERSION, and as ALIAS, on the branch gh-pages

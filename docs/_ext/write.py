@@ -29,7 +29,8 @@ def written(text: str) -> str:
 
 def pages() -> list[Path]:
     """Those with tables."""
-    return [page for page in sorted((ROOT / "docs").rglob("*.md")) if MARK.search(page.read_text())]
+    found = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [page for page in found if MARK.search(page.read_text())]
 
 
 def names() -> list[str]:
