@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import mcftensor as mcf
+from pretraining.strategies import STRATEGIES
 
 pages = pytest.importorskip("support.pages", reason="sybil is not installed")
 
@@ -76,6 +77,17 @@ def rows(text, title):
     lines = text[text.index(title) :].split("\n\n")[0].splitlines()[2:]
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {first: cells for first, *cells in table}
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["README.md", "Makefile", "CONTRIBUTING.md", "studies/README.md", "docs/guides/training.md"],
+)
+def test_the_number_of_strategies_is_the_same_everywhere(file):
+    words = ("eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen")
+    found = re.findall(r"\b(\w+)(?: precision)? strategies", (ROOT / file).read_text())
+    counts = {words.index(word) + 8 for word in found if word in words}
+    assert counts == {len(STRATEGIES)}
 
 
 def test_the_readme_has_the_training_of_the_results():

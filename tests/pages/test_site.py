@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import dataclasses
 import itertools
 import json
 import operator
@@ -24,6 +25,7 @@ from mcftensor.patches.table import TABLE
 pytest.importorskip("mkdocs", reason="the packages of the extra `docs` are not installed")
 pytest.importorskip("latex2mathml", reason="the packages of the extra `docs` are not installed")
 browser = pytest.importorskip("support.browser", reason="aiohttp is not installed")
+firefox = pytest.importorskip("support.firefox", reason="aiohttp is not installed")
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,6 +49,38 @@ LOOK = """({
     pictures: [...document.images].map(i => i.naturalWidth),
     dark: document.body.dataset.mdColorScheme == "slate",
 })"""
+# Which text has less contrast than 4.5 (WCAG 2.2, level AA), and which marks of Markdown are left?
+# One text of each kind of element is measured.
+READ = r"""(() => {
+    const light = c => {
+        const line = v => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+        const [r, g, b] = c.map(v => line(v / 255));
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05;
+    };
+    const over = (text, base) => {
+        const [r, g, b, a = 1] = text.match(/[\d.]+/g)?.map(Number) ?? [0, 0, 0, 0];
+        const scale = text.startsWith("color") ? 255 : 1;
+        return [r, g, b].map((v, i) => scale * v * a + base[i] * (1 - a));
+    };
+    const paper = e =>
+        e ? over(getComputedStyle(e).backgroundColor, paper(e.parentElement)) : [255, 255, 255];
+    const content = document.querySelector(".md-content"), kinds = new Set(), faint = [];
+    const texts = document.createTreeWalker(content, NodeFilter.SHOW_TEXT);
+    for (let n; (n = texts.nextNode());) {
+        const e = n.parentElement, up = e.parentElement, name = x => x.tagName + x.classList;
+        const kind = name(e) + name(up) + e.getAttribute("style");
+        if (!n.nodeValue.trim() || kinds.has(kind) || !e.getClientRects().length) continue;
+        kinds.add(kind);
+        if (e.closest("script, style, .md-clipboard, .headerlink, :disabled, svg .mono")) continue;
+        const svg = e.closest("svg"), style = getComputedStyle(e);
+        const back = paper(svg ? svg.parentElement : e);
+        const [a, b] = [light(over(svg ? style.fill : style.color, back)), light(back)];
+        if (Math.max(a, b) / Math.min(a, b) < 4.5) faint.push(n.nodeValue.trim().slice(0, 40));
+    }
+    const prose = content.cloneNode(true);
+    prose.querySelectorAll("pre, code, script, style, svg, math").forEach(e => e.remove());
+    return { faint, marks: prose.textContent.match(/\]\(|\*\*|```|<!--|\{:? ?[.#]\w/g) ?? [] };
+})()"""
 
 # Where do the links of the navigation lead, and what does the search find for some words?
 GO = """Promise.all(
@@ -205,6 +239,7 @@ async def _look(site, tmp_path, names, sizes):
             for name in names:
                 for width, dark in sizes:
                     visit = await tab.visit(f"{base}/{name}", LOOK, width=width, dark=dark)
+                    visit.value["read"] = await tab.ask(READ)
                     found[name, width, dark] = visit, base
     return found
 
@@ -217,6 +252,7 @@ def _check(found):
         assert not others, (where, others)
         assert visit.value["overflow"] <= 0, where
         assert visit.value["dark"] == dark, where
+        assert not any(visit.value.get("read", {}).values()), (where, visit.value["read"])
         for kind in ("formulas", "drawings", "pictures"):
             assert all(size > 5 for size in visit.value[kind]), (where, kind)
         assert all(size > 8.5 for size in visit.value["letters"]), (where, "letters of figures")
@@ -244,18 +280,125 @@ def test_in_a_browser_pages_show_what_they_hold(site, tmp_path):
 
 
 @needs_browser
-def test_in_a_browser_every_page_reads_from_a_disk_on_a_phone(site, tmp_path):
-    """No page is wider than a phone, complains, or asks for what is not on the disk."""
+def test_in_a_browser_every_page_reads_from_a_disk_on_a_phone_and_a_screen(site, tmp_path):
+    """No page is wider than its window, complains, or asks for what is not on the disk."""
 
     async def look():
+        found, base = {}, site.as_uri()
         async with browser.browse(browser.find(), tmp_path) as tab:
-            base = site.as_uri()
-            return {
-                (name, 390, False): (await tab.visit(f"{base}/{name}", LOOK, width=390), base)
-                for name in pages(site)
-            }
+            for name in pages(site):
+                visit = await tab.visit(f"{base}/{name}", LOOK, width=390)
+                found[name, 390, False] = visit, base
+                await tab.resize(1280)
+                seen = {**await tab.ask(LOOK), "read": await tab.ask(READ)}
+                found[name, 1280, False] = dataclasses.replace(visit, value=seen), base
+        return found
 
     _check(asyncio.run(look()))
+
+
+# Pages with scripts of their own, and one of each kind of the others.
+SCRIPTED = ["index", "guides/two-checkpoints", "optimizers", "reference/floats", "design/index"]
+LESSONS = [f"tutorials/{name}" for name in ("still", "bf16", "transformations", "expansions")]
+
+
+async def _by_firefox(site, tmp_path, names):
+    found = {}
+    wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    async with firefox.browse(firefox.find(), tmp_path) as tab:
+        for name in names:
+            overflow = await tab.visit(f"{site.as_uri()}/{name}", wide, width=390)
+            found[name], tab.problems = [*tab.problems, *["too wide"] * (overflow > 0)], []
+    return {name: problems for name, problems in found.items() if problems}
+
+
+needs_firefox = pytest.mark.skipif(firefox.find() is None, reason="Firefox is not found")
+
+
+@needs_firefox
+def test_in_firefox_pages_report_no_error(site, tmp_path):
+    names = [f"{name}.html" for name in SCRIPTED + LESSONS]
+    assert asyncio.run(_by_firefox(site, tmp_path, names)) == {}
+
+
+@needs_firefox
+@pytest.mark.slow
+def test_in_firefox_no_page_reports_an_error(site, tmp_path):
+    assert asyncio.run(_by_firefox(site, tmp_path, pages(site))) == {}
+
+
+@needs_firefox
+def test_in_firefox_an_error_on_the_console_is_found(tmp_path):
+    page = "<!doctype html><script src='none.js'></script><script>nothing.at.all</script>"
+    (tmp_path / "page.html").write_text(page)
+    (tmp_path / "profile").mkdir()
+    (problems,) = asyncio.run(_by_firefox(tmp_path, tmp_path / "profile", ["page.html"])).values()
+    assert any("nothing is not defined" in problem for problem in problems)
+
+
+# Which controls of calculators there are, and which of them has the focus and shows it.
+CONTROLS = """[...document.querySelectorAll(
+    ".play :is(button, input, select, [tabindex]):not(:disabled)")]
+        .filter(e => e.checkVisibility()).length"""
+FOCUSED = """(() => {
+    const e = document.activeElement, style = getComputedStyle(e);
+    const all = [...document.querySelectorAll(".play :is(button, input, select, [tabindex])")];
+    const shown = style.outlineStyle != "none" && parseFloat(style.outlineWidth) >= 1;
+    return [all.indexOf(e), shown];
+})()"""
+BEFORE = """(() => {
+    const play = document.querySelector(".play"), start = document.createElement("button");
+    play.before(start);
+    start.focus();
+})()"""
+
+
+@needs_browser
+@pytest.mark.parametrize("name", ["reference/floats", "tutorials/bf16", "guides/two-checkpoints"])
+def test_in_a_browser_tab_reaches_every_control_and_shows_where_it_is(site, tmp_path, name):
+    async def walk():
+        async with browser.browse(browser.find(), tmp_path) as tab:
+            visit = await tab.visit(f"{site.as_uri()}/{name}.html", BEFORE)
+            count, reached = await tab.ask(CONTROLS), {}
+            for _ in range(3 * count + 30):
+                await tab.press("Tab", 9)
+                answer = await tab.send("Runtime.evaluate", expression=FOCUSED, returnByValue=True)
+                place, shown = answer["result"]["value"]
+                if place >= 0:
+                    reached[place] = shown
+                if len(reached) == count:
+                    break
+            return visit.problems, count, reached
+
+    problems, count, reached = asyncio.run(walk())
+    assert not problems
+    assert count > 1
+    assert len(reached) == count
+    assert all(reached.values())
+
+
+@needs_browser
+def test_in_a_browser_keys_operate_a_calculator(site, tmp_path):
+    """A bit by the space bar, a choice by an arrow, and an example by Enter."""
+    focus = "document.querySelector('.play %s').focus()"
+    text = "document.querySelector('.play').innerText"
+
+    async def walk():
+        async with browser.browse(browser.find(), tmp_path) as tab:
+            await tab.visit(f"{site.as_uri()}/tutorials/bf16.html")
+            shown = [await tab.ask(text)]
+            for selector, key in (
+                ("button.bit:last-of-type", (" ", 32, " ")),
+                ("select", ("ArrowDown", 40)),
+                (".examples button", ("Enter", 13, "\r")),
+            ):
+                await tab.ask(focus % selector)
+                await tab.press(*key)
+                shown.append(await tab.ask(text))
+            return shown
+
+    shown = asyncio.run(walk())
+    assert all(a != b for a, b in itertools.pairwise(shown))
 
 
 @needs_browser

@@ -93,6 +93,29 @@ class Tab:
         while not self.loaded:
             await self._receive()
 
+    async def resize(self, width: int, height: int = 900) -> None:
+        """Give the open page another size, or the next one."""
+        await self.send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
+        )  # fmt: skip
+
+    async def ask(self, script: str) -> Any:
+        """Evaluate a script in the open page when it has come to rest."""
+        rest = "new Promise(done => requestAnimationFrame(() => setTimeout(done, 150)))"
+        await self.send("Runtime.evaluate", expression=rest, awaitPromise=True)
+        answer = await self.send(
+            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
+        )
+        return answer["result"].get("value")
+
+    async def press(self, key: str, code: int, text: str = "") -> None:
+        """Press and release a key, as a reader does."""
+        pressed = {"key": key, "code": key, "windowsVirtualKeyCode": code}
+        kind = "keyDown" if text else "rawKeyDown"
+        await self.send("Input.dispatchKeyEvent", type=kind, text=text, **pressed)
+        await self.send("Input.dispatchKeyEvent", type="keyUp", **pressed)
+
     async def visit(
         self,
         url: str,
@@ -106,22 +129,14 @@ class Tab:
         scheme = "dark" if dark else "light"
         # The page before must be gone: it would take note of the other scheme for this one.
         await self._navigate("about:blank")
-        await self.send(
-            "Emulation.setDeviceMetricsOverride",
-            width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
-        )  # fmt: skip
+        await self.resize(width, height)
         await self.send(
             "Emulation.setEmulatedMedia",
             features=[{"name": "prefers-color-scheme", "value": scheme}],
         )
         self.visit_now = Visit()
         await self._navigate(url)
-        rest = "new Promise(done => requestAnimationFrame(() => setTimeout(done, 150)))"
-        await self.send("Runtime.evaluate", expression=rest, awaitPromise=True)
-        answer = await self.send(
-            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
-        )
-        self.visit_now.value = answer["result"].get("value")
+        self.visit_now.value = await self.ask(script)
         if picture is not None:
             shot = await self.send("Page.captureScreenshot", captureBeyondViewport=True)
             picture.write_bytes(base64.b64decode(shot["data"]))
