@@ -238,12 +238,12 @@ def _one(x: Any, is_target: bool, like: tuple[Any, ...] | None) -> _One | None:
     if cls is MCFTensor:
         factor = x._factor
         mark: Any = _mark(x._format, False, factor is not None and x._role == "value")
-        is_own = x._is_own or (is_target and x.regain())
+        is_own = x._is_own or (is_target and x.reclaim())
         components = x._held()
         if factor is not None and (factor.value < SETTLED if is_own else factor.value != 1):
             return None
     elif cls is LiftedTensor:
-        is_own = not is_target and x.is_alone()
+        is_own = not is_target and x.has_one_owner()
         mark, components = _mark(x._format, True, False), (x._component0,)
     elif cls in _PLAIN and x.dtype.is_floating_point:
         mark, components = PLAIN[x.dtype], (x,)

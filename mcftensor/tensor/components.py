@@ -131,7 +131,7 @@ class ComponentTensor(torch.Tensor):
         """Stop sharing memory with a plain gradient."""
         self._component0 = self._component0.clone()
 
-    def regain(self) -> bool:
+    def reclaim(self) -> bool:
         """Return whether this tensor is the only owner of its memory, and record it if so."""
         if not self._is_own:
             held = [weakref.ref(x) for x in self._held()]

@@ -354,7 +354,7 @@ class LiftedTensor(MCFTensor):
             if made is not None:
                 made._grow([view(x) for x in tails])
 
-    def is_alone(self) -> bool:
+    def has_one_owner(self) -> bool:
         """Return whether the plain tensor and its memory have no other owner.
 
         A parameter whose gradient it is does not count as an owner.
