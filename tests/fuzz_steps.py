@@ -268,7 +268,7 @@ class Program:
             raise Failure
         elif kind == "the tape" and isinstance(x, TapedTensor):
             with breaking(), contextlib.suppress(Broken):
-                x.settle()
+                x.materialize()
 
     # -------------------------------------------------------------------------------- names
 

@@ -176,7 +176,7 @@ def finish(x: Terms, terms: int, plain: Tensor) -> Terms:
     tails = [torch.where(term.abs() < least, 0.0, term) for term in tails]
     decides = (plain == 0) | ~torch.isfinite(plain)
     values = [torch.where(decides, plain, leading), *(torch.where(decides, 0.0, t) for t in tails)]
-    return networks.settle(networks.distill(values, terms), plain)
+    return networks.replace_nonfinite(networks.distill(values, terms), plain)
 
 
 # ------------------------------------------------------------------------- integers and exponents

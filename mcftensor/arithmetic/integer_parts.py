@@ -67,7 +67,7 @@ def whole(x: Sequence[Tensor], name: str) -> list[Tensor]:
     values = [*x, *(-p for p in parts)] if name == "frac" else parts
     # The plain result, for results that are not finite, such as next to the largest float16.
     plain = leading - parts[0] if name == "frac" else functools.reduce(torch.add, parts)
-    first, *tails = networks.settle(networks.distill(values, len(x)), plain)
+    first, *tails = networks.replace_nonfinite(networks.distill(values, len(x)), plain)
     if name != "frac":
         first = torch.where(first == 0, torch.copysign(first, leading), first)
     return [first, *tails]
@@ -117,10 +117,16 @@ def _nearest(x: Fraction) -> float:
 def _split(floats: Sequence[Tensor], base: torch.dtype, terms: int) -> list[Tensor]:
     """Convert normalized terms of a wide type to terms of `base`, rounded once."""
     if base == floats[0].dtype != torch.float64:
-        return [x.clone() for x in networks.settle(networks.distill(floats, terms), floats[0])]
+        return [
+            x.clone()
+            for x in networks.replace_nonfinite(networks.distill(floats, terms), floats[0])
+        ]
     if base == torch.float64:
         floats = [*floats, *[torch.zeros_like(floats[0])] * (terms - len(floats))][:terms]
-        return [x.clone() for x in networks.settle(networks.distill(floats, terms), floats[0])]
+        return [
+            x.clone()
+            for x in networks.replace_nonfinite(networks.distill(floats, terms), floats[0])
+        ]
     return [x.clone() for x in Sum(floats).split(base, terms)]
 
 
@@ -192,5 +198,5 @@ def _in_two(x: Terms) -> tuple[Tensor, Tensor]:
     """Terms as two floats; the second is zero where the first is the whole number."""
     if len(x) == 1:
         return x[0], torch.zeros_like(x[0])
-    first, second = networks.settle(networks.distill(x, 2), x[0])
+    first, second = networks.replace_nonfinite(networks.distill(x, 2), x[0])
     return first, second

@@ -33,7 +33,9 @@ class Network(Numbers):
             enough = self.terms if len(floats) == 1 else 1
             floats = [part for x in floats for y in as_floats(x) for part in self._parts(y)]
         if len(floats) > enough:
-            return Terms(networks.settle(networks.distill(floats, self.terms), floats[0]))
+            return Terms(
+                networks.replace_nonfinite(networks.distill(floats, self.terms), floats[0])
+            )
         zeros = [torch.zeros_like(floats[0])] * (self.terms - len(floats))
         return Terms([*floats, *zeros])
 

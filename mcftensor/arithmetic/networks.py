@@ -83,7 +83,7 @@ def resolve_tie(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(flip, other, a), torch.where(flip, -b, b)
 
 
-def settle(result: Terms, plain: Tensor) -> Terms:
+def replace_nonfinite(result: Terms, plain: Tensor) -> Terms:
     """Replace results that are not finite by the plain result with zero tails.
 
     A zero result takes the sign of a plain zero.
@@ -101,7 +101,7 @@ def shorten(x: Terms, noise: Noise | None) -> Terms:
     *kept, rest = x
     if noise is not None:
         kept[-1] = move(kept[-1], rest, noise)
-    return settle(distill(kept, len(kept)), x[0])
+    return replace_nonfinite(distill(kept, len(kept)), x[0])
 
 
 # ------------------------------------------------------------------------------------ two terms
@@ -116,7 +116,7 @@ def add2(x: Terms, y: Terms) -> Terms:
     sh, sl = two_sum(xh, yh)
     th, tl = two_sum(xl, yl)
     vh, vl = fast_two_sum(sh, sl + th)
-    return settle(fast_two_sum(vh, tl + vl), xh + yh)
+    return replace_nonfinite(fast_two_sum(vh, tl + vl), xh + yh)
 
 
 def mul2(x: Terms, y: Terms) -> Terms:
@@ -127,7 +127,7 @@ def mul2(x: Terms, y: Terms) -> Terms:
     (xh, xl), (yh, yl) = x, y
     ch, cl = two_prod(xh, yh)
     t = eft.fma(xl, yh, eft.fma(xh, yl, xl * yl))
-    return settle(fast_two_sum(ch, cl + t), xh * yh)
+    return replace_nonfinite(fast_two_sum(ch, cl + t), xh * yh)
 
 
 def fma2(x: Terms, y: Terms, z: Terms) -> Terms:
@@ -145,7 +145,7 @@ def fma2(x: Terms, y: Terms, z: Terms) -> Terms:
     t, e3 = two_sum(t, c)
     t, e4 = two_sum(e0, t)
     low = (e1 + e2) + (e3 + e4) + ((ql + rl) + xl * yl)
-    return settle(distill((s, t, low), 2), xh * yh + zh)
+    return replace_nonfinite(distill((s, t, low), 2), xh * yh + zh)
 
 
 def sqrt2(x: Terms) -> Terms:
@@ -156,7 +156,7 @@ def sqrt2(x: Terms) -> Terms:
     xh, xl = x
     sh = eft.sqrt(xh)
     low = xl + eft.fma(-sh, sh, xh)
-    return settle(fast_two_sum(sh, low / (sh + sh)), sh)
+    return replace_nonfinite(fast_two_sum(sh, low / (sh + sh)), sh)
 
 
 # ------------------------------------------------------------------------- three terms and more
@@ -170,7 +170,7 @@ def add(x: Terms, y: Terms) -> Terms:
     values: list[Tensor] = []
     for a, b in zip(x, y, strict=True):
         values += two_sum(a, b)
-    return settle(distill(values, len(x)), x[0] + y[0])
+    return replace_nonfinite(distill(values, len(x)), x[0] + y[0])
 
 
 def products(x: Terms, y: Terms) -> list[Tensor]:
@@ -195,12 +195,12 @@ def products(x: Terms, y: Terms) -> list[Tensor]:
 
 def mul(x: Terms, y: Terms) -> Terms:
     """x * y with a relative error of at most u^n / 2^(n - 1) + 2n (n + 1) u^(n + 1)."""
-    return settle(distill(products(x, y), len(x)), x[0] * y[0])
+    return replace_nonfinite(distill(products(x, y), len(x)), x[0] * y[0])
 
 
 def fma(x: Terms, y: Terms, z: Terms) -> Terms:
     """x * y + z with an error of u^n / 2^(n - 1) |result| + 2n (n + 1) u^(n + 1) |x * y|."""
-    return settle(distill([*products(x, y), *z], len(x)), x[0] * y[0] + z[0])
+    return replace_nonfinite(distill([*products(x, y), *z], len(x)), x[0] * y[0] + z[0])
 
 
 # --------------------------------------------------------------------------- any number of terms
@@ -226,7 +226,7 @@ def div(x: Terms, y: Terms) -> Terms:
         remainder = distill([*remainder, *scale(y, -digit)], terms)
         digits.append(digit)
     digits.append(remainder[0] / y[0])
-    return settle(distill(digits, terms), x[0] / y[0])
+    return replace_nonfinite(distill(digits, terms), x[0] / y[0])
 
 
 def sqrt(x: Terms) -> Terms:
@@ -247,7 +247,7 @@ def sqrt(x: Terms) -> Terms:
         remainder = distill([*remainder, *scale([*doubled, digit], -digit)], terms)
         root.append(digit)
     root.append(remainder[0] / twice)
-    return settle(distill(root, terms), leading)
+    return replace_nonfinite(distill(root, terms), leading)
 
 
 def neg(x: Terms) -> Terms:

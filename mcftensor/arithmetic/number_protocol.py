@@ -55,7 +55,7 @@ class Sum:
         holds_both = torch.promote_types(leading.dtype, base)
         entered = tuple(x.to(holds_both) for x in self.floats)
         if holds_both == base:
-            longer = networks.settle(networks.distill(entered, terms + 1), entered[0])
+            longer = networks.replace_nonfinite(networks.distill(entered, terms + 1), entered[0])
             return networks.shorten(longer, noise)
         peeled = []
         for _ in range(terms):
@@ -63,7 +63,7 @@ class Sum:
             entered = networks.distill([*entered, -peeled[-1].to(holds_both)], len(entered))
         if noise is not None:
             peeled[-1] = move(peeled[-1], entered[0], noise)
-        return networks.settle(networks.distill(peeled, terms), peeled[0])
+        return networks.replace_nonfinite(networks.distill(peeled, terms), peeled[0])
 
 
 class Number(Sum, ABC):

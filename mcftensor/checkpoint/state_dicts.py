@@ -363,17 +363,17 @@ def _in_format_of(own: Any, x: Any) -> Any:
 calls.around_broadcasts = _broadcast_as_terms
 
 
-def _settling(terms: Mapping[Any, Any]) -> Callable[[], None] | None:
+def _checking(terms: Mapping[Any, Any]) -> Callable[[], None] | None:
     """Return a function that normalizes terms after they are loaded in place; None without terms.
 
     It then raises the first error of `from_terms`.
     """
 
-    def settle() -> None:
+    def check() -> None:
         for error in list(_refusals(terms)):
             raise error
 
-    return settle if has_terms(terms) else None
+    return check if has_terms(terms) else None
 
 
 def has_terms(state_dict: Mapping[Any, Any]) -> bool:
@@ -406,4 +406,4 @@ def _refusals(terms: Mapping[Any, Any]) -> Iterator[CheckpointError]:
             part._writes.copy_(moved(count, place_of(terms[name]) - part._first))
 
 
-calls.after_loads = _settling
+calls.after_loads = _checking

@@ -138,6 +138,6 @@ def _replace_rows(target: MCFTensor, components: Sequence[Tensor]) -> None:
     factor = target._factor
     assert factor is not None
     if target.is_part:
-        factor.settle()
+        factor.apply()
     overwrite(target._held(), components)
     factor.value = 1.0

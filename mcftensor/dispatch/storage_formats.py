@@ -231,7 +231,7 @@ def store_numbers(targets: Sequence[Tensor], numbers: Column) -> None:
     for x in targets:
         if isinstance(x, LiftedTensor):
             x.grow_tails()
-        _settle_rest(x)
+        _apply_factor(x)
     keys = [_key(x) for x in targets]
     for rows in _alike(targets):
         own = [targets[i] for i in rows]
@@ -269,10 +269,10 @@ def _factor_of(x: Any) -> float:
     return x._factor.value if isinstance(x, MCFTensor) and x._factor is not None else 1.0
 
 
-def _settle_rest(x: Tensor) -> None:
+def _apply_factor(x: Tensor) -> None:
     """Apply the deferred factor of the whole tensor before a part of it is written."""
     if isinstance(x, MCFTensor) and x._factor is not None and x.is_part:
-        x._factor.settle()
+        x._factor.apply()
 
 
 def _finish(written: Sequence[Tensor]) -> None:
@@ -368,7 +368,7 @@ def _in_chunks(
     for x in written:
         if isinstance(x, LiftedTensor):
             x.grow_tails()
-        _settle_rest(x)
+        _apply_factor(x)
     found = {id(x): x for x in leaves((args, kwargs)) if _is_decoded(x)}
     numbers = {
         i: torch.empty(PART, dtype=_dtype_of(x), device="cpu") if x.dim() else numbers_of([x])[0]

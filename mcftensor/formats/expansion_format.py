@@ -199,7 +199,7 @@ def _normalized(stored: Floats) -> tuple[Floats, int]:
         is_settled &= bool(stays.all())
     if is_settled:
         return stored, 0
-    terms = networks.settle(networks.distill(stored, len(stored)), stored[0])
+    terms = networks.replace_nonfinite(networks.distill(stored, len(stored)), stored[0])
     return terms, int(fits.numel() - fits.count_nonzero())
 
 

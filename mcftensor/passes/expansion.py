@@ -114,7 +114,7 @@ def _renormalize(values: Sequence[Tensor], terms: int) -> list[Tensor]:
     plain = values[0].clone()
     for value in values[1:]:
         plain = plain + value
-    return list(networks.settle(result, plain))
+    return list(networks.replace_nonfinite(result, plain))
 
 
 def renormalize(values: Sequence[Tensor], terms: int | None = None) -> Terms:

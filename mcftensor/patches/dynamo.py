@@ -119,7 +119,7 @@ def _after_the_tape(callback_from_stance: Callable[..., Any]) -> Callable[..., A
     def entered(callback: Any) -> Any:
         step = current_step()
         if step is not None and callback not in (None, False):
-            step.settle_types()
+            step.materialize_all()
         return callback_from_stance(callback)
 
     return entered

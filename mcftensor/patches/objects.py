@@ -88,7 +88,7 @@ def as_held(is_parameter: bool, x: Tensor, role: Role, requires_grad: bool) -> T
 def _off_the_tape(swap: Callable[[], Any], given: dict[str, Any]) -> Any:
     for x in (given["t1"], given["t2"]):
         if isinstance(x, TapedTensor):
-            x.settle()
+            x.materialize()
         resolved(x)
     return swap()
 

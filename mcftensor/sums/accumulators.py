@@ -48,7 +48,7 @@ def accumulate(x: Tensor, y: Tensor | None, grid: Grid) -> Tensor:
     rows, length = x.shape
     by_row = x.new_zeros(rows, grid.count + COUNTS, dtype=torch.int64)
     if digit_sums.add_rows(x, y, by_row, grid.lowest, least_of(x.dtype, 1 if y is None else 2)):
-        _settle(by_row.t()[: grid.count])
+        _carry(by_row.t()[: grid.count])
         return by_row.t()
     result = by_row.t().contiguous()
     wide = min(length, _AT_ONCE)
@@ -59,7 +59,7 @@ def accumulate(x: Tensor, y: Tensor | None, grid: Grid) -> Tensor:
             block = (slice(top, top + high), slice(left, left + wide))
             factors = None if y is None else y[block]
             _add_block(part, x[block], factors, grid, lambda counts: counts.sum(1))
-            _settle(part[: grid.count])
+            _carry(part[: grid.count])
     return result
 
 
@@ -105,7 +105,7 @@ def running(x: Tensor, grid: Grid) -> Iterator[Tensor]:
         block = x[top : top + high]
         result = before.unsqueeze(1).repeat(1, len(block), 1)
         _add_block(result, block, None, grid, lambda counts: counts.cumsum(0))
-        _settle(result[: grid.count])
+        _carry(result[: grid.count])
         before = result[:, -1]
         yield result
 
@@ -145,7 +145,7 @@ def _positions(x: Tensor, y: Tensor | None) -> Iterator[tuple[int, Tensor]]:
             yield position + offset, digits
 
 
-def _settle(digits: Tensor) -> None:
+def _carry(digits: Tensor) -> None:
     """Carry the bits of digits above 31 to the next position, once.
 
     Digits are then below 2^31 + 2^32 in magnitude, except the highest, which keeps its bits.

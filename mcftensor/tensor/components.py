@@ -97,7 +97,7 @@ class ComponentTensor(torch.Tensor):
         The caller must not write to them or pass them on.
         """
         if self._factor is not None:
-            self._factor.settle()
+            self._factor.apply()
         return self._held()
 
     def _held(self) -> tuple[Tensor, ...]:

@@ -37,7 +37,7 @@ class PendingScale:
         return components[0].numel() == self.components[0].numel()
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def apply(self) -> None:
         """Multiply the numbers by the factor, and round once."""
         if self.value == 1:
             return

@@ -44,7 +44,7 @@ class Step:
         self.made[x] = number + 1
         return number
 
-    def settle_types(self) -> None:
+    def materialize_all(self) -> None:
         """Run the tape and allocate the tails of gradients, so that all tensors have their final
         types.
         """

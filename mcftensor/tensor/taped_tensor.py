@@ -42,7 +42,7 @@ class TapedTensor(PromisedTensor, MCFTensor):
         given = [self.__dict__.pop(name) for name in names if name in self.__dict__]
         return given if len(given) == len(names) else None
 
-    def settle(self) -> None:
+    def materialize(self) -> None:
         """Run the deferred operations, unless another thread has."""
         with LOCK:
             if isinstance(self, TapedTensor):
@@ -53,11 +53,11 @@ class TapedTensor(PromisedTensor, MCFTensor):
     # Called by the name of the class: another thread may have made it an MCFTensor by now.
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        TapedTensor.settle(self)
+        TapedTensor.materialize(self)
         return self.__reduce_ex__(protocol)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, Role, int]]:
-        TapedTensor.settle(self)
+        TapedTensor.materialize(self)
         return self.__tensor_flatten__()
 
 
@@ -85,7 +85,7 @@ def _component(name: str, *default: None) -> Any:
     def read(self: TapedTensor) -> Any:
         if default and name not in self.__dict__:
             return default[0]
-        TapedTensor.settle(self)
+        TapedTensor.materialize(self)
         return getattr(self, name)
 
     def write(self: TapedTensor, component: Any) -> None:

@@ -228,7 +228,7 @@ class CollagePlan:
         self.given = mode
         self.others: Any = _OWN if mode == "full" else _AS_IT_IS  # of states that are not named
         self.unchecked: set[str] = set()
-        self.settled: list[int] = []  # identities of states
+        self.formatted: list[int] = []  # identities of states
         if isinstance(mode, Mapping):
             self.named = {name: _format_given(name, given, formats) for name, given in mode.items()}
             known = {name for state in optimizer.state.values() for name in state}
@@ -308,9 +308,9 @@ class CollagePlan:
         """Convert new states of torch's optimizers, which keep the tensors that they have made."""
         made = [state.values() for state in optimizer.state.values() if type(state) is dict]
         found = list(map(id, itertools.chain.from_iterable(made)))
-        if found != self.settled:
+        if found != self.formatted:
             self.apply(optimizer)
-            self.settled = found
+            self.formatted = found
 
     def _wanted(self, name: str, p: Tensor, own: Format, names: Collection[str]) -> Any:
         """Return the conversion of a state, given the names of the others."""

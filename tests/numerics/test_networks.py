@@ -255,11 +255,11 @@ def test_scale_and_neg_are_exact(dtype, terms):
 
 
 @every
-def test_settle(dtype, terms):
+def test_replace_nonfinite(dtype, terms):
     plain = torch.tensor([torch.inf, torch.nan, 1.0, -0.0, 0.0], dtype=dtype)
     leading = torch.tensor([torch.nan, torch.nan, torch.inf, 0.0, 0.0], dtype=dtype)
     tails = [torch.tensor([torch.nan, 1.0, 1.0, 0.0, 0.0], dtype=dtype)] * (terms - 1)
-    result = networks.settle((leading, *tails), plain)
+    result = networks.replace_nonfinite((leading, *tails), plain)
     pattern = BASES[dtype].pattern
     expected = (plain, *[torch.zeros_like(plain)] * (terms - 1))
     for term, like in zip(result, expected, strict=True):

@@ -398,7 +398,7 @@ class TestWhatIsYetToBeMultiplied:
         x = mcf.as_expansion(torch.full((2, 32), 3.0), format.nearest)
         x.mul_(0.5)
         for write in (
-            x._factor.settle,
+            x._factor.apply,
             lambda: x.add_(1.0),
             lambda: x.copy_(torch.full((2, 32), 2.5)),
             lambda: x.fill_(2.5),
