@@ -230,7 +230,7 @@ def _corrected(numbers: WidenedArguments, result: Tensor) -> Tensor:
     def at(changed: dict[int, Tensor]) -> Tensor:
         chosen = own | changed
         options = mapped(lambda x: chosen.get(id(x), x), (args, kwargs))
-        return evaluated(func, *options)  # type: ignore[no-any-return]
+        return evaluated(func, *options)
 
     value = taken(result)
     change, is_smooth = _by_taylor(at, value, own, rests)
