@@ -32,7 +32,7 @@ from mcftensor.formats import Format
 from mcftensor.kernels.custom_ops import opaque
 from mcftensor.kernels.without_float64 import has_float64, without
 from mcftensor.passes import expansion
-from mcftensor.tensor import LiftedTensor, MCFTensor
+from mcftensor.tensor import GradientTensor, MCFTensor
 from mcftensor.tensor.implicit_rounding import rounding
 
 aten = torch.ops.aten
@@ -95,9 +95,9 @@ _CHOICES: dict[str, Callable[..., list[Tensor]]] = {
 
 
 def _chosen(name: str, operands: Sequence[Any], select: Callable[..., list[Tensor]]) -> MCFTensor:
-    if name in ("abs", "neg") and isinstance(operands[0], LiftedTensor):  # maximize
+    if name in ("abs", "neg") and isinstance(operands[0], GradientTensor):  # maximize
         (found,) = select([operands[0]._component0])
-        return LiftedTensor.over(found, operands[0]._format)
+        return GradientTensor.over(found, operands[0]._format)
     format, terms = _enter(name, operands)
     return selected(select(*terms), format, common_role(operands), operands)
 

@@ -31,7 +31,7 @@ from mcftensor.tensor.pending_tensor import PendingTensor
 from mcftensor.tensor.step_context import open_tape
 from mcftensor.tensor.tape import LOCK, Layout, Strand, Tape
 from mcftensor.tensor.taped_tensor import TapedGradient, TapedTensor
-from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
+from mcftensor.tensor.tensor import GradientTensor, MCFTensor
 
 Lists = Sequence[Sequence[Any]]
 
@@ -242,7 +242,7 @@ def _one(x: Any, is_target: bool, like: tuple[Any, ...] | None) -> _One | None:
         components = x._held()
         if factor is not None and (factor.value < SETTLED if is_own else factor.value != 1):
             return None
-    elif cls is LiftedTensor:
+    elif cls is GradientTensor:
         is_own = not is_target and x.has_one_owner()
         mark, components = _mark(x._format, True, False), (x._component0,)
     elif cls in _PLAIN and x.dtype.is_floating_point:
@@ -274,8 +274,8 @@ def _one(x: Any, is_target: bool, like: tuple[Any, ...] | None) -> _One | None:
 class _Mark:
     """The properties of an expansion that is not on the tape."""
 
-    def __init__(self, format: Format, is_lifted: bool, takes_factor: bool) -> None:
-        self.kind = kind(format, "value", True, None, is_lifted)
+    def __init__(self, format: Format, is_gradient: bool, takes_factor: bool) -> None:
+        self.kind = kind(format, "value", True, None, is_gradient)
         self.variable = Variable(self.kind.stored, "tensor", takes_factor)
         self.is_stored = format.arithmetic == "numbers"
 
@@ -409,7 +409,7 @@ def _move_of_numbers(
         name = f"_foreach_{name}"
     if call.in_place:
         target, format = indices[0], stored[0]
-        if kinds[0].is_lifted or not (format.arithmetic == "numbers" or format is _FLOAT32):
+        if kinds[0].is_gradient or not (format.arithmetic == "numbers" or format is _FLOAT32):
             return _IMPOSSIBLE
     else:
         target = len(trace.variables)
@@ -483,7 +483,7 @@ def _written(
             holders.append([*map(weakref.ref, column)])
             for tensor in column:
                 tensor._place = place
-                is_gradient = tensor.__class__ is LiftedTensor
+                is_gradient = tensor.__class__ is GradientTensor
                 tensor.__class__ = TapedGradient if is_gradient else TapedTensor
     for constant in move.constants:
         columns.append([constant] * count)
@@ -535,14 +535,14 @@ def _at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
 
 
 def _on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run PyTorch's own operation if it writes to plain tensors and reads plain or lifted ones."""
+    """Run PyTorch's own operation if it writes and reads no expansion with tails."""
     columns = [x if isinstance(x, (list, tuple)) else (x,) for x in args]
     others = [x for column in columns[1:] for x in column if isinstance(x, Tensor)]
     dtypes = {x.dtype for x in columns[0] if type(x) in _PLAIN}
     if len(dtypes) != 1 or not all(type(x) in _PLAIN for x in columns[0]):
         return NotImplemented
     if not all(
-        type(x) in _PLAIN or (isinstance(x, LiftedTensor) and x._format.dtype in dtypes)
+        type(x) in _PLAIN or (isinstance(x, GradientTensor) and x._format.dtype in dtypes)
         for x in others
     ):
         return NotImplemented
@@ -550,7 +550,7 @@ def _on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def plain(x: Any) -> Any:
         if isinstance(x, (list, tuple)):
             return [*map(plain, x)]
-        return x.__dict__["_component0"] if isinstance(x, LiftedTensor) else x
+        return x.__dict__["_component0"] if isinstance(x, GradientTensor) else x
 
     return func(*map(plain, args), **kwargs)
 

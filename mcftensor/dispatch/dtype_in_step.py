@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from mcftensor.dispatch.operands import expansions, mapped, plainly
 from mcftensor.dispatch.registry import SHORTCUTS
 from mcftensor.dispatch.structure import template
-from mcftensor.tensor import LiftedTensor, MCFTensor
+from mcftensor.tensor import GradientTensor, MCFTensor
 from mcftensor.tensor.step_context import current_step
 
 
@@ -44,7 +44,8 @@ def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_narrow = x._format.dtype != x._format.dtype_of_numbers
     if is_narrow and given == [x._format.dtype]:
         return x._collapsed(x._format.dtype).to(*rest, **kwargs)
-    if is_narrow and isinstance(x, LiftedTensor) and given:  # it may have fewer bits than its dtype
+    # A gradient tensor may have fewer bits than its dtype.
+    if is_narrow and isinstance(x, GradientTensor) and given:
         return x._component0.to(*rest, **kwargs)
     if given == [x._format.dtype_of_numbers]:  # as torch, which sees the base, knows the identity
         rest = [x._format.dtype if y in given else y for y in rest]

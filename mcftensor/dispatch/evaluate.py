@@ -33,7 +33,7 @@ from mcftensor.kernels.without_float64 import HALVES, halves, has_float64
 from mcftensor.passes import expressions
 from mcftensor.passes.expressions import NUMBER, Operand, carry_out, empty
 from mcftensor.tensor.step_context import current_step
-from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
+from mcftensor.tensor.tensor import GradientTensor, MCFTensor
 
 Lists = Sequence[Sequence[Any]]
 Rows = Sequence[int]
@@ -200,7 +200,7 @@ class _Part:
     def beside_targets(self) -> Lying | None:
         """Return the layout of operands and, after them, of the targets; None if layouts differ."""
         for x in self.targets:
-            if isinstance(x, LiftedTensor):
+            if isinstance(x, GradientTensor):
                 x.grow_tails()
         format = self.plan.expression.format
         every = [*self.read, component_columns(self.targets, format)]
@@ -252,7 +252,7 @@ def _components(column: Sequence[Any], kind: Kind) -> Sequence[Sequence[Any]]:
     if kind.number is not None:
         require_numbers(column)
         return [list(map(float, column))]
-    if kind.is_lifted:
+    if kind.is_gradient:
         return [[x._component0 for x in column]]
     return component_columns(column, kind.format)
 

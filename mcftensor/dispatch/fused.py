@@ -26,7 +26,7 @@ from mcftensor.kernels.columns import places_of
 from mcftensor.kernels.custom_ops import is_bare
 from mcftensor.passes.optimizer_steps import RULES, setting, step_, take, unscale_
 from mcftensor.tensor.taped_tensor import TapedGradient
-from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
+from mcftensor.tensor.tensor import GradientTensor, MCFTensor
 
 aten = torch.ops.aten
 
@@ -62,7 +62,7 @@ class StepCall:
         states, counts = dict(zip(names, others, strict=False)), others[len(names) :]
         if options.get("amsgrad") is False:
             states["max_exp_avg_sqs"] = []
-        if not {LiftedTensor, TapedGradient}.isdisjoint(map(type, grads)):
+        if not {GradientTensor, TapedGradient}.isdisjoint(map(type, grads)):
             grads = [_plain_gradient(x) for x in grads]
         return StepCall(name, params, grads, states, counts[0] if counts else [], options)
 
@@ -160,8 +160,8 @@ def _take(
 
 
 def _plain_gradient(x: Tensor) -> Tensor:
-    """Return the plain gradient of a lifted one, if the step has not written to it."""
-    return x._component0 if isinstance(x, LiftedTensor) else x
+    """Return the plain tensor of a gradient tensor, if the step has not written to it."""
+    return x._component0 if isinstance(x, GradientTensor) else x
 
 
 def _keys(

@@ -22,7 +22,7 @@ from mcftensor.dispatch.write_results import (
     without_results,
     written_to,
 )
-from mcftensor.tensor import LiftedTensor, MCFTensor
+from mcftensor.tensor import GradientTensor, MCFTensor
 from mcftensor.tensor.implicit_rounding import rounding
 
 aten = torch.ops.aten
@@ -122,7 +122,7 @@ def _wide_for(
         return None
     if any(x.acts_as == "parameter" for x in found):
         return None
-    if all(isinstance(x, LiftedTensor) for x in found):
+    if all(isinstance(x, GradientTensor) for x in found):
         if all(x._format.dtype == dtype for x in found):
             return None
     else:
@@ -137,8 +137,8 @@ def _wide_for(
 
 
 def _precision(x: MCFTensor) -> int:
-    is_lifted = isinstance(x, LiftedTensor)
-    return BASES[x._format.dtype].precision if is_lifted else x._format.precision
+    is_gradient = isinstance(x, GradientTensor)
+    return BASES[x._format.dtype].precision if is_gradient else x._format.precision
 
 
 def _in_dtype(func: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -159,6 +159,6 @@ def _in_dtype(func: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict
 
 
 def _widened(x: Tensor, dtype: torch.dtype) -> Tensor:
-    if isinstance(x, LiftedTensor):
+    if isinstance(x, GradientTensor):
         return x._component0.to(dtype)
     return x._collapsed(dtype) if isinstance(x, MCFTensor) else x.to(dtype)

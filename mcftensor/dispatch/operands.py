@@ -22,7 +22,7 @@ from mcftensor.passes.format_conversion import collapse, key_for, recode
 from mcftensor.passes.operators import Number
 from mcftensor.tensor.components import COMPONENTS, Role
 from mcftensor.tensor.dtensor import local, on_local, place_of
-from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
+from mcftensor.tensor.tensor import GradientTensor, MCFTensor
 
 
 def leaves(tree: Any) -> list[Any]:
@@ -100,11 +100,11 @@ def computes_plainly(operands: Sequence[Any]) -> bool:
 
 
 def are_lifted(operands: Any) -> bool:
-    """Return whether every expansion is a lifted plain tensor without tails.
+    """Return whether every expansion is a gradient tensor, which has no tails.
 
     PyTorch's own operations write such operands into plain tensors.
     """
-    return all(isinstance(x, LiftedTensor) for x in expansions(operands))
+    return all(isinstance(x, GradientTensor) for x in expansions(operands))
 
 
 def common_role(operands: Sequence[Any]) -> Role:

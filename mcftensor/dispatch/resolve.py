@@ -19,7 +19,7 @@ from mcftensor.formats.promotion import longest_format, require_one_base
 from mcftensor.kernels import Body, Signature
 from mcftensor.passes.expressions import NUMBER, Expression, on_whole
 from mcftensor.passes.operators import OPERATORS, Number
-from mcftensor.tensor import LiftedTensor, MCFTensor, Role
+from mcftensor.tensor import GradientTensor, MCFTensor, Role
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -33,12 +33,12 @@ class Kind:
     role: Role | None = None
     has_dims: bool = False
     number: Literal["one", "other"] | None = None
-    is_lifted: bool = False
+    is_gradient: bool = False
 
     @property
     def stored(self) -> Format:
-        """Return the format to read: a lifted tensor has no tails."""
-        return PLAIN[self.format.dtype] if self.is_lifted else self.format
+        """Return the format to read: a gradient tensor has no tails."""
+        return PLAIN[self.format.dtype] if self.is_gradient else self.format
 
 
 kind = functools.lru_cache(maxsize=1024)(Kind)
@@ -48,7 +48,7 @@ _NUMBER, _ONE = kind(NUMBER, None, False, "other"), kind(NUMBER, None, False, "o
 def kind_of(x: Any) -> Kind:
     """Return the kind of an operand."""
     if isinstance(x, MCFTensor):
-        return kind(x._format, x.acts_as, x.dim() > 0, None, isinstance(x, LiftedTensor))
+        return kind(x._format, x.acts_as, x.dim() > 0, None, isinstance(x, GradientTensor))
     if isinstance(x, Tensor):
         return kind(PLAIN[x.dtype], None, x.dim() > 0)
     return _ONE if isinstance(x, Number) and x == 1 else _NUMBER

@@ -23,7 +23,7 @@ from mcftensor.dispatch.write_results import without_results, written_to
 from mcftensor.formats import Format, named
 from mcftensor.kernels.custom_ops import opaque
 from mcftensor.passes.format_conversion import collapse_with_rest, rest_of
-from mcftensor.tensor import LiftedTensor, MCFTensor
+from mcftensor.tensor import GradientTensor, MCFTensor
 
 aten = torch.ops.aten
 
@@ -119,7 +119,7 @@ class WidenedArguments:
             if not isinstance(x, Tensor):
                 return x if x is None or isinstance(x, (bool, str, int)) else float(x)
             place = len(tensors)
-            if isinstance(x, MCFTensor) and not isinstance(x, LiftedTensor):
+            if isinstance(x, MCFTensor) and not isinstance(x, GradientTensor):
                 tensors.extend(x._read())
                 return f"@{place} {x._format.name}"
             tensors.append(x._component0 if isinstance(x, MCFTensor) else x)
@@ -173,7 +173,7 @@ def _is_function(func: Any) -> bool:
 
 def _is_long(x: MCFTensor) -> bool:
     """Return whether float64 may round the elements of an expansion."""
-    return x._format.exceeds_float64 and not isinstance(x, LiftedTensor)
+    return x._format.exceeds_float64 and not isinstance(x, GradientTensor)
 
 
 @opaque(lambda result, tensors, call: torch.empty_like(result), lays_out=True)

@@ -42,7 +42,7 @@ from mcftensor.passes.format_conversion import (
     recode,
 )
 from mcftensor.tensor.implicit_rounding import asking, rounding
-from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
+from mcftensor.tensor.tensor import GradientTensor, MCFTensor
 
 # The elements of a chunk, which fits the caches of a CPU and occupies its threads.
 PART = 1 << 19
@@ -168,11 +168,11 @@ def _note(x: Tensor, number: Any) -> bool:
 def _is_decoded(x: Any) -> bool:
     """Return whether a tensor is computed in a wider type than it is stored in.
 
-    Together with expansions, plain 16-bit tensors and lifted ones are decoded, too, and written
-    with one rounding.
+    Together with expansions, plain 16-bit tensors and gradient tensors are decoded, too, and
+    written with one rounding.
     """
     if isinstance(x, MCFTensor):
-        return x._format.arithmetic == "numbers" or isinstance(x, LiftedTensor)
+        return x._format.arithmetic == "numbers" or isinstance(x, GradientTensor)
     return isinstance(x, Tensor) and x.dtype in NARROW and x.layout == torch.strided
 
 
@@ -229,7 +229,7 @@ def store_numbers(targets: Sequence[Tensor], numbers: Column) -> None:
                 x.copy_(number)
         return
     for x in targets:
-        if isinstance(x, LiftedTensor):
+        if isinstance(x, GradientTensor):
             x.grow_tails()
         _apply_factor(x)
     keys = [_key(x) for x in targets]
@@ -252,16 +252,16 @@ def _stored(tensors: Sequence[Tensor]) -> tuple[Format, list[Column]]:
 
 
 def _format_of(x: Tensor) -> Format:
-    """Return the format in which a tensor is read; a lifted tensor is plain."""
+    """Return the format in which a tensor is read; a gradient tensor is plain."""
     if not isinstance(x, MCFTensor):
         return PLAIN[x.dtype]
-    return PLAIN[x._format.dtype] if isinstance(x, LiftedTensor) else x._format
+    return PLAIN[x._format.dtype] if isinstance(x, GradientTensor) else x._format
 
 
 def _components(x: Tensor) -> Sequence[Tensor]:
     if not isinstance(x, MCFTensor):
         return (x,)
-    return (x._component0,) if isinstance(x, LiftedTensor) else x._held()
+    return (x._component0,) if isinstance(x, GradientTensor) else x._held()
 
 
 def _factor_of(x: Any) -> float:
@@ -366,7 +366,7 @@ def _in_chunks(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: Sequence[Tensor]
 ) -> Any:
     for x in written:
-        if isinstance(x, LiftedTensor):
+        if isinstance(x, GradientTensor):
             x.grow_tails()
         _apply_factor(x)
     found = {id(x): x for x in leaves((args, kwargs)) if _is_decoded(x)}

@@ -50,7 +50,7 @@ from mcftensor.formats import Format, lent, movable, unmoved
 from mcftensor.kernels import marks
 from mcftensor.kernels.custom_ops import is_bare
 from mcftensor.passes.format_conversion import lent as lent_by
-from mcftensor.tensor import LiftedTensor, MCFTensor, Role
+from mcftensor.tensor import GradientTensor, MCFTensor, Role
 from mcftensor.tensor.implicit_rounding import rounding, updating
 from mcftensor.tensor.leading_view import LentTensor, holding, lent_views
 
@@ -78,7 +78,7 @@ def _copies(func: Any, x: MCFTensor, args: Any, kwargs: Any) -> Any:
 
 def _views(func: Any, x: MCFTensor, args: Any, kwargs: Any) -> Any:
     """Apply a view operator to each component, with results that alias the components."""
-    if isinstance(x, (LiftedTensor, LentTensor)):
+    if isinstance(x, (GradientTensor, LentTensor)):
         return x.views(func, args, kwargs)
     held = x._held() if x._format.shared else x.components
     results = x._format.move(func, held, x.shape, args, kwargs, own=False)

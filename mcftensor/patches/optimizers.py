@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from mcftensor.patches.sharded_optimizers import mean_over_ranks
 from mcftensor.patches.table import by_name, calls, patch, row
-from mcftensor.tensor.dtensor import format_of, with_lifted_shards
+from mcftensor.tensor.dtensor import format_of, with_gradient_tensors
 from mcftensor.tensor.implicit_rounding import asking
 from mcftensor.tensor.step_context import Step, closure, current_step, in_step
 
@@ -146,7 +146,7 @@ def _taken(
         own.has_plain_states = plan is not None and plan.makes_plain
         own.is_assigned = is_assigned
         own_parameters = parameters_of(optimizer)
-        return with_lifted_shards(own, own_parameters, lambda: function(*args, **kwargs))
+        return with_gradient_tensors(own, own_parameters, lambda: function(*args, **kwargs))
 
     return in_step(over_gradients)
 

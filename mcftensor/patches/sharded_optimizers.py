@@ -16,7 +16,7 @@ from mcftensor.patches.table import by_name, row
 from mcftensor.tensor.dtensor import format_of, local, placed_like
 from mcftensor.tensor.shard_exchange import Division
 from mcftensor.tensor.step_context import outside
-from mcftensor.tensor.tensor import lifted_gradient
+from mcftensor.tensor.tensor import gradient_tensor
 
 Lists = Sequence[list[Any]]
 
@@ -208,7 +208,7 @@ def _whole_gradient(p: Any) -> Any:
     grad, format = p.grad, format_of(p)
     whole = None if grad is None else outside(grad.full_tensor)
     if whole is not None and format is not None:
-        whole = lifted_gradient(whole, format)
+        whole = gradient_tensor(whole, format)
     return SimpleNamespace(grad=whole, numel=p.numel, new=local(p).new)
 
 

@@ -2,5 +2,5 @@
 
 from mcftensor.tensor.components import Role as Role
 from mcftensor.tensor.taped_tensor import TapedTensor as TapedTensor
-from mcftensor.tensor.tensor import LiftedTensor as LiftedTensor
+from mcftensor.tensor.tensor import GradientTensor as GradientTensor
 from mcftensor.tensor.tensor import MCFTensor as MCFTensor

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mcftensor.formats import Format
 from mcftensor.tensor.step_context import Step, outside
-from mcftensor.tensor.tensor import MCFTensor, lifted_gradient
+from mcftensor.tensor.tensor import MCFTensor, gradient_tensor
 
 
 def local(x: Tensor) -> Tensor:
@@ -102,12 +102,12 @@ def place_of(x: Tensor) -> int:
     return place
 
 
-def with_lifted_shards(
+def with_gradient_tensors(
     step: Step, parameters: Iterable[Tensor], function: Callable[[], Any]
 ) -> Any:
-    """Call a function within a step, with the gradients of DTensors of expansions lifted.
+    """Call a function within a step, with gradient tensors for DTensors of expansions.
 
-    `MCFTensor.grad` lifts the gradients of expansions. An optimizer reads `grad` of the DTensor,
+    `MCFTensor.grad` reads as a gradient tensor. An optimizer reads `grad` of the DTensor,
     and so never that property of the shard.
     """
     held: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -119,14 +119,14 @@ def with_lifted_shards(
                 placed: Any = grad
                 if any(placement.is_partial() for placement in placed.placements):  # summed first
                     placed = placed.redistribute(placements=p.placements)  # type: ignore[attr-defined]
-                lifted = on_local(lifted_gradient, placed, format)
-                step.gradients[id(p)] = local(placed), local(lifted)
-                held.append((p, grad, lifted))
-                p.grad = lifted
+                read = on_local(gradient_tensor, placed, format)
+                step.gradients[id(p)] = local(placed), local(read)
+                held.append((p, grad, read))
+                p.grad = read
         return function()
     finally:
-        for p, grad, lifted in held:
-            if p.grad is lifted:
+        for p, grad, read in held:
+            if p.grad is read:
                 p.grad = grad
 
 

@@ -32,7 +32,7 @@ def _set_grad(x: Tensor, value: Tensor | None) -> None:
 class GradedTensor(ComponentTensor):
     """The part of `MCFTensor` that implements `grad` and `backward`."""
 
-    def _lifted(self, gradient: Tensor) -> Tensor:
+    def _wrapped(self, gradient: Tensor) -> Tensor:
         """Return a gradient as it reads within a step. `MCFTensor` defines it."""
         raise NotImplementedError
 
@@ -65,7 +65,7 @@ class GradedTensor(ComponentTensor):
             return found  # part of an autograd graph
         held, read = step.gradients.get(id(self), (None, None))
         if held is not found:
-            read = self._lifted(found)
+            read = self._wrapped(found)
             step.gradients[id(self)] = found, read
         return read
 
@@ -90,7 +90,7 @@ class GradedTensor(ComponentTensor):
 
 
 def _rounded_gradient(read: Tensor, format: Format) -> Tensor:
-    """Return the plain gradient that corresponds to a lifted one."""
+    """Return the plain gradient that a gradient tensor wraps."""
     if isinstance(read, ComponentTensor):
         return read._component0
     return read.to(format.dtype) if read.dtype == format.dtype_of_numbers else read

@@ -16,7 +16,7 @@ from torch import Tensor
 from mcftensor.arithmetic.write_counts import moved
 from mcftensor.tensor.dtensor import local, place_of
 from mcftensor.tensor.step_context import outside
-from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
+from mcftensor.tensor.tensor import GradientTensor, MCFTensor
 
 
 class Division(NamedTuple):
@@ -183,8 +183,8 @@ class Division(NamedTuple):
 
 
 def _held(x: Tensor) -> list[Tensor]:
-    """Return the memory of a tensor: all components, or the plain tensor of a lifted one."""
-    if isinstance(x, LiftedTensor) and not x.has_tails:
+    """Return the memory of a tensor: all components, or the plain tensor of a gradient tensor."""
+    if isinstance(x, GradientTensor) and not x.has_tails:
         return [x._component0.contiguous()]
     return [y.contiguous() for y in (x.components if isinstance(x, MCFTensor) else (x.detach(),))]
 
@@ -204,8 +204,8 @@ def _made(held: list[Tensor], like: Tensor, writes: Tensor | None) -> Tensor:
     """Return a tensor over given memory, in the format and role of another one."""
     if not isinstance(like, MCFTensor):
         return held[0]
-    if isinstance(like, LiftedTensor) and not like.has_tails:
-        return LiftedTensor.over(held[0], like._format)
+    if isinstance(like, GradientTensor) and not like.has_tails:
+        return GradientTensor.over(held[0], like._format)
     return MCFTensor.of(held, like._format, like._role, own=True, writes=writes)
 
 

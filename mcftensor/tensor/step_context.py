@@ -63,9 +63,9 @@ class Step:
                 self.let_go()
 
     def let_go(self) -> None:
-        """Bring plain gradients up to date, and stop sharing their memory with lifted gradients.
+        """Bring plain gradients up to date, and stop sharing their memory with gradient tensors.
 
-        From now on other code may write to the plain gradients. A lifted gradient that is still
+        From now on other code may write to the plain gradients. A gradient tensor that is still
         referenced gets its own memory.
         """
         errors: list[Exception] = []
@@ -80,7 +80,7 @@ class Step:
 
 
 def _left(plain: Tensor, read: Any, errors: list[Exception]) -> Callable[[], Any]:
-    """Bring one plain gradient up to date, and return a weak reference to its lifted one."""
+    """Bring one plain gradient up to date, and return a weak reference to its gradient tensor."""
     if hasattr(read, "leave_gradient"):
         return weakref.ref(read)
     try:

@@ -10,7 +10,7 @@ from mcftensor.formats import Format
 from mcftensor.tensor.components import COMPONENTS, Role
 from mcftensor.tensor.pending_tensor import PromisedTensor
 from mcftensor.tensor.tape import LOCK, Strand
-from mcftensor.tensor.tensor import LiftedTensor, MCFTensor
+from mcftensor.tensor.tensor import GradientTensor, MCFTensor
 
 
 class TapedTensor(PromisedTensor, MCFTensor):
@@ -61,12 +61,12 @@ class TapedTensor(PromisedTensor, MCFTensor):
         return self.__tensor_flatten__()
 
 
-class TapedGradient(TapedTensor, LiftedTensor):
+class TapedGradient(TapedTensor, GradientTensor):
     """A plain gradient that deferred operations read and that nothing else aliases."""
 
     def leave_tape(self) -> None:
-        """Become a LiftedTensor, which may be written to."""
-        self.__class__ = LiftedTensor  # type: ignore[assignment]
+        """Become a GradientTensor, which may be written to."""
+        self.__class__ = GradientTensor  # type: ignore[assignment]
         del self._place
 
 

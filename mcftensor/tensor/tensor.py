@@ -296,34 +296,34 @@ class MCFTensor(GatheredTensor, PickledTensor, GradedTensor, AddressedTensor, Re
             return self.new_empty(*size_or_data or (0,), device=device)
         return self.new_tensor(first, device=device)
 
-    def _lifted(self, gradient: Tensor) -> Tensor:
-        return lifted_gradient(gradient, self._format)
+    def _wrapped(self, gradient: Tensor) -> Tensor:
+        return gradient_tensor(gradient, self._format)
 
 
-class LiftedTensor(MCFTensor):
+class GradientTensor(MCFTensor):
     """A plain tensor wrapped as a value without tails.
 
     The first write allocates the tails. It then becomes an MCFTensor with the plain tensor as its
     leading component.
     """
 
-    _view_of: LiftedTensor | None
-    _views: list[tuple[weakref.ref[LiftedTensor], Callable[[Tensor], Tensor]]]
+    _view_of: GradientTensor | None
+    _views: list[tuple[weakref.ref[GradientTensor], Callable[[Tensor], Tensor]]]
 
     is_sparse = False  # optimizers read it of every gradient
     has_tails = False
 
     @staticmethod
-    def over(plain: Tensor, format: Format) -> LiftedTensor:
+    def over(plain: Tensor, format: Format) -> GradientTensor:
         """Return a plain tensor wrapped as a value of a format."""
-        made = wrapper(LiftedTensor, plain, format)
+        made = wrapper(GradientTensor, plain, format)
         made._component0, made._format, made._role = plain, format, "value"
         made._view_of, made._views = None, []
         return made
 
-    def viewed(self, plain: Tensor, view: Callable[[Tensor], Tensor]) -> LiftedTensor:
+    def viewed(self, plain: Tensor, view: Callable[[Tensor], Tensor]) -> GradientTensor:
         """Return a view, given the view of the plain tensor. Both get their tails together."""
-        made = LiftedTensor.over(plain, self._format)
+        made = GradientTensor.over(plain, self._format)
         made._view_of = self
         self._views.append((weakref.ref(made), view))
         return made
@@ -412,7 +412,7 @@ def each_view(
 
 
 def _holders(x: Any) -> tuple[int, int, int]:
-    """Count the references to the plain tensor of a lifted one: in Python, in C++, and to its
+    """Count the references to the plain tensor of a gradient tensor: in Python, in C++, and to its
     memory.
     """
     plain = x._component0
@@ -430,35 +430,35 @@ _ALONE = (
 )
 
 
-def lifted_gradient(gradient: Tensor, format: Format) -> Tensor:
+def gradient_tensor(gradient: Tensor, format: Format) -> Tensor:
     """Return what a gradient of a parameter in a format reads as within a step.
 
-    A plain gradient in the dtype of the format reads as a lifted value, or in the dtype of numbers
-    if it is sparse. Any other gradient is returned unchanged. A gradient with an autograd graph
-    stays in the graph, so that it can be differentiated again.
+    A plain gradient in the dtype of the format reads as a gradient tensor, or in the dtype of
+    numbers if it is sparse. Any other gradient is returned unchanged. A gradient with an autograd
+    graph stays in the graph, so that it can be differentiated again.
     """
     if type(gradient) is not Tensor or gradient.dtype != format.dtype:
         return gradient
     if not gradient.requires_grad:
-        return _lifted(gradient, format)
+        return _wrapped(gradient, format)
     with torch.enable_grad():
-        read: Tensor = _Lift.apply(gradient, format)
+        read: Tensor = _Wrap.apply(gradient, format)
     return read
 
 
-def _lifted(gradient: Tensor, format: Format) -> Tensor:
+def _wrapped(gradient: Tensor, format: Format) -> Tensor:
     if gradient.layout != torch.strided or format.of_gradients is None:
         return gradient.to(format.dtype_of_numbers)
-    return LiftedTensor.over(gradient, format.of_gradients)
+    return GradientTensor.over(gradient, format.of_gradients)
 
 
-class _Lift(torch.autograd.Function):
+class _Wrap(torch.autograd.Function):
     """A gradient as it reads within a step, in the same memory; its own gradient is plain."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, format: Format) -> Tensor:
         ctx.dtype = gradient.dtype
-        return _lifted(gradient.detach(), format)
+        return _wrapped(gradient.detach(), format)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -14,7 +14,7 @@ from mcftensor.passes import decoded_kernels, decoded_traces
 from mcftensor.passes.decoded_kernels import Stage
 from mcftensor.passes.decoded_traces import Decoded
 from mcftensor.passes.operators import OPERATORS
-from mcftensor.tensor import LiftedTensor, TapedTensor, tape
+from mcftensor.tensor import GradientTensor, TapedTensor, tape
 from mcftensor.tensor.pending_tensor import PendingTensor
 from mcftensor.tensor.taped_tensor import TapedGradient
 from support.eager_kernels import eager_kernels
@@ -228,7 +228,7 @@ def test_a_gradient_that_nobody_else_has_is_not_copied(format, is_held):
             return function(weight)
 
     kind, state, gradient = Stepping([weight], {}).step()
-    assert kind is (LiftedTensor if is_held else TapedGradient)
+    assert kind is (GradientTensor if is_held else TapedGradient)
     assert state == bits(mcf.as_expansion(torch.ones(3, 4), format))
     assert gradient[0] == bits(weight.grad)[0]
 

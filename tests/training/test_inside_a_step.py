@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import mcftensor as mcf
-from mcftensor.tensor import LiftedTensor, MCFTensor
+from mcftensor.tensor import GradientTensor, MCFTensor
 from support import writing
 from support.helpers import assert_same_terms, exact, sample
 
@@ -211,7 +211,7 @@ def test_another_thread_is_outside():
     thread.start()
     in_step(function, p)
     thread.join()
-    assert seen == [("parameter", torch.Tensor), ("value", LiftedTensor)]
+    assert seen == [("parameter", torch.Tensor), ("value", GradientTensor)]
 
 
 def test_two_steps_in_two_threads():
@@ -492,7 +492,7 @@ def test_reading_a_gradient_makes_no_tails(read):
 
     def function(p):
         result = READS[read](p, p.grad)
-        assert isinstance(p.grad, LiftedTensor)
+        assert isinstance(p.grad, GradientTensor)
         return result
 
     whole = mcf.as_expansion(p.grad, p.format)
@@ -517,7 +517,7 @@ def test_a_plain_state_takes_a_gradient_as_it_does_without_expansions(write):
 
     def function(p):
         INTO_PLAIN[write](moments[0], p.grad)
-        assert type(p.grad) is LiftedTensor
+        assert type(p.grad) is GradientTensor
 
     in_step(function, p)
     INTO_PLAIN[write](moments[1], p.grad)
@@ -708,7 +708,7 @@ def test_second_derivatives_within_a_step(name, kind):
 
     def function(p, q):
         grads = [p.grad, q.grad]
-        assert [type(g) for g in grads] == [LiftedTensor] * 2
+        assert [type(g) for g in grads] == [GradientTensor] * 2
         assert all(g.requires_grad and g.grad_fn is not None for g in grads)
         zs = [v.to(p.dtype) if kind == "float32" else v.to(format.dtype) for v in vectors]
         if kind == "expansion":
@@ -741,7 +741,7 @@ def test_a_gradient_read_with_and_without_a_graph():
             recorded = p.grad
         return type(without), type(recorded), recorded.requires_grad, p.grad is without
 
-    assert in_step(function, p) == (LiftedTensor, torch.Tensor, True, True)
+    assert in_step(function, p) == (GradientTensor, torch.Tensor, True, True)
     p.grad = None
 
 
@@ -985,8 +985,8 @@ def test_a_closure_makes_new_gradients():
 
 def test_a_fused_step_is_given_plain_gradients(monkeypatch):
     seen = []
-    made = LiftedTensor.over
-    monkeypatch.setattr(LiftedTensor, "over", lambda *args: seen.append(args) or made(*args))
+    made = GradientTensor.over
+    monkeypatch.setattr(GradientTensor, "over", lambda *args: seen.append(args) or made(*args))
     p = parameter()
     for cls in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):
         cls([p], lr=1e-3, fused=True).step()
@@ -1004,13 +1004,13 @@ def test_a_fused_kernel_called_by_another_optimizer_reads_the_plain_gradient():
         return type(p.grad)
 
     p, q = parameter(), parameter()
-    assert in_step(function, p) is LiftedTensor
+    assert in_step(function, p) is GradientTensor
     torch.optim.SGD([q], lr=0.1, weight_decay=0.01, fused=True).step()
     assert_same_terms(p, q)
 
 
 def test_nothing_of_a_step_is_kept_after_it():
     p = parameter()
-    (lifted,) = in_step(lambda p: [weakref.ref(p.grad)], p)
+    (read,) = in_step(lambda p: [weakref.ref(p.grad)], p)
     gc.collect()
-    assert lifted() is None
+    assert read() is None
