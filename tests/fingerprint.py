@@ -426,7 +426,7 @@ def in_blocks(format: mcf.Format) -> Results:
     for expression in ROWS:
         rows = {s: sign(plain(torch.float32, 24, 70, seed=s, wide=False)) for s in "xyp"}
         names = {s: mcf.as_expansion(x, format) for s, x in rows.items()}
-        if format.lends is not None:
+        if format.computes_as is not None:
             names["p"] = nn.Parameter(names["p"])
         names["plain"] = sign(plain(torch.float32, 24, 70, wide=False))
         names["indices"] = torch.arange(0, 24, 3)

@@ -116,7 +116,7 @@ def _plain(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
         if not isinstance(x, Tensor):
             return x
         if isinstance(x, MCFTensor) and not _is_value(x) and name not in _STATISTICS:
-            x = x.lent
+            x = x.compute_tensor
         stays = name in _OF_INPUT and not isinstance(x, MCFTensor)
         return x if stays or (x.dtype == dtype and type(x) is Tensor) else plainly(x, dtype)
 

@@ -27,9 +27,9 @@ def share_scales(operands: Sequence[Any]) -> bool:
     return any(isinstance(x, MCFTensor) and bool(x._format.shared) for x in operands)
 
 
-def lends(x: MCFTensor) -> bool:
+def computes_decoded(x: MCFTensor) -> bool:
     """Return whether x is a parameter that a model may view in parts other than rows."""
-    return x._format.lends is not None and x.acts_as == "parameter"
+    return x._format.computes_as is not None and x.acts_as == "parameter"
 
 
 def join_blocks(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
@@ -52,7 +52,7 @@ def made_in_blocks(
     A result like a parameter but with fewer than two dimensions is in the format of states.
     """
     is_like = func.overloadpacket.__name__.endswith("_like")
-    if lends(x) and len(shape) < 2:
+    if computes_decoded(x) and len(shape) < 2:
         vector = x._format.of_states
         every = [{**kwargs, "dtype": component.dtype} for component in vector.components]
         plain = [func(x._held()[0], shape, *args, **own) for own in every]

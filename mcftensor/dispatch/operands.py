@@ -69,7 +69,7 @@ def is_wrapped(x: Tensor) -> bool:
 
 def leading(tree: Any) -> Any:
     """Return the arguments with every expansion replaced by its leading component."""
-    return mapped(lambda x: x.lent if isinstance(x, MCFTensor) else x, tree)
+    return mapped(lambda x: x.compute_tensor if isinstance(x, MCFTensor) else x, tree)
 
 
 def with_leading(args: Iterable[Any]) -> list[Any] | None:
@@ -82,7 +82,7 @@ def with_leading(args: Iterable[Any]) -> list[Any] | None:
         if isinstance(x, MCFTensor):
             if x.acts_as != "parameter":
                 return None
-            x = x.lent
+            x = x.compute_tensor
         elif isinstance(x, (list, tuple, dict)) and expansions(x):
             return None
         plain.append(x)

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_map
 
 from mcftensor.arithmetic.write_counts import moved
 from mcftensor.dispatch.block_structure import (
+    computes_decoded,
     copy_blocks_,
     join_blocks,
-    lends,
     made_in_blocks,
     place_in_blocks,
     set_blocks_,
@@ -46,13 +46,13 @@ from mcftensor.dispatch.registry import implements
 from mcftensor.dispatch.storage_formats import plain_numbers
 from mcftensor.dispatch.view_offsets import starts_of_pieces
 from mcftensor.dispatch.write_results import refusal
-from mcftensor.formats import Format, lent, movable, unmoved
+from mcftensor.formats import Format, compute_view, movable, unmoved
 from mcftensor.kernels import marks
 from mcftensor.kernels.custom_ops import is_bare
-from mcftensor.passes.format_conversion import lent as lent_by
+from mcftensor.passes.format_conversion import compute_tensor as compute_tensor_of
 from mcftensor.tensor import GradientTensor, MCFTensor, Role
 from mcftensor.tensor.implicit_rounding import rounding, updating
-from mcftensor.tensor.leading_view import LentTensor, holding, lent_views
+from mcftensor.tensor.leading_view import ComputeView, compute_views, holding
 
 aten = torch.ops.aten
 
@@ -68,7 +68,7 @@ def _copies(func: Any, x: MCFTensor, args: Any, kwargs: Any) -> Any:
 
     If the format cannot move its components this way, return the plain numbers.
     """
-    if x._format is lent:
+    if x._format is compute_view:
         return tree_map(partial(holding, x), func(x._read()[1], *args, **kwargs))
     results = x._format.move(func, x._read(), x.shape, args, kwargs, own=True)
     if results is None:
@@ -78,14 +78,14 @@ def _copies(func: Any, x: MCFTensor, args: Any, kwargs: Any) -> Any:
 
 def _views(func: Any, x: MCFTensor, args: Any, kwargs: Any) -> Any:
     """Apply a view operator to each component, with results that alias the components."""
-    if isinstance(x, (GradientTensor, LentTensor)):
+    if isinstance(x, (GradientTensor, ComputeView)):
         return x.views(func, args, kwargs)
     held = x._held() if x._format.shared else x.components
     results = x._format.move(func, held, x.shape, args, kwargs, own=False)
     if results is None and not x._format.shared:
         return func(plain_numbers(x), *args, **kwargs)
-    if results is None and lends(x):
-        return lent_views(func, x, args, kwargs)
+    if results is None and computes_decoded(x):
+        return compute_views(func, x, args, kwargs)
     if results is None:
         raise refusal(
             func,
@@ -118,7 +118,7 @@ def view(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
     if func is aten.detach.default:
         _keep_hooks(x, out)
     first = out if isinstance(out, Tensor) else next(iter(out), out)
-    if isinstance(first, LentTensor):  # PyTorch requires views to have the type of their base
+    if isinstance(first, ComputeView):  # PyTorch requires views to have the type of their base
         return out
     return return_and_correct_aliasing(func, (x, *args), kwargs, out)
 
@@ -187,9 +187,9 @@ def layer(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 @implements(aten.embedding.default)  # F.embedding
 def embedding(func: Any, x: Any, indices: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return an embedding. A table that is decoded at each use decodes only the requested rows."""
-    if isinstance(x, MCFTensor) and lends(x) and indices.numel() < x.shape[0]:
+    if isinstance(x, MCFTensor) and computes_decoded(x) and indices.numel() < x.shape[0]:
         rows = [part.index_select(0, indices.flatten()) for part in x._read()]
-        return lent_by(rows, x._format).view(*indices.shape, *x.shape[1:])
+        return compute_tensor_of(rows, x._format).view(*indices.shape, *x.shape[1:])
     return layer(func, x, indices, *args, **kwargs)
 
 
@@ -221,7 +221,7 @@ def join(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
     if share_scales(tensors):
         return join_blocks(func, tensors, *args)
     format = common_format(func.overloadpacket.__name__, tensors)
-    format = format.of_states if format is lent else format
+    format = format.of_states if format is compute_view else format
     columns = zip(*(stored_in(x, format, x.device) for x in tensors), strict=True)
     joined = [func(list(c), *args) for c in columns]
     return selected(joined, format, common_role(tensors), tensors)
@@ -262,7 +262,7 @@ def like(func: Any, x: MCFTensor, **kwargs: Any) -> Any:
     if _asks_other(x, kwargs) or _within_graph(x):
         return func(template(x), **kwargs)
     format, is_empty = _of_states(x), func is aten.empty_like.default
-    if format is not x._format and not (is_empty and x._format is not lent):
+    if format is not x._format and not (is_empty and x._format is not compute_view):
         plain = template(x)
         made = [func(plain, **{**kwargs, "dtype": y.dtype}) for y in format.components]
         return MCFTensor.of(made, format, own=True)
@@ -282,7 +282,7 @@ def new(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> Any:
     """Return a tensor as `like` does, of another shape; the role stays."""
     if _asks_other(x, kwargs):
         return func(template(x), *args, **kwargs)
-    if isinstance(x, LentTensor):
+    if isinstance(x, ComputeView):
         x = x._source
     if share_scales([x]):
         return made_in_blocks(func, x, torch.Size(args[0]), args[1:], kwargs)

@@ -6,11 +6,11 @@ from mcftensor.formats.block_codes import BlockFormat as BlockFormat
 from mcftensor.formats.block_codes import Scales as Scales
 from mcftensor.formats.block_codes import mxfp8 as mxfp8
 from mcftensor.formats.block_codes import ue5m3 as ue5m3
-from mcftensor.formats.e4m3_integer import LentFormat as LentFormat
+from mcftensor.formats.e4m3_integer import ComputeViewFormat as ComputeViewFormat
 from mcftensor.formats.e4m3_integer import ScaledTailFormat as ScaledTailFormat
+from mcftensor.formats.e4m3_integer import compute_view as compute_view
 from mcftensor.formats.e4m3_integer import e4m3i8 as e4m3i8
 from mcftensor.formats.e4m3_integer import e4m3i16 as e4m3i16
-from mcftensor.formats.e4m3_integer import lent as lent
 from mcftensor.formats.expansion_format import FORMATS as FORMATS
 from mcftensor.formats.expansion_format import MAX_TERMS as MAX_TERMS
 from mcftensor.formats.expansion_format import ExpansionFormat as ExpansionFormat

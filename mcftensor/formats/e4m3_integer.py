@@ -41,7 +41,7 @@ class ScaledTailFormat(StoredFormat):
     Specification", version 1.0, 2023.
     """
 
-    lends = ("mxfp8", (0, 2))
+    computes_as = ("mxfp8", (0, 2))
 
     def __init__(self, bits: int, rounding: Rounding) -> None:
         self.bits = bits
@@ -128,7 +128,7 @@ class ScaledTailFormat(StoredFormat):
         return [codes, tails, scales], int(is_below.count_nonzero())
 
 
-class LentFormat(Format):
+class ComputeViewFormat(Format):
     """The format of views across the rows of a parameter with shared scales.
 
     Such a view holds the bfloat16 that a model computes with, and the number as float32. Neither
@@ -169,4 +169,4 @@ for _rounding in SUFFIXES:
 
 e4m3i8 = named("e4m3i8")
 e4m3i16 = named("e4m3i16")
-lent = LentFormat().register()
+compute_view = ComputeViewFormat().register()

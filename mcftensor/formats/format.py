@@ -210,7 +210,7 @@ class Format:
         return self.components[0].dtype
 
     @functools.cached_property
-    def lends(self) -> tuple[str, tuple[int, ...]] | None:
+    def computes_as(self) -> tuple[str, tuple[int, ...]] | None:
         """The format that models compute with if blocks share a component: its name, and the
         indices of the components that it decodes to a number of this dtype.
 
@@ -218,8 +218,8 @@ class Format:
         model can compute with the format, which then stores states only.
         """
         leading = self.components[0].dtype
-        is_lent = bool(self.shared) and leading.is_floating_point
-        return (PLAIN[leading].name, (0,)) if is_lent else None
+        is_shared_float = bool(self.shared) and leading.is_floating_point
+        return (PLAIN[leading].name, (0,)) if is_shared_float else None
 
     @property
     def bytes(self) -> int:

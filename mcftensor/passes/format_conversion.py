@@ -50,11 +50,11 @@ def of_number(x: float, format: Format, device: torch.device | None) -> list[Ten
     return recode(list(halves(float(x))), HALVES, format.nearest.name, None)
 
 
-def lent(stored: Sequence[Tensor], format: Format) -> Tensor:
+def compute_tensor(stored: Sequence[Tensor], format: Format) -> Tensor:
     """Return the tensor that a model computes with, from the components of a format."""
-    if format.lends is None:
+    if format.computes_as is None:
         return stored[0]
-    name, places = format.lends
+    name, places = format.computes_as
     return collapse([stored[i] for i in places], name, format.dtype)
 
 

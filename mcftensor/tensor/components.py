@@ -12,7 +12,7 @@ from torch import Tensor
 from mcftensor.arithmetic.rounding import collapse_terms
 from mcftensor.arithmetic.write_counts import moved, writes_of
 from mcftensor.formats import MAX_TERMS, Format, bytes_of
-from mcftensor.passes.format_conversion import collapse, lent
+from mcftensor.passes.format_conversion import collapse, compute_tensor
 from mcftensor.tensor.first_expansion import WAITING, prepare
 from mcftensor.tensor.pending_scale import PendingScale
 from mcftensor.tensor.step_context import current_step
@@ -29,7 +29,7 @@ _OF_COMPONENTS = ("_writes", "_first", "_factor", "_base_components", "_is_own")
 
 def require_computing(format: Format) -> None:
     """Raise TypeError if a format cannot store parameters."""
-    if format.shared and format.lends is None:
+    if format.shared and format.computes_as is None:
         raise TypeError(
             f"Parameter: {format.name} stores the states of optimizers; a model computes "
             "with the leading component of its parameters, and here that is codes. Take "
@@ -107,14 +107,14 @@ class ComponentTensor(torch.Tensor):
         return tuple([getattr(self, name) for name in COMPONENTS[: len(self._format.components)]])
 
     @property
-    def lent(self) -> Tensor:
+    def compute_tensor(self) -> Tensor:
         """The compute tensor: the plain tensor that a model computes with.
 
         This is the leading component, or the decoded number in formats whose leading component is a
         code or has a scale.
         """
-        if self._format.lends is not None:
-            return lent(self._read(), self._format)
+        if self._format.computes_as is not None:
+            return compute_tensor(self._read(), self._format)
         return self._format.leading(self._read()) if self._has_rules else self._component0
 
     @property

@@ -36,7 +36,7 @@ def _available_if(condition: Callable[[Any], bool]) -> Callable[[Callable[..., A
 
 
 def _shares_scales(x: GatheredTensor) -> bool:
-    return x._format.lends is not None
+    return x._format.computes_as is not None
 
 
 def _is_gathered(x: GatheredTensor) -> bool:
@@ -78,7 +78,7 @@ class GatheredTensor(ComponentTensor):
             if isinstance(shard, GatheredTensor):
                 shard._shard_of = weakref.ref(module), name, id(shard)
         dtype = policy.param_dtype
-        own = self.lent if dtype in (None, self._format.dtype) else self._collapsed(dtype)
+        own = self.compute_tensor if dtype in (None, self._format.dtype) else self._collapsed(dtype)
         missing = -(-outer_size[0] // mesh.size()) - own.shape[0]
         if missing > 0 and own.shape[1:] == outer_size[1:]:
             own = F.pad(own, [*[0] * (2 * own.dim() - 1), missing])

@@ -39,9 +39,9 @@ class GradedTensor(ComponentTensor):
     def backward(self, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
         """Compute gradients, as `torch.Tensor.backward`. Parameters start from a plain gradient."""
         if self._role == "parameter" and gradient is None and self.numel() == 1:
-            gradient = torch.ones_like(self.lent)
+            gradient = torch.ones_like(self.compute_tensor)
         elif self._role == "parameter" and isinstance(gradient, ComponentTensor):
-            gradient = gradient.lent
+            gradient = gradient.compute_tensor
         elif self._has_rules and not isinstance(gradient, ComponentTensor | None):
             # Autograd would round a plain gradient to the dtype of the data.
             gradient = torch.empty_like(self.detach()).copy_(gradient)

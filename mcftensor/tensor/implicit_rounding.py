@@ -298,7 +298,7 @@ def _is_small_update(target: Any, source: Tensor) -> bool:
         places = [slice(None)] * dim + [slice(None, None, step)]
         target, source = target[tuple(places)], source.detach()[tuple(places)]
     wide = torch.float64 if has_float64(source.device) else torch.float32
-    new, leading = source.to(wide), target.lent.to(wide)
+    new, leading = source.to(wide), target.compute_tensor.to(wide)
     changes = (new - leading).abs()
     is_near = changes <= _SMALL * leading.abs()
     is_changed = changes > 0

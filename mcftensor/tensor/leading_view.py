@@ -2,7 +2,7 @@
 
 A model computes with code times scale, decoded at each use, so that neither a graph nor a shard
 keeps a copy. A view of such a parameter across rows, such as `weight.t()`, is a read-only
-`LentTensor`.
+`ComputeView`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from mcftensor.formats import lent as LENT
+from mcftensor.formats import compute_view as COMPUTE_VIEW
 from mcftensor.kernels.custom_ops import is_bare
 from mcftensor.passes.format_conversion import recode
 from mcftensor.tensor.components import wrapper
 from mcftensor.tensor.tensor import MCFTensor, each_view
 
 
-class LentTensor(MCFTensor):
+class ComputeView(MCFTensor):
     """A read-only view of a decoded parameter. Only the parameter takes memory."""
 
     _source: MCFTensor
@@ -30,19 +30,21 @@ class LentTensor(MCFTensor):
         """Return the view of a parameter, given a function that views plain tensors."""
         codes = source._component0
         if not is_bare([codes]):  # a tensor of a compiler
-            return MCFTensor.of([view(source.lent), view(source.dequantize())], LENT, "parameter")
-        made = wrapper(LentTensor, view(codes), LENT)
-        made._format, made._role = LENT, "parameter"
+            return MCFTensor.of(
+                [view(source.compute_tensor), view(source.dequantize())], COMPUTE_VIEW, "parameter"
+            )
+        made = wrapper(ComputeView, view(codes), COMPUTE_VIEW)
+        made._format, made._role = COMPUTE_VIEW, "parameter"
         made._source, made._view = source, view
         return made
 
     def views(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the results of a view operator."""
-        return lent_views(func, self, args, kwargs)
+        return compute_views(func, self, args, kwargs)
 
     @property
     def _component0(self) -> Tensor:  # type: ignore[override]
-        return self._view(self._source.lent)
+        return self._view(self._source.compute_tensor)
 
     @property
     def _component1(self) -> Tensor:  # type: ignore[override]
@@ -52,14 +54,14 @@ class LentTensor(MCFTensor):
         return self._view(self._source._lying())
 
 
-def lent_views(func: Any, x: MCFTensor, args: Any, kwargs: Any) -> Any:
+def compute_views(func: Any, x: MCFTensor, args: Any, kwargs: Any) -> Any:
     """Return the results of a view operator on a decoded parameter, or on a view of one."""
 
     def over(_: Tensor, view: Callable[[Tensor], Tensor]) -> MCFTensor:
-        if not isinstance(x, LentTensor):
-            return LentTensor.over(x, view)
+        if not isinstance(x, ComputeView):
+            return ComputeView.over(x, view)
         first = x._view
-        return LentTensor.over(x._source, lambda t: view(first(t)))
+        return ComputeView.over(x._source, lambda t: view(first(t)))
 
     return each_view(over, func, x._component0, args, kwargs)
 
@@ -70,9 +72,9 @@ def holding(x: MCFTensor, numbers: Tensor) -> MCFTensor:
     If that format has blocks of rows and the numbers have no rows, the copy is in the format of the
     states.
     """
-    source = x._source if isinstance(x, LentTensor) else x
+    source = x._source if isinstance(x, ComputeView) else x
     format, writes = source._format, source._count
-    if format is LENT or numbers.dim() < 2:
+    if format is COMPUTE_VIEW or numbers.dim() < 2:
         format, writes = format.of_states, None
     made = recode([numbers], "float32", format.nearest.name, None)
     writes = None if writes is None else writes.clone()

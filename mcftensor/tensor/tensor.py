@@ -278,7 +278,7 @@ class MCFTensor(GatheredTensor, PickledTensor, GradedTensor, AddressedTensor, Re
         """
         is_narrow = self.is_inside_step and dtype != self._format.dtype_of_numbers
         if dtype is not None and (is_narrow or dtype != self._format.dtype):
-            plain = self.lent
+            plain = self.compute_tensor
             return plain.new_tensor(data, dtype=dtype, device=device, requires_grad=requires_grad)
         if not isinstance(data, Tensor):
             data = torch.tensor(data, dtype=torch.float64, device="cpu")

@@ -228,9 +228,9 @@ class _Known:
 
 
 def served(p: Tensor) -> Tensor:
-    """What a plain model holds of a parameter on this rank: its leading terms, or what it lends."""
+    """Return the compute tensor of a parameter on this rank, which a plain model stores."""
     own: Any = local(p)
-    x = own.lent if isinstance(own, MCFTensor) else own
+    x = own.compute_tensor if isinstance(own, MCFTensor) else own
     return x.detach().contiguous()
 
 
@@ -239,7 +239,7 @@ def _is_marked(p: Tensor) -> bool:
     own: Any = local(p)
     return (
         isinstance(own, MCFTensor)
-        and own.lent is own._component0
+        and own.compute_tensor is own._component0
         and own._component0.is_contiguous()
         and not own._component0.is_inference()
         and own.numel() > 0

@@ -38,7 +38,7 @@ class E4M3Terms(mcf.Format):
         codes = (mcf.formats.Component(f"codes{i}", torch.uint8) for i in range(terms))
         self.components = (*codes, Scales("scales", torch.uint8))
         self.numbers = mcf.formats.Machine(torch.float32)
-        self.lends = ("mxfp8", (0, terms))
+        self.computes_as = ("mxfp8", (0, terms))
 
     @property
     def dtype(self) -> torch.dtype:

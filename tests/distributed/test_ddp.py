@@ -46,7 +46,7 @@ def plain(format: mcf.Format | None = None) -> Network:
     model = Network().bfloat16()
     if format is not None:  # which may have rounded otherwise
         for p, q in zip(model.parameters(), expansions(format).parameters(), strict=True):
-            p.data = q.lent.clone()
+            p.data = q.compute_tensor.clone()
     return model
 
 

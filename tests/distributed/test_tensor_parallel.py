@@ -52,7 +52,7 @@ def plain(format=None) -> Block:
     model = Block().bfloat16()
     if format is not None:  # which may have rounded otherwise
         for p, q in zip(model.parameters(), expansions(format).parameters(), strict=True):
-            p.data = q.lent.clone()
+            p.data = q.compute_tensor.clone()
     return model
 
 
@@ -112,7 +112,7 @@ def test_layers_divided_within(format, order, fused):
     unsharded = expansions(format)
     twin = Block().bfloat16()
     for p, q in zip(twin.parameters(), model.parameters(), strict=True):
-        p.data = whole(q).lent.clone()
+        p.data = whole(q).compute_tensor.clone()
     parallel(twin, mesh)
     assert model.up.weight.to_local().shape == (4, 6)
     for p, q in zip(model.parameters(), unsharded.parameters(), strict=True):

@@ -221,7 +221,7 @@ class TestFiles:
 class TestAutograd:
     @over("parameters", "plain gradients")
     def test_gradients_are_plain(self, format):
-        """Those of a plain model of what the parameters lend, bit by bit."""
+        """Those of a plain model of the compute tensors of parameters, bit by bit."""
         model = converted(format)
         plain = Small().to(format.dtype)
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
@@ -249,12 +249,12 @@ class TestAutograd:
         }
     )
     def test_views_across_the_rows_of_a_parameter(self, format, do):
-        """They lend what the model computes with, hold the number, and are not written to."""
+        """They show the compute tensor, hold the number, and are not written to."""
         p = parameter(format, 5, 40)
         y, zeros = do(p), torch.zeros(5, 40, dtype=p.dtype)
-        lent = do((p + zeros).detach())
-        assert (y.shape, y.stride(), y.role) == (lent.shape, lent.stride(), "parameter")
-        assert torch.equal(y + do(zeros), lent)
+        computed = do((p + zeros).detach())
+        assert (y.shape, y.stride(), y.role) == (computed.shape, computed.stride(), "parameter")
+        assert torch.equal(y + do(zeros), computed)
         assert torch.equal(numbers(y), do(numbers(p)))
         (y * torch.ones(y.shape, dtype=p.dtype)).sum().backward()
         q = torch.zeros(5, 40, requires_grad=True)

@@ -41,7 +41,7 @@ def adamw(format, **flags):
     p = nn.Parameter(entered(format))
     optimizer = torch.optim.AdamW([p], **flags)
     for _ in range(2):
-        p.grad = torch.ones_like(p.detach().lent)
+        p.grad = torch.ones_like(p.detach().compute_tensor)
         optimizer.step()
 
 
@@ -107,7 +107,7 @@ def stepped(make, format, **options):
     p = nn.Parameter(made(format))
     optimizer = make([p], **options)
     for i in range(3):
-        p.grad = torch.full_like(p.detach().lent, 0.1 * (i + 1))
+        p.grad = torch.full_like(p.detach().compute_tensor, 0.1 * (i + 1))
         optimizer.step()
     return p
 

@@ -41,7 +41,7 @@ def exactly(x):
 def expected(before, after, intended):
     """Every figure, in rational arithmetic, from what was intended and what was seen."""
     moved = [b - a for a, b in zip(exactly(before), exactly(after), strict=True)]
-    before, after = (getattr(x, "lent", x) for x in (before, after))
+    before, after = (getattr(x, "compute_tensor", x) for x in (before, after))
     pairs = zip(before.flatten(), after.flatten(), strict=True)
     leading = [fractions(b)[0] - fractions(a)[0] for a, b in pairs]
     square = sum(d * d for d in intended)

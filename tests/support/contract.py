@@ -16,16 +16,22 @@ import torch
 from torch import Tensor
 
 import mcftensor as mcf
-from mcftensor.formats import ExpansionFormat, PlainFormat, ScaledTailFormat, TailFormat, lent
+from mcftensor.formats import (
+    ExpansionFormat,
+    PlainFormat,
+    ScaledTailFormat,
+    TailFormat,
+    compute_view,
+)
 from mcftensor.formats.format import _REGISTRY
 from support import scales, toys
 
 STOCHASTIC = mcf.scaling.scaled(torch.float16, rounding="stochastic")
 SCALED = [*scales.FORMATS, STOCHASTIC]
 _OTHERS = (PlainFormat, mcf.scaling.ScaledFormat)
-REGISTERED = [f for f in _REGISTRY.values() if not isinstance(f, _OTHERS) and f is not lent]
+REGISTERED = [f for f in _REGISTRY.values() if not isinstance(f, _OTHERS) and f is not compute_view]
 FORMATS = [*REGISTERED, *SCALED]
-"""All formats that numbers are written in; `lent` is a view of a parameter that nobody writes to.
+"""All formats that numbers are written in; `compute_view` is of read-only views of a parameter.
 Formats of a plugin (`pytest -p module`) are registered before this line is run."""
 
 QUICK = {
@@ -49,7 +55,7 @@ def shares(f) -> bool:
 
 def holds_states_alone(f) -> bool:
     """Whether no model can compute with the format."""
-    return shares(f) and f.lends is None
+    return shares(f) and f.computes_as is None
 
 
 def stores(f) -> bool:

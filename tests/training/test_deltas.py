@@ -232,7 +232,7 @@ def test_other_formats_are_compared_in_the_step():
 
 def served_now(p):
     p = p.detach()
-    return (p.lent if isinstance(p, mcf.MCFTensor) else p).clone()
+    return (p.compute_tensor if isinstance(p, mcf.MCFTensor) else p).clone()
 
 
 def test_a_write_that_nobody_sees_is_refused():

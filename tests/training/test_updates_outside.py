@@ -239,7 +239,7 @@ def test_tails_that_steps_make_are_erased():
     def step_and_decay():
         p.grad = torch.ones(64, dtype=torch.bfloat16)
         optimizer.step()
-        p.copy_(p - 1e-5 * p.lent)
+        p.copy_(p - 1e-5 * p.compute_tensor)
 
     with pytest.warns(mcf.errors.RoundedWarning, match="erases"):
         times(4, step_and_decay)
@@ -321,7 +321,7 @@ def test_swaps_of_averages_are_no_updates():
     averages = [p.float() for p in model.parameters()]
     for _ in range(8):
         for p in model.parameters():
-            p.grad = torch.randn_like(p.lent)
+            p.grad = torch.randn_like(p.compute_tensor)
         optimizer.step()
         for p, average in zip(model.parameters(), averages, strict=True):
             average.lerp_(p.float(), 0.01)
@@ -337,7 +337,7 @@ def test_large_changes_are_no_updates():
     p = nn.Parameter(mcf.as_expansion(torch.randn(64)))
     for _ in range(8):
         p.copy_(torch.randn(64))
-        p.copy_(torch.where(torch.rand(64) < 0.1, 0, p.lent))
+        p.copy_(torch.where(torch.rand(64) < 0.1, 0, p.compute_tensor))
 
 
 @torch.no_grad()

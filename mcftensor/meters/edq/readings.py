@@ -288,7 +288,7 @@ def _parts(x: Tensor) -> Sequence[Tensor]:
     """Return floats whose sum is the number; models compute with the first."""
     if not isinstance(x, MCFTensor) or x.format.arithmetic == "terms":
         return _components(x)
-    return x.lent, x._collapsed(sums_in(x)) - x.lent
+    return x.compute_tensor, x._collapsed(sums_in(x)) - x.compute_tensor
 
 
 # ---------------------------------------------------------------------------------- states

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import mcftensor as mcf
 from mcftensor.dispatch import structure
-from mcftensor.tensor.leading_view import LentTensor
+from mcftensor.tensor.leading_view import ComputeView
 from support.helpers import assert_same_bits, exact, sample
 
 FORMATS = [mcf.e4m3i8, mcf.e4m3i16]
@@ -102,7 +102,7 @@ class TestModels:
         x = torch.randn(1, 64).bfloat16().requires_grad_()
         y = layer(x)
         weight = y.grad_fn._saved_mat2
-        assert type(weight) is LentTensor
+        assert type(weight) is ComputeView
         assert not any(
             isinstance(x, torch.Tensor) for x in vars(weight).values() if x is not layer.weight
         )
@@ -204,10 +204,13 @@ def test_the_first_byte_is_what_products_take():
 def test_embeddings_make_anew_the_rows_that_are_asked_for(format, shape, compiled, monkeypatch):
     p, indices = parameter(format, 50, 40), torch.randint(50, shape)
     made = []
-    lend = structure.lent_by
-    monkeypatch.setattr(
-        structure, "lent_by", lambda rows, f: made.append(rows[0].shape[0]) or lend(rows, f)
-    )
+    decode = structure.compute_tensor_of
+
+    def counting(rows, format):
+        made.append(rows[0].shape[0])
+        return decode(rows, format)
+
+    monkeypatch.setattr(structure, "compute_tensor_of", counting)
     torch._dynamo.reset()
     embedding = torch.compile(F.embedding, backend="aot_eager") if compiled else F.embedding
     found = embedding(indices, p)
@@ -233,7 +236,7 @@ def test_fully_shard_finds_hooks_where_it_gathers_what_is_lent():
 
     module.weight._local_tensor = shard
     (own,), _ = copied.fsdp_pre_all_gather(mesh, shard.shape, (4, 1), module, policy)  # offloaded
-    assert torch.equal(own, shard.lent)
+    assert torch.equal(own, shard.compute_tensor)
     assert hasattr(shard, "fsdp_pre_all_gather")
     module.weight._local_tensor = own
     assert not hasattr(shard, "fsdp_pre_all_gather")
