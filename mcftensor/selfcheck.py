@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -23,17 +23,38 @@ _UNITS = 10
 
 
 class SelfCheckError(RuntimeError):
-    """The arithmetic is wrong on a device; the message names the device and the functions."""
+    """The arithmetic is wrong on a device; the message names the device and the functions.
+
+    Attributes:
+        failures: the names of the failed checks.
+    """
+
+    def __init__(self, message: str, failures: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.failures = list(failures)
 
 
-def selfcheck(device: str | torch.device = "cpu", *, compiled: bool = True) -> int:
+class SelfCheck(int):
+    """The number of checks, all of which passed, and a digest of this machine.
+
+    Attributes:
+        digest: twelve hexadecimal digits, the digest of the gradients of a small network by torch's
+            operations on the device; or None, if the device lacks one of them. Machines that share
+            the steps of a training must have the same digest.
+        threads: the number of the host's threads, on which the digest of a CPU depends.
+    """
+
+    digest: str | None
+    threads: int
+
+
+def selfcheck(device: str | torch.device = "cpu", *, compiled: bool = True) -> SelfCheck:
     """Run the arithmetic of the library on a device and compare it with exact rationals.
 
     Error-free transformations measure roundings. Compilers, fast-math flags and drivers that flush
     subnormals can remove roundings. Run this check once on a new machine or release of PyTorch. The
     command `python -m mcftensor selfcheck` also checks kernels, optimizer steps, large tensors,
-    streams and graphs. It prints the digest of a backward pass, to compare machines that will share
-    the steps of a training.
+    streams and graphs, and prints the digest that this function returns.
 
     On a device without float64, as Apple's MPS, and within `mcf.without_float64()`, float64 and
     formats of it are left out, and other formats are checked as they are computed there.
@@ -44,15 +65,18 @@ def selfcheck(device: str | torch.device = "cpu", *, compiled: bool = True) -> i
             takes half a minute; the rest takes seconds.
 
     Returns:
-        The number of checks, if all passed.
+        The number of checks, if all passed: an int, with the `digest` of a forward and backward
+        pass, to compare machines that will share the steps of a training, and the number of
+        `threads` that it depends on.
 
     Raises:
-        SelfCheckError: some checks failed; the message names each.
+        SelfCheckError: some checks failed; the message names each, and `failures` lists them.
 
     Examples:
         >>> import mcftensor as mcf
-        >>> mcf.selfcheck(compiled=False)
-        48
+        >>> checks = mcf.selfcheck(compiled=False)
+        >>> checks, len(checks.digest)
+        (48, 12)
     """
     found = [found_broken(torch.device(device), compiled=x) for x in (False, True)[: 1 + compiled]]
     count = sum(part for part, _ in found)
@@ -61,9 +85,23 @@ def selfcheck(device: str | torch.device = "cpu", *, compiled: bool = True) -> i
         raise SelfCheckError(
             f"selfcheck: on {device}, {len(failures)} of {count} checks failed: "
             f"{'; '.join(failures)}. Expansions cannot be trusted there: look for fast-math flags, "
-            "flushing of subnormals, or a compiler that fuses roundings away"
+            "flushing of subnormals, or a compiler that fuses roundings away",
+            failures,
         )
-    return count
+    found_all = SelfCheck(count)
+    found_all.digest, _ = digest_of(torch.device(device))
+    found_all.threads = torch.get_num_threads()
+    return found_all
+
+
+def digest_of(device: torch.device) -> tuple[str | None, str]:
+    """Return the digest of a backward pass, or None and why there is none."""
+    from mcftensor.device_checks.leaf import leaf_digest  # noqa: PLC0415  # is large, and uses this
+
+    try:
+        return leaf_digest(device), ""
+    except Exception as error:  # noqa: BLE001  # such as an operation that the device lacks
+        return None, str(error).partition("\n")[0]
 
 
 def found_broken(device: torch.device, *, compiled: bool) -> tuple[int, list[str]]:

@@ -1,5 +1,5 @@
 """Every kernel that the library has for GPUs, by what asks for it: operations of all formats,
-conversions, fused steps, and the traces of PyTorch's optimizers."""
+conversions, fused steps, the traces of PyTorch's optimizers, and exact sums."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 import mcftensor as mcf
 from machine_code.kernels import caught
+from mcftensor.kernels import execute
+from mcftensor.kernels.digit_body import body_of, signature_of
 from mcftensor.kernels.program import Program
 
 Work = Callable[[], Any]
@@ -68,6 +70,7 @@ MARKED = ("bf16x2", "bf16i16", "bf16i8", "fp16i16")
 # Optimizers of torch.optim whose operations become traces, by their for-loop path.
 TRACED = ("AdamW", "NAdam", "RAdam", "RMSprop", "Adadelta")
 IN_TRACES = ("bf16x2", "bf16x3", "fp32x2")
+SUMMED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def catalogue() -> dict[str, Program]:
@@ -87,9 +90,11 @@ def catalogue() -> dict[str, Program]:
 
 
 def group_of(name: str) -> str:
-    """What asks for a kernel, and its format: conversions, operations, fused steps or traces."""
+    """What asks for a kernel, and its format: conversions, sums, operations, steps or traces."""
     if " to " in name:
         return "conversions"
+    if name.startswith("exact "):
+        return "exact sums"
     asks, form, *_ = name.partition(" (")[0].split(", ")
     if " for-loop" in asks:
         return f"traces, {form}"
@@ -113,6 +118,9 @@ def work() -> Iterator[tuple[str, Work]]:
         for weights in IN_TRACES:
             make = _for_loop(getattr(torch.optim, name))
             yield f"{name} for-loop, {weights}", _steps(make, mcf.Format.from_name(weights), None)
+    for dtype in SUMMED:
+        for factors, name in ((1, "exact sum"), (2, "exact dot")):
+            yield f"{name}, {str(dtype)[6:]}", _sum(dtype, factors)
     for format in (*TERMS, *STORED):
         yield f"float32 to {format.name}", _conversion(torch.float32, format)
         yield f"{format.name} to float32", _collapse(format, torch.float32)
@@ -141,6 +149,11 @@ def _conversion(dtype: torch.dtype, format: mcf.Format) -> Work:
 
 def _collapse(format: mcf.Format, dtype: torch.dtype) -> Work:
     return lambda: mcf.as_plain(_number(format, LARGE), dtype)
+
+
+def _sum(dtype: torch.dtype, factors: int) -> Work:
+    """The kernel of sums or dot products, which a CPU computes by code of its own."""
+    return lambda: execute.kernel_of(body_of(dtype, factors), signature_of(dtype, factors))
 
 
 def _steps(make: Callable[..., Optimizer], format: mcf.Format, mode: str | None) -> Work:

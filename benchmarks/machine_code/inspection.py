@@ -122,6 +122,8 @@ def inspect(program: Program, target: str, scratch: Path) -> Inspection:
     # Some operands are not read, such as a momentum in the first step.
     inputs = [x.dtype for x in program.instructions if x.name == "vector"]
     outputs = [x for i, x in enumerate(signature.outputs) if not signature.shares(i)]
+    if signature.accumulates:  # by atomic additions
+        outputs = []
     loads, stores = _widths(inputs, elements), _widths(outputs, elements)
     found = {kind: _accesses(code, target, kind) for kind in ("load", "store")}
     return Inspection(

@@ -23,10 +23,9 @@ from mcftensor.device_checks.known_results import (
     known_work,
     recorded_digests,
 )
-from mcftensor.device_checks.leaf import leaf_digest
 from mcftensor.formats import bf16x2
 from mcftensor.kernels.without_float64 import has_float64, without_float64
-from mcftensor.selfcheck import found_broken
+from mcftensor.selfcheck import digest_of, found_broken
 from mcftensor.tensor.tensor import MCFTensor
 from mcftensor.training.collage import collage
 
@@ -102,10 +101,9 @@ def _lines(device: torch.device, compiled: bool) -> Iterator[Line]:
 
 def _leaf_line(device: torch.device) -> Line:
     name = "digest of a backward pass, to compare machines that share training steps"
-    try:
-        digest = leaf_digest(device)
-    except Exception as error:  # noqa: BLE001  # such as an operation that the device lacks
-        return Line(name, reason=str(error).partition("\n")[0])
+    digest, reason = digest_of(device)
+    if digest is None:
+        return Line(name, reason=reason)
     return Line(name, note=f"{digest}, by {torch.get_num_threads()} threads of the host")
 
 

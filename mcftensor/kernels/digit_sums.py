@@ -1,4 +1,6 @@
-"""Exact sums of rows of floats on the CPU, in one pass over memory.
+"""Exact sums of rows of floats by compiled code, in one pass over memory.
+
+On GPUs it is a Triton kernel of the functions in `digit_body.py`. On CPUs it is C++ with vectors.
 
 A chunk of 4096 terms stays in the cache. If its largest term is less than 2^45 times the last place
 of the smallest, as mostly in float32 and bfloat16, sums in float64 are exact. Otherwise each term
@@ -16,16 +18,18 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mcftensor.kernels import cpu
+from mcftensor.kernels import cpu, cuda, execute, first_use
 from mcftensor.kernels.cpp import BITS, GRAIN
-from mcftensor.kernels.first_use import hard_numbers
+from mcftensor.kernels.digit_body import KINDS, add_eagerly, body_of, signature_of
+from mcftensor.kernels.first_use import Arrangement, hard_numbers, hard_vectors
+from mcftensor.kernels.program import Program
 from mcftensor.kernels.without_float64 import has_float64
 
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
@@ -482,10 +486,15 @@ extern "C" void launch(const int64_t *words, const double *, int64_t kind, int64
 )
 
 
+# Terms of a row that a launch adds, so that digits stay below 2^62.
+_MOST_IN_A_LAUNCH = 1 << 28
+
+
 def add_rows(x: Tensor, y: Tensor | None, digits: Tensor, lowest: int, least: int) -> bool:
     """Add the terms of rows, or products of terms, to accumulators; return whether it was done.
 
-    It is not done without compiled code, which is compiled after some use, and on other devices.
+    It is not done without compiled code, which on a CPU is compiled after some use.
+
     Args:
         x: floats of shape (rows, n).
         y: None, or a tensor of the dtype and shape of x.
@@ -493,11 +502,48 @@ def add_rows(x: Tensor, y: Tensor | None, digits: Tensor, lowest: int, least: in
         lowest: the first position.
         least: the exponent of the smallest term: all terms are multiples of 2^least.
     """
+    if x.device.type in execute.TRITON_DEVICES:
+        return _add_by_triton(x, y, digits, lowest)
     launch = _launch_for(x)
     if launch is None:
         return False
-    _run(launch, x, y, digits.data_ptr(), lowest, digits.shape[1] - 5, least)
+    _run(launch, x, y, digits.data_ptr(), lowest, digits.shape[1] - KINDS, least)
     return True
+
+
+def _add_by_triton(x: Tensor, y: Tensor | None, digits: Tensor, lowest: int) -> bool:
+    """Add terms by a Triton kernel; the sets of tensors of its launch are the rows."""
+    if not (cuda.is_available() and x.numel() and x.data_ptr() and x.shape[1] <= _MOST_IN_A_LAUNCH):
+        return False
+    factors = [x.contiguous()] if y is None else [x.contiguous(), y.contiguous()]
+    signature = signature_of(x.dtype, len(factors))
+    program = execute.kernel_of(body_of(x.dtype, len(factors)), signature).program
+    addresses = [
+        [t.data_ptr() + i * t.stride(0) * t.element_size() for i in range(len(t))]
+        for t in (*factors, digits)
+    ]
+    lengths = [x.shape[1]] * len(x)
+    scalars = [[lowest], [digits.shape[1] - KINDS]]
+    return cuda.launch(program, lengths, addresses, scalars, x.device, is_right_in_triton(program))
+
+
+def is_right_in_triton(program: Program) -> Callable[[first_use.Launch, Arrangement], bool]:
+    """Return the comparison of a launch with PyTorch's operators on a CPU, on hard terms."""
+    dtype, factors = program.signature.vectors[0], len(program.signature.vectors)
+
+    def is_right(launch: first_use.Launch, arrangement: Arrangement) -> bool:
+        lowest, positions, lengths = -70, 139, [*first_use.LENGTHS]
+        terms = [hard_vectors(dtype, i, False, arrangement) for i in range(factors)]
+        expected = torch.zeros(len(lengths), positions + KINDS, dtype=torch.int64, device="cpu")
+        for row, *parts in zip(expected, *terms, strict=True):
+            x, y = parts[0].cpu(), parts[1].cpu() if factors > 1 else None
+            add_eagerly(row, x, y, lowest, positions, lambda counts: counts.sum())
+        found = torch.zeros_like(expected).to(arrangement.device)
+        addresses = [[t.data_ptr() for t in column] for column in (*terms, found.unbind())]
+        launch(lengths, addresses, [[lowest], [positions]])
+        return torch.equal(found.cpu(), expected)
+
+    return is_right
 
 
 def sums_of_rows(
@@ -520,7 +566,7 @@ def sums_of_rows(
         least: the exponent of the smallest term.
         finish: how sums become results.
     """
-    launch = _launch_for(x)
+    launch = None if "cpu" in execute.TRITON_DEVICES else _launch_for(x)
     if launch is None:
         return False
     digits = None
@@ -540,7 +586,7 @@ def _launch_for(x: Tensor) -> cpu.Launch | None:
         return None
     if COMPILED.launch is None and not has_float64():  # with which it is compared
         return None
-    return COMPILED.get(x.numel())
+    return COMPILED.get(x.numel() + execute.OF_A_CALL)
 
 
 def _threads(x: Tensor) -> int:

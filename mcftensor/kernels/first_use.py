@@ -71,7 +71,7 @@ def is_right(body: Body, program: Program, launch: Launch, arrangement: Arrangem
 def _calls(signature: Signature, arrangement: Arrangement) -> Columns:
     """Return calls with hard operands, and outputs with other contents."""
     dtypes, count = (*signature.vectors, *signature.outputs), len(signature.vectors)
-    columns = [_vectors(x, i, i in signature.shared, arrangement) for i, x in enumerate(dtypes)]
+    columns = [hard_vectors(x, i, i in signature.shared, arrangement) for i, x in enumerate(dtypes)]
     scalars = [_scalars(x, i, arrangement) for i, x in enumerate(signature.scalars)]
     return Columns(columns[:count], scalars, columns[count:], (), signature.shared)
 
@@ -94,7 +94,7 @@ def hard_numbers(dtype: torch.dtype, number: int, count: int, *, shared: bool = 
     return x
 
 
-def _vectors(
+def hard_vectors(
     dtype: torch.dtype, number: int, is_shared: bool, arrangement: Arrangement
 ) -> list[Tensor]:
     """Return hard numbers for each set."""

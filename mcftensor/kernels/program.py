@@ -50,7 +50,8 @@ class Signature:
 
     It also holds the indices of vectors and then outputs with one value per block, and whether the
     program may compute in float64. `marked` are the indices of outputs whose changes compiled code
-    marks.
+    marks. If it `accumulates`, outputs are not stored, but added to an accumulator for each set of
+    tensors (`digit_body.py`).
     """
 
     vectors: tuple[torch.dtype, ...]
@@ -59,6 +60,7 @@ class Signature:
     shared: frozenset[int] = frozenset()
     has_float64: bool = True
     marked: tuple[int, ...] = ()
+    accumulates: bool = False
 
     def shares(self, output: int) -> bool:
         """Whether an output has one value per block."""
@@ -156,7 +158,8 @@ def last_zeros(instructions: Sequence[Instruction]) -> list[int]:
         known = 0
         if x.dtype == torch.int32 or x.name == "bits":
             if x.name == "shift_left":
-                known = min(of(x.operands[0]) + x.operands[1], 32)
+                count = x.operands[1]
+                known = min(of(x.operands[0]) + (count if isinstance(count, int) else 0), 32)
             elif x.name == "and":
                 known = max(map(of, x.operands))
             elif x.name in ("constant", "bits", "add", "sub", "or", "xor", "maximum", "where"):
@@ -283,7 +286,8 @@ class _Recorder(TorchDispatchMode):
             name = _LOGIC[name]
         if name.startswith("shift"):
             count = args[1]
-            if not isinstance(count, int) or count not in range(8 * dtype.itemsize):
+            is_known = isinstance(count, Tensor) or count in range(8 * dtype.itemsize)
+            if not is_known:
                 raise NotImplementedError(f"programs have no shift of {dtype} by {count}")
         return self._add(name, tuple(self.cast(x, dtype) for x in args), result)
 

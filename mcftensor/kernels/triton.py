@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from mcftensor.kernels.block_scales import BLOCK_SIZE
+from mcftensor.kernels.digit_body import BELOW, FIELD, KINDS, NOTHING
 from mcftensor.kernels.printer import COMMON, Dialect, Printer, name_of
 from mcftensor.kernels.program import COMPUTED, Program
 
@@ -235,6 +236,34 @@ def mark(address, pointer, pattern, begin, length, BLOCK: tl.constexpr):
         tl.store(places, before | tl.reduce(bits, 1, either).to(tl.uint8), mask=eighths < length)
 """
 
+# Sums: each block adds its digits and counts to the accumulator of its tensors, by integer atomics,
+# position by position of those that its terms have.
+_ACCUMULATING = f"""
+
+LAST = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def next_place(place, here):
+    return tl.min(tl.where(place > here, place, LAST), 0)
+
+
+@triton.jit
+def counted(out, positions, word, mask):
+    words = tl.sum(tl.where(mask, word, 0), 0)
+    for kind in tl.static_range({KINDS}):
+        count = (words >> (kind * {FIELD})) & {2**FIELD - 1}
+        tl.atomic_add(out + positions + kind, count, mask=count != 0, sem="relaxed")
+
+
+@triton.jit
+def added(out, positions, digits, place, here, which):
+    total = tl.sum(tl.where(place == here, digits, 0), 0)
+    position = here + (which - {BELOW})
+    is_there = (total != 0) & (position >= 0) & (position < positions)
+    tl.atomic_add(out + position, total, mask=is_there, sem="relaxed")
+"""
+
 _KERNEL = """
 
 @triton.jit
@@ -293,7 +322,8 @@ def source(program: Program, on_device: Sequence[bool], rounds: bool) -> str:
     """
     signature = program.signature
     lines, word = [], 2
-    for kind, dtypes in (("in", signature.vectors), ("out", signature.outputs)):
+    written = signature.outputs[:1] if signature.accumulates else signature.outputs
+    for kind, dtypes in (("in", signature.vectors), ("out", written)):
         for i, dtype in enumerate(dtypes):
             lines.append(f"{kind}{i} = address(row + {word}, {_memory(dtype)}, ALIGNED)")
             word += 1
@@ -304,7 +334,9 @@ def source(program: Program, on_device: Sequence[bool], rounds: bool) -> str:
         lines.append(f"scalar{i} = {_scalar(i, dtype, there)}")
     printer = Printer(program, _DIALECT)
     lines += printer.lines(varying=False) + printer.lines(varying=True)
-    for i, place in enumerate(program.results):
+    if signature.accumulates:
+        lines += _accumulation([printer.pattern(place) for place in program.results])
+    for i, place in enumerate(() if signature.accumulates else program.results):
         pattern = printer.pattern(place)
         if signature.shares(i):
             lines.append(f"stored_once(out{i}, {pattern}, begin, length, BLOCK)")
@@ -316,7 +348,23 @@ def source(program: Program, on_device: Sequence[bool], rounds: bool) -> str:
     types = [_BFLOAT16[rounds], *(_functions(x) for x in COMPUTED if x != torch.bfloat16)]
     sharing = [_SHARING] if signature.shared else []
     sharing += [_MARKING] if signature.marked else []
+    sharing += [_ACCUMULATING] if signature.accumulates else []
     return "".join([_PRELUDE, *types, *sharing, _KERNEL.format(body=body, words=word)])
+
+
+def _accumulation(patterns: Sequence[str]) -> list[str]:
+    """Return the lines that add the place, word and digits of terms to the accumulator `out0`."""
+    place, word, *digits = [f"{x}.to(tl.int64, bitcast=True)" for x in patterns]
+    return [
+        "sums = out0.to(tl.pointer_type(tl.int64))",
+        f"place = {place}",
+        f"counted(sums, scalar1, {word}, mask)",
+        *(f"digits{i} = {x}" for i, x in enumerate(digits)),
+        f"here = next_place(place, {NOTHING})",
+        "while here < LAST:",
+        *(f"    added(sums, scalar1, digits{i}, place, here, {i})" for i in range(len(digits))),
+        "    here = next_place(place, here)",
+    ]
 
 
 def _functions(dtype: torch.dtype) -> str:

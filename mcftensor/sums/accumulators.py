@@ -8,30 +8,24 @@ all-reduce adds them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from mcftensor.kernels import digit_sums
-from mcftensor.sums.digits import (
-    WIDEST,
-    WIDTH,
-    Grid,
-    least_of,
-    positions_of,
-    products_of,
-    significand_digits,
-)
+from mcftensor.kernels.digit_body import WIDTH, add_eagerly
+from mcftensor.sums.digits import WIDEST, Grid, least_of
 
 COUNTS = 5
 """The counts behind the digits: terms that are +inf, -inf, NaN, -0, and other numbers."""
 
+SIZE = WIDEST.count + COUNTS
+"""The length of an accumulator in the widest grid."""
+
 # Elements processed at once, so that intermediate results stay in the caches.
 _AT_ONCE = 1 << 18
 _RUNNING_AT_ONCE = 1 << 14
-
-Fold = Callable[[Tensor], Tensor]
 
 
 def accumulate(x: Tensor, y: Tensor | None, grid: Grid) -> Tensor:
@@ -58,7 +52,9 @@ def accumulate(x: Tensor, y: Tensor | None, grid: Grid) -> Tensor:
         for left in range(0, length, _AT_ONCE):
             block = (slice(top, top + high), slice(left, left + wide))
             factors = None if y is None else y[block]
-            _add_block(part, x[block], factors, grid, lambda counts: counts.sum(1))
+            add_eagerly(
+                part, x[block], factors, grid.lowest, grid.count, lambda counts: counts.sum(1)
+            )
             _carry(part[: grid.count])
     return result
 
@@ -81,11 +77,21 @@ def accumulate_all(tensors: Iterable[Tensor], *, squares: bool = False) -> Tenso
         row = tensor.detach().reshape(1, -1)
         one = accumulate(row, row if squares else None, WIDEST)[:, 0]
         total = one if total is None else total + one
-    return (
-        torch.zeros(WIDEST.count + COUNTS, dtype=torch.int64, device="cpu")
-        if total is None
-        else total
-    )
+    return torch.zeros(SIZE, dtype=torch.int64, device="cpu") if total is None else total
+
+
+def accumulate_dots(x: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """Return the accumulators of the dot products of a tensor with others, in the widest grid.
+
+    Args:
+        x: floats, of shape (n,).
+        others: tensors of the dtype and shape of x; x itself may be among them.
+
+    Returns:
+        int64, of shape (144, number of others).
+    """
+    rows = [accumulate(x.view(1, -1), y.view(1, -1), WIDEST) for y in others]
+    return torch.cat(rows, 1)
 
 
 def running(x: Tensor, grid: Grid) -> Iterator[Tensor]:
@@ -104,45 +110,10 @@ def running(x: Tensor, grid: Grid) -> Iterator[Tensor]:
     for top in range(0, length, high):
         block = x[top : top + high]
         result = before.unsqueeze(1).repeat(1, len(block), 1)
-        _add_block(result, block, None, grid, lambda counts: counts.cumsum(0))
+        add_eagerly(result, block, None, grid.lowest, grid.count, lambda counts: counts.cumsum(0))
         _carry(result[: grid.count])
         before = result[:, -1]
         yield result
-
-
-def _add_block(result: Tensor, x: Tensor, y: Tensor | None, grid: Grid, fold: Fold) -> None:
-    """Add the digits and the counts of a block of terms, folded along one dimension."""
-    is_narrow = x.dtype != torch.float64
-    wide = x.float() if is_narrow else x
-    other = y.float() if is_narrow and y is not None else y
-    is_finite = torch.isfinite(wide)
-    shown = wide
-    if other is not None:
-        is_finite = is_finite & torch.isfinite(other)
-        is_zero = (wide == 0) | (other == 0)
-        shown = torch.where(is_finite & ~is_zero, 1.0, wide * other)
-        other = torch.where(is_finite, other, 0)
-    wide = torch.where(is_finite, wide, 0)
-    plus, minus, nan, minus_zeros, others = result[grid.count :]
-    if not bool(is_finite.all()):
-        plus += fold(shown == torch.inf)
-        minus += fold(shown == -torch.inf)
-        nan += fold(shown.isnan())
-    is_minus_zero = (shown == 0) & shown.signbit()
-    minus_zeros += fold(is_minus_zero)
-    others += fold(~is_minus_zero)
-    for position, digits in (
-        significand_digits(wide, other) if is_narrow else _positions(wide, other)
-    ):
-        if 0 <= position - grid.lowest < grid.count:
-            result[position - grid.lowest] += fold(digits)
-
-
-def _positions(x: Tensor, y: Tensor | None) -> Iterator[tuple[int, Tensor]]:
-    """Yield positions and digits of float64 numbers, or of their products."""
-    for offset, numbers in [(0, x)] if y is None else products_of(x, y):
-        for position, digits in positions_of(numbers):
-            yield position + offset, digits
 
 
 def _carry(digits: Tensor) -> None:

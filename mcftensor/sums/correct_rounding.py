@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.base_types import BASES, Base
-from mcftensor.sums.digits import WIDEST, WIDTH, Grid
+from mcftensor.kernels.digit_body import WIDTH
+from mcftensor.sums.digits import WIDEST, Grid
 
 MOST_IN_A_MEAN = 2**31 - 1
 """The largest number of terms in a mean: a quotient of 62 bits by it must fit in int64."""

@@ -90,6 +90,8 @@ class Original:
             plan = optimizer.__dict__.get("_collage") if conversion is same else None
             if plan is not None:
                 shadow.__dict__["_collage"] = plan
+            if conversion is not same and not any(map(format_of, twins.values())):
+                _leave_fused(shadow)
             versions = self._versions(parameters)
             with torch.no_grad(), same_randomness(parameters):
                 plain_step(optimizer)(shadow, *(() if loss is None else (_once(loss),)))
@@ -138,6 +140,19 @@ class Original:
 def same(x: Tensor, parameter: Tensor, name: str) -> Tensor:
     """Return a copy in the tensor's own format."""
     return x.detach().clone()
+
+
+def _leave_fused(optimizer: Optimizer) -> None:
+    """Select the for-loop instead of torch's fused kernels.
+
+    These round an element in one of their vectors and one behind the last vector differently, so
+    that a shard would have other bits than the same part of the whole.
+    """
+    if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
+        return  # only fused kernels remove a scale
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            group["fused"] = group["foreach"] = False
 
 
 def widened(x: Tensor, parameter: Tensor, name: str) -> Tensor:

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import io
+import itertools
 import os
 import random
 import signal
@@ -29,6 +30,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
 
 import mcftensor as mcf
+from mcftensor.meters.edq import readings
+from mcftensor.sums.accumulators import accumulate
+from mcftensor.sums.digits import WIDEST
 from support.ranks import on_ranks
 
 MICROBATCHES = 8
@@ -104,9 +108,10 @@ def train(
     optimizer_of=torch.optim.AdamW,
     is_free: bool = True,
     max_norm: float = 0.5,
+    is_metered: bool = False,
     **options,
 ) -> dict[str, object]:
-    """What some steps leave behind: whole parameters and states, losses, norms."""
+    """What some steps leave behind: whole parameters and states, losses, norms, readings."""
     world = dist.get_world_size() if kind != "plain" else 1
     rank = dist.get_rank() if kind != "plain" else 0
     convert, mode = MODELS[name]
@@ -121,6 +126,7 @@ def train(
         loaded = torch.load(io.BytesIO(state), weights_only=True)
         model.load_state_dict(loaded["model"])
         optimizer.load_state_dict(loaded["optimizer"])
+    meter = mcf.EDQ(optimizer, names=model) if is_metered else None
     every = shares(world, order or list(range(MICROBATCHES)))
     passes = max(map(len, every))
     losses, norms = [], []
@@ -156,8 +162,17 @@ def train(
         ],
         "losses": [x.double().item().hex() for x in losses],
         "norms": [x.double().item().hex() for x in norms],
+        "readings": readings_of(meter) if meter else [],
         "state": buffer.getvalue(),
     }
+
+
+def readings_of(meter: mcf.EDQ) -> list[str]:
+    """All figures of all samples and of each parameter, to the last bit."""
+    assert not meter.not_metered
+    found = {"": meter.history, "groups": meter.per_group} | meter.per_parameter
+    found |= {"states": meter.states} | meter.per_state
+    return [f"{name}: {figures!r}" for name, figures in sorted(found.items())]
 
 
 def terms(x: torch.Tensor) -> list[torch.Tensor]:
@@ -176,12 +191,12 @@ def differing(a: dict[str, object], b: dict[str, object]) -> dict[str, int]:
                 assert s.shape == t.shape
                 same = s.reshape(-1).view(torch.uint8) == t.reshape(-1).view(torch.uint8)
                 counts[key] += int((~same).sum())
-    for key in ("losses", "norms"):
+    for key in ("losses", "norms", "readings"):
         counts[key] = sum(x != y for x, y in zip(a[key], b[key], strict=True))
     return counts
 
 
-NONE = {"parameters": 0, "states": 0, "losses": 0, "norms": 0}
+NONE = {"parameters": 0, "states": 0, "losses": 0, "norms": 0, "readings": 0}
 
 
 def expected(name: str, steps: range, uses_all: bool, **options) -> dict[str, object]:
@@ -196,7 +211,7 @@ def expected(name: str, steps: range, uses_all: bool, **options) -> dict[str, ob
 
 
 def check(kind: str, name: str, steps: int, **options) -> None:
-    own = {k: v for k, v in options.items() if k == "optimizer_of"}
+    own = {k: v for k, v in options.items() if k in ("optimizer_of", "is_metered")}
     right = [None]
     if dist.get_rank() == 0:
         right = [expected(name, range(steps), kind not in ("plain", "ddp"), **own)]
@@ -255,6 +270,38 @@ def test_without_it_most_bits_differ():
     elements = sum(t.numel() for x in right["parameters"] for t in x)
     assert counts["parameters"] > elements / 2
     assert counts["norms"] > 15
+
+
+QUICK = [(2, "bf16x2", "ddp"), (4, "compact", "fsdp")]
+
+
+@pytest.mark.parametrize(
+    ("world", "name", "kind"),
+    [
+        pytest.param(*x, marks=() if x in QUICK else pytest.mark.slow)
+        for x in itertools.product((2, 4), MODELS, ("ddp", "fsdp"))
+    ],
+)
+def test_meters_read_the_same_on_every_number_of_processes(ranks, kind, name, world):
+    arguments = {"kind": kind, "name": name, "steps": 2, "is_metered": True}
+    ranks.run(world, "gloo", __name__, "compared", arguments)
+
+
+@on_ranks(4)
+def test_sums_of_meters_in_the_order_of_torch_differ():
+    """What the tests above would see: dot products in float64, of each process and then of all."""
+
+    def rounded(x, others):
+        products = torch.stack([x @ y for y in others])
+        return accumulate(products.view(-1, 1), None, WIDEST)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readings, "accumulate_dots", rounded)
+        right = expected("bf16x2", range(2), True, is_metered=True)
+        got = train("fsdp", "bf16x2", range(2), is_metered=True)
+    counts = differing(got, right)
+    assert counts.pop("readings") > len(right["readings"]) / 2
+    assert not any(counts.values())
 
 
 @on_ranks(2)

@@ -9,6 +9,7 @@ import linecache
 import re
 import subprocess
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,8 +17,10 @@ import pytest
 import torch
 
 import mcftensor as mcf
-from mcftensor.kernels import Columns, cuda, execute, marks
+from mcftensor.kernels import Columns, cuda, digit_sums, execute, first_use, marks
 from mcftensor.kernels import triton as programs
+from mcftensor.sums.accumulators import accumulate
+from mcftensor.sums.digits import WIDEST, Grid, grid_of
 from support.kernel_cases import (
     CASES,
     MIXTURES,
@@ -450,3 +453,46 @@ def test_machine_code_of_fused_steps(kind, mixture, tmp_path, monkeypatch):
     with way("triton") as ran:
         step(kind, [mixture], [(64,)])
     check(ran[0], tmp_path, monkeypatch)
+
+
+# ------------------------------------------------------------------------------------- exact sums
+
+
+def _terms(dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Rows of more than a block: numbers of a few sizes, and some of all bits."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, 1030, generator=generator, dtype=torch.float64).to(dtype)
+    x[:, ::200] = first_use.hard_numbers(dtype, seed, 12).view(2, 6)
+    x[1, 3], x[1, 1029] = -0.0, torch.inf
+    return x
+
+
+def _accumulators(dtype: torch.dtype, factors: int, grid: Grid) -> torch.Tensor:
+    x, *y = (_terms(dtype, i) for i in range(factors))
+    return accumulate(x, y[0] if y else None, grid)
+
+
+@pytest.mark.parametrize("factors", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_exact_sums(dtype, factors, monkeypatch):
+    monkeypatch.setattr(digit_sums.COMPILED, "get", lambda _: None)
+    monkeypatch.setattr(digit_sums, "is_right_in_triton", lambda _: lambda *args: True)
+    for grid in (WIDEST, grid_of(dtype, factors)):
+        right = _accumulators(dtype, factors, grid)
+        with way("triton") as used:
+            assert torch.equal(_accumulators(dtype, factors, grid), right)
+        assert len(used) == 1
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_exact_sums_are_compared_before_their_first_use(is_right, monkeypatch):
+    """Without its last digit a sum is wrong, and PyTorch's operators add instead."""
+    monkeypatch.setattr(digit_sums.COMPILED, "get", lambda _: None)
+    monkeypatch.setattr(first_use, "_SAID", set())
+    right = _accumulators(torch.float32, 1, WIDEST)
+    accumulation = programs._accumulation
+    if not is_right:
+        monkeypatch.setattr(programs, "_accumulation", lambda x: accumulation(x[:-1]))
+    said = pytest.warns(UserWarning, match="other bits than PyTorch")
+    with way("triton", is_tried=True), nullcontext() if is_right else said:
+        assert torch.equal(_accumulators(torch.float32, 1, WIDEST), right)

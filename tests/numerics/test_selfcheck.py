@@ -6,12 +6,33 @@ import torch
 import mcftensor as mcf
 from mcftensor.__main__ import main
 from mcftensor.arithmetic import eft
-from mcftensor.device_checks import device_report
+from mcftensor.device_checks import device_report, leaf
 from mcftensor.passes import expansion
 
 
 def test_passes(device):
-    assert mcf.selfcheck(device, compiled=False) == 48
+    checks = mcf.selfcheck(device, compiled=False)
+    assert checks == 48
+    assert checks.digest == leaf.leaf_digest(torch.device(device))
+    assert checks.threads == torch.get_num_threads()
+
+
+def test_the_digest_is_the_one_that_the_command_prints(monkeypatch, capsys):
+    digest = mcf.selfcheck(compiled=False).digest
+    monkeypatch.setattr(device_report, "known_work", lambda **_: {})
+    monkeypatch.setattr(device_report, "_CHECKS", {})
+    assert main(["selfcheck", "--eager"]) == 0
+    assert f": {digest}, by " in capsys.readouterr().out
+
+
+def test_a_device_that_lacks_an_operation_has_no_digest(monkeypatch):
+    def lacks(*args, **options):
+        raise NotImplementedError("no gelu here")
+
+    monkeypatch.setattr(torch.nn.functional, "gelu", lacks)
+    checks = mcf.selfcheck(compiled=False)
+    assert checks == 48
+    assert checks.digest is None
 
 
 @pytest.mark.slow
@@ -42,8 +63,9 @@ def leading_terms(x, y, format=None):
 )
 def test_finds_what_is_broken(module, name, broken, named, monkeypatch, capsys):
     monkeypatch.setattr(module, name, broken)
-    with pytest.raises(mcf.errors.SelfCheckError, match=named):
+    with pytest.raises(mcf.errors.SelfCheckError, match=named) as caught:
         mcf.selfcheck(compiled=False)
+    assert named in caught.value.failures
     monkeypatch.setattr(device_report, "known_work", lambda **_: {})
     assert main(["selfcheck", "--eager"]) == 1
     (line, *_) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("FAIL")]

@@ -6,6 +6,7 @@ import functools
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,10 @@ PATTERNS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1.0, -1.0]
 
 
+def _reduced(tl: Any, combine: Any, x: Any, axis: int) -> Any:
+    return tl.reduce(x, axis, combine)
+
+
 @contextmanager
 def way(name: str, *, is_tried: bool = False) -> Iterator[list[Program]]:
     """Within it functions run eagerly, in C++ or in Triton, and no part of them in another way;
@@ -77,6 +82,12 @@ def way(name: str, *, is_tried: bool = False) -> Iterator[list[Program]]:
             if not is_tried:
                 patch.setattr(execute.Kernel, "_is_right", lambda *args: True)
             patch.setenv("TRITON_INTERPRET", "1")
+            # Triton's own functions are not interpreted where it was imported before.
+            tl = import_module("triton.language")
+            for name_, combine in (("sum", "_sum_combine"), ("min", "_elementwise_min")):
+                patch.setattr(
+                    tl, name_, functools.partial(_reduced, tl, getattr(tl.standard, combine))
+                )
             if not hasattr(interpreter._interpreter, "fma_fp32"):  # Triton 3.6
                 patch.setattr(interpreter.InterpreterBuilder, "create_fma", _fma)
             if name == "rounding":

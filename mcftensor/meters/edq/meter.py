@@ -23,8 +23,8 @@ from mcftensor.meters.edq.readings import (
     Reading,
     Sample,
     StateReading,
-    reading,
-    state_reading,
+    readings,
+    state_readings,
     take_samples,
     totals,
 )
@@ -350,7 +350,8 @@ class EDQ(Handle):
         """Make readings of a sample, if the real step was the one on copies."""
         rows = totals(samples, optimizer.state)
         self._again = False
-        if any(row[DIFFERS] for row in rows):
+        differs, failed = rows[:, DIFFERS].tolist(), rows[:, FAILED].tolist()
+        if any(differs):
             error = next((s.error for s in samples if s.error), None)
             if not (self._compiled or self._coupled):
                 self._coupled = self._again = True
@@ -361,50 +362,53 @@ class EDQ(Handle):
                 reason = "its compiled step rounds otherwise than the one on copies"
             self._refuse(optimizer, {s.place.name: reason for s in samples})
             return
-        failed = [s for s, row in zip(samples, rows, strict=True) if row[FAILED]]
-        if failed:
+        if any(failed):
             reason = "its step failed on another rank"
-            self._refuse(optimizer, {s.place.name: s.error or reason for s in failed})
-        measured = [(s, row) for s, row in zip(samples, rows, strict=True) if not row[FAILED]]
-        if not measured:
+            of = [s for s, has_failed in zip(samples, failed, strict=True) if has_failed]
+            self._refuse(optimizer, {s.place.name: s.error or reason for s in of})
+        kept = [i for i, has_failed in enumerate(failed) if not has_failed]
+        if not kept:
             return
+        measured = [samples[i] for i in kept]
+        places, every = [s.place for s in measured], range(len(measured))
         rates = [_rate(group) for group in optimizer.param_groups]
-
-        def whole(part: Sequence[tuple[Sample, list[float]]]) -> Reading:
-            own = [rates[s.place.group] for s, _ in part]
-            return reading(self._steps, [row for _, row in part], own)
-
-        self.per_parameter = {s.place.name: whole([(s, row)]) for s, row in measured}
-        self.per_group = [
-            whole([(s, row) for s, row in measured if s.place.group == g])
-            for g in range(len(rates))
-        ]
-        self.history.append(whole(measured))
-        self._conclude_states(optimizer, [s for s, _ in measured])
-        for s, _ in measured:
-            self.not_metered.pop(s.place.name, None)
-            self._watch(s.place)
+        groups = [[i for i in every if places[i].group == g] for g in range(len(rates))]
+        *found, whole = readings(
+            self._steps,
+            rows[kept],
+            places,
+            [rates[place.group] for place in places],
+            [*([i] for i in every), *groups, every],
+        )
+        self.per_parameter = {p.name: x for p, x in zip(places, found, strict=False)}
+        self.per_group = found[len(places) :]
+        self.history.append(whole)
+        self._conclude_states(optimizer, measured)
+        for place in places:
+            self.not_metered.pop(place.name, None)
+            self._watch(place)
         if self.callback is not None:
             self.callback(self)
 
     def _conclude_states(self, optimizer: Optimizer, samples: list[Sample]) -> None:
-        columns = [x for s in samples for x in s.states.values()]
-        values = iter(torch.stack(columns).tolist() if columns else ())
-        of_state: dict[str, list[list[float]]] = {}
+        rows = [x for s in samples for x in s.states.values()]
+        of_state: dict[str, list[int]] = {}
+        for i, state in enumerate(state for s in samples for state in s.states):
+            of_state.setdefault(state, []).append(i)
+        parts = [*([i] for i in range(len(rows))), *of_state.values()]
+        figures = state_readings(self._steps, rows, parts)
+        of_each = iter(figures)
         self.per_state = {}
         found: dict[str, tuple[int, Tensor]] = {}
         for s in samples:
             held = optimizer.state.get(s.place.parameter, {})
-            own = {}
-            for state in s.states:
-                row = next(values)
-                of_state.setdefault(state, []).append(row)
-                own[state] = one = state_reading(self._steps, [row])
+            own = {state: next(of_each) for state in s.states}
+            for state, one in own.items():
                 if one["saturated"]:
                     found[f"{state} of {s.place.name}"] = one["saturated"], held[state]
             if own:
                 self.per_state[s.place.name] = own
-        self.states.append({x: state_reading(self._steps, rows) for x, rows in of_state.items()})
+        self.states.append(dict(zip(of_state, of_each, strict=True)))
         warn_of_saturation(optimizer, found)
 
     def _watch(self, place: Place) -> None:

@@ -1,6 +1,10 @@
 """Readings: the losses of one step, from the step on copies to the figures; and the intended
 change of each state, with the share that was kept.
 
+All sums are exact: counts, and accumulators of dot products (`sums/accumulators.py`). They are
+rounded once, after those of all parameters and ranks have been added, so figures do not depend on
+how elements are divided among ranks, blocks and threads.
+
 A second moment that is frozen, or zero with a non-zero first moment, changes the length of updates,
 and the loss need not show it.
 """
@@ -9,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
@@ -21,6 +25,8 @@ from torch.utils._pytree import tree_leaves
 from mcftensor.convert import as_expansion, as_plain
 from mcftensor.kernels.program import PATTERNS
 from mcftensor.kernels.without_float64 import HALVES
+from mcftensor.sums.accumulators import SIZE, accumulate_dots
+from mcftensor.sums.correct_rounding import rounded_norm, rounded_sum
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.dtensor import local
 from mcftensor.training.shadow import (
@@ -96,22 +102,23 @@ class Place:
 
 @dataclass
 class Sample:
-    """A step of one parameter on copies: sums over its elements, and the results."""
+    """A step of one parameter on copies: exact sums over its elements, and the results."""
 
     place: Place
     sums: Tensor
+    """int64: the columns below."""
     states: dict[str, Tensor] = field(default_factory=dict)
-    """Sums over the elements of states, by name."""
+    """The columns of states, by name."""
     fingerprints: dict[object, Tensor] = field(default_factory=dict)
     error: str | None = None
 
 
-# The number of sums over elements of a parameter in a reading.
-_COLUMNS = 10
-_UPDATE, _ALONG, _ALONG_LEADING, _INTENDED, _LOST, _LOST_LEADING, _NUMEL, DIFFERS, FAILED = range(
-    _COLUMNS - 1
-)
-_LARGEST = _COLUMNS - 1  # which is no sum
+# The columns of a parameter: counts, the bits of the largest movement, and then accumulators of dot
+# products.
+_COUNTS = 7
+_INTENDED, _LOST, _LOST_LEADING, _NUMEL, DIFFERS, FAILED, _LARGEST = range(_COUNTS)
+_DOTS = 3
+_UPDATE, _ALONG, _ALONG_LEADING = range(_DOTS)
 
 
 def take_samples(
@@ -153,9 +160,22 @@ def take_samples(
 
 
 def _failed(parameter: Tensor, failure: int) -> Tensor:
-    sums = torch.zeros(_COLUMNS, dtype=sums_in(parameter), device=parameter.device)
+    sums = _empty(_COUNTS, _DOTS, parameter.device)
     sums[failure] = 1
     return sums
+
+
+def _empty(counts: int, dots: int, device: torch.device) -> Tensor:
+    return torch.zeros(counts + dots * SIZE, dtype=torch.int64, device=device)
+
+
+def _row(counts: Sequence[Any], dots: Tensor) -> Tensor:
+    """Return columns: counts, each a number or a tensor, and accumulators."""
+    row = _empty(len(counts), dots.shape[1], dots.device)
+    for i, count in enumerate(counts):
+        row[i] = count
+    row[len(counts) :] = dots.t().flatten()
+    return row
 
 
 def _wide_step(
@@ -179,9 +199,13 @@ def _sums(before: Tensor, after: Tensor, wide: Tensor) -> Tensor:
     """Return the columns of a parameter, from the elements on this rank."""
     size = _CPU_BLOCK if before.device.type == "cpu" else _BLOCK
     blocks = zip(*(local(x).reshape(-1).split(size) for x in (before, after, wide)), strict=True)
-    rows = torch.stack([_block_sums(*block) for block in blocks])
+    return _added(torch.stack([_block_sums(*block) for block in blocks]))
+
+
+def _added(rows: Tensor) -> Tensor:
+    """Return the columns of many rows together."""
     total = rows.sum(0)
-    total[_LARGEST] = rows[:, _LARGEST].amax() if len(rows) else 0
+    total[_LARGEST] = rows[:, _LARGEST].amax()
     return total
 
 
@@ -198,16 +222,23 @@ def _block_sums(before: Tensor, after: Tensor, wide: Tensor) -> Tensor:
         stayed = stayed & ((new == old) | (torch.isnan(new) & torch.isnan(old)))
         stays.append(stayed)
     moved = sum(moves[1:], start=moves[0])
-    sums = torch.zeros(_COLUMNS, dtype=wanted, device=intended.device)
-    sums[_UPDATE] = intended @ intended
-    sums[_ALONG] = intended @ moved
-    sums[_ALONG_LEADING] = intended @ moves[0]
-    sums[_INTENDED] = is_intended.sum()
-    sums[_LOST] = stayed.sum()
-    sums[_LOST_LEADING] = stays[0].sum()
-    sums[_NUMEL] = before.numel()
-    sums[_LARGEST] = moved.abs().amax() if moved.numel() else 0
-    return sums
+    counts = [is_intended.sum(), stayed.sum(), stays[0].sum(), before.numel(), 0, 0]
+    dots = accumulate_dots(intended, (intended, moved, moves[0]))
+    return _row([*counts, _bits_of_largest(moved)], dots)
+
+
+def _bits_of_largest(x: Tensor) -> Tensor | int:
+    """Return the bits of the largest magnitude, of NaN if there is one: these have an order."""
+    if not x.numel():
+        return 0
+    largest = x.abs().amax()
+    largest = torch.where(largest.isnan(), torch.nan, largest)
+    return largest.view(PATTERNS[x.element_size()])
+
+
+def _number_of(bits: int, dtype: torch.dtype) -> float:
+    whole, real = ("q", "d") if dtype == torch.float64 else ("i", "f")
+    return float(struct.unpack(real, struct.pack(whole, bits))[0])
 
 
 def _fingerprints(parameter: Tensor, state: Mapping[str, Any]) -> dict[object, Tensor]:
@@ -226,8 +257,11 @@ def _fingerprints(parameter: Tensor, state: Mapping[str, Any]) -> dict[object, T
     return found
 
 
-def totals(samples: list[Sample], states: Mapping[Tensor, Any]) -> list[list[float]]:
-    """Return the columns of each sample after the real step, over all ranks with parts."""
+def totals(samples: list[Sample], states: Mapping[Tensor, Any]) -> Tensor:
+    """Return the columns of each sample after the real step, over all ranks with parts.
+
+    The rows are on the CPU, as are those of states, which are replaced in the samples.
+    """
     for sample in samples:
         p = sample.place.parameter
         real = _fingerprints(p, states.get(p, {})) if sample.fingerprints else {}
@@ -243,8 +277,7 @@ def totals(samples: list[Sample], states: Mapping[Tensor, Any]) -> list[list[flo
     for (mesh, dims), parts in sharded.items():
         rows = torch.stack([sample.sums for sample in parts])
         largest = rows[:, _LARGEST].clone()
-        columns = [x for sample in parts for x in sample.states.values()]
-        changes = torch.stack([*columns, rows.new_zeros(_STATE_COLUMNS)])
+        changes = torch.stack([*_state_rows(parts), _empty(_S_COUNTS, _S_DOTS, rows.device)])
         for dim in dims:
             group = mesh.get_group(dim)
             torch.distributed.all_reduce(rows, group=group)
@@ -256,25 +289,70 @@ def totals(samples: list[Sample], states: Mapping[Tensor, Any]) -> list[list[flo
             sample.sums = row
             sample.states = {name: next(own) for name in sample.states}
     device = samples[0].sums.device
-    return torch.stack([sample.sums.to(device) for sample in samples]).tolist()
+    columns = _state_rows(samples)
+    if columns:
+        own = iter(torch.stack([x.to(device) for x in columns]).cpu())
+        for sample in samples:
+            sample.states = {name: next(own) for name in sample.states}
+    return torch.stack([sample.sums.to(device) for sample in samples]).cpu()
 
 
-def reading(step: int, rows: list[list[float]], rates: Sequence[float | None]) -> Reading:
-    """Return the figures of one or many parameters, from their columns and learning rates."""
-    total = [sum(column) for column in zip(*rows, strict=True)] or [0.0] * _COLUMNS
-    largest = [row[_LARGEST] / rate for row, rate in zip(rows, rates, strict=True) if rate]
-    norm = math.sqrt(total[_UPDATE])
-    intended = total[_INTENDED]
-    return Reading(
-        step=step,
-        edq=total[_ALONG] / norm if norm else None,
-        ratio=total[_ALONG] / total[_UPDATE] if norm else None,
-        lost=total[_LOST] / intended if intended else None,
-        ratio_leading=total[_ALONG_LEADING] / total[_UPDATE] if norm else None,
-        lost_leading=total[_LOST_LEADING] / intended if intended else None,
-        update_norm=norm,
-        largest=max(largest) if largest and intended else None,
-        numel=int(total[_NUMEL]),
+def _state_rows(samples: Sequence[Sample]) -> list[Tensor]:
+    return [x for sample in samples for x in sample.states.values()]
+
+
+def readings(
+    step: int,
+    rows: Tensor,
+    places: Sequence[Place],
+    rates: Sequence[float | None],
+    parts: Sequence[Sequence[int]],
+) -> list[Reading]:
+    """Return the figures of parts of the parameters, given as numbers of rows.
+
+    Args:
+        step: the number of the step.
+        rows: the columns of parameters.
+        places: the places of the parameters.
+        rates: the learning rates of parameters.
+        parts: for each reading, its rows.
+    """
+    largest = [
+        (_number_of(bits, sums_in(place.parameter)), rate)
+        for bits, place, rate in zip(rows[:, _LARGEST].tolist(), places, rates, strict=True)
+    ]
+    counts, dots, norms = _figures(rows, parts, _COUNTS, _DOTS)
+    found = []
+    for part, count, dot, norm in zip(parts, counts, dots, norms, strict=True):
+        movements = [x / rate for x, rate in (largest[i] for i in part) if rate]
+        intended = count[_INTENDED]
+        found.append(
+            Reading(
+                step=step,
+                edq=dot[_ALONG] / norm if norm else None,
+                ratio=dot[_ALONG] / dot[_UPDATE] if dot[_UPDATE] else None,
+                lost=count[_LOST] / intended if intended else None,
+                ratio_leading=dot[_ALONG_LEADING] / dot[_UPDATE] if dot[_UPDATE] else None,
+                lost_leading=count[_LOST_LEADING] / intended if intended else None,
+                update_norm=norm,
+                largest=max(movements) if movements and intended else None,
+                numel=count[_NUMEL],
+            )
+        )
+    return found
+
+
+def _figures(
+    rows: Tensor, parts: Sequence[Sequence[int]], counts: int, dots: int
+) -> tuple[list[list[int]], list[list[float]], list[float]]:
+    """Return counts, dot products and the root of the first of these, of each part of the rows."""
+    totals = torch.stack([rows[list(part)].sum(0) for part in parts])
+    accumulators = totals[:, counts:].view(-1, dots, SIZE).permute(2, 0, 1)
+    dtype = sums_in(rows)
+    return (
+        totals[:, :counts].tolist(),
+        rounded_sum(accumulators, dtype).tolist(),
+        rounded_norm(accumulators[:, :, 0], dtype).tolist(),
     )
 
 
@@ -293,9 +371,11 @@ def _parts(x: Tensor) -> Sequence[Tensor]:
 
 # ---------------------------------------------------------------------------------- states
 
-# The number of sums over elements of a state in a reading.
-_STATE_COLUMNS = 8
-_S_INTENDED, _S_ALONG, _CHANGES, _S_LOST, _BESIDE, _ZERO, _SATURATED, _S_NUMEL = range(8)
+# The columns of a state: counts, and then accumulators of dot products.
+_S_COUNTS = 6
+_CHANGES, _S_LOST, _BESIDE, _ZERO, _SATURATED, _S_NUMEL = range(_S_COUNTS)
+_S_DOTS = 2
+_S_INTENDED, _S_ALONG = range(_S_DOTS)
 
 
 def _state_sums(
@@ -315,7 +395,7 @@ def _state_sums(
         four = old if _is_like(old, like) else None, x, wide[name], beside
         parts = zip(*map(_rows, four), strict=False)  # nothing comes without end
         sums = [_row_sums(*part) for part in parts]
-        empty = torch.zeros(_STATE_COLUMNS, dtype=sums_in(local(x)), device=local(x).device)
+        empty = _empty(_S_COUNTS, _S_DOTS, local(x).device)
         found[name] = torch.stack([empty, *sums]).sum(0)
         saturated = saturated_blocks(x)
         if saturated is not None:
@@ -323,17 +403,24 @@ def _state_sums(
     return found
 
 
-def state_reading(step: int, rows: list[list[float]]) -> StateReading:
-    """Return the figures of a state of one or many parameters, from its columns."""
-    total = [sum(column) for column in zip(*rows, strict=True)]
-    return StateReading(
-        step=step,
-        ratio=total[_S_ALONG] / total[_S_INTENDED] if total[_S_INTENDED] else None,
-        lost=total[_S_LOST] / total[_CHANGES] if total[_CHANGES] else None,
-        zero=total[_ZERO] / total[_BESIDE] if total[_BESIDE] else None,
-        saturated=int(total[_SATURATED]),
-        numel=int(total[_S_NUMEL]),
-    )
+def state_readings(
+    step: int, rows: Sequence[Tensor], parts: Sequence[Sequence[int]]
+) -> list[StateReading]:
+    """Return the figures of parts of the states, given as numbers of rows of columns."""
+    if not rows:
+        return []
+    counts, dots, _ = _figures(torch.stack(list(rows)), parts, _S_COUNTS, _S_DOTS)
+    return [
+        StateReading(
+            step=step,
+            ratio=dot[_S_ALONG] / dot[_S_INTENDED] if dot[_S_INTENDED] else None,
+            lost=count[_S_LOST] / count[_CHANGES] if count[_CHANGES] else None,
+            zero=count[_ZERO] / count[_BESIDE] if count[_BESIDE] else None,
+            saturated=count[_SATURATED],
+            numel=count[_S_NUMEL],
+        )
+        for count, dot in zip(counts, dots, strict=True)
+    ]
 
 
 def _is_like(x: Any, like: Tensor) -> bool:
@@ -366,13 +453,13 @@ def _row_sums(before: Tensor | None, after: Tensor, wide: Tensor, beside: Tensor
     wanted = sums_in(after)
     intended, moved = as_plain(wide - old, wanted), as_plain(after - old, wanted)
     changes = intended != 0
-    sums = torch.zeros(_STATE_COLUMNS, dtype=wanted, device=after.device)
-    sums[_S_INTENDED] = intended @ intended
-    sums[_S_ALONG] = intended @ moved
-    sums[_CHANGES] = changes.sum()
-    sums[_S_LOST] = (changes & (moved == 0)).sum()
-    if beside is not None:
-        sums[_BESIDE] = (beside != 0).sum()
-        sums[_ZERO] = ((beside != 0) & (after == 0)).sum()
-    sums[_S_NUMEL] = after.numel()
-    return sums
+    is_beside = torch.zeros_like(changes) if beside is None else beside != 0
+    counts = [
+        changes.sum(),
+        (changes & (moved == 0)).sum(),
+        is_beside.sum(),
+        (is_beside & (after == 0)).sum(),
+        0,
+        after.numel(),
+    ]
+    return _row(counts, accumulate_dots(intended, (intended, moved)))
