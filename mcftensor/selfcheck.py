@@ -89,12 +89,12 @@ def selfcheck(device: str | torch.device = "cpu", *, compiled: bool = True) -> S
             failures,
         )
     found_all = SelfCheck(count)
-    found_all.digest, _ = digest_of(torch.device(device))
+    found_all.digest, _ = machine_digest(torch.device(device))
     found_all.threads = torch.get_num_threads()
     return found_all
 
 
-def digest_of(device: torch.device) -> tuple[str | None, str]:
+def machine_digest(device: torch.device) -> tuple[str | None, str]:
     """Return the digest of a backward pass, or None and why there is none."""
     from mcftensor.device_checks.leaf import leaf_digest  # noqa: PLC0415  # is large, and uses this
 

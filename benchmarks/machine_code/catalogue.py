@@ -14,7 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 import mcftensor as mcf
 from machine_code.kernels import caught
 from mcftensor.kernels import execute
-from mcftensor.kernels.digit_body import body_of, signature_of
+from mcftensor.kernels.digit_body import body_of_digits, signature_of_digits
 from mcftensor.kernels.program import Program
 
 Work = Callable[[], Any]
@@ -153,7 +153,9 @@ def _collapse(format: mcf.Format, dtype: torch.dtype) -> Work:
 
 def _sum(dtype: torch.dtype, factors: int) -> Work:
     """The kernel of sums or dot products, which a CPU computes by code of its own."""
-    return lambda: execute.kernel_of(body_of(dtype, factors), signature_of(dtype, factors))
+    return lambda: execute.kernel_of(
+        body_of_digits(dtype, factors), signature_of_digits(dtype, factors)
+    )
 
 
 def _steps(make: Callable[..., Optimizer], format: mcf.Format, mode: str | None) -> Work:

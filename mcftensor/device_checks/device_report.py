@@ -25,7 +25,7 @@ from mcftensor.device_checks.known_results import (
 )
 from mcftensor.formats import bf16x2
 from mcftensor.kernels.without_float64 import has_float64, without_float64
-from mcftensor.selfcheck import digest_of, found_broken
+from mcftensor.selfcheck import found_broken, machine_digest
 from mcftensor.tensor.tensor import MCFTensor
 from mcftensor.training.collage import collage
 
@@ -101,7 +101,7 @@ def _lines(device: torch.device, compiled: bool) -> Iterator[Line]:
 
 def _leaf_line(device: torch.device) -> Line:
     name = "digest of a backward pass, to compare machines that share training steps"
-    digest, reason = digest_of(device)
+    digest, reason = machine_digest(device)
     if digest is None:
         return Line(name, reason=reason)
     return Line(name, note=f"{digest}, by {torch.get_num_threads()} threads of the host")

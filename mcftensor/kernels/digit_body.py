@@ -40,21 +40,21 @@ _BIAS = 70  # positions above the lowest of any product
 Fold = Callable[[Tensor], Tensor]
 
 
-def digits_of(dtype: torch.dtype, factors: int) -> int:
+def digits_of_term(dtype: torch.dtype, factors: int) -> int:
     """Return the number of digits of a product of `factors` floats."""
     if dtype != torch.float64:
         return 1 + factors
     return 3 if factors == 1 else 5
 
 
-def signature_of(dtype: torch.dtype, factors: int) -> Signature:
+def signature_of_digits(dtype: torch.dtype, factors: int) -> Signature:
     """Return the signature of the body; its outputs are added to accumulators."""
-    outputs = (torch.int64,) * (2 + digits_of(dtype, factors))
+    outputs = (torch.int64,) * (2 + digits_of_term(dtype, factors))
     return Signature((dtype,) * factors, (torch.int64,) * 2, outputs, accumulates=True)
 
 
 @functools.lru_cache(maxsize=16)
-def body_of(dtype: torch.dtype, factors: int) -> Body:
+def body_of_digits(dtype: torch.dtype, factors: int) -> Body:
     """Return the body (x[, y]; lowest position, positions) -> place, word, digits.
 
     A term is x or x * y. Its digits belong to the positions place - BELOW + lowest, and up.
@@ -162,7 +162,7 @@ def add_eagerly(
 ) -> None:
     """Add terms, folded along one dimension, to digits and counts, dimension 0 of `result`."""
     factors = [x] if y is None else [x, y]
-    body = body_of(x.dtype, len(factors))
+    body = body_of_digits(x.dtype, len(factors))
     place, word, *digits = body(factors, [lowest, positions], x)
     for kind in range(KINDS):
         result[positions + kind] += fold((word >> kind * FIELD) & 1)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mcftensor.kernels import cpu, cuda, execute, first_use
 from mcftensor.kernels.cpp import BITS, GRAIN
-from mcftensor.kernels.digit_body import KINDS, add_eagerly, body_of, signature_of
+from mcftensor.kernels.digit_body import KINDS, add_eagerly, body_of_digits, signature_of_digits
 from mcftensor.kernels.first_use import Arrangement, hard_numbers, hard_vectors
 from mcftensor.kernels.program import Program
 from mcftensor.kernels.without_float64 import has_float64
@@ -516,8 +516,8 @@ def _add_by_triton(x: Tensor, y: Tensor | None, digits: Tensor, lowest: int) -> 
     if not (cuda.is_available() and x.numel() and x.data_ptr() and x.shape[1] <= _MOST_IN_A_LAUNCH):
         return False
     factors = [x.contiguous()] if y is None else [x.contiguous(), y.contiguous()]
-    signature = signature_of(x.dtype, len(factors))
-    program = execute.kernel_of(body_of(x.dtype, len(factors)), signature).program
+    signature = signature_of_digits(x.dtype, len(factors))
+    program = execute.kernel_of(body_of_digits(x.dtype, len(factors)), signature).program
     addresses = [
         [t.data_ptr() + i * t.stride(0) * t.element_size() for i in range(len(t))]
         for t in (*factors, digits)

@@ -42,7 +42,6 @@ SHARED = {
     "collapse": "the rounded sum: of terms, or of what a format stores",
     "Place": "two meanings: of an instruction in a program, of a parameter in an optimizer",
     "prepare": "two meanings: convert a model and its optimizer, and meet the first expansion",
-    "reading": "two meanings: errors of a checkpoint while it is read; figures of EDQ",
 }
 """Public names of more than one module, and why."""
 

@@ -341,7 +341,7 @@ def _registers(kernels: list[dict[str, Any]]) -> str:
 
 def _widths(kind: str, kernels: Iterable[dict[str, Any]]) -> str:
     """The widths of a thread's loads or stores, in bytes."""
-    return ", ".join(map(str, sorted({width for x in kernels for width in x[kind]})))
+    return ", ".join(map(str, sorted({width for x in kernels for width in x[kind]}))) or "–"
 
 
 def gpus() -> str:
