@@ -6,6 +6,8 @@ all losses. Half of the kills come at random moments and half while a checkpoint
   one   one process: bf16x2 with stochastic rounding, mode "plus", dropout, a scheduler
   ddp   two processes of `studies/pretrain.py`, each with a copy of the model
   fsdp  two processes of it, each with a part
+  free  one to four processes, another number after each kill, with gradients that have no order:
+        they must end as one process does
 """
 
 import argparse
@@ -22,7 +24,7 @@ from pathlib import Path
 import torch
 
 import mcftensor as mcf
-from support import pretrain_runs
+from support import order_free_run, pretrain_runs
 from support.helpers import assert_same_bits
 from support.pretrain_runs import assert_same_run, options, write_poem
 from support.resuming import Run
@@ -72,6 +74,37 @@ class Two:
         assert_same_run(folder, other, ["plus"])
 
 
+class Free:
+    """A number of processes that changes, whose gradients have no order: `order_free_run.py`."""
+
+    name = "free"
+    counts = (1, 4, 3, 2)
+    """Processes of the first start, of the second, and so on."""
+
+    def __init__(self, steps: int, every: int) -> None:
+        self.steps, self.every = steps, every
+
+    def start(self, folder: Path) -> list[subprocess.Popen]:
+        """Start the processes; the first of a folder is alone."""
+        note = folder / "starts"
+        starts = int(note.read_text()) if note.exists() else 0
+        note.write_text(str(starts + 1))
+        world = self.counts[starts % len(self.counts)]
+        arguments = [str(folder), str(world), str(self.steps), str(self.every), str(starts)]
+        program = order_free_run.__file__
+        return [process([program, *arguments, str(rank)], {}) for rank in range(world)]
+
+    def assert_same(self, folder: Path, other: Path) -> None:
+        states = [
+            torch.load(f / "checkpoint" / "run.pt", weights_only=True) for f in (folder, other)
+        ]
+        assert len(states[0]["losses"]) == self.steps
+        assert_same_bits(*states)
+
+
+Job = One | Two | Free
+
+
 def process(command: list[str], environment: dict[str, str]) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, *command],
@@ -92,7 +125,7 @@ class Count:
     seconds: float = 0.0
 
 
-def undisturbed(job: One | Two, folder: Path) -> float:
+def undisturbed(job: Job, folder: Path) -> float:
     """Run a job to its end; return the seconds it took once it had begun."""
     started = job.start(folder)
     wait_until_ready(started)
@@ -101,7 +134,7 @@ def undisturbed(job: One | Two, folder: Path) -> float:
     return time.monotonic() - start
 
 
-def disturbed(job: One | Two, folder: Path, kills: int, longest: float, seed: int) -> Count:
+def disturbed(job: Job, folder: Path, kills: int, longest: float, seed: int) -> Count:
     """Kill a run so many times, each time within `longest` seconds, and let it finish then."""
     moments, count, start = random.Random(seed), Count(), time.monotonic()
     while True:
@@ -153,7 +186,7 @@ def wait_until_done(started: list[subprocess.Popen]) -> None:
         assert one.returncode == 0, f"it ended with status {one.returncode}"
 
 
-def soak(job: One | Two, kills: int, seed: int) -> Count:
+def soak(job: Job, kills: int, seed: int) -> Count:
     """Kill a job again and again, and compare what it leaves with that of one left alone."""
     with tempfile.TemporaryDirectory() as folder:
         folders = [Path(folder, name) for name in ("undisturbed", "disturbed")]
@@ -202,10 +235,10 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("jobs", nargs="*", default=["one", "ddp", "fsdp"], metavar="JOB", help="(all three)")
-    add("--steps", type=int, default=2000, help="of one process; two take a fifth (2000)")
-    add("--save-every", type=int, default=50, help="steps; on two processes a fifth (50)")
-    add("--kills", type=int, default=20, help="of one process; of two a third (20)")
+    add("jobs", nargs="*", default=["one", "ddp", "fsdp", "free"], metavar="JOB", help="(all)")
+    add("--steps", type=int, default=2000, help="of one process; others take a fifth (2000)")
+    add("--save-every", type=int, default=50, help="steps; of others a fifth (50)")
+    add("--kills", type=int, default=20, help="of one process; of others a third (20)")
     add("--seed", type=int, default=0, help="of the moments (0)")
     given = parser.parse_args(arguments)
     for name in given.jobs:
@@ -213,7 +246,8 @@ def main(arguments: list[str] | None = None) -> None:
             soak(One(given.steps, given.save_every), given.kills, given.seed)
         else:
             few = [-(-n // 5) for n in (given.steps, given.save_every)]
-            soak(Two(name, *few), -(-given.kills // 3), given.seed)
+            job = Free(*few) if name == "free" else Two(name, *few)
+            soak(job, -(-given.kills // 3), given.seed)
 
 
 if __name__ == "__main__":

@@ -388,15 +388,15 @@ WAITS = {
     "formats/block_codes.py require": "modes-compact",
     "formats/expansion_format.py _normalized": "files",
     "checkpoint/safetensors_files.py write": "files",
-    "meters/edq/meter.py _conclude_states": "edq-expansions",
     "meters/edq/readings.py totals": "edq-expansions",
+    "kernels/digit_body.py add_eagerly": "edq-expansions",
     "arithmetic/integer_parts.py modulo": "other_operators-fp32x2",
     "arithmetic/integer_parts.py _at": "other_operators-fp32x2",
 }
 # The same from the second step on.
 LATER = {
     "steps-Adafactor": {"tensor/readable_values.py _on_host"},
-    "edq": {"meters/edq/meter.py _conclude_states", "meters/edq/readings.py totals"},
+    "edq": {"kernels/digit_body.py add_eagerly", "meters/edq/readings.py totals"},
     "files": {
         *("formats/expansion_format.py _normalized", "checkpoint/safetensors_files.py write"),
         "dispatch/structure.py to_copy",

@@ -25,6 +25,11 @@ def test_one_process_that_is_killed_ends_with_the_bits_of_one_that_is_not():
     assert (count.kills, count.starts) == (4, 5)
 
 
+def test_other_numbers_of_processes_go_on_with_the_bits_of_one_that_is_not_killed():
+    count = soak.soak(soak.Free(steps=40, every=4), kills=2, seed=1)
+    assert (count.kills, count.starts) == (2, 3)
+
+
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_torchrun_starts_anew_what_died_and_later_goes_on_where_all_died(parallel, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"

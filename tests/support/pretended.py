@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import mcftensor as mcf
 from mcftensor.kernels import Columns, cuda, eager, first_use
 from mcftensor.kernels.block_scales import BLOCK_SIZE
+from mcftensor.kernels.digit_body import KINDS
 from mcftensor.kernels.program import Body, Program
 from mcftensor.kernels.triton import THREAD_BLOCK
 from mcftensor.tensor.pending_tensor import PendingTensor
@@ -200,7 +201,8 @@ class Pretence(TorchDispatchMode):
     def kernel(self, program: Program, there: Sequence[bool], rounds: bool, lanes: int) -> Any:
         """In the place of `cuda._kernel`: a kernel that checks what it is launched with."""
         signature = program.signature
-        dtypes = [*signature.vectors, *signature.outputs]
+        written = signature.outputs[:1] if signature.accumulates else signature.outputs
+        dtypes = [*signature.vectors, *written]
 
         def launch(
             blocks: int, table: Tensor, owners: Tensor, numbers: Tensor, *, STEP: int, ALIGNED: bool
@@ -214,6 +216,9 @@ class Pretence(TorchDispatchMode):
             for length, _, *addresses in rows:
                 for i, (address, dtype) in enumerate(zip(addresses, dtypes, strict=True)):
                     elements = self._elements_at(address, dtype)
+                    if signature.accumulates and i == len(signature.vectors):
+                        assert elements >= numbers._cpu[1].item() + KINDS
+                        continue
                     assert elements * (BLOCK_SIZE if i in signature.shared else 1) >= length, (
                         f"{length} of {dtype}, of which {elements} are held"
                     )
