@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +51,24 @@ class DeltaEntry:
     after: int
 
 
+class Patch(NamedTuple):
+    """The changes of a parameter, in the order of vLLM's `CheckpointWeightPatch`.
+
+    Attributes:
+        name: of the parameter.
+        shape: of the whole parameter.
+        dtype: of the parameter.
+        values: the new values, in one dimension.
+        indices: where they are in the flat parameter, int32 where that is enough; None for all.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    values: Tensor
+    indices: Tensor | None
+
+
 @dataclass(frozen=True)
 class Delta:
     """What `Deltas.take` returns, and `apply_deltas` takes.
@@ -76,17 +96,24 @@ class Delta:
         """Write the file."""
         Path(path).write_bytes(self.data)
 
-    def patches(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Of each parameter that changed its flat indices, int64, and values, which replace the old
-        ones: the form that inference engines take for sparse updates of checkpoints.
+    def patches(self) -> list[Patch]:
+        """Return the changes of each parameter that changed, in the form that vLLM takes.
 
-        Shapes: (n,) and (n,).
+        Patches of an anchor are whole, `indices` is None; those of any other delta, and of shards,
+        have indices. vLLM takes no mixture of the two.
         """
-        found: dict[str, tuple[Tensor, Tensor]] = {}
+        found: list[Patch] = []
         for name, entry, at, codes in _changes(*_parsed(self.data, "delta")):
-            if codes is not None:
-                at = torch.arange(len(codes), device=codes.device) if at is None else at
-                found[name] = at + entry.start, codes
+            if codes is None:
+                continue
+            shape, size = tuple(entry.shape), entry.length
+            if self.is_anchor and size == math.prod(shape):
+                found.append(Patch(name, shape, codes.dtype, codes, None))
+                continue
+            at = torch.arange(size, device=codes.device) if at is None else at
+            is_short = math.prod(shape) <= 2**31
+            indices = (at + entry.start).to(torch.int32 if is_short else torch.int64)
+            found.append(Patch(name, shape, codes.dtype, codes, indices))
         return found
 
 

@@ -204,6 +204,25 @@ def test_values_and_gradients_against_float64(name, dtype):
     assert (error <= half_ulp(exact_x.grad, dtype) + inherited + weight * bound(CLASSES)).all()
 
 
+COMPILED = ("logsumexp", "columns", "several", "probabilities", "kl-rows-True")
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [*COMPILED, "cross_entropy-mean-True-0.125"])
+@pytest.mark.filterwarnings("ignore:<class .torch.autograd.function:DeprecationWarning")  # torch's
+def test_compiled_they_are_one_graph_with_the_same_bits(name, backend):
+    leaves = [logits(ROWS, CLASSES).requires_grad_() for _ in range(2)]
+
+    def run(x):
+        return CASES[name](mine, x)
+
+    values = [run(leaves[0]), torch.compile(run, fullgraph=True, backend=backend)(leaves[1])]
+    for value in values:
+        value.backward(torch.linspace(0.5, 2.0, max(value.numel(), 1)).view(value.shape))
+    assert torch.equal(*values)
+    assert torch.equal(*[x.grad for x in leaves])
+
+
 def test_the_gradient_of_a_divergence_for_its_target():
     x, y = logits(6, 50), logits(6, 50, seed=1).requires_grad_()
     exact_y = y.detach().double().requires_grad_()
