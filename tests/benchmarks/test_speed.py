@@ -17,6 +17,7 @@ import same_path
 import steps
 import threads
 import train
+import train_memory
 from common.bounds import BOUNDS
 from speed import memory, report
 from speed.clocks import HostClock, bandwidth
@@ -254,6 +255,29 @@ def test_training(tmp_path, capsys):
         assert row["tokens_a_second"] > 0
         assert row["peak_bytes"] > 10 * record["parameters"]
     assert "Collage loop" in capsys.readouterr().out
+
+
+def test_memory_of_a_training():
+    """By hand: 8 bytes, and for master weights 16 and 4 of float32 gradients."""
+    parameters = sum(math.prod(shape) for shape in parameter_shapes(SHAPES["tiny"]))
+
+    def found(strategy, length=2):
+        return train_memory.allocated(strategy, 1, length, "tiny", 1) / parameters
+
+    assert found("bf16") == pytest.approx(8, abs=1)
+    assert found("master") == pytest.approx(20, abs=1)
+    assert found("bf16", 32) > found("bf16") + 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not train_memory.STATUS.exists(), reason="the system has no such file")
+def test_each_training_has_a_process_of_its_own(tmp_path):
+    path = tmp_path / "memory.json"
+    options = ["--model", "tiny", "--windows", "1x8", "--strategies", "plus", "bf16"]
+    train_memory.main([*options, "--json", str(path)])
+    found = json.loads(path.read_text())["windows"]["1x8"]
+    assert found["plus"]["allocated"] > found["bf16"]["allocated"] > 0
+    assert all(row["resident"] >= 0 for row in found.values())
 
 
 @pytest.mark.parametrize("path", compiling.PATHS)
