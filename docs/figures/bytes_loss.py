@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 
 from drawing import FAINT, FIRST, INK, NARROW, SOFT, THIRD, WIDE, Drawing, Drawings
@@ -77,11 +76,14 @@ def panel(drawing: Drawing, title: str, points: Points, top: float, high: float)
     for name, (size, own) in points.items():
         for gap in own:
             drawing.dot(x(size), y(gap), THIRD if name == "bf16" else FIRST)
-    for i, (size, names) in enumerate(together(points)):
-        level = max(y(statistics.fmean(points[name][1])) for name in names)
-        for j, name in enumerate(names):
-            below = level + 18 + 13 * (j + (len(names[0]) > 5 and narrow and i % 2))
-            drawing.text(x(size), below, name, INK, 11, "middle")
+    end, taken = 0.0, 0  # of the names to the left: where they end, and their lines
+    for size, names in together(points):
+        level = max(y(gap) for name in names for gap in points[name][1])
+        half = 3.2 * max(map(len, names))
+        first = taken if x(size) - half < end else 0
+        for j, name in enumerate(names, first):
+            drawing.text(x(size), level + 18 + 13 * j, name, INK, 11, "middle")
+        end, taken = x(size) + half, first + len(names) if first == 0 else 0
 
 
 def together(points: Points) -> list[tuple[float, list[str]]]:
