@@ -16,8 +16,8 @@ BIN := $(VENV)/bin
 THREADS ?= 1
 PATIENT := OMP_NUM_THREADS=$(THREADS) MKL_NUM_THREADS=$(THREADS)
 # Workers share the cores, so each computes in one thread.
-PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal \
-	--doctest-modules mcftensor tests
+WORKING = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
+PYTEST = $(WORKING) --doctest-modules mcftensor tests
 
 GPUS := /dev/nvidia0 /dev/kfd /dev/dxg
 # A PyTorch that finds the GPU here is built for its driver, and is used, whatever its release. Each
@@ -26,7 +26,7 @@ FITTING = $(if $(wildcard $(GPUS)),$(shell $(PYTHON) -c \
 	"import torch; print('torch' if torch.cuda.is_available() else '')" 2> /dev/null))
 UNPINNED = $(if $(FITTING),torch|triton,$(if $(wildcard $(GPUS)),triton,-))
 
-.PHONY: help install train study findings bench judged works-with gpu gpu-at-hand test test-all soak fuzz mutations lint docs serve pages package publish-docs clean
+.PHONY: help install train study findings bench judged works-with gpu gpu-at-hand test test-all test-without-double soak fuzz mutations lint docs serve pages package publish-docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
@@ -66,6 +66,10 @@ test: $(VENV)/installed ## run the tests and the examples in docstrings, except 
 
 test-all: $(VENV)/installed ## run all tests in random order (SEED=n repeats an order)
 	$(PYTEST) -m "" --random-order --random-order-seed=$(SEED) $(ARGS)
+	$(MAKE) test-without-double
+
+test-without-double: $(VENV)/installed ## run the tests of training and files where each float64 tensor of the library raises
+	$(WORKING) --without-float64 tests/training tests/files $(ARGS)
 
 soak: $(VENV)/installed ## kill training runs at random; they must end with the bits of an uninterrupted run (ARGS="--help")
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:studies $(BIN)/python tests/soak.py $(ARGS)

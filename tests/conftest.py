@@ -59,8 +59,8 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def without_float64(request, leaves_nothing_behind):
     """With `--without-float64`, no code of the library may make a float64 tensor, except where the
-    case is of float64 by its name."""
-    asks = "64" in request.node.name
+    case is of float64 by its name or its mark."""
+    asks = "64" in request.node.name or request.node.get_closest_marker("with_float64")
     if request.config.getoption("--without-float64") and not asks:
         with no_float64(of_all=False):
             yield

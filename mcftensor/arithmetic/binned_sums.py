@@ -27,7 +27,12 @@ is for finite terms; if M = 0, there is no error.
 
 **Packing.** A sum of N slices is at most N 2^(W - 1) < 2^(F - 1) with F = W + L, where N < 2^L. K
 fields of F bits and a code of 5 bits fit 64: an accumulator is one int64, and sums of slices are
-sums of integers. Codes reach 1 + floor(276 / W) <= 28 for W >= 10. V < 2^53 is exact in float64.
+sums of integers. Codes reach 1 + floor(276 / W) <= 28 for W >= 10.
+
+**Two ways.** V < 2^53 is exact in float64, and so is every step. Without float64 the same bits come
+from float32: a term times a power of two is exact, except where it rounds to zero as an integer
+anyway; V is rounded to float32 to nearest or to odd. A sum is a multiple of 2^-149 as its terms
+are, so that a quantum below leaves zeros at the end of V, and subnormal sums need no rounding.
 
 **Special values.** -0 has the code 0 and no slices, and so does an empty accumulator. As in IEEE
 754, the result is -0 if all terms are -0, and +0 if the terms cancel. Infinities and NaN have the
@@ -53,7 +58,8 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.base_types import BASES
-from mcftensor.arithmetic.rounding import narrow, quiet, round_to
+from mcftensor.arithmetic.rounding import as_floats, collapse_odd, narrow, quiet, round_to
+from mcftensor.kernels.without_float64 import has_float64, widest
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Supported dtypes of terms."""
@@ -65,8 +71,6 @@ _CODE_BITS = 5
 _FIELDS = 64 - _CODE_BITS
 _SPECIAL = 2**_CODE_BITS - 1
 _LOWEST = -149  # the exponent of the smallest float32
-_INF = 0x7FF << 52
-_NEGATIVE_ZERO = -(2**63)
 _SHIFTER = 1.5 * 2.0**52  # added to a number below 2^51, it leaves an integer
 _SHIFTER_BITS = 0x4338 << 48
 
@@ -144,13 +148,13 @@ def _bodies(layout: Layout) -> list[Any]:
 
 def _add(accumulator: Tensor, terms: Sequence[Tensor], layout: Layout) -> Tensor:
     code, fields = _unpacked(accumulator)
-    wide = [x.to(torch.float64) for x in terms]
+    wide = [x.to(widest(x.device)) for x in terms]
     codes = [_code_of(x, layout) for x in wide]
     highest = functools.reduce(torch.maximum, codes, code)
     total = _dropped(fields, highest - code, layout)
-    scale = _power_of_two(148 - (highest - layout.bins) * layout.width)
+    power = 148 - (highest - layout.bins) * layout.width
     for x in wide:
-        total = total + _slices(x, scale, layout)
+        total = total + _slices(x, power, layout)
     return _packed(highest, total)
 
 
@@ -171,11 +175,11 @@ def _round(accumulator: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
     total = sums[-1]
     for low in reversed(sums[:-1]):
         total = (total << layout.width) + low
-    quantum = _power_of_two((code - layout.bins) * layout.width - 148)
-    value = total.to(torch.float64) * quantum
+    power = (code - layout.bins) * layout.width - 148
+    value = _scaled(total, power, dtype)
     negative, positive = sums[1] != 0, sums[0] != 0
     special = torch.where(positive, torch.where(negative, torch.nan, torch.inf), -torch.inf)
-    value = torch.where(code == _SPECIAL, special.to(torch.float64), value)
+    value = torch.where(code == _SPECIAL, special.to(value.dtype), value)
     value = torch.where(code == 0, -0.0, value)
     return round_to(value, dtype)
 
@@ -189,6 +193,9 @@ def _sum(terms: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
     singles = [x.to(torch.float32) for x in terms]
     if len(terms) == 2 and {x.dtype for x in terms} == {dtype} and _is_one_addition(layout, dtype):
         return quiet(singles[0] + singles[1]).to(dtype)
+    if not has_float64(singles[0].device):
+        none = torch.zeros_like(singles[0], dtype=torch.int64)
+        return _round(_add(none, terms, layout), layout, dtype)
     largest = functools.reduce(torch.maximum, [x.abs() for x in singles])
     exponent = _exponent_of(largest.to(torch.float64)).to(torch.int32)
     lowest = (_bin_of(exponent, layout) - layout.bins) * layout.width - 148
@@ -228,9 +235,15 @@ def _is_one_addition(layout: Layout, dtype: torch.dtype) -> bool:
 
 
 def _exponent_of(x: Tensor) -> Tensor:
-    """E of a magnitude in float64; 0 for the smallest float32 and for zero."""
-    field = (x.view(torch.int64) >> 52) & 0x7FF
-    return torch.maximum(field - (1023 + _LOWEST), torch.zeros_like(field))
+    """E of a magnitude; 0 for the smallest float32 and for zero."""
+    if x.dtype == torch.float64:
+        field = (x.view(torch.int64) >> 52) & 0x7FF
+        return torch.maximum(field - (1023 + _LOWEST), torch.zeros_like(field))
+    is_small = x.abs() < 2.0**-100
+    raised = torch.where(is_small, x * 2.0**49, x)  # no subnormal number
+    field = ((raised.view(torch.int32) >> 23) & 0xFF).to(torch.int64)
+    field = field - torch.where(is_small, 127 + _LOWEST + 49, 127 + _LOWEST)
+    return torch.maximum(field, torch.zeros_like(field))
 
 
 def _bin_of(exponent: Tensor, layout: Layout) -> Tensor:
@@ -239,29 +252,51 @@ def _bin_of(exponent: Tensor, layout: Layout) -> Tensor:
 
 
 def _code_of(x: Tensor, layout: Layout) -> Tensor:
-    bits = x.view(torch.int64)
     code = _bin_of(_exponent_of(x), layout)
-    code = torch.where((bits & _INF) == _INF, _SPECIAL, code)
-    return torch.where(bits == _NEGATIVE_ZERO, 0, code)
+    code = torch.where(x.abs() < torch.inf, code, _SPECIAL)
+    return torch.where((x == 0) & torch.signbit(x), 0, code)
 
 
-def _slices(x: Tensor, scale: Tensor, layout: Layout) -> Tensor:
-    """The packed slices of a term under a code; `scale` is 1 / q_(K-1)."""
-    bits = x.view(torch.int64)
-    scaled = torch.nan_to_num(x, 0.0, 0.0, 0.0) * scale
+def _slices(x: Tensor, power: Tensor, layout: Layout) -> Tensor:
+    """The packed slices of a term under a code; 1 / q_(K-1) is two to a power."""
+    scaled = _times_power(torch.nan_to_num(x, 0.0, 0.0, 0.0), power)
     width, field = layout.width, layout.field
     total = _nearest_integer(scaled)
     for j in range(1, layout.bins):
         coarse = _nearest_integer(scaled * 2.0 ** (-j * width))
         total = total + (coarse << (j * field)) - (coarse << ((j - 1) * field + width))
-    negative = torch.where(bits == _INF, 0, 1 << field)
-    positive = torch.where(bits == _INF - 2**63, 0, 1)
-    return torch.where((bits & _INF) == _INF, negative + positive, total)
+    negative = torch.where(x == torch.inf, 0, 1 << field)
+    positive = torch.where(x == -torch.inf, 0, 1)
+    return torch.where(x.abs() < torch.inf, total, negative + positive)
 
 
 def _nearest_integer(x: Tensor) -> Tensor:
-    """Round a float64 below 2^51 to an integer, ties to even."""
-    return (x + _SHIFTER).view(torch.int64) - _SHIFTER_BITS
+    """Round a float below 2^51 to an integer, ties to even."""
+    if x.dtype == torch.float64:
+        return (x + _SHIFTER).view(torch.int64) - _SHIFTER_BITS
+    size = x.abs()
+    size = torch.where(size < 2.0**23, (size + 2.0**23) - 2.0**23, size)
+    return torch.copysign(size, x).to(torch.int64)
+
+
+def _times_power(x: Tensor, power: Tensor) -> Tensor:
+    """Return x times two to a power, exactly where the result is normal."""
+    if x.dtype == torch.float64:
+        return x * _power_of_two(power)
+    power = torch.maximum(power, torch.full_like(power, -252))  # lower under the code of infinities
+    half = power >> 1
+    for part in (half, power - half):
+        x = x * ((part.to(torch.int32) + 127) << 23).view(torch.float32)
+    return x
+
+
+def _scaled(total: Tensor, power: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an integer times two to a power, in a type that is rounded to `dtype` once more."""
+    if has_float64(total.device):
+        return total.to(torch.float64) * _power_of_two(power)
+    is_single = dtype == torch.float32
+    single = total.to(torch.float32) if is_single else collapse_odd(as_floats(total))
+    return _times_power(single, power)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from mcftensor.arithmetic import networks
 from mcftensor.arithmetic.number_protocol import Sum
 from mcftensor.kernels.custom_ops import opaque
 from mcftensor.kernels.result_layout import empty_terms
-from mcftensor.kernels.without_float64 import has_float64
+from mcftensor.kernels.without_float64 import widest
 
 Terms = Sequence[Tensor]
 
@@ -94,7 +94,7 @@ _FLOATS = 8
 
 def _wide(x: Tensor) -> torch.dtype:
     """Return the dtype in which elements are computed."""
-    return torch.float64 if has_float64(x.device) else torch.float32
+    return widest(x.device)
 
 
 def _put(x: Fraction, floats: Sequence[Tensor], place: tuple[int, ...]) -> None:

@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.dispatch import convolutions, elementary, linear_algebra, matrix_products
+from mcftensor.dispatch import (
+    convolutions,
+    elementary,
+    linear_algebra,
+    matrix_products,
+    random_numbers,
+)
 from mcftensor.dispatch.matrix_products import added
 from mcftensor.dispatch.operands import expansions, mapped, stored_in
 from mcftensor.dispatch.write_results import assign, refusal, written_to
@@ -87,7 +93,12 @@ def _norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False) -> 
         return _sum(x.abs(), dim, keepdim)
     if ord == 2:
         return torch.sqrt(_sum(torch.square(x), dim, keepdim))
-    raise NotImplementedError(f"a norm of order {ord} of expansions beyond 48 bits")
+    if ord == 0:
+        return _sum((x != 0).to(x.dtype) + torch.zeros_like(x), dim, keepdim)
+    largest = x.abs().amax(list(range(x.dim())) if dim is None else dim, True)
+    largest = torch.where((largest > 0) & torch.isfinite(largest), largest, 1.0)
+    total = _sum((x.abs() / largest) ** ord, dim, True) ** (1 / ord) * largest
+    return total if keepdim else total.squeeze(dim) if dim is not None else total.reshape(())
 
 
 # -------------------------------------------------------------------------------- accumulation
@@ -119,6 +130,13 @@ def _index_put(
 ) -> Tensor:
     positions = _places(x)[tuple(slice(None) if i is None else i for i in indices)]
     return _accumulate(x, positions, values.expand(positions.shape))
+
+
+def _index_put_impl(
+    x: Tensor, indices: list[Any], values: Tensor, accumulate: bool = False, unsafe: bool = False
+) -> Tensor:
+    put = _index_put if accumulate else torch.index_put
+    return put(x, indices, values)
 
 
 def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
@@ -167,6 +185,7 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "var": _var,  # x.var
     "std": lambda x, dim=None, **options: torch.sqrt(_var(x, dim, **options)),  # x.std
     "linalg_vector_norm": _norm,  # x.norm, clip_grad_norm_
+    "norm": lambda x, p=2, *others: _norm(x, 2 if p is None else p, *others),  # torch.norm
     "mm": matrix_products.mm,  # x @ y
     "bmm": matrix_products.multiplied,  # torch.einsum
     "mv": matrix_products.mv,  # matrix @ vector
@@ -181,8 +200,10 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "convolution_backward": convolutions.convolution_backward,  # their gradients
     "index_put": _index_put,  # x.index_put with accumulate, gradients of x[i]
     "_unsafe_index_put": _index_put,  # compiled gradients of F.interpolate
+    "_index_put_impl": _index_put_impl,  # x._index_put_impl_
     "index_add": _index_add,  # x.index_add, gradients of x.index_select
     "scatter_add": _scatter_add,  # x.scatter_add, gradients of x.gather
+    "eye": torch.eye,  # nn.init.eye_
     "sign": _sign,  # x.sign, gradients of x.abs
     "sgn": _sign,  # x.sgn
     "rsqrt": lambda x: 1 / torch.sqrt(x),  # x.rsqrt
@@ -203,6 +224,7 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "_linalg_svd": linear_algebra.svd,  # torch.linalg.svd, svdvals, cond
     "allclose": _allclose,  # torch.allclose
     **elementary.ALGORITHMS,  # torch.exp, x.softmax
+    **random_numbers.ALGORITHMS,  # x.normal_, nn.init
 }
 """Algorithms by the names of aten operators."""
 
@@ -216,7 +238,8 @@ def by_algorithm(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
     name = func.overloadpacket.__name__
     found = expansions((args, kwargs))
     targets = written_to(func, args, kwargs)
-    found_for = ALGORITHMS.get(name.removesuffix("_") if targets else name)
+    plain_name = name.removesuffix("_") if targets and name not in ALGORITHMS else name
+    found_for = ALGORITHMS.get(plain_name)
     if found_for is None or len(targets) > 1:
         raise refusal(func, found, f"it has no algorithm for {format.precision} bits")
     dtype, _ = kwargs.pop("dtype", None), kwargs.pop("out", None)

@@ -17,7 +17,7 @@ from mcftensor.dispatch.operands import mapped, overwrite, plain, plainly
 from mcftensor.dispatch.storage_formats import on_numbers, store_numbers
 from mcftensor.formats import PLAIN
 from mcftensor.formats.moving import options_for
-from mcftensor.kernels.without_float64 import has_float64
+from mcftensor.kernels.without_float64 import widest
 from mcftensor.passes.format_conversion import recode
 from mcftensor.tensor.tensor import MCFTensor
 
@@ -119,14 +119,14 @@ def _padded(x: MCFTensor, pad: Sequence[int], value: float = 0.0) -> MCFTensor:
 
 
 def _wide(x: Any) -> Any:
-    wide = torch.float64 if has_float64() else torch.float32
+    wide = widest()
     return plainly(x, wide) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 def _in_shape(target: MCFTensor, source: Any) -> Tensor:
     """Return a tensor or number as plain numbers, broadcast to the shape of the target."""
     if isinstance(source, MCFTensor):
-        numbers = source._collapsed(torch.float64 if has_float64(source.device) else torch.float32)
+        numbers = source._collapsed(widest(source.device))
     else:
         numbers = plain(source)
     dtype = torch.float64 if numbers.dtype == torch.float64 else torch.float32

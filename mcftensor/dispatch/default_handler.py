@@ -37,6 +37,9 @@ aten = torch.ops.aten
 PRECISION = 48
 """Bits of the longest format that float64 serves; its five other bits cover evaluation errors."""
 
+PRECISION_OF_FLOAT32 = 19
+"""The same of float32, where float64 is not available."""
+
 _OF_TORCH = frozenset({"aten", "prims", "inductor", "quantized", "higher_order"})
 """Namespaces of operators that compute the same in every floating dtype, whatever they write to."""
 
@@ -184,21 +187,69 @@ def _in_float32_terms(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run an operation by its algorithm in float32 terms, and round the result once.
+    """Run an operation by its algorithm in float32 terms, and round its results once.
+
+    Without an algorithm, formats that float32 serves are evaluated in it.
 
     Raises:
-        NotImplementedError: there is no algorithm.
+        NotImplementedError: there is no algorithm for a longer format.
     """
     terms = max(2, *(len(x._format.components) for x in found))
     try:
         result = beyond_float64.by_algorithm(func, Format(torch.float32, terms), *args, **kwargs)
     except NotImplementedError as error:
+        if format.precision <= PRECISION_OF_FLOAT32:
+            return _in_float32(func, format, found, args, kwargs)
         shapes = ", ".join(f"{x._format.name} {tuple(x.shape)}" for x in found)
         raise without(f"{func} on expansions ({shapes})") from error
     if any(result is x for x in written_to(func, args, kwargs)):
         return result
-    is_long = isinstance(result, MCFTensor) and result._format is not format
-    return value_of(result, format, found) if is_long else result
+
+    def narrow(x: Any) -> Any:
+        is_long = isinstance(x, MCFTensor) and x._format is not format
+        return value_of(x, format, found) if is_long else x
+
+    return tree_map(narrow, result)
+
+
+def _in_float32(
+    func: Any,
+    format: Format,
+    found: list[MCFTensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run an operation on float32 copies; its float32 results become values."""
+    copies: dict[int, Tensor] = {}
+
+    def widen(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        if x.layout != torch.strided:
+            raise refusal(func, found, f"it meets a tensor of {x.layout}")
+        if id(x) not in copies:
+            copies[id(x)] = (
+                x._collapsed(torch.float32)
+                if isinstance(x, MCFTensor)
+                else x.to(torch.float32, copy=True)
+            )
+        return copies[id(x)]
+
+    targets = written_to(func, args, kwargs)
+    result = func(*mapped(widen, args), **mapped(widen, kwargs))
+    written = [x for x in targets if id(x) in copies]
+    assign(func, written, [copies[id(x)] for x in written], found)
+    originals = {id(copies[id(x)]): x for x in written}
+
+    def narrow(x: Any) -> Any:
+        if id(x) in originals:
+            return originals[id(x)]
+        if isinstance(x, Tensor) and x.is_complex():
+            raise refusal(func, found, "its result is complex")
+        is_made = isinstance(x, Tensor) and x.dtype == torch.float32
+        return value_of(x, format, found) if is_made else x
+
+    return tree_map(narrow, result)
 
 
 @implements(

@@ -23,7 +23,11 @@ from mcftensor.tensor.step_context import current_step
 
 
 def _dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0]._format.dtype_of_numbers if args[0].is_inside_step else NotImplemented
+    return _of_numbers(args[0]) if args[0].is_inside_step else NotImplemented
+
+
+def _of_numbers(x: MCFTensor) -> torch.dtype:
+    return x._format.dtype_of_numbers(x._component0.device)
 
 
 def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -41,13 +45,14 @@ def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(x, MCFTensor):
         return x.to(*rest, **kwargs)
     given = [y for y in (*rest, *kwargs.values()) if isinstance(y, torch.dtype)]
-    is_narrow = x._format.dtype != x._format.dtype_of_numbers
+    wide = _of_numbers(x)
+    is_narrow = x._format.dtype != wide
     if is_narrow and given == [x._format.dtype]:
         return x._collapsed(x._format.dtype).to(*rest, **kwargs)
     # A gradient tensor may have fewer bits than its dtype.
     if is_narrow and isinstance(x, GradientTensor) and given:
         return x._component0.to(*rest, **kwargs)
-    if given == [x._format.dtype_of_numbers]:  # as torch, which sees the base, knows the identity
+    if given == [wide]:  # as torch, which sees the base, knows the identity
         rest = [x._format.dtype if y in given else y for y in rest]
         kwargs = {name: x._format.dtype if y in given else y for name, y in kwargs.items()}
     with torch._C.DisableTorchFunctionSubclass():
@@ -74,7 +79,7 @@ def narrowly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = [
         x for x in expansions((args, kwargs)) if x.is_inside_step and x._format.dtype in dtypes
     ]
-    if not found or found[0]._format.dtype_of_numbers in dtypes:
+    if not found or _of_numbers(found[0]) in dtypes:
         return NotImplemented
     dtype = found[0]._format.dtype
     if func.__name__.startswith("new_") or func.__name__.endswith("_like"):

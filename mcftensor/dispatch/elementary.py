@@ -127,7 +127,7 @@ def _log_of_sum(x: Tensor, largest: Tensor, powers: Tensor, dim: Any) -> Tensor:
     """Return the logarithm of the sum of exponentials by log1p; the largest exponentials are 1."""
     is_largest = x == largest
     rest = torch.where(is_largest, torch.zeros_like(powers), powers).sum(dim, keepdim=True)
-    return torch.log1p(rest + (is_largest.sum(dim, keepdim=True) - 1).double())
+    return torch.log1p(rest + (is_largest.sum(dim, keepdim=True) - 1))
 
 
 @_in_longer
@@ -177,6 +177,28 @@ def _softplus_backward(grad: Tensor, x: Tensor, beta: float, threshold: float) -
 def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
     s = torch.sigmoid(x)
     return grad * s * (1 + x * (1 - s))
+
+
+@_in_longer
+def _elu(x: Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Tensor:
+    inner = torch.where(x > 0, torch.zeros_like(x), x)  # of +inf, too
+    low = torch.expm1(inner * input_scale) * alpha * scale
+    return torch.where(x > 0, x * scale, low)
+
+
+@_in_longer
+def _celu(x: Tensor, alpha: float) -> Tensor:
+    inner = torch.where(x > 0, torch.zeros_like(x), x)
+    return torch.where(x > 0, x, torch.expm1(inner / alpha) * alpha)
+
+
+@_in_longer
+def _elu_backward(
+    grad: Tensor, alpha: float, scale: float, input_scale: float, is_result: bool, x: Tensor
+) -> Tensor:
+    inner = torch.where(x > 0, torch.zeros_like(x), x)
+    slope = inner + alpha * scale if is_result else torch.exp(inner * input_scale) * (alpha * scale)
+    return torch.where(x > 0, grad * scale, grad * input_scale * slope)
 
 
 def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
@@ -322,6 +344,9 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "gelu": _gelu,  # F.gelu
     "gelu_backward": _gelu_backward,  # gradients of F.gelu
     "polygamma": _polygamma,  # gradients of torch.digamma
+    "elu": _elu,  # F.elu, F.selu
+    "celu": lambda x, alpha=1: _celu(x, alpha),  # F.celu
+    "elu_backward": _elu_backward,  # gradients of F.elu
     "softplus": _softplus,  # F.softplus
     "log_sigmoid_forward": _log_sigmoid,  # F.logsigmoid
     "logit": _logit,  # torch.logit

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcftensor.arithmetic.base_types import BASES
 from mcftensor.dispatch import storage_formats
 from mcftensor.dispatch.default_handler import PRECISION, compute
 from mcftensor.dispatch.evaluate import Lists, evaluate_rows, evaluate_rows_into
@@ -17,9 +18,12 @@ from mcftensor.dispatch.operands import (
     expansions,
     leading,
     store,
+    value_of,
 )
 from mcftensor.dispatch.registry import SHORTCUTS, TABLE, Shortcut, implements, register_forms
 from mcftensor.dispatch.rounded_arguments import WIDE
+from mcftensor.formats import named
+from mcftensor.kernels.without_float64 import HALVES, has_float64, widest
 from mcftensor.passes.operators import OPERATORS
 from mcftensor.tensor.implicit_rounding import rounding
 from mcftensor.tensor.step_context import current_step, is_unwatched
@@ -172,19 +176,40 @@ def _is_sparse(x: Any) -> bool:
 def _add_sparse(target: MCFTensor, source: Tensor, alpha: Any) -> MCFTensor:
     """Add alpha times a sparse tensor in place; other elements stay unchanged.
 
-    Rows of the same place are summed first, exactly except for rounding in float64.
+    Rows of the same place are summed first, exactly except for rounding in float64, or in two
+    float32 terms without it.
     """
-    source = source.to(WIDE).coalesce()
-    places = tuple(source.indices())
-    rows = target[places] if places else target.clone()
-    rows.add_(source.values(), alpha=alpha)
+    if has_float64(target.device):
+        source = source.to(WIDE).coalesce()
+        places, values = tuple(source.indices()), source.values()
+        rows = target[places] if places else target.clone()
+        rows.add_(values, alpha=alpha)
+    else:
+        places, values = _summed_rows(source)
+        rows = value_of(target[places] if places else target, values._format)
+        rows.add_(values, alpha=alpha)
     target[places] = rows
     return target
 
 
+def _summed_rows(source: Tensor) -> tuple[tuple[Tensor, ...], MCFTensor]:
+    """Return the places of a sparse tensor, and the sums of its rows there in float32 terms."""
+    indices, values = source._indices(), source._values()
+    if source.is_coalesced():
+        return tuple(indices), value_of(values, named(HALVES))
+    indices, place = torch.unique(indices, dim=1, return_inverse=True)
+    sums = values.new_zeros([indices.shape[1], *values.shape[1:]], dtype=torch.float32)
+    made: Any = value_of(sums, named(HALVES)).index_add(0, place, values)
+    return tuple(indices), made
+
+
 @implements(aten.sparse_mask.default)  # SparseAdam
 def sparse_mask(func: Any, x: Any, mask: Tensor) -> Tensor:
-    """Return the elements at the places of a sparse tensor, sparse and in float64."""
-    if not isinstance(x, MCFTensor) or x.format.precision > PRECISION:
+    """Return the elements at the places of a sparse tensor, sparse and in float64, or in float32
+    without it if float32 holds them.
+    """
+    wide = widest(x.device)
+    most = PRECISION if wide == WIDE else BASES[wide].precision
+    if not isinstance(x, MCFTensor) or x.format.precision > most:
         return compute(func, x, mask)
-    return func(x._collapsed(WIDE), mask.to(WIDE))
+    return func(x._collapsed(wide), mask.to(wide))

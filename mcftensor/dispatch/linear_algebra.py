@@ -1,26 +1,30 @@
 """Linear algebra beyond 48 bits, on matrices of twice the bits of the format.
 
-Equations are solved by an approximate inverse R, made of inverses in float64: R A is inverted again
+Without float64, formats up to 48 bits take the same way, and float32 is the machine type. Equations
+are solved by an approximate inverse R, made of inverses in the machine type: R A is inverted again
 until it is close to the identity (S. M. Rump, "Inversion of extremely ill-conditioned matrices in
 floating-point", Japan J. Indust. Appl. Math. 26, 2009), and solutions are refined with residuals of
 twice the bits (N. J. Higham, "Accuracy and Stability of Numerical Algorithms", 2002, chapter 12;
 E. Carson and N. J. Higham, SIAM J. Sci. Comput. 40(2), 2018). Triangular factors are eliminated
-column by column. Float64 eigenvectors are refined by products (after T. Ogita and K. Aishima,
-"Iterative refinement for symmetric eigenvalue decomposition", Japan J. Indust. Appl. Math. 35,
-2018). Eigenvalues that are too close for that are separated by eigenvectors of their block.
-Singular vectors are eigenvectors of A^T A, which is exact enough in twice the bits.
+column by column. Eigenvectors of the machine type are refined by products (after T. Ogita and
+K. Aishima, "Iterative refinement for symmetric eigenvalue decomposition", Japan J. Indust. Appl.
+Math. 35, 2018). Eigenvalues that are too close for that are separated by eigenvectors of their
+block. Singular vectors are eigenvectors of A^T A, which is exact enough in twice the bits.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mcftensor.arithmetic.base_types import BASES
 from mcftensor.dispatch.operands import plainly, stored_in, value_of
 from mcftensor.formats import Format
+from mcftensor.kernels.without_float64 import widest
 from mcftensor.tensor import MCFTensor
 
 _MOST_STEPS = 100
@@ -28,20 +32,25 @@ _MOST_STEPS = 100
 
 
 def _wide(x: Tensor, format: Format) -> MCFTensor:
-    doubled = format.doubled  # type: ignore[attr-defined]
+    doubled = format.doubled_in(_machine_of(x))  # type: ignore[attr-defined]
     return MCFTensor.of(stored_in(x, doubled, x.device), doubled)
 
 
-def _float64(x: Tensor) -> Tensor:
-    return plainly(x, torch.float64)
+def _machine_of(x: Tensor) -> torch.dtype:
+    """Return the machine type: float64, or float32 for terms of float32 where it is missing."""
+    return torch.promote_types(x.dtype, widest(x.device))
+
+
+def _plain(x: Tensor) -> Tensor:
+    return plainly(x, _machine_of(x))
 
 
 def _identity(like: Tensor, size: int) -> Tensor:
-    return torch.eye(size, dtype=torch.float64, device=like.device)
+    return torch.eye(size, dtype=_machine_of(like), device=like.device)
 
 
 def _largest(x: Tensor) -> float:
-    return float(_float64(x).abs().max()) if x.numel() else 0.0
+    return float(_plain(x).abs().max()) if x.numel() else 0.0
 
 
 def batched(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
@@ -91,24 +100,24 @@ def _approximate_inverse(name: str, a: MCFTensor, bits: int) -> Tensor:
     size, identity = len(a), _identity(a, len(a))
     inverse: Tensor = _wide_like(identity, a)
     condition = 1.0
-    norm = float(_float64(a).abs().sum(1).max()) if size else 0.0
+    norm = float(_plain(a).abs().sum(1).max()) if size else 0.0
     if not norm < torch.inf:
         raise torch.linalg.LinAlgError(f"{name}: the matrix has elements that are not finite")
     for _ in range(len(a.components) + 2):
         near = inverse @ a
-        defect = float(_float64(near - identity).abs().sum(1).max()) if size else 0.0
+        defect = float(_plain(near - identity).abs().sum(1).max()) if size else 0.0
         if defect < 0.25:
             _require_condition(name, condition, bits)
             return inverse
-        wanted = _float64(near)
+        wanted = _plain(near)
         step, info = torch.linalg.inv_ex(wanted)
         if int(info) or not bool(step.isfinite().all()):
-            shift = 2.0**-50 * float(wanted.abs().max())
+            shift = 8 * torch.finfo(wanted.dtype).eps * float(wanted.abs().max())
             step = torch.linalg.inv_ex(wanted + shift * identity).inverse
         if not bool(step.isfinite().all()):
             break
         inverse = _wide_like(step, a) @ inverse
-        condition = norm * float(_float64(inverse).abs().sum(1).max())
+        condition = norm * float(_plain(inverse).abs().sum(1).max())
         if not condition < 2.0 ** (bits + 40):
             break
     _require_condition(name, torch.inf if condition < 2.0**bits else condition, bits)
@@ -127,7 +136,7 @@ def _solved(name: str, a: MCFTensor, b: Tensor, bits: int) -> Tensor:
         change = inverse @ (b - a @ x)
         x = x + change
         sizes, changes = (
-            _float64(y).abs().amax(0) if len(a) else y.new_zeros(0) for y in (x, change)
+            _plain(y).abs().amax(0) if len(a) else y.new_zeros(0) for y in (x, change)
         )
         if bool((changes <= sizes * 2.0 ** -(bits + 8)).all()):
             break
@@ -222,7 +231,7 @@ def lu_solve(
 def _order_of(pivots: Tensor, size: int) -> Tensor:
     """Return the permutation that row exchanges make."""
     lower = torch.lu_unpack(
-        pivots.new_zeros(*pivots.shape, size).double(), pivots, unpack_data=False
+        pivots.new_zeros(*pivots.shape, size).float(), pivots, unpack_data=False
     )
     return lower[0].argmax(-2)
 
@@ -286,10 +295,10 @@ def lu_unpack(
     """Return P, L and U of packed factors."""
     rows, columns = packed.shape[-2:]
     size = min(rows, columns)
-    plain = pivots.new_zeros(*pivots.shape[:-1], rows, columns).double()
+    plain = pivots.new_zeros(*pivots.shape[:-1], rows, columns).float()
     exchange = torch.lu_unpack(plain, pivots, unpack_data=False)[0]
     lower = packed[..., :size].tril(-1) + torch.eye(
-        rows, size, dtype=torch.float64, device=packed.device
+        rows, size, dtype=torch.float32, device=packed.device
     )
     return exchange_in(exchange, packed), lower, packed[..., :size, :].triu()
 
@@ -310,21 +319,27 @@ def _determinant(a: MCFTensor, bits: int) -> tuple[Tensor, ...]:
     factors.
     """
     packed, pivots, _ = _eliminated(a)
-    number: Tensor = _wide_like(torch.ones((), dtype=torch.float64, device=a.device), a)
+    number: Tensor = _wide_like(torch.ones((), device=a.device), a)
     exponent = torch.zeros((), dtype=torch.int64, device=a.device)
     for i, pivot in enumerate(pivots.tolist()):
         number = number * packed[i, i] * (1 if pivot == i + 1 else -1)
-        more = _float64(number).frexp().exponent
+        more = _plain(number).frexp().exponent
         number, exponent = _by_power(number, -more), exponent + more
     return number, exponent, packed, pivots
 
 
 def _by_power(x: Tensor, exponent: Tensor) -> Tensor:
     for part in (exponent // 2, exponent - exponent // 2):
-        x = x * torch.ldexp(
-            torch.ones(part.shape, dtype=torch.float64, device=part.device), part.clamp(-1020, 1020)
-        )
+        x = x * _power_of_two(part, x)
     return x
+
+
+def _power_of_two(exponent: Tensor, like: Tensor) -> Tensor:
+    """Return a power in the machine type; the largest or smallest one beyond its range."""
+    dtype = _machine_of(like)
+    most = BASES[dtype].max_exponent - 3
+    ones = torch.ones(exponent.shape, dtype=dtype, device=exponent.device)
+    return torch.ldexp(ones, exponent.clamp(-most, most))
 
 
 def _as_factored(a: Tensor) -> Tensor:
@@ -382,7 +397,7 @@ def _orthonormal(name: str, a: MCFTensor, bits: int) -> tuple[Tensor, Tensor]:
             _require_condition(name, torch.inf, bits)
         q = _substituted(lower, q.T, upper=False, unit=False).T
         r = lower.T @ r
-    diagonal = _float64(r.diagonal()).abs()
+    diagonal = _plain(r.diagonal()).abs()
     if len(diagonal):
         _require_condition(name, float(diagonal.max() / diagonal.min()), bits)
     return q, r
@@ -432,21 +447,19 @@ def lstsq(a: Tensor, b: Tensor, rcond: Any = None, *, driver: str | None = None)
 def _eigenvectors(a: MCFTensor, bits: int) -> tuple[Tensor, Tensor]:
     """Return eigenvalues in ascending order and eigenvectors of a symmetric matrix."""
     size, norm = len(a), _largest(a)
-    scale = (
-        torch.tensor(norm if norm else 1.0, dtype=torch.float64, device=a.device).frexp().exponent
-    )
-    small = a * torch.ldexp(torch.ones((), dtype=torch.float64, device=a.device), -scale)
+    scale = torch.tensor(math.frexp(norm)[1] if 0 < norm < math.inf else 0, device=a.device)
+    small = a * _power_of_two(-scale, a)
     identity = _identity(a, size)
     least = 2.0 ** (10 - a._format.precision) * max(size, 1)  # smaller elements are rounding errors
-    x: Tensor = _wide_like(torch.linalg.eigh(_float64(small)).eigenvectors, a)
+    x: Tensor = _wide_like(torch.linalg.eigh(_plain(small)).eigenvectors, a)
     for _ in range(_MOST_STEPS):
         x = _orthogonal(x)
         s = x.T @ (small @ x)
         values = s.diagonal()
         gaps, off = values.unsqueeze(0) - values.unsqueeze(1), s - torch.diag(values)
-        off = torch.where(_float64(off).abs() > least, off, 0.0)
-        bound = 2 * float(_float64(off).norm())
-        is_close = _float64(gaps).abs() <= bound
+        off = torch.where(_plain(off).abs() > least, off, 0.0)
+        bound = 2 * float(_plain(off).norm())
+        is_close = _plain(gaps).abs() <= bound
         is_close.fill_diagonal_(True)
         change = torch.where(is_close, 0.0, off / torch.where(is_close, 1.0, gaps))
         x = x + x @ change
@@ -456,7 +469,7 @@ def _eigenvectors(a: MCFTensor, bits: int) -> tuple[Tensor, Tensor]:
                 part = s[block][:, block] - values[block[0]] * identity[: len(block), : len(block)]
                 unit = _largest(part)
                 if len(block) > 1 and unit:
-                    turned = torch.linalg.eigh(_float64(part / unit)).eigenvectors
+                    turned = torch.linalg.eigh(_plain(part / unit)).eigenvectors
                     x[:, block] = x[:, block] @ _wide_like(turned, a)
         elif _largest(change) <= 2.0 ** -(bits + 8):
             break
@@ -465,8 +478,7 @@ def _eigenvectors(a: MCFTensor, bits: int) -> tuple[Tensor, Tensor]:
             f"linalg.eigh: no convergence for a matrix of shape {tuple(a.shape)}"
         )
     order = values.argsort()
-    back = torch.ldexp(torch.ones((), dtype=torch.float64, device=a.device), scale)
-    return values[order] * back, x[:, order]
+    return values[order] * _power_of_two(scale, a), x[:, order]
 
 
 def _orthogonal(x: Tensor) -> Tensor:
@@ -522,7 +534,7 @@ def _singular(a: MCFTensor, full: bool, bits: int) -> tuple[Tensor, Tensor, Tens
     v = v.flip(1)
     images = a @ v
     s = images.square().sum(0).sqrt()
-    sizes = _float64(s)
+    sizes = _plain(s)
     rank = int((sizes > sizes.max() * 2.0 ** (4 - bits) * rows).sum()) if columns else 0
     # Small singular values magnify the remaining products of eigenvectors.
     u, _ = _orthonormal("linalg.svd", images[:, :rank] / s[:rank], bits)  # type: ignore[arg-type]

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.products import sliced_product
 from mcftensor.dispatch.operands import value_of
-from mcftensor.kernels.without_float64 import has_float64
+from mcftensor.kernels.without_float64 import widest
 from mcftensor.tensor import MCFTensor
 
 
 def multiplied(x: MCFTensor, y: MCFTensor) -> MCFTensor:
     """Return the products of matrices of one format, of shapes (b, m, k) and (b, k, n)."""
     format = x._format
-    machine = torch.float64 if has_float64(x.device) else torch.float32
+    machine = widest(x.device)
     summed = format.sums_in(machine)  # type: ignore[attr-defined]
     made = sliced_product(
         list(x._read()), list(y._read()), len(summed.components), format.precision, machine

@@ -17,7 +17,7 @@ from mcftensor.formats.promotion import longest_format
 from mcftensor.kernels import marks
 from mcftensor.kernels.columns import on_device
 from mcftensor.kernels.custom_ops import is_bare
-from mcftensor.kernels.without_float64 import HALVES, halves, has_float64
+from mcftensor.kernels.without_float64 import HALVES, halves, has_float64, widest
 from mcftensor.passes.format_conversion import collapse, key_for, recode
 from mcftensor.passes.operators import Number
 from mcftensor.tensor.components import COMPONENTS, Role
@@ -149,7 +149,7 @@ def plain(operand: Any) -> Tensor:
         require_dense(operand)
         return operand
     require_numbers([operand])
-    dtype = torch.float64 if has_float64() else torch.float32  # as much as its formats represent
+    dtype = widest()  # as much as its formats represent
     return torch.scalar_tensor(operand, dtype=dtype, device="cpu")
 
 

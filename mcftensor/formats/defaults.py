@@ -11,7 +11,7 @@ from mcftensor.arithmetic.base_types import BASES, NARROW
 from mcftensor.formats.expansion_format import ExpansionFormat, default_format
 from mcftensor.formats.format import Format
 from mcftensor.formats.integer_tails import bf16i16
-from mcftensor.kernels.without_float64 import has_float64
+from mcftensor.kernels.without_float64 import widest
 
 _LARGE = 0.75
 """Root mean square of weights above which two terms are too coarse. It is above the root mean
@@ -38,7 +38,7 @@ def format_of_weights(x: Tensor, lr: float | None = None) -> ExpansionFormat:
     if x.is_meta or type(x) not in (Tensor, torch.nn.Parameter) or not x.numel():
         return by_shape
     some = _some_of(x.detach()).cpu()  # some devices have no float64
-    wide = torch.float64 if has_float64() else torch.float32
+    wide = widest()
     size = float(torch.linalg.vector_norm(some, dtype=wide)) / math.sqrt(some.numel())
     is_large = size > (_LARGE if lr is None else lr * _UPDATES)
     return default_format(torch.Size(())) if is_large else by_shape

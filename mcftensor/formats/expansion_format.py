@@ -122,11 +122,10 @@ class ExpansionFormat(Format):
             machine, max(2, (self.precision + 8) // BASES[machine].precision + 1)
         )
 
-    @property
-    def doubled(self) -> ExpansionFormat:
-        """A format of float64 terms with twice the bits, or the longest one."""
-        terms = -(-2 * self.precision // BASES[torch.float64].precision)
-        return ExpansionFormat(torch.float64, min(max(2, terms), MAX_TERMS))
+    def doubled_in(self, machine: torch.dtype) -> ExpansionFormat:
+        """Return the format with terms of `machine` and twice the bits, or the longest one."""
+        terms = -(-2 * self.precision // BASES[machine].precision)
+        return ExpansionFormat(machine, min(max(2, terms), MAX_TERMS))
 
     @property
     def of_gradients(self) -> Format:

@@ -16,6 +16,7 @@ from mcftensor.arithmetic.noise import Noise, Rounding
 from mcftensor.arithmetic.number_protocol import Floats, Number, Numbers, Sum
 from mcftensor.formats.moving import move_component, move_rows
 from mcftensor.formats.registration_checks import require_codec
+from mcftensor.kernels.without_float64 import widest
 
 F = TypeVar("F", bound="Format")
 
@@ -248,10 +249,14 @@ class Format:
         base = torch.finfo(self.numbers.dtype)
         return base.max / (2 - base.eps) * (2 - 2.0 ** (1 - self.precision))
 
-    @property
-    def dtype_of_numbers(self) -> torch.dtype:
-        """The machine dtype that holds the bits of a number: float32, or else float64."""
-        return torch.float32 if self.precision <= 24 else torch.float64
+    def dtype_of_numbers(self, device: torch.device) -> torch.dtype:
+        """Return the machine dtype that holds the bits of a number: float32, or else float64.
+
+        Without float64 it is float32 for all formats of shorter terms.
+        """
+        if self.precision <= 24:
+            return torch.float32
+        return torch.float64 if self.dtype == torch.float64 else widest(device)
 
     @property
     def result(self) -> Format:

@@ -18,7 +18,7 @@ from mcftensor.kernels.block_scales import BLOCK_SIZE
 from mcftensor.kernels.columns import Columns, Scalar
 from mcftensor.kernels.marks import bits_for, changed_elements, packed_bits
 from mcftensor.kernels.program import PATTERNS, Body, Program, Signature
-from mcftensor.kernels.without_float64 import has_float64
+from mcftensor.kernels.without_float64 import widest
 
 # Elements of the sets of tensors: whole blocks of a GPU's threads, and a partial block.
 LENGTHS = (1024, 512)
@@ -89,7 +89,7 @@ def hard_numbers(dtype: torch.dtype, number: int, count: int, *, shared: bool = 
     if dtype.is_floating_point:
         exponents = bits[::2] % 16 - 8
         half = x[::2]
-        wide = torch.float64 if has_float64() else torch.float32
+        wide = widest()
         half.copy_(torch.ldexp(bits[1::2].to(wide) * 2.0**-63, exponents)[: len(half)])
     return x
 

@@ -59,6 +59,11 @@ def has_float64(device: torch.device | None = None) -> bool:
     return device is None or device.type == "cpu" or _has_float64(device.type, device.index)
 
 
+def widest(device: torch.device | None = None) -> torch.dtype:
+    """Return float64, or float32 where float64 is not available."""
+    return torch.float64 if has_float64(device) else torch.float32
+
+
 @functools.lru_cache(maxsize=64)
 def _has_float64(kind: str, index: int | None) -> bool:
     if kind == "xpu" and torch.xpu.is_available():

@@ -93,4 +93,5 @@ def _rounded_gradient(read: Tensor, format: Format) -> Tensor:
     """Return the plain gradient that a gradient tensor wraps."""
     if isinstance(read, ComponentTensor):
         return read._component0
-    return read.to(format.dtype) if read.dtype == format.dtype_of_numbers else read
+    is_wide = read.dtype == format.dtype_of_numbers(read.device)
+    return read.to(format.dtype) if is_wide else read

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mcftensor.arithmetic.base_types import BASES
 from mcftensor.formats import Format
-from mcftensor.kernels.without_float64 import has_float64
+from mcftensor.kernels.without_float64 import widest
 from mcftensor.tensor.step_context import current_step
 
 Action = Literal["ignore", "warn", "raise"]
@@ -297,7 +297,7 @@ def _is_small_update(target: Any, source: Tensor) -> bool:
         step = -(-size // 32)
         places = [slice(None)] * dim + [slice(None, None, step)]
         target, source = target[tuple(places)], source.detach()[tuple(places)]
-    wide = torch.float64 if has_float64(source.device) else torch.float32
+    wide = widest(source.device)
     new, leading = source.to(wide), target.compute_tensor.to(wide)
     changes = (new - leading).abs()
     is_near = changes <= _SMALL * leading.abs()

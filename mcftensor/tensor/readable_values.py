@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcftensor.kernels.without_float64 import has_float64
+from mcftensor.kernels.without_float64 import has_float64, widest
 from mcftensor.tensor import text_tables
 from mcftensor.tensor.addresses import require_dispatch
 from mcftensor.tensor.components import ComponentTensor
@@ -30,7 +30,7 @@ class ReadableTensor(ComponentTensor):
 
     def _shown(self) -> Tensor:
         """Return the collapsed values in float64, or in float32 on devices without float64."""
-        return self._collapsed(torch.float64 if has_float64(self.device) else torch.float32)
+        return self._collapsed(widest(self.device))
 
     def _repr_html_(self) -> str:
         components = self._read()
@@ -78,4 +78,4 @@ class ReadableTensor(ComponentTensor):
 
     def dequantize(self) -> Tensor:
         """Return the numbers as a plain tensor. Storage formats decode exactly, to float32."""
-        return self._collapsed(self._format.dtype_of_numbers)
+        return self._collapsed(self._format.dtype_of_numbers(self.device))

@@ -127,7 +127,9 @@ class Division(NamedTuple):
         alone = self._alone(x)
         part = local(x if alone == list(x.placements) else x.redistribute(placements=alone))
         if isinstance(part, MCFTensor) and part._format.shared and self._dim(x):
-            return part._collapsed(part._format.dtype_of_numbers)  # blocks do not cross shards
+            return part._collapsed(
+                part._format.dtype_of_numbers(part.device)
+            )  # blocks do not cross shards
         return part
 
     def _alone(self, x: Any) -> list[Any]:

@@ -19,7 +19,7 @@ from mcftensor.arithmetic.write_counts import count_beside, moved, start
 from mcftensor.formats import Format, require_format, unmoved
 from mcftensor.formats.format import named
 from mcftensor.kernels.columns import on_device
-from mcftensor.kernels.without_float64 import has_float64
+from mcftensor.kernels.without_float64 import HALVES, has_float64, widest
 from mcftensor.passes.format_conversion import of_number
 from mcftensor.tensor.checks import check_components, check_writes, normalized
 from mcftensor.tensor.components import COMPONENTS, Role, wrapper
@@ -276,12 +276,14 @@ class MCFTensor(GatheredTensor, PickledTensor, GradedTensor, AddressedTensor, Re
         """Return data in the format and role of this tensor. torch would round them to the base
         dtype.
         """
-        is_narrow = self.is_inside_step and dtype != self._format.dtype_of_numbers
+        is_narrow = self.is_inside_step and dtype != self._format.dtype_of_numbers(
+            self._component0.device
+        )
         if dtype is not None and (is_narrow or dtype != self._format.dtype):
             plain = self.compute_tensor
             return plain.new_tensor(data, dtype=dtype, device=device, requires_grad=requires_grad)
         if not isinstance(data, Tensor):
-            data = torch.tensor(data, dtype=torch.float64, device="cpu")
+            data = of_numbers(data)
         made = self.new_empty(data.shape, device=device).copy_(data.detach())
         return made.requires_grad_(requires_grad)
 
@@ -448,7 +450,7 @@ def gradient_tensor(gradient: Tensor, format: Format) -> Tensor:
 
 def _wrapped(gradient: Tensor, format: Format) -> Tensor:
     if gradient.layout != torch.strided or format.of_gradients is None:
-        return gradient.to(format.dtype_of_numbers)
+        return gradient.to(format.dtype_of_numbers(gradient.device))
     return GradientTensor.over(gradient, format.of_gradients)
 
 
@@ -500,6 +502,20 @@ def _where(condition: Tensor, input: Any = None, other: Any = None, **kwargs: An
     return torch.where(condition, input, other, **kwargs)
 
 
+def of_numbers(data: Any) -> Tensor:
+    """Return numbers, in nested lists or an array, in float64, or in float32 terms without it."""
+    if has_float64():
+        return torch.tensor(data, dtype=torch.float64, device="cpu")
+    numbers = np.asarray(data, dtype=np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        high = numbers.astype(np.float32)
+        low = np.where(np.isfinite(high), numbers - high, 0).astype(np.float32)
+        total = high.astype(np.float64) + low
+        high = total.astype(np.float32)  # low may lie on a tie
+        low = np.where(np.isfinite(high), total - high, 0).astype(np.float32)
+    return MCFTensor.of([torch.from_numpy(np.array(x)) for x in (high, low)], named(HALVES))
+
+
 def number_in(
     x: float, format: Format, role: Role = "value", device: torch.device | None = None
 ) -> Tensor:
@@ -508,7 +524,7 @@ def number_in(
     In formats with shared scales or rules it is a plain tensor.
     """
     if format.shared or format.rules is not None:
-        dtype = torch.float64 if has_float64(device) else torch.float32
+        dtype = widest(device)
         number = torch.tensor(x, dtype=dtype, device="cpu")
         return number if device is None else on_device(number, device)
     terms = of_number(x, format, device)

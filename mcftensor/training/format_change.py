@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mcftensor.convert import Held, Overrides, as_plain, for_shape, plan_conversion
-from mcftensor.dispatch.operands import as_state
-from mcftensor.formats import PLAIN, Format, require_format
+from mcftensor.dispatch.operands import as_state, value_of
+from mcftensor.formats import PLAIN, Format, named, require_format
+from mcftensor.kernels.without_float64 import HALVES, has_float64
 from mcftensor.meters.memory_summary import Summary, summary
 from mcftensor.patches.optimizers import parameters_of
 from mcftensor.tensor.dtensor import format_of, local
@@ -227,6 +228,11 @@ def _name_in(model: nn.Module, p: Tensor) -> str:
     return next((name for name, q in model.named_parameters() if q is p), "a parameter")
 
 
+def _widely(x: Tensor) -> Tensor:
+    """Return numbers in float64, or in two float32 terms without it."""
+    return as_plain(x, torch.float64) if has_float64(x.device) else value_of(x, named(HALVES))
+
+
 @torch.no_grad()
 def _lost(old: Tensor, new: Tensor) -> Loss | None:
     """Return the loss of a tensor in the new format."""
@@ -235,6 +241,6 @@ def _lost(old: Tensor, new: Tensor) -> Loss | None:
     elements = differing(old, in_format(source.nearest, new))
     if not elements:
         return None
-    exact = as_plain(old, torch.float64)
-    off = (exact - as_plain(new, torch.float64)).norm() / exact.norm()
+    exact, found = _widely(old), _widely(new)
+    off = (exact - found).norm() / exact.norm()
     return Loss(elements, old.numel(), float(off))

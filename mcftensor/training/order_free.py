@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import math
+import struct
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mcftensor.arithmetic.binned_sums import DTYPES, layout_of
 from mcftensor.kernels.execute import is_dense
+from mcftensor.kernels.without_float64 import widest
 from mcftensor.patches.distributed import around_each_reduction
 from mcftensor.patches.optimizers import watch_norms
 from mcftensor.patches.table import calls
@@ -137,16 +140,18 @@ class OrderFree(Handle):
             values: losses of this process's microbatches, say, of any shape and real dtype.
 
         Returns:
-            A tensor () in shape: of float64, the exact sum rounded once; or of int64, for integers.
+            A tensor () in shape: of float64, or float32 without float64, the exact sum rounded
+            once; or of int64, for integers.
         """
         own = values.detach().reshape(-1)
-        exact = torch.float64 if own.is_floating_point() else torch.int64
-        numbers: list[float] = own.to(exact).tolist()
+        exact = widest(values.device) if own.is_floating_point() else torch.int64
+        numbers: list[float] = own.tolist()
         if self._ddp is not None or self._exchange is not None:
             every: list[Any] = [None] * dist.get_world_size(self._group())
             dist.all_gather_object(every, numbers, group=self._group())
             numbers = [x for part in every for x in part]
-        return torch.tensor(_total(numbers), dtype=exact, device=values.device)
+        total = _total(numbers, odd=exact == torch.float32)
+        return torch.tensor(total, dtype=exact, device=values.device)
 
     def digest(self, backward: Callable[[], Any]) -> str:
         """Return a digest of the leaf of one backward pass on this process, which no step counts.
@@ -692,12 +697,19 @@ def _kind(x: Tensor) -> str:
     return f"an expansion in {x.format.name}" if isinstance(x, MCFTensor) else str(x.dtype)
 
 
-def _total(numbers: Sequence[float]) -> float:
+def _total(numbers: Sequence[float], odd: bool) -> float:
+    """Return the exact sum, rounded to nearest or, to be rounded once more, to odd."""
     special = [x for x in numbers if x - x != 0]
     if special:
         return sum(special)
     try:
         total = sum(map(Fraction, numbers), Fraction(0))
-        return int(total) if all(isinstance(x, int) for x in numbers) else float(total)
+        if all(isinstance(x, int) for x in numbers):
+            return int(total)
+        rounded = float(total)
+        is_even = struct.unpack("q", struct.pack("d", rounded))[0] % 2 == 0
+        if odd and is_even and total != Fraction(rounded):
+            return math.nextafter(rounded, math.inf if total > rounded else -math.inf)
+        return rounded
     except OverflowError:
         return float("inf") if total > 0 else float("-inf")

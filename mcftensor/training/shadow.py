@@ -122,7 +122,10 @@ class Original:
             if isinstance(self.optimizer, torch.optim.Adafactor) and copied["eps"][0] is None:
                 # The default depends on the dtype: use the same in every precision.
                 stepped = [p for p in group["params"] if p.grad is not None]
-                dtypes = [f.dtype_of_numbers if (f := format_of(p)) else p.dtype for p in stepped]
+                dtypes = [
+                    f.dtype_of_numbers(p.device) if (f := format_of(p)) else p.dtype
+                    for p in stepped
+                ]
                 if dtypes:
                     copied["eps"] = (torch.finfo(dtypes[0]).eps, *copied["eps"][1:])
             copied["params"] = [twins[group["params"][i]] for i in chosen]

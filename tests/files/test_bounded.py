@@ -70,6 +70,7 @@ def refuse(path, message):
     assert not (path.parent / "converted").exists()
 
 
+@pytest.mark.with_float64("a file has a tensor of it")
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_what_asks_for_memory(kind, zipped, tmp_path):

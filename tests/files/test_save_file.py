@@ -86,6 +86,7 @@ class TestStateDicts:
             assert file.metadata().keys() == {"format", "author", "mcftensor"}
             assert (file.metadata()["format"], file.metadata()["author"]) == ("pt", "me")
 
+    @pytest.mark.with_float64("some files are of it")
     def test_plain_tensors_of_every_dtype(self, tmp_path):
         state = {str(d): torch.arange(6).reshape(2, 3).to(d) for d in DTYPES}
         mcf.save_file(state, tmp_path / "x.safetensors")
@@ -191,6 +192,7 @@ class TestModels:
         assert_same_state(model, other)
         assert all(p is q for p, q in zip(parameters, other.parameters(), strict=True))
 
+    @pytest.mark.with_float64("some files are of it")
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
     def test_into_a_plain_model_with_one_rounding(self, dtype, tmp_path):
         model, plain = expansion_model(), nn.Sequential(small_model(1), nn.BatchNorm1d(2)).to(dtype)
@@ -199,6 +201,7 @@ class TestModels:
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             assert_same(mcf.as_plain(p, dtype), q)
 
+    @pytest.mark.with_float64("some files are of it")
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
     def test_from_a_plain_file_of_another_program_with_one_rounding(self, dtype, tmp_path):
         plain = nn.Sequential(small_model(), nn.BatchNorm1d(2)).to(dtype)
@@ -208,6 +211,7 @@ class TestModels:
         for p, q in zip(plain.parameters(), model.parameters(), strict=True):
             assert_same_terms(mcf.as_expansion(p.detach(), q.format), q)
 
+    @pytest.mark.with_float64("some files are of it")
     @pytest.mark.parametrize("stored", [mcf.fp32x2, mcf.bf16x2, mcf.bf16x3, mcf.fp64x2])
     @pytest.mark.parametrize("wanted", [mcf.bf16x3, mcf.fp32x2, OWN[0]])
     def test_into_another_format(self, stored, wanted, tmp_path):

@@ -2,6 +2,7 @@
 mode `mcf.without_float64()`. The table of the page is what is found here.
 """
 
+import itertools
 import threading
 from fractions import Fraction
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import mcftensor as mcf
+from mcftensor.arithmetic import binned_sums
 from mcftensor.kernels.without_float64 import has_float64
 from support.kernel_cases import way
 from support.no_float64 import Float64Error, no_float64
@@ -157,7 +159,35 @@ WORK = {
     "fma": lambda f: mcf.fma(made(f), 0.1, 3),
     "item": lambda f: made(f)[0, 0].item(),
     "matrix product": lambda f: made(f) @ made(f).T,
+    "norms": lambda f: (torch.norm(made(f), 3), torch.linalg.vector_norm(made(f), 0)),
+    "elu": lambda f: nn.functional.elu(made(f) - 1.5),
+    "celu": lambda f: nn.functional.celu(made(f) - 1.5, 0.3),
+    "logsumexp": lambda f: made(f).logsumexp(1),
+    "new numbers": lambda f: made(f).new_tensor([[0.1, 0.2], [0.3, torch.inf]]),
+    "identity": lambda f: nn.init.eye_(made(f)),
+    "random numbers": lambda f: [getattr(made(f), name)() for name in DRAWS],
+    "sparse rows": lambda f: made(f).add_(sparse(), alpha=0.1),
+    "equations": lambda f: torch.linalg.solve(square(f), made(f)[:3, :2]),
+    "inverse": lambda f: torch.linalg.inv(square(f)),
+    "root of a matrix": lambda f: torch.linalg.cholesky(square(f)),
 }
+FACTORS = {
+    "determinant": lambda f: torch.linalg.slogdet(square(f)),
+    "least squares": lambda f: torch.linalg.lstsq(made(f)[:4, :2], made(f)[:4, :1]),
+    "eigenvalues": lambda f: torch.linalg.eigh(square(f)),
+    "singular values": lambda f: torch.linalg.svd(made(f)[:3, :2]),
+}
+DRAWS = ("normal_", "uniform_", "exponential_", "log_normal_", "cauchy_", "bernoulli_")
+
+
+def square(format):
+    x = made(format)[:3, :3]
+    return x + x.T + 9 * torch.eye(3)
+
+
+def sparse():
+    places = torch.tensor([[0, 3, 0]])
+    return torch.sparse_coo_tensor(places, torch.rand(3, 32), (8, 32), check_invariants=True)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +202,15 @@ def test_no_float64_tensor_is_made(format):
         with no_float64():
             function(format)
         del name  # which the traceback shows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", LONG, ids=lambda f: f.name)
+@pytest.mark.parametrize("name", FACTORS)
+def test_no_float64_tensor_is_made_by_factors(name, format):
+    with no_float64():
+        found = FACTORS[name](format)
+    assert all(x.format is format for x in found if isinstance(x, mcf.MCFTensor))
 
 
 @pytest.mark.parametrize(
@@ -334,6 +373,109 @@ def test_transformations_of_float32_in_float32():
     assert torch.equal(fused, mcf.eft.fma(a, b, -c))
     assert torch.equal(root, mcf.eft.sqrt(a))
     assert torch.equal(tiny, mcf.eft.sqrt(a * 1e-40))
+
+
+def test_equations_of_a_bad_condition():
+    """Of Hilbert's matrix of order 8, of condition 1.5e10, with the exact inverse, of integers."""
+    n = 8
+    a = mcf.exact.from_exact(
+        [[Fraction(1, i + j + 1) for j in range(n)] for i in range(n)], mcf.fp32x2
+    )
+    with no_float64():
+        found = torch.linalg.solve(a, a @ a)
+    x, expected = exactly(found), exactly(a)
+    # The right side is rounded to 48 bits.
+    error = max(abs(p - q) for p, q in zip(x, expected, strict=True))
+    assert error < Fraction(1, 2**48) * 2 * 10**10
+    with no_float64():
+        left = a @ torch.linalg.inv(a)
+    off = max(abs(p - (i % (n + 1) == 0)) for i, p in enumerate(exactly(left)))
+    assert 0 < off < Fraction(1, 2**44) * 2 * 10**10
+    large = torch.tensor([[1.0, 1.0], [1.0, 1.0]])
+    with no_float64(), pytest.raises(torch.linalg.LinAlgError, match="estimated condition"):
+        torch.linalg.inv(mcf.as_expansion(large, mcf.fp32x2))
+
+
+MEANS = {"normal_": (0, 1), "uniform_": (0.5, 1 / 12), "exponential_": (1, 1)}
+
+
+@pytest.mark.parametrize("format", [mcf.bf16x3, mcf.fp32x2], ids=lambda f: f.name)
+def test_random_numbers_have_all_their_bits(format):
+    count = 4000
+    for name, (mean, variance) in MEANS.items():
+        x = mcf.as_expansion(torch.zeros(count), format)
+        with no_float64():
+            getattr(x, name)()
+        numbers = [float(v) for v in exactly(x)]
+        found = sum(numbers) / count
+        assert abs(found - mean) < 5 * (variance / count) ** 0.5
+        assert sum((v - mean) ** 2 for v in numbers) / count == pytest.approx(variance, rel=0.2)
+        assert (x.components[-1] != 0).float().mean() > 0.5
+    with no_float64():
+        x.cauchy_(2.0, 0.5)
+        halves = (x < 2).float().mean().item()
+        x.log_normal_(1.0, 0.5)
+    assert abs(halves - 0.5) < 0.05
+    assert abs(sorted(float(v) for v in exactly(x))[count // 2] - 2.718) < 0.2
+
+
+def test_sparse_rows_are_summed_exactly():
+    x, rows = made(mcf.fp32x2), sparse()
+    before = exactly(x)
+    with no_float64():
+        x.add_(rows)
+    sums = [[Fraction(0)] * 32 for _ in range(8)]
+    values = rows._values().tolist()
+    for place, row in zip(rows._indices()[0].tolist(), values, strict=True):
+        sums[place] = [p + Fraction(q) for p, q in zip(sums[place], row, strict=True)]
+    for old, new, more in zip(before, exactly(x), itertools.chain(*sums), strict=True):
+        assert abs(new - old - more) <= 3 * abs(old + more) / 2**48
+
+
+@pytest.mark.parametrize("order", [0, 1.5, 3])
+def test_norms_of_any_order(order):
+    x = drawn(mcf.fp32x2, 8, 50)
+    with no_float64():
+        found = torch.linalg.vector_norm(x, order)
+    with mpmath.workprec(160):
+        sizes = [abs(v) for v in in_mpmath(x)]
+        exact = sum(v**order for v in sizes) ** (1 / mpmath.mpf(order)) if order else len(sizes)
+        assert abs(in_mpmath(found)[0] / exact - 1) < 2.0**-42
+
+
+@pytest.mark.parametrize("dtype", binned_sums.DTYPES)
+def test_sums_without_order_have_the_bits_of_float64(dtype):
+    bits = torch.randint(-(2**31), 2**31 - 1, (3, 2000), dtype=torch.int32)
+    terms = list((bits if dtype == torch.float32 else bits.short()).view(dtype))
+    for count in (3, 40, 4000):
+        layout = binned_sums.layout_of(count)
+        added = binned_sums._add(torch.zeros(2000, dtype=torch.int64), terms, layout)
+        with no_float64():
+            assert torch.equal(
+                binned_sums._add(torch.zeros(2000, dtype=torch.int64), terms, layout), added
+            )
+        for target in binned_sums.DTYPES:
+            expected = binned_sums._round(added, layout, target)
+            with no_float64():
+                for found in (
+                    binned_sums._round(added, layout, target),
+                    binned_sums._sum(terms, layout, target),
+                ):
+                    for x, y in ((found, expected), (found.signbit(), expected.signbit())):
+                        known = ~expected.isnan()
+                        assert torch.equal(x[known], y[known])
+                    assert torch.equal(found.isnan(), expected.isnan())
+
+
+def test_a_total_of_losses_is_rounded_once():
+    model = nn.Linear(2, 2)
+    handle = mcf.order_free_gradients(model, microbatches=1)
+    with no_float64():
+        # Of the exact sum, float64 keeps 1 + 2**-24, a tie that the rest decides.
+        total = handle.total(torch.tensor([1.0, 2.0**-24, 2.0**-90]))
+        assert total.dtype == torch.float32
+    handle.remove()
+    assert total.item() == 1 + 2.0**-23
 
 
 EXACT = {

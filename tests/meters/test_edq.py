@@ -81,6 +81,7 @@ def test_figures_of_plain_bf16_by_hand():
     }
 
 
+@pytest.mark.with_float64("without it figures are sums in float32")
 def test_figures_of_bf16x2_by_hand():
     # Of (1, -2^-10), eight bits a term, the last bit is 2^-17: the second update is lost. The
     # first one ends at the tie (1, -2^-9), the third at (1 - 2^-7, -2^-10).
@@ -96,6 +97,7 @@ def test_figures_of_bf16x2_by_hand():
     assert edq.last["lost_leading"] == 2 / 3
 
 
+@pytest.mark.with_float64("without it figures are sums in float32")
 @pytest.mark.parametrize(
     "kind", [*PLAIN, torch.float64, *mcf.formats.FORMATS, *STORED, *SCALED], ids=str
 )
@@ -210,6 +212,7 @@ def test_infinite_gradients_are_told():
     assert edq.last["lost"] == 0
 
 
+@pytest.mark.with_float64("complex numbers are measured in complex128")
 def test_complex_parameters():
     p = nn.Parameter(torch.ones(4, dtype=torch.complex64))
     p.grad = torch.full((4,), 0.25 + 2**-30 * 1j, dtype=torch.complex64)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 import mcftensor as mcf
 
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.UninitializedParameter)
 _LIBRARY = str(Path(mcf.__file__).parent)
 _THROUGH = (str(Path(torch.__file__).parent), __file__, "<")
 _WIDE = (torch.float64, torch.complex128)
@@ -100,14 +101,19 @@ def _held(x: Any) -> list[Tensor]:
         return [x]
     if isinstance(x, torch.nn.Module):
         return [*x.parameters(), *x.buffers()]
-    return [p for group in x.param_groups for p in group["params"]]
+    return [p for group in x.param_groups for p in group["params"]] + _tensors([*x.state.values()])
 
 
 @contextlib.contextmanager
 def no_float64(*, of_all: bool = True) -> Iterator[None]:
     """`mcf.without_float64()`, and whatever makes a float64 tensor raises, or only the library."""
-    length = torch._C._len_torch_dispatch_stack
+    length, own = torch._C._len_torch_dispatch_stack, threading.get_ident()
+
+    def seen() -> int:
+        """The modes of a thread, without the one that watches."""
+        return length() - (threading.get_ident() == own and length() > 0)
+
     with pytest.MonkeyPatch.context() as patch, mcf.without_float64(), _Watch(of_all):
         # The library takes the ways that it takes where nobody looks on.
-        patch.setattr(torch._C, "_len_torch_dispatch_stack", lambda: max(length() - 1, 0))
+        patch.setattr(torch._C, "_len_torch_dispatch_stack", seen)
         yield

@@ -535,6 +535,7 @@ FORMATS = ["bf16x3", *(pytest.param(x, marks=pytest.mark.slow) for x in (
 ))]  # fmt: skip
 
 
+@pytest.mark.with_float64("it is of all operations, those that are refused without it, too")
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", UNITS)
 @pytest.mark.parametrize("kind", ["gradient", "parameter"])

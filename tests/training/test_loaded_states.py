@@ -75,7 +75,9 @@ def kinds(optimizer, name="wide"):
 
 
 @pytest.mark.parametrize(
-    "format", [mcf.bf16x2, mcf.bf16x3, mcf.fp16x2, mcf.fp32x2, mcf.fp64x2, mcf.bf16i16]
+    "format",
+    [mcf.bf16x2, mcf.bf16x3, mcf.fp16x2, mcf.fp32x2, mcf.fp64x2, mcf.bf16i16],
+    ids=lambda f: f.name,
 )
 @pytest.mark.parametrize("options", [{}, {"nested": True}, {"beside": True}], ids=str)
 def test_those_of_the_same_format_stay_as_they_are(format, options):
