@@ -103,7 +103,7 @@ _MOVED = {
         "checkpoint": "as_terms convert_checkpoint from_terms store_as_terms",
         "errors": "CheckpointError DetachedParameterWarning FrozenWeightWarning NarrowStateWarning "
         "PatchWarning PlainParameterWarning RoundedError RoundedWarning SaturationWarning "
-        "SelfCheckError StepInBackwardError",
+        "SelfCheckError StepInBackwardError ZeroMomentWarning",
         "exact": "from_exact to_decimal to_fraction",
         "formats": "Component FInfo FORMATS",
         "meters": "Summary audit edq estimate summary",

@@ -11,6 +11,7 @@ from mcftensor.training.step_warnings import (
     NarrowStateWarning,
     PlainParameterWarning,
     SaturationWarning,
+    ZeroMomentWarning,
 )
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "SaturationWarning",
     "SelfCheckError",
     "StepInBackwardError",
+    "ZeroMomentWarning",
 ]

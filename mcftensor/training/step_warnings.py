@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.optim import Optimizer
@@ -23,11 +24,11 @@ from mcftensor.arithmetic.number_protocol import Sum
 from mcftensor.checkpoint.checkpoint_error import some
 from mcftensor.checkpoint.module_hooks import KEPT, rounded
 from mcftensor.formats import Format
-from mcftensor.kernels.block_scales import BLOCK_SIZE, block_max
+from mcftensor.kernels.block_scales import BLOCK_SIZE, block_max, spread
 from mcftensor.patches.optimizers import has_expansions, named_parameters_of, parameters_of
 from mcftensor.patches.table import calls
 from mcftensor.tensor import MCFTensor
-from mcftensor.tensor.dtensor import format_of, local
+from mcftensor.tensor.dtensor import any_format_of, format_of, local
 from mcftensor.training.gradient_hooks import Handle
 from mcftensor.training.state_names import SECOND_MOMENTS
 
@@ -48,6 +49,7 @@ class NarrowStateWarning(UserWarning):
     and averages need more bits. A step makes states in the parameters' dtype wider; these were made
     before it, in 16 bits by name, or of sharded parameters. It also covers plain second moments
     without a mode of `collage`: they are left from a run in plain 16 bits, where they never decay.
+    And it covers a learning rate in a tensor of 16 bits, which does not follow a slow schedule.
     """
 
 
@@ -70,6 +72,19 @@ class SaturationWarning(UserWarning):
 
     Raised once for each tensor: when an optimizer gives its state dict, which reads all numbers
     anyway, and by `mcf.EDQ` on measured steps. Other steps read no numbers.
+
+    On measured steps it is also raised if a number is not too large for the format, but for its
+    block: most second moments beside it are raised to the smallest number of the block, and their
+    weights hardly move until the large one has decayed.
+    """
+
+
+class ZeroMomentWarning(UserWarning):
+    """A second moment is zero, the first moment is not, and the weight moves by 100 learning rates.
+
+    The optimizer divides by its eps alone. Squares of gradients below 2^-25 are zero in `float16`
+    and in `fp16x2`, whose tails end there. Raised once for each state, by `mcf.EDQ` on measured
+    steps.
     """
 
 
@@ -290,6 +305,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if type(x) is Tensor and x.dtype in NARROW
         if x.shape != p.shape or (name in SECOND_MOMENTS and not has_mode)
     }
+    _warn_of_narrow_rate(optimizer)
     if found:
         states = sorted(found.items(), key=str)
         told = ", ".join(f"{name} ({str(dtype)[6:]})" for (name, _), dtype in states)
@@ -297,6 +313,20 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         warnings.warn(
             f"{type(optimizer).__name__} keeps states in 16 bits beside parameters that are "
             f"expansions: {told}. What they sum or average loses small changes. {repairs}",
+            NarrowStateWarning,
+            stacklevel=callers_level(),
+        )
+
+
+def _warn_of_narrow_rate(optimizer: Optimizer) -> None:
+    """Warn of a learning rate that rounds to itself when a schedule multiplies it."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    narrow = [x.dtype for x in rates if isinstance(x, Tensor) and x.dtype in NARROW]
+    if narrow and has_expansions(optimizer):
+        warnings.warn(
+            f"{type(optimizer).__name__}: the learning rate is a tensor of {narrow[0]}. A schedule "
+            "that changes it by less than its resolution a step, such as a factor of 0.999, leaves "
+            "it as it is. Give a number, or a tensor of torch.float32",
             NarrowStateWarning,
             stacklevel=callers_level(),
         )
@@ -323,11 +353,44 @@ def saturated_blocks(x: Tensor) -> Tensor | None:
         return None
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     limit = _largest(x.format)
+    for numbers in _parts(x):
+        total += block_max((~(numbers.abs() < limit)).to(torch.int32)).sum()
+    return total
+
+
+def raised_blocks(x: Tensor) -> Tensor | None:
+    """Count the blocks with most elements raised to the smallest number beside the largest.
+
+    Args:
+        x: a tensor, whose blocks on this rank are counted.
+
+    Returns:
+        The count as an int64 without dimensions on the device of x, without synchronization;
+        None if small elements round to zero, or elements share no scales.
+    """
+    x = local(x.detach())
+    if not isinstance(x, MCFTensor) or not x.format.shared or is_fake(x) or x.is_meta:
+        return None
+    smallest = _smallest(x.format)
+    if not smallest:
+        return None
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for numbers in _parts(x):
+        # Floats that are not negative have the order of their patterns.
+        largest = block_max(numbers.view(torch.int32)).view(torch.float32)
+        raised = (numbers > 0) & (numbers <= 2 * smallest * spread(largest, numbers))
+        rows = raised.flatten(1)
+        rows = F.pad(rows, (0, -rows.shape[1] % BLOCK_SIZE))
+        total += (rows.unflatten(1, (-1, BLOCK_SIZE)).sum(2) > BLOCK_SIZE // 2).sum()
+    return total
+
+
+def _parts(x: MCFTensor) -> Iterator[Tensor]:
+    """Yield the decoded numbers, whole rows at a time."""
     rows = max(1, _PART // max(1, x.numel() // max(1, x.shape[0])))
     for part in zip(*(y.split(rows) for y in x._read()), strict=True):
         (numbers,) = x.format.decode(part)
-        total += block_max((~(numbers.abs() < limit)).to(torch.int32)).sum()
-    return total
+        yield numbers
 
 
 @functools.lru_cache(maxsize=64)
@@ -337,29 +400,78 @@ def _largest(format: Format) -> float:
     return float(format.decode(format.nearest.encode(Sum([most]), None))[0].amax())
 
 
-_warned: weakref.WeakKeyDictionary[Optimizer, set[str]] = weakref.WeakKeyDictionary()
+@functools.lru_cache(maxsize=64)
+def _smallest(format: Format) -> float:
+    """Return the number that 1e-30 becomes beside a 1, or 0 if it rounds to zero."""
+    beside = torch.full((1, BLOCK_SIZE), 1e-30, device="cpu")
+    beside[0, 0] = 1.0
+    return float(format.decode(format.nearest.encode(Sum([beside]), None))[0][0, 1])
+
+
+_warned: weakref.WeakKeyDictionary[Optimizer, set[tuple[str, str]]] = weakref.WeakKeyDictionary()
 
 
 def warn_of_saturation(optimizer: Optimizer, found: Mapping[str, tuple[int, Tensor]]) -> None:
     """Warn of tensors of an optimizer with saturated blocks, each by its name and count."""
+    if text := _new_blocks(optimizer, "saturated", found):
+        warnings.warn(
+            f"{type(optimizer).__name__}: numbers are too large for their format, or not finite: "
+            f"{text}. Neighbours in a block of 32 hardly move while this lasts. {_REPAIR}",
+            SaturationWarning,
+            stacklevel=callers_level(),
+        )
+
+
+def warn_of_raised(optimizer: Optimizer, found: Mapping[str, tuple[int, Tensor]]) -> None:
+    """Warn of second moments in blocks with most elements raised, each by its name and count."""
+    if text := _new_blocks(optimizer, "raised", found):
+        warnings.warn(
+            f"{type(optimizer).__name__}: beside one large number, most second moments of a block "
+            f"of 32 are raised to the smallest number that its scale allows: {text}. Their weights "
+            f"hardly move until the large one has decayed. {_REPAIR}",
+            SaturationWarning,
+            stacklevel=callers_level(),
+        )
+
+
+_REPAIR = (
+    "Clip gradients, look for the step whose gradient was that large, and drop the states of these "
+    "parameters, or keep them in mcf.bf16i16: mcf.collage(optimizer, {'exp_avg_sq': mcf.bf16i16})"
+)
+
+
+def _new_blocks(
+    optimizer: Optimizer, kind: str, found: Mapping[str, tuple[int, Tensor]]
+) -> str | None:
+    """Return a text about the tensors that were not warned of before."""
     known = _warned.setdefault(optimizer, set())
-    new = {name: x for name, x in found.items() if x[0] and name not in known}
-    if not new:
-        return
-    known.update(new)
+    new = {name: x for name, x in found.items() if x[0] and (kind, name) not in known}
+    known.update((kind, name) for name in new)
     parts = [
         f"{name} of shape {tuple(x.shape)} in {local(x).format.name}: {count} "  # type: ignore[attr-defined]
         f"block{'s' * (count > 1)}"
         for name, (count, x) in list(new.items())[:5]
     ]
     parts += [f"and {len(new) - 5} more"] * (len(new) > 5)
+    return "; ".join(parts) or None
+
+
+def warn_of_zeros(optimizer: Optimizer, found: Mapping[str, tuple[float, Tensor]]) -> None:
+    """Warn of second moments that are zero, each by its name and the largest movement."""
+    known = _warned.setdefault(optimizer, set())
+    new = {name: x for name, x in found.items() if ("zero", name) not in known}
+    if not new:
+        return
+    known.update(("zero", name) for name in new)
+    largest, x = max(new.values(), key=lambda pair: pair[0])
+    format = any_format_of(x)
+    kind = format.name if format else str(x.dtype).removeprefix("torch.")
     warnings.warn(
-        f"{type(optimizer).__name__}: numbers are too large for their format, or not finite: "
-        f"{'; '.join(parts)}. Neighbours in a block of 32 hardly move while this lasts. Clip "
-        "gradients, look for the step whose gradient was that large, and drop the states of these "
-        "parameters, or keep them in mcf.bf16i16: mcf.collage(optimizer, {'exp_avg_sq': "
-        "mcf.bf16i16})",
-        SaturationWarning,
+        f"{type(optimizer).__name__}: second moments in {kind} are zero where first moments are "
+        f"not, and a weight moved by {largest:.0f} learning rates, since the step divides by eps "
+        f"alone: {some(new)}. Keep them in a format with the range of float32: "
+        "mcf.collage(optimizer, 'compact'), or weights in mcf.fp16i16",
+        ZeroMomentWarning,
         stacklevel=callers_level(),
     )
 

@@ -66,6 +66,32 @@ def test_expansions_and_float32_lose_nothing():
         assert "frozen" not in "".join(lines)
 
 
+def test_a_schedule_that_ends_below_the_resolution():
+    """Its end is not hidden by the median of all samples."""
+    torch.manual_seed(0)
+    p = nn.Parameter((0.02 * torch.randn(400)).bfloat16())
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    with Diagnosis(every=1) as diagnosis:
+        for step in range(8):
+            optimizer.param_groups[0]["lr"] = 1e-2 if step < 6 else 1e-7
+            p.grad = torch.randn(400).bfloat16()
+            optimizer.step()
+    last = diagnosis.verdict().splitlines()[-2:]
+    assert last[0].startswith("  the effective learning rate is 1.00 of yours, and 0.0")
+    assert last[0].endswith(" in the last quarter")
+    assert "mcf.as_expansion(model)" in last[1]
+
+
+def test_to_nearest_no_mean_is_kept():
+    """Large elements move as they should, and small updates of large weights are lost for good."""
+    p = nn.Parameter(torch.ones(100, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    with Diagnosis(every=1) as diagnosis:
+        p.grad = torch.cat([torch.full((50,), 0.25), torch.full((50,), 1e-5)]).bfloat16()
+        optimizer.step()
+    assert diagnosis.verdict().splitlines()[1] == "  50 % of updates are lost"
+
+
 def test_what_rounding_keeps_in_the_mean_is_not_lost():
     balanced = mcf.Format(torch.bfloat16, 1, rounding="balanced")
     torch.manual_seed(0)

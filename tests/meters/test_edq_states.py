@@ -85,6 +85,32 @@ def test_zeros_beside_a_first_moment_are_counted():
     assert edq.states[-1]["exp_avg_sq"]["zero"] == pytest.approx(share, abs=1e-3)
 
 
+def test_zeros_that_matter_are_warned_of():
+    """Squares of 1e-5 are zero in a pair of float16, and the step divides by eps alone."""
+    weight = nn.Parameter(mcf.as_expansion(torch.randn(4, 8), mcf.fp16x2))
+    optimizer = mcf.collage(torch.optim.AdamW([weight], lr=1e-6), "full")
+    edq = mcf.EDQ(optimizer, names=[("weight", weight)])
+    weight.grad = torch.full((4, 8), 1e-5, dtype=torch.float16)
+    optimizer.step()  # whose own square is not rounded yet
+    weight.grad.zero_()
+    where = r"AdamW: second moments in fp16x2 are zero .*: exp_avg_sq of weight\. .*'compact'"
+    with pytest.warns(mcf.errors.ZeroMomentWarning, match=where) as caught:
+        optimizer.step()
+    assert [x.filename for x in caught] == [__file__]
+    assert edq.states[-1]["exp_avg_sq"]["zero"] == 1
+    optimizer.step()  # once
+
+
+def test_zeros_that_do_not_matter_are_not_warned_of():
+    """A gradient of 1e-30 has a square of zero in float32 too, and moves nothing."""
+    weight = nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.AdamW([weight], lr=1e-3)
+    edq = mcf.EDQ(optimizer)
+    weight.grad = torch.full((4,), 1e-30)
+    optimizer.step()
+    assert edq.states[-1]["exp_avg_sq"]["zero"] == 1
+
+
 def test_the_largest_movement_is_in_learning_rates():
     torch.manual_seed(0)
     weight = nn.Parameter(torch.zeros(8))

@@ -82,3 +82,23 @@ def test_second_moments_of_a_plain_run():
         mcf.collage(optimizer, "light")
         mcf.as_expansion(nn.Linear(1, 1))
         steps(optimizer, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_learning_rate_of_16_bits(dtype):
+    """It stays where a schedule multiplies it by 0.999."""
+    rate = torch.tensor(1e-3, dtype=dtype)
+    optimizer = torch.optim.AdamW(model().parameters(), lr=rate, fused=True)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
+    if dtype == torch.float32:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            steps(optimizer)
+        return
+    match = r"AdamW: the learning rate is a tensor of torch\.bfloat16\. .*Give a number"
+    with pytest.warns(mcf.errors.NarrowStateWarning, match=match) as caught:
+        steps(optimizer)
+    assert len(caught) == 1
+    before = rate.clone()
+    scheduler.step()
+    assert torch.equal(optimizer.param_groups[0]["lr"], before)

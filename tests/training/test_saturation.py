@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import mcftensor as mcf
+from mcftensor.training import step_warnings
 from support.helpers import exact
 from support.kernel_cases import same
 from support.optimizers import PATHS
@@ -124,3 +125,37 @@ def test_a_meter_counts_blocks_and_warns():
     p.grad = torch.ones_like(p.grad)
     optimizer.step()
     assert edq.per_state["weight"]["exp_avg_sq"]["saturated"] == 2
+
+
+def test_a_meter_warns_of_neighbours_that_are_raised():
+    """A gradient of 1e9 is not too large for the format, but for its block."""
+    p, optimizer = trained("AdamW", "fused", 1.0, mcf.bf16i8)
+    edq = mcf.EDQ(optimizer, names=[("weight", p)])
+    p.grad = torch.ones_like(p.grad)
+    p.grad[2] = 0.01  # rows of different sizes share no scale
+    optimizer.step()
+    assert edq.states[-1]["exp_avg_sq"]["raised"] == 0
+    p.grad[PLACE] = 1e9
+    match = (
+        r"raised to the smallest .*: exp_avg_sq of weight of shape \(4, 64\) in ue5m3: 1 block\."
+    )
+    with pytest.warns(mcf.errors.SaturationWarning, match=match) as caught:
+        optimizer.step()
+    assert [x.filename for x in caught] == [__file__]
+    reading = edq.per_state["weight"]
+    assert (reading["exp_avg_sq"]["raised"], reading["exp_avg_sq"]["saturated"]) == (1, 0)
+    assert reading["exp_avg"]["raised"] == 0, "small first moments become zero"
+    optimizer.step()
+
+
+def test_raised_elements_have_a_scale_apart():
+    """Second moments of a block that lie 2^20 apart are stored as they are."""
+    v = torch.full((2, 64), 2.0**-20)
+    v[:, 0] = 1.0
+    assert step_warnings.raised_blocks(mcf.as_expansion(v, mcf.ue5m3)) == 0
+    v[1, 0] = 2.0**40
+    assert step_warnings.raised_blocks(mcf.as_expansion(v, mcf.ue5m3)) == 1
+    v[1, 1:16] = 2.0**40
+    assert step_warnings.raised_blocks(mcf.as_expansion(v, mcf.ue5m3)) == 0, "half of them"
+    assert step_warnings.raised_blocks(mcf.as_expansion(v, mcf.mxfp8)) is None
+    assert step_warnings.raised_blocks(v) is None

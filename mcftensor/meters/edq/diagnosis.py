@@ -7,7 +7,7 @@ import os
 import statistics
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,7 @@ class Diagnosis:
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._refused: dict[str, str] = {}
         self._states: dict[EDQ, tuple[str, dict[str, list[str | None]]]] = {}
+        self._keep_mean: set[EDQ] = set()
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ValueError(f"Diagnosis: every={every!r}; give a whole number from 1 on")
 
@@ -87,7 +88,9 @@ class Diagnosis:
 
     def verdict(self) -> str:
         """Return the findings so far, a line for each optimizer."""
-        found = [_verdict(meter, *self._states[meter]) for meter in self.meters]
+        found = [
+            _verdict(meter, *self._states[meter], meter in self._keep_mean) for meter in self.meters
+        ]
         found += [f"EDQ of {name}: not measured: {why}" for name, why in self._refused.items()]
         return "\n".join(found) or "EDQ: no optimizer has stepped"
 
@@ -121,6 +124,8 @@ class Diagnosis:
         noted = self._states[meter][1]
         noted.clear()
         for name, p in meter.parameters_of(optimizer).items():
+            if (own := any_format_of(p)) is not None and own.rounding != "nearest":
+                self._keep_mean.add(meter)
             for state, reading in meter.per_state.get(name, {}).items():
                 x = optimizer.state[p][state]
                 format = any_format_of(x)
@@ -141,15 +146,18 @@ class Diagnosis:
             print(self.verdict(), file=sys.stderr)
 
 
-def _verdict(meter: EDQ, optimizer: str, states: dict[str, list[str | None]]) -> str:
+def _verdict(
+    meter: EDQ, optimizer: str, states: dict[str, list[str | None]], keeps_mean: bool
+) -> str:
     said = [f"EDQ of {optimizer}, measured at {len(meter.history)} of {meter.steps} steps"]
     measured = [(x["lost"], x["ratio"]) for x in meter.history if x["ratio"] is not None]
     if not measured:
         said += sorted(set(meter.not_metered.values())) or ["no update was intended"]
         return "\n  ".join(said)
-    lost, rate = (statistics.median(float(y or 0) for y in x) for x in zip(*measured, strict=True))
+    lost, rate = _medians(measured)
+    _, rate_at_end = _medians(measured[3 * len(measured) // 4 :])
     what = "of updates are lost"
-    if lost > 1 - _KEPT and rate > _KEPT:
+    if lost > 1 - _KEPT and rate > _KEPT and keeps_mean:
         what = "of elements wait for a later step: rounding keeps their mean"
     said.append(f"{percent(round(lost, 3))} {what}")
     frozen = {kind: sorted({x for x in found if x}) for kind, found in states.items()}
@@ -158,12 +166,18 @@ def _verdict(meter: EDQ, optimizer: str, states: dict[str, list[str | None]]) ->
             count = sum(x is not None for x in states[kind])
             of = f"of {len(states[kind])} {kind} states {count}"
             said.append(f"{of} are frozen ({', '.join(names)})")
-    said.append(f"the effective learning rate is {rate:.2f} of yours")
-    if rate < _KEPT:
+    at_end = f", and {rate_at_end:.2f} in the last quarter" if rate_at_end < _KEPT <= rate else ""
+    said.append(f"the effective learning rate is {rate:.2f} of yours{at_end}")
+    if rate < _KEPT or at_end:
         said.append("keep the weights as expansions: model = mcf.as_expansion(model)")
     elif any(frozen.values()):
         said.append("keep the states as expansions, or in float32: mcf.collage(optimizer, mode)")
     return "\n  ".join(said)
+
+
+def _medians(measured: Sequence[tuple[float | None, float | None]]) -> list[float]:
+    """Return the median of each column."""
+    return [statistics.median(float(y or 0) for y in x) for x in zip(*measured, strict=True)]
 
 
 _KEPT = 0.9

@@ -32,7 +32,12 @@ from mcftensor.patches.optimizers import named_parameters_of, parameters_of, unt
 from mcftensor.tensor.dtensor import format_of
 from mcftensor.training.gradient_hooks import Handle
 from mcftensor.training.shadow import Original, reaches_parameters, require_single
-from mcftensor.training.step_warnings import callers_level, warn_of_saturation
+from mcftensor.training.step_warnings import (
+    callers_level,
+    warn_of_raised,
+    warn_of_saturation,
+    warn_of_zeros,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -84,7 +89,8 @@ class EDQ(Handle):
         per_parameter: the latest reading of each parameter with a gradient, by name.
         states: for each sample, a `StateReading` of each state of the whole model by its name: the
             kept part of the intended change, the number of zero second moments with a nonzero
-            first moment, and the number of blocks with one scale and a number too large for it.
+            first moment, and the number of blocks with one scale and a number too large for it or
+            for its neighbours.
         per_state: the latest of these for each parameter, by its name and the name of the state.
         not_metered: names of parameters that cannot be measured, and why.
 
@@ -95,7 +101,10 @@ class EDQ(Handle):
 
     Warns:
         FrozenWeightWarning: the alarm.
-        SaturationWarning: a state in blocks with one scale holds a number too large for it.
+        SaturationWarning: a state in blocks with one scale holds a number too large for it, or for
+            its neighbours.
+        ZeroMomentWarning: a second moment is zero, the first moment is not, and the weight moves by
+            100 learning rates.
         UserWarning: parameters cannot be measured, or only all at once.
 
     *Cost*: nothing measurable on other steps. A sampled one takes tens of times as long as a fused
@@ -400,16 +409,25 @@ class EDQ(Handle):
         of_each = iter(figures)
         self.per_state = {}
         found: dict[str, tuple[int, Tensor]] = {}
+        raised: dict[str, tuple[int, Tensor]] = {}
+        zeros: dict[str, tuple[float, Tensor]] = {}
         for s in samples:
             held = optimizer.state.get(s.place.parameter, {})
             own = {state: next(of_each) for state in s.states}
             for state, one in own.items():
                 if one["saturated"]:
                     found[f"{state} of {s.place.name}"] = one["saturated"], held[state]
+                elif one["raised"]:
+                    raised[f"{state} of {s.place.name}"] = one["raised"], held[state]
+                largest = self.per_parameter[s.place.name]["largest"] or 0.0
+                if one["zero"] and largest >= _FAR:
+                    zeros[f"{state} of {s.place.name}"] = largest, held[state]
             if own:
                 self.per_state[s.place.name] = own
         self.states.append(dict(zip(of_state, of_each, strict=True)))
         warn_of_saturation(optimizer, found)
+        warn_of_raised(optimizer, raised)
+        warn_of_zeros(optimizer, zeros)
 
     def _watch(self, place: Place) -> None:
         """Ring the alarm for a parameter that stays frozen."""
@@ -466,6 +484,10 @@ class EDQ(Handle):
 
 # Parameters are measured together up to this many elements, or the number of the largest.
 _SMALL = 1 << 20
+
+# Learning rates. Adam's updates are at most (1 - beta1) / sqrt(1 - beta2) of them once its moments
+# have settled: 3.2 at the default betas, 32 at a beta2 of 0.99999.
+_FAR = 100
 
 # What a resumed meter goes on with.
 _STATE = (

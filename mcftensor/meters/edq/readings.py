@@ -39,7 +39,7 @@ from mcftensor.training.shadow import (
     widened_parameters,
 )
 from mcftensor.training.state_names import FIRST_MOMENTS, SECOND_MOMENTS
-from mcftensor.training.step_warnings import saturated_blocks
+from mcftensor.training.step_warnings import raised_blocks, saturated_blocks
 
 
 class Reading(TypedDict):
@@ -87,6 +87,9 @@ class StateReading(TypedDict):
     saturated: int
     """Blocks of elements with one scale of which a number is too large for the format, or is not
     finite. 0 in formats without such blocks."""
+    raised: int
+    """Blocks of a second moment with most elements raised to the smallest number of the format
+    beside the largest one. 0 in formats where small elements round to zero."""
     numel: int
     """Number of elements measured."""
 
@@ -372,8 +375,8 @@ def _parts(x: Tensor) -> Sequence[Tensor]:
 # ---------------------------------------------------------------------------------- states
 
 # The columns of a state: counts, and then accumulators of dot products.
-_S_COUNTS = 6
-_CHANGES, _S_LOST, _BESIDE, _ZERO, _SATURATED, _S_NUMEL = range(_S_COUNTS)
+_S_COUNTS = 7
+_CHANGES, _S_LOST, _BESIDE, _ZERO, _SATURATED, _RAISED, _S_NUMEL = range(_S_COUNTS)
 _S_DOTS = 2
 _S_INTENDED, _S_ALONG = range(_S_DOTS)
 
@@ -400,6 +403,9 @@ def _state_sums(
         saturated = saturated_blocks(x)
         if saturated is not None:
             found[name][_SATURATED] = saturated
+        raised = raised_blocks(x)
+        if raised is not None:
+            found[name][_RAISED] = raised
     return found
 
 
@@ -417,6 +423,7 @@ def state_readings(
             lost=count[_S_LOST] / count[_CHANGES] if count[_CHANGES] else None,
             zero=count[_ZERO] / count[_BESIDE] if count[_BESIDE] else None,
             saturated=count[_SATURATED],
+            raised=count[_RAISED],
             numel=count[_S_NUMEL],
         )
         for count, dot in zip(counts, dots, strict=True)
