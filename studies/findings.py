@@ -7,9 +7,12 @@ like, and the same command goes on.
   eight       do expansions work with 8-bit terms, and with integer tails of 8-bit codes?
   beta2       which beta2 is best for each strategy?
   prediction  does EDQ predict the final loss?
+  breaks      where does it break, who says so, and what is the cure?
   growth      how does the error of weights grow with the steps?
+  long        how far do 20,000 steps of a training lead from float64? Hours: not among the others
   sizes       does the gap grow or close with the size of the model? Hours: not among the others
   others      do light and plus help SGD, Lion, Muon, Adafactor and schedule-free AdamW?
+  tuning      fine-tuning at 1e-5 to 1e-6: what does the meter say, and was it right?
 """
 
 from __future__ import annotations
@@ -28,18 +31,31 @@ from rich.console import Console
 from pretraining import report, text
 from pretraining.command import COUNT, SEED, Parser, exit_status, make_folder, selected
 from pretraining.training import machine
-from questions import beta2, eight, growth, others, prediction, sizes, trial
+from questions import (
+    beta2,
+    breaks,
+    eight,
+    growth,
+    long,
+    others,
+    prediction,
+    sizes,
+    trial,
+    tuning,
+)
 from questions.ledger import Ledger
 from questions.settings import Settings
 
 QUESTIONS: dict[str, ModuleType] = {
     "beta2": beta2,
     "others": others,
+    "tuning": tuning,
     "eight": eight,
+    "breaks": breaks,
     "growth": growth,
     "prediction": prediction,
 }
-LONG: dict[str, ModuleType] = {"sizes": sizes}  # Those that are asked for alone.
+LONG: dict[str, ModuleType] = {"long": long, "sizes": sizes}  # Those that are asked for alone.
 
 
 def investigate(options: argparse.Namespace) -> None:
@@ -93,7 +109,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         default=QUESTIONS,
         metavar="QUESTION",
-        help="which to answer, separated by commas or spaces (default: all but sizes)",
+        help="which to answer, separated by commas or spaces (default: all but long and sizes)",
     )
     add("--seeds", nargs="+", type=SEED, default=[0, 1, 2], help="(default: 0 1 2)")
     add("--steps", type=COUNT, default=400, help="of each training (default: 400)")

@@ -100,6 +100,7 @@ def stock_optimizer(
             {"params": matrices, "weight_decay": WEIGHT_DECAYS[name] if decay is None else decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
+        groups = [group for group in groups if group["params"]]
         if name == "sgd":
             return SGD(groups, lr, momentum=0.9, **PATHS[path])
         return AdamW(groups, lr, betas=(0.9, beta2), **PATHS[path])

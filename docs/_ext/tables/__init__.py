@@ -5,6 +5,7 @@ from __future__ import annotations
 from tables import (
     accuracy,
     bert,
+    breaks,
     deltas,
     ecosystem,
     findings,
@@ -22,6 +23,7 @@ from tables import (
 MODULES = (
     accuracy,
     bert,
+    breaks,
     deltas,
     ecosystem,
     findings,
