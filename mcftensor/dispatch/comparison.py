@@ -140,16 +140,6 @@ def without_nan(func: Any, x: Any, y: Any) -> Any:
     return _chosen(func.overloadpacket.__name__, (x, y), selected_terms)
 
 
-@implements(aten.relu.default)  # F.relu
-@of_terms
-def relu(func: Any, x: MCFTensor) -> Any:
-    """Return the positive elements of a value, and zeros."""
-    if x.acts_as == "parameter":
-        return compute(func, x)
-    zeros = list(map(torch.zeros_like, x._read()))
-    return _chosen("relu", (x,), lambda x: choose(x[0] <= 0, zeros, x))
-
-
 @implements(aten.where.self)  # torch.where, x.where
 @of_terms
 def where(func: Any, condition: Tensor, x: Any, y: Any) -> Any:

@@ -240,3 +240,61 @@ def test_the_published_errors_and_times_are_within_bounds():
         for entry in published["functions"].values():
             assert entry["worst"][format.name] <= bound(format)
             assert entry["time"]["ratio"] <= 60
+
+
+# ------------------------------------------------------------------- functions composed of others
+
+COMPOSED = {
+    "erfinv": (torch.erfinv, mp.erfinv, -8, -0.01),
+    "logit": (torch.logit, lambda x: mp.log(x) - mp.log1p(-x), -8, -0.01),
+    "sinc": (torch.sinc, lambda x: mp.sin(mp.pi * x) / (mp.pi * x), -8, 6),
+    "entr": (torch.special.entr, lambda x: -x * mp.log(x), -8, 8),
+    "hardswish": (F.hardswish, lambda x: x * min(x + 3, 6) / 6, -8, 4),
+    "spherical_bessel_j0": (torch.special.spherical_bessel_j0, lambda x: mp.sin(x) / x, -8, 6),
+    "xlogy": (lambda x: torch.xlogy(3, x), lambda x: 3 * mp.log(x), -8, 8),
+    "xlog1py": (lambda x: torch.special.xlog1py(x, x), lambda x: x * mp.log1p(x), -8, 8),
+}
+
+
+@by_format
+@pytest.mark.parametrize("name", COMPOSED)
+def test_composed_functions(name, format):
+    function, exact, low, high = COMPOSED[name]
+    x = patterns(format, low, high, signs=(1,), count=12)
+    if name in ("erfinv", "logit"):  # down to where float64 has 1
+        near = mcf.exact.from_exact(
+            [1 - Fraction(1, 2**60), Fraction(1, 2) + Fraction(1, 2**60)], format
+        )
+        x = torch.cat([x, near])
+    assert worst(function, exact, format, x) <= bound(format)
+
+
+@by_format
+def test_ends_of_composed_functions(format):
+    x = mcf.as_expansion(torch.tensor([0.0, -0.0, 1.0, -1.0, 2.0, math.nan, -math.inf]), format)
+    plain = mcf.as_plain(x, torch.float64)
+    for function in (torch.erfinv, torch.logit, torch.special.entr):
+        found = mcf.as_plain(function(x), torch.float64)
+        torch.testing.assert_close(found, function(plain), equal_nan=True)
+    y = x.flip(0)
+    found = mcf.as_plain(torch.xlogy(x, y), torch.float64)
+    torch.testing.assert_close(found, torch.xlogy(plain, plain.flip(0)), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "format", [mcf.fp64x2, mcf.fp32x3, mcf.fp32x2, mcf.bf16x3], ids=lambda f: f.name
+)
+def test_powers_of_two_are_exact(format):
+    x = torch.cat(
+        [sample(format, 20), mcf.exact.from_exact([1 - Fraction(1, 2**60), 4, 0], format)]
+    )
+    mantissa, exponent = torch.frexp(x)
+    for a, m, e in zip(numbers(x), numbers(mantissa), exponent.tolist(), strict=True):
+        assert m * mp.mpf(2) ** e == a
+        assert 0.5 <= abs(m) < 1 or a == 0
+    assert_same_terms(torch.ldexp(mantissa, exponent), x)
+    assert_same_terms(mantissa.clone().ldexp_(exponent), x)
+    ends = mcf.as_expansion(torch.tensor([1.5, 1.5, math.inf, math.nan]), format)
+    found = torch.ldexp(ends, torch.tensor([5000, -5000, -1, 1])).components[0].tolist()
+    assert found[:3] == [math.inf, 0.0, math.inf]
+    assert math.isnan(found[3])
