@@ -51,7 +51,7 @@ class DeltaEntry:
     after: int
 
 
-class Patch(NamedTuple):
+class WeightPatch(NamedTuple):
     """The changes of a parameter, in the order of vLLM's `CheckpointWeightPatch`.
 
     Attributes:
@@ -96,24 +96,24 @@ class Delta:
         """Write the file."""
         Path(path).write_bytes(self.data)
 
-    def patches(self) -> list[Patch]:
+    def patches(self) -> list[WeightPatch]:
         """Return the changes of each parameter that changed, in the form that vLLM takes.
 
         Patches of an anchor are whole, `indices` is None; those of any other delta, and of shards,
         have indices. vLLM takes no mixture of the two.
         """
-        found: list[Patch] = []
+        found: list[WeightPatch] = []
         for name, entry, at, codes in _changes(*_parsed(self.data, "delta")):
             if codes is None:
                 continue
             shape, size = tuple(entry.shape), entry.length
             if self.is_anchor and size == math.prod(shape):
-                found.append(Patch(name, shape, codes.dtype, codes, None))
+                found.append(WeightPatch(name, shape, codes.dtype, codes, None))
                 continue
             at = torch.arange(size, device=codes.device) if at is None else at
             is_short = math.prod(shape) <= 2**31
             indices = (at + entry.start).to(torch.int32 if is_short else torch.int64)
-            found.append(Patch(name, shape, codes.dtype, codes, indices))
+            found.append(WeightPatch(name, shape, codes.dtype, codes, indices))
         return found
 
 
