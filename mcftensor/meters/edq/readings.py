@@ -466,6 +466,7 @@ def _row_sums(before: Tensor | None, after: Tensor, wide: Tensor, beside: Tensor
         (changes & (moved == 0)).sum(),
         is_beside.sum(),
         (is_beside & (after == 0)).sum(),
+        0,  # saturated and raised blocks, which are counted over whole states
         0,
         after.numel(),
     ]
