@@ -5,6 +5,7 @@ import gc
 import pickle
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -73,9 +74,11 @@ class Interleavings(RuleBasedStateMachine):
         self.handle = mcf.order_free_gradients(self.model, microbatches=count)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         self.leaves = []
+        self.factors = []
 
     @rule(x=st.sampled_from(LEAVES))
     def backward(self, x):
+        self.factors = []
         if len(self.leaves) == self.count:
             if self.model.weight.grad is not None:
                 with pytest.raises(RuntimeError, match="has got another gradient"):
@@ -99,11 +102,13 @@ class Interleavings(RuleBasedStateMachine):
         """Of a step that is not complete, it drops nothing."""
         self.model.zero_grad()
 
-    @rule()
-    def clip(self):
-        norm = clip_grad_norm_(self.model.parameters(), 1e30)
+    @rule(most=st.sampled_from([1e30, 1.0, 1e-3]))
+    def clip(self, most):
         grad = self.model.weight.grad
-        assert norm == (0 if grad is None else grad.float().abs())
+        before = np.float32(0 if grad is None else abs(grad.item()))
+        norm = clip_grad_norm_(self.model.parameters(), most)
+        assert norm == before
+        self.factors.append(min(np.float32(most) / (before + np.float32(1e-6)), np.float32(1)))
 
     @rule()
     def step(self):
@@ -124,7 +129,10 @@ class Interleavings(RuleBasedStateMachine):
         if len(self.leaves) < self.count:
             assert grad is None
         elif grad is not None:
-            assert same(grad, right(self.leaves))
+            expected = right(self.leaves)
+            for factor in self.factors:
+                expected = (expected.float() * float(factor)).bfloat16()
+            assert same(grad, expected)
 
     def teardown(self):
         self.handle.remove()
