@@ -136,10 +136,12 @@ def _compared(
     def check() -> tuple[int, list[str]]:
         context = nullcontext if has_float64(device) else without_float64
         digest = partial(_digest_or_error, device=device, context=context)
-        # Compilers run as other processes, so threads keep all cores busy.
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            digests = threads.map(digest, works.values())
-            found = dict(zip(works, digests, strict=True))
+        if device.type == "cuda":  # compilers run as other processes, and threads keep them busy
+            with ThreadPoolExecutor(os.cpu_count()) as threads:
+                digests = [*threads.map(digest, works.values())]
+        else:
+            digests = [*map(digest, works.values())]
+        found = dict(zip(works, digests, strict=True))
         wrong = {name: x for name, x in found.items() if x != recorded.get(name)}
         return len(works), [
             name if x.isalnum() and x.islower() else f"{name} ({x})" for name, x in wrong.items()

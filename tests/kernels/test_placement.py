@@ -382,6 +382,8 @@ WAITS = {
     "dispatch/comparison.py all_equal": "what_is_read",
     "dispatch/comparison.py by_rank": "what_is_read",
     "tensor/readable_values.py _on_host": "what_is_read",
+    "dispatch/rounded_arguments.py _places": "other_operators-bf16x2",
+    "dispatch/rounded_arguments.py _corrected": "other_operators-fp32x2",
     "dispatch/beyond_float64.py _accumulate": "beyond_float64",
     "arithmetic/products.py _further": "beyond_float64",
     "formats/defaults.py format_of_weights": "conversion_on_the_device",

@@ -329,7 +329,7 @@ def test_another_text_is_refused(run, poem, tmp_path, capsys, monkeypatch):
     ("arguments", "complaint"),
     [
         (["--steps", "0"], "argument --steps: must be a whole number from 1 on, not '0'"),
-        (["--only", "weather"], "unknown question 'weather': choose from beta2, others, eight"),
+        (["--only", "weather"], "unknown question 'weather': choose from beta2, others, tuning, "),
         (["--out", "/dev/null/out"], "cannot write to /dev/null/out: Not a directory"),
     ],
 )

@@ -143,11 +143,11 @@ def test_in_place_and_out(format):
 def test_what_has_no_algorithm_says_so(format):
     x = sample(format, 3)
     for call in (
-        x.erfinv,
+        x.i0,
         x.i0_,
         lambda: x.polygamma(2),
-        lambda: torch.special.i0(x),
-        lambda: x.norm(3),
+        lambda: torch.special.i1(x),
+        lambda: torch.special.bessel_j0(x),
     ):
         with pytest.raises(NotImplementedError):
             call()

@@ -333,7 +333,7 @@ def readings(
             Reading(
                 step=step,
                 edq=dot[_ALONG] / norm if norm else None,
-                ratio=dot[_ALONG] / dot[_UPDATE] if dot[_UPDATE] else None,
+                ratio=dot[_ALONG] / dot[_UPDATE] + 0.0 if dot[_UPDATE] else None,
                 lost=count[_LOST] / intended if intended else None,
                 ratio_leading=dot[_ALONG_LEADING] / dot[_UPDATE] if dot[_UPDATE] else None,
                 lost_leading=count[_LOST_LEADING] / intended if intended else None,
