@@ -84,7 +84,7 @@ def witnessed(figure: str, digits: str) -> Callable[[Found], str]:
 
     def cell(run: Found) -> str:
         value = run.result["witness"].get(figure)
-        return "—" if value is None else f"{value:{digits}}"
+        return "–" if value is None else f"{value:{digits}}"
 
     return cell
 
@@ -93,7 +93,7 @@ def mean(runs: list[Found], figure: Callable[[Found], float | None], digits: int
     """The mean of a figure, and how far seeds are from each other."""
     values = [x for run in runs if (x := figure(run)) is not None]
     if not values:
-        return "—"
+        return "–"
     spread = f" ({min(values):+.{digits}f} to {max(values):+.{digits}f})".replace("-", "−")
     return signed(statistics.fmean(values), digits=digits) + (spread if len(values) > 1 else "")
 
