@@ -40,7 +40,7 @@ SECTION = re.compile(
 MARK = re.compile(r"^<!-- (table: .*|end) -->$", re.MULTILINE)
 TABLE = re.compile(r"<table(>.*?</table>)", re.DOTALL)
 TITLE = re.compile(r"^# .*\n", re.MULTILINE)
-NUMBER = re.compile(r"<td( style=\"[^\"]*\")?>(?=[−+]?\d[^\s<]*( (%|of|±|\()[^<]*)?</td>)")
+NUMBER = re.compile(r"<td( style=\"[^\"]*\")?>(?=[−+]?\d[^\s<]*( (%|of|±)[^<]*| \([^<]*\))?</td>)")
 RESULT = re.compile(r"\]\((?:\.\./)*benchmarks/results/([\w-]+\.png)\)")
 
 
