@@ -110,16 +110,20 @@ def _chain_of(path: Path) -> list[Path]:
 # ---------------------------------------------------------------------------------------- read
 
 
-def opened(path: Path, verify: bool) -> Stored:
-    """Open a file, or the files of an index, with all that an incremental one is based on."""
-    stored = _put_together(path, opened_files(path, verify), verify)
+def opened(path: Path, verify: bool, above: tuple[Path, ...] = ()) -> Stored:
+    """Open a file, or the files of an index, with all that an incremental one is based on.
+
+    `above` are the files that name it as their base.
+    """
+    above = (*above, path.resolve())
+    stored = _put_together(path, opened_files(path, verify), verify, above)
     for alias, name in stored.tied.items():
         if alias in stored.terms or name not in stored.terms:
             raise CheckpointError(f"{path} says that {alias} is tied to {name}, which cannot be")
     return stored
 
 
-def _put_together(path: Path, stored: Stored, verify: bool) -> Stored:
+def _put_together(path: Path, stored: Stored, verify: bool, above: tuple[Path, ...]) -> Stored:
     said = _said_in(stored)
     if said is None:
         return stored
@@ -130,7 +134,9 @@ def _put_together(path: Path, stored: Stored, verify: bool) -> Stored:
         raise CheckpointError(
             f"{path} has what changed since {place}, which is missing; put it back"
         )
-    base = opened(place, verify)
+    if place.resolve() in above:
+        raise CheckpointError(f"{path} has what changed since {place}, which is based on it")
+    base = opened(place, verify, above)
     if verify and base.seal != said["since"]["crc32"]:
         raise CheckpointError(
             f"{place} is not the checkpoint since which the changes in {path} were saved: it has "

@@ -192,6 +192,16 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     assert not (tmp_path / "3.safetensors").exists()
 
 
+def test_a_file_that_is_its_own_base_is_refused(tmp_path):
+    x = {"x": torch.ones(3)}
+    mcf.save_file(x, tmp_path / "1.safetensors")
+    mcf.save_file(x, tmp_path / "2.safetensors", since=tmp_path / "1.safetensors")
+    shutil.copy(tmp_path / "2.safetensors", tmp_path / "1.safetensors")
+    for verify in (True, False):
+        with pytest.raises(CheckpointError, match="which is based on it"):
+            mcf.load_file(tmp_path / "2.safetensors", verify=verify)
+
+
 def test_what_cannot_be_saved_is_refused(tmp_path):
     x, paths = three(tmp_path)
     for path in paths:
