@@ -17,7 +17,6 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 from masked.training import BertRun, MaskedTraining, Phase, Size, described
 from pretraining import corpus
@@ -31,7 +30,7 @@ from pretraining.command import (
     make_folder,
     selected,
 )
-from pretraining.pieces import Piece, work
+from pretraining.pieces import Piece, add_options, work
 
 # The most informative first.
 STRATEGIES = (
@@ -89,10 +88,7 @@ def pretrain(options: argparse.Namespace) -> None:
     work(
         pieces,
         (content.training, content.validation),
-        results=options.out,
-        checkpoints=options.checkpoints,
-        every=options.save_every,
-        minutes=options.minutes,
+        options,
     )
 
 
@@ -120,16 +116,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar=("LAYERS", "WIDTH", "HEADS", "CONTEXT"),
         help="(default: 4 256 4 512)",
     )
-    add("--data", type=Path, metavar="PATH", help="text instead of the libraries'")
-    add("--minutes", type=RATE, default=9.0, help="to work before a stop (default: 9)")
-    add("--save-every", type=COUNT, default=250, help="steps between checkpoints (default: 250)")
-    add("--checkpoints", type=Path, default=Path("out/bert"), help="folder (default: out/bert)")
-    add(
-        "--out",
-        type=Path,
-        default=Path("benchmarks/results/bert"),
-        help="folder of the records (default: benchmarks/results/bert)",
-    )
+    add_options(parser, "bert", 250)
     options = parser.parse_args(arguments)
     options.strategies = selected(parser, "strategy", options.strategies, STRATEGIES)
     return options

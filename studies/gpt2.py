@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 from pretraining import corpus
 from pretraining.command import (
@@ -30,7 +29,7 @@ from pretraining.command import (
 )
 from pretraining.gpt2 import SMALLEST, VOCABULARY, TokenRun, TokenTraining, count_parameters
 from pretraining.model import Shape
-from pretraining.pieces import Piece, work
+from pretraining.pieces import Piece, add_options, work
 from pretraining.strategies import STRATEGIES
 
 CHOSEN = ("master", "bf16", "plus", "exact", "compact")
@@ -67,10 +66,7 @@ def pretrain(options: argparse.Namespace) -> None:
     work(
         pieces,
         (content.training, content.validation),
-        results=options.out,
-        checkpoints=options.checkpoints,
-        every=options.save_every,
-        minutes=options.minutes,
+        options,
     )
 
 
@@ -98,16 +94,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar=("CONTEXT", "LAYERS", "WIDTH", "HEADS"),
         help="(default: that of GPT-2)",
     )
-    add("--data", type=Path, metavar="PATH", help="text instead of the libraries'")
-    add("--minutes", type=RATE, default=9.0, help="to work before a stop (default: 9)")
-    add("--save-every", type=COUNT, default=10000, help="steps between checkpoints")
-    add("--checkpoints", type=Path, default=Path("out/gpt2"), help="folder (default: out/gpt2)")
-    add(
-        "--out",
-        type=Path,
-        default=Path("benchmarks/results/gpt2"),
-        help="folder of the records (default: benchmarks/results/gpt2)",
-    )
+    add_options(parser, "gpt2", 10000)
     options = parser.parse_args(arguments)
     options.strategies = selected(parser, "strategy", options.strategies, STRATEGIES)
     return options

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +23,7 @@ import mcftensor as mcf
 from pretraining import text
 from pretraining.command import COUNT, RATE, SEED, Parser, exit_status, make_folder
 from pretraining.model import GPT, Shape
-from pretraining.pieces import Piece, work
+from pretraining.pieces import Piece, add_options, work
 from pretraining.resuming import State
 from pretraining.run import Run
 from pretraining.training import SHAPES, Training
@@ -112,11 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--steps", type=COUNT, default=2000, help="(default: 2000)")
     add("--lr", type=RATE, default=1e-3, help="peak learning rate (default: 1e-3)")
     add("--seeds", nargs="+", type=SEED, default=[0, 1, 2], help="(default: 0 1 2)")
-    add("--data", type=Path, metavar="PATH", help="text instead of the library's")
-    add("--minutes", type=RATE, default=9.0, help="to work before a stop (default: 9)")
-    add("--save-every", type=COUNT, default=250, help="steps between checkpoints (default: 250)")
-    add("--checkpoints", type=Path, default=Path("out/late"), help="folder (default: out/late)")
-    add("--out", type=Path, default=Path("benchmarks/results/late"), help="folder of the records")
+    add_options(parser, "late", 250)
     options = parser.parse_args(arguments)
 
     def go() -> None:
@@ -125,10 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         work(
             runs(options, content),
             content,
-            results=options.out,
-            checkpoints=options.checkpoints,
-            every=options.save_every,
-            minutes=options.minutes,
+            options,
         )
 
     return exit_status("late.py", go)

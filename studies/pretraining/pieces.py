@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from rich.console import Console
 from torch import Tensor
 
 from pretraining import report
-from pretraining.command import make_folder
+from pretraining.command import COUNT, RATE, Parser, make_folder
 from pretraining.resuming import Checkpoint
 from pretraining.run import Run
 from pretraining.training import Training, attention, go_on, machine
@@ -37,34 +38,41 @@ class Piece:
     described: dict[str, Any]  # What its record says beside settings and results.
 
 
-def work(
-    pieces: Sequence[Piece],
-    content: tuple[Tensor, Tensor],
-    *,
-    results: Path,
-    checkpoints: Path,
-    every: int,
-    minutes: float,
-) -> None:
-    """Go on with the first run that has no record yet, then with the next, for so many minutes.
+def add_options(parser: Parser, name: str, every: int) -> None:
+    """Add the options of a study in pieces, which `work` reads."""
+    add = parser.add_argument
+    add("--data", type=Path, metavar="PATH", help="text instead of the libraries'")
+    add("--minutes", type=RATE, default=9.0, help="to work before a stop (default: 9)")
+    add("--save-every", type=COUNT, default=every, help=f"steps (default: {every})")
+    place = f"out/{name}"
+    add("--checkpoints", type=Path, default=Path(place), help=f"folder (default: {place})")
+    place = f"benchmarks/results/{name}"
+    add("--out", type=Path, default=Path(place), help=f"of the records (default: {place})")
 
-    A finished run leaves a record, `results/NAME.json`. One that is stopped leaves a checkpoint
-    in `checkpoints/NAME`, saved every so many steps and at the end of the time.
+
+def work(
+    pieces: Sequence[Piece], content: tuple[Tensor, Tensor], options: argparse.Namespace
+) -> None:
+    """Go on with the first run that has no record yet, then with the next, for some minutes.
+
+    A finished run leaves a record, `OUT/NAME.json`. One that is stopped leaves a checkpoint in
+    `CHECKPOINTS/NAME`, saved every so many steps and at the end of the time.
     """
+    results = options.out
     console = Console()
     started = time.perf_counter()
 
     def is_late() -> bool:
-        return time.perf_counter() - started > 60 * minutes
+        return time.perf_counter() - started > 60 * options.minutes
 
     make_folder(results)
     for piece in pieces:
         record = results / f"{piece.name}.json"
         if record.exists():
             continue
-        folder = checkpoints / piece.name
+        folder = options.checkpoints / piece.name
         make_folder(folder)
-        checkpoint = Checkpoint(folder, piece.run, content, every)
+        checkpoint = Checkpoint(folder, piece.run, content, options.save_every)
         with attention(piece.run.device):
             saved, job = checkpoint.load(), piece.make()
             go_on(job, saved, checkpoint, label=piece.name, is_late=is_late)
