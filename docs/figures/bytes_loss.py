@@ -38,7 +38,7 @@ def masked() -> Points:
     """The trainings of `bert.py` at a beta2 of 0.999."""
     return {
         name: (row[0].bytes, [run.gap for run in row if run.gap is not None])
-        for name, row in bert.by_strategy(0.999).items()
+        for name, row in bert.at_beta2(0.999).items()
     }
 
 

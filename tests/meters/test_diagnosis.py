@@ -105,6 +105,16 @@ def test_what_rounding_keeps_in_the_mean_is_not_lost():
     assert len(lines) == 3
 
 
+def test_expansions_that_lose_need_a_finer_format():
+    p = nn.Parameter(mcf.as_expansion(torch.full((100,), 1.003)))
+    optimizer = torch.optim.SGD([p], lr=1e-7)
+    with Diagnosis(every=1) as diagnosis:
+        p.grad = torch.ones(100, dtype=torch.bfloat16)
+        optimizer.step()
+    last = diagnosis.verdict().splitlines()[-1].strip()
+    assert last == "give the weights a finer format: mcf.change_format(model, optimizer, ...)"
+
+
 def test_every_optimizer_has_a_meter_and_no_copy_has_one():
     torch.manual_seed(0)
     models = [nn.Linear(3, 2), nn.Linear(2, 2)]

@@ -174,6 +174,18 @@ def test_frozen_ones_ring_the_alarm_once():
     assert (p == 1).all()
 
 
+@pytest.mark.parametrize("rounding", ["balanced", "stochastic"])
+def test_weights_that_wait_for_a_later_step_ring_no_alarm(rounding):
+    format = mcf.Format(torch.bfloat16, 1, rounding=rounding)
+    p = nn.Parameter(mcf.as_expansion(torch.ones(64), format))
+    optimizer = torch.optim.SGD([p], lr=1e-5)
+    edq = mcf.EDQ(optimizer, alarm=0.9, patience=2)
+    for _ in range(4):  # warnings are errors here
+        p.grad = torch.ones(64, dtype=torch.bfloat16)
+        optimizer.step()
+        assert edq.last["lost"] >= 0.9
+
+
 def test_the_alarm_waits_for_samples_in_a_row():
     p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizer = torch.optim.SGD([p], lr=1.0)

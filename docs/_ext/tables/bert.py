@@ -4,66 +4,21 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from tables.sources import RESULTS, machine, signed, table
+from tables.runs import REFERENCE, Found, by_strategy, final, late, mean, witnessed
+from tables.sources import RESULTS, machine, table
 
-REFERENCE = "master"
 BETA2S = (0.999, 0.98)
 ORDER = (
     "bf16", "kahan", "light", "compact", "released", "plus", "full", "exact", "fp16", REFERENCE
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Found:
-    """One run, and what it is from master weights with the same seed and beta2, if these ran."""
-
-    record: dict[str, Any]
-    gap: float | None
-    right: float | None
-
-    @property
-    def result(self) -> dict[str, Any]:
-        """What the run came to."""
-        found: dict[str, Any] = self.record["result"]
-        return found
-
-    @property
-    def bytes(self) -> float:
-        """Of a parameter."""
-        size: float = self.result["bytes_per_parameter"]
-        return size
-
-
-def by_strategy(beta2: float) -> dict[str, list[Found]]:
+def at_beta2(beta2: float) -> dict[str, list[Found]]:
     """The runs at one beta2, those without tails first."""
     paths = (RESULTS / "bert").glob(f"*-{beta2:g}-*.json")
-    records = [json.loads(path.read_text()) for path in paths]
-    references = {r["run"]["seed"]: r for r in records if r["run"]["strategy"] == REFERENCE}
-    rows: dict[str, list[Found]] = defaultdict(list)
-    for record in sorted(records, key=lambda r: (rank(r), r["run"]["seed"])):
-        other = references.get(record["run"]["seed"])
-        both = [final(r, "validation") - final(other, "validation") for r in [record] if other]
-        shares = [final(r, "accuracy") - final(other, "accuracy") for r in [record] if other]
-        found = Found(record, *(both or [None]), *(shares or [None]))
-        rows[record["run"]["strategy"]].append(found)
-    return dict(rows)
-
-
-def rank(record: dict[str, Any]) -> int:
-    """The place of a run among the rows."""
-    return ORDER.index(record["run"]["strategy"])
-
-
-def final(record: dict[str, Any] | None, figure: str) -> float:
-    """What a figure was after the last step."""
-    assert record is not None
-    value: float = record["result"][figure][-1][1]
-    return value
+    return by_strategy([json.loads(path.read_text()) for path in paths], ORDER)
 
 
 def at_end_of(record: dict[str, Any], phase: int) -> float:
@@ -72,37 +27,11 @@ def at_end_of(record: dict[str, Any], phase: int) -> float:
     return float(dict(map(tuple, record["result"]["validation"]))[steps])
 
 
-def late(run: Found, figure: str) -> float | None:
-    """A figure of the meter, the mean over the last quarter of its samples."""
-    samples = run.result["edq"]
-    values = [x[figure] for x in samples[3 * len(samples) // 4 :] if x[figure] is not None]
-    return statistics.fmean(values) if values else None
-
-
-def witnessed(figure: str, digits: str) -> Callable[[Found], str]:
-    """A cell of what float64 says."""
-
-    def cell(run: Found) -> str:
-        value = run.result["witness"].get(figure)
-        return "–" if value is None else f"{value:{digits}}"
-
-    return cell
-
-
-def mean(runs: list[Found], figure: Callable[[Found], float | None], digits: int) -> str:
-    """The mean of a figure, and how far seeds are from each other."""
-    values = [x for run in runs if (x := figure(run)) is not None]
-    if not values:
-        return "–"
-    spread = f" ({min(values):+.{digits}f} to {max(values):+.{digits}f})".replace("-", "−")
-    return signed(statistics.fmean(values), digits=digits) + (spread if len(values) > 1 else "")
-
-
 def bert_runs() -> str:
     """What has run."""
     lines = []
     for beta2 in BETA2S:
-        rows = by_strategy(beta2)
+        rows = at_beta2(beta2)
         if not rows:
             lines.append(f"- beta2 {beta2:g}: no run yet.")
             continue
@@ -113,7 +42,7 @@ def bert_runs() -> str:
         none = f"; not run: {', '.join(missing)}" if missing else ""
         number = f"{seeds} seed{'s' * (seeds > 1)}"
         lines.append(f"- beta2 {beta2:g}: {number}{rest}{none}.")
-    run = next(iter(by_strategy(BETA2S[0]).values()))[0].record["run"]
+    run = next(iter(at_beta2(BETA2S[0]).values()))[0].record["run"]
     first, second = run["phases"]
     lines.append(
         f"- {first['steps']:,} steps of {first['batch_size']} windows of {first['length']} tokens, "
@@ -130,12 +59,12 @@ def bert_losses() -> str:
 
 def bert_losses_098() -> str:
     """The same at 0.98."""
-    return losses(BETA2S[1]) if by_strategy(BETA2S[1]) else "No run yet."
+    return losses(BETA2S[1]) if at_beta2(BETA2S[1]) else "No run yet."
 
 
 def losses(beta2: float) -> str:
     """Losses by phase, as differences to master weights."""
-    rows = by_strategy(beta2)
+    rows = at_beta2(beta2)
     reference = rows[REFERENCE]
     cells = []
     for name, runs in rows.items():
@@ -171,7 +100,7 @@ def bert_errors() -> str:
     """What meters and the witness say, of the first seed."""
     cells = []
     for beta2 in BETA2S:
-        for name, runs in by_strategy(beta2).items():
+        for name, runs in at_beta2(beta2).items():
             run = runs[0]
             lost = late(run, "lost") or 0.0
             cells.append(

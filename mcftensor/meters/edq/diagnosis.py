@@ -73,6 +73,7 @@ class Diagnosis:
         self._refused: dict[str, str] = {}
         self._states: dict[EDQ, tuple[str, dict[str, list[str | None]]]] = {}
         self._keep_mean: set[EDQ] = set()
+        self._plain: set[EDQ] = set()
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ValueError(f"Diagnosis: every={every!r}; give a whole number from 1 on")
 
@@ -89,7 +90,8 @@ class Diagnosis:
     def verdict(self) -> str:
         """Return the findings so far, a line for each optimizer."""
         found = [
-            _verdict(meter, *self._states[meter], meter in self._keep_mean) for meter in self.meters
+            _verdict(meter, *self._states[meter], meter in self._keep_mean, meter in self._plain)
+            for meter in self.meters
         ]
         found += [f"EDQ of {name}: not measured: {why}" for name, why in self._refused.items()]
         return "\n".join(found) or "EDQ: no optimizer has stepped"
@@ -124,7 +126,10 @@ class Diagnosis:
         noted = self._states[meter][1]
         noted.clear()
         for name, p in meter.parameters_of(optimizer).items():
-            if (own := any_format_of(p)) is not None and own.rounding != "nearest":
+            own = any_format_of(p)
+            if own is None:
+                self._plain.add(meter)
+            elif own.rounding != "nearest":
                 self._keep_mean.add(meter)
             for state, reading in meter.per_state.get(name, {}).items():
                 x = optimizer.state[p][state]
@@ -147,7 +152,11 @@ class Diagnosis:
 
 
 def _verdict(
-    meter: EDQ, optimizer: str, states: dict[str, list[str | None]], keeps_mean: bool
+    meter: EDQ,
+    optimizer: str,
+    states: dict[str, list[str | None]],
+    keeps_mean: bool,
+    some_plain: bool,
 ) -> str:
     said = [f"EDQ of {optimizer}, measured at {len(meter.history)} of {meter.steps} steps"]
     measured = [(x["lost"], x["ratio"]) for x in meter.history if x["ratio"] is not None]
@@ -168,7 +177,9 @@ def _verdict(
             said.append(f"{of} are frozen ({', '.join(names)})")
     at_end = f", and {rate_at_end:.2f} in the last quarter" if rate_at_end < _KEPT <= rate else ""
     said.append(f"the effective learning rate is {rate:.2f} of yours{at_end}")
-    if rate < _KEPT or at_end:
+    if (rate < _KEPT or at_end) and not some_plain:
+        said.append("give the weights a finer format: mcf.change_format(model, optimizer, ...)")
+    elif rate < _KEPT or at_end:
         said.append("keep the weights as expansions: model = mcf.as_expansion(model)")
     elif any(frozen.values()):
         said.append("keep the states as expansions, or in float32: mcf.collage(optimizer, mode)")

@@ -78,7 +78,8 @@ class EDQ(Handle):
             default the names given to the optimizer, or `"group.index"`.
         callback: called with the meter after each measured step; see `to_tensorboard`.
         alarm: warn, once a parameter, when at least this share of its elements is lost at each of
-            `patience` samples in a row. None for never.
+            `patience` samples in a row. None for never. Formats with balanced or stochastic
+            rounding have no alarm: most of their elements wait for a later step.
         patience: number of samples in a row that the alarm waits for.
         coupled: measure all parameters at once from the start.
 
@@ -432,14 +433,16 @@ class EDQ(Handle):
     def _watch(self, place: Place) -> None:
         """Ring the alarm for a parameter that stays frozen."""
         lost = self.per_parameter[place.name]["lost"]
-        if self.alarm is None or lost is None:
+        format = format_of(place.parameter)
+        # Other roundings let most elements wait for a later step, and keep their mean.
+        keeps_mean = format is not None and format.rounding != "nearest"
+        if self.alarm is None or lost is None or keeps_mean:
             return
         count = self._frozen_for.get(place.name, 0) + 1 if lost >= self.alarm else 0
         self._frozen_for[place.name] = count
         if count >= self.patience and place.name not in self._rung:
             self._rung.add(place.name)
             p = place.parameter
-            format = format_of(p)
             advice = "Keep it as an expansion: mcf.as_expansion(model)"
             if format:
                 advice = "Give it a format with more terms, by overrides of mcf.as_expansion"
