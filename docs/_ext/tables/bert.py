@@ -7,7 +7,7 @@ import statistics
 from typing import Any
 
 from tables.runs import REFERENCE, Found, by_strategy, final, late, mean, witnessed
-from tables.sources import RESULTS, machine, table
+from tables.sources import RESULTS, machine, percent, table
 
 BETA2S = (0.999, 0.98)
 ORDER = (
@@ -71,7 +71,7 @@ def losses(beta2: float) -> str:
         if name == REFERENCE:
             ends = [[at_end_of(run.record, phase) for run in runs] for phase in (0, 1)]
             own = [f"{statistics.fmean(end):.4f}" for end in ends]
-            own.append(f"{statistics.fmean(final(run.record, 'accuracy') for run in runs):.2%}")
+            own.append(percent(statistics.fmean(final(run.record, "accuracy") for run in runs), 2))
         else:
             twins = {run.record["run"]["seed"]: run.record for run in reference}
 
@@ -108,7 +108,7 @@ def bert_errors() -> str:
                     f"{name}, {beta2:g}",
                     f"{late(run, 'ratio') or 0.0:.4f}",
                     f"{late(run, 'ratio_leading') or 0.0:.4f}",
-                    f"{100 * lost:.2f} %",
+                    percent(lost, 2),
                     witnessed("second_moment", ".3f")(run),
                     witnessed("displacement_matrices", ".1e")(run),
                     witnessed("displacement_vectors", ".1e")(run),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tables.sources import load, table
+from tables.sources import load, percent, table
 
 
 def delta_bytes() -> str:
@@ -15,8 +15,8 @@ def delta_bytes() -> str:
         row = [f"{float(rate):.0e}"]
         for name in ("bf16", "bf16x2"):
             x = found[name][rate]
-            row += [f"{x['changed']:.1%}", f"{x['bytes']:.1%}", f"{x['edq']:.2f}"]
-        rows.append((*row, f"{returned[rate]:.1%}"))
+            row += [percent(x["changed"]), percent(x["bytes"]), f"{x['edq']:.2f}"]
+        rows.append((*row, percent(returned[rate])))
     heads = ("elements changed", "bytes", "EDQ")
     names = (f"{x}: {y}" for x in ("plain bf16", "`bf16x2`") for y in heads)
     return table(("lr", *names, "`bf16x2`: returned in ten steps"), rows)
@@ -29,7 +29,7 @@ def delta_cost() -> str:
         (
             f"`{name}`",
             f"{x['milliseconds']['step']:.2f} ms",
-            f"{x['marks']:.1%}",
+            percent(x["marks"]),
             f"{x['take']:.1f}",
             f"{x['apply']:.1f}",
         )
@@ -45,7 +45,10 @@ def increment_bytes() -> str:
     rates = list(next(iter(found.values())))
     kinds = ("weights", "with states")
     rows = [
-        (f"{float(rate):.0e}", *(f"{x[rate][kind]:.0%}" for x in found.values() for kind in kinds))
+        (
+            f"{float(rate):.0e}",
+            *(percent(x[rate][kind], 0) for x in found.values() for kind in kinds),
+        )
         for rate in rates
     ]
     heads = (f"{name}: {kind}" for name in found for kind in kinds)

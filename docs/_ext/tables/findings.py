@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tables.sources import load, machine, signed, table
+from tables.sources import load, machine, percent, signed, table
 
 
 def rate(x: float) -> str:
@@ -34,7 +34,7 @@ def findings_trained() -> str:
         (
             f"`{row['format']}`",
             f"{row['ratio']:.3f}",
-            f"{100 * row['lost']:.1f} %",
+            percent(row["lost"]),
             f"{row['displacement_matrices']:.1e}",
             f"{row['validation']:.4f}"
             if not row["gap_half"]

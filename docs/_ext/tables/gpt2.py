@@ -7,7 +7,7 @@ import statistics
 from typing import Any
 
 from tables.runs import REFERENCE, Found, by_strategy, final, late, mean
-from tables.sources import RESULTS, machine, table
+from tables.sources import RESULTS, machine, percent, table
 
 ORDER = ("bf16", "compact", "plus", "exact", REFERENCE)
 
@@ -54,7 +54,7 @@ def losses(rows: dict[str, list[Found]]) -> str:
                 *own,
                 f"{len(runs)}",
                 f"{late(runs[0], 'ratio') or 0.0:.4f}",
-                f"{100 * (late(runs[0], 'lost') or 0.0):.2f} %",
+                percent(late(runs[0], "lost") or 0.0, 2),
                 f"{runs[0].bytes:.2f}",
                 f"{statistics.median(x.result['seconds_per_step'] for x in runs):.2f}",
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tables.sources import load, machine, table
+from tables.sources import load, machine, percent, table
 
 WAYS = ("bf16", "float32 copy", "mcftensor")
 
@@ -11,7 +11,7 @@ def divergence_errors() -> str:
     """Of the gradient of a divergence."""
     result = load("logits")
     rows = [
-        (f"{x['classes']:,}", f"{x['distance']}", *[f"{100 * x[way]:.3f} %" for way in WAYS])
+        (f"{x['classes']:,}", f"{x['distance']}", *[percent(x[way], 3) for way in WAYS])
         for x in result["errors"]
     ]
     head = ("logits of a row", "distance", "PyTorch in bf16", "PyTorch, float32 copy", "mcftensor")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tables.sources import load, machine, table
+from tables.sources import load, machine, percent, table
 
 
 def order_cost() -> str:
@@ -44,7 +44,7 @@ def order_noise() -> str:
                 str(len(x["losses"])),
                 f"{x['deviation']:.5f}",
                 f"{x['range']:.5f}",
-                f"{100 * differ:.1f} %",
+                percent(differ),
                 f"{sum(x['distance']) / len(x['distance']):.4f}",
             )
         )

@@ -41,3 +41,8 @@ def signed(x: float, half: float | None = None, digits: int = 4) -> str:
     """A difference, and half the length of its interval."""
     text = f"{x:+.{digits}f}".replace("-", "−")
     return text if half is None else f"{text} ± {half:.{digits}f}"
+
+
+def percent(x: float, digits: int = 1) -> str:
+    """A share."""
+    return f"{100 * x:.{digits}f} %"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.probes import random_updates
-from tables.sources import load, machine, table
+from tables.sources import load, machine, percent, table
 
 
 def edq_values() -> str:
@@ -16,10 +16,10 @@ def edq_values() -> str:
             (
                 f"{size:.0e}".replace("e-0", "e-"),
                 f"{one['ratio']:.3f}",
-                f"{100 * (one['lost'] or 0):.1f} %",
+                percent(one["lost"] or 0),
                 f"{two['ratio_leading']:.3f}",
                 f"{two['ratio']:.3f}",
-                f"{100 * (two['lost'] or 0):.1f} %",
+                percent(two["lost"] or 0),
             )
         )
     head = ("s", "bf16: ratio", "lost", "bf16x2, leading: ratio", "bf16x2: ratio", "lost")
@@ -51,7 +51,7 @@ def edq_rates() -> str:
     rows = []
     for lr in sorted({lr for lr, _ in found}, reverse=True):
         plain, plus = found[lr, "bf16"], found[lr, "plus"]
-        pairs = [(f"{x['ratio']:.3f}", f"{100 * x['lost']:.1f} %") for x in (plain, plus)]
+        pairs = [(f"{x['ratio']:.3f}", percent(x["lost"])) for x in (plain, plus)]
         nats = [f"{x['final_nats']:.3f}" for x in (plain, plus)]
         rows.append((f"{lr:.0e}".replace("e-0", "e-"), *pairs[0], *pairs[1], *nats))
     head = ("lr", "bf16: ratio", "lost", "plus: ratio", "lost", "nats, bf16", "plus")
