@@ -6,6 +6,7 @@ evaluation and one rounding therefore give the format's precision.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -156,28 +157,49 @@ def _in_float64(
     result = evaluated(func, wide, mapped(widen, kwargs))
     if largest is not None:
         result += largest.view_as(result)
-    written = {id(x): x for x in targets if id(x) in numbers.of}  # integers are written directly
-    copies = [numbers.of[i] for i in written]
+    copies = [numbers.of[id(x)] for x in targets if id(x) in numbers.of]
     corrected = numbers.corrected(result)
     if corrected is not result:
         result = result.copy_(corrected) if copies else corrected
-    assign(func, list(written.values()), copies, found)
-    originals = {id(x): y for x, y in zip(copies, written.values(), strict=True)}
 
-    def narrow(x: Any) -> Any:
+    def narrow(x: Tensor) -> Tensor:
+        if asked and asked[-1] != format.dtype:
+            return plainly(x, asked[-1])
+        return value_of(x, format, found)
+
+    return _written_and_narrowed(func, found, targets, numbers.of, result, narrow)
+
+
+def _written_and_narrowed(
+    func: Any,
+    found: list[MCFTensor],
+    targets: Sequence[Tensor],
+    copies: Mapping[int, Tensor],
+    result: Any,
+    narrow: Callable[[Tensor], Tensor],
+) -> Any:
+    """Assign the copies of targets to them, and return the result with `narrow` of its new floats.
+
+    `copies` has the copies of operands, by the ids of the operands. An operation writes to integers
+    directly. A result that is the copy of a target becomes the target.
+
+    Raises:
+        NotImplementedError: a result is complex, or has another shape than its target.
+    """
+    written = list({id(x): x for x in targets if id(x) in copies}.values())
+    assign(func, written, [copies[id(x)] for x in written], found)
+    originals = {id(copies[id(x)]): x for x in written}
+
+    def of_target_or_narrow(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
         if id(x) in originals:
             return originals[id(x)]
         if x.is_complex():
             raise refusal(func, found, "its result is complex")
-        if not x.is_floating_point():
-            return x
-        if asked and asked[-1] != format.dtype:
-            return plainly(x, asked[-1])
-        return value_of(x, format, found)
+        return narrow(x) if x.is_floating_point() else x
 
-    return tree_map(narrow, result)
+    return tree_map(of_target_or_narrow, result)
 
 
 def _in_float32_terms(
@@ -237,19 +259,11 @@ def _in_float32(
 
     targets = written_to(func, args, kwargs)
     result = func(*mapped(widen, args), **mapped(widen, kwargs))
-    written = [x for x in targets if id(x) in copies]
-    assign(func, written, [copies[id(x)] for x in written], found)
-    originals = {id(copies[id(x)]): x for x in written}
 
-    def narrow(x: Any) -> Any:
-        if id(x) in originals:
-            return originals[id(x)]
-        if isinstance(x, Tensor) and x.is_complex():
-            raise refusal(func, found, "its result is complex")
-        is_made = isinstance(x, Tensor) and x.dtype == torch.float32
-        return value_of(x, format, found) if is_made else x
+    def narrow(x: Tensor) -> Tensor:
+        return value_of(x, format, found) if x.dtype == torch.float32 else x
 
-    return tree_map(narrow, result)
+    return _written_and_narrowed(func, found, targets, copies, result, narrow)
 
 
 @implements(
