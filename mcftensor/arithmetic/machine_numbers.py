@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mcftensor.arithmetic import eft
 from mcftensor.arithmetic.base_types import NARROW
+from mcftensor.arithmetic.network_numbers import Network
 from mcftensor.arithmetic.number_protocol import Floats, Number, Numbers
 from mcftensor.arithmetic.rounding import add_signed, as_floats
 from mcftensor.kernels.without_float64 import Halves, has_float64
@@ -43,6 +44,11 @@ class Machine(Numbers):
                 rest = (x.to(torch.float64) - leading).to(self.dtype)
                 entered.append(torch.nan_to_num(rest, 0.0, 0.0, 0.0))
         return Wide(entered)
+
+    def available(self) -> Numbers:
+        """Return this kind; without float64, two float32 terms (48 bits) replace float64."""
+        is_available = self.dtype != torch.float64 or has_float64()
+        return self if is_available else Network(torch.float32, 2)
 
 
 class Wide(Number):

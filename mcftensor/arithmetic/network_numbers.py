@@ -46,13 +46,6 @@ class Network(Numbers):
         return [x.to(self.dtype)]
 
 
-def where_it_runs(kind: Numbers) -> Numbers:
-    """Return the kind; without float64, two float32 terms (48 bits) replace float64."""
-    if kind.dtype != torch.float64 or has_float64() or isinstance(kind, Network):
-        return kind
-    return Network(torch.float32, 2)
-
-
 class Terms(Number):
     """A number as normalized terms."""
 

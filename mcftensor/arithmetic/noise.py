@@ -105,15 +105,13 @@ class Balanced(Noise):
 _STEPS = (0x9E3779B9, 0x6A09E667, 0xBB67AE85, 0xA54FF53B)
 
 
-def noise_of(
-    rounding: Rounding, key: Tensor | None, index: Tensor, stream: int = 0
-) -> Noise | None:
+def noise_of(rounding: Rounding, key: Tensor, index: Tensor, stream: int = 0) -> Noise | None:
     """Return the noise of a rounding mode for elements of these indices, or None for "nearest".
 
     The key is a drawn key for "stochastic", and a write count for "balanced". Results that are
     written together take different streams.
     """
-    if key is None or rounding == "nearest":
+    if rounding == "nearest":
         return None
     return (Random if rounding == "stochastic" else Balanced)(key, index, stream)
 

@@ -122,3 +122,7 @@ class Numbers(ABC):
     @abstractmethod
     def of(self, floats: Floats) -> Number:
         """Return the number that is the sum of floats of any dtype, leading one first."""
+
+    def available(self) -> Numbers:
+        """Return this kind, or the kind that replaces it where float64 is not available."""
+        return self

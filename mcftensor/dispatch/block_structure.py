@@ -99,7 +99,7 @@ def place_in_blocks(func: Any, args: Any, kwargs: Any) -> Any:
     if func is torch.ops.aten.constant_pad_nd.default and _pads_rows(*args, **kwargs):
         return _padded(*args)
     target = args[0]
-    if not (func._schema.is_mutable and isinstance(target, MCFTensor) and share_scales([target])):
+    if not (func._schema.is_mutable and isinstance(target, MCFTensor) and target._format.shared):
         return on_numbers(func, args, kwargs)
     copy = _wide(target)  # applies the deferred factor by an ordinary write
     func(copy, *mapped(_wide, args[1:]), **mapped(_wide, kwargs))

@@ -338,7 +338,7 @@ def overwrite(
     """Write components into given target components, as `fill`."""
     own, new = list(targets), list(components)
     if is_bare(own, new):
-        watched = marks.of_column(own[:1])
+        watched = marks.of_column(own[:1]) if marks.watched_addresses else []
         if any(watched):
             marks.store_marked(own, new, [*watched, *[None] * (len(own) - 1)])
         else:

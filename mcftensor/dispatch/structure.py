@@ -396,7 +396,7 @@ def copy_(func: Any, target: Tensor, source: Any, non_blocking: bool = False) ->
         raise TypeError(f"copy_: {source.dtype} into an expansion in {target.format.name}")
     if target._role == "parameter" and is_bare([source, target._component0]):
         updating(func, target, source)
-    if share_scales([target]):
+    if target._format.shared:
         copy_blocks_(target, source)
         return target
     is_alike = isinstance(source, MCFTensor) and source.format is target.format
@@ -414,7 +414,7 @@ def fill_(func: Any, target: Tensor, value: Any = 0.0) -> Tensor:
     """Set every element to one number, at full precision."""
     if not isinstance(target, MCFTensor):
         return target.copy_(value.expand(target.shape))
-    if share_scales([target]):
+    if target._format.shared:
         set_blocks_(target, value)
         return target
     numbers = stored_in(value, target.format, target.device)

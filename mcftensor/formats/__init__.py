@@ -6,6 +6,8 @@ from mcftensor.formats.block_codes import BlockFormat as BlockFormat
 from mcftensor.formats.block_codes import Scales as Scales
 from mcftensor.formats.block_codes import mxfp8 as mxfp8
 from mcftensor.formats.block_codes import ue5m3 as ue5m3
+from mcftensor.formats.defaults import default_format as default_format
+from mcftensor.formats.defaults import is_vector as is_vector
 from mcftensor.formats.e4m3_integer import ComputeViewFormat as ComputeViewFormat
 from mcftensor.formats.e4m3_integer import ScaledTailFormat as ScaledTailFormat
 from mcftensor.formats.e4m3_integer import compute_view as compute_view
@@ -16,12 +18,10 @@ from mcftensor.formats.expansion_format import MAX_TERMS as MAX_TERMS
 from mcftensor.formats.expansion_format import ExpansionFormat as ExpansionFormat
 from mcftensor.formats.expansion_format import bf16x2 as bf16x2
 from mcftensor.formats.expansion_format import bf16x3 as bf16x3
-from mcftensor.formats.expansion_format import default_format as default_format
 from mcftensor.formats.expansion_format import fp16x2 as fp16x2
 from mcftensor.formats.expansion_format import fp32x2 as fp32x2
 from mcftensor.formats.expansion_format import fp32x3 as fp32x3
 from mcftensor.formats.expansion_format import fp64x2 as fp64x2
-from mcftensor.formats.expansion_format import is_vector as is_vector
 from mcftensor.formats.finfo import FInfo as FInfo
 from mcftensor.formats.finfo import finfo as finfo
 from mcftensor.formats.format import PLAIN as PLAIN

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.base_types import BASES, NARROW
-from mcftensor.formats.expansion_format import ExpansionFormat, default_format
+from mcftensor.formats.expansion_format import ExpansionFormat, bf16x2, bf16x3
 from mcftensor.formats.format import Format
 from mcftensor.formats.integer_tails import bf16i16
 from mcftensor.kernels.without_float64 import widest
@@ -28,6 +28,20 @@ AVERAGES = frozenset({"running", "moving", "ema", "avg", "average", "averages"})
 _EXTREMES = ("min_val", "max_val")
 
 
+def is_vector(shape: torch.Size) -> bool:
+    """Whether at most one dimension is longer than 1, as in gains and biases."""
+    return sum(length > 1 for length in shape) <= 1
+
+
+def default_format(shape: torch.Size) -> ExpansionFormat:
+    """Return the format of a tensor of this shape if the caller names none.
+
+    It is `bf16x3` for at most one dimension longer than 1, else `bf16x2`. Norm weights are near 1,
+    where two terms lose much of a small update, and such tensors are small.
+    """
+    return bf16x3 if is_vector(shape) else bf16x2
+
+
 def format_of_weights(x: Tensor, lr: float | None = None) -> ExpansionFormat:
     """Return `bf16x3` for vectors and for weights too large for their updates, else `bf16x2`.
 
@@ -41,7 +55,7 @@ def format_of_weights(x: Tensor, lr: float | None = None) -> ExpansionFormat:
     wide = widest()
     size = float(torch.linalg.vector_norm(some, dtype=wide)) / math.sqrt(some.numel())
     is_large = size > (_LARGE if lr is None else lr * _UPDATES)
-    return default_format(torch.Size(())) if is_large else by_shape
+    return bf16x3 if is_large else by_shape
 
 
 def _some_of(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from mcftensor.arithmetic import networks
 from mcftensor.arithmetic.base_types import BASES
 from mcftensor.arithmetic.machine_numbers import Machine, Wide
-from mcftensor.arithmetic.network_numbers import Network, where_it_runs
+from mcftensor.arithmetic.network_numbers import Network
 from mcftensor.arithmetic.noise import Noise, Rounding
 from mcftensor.arithmetic.number_protocol import Floats, Number, Numbers, Sum
 from mcftensor.arithmetic.rounding import peel, quiet, round_to_terms
@@ -49,7 +49,7 @@ class ExpansionFormat(Format):
     @property
     def numbers(self) -> Numbers:  # type: ignore[override]
         """The kind of numbers that arithmetic uses on this device."""
-        return where_it_runs(self._numbers)
+        return self._numbers.available()
 
     @property
     def base_precision(self) -> int:
@@ -246,20 +246,6 @@ fp64x2 = ExpansionFormat(torch.float64, 2)
 
 FORMATS = (bf16x2, bf16x3, fp16x2, fp32x2, fp32x3, fp64x2)
 """The expansions with predefined names."""
-
-
-def is_vector(shape: torch.Size) -> bool:
-    """Whether at most one dimension is longer than 1, as in gains and biases."""
-    return sum(length > 1 for length in shape) <= 1
-
-
-def default_format(shape: torch.Size) -> ExpansionFormat:
-    """Return the format of a tensor of this shape if the caller names none.
-
-    It is `bf16x3` for at most one dimension longer than 1, else `bf16x2`. Norm weights are near 1,
-    where two terms lose much of a small update, and such tensors are small.
-    """
-    return bf16x3 if is_vector(shape) else bf16x2
 
 
 Format._of_floats = staticmethod(of_floats)

@@ -117,7 +117,7 @@ def marks_of_outputs(
 ) -> dict[int, list[Mark | None]]:
     """Return the marks of watched outputs at these addresses."""
     found: dict[int, list[Mark | None]] = {}
-    if marks.are_any():
+    if marks.watched_addresses:
         for i, (dtype, column) in enumerate(zip(signature.outputs, addresses, strict=False)):
             if not signature.shares(i):
                 own = marks.marks_of(dtype.itemsize, lengths, column)

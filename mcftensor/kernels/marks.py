@@ -99,7 +99,8 @@ class Mark(NamedTuple):
 
 
 _watched: weakref.WeakValueDictionary[int, Marks] = weakref.WeakValueDictionary()
-_addresses: list[int] = []
+watched_addresses: list[int] = []
+"""The addresses of the watched tensors, in order; empty if no tensor is watched."""
 
 
 def watch(x: Tensor) -> Marks:
@@ -113,19 +114,14 @@ def watch(x: Tensor) -> Marks:
         raise RuntimeError(f"a tensor of shape {tuple(x.shape)} is watched already")
     if marks.length:
         _watched[marks.address] = marks
-        _addresses[:] = sorted(_watched)
+        watched_addresses[:] = sorted(_watched)
     return marks
-
-
-def are_any() -> bool:
-    """Whether anything is watched."""
-    return bool(_addresses)
 
 
 def _at(address: int) -> Marks | None:
     """What is watched there."""
-    i = bisect_right(_addresses, address)
-    marks = _watched.get(_addresses[i - 1]) if i else None
+    i = bisect_right(watched_addresses, address)
+    marks = _watched.get(watched_addresses[i - 1]) if i else None
     inside = marks is not None and address < marks.address + marks.width * marks.length
     return marks if inside else None
 
@@ -133,16 +129,17 @@ def _at(address: int) -> Marks | None:
 def marks_of(width: int, lengths: Sequence[int], addresses: Sequence[int]) -> list[Mark | None]:
     """Where tensors of elements of so many bytes, of these lengths and addresses, are watched."""
     if not _watched:
-        _addresses.clear()
+        watched_addresses.clear()
+        return [None] * len(lengths)
     return [_mark(width, *place) for place in zip(lengths, addresses, strict=True)]
 
 
 def _mark(width: int, length: int, address: int) -> Mark | None:
     found, end = _at(address), address + width * length
-    for i in range(bisect_right(_addresses, address), len(_addresses)):
-        if _addresses[i] >= end:
+    for i in range(bisect_right(watched_addresses, address), len(watched_addresses)):
+        if watched_addresses[i] >= end:
             break
-        inner = _watched.get(_addresses[i])  # a part of what is written to
+        inner = _watched.get(watched_addresses[i])  # a part of what is written to
         if inner is not None:
             inner.is_blind = True
     if found is None:
@@ -156,15 +153,13 @@ def _mark(width: int, length: int, address: int) -> Mark | None:
 
 def of_column(column: Sequence[Tensor]) -> list[Mark | None]:
     """Where tensors of one dtype are watched."""
-    if not are_any():
-        return [None] * len(column)
     lengths, addresses = [x.numel() for x in column], [x.data_ptr() for x in column]
     return marks_of(column[0].element_size(), lengths, addresses)
 
 
 def unseen(x: Tensor) -> None:
     """Somebody is about to write to a tensor who does not mark."""
-    if are_any() and is_bare([x]):
+    if watched_addresses and is_bare([x]):
         for mark in of_column([x]):
             if mark is not None:
                 mark.marks.is_blind = True

@@ -139,7 +139,7 @@ class Decoded:
 
     def marks(self, stage: Stage, rows: Rows) -> dict[int, list[Mark | None]]:
         """Of what a stage writes, the marks of those columns that are watched."""
-        if not marks.are_any():
+        if not marks.watched_addresses:
             return {}
         addresses: list[list[int]] = []
         for i in stage.stored:

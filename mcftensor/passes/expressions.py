@@ -93,8 +93,8 @@ def _body(
         left: dict[bool, Iterator[Any]] = {True: map(scalar_tensor, scalars), False: iter(vectors)}
         stored = regroup([next(left[is_scalar]) for is_scalar in are_scalars], lengths)
         floats = [stored_floats(f, x) for f, x in zip(formats, stored, strict=True)]
-        key = scalars[-1] if format.takes_key else None
-        return format.encode(expression.number(floats), noise_of(format.rounding, key, index))
+        noise = noise_of(format.rounding, scalars[-1], index) if format.takes_key else None
+        return format.encode(expression.number(floats), noise)
 
     return body
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from mcftensor.arithmetic import eft
 from mcftensor.arithmetic.machine_numbers import Machine
-from mcftensor.arithmetic.network_numbers import Network, where_it_runs
+from mcftensor.arithmetic.network_numbers import Network
 from mcftensor.arithmetic.noise import noise_of
 from mcftensor.arithmetic.number_protocol import Number, Numbers
 from mcftensor.formats import Format, named
@@ -242,7 +242,7 @@ def numbers_for(formats: Sequence[Format]) -> Numbers:
     narrow = all(f.numbers.dtype == torch.float32 for f in own) and all(
         f.dtype.itemsize <= limit for f in formats[1:] if f.arithmetic == "plain"
     )
-    return where_it_runs(Machine(torch.float32 if own and narrow else torch.float64))
+    return Machine(torch.float32 if own and narrow else torch.float64).available()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -270,8 +270,8 @@ def _body(rule: str, maximize: bool, formats: tuple[Format, ...], names: tuple[s
         for stream, (number, f) in enumerate(
             zip([read[1].moved_by(change), *new], formats[1:], strict=True)
         ):
-            key = scalars[-1] if f.takes_key else None
-            results += f.encode(number, noise_of(f.rounding, key, index, stream))
+            noise = noise_of(f.rounding, scalars[-1], index, stream) if f.takes_key else None
+            results += f.encode(number, noise)
         if "found_inf" in s:
             old = itertools.chain(*stored[1:])
             results = [

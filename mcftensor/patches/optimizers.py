@@ -162,15 +162,15 @@ def _over_numbers(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return a step within which expansion parameters act as their decoded numbers."""
 
     def take(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if not has_expansions(self):
-            return asking(functools.partial(step, self, *args, **kwargs))
         if _is_fused(self, step):
             return step(self, *args, **kwargs)
         return _taken(self, functools.partial(step, self), args, kwargs)
 
     def choose(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if has_expansions(self) or _sums_gradients(self):
+        if has_expansions(self):
             return untraced(take, self, *args, **kwargs)
+        if _sums_gradients(self):
+            return untraced(asking, functools.partial(step, self, *args, **kwargs))
         return step(self, *args, **kwargs)
 
     chosen = choose
