@@ -14,6 +14,9 @@ Every strategy starts from the same weights, sees the same batches and runs a st
   compact  matrices as in tail8, their moments in codes of one byte; vectors as in exact
   released the same, and each parameter steps in backward, which frees its gradient; a first pass
            measures the norm to clip by. Not under DistributedDataParallel
+  half16   parameters are float16 with an int16 tail, and the model computes in float16; gradients
+           are bf16, scaled by GradScaler; states as in exact. In one process
+  half8    matrices have an int8 tail; all else as in half16
 
 On several processes, which share every batch, each strategy runs under DistributedDataParallel or
 divided by fully_shard; with --checkpoint, what was stopped goes on, to the bit:
@@ -48,8 +51,8 @@ from pretraining.command import (
 from pretraining.resuming import Checkpoint
 from pretraining.run import Run
 from pretraining.strategies import (
-    IN_ONE_PROCESS,
     LEARNING_RATES,
+    NOT_UNDER,
     OPTIMIZERS,
     PATHS,
     STRATEGIES,
@@ -176,8 +179,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.lr = options.lr or LEARNING_RATES[options.optimizer]
     options.batch_size = options.batch_size or BATCH_SIZES[options.device]
     check_processes(parser, options)
-    if processes.count() > 1 and options.parallel == "ddp":
-        options.strategies = [x for x in options.strategies if x not in IN_ONE_PROCESS]
+    if processes.count() > 1:
+        without = NOT_UNDER[options.parallel]
+        options.strategies = [x for x in options.strategies if x not in without]
     if options.witness and (options.checkpoint or processes.count() > 1):
         parser.error("--witness: it runs in one process, and without --checkpoint")
     return options

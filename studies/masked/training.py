@@ -13,10 +13,8 @@ from torch.nn import functional as F
 from transformers import BertConfig, BertForMaskedLM
 
 from masked.masking import Masked, masked
-from pretraining.half import FastHalf
-from pretraining.resuming import State
 from pretraining.run import Run
-from pretraining.training import LARGEST_NORM, Training, evenly_spaced
+from pretraining.training import Training, evenly_spaced
 
 
 @dataclass(frozen=True)
@@ -82,10 +80,10 @@ class MaskedTraining(Training):
 
     run: BertRun
     decay = 0.01
+    scaled = ("fp16",)
     witness_every = 20
 
     def __init__(self, run: BertRun, training: Tensor, validation: Tensor) -> None:
-        self.scaler = torch.amp.GradScaler("cpu", enabled=run.strategy == "fp16", init_scale=2**15)
         # A witness wants to see gradients, which `released` frees.
         super().__init__(run, training, validation, None, witness=run.strategy != "released")
         ends = {sum(phase.steps for phase in run.phases[: i + 1]) for i in range(len(run.phases))}
@@ -123,8 +121,8 @@ class MaskedTraining(Training):
     def precision(self) -> Iterator[None]:
         """Within, fp16 computes in float16."""
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self.products())
             if self.run.strategy == "fp16":
-                stack.enter_context(FastHalf())
                 stack.enter_context(torch.autocast("cpu", torch.float16))
             yield
 
@@ -132,21 +130,6 @@ class MaskedTraining(Training):
         """Mean cross entropy of hidden tokens, in nats."""
         with self.precision():
             return F.cross_entropy(logits(self.model, batch), batch.targets.flatten())
-
-    def backward(self, objective: Tensor) -> None:
-        """As that of the main job; fp16 scales the loss."""
-        if self.run.strategy != "fp16":
-            super().backward(objective)
-            return
-        with FastHalf():
-            self.scaler.scale(objective).backward()
-        self.scaler.unscale_(self.optimizer)
-        nn.utils.clip_grad_norm_(self.model.parameters(), LARGEST_NORM)
-
-    def update(self) -> None:
-        """Let the optimizer step, unless gradients are infinite."""
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
 
     @torch.no_grad()
     def validate(self) -> None:
@@ -165,15 +148,6 @@ class MaskedTraining(Training):
             count += len(targets)
         self.result.validation.append((self.step, loss / count))
         self.result.accuracy.append((self.step, right / count))
-
-    def state_dict(self) -> State:
-        """All that a run needs to go on."""
-        return super().state_dict() | {"scaler": self.scaler.state_dict()}
-
-    def load_state_dict(self, state: State) -> None:
-        """Go on from there."""
-        super().load_state_dict(state)
-        self.scaler.load_state_dict(state["scaler"])
 
 
 def count_parameters(size: Size, vocabulary: int) -> int:

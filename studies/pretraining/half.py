@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import mcftensor as mcf
+
 HALF = torch.float16
 _PRODUCTS = tuple(getattr(torch.ops.aten, name) for name in ("mm", "bmm", "addmm", "baddbmm"))
 
@@ -19,5 +21,10 @@ class FastHalf(TorchDispatchMode):
     ) -> Any:
         """One operator."""
         if func.overloadpacket in _PRODUCTS and args[-1].dtype == HALF:
-            return func(*(x.float() for x in args), **(kwargs or {})).to(HALF)
+            return func(*(leading(x).float() for x in args), **(kwargs or {})).to(HALF)
         return func(*args, **(kwargs or {}))
+
+
+def leading(x: Any) -> Any:
+    """The float16 that the model computes with, of a parameter with a tail."""
+    return x.components[0] if isinstance(x, mcf.MCFTensor) else x

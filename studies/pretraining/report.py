@@ -34,6 +34,8 @@ LINES: dict[str, dict[str, Any]] = {
     "round": {"color": "#0072B2", "marker": "D", "markersize": 3, "linewidth": 1},
     "compact": {"color": "#8C564B", "marker": "P", "markersize": 4, "linewidth": 1},
     "released": {"color": "#F0E442", "marker": "*", "markersize": 4, "linewidth": 1},
+    "half16": {"color": "#7F3C8D", "marker": "<", "markersize": 4, "linewidth": 1},
+    "half8": {"color": "#117733", "marker": ">", "markersize": 4, "linewidth": 1},
 }
 
 # How leading terms alone are drawn, over what the strategy has otherwise.
@@ -82,7 +84,7 @@ def tables(results: Results, title: str) -> list[Table]:
     found[-1].caption = (
         "EDQ ratio: the share of the intended updates that weights took. Lost: elements "
         "that were to move and did not. Both are means over the last quarter of the samples. "
-        "Leading terms: the bf16 weights that the model computes with. Bytes: measured, gradients "
+        "Leading terms: the 16-bit weights that the model computes with. Bytes: measured, gradients "
         "included, on one process."
     )
     return found

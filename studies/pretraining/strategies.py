@@ -13,11 +13,15 @@ from torch.optim import SGD, AdamW, Optimizer
 import mcftensor as mcf
 
 COLLAGE = ("master", "bf16", "light", "plus", "full")  # Those of the paper.
-STRATEGIES = (*COLLAGE, "exact", "tail8", "round", "compact", "released")
+# float16 weights, computed with in float16: gradients are bf16, and scaled by GradScaler.
+HALVES = ("half16", "half8")
+STRATEGIES = (*COLLAGE, "exact", "tail8", "round", "compact", "released", *HALVES)
 # Beside which larger studies set them: optimi's Kahan sum, and PyTorch's float16 recipe, which is
 # float32 parameters under autocast with GradScaler.
 PEERS = ("kahan", "fp16")
-IN_ONE_PROCESS = ("released",)  # Beside copies of the model, whose gradients are reduced together.
+# Not under DistributedDataParallel, which reduces the gradients of all parameters together, in the
+# dtype of the parameters; nor divided, where each process would find its own infinite gradients.
+NOT_UNDER = {"ddp": ("released", *HALVES), "fsdp": HALVES}
 PLAIN = ("master", "bf16", *PEERS)  # Their parameters are plain tensors.
 WITHOUT_TAILS = (*PLAIN, "round")
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
@@ -36,6 +40,8 @@ FORMATS: dict[str, tuple[mcf.Format, mcf.Format]] = {
     "round": (mcf.Format(torch.bfloat16, 1, rounding="balanced"),) * 2,
     "compact": (mcf.bf16i8, mcf.bf16i16),
     "released": (mcf.bf16i8, mcf.bf16i16),
+    "half16": (mcf.fp16i16, mcf.fp16i16),
+    "half8": (mcf.fp16i8, mcf.fp16i16),
 }
 # The Collage modes of strategies with another name.
 MODES = {"compact": "compact", "released": "compact"}
@@ -65,7 +71,11 @@ def as_kept(strategy: str, model: nn.Module) -> nn.Module:
         return mcf.as_expansion(model)
     matrices, vectors = formats
     overrides = {name: vectors for name, p in model.named_parameters() if p.dim() <= 1}
-    return mcf.as_expansion(model, matrices, overrides=overrides)
+    mcf.as_expansion(model, matrices, overrides=overrides)
+    if strategy in HALVES:
+        for parameter in model.parameters():
+            parameter.grad_dtype = torch.bfloat16  # GradScaler unscales no float16
+    return model
 
 
 def optimizer_for(strategy: str, named: Named, stock: OptimizerFactory) -> Optimizer:

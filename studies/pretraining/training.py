@@ -21,10 +21,17 @@ from tqdm import tqdm
 
 import mcftensor as mcf
 from pretraining import processes
+from pretraining.half import FastHalf
 from pretraining.model import GPT, Shape, loss
 from pretraining.resuming import Checkpoint, State, load_model, load_optimizer
 from pretraining.run import Result, Run
-from pretraining.strategies import as_kept, bytes_per_parameter, optimizer_for, stock_optimizer
+from pretraining.strategies import (
+    HALVES,
+    as_kept,
+    bytes_per_parameter,
+    optimizer_for,
+    stock_optimizer,
+)
 from pretraining.witness import Witness
 
 SHAPES = {
@@ -113,6 +120,7 @@ class Training:
     """
 
     decay: float | None = None  # of matrices, if it is not that of `stock_optimizer`
+    scaled: tuple[str, ...] = HALVES  # Strategies whose loss is scaled.
     witness_every = 1  # Steps from one look at the largest update to the next.
 
     def __init__(
@@ -147,6 +155,8 @@ class Training:
         if run.strategy == "released":
             self.steps_in_backward = mcf.step_in_backward(self.model, self.optimizer)
         self.scheduler = LambdaLR(self.optimizer, self.factor)
+        enabled = run.strategy in self.scaled
+        self.scaler = torch.amp.GradScaler(run.device, enabled=enabled, init_scale=2**15)
         self.witness: Witness | None = None
         if witness:
             named = self.model.named_parameters()
@@ -160,9 +170,19 @@ class Training:
         """The learning rate of a step over the peak."""
         return learning_rate_factor(step, self.run.steps)
 
+    def precision(self) -> contextlib.AbstractContextManager[Any]:
+        """Within, the model computes."""
+        return self.products()
+
+    def products(self) -> contextlib.AbstractContextManager[Any]:
+        """Within, a CPU takes products of float16 fast."""
+        fast = self.scaler.is_enabled() and self.run.device == "cpu"
+        return FastHalf() if fast else contextlib.nullcontext()
+
     def objective(self, batch: Any) -> Tensor:
         """The loss on a batch."""
-        return loss(self.parallel, batch)
+        with self.precision():
+            return loss(self.parallel, batch)
 
     def batches(self) -> Iterator[Any]:
         """This process's share of random windows of the text, (batch, window), for each step."""
@@ -201,18 +221,22 @@ class Training:
                 objective.backward(retain_graph=True)
             objective.backward()
             return
-        with handle.no_step() if handle else contextlib.nullcontext():
-            objective.backward()  # The meter and the witness want to see gradients.
+        with handle.no_step() if handle else contextlib.nullcontext(), self.products():
+            # The meter and the witness want to see gradients.
+            self.scaler.scale(objective).backward()
+        self.scaler.unscale_(self.optimizer)
         clip_grad_norm_(self.model.parameters(), LARGEST_NORM)
 
     def update(self) -> None:
-        """Let the optimizer step."""
-        self.optimizer.step()
+        """Let the optimizer step, unless scaled gradients are infinite."""
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
     def validate(self) -> None:
         """Add the loss on the text held out to the result."""
         held_out = evenly_spaced(self.validation, SHAPES[self.run.device].context + 1)
-        mean = evaluate(self.parallel, held_out.to(self.run.device), self.run.batch_size)
+        with self.precision():
+            mean = evaluate(self.parallel, held_out.to(self.run.device), self.run.batch_size)
         self.result.validation.append((self.step, mean))
 
     def conclude(self) -> None:
@@ -236,6 +260,7 @@ class Training:
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "meter": self.meter.state_dict(),
+            "scaler": self.scaler.state_dict(),
             "batches": self.generator.get_state(),
             "random": random,  # All processes have the same, and draw as often.
             "result": asdict(self.result),
@@ -250,6 +275,8 @@ class Training:
         load_optimizer(self.optimizer, state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.meter.load_state_dict(state["meter"])
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
         self.generator.set_state(state["batches"])
         torch.set_rng_state(state["random"]["cpu"])
         if self.run.device == "cuda":
