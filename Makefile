@@ -34,7 +34,7 @@ help: ## list the targets
 
 install: $(VENV)/installed ## set up .venv with the library and all that develops it
 
-train: $(VENV)/installed ## pretrain a small GPT in ten precision strategies and compare (ARGS="--help")
+train: $(VENV)/installed ## pretrain a small GPT in twelve precision strategies and compare (ARGS="--help")
 	$(PATIENT) $(BIN)/python studies/pretrain.py $(ARGS)
 
 study: $(VENV)/installed ## measure what updates lose, by strategy, layer, learning rate and beta2 (ARGS="--help")

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pretraining.strategies import IN_ONE_PROCESS, STRATEGIES
+from pretraining.strategies import NOT_UNDER, STRATEGIES
 from support import pretrain_runs
 from support.helpers import assert_same_bits
 from support.pretrain_runs import assert_same_run, results, run, state, write_poem
@@ -204,7 +204,7 @@ def test_two_processes_go_on_with_the_run_of_one(ranks, parallel, begun, whole):
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_three_processes_go_on_to_the_bit(ranks, parallel, folders):
-    own = [x for x in STRATEGIES if parallel == "fsdp" or x not in IN_ONE_PROCESS]
+    own = [x for x in STRATEGIES if x not in NOT_UNDER[parallel]]
     resumes_on_three(ranks, parallel=parallel, strategies=own, folder=str(folders))
 
 
