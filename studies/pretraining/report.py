@@ -84,8 +84,8 @@ def tables(results: Results, title: str) -> list[Table]:
     found[-1].caption = (
         "EDQ ratio: the share of the intended updates that weights took. Lost: elements "
         "that were to move and did not. Both are means over the last quarter of the samples. "
-        "Leading terms: the 16-bit weights that the model computes with. Bytes: measured, gradients "
-        "included, on one process."
+        "Leading terms: the 16-bit weights that the model computes with. Bytes: measured, with "
+        "gradients, on one process."
     )
     return found
 

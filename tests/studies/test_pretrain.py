@@ -5,7 +5,6 @@ import io
 import itertools
 import json
 import math
-import re
 import subprocess
 import sys
 import time
