@@ -23,7 +23,11 @@ def pretraining() -> str:
         kept = [f"{final[0]['edq_ratio']:.4f}", f"{100 * final[0]['lost']:.2f} %"]
         rows.append((name, *cells, *kept, f"{runs[0][name]['bytes_per_parameter']:.2f}"))
     head = ("", "seed 0", "seed 1", "seed 2", "EDQ ratio", "updates lost", "bytes a parameter")
-    return table(head, rows) + "\n\n" + machine(load("pretrain-seed0"))
+    record = load("pretrain-seed0")
+    below = [machine(record)]
+    if added := record.get("added"):
+        below.append(machine(added, f"{' and '.join(added['strategies'])}: "))
+    return "\n\n".join([table(head, rows), *below])
 
 
 # Name in the study: what is trained how, and in which types are parameters, gradients and
