@@ -3,8 +3,8 @@
 The main job's model, AdamW and a cosine down to zero. Weights are bf16, rounded to nearest or
 balanced, and get 16-bit tails for the last 5, 10 or 20 % of the steps, or parameter by parameter
 once the meter says that more than 1 % of its elements lost their update. Beside these: no tails,
-and tails from the first step on. The runs take long: the program stops after some minutes, and
-the same command goes on, to the bit.
+and tails from the first step on. AdamW in float64 gets the gradients of each run. The runs take
+long: the program stops after some minutes, and the same command goes on, to the bit.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ LOST = 0.01  # of the elements of a parameter
 class LateTraining(Training):
     """A training whose parameters get tails."""
 
+    witness_every = 20
+
     def __init__(self, run: Run, training: Tensor, validation: Tensor, when: str) -> None:
-        super().__init__(run, training, validation, None, False)
+        super().__init__(run, training, validation, None, witness=True)
         self.schedule: mcf.PrecisionSchedule | None = None
         model, optimizer = self.model, self.optimizer
         if when == "meter":
@@ -61,8 +63,17 @@ class LateTraining(Training):
     def update(self) -> None:
         """Let the optimizer step, and change the format if it is time."""
         super().update()
-        if self.schedule is not None:
-            self.schedule.step()
+        if self.schedule is not None and (done := self.schedule.step()):
+            sizes = {name: p.numel() for name, p in self.model.named_parameters()}
+            names = [name for name in sizes if name in done.formats]
+            self.result.changes.append(
+                {
+                    "step": self.step + 1,
+                    "parameters": names,
+                    "share": sum(sizes[name] for name in names) / sum(sizes.values()),
+                    "bytes": [done.before.bytes_per_parameter, done.after.bytes_per_parameter],
+                }
+            )
 
     def state_dict(self) -> State:
         """All that a run needs to go on."""
@@ -73,6 +84,8 @@ class LateTraining(Training):
         """Go on from there, in the formats of then."""
         if self.schedule is not None:
             self.schedule.load_state_dict(state["schedule"])
+        if "witness" not in state:  # of a version without one
+            self.witness = None
         super().load_state_dict(state)
 
 
@@ -88,12 +101,19 @@ class LargeTraining(LateTraining):
 SIZES: dict[str, type[LateTraining]] = {"main": LateTraining, "large": LargeTraining}
 
 
+def cases(size: str) -> list[tuple[str, str]]:
+    """Strategies, and when tails come: fewer of both for the large model, which takes longer."""
+    if size == "large":
+        return [("bf16", "never"), ("exact", "never"), ("bf16", "10%"), ("bf16", "meter")]
+    found = [*product(STARTS, (*SHARES, "meter")), ("exact", "never")]
+    found.remove(("round", "meter"))  # balanced rounding loses nothing in the mean
+    return found
+
+
 def runs(options: argparse.Namespace, content: tuple[Tensor, Tensor]) -> list[Piece]:
     """All runs, the most informative first."""
-    cases = [*product(STARTS, (*SHARES, "meter")), ("exact", "never")]
-    cases.remove(("round", "meter"))  # balanced rounding loses nothing in the mean
     pieces = []
-    for seed, (strategy, when) in product(options.seeds, cases):
+    for seed, (strategy, when) in product(options.seeds, cases(options.size)):
         run = Run(strategy, options.steps, options.lr, 0.95, 4, "cpu", seed)
         make = partial(SIZES[options.size], run, *content, when)
         said: dict[str, Any] = {"size": options.size, "tails": when}
@@ -107,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     parser = Parser(prog="late.py", description=__doc__)
     add = parser.add_argument
-    add("--size", choices=SIZES, default="main", help="0.9 M or 5 M parameters (default: main)")
+    add("--size", choices=SIZES, default="main", help="1.3 M or 5 M parameters (default: main)")
     add("--steps", type=COUNT, default=2000, help="(default: 2000)")
     add("--lr", type=RATE, default=1e-3, help="peak learning rate (default: 1e-3)")
     add("--seeds", nargs="+", type=SEED, default=[0, 1, 2], help="(default: 0 1 2)")

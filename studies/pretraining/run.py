@@ -37,6 +37,7 @@ class Result:
     accuracy: list[tuple[int, float]] = field(default_factory=list)  # (step, share), if any
     edq: list[Mapping[str, Any]] = field(default_factory=list)  # readings of the whole model
     witness: Mapping[str, float] = field(default_factory=dict)  # against float64, if asked for
+    changes: list[Mapping[str, Any]] = field(default_factory=list)  # of formats, by the steps
     bytes_per_parameter: float = math.nan
     seconds_per_step: float = math.nan
 
