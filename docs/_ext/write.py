@@ -11,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FIGURES = ROOT / "docs/figures"
 sys.path[:0] = [str(path) for path in (FIGURES, ROOT, ROOT / "benchmarks")]
+sys.path.append(str(ROOT / "studies"))  # after the figures: order.py is in both
 
 import tables
 

@@ -32,7 +32,7 @@ def test_figures_and_tables_of_pages_are_those_of_the_results():
 @pytest.mark.slow
 def test_a_table_that_is_not_true_is_found(tmp_path):
     """On a copy of the project, which has nothing but what tables are made of."""
-    for name in ("docs", "benchmarks", "mcftensor"):
+    for name in ("docs", "benchmarks", "mcftensor", "studies"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "docs").unlink()
     (tmp_path / "docs").mkdir()

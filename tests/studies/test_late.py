@@ -1,6 +1,7 @@
 """`studies/late.py`, on a text small enough for seconds."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from pretraining import training
 from pretraining.model import Shape
 from pretraining.run import Run
 
+ROOT = Path(__file__).parents[2]
 STEPS = 10
 TINY = Shape(context=16, layers=1, width=16, heads=2)
 
@@ -95,6 +97,39 @@ def test_float64_says_that_tails_keep_what_bf16_loses(run):
     exact, never = found["main-exact-never-0"], found["main-bf16-never-0"]
     assert exact["displacement_matrices"] < 1e-4 < 0.05 < never["displacement_matrices"]
     assert exact["second_moment"] == pytest.approx(1, abs=1e-5)
+
+
+def test_tables_and_the_picture_are_made_of_records(run, tmp_path, monkeypatch):
+    for folder in ("docs/figures", "docs/_ext"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    import late_tails  # noqa: PLC0415
+    from tables import late as tables  # noqa: PLC0415
+
+    monkeypatch.setattr(late, "SHARES", {"never": 0.0, "20%": 0.2})
+    run("late", "--out", str(tmp_path / "late"), "--seeds", "0", "1")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    records = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("late/*.json")}
+    rows = {tuple(row.split(" | ")[:2]): row.strip("| ").split(" | ") for row in
+            tables.late_main().splitlines()[2:8]}  # fmt: skip
+    assert len(rows) == 6
+    none, tails = rows["| to nearest", "none"], rows["| to nearest", "last 20 %"]
+    finals = [
+        [records[f"main-{case}-{seed}"]["result"]["validation"][-1][1] for seed in (0, 1)]
+        for case in ("bf16-never", "bf16-20", "exact-never")
+    ]
+    a, b, exact = (sum(own) / 2 for own in finals)
+    assert none[5].startswith(f"{a - exact:+.4f}".replace("-", "−") + " ± ")
+    assert tails[2:5] == ["20.0 %", "8 → 14", "9.2"]
+    assert tails[7] == "2"
+    if (half := tables.mean_of([x - y for x, y in zip(*finals[::2], strict=True)])[1]) < a - exact:
+        assert tails[6] == f"{100 * (a - b) / (a - exact):.1f} %".replace("-", "−"), half
+    assert rows["| `bf16i16`", "all steps"][5] == f"{exact:.4f}"
+    (change, *later) = records["main-bf16-meter-0"]["result"]["changes"]
+    share = tables.share(records["main-bf16-meter-0"])
+    assert change["share"] * 0.9 <= share < 1, later
+    assert len(tables.late_errors().splitlines()) == 2 + 6
+    assert len(tables.late_over_steps().splitlines()) == 2 + 5
+    assert all("<circle" in picture for picture in late_tails.draw())
 
 
 def test_a_checkpoint_without_a_witness_goes_on(poem):

@@ -1,0 +1,205 @@
+"""Tables of the trainings of `studies/late.py`, from the runs that have a record."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from questions.intervals import mean_of
+from tables.sources import RESULTS, machine, signed, table
+
+Record = dict[str, Any]
+WEIGHTS = {"bf16": "to nearest", "round": "balanced", "exact": "`bf16i16`"}
+TAILS = {"never": "none", "5%": "last 5 %", "10%": "last 10 %", "20%": "last 20 %"}
+TAILS["meter"] = "by the meter"
+SHARES = {"never": 0.0, "5%": 0.05, "10%": 0.1, "20%": 0.2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """The runs of one size, of one kind of weights, with tails at one time."""
+
+    weights: str
+    tails: str
+    records: dict[int, Record]  # by seed
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """The first two cells of its row."""
+        return WEIGHTS[self.weights], self.tails_name
+
+    @property
+    def tails_name(self) -> str:
+        """When tails come."""
+        return "all steps" if self.weights == "exact" else TAILS[self.tails]
+
+    def mean(self, figure: Callable[[Record], float | None]) -> float | None:
+        """The mean of a figure over the seeds that have it."""
+        found = [x for record in self.records.values() if (x := figure(record)) is not None]
+        return statistics.fmean(found) if found else None
+
+
+def cases(size: str) -> list[Case]:
+    """All cases with a record, those without tails first."""
+    found: dict[tuple[str, str], dict[int, Record]] = {}
+    for path in sorted((RESULTS / "late").glob(f"{size}-*.json")):
+        record = json.loads(path.read_text())
+        key = record["run"]["strategy"], record["tails"]
+        found.setdefault(key, {})[record["run"]["seed"]] = record
+    order = product(WEIGHTS, TAILS)
+    return [Case(*key, found[key]) for key in order if key in found]
+
+
+def final(record: Record) -> float:
+    """The validation loss after the last step."""
+    return float(record["result"]["validation"][-1][1])
+
+
+def gaps(case: Case, reference: Case) -> list[float]:
+    """The losses, less those of another case with the same seed."""
+    both = [seed for seed in case.records if seed in reference.records]
+    return [final(case.records[seed]) - final(reference.records[seed]) for seed in both]
+
+
+def share(record: Record) -> float | None:
+    """Of steps times parameters, those with tails; None if the record does not say."""
+    if record["run"]["strategy"] == "exact":
+        return 1.0
+    if record["tails"] in SHARES:
+        return SHARES[record["tails"]]
+    changes = record["result"].get("changes")
+    if not changes:
+        return None
+    steps = record["run"]["steps"]
+    return sum(x["share"] * (steps - x["step"]) / steps for x in changes)
+
+
+def size_of(record: Record) -> float:
+    """Bytes a parameter, after the last step."""
+    return float(record["result"]["bytes_per_parameter"])
+
+
+def late_main() -> str:
+    """The losses of the main job."""
+    return losses("main")
+
+
+def late_large() -> str:
+    """The losses of the model of 5 M parameters."""
+    return losses("large") if cases("large") else "*Not run yet.*"
+
+
+def losses(size: str) -> str:
+    """By case: cost, bytes, and the loss less that of tails from the first step on."""
+    found = cases(size)
+    by_name = {(case.weights, case.tails): case for case in found}
+    reference = by_name["exact", "never"]
+    rows = []
+    for case in found:
+        without = by_name[("exact" if case is reference else case.weights), "never"]
+        before, after = without.mean(size_of), case.mean(size_of)
+        assert before is not None
+        assert after is not None
+        cost = case.mean(share)
+        own, open_gap = gaps(case, reference), mean_of(gaps(without, reference))
+        is_gap = case is not without and (open_gap[1] or 0.0) < open_gap[0]
+        closed = 1 - mean_of(own)[0] / open_gap[0] if is_gap else None
+        rows.append(
+            (
+                *case.name,
+                percent(cost),
+                f"{before:.0f} → {after:.0f}" if after > before else f"{after:.0f}",
+                "–" if cost is None else f"{before + cost * (after - before):.1f}",
+                f"{case.mean(final):.4f}" if case is reference else signed(*mean_of(own)),
+                percent(closed),
+                f"{len(own)}",
+            )
+        )
+    head = (
+        "bf16 weights", "tails", "steps × parameters with tails", "bytes", "mean bytes",
+        "nats, and from tails in all steps", "gap closed", "seeds",
+    )  # fmt: skip
+    return table(head, rows) + "\n\n" + machine(next(iter(reference.records.values())))
+
+
+def percent(x: float | None) -> str:
+    """A share; a dash if it is not known."""
+    return "–" if x is None else f"{100 * x:.1f} %".replace("-", "−")
+
+
+def late_errors() -> str:
+    """By size and case: what the meter and float64 say."""
+    names = {"main": "1.3 M", "large": "4.8 M"}
+    rows = [
+        (
+            names[size],
+            *case.name,
+            number(case.mean(last("ratio")), ".3f"),
+            percent(case.mean(last("lost"))),
+            number(case.mean(witnessed("displacement_matrices")), ".1e"),
+            number(case.mean(witnessed("displacement_vectors")), ".1e"),
+            number(case.mean(witnessed("second_moment")), ".3f"),
+        )
+        for size in names
+        for case in cases(size)
+    ]
+    head = (
+        "model", "bf16 weights", "tails", "EDQ ratio", "lost", "displacement, matrices",
+        "displacement, vectors", "v over exact",
+    )  # fmt: skip
+    return table(head, rows)
+
+
+def number(x: float | None, form: str) -> str:
+    """A number, or a dash."""
+    return "–" if x is None else f"{x:{form}}"
+
+
+def last(figure: str) -> Callable[[Record], float | None]:
+    """A figure of the meter at its last sample."""
+
+    def found(record: Record) -> float | None:
+        value: float | None = record["result"]["edq"][-1][figure]
+        return value
+
+    return found
+
+
+def witnessed(figure: str) -> Callable[[Record], float | None]:
+    """A figure of the comparison with float64."""
+    return lambda record: record["result"]["witness"].get(figure)
+
+
+def late_over_steps() -> str:
+    """By step, how far losses of the main job are from those of tails in all steps."""
+    found = cases("main")
+    (reference,) = (case for case in found if case.weights == "exact")
+    last_step = next(iter(reference.records.values()))["run"]["steps"]
+    steps = [round(last_step * i / 5) for i in range(1, 6)]
+    rows = []
+    for case in found:
+        if case is not reference and case.tails in ("never", "20%", "meter"):
+            by_step = dict(over_steps(case, reference))
+            rows.append((*case.name, *(signed(by_step[step]) for step in steps)))
+    return table(("bf16 weights", "tails", *(f"step {step:,}" for step in steps)), rows)
+
+
+def over_steps(case: Case, reference: Case) -> list[tuple[int, float]]:
+    """By step, the mean loss less that of another case with the same seeds."""
+    seeds = [seed for seed in case.records if seed in reference.records]
+    pairs = [
+        zip(
+            case.records[seed]["result"]["validation"],
+            reference.records[seed]["result"]["validation"],
+            strict=True,
+        )
+        for seed in seeds
+    ]
+    return [
+        (points[0][0][0], statistics.fmean(own - other for (_, own), (_, other) in points))
+        for points in zip(*pairs, strict=True)
+    ]
