@@ -32,7 +32,8 @@ def panel(drawing: Drawing, title: str, found: list[late.Case], top: float) -> N
     """A dot for each seed, and a line through the means."""
     left, right, high, bottom = 48.0, drawing.width - 30, top + 44, top + HIGH - 34
     (reference,) = (case for case in found if case.weights == "exact")
-    gaps = {(case.weights, case.tails): late.gaps(case, reference) for case in found}
+    by_case = {(case.weights, case.tails): late.gaps(case, reference) for case in found}
+    gaps = {key: list(own.values()) for key, own in by_case.items() if own}
     values = [gap for own in gaps.values() for gap in own]
     low, span = min(values), max(values) - min(values) or 1.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,10 +60,16 @@ def final(record: Record) -> float:
     return float(record["result"]["validation"][-1][1])
 
 
-def gaps(case: Case, reference: Case) -> list[float]:
-    """The losses, less those of another case with the same seed."""
+def gaps(case: Case, reference: Case) -> dict[int, float]:
+    """By seed, the loss less that of another case."""
     both = [seed for seed in case.records if seed in reference.records]
-    return [final(case.records[seed]) - final(reference.records[seed]) for seed in both]
+    return {seed: final(case.records[seed]) - final(reference.records[seed]) for seed in both}
+
+
+def closed(case: Case, without: Case, reference: Case) -> list[float]:
+    """What tails recover of the gap without them, of each seed that has all three."""
+    gap = gaps(without, reference)
+    return [-x / gap[seed] for seed, x in gaps(case, without).items() if gap.get(seed)]
 
 
 def share(record: Record) -> float | None:
@@ -105,9 +112,10 @@ def losses(size: str) -> str:
         assert before is not None
         assert after is not None
         cost = case.mean(share)
-        own, open_gap = gaps(case, reference), mean_of(gaps(without, reference))
-        is_gap = case is not without and (open_gap[1] or 0.0) < open_gap[0]
-        closed = 1 - mean_of(own)[0] / open_gap[0] if is_gap else None
+        own = [*gaps(case, reference).values()] or [math.nan]
+        recovered = [*gaps(case, without).values()] or [math.nan]
+        part = closed(case, without, reference) if case.weights == "bf16" else []
+        is_late = case is not without
         rows.append(
             (
                 *case.name,
@@ -115,20 +123,24 @@ def losses(size: str) -> str:
                 f"{before:.0f} → {after:.0f}" if after > before else f"{after:.0f}",
                 "–" if cost is None else f"{before + cost * (after - before):.1f}",
                 f"{case.mean(final):.4f}" if case is reference else signed(*mean_of(own)),
-                percent(closed),
-                f"{len(own)}",
+                signed(*mean_of(recovered)) if is_late else "–",
+                percent(*mean_of(part)) if is_late and part else "–",
+                f"{len(case.records)}",
             )
         )
     head = (
         "bf16 weights", "tails", "steps × parameters with tails", "bytes", "mean bytes",
-        "nats, and from tails in all steps", "gap closed", "seeds",
+        "nats, and from tails in all steps", "nats from none", "gap closed", "seeds",
     )  # fmt: skip
     return table(head, rows) + "\n\n" + machine(next(iter(reference.records.values())))
 
 
-def percent(x: float | None) -> str:
-    """A share; a dash if it is not known."""
-    return "–" if x is None else f"{100 * x:.1f} %".replace("-", "−")
+def percent(x: float | None, half: float | None = None) -> str:
+    """A share, and half the length of its interval; a dash if it is not known."""
+    if x is None:
+        return "–"
+    text = f"{100 * x:.1f}".replace("-", "−")
+    return f"{text} %" if half is None else f"{text} ± {100 * half:.1f} %"
 
 
 def late_errors() -> str:
