@@ -77,5 +77,7 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "log_normal_": _log_normal,  # x.log_normal_
     "cauchy_": _cauchy,  # x.cauchy_
     "bernoulli_": _bernoulli,  # x.bernoulli_
+    "rand_like": lambda x, **options: _uniform(torch.zeros_like(x, **options)),  # torch.rand_like
+    "randn_like": lambda x, **options: _normal(torch.zeros_like(x, **options)),  # torch.randn_like
 }
-"""Algorithms by the names of aten operators, which write to their first operand."""
+"""Algorithms by the names of aten operators."""

@@ -411,6 +411,13 @@ def test_random_numbers_have_all_their_bits(format):
         assert abs(found - mean) < 5 * (variance / count) ** 0.5
         assert sum((v - mean) ** 2 for v in numbers) / count == pytest.approx(variance, rel=0.2)
         assert (x.components[-1] != 0).float().mean() > 0.5
+    for function, name in ((torch.randn_like, "normal_"), (torch.rand_like, "uniform_")):
+        with no_float64():
+            torch.manual_seed(1)
+            found = function(x)
+            assert type(function(x, dtype=torch.bfloat16)) is torch.Tensor
+            torch.manual_seed(1)
+            assert torch.equal(found, getattr(torch.zeros_like(x), name)())
     with no_float64():
         x.cauchy_(2.0, 0.5)
         halves = (x < 2).float().mean().item()

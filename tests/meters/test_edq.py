@@ -61,6 +61,7 @@ def expected(before, after, intended):
     }
 
 
+@pytest.mark.with_float64("without it figures are sums in float32")
 def test_figures_of_plain_bf16_by_hand():
     # Below 1.0 bf16 numbers are 2^-8 apart, below 2^-3 they are 2^-11: the first update is lost.
     p = nn.Parameter(torch.tensor([1.0, 1.0, 0.125, 0.125], dtype=torch.bfloat16))
