@@ -217,8 +217,10 @@ def _in_float32_terms(
         NotImplementedError: there is no algorithm for a longer format.
     """
     terms = max(2, *(len(x._format.components) for x in found))
+    asked = kwargs.get("dtype")
+    options = {name: x for name, x in kwargs.items() if name != "dtype"}
     try:
-        result = beyond_float64.by_algorithm(func, Format(torch.float32, terms), *args, **kwargs)
+        result = beyond_float64.by_algorithm(func, Format(torch.float32, terms), *args, **options)
     except NotImplementedError as error:
         if format.precision <= PRECISION_OF_FLOAT32:
             return _in_float32(func, format, found, args, kwargs)
@@ -228,8 +230,11 @@ def _in_float32_terms(
         return result
 
     def narrow(x: Any) -> Any:
-        is_long = isinstance(x, MCFTensor) and x._format is not format
-        return value_of(x, format, found) if is_long else x
+        if not isinstance(x, MCFTensor):
+            return x
+        if asked not in (None, format.dtype):
+            return x._collapsed(asked)
+        return x if x._format is format else value_of(x, format, found)
 
     return tree_map(narrow, result)
 
