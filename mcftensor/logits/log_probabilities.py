@@ -11,9 +11,10 @@ from torch.autograd.function import once_differentiable
 
 from mcftensor.arithmetic.rounding import round_to
 from mcftensor.kernels.without_float64 import has_float64, without
-from mcftensor.logits.row_chunks import logit_map
+from mcftensor.logits.row_chunks import divided_sum, logit_map
 from mcftensor.logits.row_states import state_of
 from mcftensor.logits.softmax_terms import MOST_CLASSES, exponential
+from mcftensor.logits.vocabularies import Vocabulary, vocabulary_of
 from mcftensor.sums.sum_operators import exact_reduction
 from mcftensor.tensor.tensor import MCFTensor
 
@@ -60,17 +61,26 @@ def logsumexp(
         >>> mcf.functional.logsumexp(x)
         tensor([3.4076])
     """
-    result = _LogSumExp.apply(rows_of("logsumexp", x, dim), group)
+    rows = rows_of("logsumexp", x, dim, group)
+    result = _LogSumExp.apply(rows, vocabulary_of("logsumexp", rows, group))
     return result.unsqueeze(dim) if keepdim else result
 
 
-def log_softmax(x: Tensor, dim: int = -1, dtype: torch.dtype = torch.float32) -> Tensor:
+def log_softmax(
+    x: Tensor,
+    dim: int = -1,
+    dtype: torch.dtype = torch.float32,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
     """The logarithms of softmax along a dimension, whose bits depend on the row alone.
 
     Args:
         x: logits of bfloat16, float16 or float32, with up to 2^24 along `dim`.
         dim: the dimension.
         dtype: of the result, which is rounded to it once.
+        group: as in `logsumexp`. Each process gets the result of its part, and backward takes the
+            gradient of that part.
 
     *Returns*: a tensor of the shape of x.
 
@@ -96,16 +106,21 @@ def log_softmax(x: Tensor, dim: int = -1, dtype: torch.dtype = torch.float32) ->
     """
     if dtype not in DTYPES:
         raise TypeError(f"log_softmax: dtype is {dtype}; give bfloat16, float16 or float32")
-    result: Tensor = _LogSoftmax.apply(rows_of("log_softmax", x, dim), dtype)
+    rows = rows_of("log_softmax", x, dim, group)
+    result: Tensor = _LogSoftmax.apply(rows, dtype, vocabulary_of("log_softmax", rows, group))
     return result.movedim(-1, dim)
 
 
-def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
+def selective_log_softmax(
+    logits: Tensor, index: Tensor, *, group: dist.ProcessGroup | None = None
+) -> Tensor:
     """The logarithms of softmax along the last dimension, of some elements alone.
 
     Args:
         logits: of bfloat16, float16 or float32, of shape (..., V).
         index: int64, of shape (...), or (..., K) for K elements of each row.
+        group: as in `logsumexp`. Indices count over the vocabulary of all processes, in the order
+            of their ranks in the group, and are the same on all processes, as are the results.
 
     *Returns*: float32 of the shape of `index`: the bits of `log_softmax(logits)` there.
 
@@ -128,7 +143,7 @@ def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
         >>> mcf.functional.selective_log_softmax(x, torch.tensor([2]))
         tensor([-0.4076])
     """
-    x = rows_of("selective_log_softmax", logits, -1)
+    x = rows_of("selective_log_softmax", logits, -1, group)
     if not isinstance(index, Tensor) or index.dtype != torch.int64:
         kind = index.dtype if isinstance(index, Tensor) else type(index).__name__
         raise TypeError(f"selective_log_softmax: index is {kind}; give int64")
@@ -140,12 +155,13 @@ def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
             "dimension more"
         )
     picked = index.unsqueeze(-1) if is_single else index
-    require_classes("selective_log_softmax", picked, x.shape[-1])
-    result: Tensor = _Selective.apply(x, picked)
+    vocabulary = vocabulary_of("selective_log_softmax", x, group)
+    require_classes("selective_log_softmax", picked, vocabulary.classes)
+    result: Tensor = _Selective.apply(x, picked, vocabulary)
     return result.squeeze(-1) if is_single else result
 
 
-def rows_of(name: str, x: Tensor, dim: int) -> Tensor:
+def rows_of(name: str, x: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
     """Logits with the dimension of a softmax last."""
     if not isinstance(x, Tensor) or isinstance(x, MCFTensor) or x.dtype not in DTYPES:
         kind = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
@@ -157,7 +173,7 @@ def rows_of(name: str, x: Tensor, dim: int) -> Tensor:
         )
     if not -x.dim() <= dim < x.dim():
         raise IndexError(f"{name}: dim is {dim}, and the logits have shape {tuple(x.shape)}")
-    if not 1 <= x.shape[dim] <= MOST_CLASSES:
+    if not (group is None) <= x.shape[dim] <= MOST_CLASSES:
         raise ValueError(
             f"{name}: the logits have shape {tuple(x.shape)}, with {x.shape[dim]} along dimension "
             f"{dim}; give 1 to {MOST_CLASSES}"
@@ -185,8 +201,8 @@ def probability(x: Tensor, most: Tensor, scale: Tensor) -> Tensor:
 
 class _LogSumExp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        state = state_of(x, group)
+    def forward(ctx: Any, x: Tensor, vocabulary: Vocabulary) -> Tensor:
+        state = state_of(x, vocabulary)
         ctx.save_for_backward(x, state.most, state.sum)
         return torch.where(state.most.isinf(), state.most, state.most + state.log_sum).float()
 
@@ -199,8 +215,9 @@ class _LogSumExp(torch.autograd.Function):
 
 class _LogSoftmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
-        state = state_of(x)
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, vocabulary: Vocabulary) -> Tensor:
+        state = state_of(x, vocabulary)
+        ctx.vocabulary = vocabulary
         ctx.save_for_backward(x, state.most, state.sum)
         return logit_map("log_probability", [x], [state.most, state.log_sum], dtype)
 
@@ -208,17 +225,18 @@ class _LogSoftmax(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, most, total = ctx.saved_tensors
-        whole = exact_reduction(gradient, None, [gradient.dim() - 1], "sum", torch.float64)
+        whole = row_sums(gradient, ctx.vocabulary)
         rows = [most, -whole / total, torch.ones_like(most)]
-        return logit_map("slope_and", [x, gradient], rows, x.dtype), None
+        return logit_map("slope_and", [x, gradient], rows, x.dtype), None, None
 
 
 class _Selective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
-        state = state_of(x)
+    def forward(ctx: Any, x: Tensor, index: Tensor, vocabulary: Vocabulary) -> Tensor:
+        state = state_of(x, vocabulary)
+        ctx.vocabulary = vocabulary
         ctx.save_for_backward(x, index, state.most, state.sum)
-        picked = x.gather(-1, index).double()
+        picked = vocabulary.picked(x, index)
         return ((picked - state.most.unsqueeze(-1)) - state.log_sum.unsqueeze(-1)).float()
 
     @staticmethod
@@ -232,16 +250,37 @@ class _Selective(torch.autograd.Function):
         for i in range(index.shape[-1]):
             one = slice(i, i + 1)
             own = own + torch.where(index == index[..., one], gradient[..., one].double(), 0.0)
-        put(result, index, x, most, a, own)
-        return result, None
+        put(result, index, x, most, a, own, ctx.vocabulary)
+        return result, None, None
 
 
-def put(result: Tensor, index: Tensor, x: Tensor, most: Tensor, a: Tensor, own: Tensor) -> None:
+def row_sums(x: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """The exact sums of rows, in float64."""
+    if vocabulary.group is None:
+        return exact_reduction(x, None, [x.dim() - 1], "sum", torch.float64)
+    return divided_sum("value", [x], [], vocabulary)
+
+
+def put(
+    result: Tensor,
+    index: Tensor,
+    x: Tensor,
+    most: Tensor,
+    a: Tensor,
+    own: Tensor,
+    vocabulary: Vocabulary,
+) -> None:
     """Write a e^(x - most) + own, rounded once, at indices of the last dimension."""
+    if x.shape[-1] == 0:
+        return
+    index, is_own = vocabulary.owned(index, x.shape[-1])
     slope = probability(x.gather(-1, index), most.unsqueeze(-1), a.unsqueeze(-1))
     matrix, columns = result.view(-1, x.shape[-1]), index.reshape(-1, index.shape[-1])
     rows = torch.arange(len(matrix), device=x.device).unsqueeze(
         -1
     )  # scatter_ takes 4 bytes a logit
     values = round_to(slope + own, result.dtype).reshape(columns.shape)
+    if is_own is not None:
+        kept = is_own.reshape(columns.shape)
+        rows, columns, values = rows.expand(columns.shape)[kept], columns[kept], values[kept]
     matrix.index_put_((rows, columns), values)

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mcftensor.logits.log_probabilities import put, require_classes, rows_of
-from mcftensor.logits.row_chunks import logit_map, logit_sum
+from mcftensor.logits.log_probabilities import put, require_classes, row_sums, rows_of
+from mcftensor.logits.row_chunks import divided_sum, logit_map
 from mcftensor.logits.row_states import state_of
+from mcftensor.logits.vocabularies import Vocabulary, vocabulary_of
 from mcftensor.sums.sum_operators import exact_reduction, reduction
 
 
@@ -22,6 +24,8 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    *,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """`torch.nn.functional.cross_entropy` in float32, of logits that stay in 16 bits.
 
@@ -36,6 +40,10 @@ def cross_entropy(
         ignore_index: the target of rows that do not count.
         reduction: "none", "mean" or "sum".
         label_smoothing: what part of the target is uniform, from 0 to 1.
+        group: processes that each have a part of the C classes, as in `logsumexp`. Classes in
+            `target` count over the vocabulary of all processes, in the order of their ranks in the
+            group; `weight` has all classes; probabilities are divided as the logits. All processes
+            get the same loss.
 
     *Returns*: float32: the losses, without C, or their mean or sum.
 
@@ -62,14 +70,16 @@ def cross_entropy(
         >>> mcf.functional.cross_entropy(x, torch.tensor([0]))
         tensor(2.4076)
     """
-    x = rows_of("cross_entropy", input, min(1, input.dim() - 1))
+    x = rows_of("cross_entropy", input, min(1, input.dim() - 1), group)
     _require_reduction("cross_entropy", reduction, ("none", "mean", "sum"))
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"cross_entropy: label_smoothing is {label_smoothing}; give 0 to 1")
-    if weight is not None and weight.shape != x.shape[-1:]:
+    vocabulary = vocabulary_of("cross_entropy", x, group)
+    classes = vocabulary.classes
+    if weight is not None and weight.shape != (classes,):
         raise ValueError(
             f"cross_entropy: weight has shape {tuple(weight.shape)}; with logits of shape "
-            f"{tuple(input.shape)} give ({x.shape[-1]},)"
+            f"{tuple(input.shape)} give ({classes},)"
         )
     if target.is_floating_point():
         if target.shape != input.shape:
@@ -79,9 +89,10 @@ def cross_entropy(
         shares = target.movedim(min(1, input.dim() - 1), -1)
         if label_smoothing or weight is not None:
             shares = shares.to(torch.promote_types(shares.dtype, torch.float32))
-            shares = shares * (1 - label_smoothing) + label_smoothing / x.shape[-1]
-            shares = shares if weight is None else shares * weight
-        return _reduced(_Expected.apply(x, shares), reduction, x.shape[:-1].numel())
+            shares = shares * (1 - label_smoothing) + label_smoothing / classes
+            if weight is not None:
+                shares = shares * vocabulary.part(weight, x.shape[-1])
+        return _reduced(_Expected.apply(x, shares, vocabulary), reduction, x.shape[:-1].numel())
     if target.dtype != torch.int64:
         raise TypeError(
             f"cross_entropy: target is {target.dtype}; give int64 classes, or probabilities"
@@ -90,17 +101,22 @@ def cross_entropy(
         raise ValueError(_shapes("cross_entropy", input, target))
     is_valid = target != ignore_index
     index = torch.where(is_valid, target, 0)
-    require_classes("cross_entropy", index, x.shape[-1])
+    require_classes("cross_entropy", index, classes)
     wide = None if weight is None else weight.detach().double()
     share = is_valid.double() if wide is None else torch.where(is_valid, wide[index], 0.0)
-    losses = _CrossEntropy.apply(x, index, is_valid, share, wide, label_smoothing)
+    losses = _CrossEntropy.apply(x, index, is_valid, share, wide, label_smoothing, vocabulary)
     return _reduced(
         losses, reduction, exact_reduction(share, None, [*range(share.dim())], "sum", torch.float64)
     )
 
 
 def kl_div(
-    input: Tensor, target: Tensor, reduction: str = "mean", log_target: bool = False
+    input: Tensor,
+    target: Tensor,
+    reduction: str = "mean",
+    log_target: bool = False,
+    *,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """The Kullback-Leibler divergence of softmax(input) from a target, along the last dimension.
 
@@ -114,6 +130,8 @@ def kl_div(
         reduction: "rows", the sum of each row; "sum" of all; "batchmean", the sum divided by the
             first dimension; or "mean", divided by the number of logits, as in PyTorch.
         log_target: whether the target is logits.
+        group: processes that each have a part of the dimension, as in `logsumexp`, of the target
+            too. "mean" divides by the number of logits of all processes. All get the same result.
 
     *Returns*: float32, of the shape of input without V for "rows", else without dimensions.
 
@@ -140,22 +158,24 @@ def kl_div(
         >>> mcf.functional.kl_div(x, x, "rows", log_target=True)
         tensor([0.])
     """
-    x = rows_of("kl_div", input, -1)
+    x = rows_of("kl_div", input, -1, group)
     _require_reduction("kl_div", reduction, ("rows", "sum", "batchmean", "mean"))
     if target.shape != x.shape:
         raise ValueError(_shapes("kl_div", input, target))
+    vocabulary = vocabulary_of("kl_div", x, group)
     if log_target:
-        rows = _Divergence.apply(x, rows_of("kl_div", target, -1))
+        rows = _Divergence.apply(x, rows_of("kl_div", target, -1, group), vocabulary)
     else:
         if target.requires_grad:
             raise ValueError(
                 "kl_div: target requires a gradient; give target.detach(), or its logits with "
                 "log_target=True"
             )
-        rows = _DivergenceFrom.apply(x, target)
+        rows = _DivergenceFrom.apply(x, target, vocabulary)
     if reduction == "rows":
         return rows
-    count = {"sum": 1, "batchmean": x.shape[0], "mean": x.numel()}[reduction]
+    logits = x.shape[:-1].numel() * vocabulary.classes
+    count = {"sum": 1, "batchmean": x.shape[0], "mean": logits}[reduction]
     return _reduced(rows, "sum" if reduction == "sum" else "mean", count)
 
 
@@ -192,18 +212,20 @@ class _CrossEntropy(torch.autograd.Function):
         share: Tensor,
         weight: Tensor | None,
         smoothing: float,
+        vocabulary: Vocabulary,
     ) -> Tensor:
-        state = state_of(x)
-        picked = x.gather(-1, index.unsqueeze(-1)).squeeze(-1).double()
+        state = state_of(x, vocabulary)
+        picked = vocabulary.picked(x, index.unsqueeze(-1)).squeeze(-1)
         losses = (1 - smoothing) * share * ((state.most - picked) + state.log_sum)
-        classes = x.shape[-1]
-        ctx.smoothing, ctx.whole = smoothing, float(classes)
+        classes = vocabulary.classes
+        ctx.smoothing, ctx.whole, ctx.vocabulary = smoothing, float(classes), vocabulary
         if smoothing:
             if weight is None:
-                gaps = logit_sum("gap", [x], [state.most])
+                gaps = divided_sum("gap", [x], [state.most], vocabulary)
                 whole = torch.tensor(float(classes), dtype=torch.float64, device=x.device)
             else:
-                gaps = logit_sum("weighted_gap", [x, weight.expand(x.shape)], [state.most])
+                own = vocabulary.part(weight, x.shape[-1]).expand(x.shape)
+                gaps = divided_sum("weighted_gap", [x, own], [state.most], vocabulary)
                 whole = exact_reduction(weight, None, [0], "sum", torch.float64)
             ctx.whole = whole
             even = smoothing / classes * (whole * state.log_sum + gaps)
@@ -218,55 +240,54 @@ class _CrossEntropy(torch.autograd.Function):
         x, index, is_valid, share, weight, most, total = ctx.saved_tensors
         smoothing, picked = ctx.smoothing, index.unsqueeze(-1)
         wide = torch.where(is_valid, gradient.double(), 0.0)
-        even = wide * (smoothing / x.shape[-1])
+        even = wide * (smoothing / ctx.vocabulary.classes)
         own = wide * (1 - smoothing) * share
         a = (own + even * ctx.whole if smoothing else own) / total
         if smoothing:
             others = torch.ones((), dtype=torch.float64, device=x.device)
-            others = (others if weight is None else weight).expand(x.shape)
+            if weight is not None:
+                others = ctx.vocabulary.part(weight, x.shape[-1])
+            others = others.expand(x.shape)
             result = logit_map("slope_and", [x, others], [most, a, -even], x.dtype)
             at = even if weight is None else even * weight[index]
         else:
             result = logit_map("slope", [x], [most, a], x.dtype)
             at = torch.zeros_like(even)
-        put(result, picked, x, most, a, -(own + at).unsqueeze(-1))
-        return result, None, None, None, None, None
+        put(result, picked, x, most, a, -(own + at).unsqueeze(-1), ctx.vocabulary)
+        return result, None, None, None, None, None, None
 
 
 class _Expected(torch.autograd.Function):
     """The cross entropy of probabilities, times weights."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shares: Tensor) -> Tensor:
-        state = state_of(x)
-        whole = _sums(shares)
+    def forward(ctx: Any, x: Tensor, shares: Tensor, vocabulary: Vocabulary) -> Tensor:
+        state = state_of(x, vocabulary)
+        whole = row_sums(shares, vocabulary)
         ctx.save_for_backward(x, shares, state.most, state.sum, whole)
-        gaps = logit_sum("weighted_gap", [x, shares], [state.most])
+        gaps = divided_sum("weighted_gap", [x, shares], [state.most], vocabulary)
         return (gaps + whole * state.log_sum).float()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _towards(ctx.saved_tensors, gradient), None
+        return _towards(ctx.saved_tensors, gradient), None, None
 
 
 class _DivergenceFrom(torch.autograd.Function):
     """The divergence from probabilities."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shares: Tensor) -> Tensor:
-        state = state_of(x)
-        ctx.save_for_backward(x, shares, state.most, state.sum, _sums(shares))
-        return logit_sum("divergence_from", [x, shares], [state.most, state.log_sum]).float()
+    def forward(ctx: Any, x: Tensor, shares: Tensor, vocabulary: Vocabulary) -> Tensor:
+        state = state_of(x, vocabulary)
+        ctx.save_for_backward(x, shares, state.most, state.sum, row_sums(shares, vocabulary))
+        rows = [state.most, state.log_sum]
+        return divided_sum("divergence_from", [x, shares], rows, vocabulary).float()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _towards(ctx.saved_tensors, gradient), None
-
-
-def _sums(shares: Tensor) -> Tensor:
-    return exact_reduction(shares, None, [shares.dim() - 1], "sum", torch.float64)
+        return _towards(ctx.saved_tensors, gradient), None, None
 
 
 def _towards(saved: Sequence[Tensor], gradient: Tensor) -> Tensor:
@@ -280,10 +301,10 @@ class _Divergence(torch.autograd.Function):
     """The divergence from a softmax."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-        p, q = state_of(x), state_of(y)
+    def forward(ctx: Any, x: Tensor, y: Tensor, vocabulary: Vocabulary) -> Tensor:
+        p, q = state_of(x, vocabulary), state_of(y, vocabulary)
         rows = [p.most, p.log_sum, q.most, q.log_sum, 1 / q.sum]
-        divergence = logit_sum("divergence", [x, y], rows)
+        divergence = divided_sum("divergence", [x, y], rows, vocabulary)
         ctx.save_for_backward(x, y, *p, *q, divergence)
         return divergence.float()
 
@@ -298,4 +319,4 @@ class _Divergence(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             rows = [most, log_sum, other, other_log, wide / other_sum, mean]
             of_y = logit_map("divergence_slope", [x, y], rows, y.dtype)
-        return of_x, of_y
+        return of_x, of_y, None

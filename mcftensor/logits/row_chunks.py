@@ -15,6 +15,7 @@ from mcftensor import kernels
 from mcftensor.kernels import Columns
 from mcftensor.kernels.custom_ops import opaque
 from mcftensor.logits.softmax_terms import body_of, count_body
+from mcftensor.logits.vocabularies import Vocabulary
 from mcftensor.sums.accumulators import accumulate
 from mcftensor.sums.correct_rounding import rounded_sum
 from mcftensor.sums.digits import grid_of
@@ -52,17 +53,35 @@ def logit_map(name: str, x: Sequence[Tensor], rows: Sequence[Tensor], dtype: tor
     return result
 
 
-@opaque(lambda name, x, rows: rows[0].new_empty(rows[0].shape), lays_out=True)
+@opaque(lambda name, x, rows: x[0].new_empty(x[0].shape[:-1], dtype=torch.float64), lays_out=True)
 def logit_sum(name: str, x: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
     """The exact sums of such a function along the last dimension, rounded to float64 once."""
+    return _rounded(_digits(name, x, rows))
+
+
+def divided_sum(
+    name: str, x: Sequence[Tensor], rows: Sequence[Tensor], vocabulary: Vocabulary
+) -> Tensor:
+    """`logit_sum` over the parts of all processes, with the bits of the undivided sum."""
+    if vocabulary.group is None:
+        return logit_sum(name, x, rows)
+    return _rounded(vocabulary.summed(_digits(name, x, rows)))
+
+
+def _rounded(digits: Tensor) -> Tensor:
+    return rounded_sum(digits.movedim(-1, 0), torch.float64, grid_of(torch.float64, 1))
+
+
+def _digits(name: str, x: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
+    """Exact sums as integers, of one dimension more than rows."""
     grid = grid_of(torch.float64, 1)
-    shape = (*rows[0].shape, grid.count + 5)
+    shape = (*x[0].shape[:-1], grid.count + 5)
     digits = torch.zeros(shape, dtype=torch.int64, device=x[0].device)
     for parts, (*values, total) in _chunks(x, [*rows, digits]):
         terms = torch.empty(parts[0].shape, dtype=torch.float64, device=x[0].device)
         _run(body_of(name, torch.float64), parts, values, terms)
         total += accumulate(terms, None, grid).t()
-    return rounded_sum(digits.movedim(-1, 0), torch.float64, grid)
+    return digits
 
 
 def _run(body: kernels.Body, parts: list[Tensor], rows: list[Tensor], out: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mcftensor.logits.row_chunks import logit_counts, logit_map
 from mcftensor.logits.softmax_terms import binary_places
+from mcftensor.logits.vocabularies import Vocabulary
 
 
 class RowState(NamedTuple):
@@ -26,26 +27,24 @@ class RowState(NamedTuple):
     log_sum: Tensor
 
 
-def state_of(x: Tensor, group: dist.ProcessGroup | None = None) -> RowState:
-    """The state of rows, which are the last dimension; of all processes of a group together, each
-    of which has a part of every row."""
-    most = x.amax(-1).double()
-    if group is None:
-        return _finished(most, logit_counts(x, most, binary_places(x.shape[-1])), x.shape[-1])
-    classes = torch.tensor(x.shape[-1], device=x.device)
-    dist.all_reduce(classes, group=group)
+def state_of(x: Tensor, vocabulary: Vocabulary) -> RowState:
+    """The state of rows, which are the last dimension; of the parts of all processes together."""
+    if x.shape[-1]:
+        most = x.amax(-1).double()
+    else:
+        most = torch.full(x.shape[:-1], -torch.inf, dtype=torch.float64, device=x.device)
+    places = binary_places(vocabulary.classes)
+    if vocabulary.group is None:
+        return _finished(most, logit_counts(x, most, places), places)
     # Not all back ends pass on NaN: a largest logit of NaN is infinite, and counted.
     is_nan = most.isnan()
     most = torch.where(is_nan, torch.inf, most)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group)
-    counts = logit_counts(x, most, binary_places(int(classes)))
-    both = torch.stack([counts, is_nan.long()])
-    dist.all_reduce(both, group=group)
-    most = torch.where(both[1] > 0, torch.nan, most)
-    return _finished(most, both[0], int(classes))
+    dist.all_reduce(most, dist.ReduceOp.MAX, vocabulary.group)
+    both = vocabulary.summed(torch.stack([logit_counts(x, most, places), is_nan.long()]))
+    return _finished(torch.where(both[1] > 0, torch.nan, most), both[0], places)
 
 
-def _finished(most: Tensor, counts: Tensor, classes: int) -> RowState:
-    total = counts.double() * 2.0 ** -binary_places(classes)
+def _finished(most: Tensor, counts: Tensor, places: int) -> RowState:
+    total = counts.double() * 2.0**-places
     total = torch.where(most.isfinite(), total, torch.nan)
     return RowState(most, total, logit_map("log", [total.unsqueeze(-1)], [], torch.float64)[..., 0])

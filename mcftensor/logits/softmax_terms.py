@@ -120,6 +120,10 @@ def _slopes(x: Tensor, y: Tensor, most: Tensor, a: Tensor, other: Tensor, b: Ten
     return _slope(x, most, a) + _slope(y, other, b)
 
 
+def _value(x: Tensor) -> Tensor:
+    return x.to(torch.float64)
+
+
 def _gap(x: Tensor, most: Tensor) -> Tensor:
     return most - x.to(torch.float64)
 
@@ -179,6 +183,7 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "slope": _slope,
     "slope_and": _slope_and,
     "slopes": _slopes,
+    "value": _value,
     "gap": _gap,
     "weighted_gap": _weighted_gap,
     "divergence": _divergence,
