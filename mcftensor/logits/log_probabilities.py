@@ -36,7 +36,7 @@ def logsumexp(
         keepdim: whether the result has it, with length 1.
         group: processes that each have a part of the dimension, of any length. All get the bits of
             the undivided row; backward gives each the gradient of its part, from its own gradient
-            of the result, which must be the same on all.
+            of the result, which must be the same on all. All need the same rows.
 
     *Returns*: float32, without `dim`.
 
@@ -53,7 +53,7 @@ def logsumexp(
     Raises:
         TypeError: x is no plain tensor of these types.
         IndexError: `dim` is none of its dimensions.
-        ValueError: the dimension has length 0, or more than 2^24.
+        ValueError: the dimension has length 0, or more than 2^24; processes have other rows.
 
     Examples:
         >>> import torch, mcftensor as mcf
@@ -96,7 +96,7 @@ def log_softmax(
     Raises:
         TypeError: x is no plain tensor of these types, or `dtype` is none of them.
         IndexError: `dim` is none of its dimensions.
-        ValueError: the dimension has length 0, or more than 2^24.
+        ValueError: the dimension has length 0, or more than 2^24; processes have other rows.
 
     Examples:
         >>> import torch, mcftensor as mcf
