@@ -28,7 +28,7 @@ def small() -> Points:
     return {
         name: (
             found["bytes_per_parameter"],
-            [run[name]["final"]["nats"] - run["master"]["final"]["nats"] for run in runs],
+            [r[name]["final"]["nats"] - r["master"]["final"]["nats"] for r in runs if name in r],
         )
         for name, found in runs[0].items()
     }

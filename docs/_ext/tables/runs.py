@@ -41,7 +41,7 @@ def by_strategy(records: list[dict[str, Any]], order: Sequence[str]) -> dict[str
         other = references.get(record["run"]["seed"])
         differences = [
             final(record, figure) - final(other, figure)
-            if other is not None and figure in record["result"]
+            if other is not None and record["result"].get(figure)
             else None
             for figure in ("validation", "accuracy")
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tables.sources import load, machine, signed, table
+from tables.sources import load, machine, percent, signed, table
 
 
 def pretraining() -> str:
@@ -13,14 +13,13 @@ def pretraining() -> str:
     runs = [load(f"pretrain-seed{seed}")["strategies"] for seed in range(3)]
     rows = []
     for name in runs[0]:
-        final = [run[name]["final"] for run in runs]
+        final = [run[name]["final"] for run in runs if name in run]
         cells = [
-            f"{f['nats']:.4f}"
-            if name == "master"
-            else f"{f['difference_to_master']:+.4f}".replace("-", "−")
+            f"{f['nats']:.4f}" if name == "master" else signed(f["difference_to_master"])
             for f in final
         ]
-        kept = [f"{final[0]['edq_ratio']:.4f}", f"{100 * final[0]['lost']:.2f} %"]
+        cells += ["–"] * (len(runs) - len(final))  # seeds that did not run
+        kept = [f"{final[0]['edq_ratio']:.4f}", percent(final[0]["lost"], 2)]
         rows.append((name, *cells, *kept, f"{runs[0][name]['bytes_per_parameter']:.2f}"))
     head = ("", "seed 0", "seed 1", "seed 2", "EDQ ratio", "updates lost", "bytes a parameter")
     record = load("pretrain-seed0")
