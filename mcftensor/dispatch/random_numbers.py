@@ -70,6 +70,11 @@ def _bernoulli(x: MCFTensor, p: Any = 0.5, *, generator: torch.Generator | None 
     return MCFTensor.of([plain, *(torch.zeros_like(plain) for _ in x.components[1:])], x._format)
 
 
+def _blank(x: MCFTensor, **options: Any) -> MCFTensor:
+    """Return zeros like x."""
+    return MCFTensor.of([torch.zeros_like(y, **options) for y in x.components], x._format)
+
+
 ALGORITHMS: dict[str, Callable[..., Any]] = {
     "uniform_": _uniform,  # x.uniform_
     "exponential_": _exponential,  # x.exponential_
@@ -77,7 +82,7 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "log_normal_": _log_normal,  # x.log_normal_
     "cauchy_": _cauchy,  # x.cauchy_
     "bernoulli_": _bernoulli,  # x.bernoulli_
-    "rand_like": lambda x, **options: _uniform(torch.zeros_like(x, **options)),  # torch.rand_like
-    "randn_like": lambda x, **options: _normal(torch.zeros_like(x, **options)),  # torch.randn_like
+    "rand_like": lambda x, **options: _uniform(_blank(x, **options)),  # torch.rand_like
+    "randn_like": lambda x, **options: _normal(_blank(x, **options)),  # torch.randn_like
 }
 """Algorithms by the names of aten operators."""
