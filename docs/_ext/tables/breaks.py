@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tables.findings import rate
-from tables.sources import load, machine, signed, table
+from tables.sources import load, machine, percent, signed, table
 
 Row = dict[str, Any]
 Column = tuple[str, Callable[[Row], str]]
@@ -17,11 +17,6 @@ def number(x: float | None) -> str:
     if x is None:
         return "–"
     return f"{x:.2g}" if 0 < abs(x) < 1e-2 or abs(x) >= 1e4 else f"{x:.3f}"
-
-
-def share(x: float | None) -> str:
-    """In percent."""
-    return "–" if x is None else f"{100 * x:.1f} %"
 
 
 def told(row: Row) -> str:
@@ -38,11 +33,11 @@ def of_state(state: str, figure: str, show: Callable[[float | None], str]) -> Ca
 ERROR: Column = ("error of the movement", lambda row: number(row["error"]))
 MADE: Column = ("movement made", lambda row: number(row["made"]))
 RATIO: Column = ("EDQ ratio", lambda row: number(row["ratio"]))
-LOST: Column = ("lost", lambda row: share(row["lost"]))
+LOST: Column = ("lost", lambda row: percent(row["lost"]))
 LARGEST: Column = ("largest movement, in learning rates", lambda row: number(row["largest"]))
-ZERO: Column = ("zeros in v", of_state("exp_avg_sq", "zero", share))
+ZERO: Column = ("zeros in v", of_state("exp_avg_sq", "zero", percent))
 V_RATIO: Column = ("ratio of v", of_state("exp_avg_sq", "ratio", number))
-V_LOST: Column = ("lost of v", of_state("exp_avg_sq", "lost", share))
+V_LOST: Column = ("lost of v", of_state("exp_avg_sq", "lost", percent))
 RAISED: Column = ("raised blocks", lambda row: f"{row['exp_avg_sq']['raised']:.0f}")
 TOLD: Column = ("warning", told)
 
@@ -194,12 +189,12 @@ def tuning() -> str:
     rows = [
         (
             f"{row['way']}, {row['strategy']}, lr {rate(row['lr'])}",
-            share(row["small"]) if row["strategy"] == "bf16" else "–",
+            percent(row["small"]) if row["strategy"] == "bf16" else "–",
             number(row["ratio_first"]),
             number(row["ratio"]),
             number(row["made"]),
             f"{row['after']:.4f}" if row["strategy"] == "master" else signed(row["gap"]),
-            share(row["gain"]),
+            percent(row["gain"]),
         )
         for row in result["rows"]
     ]

@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 from questions.intervals import mean_of
-from tables.sources import RESULTS, machine, signed, table
+from tables.sources import RESULTS, machine, percent, signed, table
 
 Record = dict[str, Any]
 WEIGHTS = {"bf16": "to nearest", "round": "balanced", "exact": "`bf16i16`"}
@@ -115,6 +115,7 @@ def losses(size: str) -> str:
         own = [*gaps(case, reference).values()] or [math.nan]
         recovered = [*gaps(case, without).values()] or [math.nan]
         part = closed(case, without, reference) if case.weights == "bf16" else []
+        part_mean, part_half = mean_of(part) if part else (None, None)
         is_late = case is not without
         rows.append(
             (
@@ -124,7 +125,7 @@ def losses(size: str) -> str:
                 "–" if cost is None else f"{before + cost * (after - before):.1f}",
                 f"{case.mean(final):.4f}" if case is reference else signed(*mean_of(own)),
                 signed(*mean_of(recovered)) if is_late else "–",
-                percent(*mean_of(part)) if is_late and part else "–",
+                percent(part_mean, half=part_half) if is_late and part else "–",
                 f"{len(case.records)}",
             )
         )
@@ -133,14 +134,6 @@ def losses(size: str) -> str:
         "nats, and from tails in all steps", "nats from none", "gap closed", "seeds",
     )  # fmt: skip
     return table(head, rows) + "\n\n" + machine(next(iter(reference.records.values())))
-
-
-def percent(x: float | None, half: float | None = None) -> str:
-    """A share, and half the length of its interval; a dash if it is not known."""
-    if x is None:
-        return "–"
-    text = f"{100 * x:.1f}".replace("-", "−")
-    return f"{text} %" if half is None else f"{text} ± {100 * half:.1f} %"
 
 
 def late_errors() -> str:

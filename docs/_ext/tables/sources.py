@@ -43,6 +43,9 @@ def signed(x: float, half: float | None = None, digits: int = 4) -> str:
     return text if half is None else f"{text} ± {half:.{digits}f}"
 
 
-def percent(x: float, digits: int = 1) -> str:
-    """A share."""
-    return f"{100 * x:.{digits}f} %"
+def percent(x: float | None, digits: int = 1, half: float | None = None) -> str:
+    """A share, and half the length of its interval; a dash if it is not known."""
+    if x is None:
+        return "–"
+    text = f"{100 * x:.{digits}f}".replace("-", "−")
+    return f"{text} %" if half is None else f"{text} ± {100 * half:.{digits}f} %"
