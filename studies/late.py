@@ -101,10 +101,8 @@ class LargeTraining(LateTraining):
 SIZES: dict[str, type[LateTraining]] = {"main": LateTraining, "large": LargeTraining}
 
 
-def cases(size: str) -> list[tuple[str, str]]:
-    """Strategies, and when tails come: fewer of both for the large model, which takes longer."""
-    if size == "large":
-        return [("bf16", "never"), ("exact", "never"), ("bf16", "10%"), ("bf16", "meter")]
+def cases() -> list[tuple[str, str]]:
+    """Strategies, and when tails come."""
     found = [*product(STARTS, (*SHARES, "meter")), ("exact", "never")]
     found.remove(("round", "meter"))  # balanced rounding loses nothing in the mean
     return found
@@ -113,7 +111,7 @@ def cases(size: str) -> list[tuple[str, str]]:
 def runs(options: argparse.Namespace, content: tuple[Tensor, Tensor]) -> list[Piece]:
     """All runs, the most informative first."""
     pieces = []
-    for seed, (strategy, when) in product(options.seeds, cases(options.size)):
+    for seed, (strategy, when) in product(options.seeds, cases()):
         run = Run(strategy, options.steps, options.lr, 0.95, 4, "cpu", seed)
         make = partial(SIZES[options.size], run, *content, when)
         said: dict[str, Any] = {"size": options.size, "tails": when}
