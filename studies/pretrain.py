@@ -55,6 +55,7 @@ from pretraining.strategies import (
     NOT_UNDER,
     OPTIMIZERS,
     PATHS,
+    PEERS,
     STRATEGIES,
 )
 from pretraining.training import BATCH_SIZES, SHAPES, count_parameters, machine, train
@@ -174,7 +175,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_common(parser, "out/pretrain", "results.json and loss.png")
     options = parser.parse_args(arguments)
 
-    options.strategies = selected(parser, "strategy", options.strategies, STRATEGIES)
+    names = [x for name in options.strategies for x in (PEERS if name == "peers" else (name,))]
+    options.strategies = selected(parser, "strategy", names, (*STRATEGIES, *PEERS))
     check_device(parser, options.device)
     options.lr = options.lr or LEARNING_RATES[options.optimizer]
     options.batch_size = options.batch_size or BATCH_SIZES[options.device]

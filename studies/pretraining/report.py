@@ -206,13 +206,13 @@ def draw_losses(axes: Axes, results: Results, baseline: dict[int, float]) -> Non
     for strategy, result in results.items():
         # The loss before the first step is that of a guess, and would flatten the rest.
         points = [(step, loss - baseline.get(step, 0.0)) for step, loss in result.validation[1:]]
-        axes.plot(*zip(*points, strict=True), label=strategy, **LINES[strategy])
+        axes.plot(*zip(*points, strict=True), label=strategy, **LINES.get(strategy, {}))
 
 
 def draw_readings(axes: Axes, results: Results, figure: str) -> None:
     """One figure of the meter over the steps, for leading terms alone dotted."""
     for strategy, result in results.items():
-        axes.plot(*curve(result, figure), **LINES[strategy])
+        axes.plot(*curve(result, figure), **LINES.get(strategy, {}))
         if strategy not in WITHOUT_TAILS:
             axes.plot(*curve(result, f"{figure}_leading"), **LINES[strategy] | LEADING)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import mcftensor as mcf
 
@@ -16,13 +17,28 @@ COLLAGE = ("master", "bf16", "light", "plus", "full")  # Those of the paper.
 # float16 weights, computed with in float16: gradients are bf16, and scaled by GradScaler.
 HALVES = ("half16", "half8")
 STRATEGIES = (*COLLAGE, "exact", "tail8", "round", "compact", "released", *HALVES)
-# Beside which larger studies set them: optimi's Kahan sum, and PyTorch's float16 recipe, which is
-# float32 parameters under autocast with GradScaler.
-PEERS = ("kahan", "fp16")
+# AdamW of other libraries over plain bf16 parameters, as their documentation says: the package, the
+# name in it, and options. flashoptim itself needs CUDA; pytorch_optimizer has a port of it.
+STOCHASTIC = {"bf16_stochastic_round": True}
+PEERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "kahan": ("optimi", "AdamW", {"kahan_sum": True, "foreach": True, "triton": False}),
+    "flash24": ("pytorch_optimizer", "FlashAdamW", {"master_weight_bits": 24}),
+    "flash32": ("pytorch_optimizer", "FlashAdamW", {"master_weight_bits": 32}),
+    "heavyball8": ("heavyball", "AdamW", {"ecc": "bf16+8", "param_ecc": "bf16+8"}),
+    "torchao": ("torchao.optim", "_AdamW", STOCHASTIC),
+    "torchao8": ("torchao.optim", "AdamW8bit", STOCHASTIC),
+    "torchaofp8": ("torchao.optim", "AdamWFp8", STOCHASTIC),
+    "torchao4": ("torchao.optim", "AdamW4bit", STOCHASTIC),
+    "bnb32": ("bitsandbytes.optim", "AdamW", {}),
+    "bnb8": ("bitsandbytes.optim", "AdamW8bit", {}),
+}
+# PyTorch's float16 recipe, in larger studies: float32 parameters under autocast with GradScaler.
+RECIPES = ("fp16",)
 # Not under DistributedDataParallel, which reduces the gradients of all parameters together, in the
 # dtype of the parameters; nor divided, where each process would find its own infinite gradients.
-NOT_UNDER = {"ddp": ("released", *HALVES), "fsdp": HALVES}
-PLAIN = ("master", "bf16", *PEERS)  # Their parameters are plain tensors.
+# Other libraries are compared in one process.
+NOT_UNDER = {"ddp": ("released", *HALVES, *PEERS), "fsdp": (*HALVES, *PEERS)}
+PLAIN = ("master", "bf16", *PEERS, *RECIPES)  # Their parameters are plain tensors.
 WITHOUT_TAILS = (*PLAIN, "round")
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
 LEARNING_RATES = {"adamw": 3e-4, "sgd": 0.05}
@@ -83,8 +99,8 @@ def optimizer_for(strategy: str, named: Named, stock: OptimizerFactory) -> Optim
     if strategy == "master":
         return master_weights(named, stock)
     optimizer = stock(named)
-    if strategy == "kahan":
-        return with_kahan(optimizer)
+    if strategy in PEERS:
+        return of_peer(strategy, optimizer)
     if strategy in PLAIN:
         return optimizer
     if strategy in COLLAGE or strategy in MODES:
@@ -118,21 +134,20 @@ def stock_optimizer(
     return build
 
 
-def with_kahan(optimizer: Optimizer) -> Optimizer:
-    """optimi's AdamW with the settings of torch's, and Kahan's sum in its bf16 parameters."""
-    from optimi import AdamW as Kahan  # noqa: PLC0415 (of the benchmarks' packages)
-
-    wanted = ("params", "weight_decay", "lr", "eps")
-    groups = [
-        # In its groups betas have names of their own.
-        {name: group[name] for name in wanted}
-        | dict(zip(("beta1", "beta2"), group["betas"], strict=True))
-        for group in optimizer.param_groups
-    ]
-    kahan: Optimizer = Kahan(groups, lr=groups[0]["lr"], kahan_sum=True, foreach=True, triton=False)
-    for group, own in zip(optimizer.param_groups, kahan.param_groups, strict=True):
+def of_peer(strategy: str, stock: Optimizer) -> Optimizer:
+    """An optimizer of another library over the groups of torch's AdamW, with its settings."""
+    package, name, options = PEERS[strategy]
+    make = getattr(importlib.import_module(package), name)
+    groups = []
+    for group in stock.param_groups:
+        own = {key: group[key] for key in ("params", "weight_decay", "lr", "eps", "betas")}
+        if package == "optimi":  # In its groups betas have names of their own.
+            own |= dict(zip(("beta1", "beta2"), own.pop("betas"), strict=True))
+        groups.append(own)
+    optimizer: Optimizer = make(groups, lr=groups[0]["lr"], **options)
+    for group, own in zip(stock.param_groups, optimizer.param_groups, strict=True):
         own["param_names"] = group["param_names"]
-    return kahan
+    return optimizer
 
 
 def master_weights(named: Named, stock: OptimizerFactory) -> Optimizer:
@@ -177,8 +192,8 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 def bytes_per_parameter(model: nn.Module, optimizer: Optimizer) -> float:
     """Memory of parameters, gradients, states and master weights, for each parameter.
 
-    It is measured from the tensors themselves: each distinct one counts once, an expansion by
-    its terms, a divided one by what is here, and the 0-d step counters not at all.
+    It is measured from the tensors themselves: each distinct one counts once, a subclass by the
+    tensors in it, a divided one by what is here, and the 0-d step counters not at all.
     """
 
     def tensors() -> Iterator[Tensor]:
@@ -191,14 +206,12 @@ def bytes_per_parameter(model: nn.Module, optimizer: Optimizer) -> float:
         for state in optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
-    def terms(tensor: Tensor) -> tuple[Tensor, ...]:
-        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        return tensor.components if isinstance(tensor, mcf.MCFTensor) else (tensor,)
+    def terms(tensor: Tensor) -> Iterator[Tensor]:
+        if is_traceable_wrapper_subclass(tensor):
+            for name in tensor.__tensor_flatten__()[0]:
+                yield from terms(getattr(tensor, name))
+        elif tensor.dim() > 0:
+            yield tensor
 
-    sizes = {
-        term.data_ptr(): term.nbytes
-        for tensor in tensors()
-        if tensor.dim() > 0
-        for term in terms(tensor)
-    }
+    sizes = {term.data_ptr(): term.nbytes for tensor in tensors() for term in terms(tensor)}
     return sum(sizes.values()) / sum(p.numel() for p in model.parameters())

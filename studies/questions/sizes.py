@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
 from pretraining.model import Shape
 from pretraining.report import LINES
@@ -34,6 +35,7 @@ BETA2 = 0.999
 BETA2S = (0.95, 0.99, 0.9999)  # beside it, at the best rate
 OF_BETA2 = (REFERENCE, "bf16", "plus")
 FIGURES = (*MECHANISM, "ratio_leading")
+SIDE = 1.06  # In the picture, from one strategy to the next.
 
 
 def answer(settings: Settings) -> dict[str, Any]:
@@ -85,26 +87,29 @@ def row_of(outcomes: Outcomes, own: list[Trial]) -> Row:
 def draw(found: dict[str, Any], path: Path) -> None:
     """The gap, the EDQ ratio and the lost share by size, at the best rate and a third of it."""
     figure = Figure(figsize=(13, 8), layout="constrained")
-    figure.suptitle("By parameters, in millions; bars are intervals of 95 %")
     panels = figure.subplots(len(SHARES), 3, squeeze=False)
     titles = {"gap": "loss less that of master weights", "ratio": "EDQ ratio", "lost": "lost"}
-    for row, share in zip(panels, SHARES, strict=True):
-        for strategy in STRATEGIES:
-            own = [r for r in found["rows"] if (r["strategy"], r["share"]) == (strategy, share)]
-            sizes = [r["million"] for r in own]
-            for axes, name in zip(row, titles, strict=True):
+    millions = [count_parameters(shape) / 1e6 for shape in SHAPES]
+    for row, share, of_share in zip(panels, SHARES, ("the best rate", "a third of it"), strict=True):
+        for axes, (name, title) in zip(row, titles.items(), strict=True):
+            for i, strategy in enumerate(STRATEGIES):
+                own = [r for r in found["rows"] if (r["strategy"], r["share"]) == (strategy, share)]
                 bars = [r["gap_half"] or 0.0 for r in own] if name == "gap" else None
                 axes.errorbar(
-                    sizes,
+                    # Side by side: most of them are at the same height.
+                    [r["million"] * SIDE ** (i - len(STRATEGIES) // 2) for r in own],
                     [r[name] for r in own],
                     bars,
                     label=strategy,
                     **{"capsize": 3, "marker": "o"} | LINES[strategy],
                 )
-        for axes, title in zip(row, titles.values(), strict=True):
-            rates = sorted({r["lr"] for r in found["rows"] if r["share"] == share})
-            dress(axes, f"{title} (lr {', '.join(map(brief, rates))})", "")
+            dress(axes, f"{title}, {of_share}", "million parameters")
             axes.set_xscale("log")
+            axes.set_xticks(millions, [f"{x:.2g}" for x in millions])
+            axes.set_xticks([], minor=True)
+            axes.set_xlim(millions[0] / 1.6, millions[-1] * 1.6)
         row[0].set_yscale("symlog", linthresh=0.01)
-    panels[0][0].legend(frameon=False)
+        row[2].yaxis.set_major_formatter(PercentFormatter(1.0))
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(handles), frameon=False)
     figure.savefig(path, dpi=120)

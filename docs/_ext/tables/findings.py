@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from questions import sizes
+from questions.trial import count_parameters
 from tables.sources import load, machine, percent, signed, table
 
 
@@ -148,3 +150,65 @@ def findings_others() -> str:
         "vectors",
     )  # fmt: skip
     return table(head, rows) + "\n\n" + machine(result)
+
+
+def million(x: float) -> str:
+    """Parameters in millions."""
+    return f"{x:.1f} M" if x < 10 else f"{x:.0f} M"
+
+
+def findings_sizes_run() -> str:
+    """Which sizes have run, and how."""
+    result = load("findings-sizes")
+    settings = result["settings"]
+    done = list(dict.fromkeys(million(row["million"]) for row in result["rows"]))
+    every = [million(count_parameters(shape) / 1e6) for shape in sizes.SHAPES]
+    missing = [size for size in every if size not in done]
+    return (
+        f"- Run: {', '.join(done)}; not run: {', '.join(missing) or 'none'}.\n"
+        f"- {settings['steps']} steps of {settings['batch_size']} windows, "
+        f"{len(settings['seeds'])} seeds, beta2 {sizes.BETA2:g}."
+    )
+
+
+def findings_sizes() -> str:
+    """By size and strategy, at both learning rates: the loss, and what updates lose."""
+    result = load("findings-sizes")
+    found: dict[tuple[float, str], list[str]] = {}
+    for row in result["rows"]:
+        found.setdefault((row["million"], row["strategy"]), []).extend(
+            (
+                f"{row['validation']:.4f} (lr {rate(row['lr'])})"
+                if row["strategy"] == sizes.REFERENCE
+                else signed(row["gap"], row["gap_half"]),
+                f"{row['ratio']:.3f}",
+                percent(row["lost"]),
+                f"{row['displacement_matrices']:.1e}",
+                f"{row['second_moment']:.3f}",
+            )
+        )
+    rows = [(f"{million(size)}, {name}", *cells) for (size, name), cells in sorted_by_size(found)]
+    head = [""]
+    for at in ("best rate", "a third of it"):
+        head += [f"nats, {at}", "EDQ ratio", "lost", "displacement", "v over exact"]
+    return table(head, rows) + "\n\n" + machine(result)
+
+
+def sorted_by_size(found: dict[tuple[float, str], list[str]]) -> list[Any]:
+    """Sizes from the smallest on, each with its strategies in their order."""
+    return sorted(found.items(), key=lambda item: item[0][0])
+
+
+def findings_sizes_beta2() -> str:
+    """By size and strategy, the loss at each beta2; that of the best one is bold."""
+    found: dict[tuple[float, str], list[Any]] = {}
+    for row in load("findings-sizes")["beta2s"]:
+        found.setdefault((row["million"], row["strategy"]), []).append(row)
+    rows = []
+    for (size, name), own in sorted_by_size(found):
+        best = min(row["validation"] for row in own)
+        cells = [f"{row['validation']:.4f}" for row in own]
+        cells = [f"**{x}**" if x == f"{best:.4f}" else x for x in cells]
+        rows.append((f"{million(size)}, {name}", *cells))
+    head = ("", *(f"beta2 {row['beta2']:g}" for row in own))
+    return table(head, rows)
