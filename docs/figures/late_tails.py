@@ -13,9 +13,8 @@ HIGH = 250.0
 
 
 def draw() -> Drawings:
-    """A panel for each model that has run."""
-    titles = {"main": "1.3 M parameters", "large": "4.8 M parameters"}
-    panels = [(titles[size], found) for size in titles if (found := late.cases(size))]
+    """A panel for each model."""
+    panels = [(f"{name} parameters", late.cases(size)) for size, name in late.SIZES.items()]
     return picture(panels, WIDE), picture(panels, NARROW)
 
 

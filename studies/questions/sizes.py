@@ -92,23 +92,26 @@ def draw(found: dict[str, Any], path: Path) -> None:
     millions = [count_parameters(shape) / 1e6 for shape in SHAPES]
     for row, share, of_share in zip(panels, SHARES, ("the best rate", "a third of it"), strict=True):
         for axes, (name, title) in zip(row, titles.items(), strict=True):
-            for i, strategy in enumerate(STRATEGIES):
+            for i, strategy in enumerate(STRATEGIES[1:]):
                 own = [r for r in found["rows"] if (r["strategy"], r["share"]) == (strategy, share)]
                 bars = [r["gap_half"] or 0.0 for r in own] if name == "gap" else None
                 axes.errorbar(
                     # Side by side: most of them are at the same height.
-                    [r["million"] * SIDE ** (i - len(STRATEGIES) // 2) for r in own],
+                    [r["million"] * SIDE ** (i - len(STRATEGIES) / 2 + 1) for r in own],
                     [r[name] for r in own],
                     bars,
                     label=strategy,
-                    **{"capsize": 3, "marker": "o"} | LINES[strategy],
+                    **LINES[strategy] | {"capsize": 3, "markersize": 6, "linewidth": 1},
                 )
+            axes.axhline(float(name == "ratio"), color="#BBBBBB", zorder=0)
             dress(axes, f"{title}, {of_share}", "million parameters")
             axes.set_xscale("log")
             axes.set_xticks(millions, [f"{x:.2g}" for x in millions])
             axes.set_xticks([], minor=True)
             axes.set_xlim(millions[0] / 1.6, millions[-1] * 1.6)
         row[0].set_yscale("symlog", linthresh=0.01)
+        row[0].yaxis.set_major_formatter("{x:g}")
+        row[1].set_ylim(0, 1.1)
         row[2].yaxis.set_major_formatter(PercentFormatter(1.0))
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(handles), frameon=False)

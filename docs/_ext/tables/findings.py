@@ -172,12 +172,14 @@ def findings_sizes_run() -> str:
 
 
 def findings_sizes() -> str:
-    """By size and strategy, at both learning rates: the loss, and what updates lose."""
+    """By size and strategy, at each of both learning rates: the loss, and what updates lose."""
     result = load("findings-sizes")
-    found: dict[tuple[float, str], list[str]] = {}
-    for row in result["rows"]:
-        found.setdefault((row["million"], row["strategy"]), []).extend(
+    names = ("at the best rate", "at a third of it")
+    tables = []
+    for share, name in zip(sizes.SHARES, names, strict=True):
+        rows = [
             (
+                f"{row['strategy']}, {million(row['million'])}",
                 f"{row['validation']:.4f} (lr {rate(row['lr'])})"
                 if row["strategy"] == sizes.REFERENCE
                 else signed(row["gap"], row["gap_half"]),
@@ -186,29 +188,22 @@ def findings_sizes() -> str:
                 f"{row['displacement_matrices']:.1e}",
                 f"{row['second_moment']:.3f}",
             )
-        )
-    rows = [(f"{million(size)}, {name}", *cells) for (size, name), cells in sorted_by_size(found)]
-    head = [""]
-    for at in ("best rate", "a third of it"):
-        head += [f"nats, {at}", "EDQ ratio", "lost", "displacement", "v over exact"]
-    return table(head, rows) + "\n\n" + machine(result)
-
-
-def sorted_by_size(found: dict[tuple[float, str], list[str]]) -> list[Any]:
-    """Sizes from the smallest on, each with its strategies in their order."""
-    return sorted(found.items(), key=lambda item: item[0][0])
+            for row in result["rows"]
+            if row["share"] == share
+        ]
+        head = (name, "nats", "EDQ ratio", "lost", "displacement", "v over exact")
+        tables.append(table(head, rows))
+    return "\n\n".join([*tables, machine(result)])
 
 
 def findings_sizes_beta2() -> str:
     """By size and strategy, the loss at each beta2; that of the best one is bold."""
-    found: dict[tuple[float, str], list[Any]] = {}
+    found: dict[str, dict[float, float]] = {}
     for row in load("findings-sizes")["beta2s"]:
-        found.setdefault((row["million"], row["strategy"]), []).append(row)
+        name = f"{row['strategy']}, {million(row['million'])}"
+        found.setdefault(name, {})[row["beta2"]] = row["validation"]
     rows = []
-    for (size, name), own in sorted_by_size(found):
-        best = min(row["validation"] for row in own)
-        cells = [f"{row['validation']:.4f}" for row in own]
-        cells = [f"**{x}**" if x == f"{best:.4f}" else x for x in cells]
-        rows.append((f"{million(size)}, {name}", *cells))
-    head = ("", *(f"beta2 {row['beta2']:g}" for row in own))
-    return table(head, rows)
+    for name, losses in found.items():
+        best = min(losses.values())
+        rows.append((name, *(f"**{x:.4f}**" if x == best else f"{x:.4f}" for x in losses.values())))
+    return table(("", *(f"beta2 {beta2:g}" for beta2 in losses)), rows)

@@ -17,6 +17,7 @@ Record = dict[str, Any]
 WEIGHTS = {"bf16": "to nearest", "round": "balanced", "exact": "`bf16i16`"}
 TAILS = {"never": "none", "5%": "last 5 %", "10%": "last 10 %", "20%": "last 20 %"}
 TAILS["meter"] = "by the meter"
+SIZES = {"main": "1.3 M", "large": "4.8 M"}
 SHARES = {"never": 0.0, "5%": 0.05, "10%": 0.1, "20%": 0.2}
 
 
@@ -96,12 +97,12 @@ def late_main() -> str:
 
 
 def late_large() -> str:
-    """The losses of the model of 5 M parameters."""
-    return losses("large") if cases("large") else "*Not run yet.*"
+    """The losses of the model of 4.8 M parameters."""
+    return losses("large")
 
 
 def losses(size: str) -> str:
-    """By case: cost, bytes, and the loss less that of tails from the first step on."""
+    """By case: cost, bytes, the loss less that of tails from the first step on, and why."""
     found = cases(size)
     by_name = {(case.weights, case.tails): case for case in found}
     reference = by_name["exact", "never"]
@@ -121,42 +122,42 @@ def losses(size: str) -> str:
             (
                 *case.name,
                 percent(cost),
-                f"{before:.0f} → {after:.0f}" if after > before else f"{after:.0f}",
-                "–" if cost is None else f"{before + cost * (after - before):.1f}",
+                memory(before, after, cost),
                 f"{case.mean(final):.4f}" if case is reference else signed(*mean_of(own)),
                 signed(*mean_of(recovered)) if is_late else "–",
                 percent(part_mean, half=part_half) if is_late and part else "–",
+                number(case.mean(witnessed("displacement_matrices")), ".1e"),
+                number(case.mean(witnessed("displacement_vectors")), ".1e"),
+                number(case.mean(witnessed("second_moment")), ".3f"),
                 f"{len(case.records)}",
             )
         )
     head = (
-        "bf16 weights", "tails", "steps × parameters with tails", "bytes", "mean bytes",
-        "nats, and from tails in all steps", "nats from none", "gap closed", "seeds",
+        "bf16 weights", "tails", "steps × parameters with tails", "bytes (mean)",
+        "nats, and from tails in all steps", "nats from none", "gap closed",
+        "displacement, matrices", "displacement, vectors", "v over exact", "seeds",
     )  # fmt: skip
     return table(head, rows) + "\n\n" + machine(next(iter(reference.records.values())))
 
 
+def memory(before: float, after: float, cost: float | None) -> str:
+    """Bytes a parameter, before tails come and after, and their mean over the steps."""
+    if after == before:
+        return f"{after:.0f}"
+    mean = "" if cost is None else f" ({before + cost * (after - before):.1f})"
+    return f"{before:.0f} → {after:.0f}{mean}"
+
+
 def late_errors() -> str:
-    """By size and case: what the meter and float64 say."""
-    names = {"main": "1.3 M", "large": "4.8 M"}
-    rows = [
-        (
-            names[size],
-            *case.name,
-            number(case.mean(last("ratio")), ".3f"),
-            percent(case.mean(last("lost"))),
-            number(case.mean(witnessed("displacement_matrices")), ".1e"),
-            number(case.mean(witnessed("displacement_vectors")), ".1e"),
-            number(case.mean(witnessed("second_moment")), ".3f"),
-        )
-        for size in names
-        for case in cases(size)
-    ]
-    head = (
-        "model", "bf16 weights", "tails", "EDQ ratio", "lost", "displacement, matrices",
-        "displacement, vectors", "v over exact",
-    )  # fmt: skip
-    return table(head, rows)
+    """By case and size: what the meter says near the end."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for size in SIZES:
+        for case in cases(size):
+            found.setdefault(case.name, []).extend(
+                (number(case.mean(last("ratio")), ".3f"), percent(case.mean(last("lost"))))
+            )
+    head = [f"{figure}, {size}" for size in SIZES.values() for figure in ("EDQ ratio", "lost")]
+    return table(("bf16 weights", "tails", *head), [(*name, *x) for name, x in found.items()])
 
 
 def number(x: float | None, form: str) -> str:
@@ -180,17 +181,20 @@ def witnessed(figure: str) -> Callable[[Record], float | None]:
 
 
 def late_over_steps() -> str:
-    """By step, how far losses of the main job are from those of tails in all steps."""
-    found = cases("main")
-    (reference,) = (case for case in found if case.weights == "exact")
-    last_step = next(iter(reference.records.values()))["run"]["steps"]
-    steps = [round(last_step * i / 5) for i in range(1, 6)]
+    """By size and share of the steps, how far losses are from those of tails in all steps."""
+    shares = [i / 5 for i in range(1, 6)]
     rows = []
-    for case in found:
-        if case is not reference and case.tails in ("never", "20%", "meter"):
-            by_step = dict(over_steps(case, reference))
-            rows.append((*case.name, *(signed(by_step[step]) for step in steps)))
-    return table(("bf16 weights", "tails", *(f"step {step:,}" for step in steps)), rows)
+    for size, name in SIZES.items():
+        found = cases(size)
+        (reference,) = (case for case in found if case.weights == "exact")
+        last_step = next(iter(reference.records.values()))["run"]["steps"]
+        for case in found:
+            if case is not reference and case.tails in ("never", "20%", "meter"):
+                by_step = dict(over_steps(case, reference))
+                gaps = (signed(by_step[round(share * last_step)]) for share in shares)
+                rows.append((f"{case.name[0]}, {name}", case.name[1], *gaps))
+    head = ("bf16 weights", "tails", *(f"after {100 * share:.0f} %" for share in shares))
+    return table(head, rows)
 
 
 def over_steps(case: Case, reference: Case) -> list[tuple[int, float]]:

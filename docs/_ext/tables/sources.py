@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-FIGURE = re.compile(r"[+−\d–]")
+FIGURE = re.compile(r"(\*\*)?[+−\d–]")
 RESULTS = Path(__file__).parents[3] / "benchmarks/results"
 
 
