@@ -8,25 +8,56 @@ from typing import Any
 from tables.sources import load, machine, percent, signed, table
 
 
+SEEDS = range(3)
+
+
+def in_main_job(name: str = "pretrain") -> dict[str, list[dict[str, Any]]]:
+    """By strategy, what each seed that ran came to."""
+    runs = [load(f"{name}-seed{seed}")["strategies"] for seed in SEEDS]
+    return {strategy: [run[strategy] for run in runs if strategy in run] for strategy in runs[0]}
+
+
 def pretraining() -> str:
     """Validation loss of the small GPT, as the difference to master weights."""
-    runs = [load(f"pretrain-seed{seed}")["strategies"] for seed in range(3)]
-    rows = []
-    for name in runs[0]:
-        final = [run[name]["final"] for run in runs if name in run]
-        cells = [
-            f"{f['nats']:.4f}" if name == "master" else signed(f["difference_to_master"])
-            for f in final
-        ]
-        cells += ["–"] * (len(runs) - len(final))  # seeds that did not run
-        kept = [f"{final[0]['edq_ratio']:.4f}", percent(final[0]["lost"], 2)]
-        rows.append((name, *cells, *kept, f"{runs[0][name]['bytes_per_parameter']:.2f}"))
-    head = ("", "seed 0", "seed 1", "seed 2", "EDQ ratio", "updates lost", "bytes a parameter")
+    found = in_main_job()
+    first = [runs[0]["final"] for runs in found.values()]
     record = load("pretrain-seed0")
     below = [machine(record)]
     if added := record.get("added"):
         below.append(machine(added, f"{' and '.join(added['strategies'])}: "))
-    return "\n\n".join([table(head, rows), *below])
+    columns = {
+        "EDQ ratio": [f"{final['edq_ratio']:.4f}" for final in first],
+        "updates lost": [percent(final["lost"], 2) for final in first],
+    }
+    return "\n\n".join([main_job(found, columns), *below])
+
+
+def pretraining_of_others() -> str:
+    """The same with optimizers of other libraries, from the lowest memory on."""
+    name = "pretrain-peers"
+    found = sorted(in_main_job(name).items(), key=lambda item: bytes_of(item[1]))
+    return main_job(dict(found), {}) + "\n\n" + machine(load(f"{name}-seed0"))
+
+
+def bytes_of(runs: list[dict[str, Any]]) -> float:
+    """Of a parameter, with its gradient."""
+    size: float = runs[0]["bytes_per_parameter"]
+    return size
+
+
+def main_job(found: dict[str, list[dict[str, Any]]], columns: dict[str, list[str]]) -> str:
+    """Losses of each seed, other columns, and bytes."""
+    rows = []
+    for name, *others in zip(found, *columns.values(), strict=True):
+        final = [run["final"] for run in found[name]]
+        cells = [
+            f"{f['nats']:.4f}" if name == "master" else signed(f["difference_to_master"])
+            for f in final
+        ]
+        cells += ["–"] * (len(SEEDS) - len(final))  # seeds that did not run
+        rows.append((name, *cells, *others, f"{bytes_of(found[name]):.2f}"))
+    head = ("", *(f"seed {seed}" for seed in SEEDS), *columns, "bytes a parameter")
+    return table(head, rows)
 
 
 # Name in the study: what is trained how, and in which types are parameters, gradients and
