@@ -26,7 +26,7 @@ FITTING = $(if $(wildcard $(GPUS)),$(shell $(PYTHON) -c \
 	"import torch; print('torch' if torch.cuda.is_available() else '')" 2> /dev/null))
 UNPINNED = $(if $(FITTING),torch|triton,$(if $(wildcard $(GPUS)),triton,-))
 
-.PHONY: help install train study findings bench judged works-with gpu gpu-at-hand test test-all test-without-double soak fuzz mutations lint docs serve pages package publish-docs clean
+.PHONY: help install train train-peers study findings bench judged works-with gpu gpu-at-hand test test-all test-without-double soak fuzz mutations lint docs serve pages package publish-docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
@@ -36,6 +36,9 @@ install: $(VENV)/installed ## set up .venv with the library and all that develop
 
 train: $(VENV)/installed ## pretrain a small GPT in twelve precision strategies and compare (ARGS="--help")
 	$(PATIENT) $(BIN)/python studies/pretrain.py $(ARGS)
+
+train-peers: $(VENV)/benchmarks ## train the same GPT with optimizers of other libraries (ARGS="--help")
+	$(PATIENT) $(BIN)/python studies/pretrain.py --strategies master,peers --out out/peers $(ARGS)
 
 study: $(VENV)/installed ## measure what updates lose, by strategy, layer, learning rate and beta2 (ARGS="--help")
 	$(PATIENT) $(BIN)/python studies/edq_study.py $(ARGS)

@@ -18,6 +18,10 @@ Every strategy starts from the same weights, sees the same batches and runs a st
            are bf16, scaled by GradScaler; states as in exact. In one process
   half8    matrices have an int8 tail; all else as in half16
 
+With --strategies peers, AdamW of other libraries steps bf16 parameters, in one process: kahan
+(optimi), flash24 and flash32 (pytorch_optimizer), heavyball8, torchao, torchao8, torchaofp8 and
+torchao4, bnb32 and bnb8 (bitsandbytes).
+
 On several processes, which share every batch, each strategy runs under DistributedDataParallel or
 divided by fully_shard; with --checkpoint, what was stopped goes on, to the bit:
 
@@ -175,8 +179,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_common(parser, "out/pretrain", "results.json and loss.png")
     options = parser.parse_args(arguments)
 
-    names = [x for name in options.strategies for x in (PEERS if name == "peers" else (name,))]
-    options.strategies = selected(parser, "strategy", names, (*STRATEGIES, *PEERS))
+    given = ",".join(options.strategies).replace("peers", ",".join(PEERS))
+    options.strategies = selected(parser, "strategy", [given], (*STRATEGIES, *PEERS))
     check_device(parser, options.device)
     options.lr = options.lr or LEARNING_RATES[options.optimizer]
     options.batch_size = options.batch_size or BATCH_SIZES[options.device]

@@ -17,7 +17,7 @@ from pretraining.model import Shape
 from pretraining.report import LINES
 from questions.beta2 import MECHANISM
 from questions.intervals import mean_of
-from questions.settings import Outcomes, Row, Settings, brief, dress, gap
+from questions.settings import Outcomes, Row, Settings, dress, gap
 from questions.trial import Trial, count_parameters
 
 REFERENCE = "master"
@@ -90,7 +90,9 @@ def draw(found: dict[str, Any], path: Path) -> None:
     panels = figure.subplots(len(SHARES), 3, squeeze=False)
     titles = {"gap": "loss less that of master weights", "ratio": "EDQ ratio", "lost": "lost"}
     millions = [count_parameters(shape) / 1e6 for shape in SHAPES]
-    for row, share, of_share in zip(panels, SHARES, ("the best rate", "a third of it"), strict=True):
+    for row, share, of_share in zip(
+        panels, SHARES, ("the best rate", "a third of it"), strict=True
+    ):
         for axes, (name, title) in zip(row, titles.items(), strict=True):
             for i, strategy in enumerate(STRATEGIES[1:]):
                 own = [r for r in found["rows"] if (r["strategy"], r["share"]) == (strategy, share)]

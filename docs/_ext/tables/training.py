@@ -7,7 +7,6 @@ from typing import Any
 
 from tables.sources import load, machine, percent, signed, table
 
-
 SEEDS = range(3)
 
 
