@@ -61,21 +61,17 @@ on_data(aten.max_pool2d_with_indices, aten.adaptive_max_pool2d)
 by_gradient(aten.max_pool2d_with_indices_backward, aten.adaptive_max_pool2d_backward)
 
 
-def _averaged_by(operator: Any, backward: Any) -> None:
-    @rule(operator)
-    def average(x: Any, *how: Any, **also: Any) -> Unrounded:
-        pooled = operator(number(x).mantissa, *how, **also)
-        half = half_log2(max(1, x.numel() // max(1, pooled.numel())))
-        return Unrounded(times_power(pooled, half), x.exponent - half)
-
-    @rule(backward)
-    def spread(gradient: Any, x: Any, *how: Any, **also: Any) -> Unrounded:
-        """Spread each gradient over n positions, divided by n."""
-        g = number(gradient)
-        made = backward(g.mantissa, torch.empty(x.shape, device=x.device), *how, **also)
-        whole = max(1, x.numel() // max(1, gradient.numel())).bit_length() - 1
-        return Unrounded(times_power(made, whole), g.exponent - whole)
+@rule(aten._adaptive_avg_pool2d, aten.avg_pool2d, takes_operator=True)
+def _average(func: Any, x: Any, *how: Any, **also: Any) -> Unrounded:
+    pooled = func(number(x).mantissa, *how, **also)
+    half = half_log2(max(1, x.numel() // max(1, pooled.numel())))
+    return Unrounded(times_power(pooled, half), x.exponent - half)
 
 
-_averaged_by(aten._adaptive_avg_pool2d, aten._adaptive_avg_pool2d_backward)
-_averaged_by(aten.avg_pool2d, aten.avg_pool2d_backward)
+@rule(aten._adaptive_avg_pool2d_backward, aten.avg_pool2d_backward, takes_operator=True)
+def _spread(func: Any, gradient: Any, x: Any, *how: Any, **also: Any) -> Unrounded:
+    """Spread each gradient over n positions, divided by n."""
+    g = number(gradient)
+    made = func(g.mantissa, torch.empty(x.shape, device=x.device), *how, **also)
+    whole = max(1, x.numel() // max(1, gradient.numel())).bit_length() - 1
+    return Unrounded(times_power(made, whole), g.exponent - whole)

@@ -32,26 +32,23 @@ def _index_put_impl_(
     return write_to(x, _index_put(x, indices, values, accumulate))
 
 
-def _placed_by(operator: Any) -> None:
-    """Register operators that write or add numbers at indices, all at the larger exponent."""
-
-    @rule(operator, keeps_tails=True)
-    def place(x: Any, dim: int, index: Tensor, source: Any, **also: Any) -> Unrounded:
-        if not isinstance(source, Tensor):
-            source = torch.full(index.shape, float(source), device=index.device)
-        s, (a, b) = aligned([x, source])
-        by_tensor = aten.scatter.src if operator is aten.scatter.value else operator
-        return Unrounded(by_tensor(a.at(s), dim, index, b.at(s), **also), s)
-
-
-for _operator in (
+@rule(
     aten.scatter.src,
     aten.scatter.value,
     aten.scatter_add.default,
     aten.index_add.default,
     aten.index_copy.default,
-):
-    _placed_by(_operator)
+    keeps_tails=True,
+    takes_operator=True,
+)
+def _placed(func: Any, x: Any, dim: int, index: Tensor, source: Any, **also: Any) -> Unrounded:
+    """Write or add numbers at indices, all at the larger exponent."""
+    if not isinstance(source, Tensor):
+        source = torch.full(index.shape, float(source), device=index.device)
+    s, (a, b) = aligned([x, source])
+    by_tensor = aten.scatter.src if func is aten.scatter.value else func
+    return Unrounded(by_tensor(a.at(s), dim, index, b.at(s), **also), s)
+
 
 # Means of neighbours and sums of a few numbers keep the scale.
 _UPSAMPLES = (

@@ -5,7 +5,6 @@ Each function registers operators with a rule that calls them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,44 +22,28 @@ def on_data(*operators: Any, keeps_tails: bool = False) -> None:
     They are applied to its data. Floating results have its exponent.
     """
 
-    def rule_of(operator: Any) -> Callable[..., Any]:
-        def compute(x: Any, *how: Any, **also: Any) -> Any:
-            a = number(x)
-            return unrounded(operator(a.mantissa, *how, **also), a.exponent)
-
-        return compute
-
-    for operator in operators:
-        rule(operator, keeps_tails=keeps_tails)(rule_of(operator))
+    @rule(*operators, keeps_tails=keeps_tails, takes_operator=True)
+    def compute(operator: Any, x: Any, *how: Any, **also: Any) -> Any:
+        a = number(x)
+        return unrounded(operator(a.mantissa, *how, **also), a.exponent)
 
 
 def in_float32(*operators: Any, placing: Placing) -> None:
     """Register nonlinear operators: they are applied to numbers in float32, at a scale of 1."""
 
-    def rule_of(operator: Any) -> Callable[..., Any]:
-        def compute(*args: Any, **also: Any) -> Any:
-            return unrounded(operator(*map(plain_operand, args), **also), 0, placing)
-
-        return compute
-
-    for operator in operators:
-        rule(operator)(rule_of(operator))
+    @rule(*operators, takes_operator=True)
+    def compute(operator: Any, *args: Any, **also: Any) -> Any:
+        return unrounded(operator(*map(plain_operand, args), **also), 0, placing)
 
 
 def by_gradient(*operators: Any, placing: Placing = "by rule") -> None:
     """Register backward operators, applied to a gradient's data and the others' numbers."""
 
-    def rule_of(operator: Any) -> Callable[..., Any]:
-        def backward(gradient: Any, *args: Any, **also: Any) -> Any:
-            g = number(gradient)
-            return unrounded(
-                operator(g.mantissa, *map(plain_operand, args), **also), g.exponent, placing
-            )
-
-        return backward
-
-    for operator in operators:
-        rule(operator)(rule_of(operator))
+    @rule(*operators, takes_operator=True)
+    def backward(operator: Any, gradient: Any, *args: Any, **also: Any) -> Any:
+        g = number(gradient)
+        made = operator(g.mantissa, *map(plain_operand, args), **also)
+        return unrounded(made, g.exponent, placing)
 
 
 def plain_operand(x: Any) -> Any:

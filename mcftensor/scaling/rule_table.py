@@ -43,8 +43,13 @@ class ScalingRule:
 RULES: dict[Any, ScalingRule] = {}
 
 
-def rule(*operators: Any, keeps_tails: bool = False) -> Callable[[Any], Any]:
-    """Register a rule; an operator without overload stands for all its overloads but out=."""
+def rule(
+    *operators: Any, keeps_tails: bool = False, takes_operator: bool = False
+) -> Callable[[Any], Any]:
+    """Register a rule; an operator without overload stands for all its overloads but out=.
+
+    A rule of several operators may take the overload as its first argument.
+    """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         for operator in operators:
@@ -53,7 +58,9 @@ def rule(*operators: Any, keeps_tails: bool = False) -> Callable[[Any], Any]:
                 if isinstance(operator, torch._ops.OpOverloadPacket)
                 else [operator]
             )
-            RULES.update(dict.fromkeys(overloads, ScalingRule(function, keeps_tails)))
+            for overload in overloads:
+                own = functools.partial(function, overload) if takes_operator else function
+                RULES[overload] = ScalingRule(own, keeps_tails)
         return function
 
     return register

@@ -151,7 +151,7 @@ def _unless_zero(peak: Exponent, exponent: Exponent) -> Exponent:
     return ANY if peak == ANY else exponent
 
 
-def write_to(target: Tensor, x: Unrounded, name: str = "") -> Tensor:
+def write_to(target: Tensor, x: Unrounded) -> Tensor:
     """Write a number to a tensor, in place.
 
     The exponent of the rule is kept if possible. Otherwise it moves just enough that the root mean
@@ -230,12 +230,9 @@ def leveled(numbers: Sequence[Unrounded]) -> tuple[Exponent, list[Unrounded]]:
     return s, list(numbers)
 
 
-def sum_of(a: Unrounded, b: Unrounded, exponent: Exponent | None = None) -> Unrounded:
+def sum_of(a: Unrounded, b: Unrounded) -> Unrounded:
     """a + b at the larger exponent, which is √(2^2s + 2^2t), rounded down."""
-    if exponent is None:
-        s, (a, b) = leveled([a, b])
-    else:
-        s = exponent
+    s, (a, b) = leveled([a, b])
     return Unrounded(a.at(s) + b.at(s), s)
 
 

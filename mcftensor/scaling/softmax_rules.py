@@ -56,15 +56,12 @@ def _log_softmax_backward(gradient: Any, result: Any, dim: int, dtype: torch.dty
     return Unrounded(made, g.exponent, "by size", of_dtype(dtype))
 
 
-def _loss_by(operator: Any) -> None:
-    @rule(operator)
-    def loss(*args: Any) -> tuple[Unrounded, Tensor]:
-        made, total = operator(*map(plain_operand, args))
-        return Unrounded(made, 0, "to fit" if made.dim() else "by size"), total
+@rule(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, takes_operator=True)
+def _loss(func: Any, *args: Any) -> tuple[Unrounded, Tensor]:
+    made, total = func(*map(plain_operand, args))
+    return Unrounded(made, 0, "to fit" if made.dim() else "by size"), total
 
 
-_loss_by(aten.nll_loss_forward.default)
-_loss_by(aten.nll_loss2d_forward.default)
 by_gradient(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default, placing="by size")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,24 +23,18 @@ from mcftensor.tensor.implicit_rounding import rounding
 from mcftensor.tensor.tensor import MCFTensor
 
 
-def _moved_by(func: Any) -> Callable[..., ScaledTensor]:
-    """Apply an operator that moves elements to each component, and copy the exponent."""
-
-    def move(x: ScaledTensor, *args: Any, **kwargs: Any) -> ScaledTensor:
-        *data, s = x._held()
-        return made_of([move_component(func, y, args, kwargs) for y in data], s.clone(), x._format)
-
-    return move
-
-
-for _operator in (
+@rule(
     *(func for func, handler in TABLE.items() if handler is move_elements),
     aten._unsafe_view.default,  # flatten and reshape of non-contiguous tensors
     aten.view_as_real_copy.default,
     aten.lift_fresh.default,  # torch.tensor and checkpoints
     *(aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.im2col.default),
-):
-    rule(_operator)(_moved_by(_operator))
+    takes_operator=True,
+)
+def _moved(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) -> ScaledTensor:
+    """Apply an operator that moves elements to each component, and copy the exponent."""
+    *data, s = x._held()
+    return made_of([move_component(func, y, args, kwargs) for y in data], s.clone(), x._format)
 
 
 @rule(aten.constant_pad_nd, keeps_tails=True)
@@ -171,20 +165,16 @@ def _new_full(
     return _filled(template, x, dtype, value)
 
 
-def _factories(value: float, *operators: Any) -> None:
-    """Register factories: states of optimizers, gradients of a loss or of unused tensors."""
-    for operator in operators:
-        make = _full_like if operator.__name__.endswith("_like") else _new_full
-        rule(operator)(functools.partial(_made_of, make, value))
-
-
-def _made_of(make: Any, value: float, x: ScaledTensor, *size: Any, **how: Any) -> Tensor:
-    made: Tensor = make(x, *size, value, **how)
+@rule(
+    *(aten.empty_like, aten.zeros_like, aten.ones_like),
+    *(aten.new_empty, aten.new_zeros, aten.new_ones),
+    takes_operator=True,
+)
+def _made(func: Any, x: ScaledTensor, *size: Any, **how: Any) -> Tensor:
+    """Make states of optimizers, gradients of a loss or of unused tensors."""
+    value = 1.0 if func.overloadpacket in (aten.ones_like, aten.new_ones) else 0.0
+    made: Tensor = (_new_full if size else _full_like)(x, *size, value, **how)
     return made
-
-
-_factories(0.0, aten.empty_like, aten.zeros_like, aten.new_empty, aten.new_zeros)
-_factories(1.0, aten.ones_like, aten.new_ones)
 
 
 @rule(aten.new_empty_strided)
@@ -212,24 +202,18 @@ def _zero_(x: ScaledTensor) -> ScaledTensor:
     return x
 
 
-def _drawn_by(func: Any) -> Callable[..., Tensor]:
-    """Draw random numbers in float32."""
-
-    def draw(x: ScaledTensor, *args: Any, **kwargs: Any) -> Tensor:
-        drawn = torch.empty_like(x._component0, dtype=torch.float32)
-        return x.copy_(func(drawn, *args, **kwargs))
-
-    return draw
-
-
-for _operator in (
+@rule(
     aten.normal_.default,
     aten.uniform_.default,
     aten.bernoulli_.float,  # dropout
     aten.bernoulli_.Tensor,
     aten.exponential_.default,
-):
-    rule(_operator)(_drawn_by(_operator))
+    takes_operator=True,
+)
+def _drawn(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Draw random numbers in float32."""
+    drawn = torch.empty_like(x._component0, dtype=torch.float32)
+    return x.copy_(func(drawn, *args, **kwargs))
 
 
 # --------------------------------------------------------------------- concatenation and selection
@@ -274,23 +258,12 @@ def _is_pinned(x: ScaledTensor, *args: Any) -> bool:
     return x._component0.is_pinned()
 
 
-def _asked_by(func: Any) -> Callable[..., Any]:
-    """Apply an operator without floating results to the numbers in float64."""
-
-    def ask(*args: Any, **kwargs: Any) -> Any:
-        return func(*[_exactly(x) for x in args], **kwargs)
-
-    return ask
-
-
-def _exactly(x: Any) -> Any:
-    return x._collapsed() if is_scaled(x) else x
-
-
-for _packet in (aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge):
-    for _name in ("Scalar", "Tensor"):
-        rule(getattr(_packet, _name))(_asked_by(getattr(_packet, _name)))
-for _operator in (
+@rule(
+    *(
+        getattr(packet, name)
+        for packet in (aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge)
+        for name in ("Scalar", "Tensor")
+    ),
     aten.equal.default,
     aten.isnan.default,
     aten.isinf.default,
@@ -303,8 +276,15 @@ for _operator in (
     aten.signbit.default,
     aten.is_nonzero.default,
     aten.nonzero.default,
-):
-    rule(_operator)(_asked_by(_operator))
+    takes_operator=True,
+)
+def _asked(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Apply an operator without floating results to the numbers in float64."""
+    return func(*map(_exactly, args), **kwargs)
+
+
+def _exactly(x: Any) -> Any:
+    return x._collapsed() if is_scaled(x) else x
 
 
 @rule(aten.allclose)
