@@ -146,7 +146,8 @@ def as_expansion(
     if isinstance(obj, nn.Module):
         if rules is not None:
             return rules.convert_module(obj, found, overrides)
-        return _module_as_expansion(obj, found, overrides or {}, lr)
+        plan_conversion(obj, found, overrides or {}, lr).carry_out()
+        return obj
     if overrides is not None or lr is not None:
         given = "lr says how parameters" if overrides is None else "overrides name parameters"
         raise TypeError(f"as_expansion: {given} of a module are converted; a tensor has none")
@@ -285,13 +286,6 @@ def _held_by(where: str, module: nn.Module) -> list[Held]:
     return list(found.values())
 
 
-def _module_as_expansion(
-    module: M, format: Format | None, overrides: Overrides, lr: float | None
-) -> M:
-    plan_conversion(module, format, overrides, lr).carry_out()
-    return module
-
-
 @dataclass
 class ModuleConversion:
     """The planned conversion of a module."""
@@ -313,7 +307,8 @@ class ModuleConversion:
             for name, p in part._parameters.items():
                 if isinstance(p, MCFTensor):
                     p._holder = weakref.ref(part), name, id(p)
-        _store_pretrained(module)
+            if hasattr(part, "save_pretrained"):  # sentence-transformers saves parts by themselves
+                store_as_terms(part)
         _converted[module] = self.meant + _converted.get(module, [])
 
 
@@ -428,16 +423,6 @@ class _Choice:
 def for_shape(format: Format, shape: torch.Size) -> Format:
     """Return the format of a parameter, given one for all: vectors have no rows with scales."""
     return bf16i16 if format.shared and is_vector(shape) else format
-
-
-def _store_pretrained(module: nn.Module) -> None:
-    """Have models that are saved by `save_pretrained`, in safetensors files, stored as terms.
-
-    So are their parts: sentence-transformers saves the transformer within its model by itself.
-    """
-    for part in module.modules():
-        if hasattr(part, "save_pretrained"):
-            store_as_terms(part)
 
 
 @torch.no_grad()

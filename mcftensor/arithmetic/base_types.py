@@ -47,6 +47,13 @@ NARROW = (torch.bfloat16, torch.float16)
 """The 16-bit bases."""
 
 
+def power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return 2^exponent, for integers in the exponent range of normal numbers."""
+    base = BASES[dtype]
+    bits = (exponent.to(base.integer) + (1 - base.min_exponent)) << (base.precision - 1)
+    return bits.view(dtype)
+
+
 def wider_than(x: Tensor) -> torch.dtype | None:
     """Return the dtype in which products of numbers of x's dtype are exact, or None.
 

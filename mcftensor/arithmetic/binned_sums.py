@@ -57,7 +57,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.base_types import BASES
+from mcftensor.arithmetic.base_types import BASES, power_of_two
 from mcftensor.arithmetic.rounding import as_floats, collapse_odd, narrow, quiet, round_to
 from mcftensor.kernels.without_float64 import has_float64, widest
 
@@ -109,41 +109,31 @@ def layout_of(count: int) -> Layout:
     return max(layouts, key=lambda x: x.guaranteed)
 
 
+# The four bodies are cached, since each call must return the same object.
+
+
+@functools.lru_cache(maxsize=64)
 def add_body(layout: Layout) -> Any:
     """Return a body (accumulator, *terms) -> accumulator that adds the terms."""
-    return _bodies(layout)[0]
+    return lambda vectors, scalars, index: [_add(vectors[0], vectors[1:], layout)]
 
 
+@functools.lru_cache(maxsize=64)
 def merge_body(layout: Layout) -> Any:
     """Return a body (*accumulators) -> accumulator that adds the accumulators."""
-    return _bodies(layout)[1]
+    return lambda vectors, scalars, index: [_merge(vectors, layout)]
 
 
+@functools.lru_cache(maxsize=64)
 def round_body(layout: Layout, dtype: torch.dtype) -> Any:
     """Return a body (accumulator) -> float that rounds the sum once to `dtype`."""
-    return _bodies(layout)[2 + DTYPES.index(dtype)]
+    return lambda vectors, scalars, index: [_round(vectors[0], layout, dtype)]
 
 
+@functools.lru_cache(maxsize=64)
 def sum_body(layout: Layout, dtype: torch.dtype) -> Any:
     """Return a body (*terms) -> float that equals `round_body` of an accumulator of the terms."""
-    return _bodies(layout)[2 + len(DTYPES) + DTYPES.index(dtype)]
-
-
-@functools.lru_cache(maxsize=64)  # each call must return the same objects
-def _bodies(layout: Layout) -> list[Any]:
-    def add(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> list[Tensor]:
-        return [_add(vectors[0], vectors[1:], layout)]
-
-    def merge(vectors: Sequence[Tensor], scalars: Sequence[Any], index: Tensor) -> list[Tensor]:
-        return [_merge(vectors, layout)]
-
-    def rounded(dtype: torch.dtype) -> Any:
-        return lambda vectors, scalars, index: [_round(vectors[0], layout, dtype)]
-
-    def summed(dtype: torch.dtype) -> Any:
-        return lambda vectors, scalars, index: [_sum(vectors, layout, dtype)]
-
-    return [add, merge, *map(rounded, DTYPES), *map(summed, DTYPES)]
+    return lambda vectors, scalars, index: [_sum(vectors, layout, dtype)]
 
 
 def _add(accumulator: Tensor, terms: Sequence[Tensor], layout: Layout) -> Tensor:
@@ -199,9 +189,9 @@ def _sum(terms: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
     largest = functools.reduce(torch.maximum, [x.abs() for x in singles])
     exponent = _exponent_of(largest.to(torch.float64)).to(torch.int32)
     lowest = (_bin_of(exponent, layout) - layout.bins) * layout.width - 148
-    scale = _power_of_two((-lowest).to(torch.int64))
+    scale = power_of_two(-lowest, torch.float64)
     scaled = [(x.to(torch.float64) * scale + _SHIFTER) - _SHIFTER for x in terms]
-    total = functools.reduce(torch.add, scaled) * _power_of_two(lowest.to(torch.int64))
+    total = functools.reduce(torch.add, scaled) * power_of_two(lowest, torch.float64)
     # The result for zeros, infinities and NaN. The factor keeps finite partial sums from overflow.
     plain = quiet(functools.reduce(torch.add, [x * 2.0**-24 for x in singles]))
     is_finite = (largest > 0) & (largest < torch.inf)
@@ -282,25 +272,21 @@ def _nearest_integer(x: Tensor) -> Tensor:
 def _times_power(x: Tensor, power: Tensor) -> Tensor:
     """Return x times two to a power, exactly where the result is normal."""
     if x.dtype == torch.float64:
-        return x * _power_of_two(power)
+        return x * power_of_two(power, torch.float64)
     power = torch.maximum(power, torch.full_like(power, -252))  # lower under the code of infinities
     half = power >> 1
     for part in (half, power - half):
-        x = x * ((part.to(torch.int32) + 127) << 23).view(torch.float32)
+        x = x * power_of_two(part, torch.float32)
     return x
 
 
 def _scaled(total: Tensor, power: Tensor, dtype: torch.dtype) -> Tensor:
     """Return an integer times two to a power, in a type that is rounded to `dtype` once more."""
     if has_float64(total.device):
-        return total.to(torch.float64) * _power_of_two(power)
+        return total.to(torch.float64) * power_of_two(power, torch.float64)
     is_single = dtype == torch.float32
     single = total.to(torch.float32) if is_single else collapse_odd(as_floats(total))
     return _times_power(single, power)
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    return ((exponent + 1023) << 52).view(torch.float64)
 
 
 # ------------------------------------------------------------------------------ of accumulators

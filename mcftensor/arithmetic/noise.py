@@ -56,18 +56,18 @@ class Random(Noise):
     """
 
     def __init__(self, key: Tensor, index: Tensor, stream: int = 0) -> None:
-        z = (index + 1) * _signed(0x9E3779B97F4A7C15) + key + _signed(stream * 0x51B54A32D192ED03)
-        z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-        z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
-        self.pattern = z ^ _shifted(z, 31)
+        z = (index + 1) * signed(0x9E3779B97F4A7C15) + key + signed(stream * 0x51B54A32D192ED03)
+        z = (z ^ shifted(z, 30)) * signed(0xBF58476D1CE4E5B9)
+        z = (z ^ shifted(z, 27)) * signed(0x94D049BB133111EB)
+        self.pattern = z ^ shifted(z, 31)
 
     def uniform(self) -> Tensor:
         """Return the numbers, of 53 bits, in float64."""
-        return _shifted(self.pattern, 11).to(torch.float64) * 2.0**-53
+        return shifted(self.pattern, 11).to(torch.float64) * 2.0**-53
 
     def bits(self, count: int) -> Tensor:
         """Return the first `count` of the 53 bits."""
-        return _shifted(self.pattern, 64 - count).to(torch.int32)
+        return shifted(self.pattern, 64 - count).to(torch.int32)
 
 
 class Balanced(Noise):
@@ -85,9 +85,9 @@ class Balanced(Noise):
 
     def __init__(self, key: Tensor, index: Tensor, stream: int = 0) -> None:
         z = index.to(torch.int32) + salt_of(key).to(torch.int32)
-        z = (z ^ _shifted(z, 16)) * 0x7FEB352D
-        z = (z ^ _shifted(z, 15)) * _signed(0x846CA68B, 32)
-        z = z ^ _shifted(z, 16)
+        z = (z ^ shifted(z, 16)) * 0x7FEB352D
+        z = (z ^ shifted(z, 15)) * signed(0x846CA68B, 32)
+        z = z ^ shifted(z, 16)
         self.pattern = z + (key * _STEPS[stream]).to(torch.int32)
 
     def uniform(self) -> Tensor:
@@ -96,7 +96,7 @@ class Balanced(Noise):
 
     def bits(self, count: int) -> Tensor:
         """Return the first `count` of the 32 bits."""
-        return _shifted(self.pattern, 32 - count)
+        return shifted(self.pattern, 32 - count)
 
 
 # 2^32 times the fractional parts of the golden ratio, whose multiples are spread most evenly, and
@@ -116,13 +116,13 @@ def noise_of(rounding: Rounding, key: Tensor, index: Tensor, stream: int = 0) ->
     return (Random if rounding == "stochastic" else Balanced)(key, index, stream)
 
 
-def _signed(n: int, bits: int = 64) -> int:
+def signed(n: int, bits: int = 64) -> int:
     """The last `bits` bits of n, as a signed integer like PyTorch's."""
     half = 1 << (bits - 1)
     return (n + half) % (2 * half) - half
 
 
-def _shifted(z: Tensor, places: int) -> Tensor:
+def shifted(z: Tensor, places: int) -> Tensor:
     """z shifted right as an unsigned integer."""
     width = 8 * z.dtype.itemsize
     return (z >> places) & ((1 << (width - places)) - 1)

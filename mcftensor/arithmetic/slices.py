@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.base_types import BASES
+from mcftensor.arithmetic.base_types import BASES, power_of_two
 from mcftensor.arithmetic.eft import two_sum as opaque_two_sum
 from mcftensor.kernels.custom_ops import inline
 
@@ -67,19 +67,12 @@ def width_for(inner: int, machine: torch.dtype) -> Width:
     return Width(machine, bits, 2 ** (room - 2 * bits) // max(inner, 1))
 
 
-def _power(exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    """2^exponent, for integers in the exponent range of normal numbers."""
-    base = BASES[dtype]
-    bits = (exponent - base.min_exponent + 1).to(base.integer) << (base.precision - 1)
-    return bits.view(dtype)
-
-
 def by_powers(x: Tensor, exponent: Tensor) -> Tensor:
     """x * 2^exponent, by three powers of two that do not overflow."""
     first = exponent // 3
     second = (exponent - first) // 2
     for part in (first, second, exponent - first - second):
-        x = x * _power(part, x.dtype)
+        x = x * power_of_two(part, x.dtype)
     return x
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.base_types import BASES
+from mcftensor.arithmetic.noise import shifted, signed
 from mcftensor.formats import ExpansionFormat
 from mcftensor.kernels.program import PATTERNS
 from mcftensor.passes import expansion
@@ -19,18 +20,10 @@ from mcftensor.passes import expansion
 def hashes(name: str, *shape: int) -> Tensor:
     """Return int64 of `shape`: SplitMix64 of a name and of the index of each element."""
     index = torch.arange(1, math.prod(shape) + 1, device="cpu") + (zlib.crc32(name.encode()) << 20)
-    z = index * _signed(0x9E3779B97F4A7C15)
+    z = index * signed(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        z = (z ^ _shifted(z, shift)) * _signed(factor)
-    return (z ^ _shifted(z, 31)).view(shape)
-
-
-def _signed(word: int) -> int:
-    return word - 2**64
-
-
-def _shifted(z: Tensor, count: int) -> Tensor:
-    return (z >> count) & ((1 << (64 - count)) - 1)
+        z = (z ^ shifted(z, shift)) * signed(factor)
+    return (z ^ shifted(z, 31)).view(shape)
 
 
 def any_bits(dtype: torch.dtype, name: str, *shape: int) -> Tensor:

@@ -396,5 +396,5 @@ def _is_right(launch: cpu.Launch) -> bool:
     return True
 
 
-COMPILED = cpu.OwnSource(SOURCE, _is_right)
+COMPILED = cpu.OnDemand(lambda: SOURCE, _is_right)
 """The compiled code of this process."""

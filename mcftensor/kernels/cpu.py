@@ -90,10 +90,17 @@ def _opened(library: Path) -> Launch:
     return launch
 
 
-class OwnSource:
-    """C++ that is written by hand, loaded once it has worked on enough elements."""
+class OnDemand:
+    """C++ that is loaded, or compiled, once it has worked on enough elements.
 
-    def __init__(self, source: str, is_right: Callable[[Launch], bool]) -> None:
+    Args:
+        source: returns the translation unit, or None without one.
+        is_right: whether the compiled code gives the right bits.
+    """
+
+    def __init__(
+        self, source: Callable[[], str | None], is_right: Callable[[Launch], bool]
+    ) -> None:
         self.source, self.is_right = source, is_right
         self.worked = 0
         self.launch: Launch | None = None
@@ -103,8 +110,8 @@ class OwnSource:
         if self.launch is None:
             before, self.worked = self.worked, self.worked + elements
             build = before < BUILD_AFTER <= self.worked
-            if build or before < LOOK_AFTER <= self.worked:
-                self.launch = load(self.source, build=build, is_right=self.is_right)
+            if (build or before < LOOK_AFTER <= self.worked) and (source := self.source()):
+                self.launch = load(source, build=build, is_right=self.is_right)
         return self.launch
 
 

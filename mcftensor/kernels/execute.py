@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,24 +25,19 @@ from mcftensor.kernels.marks import Mark
 from mcftensor.kernels.program import Body, Program, Signature, record
 from mcftensor.kernels.without_float64 import Halves, halves, has_float64, without_float64
 
-# The number of elements from which looking for compiled code, and compiling it, is worthwhile; and
-# the number that a call on one set of tensors counts as, by its time in Python.
-LOOK_AFTER = 1 << 14
-BUILD_AFTER = 1 << 20
+# The number of elements that a call on one set of tensors counts as, by its time in Python.
 OF_A_CALL = 1 << 12
 
 # Device types on which Triton kernels run.
 TRITON_DEVICES = ["cuda"]
 
 
-@dataclass
-class Kernel:
+class Kernel(cpu.OnDemand):
     """A function compiled for one signature, or to be compiled."""
 
-    body: Body
-    signature: Signature
-    worked: int = 0
-    launch: cpu.Launch | None = None
+    def __init__(self, body: Body, signature: Signature) -> None:
+        super().__init__(self._source_here, self._is_right_here)
+        self.body, self.signature = body, signature
 
     def run(self, columns: Columns, lengths: list[int], addresses: Sequence[list[int]]) -> None:
         """Run on dense tensors with these lengths and addresses, by columns."""
@@ -78,13 +72,10 @@ class Kernel:
 
     def compiled(self, elements: int, calls: int = 1) -> cpu.Launch | None:
         """Return the compiled form, if work so far is worth it and there is a compiler."""
-        if self.launch is None:
-            before, self.worked = self.worked, self.worked + elements + OF_A_CALL * calls
-            build = before < BUILD_AFTER <= self.worked
-            if (build or before < LOOK_AFTER <= self.worked) and self.has_program:
-                source = cpp.source(self.program, cpu.vector_bytes())
-                self.launch = cpu.load(source, build=build, is_right=self._is_right_here)
-        return self.launch
+        return self.get(elements + OF_A_CALL * calls)
+
+    def _source_here(self) -> str | None:
+        return cpp.source(self.program, cpu.vector_bytes()) if self.has_program else None
 
     def _is_right_here(self, launch: cpu.Launch) -> bool:
         run = functools.partial(cpu.launch, launch, dtypes=self.signature.scalars)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -92,7 +91,8 @@ def cross_entropy(
             shares = shares * (1 - label_smoothing) + label_smoothing / classes
             if weight is not None:
                 shares = shares * vocabulary.part(weight, x.shape[-1])
-        return _reduced(_Expected.apply(x, shares, vocabulary), reduction, x.shape[:-1].numel())
+        losses = _Expected.apply(x, shares, False, vocabulary)
+        return _reduced(losses, reduction, x.shape[:-1].numel())
     if target.dtype != torch.int64:
         raise TypeError(
             f"cross_entropy: target is {target.dtype}; give int64 classes, or probabilities"
@@ -171,7 +171,7 @@ def kl_div(
                 "kl_div: target requires a gradient; give target.detach(), or its logits with "
                 "log_target=True"
             )
-        rows = _DivergenceFrom.apply(x, target, vocabulary)
+        rows = _Expected.apply(x, target, True, vocabulary)
     if reduction == "rows":
         return rows
     logits = x.shape[:-1].numel() * vocabulary.classes
@@ -258,43 +258,29 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _Expected(torch.autograd.Function):
-    """The cross entropy of probabilities, times weights."""
+    """The cross entropy of probabilities, times weights; or the divergence from them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shares: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, shares: Tensor, is_divergence: bool, vocabulary: Vocabulary
+    ) -> Tensor:
         state = state_of(x, vocabulary)
         whole = row_sums(shares, vocabulary)
         ctx.save_for_backward(x, shares, state.most, state.sum, whole)
+        if is_divergence:
+            rows = [state.most, state.log_sum]
+            return divided_sum("divergence_from", [x, shares], rows, vocabulary).float()
         gaps = divided_sum("weighted_gap", [x, shares], [state.most], vocabulary)
         return (gaps + whole * state.log_sum).float()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _towards(ctx.saved_tensors, gradient), None, None
-
-
-class _DivergenceFrom(torch.autograd.Function):
-    """The divergence from probabilities."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shares: Tensor, vocabulary: Vocabulary) -> Tensor:
-        state = state_of(x, vocabulary)
-        ctx.save_for_backward(x, shares, state.most, state.sum, row_sums(shares, vocabulary))
-        rows = [state.most, state.log_sum]
-        return divided_sum("divergence_from", [x, shares], rows, vocabulary).float()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _towards(ctx.saved_tensors, gradient), None, None
-
-
-def _towards(saved: Sequence[Tensor], gradient: Tensor) -> Tensor:
-    """The gradient of minus the expected logarithm of softmax."""
-    x, shares, most, total, whole = saved
-    wide = gradient.double()
-    return logit_map("slope_and", [x, shares], [most, wide * whole / total, -wide], x.dtype)
+        """Return the gradient of minus the expected logarithm of softmax."""
+        x, shares, most, total, whole = ctx.saved_tensors
+        wide = gradient.double()
+        rows = [most, wide * whole / total, -wide]
+        return logit_map("slope_and", [x, shares], rows, x.dtype), None, None, None
 
 
 class _Divergence(torch.autograd.Function):

@@ -99,10 +99,6 @@ def natural_logarithm(x: Tensor) -> Tensor:
     return torch.where(is_positive, value, torch.where(x == 0, -torch.inf, torch.nan))
 
 
-def _log(x: Tensor) -> Tensor:
-    return natural_logarithm(x)
-
-
 def _log_probability(x: Tensor, most: Tensor, log_sum: Tensor) -> Tensor:
     """Of a logit, in a row with this largest logit and logarithm of the sum of e^(x - most)."""
     return (x.to(torch.float64) - most) - log_sum
@@ -178,7 +174,7 @@ def _divergence_from(x: Tensor, y: Tensor, most: Tensor, log_sum: Tensor) -> Ten
 
 
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    "log": _log,
+    "log": natural_logarithm,
     "log_probability": _log_probability,
     "slope": _slope,
     "slope_and": _slope_and,

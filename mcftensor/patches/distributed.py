@@ -130,22 +130,10 @@ _aten = torch.ops.aten
 _LERPS = (_aten.lerp, _aten.lerp_, _aten._foreach_lerp, _aten._foreach_lerp_)
 
 
-around_reductions: list[Callable[[dict[str, Any]], None]] = []
-"""What is given the arguments of each reduction of `fully_shard`, by name, and may change them."""
-
-
 @by_name
 def _as_arranged(reduce: Callable[[], Any], given: dict[str, Any]) -> Any:
-    for arrange in around_reductions:
-        arrange(given)
+    calls.around_reduction(given)
     return reduce()
-
-
-def around_each_reduction(arrange: Callable[[dict[str, Any]], None]) -> None:
-    """Have a function see, and change, the arguments of each reduction of `fully_shard`."""
-    if arrange not in around_reductions:
-        around_reductions.append(arrange)
-        _REDUCES.install()
 
 
 @by_name
@@ -176,19 +164,19 @@ def _as_the_first(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (first, *others)
 
 
+REDUCES = row(
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.foreach_reduce",
+    why="`fully_shard` divides gradients by the number of processes and adds the gradients of "
+    "replicas in the order of its all-reduce. It offers no hook for either.",
+    loss="mcf.order_free_gradients raises in backward under fully_shard.",
+    when="mcf.order_free_gradients(model, microbatches=...)",
+    takes=(
+        *("reduce_scatter_group", "reduce_scatter_comm", "all_reduce_group"),
+        *("gradient_divide_factor", "force_sum_reduction_for_comms", "all_reduce_grads"),
+    ),
+    change=_as_arranged,
+)
 if dist.is_available():
-    _REDUCES = row(
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group.foreach_reduce",
-        why="`fully_shard` divides gradients by the number of processes and adds the gradients of "
-        "replicas in the order of its all-reduce. It offers no hook for either.",
-        loss="mcf.order_free_gradients raises in backward under fully_shard.",
-        when="mcf.order_free_gradients(model, microbatches=...)",
-        takes=(
-            *("reduce_scatter_group", "reduce_scatter_comm", "all_reduce_group"),
-            *("gradient_divide_factor", "force_sum_reduction_for_comms", "all_reduce_grads"),
-        ),
-        change=_as_arranged,
-    )
     row(
         "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached",
         why="DTensor checks that both operands of `lerp_` have one dtype before it dispatches. A "

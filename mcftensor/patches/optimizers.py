@@ -319,7 +319,7 @@ def _asking_first(clip: Callable[[], None], given: dict[str, Any]) -> None:
     clip()
 
 
-_CLIPS = [
+CLIPS = tuple(
     row(
         f"torch.nn.utils.{_name}",
         why="When gradients are released in backward, `clip_grad_norm_` and `clip_grad_value_` "
@@ -336,14 +336,7 @@ _CLIPS = [
         "clip_grad.clip_grad_value_",
         "clip_grad_value_",
     )
-]
-
-
-@functools.cache
-def watch_clipping() -> None:
-    """Have functions that clip gradients call `before_clipping`."""
-    for each in _CLIPS:
-        each.install()
+)
 
 
 @by_name
@@ -362,7 +355,7 @@ def _asked_of_others(measure: Callable[[], Tensor], given: dict[str, Any]) -> Te
     return norm
 
 
-_NORMS = [
+NORMS = tuple(
     row(
         f"torch.nn.utils.{_name}",
         why="The norm of gradients is a sum over elements and processes, and its order depends on "
@@ -374,11 +367,4 @@ _NORMS = [
         takes=("tensors", "norm_type", "error_if_nonfinite"),
     )
     for _name in ("clip_grad._get_total_norm", "get_total_norm")
-]
-
-
-@functools.cache
-def watch_norms() -> None:
-    """Have functions that measure gradients call `norm_of_gradients`."""
-    for each in _NORMS:
-        each.install()
+)

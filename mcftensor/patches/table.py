@@ -164,6 +164,8 @@ class _Calls:
     """Told of the parameters whose gradients are about to be clipped; it may raise."""
     norm_of_gradients: Callable[[list[Any]], Any]
     """The Euclidean norm of gradients, or None, which leaves it to torch."""
+    around_reduction: Callable[[dict[str, Any]], None]
+    """Given the arguments of each reduction of `fully_shard`, by name, to change them."""
     around_broadcasts: Callable[[States, States], AbstractContextManager[tuple[States, States]]]
     """The context of what one rank sends to all. It is given what the first rank has and what this
     rank holds, which is to become like it, and says what stands for the two on the way."""
@@ -223,6 +225,13 @@ def by_name(
         return changed
 
     return change
+
+
+@functools.cache
+def install_once(rows: tuple[Patch, ...]) -> None:
+    """Install rows at the first call with them."""
+    for each in rows:
+        each.install()
 
 
 @functools.lru_cache(maxsize=256)  # a warning that is made an error comes again

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.base_types import BASES, Base
+from mcftensor.arithmetic.base_types import BASES, Base, power_of_two
 from mcftensor.kernels.digit_body import WIDTH
 from mcftensor.sums.digits import WIDEST, Grid
 
@@ -160,7 +160,7 @@ def _rounded(
     kept = kept + is_above.to(torch.int64)
     unit = (exponent + dropped).clamp(least, base.max_exponent + 2)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    size = kept.to(wide) * _power(unit // 2, wide) * _power(unit - unit // 2, wide)
+    size = kept.to(wide) * power_of_two(unit // 2, wide) * power_of_two(unit - unit // 2, wide)
     return torch.where(x.is_negative, -size, size)
 
 
@@ -183,10 +183,3 @@ def _bit_length(x: Tensor) -> Tensor:
         x = torch.where(high != 0, high, x)
     field = x.float().view(torch.int32).to(torch.int64) >> 23  # of 16 bits, which float32 holds
     return length + torch.where(x == 0, 0, field - 126)
-
-
-def _power(exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    """2^exponent, where that is a normal number of the dtype."""
-    if dtype == torch.float64:
-        return ((exponent + 1023) << 52).view(dtype)
-    return ((exponent.to(torch.int32) + 127) << 23).view(dtype)

@@ -22,9 +22,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mcftensor.arithmetic.binned_sums import DTYPES, layout_of
 from mcftensor.kernels.execute import is_dense
 from mcftensor.kernels.without_float64 import widest
-from mcftensor.patches.distributed import around_each_reduction
-from mcftensor.patches.optimizers import watch_norms
-from mcftensor.patches.table import calls
+from mcftensor.patches.distributed import REDUCES
+from mcftensor.patches.optimizers import NORMS
+from mcftensor.patches.table import calls, install_once
 from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.dtensor import local, placed_like
 from mcftensor.training.gradient_hooks import (
@@ -213,7 +213,7 @@ class OrderFree(Handle):
         sharded = [m for m in model.modules() if fsdp and isinstance(m, fsdp.FSDPModule)]
         if sharded:
             self._exchange = OwnerExchange()
-            around_each_reduction(_arranged)
+            install_once((REDUCES,))
             for module in sharded:
                 module.set_custom_reduce_scatter(self._exchange)
         refusal = RefusesDDP(
@@ -224,7 +224,7 @@ class OrderFree(Handle):
         for module in model.modules():
             self._undo.enter_context(assigned(module, "_ddp_params_and_buffers_to_ignore", refusal))
         _handles.add(self)
-        watch_norms()
+        install_once(NORMS)
 
     def _group(self) -> Any:
         return self._ddp.process_group if self._ddp is not None else None
@@ -241,8 +241,8 @@ class OrderFree(Handle):
                 f"order_free_gradients: the gradient of {self._names[p]} is sparse or has a graph; "
                 "leaves are dense and have none (sparse=False, create_graph=False)"
             )
-        if isinstance(local(grad), MCFTensor) or grad.dtype not in DTYPES:
-            kind = _kind(local(grad))
+        if isinstance(x := local(grad), MCFTensor) or grad.dtype not in DTYPES:
+            kind = f"an expansion in {x.format.name}" if isinstance(x, MCFTensor) else grad.dtype
             raise RuntimeError(
                 f"order_free_gradients: the gradient of {self._names[p]} is {kind} of "
                 f"shape {tuple(grad.shape)}; leaves are plain, of bfloat16, float16 or float32. "
@@ -654,6 +654,7 @@ def _norm(tensors: list[Tensor]) -> Tensor | None:
     return norm_of(tensors) if any(id(x) in own for x in tensors) else None
 
 
+calls.around_reduction = _arranged
 calls.norm_of_gradients = _norm
 
 
@@ -691,10 +692,6 @@ def _like(p: Tensor, own: Tensor) -> Tensor:
         strided = own.new_empty_strided(own.shape, of_process.stride())
         own = strided.copy_(own)
     return placed_like(p, own)
-
-
-def _kind(x: Tensor) -> str:
-    return f"an expansion in {x.format.name}" if isinstance(x, MCFTensor) else str(x.dtype)
 
 
 def _total(numbers: Sequence[float], odd: bool) -> float:

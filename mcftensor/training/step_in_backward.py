@@ -16,8 +16,8 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from mcftensor.checkpoint.checkpoint_error import some
-from mcftensor.patches.optimizers import watch_clipping
-from mcftensor.patches.table import calls
+from mcftensor.patches.optimizers import CLIPS
+from mcftensor.patches.table import calls, install_once
 from mcftensor.tensor.dtensor import local
 from mcftensor.training.ddp_buckets import pass_on_reduced, require_known_gradients
 from mcftensor.training.gradient_hooks import (
@@ -393,7 +393,7 @@ def step_in_backward(
                 "step_in_backward: this model or optimizer has a handle; remove() that one first"
             )
     warn_of_plain_parameters(optimizer)  # whose first step comes before optimizer.step()
-    watch_clipping()
+    install_once(CLIPS)
     handle = StepInBackward(names, optimizer, clip_value, clip_by_previous_norm, bucket_bytes)
     handle.attach_to(model)
     return handle

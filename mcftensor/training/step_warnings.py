@@ -8,7 +8,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,8 @@ from mcftensor.tensor import MCFTensor
 from mcftensor.tensor.dtensor import any_format_of, format_of, local
 from mcftensor.training.gradient_hooks import Handle
 from mcftensor.training.state_names import SECOND_MOMENTS
+
+T = TypeVar("T")
 
 
 class DetachedParameterWarning(UserWarning):
@@ -88,14 +90,14 @@ class ZeroMomentWarning(UserWarning):
     """
 
 
-def callers_level() -> int:
-    """Return the stacklevel for a warning: the first frame outside of torch and this package."""
-    level, frame = 2, sys._getframe(2)
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, with the first frame outside of torch and this package as the place."""
+    level, frame = 3, sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
         ("torch.", "mcftensor.", "contextlib")
     ):
         level, frame = level + 1, frame.f_back
-    return level
+    warnings.warn(message, category, stacklevel=level)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -121,23 +123,21 @@ def warn_of_plain_parameters(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     if KEPT and (kept := rounded(parameters_of(optimizer))):
         _, p, format = kept[0]
-        warnings.warn(
+        warn(
             f"{name}: {some([x for x, *_ in kept], 1)} were loaded from expansions in "
             f"{format.name} and are plain {p.dtype}, so they were rounded, and the run that was "
             "saved goes on with other bits. To go on with all terms, call mcf.as_expansion(model) "
             "after load_state_dict, or before it; if plain weights are meant, mcf.as_plain(model)",
             PlainParameterWarning,
-            stacklevel=callers_level(),
         )
     if _checked.get(optimizer) != convert.latest_conversion and (left := _left_plain(optimizer)):
-        warnings.warn(
+        warn(
             f"{name} has stepped expansions, and {some(left, 1)} are plain "
             f"{next(iter(left.values())).dtype} since mcf.as_plain(model), which converts in "
             "place. To export a model in training, convert a copy: "
             "mcf.as_plain(copy.deepcopy(model)). To go on with plain weights, make the optimizer "
             "anew",
             PlainParameterWarning,
-            stacklevel=callers_level(),
         )
     others = [p for p in parameters_of(optimizer) if not isinstance(p, MCFTensor)]
     plain = [p for p in others if p.dtype in NARROW and p.requires_grad and format_of(p) is None]
@@ -151,13 +151,12 @@ def warn_of_plain_parameters(optimizer: Optimizer) -> None:
     meant = {id(p) for m in modules for p in convert.left_plain(m)}
     new = [p for p in new if id(p) in names and id(p) not in meant]
     if new:
-        warnings.warn(
+        warn(
             f"{name}: parameters of a model of expansions are plain {new[0].dtype}, where small "
             f"updates are lost: {some(names[id(p)] for p in new)}. They were frozen when the model "
             "was converted, or are new. Call mcf.as_expansion(model) again, which converts just "
             "these, or leave them as they are by overrides",
             PlainParameterWarning,
-            stacklevel=callers_level(),
         )
 
 
@@ -199,12 +198,11 @@ def _warn_of_detached(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     else:
         return
     _detached.add(optimizer)
-    warnings.warn(
+    warn(
         f"{type(optimizer).__name__}: {found}. The step does not train a model whose parameters "
         "were made anew since, as by setattr(module, name, nn.Parameter(...)). Write to parameters "
         "in place, or convert with mcf.as_expansion(model) and make the optimizer again",
         DetachedParameterWarning,
-        stacklevel=callers_level(),
     )
 
 
@@ -310,11 +308,10 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         states = sorted(found.items(), key=str)
         told = ", ".join(f"{name} ({str(dtype)[6:]})" for (name, _), dtype in states)
         repairs = ". ".join(_REPAIRS[kind] for kind in sorted({like for _, like in found}))
-        warnings.warn(
+        warn(
             f"{type(optimizer).__name__} keeps states in 16 bits beside parameters that are "
             f"expansions: {told}. What they sum or average loses small changes. {repairs}",
             NarrowStateWarning,
-            stacklevel=callers_level(),
         )
 
 
@@ -323,12 +320,11 @@ def _warn_of_narrow_rate(optimizer: Optimizer) -> None:
     rates = [group.get("lr") for group in optimizer.param_groups]
     narrow = [x.dtype for x in rates if isinstance(x, Tensor) and x.dtype in NARROW]
     if narrow and has_expansions(optimizer):
-        warnings.warn(
+        warn(
             f"{type(optimizer).__name__}: the learning rate is a tensor of {narrow[0]}. A schedule "
             "that changes it by less than its resolution a step, such as a factor of 0.999, leaves "
             "it as it is. Give a number, or a tensor of torch.float32",
             NarrowStateWarning,
-            stacklevel=callers_level(),
         )
 
 
@@ -414,23 +410,21 @@ _warned: weakref.WeakKeyDictionary[Optimizer, set[tuple[str, str]]] = weakref.We
 def warn_of_saturation(optimizer: Optimizer, found: Mapping[str, tuple[int, Tensor]]) -> None:
     """Warn of tensors of an optimizer with saturated blocks, each by its name and count."""
     if text := _new_blocks(optimizer, "saturated", found):
-        warnings.warn(
+        warn(
             f"{type(optimizer).__name__}: numbers are too large for their format, or not finite: "
             f"{text}. Neighbours in a block of 32 hardly move while this lasts. {_REPAIR}",
             SaturationWarning,
-            stacklevel=callers_level(),
         )
 
 
 def warn_of_raised(optimizer: Optimizer, found: Mapping[str, tuple[int, Tensor]]) -> None:
     """Warn of second moments in blocks with most elements raised, each by its name and count."""
     if text := _new_blocks(optimizer, "raised", found):
-        warnings.warn(
+        warn(
             f"{type(optimizer).__name__}: beside one large number, most second moments of a block "
             f"of 32 are raised to the smallest number that its scale allows: {text}. Their weights "
             f"hardly move until the large one has decayed. {_REPAIR}",
             SaturationWarning,
-            stacklevel=callers_level(),
         )
 
 
@@ -444,9 +438,7 @@ def _new_blocks(
     optimizer: Optimizer, kind: str, found: Mapping[str, tuple[int, Tensor]]
 ) -> str | None:
     """Return a text about the tensors that were not warned of before."""
-    known = _warned.setdefault(optimizer, set())
-    new = {name: x for name, x in found.items() if x[0] and (kind, name) not in known}
-    known.update((kind, name) for name in new)
+    new = _new(optimizer, kind, {name: x for name, x in found.items() if x[0]})
     parts = [
         f"{name} of shape {tuple(x.shape)} in {local(x).format.name}: {count} "  # type: ignore[attr-defined]
         f"block{'s' * (count > 1)}"
@@ -456,23 +448,28 @@ def _new_blocks(
     return "; ".join(parts) or None
 
 
+def _new(optimizer: Optimizer, kind: str, found: Mapping[str, T]) -> dict[str, T]:
+    """Return what was not warned of before; from now on it was."""
+    known = _warned.setdefault(optimizer, set())
+    new = {name: x for name, x in found.items() if (kind, name) not in known}
+    known.update((kind, name) for name in new)
+    return new
+
+
 def warn_of_zeros(optimizer: Optimizer, found: Mapping[str, tuple[float, Tensor]]) -> None:
     """Warn of second moments that are zero, each by its name and the largest movement."""
-    known = _warned.setdefault(optimizer, set())
-    new = {name: x for name, x in found.items() if ("zero", name) not in known}
+    new = _new(optimizer, "zero", found)
     if not new:
         return
-    known.update(("zero", name) for name in new)
     largest, x = max(new.values(), key=lambda pair: pair[0])
     format = any_format_of(x)
     kind = format.name if format else str(x.dtype).removeprefix("torch.")
-    warnings.warn(
+    warn(
         f"{type(optimizer).__name__}: second moments in {kind} are zero where first moments are "
         f"not, and a weight moved by {largest:.0f} learning rates, since the step divides by eps "
         f"alone: {some(new)}. Keep them in a format with the range of float32: "
         "mcf.collage(optimizer, 'compact'), or weights in mcf.fp16i16",
         ZeroMomentWarning,
-        stacklevel=callers_level(),
     )
 
 

@@ -107,9 +107,9 @@ def use(name: str) -> None:
     if "total_norm" in name:
         mcf.order_free_gradients(model, microbatches=1).remove()
     if "foreach_reduce" in name:
-        from mcftensor.patches.distributed import around_each_reduction  # noqa: PLC0415
+        from mcftensor.patches.distributed import REDUCES  # noqa: PLC0415
 
-        around_each_reduction(lambda given: None)
+        REDUCES.install()
     assert model.weight.tolist() != before
     for _ in range(2):
         mcf.as_plain(mcf.checkpoint.store_as_terms(mcf.as_expansion(nn.Linear(3, 2))))

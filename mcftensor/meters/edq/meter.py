@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -33,7 +32,7 @@ from mcftensor.tensor.dtensor import format_of
 from mcftensor.training.gradient_hooks import Handle
 from mcftensor.training.shadow import Original, reaches_parameters, require_single
 from mcftensor.training.step_warnings import (
-    callers_level,
+    warn,
     warn_of_raised,
     warn_of_saturation,
     warn_of_zeros,
@@ -446,12 +445,11 @@ class EDQ(Handle):
             advice = "Keep it as an expansion: mcf.as_expansion(model)"
             if format:
                 advice = "Give it a format with more terms, by overrides of mcf.as_expansion"
-            warnings.warn(
+            warn(
                 f"EDQ: {place.name} of shape {tuple(p.shape)}, "
                 f"{format.name if format else p.dtype}, is frozen: {report.percent(lost)} of its "
                 f"elements lost their update, the last of {count} samples in a row. {advice}",
                 FrozenWeightWarning,
-                stacklevel=callers_level(),
             )
 
     def _refuse(self, optimizer: Optimizer, reasons: Mapping[str, str]) -> None:
@@ -461,10 +459,9 @@ class EDQ(Handle):
         self.not_metered.update(reasons)
         if new:
             others = f" and {len(new) - 1} other parameters" if len(new) > 1 else ""
-            warnings.warn(
+            warn(
                 f"EDQ: the updates of {type(optimizer).__name__} cannot be measured for "
                 f"{new[0]}{others}: {reasons[new[0]]}",
-                stacklevel=callers_level(),
             )
 
     def _refuse_all(self, optimizer: Optimizer, reason: str) -> None:
@@ -475,13 +472,12 @@ class EDQ(Handle):
         states = list(optimizer.state.values())
         held = [list(parameters_of(optimizer)), _gradients(optimizer), states]
         elements = sum(x.numel() for x in tree_leaves(held) if isinstance(x, Tensor))
-        warnings.warn(
+        warn(
             f"EDQ: {type(optimizer).__name__} does not treat parameters one by one"
             f"{f' ({error})' if error else ''}. From its next step on they are measured all at "
             "once, which on measured steps takes memory for all parameters, gradients and states "
             f"in float64, {elements * 8 / 2**30:.2g} GiB, and for copies of them. With "
             "coupled=True the first step is measured, too, and this warning stays away",
-            stacklevel=callers_level(),
         )
 
 
