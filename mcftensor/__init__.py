@@ -43,10 +43,9 @@ from mcftensor.tensor.implicit_rounding import when_rounded
 from mcftensor.training.accumulation import accumulate_gradients
 from mcftensor.training.collage import collage
 from mcftensor.training.deltas import deltas
-from mcftensor.training.format_change import change_format
+from mcftensor.training.format_change import change_format, prepare
 from mcftensor.training.order_free import order_free_gradients
 from mcftensor.training.precision_schedule import PrecisionSchedule
-from mcftensor.training.preparation import prepare
 from mcftensor.training.step_in_backward import step_in_backward
 
 __all__ = [

@@ -64,22 +64,13 @@ _UNFUSED: dict[str, Callable[..., Optimizer]] = {
 }
 
 
-def known_work(*, in_float64: bool = True) -> dict[str, dict[str, Work]]:
-    """Return groups of computations by name; without float64, those that are not of it."""
-    if in_float64:
-        return _known_work()
-    return {
-        group: {name: work for name, work in works.items() if not is_of_float64(name)}
-        for group, works in _known_work().items()
-    }
-
-
 def is_of_float64(name: str) -> bool:
     """Whether a computation is of float64, by its name."""
     return "float64" in name or "fp64" in name
 
 
-def _known_work() -> dict[str, dict[str, Work]]:
+def known_work(*, in_float64: bool = True) -> dict[str, dict[str, Work]]:
+    """Return groups of computations by name; without float64, those that are not of it."""
     steps: dict[str, Work] = {
         f"{name}, {weights}, {mode}": partial(_stepped, make, weights, mode)
         for weights, mode in _MODES
@@ -104,7 +95,7 @@ def _known_work() -> dict[str, dict[str, Work]]:
         for dtype in (torch.float32, torch.float64)
     }
     conversions |= {f"{format.name} to float32": partial(_decoded, format) for format in converted}
-    return {
+    every: dict[str, dict[str, Work]] = {
         "transformations of any bits": {
             f"{name} in {str(base).removeprefix('torch.')}": partial(_transformed, name, base)
             for base in BASES
@@ -134,6 +125,10 @@ def _known_work() -> dict[str, dict[str, Work]]:
         "conversions": conversions,
         "fused steps": steps,
         "foreach and for-loop steps": unfused,
+    }
+    return {
+        group: {name: x for name, x in works.items() if in_float64 or not is_of_float64(name)}
+        for group, works in every.items()
     }
 
 

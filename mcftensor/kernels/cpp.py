@@ -456,7 +456,8 @@ def source(program: Program, width: int) -> str:
     inside = itertools.compress(program.instructions, plain.varies)
     lanes = width // max(4, *(x.dtype.itemsize for x in inside))
     of_block = BLOCK_SIZE // lanes if signature.shared else 1
-    count = max(_together(len(program.instructions)), of_block)
+    length = len(program.instructions)
+    count = max(next((x for most, x in _TOGETHER.items() if length <= most), 1), of_block)
     in_pairs = count > 1 and _in_pairs(program)
     size, dialect = (2, _IN_PAIRS) if in_pairs else (of_block, _DIALECT)
     groups = [
@@ -464,11 +465,12 @@ def source(program: Program, width: int) -> str:
         for first in range(0, count, size)
     ]
     body = groups[0] if signature.shared else _lines(program, [plain])
+    waits = any(x.name in ("div", "sqrt") for x in program.instructions)
     loop = _LOOP.format(
         names=_indented(names, 2),
         before=_indented(plain.lines(varying=False), 2),
         body=_indented(_woven([body]), 4),
-        interleaved=_indented(_woven(groups, size * _BEHIND if _waits(program) else 0), 4),
+        interleaved=_indented(_woven(groups, size * _BEHIND if waits else 0), 4),
         vectors=count,
         rest=_indented((_SHARING_REST if signature.shared else _REST).splitlines(), 2),
     )
@@ -476,10 +478,6 @@ def source(program: Program, width: int) -> str:
     if signature.shared:
         prelude = _SCHEDULED + prelude + _SHARING
     return f"#define LANES {lanes}\n#define GRAIN {GRAIN}\n{_shuffles(lanes)}{prelude}{loop}"
-
-
-def _together(instructions: int) -> int:
-    return next((vectors for most, vectors in _TOGETHER.items() if instructions <= most), 1)
 
 
 def _shuffles(lanes: int) -> str:
@@ -497,10 +495,6 @@ def _in_pairs(program: Program) -> bool:
         and all(x.itemsize == 2 for x in (*signature.vectors, *signature.outputs))
         and all(x.name != "index" for x in program.instructions)
     )
-
-
-def _waits(program: Program) -> bool:
-    return any(x.name in ("div", "sqrt") for x in program.instructions)
 
 
 def _copies(first: int, size: int) -> list[Copy]:

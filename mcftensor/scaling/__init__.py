@@ -2,12 +2,11 @@
 
 from mcftensor.scaling import activation_rules as activation_rules
 from mcftensor.scaling import arithmetic_rules as arithmetic_rules
-from mcftensor.scaling import convolution_rules as convolution_rules
 from mcftensor.scaling import index_rules as index_rules
-from mcftensor.scaling import matmul_rules as matmul_rules
 from mcftensor.scaling import norm_rules as norm_rules
 from mcftensor.scaling import optimizer_rules as optimizer_rules
 from mcftensor.scaling import pointwise_loss_rules as pointwise_loss_rules
+from mcftensor.scaling import product_rules as product_rules
 from mcftensor.scaling import reduction_rules as reduction_rules
 from mcftensor.scaling import softmax_rules as softmax_rules
 from mcftensor.scaling import structure_rules as structure_rules

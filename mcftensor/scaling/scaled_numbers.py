@@ -83,7 +83,8 @@ def number(x: Any) -> Unrounded:
     if isinstance(x, MCFTensor):
         x = x._collapsed()
     if not isinstance(x, Tensor):
-        exponent = nearest_exponent(x)
+        # |x| is in [√½, √2) · 2^exponent, so a factor x hardly changes the size of data.
+        exponent = floor_log2(x * 2**0.5)
         return Unrounded(torch.tensor(x * 2.0**-exponent if x else 0.0, device="cpu"), exponent)
     if not x.is_floating_point():
         return Unrounded(x.to(torch.float32), 0)
@@ -98,11 +99,6 @@ def lead(x: Any) -> Unrounded:
     if is_scaled(x) and x._format.tail is not None:
         return Unrounded(x._format.lead.load([x._component0]), known(x.exponent))
     return number(x)
-
-
-def nearest_exponent(x: float) -> int:
-    """Return e with |x| in [√½, √2) · 2^e, so that a factor x hardly changes the size of data."""
-    return floor_log2(x * 2**0.5) if x else ANY
 
 
 def stored(x: Unrounded, format: ScaledFormat, name: str = "") -> ScaledTensor:

@@ -1,9 +1,10 @@
-"""`change_format`: a model in training goes on in another format, values and states kept."""
+"""`change_format` and `prepare`: conversions of a model and of the states of its optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from mcftensor.tensor.dtensor import format_of, local
 from mcftensor.tensor.step_context import current_step
 from mcftensor.training.collage import CollagePlan, Mode, collage, plan_of
 from mcftensor.training.round_trips import differing, in_format
+
+M = TypeVar("M", bound=nn.Module)
+Opt = TypeVar("Opt", bound=Optimizer)
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,65 @@ def change_format(
 
     conversion.carry_out(compare)
     return FormatChange(formats, lost, before, summary(model, optimizer))
+
+
+def prepare(
+    model: M,
+    optimizer: Opt,
+    mode: Mode | None = "plus",
+    format: Format | str | None = None,
+    *,
+    overrides: Overrides | None = None,
+) -> tuple[M, Opt]:
+    """Convert a model and its optimizer in place, and return both.
+
+    `prepare` does what `as_expansion(model, format, overrides=overrides)` and
+    `collage(optimizer, mode)` do together. It also converts the states of an optimizer that has
+    already stepped. Model, parameters and optimizer remain the same objects, so parameter groups
+    and learning-rate schedulers keep working. Parameters of the optimizer that are not in the model
+    remain plain.
+
+    Args:
+        model: the module. Call `prepare` before `DistributedDataParallel` or `fully_shard`.
+        optimizer: any `torch.optim.Optimizer` over parameters of the model.
+        mode: a mode of `collage`. If None, the optimizer keeps its mode, or creates its states in
+            the format of each parameter.
+        format: the format of the parameters, or its name, as for `as_expansion`.
+        overrides: a dict from patterns of names to formats, as for `as_expansion`; None keeps a
+            tensor unchanged.
+
+    Returns:
+        The model and the optimizer that were given.
+
+    Raises:
+        TypeError: not a module and an optimizer; an invalid format; an optimizer that wraps
+            another one.
+        ValueError: an override that matches nothing; an unknown mode; an optimizer without a
+            parameter that becomes an expansion; a number beyond the range of the format.
+        RuntimeError: the call is inside a step; a sharded model; a parameter that a graph, a view
+            or a weak reference holds.
+
+    A call that raises leaves model and optimizer unchanged.
+
+    Examples:
+        >>> import torch, mcftensor as mcf
+        >>> model = torch.nn.Linear(3, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        >>> model, optimizer = mcf.prepare(model, optimizer)
+        >>> model.weight.format, model.bias.format
+        (mcf.bf16x2, mcf.bf16x3)
+
+        Norms and biases that remain float32, for a model that runs under `torch.autocast`:
+
+        >>> model = torch.nn.Linear(3, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        >>> vectors = {name: None for name, p in model.named_parameters() if p.dim() < 2}
+        >>> model, optimizer = mcf.prepare(model, optimizer, overrides=vectors)
+        >>> model.bias.dtype
+        torch.float32
+    """
+    TrainingConversion("prepare", model, optimizer, format, mode, overrides).carry_out()
+    return model, optimizer
 
 
 class TrainingConversion:

@@ -2,52 +2,20 @@
 
 from __future__ import annotations
 
-from tables import (
-    accuracy,
-    bert,
-    breaks,
-    deltas,
-    ecosystem,
-    findings,
-    gpt2,
-    house,
-    judged,
-    late,
-    logits,
-    number_formats,
-    operators,
-    order,
-    speed,
-    training,
-    updates,
-)
+import importlib
 
 MODULES = (
-    accuracy,
-    bert,
-    breaks,
-    deltas,
-    ecosystem,
-    findings,
-    gpt2,
-    house,
-    judged,
-    late,
-    logits,
-    number_formats,
-    operators,
-    order,
-    speed,
-    training,
-    updates,
+    *("accuracy", "bert", "breaks", "deltas", "ecosystem", "findings", "gpt2", "house", "judged"),
+    *("late", "logits", "number_formats", "operators", "order", "speed", "training", "updates"),
 )
 
 
 def made(name: str) -> str:
     """The table that pages ask for by a name: of the function called so."""
-    function = name.replace(" ", "_")
-    for module in MODULES:
-        if hasattr(module, function):
-            text: str = getattr(module, function)()
-            return text
-    raise LookupError(f"there is no table called {name!r}")
+    modules = (importlib.import_module(f"tables.{module}") for module in MODULES)
+    found = (getattr(module, name.replace(" ", "_"), None) for module in modules)
+    function = next(filter(None, found), None)
+    if function is None:
+        raise LookupError(f"there is no table called {name!r}")
+    text: str = function()
+    return text

@@ -1,4 +1,9 @@
-"""Rules of convolutions and pooling."""
+"""Rules of matrix products, convolutions and pooling.
+
+Sums of K products are divided by √K, rounded down to a power of two. Data is multiplied in float32,
+and the product is rounded to data once. If the data of the factors is below A and B, the product's
+is below A · B · √(2K): float16 overflows only where A · B · √(2K) is above 65,504.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,26 @@ from torch import Tensor
 from mcftensor.scaling.exponents import half_log2, times_power
 from mcftensor.scaling.rule_shapes import by_gradient, on_data
 from mcftensor.scaling.rule_table import aten, rule
-from mcftensor.scaling.scaled_numbers import Unrounded, lead, number, sum_of
+from mcftensor.scaling.scaled_numbers import Unrounded, lead, number, product_of, sum_of
+
+
+@rule(aten.mm, aten.bmm, aten.mv, aten.dot, takes_operator=True)
+def _product(func: Any, x: Any, y: Any) -> Unrounded:
+    """A product that contracts the last dimension of x."""
+    a, b = lead(x), lead(y)
+    half = half_log2(x.shape[-1])
+    data = func(a.mantissa, b.mantissa)
+    return Unrounded(times_power(data, -half), a.exponent + b.exponent + half)
+
+
+@rule(aten.addmm, aten.baddbmm)
+def _with_bias(bias: Any, x: Any, y: Any, *, beta: float = 1, alpha: float = 1) -> Unrounded:
+    """A linear layer, or attention in single steps."""
+    made = _product(aten.mm if x.dim() == 2 else aten.bmm, x, y)
+    if alpha != 1:
+        made = product_of(made, number(alpha))
+    added = lead(bias) if beta == 1 else product_of(lead(bias), number(beta))
+    return sum_of(made, added) if beta else made
 
 
 @rule(aten.convolution)
