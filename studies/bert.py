@@ -95,12 +95,7 @@ def pretrain(options: argparse.Namespace) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line, checked and complete."""
     description, _, strategies = (__doc__ or "").partition("\n\n")
-    parser = Parser(
-        prog="bert.py",
-        description=description,
-        epilog=strategies,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("bert.py", description, strategies)
     add = parser.add_argument
     add("--steps", type=COUNT, default=1500, help="of the first phase (default: 1500)")
     add("--lr", type=RATE, default=4e-4, help="peak learning rate (default: 4e-4)")

@@ -124,12 +124,7 @@ def answer(part: str, runs: list[Measured], title: str, console: Console, path: 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line, checked and complete."""
     description, _, parts = (__doc__ or "").rpartition("\n\n")
-    parser = Parser(
-        prog="edq_study.py",
-        description=description,
-        epilog=parts,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("edq_study.py", description, parts)
     add = parser.add_argument
     add("--steps", type=COUNT, default=100, help="training steps of each run (default: 100)")
     add(

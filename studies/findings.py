@@ -97,12 +97,7 @@ def investigate(options: argparse.Namespace) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line, checked and complete."""
     description, _, questions = (__doc__ or "").rpartition("\n\n")
-    parser = Parser(
-        prog="findings.py",
-        description=description,
-        epilog=questions,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("findings.py", description, questions)
     add = parser.add_argument
     add(
         "--only",

@@ -72,11 +72,7 @@ def pretrain(options: argparse.Namespace) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line, checked and complete."""
-    parser = Parser(
-        prog="gpt2.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("gpt2.py", __doc__)
     add = parser.add_argument
     add("--steps", type=COUNT, default=300, help="(default: 300)")
     add("--lr", type=RATE, default=6e-4, help="peak learning rate (default: 6e-4)")

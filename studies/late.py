@@ -123,7 +123,7 @@ def runs(options: argparse.Namespace, content: tuple[Tensor, Tensor]) -> list[Pi
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    parser = Parser(prog="late.py", description=__doc__)
+    parser = Parser("late.py", __doc__)
     add = parser.add_argument
     add("--size", choices=SIZES, default="main", help="1.3 M or 5 M parameters (default: main)")
     add("--steps", type=COUNT, default=2000, help="(default: 2000)")

@@ -137,12 +137,7 @@ def compare(options: argparse.Namespace) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line, checked and complete."""
     description, _, strategies = (__doc__ or "").partition("\n\n")
-    parser = Parser(
-        prog="pretrain.py",
-        description=description,
-        epilog=strategies,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("pretrain.py", description, strategies)
     add = parser.add_argument
     add("--steps", type=COUNT, default=500, help="training steps (default: 500)")
     add(

@@ -381,12 +381,7 @@ def draw(path: Path, results: dict[str, dict[int, Outcome]]) -> None:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options of the command line, checked."""
     description, _, variants = (__doc__ or "").partition("\n\n")
-    parser = Parser(
-        prog="scaling.py",
-        description=description,
-        epilog=variants,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("scaling.py", description, variants)
     add = parser.add_argument
     add("--steps", type=COUNT, default=500, help="training steps (default: 500)")
     add("--variants", nargs="+", default=list(VARIANTS), metavar="NAME", help="(default: all)")

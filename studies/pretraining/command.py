@@ -29,7 +29,11 @@ def complain(program: str, message: object) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports a mistake in one line."""
+    """A parser that reports a mistake in one line, and shows its texts with their own lines."""
+
+    def __init__(self, prog: str, description: str | None, epilog: str | None = None) -> None:
+        layout = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, description=description, epilog=epilog, formatter_class=layout)
 
     def error(self, message: str) -> NoReturn:
         """Leave with status 2."""
