@@ -6,30 +6,13 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import cast_adapter_dtype
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import GPT2LMHeadModel, Trainer, TrainingArguments
 
 import mcftensor as mcf
 from support.helpers import all_terms, exact, over_one
+from support.tiny_gpt2 import CONFIG, counting
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-
-CONFIG = GPT2Config(
-    vocab_size=32,
-    n_positions=16,
-    n_embd=16,
-    n_layer=1,
-    n_head=2,
-    bos_token_id=0,
-    eos_token_id=0,
-    resid_pdrop=0.0,
-    embd_pdrop=0.0,
-    attn_pdrop=0.0,
-)
-
-
-def counting() -> list[dict]:
-    rows = [(start + 3 * torch.arange(16)) % 32 for start in range(32)]
-    return [{"input_ids": row, "labels": row} for row in rows]
 
 
 def plain_base() -> GPT2LMHeadModel:

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from transformers import (
-    GPT2Config,
     GPT2LMHeadModel,
     Trainer,
     TrainerCallback,
@@ -15,26 +14,9 @@ from transformers import (
 import huggingface
 import mcftensor as mcf
 from support.helpers import all_terms, over_one
+from support.tiny_gpt2 import CONFIG, counting
 
-CONFIG = GPT2Config(
-    vocab_size=32,
-    n_positions=16,
-    n_embd=16,
-    n_layer=1,
-    n_head=2,
-    bos_token_id=0,
-    eos_token_id=0,
-    resid_pdrop=0.0,
-    embd_pdrop=0.0,
-    attn_pdrop=0.0,
-)
 STEPS = 8
-
-
-def counting() -> list[dict]:
-    """Sequences that count in threes."""
-    rows = [(start + 3 * torch.arange(16)) % 32 for start in range(32)]
-    return [{"input_ids": row, "labels": row} for row in rows]
 
 
 def make_model(format=None) -> GPT2LMHeadModel:

@@ -16,6 +16,7 @@ from support.kernel_cases import (
     STEPS,
     STORED,
     STORED_STEPS,
+    all_stored,
     assert_same_bits,
     decoded,
     encoded,
@@ -243,16 +244,7 @@ def test_fused_steps_over_what_is_stored(kind, formats):
 
 @pytest.mark.parametrize("name", STORED)
 def test_what_is_stored_is_decoded(name):
-    """Of leading components all patterns, with any tail."""
-    format = mcf.Format.from_name(name)
-    stored = [torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)]
-    for component in format.components[1:]:
-        if component.dtype.is_floating_point:
-            stored.append(patterns(component.dtype, 2**16))
-        else:
-            ends = torch.iinfo(component.dtype)
-            stored.append(torch.randint(ends.min, ends.max + 1, (2**16,), dtype=component.dtype))
-    same("cpp", decoded, name, *stored)
+    same("cpp", decoded, name, *all_stored(name))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Weights that froze between two checkpoints."""
 
 import dataclasses
+import functools
 import json
 import math
 import pickle
@@ -18,6 +19,7 @@ from mcftensor.checkpoint import open_checkpoint
 from mcftensor.checkpoint.checkpoint_error import CheckpointError
 from mcftensor.meters import auditing
 from mcftensor.meters.auditing import TensorAudit, audit
+from support.commands import answered
 from support.helpers import sample
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -503,22 +505,7 @@ class TestMistakes:
 @pytest.fixture
 def command(capsys):
     """Run the command; return its exit status, what it printed, and what it complained of."""
-
-    def run(*arguments):
-        try:
-            status = main(["audit", *map(str, arguments)])
-        except SystemExit as leaving:
-            status = leaving.code
-        captured = capsys.readouterr()
-        if status == 2:
-            assert not captured.out
-            assert captured.err.startswith("python -m mcftensor audit: ")
-            assert len(captured.err.splitlines()) == captured.err.count("\n") == 1
-        else:
-            assert not captured.err
-        return status, captured.out, captured.err
-
-    return run
+    return functools.partial(answered, capsys, "audit")
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from torch import nn
 
 import mcftensor as mcf
 from mcftensor.__main__ import main
+from support.commands import answered
 from support.helpers import small_model
 
 SGD = {"lr": 0.1, "momentum": 0.9}
@@ -92,18 +93,8 @@ def command(capsys):
     """Run the command; return its exit status and what it printed."""
 
     def run(*arguments):
-        try:
-            status = main(["memory", *map(str, arguments)])
-        except SystemExit as leaving:
-            status = leaving.code
-        captured = capsys.readouterr()
-        if status == 2:
-            assert not captured.out
-            assert captured.err.startswith("python -m mcftensor memory: ")
-            assert captured.err.count("\n") == 1
-            return status, captured.err
-        assert not captured.err
-        return status, captured.out
+        status, out, error = answered(capsys, "memory", *arguments)
+        return status, out or error
 
     return run
 

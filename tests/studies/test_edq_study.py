@@ -9,6 +9,7 @@ import edq_study
 from pretraining import study, training
 from pretraining.model import GPT, Shape
 from pretraining.strategies import COLLAGE
+from support.commands import assert_one_line, exit_status
 
 TINY = Shape(context=16, layers=1, width=32, heads=2)
 NAMES = [name for name, _ in GPT(TINY).named_parameters()]
@@ -134,15 +135,8 @@ def test_parameters_that_do_not_move_have_no_figures():
     ],
 )
 def test_a_mistake_gets_one_line_and_status_2(poem, capsys, arguments, complaint):
-    try:
-        status = edq_study.main(["--data", str(poem), *arguments])
-    except SystemExit as leaving:
-        status = leaving.code
-    assert status == 2
-    stderr = capsys.readouterr().err
-    assert stderr.startswith("edq_study.py: ")
-    assert complaint in stderr
-    assert stderr.count("\n") == 1
+    assert exit_status(edq_study.main, ["--data", str(poem), *arguments]) == 2
+    assert_one_line(capsys.readouterr().err, "edq_study.py", complaint)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -25,6 +25,7 @@ from questions import (
 from questions.ledger import Ledger
 from questions.stock import RATES
 from questions.trial import Trial
+from support.commands import assert_one_line, exit_status
 
 TINY = Shape(context=16, layers=1, width=32, heads=2)
 
@@ -334,12 +335,5 @@ def test_another_text_is_refused(run, poem, tmp_path, capsys, monkeypatch):
     ],
 )
 def test_a_mistake_gets_one_line_and_status_2(poem, capsys, arguments, complaint):
-    try:
-        status = findings.main(["--data", str(poem), *arguments])
-    except SystemExit as leaving:
-        status = leaving.code
-    assert status == 2
-    stderr = capsys.readouterr().err
-    assert stderr.startswith("findings.py: ")
-    assert complaint in stderr
-    assert stderr.count("\n") == 1
+    assert exit_status(findings.main, ["--data", str(poem), *arguments]) == 2
+    assert_one_line(capsys.readouterr().err, "findings.py", complaint)

@@ -26,6 +26,7 @@ from pretraining.strategies import (
     bytes_per_parameter,
     parameters_of,
 )
+from support.commands import assert_one_line, exit_status
 from support.pretrain_runs import write_poem
 
 TINY = Shape(context=16, layers=1, width=32, heads=2)
@@ -301,27 +302,31 @@ def test_results_name_settings_and_versions(run):
     ],
 )
 def test_a_mistake_gets_one_line_and_status_2(poem, capsys, arguments, complaint):
-    assert exit_status(["--data", str(poem), *arguments]) == 2
-    assert_one_line(capsys.readouterr().err, complaint)
+    assert exit_status(pretrain.main, ["--data", str(poem), *arguments]) == 2
+    assert_one_line(capsys.readouterr().err, "pretrain.py", complaint)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_that_is_not_there(poem, capsys):
-    assert exit_status(["--data", str(poem), "--device", "cuda"]) == 2
-    assert_one_line(capsys.readouterr().err, "--device cuda: torch finds no CUDA device")
+    assert exit_status(pretrain.main, ["--data", str(poem), "--device", "cuda"]) == 2
+    assert_one_line(
+        capsys.readouterr().err, "pretrain.py", "--device cuda: torch finds no CUDA device"
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"too short"])
 def test_a_text_too_small(tmp_path, capsys, content):
     path = tmp_path / "small.txt"
     path.write_bytes(content)
-    assert exit_status(["--data", str(path)]) == 2
-    assert_one_line(capsys.readouterr().err, f"the text in {path} is too small")
+    assert exit_status(pretrain.main, ["--data", str(path)]) == 2
+    assert_one_line(capsys.readouterr().err, "pretrain.py", f"the text in {path} is too small")
 
 
 def test_a_folder_without_text(tmp_path, capsys):
-    assert exit_status(["--data", str(tmp_path)]) == 2
-    assert_one_line(capsys.readouterr().err, f"the text in {tmp_path} is too small: 0 bytes")
+    assert exit_status(pretrain.main, ["--data", str(tmp_path)]) == 2
+    assert_one_line(
+        capsys.readouterr().err, "pretrain.py", f"the text in {tmp_path} is too small: 0 bytes"
+    )
 
 
 def test_interrupting(poem, tmp_path, monkeypatch, capsys):
@@ -346,21 +351,7 @@ def test_as_a_script():
     command = [sys.executable, str(script), "--steps", "0"]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode == 2
-    assert_one_line(process.stderr, "--steps")
-
-
-def exit_status(arguments):
-    """The exit status of the command, whether it returns one or leaves with it."""
-    try:
-        return pretrain.main(arguments)
-    except SystemExit as leaving:
-        return leaving.code
-
-
-def assert_one_line(stderr, complaint):
-    assert stderr.startswith("pretrain.py: ")
-    assert complaint in stderr
-    assert stderr.count("\n") == 1
+    assert_one_line(process.stderr, "pretrain.py", "--steps")
 
 
 # Its parts

@@ -115,6 +115,21 @@ def assert_same_terms(x: mcf.MCFTensor, y: mcf.MCFTensor) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
+def expansions_alive(optimizer: torch.optim.Optimizer, monkeypatch) -> list[int]:
+    """How many states are expansions whenever `torch.zeros_like` makes another: filled later."""
+    alive: list[int] = []
+    original = torch.zeros_like
+
+    def counting(x, **keywords):
+        if isinstance(x, mcf.MCFTensor):
+            states = [y for state in optimizer.state.values() for y in state.values()]
+            alive.append(sum(isinstance(y, mcf.MCFTensor) for y in states))
+        return original(x, **keywords)
+
+    monkeypatch.setattr(torch, "zeros_like", counting)
+    return alive
+
+
 def small_model(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2))

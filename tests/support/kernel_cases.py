@@ -181,6 +181,18 @@ def patterns(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.where(exponents == 1, bits & ~infinity, bits).view(dtype)
 
 
+def all_stored(name: str) -> list[Tensor]:
+    """Components in a format: of the leading one all patterns, with any tail."""
+    stored = [torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)]
+    for component in mcf.Format.from_name(name).components[1:]:
+        if component.dtype.is_floating_point:
+            stored.append(patterns(component.dtype, 2**16))
+        else:
+            ends = torch.iinfo(component.dtype)
+            stored.append(torch.randint(ends.min, ends.max + 1, (2**16,), dtype=component.dtype))
+    return stored
+
+
 def operand(format: mcf.Format, *shape: int) -> tuple[Tensor, ...]:
     """Terms of a format: normalized ones of all sizes, special values, any bits in any term."""
     finfo = torch.finfo(format.base)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mcftensor as mcf
-from support.helpers import assert_same_bits, assert_same_terms, small_model
+from support.helpers import assert_same_bits, assert_same_terms, expansions_alive, small_model
 
 SECOND = ("exp_avg_sq", "max_exp_avg_sq")
 
@@ -189,16 +189,7 @@ def test_plain_parameters_are_left_alone():
 def test_the_first_step_needs_no_more_memory_than_the_others(monkeypatch):
     """States of one parameter are converted before those of the next one are made."""
     model, optimizer = build(mode="light")
-    alive = []
-    original = torch.zeros_like
-
-    def counting(x, **keywords):
-        if isinstance(x, mcf.MCFTensor):
-            states = [y for state in optimizer.state.values() for y in state.values()]
-            alive.append(sum(isinstance(y, mcf.MCFTensor) for y in states))
-        return original(x, **keywords)
-
-    monkeypatch.setattr(torch, "zeros_like", counting)
+    alive = expansions_alive(optimizer, monkeypatch)
     train(model, optimizer, steps=1)
     assert len(alive) == 2 * len(list(model.parameters()))
     assert max(alive) <= 1

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.checkpoint import checkpoint
 
 import mcftensor as mcf
-from support.helpers import assert_same_bits, small_model
+from support.helpers import assert_same_bits, expansions_alive, small_model
 from support.metering import Stepper
 from support.optimizers import CASES
 
@@ -121,16 +121,7 @@ def test_the_first_step_needs_no_more_memory_than_the_others(monkeypatch):
     model = network()
     optimizer = mcf.collage(adamw(model), "light")
     mcf.step_in_backward(model, optimizer, bucket_bytes=0)
-    alive = []
-    original = torch.zeros_like
-
-    def counting(x, **keywords):
-        if isinstance(x, mcf.MCFTensor):
-            states = [y for state in optimizer.state.values() for y in state.values()]
-            alive.append(sum(isinstance(y, mcf.MCFTensor) for y in states))
-        return original(x, **keywords)
-
-    monkeypatch.setattr(torch, "zeros_like", counting)
+    alive = expansions_alive(optimizer, monkeypatch)
     train(model, optimizer, steps=1)
     assert len(alive) == 2 * len(list(model.parameters()))
     assert max(alive) <= 1
