@@ -153,7 +153,7 @@ def as_expansion(
         raise TypeError(f"as_expansion: {given} of a module are converted; a tensor has none")
     if rules is not None and isinstance(obj, Tensor):
         return rules.convert(obj.detach(), found)
-    _require_convertible("as_expansion", "the tensor", obj)
+    _require_convertible("the tensor", obj)
     if is_wrapped(obj):
         return cast(obj, found or default_format(obj.shape))  # type: ignore[return-value]
     if obj.grad_fn is not None:
@@ -216,10 +216,10 @@ rule(torch.ops.mcftensor._as_plain.default)(lambda x, dtype: x._collapsed(dtype)
 implements(torch.ops.mcftensor._as_plain.default)(lambda func, x, dtype: x._collapsed(dtype))
 
 
-def _require_convertible(where: str, name: str, x: object) -> None:
+def _require_convertible(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(
-            f"{where}: got {type(x).__name__}; give a floating tensor, such as "
+            f"as_expansion: got {type(x).__name__}; give a floating tensor, such as "
             "torch.tensor(x, dtype=torch.float64), or a module"
         )
     x = local(x)
@@ -227,17 +227,18 @@ def _require_convertible(where: str, name: str, x: object) -> None:
         if x.format.rules is None:
             return
         raise TypeError(
-            f"{where}: {name} of shape {tuple(x.shape)} is in {x.format.name}; an expansion is "
-            "not made from directly; take it back first, with mcf.as_plain(x, torch.float32) of a "
-            "tensor or of a whole model"
+            f"as_expansion: {name} of shape {tuple(x.shape)} is in {x.format.name}; an expansion "
+            "is not made from directly; take it back first, with mcf.as_plain(x, torch.float32) of "
+            "a tensor or of a whole model"
         )
     if x.is_nested:
-        raise TypeError(f"{where}: {name} is a nested tensor; convert its parts one by one")
+        raise TypeError(f"as_expansion: {name} is a nested tensor; convert its parts one by one")
     if not x.is_floating_point() or x.layout != torch.strided or x.dtype.itemsize < 2:
         raise TypeError(
-            f"{where}: {name} of shape {tuple(x.shape)} is of {x.dtype}, {x.layout}; expansions "
-            "are made from dense tensors of bfloat16, float16, float32 or float64: convert it "
-            "with .to(torch.float64) or .to_dense(), or leave it out with overrides={name: None}"
+            f"as_expansion: {name} of shape {tuple(x.shape)} is of {x.dtype}, {x.layout}; "
+            "expansions are made from dense tensors of bfloat16, float16, float32 or float64: "
+            "convert it with .to(torch.float64) or .to_dense(), or leave it out with "
+            "overrides={name: None}"
         )
 
 
@@ -394,7 +395,7 @@ class _Choice:
         """Return the conversion of a tensor, or False for none. An override may name its format."""
         x = held.x
         if wanted is not None:
-            _require_convertible("as_expansion", held.name, x)
+            _require_convertible(held.name, x)
             held.wanted = wanted
             return format_of(x) != wanted
         if not held.is_parameter and not is_average(held.name):
@@ -405,7 +406,7 @@ class _Choice:
         elif of_buffer is not None or (x.is_complex() and not held.is_parameter):
             held.wanted = of_buffer
         elif held.format or (held.is_parameter and x.requires_grad):
-            _require_convertible("as_expansion", f"parameter {held.name}", x)
+            _require_convertible(f"parameter {held.name}", x)
             held.wanted = self._of_weights(x)
         if held.wanted is None:
             return not x.is_complex() and (x.dtype != self.base or format_of(x) is not None)

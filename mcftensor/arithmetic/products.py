@@ -124,7 +124,7 @@ class _Operand:
         if not self.is_finite:
             finite = self.leading.isfinite()
             self.terms = [torch.where(finite, x, 0) for x in self.terms]
-        self.exponent = exponents(self.terms[0], 1)
+        self.exponent = exponents(self.terms[0])
         self._slices = cut(self.terms, self.exponent, self.width, self.enough)
 
     def slices(self, count: int) -> Tensor:

@@ -76,16 +76,15 @@ def by_powers(x: Tensor, exponent: Tensor) -> Tensor:
     return x
 
 
-def exponents(x: Tensor, dim: int) -> Tensor:
-    """Return the exponents of rows along a dimension, which is kept with length 1, as int32.
+def exponents(x: Tensor) -> Tensor:
+    """Return the exponents of the rows of a matrix as a column of int32.
 
     All elements of a row are below 2^exponent in magnitude. Rows of zeros and rows with infinities
     or NaN have the exponent 0.
     """
-    shape = [1 if i == dim % x.dim() else length for i, length in enumerate(x.shape)]
-    if x.shape[dim] == 0:
-        return torch.zeros(shape, dtype=torch.int32, device=x.device)
-    largest = x.abs().amax(dim, keepdim=True)
+    if x.shape[1] == 0:
+        return torch.zeros(len(x), 1, dtype=torch.int32, device=x.device)
+    largest = x.abs().amax(1, keepdim=True)
     return torch.where(largest.isfinite(), torch.frexp(largest).exponent, 0)
 
 

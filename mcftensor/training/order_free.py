@@ -538,7 +538,8 @@ def _check(model: nn.Module, names: dict[Tensor, str], microbatches: int) -> Non
             "order_free_gradients: FullyShardedDataParallel reduces gradients itself; shard with "
             "torch.distributed.fsdp.fully_shard"
         )
-    if sum(isinstance(m, nn.parallel.DistributedDataParallel) for m in modules) > 1:
+    parallel = [m for m in modules if isinstance(m, nn.parallel.DistributedDataParallel)]
+    if len(parallel) > 1:
         raise ValueError(
             f"order_free_gradients: {name} holds several DistributedDataParallel modules; call it "
             "for each"
@@ -551,15 +552,13 @@ def _check(model: nn.Module, names: dict[Tensor, str], microbatches: int) -> Non
                 f"order_free_gradients: {plain[0]} is not sharded, and fully_shard does not reduce "
                 "its gradient; freeze it, or shard it"
             )
-    for m in modules:
-        if isinstance(m, nn.parallel.DistributedDataParallel) and m.static_graph:
-            most = m.process_group.size()
-            if microbatches > most:
-                raise ValueError(
-                    "order_free_gradients: DistributedDataParallel with static_graph=True reduces "
-                    f"its first backward pass, within no_sync() too: {most} microbatches at most, "
-                    f"not {microbatches}; leave static_graph out"
-                )
+    for m in parallel:
+        if m.static_graph and microbatches > (most := m.process_group.size()):
+            raise ValueError(
+                "order_free_gradients: DistributedDataParallel with static_graph=True reduces its "
+                f"first backward pass, within no_sync() too: {most} microbatches at most, not "
+                f"{microbatches}; leave static_graph out"
+            )
     if are_released(names):
         raise ValueError(
             "order_free_gradients: the model steps in backward already, by single leaves; call "
