@@ -198,19 +198,23 @@ def test_sharded_terms_that_another_program_saved(ranks, tmp_path):
     what_another_program_saved(ranks, folder=str(tmp_path))
 
 
+def load(run, folder, kind):
+    state = run.state()
+    if "terms" in kind:
+        terms = mcf.checkpoint.as_terms(state)
+        dcp.load(terms, checkpoint_id=f"{folder}/{kind}")
+        state = mcf.checkpoint.from_terms(terms)
+    else:
+        dcp.load(state, checkpoint_id=f"{folder}/{kind}")
+    run.set(state)
+
+
 def check(folder, format):
     """Load in whatever way this process is part of."""
     expected = torch.load(f"{folder}/expected.pt", weights_only=True)
     for kind in KINDS:
         run = Run(format, seed=1)
-        state = run.state()
-        if "terms" in kind:
-            terms = mcf.checkpoint.as_terms(state)
-            dcp.load(terms, checkpoint_id=f"{folder}/{kind}")
-            state = mcf.checkpoint.from_terms(terms)
-        else:
-            dcp.load(state, checkpoint_id=f"{folder}/{kind}")
-        run.set(state)
+        load(run, folder, kind)
         assert_same_state(expected, whole(run.state()))
     other = Run(mcf.fp32x2, seed=1)
     state = {"model": get_model_state_dict(other.model)}
@@ -266,14 +270,7 @@ def check_compact(folder):
     expected = torch.load(f"{folder}/expected.pt", weights_only=True)
     for kind in ("whole", "terms"):
         run = compact(seed=1)
-        state = run.state()
-        if kind == "terms":
-            terms = mcf.checkpoint.as_terms(state)
-            dcp.load(terms, checkpoint_id=f"{folder}/{kind}")
-            state = mcf.checkpoint.from_terms(terms)
-        else:
-            dcp.load(state, checkpoint_id=f"{folder}/{kind}")
-        run.set(state)
+        load(run, folder, kind)
         assert_same_state(expected, whole(run.state()))
         for states in run.optimizer.state.values():
             assert not any(getattr(local(x), "is_part", False) for x in states.values())

@@ -218,13 +218,10 @@ def test_gradients_are_gone_and_step_has_nothing_to_do():
 
 
 def test_schedulers():
-    def build():
-        model = network()
-        return model, adamw(model)
-
     found = []
     for release in (False, True):
-        model, optimizer = build()
+        model = network()
+        optimizer = adamw(model)
         if release:
             mcf.step_in_backward(model, optimizer)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)
@@ -281,13 +278,10 @@ def test_state_dicts():
 
 
 def test_a_closure():
-    def build():
-        model = network()
-        return model, adamw(model)
-
     found = []
     for release in (False, True):
-        model, optimizer = build()
+        model = network()
+        optimizer = adamw(model)
         if release:
             mcf.step_in_backward(model, optimizer, bucket_bytes=0)
 
