@@ -115,15 +115,12 @@ def found_broken(device: torch.device, *, compiled: bool) -> tuple[int, list[str
     failures = []
     for part in dict.fromkeys(check.part for check in checks):
         together = [check for check in checks if check.part == part]
-        expected, inlined = _together(together), _compiled(together)
+        expected = [check.function(*check.numbers) for check in together]
+        inlined = _compiled(together)
         for check, a, b in zip(together, expected, inlined, strict=True):
             if not all(torch.equal(x, y) for x, y in zip(a, b, strict=True)):
                 failures.append(f"{check.name}, compiled")
     return len(checks), failures
-
-
-def _together(checks: list[_Check]) -> list[Terms]:
-    return [check.function(*check.numbers) for check in checks]
 
 
 def _compiled(checks: list[_Check]) -> list[Terms]:

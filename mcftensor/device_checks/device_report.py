@@ -28,6 +28,7 @@ from mcftensor.kernels.without_float64 import has_float64, without_float64
 from mcftensor.selfcheck import found_broken, machine_digest
 from mcftensor.tensor.tensor import MCFTensor
 from mcftensor.training.collage import collage
+from mcftensor.training.round_trips import components_of
 
 _PERIOD = 1 << 16
 """The number of elements after which large tensors repeat."""
@@ -223,8 +224,7 @@ def _views(device: torch.device) -> tuple[int, list[str]]:
 
 
 def _are_alike(x: Tensor, y: Tensor) -> bool:
-    terms = [t.components if isinstance(t, MCFTensor) else (t,) for t in (x, y)]
-    return all(torch.equal(a, b) for a, b in zip(*terms, strict=True))
+    return all(map(torch.equal, components_of(x), components_of(y)))
 
 
 def _training(device: torch.device) -> tuple[nn.Parameter, torch.optim.Optimizer]:

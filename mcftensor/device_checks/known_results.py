@@ -25,6 +25,7 @@ from mcftensor.passes.expressions import Expression, Operand, carry_out
 from mcftensor.passes.format_conversion import decode_columns, encode_columns
 from mcftensor.tensor.tensor import MCFTensor
 from mcftensor.training.collage import collage
+from mcftensor.training.round_trips import components_of
 
 FILE = Path(__file__).with_name("digests.json")
 
@@ -249,11 +250,7 @@ def _stepped(
         optimizer.step()
     states = [optimizer.state[p] for p in params]
     found = [*params, *(s[key] for s in states for key in sorted(s) if key != "step")]
-    return [y for x in found if isinstance(x, Tensor) for y in _components(x)]
-
-
-def _components(x: Tensor) -> Iterable[Tensor]:
-    return x.components if isinstance(x, MCFTensor) else [x]
+    return [y for x in found if isinstance(x, Tensor) for y in components_of(x)]
 
 
 def _parameter(format: Format, seed: int, device: torch.device) -> nn.Parameter:
