@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -117,10 +117,9 @@ def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
             given = _given(tape, call, columns)
             if given is None:
                 return None
-            marks, added, strands, layout = given
-            key = tuple(marks)
+            key, added, strands, layout = given
             if not strands:
-                is_stored = True in [type(x) is _Mark and x.is_stored for x in marks]
+                is_stored = True in [type(x) is _Mark and x.is_stored for x in key]
                 strand = tape.strand_for((layout, is_stored), layout, key)
                 break
             strand = strands[0]
@@ -139,17 +138,16 @@ def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
 
 # --------------------------------------------------------------------------------------- operands
 
-_New = tuple[Any, Sequence[Sequence[Any]], Layout, bool]
-"""Tensors that are not on the tape, one for each row: their mark or plain format; their components,
-with the state of storage formats; their layout; whether the tape copies them."""
+_Added = list[tuple[Sequence[Any], Iterable[Sequence[Any]] | None, bool]]
+"""Columns that are not on the tape; the columns of their components and, for storage formats, of
+their states, or None for numbers; and whether the tape copies them."""
 
-_Added = list[tuple[Sequence[Any], _New | None]]
 _ON_TAPE = (TapedTensor, TapedGradient, PendingTensor)
 
 
 def _given(
     tape: Tape, call: _Call, columns: Lists
-) -> tuple[list[Any], _Added, list[Strand], Layout] | None:
+) -> tuple[tuple[Any, ...], _Added, list[Strand], Layout] | None:
     """Return rows of operands for the tape, or None if they cannot go there.
 
     Returns:
@@ -157,83 +155,83 @@ def _given(
         a new operand counted from -1 on, or a property; the new columns, numbers included; the
         strands of the other operands; the layout of all.
     """
-    marks: list[Any] = [call]
+    key: list[Any] = [call]
     added: _Added = []
     new: list[Sequence[Any]] = []
     strands: list[Strand] = []
     layout: Layout = ()
     count = len(columns[0])
+    mark: Any
     for column in columns:
         x = column[0]
         cls = type(x)
         if cls is float or cls is int:
-            marks.append(mark := _mark_of_numbers(column, count))
+            mark = _mark_of_numbers(column, count)
             if mark is None:
                 return None
-            added.append((column, None))
+            added.append((column, None, False))
         elif cls in _ON_TAPE and (place := x.__dict__.get("_place")):
-            strand, index = place
+            strand, mark = place
             if strand not in strands:
                 if strand.tape is not tape or (layout and strand.layout != layout):
                     return None
                 layout = strand.layout
                 strands.append(strand)
-            if not strand.holds(column, index):
+            if not strand.holds(column, mark):
                 return None
-            marks.append(index)
         elif len(column) != count:
             return None
         elif new and (i := _index(new, column)) >= 0:
-            marks.append(-1 - i)
+            mark = -1 - i
         else:
-            one = _new(column, call.in_place and len(marks) == 1, layout)
+            one = _new(tape, column, call.in_place and len(key) == 1)
             if one is None:
                 return None
-            mark, _, its_layout, _ = one
+            mark, components, its_layout, is_copied = one
             if layout and its_layout != layout:
                 return None
             layout = its_layout
-            marks.append(mark)
             new.append(column)
-            added.append((column, one))
+            added.append((column, components, is_copied))
+        key.append(mark)
     if not layout or (count > 1 and new and not _are_apart(added)):
         return None
-    return marks, added, strands, layout
+    return tuple(key), added, strands, layout
 
 
 # ----------------------------------------------------------------------------------- new operands
 
-
-_One = tuple[Any, Sequence[Any], tuple[Any, ...], bool]
-"""As `_New`, for one tensor."""
+_New = tuple[Any, Any, Layout, bool]
 
 
-def _new(column: Sequence[Any], is_target: bool, like: Layout) -> _New | None:
-    """Return tensors as new operands in a given layout, or None if they cannot go on the tape."""
-    first = _one(column[0], is_target, like[0] if like else None)
+def _new(tape: Tape, column: Sequence[Any], is_target: bool) -> _New | None:
+    """Return tensors as new operands, or None if they cannot go on the tape.
+
+    Returns:
+        Their mark or plain format; the columns of `_Added`; their layout; whether the tape copies
+        them.
+    """
+    first = _one(tape, column[0], is_target)
     if first is None:
         return None
     mark, components, layout, is_copied = first
     if len(column) == 1:
-        return mark, [(x,) for x in components], (layout,), is_copied
-    rows, layouts = [components], [layout]
+        return mark, zip(components), layout, is_copied  # noqa: B905
+    rows, layouts = [components], [layout[0]]
     for x in column[1:]:
-        found = _one(x, is_target, layout)
-        if found is None or found[0] is not mark or found[2][0] != layout[0]:
+        found = _one(tape, x, is_target)
+        if found is None or found[0] is not mark or found[2][0][0] != layout[0][0]:
             return None
         rows.append(found[1])
-        layouts.append(found[2])
+        layouts.append(found[2][0])
         is_copied |= found[3]
     if is_copied and (is_target or sum([shape.numel() for _, shape, _ in layouts]) > MANY):
         return None
-    return mark, [*zip(*rows, strict=True)], tuple(layouts), is_copied
+    return mark, zip(*rows, strict=True), tuple(layouts), is_copied
 
 
-def _one(x: Any, is_target: bool, like: tuple[Any, ...] | None) -> _One | None:
-    """Return one tensor as a new operand, or None.
-
-    An equal layout is reused, because Python's collector traverses every object that stays alive.
-    """
+def _one(tape: Tape, x: Any, is_target: bool) -> _New | None:
+    """Return one tensor as `_new` does, with its components instead of columns, or None."""
     cls, is_own = type(x), False
     if cls is MCFTensor:
         factor = x._factor
@@ -250,25 +248,14 @@ def _one(x: Any, is_target: bool, like: tuple[Any, ...] | None) -> _One | None:
     else:
         return None
     leading = components[0]
-    shape = leading.shape
-    if (
-        not shape
-        or not (length := shape.numel())
-        or not (is_own or (length <= SMALL and not is_target))
-        or type(leading) not in _PLAIN
-        or leading.layout is not torch.strided
-        or not leading.is_contiguous()
-        or leading.is_meta
-    ):
+    layout = tape.layout_of(leading) if type(leading) in _PLAIN else None
+    if layout is None or not (is_own or (not is_target and layout[0][1].numel() <= SMALL)):
         return None
-    device = leading.device
-    if like is None or like[1] != shape or like[0] != device or like[2] != leading.stride():
-        like = device, shape, leading.stride()
     if cls is MCFTensor and mark.is_stored:
         has_state = is_own and (x._writes is not None or x._factor is not None)
         state = State(x._writes, x._first, x._factor) if has_state else NO_STATE
         components = (*components, state)
-    return mark, components, like, not is_own
+    return mark, components, layout, not is_own
 
 
 class _Mark:
@@ -291,13 +278,12 @@ def _index(columns: Sequence[Sequence[Any]], column: Sequence[Any]) -> int:
     return -1
 
 
-def _are_apart(added: Sequence[tuple[Sequence[Any], _New | None]]) -> bool:
+def _are_apart(added: _Added) -> bool:
     """Return whether no tensor of one row occurs in another row, copied or not."""
     own: list[int] = []
     copied: list[int] = []
-    for column, new in added:
-        if new is not None:
-            *_, is_copied = new
+    for column, components, is_copied in added:
+        if components is not None:
             (copied if is_copied else own).extend(map(id, column))
     return len(set(own)) == len(own) and (not copied or set(own).isdisjoint(copied))
 
@@ -459,7 +445,7 @@ def _copied(x: Any) -> Any:
 
 
 def _written(
-    strand: Strand, move: _Move, added: Sequence[tuple[Sequence[Any], _New | None]], count: int
+    strand: Strand, move: _Move, added: _Added, count: int
 ) -> list[TapedTensor | PendingTensor]:
     """Record an operation on a strand, and return its results, if they are new.
 
@@ -468,13 +454,12 @@ def _written(
     begun, width = len(strand.trace.variables), strand.trace.width
     holders: list[Any] = []
     columns: list[Any] = []
-    for column, new in added:
-        if new is None:
-            columns.append([*column] * (count // len(column)))  # a list may be the caller's
+    for column, components, is_copied in added:
+        if components is None:
+            is_fixed = type(column) is tuple and len(column) == count  # a list may be the caller's
+            columns.append(column if is_fixed else [*column] * (count // len(column)))
             holders.append(())
-            continue
-        _, components, _, is_copied = new
-        if is_copied:
+        elif is_copied:
             columns += [[*map(_copied, x)] for x in components]
             holders.append(())
         else:
@@ -494,9 +479,8 @@ def _written(
     results: list[TapedTensor | PendingTensor] = []
     if move.result is not None:
         place = strand, begun + len(holders)
-        made = PendingTensor if move.result.arithmetic == "plain" else TapedTensor
-        for device, shape, stride in strand.layout:
-            results.append(made.result(shape, stride, move.result, device, place))
+        result = (PendingTensor if move.result.arithmetic == "plain" else TapedTensor).result
+        results = [result(x, move.result, place) for x in strand.layout]
         holders.append([*map(weakref.ref, results)])
     strand.holders[begun:] = holders
     strand.columns[width:] = columns
@@ -518,17 +502,16 @@ def _at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
             return NotImplemented
         if in_place and type(args[0]) in _PLAIN:
             return _on_plain(func, args, kwargs)
-        call, columns = ordinary, [*zip(args)]
-        if kwargs:
-            if len(kwargs) > 1 or keyword not in kwargs:
-                return NotImplemented
-            call = valued
-            columns.append((kwargs[keyword],))
-        found = _put_down(tape, call, columns)
+        if not kwargs:
+            found = _put_down(tape, ordinary, [*zip(args)])  # noqa: B905
+        elif [*kwargs] == [keyword]:
+            found = _put_down(tape, valued, [*zip((*args, kwargs[keyword]))])  # noqa: B905
+        else:
+            return NotImplemented
         if found is None:
             return NotImplemented
         if in_place:
-            _increment_version(columns[0])
+            _increment_version(found)
         return found[0]
 
     return put_down
@@ -536,23 +519,23 @@ def _at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
 
 def _on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run PyTorch's own operation if it writes and reads no expansion with tails."""
-    columns = [x if isinstance(x, (list, tuple)) else (x,) for x in args]
-    others = [x for column in columns[1:] for x in column if isinstance(x, Tensor)]
-    dtypes = {x.dtype for x in columns[0] if type(x) in _PLAIN}
-    if len(dtypes) != 1 or not all(type(x) in _PLAIN for x in columns[0]):
+    targets = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+    dtype = targets[0].dtype
+    if any([type(x) not in _PLAIN or x.dtype != dtype for x in targets]):
         return NotImplemented
-    if not all(
-        type(x) in _PLAIN or (isinstance(x, GradientTensor) and x._format.dtype in dtypes)
-        for x in others
-    ):
-        return NotImplemented
-
-    def plain(x: Any) -> Any:
-        if isinstance(x, (list, tuple)):
-            return [*map(plain, x)]
-        return x.__dict__["_component0"] if isinstance(x, GradientTensor) else x
-
-    return func(*map(plain, args), **kwargs)
+    plain: list[Any] = [args[0]]
+    for column in args[1:]:
+        rows = column if isinstance(column, (list, tuple)) else (column,)
+        own: list[Any] = []
+        for x in rows:
+            if isinstance(x, GradientTensor) and x._format.dtype == dtype:
+                own.append(x.__dict__["_component0"])
+            elif isinstance(x, Tensor) and type(x) not in _PLAIN:
+                return NotImplemented
+            else:
+                own.append(x)
+        plain.append(own if rows is column else own[0])
+    return func(*plain, **kwargs)
 
 
 def _lists_at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
@@ -634,12 +617,12 @@ def _method(name: str, func: Any) -> None:
     original, put_down = getattr(Tensor, name), SHORTCUTS[func]
 
     @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(*args: Any, **kwargs: Any) -> Any:
         if not _has_function_mode():
-            found = put_down(func, (self, *args), kwargs)
+            found = put_down(func, args, kwargs)
             if found is not NotImplemented:
                 return found
-        return original(self, *args, **kwargs)
+        return original(*args, **kwargs)
 
     setattr(TapedTensor, name, method)
     setattr(PendingTensor, name, method)

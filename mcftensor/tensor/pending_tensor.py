@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mcftensor.formats import Format
     from mcftensor.tensor.tape import Strand
 
+_wrapper: Any = Tensor._make_wrapper_subclass
 _without_function: Any = torch._C._disabled_torch_function_impl
 _get_device = Tensor.device.__get__
 _get_version: Any = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
@@ -39,22 +40,6 @@ class PromisedTensor(torch.Tensor):
     _place: Any  # its strand and variable on the tape
     _role: Any
 
-    @classmethod
-    def result(
-        cls,
-        shape: torch.Size,
-        stride: Sequence[int],
-        format: Format,
-        device: torch.device,
-        place: tuple[Strand, int],
-    ) -> Any:
-        """Return a tensor that the tape will make."""
-        made: PromisedTensor = torch.Tensor._make_wrapper_subclass(
-            cls, shape, strides=stride, dtype=format.dtype, device=device
-        )
-        made._place = place
-        return made
-
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """The device. torch's own getter would go through `__torch_function__`."""
@@ -70,6 +55,14 @@ class PendingTensor(PromisedTensor):
 
     # The functions that defer operations; `dispatch/defer.py` sets it.
     _shortcuts: ClassVar[dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]] = {}
+
+    @classmethod
+    def result(cls, layout: Any, format: Format, place: tuple[Strand, int]) -> PendingTensor:
+        """Return a tensor that the tape will make."""
+        device, shape, stride = layout
+        made = _wrapper(cls, shape, strides=stride, dtype=format.dtype, device=device)
+        made._place = place
+        return made
 
     def _hold(self, components: Sequence[Tensor], *unused: Any, **flags: Any) -> None:
         (self._plain,) = components

@@ -114,8 +114,26 @@ class Tape:
     def __init__(self) -> None:
         self.strands: list[Strand] = []
         self._latest: dict[Hashable, Strand] = {}
+        self._layouts: dict[torch.Size, Layout] = {}
         self._elements = 0
         self._numbers = itertools.count()
+
+    def layout_of(self, x: Tensor) -> Layout | None:
+        """Return the layout of a plain tensor, or None if it has no elements or dimensions, or they
+        are not in order.
+
+        An equal layout is reused, because Python's collector traverses every object that stays
+        alive.
+        """
+        if x.layout is not torch.strided:
+            return None
+        shape, stride, device = x.shape, x.stride(), x.device
+        found = self._layouts.get(shape)
+        if found is None or found[0][2] != stride or found[0][0] != device:
+            if not shape or not shape.numel() or not x.is_contiguous() or x.is_meta:
+                return None
+            found = self._layouts[shape] = ((device, shape, stride),)
+        return found
 
     def strand_for(self, kind: Hashable, layout: Layout, key: Hashable) -> Strand:
         """Return a strand for an operation none of whose tensors is on the tape.

@@ -12,6 +12,8 @@ from mcftensor.tensor.pending_tensor import PromisedTensor
 from mcftensor.tensor.tape import LOCK, Strand
 from mcftensor.tensor.tensor import GradientTensor, MCFTensor
 
+_wrapper: Any = Tensor._make_wrapper_subclass
+
 
 class TapedTensor(PromisedTensor, MCFTensor):
     """An expansion with deferred operations, or one without components yet.
@@ -22,12 +24,11 @@ class TapedTensor(PromisedTensor, MCFTensor):
     _place: tuple[Strand, int]
 
     @classmethod
-    def result(
-        cls, shape: Any, stride: Any, format: Format, device: Any, place: tuple[Strand, int]
-    ) -> Any:
+    def result(cls, layout: Any, format: Format, place: tuple[Strand, int]) -> TapedTensor:
         """Return a value that the tape will make."""
-        made = super().result(shape, stride, format, device, place)
-        made._format, made._role = format, "value"
+        device, shape, stride = layout
+        made = _wrapper(cls, shape, strides=stride, dtype=format.dtype, device=device)
+        made._place, made._format, made._role = place, format, "value"
         return made
 
     def leave_tape(self) -> None:
