@@ -1,7 +1,8 @@
 """The files of the package that an operation passes, and the number of its climbs.
 
 A climb is a call from a layer of the package into a layer imported later. Python calls are
-counted by `sys.setprofile`; each operation has run before, so that caches are filled.
+counted by `sys.setprofile`; each operation has run before, so that caches are filled and kernels
+are compiled.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from rich.table import Table
 from torch import nn
 
 import mcftensor as mcf
+from mcftensor.kernels.execute import BUILD_AFTER, OF_A_CALL
 
 PACKAGE = Path(str(mcf.__file__)).parent
 # Folders in the order in which they are imported; modules at the top of the package are last.
@@ -117,7 +119,7 @@ def main() -> None:
     table = Table("operation", "files", "calls", "functions", "climbs")
     for name, call in walks().items():
         with torch.no_grad():
-            for _ in range(12):  # until kernels are compiled
+            for _ in range(BUILD_AFTER // OF_A_CALL):  # until kernels are compiled
                 call()
             walk = Walk().follow(call)
         figures = (len(walk.files), walk.calls, len(walk.functions), walk.climbs)

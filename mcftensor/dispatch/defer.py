@@ -140,7 +140,8 @@ def _put_down(tape: Tape, call: _Call, columns: Lists) -> Sequence[Any] | None:
 
 _Added = list[tuple[Sequence[Any], Iterable[Sequence[Any]] | None, bool]]
 """Columns that are not on the tape; the columns of their components and, for storage formats, of
-their states, or None for numbers; and whether the tape copies them."""
+their states, or None for numbers; and whether the tape copies them. Of a single row the components
+themselves are given."""
 
 _ON_TAPE = (TapedTensor, TapedGradient, PendingTensor)
 
@@ -184,7 +185,8 @@ def _given(
         elif new and (i := _index(new, column)) >= 0:
             mark = -1 - i
         else:
-            one = _new(tape, column, call.in_place and len(key) == 1)
+            is_target = call.in_place and len(key) == 1
+            one = _one(tape, x, is_target) if count == 1 else _new(tape, column, is_target)
             if one is None:
                 return None
             mark, components, its_layout, is_copied = one
@@ -215,8 +217,6 @@ def _new(tape: Tape, column: Sequence[Any], is_target: bool) -> _New | None:
     if first is None:
         return None
     mark, components, layout, is_copied = first
-    if len(column) == 1:
-        return mark, zip(components), layout, is_copied  # noqa: B905
     rows, layouts = [components], [layout[0]]
     for x in column[1:]:
         found = _one(tape, x, is_target)
@@ -231,7 +231,7 @@ def _new(tape: Tape, column: Sequence[Any], is_target: bool) -> _New | None:
 
 
 def _one(tape: Tape, x: Any, is_target: bool) -> _New | None:
-    """Return one tensor as `_new` does, with its components instead of columns, or None."""
+    """Return one tensor as `_new`, with its components instead of columns, or None."""
     cls, is_own = type(x), False
     if cls is MCFTensor:
         factor = x._factor
@@ -440,6 +440,9 @@ def _variable(mark: Any) -> Variable:
     return mark.variable if isinstance(mark, _Mark) else Variable(mark, "tensor")
 
 
+_reference = weakref.ref
+
+
 def _copied(x: Any) -> Any:
     return x.clone() if isinstance(x, Tensor) else x
 
@@ -454,34 +457,38 @@ def _written(
     begun, width = len(strand.trace.variables), strand.trace.width
     holders: list[Any] = []
     columns: list[Any] = []
+    is_one = strand.is_one
     for column, components, is_copied in added:
+        held: Any = None
         if components is None:
-            is_fixed = type(column) is tuple and len(column) == count  # a list may be the caller's
-            columns.append(column if is_fixed else [*column] * (count // len(column)))
-            holders.append(())
+            columns.append(column[0] if is_one else [*column] * (count // len(column)))
         elif is_copied:
-            columns += [[*map(_copied, x)] for x in components]
-            holders.append(())
+            columns += (
+                map(_copied, components) if is_one else [[*map(_copied, x)] for x in components]
+            )
         else:
             place = strand, begun + len(holders)
             columns += components
-            holders.append([*map(weakref.ref, column)])
+            held = [*map(_reference, column)]
             for tensor in column:
                 tensor._place = place
                 is_gradient = tensor.__class__ is GradientTensor
                 tensor.__class__ = TapedGradient if is_gradient else TapedTensor
+        holders.append(held[0] if is_one and held else held)
     for constant in move.constants:
-        columns.append([constant] * count)
-        holders.append(())
+        columns.append(constant if is_one else [constant] * count)
+        holders.append(None)
     if move.draws:
-        columns.append([draw_key(device) for device, _, _ in strand.layout])
-        holders.append(())
+        keys = [draw_key(device) for device, _, _ in strand.layout]
+        columns.append(keys[0] if is_one else keys)
+        holders.append(None)
     results: list[TapedTensor | PendingTensor] = []
     if move.result is not None:
         place = strand, begun + len(holders)
         result = (PendingTensor if move.result.arithmetic == "plain" else TapedTensor).result
         results = [result(x, move.result, place) for x in strand.layout]
-        holders.append([*map(weakref.ref, results)])
+        references = [*map(_reference, results)]
+        holders.append(references[0] if is_one else references)
     strand.holders[begun:] = holders
     strand.columns[width:] = columns
     strand.trace = move.trace
@@ -503,9 +510,9 @@ def _at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
         if in_place and type(args[0]) in _PLAIN:
             return _on_plain(func, args, kwargs)
         if not kwargs:
-            found = _put_down(tape, ordinary, [*zip(args)])  # noqa: B905
+            found = _put_down(tape, ordinary, [*zip(args)])
         elif [*kwargs] == [keyword]:
-            found = _put_down(tape, valued, [*zip((*args, kwargs[keyword]))])  # noqa: B905
+            found = _put_down(tape, valued, [*zip((*args, kwargs[keyword]))])
         else:
             return NotImplemented
         if found is None:

@@ -76,11 +76,13 @@ def _evaluate_to(
     return target
 
 
-def _evaluated_in_place(name: str, columns: Lists, keywords: tuple[str, ...]) -> bool:
+def _evaluated_in_place(
+    name: str, columns: Lists, keywords: tuple[str, ...], *, is_eager: bool = False
+) -> bool:
     """Write the result into the first operand, and return whether PyTorch's own operation is not
     needed.
     """
-    is_done = evaluate_rows_into(name, columns, keywords, 1)
+    is_done = evaluate_rows_into(name, columns, keywords, 1, is_eager=is_eager)
     if is_done is False:
         target = columns[0][0]
         (result,) = evaluate_rows(name, columns, keywords, 1, target._format)
@@ -119,11 +121,11 @@ def _at_once(name: str, later: Shortcut, *, in_place: bool) -> Shortcut:
         columns = [[x] for x in operands]
         with torch._C.DisableTorchFunctionSubclass():
             if not in_place:
-                (result,) = evaluate_rows(name, columns, keywords, 1)
+                (result,) = evaluate_rows(name, columns, keywords, 1, is_eager=True)
                 return NotImplemented if result is None else result
             target = args[0]
             is_ours = type(target) is MCFTensor
-            if not is_ours or not _evaluated_in_place(name, columns, keywords):
+            if not is_ours or not _evaluated_in_place(name, columns, keywords, is_eager=True):
                 return NotImplemented
             torch._C._increment_version([target])
             return target

@@ -37,24 +37,34 @@ from mcftensor.tensor.tensor import GradientTensor, MCFTensor
 
 Lists = Sequence[Sequence[Any]]
 Rows = Sequence[int]
+_BARE = {Tensor, torch.nn.Parameter, float}
+_NUMBERS = {float, int}
 
 
 def evaluate_rows(
-    name: str, columns: Lists, keywords: tuple[str, ...], count: int, target: Format | None = None
+    name: str,
+    columns: Lists,
+    keywords: tuple[str, ...],
+    count: int,
+    target: Format | None = None,
+    *,
+    is_eager: bool = False,
 ) -> list[Any]:
     """Carry out an operation on rows of operands; keywords name the last operands.
+
+    `is_eager` says that the caller has found the thread outside of a step, and unwatched.
 
     Returns:
         The results, in the format of a target, if given; None for each row that PyTorch's
         own operation carries out (see `resolve.plan`).
     """
     plans = _plans(name, columns, keywords, count, target)
-    if count == 1 and target is None and plans and current_step() is not None:
+    if not is_eager and count == 1 and target is None and plans and current_step() is not None:
         found = recorded(name, columns, keywords, in_place=False)
         if found is not None:
             return [*found]
     results: list[Any] = [None] * count
-    parts = [_Part(plan, columns, rows, count) for plan, rows in plans]
+    parts = [_Part(plan, columns, rows, count, is_eager) for plan, rows in plans]
     keys = _keys(parts, columns)
     for part in parts:
         for i, result in zip(part.rows, part.results(keys), strict=True):
@@ -78,7 +88,7 @@ def require_writable(name: str, targets: Sequence[Tensor]) -> None:
 
 
 def evaluate_rows_into(
-    name: str, columns: Lists, keywords: tuple[str, ...], count: int
+    name: str, columns: Lists, keywords: tuple[str, ...], count: int, *, is_eager: bool = False
 ) -> bool | None:
     """Write the results into the first column, which has expansions.
 
@@ -94,10 +104,10 @@ def evaluate_rows_into(
     if sum([len(rows) for _, rows in plans]) < count:
         return None
     require_writable(name, columns[0])
-    is_in_step = count == 1 and current_step() is not None
+    is_in_step = not is_eager and count == 1 and current_step() is not None
     if is_in_step and recorded(name, columns, keywords, in_place=True):
         return True
-    parts = [_Part(plan, columns, rows, count) for plan, rows in plans]
+    parts = [_Part(plan, columns, rows, count, is_eager) for plan, rows in plans]
     lying: list[Any] = [x.beside_targets() for x in parts]
     are_own = count == 1 and columns[0][0]._is_own
     if None in lying or not (are_own or are_apart(columns)):
@@ -136,9 +146,10 @@ class Lying(NamedTuple):
 class _Part:
     """Rows with operands of the same kinds."""
 
-    def __init__(self, plan: Plan, columns: Lists, rows: Rows, count: int) -> None:
+    def __init__(self, plan: Plan, columns: Lists, rows: Rows, count: int, is_eager: bool) -> None:
         self.plan = plan
         self.rows = rows
+        self.is_eager = is_eager
         self.width = len(plan.expression.format.components)
         columns = columns if count == 1 else some_rows(columns, rows, count)
         self.targets = columns[0]
@@ -152,7 +163,13 @@ class _Part:
         format, role = self.plan.expression.format, self.plan.role
         made = self._computed([keys[i] for i in self.rows if i in keys])
         return [
-            MCFTensor.of(components, format, role, own=True, writes=after(format, keys.get(i)))
+            MCFTensor.of(
+                components,
+                format,
+                role,
+                own=True,
+                writes=after(format, keys[i]) if keys else None,
+            )
             for i, components in zip(self.rows, made, strict=True)
         ]
 
@@ -161,7 +178,7 @@ class _Part:
         expression, count = self.plan.expression, len(self.rows)
         every = list(itertools.chain(*self.read))
         formats = [kind.stored for kind in self.plan.read]
-        if not is_bare(*every, keys):
+        if not self._is_bare(every, keys):
             if not has_float64(_device_of(every)):
                 halved = list(map(_in_halves, formats, self.read))
                 formats = [format for format, _ in halved]
@@ -181,10 +198,17 @@ class _Part:
             outputs = empty(expression.format, operands, count)
             carry_out(expression, operands, outputs, keys)
             return zip(*outputs, strict=True)
-        made = [expression.format.empty_like(x) for x in lying.like]
+        dtypes = self.plan.on_whole[1].outputs
+        made = [[torch.empty_like(x, dtype=dtype) for dtype in dtypes] for x in lying.like]
         outputs = [list(column) for column in zip(*made, strict=True)]
         self._run(lying, outputs, keys, _addresses(outputs))
         return made
+
+    def _is_bare(self, columns: Sequence[Sequence[Any]], keys: Sequence[Tensor] = ()) -> bool:
+        """As `is_bare`, which also asks what the caller may have found."""
+        if self.is_eager:
+            return _BARE.issuperset(map(type, itertools.chain.from_iterable(columns)))
+        return is_bare(*columns, keys)
 
     def _run(
         self,
@@ -203,8 +227,8 @@ class _Part:
             if isinstance(x, GradientTensor):
                 x.grow_tails()
         format = self.plan.expression.format
-        every = [*self.read, component_columns(self.targets, format)]
-        if not is_bare(*itertools.chain(*every)):
+        every = [*self.read, _terms(self.targets, format)]
+        if not self._is_bare([*itertools.chain(*every)]):
             return None
         return lying_alike(every, len(self.rows), in_order=format.takes_key)
 
@@ -215,7 +239,8 @@ class _Part:
         )
         own = [keys[i] for i in self.rows if i in keys]
         self._run(read, lying.vectors[-self.width :], own, lying.addresses[-self.width :])
-        count_write(self.targets)
+        if self.plan.expression.format.takes_key:
+            count_write(self.targets)
 
 
 def _plans(
@@ -250,11 +275,19 @@ def _plans(
 def _components(column: Sequence[Any], kind: Kind) -> Sequence[Sequence[Any]]:
     """Return the components to read of a column of one kind."""
     if kind.number is not None:
-        require_numbers(column)
+        if not _NUMBERS.issuperset(map(type, column)):
+            require_numbers(column)
         return [list(map(float, column))]
     if kind.is_gradient:
         return [[x._component0 for x in column]]
-    return component_columns(column, kind.format)
+    return _terms(column, kind.format)
+
+
+def _terms(column: Sequence[Any], format: Format) -> Sequence[Sequence[Tensor]]:
+    """Return the components of a column of tensors of one kind."""
+    if len(column) == 1 and isinstance(column[0], MCFTensor):
+        return [[x] for x in column[0]._read()]
+    return component_columns(column, format)
 
 
 def _keys(parts: Sequence[_Part], columns: Lists) -> dict[int, Tensor]:

@@ -42,10 +42,12 @@ class Kernel(cpu.OnDemand):
     def run(self, columns: Columns, lengths: list[int], addresses: Sequence[list[int]]) -> None:
         """Run on dense tensors with these lengths and addresses, by columns."""
         device = columns.outputs[0][0].device
-        scalars = columns.every_scalar()
+        scalars = columns.every_scalar() if columns.keys else columns.scalars
         has_data = 0 not in itertools.chain.from_iterable(addresses)  # false for meta tensors
-        marking = self.marking(columns.marks)
-        every = [*addresses, *addresses_of(columns.marks)]
+        marking, every = self, addresses
+        if columns.marks:
+            marking = self.marking(columns.marks)
+            every = [*addresses, *addresses_of(columns.marks)]
         if has_data and device.type == "cpu" and "cpu" not in TRITON_DEVICES:
             launch = marking.compiled(sum(lengths), len(lengths))
             if launch is not None:
@@ -66,8 +68,6 @@ class Kernel(cpu.OnDemand):
 
     def marking(self, found: Mapping[int, Any]) -> Kernel:
         """The kernel that marks what it changes in these outputs."""
-        if not found:
-            return self
         return kernel_of(self.body, dataclasses.replace(self.signature, marked=(*found,)))
 
     def compiled(self, elements: int, calls: int = 1) -> cpu.Launch | None:

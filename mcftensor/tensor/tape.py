@@ -57,38 +57,43 @@ class Strand:
         layout: the layout of all its tensors, row by row.
         number: the number of strands of the tape that began before.
         trace: the operations.
-        holders: for each variable, weak references to the tensors of the rows. Copies and numbers,
-            which only the strand uses, have none.
+        is_one: whether it has one row. Its holders and columns are then single objects, not lists.
+        holders: for each variable, weak references to the tensors of the rows, or None for copies
+            and numbers, which only the strand uses.
         columns: the components and numbers that the variables begin with, in their order.
         next: the strand that began when this one ended.
         followed_by: the operation with which that strand begins.
     """
 
-    __slots__ = ("columns", "followed_by", "holders", "layout", "next", "number", "tape", "trace")
+    __slots__ = (
+        *("columns", "followed_by", "holders", "is_one", "layout", "next", "number", "tape"),
+        "trace",
+    )
 
     def __init__(self, tape: Tape, layout: Layout, number: int) -> None:
         self.tape = tape
         self.layout = layout
         self.number = number
         self.trace = EMPTY
-        self.holders: list[Sequence[weakref.ref[Any]]] = []
-        self.columns: list[Sequence[Any]] = []
+        self.is_one = len(layout) == 1
+        self.holders: list[Any] = []
+        self.columns: list[Any] = []
         self.next: Strand | None = None
         self.followed_by: Hashable = None
 
     def holds(self, column: Sequence[Any], index: int) -> bool:
         """Return whether a variable stands for these tensors, row by row."""
-        if index >= len(self.holders):  # a signal has interrupted an append
+        held = self.holders[index] if index < len(self.holders) else None
+        if held is None:  # a signal has interrupted an append
             return False
-        held = self.holders[index]
-        if len(held) == 1:
-            return held[0]() is column[0] and len(column) == 1
+        if self.is_one:
+            return held() is column[0] and len(column) == 1
         return len(column) == len(held) and all(map(operator.is_, map(_call, held), column))
 
     def results(self) -> tuple[int, ...]:
         """Return the variables to write to memory, which are still referenced."""
-        holders = self.holders
-        return tuple([i for i in self.trace.written if _is_any_alive(holders[i])])
+        holders, is_alive = self.holders, _is_alive if self.is_one else _is_any_alive
+        return tuple([i for i in self.trace.written if is_alive(holders[i])])
 
     def run(self) -> None:
         """Run this strand, together with other strands of the same trace."""
@@ -105,7 +110,7 @@ def _is_alive(reference: weakref.ref[Any]) -> bool:
 
 
 def _is_any_alive(references: Sequence[weakref.ref[Any]]) -> bool:
-    return any(map(_is_alive, references)) if len(references) > 1 else references[0]() is not None
+    return any(map(_is_alive, references))
 
 
 class Tape:
@@ -189,16 +194,16 @@ class Tape:
 
 
 def _run(strands: Sequence[Strand], *, with_results: bool = True) -> None:
-    """Run strands, in groups of equal trace, results and device.
+    """Run strands, in groups of equal trace, results and device, single rows apart from lists.
 
     An error of one group is raised after the other groups have been run.
     """
     groups: dict[Any, list[Strand]] = {}
     for x in strands:
         if x.trace is not EMPTY:
-            groups.setdefault((x.trace, x.results(), x.layout[0][0]), []).append(x)
+            groups.setdefault((x.trace, x.results(), x.is_one, x.layout[0][0]), []).append(x)
     errors: list[BaseException] = []
-    for (trace, results, _), group in groups.items():
+    for (trace, results, *_), group in groups.items():
         if with_results or all(trace.variables[i].begins_as == "tensor" for i in results):
             try:
                 _run_together(group, results)
@@ -209,8 +214,9 @@ def _run(strands: Sequence[Strand], *, with_results: bool = True) -> None:
 
 
 def _run_together(strands: Sequence[Strand], results: tuple[int, ...]) -> None:
-    trace, holders = strands[0].trace, [x.holders for x in strands]
-    columns = [list(chain(*x)) for x in zip(*[x.columns for x in strands], strict=True)]
+    trace, holders, is_one = strands[0].trace, [x.holders for x in strands], strands[0].is_one
+    every = zip(*[x.columns for x in strands], strict=True)
+    columns: list[Any] = [*every] if is_one else [list(chain(*x)) for x in every]
     shapes = [shape for x in strands for _, shape, _ in x.layout]
     device = strands[0].layout[0][0]
     done: list[tuple[int, None]] = []
@@ -244,8 +250,8 @@ def _run_together(strands: Sequence[Strand], results: tuple[int, ...]) -> None:
         finally:
             try:
                 for strand, own in zip(strands, holders, strict=True):
-                    for reference in chain(*own):
-                        x = reference()
+                    for reference in own if is_one else chain(*filter(None, own)):
+                        x = None if reference is None else reference()
                         if x is None:
                             continue
                         place = x.__dict__.get("_place")
@@ -258,12 +264,18 @@ def _run_together(strands: Sequence[Strand], results: tuple[int, ...]) -> None:
                     torch._C._push_on_torch_dispatch_stack(modes.pop())
 
 
+def _references(holders: Sequence[Sequence[Any]], i: int) -> list[weakref.ref[Any]]:
+    """Return the references to a variable of several strands, row by row."""
+    found = [x[i] for x in holders]
+    return found if isinstance(found[0], weakref.ref) else [*chain(*found)]
+
+
 def _write(
     trace: Trace,
     results: tuple[int, ...],
     columns: Sequence[Column],
     shapes: Sequence[torch.Size],
-    holders: Sequence[Sequence[Sequence[weakref.ref[Any]]]],
+    holders: Sequence[Sequence[Any]],
     done: list[tuple[int, None]],
 ) -> None:
     """Compute the results and write them to memory: their own, or newly allocated."""
@@ -279,7 +291,7 @@ def _write(
     for i in results:
         format, begins_as, _ = trace.variables[i]
         if begins_as == "nothing":
-            references = chain(*[x[i] for x in holders])
+            references = _references(holders, i)
             made = [
                 _memory(reference(), shape, format, device)
                 for reference, shape in zip(references, shapes, strict=True)
@@ -303,12 +315,12 @@ def _write_numbers(
     results: tuple[int, ...],
     columns: Sequence[Column],
     shapes: Sequence[torch.Size],
-    holders: Sequence[Sequence[Sequence[weakref.ref[Any]]]],
+    holders: Sequence[Sequence[Any]],
     device: torch.device,
     begun: list[Decoded],
 ) -> None:
     """Compute with decoded numbers, or resume a computation that an interrupt has cut."""
-    references = {i: [*chain(*[x[i] for x in holders])] for i in results}
+    references = {i: _references(holders, i) for i in results}
 
     def memory(i: int, row: int) -> list[Tensor]:
         return _memory(references[i][row](), shapes[row], trace.variables[i].format, device)
@@ -335,7 +347,7 @@ def _write_the_rest(
     results: tuple[int, ...],
     columns: Sequence[Column],
     shapes: Sequence[torch.Size],
-    holders: Sequence[Sequence[Sequence[weakref.ref[Any]]]],
+    holders: Sequence[Sequence[Any]],
     done: Sequence[tuple[int, None]],
 ) -> None:
     """After an error, carry out the remaining operations one by one and row by row.
@@ -344,7 +356,7 @@ def _write_the_rest(
     """
     left, components = sum([count for count, _ in done]), _beginnings(trace, columns)
     made = [i for i in results if not components[i]]
-    references = {i: [*chain(*[x[i] for x in holders])] for i in made}
+    references = {i: _references(holders, i) for i in made}
     rows = []
     for row, shape in enumerate(shapes):
         start = min(left, shape.numel())

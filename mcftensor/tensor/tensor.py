@@ -309,8 +309,8 @@ class GradientTensor(MCFTensor):
     leading component.
     """
 
-    _view_of: GradientTensor | None
-    _views: list[tuple[weakref.ref[GradientTensor], Callable[[Tensor], Tensor]]]
+    _view_of: GradientTensor | None = None
+    _views: tuple[tuple[weakref.ref[GradientTensor], Callable[[Tensor], Tensor]], ...] = ()
 
     is_sparse = False  # optimizers read it of every gradient
     has_tails = False
@@ -320,14 +320,13 @@ class GradientTensor(MCFTensor):
         """Return a plain tensor wrapped as a value of a format."""
         made = wrapper(GradientTensor, plain, format)
         made._component0, made._format, made._role = plain, format, "value"
-        made._view_of, made._views = None, []
         return made
 
     def viewed(self, plain: Tensor, view: Callable[[Tensor], Tensor]) -> GradientTensor:
         """Return a view, given the view of the plain tensor. Both get their tails together."""
         made = GradientTensor.over(plain, self._format)
         made._view_of = self
-        self._views.append((weakref.ref(made), view))
+        self._views = (*self._views, (weakref.ref(made), view))
         return made
 
     def views(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -349,7 +348,8 @@ class GradientTensor(MCFTensor):
     def _grow(self, tails: Sequence[Tensor]) -> None:
         self._hold([self._component0, *tails], self._format, self._role, own=False)
         views = self._views
-        del self._view_of, self._views
+        self.__dict__.pop("_view_of", None)
+        self.__dict__.pop("_views", None)
         self.__class__ = MCFTensor  # type: ignore[assignment]
         for reference, view in views:
             made = reference()
@@ -361,9 +361,7 @@ class GradientTensor(MCFTensor):
 
         A parameter whose gradient it is does not count as an owner.
         """
-        if self._view_of is not None or self._views:
-            return False
-        return _holders(self) in _ALONE
+        return self._view_of is None and not self._views and _holders(self) in _ALONE
 
     def leave_gradient(self) -> None:
         """Do nothing: it continues to share memory with the gradient."""
