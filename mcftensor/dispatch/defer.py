@@ -447,6 +447,10 @@ def _copied(x: Any) -> Any:
     return x.clone() if isinstance(x, Tensor) else x
 
 
+def _copied_rows(column: Sequence[Any]) -> list[Any]:
+    return [*map(_copied, column)]
+
+
 def _written(
     strand: Strand, move: _Move, added: _Added, count: int
 ) -> list[TapedTensor | PendingTensor]:
@@ -512,7 +516,7 @@ def _at_once(name: str, *, in_place: bool) -> Callable[..., Any]:
         if not kwargs:
             found = _put_down(tape, ordinary, [*zip(args)])
         elif [*kwargs] == [keyword]:
-            found = _put_down(tape, valued, [*zip((*args, kwargs[keyword]))])
+            found = _put_down(tape, valued, [*zip((*args, *kwargs.values()))])
         else:
             return NotImplemented
         if found is None:
@@ -528,7 +532,7 @@ def _on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run PyTorch's own operation if it writes and reads no expansion with tails."""
     targets = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
     dtype = targets[0].dtype
-    if any([type(x) not in _PLAIN or x.dtype != dtype for x in targets]):
+    if any(type(x) not in _PLAIN or x.dtype != dtype for x in targets):
         return NotImplemented
     plain: list[Any] = [args[0]]
     for column in args[1:]:

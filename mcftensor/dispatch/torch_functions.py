@@ -243,14 +243,6 @@ SHORTCUTS.update(dict.fromkeys(_OF_ONE_DTYPE, _in_one_dtype))
 # ----------------------------------------------------------------------------------- of both
 
 
-def _is_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return False. Steps call `is_complex` for every parameter and gradient."""
-    return False if len(args) == 1 and isinstance(args[0], MCFTensor) else NotImplemented
-
-
-SHORTCUTS[torch.is_complex] = SHORTCUTS[Tensor.is_complex] = _is_complex
-
-
 def _differentiated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a backward pass that a step calls outside of the step.
 

@@ -209,6 +209,8 @@ class MCFTensor(GatheredTensor, PickledTensor, GradedTensor, AddressedTensor, Re
     ) -> Any:
         if len(types) > 1 and any(issubclass(kind, (Format, PendingTensor)) for kind in types):
             return NotImplemented  # the other class handles it
+        if func in _ARE_COMPLEX and not kwargs:  # optimizers ask it of every parameter
+            return False
         is_eager = not is_compiling()
         if is_eager:
             for x in args if not kwargs else (*args, *kwargs.values()):
@@ -530,6 +532,8 @@ def number_in(
         [t if device is None else on_device(t, device) for t in terms], format, role
     )
 
+
+_ARE_COMPLEX = {torch.is_complex, Tensor.is_complex}
 
 # torch rounds a number to the base dtype before dispatch.
 _CHOICES: dict[Any, Callable[..., Any]] = {
