@@ -22,6 +22,7 @@ from mcftensor.dispatch.operands import (
     computes_plainly,
     expansions,
     leading,
+    on_leading,
     selected,
     store,
     stored_in,
@@ -105,7 +106,7 @@ def _chosen(name: str, operands: Sequence[Any], select: Callable[..., list[Tenso
 def _register_choice(name: str, select: Callable[..., list[Tensor]]) -> None:
     @of_terms
     def choice(func: Any, *args: Any) -> Any:
-        return func(*leading(args)) if computes_plainly(args) else _chosen(name, args, select)
+        return on_leading(func, args, {}) if computes_plainly(args) else _chosen(name, args, select)
 
     @of_terms
     def choice_into(func: Any, *args: Any, out: Tensor | None = None) -> Any:
@@ -147,7 +148,7 @@ def where(func: Any, condition: Tensor, x: Any, y: Any) -> Any:
     if isinstance(condition, MCFTensor):
         return compute(func, condition, x, y)
     if computes_plainly((x, y)):
-        return func(condition, *leading((x, y)))
+        return on_leading(func, (condition, x, y), {})
     return _chosen("where", (x, y), lambda x, y: choose(condition, x, y))
 
 

@@ -17,6 +17,7 @@ from mcftensor.dispatch.operands import (
     computes_plainly,
     expansions,
     leading,
+    on_leading,
     store,
     value_of,
 )
@@ -36,7 +37,7 @@ def _register(name: str) -> None:
     def new(func: Any, *args: Any, **kwargs: Any) -> Any:
         operands = (*args, *kwargs.values())
         if computes_plainly(operands):  # the commonest case: a layer of a model
-            return func(*leading(args), **leading(kwargs))
+            return on_leading(func, args, kwargs)
         (result,) = evaluate_rows(name, [[x] for x in operands], tuple(kwargs), 1)
         return storage_formats.on_numbers(func, args, kwargs) if result is None else result
 

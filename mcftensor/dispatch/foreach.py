@@ -13,7 +13,7 @@ import torch
 from mcftensor.dispatch import storage_formats
 from mcftensor.dispatch.evaluate import evaluate_rows, evaluate_rows_into, require_writable
 from mcftensor.dispatch.inplace_and_out import as_values
-from mcftensor.dispatch.operands import are_lifted, computes_plainly, leading
+from mcftensor.dispatch.operands import are_lifted, check_update, computes_plainly, leading
 from mcftensor.passes.operators import OPERATORS
 from mcftensor.tensor.tensor import MCFTensor
 
@@ -92,6 +92,10 @@ class ListCall:
                 self.in_place and self.count > 1 and not storage_formats.are_apart(self.columns)
             )
             rows = [] if is_in_order else [i for i in left if self._is_stored(i)]
+            if self.name == "copy":
+                for i in rows:
+                    target, source, *_ = self._row(i)
+                    check_update(self.func, target, source)
             if rows:
                 given = self.func, rows, self.args, self.kwargs, self._single
                 for i, result in storage_formats.foreach_on_numbers(*given):

@@ -22,6 +22,7 @@ from mcftensor.passes.format_conversion import collapse, key_for, recode
 from mcftensor.passes.operators import Number
 from mcftensor.tensor.components import COMPONENTS, Role
 from mcftensor.tensor.dtensor import local, on_local, place_of
+from mcftensor.tensor.implicit_rounding import note_of_leading, updating
 from mcftensor.tensor.tensor import GradientTensor, MCFTensor
 
 
@@ -70,6 +71,30 @@ def is_wrapped(x: Tensor) -> bool:
 def leading(tree: Any) -> Any:
     """Return the arguments with every expansion replaced by its leading component."""
     return mapped(lambda x: x.compute_tensor if isinstance(x, MCFTensor) else x, tree)
+
+
+def on_leading(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an elementwise operation on the leading components of parameters.
+
+    Note its result, which a copy over a parameter would round.
+    """
+    result = func(*leading(args), **leading(kwargs))
+    if type(result) is Tensor:
+        for x in args:
+            if isinstance(x, MCFTensor) and x.shape == result.shape:
+                note_of_leading(result, x)
+    return result
+
+
+def check_update(func: Any, target: Any, source: Any) -> None:
+    """Warn or raise before a plain tensor is written over a parameter as its update."""
+    if (
+        isinstance(target, MCFTensor)
+        and target._role == "parameter"
+        and isinstance(source, Tensor)
+        and is_bare([source, target._component0])
+    ):
+        updating(func, target, source)
 
 
 def with_leading(args: Iterable[Any]) -> list[Any] | None:

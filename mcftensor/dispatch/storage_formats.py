@@ -25,6 +25,7 @@ from mcftensor.dispatch.operands import (
     leading,
     leaves,
     mapped,
+    on_leading,
     overwrite,
     require_castable,
     rounding_key,
@@ -95,7 +96,7 @@ def on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if computes_plainly((*args, *kwargs.values())) and not expansions(
         written_to(func, args, kwargs)
     ):
-        return func(*leading(args), **leading(kwargs))
+        return on_leading(func, args, kwargs)
     return _in_role(_on_numbers(func, args, kwargs), (args, kwargs))
 
 

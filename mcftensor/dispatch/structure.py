@@ -29,6 +29,7 @@ from mcftensor.dispatch.block_structure import (
 )
 from mcftensor.dispatch.default_handler import compute
 from mcftensor.dispatch.operands import (
+    check_update,
     common_format,
     common_role,
     computes_plainly,
@@ -51,7 +52,7 @@ from mcftensor.kernels import marks
 from mcftensor.kernels.custom_ops import is_bare
 from mcftensor.passes.format_conversion import compute_tensor as compute_tensor_of
 from mcftensor.tensor import GradientTensor, MCFTensor, Role
-from mcftensor.tensor.implicit_rounding import rounding, updating
+from mcftensor.tensor.implicit_rounding import note_of_leading, rounding
 from mcftensor.tensor.leading_view import ComputeView, compute_views, holding
 
 aten = torch.ops.aten
@@ -217,7 +218,10 @@ def view_(func: Any, x: MCFTensor, *args: Any, **kwargs: Any) -> MCFTensor:
 def join(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
     """Return cat and stack of expansions of one base; a plain tensor enters as a value."""
     if computes_plainly(tensors):
-        return func(leading(tensors), *args)
+        joined = func(leading(tensors), *args)
+        if is_bare([joined]):
+            note_of_leading(joined, expansions(tensors)[0])
+        return joined
     if share_scales(tensors):
         return join_blocks(func, tensors, *args)
     format = common_format(func.overloadpacket.__name__, tensors)
@@ -394,8 +398,7 @@ def copy_(func: Any, target: Tensor, source: Any, non_blocking: bool = False) ->
         return target
     if source.is_complex():
         raise TypeError(f"copy_: {source.dtype} into an expansion in {target.format.name}")
-    if target._role == "parameter" and is_bare([source, target._component0]):
-        updating(func, target, source)
+    check_update(func, target, source)
     if target._format.shared:
         copy_blocks_(target, source)
         return target
@@ -542,6 +545,8 @@ def place(func: Any, *args: Any, **kwargs: Any) -> Any:
         return func(*leading(args), **leading(kwargs))
     if expansions(named) or named.get("accumulate") or (in_place and not isinstance(x, MCFTensor)):
         return compute(func, *args, **kwargs)
+    if in_place:
+        check_update(func, x, source)
     format = x.format if in_place else common_format(func.overloadpacket.__name__, (x, source))
     stored = x.components if in_place else stored_in(x, format, x.device)
     device = source.device if _fills_mask(source, named.get("indices", ())) else x.device

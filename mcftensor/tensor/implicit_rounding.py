@@ -70,9 +70,10 @@ class when_rounded:
       which `collage` has made some states plain.
 
     Outside of a step the setting also covers updates that a line of code copies over a parameter,
-    as `p.copy_(p - lr * g)` does. They are rounded, and erase the other terms of `p`. The fourth
-    copy over the same memory counts, if the plain tensor has the precision of the leading term
-    and hardly differs from it. `p.add_(g, alpha=-lr)` keeps all terms.
+    as `p.copy_(p - lr * g)` does. They are rounded, and erase the other terms of `p`. The first
+    copy that erases terms counts if `g`, and so the plain tensor, is wider than a term. Otherwise
+    the fourth copy over the same memory counts, if the plain tensor has the precision of the
+    leading term and hardly differs from it. `p.add_(g, alpha=-lr)` keeps all terms.
 
     Args:
         action: `"ignore"`, `"warn"` (the default: a `RoundedWarning` once for each line of the
@@ -193,12 +194,17 @@ def _caller() -> FrameType | None:
 
     Returns None if the rounding is on purpose, or if `fully_shard` gathers compute tensors.
     """
-    frame = outermost = sys._getframe(1)
-    outer: FrameType | None = frame
+    outer: FrameType | None = sys._getframe(1)
     while outer is not None:
         if outer.f_code is asking.__code__:
             return None
         outer = outer.f_back
+    return _outside()
+
+
+def _outside() -> FrameType | None:
+    """Return the innermost frame outside of PyTorch and the library, or None in `fully_shard`."""
+    frame = outermost = sys._getframe(1)
     while frame.f_code.co_filename.startswith((*_FOLDERS, "<frozen")) and frame.f_back:
         if str(frame.f_globals.get("__name__")).startswith("torch.distributed.fsdp."):
             return None
@@ -208,9 +214,33 @@ def _caller() -> FrameType | None:
 
 # ------------------------------------------------------------------ updates that are copied over
 #
-# `p.copy_(p - lr * g)` outside of a step computes with the leading term of p, and rounds. Unlike
-# loading or initialization, the same line copies over the same memory again and again, and the
-# parameter hardly changes. Only the first few copies of a line are examined.
+# `p.copy_(p - lr * g)` outside of a step computes with the leading term of p, and the copy erases
+# the other terms. A result in a wider dtype, as with a float32 g, is noted when it is computed.
+# Other results are recognized by what they do: unlike loading or initialization, the same line
+# copies over the same memory again and again, and the parameter hardly changes. Only the first few
+# copies of a line are examined.
+
+_NOTED = 4096  # results of leading terms that are remembered
+_of_leading: dict[int, StorageWeakRef] = {}
+"""The memory of these results. A weak reference keeps the address from being given anew."""
+
+
+def note_of_leading(result: Tensor, x: Any) -> None:
+    """Note a plain result, in a wider dtype, of arithmetic with the leading term of a parameter."""
+    is_wider = result.dtype != x.dtype and result.is_floating_point()
+    if not is_wider or result.layout is not torch.strided:
+        return
+    memory = StorageWeakRef(result.untyped_storage())
+    _of_leading[memory.cdata] = memory
+    if len(_of_leading) > _NOTED:
+        _of_leading.pop(next(iter(_of_leading)), None)
+
+
+def _is_of_leading(x: Tensor) -> bool:
+    if not _of_leading or x.layout is not torch.strided:
+        return False
+    return StorageWeakRef(x.untyped_storage()).cdata in _of_leading
+
 
 _COPIES = 4  # small changes of the same memory that make a line an update
 _OTHERS = 8  # copies that are no small changes, after which a line is examined no more
@@ -246,6 +276,13 @@ class _Line:
             self.memory, self.copies, self.others = None, 0, self.others + 1
         return self.copies == _COPIES
 
+    def erases(self, target: Any) -> bool:
+        """Return whether the first copy of a line that erases terms is about to be made."""
+        if self.copies == _COPIES or not any(bool(x.any()) for x in target._read()[1:]):
+            return False
+        self.copies = _COPIES
+        return True
+
 
 _lines: dict[tuple[str, int], _Line] = {}
 
@@ -256,28 +293,36 @@ def updating(operation: Any, target: Any, source: Tensor) -> None:
     This applies outside of a step, to a copy by a line of the caller's own code.
     """
     action = _thread.action
-    if (
-        action == "ignore"
-        or current_step() is not None
-        or target.shape != source.shape
-        or not target.numel()
-    ):
+    if action == "ignore" or current_step() is not None or not target.numel():
         return
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PLUMBING):
-        frame = frame.f_back
-    if frame is None or frame.f_code.co_filename.startswith((*_FOLDERS, "<frozen")):
-        return  # a load or an initialization by PyTorch
+    frame: FrameType | None
+    if is_of_leading := _is_of_leading(source):
+        frame = _outside()  # a load says nothing of this rounding
+    else:
+        if target.shape != source.shape:
+            return
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(_PLUMBING):
+            frame = frame.f_back
+        if frame is not None and frame.f_code.co_filename.startswith((*_FOLDERS, "<frozen")):
+            return  # a load or an initialization by PyTorch
+    if frame is None:
+        return
     line = _lines.setdefault((frame.f_code.co_filename, frame.f_lineno), _Line())
-    if not line.updates(target, source):
+    if not (line.erases(target) if is_of_leading else line.updates(target, source)):
         return
+    about = (
+        "that was computed from leading terms is copied over a parameter in "
+        f"{target.format.name} of shape {tuple(target.shape)}. Outside"
+        if is_of_leading
+        else f"is copied over a parameter in {target.format.name} of shape {tuple(target.shape)} "
+        f"from which it hardly differs, for the {_COPIES}th time. If it is an update: outside"
+    )
     message = (
-        f"{operation.overloadpacket.__name__}: a plain {source.dtype} tensor is copied over a "
-        f"parameter in {target.format.name} of shape {tuple(target.shape)} from which it hardly "
-        f"differs, for the {_COPIES}th time. If it is an update: outside of a step p - update "
-        "uses only the leading term of p. Small updates are rounded away, and the copy erases "
-        "the other terms of p. Update in place, p.sub_(update) or p.add_(g, alpha=-lr), or in the "
-        "step of a torch.optim.Optimizer"
+        f"{operation.overloadpacket.__name__}: a plain {source.dtype} tensor {about} of a step "
+        "p - update uses only the leading term of p. Small updates are rounded away, and the copy "
+        "erases the other terms of p. Update in place, p.sub_(update) or p.add_(g, alpha=-lr), or "
+        "in the step of a torch.optim.Optimizer"
     )
     if action == "raise":
         line.copies -= 1  # the next copy raises, too

@@ -44,6 +44,22 @@ def by_list(p, g):
     torch._foreach_copy_([p], [p - UPDATE * g])
 
 
+def by_wide_gradients(p, g):
+    p.copy_(p - UPDATE * g.float())
+
+
+def by_wide_list(p, g):
+    torch._foreach_copy_([p], torch._foreach_sub([p], [UPDATE * g.float()]))
+
+
+def by_wide_choice(p, g):
+    p.data[:] = torch.where(g > 0, p.data - UPDATE * g.double(), p.data)
+
+
+def by_wide_rows(p, g):
+    p[torch.arange(8)] = p[torch.arange(8)] - UPDATE * g.float()
+
+
 def by_add(p, g):
     p.add_(g, alpha=-UPDATE)
 
@@ -73,6 +89,7 @@ def by_wide_values(p, g):
 
 
 LOSES = [by_copy, by_copy_of_data, by_index, by_slice, by_list]
+LOSES += [by_wide_gradients, by_wide_list, by_wide_choice, by_wide_rows]
 KEEPS = [by_add, by_sub, by_data, by_operator, by_slice_in_place, by_list_in_place, by_wide_values]
 
 
@@ -210,6 +227,34 @@ def test_updates_in_place_are_right_everywhere(where, update):
 def test_every_format_of_parameters(name):
     _, found = run(plain_loop, by_a_tiny_copy, mcf.Format.from_name(name))
     assert [x.category for x in found] == [mcf.errors.RoundedWarning]
+
+
+@torch.no_grad()
+def test_wide_results_of_leading_terms_that_are_loaded():
+    layer = mcf.as_expansion(nn.Linear(4, 4))
+    state = layer.state_dict()
+    rounded = {name: x * torch.ones(x.shape) for name, x in state.items()}
+    with pytest.warns(mcf.errors.RoundedWarning, match="computed from leading terms") as found:
+        layer.load_state_dict(rounded)
+    assert {x.filename for x in found} == {__file__}
+
+
+@torch.no_grad()
+def test_wide_results_are_copied_without_a_warning_where_nothing_is_erased():
+    p = nn.Parameter(mcf.as_expansion(torch.ones(8)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        p.copy_(p * torch.full((8,), 0.5))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("join", [torch.cat, torch.stack])
+def test_wide_joins_of_leading_terms(join):
+    p = nn.Parameter(mcf.as_expansion(torch.randn(4, 4)))
+    grown = join([p, torch.zeros(4, 4)])
+    whole = nn.Parameter(mcf.as_expansion(torch.full(grown.shape, 0.1)))
+    with pytest.warns(mcf.errors.RoundedWarning, match="computed from leading terms"):
+        whole.copy_(grown)
 
 
 def by_a_tiny_copy(p, g):
