@@ -438,6 +438,7 @@ def _carry_out(
     that were loaded from expansions for these."""
     global latest_conversion  # noqa: PLW0603
     with without_weight_references(module):
+        _detach_recomputed(module)
         for held in changed:
             _require_free(where, held)
             _require_storable(where, held)
@@ -461,6 +462,19 @@ def _carry_out(
         forget(module)
     if changed or where == "as_expansion":
         latest_conversion += 1
+
+
+def _detach_recomputed(module: nn.Module) -> None:
+    """Release the graphs of weights that a hook computes anew before each forward pass.
+
+    `torch.nn.utils.weight_norm` and `prune` store such a weight as an attribute of the module.
+    """
+    for part in module.modules():
+        for hook in part._forward_pre_hooks.values():
+            name = getattr(hook, "name", None) or getattr(hook, "_tensor_name", None)
+            x = vars(part).get(name) if isinstance(name, str) else None
+            if isinstance(x, Tensor) and x.grad_fn is not None:
+                vars(part)[name] = x.detach()
 
 
 def _require_free(where: str, held: Held) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn import functional as F
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parametrizations
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parametrizations, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -79,6 +79,8 @@ MODULES = {
     "orthogonal": (lambda: parametrizations.orthogonal(nn.Linear(4, 4)), [(2, 4)]),
     "spectral_norm": (lambda: parametrizations.spectral_norm(nn.Linear(4, 4)), [(2, 4)]),
     "weight_norm": (lambda: parametrizations.weight_norm(nn.Linear(4, 4)), [(2, 4)]),
+    "weight_norm by a hook": (lambda: nn.utils.weight_norm(nn.Linear(4, 4)), [(2, 4)]),
+    "pruned": (lambda: prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.5), [(2, 4)]),
     "class token": (ClassToken, [(2, 3, 4)]),
     "residual network": (
         lambda: nn.Sequential(Residual(), Residual(), nn.Flatten(), nn.Linear(192, 2)),
@@ -88,6 +90,7 @@ MODULES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_train(name):
     make, inputs = MODULES[name]

@@ -39,6 +39,8 @@ class TestParametersAlone:
             lambda p, q: 1 - p / 3,
             lambda p, q: p + q * 0.1,
             torch.maximum,
+            lambda p, q: torch.where(p > 0.1, p, 0.0),
+            lambda p, q: torch.where(p > q, p, q),
             lambda p, q: torch.lerp(p, q, 0.3),
             lambda p, q: p.clamp(-0.3, 0.3),
             lambda p, q: torch.addcmul(p, p, q, value=0.1),
