@@ -136,7 +136,7 @@ def _in_float64(
     Tensors that it writes to, expansions or plain, get their results by one rounding.
 
     Raises:
-        NotImplementedError: a result is complex, or has another shape than its target.
+        NotImplementedError: a result is complex or sparse, or has another shape than its target.
     """
     is_recorded = not is_bare([x._component0 for x in found])
     numbers = WidenedArguments(func, args, kwargs, is_recorded)
@@ -155,6 +155,8 @@ def _in_float64(
     targets = written_to(func, args, kwargs)
     wide, largest = numbers.subtract_largest(mapped(widen, args))
     result = evaluated(func, wide, mapped(widen, kwargs))
+    if isinstance(result, Tensor) and result.layout != torch.strided:
+        raise refusal(func, found, f"its result is {result.layout}")
     if largest is not None:
         result += largest.view_as(result)
     copies = [numbers.of[id(x)] for x in targets if id(x) in numbers.of]

@@ -154,8 +154,9 @@ def require_dense(operand: Tensor) -> None:
     """Raise ValueError for a tensor that is complex, sparse or quantized."""
     if operand.is_complex() or operand.layout != torch.strided or operand.is_quantized:
         raise ValueError(
-            f"an expansion meets a tensor of {operand.dtype}, {operand.layout}; expansions "
-            "compute with dense real tensors: convert it first"
+            f"an expansion meets a tensor of {operand.dtype}, {operand.layout}, of shape "
+            f"{tuple(operand.shape)}; expansions compute with dense real tensors. Convert it, as "
+            "by .to_dense(), or compute on mcf.as_plain(x, torch.float64)"
         )
 
 
@@ -164,7 +165,8 @@ def require_numbers(operands: Iterable[Any]) -> None:
     for x in operands:
         if not isinstance(x, Number):
             raise ValueError(
-                f"an expansion meets {x!r}, which is neither a tensor nor a real number"
+                f"an expansion meets {x!r}, which is neither a tensor nor a real number; for "
+                "complex results, compute on mcf.as_plain(x, torch.float64)"
             )
 
 

@@ -224,6 +224,12 @@ class TestFormats:
         with pytest.raises(TypeError, match="no operand is an expansion"):
             mcf.fma(torch.ones(3), 1, 2)
 
+    @pytest.mark.parametrize("format", [mcf.bf16x2, mcf.fp32x2], ids=lambda f: f.name)
+    def test_sparse_results_raise_and_name_the_operation(self, format):
+        x = sample(format, 3, 3)
+        with pytest.raises(NotImplementedError, match=r"_to_sparse.*sparse_coo.*as_plain"):
+            x.to_sparse()
+
     def test_integers_and_masks_enter_exactly(self):
         x = sample(mcf.fp32x2, 3)
         assert torch.equal(exact(x * torch.tensor([0, 1, 2])), exact(x) * torch.tensor([0, 1, 2]))
