@@ -472,7 +472,9 @@ def _detach_recomputed(module: nn.Module) -> None:
     for part in module.modules():
         for hook in part._forward_pre_hooks.values():
             name = getattr(hook, "name", None) or getattr(hook, "_tensor_name", None)
-            x = vars(part).get(name) if isinstance(name, str) else None
+            if not isinstance(name, str):
+                continue
+            x = vars(part).get(name)
             if isinstance(x, Tensor) and x.grad_fn is not None:
                 vars(part)[name] = x.detach()
 
