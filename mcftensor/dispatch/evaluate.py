@@ -162,15 +162,10 @@ class _Part:
         """Return new results."""
         format, role = self.plan.expression.format, self.plan.role
         made = self._computed([keys[i] for i in self.rows if i in keys])
+        writes = [after(format, keys[i]) if i in keys else None for i in self.rows]
         return [
-            MCFTensor.of(
-                components,
-                format,
-                role,
-                own=True,
-                writes=after(format, keys[i]) if keys else None,
-            )
-            for i, components in zip(self.rows, made, strict=True)
+            MCFTensor.of(components, format, role, own=True, writes=count)
+            for components, count in zip(made, writes, strict=True)
         ]
 
     def _computed(self, keys: list[Tensor]) -> Iterable[Sequence[Tensor]]:
