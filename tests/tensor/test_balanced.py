@@ -335,3 +335,10 @@ def test_data_of_a_piece_is_rounded_as_the_piece_is():
         for _ in range(3):
             x.add_(1e-5)
     assert same(taken, pieces[1])
+
+
+def test_only_the_balanced_tensors_of_a_list_count():
+    with torch.no_grad():
+        new = torch._foreach_mul([made(mcf.bf16x2, 4), made(LONG, 4)], 0.9)
+    assert new[0].writes is None
+    assert new[1].writes == 2
