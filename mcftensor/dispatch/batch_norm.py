@@ -15,9 +15,11 @@ from torch import Tensor
 
 from mcftensor.arithmetic.base_types import NARROW
 from mcftensor.dispatch.default_handler import PRECISION, compute
+from mcftensor.dispatch.differences import RULES
+from mcftensor.dispatch.in_float64 import WIDE
 from mcftensor.dispatch.operands import named_arguments, plainly, value_of
 from mcftensor.dispatch.registry import implements
-from mcftensor.dispatch.rounded_arguments import WIDE
+from mcftensor.dispatch.rounded_arguments import WidenedArguments, is_long, is_recorded
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten
@@ -47,7 +49,8 @@ def normalize(func: Any, *args: Any, **kwargs: Any) -> Any:
     dtype = _dtype_beside(given, trains)
     if dtype is None:
         return _of_long_values(func, args, kwargs)
-    operands = _plain(given, dtype)
+    numbers = _of_long_input(func, given, trains)
+    operands = _plain(given, dtype, numbers)
     share = next(name for name in _SHARES if name in given)
     scratch = {}
     if trains:
@@ -57,6 +60,10 @@ def normalize(func: Any, *args: Any, **kwargs: Any) -> Any:
     if scratch:
         operands[share] = 1.0
     results = func(**operands)
+    if numbers is not None:
+        results = (*numbers.corrected(results[:3]), *results[3:])
+        if isinstance(results[1], MCFTensor) and "running_mean" in scratch:
+            scratch["running_mean"] = _like(given["running_mean"], results[1])
     for name, of_batch in scratch.items():
         average = given[name]
         kept = isinstance(average, MCFTensor)
@@ -78,7 +85,9 @@ def differentiate(func: Any, *args: Any, **kwargs: Any) -> Any:
     dtype = _dtype_beside(given, trains)
     if dtype is None:
         return _of_long_values(func, args, kwargs)
-    of_input, *others = func(**_plain(given, dtype))
+    numbers = _of_long_input(func, given, trains)
+    results = func(**_plain(given, dtype, numbers))
+    of_input, *others = results if numbers is None else numbers.corrected(results)
     weight = given["weight"]
     if weight is not None:
         others = [_like(weight, x) for x in others]
@@ -109,14 +118,42 @@ def _dtype_beside(given: dict[str, Any], trains: bool) -> torch.dtype | None:
     return torch.float32 if dtype in NARROW and not (trains and is_alike) else dtype
 
 
-def _plain(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def _of_long_input(func: Any, given: dict[str, Any], trains: bool) -> WidenedArguments | None:
+    """Return the arguments of a norm of values that float64 may round, or None.
+
+    In training, norms are of the batch alone: running statistics are updated afterwards.
+    """
+    x = given["input"]
+    if not _is_value(x) or not is_long(x) or not (func in RULES or "bias" in given):
+        return None
+    own = {name: _of_role(name, y) for name, y in given.items()}
+    if func not in RULES:
+        func = aten.native_batch_norm.default
+        own |= dict.fromkeys(_STATISTICS) if trains else {}
+        names = ("input", "weight", "bias", *_STATISTICS)
+        eps = own.get("eps", own.get("epsilon"))
+        own = {name: own.get(name) for name in names}
+        own |= {"training": trains, "momentum": 0.0, "eps": eps}
+    return WidenedArguments(func, [*own.values()], {}, is_recorded(own))
+
+
+def _of_role(name: str, x: Any) -> Any:
+    """Return an operand; of a parameter other than statistics, its leading component."""
+    is_leading = isinstance(x, MCFTensor) and not _is_value(x) and name not in _STATISTICS
+    return x.compute_tensor if is_leading else x
+
+
+def _plain(
+    given: dict[str, Any], dtype: torch.dtype, numbers: WidenedArguments | None
+) -> dict[str, Any]:
     """Return the operands as plain tensors."""
 
     def convert(name: str, x: Any) -> Any:
+        x = _of_role(name, x)
         if not isinstance(x, Tensor):
             return x
-        if isinstance(x, MCFTensor) and not _is_value(x) and name not in _STATISTICS:
-            x = x.compute_tensor
+        if isinstance(x, MCFTensor) and numbers is not None:
+            return numbers.enter(x)
         stays = name in _OF_INPUT and not isinstance(x, MCFTensor)
         return x if stays or (x.dtype == dtype and type(x) is Tensor) else plainly(x, dtype)
 

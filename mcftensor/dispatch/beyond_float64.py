@@ -79,8 +79,11 @@ def _scan(combine: Callable[[Tensor, Tensor], Tensor], x: Tensor, dim: int) -> T
 def _var(
     x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
 ) -> Tensor:
-    squares = torch.square(x - _mean(x, dim, True))
-    total = _sum(squares, dim, keepdim)
+    dims = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    places = {d % x.dim() for d in dims}
+    first = x[tuple(slice(0, 1 if d in places else None) for d in range(x.dim()))]
+    below = x - first  # exact where elements share their leading terms
+    total = _sum(torch.square(below - _mean(below, dim, True)), dim, keepdim)
     count = x.numel() / max(total.numel(), 1) - (1 if correction is None else correction)
     return total / max(count, 0.0)
 
@@ -165,6 +168,17 @@ def _copysign(x: MCFTensor, sign: Any) -> Tensor:
     return torch.where(torch.signbit(x) == torch.signbit(number), x, -x)
 
 
+def _div(x: Tensor, y: Tensor, *, rounding_mode: str | None = None) -> Tensor:
+    """Return quotients; those rounded to whole numbers by the exact remainder."""
+    quotient = x / y
+    if rounding_mode is None:
+        return quotient
+    remainder = (torch.remainder if rounding_mode == "floor" else torch.fmod)(x, y)
+    whole = ((x - remainder) / y).round()
+    rounded = (torch.floor if rounding_mode == "floor" else torch.trunc)(quotient)
+    return torch.where(torch.isfinite(whole), whole, rounded)
+
+
 def _allclose(
     x: Tensor, y: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
 ) -> bool:
@@ -182,6 +196,7 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "mean": _mean,  # x.mean
     "cumsum": functools.partial(_scan, torch.add),  # x.cumsum
     "cumprod": functools.partial(_scan, torch.mul),  # x.cumprod
+    "logcumsumexp": functools.partial(_scan, torch.logaddexp),  # x.logcumsumexp
     "var": _var,  # x.var
     "std": lambda x, dim=None, **options: torch.sqrt(_var(x, dim, **options)),  # x.std
     "linalg_vector_norm": _norm,  # x.norm, clip_grad_norm_
@@ -207,6 +222,8 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "sign": _sign,  # x.sign, gradients of x.abs
     "sgn": _sign,  # x.sgn
     "rsqrt": lambda x: 1 / torch.sqrt(x),  # x.rsqrt
+    "div": _div,  # x.div(y, rounding_mode="floor")
+    "floor_divide": functools.partial(_div, rounding_mode="floor"),  # x // y
     "copysign": _copysign,  # torch.copysign
     "_linalg_solve_ex": linear_algebra.solve_ex,  # torch.linalg.solve
     "linalg_inv_ex": linear_algebra.inv_ex,  # torch.linalg.inv

@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot
 from torch.utils._pytree import tree_map
 
 from mcftensor.dispatch import beyond_float64, storage_formats
+from mcftensor.dispatch.in_float64 import WIDE, evaluated
 from mcftensor.dispatch.operands import (
     common_format,
     expansions,
@@ -26,10 +27,9 @@ from mcftensor.dispatch.operands import (
     with_leading,
 )
 from mcftensor.dispatch.registry import implements
-from mcftensor.dispatch.rounded_arguments import WIDE, WidenedArguments, evaluated
+from mcftensor.dispatch.rounded_arguments import WidenedArguments, is_recorded
 from mcftensor.dispatch.write_results import assign, refusal, written_to
 from mcftensor.formats import Format
-from mcftensor.kernels.custom_ops import is_bare
 from mcftensor.kernels.without_float64 import has_float64, without
 from mcftensor.tensor import MCFTensor
 
@@ -138,8 +138,7 @@ def _in_float64(
     Raises:
         NotImplementedError: a result is complex or sparse, or has another shape than its target.
     """
-    is_recorded = not is_bare([x._component0 for x in found])
-    numbers = WidenedArguments(func, args, kwargs, is_recorded)
+    numbers = WidenedArguments(func, args, kwargs, is_recorded(found))
     asked: list[torch.dtype] = []
 
     def widen(x: Any) -> Any:
@@ -153,16 +152,13 @@ def _in_float64(
         return numbers.enter(x)
 
     targets = written_to(func, args, kwargs)
-    wide, largest = numbers.subtract_largest(mapped(widen, args))
-    result = evaluated(func, wide, mapped(widen, kwargs))
+    result = evaluated(func, mapped(widen, args), mapped(widen, kwargs))
     if isinstance(result, Tensor) and result.layout != torch.strided:
         raise refusal(func, found, f"its result is {result.layout}")
-    if largest is not None:
-        result += largest.view_as(result)
-    copies = [numbers.of[id(x)] for x in targets if id(x) in numbers.of]
     corrected = numbers.corrected(result)
-    if corrected is not result:
-        result = result.copy_(corrected) if copies else corrected
+    if any(id(x) in numbers.of for x in targets) and corrected is not result:
+        corrected = tree_map(lambda x, y: x.copy_(plainly(y, WIDE)), result, corrected)
+    result = corrected
 
     def narrow(x: Tensor) -> Tensor:
         if asked and asked[-1] != format.dtype:

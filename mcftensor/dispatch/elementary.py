@@ -298,6 +298,30 @@ def _entr(x: Tensor) -> Tensor:
     return torch.where(x < 0, torch.full_like(x, -torch.inf), product)
 
 
+@_in_longer
+def _binary_cross_entropy(
+    x: Tensor, y: Tensor, weight: Tensor | None = None, reduction: int = 1
+) -> Tensor:
+    """Return the loss of probabilities, with logarithms of -100 at least, as PyTorch defines it."""
+    x = x.clamp(0, 1)
+    loss = (y - 1) * torch.log1p(-x).clamp(min=-100) - y * torch.log(x).clamp(min=-100)
+    loss = loss if weight is None else loss * weight
+    return (loss, loss.mean(), loss.sum())[reduction]
+
+
+_LEAST_VARIANCE = float(torch.tensor(1e-12))
+"""PyTorch's lower limit of x (1 - x) in the gradient of `binary_cross_entropy`."""
+
+
+@_in_longer
+def _binary_cross_entropy_backward(
+    grad: Tensor, x: Tensor, y: Tensor, weight: Tensor | None = None, reduction: int = 1
+) -> Tensor:
+    slope = (x - y) / (x * (1 - x)).clamp(min=_LEAST_VARIANCE)
+    slope = slope if weight is None else slope * weight
+    return grad * slope / (x.numel() if reduction == 1 else 1)
+
+
 _FIRST_STEPS = 6
 """Newton's steps for `erfinv` in one float, from the asymptotic sqrt(-log(erfc))."""
 
@@ -357,6 +381,8 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "special_xlog1py": _times_logarithm(torch.log1p),  # torch.special.xlog1py
     "hardsigmoid": _in_longer(lambda x: (x + 3).clamp(0, 6) / 6),  # F.hardsigmoid
     "hardswish": _in_longer(lambda x: x * (x + 3).clamp(0, 6) / 6),  # F.hardswish
+    "binary_cross_entropy": _binary_cross_entropy,  # F.binary_cross_entropy
+    "binary_cross_entropy_backward": _binary_cross_entropy_backward,  # its gradients
     "special_entr": _entr,  # torch.special.entr
     # Gradients of the functions of these names.
     "sigmoid_backward": _in_longer(lambda grad, y: grad * (1 - y) * y),

@@ -22,7 +22,7 @@ from mcftensor.dispatch.operands import (
     value_of,
 )
 from mcftensor.dispatch.registry import SHORTCUTS, TABLE, Shortcut, implements, register_forms
-from mcftensor.dispatch.rounded_arguments import WIDE
+from mcftensor.dispatch.in_float64 import WIDE
 from mcftensor.formats import named
 from mcftensor.kernels.without_float64 import HALVES, has_float64, widest
 from mcftensor.passes.operators import OPERATORS

@@ -1,9 +1,10 @@
-"""Elementwise functions in float64, and once more where an argument has bits beyond float64.
+"""Functions in float64, and once more where an argument has bits beyond float64.
 
-Terms may lie far apart: 1e20 + 1 is a number of two float32 terms and no float64. Every element is
-evaluated in float64. Elements with an argument that float64 rounds are evaluated again, on all
-terms, by the algorithm for formats beyond 48 bits. A function without such an algorithm is
-corrected by the rest r of its argument, f(x + r) = f(x) + r f'(x).
+Terms may lie far apart: 1e20 + 1 is a number of two float32 terms and no float64. Every function is
+evaluated in float64. Elements of elementwise functions with an argument that float64 rounds are
+evaluated again, on all terms, by the algorithm for formats beyond 48 bits. A function without such
+an algorithm is corrected by the rest r of its argument, f(x + r) = f(x) + r f'(x). Functions of
+differences are evaluated again as a whole, by the rules in `differences.py`.
 """
 
 from __future__ import annotations
@@ -15,65 +16,35 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from mcftensor.arithmetic import special_functions
-from mcftensor.dispatch import beyond_float64
-from mcftensor.dispatch.operands import expansions, leaves, mapped
-from mcftensor.dispatch.write_results import without_results, written_to
+from mcftensor.dispatch import beyond_float64, differences
+from mcftensor.dispatch.in_float64 import WIDE, evaluated
+from mcftensor.dispatch.operands import expansions, leaves, mapped, named_arguments
+from mcftensor.dispatch.write_results import without_results
 from mcftensor.formats import Format, named
-from mcftensor.kernels.custom_ops import opaque
+from mcftensor.kernels.custom_ops import is_bare, opaque
 from mcftensor.passes.format_conversion import collapse_with_rest, rest_of
 from mcftensor.tensor import GradientTensor, MCFTensor
 
 aten = torch.ops.aten
 
-WIDE = torch.float64
-
-# Functions that PyTorch evaluates in float64 with larger errors than 48 bits allow.
-_SHARPER: dict[Any, Callable[..., Tensor]] = {
-    aten.binary_cross_entropy_with_logits: special_functions.binary_cross_entropy_with_logits,
-    aten.digamma: special_functions.digamma,
-    aten.gelu: special_functions.gelu,
-    aten.gelu_backward: special_functions.gelu_backward,
-    aten.igammac: special_functions.igammac,
-    aten.igammac_: special_functions.igammac,
-    aten._log_softmax: special_functions.log_softmax,
-    aten.logaddexp2: special_functions.logaddexp2,
-    aten.logit: special_functions.logit,
-    aten.logsumexp: special_functions.logsumexp,
-    aten.polygamma: special_functions.polygamma,
-    aten.polygamma_: lambda x, n: special_functions.polygamma(n, x),
-    aten.sinc: special_functions.sinc,
-    aten.soft_margin_loss: special_functions.soft_margin_loss,
-    aten.special_log_ndtr: special_functions.log_ndtr,
-    aten.special_zeta: special_functions.zeta,
-}
-
-
-def evaluated(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on float64 tensors, with errors that 48 bits allow."""
-    sharper = _SHARPER.get(func.overloadpacket)
-    if sharper is None:
-        return func(*args, **kwargs)
-    targets = written_to(func, tuple(args), kwargs)
-    options = {name: x for name, x in kwargs.items() if not any(x is y for y in targets)}
-    result = sharper(*args, **options)
-    return targets[0].resize_(result.shape).copy_(result) if targets else result
-
 
 class WidenedArguments:
     """The arguments of an operation in float64, and what float64 lacks of them.
 
-    Both are tensors by the ids of arguments. Only elementwise functions have rests, and while a
-    compiler or a transform records them, the recorded operator finds the rests.
+    Both are tensors by the ids of arguments. Only elementwise functions and functions of
+    differences have rests, and while a compiler or a transform records them, the recorded operator
+    finds the rests.
     """
 
     def __init__(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], is_recorded: bool
     ) -> None:
-        self.call = without_results(func, args, kwargs)
-        long = [x for x in expansions(self.call[1:]) if _is_long(x)]
-        self._is_corrected = _is_function(self.call[0]) and bool(long)
+        func, args, kwargs = without_results(func, args, kwargs)
+        self.call = func, args, {name: x for name, x in kwargs.items() if name != "dtype"}
+        long = [x for x in expansions((args, kwargs)) if is_long(x)]
+        self._is_corrected = (func in differences.RULES or _is_function(func)) and bool(long)
         self._has_rests = self._is_corrected and not is_recorded
         self.of: dict[int, Tensor] = {}
         self.rests: dict[int, Tensor] = {}
@@ -83,41 +54,35 @@ class WidenedArguments:
         if id(x) not in self.of:
             if not isinstance(x, MCFTensor):
                 self.of[id(x)] = x.to(WIDE, copy=True)
-            elif self._has_rests and _is_long(x):
+            elif self._has_rests and is_long(x):
                 pair = collapse_with_rest(list(x._read()), x._format.name)
                 self.of[id(x)], self.rests[id(x)] = pair
             else:
                 self.of[id(x)] = x._collapsed(WIDE)
         return self.of[id(x)]
 
-    def subtract_largest(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Tensor | None]:
-        """Return the arguments of a function of differences with its first one less its largest
-        elements, and these if they are to be added to the result.
-        """
-        func, own = self.call[0], self.call[1]
-        if func not in _OF_DIFFERENCES or not own or not _is_long(own[0]):
-            return args, None
-        dims = args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
-        x = own[0]
-        below, largest = below_largest(list(x._read()), x._format.name, list(dims))
-        return (below, *args[1:]), largest if func is aten.logsumexp.default else None
-
     def corrected(self, result: Any) -> Any:
-        """Return the result of an elementwise function on all terms of its arguments.
+        """Return the results of a function on all terms of its arguments.
 
-        Given is the function of arguments rounded to float64, which may be changed in place.
+        Given are the results for arguments rounded to float64, which may be changed in place. The
+        results of functions of differences may be expansions.
         """
         func, args, kwargs = self.call
-        is_float = isinstance(result, Tensor) and result.is_floating_point()
-        if not self._is_corrected or not is_float or result.is_meta:
+        results, structure = tree_flatten(result)
+        if not self._is_corrected or any(isinstance(x, Tensor) and x.is_meta for x in results):
+            return result
+        is_elementwise = func not in differences.RULES
+        if is_elementwise and not result.is_floating_point():
             return result
         if self._has_rests:
-            return _corrected(self, result)
+            return _corrected(self, result) if is_elementwise else self._of_differences(result)
         tensors: list[Tensor] = []
 
         def described(x: Any) -> Any:
             if not isinstance(x, Tensor):
-                return x if x is None or isinstance(x, (bool, str, int)) else float(x)
+                whole = isinstance(x, torch.SymInt)
+                same = x is None or isinstance(x, (bool, str, int))
+                return int(x) if whole else x if same else float(x)
             place = len(tensors)
             if isinstance(x, MCFTensor) and not isinstance(x, GradientTensor):
                 tensors.extend(x._read())
@@ -126,40 +91,26 @@ class WidenedArguments:
             return f"@{place}"
 
         call = json.dumps([str(func), *mapped(described, (list(args), kwargs))])
-        return function_of_terms(result, tensors, call)
+        if is_elementwise:
+            return function_of_terms(result, tensors, call)
+        pairs = iter(differences_of_terms([x for x in results if _is_float(x)], tensors, call))
+        longer = Format(WIDE, 2)
+        results = [
+            MCFTensor.of([next(pairs), next(pairs)], longer) if _is_float(x) else x for x in results
+        ]
+        return tree_unflatten(results, structure)
+
+    def _of_differences(self, result: Any) -> Any:
+        """Return the results of a function of differences on all terms, if there are rests."""
+        func, args, kwargs = self.call
+        if not any(len(_places(x, x.shape)) for x in self.rests.values()):
+            return result
+        return differences.RULES[func](func, named_arguments(func, args, kwargs))
 
 
-_OF_DIFFERENCES = {
-    aten._softmax.default,
-    aten._log_softmax.default,
-    aten.logsumexp.default,
-}
-"""Functions that depend on the differences of elements, except for a summand."""
-
-
-@opaque(
-    lambda stored, source, dims: [
-        torch.empty_like(stored[0], dtype=WIDE),
-        torch.empty_like(stored[0], dtype=WIDE).sum(dims, keepdim=True),
-    ],
-    lays_out=True,
-)
-def below_largest(stored: Sequence[Tensor], source: str, dims: list[int]) -> list[Tensor]:
-    """Return the differences of elements from the largest ones along dimensions, and these.
-
-    The largest elements count as 0 if they are not finite, and if float64 rounds no number.
-    """
-    number, rest = collapse_with_rest(stored, source)
-    if not stored[0].numel() or not len(_places(rest, rest.shape)):
-        return [number, torch.zeros_like(number.sum(dims, keepdim=True))]
-    largest = number.amax(dims, keepdim=True)
-    if rest.dtype != WIDE:
-        rest = rest_of(number, stored)
-    most = rest.masked_fill(number != largest, -torch.inf).amax(dims, keepdim=True)
-    difference = (number - largest) + (rest - most)
-    is_finite = torch.isfinite(largest)
-    difference = torch.where(is_finite & torch.isfinite(number), difference, number)
-    return [difference, torch.where(is_finite, largest, 0.0)]
+def is_recorded(tree: Any) -> bool:
+    """Return whether a compiler or a transform sees the operation on some expansions."""
+    return not is_bare([x._component0 for x in expansions(tree)])
 
 
 _INSENSITIVE = {
@@ -185,7 +136,7 @@ def _is_function(func: Any) -> bool:
     )
 
 
-def _is_long(x: MCFTensor) -> bool:
+def is_long(x: MCFTensor) -> bool:
     """Return whether float64 may round the elements of an expansion."""
     return x._format.exceeds_float64 and not isinstance(x, GradientTensor)
 
@@ -197,6 +148,33 @@ def function_of_terms(result: Tensor, tensors: Sequence[Tensor], call: str) -> T
     A tensor in the call is a text "@place format", with the place of its first component in
     `tensors`.
     """
+
+    return _corrected(_read_call(call, tensors), result.clone())
+
+
+@opaque(
+    lambda results, tensors, call: [torch.empty_like(x) for x in results for _ in range(2)],
+    lays_out=True,
+)
+def differences_of_terms(
+    results: Sequence[Tensor], tensors: Sequence[Tensor], call: str
+) -> list[Tensor]:
+    """Return the results of a call on all terms, each as a float64 number and its rest.
+
+    The call is as in `function_of_terms`.
+    """
+    numbers = _read_call(call, tensors)
+    pairs: list[Tensor] = []
+    given = [x for x in tree_leaves(numbers.corrected([*results])) if _is_float(x)]
+    for x, like in zip(given, results, strict=True):
+        terms = list(x._read()) if isinstance(x, MCFTensor) else [x]
+        rest = sum(terms[1:], torch.zeros_like(like))
+        pairs += [torch.empty_like(like).copy_(terms[0]), torch.empty_like(like).copy_(rest)]
+    return pairs
+
+
+def _read_call(call: str, tensors: Sequence[Tensor]) -> WidenedArguments:
+    """Return the arguments of a call in float64."""
 
     def read(x: Any) -> Any:
         if not isinstance(x, str) or not x.startswith("@"):
@@ -211,9 +189,13 @@ def function_of_terms(result: Tensor, tensors: Sequence[Tensor], call: str) -> T
     func = functools.reduce(getattr, name.split("."), torch.ops)
     numbers = WidenedArguments(func, args, kwargs, is_recorded=False)
     for x in leaves((args, kwargs)):
-        if isinstance(x, MCFTensor) or (isinstance(x, Tensor) and x.is_floating_point()):
+        if _is_float(x):
             numbers.enter(x)
-    return _corrected(numbers, result.clone())
+    return numbers
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def _corrected(numbers: WidenedArguments, result: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from mcftensor.dispatch.operands import (
     with_leading,
 )
 from mcftensor.dispatch.registry import SHORTCUTS
-from mcftensor.dispatch.rounded_arguments import WIDE
+from mcftensor.dispatch.in_float64 import WIDE
 from mcftensor.dispatch.storage_formats import decoded
 from mcftensor.dispatch.write_results import assign_tree, refusal, require_no_grad
 from mcftensor.formats import Format, named
