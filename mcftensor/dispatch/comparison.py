@@ -28,6 +28,7 @@ from mcftensor.dispatch.operands import (
     stored_in,
 )
 from mcftensor.dispatch.registry import implements, register_forms
+from mcftensor.dispatch.rounded_arguments import has_rests
 from mcftensor.dispatch.storage_formats import of_terms
 from mcftensor.formats import Format
 from mcftensor.kernels.custom_ops import opaque
@@ -265,3 +266,23 @@ def by_rank(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         return MCFTensor.of(terms, x.format, own=True)
 
     return tree_map(element, func(rank, *args, **kwargs))
+
+
+@implements(
+    aten.searchsorted.Tensor,  # torch.searchsorted
+    aten.searchsorted.Scalar,  # torch.searchsorted(x, 3.0)
+    aten.bucketize.Tensor,  # torch.bucketize
+    aten.bucketize.Scalar,  # torch.bucketize(3.0, x)
+)
+@of_terms
+def find(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the places of numbers in a sorted sequence."""
+    if all(x.acts_as == "parameter" for x in expansions(args)) or not has_rests(args):
+        return compute(func, *args, **kwargs)
+    format, columns = _enter(func.overloadpacket.__name__, args[:2])
+    joined = [torch.cat([x.reshape(-1) for x in terms]) for terms in zip(*columns, strict=True)]
+    ranks, _ = _ranks(MCFTensor.of(joined, format))
+    shapes = [terms[0].shape for terms in columns]
+    own = ranks.split([x.numel() for x in shapes])
+    found = [x.reshape(shape) for x, shape in zip(own, shapes, strict=True)]
+    return func.overloadpacket.Tensor(*found, *args[2:], **kwargs)

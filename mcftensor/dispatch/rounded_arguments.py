@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -103,7 +103,7 @@ class WidenedArguments:
     def _of_differences(self, result: Any) -> Any:
         """Return the results of a function of differences on all terms, if there are rests."""
         func, args, kwargs = self.call
-        if not any(len(_places(x, x.shape)) for x in self.rests.values()):
+        if not _are_rests(self.rests.values()):
             return result
         return differences.RULES[func](func, named_arguments(func, args, kwargs))
 
@@ -125,13 +125,28 @@ _INSENSITIVE = {
 """Functions with |x f'(x)| <= |f(x)|: an argument rounded to float64 changes them by 2^-53 of their
 size at most."""
 
+_UNTAGGED = {
+    aten.elu_backward,
+    aten.floor_divide,
+    aten.hardshrink_backward,
+    aten.hardsigmoid_backward,
+    aten.hardswish,
+    aten.hardswish_backward,
+    aten.hardtanh_backward,
+    aten.leaky_relu_backward,
+    aten.mish_backward,
+    aten.softplus_backward,
+    aten.softshrink_backward,
+}
+"""Elementwise functions that PyTorch does not tag as pointwise."""
+
 
 @functools.lru_cache(maxsize=4096)
 def _is_function(func: Any) -> bool:
     return (
         func is not None
         and func.overloadpacket not in _INSENSITIVE
-        and (torch.Tag.pointwise in func.tags or func is aten.hardswish.default)
+        and (torch.Tag.pointwise in func.tags or func.overloadpacket in _UNTAGGED)
         and torch.Tag.nondeterministic_seeded not in func.tags
     )
 
@@ -139,6 +154,26 @@ def _is_function(func: Any) -> bool:
 def is_long(x: MCFTensor) -> bool:
     """Return whether float64 may round the elements of an expansion."""
     return x._format.exceeds_float64 and not isinstance(x, GradientTensor)
+
+
+def has_rests(tree: Any) -> bool:
+    """Return whether float64 rounds elements of expansions; True where an operation is recorded."""
+    long = [x for x in expansions(tree) if is_long(x)]
+    if not long or is_recorded(long):
+        return bool(long)
+    return _are_rests(collapse_with_rest(list(x._read()), x._format.name)[1] for x in long)
+
+
+@opaque(lambda stored, source: [torch.empty_like(x[..., :1]) for x in stored], lays_out=True)
+def first_if_rounded(stored: Sequence[Tensor], source: str) -> list[Tensor]:
+    """Return the first elements along the last dimension, or zeros if float64 rounds no element."""
+    first = [torch.empty_like(x[..., :1]).copy_(x[..., :1]) for x in stored]
+    is_rounded = _are_rests([collapse_with_rest(stored, source)[1]])
+    return [torch.where(torch.isfinite(first[0]) & is_rounded, x, 0.0) for x in first]
+
+
+def _are_rests(rests: Iterable[Tensor]) -> bool:
+    return any(len(_places(x, x.shape)) for x in rests)
 
 
 @opaque(lambda result, tensors, call: torch.empty_like(result), lays_out=True)

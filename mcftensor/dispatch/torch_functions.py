@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_map
 from mcftensor.arithmetic import special_functions
 from mcftensor.dispatch import derivatives
 from mcftensor.dispatch.default_handler import PRECISION, explained, unlike_dtypes
+from mcftensor.dispatch.differences import lengthened, longer_format
+from mcftensor.dispatch.in_float64 import WIDE
 from mcftensor.dispatch.operands import (
     common_format,
     expansions,
@@ -32,7 +34,7 @@ from mcftensor.dispatch.operands import (
     with_leading,
 )
 from mcftensor.dispatch.registry import SHORTCUTS
-from mcftensor.dispatch.in_float64 import WIDE
+from mcftensor.dispatch.rounded_arguments import first_if_rounded, has_rests
 from mcftensor.dispatch.storage_formats import decoded
 from mcftensor.dispatch.write_results import assign_tree, refusal, require_no_grad
 from mcftensor.formats import Format, named
@@ -47,6 +49,9 @@ _METHODS = (
     *("quantile", "nanquantile", "nanmean", "logdet", "slogdet", "norm", "stft", "istft"),
     "isclose",  # its decomposition would draw random numbers
 )
+
+_ISCLOSE = (torch.isclose, Tensor.isclose)
+_COVARIANCES = (torch.cov, Tensor.cov, torch.corrcoef, Tensor.corrcoef)
 
 # PyTorch's own functions cancel, and dispatch sees only their parts.
 _SHARPER = {torch.special.ndtr: special_functions.ndtr, F.tanhshrink: special_functions.tanhshrink}
@@ -70,6 +75,8 @@ WHOLE: set[Callable[..., Any]] = {
     torch.view_as_complex,
     *_SHARPER,
     *derivatives.OWN,
+    *_COVARIANCES,
+    torch.cdist,
     # the modules of nn that have these names
     F.fractional_max_pool2d,
     F.fractional_max_pool3d,
@@ -78,6 +85,9 @@ WHOLE: set[Callable[..., Any]] = {
     F.scaled_dot_product_attention,  # transformers
     *filter(None, [getattr(F, "linear_cross_entropy", None)]),  # of torch 2.13
 }  # fmt: skip
+
+
+_IF_NECESSARY = "use_mm_for_euclid_dist_if_necessary"  # more than 25 rows
 
 
 class _Widen(torch.autograd.Function):
@@ -149,6 +159,13 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
     found = expansions((args, kwargs, out))
     name = getattr(func, "__name__", str(func))
     format = common_format(name, found)
+    if func is torch.cdist:
+        return _cdist(*args, **kwargs)
+    if func in _COVARIANCES:
+        return func(_below_first(args[0]), *args[1:], **kwargs)
+    if func in _ISCLOSE and has_rests((args, kwargs)):
+        longer = longer_format((args, kwargs))
+        return func(*lengthened(args, longer), **lengthened(kwargs, longer))
     own = derivatives.OWN.get(func)
     if own is not None:
         is_long = out is None and format.arithmetic == "terms" and format.precision > PRECISION
@@ -179,6 +196,22 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
         return tree_map(narrow, result)
     require_no_grad(name, (args, kwargs, out))
     return assign_tree(name, out, result, found)
+
+
+def _cdist(x: Tensor, y: Tensor, p: float = 2.0, compute_mode: str = _IF_NECESSARY) -> Tensor:
+    """Return distances by differences; PyTorch's products of matrices would cancel."""
+    mode = "donot_use_mm_for_euclid_dist" if compute_mode == _IF_NECESSARY else compute_mode
+    return torch.cdist(x, y, p, mode)
+
+
+def _below_first(x: Tensor) -> Tensor:
+    """Return the differences of observations from the first one, if float64 rounds some numbers.
+
+    Covariances are those of the differences. They and their means are exact.
+    """
+    if not isinstance(x, MCFTensor) or not x.dim() or not has_rests(x):
+        return x
+    return x - MCFTensor.of(first_if_rounded(list(x._read()), x._format.name), x._format)
 
 
 # ------------------------------------------------------------------------------- of parameters
