@@ -52,7 +52,7 @@ def normalize(func: Any, *args: Any, **kwargs: Any) -> Any:
     numbers = _of_long_input(func, given, trains)
     operands = _plain(given, dtype, numbers)
     share = next(name for name in _SHARES if name in given)
-    scratch = {}
+    scratch: dict[str, Any] = {}
     if trains:
         for name in _STATISTICS:
             if given[name] is not None and operands[name] is not given[name]:

@@ -181,7 +181,11 @@ def _of_own_rows(func: Any, given: Given) -> Any:
     x = given["self"]
     i, j = torch.triu_indices(len(x), len(x), 1, device=x.device)
     of_pairs = aten._cdist_backward if "grad" in given else aten._cdist_forward
-    found = _of_rows(of_pairs.default, given | {"p": given.get("p", 2.0), "compute_mode": None}, _difference(x[i], x[j]))
+    found = _of_rows(
+        of_pairs.default,
+        given | {"p": given.get("p", 2.0), "compute_mode": None},
+        _difference(x[i], x[j]),
+    )
     if "grad" not in given:
         return found
     zeros = found.new_zeros(x.shape)

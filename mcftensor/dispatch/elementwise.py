@@ -11,6 +11,7 @@ from mcftensor.arithmetic.base_types import BASES
 from mcftensor.dispatch import storage_formats
 from mcftensor.dispatch.default_handler import PRECISION, compute
 from mcftensor.dispatch.evaluate import Lists, evaluate_rows, evaluate_rows_into
+from mcftensor.dispatch.in_float64 import WIDE
 from mcftensor.dispatch.operands import (
     are_lifted,
     common_role,
@@ -22,7 +23,6 @@ from mcftensor.dispatch.operands import (
     value_of,
 )
 from mcftensor.dispatch.registry import SHORTCUTS, TABLE, Shortcut, implements, register_forms
-from mcftensor.dispatch.in_float64 import WIDE
 from mcftensor.formats import named
 from mcftensor.kernels.without_float64 import HALVES, has_float64, widest
 from mcftensor.passes.operators import OPERATORS

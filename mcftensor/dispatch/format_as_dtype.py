@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mcftensor.dispatch.default_handler import PRECISION
-from mcftensor.dispatch.operands import is_wrapped, leaves, value_of
 from mcftensor.dispatch.in_float64 import WIDE
+from mcftensor.dispatch.operands import is_wrapped, leaves, value_of
 from mcftensor.dispatch.torch_functions import narrowed
 from mcftensor.formats import Format
 from mcftensor.tensor.dtensor import any_format_of, format_of, on_local
