@@ -44,7 +44,8 @@ class WidenedArguments:
         func, args, kwargs = without_results(func, args, kwargs)
         self.call = func, args, {name: x for name, x in kwargs.items() if name != "dtype"}
         long = [x for x in expansions((args, kwargs)) if is_long(x)]
-        self._is_corrected = (func in differences.RULES or _is_function(func)) and bool(long)
+        is_function = func in differences.RULES or _is_function(func)
+        self._is_corrected = is_function and bool(long) and not long[0].is_meta
         self._has_rests = self._is_corrected and not is_recorded
         self.of: dict[int, Tensor] = {}
         self.rests: dict[int, Tensor] = {}
@@ -67,15 +68,15 @@ class WidenedArguments:
         Given are the results for arguments rounded to float64, which may be changed in place. The
         results of functions of differences may be expansions.
         """
-        func, args, kwargs = self.call
-        results, structure = tree_flatten(result)
-        if not self._is_corrected or any(isinstance(x, Tensor) and x.is_meta for x in results):
+        if not self._is_corrected:
             return result
+        func, args, kwargs = self.call
         is_elementwise = func not in differences.RULES
         if is_elementwise and not result.is_floating_point():
             return result
         if self._has_rests:
             return _corrected(self, result) if is_elementwise else self._of_differences(result)
+        results, structure = tree_flatten(result)
         tensors: list[Tensor] = []
 
         def described(x: Any) -> Any:
@@ -173,7 +174,15 @@ def first_if_rounded(stored: Sequence[Tensor], source: str) -> list[Tensor]:
 
 
 def _are_rests(rests: Iterable[Tensor]) -> bool:
-    return any(len(_places(x, x.shape)) for x in rests)
+    return any(_has_bits(x) and len(_places(x, x.shape)) for x in rests)
+
+
+def _has_bits(rest: Tensor) -> bool:
+    """Return whether some rest has bits, by the largest and smallest patterns: the fastest way."""
+    if not rest.numel():
+        return False
+    found = torch.aminmax(rest.view(torch.int16) if rest.dtype == torch.bfloat16 else rest)
+    return any(x.item() for x in found)
 
 
 @opaque(lambda result, tensors, call: torch.empty_like(result), lays_out=True)
@@ -294,8 +303,7 @@ def _corrected(numbers: WidenedArguments, result: Tensor) -> Tensor:
 
 def _places(rest: Tensor, shape: torch.Size) -> Tensor:
     """Return the places of rests other than zero and NaN, in a flat tensor of a shape."""
-    bits = rest.view(torch.int16) if rest.dtype == torch.bfloat16 else rest  # counted faster
-    if not torch.count_nonzero(bits):
+    if not _has_bits(rest):
         return torch.empty(0, dtype=torch.int64, device=rest.device)
     flat = rest.broadcast_to(shape).reshape(-1)
     places = flat.nonzero()[:, 0]
