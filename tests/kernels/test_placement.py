@@ -382,7 +382,7 @@ WAITS = {
     "dispatch/comparison.py all_equal": "what_is_read",
     "dispatch/comparison.py by_rank": "what_is_read",
     "tensor/readable_values.py _on_host": "what_is_read",
-    "dispatch/rounded_arguments.py _places": "other_operators-bf16x2",
+    "dispatch/rounded_arguments.py _has_bits": "other_operators-bf16x2",
     "dispatch/rounded_arguments.py _corrected": "other_operators-fp32x2",
     "dispatch/beyond_float64.py _accumulate": "beyond_float64",
     "arithmetic/products.py _further": "beyond_float64",

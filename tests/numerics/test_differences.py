@@ -331,7 +331,8 @@ PATHS = {
 @pytest.mark.parametrize("name", PATHS)
 def test_compiled_code_and_transforms_give_the_same(name):
     function = PATHS[name]
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    # torch.cov reads numbers, and compiles in parts.
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=name != "cov")
     ordinary = mcf.as_expansion(torch.rand(3, 4, dtype=torch.float64), mcf.fp32x2)
     far = [mcf.exact.from_exact(rows, mcf.fp32x2) for rows in (X, Y)]
     for x, y in (far, (ordinary, ordinary.flip(0))):
@@ -343,7 +344,7 @@ def test_compiled_code_and_transforms_give_the_same(name):
 
 
 def test_results_written_into_tensors():
-    x, y = (mcf.exact.from_exact(rows, mcf.fp32x2) for rows in (X, Y))
+    x = mcf.exact.from_exact(X, mcf.fp32x2)
     expected = torch.std(x, 1)
     assert same(torch.std(x, 1, out=torch.empty_like(expected)), expected)
     plain = torch.empty(0, dtype=torch.float64)
