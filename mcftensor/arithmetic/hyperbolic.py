@@ -149,8 +149,13 @@ def atanh(x: Terms) -> Terms:
     below = sub(one(leading), size, m)
     is_inside = below[0] > 0
     inner = where(is_inside, size, (torch.zeros_like(leading),))
-    w = div(times(inner, 2.0), where(is_inside, below, one(leading)), m)
-    value = times(logarithms.of_one_plus(w, terms), 0.5)
+    # Where 1 - |x| is small, it is scaled by 2^shift, and so is the argument of the logarithm.
+    below_normal, shift = logarithms.normal(below)
+    w = div(times(inner, 2.0), below_normal, m)
+    near = where(shift > 0, one(leading), w)
+    unit = where(shift > 0, times(one(leading), 2.0 ** -logarithms.shift_of(leading)), one(leading))
+    rest, k = logarithms.parts(add(unit, w, m), terms, near)
+    value = times(logarithms.with_power(rest, k + shift, terms), 0.5)
     plain = torch.where(below[0] == 0, torch.inf, torch.where(is_inside, value[0], torch.nan))
     return _signed(value, plain, x)
 

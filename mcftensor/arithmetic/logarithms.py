@@ -83,16 +83,21 @@ def parts(u: Terms, terms: int, near: Terms | None = None) -> tuple[Terms, Tenso
 def natural(u: Terms, terms: int, near: Terms | None = None) -> Terms:
     """log(u), for the arguments of `parts`."""
     rest, k = parts(u, terms, near)
-    return _with_power(rest, k, terms)
+    return with_power(rest, k, terms)
 
 
-def _with_power(rest: Terms, k: Tensor, terms: int) -> Terms:
+def with_power(rest: Terms, k: Tensor, terms: int) -> Terms:
     """rest + k log(2)."""
     log_2 = constants(exact.log_2(bits_of(k, terms)), terms + 1, k)
     return add(mul((k,), log_2, terms + 1), rest, terms + 1)
 
 
-def _normal(x: Terms) -> tuple[Terms, Tensor]:
+def shift_of(x: Tensor) -> float:
+    """Return the exponent of the power of two by which `normal` multiplies small numbers."""
+    return float(2 * BASES[x.dtype].precision)
+
+
+def normal(x: Terms) -> tuple[Terms, Tensor]:
     """Multiply x by a power of two that makes it normal; return the product and the exponent.
 
     The product is 1 where x is not both positive and finite.
@@ -100,7 +105,7 @@ def _normal(x: Terms) -> tuple[Terms, Tensor]:
     base = BASES[x[0].dtype]
     inside = (x[0] > 0) & torch.isfinite(x[0])
     x = where(inside, x, one(x[0]))
-    shift = float(2 * base.precision)
+    shift = shift_of(x[0])
     is_small = x[0] < 2.0 ** (base.min_exponent + (len(x) + 1) * base.precision)
     return where(is_small, times(x, 2.0**shift), x), torch.where(is_small, shift, 0.0)
 
@@ -116,7 +121,7 @@ def _special(x: Terms, value: Terms) -> Tensor:
 def _log(x: Terms, of_two: Fraction, of_e: Fraction) -> Terms:
     """The logarithm to a base whose logarithms of 2 and e are `of_two` and `of_e`."""
     terms = len(x)
-    u, shift = _normal(x)
+    u, shift = normal(x)
     rest, k = parts(u, terms)
     m = terms + 1
     if of_e != 1:
@@ -127,9 +132,9 @@ def _log(x: Terms, of_two: Fraction, of_e: Fraction) -> Terms:
 
 def of_size(x: Terms, terms: int) -> Terms:
     """log|x| as a guarded number, for any x except 0, infinity and NaN."""
-    u, shift = _normal(where(x[0] < 0, neg(x), x))
+    u, shift = normal(where(x[0] < 0, neg(x), x))
     rest, k = parts(u, terms)
-    return _with_power(rest, k - shift, terms)
+    return with_power(rest, k - shift, terms)
 
 
 def log(x: Terms) -> Terms:
@@ -150,7 +155,9 @@ def log10(x: Terms) -> Terms:
 
 def of_one_plus(w: Terms, terms: int) -> Terms:
     """log(1 + w) for guarded numbers w above -1."""
-    return natural(add(one(w[0]), w, terms + 1), terms, w)
+    u, shift = normal(add(one(w[0]), w, terms + 1))
+    rest, k = parts(u, terms, w)
+    return with_power(rest, k - shift, terms)
 
 
 def log1p(x: Terms) -> Terms:

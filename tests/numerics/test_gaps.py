@@ -198,3 +198,13 @@ def test_without_float64(name, format):
         found = function(x)
     error, place = worst(found, at(oracle, exact(x)), format)
     assert error <= UNITS, exact(x)[place]
+
+
+@pytest.mark.parametrize("format", [mcf.fp32x3, mcf.fp64x2], ids=lambda f: f.name)
+@pytest.mark.parametrize("name", ["log1p", "atanh"])
+def test_logarithms_beside_minus_one(name, format):
+    """The distance from -1 is subnormal in float32."""
+    x = entered(format, [-1 + two(-e) for e in (7, 60, 126, 133, 149)])
+    function, oracle = functions.FUNCTIONS[name]
+    error, place = worst(function(x), at(oracle, exact(x)), format)
+    assert error <= UNITS, exact(x)[place]
