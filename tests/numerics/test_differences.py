@@ -97,6 +97,11 @@ def covariances(x):
     return centered(x).dot(centered(x).T) / (x.shape[1] - 1)
 
 
+def correlations(x):
+    c = covariances(x)
+    return c / sqrt(np.outer(c.diagonal(), c.diagonal()))
+
+
 def margins(x):
     found = [[max(0, 1 - r[t] + v) for i, v in enumerate(r) if i != t] for t, r in enumerate(x)]
     return np.array([sum(row) / 4 for row in found], dtype=object)
@@ -157,9 +162,7 @@ OPERATIONS = {
     "cov": (lambda x, y: torch.cov(x[:1].repeat(2, 1)), lambda x, y: covariances(x[[0, 0]])),
     "corrcoef": (
         lambda x, y: torch.corrcoef(torch.stack([x[0], y[0]])),
-        lambda x, y: (lambda c: c / sqrt(np.outer(c.diagonal(), c.diagonal())))(
-            covariances(np.stack([x[0], y[0]]))
-        ),
+        lambda x, y: correlations(np.stack([x[0], y[0]])),
         lambda x, y: 1 + 0 * x[:2, :2],
     ),
     "mse_loss": (F.mse_loss, lambda x, y: ((x - y) ** 2).mean()),
