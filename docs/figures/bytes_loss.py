@@ -11,7 +11,7 @@ from drawing import FAINT, FIRST, INK, NARROW, SECOND, SOFT, WIDE, Drawing, Draw
 from tables import bert, training
 
 BYTES = (4.0, 17.0)
-LETTER, LINE = 6.1, 12.0  # Of names: width and height.
+LETTER, LINE = 6.5, 12.0  # Of names: width and height.
 # Where names may be, beside their point; to the right rather than to the left.
 NEAR = sorted(
     product(range(-130, 131, 5), range(-90, 91, 3)),
@@ -110,7 +110,7 @@ class Panel:
         self.chance = max(abs(gap) for p in points if p.name == SAME for gap in p.gaps)
         self.unit = 10.0 ** math.ceil(math.log10(self.chance))
         ends = [self.place(gap) for point in points for gap in point.gaps]
-        self.ends = min(-1.0, *ends) - 0.35, max(ends) + 0.2
+        self.ends = min(-1.0, *ends) - 0.8, max(ends) + 0.2
         self.taken: list[Box] = []
 
     def place(self, value: float) -> float:

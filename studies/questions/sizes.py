@@ -114,6 +114,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         row[0].set_yscale("symlog", linthresh=0.01)
         row[0].yaxis.set_major_formatter("{x:g}")
         row[1].set_ylim(0, 1.1)
+        row[2].set_ylim(-0.03, 1.03)
         row[2].yaxis.set_major_formatter(PercentFormatter(1.0))
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(handles), frameon=False)

@@ -90,6 +90,37 @@ def test_all_strategies_start_alike_and_learn(finished):
     assert all(name in screen for name in (*STRATEGIES, "bits per byte", "EDQ ratio"))
 
 
+@pytest.mark.parametrize(
+    ("peer", "size"),
+    [("kahan", 10), ("flash24", 7.125), ("torchao4", None), ("torchao8", None), ("bnb8", None)],
+)
+@pytest.mark.filterwarnings("ignore")  # Theirs are not ours.
+def test_an_optimizer_of_another_library_learns_with_the_settings_of_torch(peer, size, run):
+    pytest.importorskip(strategies.PEERS[peer][0], reason="it is not installed")
+    status, record = run("--steps", "3", "--strategies", f"master,{peer}", "--lr", "2e-3")
+    assert status == 0
+    master, result = (record["strategies"][name] for name in ("master", peer))
+    assert result["training"][0] == master["training"][0], "the same weights"
+    assert result["final"]["nats"] == pytest.approx(master["final"]["nats"], abs=0.05)
+    if size is not None:
+        assert result["bytes_per_parameter"] == pytest.approx(size, abs=0.1)
+    named = list(GPT(TINY).to(torch.bfloat16).named_parameters())
+    stock = strategies.stock_optimizer("adamw", "fused", 2e-3, 0.99)
+    groups = strategies.optimizer_for(peer, named, stock).param_groups
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    for group in groups:
+        assert len(group["params"]) == len(group["param_names"])
+        betas = group["betas"] if "betas" in group else (group["beta1"], group["beta2"])
+        assert (float(group["lr"]), *betas) == (pytest.approx(2e-3), 0.9, 0.99)
+
+
+def test_peers_are_a_name_for_all_of_them():
+    assert pretrain.parse(["--strategies", "master", "peers"]).strategies == [
+        "master",
+        *strategies.PEERS,
+    ]
+
+
 def test_every_strategy_is_metered(finished):
     """Steps 1, 3, …, 11 of 12; the means are those of the last two of these six."""
     _, record, _ = finished
