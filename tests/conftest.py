@@ -25,7 +25,7 @@ import mcftensor as mcf
 from mcftensor.tensor import implicit_rounding
 from support.helpers import a_step, requires_cuda
 from support.leftovers import remember, restore
-from support.no_float64 import no_float64
+from support.no_float64 import NEEDS_FLOAT64, no_float64
 from support.ranks import RankPool
 from support.thinning import diagonals
 
@@ -59,8 +59,9 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def without_float64(request, leaves_nothing_behind):
     """With `--without-float64`, no code of the library may make a float64 tensor, except where the
-    case is of float64 by its name or its mark."""
-    asks = "64" in request.node.name or request.node.get_closest_marker("with_float64")
+    case needs it by its name or its mark."""
+    asks = any(part in request.node.name for part in NEEDS_FLOAT64)
+    asks = asks or request.node.get_closest_marker("with_float64")
     if request.config.getoption("--without-float64") and not asks:
         with no_float64(of_all=False):
             yield

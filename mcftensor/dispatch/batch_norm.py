@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic.base_types import NARROW
-from mcftensor.dispatch.default_handler import PRECISION, compute
+from mcftensor.dispatch.default_handler import PRECISION, PRECISION_OF_FLOAT32, compute
 from mcftensor.dispatch.differences import RULES
 from mcftensor.dispatch.in_float64 import WIDE
 from mcftensor.dispatch.operands import named_arguments, plainly, value_of
 from mcftensor.dispatch.registry import implements
 from mcftensor.dispatch.rounded_arguments import WidenedArguments, is_long, is_recorded
+from mcftensor.kernels.without_float64 import has_float64
 from mcftensor.tensor import MCFTensor
 
 aten = torch.ops.aten
@@ -48,7 +49,7 @@ def normalize(func: Any, *args: Any, **kwargs: Any) -> Any:
     trains = given.get("training", func not in _READING)
     dtype = _dtype_beside(given, trains)
     if dtype is None:
-        return _of_long_values(func, args, kwargs)
+        return _of_long_values(func, args, kwargs, trains)
     numbers = _of_long_input(func, given, trains)
     operands = _plain(given, dtype, numbers)
     share = next(name for name in _SHARES if name in given)
@@ -108,10 +109,13 @@ def _like(operand: Tensor, result: Tensor | None) -> Tensor | None:
 
 
 def _dtype_beside(given: dict[str, Any], trains: bool) -> torch.dtype | None:
-    """Return the dtype for weight and statistics, or None for values of more than 48 bits."""
+    """Return the dtype for weight and statistics, or None for values that no dtype serves."""
     x = given["input"]
     if _is_value(x):
-        return WIDE if x.format.precision <= PRECISION else None
+        precision = x.format.precision
+        if has_float64(x.device):
+            return WIDE if precision <= PRECISION else None
+        return torch.float32 if precision <= PRECISION_OF_FLOAT32 else None
     weight = given.get("weight", x)
     is_alike = "weight" in given and (weight is None or weight.dtype == x.dtype)
     dtype: torch.dtype = x.dtype
@@ -160,7 +164,18 @@ def _plain(
     return {name: convert(name, x) for name, x in given.items()}
 
 
-def _of_long_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _of_long_values(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], trains: bool = False
+) -> Any:
     if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
         return func.decompose(*args, **kwargs)
-    return compute(func, *args, **kwargs)
+    given = named_arguments(func, args, kwargs)
+    averages = [given.get(name) for name in _STATISTICS]
+    if averages == [None, None] or "grad_out" in given:
+        return compute(func, *args, **kwargs)
+    given["training"] = trains
+    *results, mean, var = compute(aten._native_batch_norm_legit_functional.default, **given)
+    for average, new in zip(averages, (mean, var), strict=True) if trains else ():
+        is_kept = isinstance(average, MCFTensor)
+        average.copy_(new if is_kept else plainly(new, average.dtype))  # type: ignore[union-attr]
+    return tuple(results)

@@ -16,16 +16,21 @@ from torch import Tensor
 
 from mcftensor.dispatch import (
     convolutions,
+    decompositions,
     elementary,
     linear_algebra,
     matrix_products,
+    pooling,
     random_numbers,
 )
+from mcftensor.dispatch.elementary import in_longer
 from mcftensor.dispatch.matrix_products import added
 from mcftensor.dispatch.operands import expansions, mapped, stored_in
 from mcftensor.dispatch.write_results import assign, refusal, written_to
 from mcftensor.formats import Format
 from mcftensor.tensor import MCFTensor
+
+aten = torch.ops.aten
 
 # ---------------------------------------------------------------------------------- reductions
 
@@ -76,16 +81,21 @@ def _scan(combine: Callable[[Tensor, Tensor], Tensor], x: Tensor, dim: int) -> T
     return x.clone()
 
 
-def _var(
+def _var_mean(
     x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     dims = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
     places = {d % x.dim() for d in dims}
     first = x[tuple(slice(0, 1 if d in places else None) for d in range(x.dim()))]
     below = x - first  # exact where elements share their leading terms
-    total = _sum(torch.square(below - _mean(below, dim, True)), dim, keepdim)
+    mean = _mean(below, dim, True)
+    total = _sum(torch.square(below - mean), dim, keepdim)
     count = x.numel() / max(total.numel(), 1) - (1 if correction is None else correction)
-    return total / max(count, 0.0)
+    return total / max(count, 0.0), (first + mean).reshape(total.shape)
+
+
+def _var(x: Tensor, dim: Any = None, **options: Any) -> Tensor:
+    return _var_mean(x, dim, **options)[0]
 
 
 def _norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False) -> Tensor:
@@ -94,14 +104,28 @@ def _norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False) -> 
         return (torch.amax if ord > 0 else torch.amin)(x.abs(), dims, keepdim)
     if ord == 1:
         return _sum(x.abs(), dim, keepdim)
-    if ord == 2:
-        return torch.sqrt(_sum(torch.square(x), dim, keepdim))
     if ord == 0:
         return _sum((x != 0).to(x.dtype) + torch.zeros_like(x), dim, keepdim)
+    if not x.numel():
+        return _sum(x, dim, keepdim)
     largest = x.abs().amax(list(range(x.dim())) if dim is None else dim, True)
     largest = torch.where((largest > 0) & torch.isfinite(largest), largest, 1.0)
-    total = _sum((x.abs() / largest) ** ord, dim, True) ** (1 / ord) * largest
+    if ord == 2:  # powers of two change no bits
+        size = largest._read()[0]  # type: ignore[attr-defined]
+        scale = torch.ldexp(torch.ones_like(size), torch.frexp(size).exponent - 1)
+        total = torch.sqrt(_sum(torch.square(x / scale), dim, True)) * scale
+    else:
+        total = _sum((x.abs() / largest) ** ord, dim, True) ** (1 / ord) * largest
     return total if keepdim else total.squeeze(dim) if dim is not None else total.reshape(())
+
+
+def _cdist(x: Tensor, y: Tensor, p: float, mode: int | None = None) -> Tensor:
+    return _norm(x.unsqueeze(-2) - y.unsqueeze(-3), p, -1)
+
+
+def _pdist(x: Tensor, p: float = 2) -> Tensor:
+    i, j = torch.triu_indices(len(x), len(x), 1, device=x.device)
+    return _norm(x[i] - x[j], p, -1)
 
 
 # -------------------------------------------------------------------------------- accumulation
@@ -197,7 +221,10 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "cumsum": functools.partial(_scan, torch.add),  # x.cumsum
     "cumprod": functools.partial(_scan, torch.mul),  # x.cumprod
     "logcumsumexp": functools.partial(_scan, torch.logaddexp),  # x.logcumsumexp
+    "_cdist_forward": _cdist,  # torch.cdist
+    "_pdist_forward": _pdist,  # F.pdist
     "var": _var,  # x.var
+    "var_mean": _var_mean,  # torch.var_mean
     "std": lambda x, dim=None, **options: torch.sqrt(_var(x, dim, **options)),  # x.std
     "linalg_vector_norm": _norm,  # x.norm, clip_grad_norm_
     "norm": lambda x, p=2, *others: _norm(x, 2 if p is None else p, *others),  # torch.norm
@@ -213,6 +240,19 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "addr": added(lambda x, y: x.unsqueeze(1) * y.unsqueeze(0)),  # torch.addr
     "convolution": convolutions.convolution,  # F.conv1d, F.conv_transpose2d
     "convolution_backward": convolutions.convolution_backward,  # their gradients
+    **{
+        name: in_longer(function)
+        for name, function in {
+            "avg_pool2d": pooling.averages(aten.avg_pool2d),  # F.avg_pool1d, F.avg_pool2d
+            "avg_pool3d": pooling.averages(aten.avg_pool3d),  # F.avg_pool3d
+            "avg_pool2d_backward": pooling.gradients_of_averages(aten.avg_pool2d),
+            "avg_pool3d_backward": pooling.gradients_of_averages(aten.avg_pool3d),
+            "_adaptive_avg_pool2d": pooling.adaptive_averages(2),  # F.adaptive_avg_pool2d
+            "_adaptive_avg_pool3d": pooling.adaptive_averages(3),  # F.adaptive_avg_pool3d
+            "_adaptive_avg_pool2d_backward": pooling.gradients_of_adaptive_averages(2),
+            "_adaptive_avg_pool3d_backward": pooling.gradients_of_adaptive_averages(3),
+        }.items()
+    },
     "index_put": _index_put,  # x.index_put with accumulate, gradients of x[i]
     "_unsafe_index_put": _index_put,  # compiled gradients of F.interpolate
     "_index_put_impl": _index_put_impl,  # x._index_put_impl_
@@ -222,8 +262,8 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "sign": _sign,  # x.sign, gradients of x.abs
     "sgn": _sign,  # x.sgn
     "rsqrt": lambda x: 1 / torch.sqrt(x),  # x.rsqrt
-    "div": _div,  # x.div(y, rounding_mode="floor")
-    "floor_divide": functools.partial(_div, rounding_mode="floor"),  # x // y
+    "div": in_longer(_div),  # x.div(y, rounding_mode="floor")
+    "floor_divide": in_longer(functools.partial(_div, rounding_mode="floor")),  # x // y
     "copysign": _copysign,  # torch.copysign
     "_linalg_solve_ex": linear_algebra.solve_ex,  # torch.linalg.solve
     "linalg_inv_ex": linear_algebra.inv_ex,  # torch.linalg.inv
@@ -240,6 +280,7 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "_linalg_eigh": linear_algebra.eigh,  # torch.linalg.eigh, eigvalsh
     "_linalg_svd": linear_algebra.svd,  # torch.linalg.svd, svdvals, cond
     "allclose": _allclose,  # torch.allclose
+    **decompositions.ALGORITHMS,  # nn.LayerNorm, F.mse_loss
     **elementary.ALGORITHMS,  # torch.exp, x.softmax
     **random_numbers.ALGORITHMS,  # x.normal_, nn.init
 }
@@ -257,6 +298,8 @@ def by_algorithm(func: Any, format: Format, *args: Any, **kwargs: Any) -> Any:
     targets = written_to(func, args, kwargs)
     plain_name = name.removesuffix("_") if targets and name not in ALGORITHMS else name
     found_for = ALGORITHMS.get(plain_name)
+    if found_for is None and all(x._format.precision <= 48 for x in found):
+        found_for = decompositions.WITH_FLOATS.get(plain_name)
     if found_for is None or len(targets) > 1:
         raise refusal(func, found, f"it has no algorithm for {format.precision} bits")
     dtype, _ = kwargs.pop("dtype", None), kwargs.pop("out", None)

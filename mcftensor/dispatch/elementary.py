@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mcftensor.arithmetic import exact_constants as exact
+from mcftensor.arithmetic import special_functions
 from mcftensor.arithmetic.base_types import BASES
 from mcftensor.dispatch.operands import (
     after,
@@ -66,7 +67,7 @@ def _pow(x: Any, exponent: Any) -> Tensor:
     return _evaluated("pow", x, exponent)
 
 
-def _in_longer(function: Callable[..., Any]) -> Callable[..., Any]:
+def in_longer(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of values that is evaluated with one more term and rounded once."""
 
     @functools.wraps(function)
@@ -81,7 +82,9 @@ def _in_longer(function: Callable[..., Any]) -> Callable[..., Any]:
             return MCFTensor.of(stored_in(x, longer, x.device), longer)
 
         result = function(*mapped(lengthened, args), **mapped(lengthened, kwargs))
-        return mapped(lambda x: value_of(x, format, found), result)
+        return mapped(
+            lambda x: value_of(x, format, found) if isinstance(x, MCFTensor) else x, result
+        )
 
     return rounded
 
@@ -103,7 +106,7 @@ def _is_nan(x: Tensor, dim: Any) -> Tensor:
     return torch.isnan(x).any(dim, keepdim=True) | (x == torch.inf).any(dim, keepdim=True)
 
 
-@_in_longer
+@in_longer
 def _softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
     if not x.numel():
         return x.clone()
@@ -113,7 +116,7 @@ def _softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
     return torch.where(undefined, torch.full_like(result, torch.nan), result)
 
 
-@_in_longer
+@in_longer
 def _log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
     if not x.numel():
         return x.clone()
@@ -130,7 +133,7 @@ def _log_of_sum(x: Tensor, largest: Tensor, powers: Tensor, dim: Any) -> Tensor:
     return torch.log1p(rest + (is_largest.sum(dim, keepdim=True) - 1))
 
 
-@_in_longer
+@in_longer
 def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     dims = list(range(x.dim())) if dim is None or dim == [] else dim
     if not x.numel():
@@ -144,7 +147,18 @@ def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     return result.squeeze(tuple(chosen)) if x.dim() else result
 
 
-@_in_longer
+@in_longer
+def _logaddexp2(x: Tensor, y: Tensor) -> Tensor:
+    """log2(2^x + 2^y); near a difference of 0, by the distance of the sum of powers from 2."""
+    larger, smaller = torch.maximum(x, y), torch.minimum(x, y)
+    difference = torch.where(x == y, torch.zeros_like(larger), smaller - larger)
+    log_2 = like(larger, exact.log_2((larger._format.terms + 2) * BASES[x.dtype].precision))  # type: ignore[attr-defined]
+    near = (larger + 1) + torch.log1p(torch.expm1(difference * log_2) / 2) / log_2
+    far = larger + torch.log1p(torch.exp2(difference)) / log_2
+    return torch.where(difference > -0.5, near, far)
+
+
+@in_longer
 def _logaddexp(x: Tensor, y: Tensor) -> Tensor:
     larger = torch.maximum(x, y)
     distance = torch.where(x == y, torch.zeros_like(larger), (x - y).abs())
@@ -161,38 +175,38 @@ def _softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
     return _scaled_softplus(x, beta, threshold)
 
 
-@_in_longer
+@in_longer
 def _scaled_softplus(x: Tensor, beta: float, threshold: float) -> Tensor:
     inner = x * beta
     return torch.where(inner > threshold, x, _evaluated("softplus", inner) / beta)
 
 
-@_in_longer
+@in_longer
 def _softplus_backward(grad: Tensor, x: Tensor, beta: float, threshold: float) -> Tensor:
     inner = x * beta
     return torch.where(inner > threshold, grad, grad * torch.sigmoid(inner))
 
 
-@_in_longer
+@in_longer
 def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
     s = torch.sigmoid(x)
     return grad * s * (1 + x * (1 - s))
 
 
-@_in_longer
+@in_longer
 def _elu(x: Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Tensor:
     inner = torch.where(x > 0, torch.zeros_like(x), x)  # of +inf, too
     low = torch.expm1(inner * input_scale) * alpha * scale
     return torch.where(x > 0, x * scale, low)
 
 
-@_in_longer
+@in_longer
 def _celu(x: Tensor, alpha: float) -> Tensor:
     inner = torch.where(x > 0, torch.zeros_like(x), x)
     return torch.where(x > 0, x, torch.expm1(inner / alpha) * alpha)
 
 
-@_in_longer
+@in_longer
 def _elu_backward(
     grad: Tensor, alpha: float, scale: float, input_scale: float, is_result: bool, x: Tensor
 ) -> Tensor:
@@ -205,7 +219,7 @@ def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     return _evaluated("gelu_tanh" if approximate == "tanh" else "gelu", x)
 
 
-@_in_longer
+@in_longer
 def _gelu_backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor:
     """Return the gradient of x F(x), with F the normal distribution or the logistic function of a
     cubic.
@@ -240,16 +254,64 @@ def constant_in(format: Format, value: Fraction, device: torch.device) -> MCFTen
 
 
 def _polygamma(n: int, x: Tensor) -> Tensor:
-    """Return polygamma of order 0 or 1. Order 1 is the derivative of order 0."""
-    if n > 1:
-        raise NotImplementedError(
-            f"polygamma of order {n} of expansions beyond 48 bits; orders 0 and 1 are available. "
-            "Compute on mcf.as_plain(x, torch.float64)"
-        )
-    return _evaluated("trigamma" if n else "digamma", x)
+    """The derivative of order n of digamma, whose own derivative is trigamma."""
+    if n < 2:
+        return _evaluated("trigamma" if n else "digamma", x)
+    return _derivative_of_digamma(n, x)
 
 
-@_in_longer
+@in_longer
+def _derivative_of_digamma(n: int, x: Tensor) -> Tensor:
+    """(-1)^(n + 1) n! times the sum of (x + k)^-s over all k >= 0, for s = n + 1.
+
+    Below 0, the sum over k < 0 is subtracted from the sum over all integers. The error is relative
+    to the larger one.
+    """
+    s = n + 1
+    sign = 1.0 if s % 2 == 0 else -1.0
+    offset = x - torch.round(x)
+    is_inside = torch.isfinite(x) & ((x > 0) | (offset != 0))
+    size = torch.where(is_inside, torch.where(x > 0, x, 1 - x), torch.ones_like(x))
+    offset = torch.where(is_inside & (x < 0), offset, torch.full_like(x, 0.5))
+    sums = _sums_of_powers(torch.stack([size, 1 + offset, 1 - offset]), s)
+    of_all = (sums[1] + sign * sums[2]) + _scaled_power(offset, s)
+    result = sign * torch.where(x > 0, sums[0], of_all - sign * sums[0])
+    plain = torch.polygamma(n, x._read()[0])  # type: ignore[attr-defined]
+    return torch.where(is_inside, result, plain)
+
+
+def _sums_of_powers(x: Tensor, s: int) -> Tensor:
+    """(s - 1)! times the sum of (x + k)^-s over all k >= 0, by the Euler-Maclaurin formula."""
+    bits = x._format.precision + 8  # type: ignore[attr-defined]
+    count = bits // 4  # each term of the formula has 4 bits
+    start = math.ceil((s + 2 * count) * 2 / math.pi)
+    total = torch.zeros_like(x)
+    for k in range(start):
+        total = total + _scaled_power(x + k, s)
+    last = x + start
+    inverse = start / last
+    square = inverse * inverse
+    rest = torch.zeros_like(x)
+    for k, number in reversed(list(enumerate(exact.bernoulli(count + 1)))[1:]):
+        rising = Fraction(math.prod(range(s, s + 2 * k - 1)), math.factorial(2 * k))
+        rest = rest * square + like(x, number * rising / start ** (2 * k - 1))
+    return total + _scaled_power(last, s) * (last / (s - 1) + 0.5 + inverse * rest)
+
+
+def _scaled_power(x: Tensor, s: int) -> Tensor:
+    """(s - 1)! x^-s, whose factors stay near 1."""
+    factor = math.factorial(s - 1)
+    e = round(math.log2(factor) / s)
+    base = 2.0**e / x
+    power = like(x, Fraction(factor) / Fraction(2) ** (e * s)) * torch.ones_like(x)
+    power = power * base if s % 2 else power
+    while s := s // 2:
+        base = base * base
+        power = power * base if s % 2 else power
+    return power
+
+
+@in_longer
 def _logit(x: Tensor, eps: float | None = None) -> Tensor:
     """log(x / (1 - x)); near 1/2 by the distance from 1/2, which is exact."""
     x = x if eps is None else x.clamp(eps, 1 - eps)
@@ -259,7 +321,7 @@ def _logit(x: Tensor, eps: float | None = None) -> Tensor:
     return torch.where(is_near, torch.log1p((2 * near - 1) / (1 - near)), far)
 
 
-@_in_longer
+@in_longer
 def _sinc(x: Tensor) -> Tensor:
     """sin(pi x) / (pi x), from the exact distance to the nearest integer."""
     whole = x.round()
@@ -269,7 +331,7 @@ def _sinc(x: Tensor) -> Tensor:
     return torch.where(x == 0, torch.ones_like(x), sine / (x * pi))
 
 
-@_in_longer
+@in_longer
 def _spherical_bessel_j0(x: Tensor) -> Tensor:
     is_inside = torch.isfinite(x) & (x != 0)
     inside = torch.where(is_inside, x, torch.ones_like(x))
@@ -280,7 +342,7 @@ def _spherical_bessel_j0(x: Tensor) -> Tensor:
 def _times_logarithm(logarithm: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     """Return x times a logarithm of y, and 0 for x = 0 unless y is NaN."""
 
-    @_in_longer
+    @in_longer
     def product(x: Any, y: Any) -> Tensor:
         first = expansions((x, y))[0]
         a, b = (
@@ -291,14 +353,14 @@ def _times_logarithm(logarithm: Callable[[Tensor], Tensor]) -> Callable[..., Ten
     return product
 
 
-@_in_longer
+@in_longer
 def _entr(x: Tensor) -> Tensor:
     """-x log(x), and -infinity below 0."""
     product = torch.where(x == 0, torch.zeros_like(x), -x * torch.log(x))
     return torch.where(x < 0, torch.full_like(x, -torch.inf), product)
 
 
-@_in_longer
+@in_longer
 def _binary_cross_entropy(
     x: Tensor, y: Tensor, weight: Tensor | None = None, reduction: int = 1
 ) -> Tensor:
@@ -313,7 +375,7 @@ _LEAST_VARIANCE = float(torch.tensor(1e-12))
 """PyTorch's lower limit of x (1 - x) in the gradient of `binary_cross_entropy`."""
 
 
-@_in_longer
+@in_longer
 def _binary_cross_entropy_backward(
     grad: Tensor, x: Tensor, y: Tensor, weight: Tensor | None = None, reduction: int = 1
 ) -> Tensor:
@@ -326,7 +388,7 @@ _FIRST_STEPS = 6
 """Newton's steps for `erfinv` in one float, from the asymptotic sqrt(-log(erfc))."""
 
 
-@_in_longer
+@in_longer
 def _erfinv(x: Tensor) -> Tensor:
     """The y with erfc(y) = 1 - |x|, by Halley's iteration, which triples the bits of each step."""
     format, rest = x._format, 1 - x.abs()  # type: ignore[attr-defined]
@@ -353,6 +415,10 @@ def _erfinv(x: Tensor) -> Tensor:
     return torch.where(is_inside, torch.where(x < 0, -found, found), ends)
 
 
+def _shrink_backward(grad: Tensor, x: Tensor, limit: float) -> Tensor:
+    return torch.where(x.abs() > limit, grad, torch.zeros_like(grad))
+
+
 def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the result and an empty buffer, as PyTorch's CUDA code does."""
     return -_evaluated("softplus", -x), x.new_empty(0)
@@ -365,13 +431,20 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "_log_softmax": _log_softmax,  # x.log_softmax
     "logsumexp": _logsumexp,  # x.logsumexp
     "logaddexp": _logaddexp,  # torch.logaddexp
+    "logaddexp2": _logaddexp2,  # torch.logaddexp2
     "gelu": _gelu,  # F.gelu
     "gelu_backward": _gelu_backward,  # gradients of F.gelu
     "polygamma": _polygamma,  # gradients of torch.digamma
     "elu": _elu,  # F.elu, F.selu
     "celu": lambda x, alpha=1: _celu(x, alpha),  # F.celu
     "elu_backward": _elu_backward,  # gradients of F.elu
+    "softshrink_backward": _shrink_backward,  # gradients of F.softshrink
+    "hardshrink_backward": _shrink_backward,  # gradients of F.hardshrink
     "softplus": _softplus,  # F.softplus
+    "soft_margin_loss": in_longer(special_functions.soft_margin_loss),  # F.soft_margin_loss
+    "binary_cross_entropy_with_logits": in_longer(
+        special_functions.binary_cross_entropy_with_logits
+    ),  # F.binary_cross_entropy_with_logits
     "log_sigmoid_forward": _log_sigmoid,  # F.logsigmoid
     "logit": _logit,  # torch.logit
     "sinc": _sinc,  # torch.sinc
@@ -379,21 +452,21 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "erfinv": _erfinv,  # torch.erfinv
     "xlogy": _times_logarithm(torch.log),  # torch.xlogy
     "special_xlog1py": _times_logarithm(torch.log1p),  # torch.special.xlog1py
-    "hardsigmoid": _in_longer(lambda x: (x + 3).clamp(0, 6) / 6),  # F.hardsigmoid
-    "hardswish": _in_longer(lambda x: x * (x + 3).clamp(0, 6) / 6),  # F.hardswish
+    "hardsigmoid": in_longer(lambda x: (x + 3).clamp(0, 6) / 6),  # F.hardsigmoid
+    "hardswish": in_longer(lambda x: x * ((x + 3).clamp(0, 6) / 6)),  # F.hardswish
     "binary_cross_entropy": _binary_cross_entropy,  # F.binary_cross_entropy
     "binary_cross_entropy_backward": _binary_cross_entropy_backward,  # its gradients
     "special_entr": _entr,  # torch.special.entr
     # Gradients of the functions of these names.
-    "sigmoid_backward": _in_longer(lambda grad, y: grad * (1 - y) * y),
-    "tanh_backward": _in_longer(lambda grad, y: grad * (1 - y * y)),
+    "sigmoid_backward": in_longer(lambda grad, y: grad * (1 - y) * y),
+    "tanh_backward": in_longer(lambda grad, y: grad * (1 - y * y)),
     "silu_backward": _silu_backward,
     "softplus_backward": _softplus_backward,
-    "log_sigmoid_backward": _in_longer(lambda grad, x, buffer: grad * torch.sigmoid(-x)),
-    "_softmax_backward_data": _in_longer(
+    "log_sigmoid_backward": in_longer(lambda grad, x, buffer: grad * torch.sigmoid(-x)),
+    "_softmax_backward_data": in_longer(
         lambda grad, y, dim, dtype: y * (grad - (grad * y).sum(dim, keepdim=True))
     ),
-    "_log_softmax_backward_data": _in_longer(
+    "_log_softmax_backward_data": in_longer(
         lambda grad, y, dim, dtype: grad - y.exp() * grad.sum(dim, keepdim=True)
     ),
 }

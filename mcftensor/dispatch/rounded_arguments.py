@@ -24,6 +24,7 @@ from mcftensor.dispatch.operands import expansions, leaves, mapped, named_argume
 from mcftensor.dispatch.write_results import without_results
 from mcftensor.formats import Format, named
 from mcftensor.kernels.custom_ops import is_bare, opaque
+from mcftensor.kernels.without_float64 import has_float64
 from mcftensor.passes.format_conversion import collapse_with_rest, rest_of
 from mcftensor.tensor import GradientTensor, MCFTensor
 
@@ -154,7 +155,8 @@ def _is_function(func: Any) -> bool:
 
 def is_long(x: MCFTensor) -> bool:
     """Return whether float64 may round the elements of an expansion."""
-    return x._format.exceeds_float64 and not isinstance(x, GradientTensor)
+    is_kept = not x._format.exceeds_float64 or isinstance(x, GradientTensor)
+    return not is_kept and has_float64(x.device)
 
 
 def has_rests(tree: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import repeat
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ from mcftensor.dispatch.write_results import refusal
 from mcftensor.formats import Format, compute_view, movable, unmoved
 from mcftensor.kernels import marks
 from mcftensor.kernels.custom_ops import is_bare
+from mcftensor.kernels.without_float64 import has_float64
 from mcftensor.passes.format_conversion import compute_tensor as compute_tensor_of
 from mcftensor.tensor import GradientTensor, MCFTensor, Role
 from mcftensor.tensor.implicit_rounding import note_of_leading, rounding
@@ -380,13 +381,24 @@ def to_copy(func: Any, x: MCFTensor, *, dtype: torch.dtype | None = None, **kwar
                 "dtype first, .to(torch.float64)"
             )
         wide = dtype if dtype.is_floating_point else torch.float64
-        plain = x._collapsed(wide)
+        if wide != dtype and (x._format.exceeds_float64 or not has_float64(x.device)):
+            plain, wide = _as_integers(x, dtype), dtype
+        else:
+            plain = x._collapsed(wide)
         return func(plain, dtype=dtype, **kwargs) if kwargs or wide != dtype else plain
     if share_scales([x]):
         return _copies(func, x, (), kwargs)
     copied = x._like([func(t, **kwargs) for t in x._read()], own=True)
     _keep_hooks(x, copied)
     return copied
+
+
+def _as_integers(x: MCFTensor, dtype: torch.dtype) -> Tensor:
+    """Return numbers without their fractions, as the sum of terms that are integers."""
+    if dtype == torch.bool:
+        return x._component0 != 0
+    whole = cast(MCFTensor, torch.trunc(x))
+    return torch.stack([term.to(torch.int64) for term in whole._read()]).sum(0).to(dtype)
 
 
 @implements(aten.copy_.default)  # load_state_dict, EMA, AOTAutograd's write-back

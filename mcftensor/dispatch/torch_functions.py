@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from mcftensor.arithmetic import special_functions
+from mcftensor.arithmetic.base_types import NARROW
 from mcftensor.dispatch import derivatives
 from mcftensor.dispatch.default_handler import PRECISION, explained, unlike_dtypes
 from mcftensor.dispatch.differences import lengthened, longer_format
@@ -30,6 +31,7 @@ from mcftensor.dispatch.operands import (
     is_wrapped,
     mapped,
     plainly,
+    stored_in,
     value_of,
     with_leading,
 )
@@ -37,7 +39,7 @@ from mcftensor.dispatch.registry import SHORTCUTS
 from mcftensor.dispatch.rounded_arguments import first_if_rounded, has_rests
 from mcftensor.dispatch.storage_formats import decoded
 from mcftensor.dispatch.write_results import assign_tree, refusal, require_no_grad
-from mcftensor.formats import Format, named
+from mcftensor.formats import PLAIN, Format, PlainFormat, named
 from mcftensor.kernels.custom_ops import is_bare
 from mcftensor.kernels.without_float64 import has_float64
 from mcftensor.tensor import MCFTensor
@@ -90,68 +92,103 @@ WHOLE: set[Callable[..., Any]] = {
 _IF_NECESSARY = "use_mm_for_euclid_dist_if_necessary"  # more than 25 rows
 
 
-class _Widen(torch.autograd.Function):
-    """A value in float64; its gradient is a value of the same format."""
+class _Converted(torch.autograd.Function):
+    """A tensor in another format, plain or not; its gradient is in the format of the tensor."""
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor) -> tuple[Tensor, Any]:
-        return _Widen.apply(x), in_dims[0]
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], x: Tensor, source: str, target: str
+    ) -> tuple[Tensor, Any]:
+        return _Converted.apply(x, source, target), in_dims[0]
 
     @staticmethod
-    def forward(x: MCFTensor) -> Tensor:
-        return plainly(x, WIDE)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.format = getattr(inputs[0], "format", None)
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: MCFTensor) -> Tensor:
-        made: Tensor = _Widen.apply(tangent)
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> MCFTensor:
-        wrapped = is_wrapped(grad)
-        return _Narrow.apply(grad, ctx.format.name) if wrapped else value_of(grad, ctx.format)
-
-
-class _Narrow(torch.autograd.Function):
-    """A float64 tensor as a value; its gradient is in float64."""
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, format: str) -> tuple[Tensor, Any]:
-        return _Narrow.apply(x, format), in_dims[0]
-
-    @staticmethod
-    def forward(x: Tensor, format: str) -> MCFTensor:
-        return value_of(x, named(format))
+    def forward(x: Tensor, source: str, target: str) -> Tensor:
+        return _in_format(x, target)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.format = inputs[1]
+        _, ctx.source, ctx.target = inputs
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: Any) -> MCFTensor:
-        made: MCFTensor = _Narrow.apply(tangent, ctx.format)
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        made: Tensor = _Converted.apply(tangent, ctx.source, ctx.target)
         return made
 
     @staticmethod
-    def backward(ctx: Any, grad: MCFTensor) -> tuple[Tensor, None]:
-        return (_Widen.apply(grad) if is_wrapped(grad) else plainly(grad, WIDE)), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if is_wrapped(grad):
+            return _Converted.apply(grad, ctx.target, ctx.source), None, None
+        return _in_format(grad, ctx.source), None, None
+
+
+def _in_format(x: Tensor, name: str) -> Tensor:
+    format = named(name)
+    return plainly(x, format.dtype) if isinstance(format, PlainFormat) else value_of(x, format)
 
 
 def narrowed(x: Tensor, format: Format) -> MCFTensor:
     """Return a float64 tensor as a value; gradients pass through."""
-    made: MCFTensor = _Narrow.apply(x, format.name)
+    made: MCFTensor = _Converted.apply(x, PLAIN[WIDE].name, format.name)
     return made
+
+
+def _quantile(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose share is a value, since PyTorch rounds numbers to the dtype of x."""
+
+    def of_values(x: Tensor, q: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(x, MCFTensor) and not isinstance(q, MCFTensor):
+            format = x.format.nearest
+            q = MCFTensor.of(stored_in(q, format, x.device), format)
+        return func(x, q, *args, **kwargs)
+
+    return of_values
+
+
+def _rms_norm(
+    x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    return F.rms_norm(x, shape, weight, torch.finfo(WIDE).eps if eps is None else eps)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """Return attention by the operations that PyTorch's kernels fuse."""
+    by_parts = torch.ops.aten._scaled_dot_product_attention_math
+    made: Tensor = by_parts(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
+    return made
+
+
+def _tanhshrink(x: Any) -> Tensor:
+    is_short = isinstance(x, MCFTensor) and x.format.precision <= PRECISION
+    return (special_functions.tanhshrink if is_short else F.tanhshrink)(x)
+
+
+_IN_TERMS: dict[Callable[..., Any], Callable[..., Any]] = {
+    **{
+        getattr(kind, name): _quantile(getattr(kind, name))
+        for kind in (torch, Tensor)
+        for name in ("quantile", "nanquantile")
+    },
+    **dict.fromkeys((F.rms_norm, torch.rms_norm), _rms_norm),
+    F.scaled_dot_product_attention: _attention,
+    F.tanhshrink: _tanhshrink,
+}
+"""Replacements of functions that PyTorch composes with numbers of the dtype, or that cancel."""
 
 
 def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwargs: Any) -> Any:
     """Run a function of values in float64, and split its results, or round them into `out`.
 
-    For formats beyond 48 bits, and on devices without float64, call the function itself, whose
-    operators are dispatched one by one.
+    Beyond 48 bits, and without float64, call the function itself, whose operators are dispatched
+    one by one. PyTorch composes some of 16-bit tensors with conversions to float32, so that formats
+    of such terms are evaluated in float32 terms.
 
     Raises:
         NotImplementedError: a result is complex.
@@ -167,28 +204,34 @@ def evaluate_whole(func: Callable[..., Any], *args: Any, out: Any = None, **kwar
         longer = longer_format((args, kwargs))
         return func(*lengthened(args, longer), **lengthened(kwargs, longer))
     own = derivatives.OWN.get(func)
+    is_long = format.precision > PRECISION
     if own is not None:
-        is_long = out is None and format.arithmetic == "terms" and format.precision > PRECISION
-        if is_long:
+        if out is None and format.arithmetic == "terms" and is_long:
             return own(format, *args, **kwargs)
         return func(*args, **kwargs, **({} if out is None else {"out": out}))
     if format.arithmetic == "numbers":
         (args, kwargs), _ = decoded((args, kwargs))
-    is_apart = format.precision > PRECISION or not has_float64(found[0].device)
-    if format.arithmetic == "numbers" or is_apart:
         return func(*args, **kwargs, **({} if out is None else {"out": out}))
+    wide: Format = PLAIN[WIDE]
+    if is_long or not has_float64(found[0].device):
+        func = _IN_TERMS.get(func, func)
+        if format.dtype not in NARROW:
+            return func(*args, **kwargs, **({} if out is None else {"out": out}))
+        wide = Format(torch.float32, max(2, -(-format.precision // 24)))
 
     def widen(x: Any) -> Any:
         if isinstance(x, MCFTensor):
-            return _Widen.apply(x)
+            return _Converted.apply(x, x.format.name, wide.name)
         if isinstance(x, Tensor) and x.is_floating_point():
-            return x.to(WIDE)
-        return WIDE if x == format.dtype and isinstance(x, torch.dtype) else x
+            return x.to(wide.dtype)
+        return wide.dtype if x == format.dtype and isinstance(x, torch.dtype) else x
 
     def narrow(x: Any) -> Any:
         if isinstance(x, Tensor) and x.is_complex():
             raise refusal(name, found, "its result is complex")
-        return _Narrow.apply(x, format.name) if isinstance(x, Tensor) and x.dtype == WIDE else x
+        if isinstance(x, Tensor) and x.dtype == wide.dtype:
+            return _Converted.apply(x, wide.name, format.name)
+        return x
 
     sharper = _SHARPER.get(func, func)
     result = sharper(*mapped(widen, args), **mapped(widen, kwargs))

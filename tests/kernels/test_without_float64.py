@@ -3,6 +3,7 @@ mode `mcf.without_float64()`. The table of the page is what is found here.
 """
 
 import itertools
+import math
 import threading
 from fractions import Fraction
 from pathlib import Path
@@ -11,6 +12,7 @@ import mpmath
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 import mcftensor as mcf
@@ -557,6 +559,148 @@ def test_what_updates_lose_is_measured(format):
         # Figures are sums in float32.
         assert found == pytest.approx(expected, rel=2.0**-20)
         assert found != expected
+
+
+IMAGES = (2, 4, 5, 6)
+
+
+def _norm(x):
+    return F.batch_norm(
+        x, torch.zeros(4, dtype=x.dtype), torch.ones(4, dtype=x.dtype), training=True
+    )
+
+
+COMPOSED = {
+    "avg_pool1d": lambda x: F.avg_pool1d(x[0], 3),
+    "avg_pool2d": lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True),
+    "avg_pool2d, no padding counted": lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
+    "avg_pool2d, divisor": lambda x: F.avg_pool2d(x, (2, 3), divisor_override=7),
+    "avg_pool3d": lambda x: F.avg_pool3d(x, 3, 2, 1),
+    "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, (3, 4)),
+    "adaptive_avg_pool3d": lambda x: F.adaptive_avg_pool3d(x, (3, 2, 5)),
+    "max_pool2d": lambda x: F.max_pool2d(x, 3, 2, 1),
+    "layer_norm": lambda x: F.layer_norm(x, (5, 6)),
+    "group_norm": lambda x: F.group_norm(x, 2),
+    "batch_norm": _norm,
+    "instance_norm": F.instance_norm,
+    "rms_norm": lambda x: F.rms_norm(x, (6,)),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x.flip(1), x.flip(0)),
+    "mse_loss": lambda x: F.mse_loss(x, x.flip(0) * 3),
+    "smooth_l1_loss": lambda x: F.smooth_l1_loss(x, x.flip(0) * 3, beta=0.3),
+    "huber_loss": lambda x: F.huber_loss(x, x.flip(0) * 3, delta=0.3),
+    "binary_cross_entropy": lambda x: F.binary_cross_entropy(x / 3, x.flip(0) / 3),
+    "with logits": lambda x: F.binary_cross_entropy_with_logits(x * 9, x.flip(0) / 3),
+    "cross_entropy": lambda x: F.cross_entropy(x[0, 0] * 9, torch.arange(5)),
+    "nll_loss of images": lambda x: F.nll_loss(
+        x, torch.arange(30).view(1, 5, 6).repeat(2, 1, 1) % 4
+    ),
+    "quantile": lambda x: x.quantile(0.3, dim=0),
+    "hardtanh": lambda x: F.hardtanh(x, 1.2, 1.7),
+    "hardswish": lambda x: F.hardswish(x - 2),
+    "hardsigmoid": lambda x: F.hardsigmoid(x - 2),
+    "mish": F.mish,
+    "glu": lambda x: F.glu(x, 1),
+    "softshrink": lambda x: F.softshrink(x, 1.3),
+    "relu": lambda x: F.relu(x - 1.5),
+    "lp_pool2d": lambda x: F.lp_pool2d(x, 2, 2),
+    "local_response_norm": lambda x: F.local_response_norm(x, 2),
+    "unfold": lambda x: x.unfold(3, 3, 1),
+    "fold": lambda x: F.fold(F.unfold(x, 3), (5, 6), 3),
+    "reflect": lambda x: F.pad(x, (1, 2, 2, 1), mode="reflect"),
+    "embedding": lambda x: F.embedding(torch.tensor([0, 2, 2]), x[0, 0]),
+    "var_mean": lambda x: torch.cat(torch.var_mean(x, 1)),
+    "mvlgamma": lambda x: torch.mvlgamma(x + 2, 2),
+    "tanhshrink": F.tanhshrink,
+    "polygamma": lambda x: torch.polygamma(3, x),
+}
+FORWARD = {
+    "cdist": lambda x: torch.cdist(x[0], x[1]),
+    "pdist": lambda x: F.pdist(x[0, 0]),
+    "logcumsumexp": lambda x: x.logcumsumexp(2),
+    "logaddexp2": lambda x: torch.logaddexp2(x, x.flip(0)),
+    "floor_divide": lambda x: torch.floor_divide(x * 100, x.flip(0)),
+    "truncated quotient": lambda x: torch.div(-x * 100, x.flip(0), rounding_mode="trunc"),
+    "renorm": lambda x: x[0].renorm(3, 0, 2.0),
+    "cross": lambda x: torch.linalg.cross(x[..., :3], x[..., 3:]),
+    "trace": lambda x: x[0, 0].trace(),
+    "integers": lambda x: (x * 1000).long().to(x.dtype),
+}
+
+
+def composed(name, x, backwards):
+    """The result of a function, and the gradient of a weighted sum of it."""
+    if not backwards:
+        return [FORWARD[name](x)]
+    x = x.detach().requires_grad_()
+    result = COMPOSED[name](x)
+    weights = torch.arange(result.numel(), dtype=torch.float32).mul(37).remainder(11)
+    weights = weights.view(result.shape)
+    (result * weights).sum().backward()
+    return [result.detach(), x.grad]
+
+
+@pytest.mark.parametrize("format", LONG, ids=lambda f: f.name)
+@pytest.mark.parametrize("name", [*COMPOSED, *FORWARD])
+def test_functions_that_pytorch_composes(name, format):
+    x = drawn(format, 11, math.prod(IMAGES)).abs().view(IMAGES).clamp(2.0**-8, 2.0) / 2 + 1
+    wide = mcf.as_plain(x, torch.float64)
+    expected = composed(name, wide, name in COMPOSED)
+    with no_float64():
+        found = composed(name, x, name in COMPOSED)
+    # Formats of 16-bit terms round the result once.
+    bound = 2.0**-44 if format is mcf.fp32x2 else 4 * format.u**format.terms
+    for y, z in zip(found, expected, strict=True):
+        assert isinstance(y, mcf.MCFTensor) or name == "integers"
+        error = (mcf.as_plain(y, torch.float64) - z).abs().max()
+        assert error <= bound * z.abs().max()
+
+
+@pytest.mark.parametrize("n", [2, 3, 7, 20])
+def test_polygamma_of_any_order(n):
+    numbers = torch.tensor([0.1, 0.5, 1.0, 3.3, 60.0, 1e4, -0.3, -2.5, -7.9], dtype=torch.float64)
+    x = mcf.as_expansion(numbers, mcf.fp32x2)
+    with no_float64():
+        found = torch.polygamma(n, x)
+        ends = torch.polygamma(
+            n, mcf.as_expansion(torch.tensor([0.0, -3.0, torch.nan]), mcf.fp32x2)
+        )
+    assert torch.equal(ends.isinf(), torch.tensor([True, True, False]))
+    with mpmath.workprec(300):
+        for y, a in zip(in_mpmath(found), in_mpmath(x), strict=True):
+            # mpmath's zeta takes positive arguments: 30 terms are added to its sum.
+            terms = [(a + k) ** -(n + 1) for k in range(30)]
+            total = mpmath.fsum(terms) + mpmath.zeta(n + 1, a + 30)
+            exact = (-1) ** (n + 1) * mpmath.factorial(n) * total
+            if abs(exact) > 2.0**-78:
+                assert abs(y / exact - 1) < 2.0**-44, a
+
+
+def test_running_statistics_keep_all_terms():
+    x = drawn(mcf.fp32x2, 12, 60).view(5, 3, 4)
+    means = [mcf.as_expansion(torch.zeros(3), mcf.fp32x2), torch.zeros(3, dtype=torch.float64)]
+    variances = [mcf.as_expansion(torch.ones(3), mcf.fp32x2), torch.ones(3, dtype=torch.float64)]
+    with no_float64():
+        F.batch_norm(x, means[0], variances[0], training=True)
+    F.batch_norm(mcf.as_plain(x, torch.float64), means[1], variances[1], training=True)
+    for found, expected in (means, variances):
+        error = (mcf.as_plain(found, torch.float64) - expected).abs() / expected.abs()
+        assert error.max() < 2.0**-44
+    assert mcf.as_plain(means[0], torch.float64).abs().min() > 0
+
+
+def test_norms_do_not_overflow():
+    x = mcf.as_expansion(torch.tensor([3e38, -1e38, 1e-40]), mcf.fp32x2)
+    with no_float64():
+        found = (x / 2).norm()
+    assert in_mpmath(found)[0] == pytest.approx(mpmath.mpf(10**38) * mpmath.sqrt(10) / 2, rel=1e-6)
+
+
+def test_integers_beyond_float64():
+    x = mcf.exact.from_exact([2**60 + 1, -(2**60) - 1, 3.75], mcf.fp32x2)
+    assert x.long().tolist() == [2**60 + 1, -(2**60) - 1, 3]
+    with no_float64():
+        assert x.long().tolist() == [2**60 + 1, -(2**60) - 1, 3]
+        assert x.bool().all()
 
 
 def test_what_needs_float64_says_so():

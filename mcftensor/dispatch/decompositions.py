@@ -1,0 +1,103 @@
+"""Operations by PyTorch's decompositions into others, in formats that no machine type represents.
+
+A decomposition is evaluated with one more term and rounded once. Only decompositions without plain
+tensors of inexact numbers, such as places between pixels, keep all bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mcftensor.dispatch.elementary import in_longer
+
+aten = torch.ops.aten
+
+
+def _decomposed(func: Any) -> Callable[..., Any]:
+    @in_longer
+    def evaluated(*args: Any, **kwargs: Any) -> Any:
+        return _decomposition(func)(*args, **kwargs)
+
+    return evaluated
+
+
+@functools.lru_cache(maxsize=128)
+def _decomposition(func: Any) -> Callable[..., Any]:
+    from torch._decomp import decomposition_table  # noqa: PLC0415  # is slow
+
+    found: Callable[..., Any] = decomposition_table[func]
+    return found
+
+
+def _by_name(*functions: Any) -> dict[str, Callable[..., Any]]:
+    return {func.overloadpacket.__name__: _decomposed(func) for func in functions}
+
+
+ALGORITHMS = _by_name(
+    aten.native_layer_norm.default,  # nn.LayerNorm
+    aten.native_layer_norm_backward.default,
+    aten.native_group_norm.default,  # nn.GroupNorm
+    aten.native_batch_norm.default,  # nn.BatchNorm2d, nn.InstanceNorm2d
+    aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional.default,
+    aten._safe_softmax.default,  # F.scaled_dot_product_attention
+    aten.mse_loss.default,  # losses of nn
+    aten.smooth_l1_loss.default,
+    aten.huber_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.nll_loss_forward.default,
+    aten.nll_loss_backward.default,
+    aten.nll_loss2d_forward.default,
+    aten.nll_loss2d_backward.default,
+    aten.multi_margin_loss.default,
+    aten.multilabel_margin_loss_forward.default,
+    aten.hardtanh.default,  # activations of nn
+    aten.hardtanh_backward.default,
+    aten.leaky_relu_backward.default,
+    aten.threshold.default,
+    aten.threshold_backward.default,
+    aten.softshrink.default,
+    aten.hardshrink.default,
+    aten.mish.default,
+    aten.mish_backward.default,
+    aten._prelu_kernel.default,
+    aten._prelu_kernel_backward.default,
+    aten.glu.default,
+    aten.glu_backward.default,
+    aten.max_pool2d_with_indices_backward.default,  # gradients of F.max_pool2d
+    aten.reflection_pad1d_backward.default,  # gradients of F.pad
+    aten.reflection_pad2d_backward.default,
+    aten.reflection_pad3d_backward.default,
+    aten._unsafe_masked_index.default,  # within others here
+    aten._unsafe_masked_index_put_accumulate.default,
+    aten.col2im.default,  # F.fold
+    aten.unfold_backward.default,  # gradients of x.unfold
+    aten.embedding_dense_backward.default,  # gradients of nn.Embedding
+    aten.renorm.default,  # x.renorm
+    aten.trace.default,  # x.trace
+    aten.linalg_cross.default,  # torch.linalg.cross
+    aten.nansum.default,  # x.nansum
+    aten.heaviside.default,  # torch.heaviside
+    aten.nan_to_num.default,  # x.nan_to_num
+)
+"""Decompositions by the names of aten operators."""
+
+WITH_FLOATS = _by_name(
+    aten.relu.default,  # F.relu
+    aten.native_group_norm_backward.default,
+    aten.native_batch_norm_backward.default,
+    aten.mse_loss_backward.default,
+    aten.smooth_l1_loss_backward.default,
+    aten.huber_loss_backward.default,
+    aten.binary_cross_entropy_backward.default,
+    aten.soft_margin_loss_backward.default,
+    aten.hardswish_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.deg2rad.default,  # torch.deg2rad
+    aten.mvlgamma.default,  # torch.mvlgamma
+)
+"""Decompositions for formats of up to 48 bits; most have constants that are rounded to float64."""
