@@ -105,6 +105,11 @@ def gelu_backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Tens
     return grad * (s * (1 + x * rest * slope))
 
 
+def hardsigmoid_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient of `hardsigmoid`, for which PyTorch rounds 1/6 to float32."""
+    return torch.where(x.abs() < 3, grad * (torch.ones_like(x) / 6), 0.0)
+
+
 # ------------------------------------------------------------------------------- gamma function
 
 

@@ -96,7 +96,6 @@ WITH_FLOATS = _by_name(
     aten.binary_cross_entropy_backward.default,
     aten.soft_margin_loss_backward.default,
     aten.hardswish_backward.default,
-    aten.hardsigmoid_backward.default,
     aten.deg2rad.default,  # torch.deg2rad
     aten.mvlgamma.default,  # torch.mvlgamma
 )

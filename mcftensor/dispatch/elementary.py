@@ -460,6 +460,7 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     # Gradients of the functions of these names.
     "sigmoid_backward": in_longer(lambda grad, y: grad * (1 - y) * y),
     "tanh_backward": in_longer(lambda grad, y: grad * (1 - y * y)),
+    "hardsigmoid_backward": in_longer(special_functions.hardsigmoid_backward),
     "silu_backward": _silu_backward,
     "softplus_backward": _softplus_backward,
     "log_sigmoid_backward": in_longer(lambda grad, x, buffer: grad * torch.sigmoid(-x)),

@@ -21,6 +21,7 @@ _SHARPER: dict[Any, Callable[..., Tensor]] = {
     aten.digamma: special_functions.digamma,
     aten.gelu: special_functions.gelu,
     aten.gelu_backward: special_functions.gelu_backward,
+    aten.hardsigmoid_backward: special_functions.hardsigmoid_backward,
     aten.igammac: special_functions.igammac,
     aten.igammac_: special_functions.igammac,
     aten._log_softmax: special_functions.log_softmax,

@@ -375,3 +375,15 @@ def test_large_tensors_and_shapes():
     assert same(
         torch.cdist(large[0, :2000], large[0, :600])[7, :3], torch.cdist(x[:1], x[:1])[0].repeat(3)
     )
+
+
+def test_gradients_of_hardsigmoid():
+    x = mcf.as_expansion(torch.tensor([0.5, 2.0, 4.0]), mcf.fp32x2).requires_grad_()
+    torch.nn.functional.hardsigmoid(x).sum().backward()
+    assert (
+        mcf.as_plain(x.grad, torch.float64)
+        .sub(torch.tensor([1 / 6, 1 / 6, 0], dtype=torch.float64))
+        .abs()
+        .max()
+        < 1e-14
+    )
