@@ -252,7 +252,7 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
             "_adaptive_avg_pool2d_backward": pooling.gradients_of_adaptive_averages(2),
             "_adaptive_avg_pool3d_backward": pooling.gradients_of_adaptive_averages(3),
         }.items()
-    },
+    },  # pooling, and its gradients
     "index_put": _index_put,  # x.index_put with accumulate, gradients of x[i]
     "_unsafe_index_put": _index_put,  # compiled gradients of F.interpolate
     "_index_put_impl": _index_put_impl,  # x._index_put_impl_

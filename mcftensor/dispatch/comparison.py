@@ -275,7 +275,7 @@ def by_rank(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     aten.bucketize.Scalar,  # torch.bucketize(3.0, x)
 )
 @of_terms
-def find(func: Any, *args: Any, **kwargs: Any) -> Any:
+def search(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the places of numbers in a sorted sequence."""
     if all(x.acts_as == "parameter" for x in expansions(args)) or not has_rests(args):
         return compute(func, *args, **kwargs)

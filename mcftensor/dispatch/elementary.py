@@ -12,6 +12,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -371,7 +372,7 @@ def _binary_cross_entropy(
     return (loss, loss.mean(), loss.sum())[reduction]
 
 
-_LEAST_VARIANCE = float(torch.tensor(1e-12))
+_LEAST_VARIANCE = float(np.float32(1e-12))
 """PyTorch's lower limit of x (1 - x) in the gradient of `binary_cross_entropy`."""
 
 

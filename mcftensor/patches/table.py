@@ -227,7 +227,7 @@ def by_name(
     return change
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def install_once(rows: tuple[Patch, ...]) -> None:
     """Install rows at the first call with them."""
     for each in rows:

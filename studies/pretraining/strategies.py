@@ -206,11 +206,11 @@ def bytes_per_parameter(model: nn.Module, optimizer: Optimizer) -> float:
         for state in optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
-    def terms(tensor: Tensor) -> Iterator[Tensor]:
+    def terms(tensor: Any) -> Iterator[Tensor]:
         if is_traceable_wrapper_subclass(tensor):
             for name in tensor.__tensor_flatten__()[0]:
                 yield from terms(getattr(tensor, name))
-        elif tensor.dim() > 0:
+        elif isinstance(tensor, Tensor) and tensor.dim() > 0:  # a DTensor lists its mesh too
             yield tensor
 
     sizes = {term.data_ptr(): term.nbytes for tensor in tensors() for term in terms(tensor)}

@@ -384,6 +384,7 @@ WAITS = {
     "tensor/readable_values.py _on_host": "what_is_read",
     "dispatch/rounded_arguments.py _has_bits": "other_operators-bf16x2",
     "dispatch/rounded_arguments.py _corrected": "other_operators-fp32x2",
+    "dispatch/rounded_arguments.py _places": "other_operators-fp32x2",
     "dispatch/beyond_float64.py _accumulate": "beyond_float64",
     "arithmetic/products.py _further": "beyond_float64",
     "formats/defaults.py format_of_weights": "conversion_on_the_device",
@@ -397,7 +398,9 @@ WAITS = {
 }
 # The same from the second step on.
 LATER = {
-    "steps-Adafactor": {"tensor/readable_values.py _on_host"},
+    "steps-Adafactor": {  # its means may be of numbers that float64 rounds
+        *("tensor/readable_values.py _on_host", "dispatch/rounded_arguments.py _has_bits"),
+    },
     "edq": {"kernels/digit_body.py add_eagerly", "meters/edq/readings.py totals"},
     "files": {
         *("formats/expansion_format.py _normalized", "checkpoint/safetensors_files.py write"),

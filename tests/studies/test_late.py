@@ -118,13 +118,13 @@ def test_tables_and_the_picture_are_made_of_records(run, tmp_path, monkeypatch):
         for case in ("bf16-never", "bf16-20", "exact-never")
     ]
     a, b, exact = (sum(own) / 2 for own in finals)
-    assert none[5].startswith(f"{a - exact:+.4f}".replace("-", "−") + " ± ")
-    assert tails[2:5] == ["20.0 %", "8 → 14", "9.2"]
-    assert tails[6].startswith(f"{b - a:+.4f}".replace("-", "−") + " ± ")
+    assert none[4].startswith(f"{a - exact:+.4f}".replace("-", "−") + " ± ")
+    assert tails[2:4] == ["20.0 %", "8 → 14 (9.2)"]
+    assert tails[5].startswith(f"{b - a:+.4f}".replace("-", "−") + " ± ")
     closed = [100 * (x - y) / (x - z) for x, y, z in zip(*finals, strict=True)]
-    assert tails[7].startswith(f"{sum(closed) / 2:.1f}".replace("-", "−") + " ± ")
-    assert tails[8] == "2"
-    assert rows["| `bf16i16`", "all steps"][5] == f"{exact:.4f}"
+    assert tails[6].startswith(f"{sum(closed) / 2:.1f}".replace("-", "−") + " ± ")
+    assert tails[10] == "2"
+    assert rows["| `bf16i16`", "all steps"][4] == f"{exact:.4f}"
     (change, *later) = records["main-bf16-meter-0"]["result"]["changes"]
     share = tables.share(records["main-bf16-meter-0"])
     assert change["share"] * 0.9 <= share < 1, later

@@ -369,6 +369,8 @@ def _show_tensors(mode: Pretence, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tensor, "get_device", lambda x: 0 if is_there(x) else get_device(x))
     patch.setattr(Tensor, "device", property(device_of))
     patch.setattr("mcftensor.tensor.pending_tensor._get_device", device_of)
+    for module in ("pending_tensor", "taped_tensor"):
+        patch.setattr(f"mcftensor.tensor.{module}._wrapper", make_wrapper_subclass)
     patch.setattr(Tensor, "is_cuda", property(lambda x: device_of(x).type == "cuda"))
     patch.setattr(Tensor, "is_meta", property(lambda x: device_of(x).type == "meta"))
     patch.setattr(Tensor, "to", to_there)
