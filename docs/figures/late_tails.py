@@ -14,7 +14,7 @@ HIGH = 250.0
 
 def draw() -> Drawings:
     """A panel for each model."""
-    panels = [(f"{name} parameters", late.cases(size)) for size, name in late.SIZES.items()]
+    panels = [(f"{name} parameters", late.cases(size)) for size, name in late.sizes_run().items()]
     return picture(panels, WIDE), picture(panels, NARROW)
 
 

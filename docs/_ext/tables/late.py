@@ -148,15 +148,22 @@ def memory(before: float, after: float, cost: float | None) -> str:
     return f"{before:.0f} → {after:.0f}{mean}"
 
 
+def sizes_run() -> dict[str, str]:
+    """The sizes with records, and their names."""
+    return {size: name for size, name in SIZES.items() if cases(size)}
+
+
 def late_errors() -> str:
     """By case and size: what the meter says near the end."""
     found: dict[tuple[str, str], list[str]] = {}
-    for size in SIZES:
+    for size in sizes_run():
         for case in cases(size):
             found.setdefault(case.name, []).extend(
                 (number(case.mean(last("ratio")), ".3f"), percent(case.mean(last("lost"))))
             )
-    head = [f"{figure}, {size}" for size in SIZES.values() for figure in ("EDQ ratio", "lost")]
+    head = [
+        f"{figure}, {size}" for size in sizes_run().values() for figure in ("EDQ ratio", "lost")
+    ]
     return table(("bf16 weights", "tails", *head), [(*name, *x) for name, x in found.items()])
 
 
@@ -184,7 +191,7 @@ def late_over_steps() -> str:
     """By size and share of the steps, how far losses are from those of tails in all steps."""
     shares = [i / 5 for i in range(1, 6)]
     rows = []
-    for size, name in SIZES.items():
+    for size, name in sizes_run().items():
         found = cases(size)
         (reference,) = (case for case in found if case.weights == "exact")
         last_step = next(iter(reference.records.values()))["run"]["steps"]
