@@ -447,10 +447,6 @@ def _copied(x: Any) -> Any:
     return x.clone() if isinstance(x, Tensor) else x
 
 
-def _copied_rows(column: Sequence[Any]) -> list[Any]:
-    return [*map(_copied, column)]
-
-
 def _written(
     strand: Strand, move: _Move, added: _Added, count: int
 ) -> list[TapedTensor | PendingTensor]:
