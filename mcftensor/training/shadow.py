@@ -23,7 +23,7 @@ from mcftensor.dispatch.operands import stored_in
 from mcftensor.formats import Format, fp64x2
 from mcftensor.kernels.without_float64 import has_float64
 from mcftensor.tensor.components import COMPONENTS
-from mcftensor.tensor.dtensor import format_of, on_local
+from mcftensor.tensor.dtensor import format_of, local, on_local
 from mcftensor.tensor.tensor import MCFTensor
 
 _WIDEST = (torch.float64, torch.complex128)
@@ -58,6 +58,7 @@ class Original:
         self.group_of: dict[Tensor, int] = {}
         for g, group in enumerate(optimizer.param_groups):
             self.group_of.update(dict.fromkeys(group["params"], g))
+        self.takes_float64 = type(optimizer).__module__.startswith("torch.optim.")
         self.other_states = [key for key in optimizer.state if key not in self.group_of]
 
     def step(
@@ -142,7 +143,38 @@ class Original:
 
 def same(x: Tensor, parameter: Tensor, name: str) -> Tensor:
     """Return a copy in the tensor's own format."""
-    return x.detach().clone()
+    x = x.detach()
+    if not is_of_others(x):
+        return x.clone()
+    inner, context = x.__tensor_flatten__()  # type: ignore[attr-defined]
+    copies = {name: same(getattr(x, name), parameter, name) for name in inner}
+    unflatten = type(x).__tensor_unflatten__  # type: ignore[attr-defined]
+    copied: Tensor = unflatten(copies, context, x.shape, x.stride())
+    return copied
+
+
+def is_of_others(x: Tensor) -> bool:
+    """Whether a tensor is of a class of another package, which stores its numbers in tensors."""
+    known = isinstance(x, MCFTensor) or local(x) is not x
+    return not known and hasattr(x, "__tensor_flatten__")
+
+
+def chooses_types(parameter: Tensor, state: Any) -> bool:
+    """Whether an optimizer has chosen the types of a parameter's states by itself: codes, tensors
+    of a class of its own, or numbers of another dtype than the parameter's.
+
+    Its kernels take these types alone, some without asking.
+    """
+    if format_of(parameter):
+        return False
+    for x in tree_leaves(state):
+        if isinstance(x, Tensor) and not format_of(x) and x.numel() > 1:
+            if is_of_others(x):
+                return True
+            as_many = x.numel() >= parameter.numel()
+            if as_many and not x.is_complex() and x.dtype not in (parameter.dtype, torch.bool):
+                return True
+    return False
 
 
 def _leave_fused(optimizer: Optimizer) -> None:
@@ -166,8 +198,8 @@ def widened(x: Tensor, parameter: Tensor, name: str) -> Tensor:
     x = x.detach()
     if x.is_complex():
         return x.to(torch.complex128, copy=True)
-    if name == "step" or not x.is_floating_point():
-        return x.clone()
+    if name == "step" or not x.is_floating_point() or is_of_others(x):
+        return same(x, parameter, name)
     wide = wide_type(parameter)
     if not isinstance(wide, torch.dtype) and x.shape == parameter.shape and name != "grad":
         return on_local(

@@ -400,3 +400,105 @@ def test_states_that_count():
     assert optimizer.state["steps"] == 6
     assert optimizer.state[parameters[0]]["steps"] == 3
     assert len(edq.history) == 3
+
+
+class Coded(Stepper):
+    """Keeps its momentum in codes and scales of its own, and reads scales as float32 whatever their
+    dtype, as kernels written in C++ do."""
+
+    def update(self, p, group):
+        state = self.state[p]
+        if not state:
+            state["codes"] = torch.zeros_like(p, dtype=torch.uint8)
+            state["scale"] = torch.ones(1)
+        scale = state["scale"].view(torch.float32)[:1]
+        momentum = (state["codes"].float() - 128) * scale / 128
+        momentum = 0.5 * momentum + p.grad.float()
+        p.copy_(p.float() - 0.5 * momentum)
+        scale.copy_(momentum.abs().amax())
+        state["codes"].copy_((momentum / scale * 127 + 128).round())
+
+
+class Choosy(Stepper):
+    """Does nothing for states of another dtype than float32."""
+
+    def update(self, p, group):
+        state = self.state[p]
+        if not state:
+            state["momentum"] = torch.zeros_like(p, dtype=torch.float32)
+        if state["momentum"].dtype == torch.float32:
+            state["momentum"].lerp_(p.grad.float(), 0.5)
+            p.copy_(p.float() - state["momentum"])
+
+
+class Pair(torch.Tensor):
+    """Numbers kept by a class of another package, which cannot be cloned or split."""
+
+    @staticmethod
+    def __new__(cls, halves):
+        return torch.Tensor._make_wrapper_subclass(cls, halves.shape[1:], dtype=torch.float32)
+
+    def __init__(self, halves):
+        self.halves = halves
+
+    def __tensor_flatten__(self):
+        return ["halves"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, shape, stride):
+        return cls(inner["halves"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].halves)
+        raise NotImplementedError(str(func))
+
+
+class Foreign(Stepper):
+    def update(self, p, group):
+        state = self.state[p]
+        if not state:
+            state["momentum"] = Pair(torch.zeros(2, *p.shape))
+        halves = state["momentum"].halves
+        halves.mul_(0.5).add_(p.grad.float(), alpha=0.25)
+        p.copy_(p.float() - halves.sum(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("cls", [Coded, Choosy, Foreign])
+def test_kernels_that_take_their_own_types_alone(cls, dtype):
+    p = make(dtype, 64)
+    optimizer = cls([p])
+    ratios = []
+    with mcf.EDQ(optimizer) as edq:
+        for step in range(3):
+            gradients([p], step)
+            p.grad.mul_(2**-9)
+            before = p.detach().double()
+            exact = p.detach().clone().float()
+            twin = nn.Parameter(exact)
+            twin.grad = p.grad.float()
+            other = cls([twin])
+            other.state[twin] = {
+                name: Pair(x.halves.clone()) if isinstance(x, Pair) else x.clone()
+                for name, x in optimizer.state[p].items()
+            }
+            other.step()
+            optimizer.step()
+            intended, moved = twin.detach().double() - before, p.detach().double() - before
+            ratios.append(float(intended @ moved / intended.square().sum()))
+    assert edq.not_metered == {}
+    assert [reading["ratio"] for reading in edq.history] == pytest.approx(ratios, rel=1e-4)
+
+
+def test_a_step_that_does_nothing_in_float64_is_told():
+    class Deaf(Stepper):
+        def update(self, p, group):
+            if p.dtype != torch.float64:
+                super().update(p, group)
+
+    _, optimizer, edq = with_gradient(Deaf)
+    with pytest.warns(UserWarning, match="in float64 its step does nothing"):
+        optimizer.step()
+    assert edq.last is None

@@ -11,7 +11,6 @@ and the loss need not show it.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +31,8 @@ from mcftensor.tensor.dtensor import local
 from mcftensor.training.shadow import (
     CannotShadow,
     Original,
+    chooses_types,
+    is_of_others,
     same,
     sums_in,
     wide_type,
@@ -139,7 +140,7 @@ def take_samples(
             wide_type(place.parameter)
         after = original.step(parameters, same, loss)
         failure = FAILED
-        wide = _wide_step(original, parameters, loss)
+        wide = _wide_step(original, parameters, after, loss)
         with torch.no_grad():
             return [
                 Sample(
@@ -182,14 +183,36 @@ def _row(counts: Sequence[Any], dots: Tensor) -> Tensor:
 
 
 def _wide_step(
-    original: Original, parameters: list[Tensor], loss: Callable[[], Any] | None
+    original: Original,
+    parameters: list[Tensor],
+    after: list[tuple[Tensor, dict[str, Any]]],
+    loss: Callable[[], Any] | None,
 ) -> list[tuple[Tensor, dict[str, Any]]]:
-    try:
-        return original.step(parameters, widened, loss)
-    except RuntimeError:  # of dtypes that do not go together
-        with contextlib.suppress(RuntimeError):
-            return original.step(parameters, widened_parameters, loss)
-        raise
+    """Take the step in wide precision: with wide states, or else with those of the optimizer."""
+    conversions = [widened, widened_parameters]
+    if any(chooses_types(p, original.states_of(p)) for p in parameters):
+        conversions.reverse()
+    failure: RuntimeError | None = None
+    for conversion in conversions:
+        try:
+            wide = original.step(parameters, conversion, loss)
+        except RuntimeError as error:  # of dtypes that do not go together
+            failure = failure or error
+            continue
+        if original.takes_float64 or all(map(_follows, parameters, after, wide)):
+            return wide
+    raise failure or CannotShadow("in float64 its step does nothing, or gives NaN")
+
+
+def _follows(
+    before: Tensor, after: tuple[Tensor, dict[str, Any]], wide: tuple[Tensor, dict[str, Any]]
+) -> bool:
+    """Whether a step in wide precision moves its parameter if one in the own precision does, and
+    ends with finite numbers if that does. Kernels may ignore dtypes, or take them for others."""
+    own, other = as_plain(local(after[0])), as_plain(local(wide[0]))
+    is_still = bool((other == as_plain(local(before), other.dtype)).all())
+    moves = bool((own != as_plain(local(before), own.dtype)).any())
+    return not (is_still and moves) and not bool((own.isfinite() & ~other.isfinite()).any())
 
 
 # Elements whose intermediate tensors fit into the caches of a CPU together; on a GPU they only
@@ -362,6 +385,9 @@ def _figures(
 def _components(x: Tensor) -> tuple[Tensor, ...]:
     if isinstance(x, MCFTensor):
         return x._read()
+    if is_of_others(x):
+        inner, _ = x.__tensor_flatten__()  # type: ignore[attr-defined]
+        return tuple(t for name in inner for t in _components(getattr(x, name)))
     return (torch.view_as_real(x) if x.is_complex() else x,)
 
 
@@ -431,7 +457,9 @@ def state_readings(
 
 
 def _is_like(x: Any, like: Tensor) -> bool:
-    return isinstance(x, Tensor) and x.shape == like.shape and x.is_floating_point()
+    if not isinstance(x, Tensor) or is_of_others(x):
+        return False
+    return x.shape == like.shape and x.is_floating_point()
 
 
 def _rows(x: Tensor | None) -> Iterator[Any]:
