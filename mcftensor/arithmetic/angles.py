@@ -38,6 +38,7 @@ from mcftensor.arithmetic.guarded import (
     to_integer,
     where,
 )
+from mcftensor.arithmetic.logarithms import root_of_product
 
 _LOG2_T2 = 2 * math.log2(1 / 30)
 
@@ -118,9 +119,8 @@ def _legs(x: Terms) -> tuple[Terms, Terms, Tensor]:
     below = sub(one(x[0]), size, m)
     is_inside = below[0] >= 0
     inner = where(is_inside, size, one(x[0]))
-    square = mul(where(is_inside, below, one(x[0])), add(one(x[0]), inner, m), m)
-    is_end = ~(square[0] > 0)
-    root = sqrt(where(is_end, one(x[0]), square), m)
+    is_end = ~(below[0] > 0)
+    root = root_of_product(where(is_end, one(x[0]), below), add(one(x[0]), inner, m), m)
     return inner, where(is_end, (torch.zeros_like(x[0]),), root), is_inside
 
 

@@ -134,7 +134,8 @@ def acosh(x: Terms) -> Terms:
     is_large = leading > _large(leading, m)
     is_inside = (t[0] > 0) & ~is_large
     t_in = where(is_inside, t, one(leading))
-    w = add(t_in, sqrt(mul(t_in, add(t_in, constants(2, 1, leading), m), m), m), m)
+    above = add(t_in, constants(2, 1, leading), m)
+    w = add(t_in, logarithms.root_of_product(t_in, above, m), m)
     value = _log_of(x, w, is_large, terms)
     plain = torch.where(t[0] == 0, 0.0, torch.where(leading < 1, torch.nan, value[0]))
     plain = torch.where(leading == torch.inf, leading, plain)

@@ -34,6 +34,8 @@ from mcftensor.arithmetic.guarded import (
     precision_of,
     scaled,
     series,
+    sqrt,
+    sub,
     times,
     to_integer,
     two_prod,
@@ -108,6 +110,14 @@ def normal(x: Terms) -> tuple[Terms, Tensor]:
     shift = shift_of(x[0])
     is_small = x[0] < 2.0 ** (base.min_exponent + (len(x) + 1) * base.precision)
     return where(is_small, times(x, 2.0**shift), x), torch.where(is_small, shift, 0.0)
+
+
+def root_of_product(x: Terms, y: Terms, count: int) -> Terms:
+    """sqrt(x y) for y of at least 1 and x above 0, down to the smallest number."""
+    x, shift = normal(x)
+    half, _ = to_integer(exponent_of(x[0]) * 0.5)
+    root = sqrt(mul(scaled(x, -2 * half), y, count), count)
+    return scaled(root, half - shift * 0.5)
 
 
 def _special(x: Terms, value: Terms) -> Tensor:
@@ -212,7 +222,12 @@ def pow(x: Terms, y: Terms) -> Terms:
     # For an exponent so large that splitting it overflows, the logarithm is tiny: rescale both.
     factor = 2.0 ** (BASES[base.dtype].max_exponent // 4)
     is_large = exponent.abs() > factor
-    logarithm = where(is_large, times(logarithm, factor), logarithm)
+    # Next to 1 it would lose bits below the smallest number: there log(1 + w) is w - w²/2.
+    w = sub(where(base < 0, neg(x), x), one(base), m)
+    is_next = w[0].abs() < 2.0 ** (-(terms * precision_of(base) + SPARE) // 2)
+    far = times(w, factor)
+    far = where(is_next, sub(far, mul(far, times(w, 0.5), m), m), times(logarithm, factor))
+    logarithm = where(is_large, far, logarithm)
     y_inside = where(is_large, times(y, 1 / factor), y)
     product = mul(where(is_inside, logarithm, zero), where(is_inside, y_inside, zero), m)
     q, k = exponentials.parts(product, terms)

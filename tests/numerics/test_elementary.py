@@ -59,6 +59,30 @@ def test_close_to_multiples_of_pi(name, format):
     assert worst(getattr(torch, name), getattr(mp, name), format, x) <= 2
 
 
+@by_format
+@pytest.mark.parametrize("name", ["asin", "acos", "acosh", "atanh", "log"])
+def test_next_to_one(name, format):
+    """At distances down to the smallest number, which the terms hold exactly."""
+    smallest = torch.finfo(format.dtype).smallest_normal
+    distances = [smallest * 2.0**k for k in (-10, -3, 0, 5, 30, 60, 90)]
+    away = torch.tensor(distances, dtype=format.dtype) * (1 if name == "acosh" else -1)
+    one = mcf.as_expansion(torch.ones(len(distances), dtype=format.dtype), format)
+    x = one + mcf.as_expansion(away, format)
+    with mp.workprec(5000):
+        exact = {"acosh": lambda v: mp.log1p(v - 1 + mp.sqrt((v - 1) * (v + 1)))}
+        assert worst(getattr(torch, name), exact.get(name, getattr(mp, name)), format, x) <= 2
+
+
+def test_powers_of_numbers_next_to_one():
+    """Their logarithm loses bits below the smallest number."""
+    for distance in (-2.847e-40, 1e-38, 3e-31, -1e-26, 1e-22, -1e-15, 1e-9):
+        x = 1 + mcf.as_expansion(torch.tensor([distance]), mcf.fp32x3)
+        y = mcf.as_expansion(torch.tensor([min(1.7 / abs(distance), 3e38)]), mcf.fp32x3)
+        with mp.workprec(2000):
+            (base,), (exponent,), (found,) = map(numbers, (x, y, x**y))
+            assert error(found, mp.power(base, exponent), mcf.fp32x3) <= 2
+
+
 def _fraction(scaled):
     return Fraction(int(scaled), 2**1000)
 
