@@ -201,7 +201,8 @@ def widened(x: Tensor, parameter: Tensor, name: str) -> Tensor:
     if name == "step" or not x.is_floating_point() or is_of_others(x):
         return same(x, parameter, name)
     wide = wide_type(parameter)
-    if not isinstance(wide, torch.dtype) and x.shape == parameter.shape and name != "grad":
+    has_shape = x.dim() or not parameter.dim()  # factors of moments have another shape
+    if not isinstance(wide, torch.dtype) and has_shape and name != "grad":
         return on_local(
             lambda own: MCFTensor.of(
                 [t.clone() for t in stored_in(own, wide, own.device)], wide, own=True

@@ -52,6 +52,7 @@ def test_codes_keep_the_mean(path):
     assert edq.last["largest"] < 3
 
 
+@pytest.mark.with_float64("without it figures are sums in float32")
 def test_the_figures_are_those_of_the_step():
     edq, optimizer, weight = measured("light", steps=1)
     before = {"exp_avg": torch.zeros(32, 64), "exp_avg_sq": torch.zeros(32, 64)}
