@@ -7,6 +7,7 @@ import math
 import threading
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import mpmath
 import pytest
@@ -17,7 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 import mcftensor as mcf
 from mcftensor.arithmetic import binned_sums
+from mcftensor.kernels import without_float64
 from mcftensor.kernels.without_float64 import has_float64
+from mcftensor.training import shadow
 from support.kernel_cases import way
 from support.no_float64 import Float64Error, no_float64
 from support.pretended import Misplaced, pretended
@@ -561,6 +564,18 @@ def test_what_updates_lose_is_measured(format):
         assert found != expected
 
 
+def test_factors_of_moments_are_widened():
+    """As Adafactor has them, a row and a column, which EDQ copies in two float32 terms."""
+    p = nn.Parameter(torch.rand(8, 32))
+    row, gradient, number = torch.rand(8, 1), torch.rand(8, 32), torch.rand(())
+    with no_float64():
+        found = shadow.widened(row, p, "row_var")
+        others = [shadow.widened(gradient, p, "grad"), shadow.widened(number, p, "mu")]
+    assert found.format is mcf.fp32x2
+    assert torch.equal(found.components[0], row)
+    assert {(type(x), x.dtype) for x in others} == {(torch.Tensor, torch.float32)}
+
+
 IMAGES = (2, 4, 5, 6)
 
 
@@ -713,6 +728,18 @@ def test_what_needs_float64_says_so():
     x = made(mcf.fp32x2)
     with mcf.without_float64(), pytest.raises(NotImplementedError, match=r"zeta.*float64"):
         torch.special.zeta(x, x)
+
+
+def test_devices_say_whether_they_have_float64(monkeypatch):
+    found = without_float64._has_float64.__wrapped__  # results of a device are kept
+    assert not has_float64(torch.device("mps"))
+    assert has_float64(torch.device("cpu"))
+    assert has_float64(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    for has_fp64 in (False, True):
+        properties = SimpleNamespace(has_fp64=has_fp64)
+        monkeypatch.setattr(torch.xpu, "get_device_properties", lambda i, p=properties: p)
+        assert found("xpu", 0) == has_fp64
 
 
 def test_the_mode_is_of_the_thread_and_nests():
