@@ -21,7 +21,14 @@ from mcftensor.formats import Format
 from mcftensor.kernels.program import PATTERNS
 from mcftensor.patches.table import calls
 from mcftensor.tensor.checks import check_components, check_writes, normalized
-from mcftensor.tensor.dtensor import any_format_of, format_of, local, on_local, place_of
+from mcftensor.tensor.dtensor import (
+    any_format_of,
+    format_of,
+    local,
+    on_local,
+    place_of,
+    placed_like,
+)
 from mcftensor.tensor.tensor import MCFTensor
 
 
@@ -220,9 +227,7 @@ def joined(
                 _require_unchanged(name, format, parts, misfits, told)
             if writes is not None:
                 writes = moved(writes.to(parts[0].device), place_of(x))
-            x = on_local(
-                lambda leading, p=parts, f=format, w=writes: MCFTensor.of(p, f, writes=w), x
-            )
+            x = placed_like(x, MCFTensor.of(parts, format, writes=writes))
         elif isinstance(x, Mapping):
             x = joined(x, tails, verify, known)
         state_dict[name] = x

@@ -21,7 +21,7 @@ from mcftensor.kernels.without_float64 import HALVES, halves, has_float64, wides
 from mcftensor.passes.format_conversion import collapse, key_for, recode
 from mcftensor.passes.operators import Number
 from mcftensor.tensor.components import COMPONENTS, Role
-from mcftensor.tensor.dtensor import local, on_local, place_of
+from mcftensor.tensor.dtensor import local, place_of, placed_like
 from mcftensor.tensor.implicit_rounding import note_of_leading, updating
 from mcftensor.tensor.tensor import GradientTensor, MCFTensor
 
@@ -262,12 +262,10 @@ def value_in(
     if writes is None and format.rounding == "balanced":
         own = count_of(x) if name is None else None
         writes = moved(start(local(x).device, name), place_of(x)) if own is None else unwritten(own)
-
-    def convert(x: Tensor) -> MCFTensor:
-        format.require(x)
-        return rounded_by(x.detach(), format, key_for(format, x.device, writes))
-
-    return on_local(convert, x)  # type: ignore[return-value]
+    own = local(x).detach()
+    format.require(own)
+    made = rounded_by(own, format, key_for(format, own.device, writes))
+    return placed_like(x, made)  # type: ignore[return-value]
 
 
 def as_state(x: Tensor, format: Format, p: Tensor, name: str) -> MCFTensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from typing import Any, get_args
@@ -127,7 +128,7 @@ class ExpansionFormat(Format):
         terms = -(-2 * self.precision // BASES[machine].precision)
         return ExpansionFormat(machine, min(max(2, terms), MAX_TERMS))
 
-    @property
+    @functools.cached_property
     def of_gradients(self) -> Format:
         """The same terms, rounded to nearest."""
         return self.nearest

@@ -266,7 +266,7 @@ class Format:
         """
         return PLAIN[self.numbers.dtype]
 
-    @property
+    @functools.cached_property
     def of_gradients(self) -> Format | None:
         """The format in which a plain gradient of a parameter is read within a step, or None.
 

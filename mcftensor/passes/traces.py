@@ -86,6 +86,7 @@ class Trace:
     Attributes:
         begun: keys of operations on tensors that entered after the first ones.
         variables: the variables that operations read and write.
+        widths: the number of initial columns of each variable.
         width: the number of initial columns of all variables.
         operations: the operations.
         written: the variables that are written to.
@@ -102,7 +103,8 @@ class Trace:
     ) -> None:
         self.begun = begun
         self.variables = variables
-        self.width = sum([x.width for x in variables])
+        self.widths = [x.width for x in variables]
+        self.width = sum(self.widths)
         self.operations = operations
         self.written = tuple(sorted({x.target for x in operations}))
         limits = [longest(x.format) for x in operations]

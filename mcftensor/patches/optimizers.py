@@ -141,12 +141,14 @@ def _taken(
     args = tuple([_outside_of_it(x, optimizer) for x in args])
     kwargs = {name: _outside_of_it(x, optimizer) for name, x in kwargs.items()}
     plan = optimizer.__dict__.get("_collage")
+    sharded = [p for p in parameters_of(optimizer) if hasattr(p, "_local_tensor")]
 
     def over_gradients(own: Step) -> Any:
         own.has_plain_states = plan is not None and plan.makes_plain
         own.is_assigned = is_assigned
-        own_parameters = parameters_of(optimizer)
-        return with_gradient_tensors(own, own_parameters, lambda: function(*args, **kwargs))
+        if not sharded:
+            return function(*args, **kwargs)
+        return with_gradient_tensors(own, sharded, lambda: function(*args, **kwargs))
 
     return in_step(over_gradients)
 

@@ -339,7 +339,7 @@ def _write_numbers(
 def _beginnings(trace: Trace, columns: Sequence[Column]) -> list[list[Any]]:
     """Return the columns that each variable begins with."""
     given = iter(columns)
-    return [[next(given) for _ in range(variable.width)] for variable in trace.variables]
+    return [[next(given) for _ in range(width)] for width in trace.widths]
 
 
 def _write_the_rest(
