@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mcftensor.dispatch.elementary import in_longer
 
@@ -45,6 +46,7 @@ ALGORITHMS = _by_name(
     aten._native_batch_norm_legit.no_stats,
     aten._native_batch_norm_legit_functional.default,
     aten._safe_softmax.default,  # F.scaled_dot_product_attention
+    aten.dist.default,  # torch.dist
     aten.mse_loss.default,  # losses of nn
     aten.smooth_l1_loss.default,
     aten.huber_loss.default,
@@ -85,6 +87,15 @@ ALGORITHMS = _by_name(
     aten.nan_to_num.default,  # x.nan_to_num
 )
 """Decompositions by the names of aten operators."""
+
+
+@in_longer
+def _embedding_renorm(weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Tensor:
+    rows = indices.unique()
+    return weight.index_copy(0, rows, weight[rows].renorm(norm_type, 0, max_norm))
+
+
+ALGORITHMS["embedding_renorm"] = _embedding_renorm  # nn.Embedding(max_norm=...)
 
 WITH_FLOATS = _by_name(
     aten.relu.default,  # F.relu

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcftensor.arithmetic.base_types import BASES
 from mcftensor.dispatch import storage_formats
-from mcftensor.dispatch.default_handler import PRECISION, compute
+from mcftensor.dispatch.default_handler import compute
 from mcftensor.dispatch.evaluate import Lists, evaluate_rows, evaluate_rows_into
 from mcftensor.dispatch.in_float64 import WIDE
 from mcftensor.dispatch.operands import (
@@ -209,10 +208,11 @@ def _summed_rows(source: Tensor) -> tuple[tuple[Tensor, ...], MCFTensor]:
 @implements(aten.sparse_mask.default)  # SparseAdam
 def sparse_mask(func: Any, x: Any, mask: Tensor) -> Tensor:
     """Return the elements at the places of a sparse tensor, sparse and in float64, or in float32
-    without it if float32 holds them.
+    without it. A format with more bits is rounded, with a warning.
     """
-    wide = widest(x.device)
-    most = PRECISION if wide == WIDE else BASES[wide].precision
-    if not isinstance(x, MCFTensor) or x.format.precision > most:
+    if not isinstance(x, MCFTensor):
         return compute(func, x, mask)
-    return func(x._collapsed(wide), mask.to(wide))
+    wide = widest(x.device)
+    values = x._collapsed(wide)
+    rounding(func, [x], values)
+    return func(values, mask.to(wide))

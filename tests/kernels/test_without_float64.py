@@ -2,6 +2,7 @@
 mode `mcf.without_float64()`. The table of the page is what is found here.
 """
 
+import contextlib
 import itertools
 import math
 import threading
@@ -770,3 +771,63 @@ def test_compiled_kernels_have_the_bits_of_eager_ones(format):
             found.append([*(a * b).components, *((a + 0.1) / b).components])
     for x, y in zip(*found, strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("name", ["SparseAdam", "Adagrad"])
+def test_sparse_gradients_in_long_states(name):
+    """Elements of states are float32 there, with a warning."""
+
+    def train(format):
+        torch.manual_seed(0)
+        table = nn.Embedding(10, 4, sparse=True)
+        table = mcf.as_expansion(table, format) if format else table.double()
+        optimizer = getattr(torch.optim, name)(table.parameters(), lr=1e-2)
+        for step in range(4):
+            torch.manual_seed(step)
+            where = torch.randint(10, (5,))
+            table(where).backward(torch.randn(5, 4).to(table.weight.dtype))
+            optimizer.step()
+            optimizer.zero_grad()
+        return table.weight.detach()
+
+    with no_float64(), pytest.warns(mcf.errors.RoundedWarning, match=r"rounded to torch\.float32"):
+        found = train(mcf.fp32x2)
+    found = mcf.as_plain(found, torch.float64)
+    torch.testing.assert_close(found, train(None), rtol=0, atol=4 * 1e-2 * 2**-22)
+
+
+@pytest.mark.parametrize("format", [mcf.fp32x2, mcf.bf16x3, mcf.fp64x2], ids=str)
+def test_rows_of_an_embedding_are_shortened(format):
+    torch.manual_seed(0)
+    table = mcf.as_expansion(nn.Embedding(6, 4, max_norm=1.0).to(format.dtype), format)
+    exact = mcf.as_plain(table.weight.detach(), torch.float64)
+    where = torch.tensor([4, 1, 4])
+    with contextlib.nullcontext() if format == mcf.fp64x2 else no_float64():
+        table(where)
+    norms = exact.norm(dim=1, keepdim=True)
+    for row in (1, 4):
+        if norms[row] > 1:
+            exact[row] /= norms[row] + 1e-7
+    bound = 4 * 2.0 ** -min(format.precision, 52)
+    found = mcf.as_plain(table.weight.detach(), torch.float64)
+    torch.testing.assert_close(found, exact, rtol=bound, atol=0)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, math.inf])
+@pytest.mark.parametrize("format", [mcf.fp32x2, mcf.bf16x3], ids=str)
+def test_distances(format, p):
+    torch.manual_seed(0)
+    x, y = (
+        mcf.as_expansion(torch.randn(50, dtype=torch.float64), format).requires_grad_()
+        for _ in range(2)
+    )
+    with no_float64():
+        found = torch.dist(x, y, p)
+        found.backward()
+    a, b = (mcf.as_plain(v.detach(), torch.float64).requires_grad_() for v in (x, y))
+    expected = torch.dist(a, b, p)
+    expected.backward()
+    bound = 4 * 2.0**-format.precision
+    for ours, right in ((found.detach(), expected.detach()), (x.grad, a.grad), (y.grad, b.grad)):
+        torch.testing.assert_close(mcf.as_plain(ours, torch.float64), right, rtol=bound, atol=0)
