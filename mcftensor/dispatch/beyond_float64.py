@@ -81,21 +81,40 @@ def _scan(combine: Callable[[Tensor, Tensor], Tensor], x: Tensor, dim: int) -> T
     return x.clone()
 
 
-def _var_mean(
-    x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+def _moments(
+    reduce: Callable[[Tensor, Any, float], Tensor],
+    x: Tensor,
+    dim: Any = None,
+    *,
+    correction: float | None = None,
+    keepdim: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    """Return a function of the deviations from the mean and of their count, and the mean."""
     dims = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
-    places = {d % x.dim() for d in dims}
+    places = sorted({d % x.dim() for d in dims})
     first = x[tuple(slice(0, 1 if d in places else None) for d in range(x.dim()))]
     below = x - first  # exact where elements share their leading terms
     mean = _mean(below, dim, True)
-    total = _sum(torch.square(below - mean), dim, keepdim)
-    count = x.numel() / max(total.numel(), 1) - (1 if correction is None else correction)
-    return total / max(count, 0.0), (first + mean).reshape(total.shape)
+    count = x.numel() / max(mean.numel(), 1) - (1 if correction is None else correction)
+    found = reduce(below - mean, places, max(count, 0.0)), first + mean
+    return found if keepdim else tuple(y.squeeze(places) for y in found)  # type: ignore[return-value]
 
 
-def _var(x: Tensor, dim: Any = None, **options: Any) -> Tensor:
-    return _var_mean(x, dim, **options)[0]
+def _mean_of_squares(x: Tensor, dim: Any, count: float) -> Tensor:
+    return _sum(torch.square(x), dim, True) / count
+
+
+def _root_of_squares(x: Tensor, dim: Any, count: float = 1.0) -> Tensor:
+    """Return the root of the sum of squares, divided by a count, in rows without a unit."""
+    size = x.abs().amax(dim, True)._read()[0]  # type: ignore[attr-defined]
+    size = torch.where((size > 0) & torch.isfinite(size), size, 1.0)
+    # Powers of two change no bits.
+    scale = torch.ldexp(torch.ones_like(size), torch.frexp(size).exponent - 1)
+    return torch.sqrt(_sum(torch.square(x / scale), dim, True) / count) * scale
+
+
+_var_mean = functools.partial(_moments, _mean_of_squares)
+_std_mean = functools.partial(_moments, _root_of_squares)
 
 
 def _norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False) -> Tensor:
@@ -108,13 +127,11 @@ def _norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False) -> 
         return _sum((x != 0).to(x.dtype) + torch.zeros_like(x), dim, keepdim)
     if not x.numel():
         return _sum(x, dim, keepdim)
-    largest = x.abs().amax(list(range(x.dim())) if dim is None else dim, True)
-    largest = torch.where((largest > 0) & torch.isfinite(largest), largest, 1.0)
-    if ord == 2:  # powers of two change no bits
-        size = largest._read()[0]  # type: ignore[attr-defined]
-        scale = torch.ldexp(torch.ones_like(size), torch.frexp(size).exponent - 1)
-        total = torch.sqrt(_sum(torch.square(x / scale), dim, True)) * scale
+    if ord == 2:
+        total = _root_of_squares(x, list(range(x.dim())) if dim is None else dim)
     else:
+        largest = x.abs().amax(list(range(x.dim())) if dim is None else dim, True)
+        largest = torch.where((largest > 0) & torch.isfinite(largest), largest, 1.0)
         total = _sum((x.abs() / largest) ** ord, dim, True) ** (1 / ord) * largest
     return total if keepdim else total.squeeze(dim) if dim is not None else total.reshape(())
 
@@ -126,6 +143,28 @@ def _cdist(x: Tensor, y: Tensor, p: float, mode: int | None = None) -> Tensor:
 def _pdist(x: Tensor, p: float = 2) -> Tensor:
     i, j = torch.triu_indices(len(x), len(x), 1, device=x.device)
     return _norm(x[i] - x[j], p, -1)
+
+
+def _slopes(differences: Tensor, p: float, distances: Tensor) -> Tensor:
+    """Return the gradients of distances with respect to the differences of two rows."""
+    distances = distances.unsqueeze(-1)
+    if p in (0, 1):
+        return differences.sign() * p
+    if p == math.inf:
+        return differences.sign() * (differences.abs() == distances).to(differences.dtype)
+    share = differences / torch.where(distances == 0, 1.0, distances)
+    return share if p == 2 else share.sign() * share.abs() ** (p - 1)
+
+
+def _cdist_backward(grad: Tensor, x: Tensor, y: Tensor, p: float, distances: Tensor) -> Tensor:
+    slopes = _slopes(x.unsqueeze(-2) - y.unsqueeze(-3), p, distances)
+    return _sum(slopes * grad.unsqueeze(-1), [-2])
+
+
+def _pdist_backward(grad: Tensor, x: Tensor, p: float, distances: Tensor) -> Tensor:
+    i, j = torch.triu_indices(len(x), len(x), 1, device=x.device)
+    slopes = _slopes(x[i] - x[j], p, distances) * grad.unsqueeze(-1)
+    return torch.zeros_like(x).index_add(0, torch.cat([i, j]), torch.cat([slopes, -slopes]))
 
 
 # -------------------------------------------------------------------------------- accumulation
@@ -223,9 +262,12 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "logcumsumexp": functools.partial(_scan, torch.logaddexp),  # x.logcumsumexp
     "_cdist_forward": _cdist,  # torch.cdist
     "_pdist_forward": _pdist,  # F.pdist
-    "var": _var,  # x.var
+    "_cdist_backward": _cdist_backward,
+    "_pdist_backward": _pdist_backward,
     "var_mean": _var_mean,  # torch.var_mean
-    "std": lambda x, dim=None, **options: torch.sqrt(_var(x, dim, **options)),  # x.std
+    "std_mean": _std_mean,  # torch.std_mean
+    "var": lambda *args, **options: _var_mean(*args, **options)[0],  # x.var
+    "std": lambda *args, **options: _std_mean(*args, **options)[0],  # x.std
     "linalg_vector_norm": _norm,  # x.norm, clip_grad_norm_
     "norm": lambda x, p=2, *others: _norm(x, 2 if p is None else p, *others),  # torch.norm
     "mm": matrix_products.mm,  # x @ y

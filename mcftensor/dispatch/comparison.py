@@ -277,12 +277,14 @@ def by_rank(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 @of_terms
 def search(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the places of numbers in a sorted sequence."""
-    if all(x.acts_as == "parameter" for x in expansions(args)) or not has_rests(args):
+    found = expansions(args)
+    in_float64 = has_float64(found[0].device) and not has_rests(args)
+    if all(x.acts_as == "parameter" for x in found) or in_float64:
         return compute(func, *args, **kwargs)
     format, columns = _enter(func.overloadpacket.__name__, args[:2])
     joined = [torch.cat([x.reshape(-1) for x in terms]) for terms in zip(*columns, strict=True)]
     ranks, _ = _ranks(MCFTensor.of(joined, format))
     shapes = [terms[0].shape for terms in columns]
     own = ranks.split([x.numel() for x in shapes])
-    found = [x.reshape(shape) for x, shape in zip(own, shapes, strict=True)]
-    return func.overloadpacket.Tensor(*found, *args[2:], **kwargs)
+    places = [x.reshape(shape) for x, shape in zip(own, shapes, strict=True)]
+    return func.overloadpacket.Tensor(*places, *args[2:], **kwargs)

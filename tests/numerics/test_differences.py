@@ -1,5 +1,6 @@
 """Functions of differences of numbers with terms that lie far apart, against mpmath."""
 
+import contextlib
 import math
 from fractions import Fraction
 
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import mcftensor as mcf
+from support.no_float64 import no_float64
 
 mp = pytest.importorskip("mpmath")
 np = pytest.importorskip("numpy")
@@ -277,12 +279,34 @@ OPERATIONS = {
 @FORMATS
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_functions_of_differences(name, format):
+    assert_exact(name, format)
+
+
+LONG = ["std", "std_mean", "dist", "dist, gradient", "cdist, gradient", "pdist, gradient"]
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_functions_of_differences_without_float64(name):
+    assert_exact(name, mcf.fp32x2, no_float64())
+
+
+@pytest.mark.parametrize("format", [mcf.fp32x2, mcf.bf16x2], ids=str)
+def test_places_without_float64(format):
+    x, y = (mcf.exact.from_exact(rows, format) for rows in (X, Y))
+    with no_float64():
+        found = torch.searchsorted(x[1].sort().values, y[1])
+    assert found.tolist() == [sum(v < w for v in X[1]) for w in Y[1]]
+
+
+def assert_exact(name, format, context=None):
     x, y = (mcf.exact.from_exact(rows, format) for rows in (X, Y))
     a, b = numbers(x), numbers(y)
     assert (a == of(X)).all()
     assert (b == of(Y)).all()
     function, oracle, *size = OPERATIONS[name]
-    found = np.asarray(numbers(function(x, y)), dtype=object)
+    with context or contextlib.nullcontext():
+        result = function(x, y)
+    found = np.asarray(numbers(result), dtype=object)
     expected = np.asarray(oracle(a, b), dtype=object)
     assert found.shape == expected.shape
     sizes = abs(expected) if not size else size[0](a, b)
