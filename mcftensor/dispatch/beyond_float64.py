@@ -262,8 +262,8 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "logcumsumexp": functools.partial(_scan, torch.logaddexp),  # x.logcumsumexp
     "_cdist_forward": _cdist,  # torch.cdist
     "_pdist_forward": _pdist,  # F.pdist
-    "_cdist_backward": _cdist_backward,
-    "_pdist_backward": _pdist_backward,
+    "_cdist_backward": _cdist_backward,  # gradients of torch.cdist
+    "_pdist_backward": _pdist_backward,  # gradients of F.pdist
     "var_mean": _var_mean,  # torch.var_mean
     "std_mean": _std_mean,  # torch.std_mean
     "var": lambda *args, **options: _var_mean(*args, **options)[0],  # x.var
