@@ -96,8 +96,8 @@ def _moments(
     below = x - first  # exact where elements share their leading terms
     mean = _mean(below, dim, True)
     count = x.numel() / max(mean.numel(), 1) - (1 if correction is None else correction)
-    found = reduce(below - mean, places, max(count, 0.0)), first + mean
-    return found if keepdim else tuple(y.squeeze(places) for y in found)  # type: ignore[return-value]
+    moment, mean = reduce(below - mean, places, max(count, 0.0)), first + mean
+    return (moment, mean) if keepdim else (moment.squeeze(places), mean.squeeze(places))
 
 
 def _mean_of_squares(x: Tensor, dim: Any, count: float) -> Tensor:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from mcftensor.patches.sharded_optimizers import mean_over_ranks
 from mcftensor.patches.table import by_name, calls, patch, row
-from mcftensor.tensor.dtensor import format_of, with_gradient_tensors
+from mcftensor.tensor.dtensor import format_of, local, with_gradient_tensors
 from mcftensor.tensor.implicit_rounding import asking
 from mcftensor.tensor.step_context import Step, closure, current_step, in_step
 
@@ -141,7 +141,7 @@ def _taken(
     args = tuple([_outside_of_it(x, optimizer) for x in args])
     kwargs = {name: _outside_of_it(x, optimizer) for name, x in kwargs.items()}
     plan = optimizer.__dict__.get("_collage")
-    sharded = [p for p in parameters_of(optimizer) if hasattr(p, "_local_tensor")]
+    sharded = [p for p in parameters_of(optimizer) if local(p) is not p]
 
     def over_gradients(own: Step) -> Any:
         own.has_plain_states = plan is not None and plan.makes_plain

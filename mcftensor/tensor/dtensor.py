@@ -103,17 +103,17 @@ def place_of(x: Tensor) -> int:
 
 
 def with_gradient_tensors(
-    step: Step, parameters: Iterable[Tensor], function: Callable[[], Any]
+    step: Step, sharded: Iterable[Tensor], function: Callable[[], Any]
 ) -> Any:
-    """Call a function within a step, with gradient tensors for DTensors of expansions.
+    """Call a function within a step, with gradient tensors for those DTensors that hold expansions.
 
     `MCFTensor.grad` reads as a gradient tensor. An optimizer reads `grad` of the DTensor,
     and so never that property of the shard.
     """
     held: list[tuple[Tensor, Tensor, Tensor]] = []
     try:
-        for p in parameters:
-            format = None if isinstance(p, MCFTensor) else format_of(p)
+        for p in sharded:
+            format = format_of(p)
             grad = p.grad if format else None
             if format and grad is not None and type(local(grad)) is Tensor:
                 placed: Any = grad

@@ -8,7 +8,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TensorWithFlatten, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mcftensor.convert import as_plain
@@ -146,17 +147,15 @@ def same(x: Tensor, parameter: Tensor, name: str) -> Tensor:
     x = x.detach()
     if not is_of_others(x):
         return x.clone()
-    inner, context = x.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner, context = x.__tensor_flatten__()
     copies = {name: same(getattr(x, name), parameter, name) for name in inner}
-    unflatten = type(x).__tensor_unflatten__  # type: ignore[attr-defined]
-    copied: Tensor = unflatten(copies, context, x.shape, x.stride())
-    return copied
+    return type(x).__tensor_unflatten__(copies, context, x.shape, x.stride())
 
 
-def is_of_others(x: Tensor) -> bool:
+def is_of_others(x: Tensor) -> TypeGuard[TensorWithFlatten]:
     """Whether a tensor is of a class of another package, which stores its numbers in tensors."""
     known = isinstance(x, MCFTensor) or local(x) is not x
-    return not known and hasattr(x, "__tensor_flatten__")
+    return not known and is_traceable_wrapper_subclass(x)
 
 
 def chooses_types(parameter: Tensor, state: Any) -> bool:

@@ -386,7 +386,7 @@ def _components(x: Tensor) -> tuple[Tensor, ...]:
     if isinstance(x, MCFTensor):
         return x._read()
     if is_of_others(x):
-        inner, _ = x.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner, _ = x.__tensor_flatten__()
         return tuple(t for name in inner for t in _components(getattr(x, name)))
     return (torch.view_as_real(x) if x.is_complex() else x,)
 
