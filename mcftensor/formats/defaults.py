@@ -51,9 +51,8 @@ def format_of_weights(x: Tensor, lr: float | None = None) -> ExpansionFormat:
     by_shape = default_format(x.shape)
     if x.is_meta or type(x) not in (Tensor, torch.nn.Parameter) or not x.numel():
         return by_shape
-    some = _some_of(x.detach()).cpu()  # some devices have no float64
-    wide = widest()
-    size = float(torch.linalg.vector_norm(some, dtype=wide)) / math.sqrt(some.numel())
+    some = _some_of(x.detach()).cpu().to(widest())  # some devices have no float64
+    size = float(torch.linalg.vector_norm(some)) / math.sqrt(some.numel())
     is_large = size > (_LARGE if lr is None else lr * _UPDATES)
     return bf16x3 if is_large else by_shape
 

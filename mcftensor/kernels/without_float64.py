@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import math
 import threading
@@ -100,9 +99,18 @@ HALVES = "fp32x2"
 """The format of a number as halves."""
 
 
+_BITS, _SMALLEST_EXPONENT, _OVERFLOW = 24, -125, 2.0**128
+"""Of float32, with exponents as those of `math.frexp`."""
+
+
 def _tensor(x: float) -> Tensor:
     return torch.scalar_tensor(x, dtype=torch.float32, device="cpu")
 
 
 def _nearest(x: float) -> float:
-    return ctypes.c_float(x).value
+    """Return the nearest number of float32, in operations that compilers trace."""
+    if x == 0 or not math.isfinite(x):
+        return x
+    unit = math.ldexp(1.0, max(math.frexp(x)[1], _SMALLEST_EXPONENT) - _BITS)
+    nearest = math.copysign(round(x / unit) * unit, x)
+    return nearest if abs(nearest) < _OVERFLOW else math.copysign(math.inf, x)

@@ -34,7 +34,8 @@ _WIDE = (torch.float64, torch.complex128)
 
 
 NEEDS_FLOAT64 = {
-    "64": "the case is of float64",
+    "fp64": "the case is of float64",
+    "float64": "the case is of float64",
     "fp32bf16": "numbers of this format are float64",
     "scaled(": "scaled formats compute in float64",
     "float_power": "PyTorch defines its result in float64",
@@ -86,6 +87,8 @@ def _is_ours() -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
+        if frame.f_code.co_name == "double":  # as `Module.double` of PyTorch
+            return False
         if path.startswith(_LIBRARY):
             entry, is_ours = frame, True
         elif not path.startswith(_THROUGH):

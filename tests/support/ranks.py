@@ -7,6 +7,7 @@ What they write to stderr is shown with MCFTENSOR_TEST_STDERR=1.
 """
 
 import collections
+import contextlib
 import faulthandler
 import functools
 import importlib
@@ -30,7 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mcftensor as mcf
+from mcftensor.kernels.without_float64 import has_float64
 from support.leftovers import remember, restore
+from support.no_float64 import no_float64
 
 TIMEOUT = 90
 """Seconds that a test may take on all processes together."""
@@ -68,7 +71,8 @@ class RankPool:
         with tempfile.TemporaryDirectory() as folder:
             for rank, (_, pipe) in enumerate(self.processes[:world]):
                 store = str(Path(folder, "store"))
-                pipe.send((rank, world, backend, store, module, name, arguments))
+                job = rank, world, backend, store, module, name, arguments
+                pipe.send((*job, has_float64()))  # or the test runs with `--without-float64`
             outcomes = self._outcomes(world)
         failures = [f"rank {rank}: {text}" for rank, text in outcomes.items() if text]
         if failures:
@@ -121,7 +125,7 @@ def _work(pipe: Connection) -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
     while True:
         try:
-            rank, world, backend, store, module, name, arguments = pipe.recv()
+            rank, world, backend, store, module, name, arguments, with_float64 = pipe.recv()
         except EOFError:
             return
         before = remember()
@@ -137,7 +141,9 @@ def _work(pipe: Connection) -> None:
                 torch.cuda.set_device(rank)
             dist.barrier()  # or a rank that needs no other leaves while others still connect
             torch.manual_seed(0)
-            getattr(importlib.import_module(module), name).check(**arguments)
+            check = getattr(importlib.import_module(module), name).check
+            with contextlib.nullcontext() if with_float64 else no_float64(of_all=False):
+                check(**arguments)
             outcome = ""
         except BaseException:  # noqa: BLE001
             outcome = traceback.format_exc()
