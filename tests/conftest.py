@@ -1,5 +1,6 @@
 """Shared by all tests: devices, one thread, and compiler caches of this run's own."""
 
+import contextlib
 import gc
 import os
 import random
@@ -59,13 +60,14 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def without_float64(request, leaves_nothing_behind):
     """With `--without-float64`, no code of the library may make a float64 tensor, except where the
-    case needs it by its name or its mark."""
+    case needs it by its name or its mark, or where nobody can watch."""
     asks = any(part in request.node.name for part in NEEDS_FLOAT64)
     asks = asks or request.node.get_closest_marker("with_float64")
+    mode = contextlib.nullcontext()
     if request.config.getoption("--without-float64") and not asks:
-        with no_float64(of_all=False):
-            yield
-    else:
+        is_unwatched = request.node.get_closest_marker("unwatched")
+        mode = mcf.without_float64() if is_unwatched else no_float64(of_all=False)
+    with mode:
         yield
 
 

@@ -506,9 +506,9 @@ def of_numbers(data: Any) -> Tensor:
     """Return numbers, in nested lists or an array, in float64, or in float32 terms without it."""
     if has_float64():
         return torch.tensor(data, dtype=torch.float64, device="cpu")
+    high = torch.tensor(data, dtype=torch.float32, device="cpu").numpy()  # or an error
     numbers = np.asarray(data, dtype=np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
-        high = numbers.astype(np.float32)
         low = np.where(np.isfinite(high), numbers - high, 0).astype(np.float32)
         total = high.astype(np.float64) + low
         high = total.astype(np.float32)  # low may lie on a tie

@@ -376,7 +376,7 @@ class TestOptimizerSteps:
 
 
 @pytest.mark.parametrize("format", [mcf.bf16x2, mcf.bf16x3, mcf.bf16i16, mcf.bf16i8], ids=str)
-@pytest.mark.with_float64("the mode that watches has functions compiled again")
+@pytest.mark.unwatched("the mode that watches has functions compiled again")
 def test_functions_that_a_step_compiles(format):
     counter = CompileCounter()
 

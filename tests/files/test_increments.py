@@ -80,6 +80,7 @@ def zoo(seed):
     return found
 
 
+@pytest.mark.with_float64("a file has a tensor of it")
 def test_tensors_of_every_dtype_and_shape(tmp_path):
     old, new = zoo(0), zoo(1)
     for name in old:

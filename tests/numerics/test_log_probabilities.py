@@ -13,6 +13,7 @@ import mcftensor as mcf
 from mcftensor.logits import row_chunks, softmax_terms
 from support.ranks import on_ranks
 
+pytestmark = pytest.mark.with_float64("sums of exponentials are computed in float64")
 mine = mcf.functional
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PRECISION = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}

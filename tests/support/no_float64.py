@@ -28,6 +28,7 @@ import mcftensor as mcf
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.UninitializedParameter)
 _LIBRARY = str(Path(mcf.__file__).parent)
+_MODULES = str(torch.nn.modules.module.__file__)
 _BETWEEN = (functools.__file__, contextlib.__file__, __file__, "<")
 _THROUGH = (str(Path(torch.__file__).parent), *_BETWEEN)
 _WIDE = (torch.float64, torch.complex128)
@@ -87,7 +88,7 @@ def _is_ours() -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
-        if frame.f_code.co_name == "double":  # as `Module.double` of PyTorch
+        if path == _MODULES and _names_float64(frame):
             return False
         if path.startswith(_LIBRARY):
             entry, is_ours = frame, True
@@ -97,6 +98,11 @@ def _is_ours() -> bool:
             entry = None
         frame = frame.f_back
     return is_ours and (entry is None or not _asks(entry))
+
+
+def _names_float64(frame: FrameType) -> bool:
+    """Whether a program asked for float64 by `double()` or `to(dtype)` of a module."""
+    return frame.f_code.co_name == "double" or frame.f_locals.get("dtype") in _WIDE
 
 
 def _asks(entry: FrameType) -> bool:

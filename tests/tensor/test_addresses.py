@@ -32,6 +32,7 @@ def test_parts_of_what_a_parameter_lends_lie_where_its_codes_do():
     assert p[:, 32:].data_ptr() == codes[:, 32:].data_ptr() != 0
 
 
+@pytest.mark.with_float64("scaled formats compute in float64")
 def test_scaled_tensors():
     x = mcf.as_expansion(torch.rand(4, 8), mcf.scaling.scaled(torch.float16))
     assert x.data_ptr() == x.components[0].data_ptr() != 0

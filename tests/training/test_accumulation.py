@@ -361,7 +361,7 @@ def test_double_backward(armed):
     model.zero_grad()
 
 
-@pytest.mark.with_float64("the compiler refuses to look through the mode that watches")
+@pytest.mark.unwatched("the compiler refuses to look through the mode that watches")
 @pytest.mark.parametrize(("kind", "format"), [("expansions", mcf.bf16x3), ("plain", None)])
 def test_compiled_forward_and_backward(armed, kind, format):
     """With sums there when the compiler first looks, and others of another batch size."""
